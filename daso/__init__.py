@@ -1,0 +1,51 @@
+"""Hierarchical asynchronous data-parallel training for PyTorch over MPI.
+
+Names are imported on first use: ``import daso`` starts neither torch, MPI nor CUDA, so that commands
+work on a login node.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from daso import errors
+    from daso.comm.topology import Topology, init
+    from daso.plan.options import Exchange, Gradients
+    from daso.plan.schedule import Fixed, Plateau
+    from daso.train.optimizer import DASO
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DASO",
+    "Exchange",
+    "Fixed",
+    "Gradients",
+    "Plateau",
+    "Topology",
+    "errors",
+    "init",
+]
+
+_HOME = {
+    "DASO": "daso.train.optimizer",
+    "Exchange": "daso.plan.options",
+    "Fixed": "daso.plan.schedule",
+    "Gradients": "daso.plan.options",
+    "Plateau": "daso.plan.schedule",
+    "Topology": "daso.comm.topology",
+    "init": "daso.comm.topology",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use."""
+    if name == "errors":
+        return import_module("daso.errors")
+    if name not in _HOME:
+        raise AttributeError(f"module 'daso' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

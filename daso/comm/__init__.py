@@ -1,0 +1,1 @@
+"""Mechanism over flat one-dimensional buffers; the only importer of mpi4py and cupy."""

@@ -1,0 +1,46 @@
+"""One table of element types, torch to MPI, and zero-copy views that MPI can send."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from daso.comm.mpi import load
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["accumulator", "byte_buffer", "is_16bit", "sum_buffer"]
+
+# Types that MPI may add: MPI.SUM on 16-bit data is refused by MPICH and wrong, without an error,
+# in Open MPI (4.1 and 5.0 with bfloat16).
+MPI_NAMES = {torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int64: "INT64_T"}
+
+
+def is_16bit(dtype: torch.dtype) -> bool:
+    """Return whether this is a floating type of two bytes."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which sums and references of ``dtype`` are kept: fp64 or fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def sum_buffer(flat: torch.Tensor) -> "tuple[Any, MPI.Datatype]":
+    """Return ``flat`` as MPI takes it for a reduction.
+
+    Args:
+        flat: Contiguous CPU tensor of fp32, fp64 or int64.
+
+    Returns:
+        Memory and MPI type; no copy.
+
+    Raises:
+        KeyError: MPI cannot add this type.
+    """
+    return flat.numpy(), getattr(load(), MPI_NAMES[flat.dtype])
+
+
+def byte_buffer(flat: torch.Tensor) -> Any:
+    """Return the memory of a contiguous CPU tensor as bytes, without a copy."""
+    return flat.view(torch.uint8).numpy() if flat.numel() else flat.new_empty(0).numpy()

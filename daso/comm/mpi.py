@@ -1,0 +1,76 @@
+"""The door to MPI: nothing here runs before somebody calls `load`."""
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from daso.environment import Launch, find_mpirun
+from daso.errors import TopologyError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["check_launch", "library", "load"]
+
+
+def load() -> "ModuleType":
+    """Return `mpi4py.MPI`, initialised with full thread support.
+
+    MPI is started here and not by an import, because data loader workers import the main module
+    again and must not start MPI (mpi4py 4.1 with the spawn method dies under mpirun otherwise).
+
+    Returns:
+        The module.
+
+    Raises:
+        TopologyError: No MPI library is there, or it gives fewer thread rights than MULTIPLE.
+    """
+    if "mpi4py.MPI" not in sys.modules:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = True
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise TopologyError(
+            f"mpi4py must find an MPI library, but: {error}; install one with "
+            f"`pip install 'daso[mpich]'` or set MPI4PY_LIBMPI to the path of libmpi.so"
+        ) from error
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise TopologyError(
+            f"MPI must run with THREAD_MULTIPLE, not level {MPI.Query_thread()} (a thread of its "
+            f"own does the exchanges); initialise it so, or let daso initialise it"
+        )
+    return MPI
+
+
+def library() -> str:
+    """Return the name and version of the MPI library on one line."""
+    text: str = load().Get_library_version()
+    first = text.replace("\x00", "").strip().splitlines()[0]
+    return " ".join(first.replace("Version:", "").split(",")[0].split())
+
+
+def check_launch(world: "MPI.Comm", launch: Launch) -> None:
+    """Refuse a launcher that belongs to another MPI library than the one loaded.
+
+    Each process then is a world of its own, and N of them would train N models side by side.
+
+    Args:
+        world: COMM_WORLD.
+        launch: What the launcher promised.
+
+    Raises:
+        TopologyError: With what to use instead.
+    """
+    if world.Get_size() == launch.size or launch.launcher is None:
+        return
+    raise TopologyError(
+        f"{launch.launcher} started {launch.size} ranks, but MPI ({library()}) sees "
+        f"{world.Get_size()}: the launcher belongs to another MPI library; use "
+        f"{find_mpirun() or 'its own mpirun'} or `daso run`, or set MPI4PY_LIBMPI to the "
+        f"launcher's libmpi.so"
+    )

@@ -1,0 +1,155 @@
+"""What a transport inside a node must do, and which one is taken.
+
+`NodeBucket` takes the mean of gradients, `NodeShare` shows one rank's part to the whole node. Both are
+in steps that do not block, so that the training thread can go on with backward between them.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from daso.errors import StallError, TopologyError
+
+if TYPE_CHECKING:
+    from daso.comm.topology import Topology
+
+__all__ = ["NodeBucket", "NodeGroup", "NodeShare", "choose_node", "wait_until"]
+
+Span = tuple[int, int]
+
+YIELDS = 200  # polls that only give the core away before the first sleep
+SLEEP_SECONDS = 5e-5
+
+
+class NodeBucket(Protocol):
+    """A flat row of gradients that the node averages in place."""
+
+    flat: torch.Tensor  # this rank's row (numel)
+
+    def start(self, parts: Sequence[Span]) -> None:
+        """Say that this rank's row is filled; local rank i will add part i. Does not block."""
+        ...
+
+    def wait_filled(self) -> None:
+        """Block until every rank of the node has started. Collective over the node."""
+        ...
+
+    def add(self) -> torch.Tensor | None:
+        """Add this rank's part in rank order once all rows are filled. Does not block.
+
+        Returns:
+            The sum of this rank's part in fp32 or fp64, writable until `deliver`; None as long as
+            a row is missing.
+        """
+        ...
+
+    def deliver(self, divisor: int) -> None:
+        """Divide the part from `add` and give it to the whole node. Does not block."""
+        ...
+
+    def wait(self) -> None:
+        """Block until all parts of ``flat`` are there. Collective over the node."""
+        ...
+
+
+class NodeShare(Protocol):
+    """A flat row of which each of the first ranks of a node owns one part and all read all."""
+
+    mine: torch.Tensor  # this rank's part, empty where it has none
+    parts: list[torch.Tensor]  # every part in order; valid from `wait` to `release`
+
+    def publish(self) -> None:
+        """Say that ``mine`` is written. Does not block."""
+        ...
+
+    def wait(self) -> None:
+        """Block until every part is published. Collective over the node."""
+        ...
+
+    def release(self) -> None:
+        """Say that this rank has read all parts. Does not block."""
+        ...
+
+    def wait_released(self) -> None:
+        """Block until all ranks have read, so that ``mine`` may be written again."""
+        ...
+
+
+class NodeGroup(Protocol):
+    """The ranks of one node and the memory in which they meet."""
+
+    def buckets(self, sizes: Sequence[int], dtype: torch.dtype) -> Sequence[NodeBucket]:
+        """Make one bucket for each size (elements). Collective over the node; blocking."""
+        ...
+
+    def share(self, spans: Sequence[Span], dtype: torch.dtype) -> NodeShare:
+        """Make a shared row cut into ``spans``. Collective over the node; blocking."""
+        ...
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds this rank stood still for others of the node."""
+        ...
+
+    def free(self) -> None:
+        """Give the memory back. Collective over the node; blocking; idempotent."""
+        ...
+
+
+def choose_node(topology: "Topology", device: torch.device, stall_seconds: float) -> NodeGroup:
+    """Return the transport for parameters on ``device``.
+
+    Args:
+        topology: Who is where.
+        device: Where the parameters live.
+        stall_seconds: How long to wait for a rank before naming it in an error.
+
+    Returns:
+        Shared memory for the CPU.
+
+    Raises:
+        TopologyError: There is no transport for this device.
+    """
+    if device.type != "cpu":
+        raise TopologyError(
+            f"parameters must be on the CPU in this version, not on {device}; move the model there "
+            f"before wrapping its optimizer"
+        )
+    from daso.comm.node_shm import ShmNode
+
+    return ShmNode(topology, stall_seconds)
+
+
+def wait_until(arrived: Callable[[], bool], late: Callable[[], str], stall_seconds: float) -> float:
+    """Block until ``arrived()``, giving the core away in between.
+
+    Args:
+        arrived: What is waited for; cheap.
+        late: Says who is missing, for the error.
+        stall_seconds: How long to wait at most.
+
+    Returns:
+        Seconds waited.
+
+    Raises:
+        StallError: Naming who is late.
+    """
+    if arrived():
+        return 0.0
+    start = time.perf_counter()
+    polls = 0
+    while not arrived():
+        polls += 1
+        if polls < YIELDS:
+            os.sched_yield()
+            continue
+        time.sleep(SLEEP_SECONDS)
+        if time.perf_counter() - start > stall_seconds:
+            raise StallError(
+                f"all ranks of a node must take part in a step within {stall_seconds:g} s, but "
+                f"{late()} did not; look at that rank's log, or raise Exchange.stall_seconds"
+            )
+    return time.perf_counter() - start

@@ -1,0 +1,170 @@
+"""Who is where: the world, this rank's node, and the lanes that run across nodes.
+
+A *node* is a host, found by MPI, or a pretend node for trying things on one machine. *Lane* l is
+local rank l of every node; there are as many lanes as the smallest node has ranks, so that every
+lane reaches every node. Ranks beyond that have no lane.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from daso.comm.mpi import check_launch, load
+from daso.environment import read_launch
+from daso.errors import TopologyError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Place", "Topology", "default", "init"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this rank stands, in numbers."""
+
+    rank: int  # world rank
+    size: int  # world size
+    local_rank: int  # rank inside the node
+    node: int  # index of this rank's node
+    node_sizes: tuple[int, ...]  # ranks of each node
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return len(self.node_sizes)
+
+    @property
+    def local_size(self) -> int:
+        """Ranks of this rank's node."""
+        return self.node_sizes[self.node]
+
+    @property
+    def lanes(self) -> int:
+        """Number of lanes: the ranks of the smallest node."""
+        return min(self.node_sizes)
+
+    @property
+    def lane(self) -> int | None:
+        """This rank's lane, or None where the smallest node has no such local rank."""
+        return self.local_rank if self.local_rank < self.lanes else None
+
+
+class Topology:
+    """The communicators of world, node and lane.
+
+    Args:
+        world: Communicator over all ranks that train together; COMM_WORLD if None. It is
+            duplicated.
+        ranks_per_node: Cut every host into pretend nodes of this many ranks, or of these sizes
+            (``(3, 1)``); None for real nodes, or what DASO_RANKS_PER_NODE says.
+
+    Raises:
+        TopologyError: The launcher belongs to another MPI library, or the sizes do not fit.
+
+    Collective over the world; blocking.
+    """
+
+    def __init__(
+        self,
+        world: "MPI.Comm | None" = None,
+        *,
+        ranks_per_node: int | Sequence[int] | None = None,
+    ) -> None:
+        mpi = load()
+        launch = read_launch()
+        check_launch(mpi.COMM_WORLD, launch)
+        sizes = launch.ranks_per_node if ranks_per_node is None else ranks_per_node
+        self.world: MPI.Comm = (mpi.COMM_WORLD if world is None else world).Dup()
+        host = self.world.Split_type(mpi.COMM_TYPE_SHARED)
+        group, problem = _pretend_group(host.Get_rank(), host.Get_size(), sizes)
+        self.agree(problem, TopologyError)
+        self.node: MPI.Comm = host.Split(group, host.Get_rank())
+        host.Free()
+        self.place = self._find_place()
+        color = mpi.UNDEFINED if self.place.lane is None else self.place.lane
+        self.lane: MPI.Comm = self.world.Split(color, self.place.node)
+
+    def _find_place(self) -> Place:
+        first = self.node.bcast(self.world.Get_rank())
+        firsts = self.world.allgather(first)
+        heads = sorted(set(firsts))
+        return Place(
+            rank=self.world.Get_rank(),
+            size=self.world.Get_size(),
+            local_rank=self.node.Get_rank(),
+            node=heads.index(first),
+            node_sizes=tuple(firsts.count(head) for head in heads),
+        )
+
+    def agree(self, problem: str | None, kind: type[Exception]) -> None:
+        """Raise the same error on every rank when any rank has a problem.
+
+        Args:
+            problem: What is wrong here: rule, value, remedy; None if nothing is.
+            kind: The error to raise.
+
+        Collective over the world; blocking.
+        """
+        problems = self.world.allgather(problem)
+        found = [(rank, text) for rank, text in enumerate(problems) if text is not None]
+        if not found:
+            return
+        rank, text = found[0]
+        everywhere = len(found) == len(problems) and len({text for _, text in found}) == 1
+        raise kind(text if everywhere else f"rank {rank}: {text}")
+
+    def same(self, value: object) -> bool:
+        """Return whether every rank passed an equal value. Collective over the world; blocking."""
+        return all(other == value for other in self.world.allgather(value))
+
+    def free(self) -> None:
+        """Give the communicators back. Collective over the world; blocking; idempotent."""
+        mpi = load()
+        for comm in (self.lane, self.node, self.world):
+            if comm != mpi.COMM_NULL:
+                comm.Free()
+
+
+def _pretend_group(
+    rank: int, size: int, sizes: int | Sequence[int] | None
+) -> tuple[int, str | None]:
+    """Return this host rank's pretend node, and what is wrong with the sizes."""
+    if sizes is None:
+        return 0, None
+    if isinstance(sizes, Sequence) and len(sizes) == 1:
+        sizes = sizes[0]
+    if isinstance(sizes, int):
+        if sizes < 1:
+            return 0, f"ranks_per_node must be at least 1, not {sizes}"
+        return rank // sizes, None
+    if min(sizes) < 1 or sum(sizes) != size:
+        return 0, (
+            f"ranks_per_node must be positive and add up to the ranks of the host ({size}), not "
+            f"{tuple(sizes)}; change it or DASO_RANKS_PER_NODE"
+        )
+    return next(group for group, stop in enumerate(accumulate(sizes)) if rank < stop), None
+
+
+_default: list[Topology] = []
+
+
+def init(*, ranks_per_node: int | Sequence[int] | None = None) -> Topology:
+    """Start MPI where needed and set the topology that `DASO` uses when none is given.
+
+    Args:
+        ranks_per_node: As for `Topology`.
+
+    Returns:
+        The topology.
+
+    Collective over the world; blocking.
+    """
+    _default[:] = [Topology(ranks_per_node=ranks_per_node)]
+    return _default[0]
+
+
+def default() -> Topology:
+    """Return the topology set by `init`, made now if there is none yet."""
+    return _default[0] if _default else init()

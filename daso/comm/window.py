@@ -1,0 +1,64 @@
+"""Memory that all ranks of a node see: an MPI shared window as torch tensors."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from daso.comm.mpi import load
+from daso.errors import TopologyError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["SharedWindow"]
+
+ALIGN = 64  # bytes: a cache line, and every dtype starts on it
+
+
+class SharedWindow:
+    """One segment of shared memory for each rank of a node.
+
+    Tensors made from it must not be used after `free`.
+
+    Args:
+        node: Communicator of the node.
+        nbytes: Size of this rank's segment; may differ between ranks.
+
+    Collective over the node; blocking.
+    """
+
+    def __init__(self, node: "MPI.Comm", nbytes: int) -> None:
+        mpi = load()
+        self._window: MPI.Win | None
+        try:
+            self._window = mpi.Win.Allocate_shared(max(nbytes, ALIGN), 1, comm=node)
+        except mpi.Exception as error:
+            raise TopologyError(
+                f"a node needs {nbytes} bytes of shared memory per rank, but MPI gave none: "
+                f"{error}; enlarge /dev/shm (containers: --shm-size) or use fewer ranks per node"
+            ) from error
+        # MPI_Win_sync, the memory barrier used below, is legal only inside an access epoch.
+        self._window.Lock_all()
+        self.segments = [self._segment(rank) for rank in range(node.Get_size())]
+        self.segments[node.Get_rank()].zero_()
+        node.Barrier()
+
+    def _segment(self, rank: int) -> torch.Tensor:
+        assert self._window is not None
+        memory, _ = self._window.Shared_query(rank)
+        return torch.from_numpy(np.frombuffer(memoryview(memory), dtype=np.uint8))
+
+    def sync(self) -> None:
+        """Make earlier writes of this rank visible and later reads fresh. Does not block."""
+        assert self._window is not None, "used after free"
+        self._window.Sync()
+
+    def free(self) -> None:
+        """Give the memory back. Collective over the node; blocking; idempotent."""
+        if self._window is None:
+            return
+        self.segments = []
+        self._window.Unlock_all()
+        self._window.Free()
+        self._window = None

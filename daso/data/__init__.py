@@ -1,0 +1,19 @@
+"""Data sets that need no download, and the sampler that deals them out to the world's ranks."""
+
+from daso.data.digits import load_digits
+from daso.data.fashion import find_fashion, load_fashion
+from daso.data.sampler import ShardedSampler
+from daso.data.synthetic import images, teacher_student, tokens
+from daso.data.text import ByteWindows, load_text
+
+__all__ = [
+    "ByteWindows",
+    "ShardedSampler",
+    "find_fashion",
+    "images",
+    "load_digits",
+    "load_fashion",
+    "load_text",
+    "teacher_student",
+    "tokens",
+]

@@ -1,0 +1,123 @@
+"""Windows over bytes of text; without a folder, over the source of Python's own library."""
+
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+from daso.errors import ConfigError, DataError
+
+__all__ = ["ByteWindows", "load_text"]
+
+_SUFFIXES = {".md", ".py", ".txt"}
+
+# Two machines with the same Python must read the same bytes. So: no tests and no packages that a
+# distribution may leave out or package separately, and no files that a machine writes for itself.
+_NOT_EVERYWHERE = {
+    "__pycache__",
+    "dist-packages",
+    "distutils",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "test",
+    "tests",
+    "tkinter",
+    "turtledemo",
+    "venv",
+}
+_OF_THE_MACHINE = ("_sysconfigdata", "sitecustomize", "usercustomize")
+
+
+class ByteWindows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Windows of a byte string, side by side; the target of a byte is the byte after it.
+
+    Args:
+        data: The bytes; those after the last full window are left out.
+        context: Bytes of one window.
+
+    Raises:
+        ConfigError: The context is below 1, or the data too short for one window.
+    """
+
+    def __init__(self, data: bytes | bytearray, context: int) -> None:
+        if context < 1:
+            raise ConfigError(f"context is a number of bytes, at least 1, not {context}: raise it")
+        if len(data) <= context:
+            raise ConfigError(
+                f"a window of context {context} needs {context + 1} bytes of text and this split "
+                f"has {len(data)}: lower context, raise max_bytes or add text"
+            )
+        self._bytes = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._context = context
+
+    def __len__(self) -> int:
+        return (len(self._bytes) - 1) // self._context
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        # The range raises IndexError behind the last window; a slice of a tensor would not.
+        begin = range(len(self))[index] * self._context
+        window = self._bytes[begin : begin + self._context + 1].long()
+        return window[:-1], window[1:]
+
+
+def load_text(
+    folder: Path | str | None = None,
+    *,
+    train: bool,
+    context: int,
+    max_bytes: int | None = None,
+) -> ByteWindows:
+    """Load one split of a text as windows of bytes, to learn to predict the next byte.
+
+    Args:
+        folder: Its .md, .py and .txt files, those of its subfolders too, joined in the order of
+            their paths; without it, the modules of Python's standard library.
+        train: The train split, or else the test split: the last 10 % of the bytes.
+        context: Bytes of one window.
+        max_bytes: Read no more bytes than this, both splits together; None reads all.
+
+    Returns:
+        Windows of inputs and targets, int64 (context,) each, with values 0..255.
+
+    Raises:
+        DataError: There is no text.
+        ConfigError: The context or the number of bytes does not make one window.
+    """
+    if max_bytes is not None and max_bytes < 1:
+        raise ConfigError(f"max_bytes is at least 1, or None for all, not {max_bytes}: raise it")
+    root = Path(sysconfig.get_path("stdlib") if folder is None else folder)
+    files = _library(root) if folder is None else _texts(root)
+    data = _join(sorted(files, key=lambda path: path.relative_to(root).as_posix()), max_bytes)
+    if not data:
+        raise DataError(
+            f"a text needs files named .md, .py or .txt, and there is nothing to read in {root}: "
+            "name a folder that has some, or none to read Python's own source"
+        )
+    cut = len(data) * 9 // 10
+    return ByteWindows(data[:cut] if train else data[cut:], context)
+
+
+def _texts(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.suffix in _SUFFIXES and path.is_file())
+
+
+def _library(folder: Path) -> Iterator[Path]:
+    for path in folder.glob("*.py"):
+        if not path.stem.startswith(_OF_THE_MACHINE):
+            yield path
+    for init in folder.glob("*/__init__.py"):
+        if init.parent.name not in _NOT_EVERYWHERE:
+            yield from _library(init.parent)
+
+
+def _join(files: Iterable[Path], max_bytes: int | None) -> bytearray:
+    data = bytearray()
+    for path in files:
+        if max_bytes is not None and len(data) >= max_bytes:
+            break
+        data += path.read_bytes()
+    return data[:max_bytes]

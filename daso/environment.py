@@ -1,0 +1,97 @@
+"""Where am I: what the launcher and the user said through the environment. The only reader of it."""
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from daso.errors import ConfigError
+
+__all__ = ["Launch", "data_folder", "find_mpirun", "read_launch"]
+
+# launcher: (world size, world rank). Only variables that a launcher sets for each rank count:
+# a batch script also sees SLURM_NTASKS, while it is one process.
+LAUNCHERS = {
+    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "MPICH": ("PMI_SIZE", "PMI_RANK"),
+    "SLURM": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the launcher promised and what the user asked for."""
+
+    launcher: str | None  # None: started alone
+    size: int  # ranks promised
+    rank: int  # world rank promised
+    ranks_per_node: tuple[int, ...] | None  # pretend nodes
+
+
+def read_launch(env: Mapping[str, str] | None = None) -> Launch:
+    """Read how this process was started.
+
+    Args:
+        env: Environment to read; the process's own if None.
+
+    Returns:
+        The launch; alone when no launcher's variables are there.
+
+    Raises:
+        ConfigError: DASO_RANKS_PER_NODE is not a number or a list of numbers.
+    """
+    env = os.environ if env is None else env
+    pretend = parse_ranks_per_node(env.get("DASO_RANKS_PER_NODE", ""))
+    for launcher, (size, rank) in LAUNCHERS.items():
+        if env.get(size, "").isdigit() and env.get(rank, "").isdigit():
+            return Launch(launcher, int(env[size]), int(env[rank]), pretend)
+    return Launch(None, 1, 0, pretend)
+
+
+def parse_ranks_per_node(text: str) -> tuple[int, ...] | None:
+    """Read ``"2"`` or ``"3,1"``.
+
+    Args:
+        text: A number, numbers separated by commas, or nothing.
+
+    Returns:
+        The numbers, or None for nothing.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if not text.strip():
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() and int(word) > 0 for word in words):
+        raise ConfigError(
+            f"ranks per node must be a positive number or a list such as 3,1, not {text!r}"
+        )
+    return tuple(int(word) for word in words)
+
+
+def data_folder(env: Mapping[str, str] | None = None) -> Path | None:
+    """Return the folder that DASO_DATA names, or None."""
+    text = (os.environ if env is None else env).get("DASO_DATA", "")
+    return Path(text) if text else None
+
+
+def find_mpirun(env: Mapping[str, str] | None = None) -> Path | None:
+    """Find the mpirun that belongs to this Python.
+
+    Args:
+        env: Environment to read; the process's own if None.
+
+    Returns:
+        DASO_MPIRUN where set, else the one beside this Python, else the first on PATH, else None.
+    """
+    env = os.environ if env is None else env
+    if env.get("DASO_MPIRUN"):
+        return Path(env["DASO_MPIRUN"])
+    beside = Path(sys.executable).parent / "mpirun"
+    if beside.exists():
+        return beside
+    found = shutil.which("mpirun", path=env.get("PATH"))
+    return Path(found) if found else None

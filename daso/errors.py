@@ -1,0 +1,44 @@
+"""The errors a caller can act on. Every message says the rule, the value and the remedy."""
+
+__all__ = [
+    "ConfigError",
+    "DasoError",
+    "DataError",
+    "ExchangeError",
+    "LayoutError",
+    "NonFiniteError",
+    "StallError",
+    "TopologyError",
+]
+
+
+class DasoError(Exception):
+    """Base of every error that daso raises on purpose."""
+
+
+class TopologyError(DasoError):
+    """The ranks, nodes or MPI library are not what the launcher or the caller says."""
+
+
+class LayoutError(DasoError, ValueError):
+    """The parameters cannot be exchanged as they are, or differ between ranks."""
+
+
+class ExchangeError(DasoError):
+    """An exchange failed in the communication thread."""
+
+
+class NonFiniteError(DasoError):
+    """Too many exchanges in a row met NaN or infinity."""
+
+
+class StallError(DasoError):
+    """A rank of this node did not arrive within the stall limit."""
+
+
+class ConfigError(DasoError, ValueError):
+    """A configuration key or value is not valid."""
+
+
+class DataError(DasoError, FileNotFoundError):
+    """A data set is not where it was looked for."""

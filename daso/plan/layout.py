@@ -1,0 +1,210 @@
+"""Where every tensor lies in a flat buffer: the only offset arithmetic in the project.
+
+A `Layout` lists tensors one after the other in one flat row of elements. A `Span` is a part of such
+a row. Everything else here cuts rows into spans and finds which tensors a span touches.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+__all__ = [
+    "Layout",
+    "Piece",
+    "Slot",
+    "Span",
+    "chunk_parts",
+    "first_difference",
+    "fit_buckets",
+    "lay_out",
+    "pieces",
+    "split",
+]
+
+
+class Span(NamedTuple):
+    """A run of elements in a flat row: from ``start`` up to, not including, ``stop``."""
+
+    start: int  # elements
+    stop: int  # elements
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One tensor in a row: what it is, and how many elements it takes."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[
+        int, ...
+    ]  # elements; two ranks with different strides would exchange other cells
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a scalar, 0 for an empty tensor."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensors one after the other in one flat row."""
+
+    slots: tuple[Slot, ...]
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """The span of each slot, in order."""
+        stops = list(accumulate(slot.numel for slot in self.slots))
+        return tuple(
+            Span(stop - slot.numel, stop) for slot, stop in zip(self.slots, stops, strict=True)
+        )
+
+    @property
+    def numel(self) -> int:
+        """Elements in the whole row."""
+        return self.spans[-1].stop if self.spans else 0
+
+    @cached_property
+    def digest(self) -> int:
+        """48 bits that differ when any name, shape, stride, dtype or the order differs.
+
+        48 bits, because the number travels in a float64 header and must survive there exactly.
+        """
+        return int.from_bytes(hashlib.sha256(repr(self.slots).encode()).digest()[:6], "big")
+
+    def name_at(self, index: int) -> str:
+        """Return the name of the tensor that holds element ``index`` of the row."""
+        for slot, span in zip(self.slots, self.spans, strict=True):
+            if span.start <= index < span.stop:
+                return slot.name
+        raise IndexError(f"element {index} is outside this layout of {self.numel} elements")
+
+
+class Piece(NamedTuple):
+    """The part of one tensor that lies in a span."""
+
+    slot: int  # index of the tensor in the layout
+    inside: Span  # elements of the flattened tensor
+    at: Span  # elements counted from the start of the span asked for
+
+
+def lay_out(slots: Sequence[Slot]) -> Layout:
+    """Put ``slots`` one after the other.
+
+    Args:
+        slots: The tensors, in an order that is the same on every rank.
+
+    Returns:
+        The layout.
+    """
+    return Layout(tuple(slots))
+
+
+def first_difference(mine: Layout, other: Layout) -> str | None:
+    """Say where two layouts differ first, or None when they agree.
+
+    Args:
+        mine: One layout.
+        other: The layout to hold against it.
+
+    Returns:
+        A phrase such as ``"layer.weight (3, 4) float32 against layer.weight (3, 5) float32"``.
+    """
+    for a, b in zip(mine.slots, other.slots, strict=False):
+        if a != b:
+            return f"{_describe(a)} against {_describe(b)}"
+    if len(mine.slots) != len(other.slots):
+        return f"{len(mine.slots)} parameters against {len(other.slots)}"
+    return None
+
+
+def _describe(slot: Slot) -> str:
+    return f"{slot.name} {slot.shape} {slot.dtype} strides {slot.strides}"
+
+
+def split(span: Span | int, parts: int) -> tuple[Span, ...]:
+    """Cut a span into ``parts`` contiguous spans whose sizes differ by at most one element.
+
+    Args:
+        span: What to cut; an int means the row from 0.
+        parts: How many; at least 1. Some are empty when there are fewer elements.
+
+    Returns:
+        The spans in order; together they are exactly ``span``.
+    """
+    start, stop = (0, span) if isinstance(span, int) else span
+    size, longer = divmod(stop - start, parts)
+    cuts = [start + i * size + min(i, longer) for i in range(parts + 1)]
+    return tuple(Span(a, b) for a, b in zip(cuts, cuts[1:], strict=False))
+
+
+def chunk_parts(numel: int, parts: int, chunk: int) -> tuple[tuple[Span, ...], ...]:
+    """Cut a row into chunks and every chunk into one part per peer.
+
+    Args:
+        numel: Elements of the row.
+        parts: Peers.
+        chunk: Elements of a chunk at most; at least 1.
+
+    Returns:
+        For each chunk in order, its ``parts`` spans. No chunk for an empty row.
+    """
+    count = -(-numel // max(chunk, 1))
+    return tuple(split(piece, parts) for piece in split(numel, count)) if count else ()
+
+
+def pieces(layout: Layout, span: Span) -> Iterator[Piece]:
+    """List the parts of tensors that lie in a span of the row, in order.
+
+    Args:
+        layout: The row.
+        span: The part of it asked for.
+
+    Yields:
+        One piece for each tensor with at least one element in the span.
+    """
+    for index, there in enumerate(layout.spans):
+        start, stop = max(there.start, span.start), min(there.stop, span.stop)
+        if start < stop:
+            yield Piece(
+                index,
+                Span(start - there.start, stop - there.start),
+                Span(start - span.start, stop - span.start),
+            )
+
+
+def fit_buckets(nbytes: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
+    """Group tensors, in the order given, into buckets of about ``capacity`` bytes.
+
+    A bucket is closed by the tensor that fills it, so a tensor is never cut and one larger than
+    the capacity closes its bucket alone or with what came before.
+
+    Args:
+        nbytes: Size of each tensor in bytes, in the order in which gradients become ready.
+        capacity: Bytes from which a bucket counts as full; at least 1.
+
+    Returns:
+        The indices of each bucket's tensors; every index exactly once.
+    """
+    buckets: list[tuple[int, ...]] = []
+    filling: list[int] = []
+    filled = 0
+    for index, size in enumerate(nbytes):
+        filling.append(index)
+        filled += size
+        if filled >= capacity:
+            buckets.append(tuple(filling))
+            filling, filled = [], 0
+    if filling:
+        buckets.append(tuple(filling))
+    return tuple(buckets)

@@ -1,0 +1,1 @@
+"""Training: torch autograd and optim on top of `daso.comm` and `daso.plan`."""

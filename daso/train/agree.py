@@ -1,0 +1,105 @@
+"""Make state outside the parameters equal on all ranks: buffers, and the inner optimizer's state."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from daso.comm.compress import Cast
+from daso.comm.dtypes import accumulator
+from daso.comm.engine import Work
+from daso.comm.exchange import Row, TwoPhase
+from daso.comm.topology import Topology
+from daso.plan.layout import chunk_parts
+from daso.train.params import Named, broadcast
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["average_tensors", "drop_partial_state", "state_tensors", "zero_nonfinite"]
+
+
+def average_tensors(
+    tensors: Sequence[torch.Tensor],
+    topology: Topology,
+    comm: "MPI.Comm",
+    run: Callable[[Work[int]], int],
+    chunk_bytes: int,
+) -> int:
+    """Set floating tensors to their mean over all ranks and other tensors to world rank 0's.
+
+    Means are added in rank order, so every rank gets the same bits.
+
+    Args:
+        tensors: The same list on every rank, on the CPU.
+        topology: Whose world.
+        comm: The engine's communicator over the world.
+        run: Hands work to the engine and waits for it.
+        chunk_bytes: Bytes of a chunk.
+
+    Returns:
+        Bytes sent by this rank for the means.
+
+    Collective over the world; blocking.
+    """
+    broadcast([tensor for tensor in tensors if not tensor.is_floating_point()], topology)
+    nbytes = 0
+    for dtype in (torch.float32, torch.float64):
+        members = [t for t in tensors if t.is_floating_point() and accumulator(t.dtype) == dtype]
+        row = torch.cat([t.detach().reshape(-1).to(dtype) for t in members] or [torch.empty(0)])
+        mean = TwoPhase(comm, Cast(dtype, dtype), [1] * topology.place.size, topology.place.size)
+        chunks = chunk_parts(
+            row.numel(), topology.place.size, max(1, chunk_bytes // dtype.itemsize)
+        )
+        nbytes += run(mean.run(Row(row), chunks))
+        with torch.no_grad():
+            for tensor, part in zip(
+                members, torch.split(row, [t.numel() for t in members]), strict=True
+            ):
+                tensor.copy_(part.view(tensor.shape))
+    return nbytes
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, torch.Tensor]:
+    """List the tensors in an optimizer's state.
+
+    Args:
+        optimizer: The user's optimizer.
+        named: Names and parameters, the same on every rank.
+
+    Returns:
+        ``"parameter/key shape dtype"`` to tensor.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, param in named:
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, torch.Tensor):
+                found[f"{name}/{key} {tuple(value.shape)} {value.dtype}"] = value
+    return found
+
+
+def drop_partial_state(
+    optimizer: torch.optim.Optimizer, named: Named, everywhere: Iterable[str]
+) -> None:
+    """Forget the state of parameters that not every rank has, as if never stepped.
+
+    A parameter that some node never used has no momentum there; starting it anew everywhere is the
+    one choice that leaves all nodes equal.
+
+    Args:
+        optimizer: The user's optimizer.
+        named: Names and parameters.
+        everywhere: Keys from `state_tensors` that every rank has.
+    """
+    known = set(everywhere)
+    partial = {key.partition("/")[0] for key in state_tensors(optimizer, named) if key not in known}
+    for name, param in named:
+        if name in partial:
+            del optimizer.state[param]
+
+
+def zero_nonfinite(optimizer: torch.optim.Optimizer, named: Named) -> None:
+    """Set state tensors that hold NaN or infinity to zero."""
+    for tensor in state_tensors(optimizer, named).values():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            tensor.zero_()

@@ -1,0 +1,80 @@
+"""What runs between nodes for one model: the engine, its communicators, and the exchanges on them."""
+
+from math import gcd
+
+import numpy as np
+import torch
+
+from daso.comm.compress import Cast, Codec
+from daso.comm.engine import Engine, Work
+from daso.comm.exchange import Row, TwoPhase, iallreduce
+from daso.comm.mpi import load
+from daso.comm.topology import Topology
+from daso.plan.header import Header
+from daso.plan.layout import chunk_parts
+from daso.plan.options import Settings
+
+__all__ = ["Links"]
+
+
+class Links:
+    """The engine with its own communicators, and the exchanges that run on them.
+
+    Args:
+        topology: Who is where.
+        settings: How to exchange.
+
+    Collective over the world; blocking.
+    """
+
+    def __init__(self, topology: Topology, settings: Settings) -> None:
+        mpi = load()
+        self.place, self.settings = topology.place, settings
+        self.world = topology.world.Dup()
+        self.lane = topology.lane if topology.lane == mpi.COMM_NULL else topology.lane.Dup()
+        self.engine = Engine()
+        self._gradient_means: dict[torch.dtype, TwoPhase] = {}
+
+    def two_phase(self, codec: Codec) -> TwoPhase:
+        """Return an exchange over this rank's lane in which every node counts by its ranks."""
+        divisor = gcd(*self.place.node_sizes)
+        weights = [size // divisor for size in self.place.node_sizes]
+        return TwoPhase(self.lane, codec, weights, sum(weights))
+
+    def gradient_mean(self, total: torch.Tensor) -> Work[int]:
+        """Replace sums over nodes by the mean over the world; full precision.
+
+        Args:
+            total: This lane's part (numel), fp32 or fp64: the sum over this node.
+
+        Returns:
+            Bytes sent by this rank.
+
+        Collective over the lane; non-blocking, as work for the engine.
+        """
+        chunk = max(1, self.settings.exchange.chunk_bytes // total.itemsize)
+        chunks = chunk_parts(total.numel(), self.place.nodes, chunk)
+        if self.settings.gradient_reduce == "iallreduce":
+            return iallreduce(self.lane, Row(total), chunks, 1, self.place.size)
+        if total.dtype not in self._gradient_means:
+            codec = Cast(total.dtype, total.dtype)
+            self._gradient_means[total.dtype] = TwoPhase(
+                self.lane, codec, [1] * self.place.nodes, self.place.size
+            )
+        return self._gradient_means[total.dtype].run(Row(total), chunks)
+
+    def agree(self, header: Header, nonfinite: float) -> Work[Header]:
+        """Return the header that all ranks agree on: the elementwise maximum."""
+        numbers = np.array(header.encode())
+        numbers[0] = nonfinite
+        request = self.world.Iallreduce(load().IN_PLACE, numbers, op=load().MAX)
+        yield [request]
+        return Header.decode(numbers.tolist())
+
+    def close(self) -> None:
+        """Stop the engine, then free its communicators. Collective over the world; idempotent."""
+        self.engine.close()
+        mpi = load()
+        for comm in (self.lane, self.world):
+            if comm != mpi.COMM_NULL:
+                comm.Free()

@@ -1,0 +1,151 @@
+"""Which tensors are trained, under which names, and whether they can be exchanged."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from daso.comm.dtypes import byte_buffer
+from daso.comm.topology import Topology
+from daso.errors import LayoutError
+from daso.plan.layout import Layout, Slot, first_difference, lay_out
+
+__all__ = ["agree_layout", "broadcast", "flat_view", "layout_of", "named_trainable", "view_like"]
+
+Named = Sequence[tuple[str, torch.Tensor]]
+
+
+def named_trainable(
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module | None
+) -> list[tuple[str, torch.Tensor]]:
+    """List the parameters that the optimizer trains, each once, in the order of its groups.
+
+    Args:
+        optimizer: The user's optimizer.
+        module: Gives the names; without it they are ``group.index``.
+
+    Returns:
+        Names and parameters; frozen parameters (``requires_grad`` false) are left out.
+    """
+    names = {id(p): name for name, p in module.named_parameters()} if module is not None else {}
+    seen: dict[int, tuple[str, torch.Tensor]] = {}
+    for group, settings in enumerate(optimizer.param_groups):
+        for index, param in enumerate(settings["params"]):
+            if param.requires_grad:
+                seen.setdefault(id(param), (names.get(id(param), f"{group}.{index}"), param))
+    return list(seen.values())
+
+
+def layout_of(named: Named) -> Layout:
+    """Return the layout of tensors one after the other."""
+    return lay_out([_slot(name, tensor) for name, tensor in named])
+
+
+def _slot(name: str, tensor: torch.Tensor) -> Slot:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Slot(name, tuple(tensor.shape), tuple(tensor.stride()), dtype)
+
+
+def agree_layout(named: Named, module: torch.nn.Module | None, topology: Topology) -> Layout:
+    """Return the layout when every rank has the same and it can be exchanged.
+
+    Args:
+        named: This rank's tensors.
+        module: Searched for layers that make sparse gradients.
+        topology: Over whose world ranks must agree.
+
+    Returns:
+        The layout.
+
+    Raises:
+        LayoutError: The same on every rank, naming the parameter.
+
+    Collective over the world; blocking.
+    """
+    topology.agree(_problem(named, module), LayoutError)
+    layout = layout_of(named)
+    if topology.same(layout.digest):
+        return layout
+    first = topology.world.bcast(layout.slots)
+    difference = first_difference(layout, lay_out(first))
+    topology.agree(
+        difference
+        and f"parameters must be the same in name, shape, type and order on every rank, but here "
+        f"{difference} on rank 0; build the model in the same way everywhere",
+        LayoutError,
+    )
+    raise AssertionError("digests differ where layouts do not")
+
+
+def _problem(named: Named, module: torch.nn.Module | None) -> str | None:
+    if not named:
+        return "an optimizer must train at least one parameter, but none requires a gradient"
+    for name, tensor in named:
+        if tensor.is_complex():
+            return f"parameters must be real, but {name} is {tensor.dtype}; use view_as_real"
+        if not tensor.is_floating_point():
+            return f"parameters must be of a floating type, but {name} is {tensor.dtype}"
+        if not _is_dense(tensor):
+            return f"parameters must not overlap themselves, but {name} does; call contiguous()"
+    devices = sorted({str(tensor.device) for _, tensor in named})
+    if len(devices) > 1:
+        return f"parameters of one rank must be on one device, not on {', '.join(devices)}"
+    for name, layer in module.named_modules() if module is not None else ():
+        if getattr(layer, "sparse", False) is True:
+            return (
+                f"gradients must be dense, but layer {name or 'the module'} was made with "
+                f"sparse=True; make it with sparse=False"
+            )
+    return None
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill one run of memory, each once, in any order of axes."""
+    expected = 1
+    axes = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    for stride, length in axes:
+        if length == 0:
+            return True
+        if length > 1 and stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a dense tensor as one row in the order of memory, without a copy.
+
+    Args:
+        tensor: Any shape, any order of axes (channels-last, transposed).
+
+    Returns:
+        A view (numel).
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def view_like(row: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a row (numel) in the shape and order of axes of ``tensor``, without a copy."""
+    return row.as_strided(tensor.shape, tensor.stride(), row.storage_offset())
+
+
+def broadcast(tensors: Iterable[torch.Tensor], topology: Topology) -> None:
+    """Make tensors equal to world rank 0's. Collective over the world; blocking.
+
+    Args:
+        tensors: CPU tensors of the same shapes on every rank.
+        topology: Whose world.
+    """
+    with torch.no_grad():
+        for tensor in _distinct(tensors):
+            row = tensor.detach().contiguous()
+            topology.world.Bcast(byte_buffer(row.view(-1)))
+            if row.data_ptr() != tensor.data_ptr():
+                tensor.copy_(row)
+
+
+def _distinct(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    seen: set[int] = set()
+    for tensor in tensors:
+        if tensor.numel() and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield tensor

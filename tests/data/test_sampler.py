@@ -1,0 +1,175 @@
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from daso.data import ShardedSampler
+from daso.errors import ConfigError
+
+checked = settings(derandomize=True, max_examples=60, deadline=None)
+
+
+@st.composite
+def worlds(draw):
+    size, batch_size = draw(st.integers(1, 6)), draw(st.integers(1, 5))
+    return {
+        "length": draw(st.integers(size * batch_size, 150)),
+        "size": size,
+        "batch_size": batch_size,
+        "seed": draw(st.integers(0, 2**64)),
+        "shuffle": draw(st.booleans()),
+    }
+
+
+def samplers(world, epoch=0):
+    ranks = [ShardedSampler(**world, rank=rank) for rank in range(world["size"])]
+    for sampler in ranks:
+        sampler.set_epoch(epoch)
+    return ranks
+
+
+def global_batches(world, epoch=0):
+    """Per step, the indices of all ranks in rank order."""
+    steps = zip(*samplers(world, epoch), strict=True)
+    return [list(itertools.chain(*step)) for step in steps]
+
+
+@checked
+@given(worlds(), st.integers(0, 1000))
+def test_every_rank_gets_as_many_full_batches(world, epoch):
+    count = world["length"] // (world["size"] * world["batch_size"])
+    for sampler in samplers(world, epoch):
+        assert len(sampler) == count
+        assert [len(batch) for batch in sampler] == [world["batch_size"]] * count
+
+
+@checked
+@given(worlds(), st.integers(0, 1000))
+def test_no_sample_twice_in_an_epoch_and_only_the_tail_is_dropped(world, epoch):
+    dealt = list(itertools.chain(*global_batches(world, epoch)))
+    dropped = world["length"] % (world["size"] * world["batch_size"])
+    assert len(set(dealt)) == len(dealt) == world["length"] - dropped
+    assert set(dealt) <= set(range(world["length"]))
+
+
+@checked
+@given(worlds(), st.integers(0, 1000))
+def test_one_rank_with_the_same_global_batch_meets_the_same_samples_in_every_step(world, epoch):
+    alone = world | {"size": 1, "batch_size": world["size"] * world["batch_size"]}
+    assert global_batches(world, epoch) == global_batches(alone, epoch)
+
+
+@checked
+@given(worlds(), st.data())
+def test_an_interrupted_epoch_goes_on_where_it_was(world, data):
+    whole, interrupted = samplers(world, epoch=3)[-1], samplers(world, epoch=3)[-1]
+    expected = list(whole)
+    stop = data.draw(st.integers(0, len(expected)))
+    begun = list(itertools.islice(interrupted, stop))
+    assert interrupted.state_dict() == {"epoch": 3, "batch": stop}
+
+    resumed = samplers(world)[-1]
+    resumed.load_state_dict(interrupted.state_dict())
+    assert resumed.state_dict() == {"epoch": 3, "batch": stop}
+    assert begun + list(resumed) == expected
+    assert resumed.state_dict() == {"epoch": 3, "batch": len(expected)}
+    assert list(resumed) == expected  # the one after is whole
+
+
+def test_without_shuffle_the_order_is_that_of_the_data_set():
+    world = {"length": 11, "size": 2, "batch_size": 2, "shuffle": False}
+    first, second = samplers(world, epoch=5)
+    assert list(first) == [[0, 1], [4, 5]]
+    assert list(second) == [[2, 3], [6, 7]]
+
+
+def test_seed_and_epoch_each_change_the_order():
+    world = {"length": 100, "size": 1, "batch_size": 100}
+    keys = itertools.product([0, 1, 2**32], [0, 1, 2])
+    orders = [global_batches(world | {"seed": seed}, epoch)[0] for seed, epoch in keys]
+    assert len({tuple(order) for order in orders}) == 9
+
+
+def test_the_order_does_not_depend_on_global_randomness_and_leaves_it_alone():
+    world = {"length": 100, "size": 2, "batch_size": 5}
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = global_batches(world)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert global_batches(world) == first
+
+
+def test_the_epoch_moves_by_set_epoch_alone():
+    sampler = ShardedSampler(20, rank=0, size=1, batch_size=5)
+    first = list(sampler)
+    assert list(sampler) == first
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    assert sampler.state_dict() == {"epoch": 1, "batch": 4}
+
+
+def test_set_epoch_keeps_a_restored_place_in_the_same_epoch_and_drops_it_in_another():
+    sampler = ShardedSampler(20, rank=0, size=1, batch_size=5)
+    sampler.load_state_dict({"epoch": 2, "batch": 3})
+    sampler.set_epoch(2)
+    assert len(list(sampler)) == 1
+    sampler.load_state_dict({"epoch": 2, "batch": 3})
+    sampler.set_epoch(3)
+    assert sampler.state_dict() == {"epoch": 3, "batch": 0}
+    assert len(list(sampler)) == 4
+
+
+def test_an_abandoned_iteration_does_not_shorten_the_next():
+    sampler = ShardedSampler(20, rank=0, size=1, batch_size=5)
+    next(iter(sampler))
+    again = iter(sampler)
+    assert sampler.state_dict() == {"epoch": 0, "batch": 0}
+    assert len(list(again)) == 4
+
+
+def test_a_loader_takes_it_as_batch_sampler_and_its_place_follows():
+    data = TensorDataset(torch.arange(21))
+    sampler = ShardedSampler(21, rank=1, size=2, batch_size=5, shuffle=False)
+    loader = DataLoader(data, batch_sampler=sampler)
+    assert len(loader) == 2
+    places, seen = [], []
+    for (batch,) in loader:
+        places.append(sampler.state_dict()["batch"])
+        seen.append(batch.tolist())
+    assert places == [1, 2]
+    assert seen == [[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"rank": 2}, "rank .* not 2 of 2"),
+        ({"rank": -1}, "rank .* not -1"),
+        ({"size": 0, "rank": 0}, "rank .* not 0 of 0"),
+        ({"batch_size": 0}, "batch_size .* not 0"),
+        ({"seed": -1}, "seed .* -1"),
+        ({"length": 9}, "10 samples, and the data set has 9: lower batch_size"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_with_rule_value_and_remedy(wrong, match):
+    good = {"length": 10, "rank": 0, "size": 2, "batch_size": 5}
+    assert len(ShardedSampler(**good)) == 1
+    with pytest.raises(ConfigError, match=match):
+        ShardedSampler(**good | wrong)
+
+
+@pytest.mark.parametrize("state", [{"epoch": 0, "batch": 5}, {"epoch": -1, "batch": 0}])
+def test_a_state_of_another_data_set_is_refused_and_changes_nothing(state):
+    sampler = ShardedSampler(20, rank=0, size=1, batch_size=5)
+    with pytest.raises(ConfigError, match="resume with the data set"):
+        sampler.load_state_dict(state)
+    assert sampler.state_dict() == {"epoch": 0, "batch": 0}
+
+
+def test_a_negative_epoch_is_refused():
+    with pytest.raises(ConfigError, match="-1"):
+        ShardedSampler(20, rank=0, size=1, batch_size=5).set_epoch(-1)
