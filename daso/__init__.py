@@ -1,7 +1,7 @@
 """Hierarchical asynchronous data-parallel training for PyTorch over MPI.
 
-Names are imported on first use: ``import daso`` starts neither torch, MPI nor CUDA, so that commands
-work on a login node.
+Names are imported on first use: ``import daso`` starts neither torch, MPI nor CUDA, so that
+commands work on a login node.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Where am I: what the launcher and the user said through the environment. The only reader of it."""
+"""Where am I: what launcher and user said through the environment. The only reader of it."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from daso.errors import ConfigError
 
-__all__ = ["Launch", "data_folder", "find_mpirun", "read_launch"]
+__all__ = ["Launch", "data_folder", "find_mpirun", "note_process", "read_launch"]
 
 # launcher: (world size, world rank). Only variables that a launcher sets for each rank count:
 # a batch script also sees SLURM_NTASKS, while it is one process.
@@ -70,6 +70,18 @@ def parse_ranks_per_node(text: str) -> tuple[int, ...] | None:
             f"ranks per node must be a positive number or a list such as 3,1, not {text!r}"
         )
     return tuple(int(word) for word in words)
+
+
+def note_process(rank: int, env: Mapping[str, str] | None = None) -> None:
+    """Tell `daso run` which process this rank is, so that it can name a rank that is killed.
+
+    Args:
+        rank: World rank.
+        env: Environment to read; the process's own if None.
+    """
+    folder = (os.environ if env is None else env).get("DASO_PROCESSES")
+    if folder and Path(folder).is_dir():
+        (Path(folder) / str(rank)).write_text(str(os.getpid()))
 
 
 def data_folder(env: Mapping[str, str] | None = None) -> Path | None:

@@ -1,7 +1,9 @@
 """The door to MPI: nothing here runs before somebody calls `load`."""
 
+import socket
 import sys
-from types import ModuleType
+import time
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
 from daso.environment import Launch, find_mpirun
@@ -10,7 +12,10 @@ from daso.errors import TopologyError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["check_launch", "library", "load"]
+__all__ = ["abort_on_error", "check_launch", "library", "load"]
+
+# MPICH 5.0's mpiexec drops what a rank printed just before it aborts.
+DRAIN_SECONDS = 0.3
 
 
 def load() -> "ModuleType":
@@ -74,3 +79,27 @@ def check_launch(world: "MPI.Comm", launch: Launch) -> None:
         f"{find_mpirun() or 'its own mpirun'} or `daso run`, or set MPI4PY_LIBMPI to the "
         f"launcher's libmpi.so"
     )
+
+
+def abort_on_error() -> None:
+    """Make an uncaught exception on this rank end the whole job, naming the rank; idempotent.
+
+    Without it the other ranks wait in a collective for ever (with every MPI library).
+    """
+    if getattr(sys.excepthook, "by_daso", False) or load().COMM_WORLD.Get_size() == 1:
+        return
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        world = load().COMM_WORLD
+        where = f"rank {world.Get_rank()} of {world.Get_size()} on {socket.gethostname()}"
+        if issubclass(kind, KeyboardInterrupt):
+            print(f"daso: {where} was interrupted", file=sys.stderr, flush=True)
+        else:
+            before(kind, error, trace)
+            print(f"daso: {where} failed: {kind.__name__}: {error}", file=sys.stderr, flush=True)
+        time.sleep(DRAIN_SECONDS)
+        world.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    hook.by_daso = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

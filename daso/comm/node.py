@@ -1,7 +1,7 @@
 """What a transport inside a node must do, and which one is taken.
 
-`NodeBucket` takes the mean of gradients, `NodeShare` shows one rank's part to the whole node. Both are
-in steps that do not block, so that the training thread can go on with backward between them.
+`NodeBucket` takes the mean of gradients, `NodeShare` shows one rank's part to the whole node. Both
+work in steps that do not block, so that backward goes on between them.
 """
 
 import os

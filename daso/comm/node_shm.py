@@ -1,9 +1,9 @@
 """CPU ranks of a node average in shared memory: every rank adds its part of all rows in place.
 
-Each rank's row lies in its own segment of an MPI shared window. When all rows are filled, rank i adds
-part i of every row, in rank order, and writes the mean into part i of every row. Nothing is copied in
-or out, and the bits are those of a sequential sum. Ranks tell each other where they are by counters
-in shared memory that only grow.
+Each rank's row lies in its own segment of an MPI shared window. When all rows are filled, rank i
+adds part i of every row, in rank order, and writes the mean into part i of every row. Nothing is
+copied in or out, and the bits are those of a sequential sum. Ranks tell each other where they are
+by counters in shared memory that only grow.
 """
 
 from collections.abc import Sequence

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from daso.comm.mpi import check_launch, load
-from daso.environment import read_launch
+from daso.comm.mpi import abort_on_error, check_launch, load
+from daso.environment import note_process, read_launch
 from daso.errors import TopologyError
 
 if TYPE_CHECKING:
@@ -28,17 +28,27 @@ class Place:
     size: int  # world size
     local_rank: int  # rank inside the node
     node: int  # index of this rank's node
-    node_sizes: tuple[int, ...]  # ranks of each node
+    node_of: tuple[int, ...]  # node of each world rank
+
+    @property
+    def node_sizes(self) -> tuple[int, ...]:
+        """Ranks of each node."""
+        return tuple(self.node_of.count(node) for node in range(max(self.node_of) + 1))
 
     @property
     def nodes(self) -> int:
         """Number of nodes."""
-        return len(self.node_sizes)
+        return max(self.node_of) + 1
 
     @property
     def local_size(self) -> int:
         """Ranks of this rank's node."""
-        return self.node_sizes[self.node]
+        return self.node_of.count(self.node)
+
+    @property
+    def other_ranks(self) -> tuple[int, ...]:
+        """World ranks of the other nodes."""
+        return tuple(rank for rank, node in enumerate(self.node_of) if node != self.node)
 
     @property
     def lanes(self) -> int:
@@ -76,6 +86,8 @@ class Topology:
         launch = read_launch()
         check_launch(mpi.COMM_WORLD, launch)
         sizes = launch.ranks_per_node if ranks_per_node is None else ranks_per_node
+        abort_on_error()
+        note_process(mpi.COMM_WORLD.Get_rank())
         self.world: MPI.Comm = (mpi.COMM_WORLD if world is None else world).Dup()
         host = self.world.Split_type(mpi.COMM_TYPE_SHARED)
         group, problem = _pretend_group(host.Get_rank(), host.Get_size(), sizes)
@@ -95,7 +107,7 @@ class Topology:
             size=self.world.Get_size(),
             local_rank=self.node.Get_rank(),
             node=heads.index(first),
-            node_sizes=tuple(firsts.count(head) for head in heads),
+            node_of=tuple(heads.index(head) for head in firsts),
         )
 
     def agree(self, problem: str | None, kind: type[Exception]) -> None:

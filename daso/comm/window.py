@@ -47,7 +47,7 @@ class SharedWindow:
     def _segment(self, rank: int) -> torch.Tensor:
         assert self._window is not None
         memory, _ = self._window.Shared_query(rank)
-        return torch.from_numpy(np.frombuffer(memoryview(memory), dtype=np.uint8))
+        return torch.from_numpy(np.asarray(memory).view(np.uint8))
 
     def sync(self) -> None:
         """Make earlier writes of this rank visible and later reads fresh. Does not block."""

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -145,7 +145,7 @@ def split(span: Span | int, parts: int) -> tuple[Span, ...]:
     start, stop = (0, span) if isinstance(span, int) else span
     size, longer = divmod(stop - start, parts)
     cuts = [start + i * size + min(i, longer) for i in range(parts + 1)]
-    return tuple(Span(a, b) for a, b in zip(cuts, cuts[1:], strict=False))
+    return tuple(Span(a, b) for a, b in pairwise(cuts))
 
 
 def chunk_parts(numel: int, parts: int, chunk: int) -> tuple[tuple[Span, ...], ...]:

@@ -1,9 +1,9 @@
 """When nodes exchange: a pure state machine over counted batches.
 
 A policy chooses two numbers. ``skip`` is the number of batches from one global exchange to the
-next, ``wait`` the number of batches between the start of an exchange and its merge. With skip=1 and
-wait=0 the phase is *synchronous*: gradients are averaged over all ranks at every batch, and there is
-nothing to send. In every other phase `after_batch` says which acts are due.
+next, ``wait`` the number of batches between the start of an exchange and its merge. With skip=1
+and wait=0 the phase is *synchronous*: gradients are averaged over all ranks at every batch, and
+there is nothing to send. In every other phase `after_batch` says which acts are due.
 
 `State` is all there is to remember; ``dataclasses.asdict`` of it is the checkpoint.
 """

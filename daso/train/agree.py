@@ -1,4 +1,4 @@
-"""Make state outside the parameters equal on all ranks: buffers, and the inner optimizer's state."""
+"""Make state outside the parameters equal on all ranks: buffers, the inner optimizer's state."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -38,7 +38,7 @@ def average_tensors(
         chunk_bytes: Bytes of a chunk.
 
     Returns:
-        Bytes sent by this rank for the means.
+        Bytes sent by this rank to other nodes for the means.
 
     Collective over the world; blocking.
     """
@@ -51,7 +51,10 @@ def average_tensors(
         chunks = chunk_parts(
             row.numel(), topology.place.size, max(1, chunk_bytes // dtype.itemsize)
         )
-        nbytes += run(mean.run(Row(row), chunks))
+        sent = run(mean.run(Row(row), chunks))
+        # The parts of a row are equal, so the share that leaves the node is the share of ranks.
+        others = topology.place.size - topology.place.local_size
+        nbytes += sent * others // max(1, topology.place.size - 1)
         with torch.no_grad():
             for tensor, part in zip(
                 members, torch.split(row, [t.numel() for t in members]), strict=True

@@ -1,14 +1,14 @@
 """Gradients in flat buckets that are averaged while backward goes on.
 
-A hook on every parameter tells when its gradient is ready. A full bucket is started at once; whenever a
-hook runs, buckets for which every rank of the node is ready are added. What is left is finished
-before ``backward()`` returns, so that ``.grad`` then is the mean, as with DDP. One such pass over
-all buckets is a *round*.
+A hook on every parameter tells when its gradient is ready. A full bucket is started at once;
+whenever a hook runs, buckets for which every rank of the node is ready are added. What is left is
+finished before ``backward()`` returns, so that ``.grad`` then is the mean, as with DDP. One such
+pass over all buckets is a *round*.
 
-Buckets are made at the end of the first backward, in the order in which gradients became ready on world
-rank 0, the same on every rank. Behind the gradients each bucket has one number per parameter: 1
-where this rank had a gradient. Its mean tells whether any rank had one; where none had,
-``.grad`` stays None, and the optimizer leaves the parameter alone as it would without daso.
+Buckets are made at the end of the first backward, in the order in which gradients became ready on
+world rank 0, the same on every rank. Behind the gradients each bucket has one number per parameter:
+1 where this rank had a gradient. Its mean tells whether any rank had one; where none had, ``.grad``
+stays None, and the optimizer leaves the parameter alone as it would without daso.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +55,7 @@ class GradientBuckets:
         node: The node in which gradients are averaged.
         node_size: Ranks of the node.
         bucket_bytes: Bytes from which a bucket counts as full.
-        same_order: Replaces an order (list of indices) by world rank 0's; collective over the world.
+        same_order: Replaces an order (list of indices) by world rank 0's; collective over it.
     """
 
     def __init__(
@@ -100,8 +100,10 @@ class GradientBuckets:
             return
         name, tensor = self.named[index]
         if tensor.grad is not None and tensor.grad.is_sparse:
-            raise LayoutError(f"gradients must be dense, but {name} got a sparse one; make its layer "
-                              f"with sparse=False")  # fmt: skip
+            raise LayoutError(
+                f"gradients must be dense, but {name} got a sparse one; make its layer with "
+                f"sparse=False"
+            )
         if index in self._ready:
             raise LayoutError(
                 f"a parameter must get its gradient once in a backward, but {name} got two; use "
@@ -143,7 +145,8 @@ class GradientBuckets:
             if tensor.grad is not None and tensor.grad.data_ptr() != view.data_ptr()
         ]
         if moves:
-            torch._foreach_copy_([view for _, view in moves], [t.grad for t, _ in moves])
+            grads = [tensor.grad for tensor, _ in moves if tensor.grad is not None]
+            torch._foreach_copy_([view for _, view in moves], grads)
         for tensor, view in moves:
             tensor.grad = view
 

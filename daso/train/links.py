@@ -1,4 +1,4 @@
-"""What runs between nodes for one model: the engine, its communicators, and the exchanges on them."""
+"""What runs between nodes for one model: the engine, its communicators, its exchanges."""
 
 from math import gcd
 
@@ -32,7 +32,8 @@ class Links:
         self.place, self.settings = topology.place, settings
         self.world = topology.world.Dup()
         self.lane = topology.lane if topology.lane == mpi.COMM_NULL else topology.lane.Dup()
-        self.engine = Engine()
+        others = ", ".join(map(str, self.place.other_ranks))
+        self.engine = Engine(settings.exchange.stall_seconds, f"world ranks {others}")
         self._gradient_means: dict[torch.dtype, TwoPhase] = {}
 
     def two_phase(self, codec: Codec) -> TwoPhase:

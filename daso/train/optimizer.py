@@ -1,7 +1,7 @@
 """`daso.DASO`: wraps a torch optimizer and keeps its model in step with the other ranks.
 
-It holds the user's optimizer and delegates everything to it; only `step` does more. ``param_groups``,
-``state`` and ``defaults`` are the inner optimizer's own objects, always.
+It holds the user's optimizer and delegates everything to it; only `step` does more.
+``param_groups``, ``state`` and ``defaults`` are the inner optimizer's own objects, always.
 
 Coquelin et al., "Accelerating neural network training with distributed asynchronous and selective
 optimization (DASO)", J. Big Data 9:14 (2022), doi 10.1186/s40537-021-00556-1.
@@ -181,9 +181,7 @@ class DASO(torch.optim.Optimizer):
         for hook in self._optimizer_step_pre_hooks.values():
             hook(self, (), {"closure": closure})
         loss = None
-        if self._sync is None:
-            loss = self.inner.step(closure)
-        elif self._sync.before_step(has_closure=closure is not None):
+        if self._sync is None or self._sync.before_step(has_closure=closure is not None):
             loss = self.inner.step(closure)
         acts, state = after_batch(self._policy, self._state)
         if self._sync is not None:

@@ -79,13 +79,9 @@ def agree_layout(named: Named, module: torch.nn.Module | None, topology: Topolog
 def _problem(named: Named, module: torch.nn.Module | None) -> str | None:
     if not named:
         return "an optimizer must train at least one parameter, but none requires a gradient"
-    for name, tensor in named:
-        if tensor.is_complex():
-            return f"parameters must be real, but {name} is {tensor.dtype}; use view_as_real"
-        if not tensor.is_floating_point():
-            return f"parameters must be of a floating type, but {name} is {tensor.dtype}"
-        if not _is_dense(tensor):
-            return f"parameters must not overlap themselves, but {name} does; call contiguous()"
+    problems = (_tensor_problem(name, tensor) for name, tensor in named)
+    if problem := next(filter(None, problems), None):
+        return problem
     devices = sorted({str(tensor.device) for _, tensor in named})
     if len(devices) > 1:
         return f"parameters of one rank must be on one device, not on {', '.join(devices)}"
@@ -95,6 +91,14 @@ def _problem(named: Named, module: torch.nn.Module | None) -> str | None:
                 f"gradients must be dense, but layer {name or 'the module'} was made with "
                 f"sparse=True; make it with sparse=False"
             )
+    return None
+
+
+def _tensor_problem(name: str, tensor: torch.Tensor) -> str | None:
+    if tensor.is_complex():
+        return f"parameters must be real, but {name} is {tensor.dtype}; use torch.view_as_real"
+    if not _is_dense(tensor):
+        return f"parameters must not overlap themselves, but {name} does; call contiguous()"
     return None
 
 

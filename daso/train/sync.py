@@ -164,6 +164,7 @@ class Sync:
             return True
         name = self.buckets.first_nonfinite()
         if name is None:
+            self.counts.exchanges += 1
             self.counts.dropped_in_a_row = 0
             return True
         self._count_drop(f"the mean gradient of {name} is not finite; this step is dropped")
@@ -310,7 +311,7 @@ class Sync:
             )
 
     def _event(self, kind: str, **what: object) -> None:
-        self.counts.events.append({"event": kind, **what})
+        self.counts.events.append({"kind": kind, "epoch": self.state.epoch, **what})
 
     # --- agreement ---------------------------------------------------------------------------
 

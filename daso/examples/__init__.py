@@ -1,0 +1,1 @@
+"""Short complete programs, written as a user would write them."""

@@ -1,0 +1,111 @@
+"""The `daso` command. Parses first; torch and MPI are imported only by what needs them."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import daso
+from daso.environment import parse_ranks_per_node, read_launch
+from daso.errors import ConfigError, DasoError
+from daso.run.config import describe, read_config
+from daso.run.local import Local, launch
+
+__all__ = ["main"]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        words: Arguments; the process's own if None.
+
+    Returns:
+        Exit code: 0 done, 1 `doctor` found problems, 2 wrong use.
+    """
+    parser = _parser()
+    options, rest = parser.parse_known_args(words)
+    if rest and options.command != "train":
+        parser.error(f"unknown arguments: {' '.join(rest)}")
+    try:
+        code: int = options.run(options, rest)
+    except DasoError as error:
+        if read_launch().rank == 0:  # every rank got the same error
+            print(f"daso: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="daso", description=daso.__doc__)
+    parser.add_argument("--version", action="version", version=f"daso {daso.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_run(commands.add_parser("run", help="start a program on several ranks of this machine"))
+    _add_train(
+        commands.add_parser(
+            "train",
+            help="train one of the built-in models",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog="settings, with defaults:\n" + describe(),
+        )
+    )
+    doctor = commands.add_parser("doctor", help="look at MPI, torch, GPUs and nodes")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _add_ranks(parser: argparse.ArgumentParser, default: int) -> None:
+    parser.add_argument("-n", "--ranks", type=int, default=default, help="number of ranks")
+    parser.add_argument(
+        "--ranks-per-node",
+        metavar="R",
+        help="cut the ranks into pretend nodes of R, or of sizes such as 3,1",
+    )
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    _add_ranks(parser, default=1)
+    parser.add_argument(
+        "program", nargs=argparse.REMAINDER, help="SCRIPT or -m MODULE, then its arguments"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    _add_ranks(parser, default=1)
+    parser.add_argument("config", nargs="?", type=Path, help="a TOML file with settings")
+    parser.set_defaults(run=_train)
+
+
+def _run(options: argparse.Namespace, _: Sequence[str]) -> int:
+    parse_ranks_per_node(options.ranks_per_node or "")
+    program = tuple(word for word in options.program if word != "--")
+    local = Local(ranks=options.ranks, ranks_per_node=options.ranks_per_node, program=program)
+    return launch(local)
+
+
+def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
+    config = read_config(options.config, words)
+    parse_ranks_per_node(options.ranks_per_node or "")
+    inside = read_launch().launcher is not None
+    if inside and options.ranks > 1:
+        raise ConfigError("-n starts ranks, but a launcher already did; leave -n out")
+    if options.ranks > 1 or options.ranks_per_node:
+        again = ["-m", "daso", "train", *([str(options.config)] if options.config else []), *words]
+        ranks, pretend = options.ranks, options.ranks_per_node
+        return launch(Local(ranks=ranks, ranks_per_node=pretend, program=tuple(again)))
+    from daso.run.loop import train
+
+    train(config)
+    return 0
+
+
+def _doctor(options: argparse.Namespace, _: Sequence[str]) -> int:
+    from daso.run.doctor import examine, render
+
+    found = examine()
+    if read_launch().rank == 0:
+        print(json.dumps(found, indent=2) if options.json else render(found))
+    return 1 if found["problems"] else 0

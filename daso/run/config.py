@@ -1,0 +1,241 @@
+"""What `daso train` can be told: frozen dataclasses, filled from TOML and ``--key=value``.
+
+The fields below are the whole list: keys, types, defaults, checks and the help text all come from
+them.
+"""
+
+import difflib
+import tomllib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from daso.errors import ConfigError
+from daso.plan.options import Exchange, Gradients, Settings
+from daso.plan.schedule import Fixed, Plateau, Policy
+
+__all__ = ["Config", "describe", "read_config"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Which data, and how much of it at a time."""
+
+    name: Literal["auto", "fashion", "digits", "text", "synthetic"] = "auto"
+    folder: str = ""  # where to look; empty: DASO_DATA, then the usual place
+    batch_size: int = 32  # samples per rank and step
+    context: int = 64  # bytes per window of text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """The inner optimizer."""
+
+    name: Literal["sgd", "adamw"] = "sgd"
+    lr: float = 0.05
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """When nodes exchange."""
+
+    policy: Literal["fixed", "plateau"] = "fixed"
+    skip: int = 4  # batches between exchanges; plateau: the largest
+    wait: int = 1  # batches an exchange may take (fixed)
+    warmup: int = 0  # synchronous batches (fixed) or epochs (plateau) at the start
+    cooldown: int = 0  # synchronous epochs at the end (plateau)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeConfig:
+    """How nodes exchange."""
+
+    wire: Literal["bf16", "fp32"] = "bf16"
+    merge: Literal["daso", "delta"] = "daso"
+    reduce: Literal["auto", "iallreduce", "ordered"] = "auto"
+    chunk_bytes: int = Exchange().chunk_bytes
+    bucket_bytes: int = Gradients().bucket_bytes
+    nonfinite: Literal["drop", "raise"] = "drop"
+    stall_seconds: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """One training run."""
+
+    name: str = "train"  # the run folder is runs/NAME
+    runs: str = "runs"  # where run folders are made
+    epochs: int = 3
+    seed: int = 0
+    tensorboard: bool = False  # write TensorBoard files too
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
+
+    def __post_init__(self) -> None:
+        for name, value in (("epochs", self.epochs), ("data.batch_size", self.data.batch_size)):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}")
+        self.settings()
+        self.policy()
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.runs) / self.name
+
+    def settings(self) -> Settings:
+        """Return the optimizer's settings."""
+        exchange = self.exchange
+        return Settings(
+            wire=exchange.wire,
+            merge=exchange.merge,
+            exchange=Exchange(
+                reduce=exchange.reduce,
+                chunk_bytes=exchange.chunk_bytes,
+                nonfinite=exchange.nonfinite,
+                stall_seconds=exchange.stall_seconds,
+            ),
+            gradients=Gradients(bucket_bytes=exchange.bucket_bytes),
+        )
+
+    def policy(self) -> Policy:
+        """Return the schedule's policy."""
+        schedule = self.schedule
+        if schedule.policy == "fixed":
+            return Fixed(schedule.skip, schedule.wait, schedule.warmup)
+        return Plateau(
+            self.epochs,
+            warmup=schedule.warmup,
+            cooldown=schedule.cooldown,
+            max_skip=schedule.skip,
+        )
+
+
+def read_config(path: Path | None, words: Sequence[str]) -> Config:
+    """Read a TOML file and ``--key=value`` words, which come after it and win.
+
+    Args:
+        path: The file; None for the defaults.
+        words: Such as ``["--epochs=3", "--optimizer.lr=0.1"]``.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ConfigError: A key is not known (with the valid ones), or a value does not fit.
+    """
+    values: dict[str, object] = {}
+    if path is not None:
+        values.update(_flatten(_read_toml(path)))
+    values.update(_read_word(word) for word in words)
+    config: Config = _build(Config, values)
+    return config
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the configuration must be a readable file, but {path}: {error.strerror}"
+                          ) from error  # fmt: skip
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} must be TOML, but: {error}") from error
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _read_word(word: str) -> tuple[str, object]:
+    if not word.startswith("--") or "=" not in word:
+        raise ConfigError(f"settings must look like --key=value, not {word!r}; {_valid()}")
+    key, _, value = word.removeprefix("--").partition("=")
+    return key.replace("-", "_"), value
+
+
+def _valid() -> str:
+    return "valid keys: " + ", ".join(key for key, _, _ in _keys(Config))
+
+
+def _keys(kind: type[Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """List (key, type, default) of all fields, sections included."""
+    hints, defaults = get_type_hints(kind), kind()
+    for one in fields(kind):
+        if is_dataclass(hints[one.name]):
+            yield from _keys(hints[one.name], f"{prefix}{one.name}.")
+        else:
+            yield prefix + one.name, hints[one.name], getattr(defaults, one.name)
+
+
+def _build(kind: type[Any], values: Mapping[str, object]) -> Any:
+    known = {key: annotation for key, annotation, _ in _keys(Config)}
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"unknown key {key!r}; {hint}{_valid()}")
+    return _fill(kind, "", {k: _convert(k, v, known[k]) for k, v in values.items()})
+
+
+def _fill(kind: type[Any], prefix: str, values: Mapping[str, object]) -> Any:
+    hints = get_type_hints(kind)
+    given = {}
+    for one in fields(kind):
+        key = prefix + one.name
+        if is_dataclass(hints[one.name]):
+            given[one.name] = _fill(hints[one.name], f"{key}.", values)
+        elif key in values:
+            given[one.name] = values[key]
+    return kind(**given)
+
+
+def _convert(key: str, value: object, annotation: Any) -> object:
+    """Turn text or a TOML value into a field's type."""
+    if get_origin(annotation) is Literal:
+        if value not in get_args(annotation):
+            choices = ", ".join(map(str, get_args(annotation)))
+            raise ConfigError(f"{key} must be one of {choices}, not {value!r}")
+        return value
+    assert get_origin(annotation) not in (Union, types.UnionType), "plain types only"
+    if annotation is bool:
+        return _convert_bool(key, value)
+    if annotation is str and isinstance(value, str):
+        return value
+    try:
+        number = float(str(value))
+        converted = annotation(number)
+        fits = annotation is not str and not isinstance(value, bool) and converted == number
+    except (ValueError, OverflowError):
+        fits = False
+    if not fits:
+        raise ConfigError(f"{key} must be {NAMES[annotation]}, not {value!r}")
+    return converted
+
+
+NAMES = {int: "a whole number", float: "a number", str: "text"}
+
+
+def _convert_bool(key: str, value: object) -> bool:
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if str(value).lower() not in words:
+        raise ConfigError(f"{key} must be true or false, not {value!r}")
+    return words[str(value).lower()]
+
+
+def describe() -> str:
+    """Return one line per key: name, kind, default."""
+    rows = []
+    for key, annotation, default in _keys(Config):
+        choices = " | ".join(map(str, get_args(annotation))) or annotation.__name__
+        rows.append(f"  --{key}={default!s:<10} {choices}")
+    return "\n".join(rows)

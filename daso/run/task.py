@@ -1,0 +1,113 @@
+"""What is trained: the data set, the model and the loss that a configuration names."""
+
+from collections.abc import Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset
+
+from daso.data import find_fashion, load_digits, load_fashion, load_text
+from daso.data.synthetic import images
+from daso.environment import data_folder
+from daso.examples.cnn import CNN
+from daso.examples.transformer import ByteTransformer
+from daso.run.config import DataConfig, OptimizerConfig
+
+__all__ = ["Task", "evaluate", "loss_of", "make_optimizer", "make_task"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Data and a model that fits."""
+
+    data: str  # which data it became
+    train: Dataset[tuple[torch.Tensor, ...]]
+    test: Dataset[tuple[torch.Tensor, ...]]
+    model: nn.Module
+
+    @property
+    def train_length(self) -> int:
+        """Samples to train on."""
+        return _length(self.train)
+
+
+def _length(data: Dataset[Any]) -> int:
+    assert isinstance(data, Sized)
+    return len(data)
+
+
+def make_task(config: DataConfig) -> Task:
+    """Load data and build a model for it.
+
+    Args:
+        config: Which data; ``auto`` takes Fashion-MNIST where it is on disk, else the digits.
+
+    Returns:
+        The task. The model is built from torch's global seed.
+
+    Raises:
+        DataError: The data is not there, with how to get it.
+    """
+    folder = Path(config.folder) if config.folder else data_folder()
+    name = config.name
+    if name == "auto":
+        name = "fashion" if find_fashion(folder) else "digits"
+    if name == "fashion":
+        train, test = load_fashion(folder, train=True), load_fashion(folder, train=False)
+        return Task(name, train, test, CNN(28))
+    if name == "digits":
+        return Task(name, load_digits(train=True), load_digits(train=False), CNN(8))
+    if name == "synthetic":
+        return Task(name, images(4096, seed=1), images(1024, seed=2), CNN(28))
+    texts = Path(config.folder) if config.folder else None
+    return Task(
+        name,
+        load_text(texts, train=True, context=config.context, max_bytes=4_000_000),
+        load_text(texts, train=False, context=config.context, max_bytes=4_000_000),
+        ByteTransformer(config.context),
+    )
+
+
+def make_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the inner optimizer."""
+    if config.name == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    return torch.optim.SGD(
+        model.parameters(),
+        lr=config.lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+    )
+
+
+def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy of class scores (..., classes) against targets (...)."""
+    scores = model(inputs)
+    return cross_entropy(scores.flatten(0, -2), targets.flatten())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: Dataset[Any], *, rank: int, size: int) -> tuple[int, int]:
+    """Count right answers on this rank's share of a data set.
+
+    Args:
+        model: Maps inputs to scores (..., classes).
+        data: The whole data set.
+        rank: World rank.
+        size: World size.
+
+    Returns:
+        Right answers and answers; their sums over all ranks cover every sample once.
+    """
+    model.eval()
+    share = torch.utils.data.Subset(data, range(rank, _length(data), size))
+    right = total = 0
+    for inputs, targets in DataLoader(share, batch_size=256):
+        right += int((model(inputs).argmax(-1) == targets).sum())
+        total += targets.numel()
+    model.train()
+    return right, total
