@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from daso.errors import StallError, TopologyError
+from daso.errors import StallError
 
 if TYPE_CHECKING:
     from daso.comm.topology import Topology
 
-__all__ = ["NodeBucket", "NodeGroup", "NodeShare", "choose_node", "wait_until"]
+__all__ = ["NodeBucket", "NodeGroup", "NodeShare", "choose_node", "node_problem", "wait_until"]
 
 Span = tuple[int, int]
 
@@ -99,6 +99,16 @@ class NodeGroup(Protocol):
         ...
 
 
+def node_problem(device: torch.device) -> str | None:
+    """Return why no transport serves parameters on ``device``; None if one does."""
+    if device.type == "cpu":
+        return None
+    return (
+        f"parameters must be on the CPU in this version, not on {device}; move the model there "
+        f"before wrapping its optimizer"
+    )
+
+
 def choose_node(topology: "Topology", device: torch.device, stall_seconds: float) -> NodeGroup:
     """Return the transport for parameters on ``device``.
 
@@ -110,14 +120,9 @@ def choose_node(topology: "Topology", device: torch.device, stall_seconds: float
     Returns:
         Shared memory for the CPU.
 
-    Raises:
-        TopologyError: There is no transport for this device.
+    Collective over the node; blocking.
     """
-    if device.type != "cpu":
-        raise TopologyError(
-            f"parameters must be on the CPU in this version, not on {device}; move the model there "
-            f"before wrapping its optimizer"
-        )
+    assert node_problem(device) is None
     from daso.comm.node_shm import ShmNode
 
     return ShmNode(topology, stall_seconds)

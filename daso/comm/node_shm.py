@@ -90,8 +90,11 @@ class ShmBucket:
             return (
                 self.total if self.total.data_ptr() == first.data_ptr() else self.total.copy_(first)
             )
-        torch.add(first, others[0], out=self.total)
-        for row in others[1:]:
+        if self.total.dtype == first.dtype:
+            torch.add(first, others.pop(0), out=self.total)
+        else:  # adding two 16-bit rows would round before it widens
+            self.total.copy_(first)
+        for row in others:
             self.total += row
         return self.total
 

@@ -1,14 +1,12 @@
-"""How a node takes in a mean that is some batches old: one affine map with three numbers.
+"""How a node takes in a mean that is some batches old.
 
-With x the local parameters now, s the local parameters when the exchange was sent, and g the new
-reference (the mean over all nodes), every rule here is
+With x the local parameters now, s the local parameters when the exchange was sent, g the new
+reference (the mean over all nodes), W the batches waited and P the nodes:
 
-    x  <-  keep * x  +  pull * g  -  drop * s
-
-- ``daso``: x <- (2 W x + P g) / (2 W + P), W batches waited, P nodes
-  (Coquelin et al. 2022, doi 10.1186/s40537-021-00556-1).
-- ``delta``: x <- g + (x - s), the local work since the send is kept whole.
-- After waiting 0 batches x equals s, and every rule is ``x <- g``, taken over bit for bit.
+- ``daso``: x <- (2 W x + P g) / (2 W + P), worked out as x + (g - x) P / (2 W + P), which leaves x
+  alone where it equals g (Coquelin et al. 2022, doi 10.1186/s40537-021-00556-1).
+- ``delta``: x <- x + (g - s), so the local work since the send is kept whole.
+- After waiting 0 batches x equals s, and every rule is x <- g, taken over bit for bit.
 """
 
 from dataclasses import dataclass
@@ -22,18 +20,17 @@ MERGES = ("daso", "delta")
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """The three numbers of ``x <- keep * x + pull * g - drop * s``."""
+    """One merge, decided: x <- x + pull (g - x), or x <- x + (g - s) where ``since_send``."""
 
-    keep: float
     pull: float
-    drop: float
+    since_send: bool = False
 
 
-ADOPT = Merge(keep=0.0, pull=1.0, drop=0.0)
+ADOPT = Merge(pull=1.0)
 
 
 def merge_rule(name: str, *, waited: int, nodes: int) -> Merge:
-    """Return the numbers of a merge.
+    """Return the merge to carry out.
 
     Args:
         name: ``"daso"`` or ``"delta"``.
@@ -51,6 +48,5 @@ def merge_rule(name: str, *, waited: int, nodes: int) -> Merge:
     if waited == 0:
         return ADOPT
     if name == "delta":
-        return Merge(keep=1.0, pull=1.0, drop=1.0)
-    weight = 2 * waited + nodes
-    return Merge(keep=2 * waited / weight, pull=nodes / weight, drop=0.0)
+        return Merge(pull=1.0, since_send=True)
+    return Merge(pull=nodes / (2 * waited + nodes))

@@ -97,7 +97,9 @@ def launch(local: Local) -> int:
             gone = _watch(mpirun, Path(folder))
         code = mpirun.wait()
     if code != 0:
-        print(f"daso: the job ended with exit code {_shell_code(code)}{gone}", file=sys.stderr)
+        # A rank that raised has said so itself, and outlives those that its abort ends.
+        first = "" if _shell_code(code) in (1, 2, 130) else gone
+        print(f"daso: the job ended with exit code {_shell_code(code)}{first}", file=sys.stderr)
     return _shell_code(code)
 
 

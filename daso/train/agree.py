@@ -16,7 +16,13 @@ from daso.train.params import Named, broadcast
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["average_tensors", "drop_partial_state", "state_tensors", "zero_nonfinite"]
+__all__ = [
+    "average_tensors",
+    "drop_partial_state",
+    "mend_buffers",
+    "state_tensors",
+    "zero_nonfinite",
+]
 
 
 def average_tensors(
@@ -61,6 +67,26 @@ def average_tensors(
             ):
                 tensor.copy_(part.view(tensor.shape))
     return nbytes
+
+
+def mend_buffers(module: torch.nn.Module, average: Callable[[list[torch.Tensor]], None]) -> None:
+    """Replace values of buffers that are not finite by the mean of the ranks where they are.
+
+    Args:
+        module: The model.
+        average: Sets tensors to their means over all ranks.
+
+    Collective over the world; blocking.
+    """
+    buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+    sound = [buffer.isfinite() for buffer in buffers]
+    values = [torch.where(ok, b, 0.0) for b, ok in zip(buffers, sound, strict=True)]
+    shares = [ok.to(b.dtype) for b, ok in zip(buffers, sound, strict=True)]
+    average([*values, *shares])
+    for buffer, ok, value, share in zip(buffers, sound, values, shares, strict=True):
+        buffer.copy_(
+            torch.where(ok, buffer, value / share.clamp(min=torch.finfo(share.dtype).tiny))
+        )
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, torch.Tensor]:

@@ -45,10 +45,10 @@ class ParameterRow:
         self.layout = layout_of(named)
         self.spans = split(self.layout.numel, place.lanes)
         self.span = self.spans[place.lane] if place.lane is not None else Span(0, 0)
-        self.reference = node.share(self.spans, dtype)
         self.snapshot = node.share(self.spans, dtype)
-        residual = None if two_phase.codec.exact else torch.zeros_like(self.reference.mine)
-        self.deltas = Deltas(self.snapshot.mine, self.reference.mine, residual)
+        self.reference = torch.zeros(self.span.numel, dtype=dtype)
+        residual = None if two_phase.codec.exact else torch.zeros_like(self.reference)
+        self.deltas = Deltas(self.snapshot.mine, self.reference, residual)
 
     def _views(self, span: Span, row: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pair the parameters' elements in a span with a row that holds that span."""
@@ -58,14 +58,13 @@ class ParameterRow:
 
     def anchor(self) -> None:
         """Take the parameters, equal on all nodes, as the reference."""
-        self._copy_parameters(self.reference.mine)
+        self._copy_parameters(self.reference)
         if self.deltas.residual is not None:
             self.deltas.residual.zero_()
         self.two_phase.forget()
 
     def take_snapshot(self) -> None:
         """Remember the parameters as they are now, for the exchange that starts."""
-        self.reference.wait_released()
         self.snapshot.wait_released()
         self._copy_parameters(self.snapshot.mine)
 
@@ -82,23 +81,27 @@ class ParameterRow:
         return self.span.start + int((~mine.isfinite()).nonzero()[0])
 
     def merge(self, rule: Merge) -> None:
-        """Take in the new reference: x <- keep x + pull g - drop s.
+        """Take in the new reference g.
+
+        What every rank of the node needs (g, or g - s) is written once, over the snapshot s, and
+        read by all of them from there.
 
         Args:
-            rule: The three numbers.
+            rule: What to do.
 
         Collective over the node; blocking.
         """
-        share, pull = self.reference, rule.pull
-        if rule.drop:
-            share, pull = self.snapshot, 1.0
-            self.snapshot.mine.mul_(-rule.drop).add_(self.reference.mine, alpha=rule.pull)
-        share.publish()
-        share.wait()
+        shown = self.snapshot.mine
+        if rule.since_send:
+            torch.sub(self.reference, shown, out=shown)
+        else:
+            shown.copy_(self.reference)
+        self.snapshot.publish()
+        self.snapshot.wait()
         with torch.no_grad():
-            for span, part in zip(self.spans, share.parts, strict=True):
-                _merge_pairs(list(self._views(span, part)), rule.keep, pull)
-        share.release()
+            for span, part in zip(self.spans, self.snapshot.parts, strict=True):
+                _merge_pairs(list(self._views(span, part)), rule)
+        self.snapshot.release()
 
     def restore(self) -> None:
         """Set the parameters back to the reference. Collective over the node; blocking."""
@@ -125,16 +128,23 @@ class ParameterRow:
         return iallreduce(mean.comm, self.deltas, chunks, weight, mean.total)
 
 
-def _merge_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]], keep: float, pull: float) -> None:
-    """Compute x <- keep x + pull c for pairs (x, c)."""
+def _merge_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]], rule: Merge) -> None:
+    """Carry out a merge for pairs (x, c), c being g, or g - s where the rule says since_send."""
     if not pairs:
         return
     here, there = [x for x, _ in pairs], [c for _, c in pairs]
-    if keep == 0.0 and pull == 1.0:
+    if rule == ADOPT:
         torch._foreach_copy_(here, there)
-    elif all(x.dtype == c.dtype for x, c in pairs):
-        torch._foreach_mul_(here, keep)
-        torch._foreach_add_(here, there, alpha=pull)
-    else:  # 16-bit parameters: compute in the reference's type, round once
-        for x, c in pairs:
-            x.copy_(x.to(c.dtype).mul_(keep).add_(c, alpha=pull))
+    elif any(x.dtype != c.dtype for x, c in pairs):
+        _merge_wide(pairs, rule)
+    elif rule.since_send:
+        torch._foreach_add_(here, there)
+    else:
+        torch._foreach_lerp_(here, there, rule.pull)
+
+
+def _merge_wide(pairs: list[tuple[torch.Tensor, torch.Tensor]], rule: Merge) -> None:
+    """Merge 16-bit parameters: compute in the reference's type, round once."""
+    for x, c in pairs:
+        wide = x.to(c.dtype)
+        x.copy_(wide.add_(c) if rule.since_send else wide.lerp_(c, rule.pull))

@@ -15,9 +15,9 @@ import torch
 from daso.comm.compress import codec_named
 from daso.comm.dtypes import accumulator
 from daso.comm.engine import Ticket, Work
-from daso.comm.node import choose_node
+from daso.comm.node import choose_node, node_problem
 from daso.comm.topology import Topology
-from daso.errors import LayoutError, NonFiniteError
+from daso.errors import LayoutError, NonFiniteError, TopologyError
 from daso.plan.header import Header, culprit, decode_culprit
 from daso.plan.merge import merge_rule
 from daso.plan.options import Settings
@@ -25,6 +25,7 @@ from daso.plan.schedule import Act, State
 from daso.train.agree import (
     average_tensors,
     drop_partial_state,
+    mend_buffers,
     state_tensors,
     zero_nonfinite,
 )
@@ -39,7 +40,7 @@ __all__ = ["Sync"]
 Result = TypeVar("Result")
 logger = logging.getLogger("daso")
 
-DROPS_IN_A_ROW = 3  # exchanges that may be dropped before everybody raises
+DROPS_LATELY = 3  # drops, without two good exchanges in a row between, at which all raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class Sync:
         self.inner, self.named, self.module = inner, named, module
         self.topology, self.settings = topology, settings
         self.layout = agree_layout(named, module, topology)
+        topology.agree(node_problem(named[0][1].device), TopologyError)
         everything = [tensor for _, tensor in named]
         if module is not None:
             everything += [*module.parameters(), *module.buffers()]
@@ -164,8 +166,7 @@ class Sync:
             return True
         name = self.buckets.first_nonfinite()
         if name is None:
-            self.counts.exchanges += 1
-            self.counts.dropped_in_a_row = 0
+            self.counts.good()
             return True
         self._count_drop(f"the mean gradient of {name} is not finite; this step is dropped")
         return False
@@ -266,8 +267,7 @@ class Sync:
         rule = merge_rule(self.settings.merge, waited=waited, nodes=self.topology.place.nodes)
         for row in self.rows:
             row.merge(rule)
-        self.counts.exchanges += 1
-        self.counts.dropped_in_a_row = 0
+        self.counts.good()
         self._event(
             "exchange",
             sent=self._sent_batch,
@@ -288,6 +288,8 @@ class Sync:
             for row in self.rows:
                 row.restore()
             zero_nonfinite(self.inner, self.named)
+        if self.module is not None:
+            mend_buffers(self.module, self._average)
 
     def _name_at(self, element: int) -> str:
         for row in self.rows:
@@ -298,15 +300,14 @@ class Sync:
 
     def _count_drop(self, what: str) -> None:
         """Note a drop; raise, on every rank alike, when there were too many."""
-        self.counts.dropped += 1
-        self.counts.dropped_in_a_row += 1
+        lately = self.counts.drop()
         self._event("dropped", why=what)
         if self.topology.place.rank == 0:
             logger.warning(what)
-        limit = 1 if self.settings.exchange.nonfinite == "raise" else DROPS_IN_A_ROW
-        if self.counts.dropped_in_a_row >= limit:
+        limit = 1 if self.settings.exchange.nonfinite == "raise" else DROPS_LATELY
+        if lately >= limit:
             raise NonFiniteError(
-                f"values must be finite, but {what} ({self.counts.dropped_in_a_row} in a row); "
+                f"values must be finite, but {what} (drop number {lately} within a few exchanges); "
                 f"lower the learning rate, clip gradients, or look at that rank's data"
             )
 

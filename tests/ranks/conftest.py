@@ -1,0 +1,53 @@
+"""Every rank gives the same verdict; every world size runs the same bodies on every node shape."""
+
+import os
+
+import pytest
+from mpi4py import MPI
+
+from daso.comm.topology import Topology
+
+# Ways to cut a world into pretend nodes: one node, one rank each, equal, unequal.
+SHAPES = {
+    1: [(1,)],
+    2: [(2,), (1, 1)],
+    3: [(3,), (1, 1, 1), (2, 1), (1, 2)],
+    4: [(4,), (1, 1, 1, 1), (2, 2), (3, 1)],
+}
+WORLD = MPI.COMM_WORLD
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    if WORLD.Get_rank() > 0:  # one voice
+        config.option.verbose = -2
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter._tw._file = open(os.devnull, "w")  # noqa: PTH123, SIM115
+
+
+@pytest.fixture(scope="session", params=SHAPES[WORLD.Get_size()], ids=str)
+def topology(request):
+    made = Topology(ranks_per_node=request.param)
+    yield made
+    made.free()
+
+
+@pytest.fixture
+def place(topology):
+    return topology.place
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    error = None
+    try:
+        yield
+    except BaseException as caught:
+        error = caught
+    verdicts = WORLD.allgather(None if error is None else repr(error)[:500])
+    if error is not None:
+        raise error
+    others = {rank: verdict for rank, verdict in enumerate(verdicts) if verdict is not None}
+    if others:
+        pytest.fail(f"failed on other ranks: {others}", pytrace=False)

@@ -1,0 +1,547 @@
+"""What users rely on; numbers in brackets: the reference implementation's ten defects."""
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
+
+import daso
+from daso.errors import ConfigError, LayoutError, NonFiniteError, TopologyError
+
+pytestmark = pytest.mark.mpi
+
+PHASES = [daso.Fixed(1, 0), daso.Fixed(4, 0), daso.Fixed(4, 1), daso.Fixed(4, 4, warmup=50)]
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1).double() for p in model.parameters()])
+
+
+def bits(model):
+    tensors = [*model.parameters(), *model.buffers()]
+    return b"".join(t.detach().contiguous().view(-1).view(torch.uint8).numpy() for t in tensors)
+
+
+def wrap(topology, model, *, lr=0.1, **options):
+    inner = torch.optim.SGD(model.parameters(), lr=lr)
+    return daso.DASO(inner, module=model, topology=topology, **options)
+
+
+def small(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def train(topology, model, optimizer, steps, first=0):
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(97 * step + topology.place.rank)
+        x = torch.randn(8, 4, generator=generator) + topology.place.rank
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+# --- wrapping ----------------------------------------------------------------------------------
+
+
+def test_wrapping_changes_nothing_but_makes_all_ranks_equal_to_rank_0(topology, place):  # [4]
+    model = small(seed=place.rank)
+    before = bits(model)
+    optimizer = wrap(topology, model)
+    assert topology.same(bits(model))
+    if place.rank == 0:
+        assert bits(model) == before
+    optimizer.close()
+
+
+def test_the_groups_and_state_are_the_inner_optimizers_own(topology):
+    model = small()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with daso.DASO(inner, module=model, topology=topology) as optimizer:
+        train(topology, model, optimizer, 2)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert optimizer.param_groups is inner.param_groups
+        assert optimizer.state is inner.state
+        assert optimizer.defaults is inner.defaults
+        assert len(optimizer.state) == 6
+
+
+@pytest.mark.parametrize("first", ["scheduler", "wrapper"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+        lambda o: lr_scheduler.OneCycleLR(o, 0.2, total_steps=10),
+        lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+        lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.5)], [3]
+        ),
+    ],
+)
+def test_any_scheduler_works_built_before_or_after_wrapping(topology, make, first):  # [6]
+    model, bare_model = small(), small()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    bare = torch.optim.SGD(bare_model.parameters(), lr=0.1, momentum=0.9)
+    if first == "scheduler":
+        schedule = make(inner)
+        optimizer = daso.DASO(inner, module=model, topology=topology)
+    else:
+        optimizer = daso.DASO(inner, module=model, topology=topology)
+        schedule = make(optimizer)
+    expected = make(bare)
+    with optimizer:
+        for _ in range(6):
+            train(topology, model, optimizer, 1)
+            bare.step()
+            for one in (schedule, expected):
+                loss = [1.0] if isinstance(one, lr_scheduler.ReduceLROnPlateau) else []
+                one.step(*loss)
+            assert optimizer.param_groups[0]["lr"] == bare.param_groups[0]["lr"]
+
+
+def test_step_hooks_run_once_each_in_order(topology):
+    calls = []
+    model = small()
+    with wrap(topology, model) as optimizer:
+        optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+        train(topology, model, optimizer, 2)
+    assert calls == ["pre", "post"] * 2
+
+
+def test_a_closure_is_called_and_its_loss_returned(topology):
+    model = small()
+    x = torch.ones(3, 4) * (1 + topology.place.rank)
+    with wrap(topology, model, policy=daso.Fixed(1, 0)) as optimizer:
+        calls = []
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            calls.append(loss.item())
+            return loss
+
+        assert optimizer.step(closure).item() == calls[0]
+        assert len(calls) == 1
+    assert topology.same(bits(model))
+
+
+# --- numbers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("merge", ["daso", "delta"])
+@pytest.mark.parametrize("policy", PHASES, ids=repr)
+def test_a_16_bit_wire_never_freezes_a_weight(topology, policy, merge):  # [1]
+    ends = {}
+    for wire in ("fp32", "bf16"):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        with wrap(topology, model, lr=0.001, policy=policy, wire=wire, merge=merge) as optimizer:
+            for _ in range(200):
+                optimizer.zero_grad()
+                model.weight.sum().backward()
+                optimizer.step()
+        ends[wire] = model.weight.item()
+    assert ends["bf16"] == pytest.approx(ends["fp32"], abs=2e-5)
+    if merge == "delta" or policy.wait == 0:
+        assert ends["bf16"] == pytest.approx(0.8, abs=2e-5)
+
+
+@pytest.mark.parametrize("policy", PHASES, ids=repr)
+@pytest.mark.parametrize("frozen", [(0,), (1, 3), (0, 1, 2)])
+def test_freezing_layers_at_lr_0_changes_no_weight(topology, policy, frozen):  # [2]
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
+    for index in frozen:
+        model[index].requires_grad_(False)
+    before = flat(model)
+    with wrap(topology, model, lr=0.0, policy=policy) as optimizer:
+        for _ in range(9):
+            optimizer.zero_grad()
+            model(torch.randn(2, 5)).sum().backward()
+            optimizer.step()
+    assert torch.equal(flat(model), before)
+
+
+@pytest.mark.parametrize("elements", [100, 256, 257, 512, 513, 1000])
+@pytest.mark.parametrize("policy", PHASES[:3], ids=repr)
+def test_a_tensor_of_any_number_of_chunks_is_exchanged(topology, policy, elements):  # [3]
+    model = nn.Linear(elements, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    exchange = daso.Exchange(chunk_bytes=512)
+    place = topology.place
+    with wrap(topology, model, lr=1.0, policy=policy, merge="delta", exchange=exchange) as o:
+        for _ in range(4):
+            o.zero_grad()
+            (model.weight * (place.rank + 1.0)).sum().backward()
+            o.step()
+    expected = -4 * (place.size + 1) / 2
+    torch.testing.assert_close(model.weight, torch.full((1, elements), expected), rtol=3e-3, atol=0)
+    assert topology.same(bits(model))
+
+
+def test_batchnorm_statistics_are_equal_and_the_mean_of_all_ranks(topology, place):  # [10]
+    model = small()
+    with wrap(topology, model, policy=daso.Fixed(4, 1)) as optimizer:
+        train(topology, model, optimizer, 5)
+        mine = model[1].running_mean.clone()
+        everyone = topology.world.allgather(mine)
+        assert place.size == 1 or not all(torch.equal(other, mine) for other in everyone)
+        optimizer.synchronize()
+        assert topology.same(bits(model))
+        torch.testing.assert_close(model[1].running_mean, torch.stack(everyone).mean(0))
+        assert model[1].num_batches_tracked == 5
+
+
+def test_epochs_of_any_length_keep_the_grid(topology, place):  # [7]
+    model = small()
+    with wrap(topology, model, policy=daso.Fixed(4, 0)) as optimizer:
+        done = 0
+        for length in (5, 3, 8):
+            train(topology, model, optimizer, length, first=done)
+            done += length
+            optimizer.end_epoch(1.0)
+        report = optimizer.report()
+    sent = [event["sent"] for event in report["events"] if event["kind"] == "exchange"]
+    assert report["batches"] == 16
+    assert sent == ([4, 5, 8, 12, 16] if place.nodes > 1 else [])
+
+
+def test_the_node_is_told_once_per_exchange_whatever_the_tensors(topology, place):  # [9]
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
+    with wrap(topology, model, policy=daso.Fixed(4, 1)) as optimizer:
+        if not optimizer._sync or not optimizer._sync.rows:
+            assert place.nodes == 1
+            return
+        (row,) = optimizer._sync.rows
+        told = []
+        for _ in range(9):
+            before = row.snapshot.round
+            optimizer.zero_grad()
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+            told.append(row.snapshot.round - before)
+        assert told == [0, 0, 0, 0, 1, 0, 0, 0, 1]
+
+
+def test_every_shape_of_nodes_trains_to_the_same_model_when_synchronous(topology):  # [8]
+    model = small()
+    with wrap(topology, model, policy=daso.Fixed(1, 0)) as optimizer:
+        train(topology, model, optimizer, 3)
+    alone = small()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(3):
+        for rank in range(topology.place.size):
+            generator = torch.Generator().manual_seed(97 * step + rank)
+            x = torch.randn(8, 4, generator=generator) + rank
+            (alone(x).square().mean() / topology.place.size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# --- gradients ---------------------------------------------------------------------------------
+
+
+def test_gradients_are_the_nodes_mean_when_backward_returns(topology, place):
+    model = nn.Linear(3, 1, bias=False)
+    members = [rank for rank, node in enumerate(place.node_of) if node == place.node]
+    with wrap(topology, model, policy=daso.Fixed(4, 1)) as optimizer:
+        for way in (True, False):
+            optimizer.zero_grad(set_to_none=way)
+            (model.weight.sum() * (place.rank + 1.0)).backward()
+            expected = sum(rank + 1.0 for rank in members) / len(members)
+            torch.testing.assert_close(model.weight.grad, torch.full((1, 3), expected))
+            optimizer.step()
+
+
+def test_clipping_sees_the_mean_gradient(topology, place):
+    model = nn.Linear(3, 1, bias=False)
+    with wrap(topology, model, policy=daso.Fixed(1, 0)) as optimizer:
+        optimizer.zero_grad()
+        (model.weight.sum() * (place.rank + 1.0)).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        assert norm.item() == pytest.approx((place.size + 1) / 2 * 3**0.5)
+        optimizer.step()
+        assert model.weight.grad.norm().item() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_accumulation_without_sync_averages_the_sum_once(topology, place):
+    model = nn.Linear(3, 1, bias=False)
+    with wrap(topology, model, policy=daso.Fixed(1, 0)) as optimizer:
+        for _ in range(2):
+            optimizer.zero_grad()
+            with optimizer.no_sync():
+                for _ in range(3):
+                    (model.weight.sum() * (place.rank + 1.0)).backward()
+                alone = torch.full((1, 3), 3 * (place.rank + 1.0))
+                torch.testing.assert_close(model.weight.grad, alone)
+            (model.weight.sum() * (place.rank + 1.0)).backward()
+            expected = 4 * (place.size + 1) / 2
+            torch.testing.assert_close(model.weight.grad, torch.full((1, 3), expected))
+            optimizer.step()
+        assert optimizer.report()["batches"] == 2
+
+
+def test_a_rank_that_did_no_backward_joins_with_zeros(topology, place):
+    model = nn.Linear(3, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    with wrap(topology, model, lr=1.0, policy=daso.Fixed(1, 0)) as optimizer:
+        for step in range(3):
+            optimizer.zero_grad()
+            if place.rank == 0 or step == 1:
+                model.weight.sum().backward()
+            optimizer.step()
+    expected = -(1 + 2 / place.size)
+    torch.testing.assert_close(model.weight, torch.full((1, 3), expected))
+
+
+def test_a_parameter_that_no_rank_used_keeps_no_gradient(topology):
+    model = nn.ModuleDict({"used": nn.Linear(2, 1), "unused": nn.Linear(2, 1)})
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    before = model["unused"].weight.detach().clone()
+    with daso.DASO(inner, module=model, topology=topology, policy=daso.Fixed(1, 0)) as optimizer:
+        before.copy_(model["unused"].weight)  # rank 0's
+        for _ in range(3):
+            optimizer.zero_grad()
+            model["used"](torch.ones(1, 2)).sum().backward()
+            assert model["unused"].weight.grad is None
+            optimizer.step()
+    assert torch.equal(model["unused"].weight, before)
+
+
+def test_gradients_survive_closing(topology):
+    model = nn.Linear(3, 1)
+    optimizer = wrap(topology, model)
+    model(torch.ones(1, 3)).sum().backward()
+    expected = model.weight.grad.clone()
+    optimizer.close()
+    optimizer.close()
+    assert torch.equal(model.weight.grad, expected)
+
+
+# --- exchanges ---------------------------------------------------------------------------------
+
+
+def test_only_the_training_thread_writes_parameters_and_only_inside_step(topology, place):
+    model = small()
+    with wrap(topology, model, policy=daso.Fixed(2, 2)) as optimizer:
+        for step in range(6):
+            train(topology, model, optimizer, 1, first=step)
+            versions = [p._version for p in model.parameters()]
+            before = flat(model)
+            if optimizer._sync is not None and optimizer._sync._ticket is not None:
+                optimizer._sync._ticket.finished.wait(10)
+                assert optimizer._sync._ticket.done()
+            assert [p._version for p in model.parameters()] == versions
+            assert torch.equal(flat(model), before)
+        names = [thread.name for thread in threading.enumerate()]
+        assert names.count("daso-exchange") == (1 if place.size > 1 else 0), names
+
+
+def test_an_exchange_goes_on_while_the_training_thread_is_elsewhere(topology, place):
+    model = nn.Linear(512, 512)
+    with wrap(topology, model, policy=daso.Fixed(1, 1)) as optimizer:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model.weight.sum().backward()
+            optimizer.step()
+        if place.nodes > 1:
+            ticket = optimizer._sync._ticket
+            deadline = time.monotonic() + 20
+            while not ticket.done() and time.monotonic() < deadline:
+                time.sleep(0.01)  # no MPI call on this thread
+            assert ticket.done()
+
+
+def test_bytes_between_nodes_are_what_the_wire_promises(topology, place):
+    model = nn.Linear(64, 64, bias=False)
+    sent = {}
+    for wire in ("bf16", "fp32"):
+        exchange = daso.Exchange(reduce="ordered")
+        optimizer = wrap(topology, model, policy=daso.Fixed(2, 0), wire=wire, exchange=exchange)
+        for _ in range(6):
+            optimizer.zero_grad()
+            model.weight.sum().backward()
+            optimizer.step()
+        sent[wire] = optimizer.report()["global_bytes_sent"]
+        optimizer.close()
+    total = {wire: sum(topology.world.allgather(nbytes)) for wire, nbytes in sent.items()}
+    for wire, nbytes in (("bf16", 2), ("fp32", 4)):
+        assert total[wire] == 3 * 2 * (place.nodes - 1) * 64 * 64 * nbytes
+
+
+def test_parameters_added_mid_run_are_exchanged_too(topology, place):
+    model = nn.ModuleList([nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)])
+    inner = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with daso.DASO(inner, module=model, topology=topology, policy=daso.Fixed(3, 1)) as optimizer:
+        for step in range(10):
+            if step == 4:
+                optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.2})
+            optimizer.zero_grad()
+            sum(layer.weight.sum() for layer in model).mul(place.rank + 1.0).backward()
+            optimizer.step()
+    assert topology.same(bits(model))
+    assert len(inner.param_groups) == 2
+    assert model[1].weight.grad is not None
+    assert optimizer.report()["batches"] == 10
+
+
+# --- trouble -----------------------------------------------------------------------------------
+
+
+def poison(model, topology, rank):
+    if topology.place.rank == rank:
+        with torch.no_grad():
+            model[3].weight[1, 2] = float("nan")
+
+
+def test_nan_on_one_node_drops_that_exchange_everywhere_and_heals(topology, place, caplog):  # [5]
+    if place.nodes == 1:
+        assert place.other_ranks == ()
+        return
+    model = small()
+    bad_node_ranks = [rank for rank, node in enumerate(place.node_of) if node == 1]
+    with wrap(topology, model, policy=daso.Fixed(3, 1)) as optimizer:
+        for step in range(9):
+            if step == 4 and place.rank in bad_node_ranks:
+                with torch.no_grad():
+                    model[3].weight[1, 2] = float("nan")
+            train(topology, model, optimizer, 1, first=step)
+        report = optimizer.report()
+    (drop,) = [event for event in report["events"] if event["kind"] == "dropped"]
+    assert "parameter 0.weight" in drop["why"]  # the first; by then the step spread it to all
+    assert any(f"rank {rank} " in drop["why"] for rank in bad_node_ranks)
+    assert flat(model).isfinite().all()
+    assert model[1].running_mean.isfinite().all()
+    assert topology.same(bits(model))
+
+
+def test_nan_raises_the_same_error_on_all_ranks_when_asked(topology, place):  # [5]
+    if place.nodes == 1:
+        assert place.other_ranks == ()
+        return
+    model = small()
+    exchange = daso.Exchange(nonfinite="raise")
+    optimizer = wrap(topology, model, policy=daso.Fixed(2, 1), exchange=exchange)
+    train(topology, model, optimizer, 1)
+    with torch.no_grad():
+        if place.node == 0:
+            model[0].bias.fill_(float("inf"))
+    with pytest.raises(NonFiniteError, match=r"0\.") as caught:
+        train(topology, model, optimizer, 5)
+    assert topology.same(str(caught.value))
+    optimizer.close()
+
+
+def test_lasting_nan_ends_in_the_same_error_on_all_ranks(topology, place):
+    if place.nodes == 1:
+        assert place.other_ranks == ()
+        return
+    model = small()
+    optimizer = wrap(topology, model, policy=daso.Fixed(1, 1))
+    with pytest.raises(NonFiniteError, match="drop number 3"):
+        for step in range(20):
+            poison(model, topology, place.size - 1)
+            if place.local_size > 1 and place.node == place.node_of[-1]:
+                with torch.no_grad():
+                    model[3].weight[1, 2] = float("nan")
+            train(topology, model, optimizer, 1, first=step)
+    optimizer.close()
+
+
+def test_a_nan_gradient_in_a_synchronous_phase_drops_the_step_everywhere(topology, place):
+    if place.nodes == 1:
+        assert place.other_ranks == ()
+        return
+    model = small()
+    with wrap(topology, model, policy=daso.Fixed(1, 0)) as optimizer:
+        before = flat(model)
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 4)).sum()
+        (loss * (float("nan") if place.rank == 0 else 1.0)).backward()
+        optimizer.step()
+        assert torch.equal(flat(model), before)
+        assert optimizer.report()["dropped"] == 1
+        train(topology, model, optimizer, 2)
+        assert not torch.equal(flat(model), before)
+
+
+def test_parameters_that_differ_between_ranks_are_named_on_all(topology, place):
+    if place.size == 1:
+        assert place.other_ranks == ()
+        return
+    width = 5 if place.rank == place.size - 1 else 4
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, width))
+    with pytest.raises(LayoutError, match=r"1\.weight \(5, 3\).* against 1\.weight \(4, 3\)"):
+        wrap(topology, model)
+    assert topology.same("still in step")
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: nn.Linear(2, 2, dtype=torch.complex64), "must be real, but weight"),
+        (lambda: nn.Embedding(4, 2, sparse=True), "sparse=False"),
+        (lambda: nn.Linear(2, 2).requires_grad_(False), "at least one parameter"),
+        (lambda: nn.Linear(2, 2, device="meta"), "must be on the CPU"),
+    ],
+)
+def test_parameters_that_cannot_be_exchanged_are_refused(topology, place, make, match):
+    if place.size == 1:
+        assert wrap(topology, make()).report()["world"] == 1  # alone, anything goes
+        return
+    with pytest.raises((LayoutError, TopologyError), match=match):
+        wrap(topology, make())
+
+
+def test_a_sparse_gradient_nobody_could_foresee_is_refused_in_backward(topology, place):
+    if place.size == 1:
+        assert place.other_ranks == ()
+        return
+    weight = nn.Parameter(torch.zeros(4, 2))
+    inner = torch.optim.SGD([weight], lr=0.1)
+    optimizer = daso.DASO(inner, topology=topology)
+    with pytest.raises(LayoutError, match="sparse"):
+        nn.functional.embedding(torch.tensor([1]), weight, sparse=True).sum().backward()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_of_shared_weights_give_the_mean_gradient(topology, place, reentrant):
+    torch.manual_seed(3)
+    model = nn.Linear(3, 3)
+    alone = nn.Linear(3, 3)
+    inputs = [torch.ones(1, 3) * (rank + 1.0) for rank in range(place.size)]
+    with wrap(topology, model, policy=daso.Fixed(1, 0)) as optimizer:
+        alone.load_state_dict(model.state_dict())
+        for _ in range(2):  # the buckets are made by the first
+            optimizer.zero_grad()
+            x = inputs[place.rank].clone().requires_grad_()
+            y = checkpoint(model, x, use_reentrant=reentrant)
+            checkpoint(model, y, use_reentrant=reentrant).square().sum().backward()
+            alone.zero_grad()
+            for x in inputs:
+                (alone(alone(x)).square().sum() / place.size).backward()
+            torch.testing.assert_close(model.weight.grad, alone.weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"wire": "int3"}, "wire must be one of fp32, bf16"),
+        ({"merge": "average"}, "merge must be one of daso, delta"),
+        ({"exchange": daso.Exchange(reduce="iallreduce")}, "needs wire='fp32'"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_sent(topology, options, match):
+    with pytest.raises(ConfigError, match=match):
+        wrap(topology, small(), **options)

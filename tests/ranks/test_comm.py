@@ -1,0 +1,240 @@
+import numpy as np
+import pytest
+import torch
+
+from daso.comm.compress import Cast
+from daso.comm.engine import Engine
+from daso.comm.exchange import Deltas, Row, TwoPhase, iallreduce
+from daso.comm.node_shm import ShmNode
+from daso.errors import ExchangeError, StallError, TopologyError
+from daso.plan.layout import Span, chunk_parts, split
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def engine():
+    made = Engine(20.0, "the others")
+    yield made
+    made.close()
+
+
+def rows_of_all_ranks(size, numel, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator).to(dtype) for _ in range(size)]
+
+
+def sequential_mean(rows, weights, total):
+    result = rows[0] * weights[0]
+    for row, weight in zip(rows[1:], weights[1:], strict=True):
+        result = result + row * weight
+    return result / total
+
+
+# --- topology ----------------------------------------------------------------------------------
+
+
+def test_every_rank_is_on_one_node_and_lanes_reach_every_node(topology, place):
+    assert sum(place.node_sizes) == place.size
+    assert topology.node.Get_size() == place.local_size
+    assert topology.node.Get_rank() == place.local_rank
+    if place.lane is None:
+        assert place.local_rank >= min(place.node_sizes)
+    else:
+        assert topology.lane.Get_size() == place.nodes
+        assert topology.lane.Get_rank() == place.node
+
+
+def test_a_problem_on_one_rank_is_the_same_error_on_all(topology, place):
+    last = place.size - 1
+    problem = "disk must be there, but is not; mount it" if place.rank == last else None
+    with pytest.raises(TopologyError, match="disk must be there"):
+        topology.agree(problem, TopologyError)
+    topology.agree(None, TopologyError)
+
+
+def test_same_is_false_everywhere_when_one_rank_differs(topology, place):
+    assert topology.same("x")
+    assert topology.same(place.rank) == (place.size == 1)
+
+
+def test_node_sizes_that_do_not_add_up_are_refused_on_all_ranks(place):
+    from daso.comm.topology import Topology
+
+    with pytest.raises(TopologyError, match="add up to the ranks of the host"):
+        Topology(ranks_per_node=(place.size, 1))
+
+
+# --- exchange ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [0, 1, 5, 1000, 10_001])
+@pytest.mark.parametrize("chunk", [1_000_000, 333, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_two_phase_equals_the_sequential_mean_bit_for_bit(topology, engine, numel, chunk, dtype):
+    if numel > 1000 and chunk == 7:
+        chunk = 2048
+    place, size = topology.place, topology.place.size
+    rows = rows_of_all_ranks(size, numel, dtype)
+    weights = [rank + 1 for rank in range(size)]
+    exchange = TwoPhase(topology.world, Cast(dtype, dtype), weights, sum(weights))
+    mine = rows[place.rank].clone()
+    sent = engine.run(exchange.run(Row(mine), chunk_parts(numel, size, chunk)))
+    assert torch.equal(mine, sequential_mean(rows, weights, sum(weights)))
+    if numel == 1000 and chunk > numel and size == 4:
+        assert sent == 2 * 3 * 250 * dtype.itemsize
+
+
+@pytest.mark.parametrize("chunk", [1_000_000, 100])
+def test_iallreduce_is_near_the_mean_and_the_same_on_all_ranks(topology, engine, chunk):
+    place, size = topology.place, topology.place.size
+    rows = rows_of_all_ranks(size, 1003)
+    weights = [rank + 1 for rank in range(size)]
+    mine = rows[place.rank].clone()
+    work = iallreduce(
+        topology.world, Row(mine), chunk_parts(1003, size, chunk), weights[place.rank], sum(weights)
+    )
+    engine.run(work)
+    torch.testing.assert_close(mine, sequential_mean(rows, weights, sum(weights)))
+    assert topology.same(mine.numpy().tobytes())
+
+
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
+def test_a_16_bit_wire_keeps_what_it_rounds_away(topology, engine, wire):
+    place, size = topology.place, topology.place.size
+    reference = torch.ones(37)
+    snapshot = reference.clone()
+    deltas = Deltas(snapshot, reference, torch.zeros(37))
+    exchange = TwoPhase(topology.world, Cast(wire), [1] * size, size)
+    for _ in range(200):
+        snapshot.copy_(reference - 0.001 * (1 + place.rank))
+        engine.run(exchange.run(deltas, chunk_parts(37, size, 10)))
+    # The reference follows the exact sum to within one rounding of the last delta.
+    expected = 1 - 200 * 0.001 * (size + 1) / 2
+    torch.testing.assert_close(reference, torch.full((37,), expected), atol=5e-5, rtol=0)
+    assert topology.same(reference.numpy().tobytes())
+
+
+def test_two_exchanges_in_flight_do_not_mix(topology, engine):
+    size = topology.place.size
+    one, two = (rows_of_all_ranks(size, 500, seed=seed) for seed in (1, 2))
+    exchange = TwoPhase(topology.world, Cast(torch.float32), [1] * size, size)
+    chunks = chunk_parts(500, size, 64)
+    mine = [rows[topology.place.rank].clone() for rows in (one, two)]
+    tickets = [engine.submit(exchange.run(Row(row), chunks)) for row in mine]
+    for ticket in reversed(tickets):
+        engine.wait(ticket)
+    for row, rows in zip(mine, (one, two), strict=True):
+        assert torch.equal(row, sequential_mean(rows, [1] * size, size))
+
+
+def test_an_error_in_the_engine_surfaces_with_its_cause(engine):
+    def broken():
+        yield []
+        raise OSError("cable cut")
+
+    ticket = engine.submit(broken())
+    with pytest.raises(ExchangeError, match="cable cut") as caught:
+        engine.wait(ticket)
+    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(ExchangeError, match="cable cut"):
+        engine.check()
+
+
+def test_a_stalled_exchange_names_who_takes_part(topology):
+    engine = Engine(0.2, "world ranks 7, 9")
+    request = topology.world.Irecv(np.zeros(1), source=topology.place.rank, tag=5)
+
+    def never():
+        yield [request]
+
+    with pytest.raises(StallError, match="world ranks 7, 9"):
+        engine.wait(engine.submit(never()))
+    topology.world.Send(np.zeros(1), dest=topology.place.rank, tag=5)
+    engine.close()
+
+
+def test_a_closed_engine_refuses_work(topology):
+    engine = Engine(5.0, "the others")
+    engine.close()
+    engine.close()
+    with pytest.raises(ExchangeError, match="close"):
+        engine.submit(iter(()))
+
+
+# --- node --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def node(topology):
+    made = ShmNode(topology, 20.0)
+    yield made
+    made.free()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_buckets_average_in_rank_order_bit_for_bit(topology, node, dtype):
+    place, sizes = topology.place, [1, 1000, 4097]
+    buckets = node.buckets(sizes, dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for round_ in range(3):
+        for bucket, size in zip(buckets, sizes, strict=True):
+            rows = rows_of_all_ranks(place.local_size, size, dtype, seed=round_)
+            bucket.flat.copy_(rows[place.local_rank])
+            bucket.start(split(size, place.local_size))
+            bucket.wait_filled()
+            assert bucket.add() is not None
+            bucket.deliver(place.local_size)
+            bucket.wait()
+            wide_rows = [row.to(wide) for row in rows]
+            expected = sequential_mean(wide_rows, [1] * len(rows), place.local_size).to(dtype)
+            assert torch.equal(bucket.flat, expected)
+
+
+def test_a_bucket_is_not_added_before_all_ranks_have_filled_theirs(topology, node):
+    place = topology.place
+    (bucket,) = node.buckets([8], torch.float32)
+    bucket.flat.fill_(place.local_rank)
+    if place.local_rank == 0:
+        bucket.start(split(8, place.local_size))
+        early = bucket.add()
+        topology.node.Barrier()
+        assert (early is None) == (place.local_size > 1)
+    else:
+        topology.node.Barrier()
+        bucket.start(split(8, place.local_size))
+    bucket.wait_filled()
+    bucket.add()
+    bucket.deliver(place.local_size)
+    bucket.wait()
+    assert bucket.flat.tolist() == [(place.local_size - 1) / 2] * 8
+
+
+def test_shares_show_each_part_to_the_whole_node(topology, node):
+    place = topology.place
+    spans = split(Span(0, 11), place.lanes)
+    share = node.share(spans, torch.float32)
+    for round_ in range(3):
+        share.wait_released()
+        share.mine.fill_(10 * round_ + place.local_rank)
+        share.publish()
+        share.wait()
+        expected = [
+            10 * round_ + owner for owner, span in enumerate(spans) for _ in range(span.numel)
+        ]
+        assert torch.cat(share.parts).tolist() == expected
+        share.release()
+
+
+def test_a_rank_that_does_not_come_is_named(topology):
+    place = topology.place
+    node = ShmNode(topology, 0.3)
+    (bucket,) = node.buckets([4], torch.float32)
+    if place.local_size > 1 and place.local_rank == 0:
+        bucket.start(split(4, place.local_size))
+        late = [rank for rank, node in enumerate(place.node_of) if node == place.node][1:]
+        with pytest.raises(StallError, match=", ".join(map(str, late))):
+            bucket.wait_filled()
+    topology.node.Barrier()
+    node.free()
+    node.free()

@@ -1,0 +1,167 @@
+"""One process that does, in the most obvious way, what all ranks together should do.
+
+It shares the schedule with the program under test and nothing else: sums, rounding, references and
+merges are written out here for whole tensors.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from daso.plan.schedule import Act, Policy, after_batch, after_epoch, drain
+
+WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Sequential:
+    """All nodes of a run, in one process.
+
+    Args:
+        build: Makes the model; every call gives the same.
+        make_inner: Makes the inner optimizer.
+        batch_loss: (model, world rank, step) -> loss.
+        node_sizes: Ranks of each node.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], torch.nn.Module],
+        make_inner: Callable[[torch.nn.Module], torch.optim.Optimizer],
+        batch_loss: Callable[[torch.nn.Module, int, int], torch.Tensor],
+        node_sizes: Sequence[int],
+        *,
+        policy: Policy,
+        wire: str = "fp32",
+        merge: str = "daso",
+    ) -> None:
+        self.models = [build() for _ in node_sizes]
+        self.inners = [make_inner(model) for model in self.models]
+        self.batch_loss, self.node_sizes = batch_loss, node_sizes
+        self.policy, self.wire, self.merge = policy, WIRES[wire], merge
+        self.state = policy.start()
+        self.step_number = 0
+        self.reference = [wide(p).clone() for p in self.params(0)]
+        self.residual = [[torch.zeros_like(g) for g in self.reference] for _ in node_sizes]
+        self.rounded = [torch.zeros_like(g) for g in self.reference]
+        self.snapshot: list[list[torch.Tensor]] = []
+        self.sent = 0
+
+    def params(self, node: int) -> list[torch.Tensor]:
+        return [p for p in self.models[node].parameters() if p.requires_grad]
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.gradients()
+            for inner in self.inners:
+                inner.step()
+            self.step_number += 1
+            self.act(*after_batch(self.policy, self.state))
+
+    def end_epoch(self, loss: float) -> None:
+        self.act(*after_epoch(self.policy, self.state, loss))
+
+    def synchronize(self) -> None:
+        self.act(*drain(self.state))
+
+    def gradients(self) -> None:
+        """Every rank's gradient on its own, added in rank order inside a node, then by node."""
+        sums, first_rank = [], 0
+        for model, size in zip(self.models, self.node_sizes, strict=True):
+            total: list[torch.Tensor | None] = [None] * len(self.params(0))
+            for rank in range(first_rank, first_rank + size):
+                for p in model.parameters():
+                    p.grad = None
+                self.batch_loss(model, rank, self.step_number).backward()
+                grads = [p.grad for p in model.parameters() if p.requires_grad]
+                total = [add(a, g) for a, g in zip(total, grads, strict=True)]
+            sums.append(total)
+            first_rank += size
+        if self.state.synchronous:
+            everything = sums[0]
+            for total in sums[1:]:
+                everything = [add(a, g) for a, g in zip(everything, total, strict=True)]
+            sums = [everything] * len(sums)
+        for node, total in enumerate(sums):
+            count = sum(self.node_sizes) if self.state.synchronous else self.node_sizes[node]
+            for p, g in zip(self.params(node), total, strict=True):
+                p.grad = None if g is None else (g / count).to(p.dtype)
+
+    def act(self, acts, state) -> None:
+        for act in acts:
+            getattr(self, act.value)(state.batch)
+        self.state = state
+
+    def anchor(self, _: int) -> None:
+        self.reference = [wide(p).clone() for p in self.params(0)]
+        self.residual = [[torch.zeros_like(g) for g in self.reference] for _ in self.models]
+        self.rounded = [torch.zeros_like(g) for g in self.reference]
+
+    def send(self, batch: int) -> None:
+        self.snapshot = [[wide(p).clone() for p in self.params(n)] for n in range(len(self.models))]
+        self.sent = batch
+
+    def receive(self, batch: int) -> None:
+        if len(self.models) == 1:
+            return
+        for index in range(len(self.reference)):
+            self.receive_tensor(index, batch - self.sent)
+
+    def receive_tensor(self, index: int, waited: int) -> None:
+        smallest = min(self.node_sizes)
+        whole = all(size % smallest == 0 for size in self.node_sizes)
+        weights = [size // smallest for size in self.node_sizes] if whole else self.node_sizes
+        total = None
+        for node, weight in enumerate(weights):
+            delta = self.snapshot[node][index] - self.reference[index] + self.residual[node][index]
+            carried = delta.to(self.wire).to(delta.dtype)
+            self.residual[node][index] = delta - carried
+            term = carried * weight
+            total = term if total is None else total + term
+        mean = total / sum(weights) + self.rounded[index]
+        carried = mean.to(self.wire).to(mean.dtype)
+        self.rounded[index] = mean - carried
+        self.reference[index] = self.reference[index] + carried
+        for node in range(len(self.models)):
+            p = self.params(node)[index]
+            p.data.copy_(self.merged(wide(p), index, node, waited))
+
+    def merged(self, x: torch.Tensor, index: int, node: int, waited: int) -> torch.Tensor:
+        g = self.reference[index]
+        if waited == 0:
+            return g
+        if self.merge == "delta":
+            return x + (g - self.snapshot[node][index])
+        nodes = len(self.models)
+        return x.lerp(g, nodes / (2 * waited + nodes))
+
+    def join(self, _: int) -> None:
+        """Average the inner optimizers' state over ranks, in rank order."""
+        if len(self.models) == 1:
+            return
+        for key in range(len(self.params(0))):
+            states = [i.state.get(self.params(n)[key], {}) for n, i in enumerate(self.inners)]
+            for name, value in list(states[0].items()):
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    self.join_tensor([state[name] for state in states])
+
+    def join_tensor(self, values: list[torch.Tensor]) -> None:
+        total = None
+        for value, size in zip(values, self.node_sizes, strict=True):
+            for _ in range(size):
+                total = add(total, wide(value))
+        assert total is not None
+        for value in values:
+            value.copy_(total / sum(self.node_sizes))
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the type in which it is accumulated."""
+    dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return tensor.detach().to(dtype)
+
+
+def add(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    """Add in wide arithmetic; None is a gradient that is not there."""
+    if b is None:
+        return a
+    return wide(b).clone() if a is None else a + wide(b)
