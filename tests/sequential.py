@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from daso.plan.schedule import Act, Policy, after_batch, after_epoch, drain
+from daso.plan.schedule import Policy, after_batch, after_epoch, drain
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -9,6 +9,8 @@ from dataclasses import astuple, dataclass, fields
 
 __all__ = ["Header", "culprit", "decode_culprit"]
 
+CULPRITS = 2**53  # float64 holds whole numbers exactly up to here
+
 
 @dataclass(frozen=True, slots=True)
 class Header:
@@ -45,17 +47,19 @@ class Header:
 def culprit(element: int, rank: int, size: int) -> float:
     """Pack which element of the flat row is not finite, and on which world rank, into a number.
 
+    Earlier elements give larger numbers, so that the maximum over ranks names the first.
+
     Args:
         element: Element of the flat row.
         rank: World rank.
         size: World size.
 
     Returns:
-        A number above 0, exact below 2**53.
+        A number above 0 and exact, as long as there are fewer than 2**53 pairs.
     """
-    return float(element * size + rank + 1)
+    return float(CULPRITS - (element * size + rank))
 
 
 def decode_culprit(code: float, size: int) -> tuple[int, int]:
     """Return (element, world rank) of a number made by `culprit`."""
-    return divmod(int(code) - 1, size)
+    return divmod(CULPRITS - int(code), size)

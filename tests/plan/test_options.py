@@ -88,13 +88,10 @@ def test_a_bucket_size_must_be_positive(nbytes):
 
 
 @pytest.mark.parametrize("nbytes", [4e6, math.inf])
-@pytest.mark.parametrize(
-    ("record", "name"), [(Exchange, "chunk_bytes"), (Gradients, "bucket_bytes")]
-)
-def test_a_number_of_bytes_must_be_whole(record, name, nbytes):
+def test_the_bytes_of_a_chunk_must_be_a_whole_number(nbytes):
     # A float would go on into plan.layout.chunk_parts and raise there, at the first exchange.
-    with pytest.raises(ConfigError, match=f"{name} .* not {nbytes!r}"):
-        record(**{name: nbytes})
+    with pytest.raises(ConfigError, match=f"Exchange.chunk_bytes .* not {nbytes!r}"):
+        Exchange(chunk_bytes=nbytes)
 
 
 @pytest.mark.parametrize("wire", ["fp16", "", None])

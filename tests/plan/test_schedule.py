@@ -410,7 +410,7 @@ def test_cycling_never_waits_0_batches(max_skip):
     policy = Plateau(epochs=60, warmup=1, cooldown=1, max_skip=max_skip, patience=1)
     cycling = phases_of(policy, [1.0] * 58)[1:59]
     assert cycling[0] == (max_skip, max(1, max_skip // 4))
-    assert min(wait for _, wait in cycling) == 1
+    assert min(wait for _, wait in cycling) >= 1
 
 
 @pytest.mark.parametrize("max_skip", [1, 4, 16, 24, 32, 64])

