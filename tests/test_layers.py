@@ -2,7 +2,7 @@
 
 import ast
 import sys
-from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from pathlib import Path
 
@@ -13,91 +13,325 @@ import daso
 ROOT = Path(daso.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 
-# A row may import what it lists, itself in the list or not, and the standard library.
+# Besides the standard library and what is for all, a row may import what it lists.
 FOR_ALL = {"daso.environment", "daso.errors"}
 MAY_IMPORT = {
-    "plan": {"daso.plan"} | FOR_ALL,
-    "comm": {"daso.comm", "mpi4py", "cupy", "numpy", "torch"} | FOR_ALL,
-    "data": {"daso.data", "numpy", "torch", "sklearn"} | FOR_ALL,
-    "train": {"daso.train", "daso.comm", "daso.plan", "torch"} | FOR_ALL,
-    "run": {"daso", "torch", "rich"} | FOR_ALL,
-    "examples": {"daso.data", "torch", *(f"daso.{name}" for name in daso.__all__)} | FOR_ALL,
-    "environment": FOR_ALL,
-    "errors": FOR_ALL,
-    "__init__": {"daso"},  # for type checkers; at run time names are found when first used
+    "plan": {"daso.plan"},
+    "comm": {"daso.comm", "mpi4py", "cupy", "numpy", "torch"},
+    "data": {"daso.data", "numpy", "torch", "sklearn"},
+    "train": {"daso.train", "daso.comm", "daso.plan", "torch"},
+    "run": {"daso", "torch", "rich"},
+    "examples": {"daso.data", "torch"} | {f"daso.{name}" for name in daso.__all__},
+    "environment": set(),
+    "errors": set(),
+    # The one module that imports by a computed name: public names, on first use.
+    "__init__": {"daso", "import_module(_HOME[name])"},
     "__main__": {"daso.run"},
 }
-# Bare `import daso` runs nothing but its __init__, but then every name is one attribute away, so
-# what is taken from it is looked up in the row like an import.
+# Who may say `import daso`; what is then taken from it (daso.DASO) is held against the row.
+MAY_IMPORT_THE_ROOT = {"run", "examples"}
 
-# Names for type checkers only: train types a communicator that comm hands it, and mpi4py is the one
-# package for which `if TYPE_CHECKING:` excuses a row. Everything else there counts in full.
-MAY_NAME_IN_TYPES = {"train": {"mpi4py"}}
+# What `if TYPE_CHECKING:` excuses: mpi4py, in train, which passes on communicators that comm made
+# and has to name their type. Nothing else: any other import there counts as if it ran.
+EXCUSED_FOR_TYPES = {"train": {"mpi4py"}}
 
-# Modules that only these may import while they run, inside a function, against the order: a chooser
-# must know what it chooses from.
+# Imports inside a function that close a circle: a chooser knows what it chooses from.
 CHOOSERS = {("daso.comm.node", "daso.comm.node_shm")}
 
-# These hand the whole environment on to a process they start. Only daso/environment.py reads it.
-PASS_ENVIRONMENT_ON = {"run/local.py", "run/doctor.py"}
-READS_ENVIRONMENT = "environment.py"
+# Reads environment variables; and who hands them on, as a whole, to a process that it starts.
+READS_ENVIRONMENT = {"daso.environment"}
+PASSES_ENVIRONMENT_ON = {"daso.run.local", "daso.run.doctor"}
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
-def row_of(path: Path) -> str:
+def row_of(path):
     return path.relative_to(ROOT).with_suffix("").parts[0]
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     parts = path.relative_to(ROOT.parent).with_suffix("").parts
     return ".".join(parts).removesuffix(".__init__")
 
 
-# --- reading a module ---------------------------------------------------------------------------
+NAMES = [name_of(path) for path in MODULES]
+SOURCES = {
+    name: path.read_text(encoding="utf-8") for name, path in zip(NAMES, MODULES, strict=True)
+}
 
 
-def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+# --- what a module imports ------------------------------------------------------------------------
 
 
-def walk(node: ast.AST, *, lazy: bool = True) -> Iterator[ast.AST]:
-    """Walk over what runs: without TYPE_CHECKING blocks, and without functions unless lazy."""
+def is_for_types(node):
+    tests = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+    return isinstance(node, ast.If) and ast.unparse(node.test) in tests
+
+
+def running(node):
+    """Walk over everything but what stands in `if TYPE_CHECKING:`."""
     yield node
-    children = node.orelse if is_type_checking(node) else ast.iter_child_nodes(node)
-    for child in children:
-        if lazy or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            yield from walk(child, lazy=lazy)
+    for child in node.orelse if is_for_types(node) else ast.iter_child_nodes(node):
+        yield from running(child)
 
 
-def type_only(tree: ast.AST) -> Iterator[ast.AST]:
-    for block in filter(is_type_checking, ast.walk(tree)):
+def for_types(tree):
+    for block in filter(is_for_types, ast.walk(tree)):
         yield from chain.from_iterable(map(ast.walk, block.body))
 
 
-def imported(nodes: Iterator[ast.AST]) -> Iterator[str]:
-    """List what is imported, as module.name; a relative or computed import as it stands."""
+def imported(nodes):
+    """List what these import or take from the root, each as package.module.name.
+
+    A relative import keeps its dots, and a computed one is the call as it is written.
+    """
     for node in nodes:
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name != "daso")
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{'.' * node.level}{node.module or ''}.{a.name}" for a in node.names)
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "daso":
             yield f"daso.{node.attr}"
-        elif isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            if called.rpartition(".")[2] in ("import_module", "__import__"):
-                yield getattr(node.args[0], "value", None) or ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            ("import_module", "__import__")
+        ):
+            argument = node.args[0]
+            constant = isinstance(argument, ast.Constant)
+            yield argument.value if constant else ast.unparse(node)
 
 
-def below(name: str, roots: set[str]) -> bool:
-    return any(f"{name}.".startswith(f"{root}.") for root in roots)
+def may_import(row, name):
+    if name == "daso":
+        return row in MAY_IMPORT_THE_ROOT
+    if name.split(".")[0] in sys.stdlib_module_names:
+        return True
+    return any(f"{name}.".startswith(f"{root}.") for root in MAY_IMPORT[row] | FOR_ALL)
 
 
-def import_violations(row: str, source: str) -> list[str]:
+def forbidden_imports(row, source):
     tree = ast.parse(source)
-    allowed = MAY_IMPORT[row] | set(sys.stdlib_module_names)
-    if row == "run" or row == "examples":
-        allowed |= {"daso.__version__", "daso.__doc__"}
-    in_types = allowed | MAY_NAME_IN_TYPES.get(row, set())
-    names = [(name, allowed) for name in imported(walk(tree))]
-    names += [(name, in_types) for name in imported(type_only(tree))]
-    return [f"{row} imports {name}" for name, roots in names if not below(name, roots)]
+    excused = EXCUSED_FOR_TYPES.get(row, set())
+    names = [
+        *imported(running(tree)),
+        *(name for name in imported(for_types(tree)) if name.split(".")[0] not in excused),
+    ]
+    return [name for name in names if not may_import(row, name)]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_imports_only_what_its_row_may(path):
+    row = row_of(path)
+    assert forbidden_imports(row, SOURCES[name_of(path)]) == [], f"{row} may not import these"
+
+
+def test_every_row_is_there_and_every_module_has_a_row():
+    assert {row_of(path) for path in MODULES} == set(MAY_IMPORT)
+
+
+LATE = "def choose():\n    {}"
+TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {}"
+
+
+@pytest.mark.parametrize(
+    ("row", "source", "found"),
+    [
+        ("plan", "import torch", "torch"),
+        ("plan", "import numpy.linalg as la", "numpy.linalg"),
+        ("plan", "import math, torch", "torch"),
+        ("plan", "import daso", "daso"),
+        ("plan", "from daso import Exchange", "daso.Exchange"),
+        ("plan", "from daso.comm import mpi", "daso.comm.mpi"),
+        ("plan", "from daso import comm", "daso.comm"),
+        ("plan", "import daso.planning", "daso.planning"),
+        ("plan", "from daso import *", "daso.*"),
+        ("comm", "from daso.plan.layout import split", "daso.plan.layout.split"),
+        ("comm", "import daso.train.sync", "daso.train.sync"),
+        ("data", "import mpi4py", "mpi4py"),
+        ("data", "import torchvision", "torchvision"),
+        ("data", "from daso.comm.topology import init", "daso.comm.topology.init"),
+        ("train", "from mpi4py import MPI", "mpi4py.MPI"),
+        ("train", "import cupy", "cupy"),
+        ("train", "from daso.run.loop import train", "daso.run.loop.train"),
+        ("train", "from daso.data import ShardedSampler", "daso.data.ShardedSampler"),
+        ("run", "from mpi4py import MPI", "mpi4py.MPI"),
+        ("run", "import numpy as np", "numpy"),
+        ("examples", "from daso.plan.schedule import Fixed", "daso.plan.schedule.Fixed"),
+        ("examples", "import daso\nprint(daso.train.sync)", "daso.train"),
+        ("examples", "from daso import comm", "daso.comm"),
+        ("examples", "import mpi4py", "mpi4py"),
+        ("environment", "import torch", "torch"),
+        ("environment", "from daso.plan.merge import MERGES", "daso.plan.merge.MERGES"),
+        ("errors", "from daso.comm import mpi", "daso.comm.mpi"),
+        ("__init__", "import torch", "torch"),
+        ("__init__", "import_module(name)", "import_module(name)"),
+        ("__main__", "from daso.train.optimizer import DASO", "daso.train.optimizer.DASO"),
+        # relative
+        ("plan", "from . import layout", "..layout"),
+        ("plan", "from .layout import split", ".layout.split"),
+        ("train", "from ..comm.engine import Engine", "..comm.engine.Engine"),
+        # hidden
+        ("plan", LATE.format("import torch"), "torch"),
+        ("plan", "try:\n    import torch\nexcept ImportError:\n    torch = None", "torch"),
+        ("plan", "class Policy:\n    import torch", "torch"),
+        ("plan", "from importlib import import_module\nimport_module('torch')", "torch"),
+        ("plan", "import importlib\nimportlib.import_module('torch')", "torch"),
+        ("plan", "__import__('torch')", "torch"),
+        ("plan", "import_module(name)", "import_module(name)"),
+        # for type checkers
+        ("plan", TYPES.format("import torch"), "torch"),
+        ("plan", TYPES.format("from mpi4py import MPI"), "mpi4py.MPI"),
+        ("train", TYPES.format("import cupy"), "cupy"),
+        ("train", TYPES.format("from daso.run.config import Config"), "daso.run.config.Config"),
+        ("train", TYPES.format("pass\nelse:\n    import mpi4py"), "mpi4py"),
+        ("train", "import typing\nif typing.TYPE_CHECKING:\n    import cupy", "cupy"),
+        ("train", "if not TYPE_CHECKING:\n    from mpi4py import MPI", "mpi4py.MPI"),
+    ],
+)
+def test_a_planted_import_is_found(row, source, found):
+    assert forbidden_imports(row, source) == [found]
+
+
+@pytest.mark.parametrize(
+    ("row", "source"),
+    [
+        ("plan", "import math\nfrom collections.abc import Sequence"),
+        ("plan", "from daso.plan.layout import split\nfrom daso.errors import ConfigError"),
+        ("comm", "import torch.distributed\nfrom mpi4py import MPI\nimport cupy.cuda.nccl"),
+        ("comm", "from daso.environment import read_launch"),
+        ("data", "from sklearn import datasets\nfrom torch.utils.data import Dataset"),
+        ("train", "from daso.comm.engine import Engine\nfrom daso.plan.schedule import Act"),
+        ("train", TYPES.format("from mpi4py import MPI")),
+        ("run", "import daso\nprint(daso.__version__)\nfrom daso.train.optimizer import DASO"),
+        ("examples", "import daso\ndaso.DASO(inner, topology=daso.init())\nfrom daso import Fixed"),
+        ("examples", "from daso.data import load_digits"),
+        ("__init__", "import_module(_HOME[name])\nimport_module('daso.errors')"),
+    ],
+)
+def test_an_import_of_the_row_is_let_through(row, source):
+    assert forbidden_imports(row, source) == []
+
+
+# --- circles --------------------------------------------------------------------------------------
+
+
+def edges(sources):
+    """Pair every module with the modules that it imports when it runs, early or late."""
+    for name, source in sources.items():
+        for found in imported(running(ast.parse(source))):
+            parts = found.split(".")
+            prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+            target = next((prefix for prefix in prefixes if prefix in sources), None)
+            if target not in (None, name):
+                yield name, target
+
+
+def circle(pairs):
+    """Return a circle of modules, or nothing."""
+    graph = TopologicalSorter()
+    for name, target in pairs:
+        graph.add(name, target)
+    try:
+        graph.prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert circle(pair for pair in edges(SOURCES) if pair not in CHOOSERS) == []
+
+
+def test_every_chooser_is_needed():
+    assert set(edges(SOURCES)) >= CHOOSERS
+    for chooser in CHOOSERS:
+        assert circle(pair for pair in edges(SOURCES) if pair not in CHOOSERS - {chooser}) != []
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        {"daso.plan.merge": "import daso.plan.options"},
+        {"daso.plan.merge": "from daso.plan.options import Exchange"},
+        {"daso.plan.merge": "from daso.plan import options"},
+        {"daso.plan.merge": LATE.format("from daso.plan.options import Exchange")},
+        {"daso.errors": "import daso.a", "daso.a": "import daso.b", "daso.b": "import daso.errors"},
+        {"daso": "from daso.run.cli import main"},
+    ],
+)
+def test_a_planted_circle_is_found(planted):
+    sources = {
+        name: f"{planted.get(name, '')}\n{SOURCES.get(name, '')}" for name in SOURCES | planted
+    }
+    found = circle(pair for pair in edges(sources) if pair not in CHOOSERS)
+    assert set(found) >= set(planted)
+
+
+def test_a_circle_for_type_checkers_alone_is_none():
+    late = TYPES.format("from daso.b import B")
+    assert circle(edges({"daso.a": late, "daso.b": "from daso.a import A"})) == []
+
+
+# --- environment variables ------------------------------------------------------------------------
+
+
+def environment_uses(name, source):
+    """List the lines where a module touches the environment and may not."""
+    if name in READS_ENVIRONMENT:
+        return []
+    tree = ast.parse(source)
+    handed_on = set()
+    if name in PASSES_ENVIRONMENT_ON:
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            arguments = [*call.args, *(word.value for word in call.keywords if word.arg)]
+            handed_on |= {one for one in arguments if ast.unparse(one) == "os.environ"}
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT and node not in handed_on)
+        or (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and any(alias.name in ENVIRONMENT | {"*"} for alias in node.names)
+        )
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_one_module_reads_environment_variables(name):
+    assert environment_uses(name, SOURCES[name]) == []
+
+
+@pytest.mark.parametrize("name", sorted(READS_ENVIRONMENT | PASSES_ENVIRONMENT_ON))
+def test_every_exception_for_the_environment_is_needed(name):
+    assert environment_uses("daso.another", SOURCES[name]) != []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "home = os.environ['HOME']",
+        "home = os.environ.get('HOME')",
+        "home = os.getenv('HOME')",
+        "os.environ['HOME'] = '/'",
+        "os.putenv('HOME', '/')",
+        "from os import environ",
+        "from os import path, getenv as read",
+        "from os import *",
+        "env = os.environ",
+        "env = {**os.environ}",
+        "env = system.environ",
+        "launch(env=os.environ.copy())",
+        "launch(**os.environ)",
+        "launch('HOME' in os.environ)",
+        "launch(os.getenv)",
+    ],
+)
+@pytest.mark.parametrize("name", ["daso.plan.layout", "daso.examples.cnn", "daso.run.local"])
+def test_a_planted_use_of_the_environment_is_found(name, line):
+    assert environment_uses(name, f"import os\n{line}") == [2]
+
+
+@pytest.mark.parametrize("line", ["launch(os.environ)", "launch(1, env=os.environ)"])
+def test_the_whole_environment_may_be_handed_on_by_those_who_start_processes(line):
+    assert environment_uses("daso.run.local", line) == []
+    assert environment_uses("daso.run.doctor", line) == []
+    assert environment_uses("daso.run.loop", line) == [1]

@@ -47,9 +47,11 @@ class CNN(nn.Module):
         return scores
 
 
-def load(train: bool) -> Dataset[tuple[torch.Tensor, ...]]:
-    """Return Fashion-MNIST where it is on disk, else scikit-learn's digits."""
-    return load_fashion(train=train) if find_fashion() else load_digits(train=train)
+def load(name: str, *, train: bool) -> Dataset[tuple[torch.Tensor, ...]]:
+    """Return Fashion-MNIST or scikit-learn's digits; "auto" takes the first where it is on disk."""
+    if name == "fashion" or (name == "auto" and find_fashion()):
+        return load_fashion(train=train)
+    return load_digits(train=train)
 
 
 @torch.no_grad()
@@ -67,6 +69,7 @@ def accuracy(model: nn.Module, data: Dataset[tuple[torch.Tensor, ...]]) -> float
 def main() -> None:
     """Train and print the accuracy after every epoch."""
     parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--data", choices=["auto", "fashion", "digits"], default="auto")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank")
     parser.add_argument("--lr", type=float, default=0.05)
@@ -74,7 +77,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     place = daso.init().place
-    train, test = load(train=True), load(train=False)
+    train, test = load(options.data, train=True), load(options.data, train=False)
     side = train[0][0].shape[-1]
     sampler = ShardedSampler(
         len(train),  # type: ignore[arg-type]  # both data sets have a length

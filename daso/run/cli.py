@@ -25,7 +25,9 @@ def main(words: Sequence[str] | None = None) -> int:
         Exit code: 0 done, 1 `doctor` found problems, 2 wrong use.
     """
     parser = _parser()
-    options, rest = parser.parse_known_args(words)
+    ours, program = _cut_program(sys.argv[1:] if words is None else list(words))
+    options, rest = parser.parse_known_args(ours)
+    options.program = program
     if rest and options.command != "train":
         parser.error(f"unknown arguments: {' '.join(rest)}")
     try:
@@ -56,6 +58,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _cut_program(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Cut ``daso run [OPTIONS] PROGRAM [ARGUMENTS]`` before the program.
+
+    argparse would take the program's own options, and its ``-m``, for ours.
+
+    Args:
+        words: The whole command line.
+
+    Returns:
+        Our words, and the program's; no program for other commands.
+    """
+    if words[:1] != ["run"]:
+        return words, ()
+    at = 1
+    while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "--"):
+        at += 2 if words[at] in ("-n", "--ranks", "--ranks-per-node") else 1
+    return words[:at], tuple(words[at + 1 :] if words[at : at + 1] == ["--"] else words[at:])
+
+
 def _add_ranks(parser: argparse.ArgumentParser, default: int) -> None:
     parser.add_argument("-n", "--ranks", type=int, default=default, help="number of ranks")
     parser.add_argument(
@@ -67,9 +88,7 @@ def _add_ranks(parser: argparse.ArgumentParser, default: int) -> None:
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_ranks(parser, default=1)
-    parser.add_argument(
-        "program", nargs=argparse.REMAINDER, help="SCRIPT or -m MODULE, then its arguments"
-    )
+    parser.usage = "daso run [-n RANKS] [--ranks-per-node R] (SCRIPT | -m MODULE) [ARGUMENTS]"
     parser.set_defaults(run=_run)
 
 
@@ -81,9 +100,8 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, _: Sequence[str]) -> int:
     parse_ranks_per_node(options.ranks_per_node or "")
-    program = tuple(word for word in options.program if word != "--")
-    local = Local(ranks=options.ranks, ranks_per_node=options.ranks_per_node, program=program)
-    return launch(local)
+    ranks, pretend = options.ranks, options.ranks_per_node
+    return launch(Local(ranks=ranks, ranks_per_node=pretend, program=options.program))
 
 
 def _train(options: argparse.Namespace, words: Sequence[str]) -> int:

@@ -19,6 +19,8 @@ from daso.run.config import DataConfig, OptimizerConfig
 
 __all__ = ["Task", "evaluate", "loss_of", "make_optimizer", "make_task"]
 
+TEXT_BYTES = 1_000_000  # of Python's library: an epoch takes seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -63,13 +65,10 @@ def make_task(config: DataConfig) -> Task:
         return Task(name, load_digits(train=True), load_digits(train=False), CNN(8))
     if name == "synthetic":
         return Task(name, images(4096, seed=1), images(1024, seed=2), CNN(28))
-    texts = Path(config.folder) if config.folder else None
-    return Task(
-        name,
-        load_text(texts, train=True, context=config.context, max_bytes=4_000_000),
-        load_text(texts, train=False, context=config.context, max_bytes=4_000_000),
-        ByteTransformer(config.context),
-    )
+    texts, size = Path(config.folder) if config.folder else None, config.context
+    windows = load_text(texts, train=True, context=size, max_bytes=TEXT_BYTES)
+    unseen = load_text(texts, train=False, context=size, max_bytes=TEXT_BYTES)
+    return Task(name, windows, unseen, ByteTransformer(size))
 
 
 def make_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:

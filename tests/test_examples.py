@@ -1,0 +1,47 @@
+"""The example programs run and learn, alone and on ranks."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "daso" / "examples"
+
+
+def run(*words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DASO_DATA": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("launch", [(), ("daso", "run", "-n", "4", "--ranks-per-node", "2", "-m")])
+def test_the_cnn_learns(launch: tuple[str, ...]) -> None:
+    words = ["daso.examples.cnn", "--data=digits", "--epochs=4", "--batch-size=8"]
+    accuracies = re.findall(r"test accuracy (\S+)", run(*launch, *words))
+    assert len(accuracies) == 4
+    assert float(accuracies[-1]) > 0.9
+
+
+@pytest.mark.parametrize("launch", [(), ("daso", "run", "-n", "3", "--ranks-per-node", "2", "-m")])
+def test_the_transformer_learns(launch: tuple[str, ...]) -> None:
+    words = ["daso.examples.transformer", "--steps=100", "--batch-size=8"]
+    losses = [float(x) for x in re.findall(r"(\S+) bits per byte", run(*launch, *words))]
+    assert len(losses) == 2
+    assert losses[-1] < 5.5  # 8 bits would be knowing nothing
+
+
+def test_every_example_is_short_and_tested_here() -> None:
+    programs = sorted(path.stem for path in EXAMPLES.glob("[!_]*.py"))
+    assert programs == ["cnn", "transformer"]
+    for name in programs:
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 200

@@ -1,0 +1,87 @@
+"""The README's code runs as it stands, its files exist, its commands are real."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def run_daso(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "daso", *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.parametrize("ranks_per_node", ["2", "4"])
+def test_the_program_runs_as_it_stands_on_four_ranks(tmp_path: Path, ranks_per_node: str) -> None:
+    (program,) = blocks("python")
+    path = tmp_path / "train.py"
+    path.write_text(program)
+    run = run_daso("run", "-n", "4", "--ranks-per-node", ranks_per_node, str(path))
+    assert run.returncode == 0, run.stderr
+    loss, exchanges = re.findall(r"last loss (\S+), (\d+) exchanges", run.stdout)[0]
+    assert float(loss) < 0.5
+    assert (int(exchanges) > 5) == (ranks_per_node == "2")
+
+
+def test_the_program_runs_alone(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(blocks("python")[0])
+    run = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "0 exchanges" in run.stdout
+
+
+def test_files_and_folders_it_names_exist() -> None:
+    named = set(re.findall(r"`((?:daso|tests|scripts)/[\w/.]+)`", README))
+    named |= set(re.findall(r"^\./(scripts/\w+)", README, re.MULTILINE))
+    assert len(named) > 8
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_commands_it_shows_are_known() -> None:
+    shown = {
+        line.split()[1]
+        for text in blocks("sh")
+        for line in text.splitlines()
+        if line.startswith("daso ")
+    }
+    assert shown == {"run", "train", "doctor"}
+
+
+def test_keywords_it_lists_are_those_of_the_optimizer() -> None:
+    import inspect
+
+    import daso
+
+    table = README.split("## Choose")[1].split("## When")[0]
+    listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    signature = inspect.signature(daso.DASO.__init__).parameters
+    assert listed == [name for name in signature if name not in ("self", "inner")]
+
+
+def test_training_with_the_settings_it_shows(tmp_path: Path) -> None:
+    (line,) = [
+        line for text in blocks("sh") for line in text.splitlines() if "--data.name=text" in line
+    ]
+    words = [*line.split()[1:], f"--runs={tmp_path}", "--epochs=1"]
+    run = run_daso(*words)
+    assert run.returncode == 0, run.stderr
+    assert "ranks identical" in run.stdout
