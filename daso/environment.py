@@ -9,7 +9,14 @@ from pathlib import Path
 
 from daso.errors import ConfigError
 
-__all__ = ["Launch", "data_folder", "find_mpirun", "note_process", "read_launch"]
+__all__ = [
+    "Launch",
+    "data_folder",
+    "find_mpirun",
+    "note_process",
+    "read_launch",
+    "terminal_columns",
+]
 
 # launcher: (world size, world rank). Only variables that a launcher sets for each rank count:
 # a batch script also sees SLURM_NTASKS, while it is one process.
@@ -82,6 +89,20 @@ def note_process(rank: int, env: Mapping[str, str] | None = None) -> None:
     folder = (os.environ if env is None else env).get("DASO_PROCESSES")
     if folder and Path(folder).is_dir():
         (Path(folder) / str(rank)).write_text(str(os.getpid()))
+
+
+def terminal_columns(env: Mapping[str, str] | None = None) -> int | None:
+    """Return how wide the terminal is that shows this rank's output; None where there is none.
+
+    mpirun reads a rank's output from a pipe, so `daso run` says in DASO_TERMINAL what lies behind.
+
+    Args:
+        env: Environment to read; the process's own if None.
+    """
+    if sys.stdout.isatty():
+        return shutil.get_terminal_size().columns
+    columns = (os.environ if env is None else env).get("DASO_TERMINAL", "")
+    return int(columns) if columns.isdigit() else None
 
 
 def data_folder(env: Mapping[str, str] | None = None) -> Path | None:

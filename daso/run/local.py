@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from daso.environment import find_mpirun
+from daso.environment import find_mpirun, terminal_columns
 from daso.errors import TopologyError
 
 __all__ = ["Local", "launch"]
@@ -92,6 +92,8 @@ def launch(local: Local) -> int:
     sys.stdout.flush()
     with tempfile.TemporaryDirectory(prefix="daso-") as folder:
         env["DASO_PROCESSES"] = folder
+        if (columns := terminal_columns({})) is not None:
+            env["DASO_TERMINAL"] = str(columns)
         mpirun = subprocess.Popen(local.command(path), env=env)
         with _signals_to(mpirun):
             gone = _watch(mpirun, Path(folder))

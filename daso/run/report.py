@@ -2,7 +2,6 @@
 
 import json
 import platform
-import sys
 import time
 from contextlib import AbstractContextManager
 from importlib.metadata import version
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from daso.environment import terminal_columns
 from daso.errors import ConfigError
 
 __all__ = ["Progress", "RunFolder", "closing_table", "versions"]
@@ -89,7 +89,8 @@ class Progress(AbstractContextManager["Progress"]):
 
     def __init__(self, steps: int, *, shown: bool) -> None:
         self.shown = shown
-        self._bar = _open_bar() if shown and sys.stdout.isatty() else None
+        columns = terminal_columns() if shown else None
+        self._bar = _open_bar(columns) if columns is not None else None
         self._task = self._bar.add_task("training", total=steps) if self._bar else None
 
     def __enter__(self) -> Self:
@@ -119,19 +120,20 @@ class Progress(AbstractContextManager["Progress"]):
             print(text, flush=True)
 
 
-def _open_bar() -> Any:
+def _open_bar(columns: int) -> Any:
     try:
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
     except ImportError:
         return None
-    columns = [
+    parts = [
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     ]
-    return Bar(*columns)
+    return Bar(*parts, console=Console(force_terminal=True, width=columns))
 
 
 def closing_table(summary: dict[str, Any]) -> str:

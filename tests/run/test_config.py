@@ -280,6 +280,13 @@ def test_iallreduce_on_a_bf16_wire_is_refused_with_what_to_do():
     assert "reduce='auto'" in message
 
 
+@pytest.mark.parametrize("key", ["lr", "momentum", "weight_decay"])
+def test_numbers_that_torch_would_refuse_are_refused_before(key):
+    message = refused(None, f"--optimizer.{key}=-1")
+    assert key in message
+    assert "-1" in message
+
+
 def test_a_missing_file_is_told_with_its_path(tmp_path):
     message = refused(tmp_path / "nosuch.toml")
     assert str(tmp_path / "nosuch.toml") in message

@@ -1,0 +1,95 @@
+"""`daso train` as a user types it, on ranks of this machine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+KEYS = {
+    "data", "world", "nodes", "epochs", "steps", "seconds", "samples_per_second", "test_accuracy",
+    "exchanges", "global_bytes_sent", "exposed_seconds", "skip_history", "identical", "versions",
+}  # fmt: skip
+
+
+def daso_train(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "daso", "train", *words],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+    )
+
+
+def test_training_writes_a_summary_and_one_line_per_event(tmp_path: Path) -> None:
+    run = daso_train(
+        "-n", "4", "--ranks-per-node=2", "--data.name=digits", "--epochs=6", cwd=tmp_path
+    )
+    assert run.returncode == 0, run.stderr
+    summary = json.loads((tmp_path / "runs/train/summary.json").read_text())
+    assert summary.keys() >= KEYS
+    assert (summary["world"], summary["nodes"], summary["data"]) == (4, 2, "digits")
+    assert summary["identical"] is True
+    assert summary["test_accuracy"] > 0.9
+    assert summary["exposed_seconds"] < summary["seconds"]
+    lines = (tmp_path / "runs/train/log.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    assert {event["schema"] for event in events} == {1}
+    exchanges = [event for event in events if event["event"] == "exchange"]
+    assert len(exchanges) == summary["exchanges"] > 6
+    assert all(0 <= event["received"] - event["sent"] <= 1 for event in exchanges)
+    assert [event["event"] for event in events].count("epoch") == 6
+
+
+def test_the_papers_schedule_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        'name = "paper"\nepochs = 4\n[data]\nname = "digits"\n'
+        '[schedule]\npolicy = "plateau"\nwarmup = 1\ncooldown = 1\n[exchange]\nmerge = "delta"\n'
+    )
+    run = daso_train("-n", "3", "--ranks-per-node", "2", "run.toml", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    summary = json.loads((tmp_path / "runs/paper/summary.json").read_text())
+    assert [entry[1:] for entry in summary["skip_history"]] == [[1, 0], [4, 1], [1, 0]]
+    assert summary["node_sizes"] == [2, 1]
+    assert summary["identical"] is True
+
+
+def test_the_same_seed_gives_the_same_model_on_any_cut_into_nodes(tmp_path: Path) -> None:
+    accuracies = []
+    for cut in ("1", "2", "4"):
+        words = ["--data.name=digits", "--epochs=2", "--schedule.skip=1", "--schedule.wait=0"]
+        run = daso_train("-n", "4", "--ranks-per-node", cut, *words, cwd=tmp_path)
+        assert run.returncode == 0, run.stderr
+        summary = json.loads((tmp_path / "runs/train/summary.json").read_text())
+        accuracies.append(summary["test_accuracy"])
+    assert max(accuracies) - min(accuracies) < 0.01  # sums in another order, nothing else
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "says"),
+    [
+        (["--data.name=fashion"], {"DASO_DATA": "/nowhere"}, "dataset-fashion-mnist"),
+        (["--data.name=digits", "--runs=/dev/null"], {}, "--runs=FOLDER"),
+        (["--data.name=digits", "--data.batch_size=9999"], {}, "lower batch_size"),
+    ],
+)
+def test_trouble_on_ranks_is_one_line_and_an_exit_code(tmp_path, words, env, says) -> None:
+    run = daso_train("-n", "3", *words, cwd=tmp_path, **env)
+    assert run.returncode == 2, run.stdout + run.stderr
+    lines = [line for line in run.stderr.splitlines() if line.startswith("daso: ")]
+    assert says in lines[0]
+    assert "Traceback" not in run.stderr
+    assert sum(says in line for line in run.stderr.splitlines()) == 1
+
+
+def test_a_typo_starts_nothing_and_lists_the_keys(tmp_path: Path) -> None:
+    run = daso_train("-n", "4", "--epoch=3", cwd=tmp_path)
+    assert run.returncode == 2
+    assert "did you mean epochs?" in run.stderr
+    assert "optimizer.lr" in run.stderr
+    assert not (tmp_path / "runs").exists()
