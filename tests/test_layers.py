@@ -35,8 +35,6 @@ MAY_IMPORT_THE_ROOT = {"run", "examples"}
 # and has to name their type. Nothing else: any other import there counts as if it ran.
 EXCUSED_FOR_TYPES = {"train": {"mpi4py"}}
 
-# Imports inside a function that close a circle: a chooser knows what it chooses from.
-CHOOSERS = {("daso.comm.node", "daso.comm.node_shm")}
 
 # Reads environment variables; and who hands them on, as a whole, to a process that it starts.
 READS_ENVIRONMENT = {"daso.environment"}
@@ -237,13 +235,7 @@ def circle(pairs):
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    assert circle(pair for pair in edges(SOURCES) if pair not in CHOOSERS) == []
-
-
-def test_every_chooser_is_needed():
-    assert set(edges(SOURCES)) >= CHOOSERS
-    for chooser in CHOOSERS:
-        assert circle(pair for pair in edges(SOURCES) if pair not in CHOOSERS - {chooser}) != []
+    assert circle(edges(SOURCES)) == []
 
 
 @pytest.mark.parametrize(
@@ -261,7 +253,7 @@ def test_a_planted_circle_is_found(planted):
     sources = {
         name: f"{planted.get(name, '')}\n{SOURCES.get(name, '')}" for name in SOURCES | planted
     }
-    found = circle(pair for pair in edges(sources) if pair not in CHOOSERS)
+    found = circle(edges(sources))
     assert set(found) >= set(planted)
 
 

@@ -1,4 +1,4 @@
-"""What a transport inside a node must do, and which one is taken.
+"""What a transport inside a node must do.
 
 `NodeBucket` takes the mean of gradients, `NodeShare` shows one rank's part to the whole node. Both
 work in steps that do not block, so that backward goes on between them.
@@ -7,16 +7,13 @@ work in steps that do not block, so that backward goes on between them.
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from daso.errors import StallError
 
-if TYPE_CHECKING:
-    from daso.comm.topology import Topology
-
-__all__ = ["NodeBucket", "NodeGroup", "NodeShare", "choose_node", "node_problem", "wait_until"]
+__all__ = ["NodeBucket", "NodeGroup", "NodeShare", "wait_until"]
 
 Span = tuple[int, int]
 
@@ -97,35 +94,6 @@ class NodeGroup(Protocol):
     def free(self) -> None:
         """Give the memory back. Collective over the node; blocking; idempotent."""
         ...
-
-
-def node_problem(device: torch.device) -> str | None:
-    """Return why no transport serves parameters on ``device``; None if one does."""
-    if device.type == "cpu":
-        return None
-    return (
-        f"parameters must be on the CPU in this version, not on {device}; move the model there "
-        f"before wrapping its optimizer"
-    )
-
-
-def choose_node(topology: "Topology", device: torch.device, stall_seconds: float) -> NodeGroup:
-    """Return the transport for parameters on ``device``.
-
-    Args:
-        topology: Who is where.
-        device: Where the parameters live.
-        stall_seconds: How long to wait for a rank before naming it in an error.
-
-    Returns:
-        Shared memory for the CPU.
-
-    Collective over the node; blocking.
-    """
-    assert node_problem(device) is None
-    from daso.comm.node_shm import ShmNode
-
-    return ShmNode(topology, stall_seconds)
 
 
 def wait_until(arrived: Callable[[], bool], late: Callable[[], str], stall_seconds: float) -> float:

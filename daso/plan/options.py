@@ -38,7 +38,7 @@ class Exchange:
     def __post_init__(self) -> None:
         _check_choice("Exchange.reduce", self.reduce, get_args(Reduce))
         _check_choice("Exchange.nonfinite", self.nonfinite, get_args(NonFinite))
-        _check_positive("Exchange.chunk_bytes", self.chunk_bytes)
+        _check_bytes("Exchange.chunk_bytes", self.chunk_bytes)
         _check_positive("Exchange.stall_seconds", self.stall_seconds)
 
 
@@ -54,7 +54,7 @@ class Gradients:
     bucket_bytes: int = 1 * MiB
 
     def __post_init__(self) -> None:
-        _check_positive("Gradients.bucket_bytes", self.bucket_bytes)
+        _check_bytes("Gradients.bucket_bytes", self.bucket_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +98,11 @@ class Settings:
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def _check_bytes(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a whole number of bytes of at least 1, not {value!r}")
 
 
 def _check_positive(name: str, value: float) -> None:

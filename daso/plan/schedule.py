@@ -206,8 +206,10 @@ class Plateau:
         for name, least in (("epochs", 1), ("warmup", 0), ("cooldown", 0), ("max_skip", 1)):
             _check_int(f"Plateau.{name}", getattr(self, name), least)
         _check_int("Plateau.patience", self.patience, 1)
-        if not 0 <= self.threshold < 1:
-            raise ConfigError(f"Plateau.threshold must lie in [0, 1), not {self.threshold}")
+        if not isinstance(self.threshold, int | float) or not 0 <= self.threshold < 1:
+            raise ConfigError(
+                f"Plateau.threshold must be a number in [0, 1), not {self.threshold!r}"
+            )
         if self.warmup + self.cooldown > self.epochs:
             raise ConfigError(
                 f"Plateau.warmup + cooldown must not exceed epochs={self.epochs}, not "
@@ -234,7 +236,7 @@ class Plateau:
         if state.epoch < self.warmup or state.epoch >= self.epochs - self.cooldown:
             return replace(state, skip=1, wait=0)
         if state.epoch == self.warmup:
-            return replace(state, skip=self.max_skip, wait=self.max_wait, plateau=PlateauState())
+            return replace(state, skip=self.max_skip, wait=self.max_wait)
         stalled, plateau = observe(
             state.plateau, loss, threshold=self.threshold, patience=self.patience
         )
@@ -243,7 +245,8 @@ class Plateau:
             return state
         if state.skip == 1:
             return replace(state, skip=self.max_skip, wait=self.max_wait)
-        return replace(state, skip=state.skip // 2, wait=max(1, state.wait - 1))
+        skip = state.skip // 2
+        return replace(state, skip=skip, wait=min(skip, max(1, state.wait - 1)))
 
 
 def _check_int(name: str, value: object, least: int) -> None:

@@ -69,16 +69,18 @@ def average_tensors(
     return nbytes
 
 
-def mend_buffers(module: torch.nn.Module, average: Callable[[list[torch.Tensor]], None]) -> None:
+def mend_buffers(
+    tensors: Sequence[torch.Tensor], average: Callable[[list[torch.Tensor]], None]
+) -> None:
     """Replace values of buffers that are not finite by the mean of the ranks where they are.
 
     Args:
-        module: The model.
+        tensors: The model's buffers.
         average: Sets tensors to their means over all ranks.
 
     Collective over the world; blocking.
     """
-    buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+    buffers = [tensor for tensor in tensors if tensor.is_floating_point()]
     sound = [buffer.isfinite() for buffer in buffers]
     values = [torch.where(ok, b, 0.0) for b, ok in zip(buffers, sound, strict=True)]
     shares = [ok.to(b.dtype) for b, ok in zip(buffers, sound, strict=True)]

@@ -14,6 +14,7 @@ stays None, and the optimizer leaves the parameter alone as it would without das
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -22,7 +23,7 @@ from daso.errors import LayoutError
 from daso.plan.layout import Span, fit_buckets, split
 from daso.train.params import Named, view_like
 
-__all__ = ["Between", "Finish", "GradientBuckets"]
+__all__ = ["Between", "Finish", "GradientBuckets", "Route"]
 
 # Hands a part's sum over this node to the exchange between nodes. The call it gives back blocks
 # until the sum is replaced by the mean over the world.
@@ -30,9 +31,18 @@ Finish = Callable[[], None]
 Between = Callable[[torch.Tensor], Finish]
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where gradients are averaged."""
+
+    local_size: int  # ranks of the node
+    parts: int  # first local ranks of the node that add a part each
+    between: Between | None = None  # where parts go from there; None: nowhere, the node's mean
+
+
 @dataclass(slots=True)
 class Bucket:
-    """One bucket: its memory, and how far this round is."""
+    """One bucket: its memory, and how far it is in this round."""
 
     params: tuple[int, ...]  # indices of the parameters
     memory: NodeBucket
@@ -47,13 +57,22 @@ class Bucket:
         return self.memory.flat[: self.memory.flat.numel() - len(self.params)]
 
 
+@dataclass(slots=True)
+class Round:
+    """How far this round is."""
+
+    ready: dict[int, None] = field(default_factory=dict)  # parameters, in the order they came
+    started: int = 0  # buckets filled and started; buckets go in order
+    added: int = 0  # of them, added
+
+
 class GradientBuckets:
     """Averages the gradients of a model's parameters.
 
     Args:
         named: Names and parameters.
         node: The node in which gradients are averaged.
-        node_size: Ranks of the node.
+        route: Where they are averaged; may be replaced between two rounds.
         bucket_bytes: Bytes from which a bucket counts as full.
         same_order: Replaces an order (list of indices) by world rank 0's; collective over it.
     """
@@ -62,110 +81,73 @@ class GradientBuckets:
         self,
         named: Named,
         node: NodeGroup,
+        route: Route,
         *,
-        node_size: int,
         bucket_bytes: int,
         same_order: Callable[[list[int]], list[int]],
     ) -> None:
-        self.named = named
-        self.node, self.node_size, self.bucket_bytes = node, node_size, bucket_bytes
-        self.same_order = same_order
-        # Set by the owner before backward: where the parts of this node go, None = nowhere else;
-        # and how many local ranks hand over a part.
-        self.between: Between | None = None
-        self.lanes = node_size
-        self.rounds = 0  # finished since the start
-        self.paused = False
-        self._buckets: list[Bucket] = []
-        self._bucket_of: dict[int, Bucket] = {}
-        self._ready: dict[int, None] = {}  # parameters of this round, in the order they came
-        self._started = 0  # buckets started and added in this round; both go in order
-        self._added = 0
+        self.named, self.node, self.route = named, node, route
+        self.fresh = False  # a round was finished since somebody set this to False
+        self._paused = False
+        self._make = partial(_make_buckets, named, node, bucket_bytes, same_order)
+        self._buckets: list[Bucket] = []  # made at the end of the first backward
+        self._round = Round()
         self._hooks = [
-            tensor.register_post_accumulate_grad_hook(lambda _, index=index: self._on_ready(index))
+            tensor.register_post_accumulate_grad_hook(partial(self._on_ready, index))
             for index, (_, tensor) in enumerate(named)
         ]
+        self._bucket_of: dict[int, Bucket] = {}
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients pile up on this rank; the next backward outside averages their sum."""
-        before, self.paused = self.paused, True
+        before, self._paused = self._paused, True
         try:
             yield
         finally:
-            self.paused = before
+            self._paused = before
 
-    def _on_ready(self, index: int) -> None:
-        if self.paused:
+    def _on_ready(self, index: int, tensor: torch.Tensor) -> None:
+        if self._paused:
             return
-        name, tensor = self.named[index]
-        if tensor.grad is not None and tensor.grad.is_sparse:
-            raise LayoutError(
-                f"gradients must be dense, but {name} got a sparse one; make its layer with "
-                f"sparse=False"
-            )
-        if index in self._ready:
-            raise LayoutError(
-                f"a parameter must get its gradient once in a backward, but {name} got two; use "
-                f"checkpoint(..., use_reentrant=False)"
-            )
-        if not self._ready:
+        ready = self._round.ready
+        _check_gradient(self.named[index][0], tensor, again=index in ready)
+        if not ready:
             # Called by autograd when this backward is over, as DDP and FSDP do it.
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_round)
-        self._ready[index] = None
+        ready[index] = None
         bucket = self._bucket_of.get(index)
         if bucket is not None:
             bucket.missing.discard(index)
-            self._start_full()
-            self._add_filled()
+            self._start_filled()
+            self._add_started()
 
-    def _start_full(self) -> None:
-        while self._started < len(self._buckets) and not self._buckets[self._started].missing:
-            self._start(self._buckets[self._started])
+    def _start_filled(self, *, all_of_them: bool = False) -> None:
+        """Start buckets in order, as far as they are filled."""
+        for bucket in self._buckets[self._round.started :]:
+            if bucket.missing and not all_of_them:
+                return
+            _fill(bucket, [self.named[index][1] for index in bucket.params])
+            parts = split(bucket.memory.flat.numel(), self.route.parts)
+            nothing = [Span(0, 0)] * (self.route.local_size - self.route.parts)
+            bucket.memory.start([*parts, *nothing])
+            self._round.started += 1
 
-    def _start(self, bucket: Bucket) -> None:
-        tensors = [self.named[index][1] for index in bucket.params]
-        with torch.no_grad():
-            if all(tensor.grad is not None for tensor in tensors):
-                bucket.used.fill_(1)
-            else:
-                bucket.gradients.zero_()
-                have = [float(tensor.grad is not None) for tensor in tensors]
-                bucket.used.copy_(torch.tensor(have))
-            self._fill(bucket, tensors)
-        parts = split(bucket.memory.flat.numel(), self.lanes)
-        bucket.memory.start([*parts, *[Span(0, 0)] * (self.node_size - self.lanes)])
-        self._started += 1
-
-    def _fill(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy gradients that autograd made elsewhere into the bucket, and make them views."""
-        moves = [
-            (tensor, view)
-            for tensor, view in zip(tensors, bucket.views, strict=True)
-            if tensor.grad is not None and tensor.grad.data_ptr() != view.data_ptr()
-        ]
-        if moves:
-            grads = [tensor.grad for tensor, _ in moves if tensor.grad is not None]
-            torch._foreach_copy_([view for _, view in moves], grads)
-        for tensor, view in moves:
-            tensor.grad = view
-
-    def _add_filled(self, *, block: bool = False) -> None:
+    def _add_started(self, *, block: bool = False) -> None:
         """Add started buckets in order, as far as all ranks of the node are ready."""
-        while self._added < self._started:
-            bucket = self._buckets[self._added]
+        for bucket in self._buckets[self._round.added : self._round.started]:
             if block:
                 bucket.memory.wait_filled()
             total = bucket.memory.add()
             if total is None:
                 return
-            if self.between is None:
-                bucket.memory.deliver(self.node_size)
+            if self.route.between is None:
+                bucket.memory.deliver(self.route.local_size)
             elif total.numel():
-                bucket.finish = self.between(total)
+                bucket.finish = self.route.between(total)
             else:
                 bucket.memory.deliver(1)
-            self._added += 1
+            self._round.added += 1
 
     def finish_round(self) -> None:
         """Average what is left, with zeros for parameters without a gradient.
@@ -173,10 +155,10 @@ class GradientBuckets:
         Collective over the node, and over the world where parts go between nodes; blocking.
         """
         if not self._buckets:
-            self._make_buckets()
-        while self._started < len(self._buckets):
-            self._start(self._buckets[self._started])
-        self._add_filled(block=True)
+            self._buckets = self._make(list(self._round.ready))
+            self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.params}
+        self._start_filled(all_of_them=True)
+        self._add_started(block=True)
         for bucket in self._buckets:
             if bucket.finish is not None:
                 bucket.finish()
@@ -185,9 +167,8 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.memory.wait()
             self._settle(bucket)
-        self._ready = {}
-        self._started = self._added = 0
-        self.rounds += 1
+        self._round = Round()
+        self.fresh = True
 
     def _settle(self, bucket: Bucket) -> None:
         """Give parameters that only other ranks used their gradient; get ready for a new round."""
@@ -207,32 +188,6 @@ class GradientBuckets:
                         return self.named[index][0]
         return None
 
-    def _make_buckets(self) -> None:
-        rest = [index for index in reversed(range(len(self.named))) if index not in self._ready]
-        order = self.same_order([*self._ready, *rest])
-        for dtype in dict.fromkeys(tensor.dtype for _, tensor in self.named):
-            members = [index for index in order if self.named[index][1].dtype == dtype]
-            nbytes = [self.named[index][1].nbytes for index in members]
-            groups = [
-                tuple(members[at] for at in group)
-                for group in fit_buckets(nbytes, self.bucket_bytes)
-            ]
-            sizes = [sum(self.named[index][1].numel() + 1 for index in group) for group in groups]
-            memories = self.node.buckets(sizes, dtype)
-            self._buckets += [
-                self._bucket(group, memory) for group, memory in zip(groups, memories, strict=True)
-            ]
-        # Buckets of several types start in the order in which they fill.
-        position = {index: at for at, index in enumerate(order)}
-        self._buckets.sort(key=lambda bucket: max(position[index] for index in bucket.params))
-        self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.params}
-
-    def _bucket(self, params: tuple[int, ...], memory: NodeBucket) -> Bucket:
-        tensors = [self.named[index][1] for index in params]
-        rows = torch.split(memory.flat, [*(t.numel() for t in tensors), len(params)])
-        views = [view_like(row, tensor) for row, tensor in zip(rows, tensors, strict=False)]
-        return Bucket(params, memory, views, used=rows[-1], missing=set(params))
-
     def close(self) -> None:
         """Take the hooks off and give gradients memory of their own; idempotent."""
         for hook in self._hooks:
@@ -244,3 +199,67 @@ class GradientBuckets:
                 if tensor.grad is not None and tensor.grad.data_ptr() == view.data_ptr():
                     tensor.grad = tensor.grad.clone()
         self._buckets, self._bucket_of = [], {}
+
+
+def _check_gradient(name: str, tensor: torch.Tensor, *, again: bool) -> None:
+    if tensor.grad is not None and tensor.grad.is_sparse:
+        raise LayoutError(
+            f"gradients must be dense, but {name} got a sparse one; make its layer with "
+            f"sparse=False"
+        )
+    assert not again, f"autograd gave {name} two gradients in one backward"
+
+
+def _fill(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy gradients that autograd made elsewhere into the bucket, and make them views of it."""
+    have = [tensor.grad is not None for tensor in tensors]
+    moves = [
+        (tensor, tensor.grad, view)
+        for tensor, view in zip(tensors, bucket.views, strict=True)
+        if tensor.grad is not None and tensor.grad.data_ptr() != view.data_ptr()
+    ]
+    with torch.no_grad():
+        if all(have):
+            bucket.used.fill_(1)
+        else:
+            bucket.used.copy_(torch.tensor(have))
+            for there, view in zip(have, bucket.views, strict=True):
+                if not there:
+                    view.zero_()
+        if moves:
+            torch._foreach_copy_([view for *_, view in moves], [grad for _, grad, _ in moves])
+    for tensor, _, view in moves:
+        tensor.grad = view
+
+
+def _make_buckets(
+    named: Named,
+    node: NodeGroup,
+    bucket_bytes: int,
+    same_order: Callable[[list[int]], list[int]],
+    ready: list[int],
+) -> list[Bucket]:
+    """Make buckets in the order in which gradients became ready; the others come last, from behind.
+
+    Collective over the world; blocking.
+    """
+    rest = [index for index in reversed(range(len(named))) if index not in set(ready)]
+    order = same_order([*ready, *rest])
+    buckets: list[Bucket] = []
+    for dtype in dict.fromkeys(tensor.dtype for _, tensor in named):
+        members = [index for index in order if named[index][1].dtype == dtype]
+        cuts = fit_buckets([named[index][1].nbytes for index in members], bucket_bytes)
+        groups = [tuple(members[at] for at in cut) for cut in cuts]
+        sizes = [sum(named[index][1].numel() + 1 for index in group) for group in groups]
+        memories = node.buckets(sizes, dtype)
+        buckets += [_bucket(named, g, memory) for g, memory in zip(groups, memories, strict=True)]
+    # Buckets of several types start in the order in which they fill.
+    position = {index: at for at, index in enumerate(order)}
+    return sorted(buckets, key=lambda bucket: max(position[index] for index in bucket.params))
+
+
+def _bucket(named: Named, params: tuple[int, ...], memory: NodeBucket) -> Bucket:
+    tensors = [named[index][1] for index in params]
+    rows = torch.split(memory.flat, [*(t.numel() for t in tensors), len(params)])
+    views = [view_like(row, tensor) for row, tensor in zip(rows, tensors, strict=False)]
+    return Bucket(params, memory, views, used=rows[-1], missing=set(params))

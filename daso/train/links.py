@@ -2,10 +2,10 @@
 
 from math import gcd
 
-import numpy as np
 import torch
 
 from daso.comm.compress import Cast, Codec
+from daso.comm.dtypes import sum_buffer
 from daso.comm.engine import Engine, Work
 from daso.comm.exchange import Row, TwoPhase, iallreduce
 from daso.comm.mpi import load
@@ -64,12 +64,11 @@ class Links:
             )
         return self._gradient_means[total.dtype].run(Row(total), chunks)
 
-    def agree(self, header: Header, nonfinite: float) -> Work[Header]:
+    def agree(self, header: Header) -> Work[Header]:
         """Return the header that all ranks agree on: the elementwise maximum."""
-        numbers = np.array(header.encode())
-        numbers[0] = nonfinite
-        request = self.world.Iallreduce(load().IN_PLACE, numbers, op=load().MAX)
-        yield [request]
+        mpi = load()
+        numbers = torch.tensor(header.encode(), dtype=torch.float64)
+        yield [self.world.Iallreduce(mpi.IN_PLACE, sum_buffer(numbers), op=mpi.MAX)]
         return Header.decode(numbers.tolist())
 
     def close(self) -> None:

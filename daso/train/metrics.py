@@ -1,5 +1,6 @@
 """What an optimizer counts about its communication, on one rank."""
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ __all__ = ["Counts"]
 class Counts:
     """What happened since the start, on this rank."""
 
+    epoch: int = 0  # epochs finished
     exchanges: int = 0  # merged, and synchronous batches
     dropped: int = 0  # exchanges or steps dropped for values that are not finite
     drops_lately: int = 0  # without two good exchanges in a row between them
@@ -18,8 +20,14 @@ class Counts:
     exposed_seconds: float = 0.0  # the training thread stood still for other nodes
     step_seconds: float = 0.0  # between the last two steps
     exchange_seconds: float = 0.0  # the last exchange, start to end
+    stepped_at: float = field(default_factory=time.perf_counter)
     # The last exchanges, drops and joins; bounded, so that a long run does not grow.
     events: deque[dict[str, object]] = field(default_factory=lambda: deque(maxlen=10_000))
+
+    def step(self) -> None:
+        """A step was taken."""
+        now = time.perf_counter()
+        self.step_seconds, self.stepped_at = now - self.stepped_at, now
 
     def good(self) -> None:
         """An exchange was merged, or a synchronous step taken."""
@@ -35,3 +43,7 @@ class Counts:
         self.drops_lately += 1
         self.good_in_a_row = 0
         return self.drops_lately
+
+    def event(self, kind: str, **what: object) -> None:
+        """Remember an event."""
+        self.events.append({"kind": kind, "epoch": self.epoch, **what})

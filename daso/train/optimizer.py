@@ -22,7 +22,7 @@ from daso.comm.mpi import library
 from daso.comm.topology import Topology, default
 from daso.plan.options import Exchange, Gradients, Settings
 from daso.plan.schedule import Act, Fixed, Policy, State, after_batch, after_epoch, drain
-from daso.train.params import named_trainable
+from daso.train.params import Trained
 from daso.train.sync import Sync
 
 __all__ = ["DASO"]
@@ -91,8 +91,8 @@ class DASO(torch.optim.Optimizer):
     def _open(self, *, log: bool = False) -> None:
         if self._topology.place.size == 1:
             return
-        named = named_trainable(self.inner, self._module)
-        self._sync = Sync(self.inner, named, self._module, self._topology, self._settings)
+        trained = Trained.by(self.inner, self._module)
+        self._sync = Sync(trained, self._topology, self._settings)
         _open_syncs.add(self._sync)
         acts = () if self._state.synchronous else (Act.ANCHOR,)
         self._sync.perform(acts, self._state)
@@ -282,7 +282,7 @@ class DASO(torch.optim.Optimizer):
             "exchanges": counts.exchanges,
             "dropped": counts.dropped,
             "global_bytes_sent": counts.global_bytes_sent,
-            "exposed_seconds": counts.exposed_seconds + self._sync.node.waited_seconds,
+            "exposed_seconds": counts.exposed_seconds + self._sync.buckets.node.waited_seconds,
             "events": list(counts.events),
         }
 

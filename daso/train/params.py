@@ -1,6 +1,7 @@
 """Which tensors are trained, under which names, and whether they can be exchanged."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -9,30 +10,51 @@ from daso.comm.topology import Topology
 from daso.errors import LayoutError
 from daso.plan.layout import Layout, Slot, first_difference, lay_out
 
-__all__ = ["agree_layout", "broadcast", "flat_view", "layout_of", "named_trainable", "view_like"]
+__all__ = ["Trained", "agree_layout", "broadcast", "flat_view", "layout_of", "view_like"]
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
 
-def named_trainable(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module | None
-) -> list[tuple[str, torch.Tensor]]:
-    """List the parameters that the optimizer trains, each once, in the order of its groups.
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """An optimizer, its model, and what it trains."""
 
-    Args:
-        optimizer: The user's optimizer.
-        module: Gives the names; without it they are ``group.index``.
+    inner: torch.optim.Optimizer
+    module: torch.nn.Module | None
+    named: Named  # trained parameters, each once, in the order of the optimizer's groups
 
-    Returns:
-        Names and parameters; frozen parameters (``requires_grad`` false) are left out.
-    """
-    names = {id(p): name for name, p in module.named_parameters()} if module is not None else {}
-    seen: dict[int, tuple[str, torch.Tensor]] = {}
-    for group, settings in enumerate(optimizer.param_groups):
-        for index, param in enumerate(settings["params"]):
-            if param.requires_grad:
-                seen.setdefault(id(param), (names.get(id(param), f"{group}.{index}"), param))
-    return list(seen.values())
+    @classmethod
+    def by(cls, inner: torch.optim.Optimizer, module: torch.nn.Module | None) -> "Trained":
+        """List what an optimizer trains.
+
+        Args:
+            inner: The user's optimizer.
+            module: Gives the names; without it they are ``group.index``.
+
+        Returns:
+            The record; frozen parameters (``requires_grad`` false) are left out.
+        """
+        names = {id(p): name for name, p in module.named_parameters()} if module else {}
+        seen: dict[int, tuple[str, torch.Tensor]] = {}
+        for group, settings in enumerate(inner.param_groups):
+            for index, param in enumerate(settings["params"]):
+                if param.requires_grad:
+                    seen.setdefault(id(param), (names.get(id(param), f"{group}.{index}"), param))
+        return cls(inner, module, list(seen.values()))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return self.named[0][1].device
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Return the model's buffers (BatchNorm statistics)."""
+        return list(self.module.buffers()) if self.module is not None else []
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return everything that must start equal: parameters, frozen ones too, and buffers."""
+        frozen = list(self.module.parameters()) if self.module is not None else []
+        return [*(tensor for _, tensor in self.named), *frozen, *self.buffers()]
 
 
 def layout_of(named: Named) -> Layout:
@@ -45,26 +67,22 @@ def _slot(name: str, tensor: torch.Tensor) -> Slot:
     return Slot(name, tuple(tensor.shape), tuple(tensor.stride()), dtype)
 
 
-def agree_layout(named: Named, module: torch.nn.Module | None, topology: Topology) -> Layout:
-    """Return the layout when every rank has the same and it can be exchanged.
+def agree_layout(trained: Trained, topology: Topology) -> None:
+    """Check that every rank trains the same parameters and that they can be exchanged.
 
     Args:
-        named: This rank's tensors.
-        module: Searched for layers that make sparse gradients.
+        trained: What this rank trains.
         topology: Over whose world ranks must agree.
-
-    Returns:
-        The layout.
 
     Raises:
         LayoutError: The same on every rank, naming the parameter.
 
     Collective over the world; blocking.
     """
-    topology.agree(_problem(named, module), LayoutError)
-    layout = layout_of(named)
+    topology.agree(_problem(trained.named, trained.module), LayoutError)
+    layout = layout_of(trained.named)
     if topology.same(layout.digest):
-        return layout
+        return
     first = topology.world.bcast(layout.slots)
     difference = first_difference(layout, lay_out(first))
     topology.agree(

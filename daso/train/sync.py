@@ -7,15 +7,15 @@ by the training thread, at step boundaries, and nowhere else.
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 import torch
 
+from daso.comm.choose import choose_node, node_problem
 from daso.comm.compress import codec_named
 from daso.comm.dtypes import accumulator
 from daso.comm.engine import Ticket, Work
-from daso.comm.node import choose_node, node_problem
 from daso.comm.topology import Topology
 from daso.errors import LayoutError, NonFiniteError, TopologyError
 from daso.plan.header import Header, culprit, decode_culprit
@@ -29,10 +29,10 @@ from daso.train.agree import (
     state_tensors,
     zero_nonfinite,
 )
-from daso.train.buckets import Finish, GradientBuckets
+from daso.train.buckets import Finish, GradientBuckets, Route
 from daso.train.links import Links
 from daso.train.metrics import Counts
-from daso.train.params import Named, agree_layout, broadcast
+from daso.train.params import Trained, agree_layout, broadcast
 from daso.train.rows import ParameterRow
 
 __all__ = ["Sync"]
@@ -40,6 +40,7 @@ __all__ = ["Sync"]
 Result = TypeVar("Result")
 logger = logging.getLogger("daso")
 
+DIGESTS = 2**48  # a digest travels in a float64 and must survive there exactly
 DROPS_LATELY = 3  # drops, without two good exchanges in a row between, at which all raise
 
 
@@ -52,75 +53,63 @@ class Outcome:
     sound: bool  # this rank's own values were finite
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """An exchange under way."""
+
+    ticket: Ticket[Outcome]
+    batch: int  # batch after which it was sent
+
+
 class Sync:
     """Keeps one model the same on all ranks, or as near as the schedule asks.
 
     Args:
-        inner: The user's optimizer.
-        named: Names and parameters it trains.
-        module: The model, for its buffers; may be None.
+        trained: The optimizer and what it trains.
         topology: Who is where; more than one rank.
         settings: How to exchange.
 
     Collective over the world; blocking.
     """
 
-    def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        named: Named,
-        module: torch.nn.Module | None,
-        topology: Topology,
-        settings: Settings,
-    ) -> None:
-        self.inner, self.named, self.module = inner, named, module
-        self.topology, self.settings = topology, settings
-        self.layout = agree_layout(named, module, topology)
-        topology.agree(node_problem(named[0][1].device), TopologyError)
-        everything = [tensor for _, tensor in named]
-        if module is not None:
-            everything += [*module.parameters(), *module.buffers()]
-        broadcast(everything, topology)
+    def __init__(self, trained: Trained, topology: Topology, settings: Settings) -> None:
+        agree_layout(trained, topology)
+        topology.agree(node_problem(trained.device), TopologyError)
+        broadcast(trained.tensors(), topology)
+        self.trained, self.topology, self.settings = trained, topology, settings
         self.counts = Counts()
-        self.state = State()
         self.links = Links(topology, settings)
-        place = topology.place
-        stall = settings.exchange.stall_seconds
-        self.node = choose_node(topology, named[0][1].device, stall)
         self.buckets = GradientBuckets(
-            named,
-            self.node,
-            node_size=place.local_size,
+            trained.named,
+            choose_node(topology, trained.device, settings.exchange.stall_seconds),
+            self._route(State()),
             bucket_bytes=settings.gradients.bucket_bytes,
             same_order=topology.world.bcast,
         )
-        self.rows = self._make_rows() if place.nodes > 1 else []
-        self._ticket: Ticket[Outcome] | None = None
-        self._sent_batch = 0
-        self._rounds = 0
-        self._last_step = time.perf_counter()
+        self.rows = self._make_rows() if topology.place.nodes > 1 else []
+        self._flight: Flight | None = None
 
     def _make_rows(self) -> list[ParameterRow]:
-        rows = []
+        rows, node, place = [], self.buckets.node, self.topology.place
         for dtype in (torch.float32, torch.float64):
-            members = [(name, p) for name, p in self.named if accumulator(p.dtype) == dtype]
+            members = [(name, p) for name, p in self.trained.named if accumulator(p.dtype) == dtype]
             if members:
                 mean = self.links.two_phase(codec_named(self.settings.wire, dtype))
-                place = self.topology.place
-                rows.append(
-                    ParameterRow(members, dtype, node=self.node, place=place, two_phase=mean)
-                )
+                rows.append(ParameterRow(members, dtype, node=node, place=place, two_phase=mean))
         return rows
 
     # --- gradients ---------------------------------------------------------------------------
 
     def enter(self, state: State) -> None:
         """Take over the schedule's state: it says where gradients are averaged from now on."""
-        self.state = state
-        everywhere = state.synchronous and self.topology.place.nodes > 1
-        self.buckets.between = self._average_between if everywhere else None
+        self.counts.epoch = state.epoch
+        self.buckets.route = self._route(state)
+
+    def _route(self, state: State) -> Route:
         place = self.topology.place
-        self.buckets.lanes = place.lanes if everywhere else place.local_size
+        if state.synchronous and place.nodes > 1:
+            return Route(place.local_size, place.lanes, self._average_between)
+        return Route(place.local_size, place.local_size)
 
     def _average_between(self, total: torch.Tensor) -> Finish:
         """Start the mean over the world of a part that holds the sum over this node."""
@@ -155,14 +144,13 @@ class Sync:
         self.links.engine.check()
         if has_closure:
             return True
-        if self.buckets.rounds == self._rounds:
+        if not self.buckets.fresh:
             self.buckets.finish_round()
-        self._rounds = self.buckets.rounds
         return self._gradients_sound()
 
     def _gradients_sound(self) -> bool:
         """Tell whether a synchronous step may be taken; its gradients are the same everywhere."""
-        if self.buckets.between is None:
+        if self.buckets.route.between is None:
             return True
         name = self.buckets.first_nonfinite()
         if name is None:
@@ -180,9 +168,8 @@ class Sync:
 
         Collective over the world in the sense of the schedule; blocks for receives.
         """
-        self._rounds = self.buckets.rounds
-        now = time.perf_counter()
-        self.counts.step_seconds, self._last_step = now - self._last_step, now
+        self.buckets.fresh = False
+        self.counts.step()
         self.perform(acts, state)
 
     def perform(self, acts: Sequence[Act], state: State) -> None:
@@ -198,8 +185,10 @@ class Sync:
         elif act is Act.SEND:
             self._send(batch)
         elif act is Act.RECEIVE:
+            assert self._flight is not None, "the schedule receives only what was sent"
+            blocking = self._flight.batch == batch
             # A blocking exchange promises that all nodes agree: repeat it when it was dropped.
-            while not self._receive(batch) and self._sent_batch == batch:
+            while not self._receive(self._flight, batch) and blocking:
                 self._send(batch)
         elif act is Act.JOIN:
             self._join()
@@ -214,21 +203,21 @@ class Sync:
     def _send(self, batch: int) -> None:
         for row in self.rows:
             row.take_snapshot()
+        digest = sum(row.layout.digest for row in self.rows) % DIGESTS
         header = Header(
-            layout=self.layout.digest,
-            minus_layout=-self.layout.digest,
+            layout=digest,
+            minus_layout=-digest,
             batch=batch,
             minus_batch=-batch,
             step_seconds=self.counts.step_seconds,
             exchange_seconds=self.counts.exchange_seconds,
         )
-        self._sent_batch = batch
-        self._ticket = self.links.engine.submit(self._exchange(header))
+        self._flight = Flight(self.links.engine.submit(self._exchange(header)), batch)
 
     def _exchange(self, header: Header) -> Work[Outcome]:
         """Vote first; where all values are finite, move every row's reference by the mean delta."""
         code = self._first_nonfinite()
-        agreed = yield from self.links.agree(header, code)
+        agreed = yield from self.links.agree(replace(header, nonfinite=code))
         nbytes = 0
         if not agreed.nonfinite and agreed.aligned and self.topology.place.lane is not None:
             for row in self.rows:
@@ -247,33 +236,29 @@ class Sync:
             before += row.layout.numel
         return 0.0
 
-    def _receive(self, batch: int) -> bool:
+    def _receive(self, flight: Flight, batch: int) -> bool:
         """Finish the exchange in flight; return whether it was merged."""
-        assert self._ticket is not None, "the schedule receives only what was sent"
-        ticket, self._ticket = self._ticket, None
-        outcome = self._wait(ticket)
-        self.counts.exchange_seconds = ticket.seconds
+        self._flight = None
+        outcome = self._wait(flight.ticket)
+        self.counts.exchange_seconds = flight.ticket.seconds
         self.counts.global_bytes_sent += outcome.nbytes
         if not outcome.header.aligned:
             raise LayoutError(
                 f"ranks must exchange the same parameters after the same number of steps, but "
-                f"rank {self.topology.place.rank} is at step {self._sent_batch} and others are "
+                f"rank {self.topology.place.rank} is at step {flight.batch} and others are "
                 f"not; give every rank the same number of batches"
             )
-        waited = batch - self._sent_batch
         if outcome.header.nonfinite:
             self._drop(outcome)
             return False
-        rule = merge_rule(self.settings.merge, waited=waited, nodes=self.topology.place.nodes)
+        waited, nodes = batch - flight.batch, self.topology.place.nodes
+        rule = merge_rule(self.settings.merge, waited=waited, nodes=nodes)
         for row in self.rows:
             row.merge(rule)
         self.counts.good()
-        self._event(
-            "exchange",
-            sent=self._sent_batch,
-            received=batch,
-            seconds=ticket.seconds,
-            **asdict(rule),
+        seconds = flight.ticket.seconds
+        self.counts.event(
+            "exchange", sent=flight.batch, received=batch, seconds=seconds, **asdict(rule)
         )
         return True
 
@@ -287,9 +272,8 @@ class Sync:
         if not all(self.topology.node.allgather(outcome.sound)):
             for row in self.rows:
                 row.restore()
-            zero_nonfinite(self.inner, self.named)
-        if self.module is not None:
-            mend_buffers(self.module, self._average)
+            zero_nonfinite(self.trained.inner, self.trained.named)
+        mend_buffers(self.trained.buffers(), self._average)
 
     def _name_at(self, element: int) -> str:
         for row in self.rows:
@@ -301,7 +285,7 @@ class Sync:
     def _count_drop(self, what: str) -> None:
         """Note a drop; raise, on every rank alike, when there were too many."""
         lately = self.counts.drop()
-        self._event("dropped", why=what)
+        self.counts.event("dropped", why=what)
         if self.topology.place.rank == 0:
             logger.warning(what)
         limit = 1 if self.settings.exchange.nonfinite == "raise" else DROPS_LATELY
@@ -311,24 +295,21 @@ class Sync:
                 f"lower the learning rate, clip gradients, or look at that rank's data"
             )
 
-    def _event(self, kind: str, **what: object) -> None:
-        self.counts.events.append({"kind": kind, "epoch": self.state.epoch, **what})
-
     # --- agreement ---------------------------------------------------------------------------
 
     def _join(self) -> None:
         """Average the inner optimizer's state: from here all nodes take the same steps."""
         comm = self.topology.world
-        keys = [*state_tensors(self.inner, self.named)]
+        inner, named = self.trained.inner, self.trained.named
+        keys = [*state_tensors(inner, named)]
         everywhere = set(keys).intersection(*comm.allgather(keys))
-        drop_partial_state(self.inner, self.named, everywhere)
-        self._average([*state_tensors(self.inner, self.named).values()])
-        self._event("join", tensors=len(everywhere))
+        drop_partial_state(inner, named, everywhere)
+        self._average([*state_tensors(inner, named).values()])
+        self.counts.event("join", tensors=len(everywhere))
 
     def average_buffers(self) -> None:
         """Make the model's buffers (BatchNorm statistics) equal: means over all ranks."""
-        if self.module is not None:
-            self._average(list(self.module.buffers()))
+        self._average(self.trained.buffers())
 
     def _average(self, tensors: list[torch.Tensor]) -> None:
         start = time.perf_counter()
@@ -355,4 +336,4 @@ class Sync:
         self.links.close()
         self.buckets.close()
         self.rows = []
-        self.node.free()
+        self.buckets.node.free()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from daso.plan.header import Header, culprit, decode_culprit
 
-checked = settings(derandomize=True, max_examples=150, deadline=None)
+checked = settings(derandomize=True, max_examples=100, deadline=None)
 
 PAIRS = 2**53
 numbers = st.floats(allow_nan=False)

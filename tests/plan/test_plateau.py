@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from daso.plan.plateau import PlateauState, observe
 
-checked = settings(derandomize=True, max_examples=200, deadline=None)
+checked = settings(derandomize=True, max_examples=150, deadline=None)
 
 # Eighths and a power of two: exact in floats, so that the model below may use fractions.
 eighths = st.integers(-40, 40).map(lambda n: n / 8)

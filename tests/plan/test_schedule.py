@@ -12,7 +12,7 @@ from daso.errors import ConfigError
 from daso.plan.plateau import PlateauState
 from daso.plan.schedule import Act, Fixed, Plateau, State, after_batch, after_epoch, drain
 
-checked = settings(derandomize=True, max_examples=150, deadline=None)
+checked = settings(derandomize=True, max_examples=100, deadline=None)
 
 ANCHOR, SEND, RECEIVE, JOIN = Act.ANCHOR, Act.SEND, Act.RECEIVE, Act.JOIN
 PAIRS = [(skip, wait) for skip in range(1, 9) for wait in range(skip + 1)]
@@ -585,6 +585,13 @@ def test_plateau_refuses_with_rule_value_and_remedy(values, match):
 def test_fixed_takes_every_wait_up_to_skip(pair):
     state = Fixed(*pair).start()
     assert (state.skip, state.wait) == pair
+
+
+def test_the_defaults_are_written_down():
+    assert Fixed() == Fixed(skip=4, wait=1, warmup=0)
+    assert Plateau(9) == Plateau(
+        epochs=9, warmup=4, cooldown=4, max_skip=4, threshold=0.05, patience=2
+    )
 
 
 def test_plateau_takes_the_edges_of_its_ranges():

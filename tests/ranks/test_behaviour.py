@@ -338,9 +338,10 @@ def test_only_the_training_thread_writes_parameters_and_only_inside_step(topolog
             train(topology, model, optimizer, 1, first=step)
             versions = [p._version for p in model.parameters()]
             before = flat(model)
-            if optimizer._sync is not None and optimizer._sync._ticket is not None:
-                optimizer._sync._ticket.finished.wait(10)
-                assert optimizer._sync._ticket.done()
+            if optimizer._sync is not None and optimizer._sync._flight is not None:
+                ticket = optimizer._sync._flight.ticket
+                ticket.finished.wait(10)
+                assert ticket.done()
             assert [p._version for p in model.parameters()] == versions
             assert torch.equal(flat(model), before)
         names = [thread.name for thread in threading.enumerate()]
@@ -355,7 +356,7 @@ def test_an_exchange_goes_on_while_the_training_thread_is_elsewhere(topology, pl
             model.weight.sum().backward()
             optimizer.step()
         if place.nodes > 1:
-            ticket = optimizer._sync._ticket
+            ticket = optimizer._sync._flight.ticket
             deadline = time.monotonic() + 20
             while not ticket.done() and time.monotonic() < deadline:
                 time.sleep(0.01)  # no MPI call on this thread
