@@ -52,7 +52,7 @@ def read_launch(env: Mapping[str, str] | None = None) -> Launch:
     env = os.environ if env is None else env
     pretend = parse_ranks_per_node(env.get("DASO_RANKS_PER_NODE", ""))
     for launcher, (size, rank) in LAUNCHERS.items():
-        if env.get(size, "").isdigit() and env.get(rank, "").isdigit():
+        if env.get(size, "").isdecimal() and env.get(rank, "").isdecimal():
             return Launch(launcher, int(env[size]), int(env[rank]), pretend)
     return Launch(None, 1, 0, pretend)
 
@@ -72,7 +72,7 @@ def parse_ranks_per_node(text: str) -> tuple[int, ...] | None:
     if not text.strip():
         return None
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() and int(word) > 0 for word in words):
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise ConfigError(
             f"ranks per node must be a positive number or a list such as 3,1, not {text!r}"
         )

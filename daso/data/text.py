@@ -101,6 +101,11 @@ def load_text(
     return ByteWindows(data[:cut] if train else data[cut:], context)
 
 
+def find_text(folder: Path | str) -> Path | None:
+    """Return the folder when it holds text that `load_text` reads, else None."""
+    return Path(folder) if any(_texts(Path(folder))) else None
+
+
 def _texts(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.suffix in _SUFFIXES and path.is_file())
 

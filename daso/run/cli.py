@@ -24,30 +24,41 @@ def main(words: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0 done, 1 `doctor` found problems, 2 wrong use.
     """
-    parser = _parser()
-    ours, program = _cut_program(sys.argv[1:] if words is None else list(words))
-    options, rest = parser.parse_known_args(ours)
-    options.program = program
-    if rest and options.command != "train":
-        parser.error(f"unknown arguments: {' '.join(rest)}")
+    ours, theirs = _cut(sys.argv[1:] if words is None else list(words))
+    options = _parser().parse_args(ours)
     try:
-        code: int = options.run(options, rest)
+        code: int = options.run(options, theirs)
     except DasoError as error:
-        if read_launch().rank == 0:  # every rank got the same error
+        if _speaks():  # every rank got the same error
             print(f"daso: {error}", file=sys.stderr)
         return 2
     return code
 
 
+def _speaks() -> bool:
+    """Return whether this rank is the one that prints."""
+    try:
+        return read_launch().rank == 0
+    except ConfigError:
+        return True
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="daso", description=daso.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="daso", description=daso.__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"daso {daso.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_run(commands.add_parser("run", help="start a program on several ranks of this machine"))
+    _add_run(
+        commands.add_parser(
+            "run", help="start a program on several ranks of this machine", allow_abbrev=False
+        )
+    )
     _add_train(
         commands.add_parser(
             "train",
             help="train one of the built-in models",
+            allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             epilog="settings, with defaults:\n" + describe(),
         )
@@ -58,23 +69,31 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _cut_program(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Cut ``daso run [OPTIONS] PROGRAM [ARGUMENTS]`` before the program.
+OURS = ("-n", "--ranks", "--ranks-per-node")
 
-    argparse would take the program's own options, and its ``-m``, for ours.
+
+def _cut(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Part a command line into options, for argparse, and what belongs to others.
+
+    argparse would take a program's own options, and its ``-m``, for ours, and a setting with a
+    blank in it for a file.
 
     Args:
         words: The whole command line.
 
     Returns:
-        Our words, and the program's; no program for other commands.
+        Our words; and the program of ``daso run``, or the settings of ``daso train``.
     """
-    if words[:1] != ["run"]:
-        return words, ()
-    at = 1
-    while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "--"):
-        at += 2 if words[at] in ("-n", "--ranks", "--ranks-per-node") else 1
-    return words[:at], tuple(words[at + 1 :] if words[at : at + 1] == ["--"] else words[at:])
+    if words[:1] == ["run"]:
+        at = 1
+        while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "--"):
+            at += 2 if words[at] in OURS else 1
+        return words[:at], tuple(words[at + 1 :] if words[at : at + 1] == ["--"] else words[at:])
+    if words[:1] == ["train"]:
+        ours = (*OURS, "--help")
+        settings = [w for w in words if w.startswith("--") and w.partition("=")[0] not in ours]
+        return [word for word in words if word not in settings], tuple(settings)
+    return words, ()
 
 
 def _add_ranks(parser: argparse.ArgumentParser, default: int) -> None:
@@ -98,19 +117,22 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_train)
 
 
-def _run(options: argparse.Namespace, _: Sequence[str]) -> int:
+def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
     parse_ranks_per_node(options.ranks_per_node or "")
     ranks, pretend = options.ranks, options.ranks_per_node
-    return launch(Local(ranks=ranks, ranks_per_node=pretend, program=options.program))
+    return launch(Local(ranks=ranks, ranks_per_node=pretend, program=tuple(program)))
 
 
 def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
     config = read_config(options.config, words)
     parse_ranks_per_node(options.ranks_per_node or "")
-    inside = read_launch().launcher is not None
-    if inside and options.ranks > 1:
-        raise ConfigError("-n starts ranks, but a launcher already did; leave -n out")
-    if options.ranks > 1 or options.ranks_per_node:
+    launched = read_launch()
+    if options.ranks != 1 or options.ranks_per_node:
+        if launched.size > 1:
+            raise ConfigError(
+                f"-n and --ranks-per-node start ranks, but {launched.launcher} already did; leave "
+                f"-n out, and set DASO_RANKS_PER_NODE for pretend nodes"
+            )
         again = ["-m", "daso", "train", *([str(options.config)] if options.config else []), *words]
         ranks, pretend = options.ranks, options.ranks_per_node
         return launch(Local(ranks=ranks, ranks_per_node=pretend, program=tuple(again)))
@@ -124,6 +146,6 @@ def _doctor(options: argparse.Namespace, _: Sequence[str]) -> int:
     from daso.run.doctor import examine, render
 
     found = examine()
-    if read_launch().rank == 0:
+    if _speaks():
         print(json.dumps(found, indent=2) if options.json else render(found))
     return 1 if found["problems"] else 0

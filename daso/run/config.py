@@ -38,6 +38,12 @@ class OptimizerConfig:
     momentum: float = 0.9
     weight_decay: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in ("lr", "momentum", "weight_decay"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"optimizer.{name} must be a number of at least 0, not {value}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
@@ -142,18 +148,23 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"the configuration must be a readable file, but {path}: {error.strerror}"
-                          ) from error  # fmt: skip
+        raise ConfigError(
+            f"a file of settings must be readable, but {path}: {error.strerror} (a single setting "
+            f"looks like --key=value)"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} must be text in UTF-8, but: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} must be TOML, but: {error}") from error
 
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
+        path = prefix + key
+        if isinstance(value, Mapping) and (value or path in SECTIONS):
+            yield from _flatten(value, f"{path}.")
         else:
-            yield prefix + key, value
+            yield path, value
 
 
 def _read_word(word: str) -> tuple[str, object]:
@@ -161,6 +172,9 @@ def _read_word(word: str) -> tuple[str, object]:
         raise ConfigError(f"settings must look like --key=value, not {word!r}; {_valid()}")
     key, _, value = word.removeprefix("--").partition("=")
     return key.replace("-", "_"), value
+
+
+SECTIONS = tuple(one.name for one in fields(Config) if is_dataclass(one.default_factory))
 
 
 def _valid() -> str:
@@ -209,20 +223,17 @@ def _convert(key: str, value: object, annotation: Any) -> object:
     assert get_origin(annotation) not in (Union, types.UnionType), "plain types only"
     if annotation is bool:
         return _convert_bool(key, value)
-    if annotation is str and isinstance(value, str):
-        return value
+    fits = isinstance(value, str | KINDS[annotation]) and not isinstance(value, bool)
     try:
-        number = float(str(value))
-        converted = annotation(number)
-        fits = annotation is not str and not isinstance(value, bool) and converted == number
-    except (ValueError, OverflowError):
-        fits = False
-    if not fits:
-        raise ConfigError(f"{key} must be {NAMES[annotation]}, not {value!r}")
-    return converted
+        if fits:
+            return annotation(value)
+    except ValueError:
+        pass
+    raise ConfigError(f"{key} must be {NAMES[annotation]}, not {value!r}")
 
 
 NAMES = {int: "a whole number", float: "a number", str: "text"}
+KINDS = {int: int, float: int | float, str: str}  # what TOML may give for a field
 
 
 def _convert_bool(key: str, value: object) -> bool:
@@ -233,9 +244,10 @@ def _convert_bool(key: str, value: object) -> bool:
 
 
 def describe() -> str:
-    """Return one line per key: name, kind, default."""
+    """Return one line per key: name, default, kind."""
     rows = []
     for key, annotation, default in _keys(Config):
         choices = " | ".join(map(str, get_args(annotation))) or annotation.__name__
-        rows.append(f"  --{key}={default!s:<10} {choices}")
-    return "\n".join(rows)
+        rows.append((f"  --{key}={default}", choices))
+    width = max(len(left) for left, _ in rows)
+    return "\n".join(f"{left:<{width}}  {right}" for left, right in rows)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,10 +29,11 @@ def examine() -> dict[str, Any]:
     Collective over the world; blocking.
     """
     problems: list[str] = []
+    mpi = _mpi(problems)
     return {
-        "mpi": _mpi(problems),
-        "launcher": _launcher(problems),
-        "nodes": _nodes(problems),
+        "mpi": mpi,
+        "launcher": _launcher(problems, library=mpi["library"] is not None),
+        "nodes": _nodes(problems) if mpi["library"] is not None else {},
         "torch": _torch(),
         "nccl": _nccl(),
         "chosen": _chosen(),
@@ -86,26 +88,29 @@ def _cuda_aware() -> bool | None:
     return None
 
 
-def _launcher(problems: list[str]) -> dict[str, Any]:
+def _launcher(problems: list[str], *, library: bool) -> dict[str, Any]:
     mpirun = find_mpirun()
     if mpirun is None:
         problems.append("no mpirun: `pip install 'daso[mpich]'` brings one, or set DASO_MPIRUN")
         return {"mpirun": None, "started_by": read_launch().launcher}
-    if read_launch().launcher is not None:  # asking mpirun from inside mpirun would nest jobs
+    if not library or read_launch().launcher is not None:  # inside mpirun, asking would nest jobs
         return {"mpirun": str(mpirun), "started_by": read_launch().launcher}
-    size = _try_two_ranks(mpirun)
-    if size != 2:
+    seen = _try_two_ranks(mpirun)
+    if seen != "they saw 2":
         problems.append(
-            f"{mpirun} must start 2 ranks of one world for this Python, but they saw {size}: it "
-            f"belongs to another MPI library; set DASO_MPIRUN to the right one, or MPI4PY_LIBMPI "
-            f"to its libmpi.so"
+            f"{mpirun} must start 2 ranks of one world for this Python, but {seen}; set "
+            f"DASO_MPIRUN to the mpirun of this MPI library, or MPI4PY_LIBMPI to the libmpi.so of "
+            f"that mpirun"
         )
-    return {"mpirun": str(mpirun), "pairs_with_library": size == 2}
+    return {"mpirun": str(mpirun), "pairs_with_library": seen == "they saw 2"}
 
 
-def _try_two_ranks(mpirun: Any) -> int | None:
-    """Start two ranks and return the world size they saw; None when it failed."""
-    ask = "from mpi4py import MPI; print('size', MPI.COMM_WORLD.Get_size(), flush=True)"
+def _try_two_ranks(mpirun: Path) -> str:
+    """Start two ranks and return ``"they saw N"``, or why that failed."""
+    ask = (
+        "import os; from mpi4py import MPI; "
+        "os.write(1, f'size {MPI.COMM_WORLD.Get_size()}\\n'.encode())"
+    )
     local = Local(ranks=2, ranks_per_node=None, program=("-c", ask))
     env = local.environment(_outside_mpi(os.environ), root=os.geteuid() == 0, cores=2)
     command = local.command(mpirun)
@@ -113,10 +118,12 @@ def _try_two_ranks(mpirun: Any) -> int | None:
         run = subprocess.run(
             command, env=env, capture_output=True, text=True, timeout=60, check=False
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    sizes = [int(line.split()[1]) for line in run.stdout.splitlines() if line.startswith("size ")]
-    return sizes[0] if sizes else None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"it failed: {error}"
+    sizes = [line for line in run.stdout.splitlines() if line.startswith("size ")]
+    if sizes:
+        return sizes[0].replace("size", "they saw")
+    return f"it ended with exit code {run.returncode} and {run.stderr.strip()[-200:]!r}"
 
 
 def _outside_mpi(env: Mapping[str, str]) -> dict[str, str]:

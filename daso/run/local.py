@@ -94,7 +94,7 @@ def launch(local: Local) -> int:
         env["DASO_PROCESSES"] = folder
         if (columns := terminal_columns({})) is not None:
             env["DASO_TERMINAL"] = str(columns)
-        mpirun = subprocess.Popen(local.command(path), env=env)
+        mpirun = _start(local.command(path), env)
         with _signals_to(mpirun):
             gone = _watch(mpirun, Path(folder))
         code = mpirun.wait()
@@ -103,6 +103,16 @@ def launch(local: Local) -> int:
         first = "" if _shell_code(code) in (1, 2, 130) else gone
         print(f"daso: the job ended with exit code {_shell_code(code)}{first}", file=sys.stderr)
     return _shell_code(code)
+
+
+def _start(command: list[str], env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    try:
+        return subprocess.Popen(command, env=env)
+    except OSError as error:
+        raise TopologyError(
+            f"mpirun must be a program that starts, but {command[0]}: {error.strerror}; set "
+            f"DASO_MPIRUN to the right one"
+        ) from error
 
 
 def _shell_code(code: int) -> int:

@@ -1,6 +1,7 @@
 """What a run leaves behind and shows: log.jsonl, summary.json, progress and the closing table."""
 
 import json
+import math
 import platform
 import time
 from contextlib import AbstractContextManager
@@ -38,18 +39,20 @@ class RunFolder:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
+            for old in [path / "summary.json", *path.glob("tensorboard/events.out.tfevents.*")]:
+                old.unlink(missing_ok=True)
+            self._board = _open_tensorboard(path) if tensorboard else None
             self._log = (path / "log.jsonl").open("w", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 f"the run folder must be writable, but {path}: {error.strerror}; choose another "
                 f"with --runs=FOLDER"
             ) from error
-        self._board = _open_tensorboard(path) if tensorboard else None
 
     def event(self, kind: str, **what: object) -> None:
         """Write one event as one line."""
         line = {"schema": SCHEMA, "time": time.time(), "event": kind, **what}
-        self._log.write(json.dumps(line) + "\n")
+        self._log.write(json.dumps(_strict(line), allow_nan=False) + "\n")
         self._log.flush()
         if self._board is not None and "step" in what:
             for key, value in what.items():
@@ -59,7 +62,9 @@ class RunFolder:
     def summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json, whole or not at all."""
         part = self.path / "summary.json.part"
-        part.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        part.write_text(
+            json.dumps(_strict(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8"
+        )
         part.replace(self.path / "summary.json")
 
     def close(self) -> None:
@@ -69,6 +74,15 @@ class RunFolder:
             self._board.close()
 
 
+def _strict(value: Any) -> Any:
+    """Replace numbers that JSON does not have by their names: "nan", "inf", "-inf"."""
+    if isinstance(value, dict):
+        return {key: _strict(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _open_tensorboard(path: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -76,6 +90,7 @@ def _open_tensorboard(path: Path) -> Any:
         raise ConfigError(
             "tensorboard=true needs the tensorboard package; `pip install 'daso[tensorboard]'`"
         ) from error
+    (path / "tensorboard").mkdir(exist_ok=True)
     return SummaryWriter(str(path / "tensorboard"))
 
 
@@ -115,7 +130,7 @@ class Progress(AbstractContextManager["Progress"]):
     def line(self, text: str) -> None:
         """Show a line, above the bar where there is one."""
         if self._bar is not None:
-            self._bar.console.print(text, highlight=False)
+            self._bar.console.print(text, highlight=False, markup=False)
         elif self.shown:
             print(text, flush=True)
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from daso.data import find_fashion, load_digits, load_fashion, load_text
 from daso.data.synthetic import images
+from daso.data.text import find_text
 from daso.environment import data_folder
 from daso.examples.cnn import CNN
 from daso.examples.transformer import ByteTransformer
@@ -65,9 +66,11 @@ def make_task(config: DataConfig) -> Task:
         return Task(name, load_digits(train=True), load_digits(train=False), CNN(8))
     if name == "synthetic":
         return Task(name, images(4096, seed=1), images(1024, seed=2), CNN(28))
-    texts, size = Path(config.folder) if config.folder else None, config.context
-    windows = load_text(texts, train=True, context=size, max_bytes=TEXT_BYTES)
-    unseen = load_text(texts, train=False, context=size, max_bytes=TEXT_BYTES)
+    if folder is not None and not config.folder:
+        folder = find_text(folder)  # DASO_DATA may hold other data sets alone
+    size = config.context
+    windows = load_text(folder, train=True, context=size, max_bytes=TEXT_BYTES)
+    unseen = load_text(folder, train=False, context=size, max_bytes=TEXT_BYTES)
     return Task(name, windows, unseen, ByteTransformer(size))
 
 

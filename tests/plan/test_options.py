@@ -63,10 +63,22 @@ def test_every_documented_choice_of_an_exchange_is_taken(reduce, nonfinite):
         ({"reduce": "sum"}, "Exchange.reduce must be one of auto, iallreduce, ordered, not 'sum'"),
         ({"reduce": None}, "Exchange.reduce must be one of auto, iallreduce, ordered, not None"),
         ({"nonfinite": "skip"}, "Exchange.nonfinite must be one of drop, raise, not 'skip'"),
-        ({"chunk_bytes": 0}, "Exchange.chunk_bytes must be a positive .*number, not 0"),
-        ({"chunk_bytes": -4}, "Exchange.chunk_bytes must be a positive .*number, not -4"),
-        ({"chunk_bytes": True}, "Exchange.chunk_bytes must be a positive .*number, not True"),
-        ({"chunk_bytes": "4"}, "Exchange.chunk_bytes must be a positive .*number, not '4'"),
+        (
+            {"chunk_bytes": 0},
+            "Exchange.chunk_bytes must be a whole number of bytes of at least 1, not 0",
+        ),
+        (
+            {"chunk_bytes": -4},
+            "Exchange.chunk_bytes must be a whole number of bytes of at least 1, not -4",
+        ),
+        (
+            {"chunk_bytes": True},
+            "Exchange.chunk_bytes must be a whole number of bytes of at least 1, not True",
+        ),
+        (
+            {"chunk_bytes": "4"},
+            "Exchange.chunk_bytes must be a whole number of bytes of at least 1, not '4'",
+        ),
         ({"stall_seconds": 0.0}, "Exchange.stall_seconds must be a positive .*number, not 0.0"),
         ({"stall_seconds": -1}, "Exchange.stall_seconds must be a positive .*number, not -1"),
         (

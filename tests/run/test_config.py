@@ -154,6 +154,12 @@ def test_the_run_folder_is_runs_and_name():
     assert read_config(None, ["--runs=/a", "--name=b"]).folder == Path("/a/b")
 
 
+@pytest.mark.parametrize("seed", [2**53 + 1, -(2**53) - 1, 2**64 - 1])
+def test_a_large_whole_number_keeps_its_last_digit(tmp_path, seed):
+    assert read_config(None, [f"--seed={seed}"]).seed == seed
+    assert read_config(toml(tmp_path, f"seed = {seed}"), []).seed == seed
+
+
 @pytest.mark.parametrize(
     "word", ["true", "True", "yes", "1", "TRUE", "false", "False", "no", "NO", "0"]
 )
@@ -198,7 +204,7 @@ def test_an_empty_section_that_does_not_exist_is_refused(tmp_path, text):
         ("--seed=nan", "seed must be a whole number", "'nan'"),
         ("--seed=1e999", "seed must be a whole number", "'1e999'"),
         ("--optimizer.lr=fast", "optimizer.lr must be a number", "'fast'"),
-        ("--optimizer.lr=nan", "optimizer.lr must be a number", "'nan'"),
+        ("--optimizer.lr=nan", "optimizer.lr must be a number", "nan"),
         ("--tensorboard=maybe", "tensorboard must be true or false", "'maybe'"),
         ("--tensorboard=", "tensorboard must be true or false", "''"),
         ("--data.name=mnist", "auto, fashion, digits, text, synthetic", "'mnist'"),
@@ -209,8 +215,8 @@ def test_an_empty_section_that_does_not_exist_is_refused(tmp_path, text):
         ("--schedule.skip=0", "skip must be a whole number of at least 1", "0"),
         ("--schedule.wait=-1", "wait must be a whole number of at least 0", "-1"),
         ("--schedule.warmup=-1", "warmup must be a whole number of at least 0", "-1"),
-        ("--exchange.chunk_bytes=0", "chunk_bytes must be a positive number", "0"),
-        ("--exchange.bucket_bytes=-1", "bucket_bytes must be a positive number", "-1"),
+        ("--exchange.chunk_bytes=0", "chunk_bytes must be a whole number of bytes", "0"),
+        ("--exchange.bucket_bytes=-1", "bucket_bytes must be a whole number of bytes", "-1"),
         ("--exchange.stall_seconds=-1", "stall_seconds must be a positive number", "-1.0"),
     ],
 )

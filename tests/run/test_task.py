@@ -95,7 +95,8 @@ def test_the_same_seed_gives_the_same_model_and_data():
 
 def test_train_and_test_data_are_not_the_same_samples():
     task = make_task(DataConfig(name="synthetic"))
-    assert not torch.equal(task.train.tensors[0][:100], task.test.tensors[0][:100])
+    for train, test in zip(task.train.tensors, task.test.tensors, strict=True):
+        assert not torch.equal(train[:100], test[:100])
 
 
 @pytest.mark.parametrize("given", ["settings", "environment", "nothing"])
