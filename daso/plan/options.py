@@ -6,10 +6,10 @@ from typing import Literal, get_args
 from daso.errors import ConfigError
 from daso.plan.merge import MERGES
 
-__all__ = ["Exchange", "Gradients", "Settings"]
+__all__ = ["Exchange", "Gradients", "Settings", "Wire"]
 
 Reduce = Literal["auto", "iallreduce", "ordered"]
-Wire = Literal["fp32", "bf16"]
+Wire = Literal["fp32", "bf16", "fp16", "int8", "int4", "topk"]
 NonFinite = Literal["drop", "raise"]
 
 MiB = 1 << 20
@@ -62,7 +62,9 @@ class Settings:
     """How to exchange: the optimizer's keywords as one record.
 
     Args:
-        wire: What crosses between nodes for deltas: ``"bf16"`` or ``"fp32"``.
+        wire: What crosses between nodes for deltas: ``"fp32"``, ``"bf16"``, ``"fp16"``,
+            ``"int8"`` and ``"int4"`` with a scale per 128 numbers, or ``"topk"``, the largest of
+            every 64.
         merge: How a mean that is some batches old is taken in; see `daso.plan.merge`.
         exchange: How nodes exchange.
         gradients: How gradients are averaged.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from daso.errors import ConfigError
-from daso.plan.options import Exchange, Gradients, Settings
+from daso.plan.options import Exchange, Gradients, Settings, Wire
 from daso.plan.schedule import Fixed, Plateau, Policy
 
 __all__ = ["Config", "describe", "read_config"]
@@ -60,7 +60,7 @@ class ScheduleConfig:
 class ExchangeConfig:
     """How nodes exchange."""
 
-    wire: Literal["bf16", "fp32"] = "bf16"
+    wire: Wire = "bf16"
     merge: Literal["daso", "delta"] = "daso"
     reduce: Literal["auto", "iallreduce", "ordered"] = "auto"
     chunk_bytes: int = Exchange().chunk_bytes

@@ -42,8 +42,8 @@ class DASO(torch.optim.Optimizer):
         topology: Who is where; found from MPI if None.
         policy: Chooses how many batches lie between exchanges (skip) and how many an exchange may
             take (wait).
-        wire: What crosses between nodes: ``"bf16"`` (rounding is kept and sent later) or
-            ``"fp32"``.
+        wire: What crosses between nodes: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``,
+            ``"int4"`` or ``"topk"``; what rounding loses is kept and sent later.
         merge: How a node takes in a mean that is some batches old: ``"daso"`` weighs its own work
             by the batches waited, ``"delta"`` keeps it whole.
         exchange: How nodes exchange.

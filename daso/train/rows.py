@@ -18,6 +18,8 @@ from daso.train.params import Named, flat_view, layout_of
 
 __all__ = ["ParameterRow"]
 
+KIBI = 1024  # numbers by which a codec's rate is asked: headers of blocks do not count then
+
 
 class ParameterRow:
     """Reference, snapshot and merge of one row of parameters.
@@ -120,7 +122,7 @@ class ParameterRow:
         Collective over the lane; non-blocking, as work for the engine.
         """
         mean = self.two_phase
-        chunk = max(1, chunk_bytes // mean.codec.nbytes(1))
+        chunk = max(1, chunk_bytes * KIBI // mean.codec.nbytes(KIBI))
         chunks = chunk_parts(self.span.numel, len(mean.weights), chunk)
         if reduce == "ordered":
             return mean.run(self.deltas, chunks)

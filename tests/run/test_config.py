@@ -208,7 +208,7 @@ def test_an_empty_section_that_does_not_exist_is_refused(tmp_path, text):
         ("--tensorboard=maybe", "tensorboard must be true or false", "'maybe'"),
         ("--tensorboard=", "tensorboard must be true or false", "''"),
         ("--data.name=mnist", "auto, fashion, digits, text, synthetic", "'mnist'"),
-        ("--exchange.wire=fp16", "exchange.wire must be one of bf16, fp32", "'fp16'"),
+        ("--exchange.wire=fp17", "exchange.wire must be one of fp32, bf16", "'fp17'"),
         ("--schedule.policy=", "schedule.policy must be one of fixed, plateau", "''"),
         ("--epochs=0", "epochs must be at least 1", "0"),
         ("--data.batch_size=-2", "data.batch_size must be at least 1", "-2"),
