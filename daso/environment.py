@@ -1,4 +1,4 @@
-"""Where am I: what launcher and user said through the environment. The only reader of it."""
+"""Where am I: what launcher and user said through the environment, read here alone."""
 
 import os
 import shutil

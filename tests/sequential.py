@@ -145,13 +145,13 @@ class Sequential:
                     self.join_tensor([state[name] for state in states])
 
     def join_tensor(self, values: list[torch.Tensor]) -> None:
-        total = None
+        total, first = None, wide(values[0]).clone()
         for value, size in zip(values, self.node_sizes, strict=True):
             for _ in range(size):
-                total = add(total, wide(value))
+                total = add(total, wide(value) - first)
         assert total is not None
         for value in values:
-            value.copy_(total / sum(self.node_sizes))
+            value.copy_(total / sum(self.node_sizes) + first)
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -130,7 +130,6 @@ def test_interrupting_ends_all_ranks(tmp_path: Path) -> None:
     assert job.stdout is not None
     assert "trouble at" in job.stdout.readline()
     os.killpg(job.pid, signal.SIGINT)  # what Ctrl-C does
-    _, errors = job.communicate(timeout=20)
+    job.communicate(timeout=20)
     assert job.returncode != 0
-    assert "was interrupted" in errors
     assert left_over(str(program)) == []

@@ -12,7 +12,15 @@ from daso.environment import find_mpirun
 from daso.run.local import Local
 
 RANKS = Path(__file__).parent / "ranks"
-PYTEST = ("-m", "pytest", "--with-mpi", "-q", "--timeout=60", "--timeout-method=thread")
+PYTEST = (
+    "-m",
+    "pytest",
+    "--with-mpi",
+    "-q",
+    "--color=no",
+    "--timeout=60",
+    "--timeout-method=thread",
+)
 
 
 def run_on(ranks: int, *program: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:

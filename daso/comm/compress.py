@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["WIRES", "Blockwise", "Cast", "Codec", "TopK", "codec_named"]
+__all__ = ["Blockwise", "Cast", "Codec", "codec_named"]
 
 WORD = 4  # bytes: payloads are whole words, so that parts of a chunk start aligned
 
@@ -120,52 +120,15 @@ class Blockwise:
         high.copy_(room[: high.numel()] >> 4).sub_(8)
 
 
-class TopK:
-    """Sends the largest numbers and where they are; the others stay in the residual.
-
-    Args:
-        every: One of this many numbers is sent (Lin et al. 2018, arXiv 1712.01887).
-    """
-
-    exact = False
-
-    def __init__(self, every: int = 64) -> None:
-        self.every = every
-
-    def nbytes(self, numel: int) -> int:
-        """Return the bytes that ``numel`` numbers take on the wire."""
-        return 2 * WORD * self._count(numel)
-
-    def _count(self, numel: int) -> int:
-        return -(-numel // self.every)
-
-    def encode(self, values: torch.Tensor, payload: torch.Tensor) -> None:
-        """Write places (int32), then numbers (fp32)."""
-        count = self._count(values.numel())
-        places = values.abs().topk(count, sorted=False).indices if count else values[:0].long()
-        payload[: WORD * count].view(torch.int32).copy_(places)
-        payload[WORD * count :].view(torch.float32).copy_(values[places])
-
-    def decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the numbers to their places, and zero elsewhere."""
-        count = self._count(out.numel())
-        places = payload[: WORD * count].view(torch.int32).long()
-        numbers = payload[WORD * count :].view(torch.float32).to(out.dtype)
-        out.zero_().index_copy_(0, places, numbers)
-
-
 def _words(nbytes: int) -> int:
     return -(-nbytes // WORD) * WORD
-
-
-WIRES = ("fp32", "bf16", "fp16", "int8", "int4", "topk")
 
 
 def codec_named(wire: str, source: torch.dtype = torch.float32) -> Codec:
     """Return the codec of a wire.
 
     Args:
-        wire: One of `WIRES`.
+        wire: ``fp32``, ``bf16``, ``fp16``, ``int8`` or ``int4``.
         source: Type of the rows that will be sent.
 
     Returns:
@@ -177,6 +140,5 @@ def codec_named(wire: str, source: torch.dtype = torch.float32) -> Codec:
         "fp16": Cast(torch.float16, source),
         "int8": Blockwise(8),
         "int4": Blockwise(4),
-        "topk": TopK(),
     }
     return made[wire]

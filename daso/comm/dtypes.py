@@ -9,16 +9,11 @@ from daso.comm.mpi import load
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["accumulator", "byte_buffer", "is_16bit", "sum_buffer"]
+__all__ = ["accumulator", "byte_buffer", "sum_buffer"]
 
 # Types that MPI may add: MPI.SUM on 16-bit data is refused by MPICH and wrong, without an error,
 # in Open MPI (4.1 and 5.0 with bfloat16).
 MPI_NAMES = {torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int64: "INT64_T"}
-
-
-def is_16bit(dtype: torch.dtype) -> bool:
-    """Return whether this is a floating type of two bytes."""
-    return dtype in (torch.bfloat16, torch.float16)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

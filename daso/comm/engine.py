@@ -101,6 +101,7 @@ class Engine:
             StallError: It took longer than the stall limit; names who takes part.
         """
         if not ticket.finished.wait(self.stall_seconds):
+            self._abandoned = True  # ranks are out of step from here: nothing may follow
             raise StallError(
                 f"an exchange must finish within {self.stall_seconds:g} s, but it did not: at "
                 f"least one of {self.partners} is late or gone; look at their logs, or raise "
@@ -125,17 +126,20 @@ class Engine:
         if self._closed:
             raise ExchangeError("the engine must be open to exchange, but close() was called")
 
-    def close(self, timeout_seconds: float = 60.0) -> None:
+    def close(self, timeout_seconds: float = 10.0) -> bool:
         """Finish what is queued and stop the thread; idempotent.
 
         Args:
             timeout_seconds: How long to wait for work that is still going on.
+
+        Returns:
+            Whether all work ended well, so that what it used may be freed.
         """
-        if self._closed:
-            return
-        self._closed = True
-        self._queue.put(None)
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
         self._thread.join(timeout_seconds)
+        return self._error is None and not self._thread.is_alive()
 
     def abandon(self) -> None:
         """Stop the thread at its next poll, whatever is under way; for the end of the process."""
@@ -163,5 +167,5 @@ class Engine:
                 return stop.value  # type: ignore[no-any-return]
             while not self._mpi.Request.Testall(requests):
                 if self._abandoned:
-                    raise ExchangeError("the process ended while an exchange was under way")
+                    raise ExchangeError("an exchange was given up while it was under way")
                 time.sleep(POLL_SECONDS)

@@ -2,8 +2,9 @@
 
 Two ways. `iallreduce` leaves the sum to MPI. `TwoPhase` sends each peer its part of the row, adds
 the parts in rank order in fp32 (fp64 for fp64 rows), and sends the means back: bit for bit the
-sequential sum, for any chunking, and the only way for a wire that MPI cannot add. Both work chunk
-by chunk: while one chunk is added and sent back, the next one is on its way.
+sequential sum of what the wire carried, and the only way for a wire that MPI cannot add. Wires that
+round number by number give the same bits for any chunking. Both work chunk by chunk: while one
+chunk is added and sent back, the next one is on its way.
 
 A row is read and written through a `Source`, chunk by chunk, so that a delta is computed where it
 is needed and never stored.

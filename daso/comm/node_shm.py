@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from daso.comm.dtypes import accumulator
+from daso.comm.mpi import load
 from daso.comm.node import Span, wait_until
 from daso.comm.window import ALIGN, SharedWindow
 
@@ -208,12 +209,11 @@ class ShmNode:
 
     def free(self) -> None:
         """Give the memory back; tensors made from it must not be used afterwards."""
-        if not self._windows:
-            return
         for window in self._windows:
             window.free()
         self._windows = []
-        self.comm.Free()
+        if self.comm != load().COMM_NULL:
+            self.comm.Free()
 
 
 def _aligned(nbytes: int) -> int:

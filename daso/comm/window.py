@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedWindow"]
 
-ALIGN = 64  # bytes: a cache line, and every dtype starts on it
+ALIGN = 64  # bytes: a cache line
 
 
 class SharedWindow:

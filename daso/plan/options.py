@@ -9,7 +9,7 @@ from daso.plan.merge import MERGES
 __all__ = ["Exchange", "Gradients", "Settings", "Wire"]
 
 Reduce = Literal["auto", "iallreduce", "ordered"]
-Wire = Literal["fp32", "bf16", "fp16", "int8", "int4", "topk"]
+Wire = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 NonFinite = Literal["drop", "raise"]
 
 MiB = 1 << 20
@@ -25,8 +25,9 @@ class Exchange:
             iallreduce where the wire is fp32 and ordered elsewhere.
         chunk_bytes: Size of the pieces an exchange is cut into, in bytes of the wire.
         nonfinite: What happens when a node's delta holds NaN or infinity. ``"drop"``: all ranks
-            drop that exchange, say so, and the node starts again from the reference; three in a
-            row raise. ``"raise"``: all ranks raise at once.
+            drop that exchange, say so, and the node starts again from the reference; the third
+            drop without two good exchanges in a row between raises. ``"raise"``: all ranks raise
+            at once.
         stall_seconds: How long a rank waits for another before it raises and names who is late.
     """
 
@@ -63,8 +64,7 @@ class Settings:
 
     Args:
         wire: What crosses between nodes for deltas: ``"fp32"``, ``"bf16"``, ``"fp16"``,
-            ``"int8"`` and ``"int4"`` with a scale per 128 numbers, or ``"topk"``, the largest of
-            every 64.
+            or ``"int8"`` and ``"int4"`` with a scale per 128 numbers.
         merge: How a mean that is some batches old is taken in; see `daso.plan.merge`.
         exchange: How nodes exchange.
         gradients: How gradients are averaged.

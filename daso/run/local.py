@@ -60,6 +60,8 @@ class Local:
             # More ranks than cores must start too; Open MPI 4, then 5.
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
             "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            # Open MPI 5.0 prints an error per window otherwise, and goes on without it.
+            "OMPI_MCA_osc": "^ucx",
         }
         if root:
             ours |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -1,5 +1,6 @@
 """Make state outside the parameters equal on all ranks: buffers, the inner optimizer's state."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ __all__ = [
     "average_tensors",
     "drop_partial_state",
     "mend_buffers",
+    "state_digest",
     "state_tensors",
     "zero_nonfinite",
 ]
@@ -34,7 +36,7 @@ def average_tensors(
 ) -> int:
     """Set floating tensors to their mean over all ranks and other tensors to world rank 0's.
 
-    Means are added in rank order, so every rank gets the same bits.
+    Differences from rank 0 are added in rank order, so every rank gets the same bits.
 
     Args:
         tensors: The same list on every rank, on the CPU.
@@ -53,6 +55,10 @@ def average_tensors(
     for dtype in (torch.float32, torch.float64):
         members = [t for t in tensors if t.is_floating_point() and accumulator(t.dtype) == dtype]
         row = torch.cat([t.detach().reshape(-1).to(dtype) for t in members] or [torch.empty(0)])
+        # The mean of differences from rank 0 leaves alone what is equal everywhere, to the bit.
+        first = row.clone()
+        broadcast([first], topology)
+        row = torch.where(row == first, 0.0, row - first)  # equal infinities too
         mean = TwoPhase(comm, Cast(dtype, dtype), [1] * topology.place.size, topology.place.size)
         chunks = chunk_parts(
             row.numel(), topology.place.size, max(1, chunk_bytes // dtype.itemsize)
@@ -61,10 +67,10 @@ def average_tensors(
         # The parts of a row are equal, so the share that leaves the node is the share of ranks.
         others = topology.place.size - topology.place.local_size
         nbytes += sent * others // max(1, topology.place.size - 1)
+        row = torch.where(row == 0, first, row + first)
         with torch.no_grad():
-            for tensor, part in zip(
-                members, torch.split(row, [t.numel() for t in members]), strict=True
-            ):
+            sizes = [t.numel() for t in members]
+            for tensor, part in zip(members, torch.split(row, sizes), strict=True):
                 tensor.copy_(part.view(tensor.shape))
     return nbytes
 
@@ -86,9 +92,9 @@ def mend_buffers(
     shares = [ok.to(b.dtype) for b, ok in zip(buffers, sound, strict=True)]
     average([*values, *shares])
     for buffer, ok, value, share in zip(buffers, sound, values, shares, strict=True):
-        buffer.copy_(
-            torch.where(ok, buffer, value / share.clamp(min=torch.finfo(share.dtype).tiny))
-        )
+        # What is finite on no rank is meant to be so: a mask of -inf.
+        mend = ~ok & (share > 0)
+        buffer[mend] = (value / share)[mend]
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, torch.Tensor]:
@@ -109,10 +115,20 @@ def state_tensors(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, t
     return found
 
 
+def state_digest(optimizer: torch.optim.Optimizer, named: Named) -> str:
+    """Return a hash of the tensors in an optimizer's state, bit for bit."""
+    hasher = hashlib.sha256()
+    for key, tensor in state_tensors(optimizer, named).items():
+        hasher.update(key.encode())
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        hasher.update(flat.view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
+
+
 def drop_partial_state(
-    optimizer: torch.optim.Optimizer, named: Named, everywhere: Iterable[str]
+    optimizer: torch.optim.Optimizer, named: Named, everyones: Sequence[Iterable[str]]
 ) -> None:
-    """Forget the state of parameters that not every rank has, as if never stepped.
+    """Forget the state of parameters for which not every rank has the same.
 
     A parameter that some node never used has no momentum there; starting it anew everywhere is the
     one choice that leaves all nodes equal.
@@ -120,13 +136,14 @@ def drop_partial_state(
     Args:
         optimizer: The user's optimizer.
         named: Names and parameters.
-        everywhere: Keys from `state_tensors` that every rank has.
+        everyones: Keys from `state_tensors` of each rank.
     """
-    known = set(everywhere)
-    partial = {key.partition("/")[0] for key in state_tensors(optimizer, named) if key not in known}
+    sets = [set(keys) for keys in everyones]
+    shared = sets[0].intersection(*sets)
+    partial = {key.rpartition("/")[0] for keys in sets for key in keys - shared}
     for name, param in named:
         if name in partial:
-            del optimizer.state[param]
+            optimizer.state.pop(param, None)
 
 
 def zero_nonfinite(optimizer: torch.optim.Optimizer, named: Named) -> None:

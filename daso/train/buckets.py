@@ -106,6 +106,7 @@ class GradientBuckets:
             yield
         finally:
             self._paused = before
+            self.fresh = False  # what piled up is not averaged yet
 
     def _on_ready(self, index: int, tensor: torch.Tensor) -> None:
         if self._paused:
@@ -207,7 +208,11 @@ def _check_gradient(name: str, tensor: torch.Tensor, *, again: bool) -> None:
             f"gradients must be dense, but {name} got a sparse one; make its layer with "
             f"sparse=False"
         )
-    assert not again, f"autograd gave {name} two gradients in one backward"
+    if again:
+        raise LayoutError(
+            f"a parameter must get its gradient once in a backward, but {name} got two; use "
+            f"checkpoint(..., use_reentrant=False)"
+        )
 
 
 def _fill(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:

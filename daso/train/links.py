@@ -71,10 +71,30 @@ class Links:
         yield [self.world.Iallreduce(mpi.IN_PLACE, sum_buffer(numbers), op=mpi.MAX)]
         return Header.decode(numbers.tolist())
 
-    def close(self) -> None:
-        """Stop the engine, then free its communicators. Collective over the world; idempotent."""
-        self.engine.close()
+    def gather(self, number: float) -> Work[list[float]]:
+        """Return every rank's number, in rank order; also a barrier with the stall limit.
+
+        Args:
+            number: This rank's.
+
+        Collective over the world; non-blocking, as work for the engine.
+        """
+        mine = torch.tensor([number], dtype=torch.float64)
+        everyone = torch.empty(self.place.size, dtype=torch.float64)
+        yield [self.world.Iallgather(sum_buffer(mine), sum_buffer(everyone))]
+        return everyone.tolist()
+
+    def close(self) -> bool:
+        """Stop the engine, then free its communicators. Collective over the world; idempotent.
+
+        Returns:
+            Whether all exchanges had ended well; otherwise nothing is freed, since ranks may be
+            missing.
+        """
+        if not self.engine.close():
+            return False
         mpi = load()
         for comm in (self.lane, self.world):
             if comm != mpi.COMM_NULL:
                 comm.Free()
+        return True

@@ -20,13 +20,22 @@ import torch
 
 from daso.comm.mpi import library
 from daso.comm.topology import Topology, default
+from daso.errors import ConfigError, LayoutError
 from daso.plan.options import Exchange, Gradients, Settings
 from daso.plan.schedule import Act, Fixed, Policy, State, after_batch, after_epoch, drain
+from daso.train.agree import state_digest
 from daso.train.params import Trained
 from daso.train.sync import Sync
 
 __all__ = ["DASO"]
 
+# Where torch keeps hooks on state_dict and load_state_dict.
+STATE_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
 logger = logging.getLogger("daso")
 
 
@@ -42,8 +51,8 @@ class DASO(torch.optim.Optimizer):
         topology: Who is where; found from MPI if None.
         policy: Chooses how many batches lie between exchanges (skip) and how many an exchange may
             take (wait).
-        wire: What crosses between nodes: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``,
-            ``"int4"`` or ``"topk"``; what rounding loses is kept and sent later.
+        wire: What crosses between nodes: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"`` or
+            ``"int4"``; what rounding loses is kept and sent later.
         merge: How a node takes in a mean that is some batches old: ``"daso"`` weighs its own work
             by the batches waited, ``"delta"`` keeps it whole.
         exchange: How nodes exchange.
@@ -80,18 +89,43 @@ class DASO(torch.optim.Optimizer):
             gradients=Gradients() if gradients is None else gradients,
         )
         self._topology = default() if topology is None else topology
+        self._agree_options()
         self._state = self._policy.start()
         self._history = [(self._state.batch, self._state.skip, self._state.wait)]
         self._sync: Sync | None = None
         self._open(log=True)
+        # Hooks on state_dict are the inner optimizer's, which makes and loads it.
+        for name in STATE_HOOKS:
+            setattr(self, name, getattr(inner, name))
         # Step hooks registered here run around the whole step, communication included.
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
+
+    def _agree_options(self) -> None:
+        """Refuse what must be equal on all ranks and is not, before anything is sent."""
+        if self._topology.place.size == 1:
+            return
+        mine = f"policy={self._policy!r}, {self._settings!r}"
+        first = self._topology.world.bcast(mine)
+        difference = None if mine == first else f"{mine} here and {first} on rank 0"
+        problem = difference and (
+            f"every rank must be given the same options, but there are {difference}; pass the "
+            f"same keywords everywhere"
+        )
+        self._topology.agree(problem, ConfigError)
+        named = Trained.by(self.inner, self._module).named
+        if not self._topology.same(state_digest(self.inner, named)):
+            raise LayoutError(
+                "the inner optimizer's state must be the same on every rank, but it differs; load "
+                "it on every rank, or on none, before wrapping"
+            )
 
     def _open(self, *, log: bool = False) -> None:
         if self._topology.place.size == 1:
             return
         trained = Trained.by(self.inner, self._module)
+        groups = self.inner.param_groups
+        self._trainable = sum(p.requires_grad for group in groups for p in group["params"])
         self._sync = Sync(trained, self._topology, self._settings)
         _open_syncs.add(self._sync)
         acts = () if self._state.synchronous else (Act.ANCHOR,)
@@ -155,11 +189,16 @@ class DASO(torch.optim.Optimizer):
             self.inner.add_param_group(param_group)
             return
         self.synchronize()
-        counts = self._sync.counts
-        self._sync.close()
         self.inner.add_param_group(param_group)
+        self._reopen(self._sync)
+
+    def _reopen(self, sync: Sync) -> None:
+        """Set up anew for other parameters; nothing may be in flight."""
+        sync.counts.exposed_seconds += sync.buckets.node.waited_seconds
+        sync.close()
         self._open()
-        self._sync.counts = counts
+        assert self._sync is not None
+        self._sync.counts = sync.counts
 
     # --- training --------------------------------------------------------------------------
 
@@ -180,16 +219,28 @@ class DASO(torch.optim.Optimizer):
         """
         for hook in self._optimizer_step_pre_hooks.values():
             hook(self, (), {"closure": closure})
+        self._follow_freezing()
         loss = None
         if self._sync is None or self._sync.before_step(has_closure=closure is not None):
             loss = self.inner.step(closure)
         acts, state = after_batch(self._policy, self._state)
-        if self._sync is not None:
-            self._sync.after_step(acts, state)
-        self._take(state)
+        try:
+            if self._sync is not None:
+                self._sync.after_step(acts, state)
+        finally:  # an error that all ranks got leaves them in step
+            self._take(state)
         for hook in self._optimizer_step_post_hooks.values():
             hook(self, (), {"closure": closure})
         return loss
+
+    def _follow_freezing(self) -> None:
+        """Take up parameters that were frozen or unfrozen since the last step."""
+        if self._sync is None:
+            return
+        trainable = sum(p.requires_grad for group in self.param_groups for p in group["params"])
+        if trainable != self._trainable:
+            self._perform(*drain(self._state))
+            self._reopen(self._sync)
 
     def _take(self, state: State) -> None:
         if (state.skip, state.wait) != (self._state.skip, self._state.wait):
@@ -197,9 +248,11 @@ class DASO(torch.optim.Optimizer):
         self._state = state
 
     def _perform(self, acts: Sequence[Act], state: State) -> None:
-        if self._sync is not None:
-            self._sync.perform(acts, state)
-        self._take(state)
+        try:
+            if self._sync is not None:
+                self._sync.perform(acts, state)
+        finally:
+            self._take(state)
 
     def end_epoch(self, loss: float | torch.Tensor) -> float:
         """Tell the schedule that an epoch is over; all nodes agree afterwards.
@@ -212,7 +265,10 @@ class DASO(torch.optim.Optimizer):
 
         Collective over the world; blocking.
         """
-        mean = float(loss) if self._sync is None else self._sync.mean(float(loss))
+        mean = float(loss)
+        if self._sync is not None:
+            self._sync.agree_batch(self._state.batch)
+            mean = self._sync.mean(mean)
         self._perform(*after_epoch(self._policy, self._state, mean))
         return mean
 
@@ -224,6 +280,8 @@ class DASO(torch.optim.Optimizer):
 
         Collective over the world; blocking.
         """
+        if self._sync is not None:
+            self._sync.agree_batch(self._state.batch)
         self._perform(*drain(self._state))
         if self._sync is not None:
             self._sync.average_buffers()
@@ -243,7 +301,8 @@ class DASO(torch.optim.Optimizer):
     def close(self) -> None:
         """Stop communicating and give memory back; the optimizer cannot step afterwards.
 
-        What is in flight is finished but not merged: call `synchronize` first to agree.
+        What is in flight is finished but not merged: call `synchronize` first to agree. Gradients
+        get memory of their own; do not use tensors kept from an earlier ``p.grad``.
 
         Collective over the world; blocking; idempotent.
         """

@@ -17,7 +17,7 @@ from daso.comm.compress import codec_named
 from daso.comm.dtypes import accumulator
 from daso.comm.engine import Ticket, Work
 from daso.comm.topology import Topology
-from daso.errors import LayoutError, NonFiniteError, TopologyError
+from daso.errors import ExchangeError, NonFiniteError, TopologyError
 from daso.plan.header import Header, culprit, decode_culprit
 from daso.plan.merge import merge_rule
 from daso.plan.options import Settings
@@ -84,10 +84,47 @@ class Sync:
             choose_node(topology, trained.device, settings.exchange.stall_seconds),
             self._route(State()),
             bucket_bytes=settings.gradients.bucket_bytes,
-            same_order=topology.world.bcast,
+            same_order=self._same_order,
         )
-        self.rows = self._make_rows() if topology.place.nodes > 1 else []
         self._flight: Flight | None = None
+        try:
+            self.rows = self._make_rows() if topology.place.nodes > 1 else []
+        except TopologyError:  # no shared memory: leave the user's model without hooks
+            self.links.engine.close()
+            self.buckets.close()
+            raise
+
+    def _same_order(self, order: list[int]) -> list[int]:
+        self.meet()
+        agreed: list[int] = self.topology.world.bcast(order)
+        return agreed
+
+    def meet(self) -> None:
+        """Wait until every rank is here, with the stall limit that MPI's own calls lack.
+
+        Collective over the world; blocking.
+        """
+        self._wait(self.links.engine.submit(self.links.gather(0.0)))
+
+    def agree_batch(self, batch: int) -> None:
+        """Raise on every rank alike unless all have taken the same number of steps.
+
+        Args:
+            batch: Steps of this rank.
+
+        Raises:
+            ExchangeError: Naming who took fewest and most.
+
+        Collective over the world; blocking.
+        """
+        steps = self._wait(self.links.engine.submit(self.links.gather(float(batch))))
+        fewest, most = min(steps), max(steps)
+        if fewest != most:
+            raise ExchangeError(
+                f"every rank must take the same number of steps, but rank {steps.index(fewest)} "
+                f"took {fewest:.0f} and rank {steps.index(most)} took {most:.0f}; give every rank "
+                f"the same number of batches"
+            )
 
     def _make_rows(self) -> list[ParameterRow]:
         rows, node, place = [], self.buckets.node, self.topology.place
@@ -243,10 +280,11 @@ class Sync:
         self.counts.exchange_seconds = flight.ticket.seconds
         self.counts.global_bytes_sent += outcome.nbytes
         if not outcome.header.aligned:
-            raise LayoutError(
-                f"ranks must exchange the same parameters after the same number of steps, but "
-                f"rank {self.topology.place.rank} is at step {flight.batch} and others are "
-                f"not; give every rank the same number of batches"
+            header = outcome.header
+            raise ExchangeError(
+                f"ranks must exchange the same parameters after the same number of steps, but they "
+                f"were at steps {-header.minus_batch:.0f} to {header.batch:.0f}; give every rank "
+                f"the same number of batches and let every rank call step() for each"
             )
         if outcome.header.nonfinite:
             self._drop(outcome)
@@ -256,9 +294,14 @@ class Sync:
         for row in self.rows:
             row.merge(rule)
         self.counts.good()
-        seconds = flight.ticket.seconds
         self.counts.event(
-            "exchange", sent=flight.batch, received=batch, seconds=seconds, **asdict(rule)
+            "exchange",
+            sent=flight.batch,
+            received=batch,
+            seconds=flight.ticket.seconds,
+            slowest_step_seconds=outcome.header.step_seconds,
+            slowest_exchange_seconds=outcome.header.exchange_seconds,
+            **asdict(rule),
         )
         return True
 
@@ -299,13 +342,13 @@ class Sync:
 
     def _join(self) -> None:
         """Average the inner optimizer's state: from here all nodes take the same steps."""
-        comm = self.topology.world
+        self.meet()
         inner, named = self.trained.inner, self.trained.named
-        keys = [*state_tensors(inner, named)]
-        everywhere = set(keys).intersection(*comm.allgather(keys))
-        drop_partial_state(inner, named, everywhere)
-        self._average([*state_tensors(inner, named).values()])
-        self.counts.event("join", tensors=len(everywhere))
+        everyones = self.topology.world.allgather([*state_tensors(inner, named)])
+        drop_partial_state(inner, named, everyones)
+        tensors = [*state_tensors(inner, named).values()]
+        self._average(tensors)
+        self.counts.event("join", tensors=len(tensors))
 
     def average_buffers(self) -> None:
         """Make the model's buffers (BatchNorm statistics) equal: means over all ranks."""
@@ -322,18 +365,14 @@ class Sync:
         )
         self.counts.exposed_seconds += time.perf_counter() - start
 
-    def same(self, value: object) -> bool:
-        """Return whether every rank passed an equal value. Collective over the world; blocking."""
-        return self.topology.same(value)
-
     def mean(self, value: float) -> float:
         """Return the mean of a number over all ranks, the same bits everywhere; blocking."""
-        values: list[float] = self.topology.world.allgather(value)
+        values = self._wait(self.links.engine.submit(self.links.gather(value)))
         return sum(values) / len(values)
 
     def close(self) -> None:
         """Stop the engine and give everything back. Collective over the world; idempotent."""
-        self.links.close()
-        self.buckets.close()
         self.rows = []
-        self.buckets.node.free()
+        self.buckets.close()
+        if self.links.close():
+            self.buckets.node.free()

@@ -108,7 +108,7 @@ def test_the_bytes_of_a_chunk_must_be_a_whole_number(nbytes):
 
 @pytest.mark.parametrize("wire", ["fp17", "", None])
 def test_an_unknown_wire_is_refused_with_the_known_ones(wire):
-    with pytest.raises(ConfigError, match=f"wire must be one of fp32, .*, topk, not {wire!r}"):
+    with pytest.raises(ConfigError, match=f"wire must be one of fp32, .*, int4, not {wire!r}"):
         make(wire=wire)
 
 
