@@ -20,10 +20,10 @@ import torch
 
 from daso.comm.mpi import library
 from daso.comm.topology import Topology, default
-from daso.errors import ConfigError, LayoutError
 from daso.plan.options import Exchange, Gradients, Settings
 from daso.plan.schedule import Act, Fixed, Policy, State, after_batch, after_epoch, drain
-from daso.train.agree import state_digest
+from daso.train.meeting import agree_options
+from daso.train.metrics import Counts
 from daso.train.params import Trained
 from daso.train.sync import Sync
 
@@ -89,11 +89,13 @@ class DASO(torch.optim.Optimizer):
             gradients=Gradients() if gradients is None else gradients,
         )
         self._topology = default() if topology is None else topology
-        self._agree_options()
+        if self._topology.place.size > 1:
+            trained = Trained.by(inner, module)
+            agree_options(trained, self._topology, self._settings, repr(self._policy))
         self._state = self._policy.start()
         self._history = [(self._state.batch, self._state.skip, self._state.wait)]
         self._sync: Sync | None = None
-        self._open(log=True)
+        self._open(Counts(), log=True)
         # Hooks on state_dict are the inner optimizer's, which makes and loads it.
         for name in STATE_HOOKS:
             setattr(self, name, getattr(inner, name))
@@ -101,32 +103,13 @@ class DASO(torch.optim.Optimizer):
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
 
-    def _agree_options(self) -> None:
-        """Refuse what must be equal on all ranks and is not, before anything is sent."""
-        if self._topology.place.size == 1:
-            return
-        mine = f"policy={self._policy!r}, {self._settings!r}"
-        first = self._topology.world.bcast(mine)
-        difference = None if mine == first else f"{mine} here and {first} on rank 0"
-        problem = difference and (
-            f"every rank must be given the same options, but there are {difference}; pass the "
-            f"same keywords everywhere"
-        )
-        self._topology.agree(problem, ConfigError)
-        named = Trained.by(self.inner, self._module).named
-        if not self._topology.same(state_digest(self.inner, named)):
-            raise LayoutError(
-                "the inner optimizer's state must be the same on every rank, but it differs; load "
-                "it on every rank, or on none, before wrapping"
-            )
-
-    def _open(self, *, log: bool = False) -> None:
+    def _open(self, counts: Counts, *, log: bool = False) -> None:
         if self._topology.place.size == 1:
             return
         trained = Trained.by(self.inner, self._module)
         groups = self.inner.param_groups
         self._trainable = sum(p.requires_grad for group in groups for p in group["params"])
-        self._sync = Sync(trained, self._topology, self._settings)
+        self._sync = Sync(trained, self._topology, self._settings, counts)
         _open_syncs.add(self._sync)
         acts = () if self._state.synchronous else (Act.ANCHOR,)
         self._sync.perform(acts, self._state)
@@ -196,9 +179,7 @@ class DASO(torch.optim.Optimizer):
         """Set up anew for other parameters; nothing may be in flight."""
         sync.counts.exposed_seconds += sync.buckets.node.waited_seconds
         sync.close()
-        self._open()
-        assert self._sync is not None
-        self._sync.counts = sync.counts
+        self._open(sync.counts)
 
     # --- training --------------------------------------------------------------------------
 
@@ -267,8 +248,8 @@ class DASO(torch.optim.Optimizer):
         """
         mean = float(loss)
         if self._sync is not None:
-            self._sync.agree_batch(self._state.batch)
-            mean = self._sync.mean(mean)
+            self._sync.meeting.agree_batch(self._state.batch)
+            mean = self._sync.meeting.mean(mean)
         self._perform(*after_epoch(self._policy, self._state, mean))
         return mean
 
@@ -281,10 +262,10 @@ class DASO(torch.optim.Optimizer):
         Collective over the world; blocking.
         """
         if self._sync is not None:
-            self._sync.agree_batch(self._state.batch)
+            self._sync.meeting.agree_batch(self._state.batch)
         self._perform(*drain(self._state))
         if self._sync is not None:
-            self._sync.average_buffers()
+            self._sync.meeting.average_buffers()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -5,7 +5,6 @@ by the training thread, at step boundaries, and nowhere else.
 """
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
@@ -22,15 +21,10 @@ from daso.plan.header import Header, culprit, decode_culprit
 from daso.plan.merge import merge_rule
 from daso.plan.options import Settings
 from daso.plan.schedule import Act, State
-from daso.train.agree import (
-    average_tensors,
-    drop_partial_state,
-    mend_buffers,
-    state_tensors,
-    zero_nonfinite,
-)
+from daso.train.agree import zero_nonfinite
 from daso.train.buckets import Finish, GradientBuckets, Route
 from daso.train.links import Links
+from daso.train.meeting import Meeting
 from daso.train.metrics import Counts
 from daso.train.params import Trained, agree_layout, broadcast
 from daso.train.rows import ParameterRow
@@ -68,23 +62,27 @@ class Sync:
         trained: The optimizer and what it trains.
         topology: Who is where; more than one rank.
         settings: How to exchange.
+        counts: Where everything is counted.
 
     Collective over the world; blocking.
     """
 
-    def __init__(self, trained: Trained, topology: Topology, settings: Settings) -> None:
+    def __init__(
+        self, trained: Trained, topology: Topology, settings: Settings, counts: Counts
+    ) -> None:
         agree_layout(trained, topology)
         topology.agree(node_problem(trained.device), TopologyError)
         broadcast(trained.tensors(), topology)
         self.trained, self.topology, self.settings = trained, topology, settings
-        self.counts = Counts()
+        self.counts = counts
         self.links = Links(topology, settings)
+        self.meeting = Meeting(trained, topology, self.links, self.counts)
         self.buckets = GradientBuckets(
             trained.named,
             choose_node(topology, trained.device, settings.exchange.stall_seconds),
             self._route(State()),
             bucket_bytes=settings.gradients.bucket_bytes,
-            same_order=self._same_order,
+            same_order=self.meeting.same_order,
         )
         self._flight: Flight | None = None
         try:
@@ -93,38 +91,6 @@ class Sync:
             self.links.engine.close()
             self.buckets.close()
             raise
-
-    def _same_order(self, order: list[int]) -> list[int]:
-        self.meet()
-        agreed: list[int] = self.topology.world.bcast(order)
-        return agreed
-
-    def meet(self) -> None:
-        """Wait until every rank is here, with the stall limit that MPI's own calls lack.
-
-        Collective over the world; blocking.
-        """
-        self._wait(self.links.engine.submit(self.links.gather(0.0)))
-
-    def agree_batch(self, batch: int) -> None:
-        """Raise on every rank alike unless all have taken the same number of steps.
-
-        Args:
-            batch: Steps of this rank.
-
-        Raises:
-            ExchangeError: Naming who took fewest and most.
-
-        Collective over the world; blocking.
-        """
-        steps = self._wait(self.links.engine.submit(self.links.gather(float(batch))))
-        fewest, most = min(steps), max(steps)
-        if fewest != most:
-            raise ExchangeError(
-                f"every rank must take the same number of steps, but rank {steps.index(fewest)} "
-                f"took {fewest:.0f} and rank {steps.index(most)} took {most:.0f}; give every rank "
-                f"the same number of batches"
-            )
 
     def _make_rows(self) -> list[ParameterRow]:
         rows, node, place = [], self.buckets.node, self.topology.place
@@ -153,16 +119,9 @@ class Sync:
         ticket = self.links.engine.submit(self.links.gradient_mean(total))
 
         def finish() -> None:
-            self.counts.global_bytes_sent += self._wait(ticket)
+            self.counts.global_bytes_sent += self.meeting.wait(ticket)
 
         return finish
-
-    def _wait(self, ticket: Ticket[Result]) -> Result:
-        start = time.perf_counter()
-        try:
-            return self.links.engine.wait(ticket)
-        finally:
-            self.counts.exposed_seconds += time.perf_counter() - start
 
     # --- one step ----------------------------------------------------------------------------
 
@@ -228,7 +187,7 @@ class Sync:
             while not self._receive(self._flight, batch) and blocking:
                 self._send(batch)
         elif act is Act.JOIN:
-            self._join()
+            self.meeting.join()
 
     # --- exchanges ---------------------------------------------------------------------------
 
@@ -276,7 +235,7 @@ class Sync:
     def _receive(self, flight: Flight, batch: int) -> bool:
         """Finish the exchange in flight; return whether it was merged."""
         self._flight = None
-        outcome = self._wait(flight.ticket)
+        outcome = self.meeting.wait(flight.ticket)
         self.counts.exchange_seconds = flight.ticket.seconds
         self.counts.global_bytes_sent += outcome.nbytes
         if not outcome.header.aligned:
@@ -316,7 +275,7 @@ class Sync:
             for row in self.rows:
                 row.restore()
             zero_nonfinite(self.trained.inner, self.trained.named)
-        mend_buffers(self.trained.buffers(), self._average)
+        self.meeting.mend_buffers()
 
     def _name_at(self, element: int) -> str:
         for row in self.rows:
@@ -337,38 +296,6 @@ class Sync:
                 f"values must be finite, but {what} (drop number {lately} within a few exchanges); "
                 f"lower the learning rate, clip gradients, or look at that rank's data"
             )
-
-    # --- agreement ---------------------------------------------------------------------------
-
-    def _join(self) -> None:
-        """Average the inner optimizer's state: from here all nodes take the same steps."""
-        self.meet()
-        inner, named = self.trained.inner, self.trained.named
-        everyones = self.topology.world.allgather([*state_tensors(inner, named)])
-        drop_partial_state(inner, named, everyones)
-        tensors = [*state_tensors(inner, named).values()]
-        self._average(tensors)
-        self.counts.event("join", tensors=len(tensors))
-
-    def average_buffers(self) -> None:
-        """Make the model's buffers (BatchNorm statistics) equal: means over all ranks."""
-        self._average(self.trained.buffers())
-
-    def _average(self, tensors: list[torch.Tensor]) -> None:
-        start = time.perf_counter()
-        self.counts.global_bytes_sent += average_tensors(
-            tensors,
-            self.topology,
-            self.links.world,
-            self.links.engine.run,
-            self.settings.exchange.chunk_bytes,
-        )
-        self.counts.exposed_seconds += time.perf_counter() - start
-
-    def mean(self, value: float) -> float:
-        """Return the mean of a number over all ranks, the same bits everywhere; blocking."""
-        values = self._wait(self.links.engine.submit(self.links.gather(value)))
-        return sum(values) / len(values)
 
     def close(self) -> None:
         """Stop the engine and give everything back. Collective over the world; idempotent."""

@@ -1,0 +1,152 @@
+"""Where all ranks meet: what they check, wait for and average together, beside parameters."""
+
+import time
+from typing import TypeVar
+
+import torch
+
+from daso.comm.engine import Ticket
+from daso.comm.topology import Topology
+from daso.errors import ConfigError, ExchangeError, LayoutError
+from daso.plan.options import Settings
+from daso.train.agree import (
+    average_tensors,
+    drop_partial_state,
+    mend_buffers,
+    state_digest,
+    state_tensors,
+)
+from daso.train.links import Links
+from daso.train.metrics import Counts
+from daso.train.params import Trained
+
+__all__ = ["Meeting", "agree_options"]
+
+Result = TypeVar("Result")
+
+
+def agree_options(trained: Trained, topology: Topology, settings: Settings, policy: str) -> None:
+    """Refuse what must be equal on all ranks and is not, before anything is sent.
+
+    Args:
+        trained: Whose optimizer state is compared.
+        topology: Whose world.
+        settings: How this rank was told to exchange.
+        policy: This rank's policy, as text.
+
+    Raises:
+        ConfigError: Options differ; the same on every rank.
+        LayoutError: The optimizer's state differs; the same on every rank.
+
+    Collective over the world; blocking.
+    """
+    mine = f"policy={policy}, {settings!r}"
+    first = topology.world.bcast(mine)
+    problem = None
+    if mine != first:
+        problem = (
+            f"every rank must be given the same options, but there are {mine} here and {first} on "
+            f"rank 0; pass the same keywords everywhere"
+        )
+    topology.agree(problem, ConfigError)
+    if not topology.same(state_digest(trained.inner, trained.named)):
+        raise LayoutError(
+            "the inner optimizer's state must be the same on every rank, but it differs; load it "
+            "on every rank, or on none, before wrapping"
+        )
+
+
+class Meeting:
+    """What all ranks do together between exchanges; each waits no longer than the stall limit.
+
+    Args:
+        trained: The optimizer and what it trains.
+        topology: Whose world.
+        links: The engine that all traffic goes through.
+        counts: Where seconds and bytes are counted.
+    """
+
+    def __init__(self, trained: Trained, topology: Topology, links: Links, counts: Counts) -> None:
+        self.trained, self.topology = trained, topology
+        self.links, self.counts = links, counts
+
+    def wait(self, ticket: Ticket[Result]) -> Result:
+        """Block until work is over and return its result; the time counts as exposed."""
+        start = time.perf_counter()
+        try:
+            return self.links.engine.wait(ticket)
+        finally:
+            self.counts.exposed_seconds += time.perf_counter() - start
+
+    def gather(self, number: float) -> list[float]:
+        """Return every rank's number, in rank order. Collective over the world; blocking."""
+        return self.wait(self.links.engine.submit(self.links.gather(number)))
+
+    def same_order(self, order: list[int]) -> list[int]:
+        """Return world rank 0's order. Collective over the world; blocking."""
+        self.gather(0.0)  # waits with the stall limit, which MPI's own calls lack
+        agreed: list[int] = self.topology.world.bcast(order)
+        return agreed
+
+    def agree_batch(self, batch: int) -> None:
+        """Raise on every rank alike unless all have taken the same number of steps.
+
+        Args:
+            batch: Steps of this rank.
+
+        Raises:
+            ExchangeError: Naming who took fewest and most.
+
+        Collective over the world; blocking.
+        """
+        steps = self.gather(float(batch))
+        fewest, most = min(steps), max(steps)
+        if fewest != most:
+            raise ExchangeError(
+                f"every rank must take the same number of steps, but rank {steps.index(fewest)} "
+                f"took {fewest:.0f} and rank {steps.index(most)} took {most:.0f}; give every rank "
+                f"the same number of batches"
+            )
+
+    def mean(self, value: float) -> float:
+        """Return the mean of a number over all ranks, the same bits everywhere; blocking."""
+        values = self.gather(value)
+        return sum(values) / len(values)
+
+    def join(self) -> None:
+        """Average the inner optimizer's state: from here all nodes take the same steps.
+
+        Collective over the world; blocking.
+        """
+        self.gather(0.0)
+        inner, named = self.trained.inner, self.trained.named
+        everyones = self.topology.world.allgather([*state_tensors(inner, named)])
+        drop_partial_state(inner, named, everyones)
+        tensors = [*state_tensors(inner, named).values()]
+        self._average(tensors)
+        self.counts.event("join", tensors=len(tensors))
+
+    def average_buffers(self) -> None:
+        """Make the model's buffers (BatchNorm statistics) equal: means over all ranks.
+
+        Collective over the world; blocking.
+        """
+        self._average(self.trained.buffers())
+
+    def mend_buffers(self) -> None:
+        """Give buffers that are not finite here the mean of the ranks where they are.
+
+        Collective over the world; blocking.
+        """
+        mend_buffers(self.trained.buffers(), self._average)
+
+    def _average(self, tensors: list[torch.Tensor]) -> None:
+        start = time.perf_counter()
+        self.counts.global_bytes_sent += average_tensors(
+            tensors,
+            self.topology,
+            self.links.world,
+            self.links.engine.run,
+            self.links.settings.exchange.chunk_bytes,
+        )
+        self.counts.exposed_seconds += time.perf_counter() - start
