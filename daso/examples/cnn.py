@@ -76,6 +76,7 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     place = daso.init().place
     train, test = load(options.data, train=True), load(options.data, train=False)
     side = train[0][0].shape[-1]

@@ -74,6 +74,7 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     place = daso.init().place
     windows = load_text(train=True, context=options.context, max_bytes=4_000_000)
     sampler = ShardedSampler(
