@@ -220,7 +220,7 @@ class DASO(torch.optim.Optimizer):
             return
         trainable = sum(p.requires_grad for group in self.param_groups for p in group["params"])
         if trainable != self._trainable:
-            self._perform(*drain(self._state))
+            self.synchronize()
             self._reopen(self._sync)
 
     def _take(self, state: State) -> None:
