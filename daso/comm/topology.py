@@ -47,8 +47,8 @@ class Place:
 
     @property
     def other_ranks(self) -> tuple[int, ...]:
-        """World ranks of the other nodes."""
-        return tuple(rank for rank, node in enumerate(self.node_of) if node != self.node)
+        """World ranks but this one."""
+        return tuple(rank for rank in range(self.size) if rank != self.rank)
 
     @property
     def lanes(self) -> int:

@@ -121,8 +121,10 @@ def test_a_summary_of_an_earlier_run_does_not_outlive_the_start_of_a_new_one(tmp
 
 def test_close_may_be_called_twice(tmp_path):
     made = RunFolder(tmp_path, tensorboard=True)
+    made.event("start")
     made.close()
     made.close()
+    assert len(logged(made)) == 1
 
 
 @pytest.mark.parametrize(
