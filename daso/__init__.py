@@ -11,28 +11,35 @@ if TYPE_CHECKING:
     from daso import errors
     from daso.comm.topology import Topology, init
     from daso.plan.options import Exchange, Gradients
-    from daso.plan.schedule import Fixed, Plateau
+    from daso.plan.policy import Auto, Fixed, Plateau, Qsr
+    from daso.train.attach import attach
     from daso.train.optimizer import DASO
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DASO",
+    "Auto",
     "Exchange",
     "Fixed",
     "Gradients",
     "Plateau",
+    "Qsr",
     "Topology",
+    "attach",
     "errors",
     "init",
 ]
 
 _HOME = {
     "DASO": "daso.train.optimizer",
+    "Auto": "daso.plan.policy",
     "Exchange": "daso.plan.options",
-    "Fixed": "daso.plan.schedule",
+    "Fixed": "daso.plan.policy",
     "Gradients": "daso.plan.options",
-    "Plateau": "daso.plan.schedule",
+    "Plateau": "daso.plan.policy",
+    "Qsr": "daso.plan.policy",
+    "attach": "daso.train.attach",
     "Topology": "daso.comm.topology",
     "init": "daso.comm.topology",
 }

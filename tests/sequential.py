@@ -4,10 +4,13 @@ It shares the schedule with the program under test and nothing else: sums, round
 merges are written out here for whole tensors.
 """
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
+from daso.plan.layout import fragments as cut
 from daso.plan.schedule import Policy, after_batch, after_epoch, drain
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -32,19 +35,23 @@ class Sequential:
         *,
         policy: Policy,
         wire: str = "fp32",
-        merge: str = "daso",
+        merge: str | float = "daso",
+        outer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
+        fragments: int = 1,
     ) -> None:
         self.models = [build() for _ in node_sizes]
         self.inners = [make_inner(model) for model in self.models]
         self.batch_loss, self.node_sizes = batch_loss, node_sizes
         self.policy, self.wire, self.merge = policy, WIRES[wire], merge
-        self.state = policy.start()
+        self.state = replace(policy.start(), fragments=fragments)
         self.step_number = 0
-        self.reference = [wide(p).clone() for p in self.params(0)]
-        self.residual = [[torch.zeros_like(g) for g in self.reference] for _ in node_sizes]
-        self.rounded = [torch.zeros_like(g) for g in self.reference]
+        self.cuts = cut([p.numel() for p in self.params(0)], fragments)
+        self.anchor(0)
+        self.make_outer = outer
+        self.outer = self.outer_of(self.reference)
         self.snapshot: list[list[torch.Tensor]] = []
         self.sent = 0
+        self.sending: Sequence[int] = ()
 
     def params(self, node: int) -> list[torch.Tensor]:
         return [p for p in self.models[node].parameters() if p.requires_grad]
@@ -88,6 +95,7 @@ class Sequential:
 
     def act(self, acts, state) -> None:
         for act in acts:
+            self.turn = state
             getattr(self, act.value)(state.batch)
         self.state = state
 
@@ -95,15 +103,56 @@ class Sequential:
         self.reference = [wide(p).clone() for p in self.params(0)]
         self.residual = [[torch.zeros_like(g) for g in self.reference] for _ in self.models]
         self.rounded = [torch.zeros_like(g) for g in self.reference]
+        self.others: list[list[torch.Tensor | None]] = [
+            [None] * len(self.reference) for _ in self.models
+        ]
+
+    def outer_of(self, values: Sequence[torch.Tensor]) -> list[torch.optim.Optimizer] | None:
+        if self.make_outer is None:
+            return None
+        return [self.make_outer([torch.nn.Parameter(value)]) for value in values]
 
     def send(self, batch: int) -> None:
+        self.sending = self.cuts[self.turn.fragment]
+        self.take_snapshot(batch)
+        outer = self.make_outer is not None
+        if self.turn.wait > 0 and (self.merge == "eager" or (self.merge == "auto" and outer)):
+            for node in range(len(self.models) if len(self.models) > 1 else 0):
+                for index in self.sending:
+                    self.go_ahead(node, index)
+
+    def send_all(self, batch: int) -> None:
+        self.sending = range(len(self.reference))
+        self.take_snapshot(batch)
+
+    def take_snapshot(self, batch: int) -> None:
         self.snapshot = [[wide(p).clone() for p in self.params(n)] for n in range(len(self.models))]
+        self.ahead = [[s.clone() for s in node] for node in self.snapshot]
         self.sent = batch
+
+    def share(self, node: int) -> float:
+        return self.node_sizes[node] / sum(self.node_sizes)
+
+    def go_ahead(self, node: int, index: int) -> None:
+        """Go where the reference would go if the others did what they did before."""
+        mean = self.snapshot[node][index] - self.reference[index]
+        others = self.others[node][index]
+        if others is not None:
+            mean = mean * self.share(node) + others
+        if self.outer is None:
+            there = mean + self.reference[index]
+        else:
+            trial = copy.deepcopy(self.outer[index])
+            there = trial.param_groups[0]["params"][0]
+            there.grad = -mean
+            trial.step()
+        self.ahead[node][index] = there.detach()
+        self.params(node)[index].data.copy_(there.detach())
 
     def receive(self, batch: int) -> None:
         if len(self.models) == 1:
             return
-        for index in range(len(self.reference)):
+        for index in self.sending:
             self.receive_tensor(index, batch - self.sent)
 
     def receive_tensor(self, index: int, waited: int) -> None:
@@ -120,7 +169,16 @@ class Sequential:
         mean = total / sum(weights) + self.rounded[index]
         carried = mean.to(self.wire).to(mean.dtype)
         self.rounded[index] = mean - carried
-        self.reference[index] = self.reference[index] + carried
+        for node in range(len(self.models)):
+            mine = (self.snapshot[node][index] - self.reference[index]) * self.share(node)
+            self.others[node][index] = carried - mine
+        if self.outer is None:
+            self.reference[index] = self.reference[index] + carried
+        else:
+            (param,) = self.outer[index].param_groups[0]["params"]
+            param.grad = -carried
+            self.outer[index].step()
+            self.reference[index] = param.detach().clone()
         for node in range(len(self.models)):
             p = self.params(node)[index]
             p.data.copy_(self.merged(wide(p), index, node, waited))
@@ -129,8 +187,10 @@ class Sequential:
         g = self.reference[index]
         if waited == 0:
             return g
-        if self.merge == "delta":
-            return x + (g - self.snapshot[node][index])
+        if self.merge in ("delta", "eager", "auto"):
+            return x + (g - self.ahead[node][index])
+        if self.merge != "daso":
+            return x.lerp(g, 1.0 - self.merge)
         nodes = len(self.models)
         return x.lerp(g, nodes / (2 * waited + nodes))
 

@@ -10,11 +10,14 @@ import daso
 
 PUBLIC = [
     "DASO",
+    "Auto",
     "Exchange",
     "Fixed",
     "Gradients",
     "Plateau",
+    "Qsr",
     "Topology",
+    "attach",
     "errors",
     "init",
 ]
@@ -57,7 +60,7 @@ def test_every_public_name_can_be_imported_with_a_star():
 
 
 def test_a_public_name_is_the_object_of_its_module():
-    assert daso.Fixed is import_module("daso.plan.schedule").Fixed
+    assert daso.Fixed is import_module("daso.plan.policy").Fixed
     assert daso.errors is import_module("daso.errors")
 
 
@@ -72,7 +75,7 @@ def test_type_checkers_see_the_same_names_as_everybody():
     assert sorted(alias.name for line in block.body for alias in line.names) == sorted(PUBLIC)
 
 
-@pytest.mark.parametrize("name", ["daso", "dASO", "Auto", "torch", "_Hidden"])
+@pytest.mark.parametrize("name", ["daso", "dASO", "auto", "torch", "_Hidden"])
 def test_an_unknown_name_is_an_attribute_error_that_names_it(name):
     with pytest.raises(AttributeError, match=f"module 'daso' has no attribute '{name}'"):
         getattr(daso, name)
@@ -80,8 +83,8 @@ def test_an_unknown_name_is_an_attribute_error_that_names_it(name):
 
 
 def test_importing_an_unknown_name_is_an_import_error():
-    with pytest.raises(ImportError, match="Auto"):
-        exec("from daso import Auto")
+    with pytest.raises(ImportError, match="Plateaux"):
+        exec("from daso import Plateaux")
 
 
 def test_the_version_is_three_numbers():
@@ -98,7 +101,8 @@ def test_the_keywords_of_the_optimizer_are_these():
         "topology": None,
         "policy": None,
         "wire": "bf16",
-        "merge": "daso",
+        "merge": "auto",
+        "outer": None,
         "exchange": None,
         "gradients": None,
     }
@@ -114,7 +118,9 @@ def test_import_daso_starts_nothing_heavy():
     assert packages(modules) & HEAVY == set()
 
 
-@pytest.mark.parametrize("name", ["Exchange", "Fixed", "Gradients", "Plateau", "errors"])
+@pytest.mark.parametrize(
+    "name", ["Auto", "Exchange", "Fixed", "Gradients", "Plateau", "Qsr", "errors"]
+)
 def test_records_policies_and_errors_start_nothing_heavy(name):
     modules = python("-c", f"import sys, daso; daso.{name}; print(*sys.modules)").stdout.split()
     assert "daso.errors" in modules

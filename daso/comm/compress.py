@@ -4,11 +4,12 @@ A codec that rounds is always used with a residual: what the wire loses is kept 
 next row (error feedback; Seide et al. 2014, Karimireddy et al. 2019).
 """
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 
-__all__ = ["Blockwise", "Cast", "Codec", "codec_named"]
+__all__ = ["Blockwise", "Cast", "Codec", "TopK", "codec_named"]
 
 WORD = 4  # bytes: payloads are whole words, so that parts of a chunk start aligned
 
@@ -120,6 +121,60 @@ class Blockwise:
         high.copy_(room[: high.numel()] >> 4).sub_(8)
 
 
+class TopK:
+    """Sends the largest numbers of each block, rounded to bf16, with their places.
+
+    Top-k with error feedback, by blocks as in DeMo (Peng et al. 2024, arXiv 2411.19870) and
+    SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706); a place takes 16 bits.
+
+    Args:
+        block: Numbers of a block, at most 2**15.
+        part: One of so many is sent; a last, shorter block sends its share, rounded up.
+    """
+
+    exact = False
+
+    def __init__(self, block: int = 4096, part: int = 64) -> None:
+        self.block, self.part = block, part
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes that ``numel`` numbers take on the wire."""
+        return WORD * sum(blocks * keep for blocks, _, keep in self._cuts(numel))
+
+    def _cuts(self, numel: int) -> list[tuple[int, int, int]]:
+        """Return (blocks, numbers of each, numbers sent of each) of full blocks and the rest."""
+        full, rest = divmod(numel, self.block)
+        cuts = [(full, self.block, -(-self.block // self.part)), (1, rest, -(-rest // self.part))]
+        return [cut for cut in cuts if cut[0] and cut[1]]
+
+    def _views(
+        self, row: torch.Tensor, payload: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Pair blocks (blocks, numbers) with their places and values (blocks, sent)."""
+        at = byte = 0
+        for blocks, size, keep in self._cuts(row.numel()):
+            count = blocks * keep
+            places = payload[byte : byte + 2 * count].view(torch.int16)
+            values = payload[byte + 2 * count : byte + 4 * count].view(torch.bfloat16)
+            grid = row[at : at + blocks * size].view(blocks, size)
+            yield grid, places.view(blocks, keep), values.view(blocks, keep)
+            at, byte = at + blocks * size, byte + 4 * count
+
+    def encode(self, values: torch.Tensor, payload: torch.Tensor) -> None:
+        """Write places and values of the largest numbers."""
+        for grid, places, sent in self._views(values, payload):
+            # The order of equal numbers is not told; it makes no difference to the sum.
+            largest = grid.abs().topk(places.shape[1], dim=1, sorted=False).indices
+            places.copy_(largest)
+            sent.copy_(grid.gather(1, largest))
+
+    def decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the numbers that were sent, and zeros elsewhere."""
+        out.zero_()
+        for grid, places, sent in self._views(out, payload):
+            grid.scatter_(1, places.long(), sent.to(out.dtype))
+
+
 def _words(nbytes: int) -> int:
     return -(-nbytes // WORD) * WORD
 
@@ -128,7 +183,7 @@ def codec_named(wire: str, source: torch.dtype = torch.float32) -> Codec:
     """Return the codec of a wire.
 
     Args:
-        wire: ``fp32``, ``bf16``, ``fp16``, ``int8`` or ``int4``.
+        wire: ``fp32``, ``bf16``, ``fp16``, ``int8``, ``int4`` or ``topk``.
         source: Type of the rows that will be sent.
 
     Returns:
@@ -140,5 +195,6 @@ def codec_named(wire: str, source: torch.dtype = torch.float32) -> Codec:
         "fp16": Cast(torch.float16, source),
         "int8": Blockwise(8),
         "int4": Blockwise(4),
+        "topk": TopK(),
     }
     return made[wire]

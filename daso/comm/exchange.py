@@ -7,7 +7,7 @@ round number by number give the same bits for any chunking. Both work chunk by c
 chunk is added and sent back, the next one is on its way.
 
 A row is read and written through a `Source`, chunk by chunk, so that a delta is computed where it
-is needed and never stored.
+is needed and never stored. `in_process` does what `TwoPhase` does for rows that are all here.
 """
 
 from collections.abc import Generator, Sequence
@@ -21,7 +21,7 @@ from daso.comm.dtypes import accumulator, byte_buffer, sum_buffer
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Chunks", "Deltas", "Row", "Source", "TwoPhase", "iallreduce"]
+__all__ = ["Adder", "Chunks", "Row", "Source", "TwoPhase", "iallreduce", "in_process"]
 
 # One span (start, stop) for each peer, for each chunk; the spans of a chunk follow one another.
 Chunks = Sequence[Sequence[tuple[int, int]]]
@@ -40,7 +40,7 @@ class Source(Protocol):
         ...
 
     def sent(self, start: int, stop: int, values: torch.Tensor, carried: torch.Tensor) -> None:
-        """Take note that for ``values`` the wire carried ``carried`` (only for inexact codecs)."""
+        """Take note that for ``values`` the wire carried ``carried``."""
         ...
 
     def deliver(self, start: int, stop: int, mean: torch.Tensor) -> None:
@@ -69,44 +69,6 @@ class Row:
     def deliver(self, start: int, stop: int, mean: torch.Tensor) -> None:
         """Write the mean in place."""
         self.flat[start:stop].copy_(mean)
-
-
-class Deltas:
-    """What a node did since all nodes agreed: snapshot minus reference, with the wire's residual.
-
-    What the wire rounds away is kept in the residual and added to the next delta, so that a 16-bit
-    wire never freezes a weight.
-
-    Args:
-        snapshot: Parameters when the exchange was sent (numel).
-        reference: What the nodes agreed on last (numel); moved by the mean delta.
-        residual: What was not sent yet (numel); None for an exact codec.
-    """
-
-    def __init__(
-        self, snapshot: torch.Tensor, reference: torch.Tensor, residual: torch.Tensor | None
-    ) -> None:
-        self.snapshot, self.reference, self.residual = snapshot, reference, residual
-        self.dtype = reference.dtype
-        self._scratch = [reference[:0], reference[:0]]  # two chunks are under way at most
-
-    def values(self, start: int, stop: int) -> torch.Tensor:
-        """Return delta + residual."""
-        self._scratch.reverse()
-        if self._scratch[0].numel() < stop - start:
-            self._scratch[0] = torch.empty(stop - start, dtype=self.dtype)
-        values = self._scratch[0][: stop - start]
-        torch.sub(self.snapshot[start:stop], self.reference[start:stop], out=values)
-        return values if self.residual is None else values.add_(self.residual[start:stop])
-
-    def sent(self, start: int, stop: int, values: torch.Tensor, carried: torch.Tensor) -> None:
-        """Keep what the wire rounded away."""
-        if self.residual is not None:
-            torch.sub(values, carried, out=self.residual[start:stop])
-
-    def deliver(self, start: int, stop: int, mean: torch.Tensor) -> None:
-        """Move the reference by the mean delta."""
-        self.reference[start:stop].add_(mean)
 
 
 def iallreduce(
@@ -151,6 +113,126 @@ def _in_place() -> object:
     return load().IN_PLACE
 
 
+class Buffers:
+    """Rows that are kept from exchange to exchange, because new memory costs more than the sum."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, int], torch.Tensor] = {}
+
+    def row(self, name: str, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for chunk ``index``; two chunks are under way at most."""
+        key = (f"{name} {dtype}", index & 1)
+        if key not in self._rows or self._rows[key].numel() < numel:
+            self._rows[key] = torch.empty(numel, dtype=dtype)
+        return self._rows[key][:numel]
+
+
+class Adder:
+    """Adds the ranks' versions of a part, and rounds the mean for the wire.
+
+    Args:
+        codec: What crosses.
+        weights: Weight of each rank's row, in rank order.
+        total: What the sum is divided by.
+        rounded: What the owners of parts rounded away, by start of the part.
+    """
+
+    def __init__(
+        self, codec: Codec, weights: Sequence[int], total: int, rounded: dict[int, torch.Tensor]
+    ) -> None:
+        self.codec, self.weights, self.total = codec, tuple(weights), total
+        self.rounded = rounded
+        self._buffers = Buffers()
+
+    def mean(
+        self, versions: Sequence[torch.Tensor], numel: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the weighted mean (numel) of the payloads of a part, added in rank order."""
+        total = self._buffers.row("sum", 0, numel, dtype)
+        term = self._buffers.row("term", 0, numel, dtype)
+        for rank, weight in enumerate(self.weights):
+            out = total if rank == 0 else term
+            self.codec.decode(versions[rank], out)
+            if weight != 1:
+                out *= weight
+            if rank > 0:
+                total += term
+        return total.div_(self.total)
+
+    def encode(self, mean: torch.Tensor, payload: torch.Tensor, start: int) -> None:
+        """Write the mean for the wire; what is rounded away goes into the next mean."""
+        if self.codec.exact and start not in self.rounded:
+            self.codec.encode(mean, payload)
+            return
+        rounded = self.rounded.get(start)
+        if rounded is None:
+            rounded = self.rounded[start] = torch.zeros_like(mean)
+        mean += rounded
+        self.codec.encode(mean, payload)
+        self.codec.decode(payload, rounded)
+        torch.sub(mean, rounded, out=rounded)
+
+
+def in_process(sources: Sequence[Source], adder: Adder, chunks: Chunks) -> int:
+    """Do what `TwoPhase` does, bit for bit, for rows that are all in this process.
+
+    Args:
+        sources: One row for each rank, in rank order.
+        adder: Adds them.
+        chunks: From `plan.layout.chunk_parts` with one part per rank.
+
+    Returns:
+        Bytes that all ranks together would have sent.
+    """
+    nbytes, peers, codec = 0, len(sources) - 1, adder.codec
+    for parts in chunks:
+        start, stop = parts[0][0], parts[-1][1]
+        sizes = [codec.nbytes(end - begin) for begin, end in parts]
+        nbytes += 2 * peers * sum(sizes)
+        payloads = []
+        for source in sources:
+            values = source.values(start, stop)
+            payload = torch.split(torch.empty(sum(sizes), dtype=torch.uint8), sizes)
+            _encode_parts(codec, values, payload, parts)
+            carried = torch.empty_like(values)
+            _decode_parts(codec, payload, carried, parts)
+            source.sent(start, stop, values, carried)
+            payloads.append(payload)
+        mean = torch.empty(stop - start, dtype=sources[0].dtype)
+        for owner, (begin, end) in enumerate(parts):
+            part = adder.mean([p[owner] for p in payloads], end - begin, mean.dtype)
+            returned = payloads[owner][owner]
+            adder.encode(part, returned, begin)
+            codec.decode(returned, mean[begin - start : end - start])
+        for source in sources:
+            source.deliver(start, stop, mean.clone())
+    return nbytes
+
+
+def _encode_parts(
+    codec: Codec,
+    values: torch.Tensor,
+    payload: Sequence[torch.Tensor],
+    parts: Sequence[tuple[int, int]],
+) -> None:
+    for part, one in zip(torch.split(values, _numels(parts)), payload, strict=True):
+        codec.encode(part, one)
+
+
+def _decode_parts(
+    codec: Codec,
+    payload: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    parts: Sequence[tuple[int, int]],
+) -> None:
+    for part, one in zip(torch.split(out, _numels(parts)), payload, strict=True):
+        codec.decode(one, part)
+
+
+def _numels(parts: Sequence[tuple[int, int]]) -> list[int]:
+    return [stop - start for start, stop in parts]
+
+
 class TwoPhase:
     """Send each peer its part, add in rank order, send the means back; buffers are kept.
 
@@ -164,13 +246,20 @@ class TwoPhase:
         codec: What crosses.
         weights: Weight of each rank's row, in rank order.
         total: What the sum is divided by.
+        rounded: What the owners of parts rounded away, by start of the part; kept by the caller.
     """
 
-    def __init__(self, comm: "MPI.Comm", codec: Codec, weights: Sequence[int], total: int) -> None:
+    def __init__(
+        self,
+        comm: "MPI.Comm",
+        codec: Codec,
+        weights: Sequence[int],
+        total: int,
+        rounded: dict[int, torch.Tensor] | None = None,
+    ) -> None:
         self.comm, self.codec = comm, codec
-        self.weights, self.total = tuple(weights), total
-        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
-        self._rounded: dict[int, torch.Tensor] = {}  # owner's residual, by start of the part
+        self.adder = Adder(codec, weights, total, {} if rounded is None else rounded)
+        self._buffer = Buffers().row
 
     def run(self, source: Source, chunks: Chunks) -> Requests:
         """Take the mean of a row.
@@ -203,10 +292,6 @@ class TwoPhase:
             self._deliver(source, chunks[-1], len(chunks) - 1)
         return nbytes
 
-    def forget(self) -> None:
-        """Drop what the owner of a part rounded away, as after a new reference."""
-        self._rounded.clear()
-
     def _sent_bytes(self, parts: Sequence[tuple[int, int]]) -> int:
         sizes = self._sizes(parts)
         mine = sizes[self.comm.Get_rank()]
@@ -214,13 +299,6 @@ class TwoPhase:
 
     def _sizes(self, parts: Sequence[tuple[int, int]]) -> list[int]:
         return [self.codec.nbytes(stop - start) for start, stop in parts]
-
-    def _buffer(self, name: str, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for chunk ``index``; two chunks are under way at most."""
-        key = (f"{name} {dtype}", index & 1)
-        if key not in self._buffers or self._buffers[key].numel() < numel:
-            self._buffers[key] = torch.empty(numel, dtype=dtype)
-        return self._buffers[key][:numel]
 
     def _swap(
         self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], tag: int
@@ -239,11 +317,12 @@ class TwoPhase:
         sizes = self._sizes(parts)
         payload = torch.split(self._buffer("send", index, sum(sizes), torch.uint8), sizes)
         values = source.values(start, stop)
-        self._encode_parts(values, payload, parts)
+        _encode_parts(self.codec, values, payload, parts)
+        carried = values
         if not self.codec.exact:
             carried = self._buffer("carried", 0, stop - start, source.dtype)
-            self._decode_parts(payload, carried, parts)
-            source.sent(start, stop, values, carried)
+            _decode_parts(self.codec, payload, carried, parts)
+        source.sent(start, stop, values, carried)
         return self._swap(payload, self._received(parts, index), tag=SCATTER)
 
     def _received(self, parts: Sequence[tuple[int, int]], index: int) -> Sequence[torch.Tensor]:
@@ -266,61 +345,13 @@ class TwoPhase:
         payload = self._buffer("send", index, sum(sizes), torch.uint8)
         versions[rank] = torch.split(payload, sizes)[rank]
         start, stop = parts[rank]
-        mean = self._add(versions, stop - start, accumulator(source.dtype))
+        mean = self.adder.mean(versions, stop - start, accumulator(source.dtype))
         returned = self._returned(parts, index)
-        self._encode_mean(mean, returned[rank], start)
+        self.adder.encode(mean, returned[rank], start)
         return self._swap([returned[rank]] * len(parts), returned, tag=RETURN)
-
-    def _add(
-        self, versions: Sequence[torch.Tensor], numel: int, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return the weighted mean of the ranks' versions of a part, added in rank order."""
-        total = self._buffer("sum", 0, numel, dtype)
-        term = self._buffer("term", 0, numel, dtype)
-        for rank, weight in enumerate(self.weights):
-            out = total if rank == 0 else term
-            self.codec.decode(versions[rank], out)
-            if weight != 1:
-                out *= weight
-            if rank > 0:
-                total += term
-        return total.div_(self.total)
-
-    def _encode_mean(self, mean: torch.Tensor, payload: torch.Tensor, start: int) -> None:
-        """Write the mean for the wire; what is rounded away goes into the next mean."""
-        if self.codec.exact:
-            self.codec.encode(mean, payload)
-            return
-        rounded = self._rounded.get(start)
-        if rounded is None or rounded.numel() != mean.numel():
-            rounded = self._rounded[start] = torch.zeros_like(mean)
-        mean += rounded
-        self.codec.encode(mean, payload)
-        self.codec.decode(payload, rounded)
-        torch.sub(mean, rounded, out=rounded)
 
     def _deliver(self, source: Source, parts: Sequence[tuple[int, int]], index: int) -> None:
         start, stop = parts[0][0], parts[-1][1]
         mean = self._buffer("mean", 0, stop - start, source.dtype)
-        self._decode_parts(self._returned(parts, index), mean, parts)
+        _decode_parts(self.codec, self._returned(parts, index), mean, parts)
         source.deliver(start, stop, mean)
-
-    def _encode_parts(
-        self,
-        values: torch.Tensor,
-        payload: Sequence[torch.Tensor],
-        parts: Sequence[tuple[int, int]],
-    ) -> None:
-        sizes = [stop - start for start, stop in parts]
-        for part, one in zip(torch.split(values, sizes), payload, strict=True):
-            self.codec.encode(part, one)
-
-    def _decode_parts(
-        self,
-        payload: Sequence[torch.Tensor],
-        out: torch.Tensor,
-        parts: Sequence[tuple[int, int]],
-    ) -> None:
-        sizes = [stop - start for start, stop in parts]
-        for part, one in zip(torch.split(out, sizes), payload, strict=True):
-            self.codec.decode(one, part)

@@ -1,13 +1,15 @@
 """The few numbers that ride with every exchange, so that all ranks take the same branch.
 
 The header is reduced by an elementwise maximum over the world. A number that needs a minimum is
-carried as its negative beside it.
+carried as its negative. Beside it a tally is reduced by a sum: of whole numbers, so that the sum is
+exact and the same on every rank, whatever order MPI adds in.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 
-__all__ = ["Header", "culprit", "decode_culprit"]
+__all__ = ["Header", "Tally", "culprit", "decode_culprit"]
 
 CULPRITS = 2**53  # float64 holds whole numbers exactly up to here
 
@@ -21,8 +23,9 @@ class Header:
     minus_layout: float = 0.0
     batch: float = 0.0  # batches counted when this was sent
     minus_batch: float = 0.0
-    step_seconds: float = 0.0  # time between the last two steps; the slowest rank's after reduction
-    exchange_seconds: float = 0.0  # duration of the exchange before this one
+    minus_step_seconds: float = -math.inf  # step to step without waiting: the fastest rank's
+    minus_exchange_seconds: float = -math.inf  # of the exchange before: the rank's that came last
+    lr: float = 0.0  # largest learning rate of the rank's groups
 
     def encode(self) -> list[float]:
         """Return the numbers in a fixed order."""
@@ -39,9 +42,67 @@ class Header:
         return len(fields(cls))
 
     @property
+    def step_seconds(self) -> float:
+        """Seconds from step to step of the fastest rank; 0 if nobody measured."""
+        return _finite(-self.minus_step_seconds)
+
+    @property
+    def exchange_seconds(self) -> float:
+        """Seconds of the exchange before, of the rank that came last; 0 if nobody measured."""
+        return _finite(-self.minus_exchange_seconds)
+
+    @property
     def aligned(self) -> bool:
         """Whether all ranks sent the same layout after the same number of batches."""
         return self.layout == -self.minus_layout and self.batch == -self.minus_batch
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Sums over all ranks, relative to a size that all ranks know, in units of 2**-30."""
+
+    distance: float = 0.0  # squared, of this rank's part from the mean of all nodes
+    norm: float = 0.0  # squared, of this rank's part of the reference
+
+    @classmethod
+    def measured(cls, distance: float, norm: float, size: float) -> "Tally":
+        """Return a rank's share.
+
+        Args:
+            distance: Squared distance of this rank's part of its node from the mean of all nodes.
+            norm: Squared norm of this rank's part of the reference.
+            size: A number near the squared norm of the whole reference, the same on all ranks.
+        """
+        return cls(_share(distance, size), _share(norm, size))
+
+    def encode(self) -> list[float]:
+        """Return the numbers in a fixed order."""
+        return [self.distance, self.norm]
+
+    def drift(self, *, nodes: int, batches: int) -> float:
+        """Return the mean square drift of one batch, relative to the reference's norm.
+
+        Args:
+            nodes: How many nodes were apart.
+            batches: In how many batches.
+        """
+        if nodes < 2 or batches < 1 or self.norm <= 0:
+            return 0.0
+        return self.distance / (nodes - 1) / batches * nodes / self.norm
+
+
+SHARES = 2.0**30
+MOST_SHARES = 2.0**42  # of one rank: 2048 ranks' sum is exact
+
+
+def _share(value: float, size: float) -> float:
+    if not (value >= 0 and size > 0):  # NaN too: nothing was measured
+        return 0.0
+    return float(round(min(value / size * SHARES, MOST_SHARES)))
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else 0.0
 
 
 def culprit(element: int, rank: int, size: int) -> float:

@@ -20,6 +20,7 @@ __all__ = [
     "chunk_parts",
     "first_difference",
     "fit_buckets",
+    "fragments",
     "lay_out",
     "pieces",
     "split",
@@ -181,6 +182,27 @@ def pieces(layout: Layout, span: Span) -> Iterator[Piece]:
                 Span(start - there.start, stop - there.start),
                 Span(start - span.start, stop - span.start),
             )
+
+
+def fragments(numels: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
+    """Group tensors that follow one another into fragments of about the same size.
+
+    Args:
+        numels: Elements of each tensor, in order.
+        count: How many fragments; at least 1.
+
+    Returns:
+        The indices of each fragment's tensors; every index exactly once. A tensor belongs where its
+        middle lies, so a fragment may be empty where one tensor is larger than its share.
+    """
+    total = max(1, sum(numels))
+    groups: list[list[int]] = [[] for _ in range(count)]
+    start = 0
+    for index, numel in enumerate(numels):
+        middle = 2 * start + numel
+        groups[min(count - 1, middle * count // (2 * total))].append(index)
+        start += numel
+    return tuple(map(tuple, groups))
 
 
 def fit_buckets(nbytes: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:

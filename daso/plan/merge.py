@@ -1,21 +1,34 @@
 """How a node takes in a mean that is some batches old.
 
 With x the local parameters now, s the local parameters when the exchange was sent, g the new
-reference (the mean over all nodes), W the batches waited and P the nodes:
+reference (the mean over all nodes, or what an outer optimizer made of it), W the batches waited and
+P the nodes:
 
 - ``daso``: x <- (2 W x + P g) / (2 W + P), worked out as x + (g - x) P / (2 W + P), which leaves x
   alone where it equals g (Coquelin et al. 2022, doi 10.1186/s40537-021-00556-1).
 - ``delta``: x <- x + (g - s), so the local work since the send is kept whole.
+- ``eager``: when the exchange is sent, the node goes at once to e, where it would stand if its own
+  part of the mean were new and the other nodes' as in the exchange before; when the mean is there,
+  x <- x + (g - e). With an outer optimizer, e is one step of it (eager updates, Kale et al. 2025,
+  arXiv 2502.12996).
+- a number a between 0 and 1: x <- a x + (1 - a) g (the mixing of Streaming DiLoCo, Douillard et al.
+  2025, arXiv 2501.18512).
+- ``auto``: ``eager`` with an outer optimizer; else ``delta`` as long as the drift that nodes make
+  while they wait is small, because it loses no work, and ``daso`` above, because it pulls nodes
+  together where ``delta`` would diverge.
 - After waiting 0 batches x equals s, and every rule is x <- g, taken over bit for bit.
 """
 
+import math
 from dataclasses import dataclass
 
 from daso.errors import ConfigError
+from daso.plan.schedule import Seen
 
-__all__ = ["ADOPT", "MERGES", "Merge", "merge_rule"]
+__all__ = ["ADOPT", "MERGES", "Merge", "check_merge", "is_eager", "merge_rule"]
 
-MERGES = ("daso", "delta")
+MERGES = ("auto", "daso", "delta", "eager")
+MOST_DRIFT = 0.1  # relative distance made while waiting, above which auto contracts
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +40,37 @@ class Merge:
 
 
 ADOPT = Merge(pull=1.0)
+KEEP = Merge(pull=1.0, since_send=True)
 
 
-def merge_rule(name: str, *, waited: int, nodes: int) -> Merge:
+def check_merge(merge: str | float) -> None:
+    """Raise unless ``merge`` is a known name or a number between 0 and 1.
+
+    Raises:
+        ConfigError: Naming the choices.
+    """
+    if isinstance(merge, str):
+        if merge in MERGES:
+            return
+    elif isinstance(merge, int | float) and not isinstance(merge, bool) and 0 <= merge <= 1:
+        return
+    raise ConfigError(
+        f"merge must be one of {', '.join(MERGES)}, or a number between 0 and 1 (the weight of "
+        f"local parameters), not {merge!r}"
+    )
+
+
+def merge_rule(
+    merge: str | float, *, waited: int, nodes: int, seen: Seen | None = None, outer: bool = False
+) -> Merge:
     """Return the merge to carry out.
 
     Args:
-        name: ``"daso"`` or ``"delta"``.
+        merge: As in this module's description.
         waited: Batches between the send and now.
         nodes: Nodes that took part in the mean.
+        seen: What all ranks agreed on; for ``auto``.
+        outer: Whether an outer optimizer moves the reference; for ``auto``.
 
     Returns:
         The merge.
@@ -43,10 +78,19 @@ def merge_rule(name: str, *, waited: int, nodes: int) -> Merge:
     Raises:
         ConfigError: The name is not known.
     """
-    if name not in MERGES:
-        raise ConfigError(f"merge must be one of {', '.join(MERGES)}, not {name!r}")
+    check_merge(merge)
     if waited == 0:
         return ADOPT
-    if name == "delta":
-        return Merge(pull=1.0, since_send=True)
-    return Merge(pull=nodes / (2 * waited + nodes))
+    if merge == "auto":
+        made = math.sqrt((seen or Seen()).drift * waited)
+        merge = "delta" if outer or made <= MOST_DRIFT else "daso"
+    if merge in ("delta", "eager"):
+        return KEEP
+    if merge == "daso":
+        return Merge(pull=nodes / (2 * waited + nodes))
+    return Merge(pull=1.0 - float(merge))
+
+
+def is_eager(merge: str | float, *, outer: bool) -> bool:
+    """Return whether nodes go ahead when they send; see ``eager``."""
+    return merge == "eager" or (merge == "auto" and outer)

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from daso.errors import ConfigError
-from daso.plan.merge import MERGES
+from daso.plan.merge import Merge, check_merge, is_eager, merge_rule
+from daso.plan.schedule import Seen
 
 __all__ = ["Exchange", "Gradients", "Settings", "Wire"]
 
 Reduce = Literal["auto", "iallreduce", "ordered"]
-Wire = Literal["fp32", "bf16", "fp16", "int8", "int4"]
+Wire = Literal["fp32", "bf16", "fp16", "int8", "int4", "topk"]
 NonFinite = Literal["drop", "raise"]
 
 MiB = 1 << 20
@@ -29,18 +30,25 @@ class Exchange:
             drop without two good exchanges in a row between raises. ``"raise"``: all ranks raise
             at once.
         stall_seconds: How long a rank waits for another before it raises and names who is late.
+        fragments: Parts of the model that take turns: each exchange carries one, and each part is
+            exchanged every fragments * skip batches (Streaming DiLoCo).
     """
 
     reduce: Reduce = "auto"
     chunk_bytes: int = 4 * MiB
     nonfinite: NonFinite = "drop"
     stall_seconds: float = 300.0
+    fragments: int = 1
 
     def __post_init__(self) -> None:
         _check_choice("Exchange.reduce", self.reduce, get_args(Reduce))
         _check_choice("Exchange.nonfinite", self.nonfinite, get_args(NonFinite))
         _check_bytes("Exchange.chunk_bytes", self.chunk_bytes)
         _check_positive("Exchange.stall_seconds", self.stall_seconds)
+        if isinstance(self.fragments, bool) or not isinstance(self.fragments, int):
+            raise ConfigError(f"Exchange.fragments must be a whole number, not {self.fragments!r}")
+        if self.fragments < 1:
+            raise ConfigError(f"Exchange.fragments must be at least 1, not {self.fragments}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,25 +72,44 @@ class Settings:
 
     Args:
         wire: What crosses between nodes for deltas: ``"fp32"``, ``"bf16"``, ``"fp16"``,
-            or ``"int8"`` and ``"int4"`` with a scale per 128 numbers.
+            ``"int8"`` and ``"int4"`` with a scale per 128 numbers, or ``"topk"``: of every 4096
+            numbers the 64 largest.
         merge: How a mean that is some batches old is taken in; see `daso.plan.merge`.
+        outer: Whether an outer optimizer moves the reference.
         exchange: How nodes exchange.
         gradients: How gradients are averaged.
     """
 
     wire: str
-    merge: str
+    merge: str | float
     exchange: Exchange
     gradients: Gradients
+    outer: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("wire", self.wire, get_args(Wire))
-        _check_choice("merge", self.merge, MERGES)
+        check_merge(self.merge)
+        if self.wire == "topk" and self.merge not in ("auto", "delta", "eager"):
+            raise ConfigError(
+                f"wire='topk' needs merge 'auto', 'delta' or 'eager' (what it does not send would "
+                f"count twice where local parameters keep a part of it), not {self.merge!r}"
+            )
         if self.exchange.reduce == "iallreduce" and self.wire != "fp32":
             raise ConfigError(
                 f"Exchange.reduce='iallreduce' needs wire='fp32' (MPI adds 16-bit numbers wrongly "
                 f"or not at all), not {self.wire!r}; use reduce='auto'"
             )
+
+    @property
+    def eager(self) -> bool:
+        """Whether nodes go ahead when they send."""
+        return is_eager(self.merge, outer=self.outer)
+
+    def merge_rule(self, *, waited: int, nodes: int, seen: Seen) -> Merge:
+        """Return the merge to carry out; see `daso.plan.merge.merge_rule`."""
+        if self.wire == "topk" and self.merge == "auto":
+            return merge_rule("delta", waited=waited, nodes=nodes)
+        return merge_rule(self.merge, waited=waited, nodes=nodes, seen=seen, outer=self.outer)
 
     @property
     def delta_reduce(self) -> Reduce:

@@ -1,30 +1,58 @@
 """When nodes exchange: a pure state machine over counted batches.
 
-A policy chooses two numbers. ``skip`` is the number of batches from one global exchange to the
-next, ``wait`` the number of batches between the start of an exchange and its merge. With skip=1
-and wait=0 the phase is *synchronous*: gradients are averaged over all ranks at every batch, and
-there is nothing to send. In every other phase `after_batch` says which acts are due.
+A policy (`daso.plan.policy`) chooses two numbers. ``skip`` is the number of batches from one global
+exchange to the next, ``wait`` the number of batches between the start of an exchange and its merge.
+With skip=1 and wait=0 the phase is *synchronous*: gradients are averaged over all ranks at every
+batch, and there is nothing to send. In every other phase `after_batch` says which acts are due.
+
+With fragments, an exchange carries one part of the parameters, and the parts take turns (Streaming
+DiLoCo, Douillard et al. 2025, arXiv 2501.18512).
 
 `State` is all there is to remember; ``dataclasses.asdict`` of it is the checkpoint.
 """
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
-from daso.errors import ConfigError
-from daso.plan.plateau import PlateauState, observe
+from daso.plan.plateau import PlateauState
 
-__all__ = ["Act", "Fixed", "Plateau", "Policy", "State", "after_batch", "after_epoch", "drain"]
+__all__ = [
+    "Act",
+    "Policy",
+    "Seen",
+    "State",
+    "after_batch",
+    "after_epoch",
+    "after_exchange",
+    "drain",
+]
 
 
 class Act(Enum):
     """What the mechanism has to do now."""
 
     ANCHOR = "anchor"  # parameters agree everywhere: take them as the reference
-    SEND = "send"  # start an exchange of deltas
+    SEND = "send"  # start an exchange of deltas: of one fragment, where there are several
+    SEND_ALL = "send_all"  # start an exchange of all that is not agreed yet
     RECEIVE = "receive"  # finish the exchange in flight and merge it
     JOIN = "join"  # nodes go in step from here: average the inner optimizer's state
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What all ranks agreed on with an exchange: measured, the same numbers everywhere.
+
+    Zero means not measured yet.
+    """
+
+    step_seconds: float = 0.0  # from step to step without waiting, of the fastest rank
+    exchange_seconds: float = 0.0  # of an exchange, of the rank that came last
+    lr: float = 0.0  # largest learning rate of any group and rank
+    # Mean square distance of a node from the mean of all nodes, made in one batch, relative to the
+    # mean square of the parameters: what an unbiased estimate over nodes gives.
+    drift: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +64,29 @@ class State:
     skip: int = 1  # batches from one send to the next
     wait: int = 0  # batches from a send to its merge; 0 = blocking
     sent: int | None = None  # batch after which the exchange in flight was sent
+    last: int = 0  # batch after which the last exchange was sent
+    sends: int = 0  # exchanges of one fragment so far
     agreed: int = 0  # batch up to which all work was put into an exchange
+    fragments: int = 1  # parts of the parameters that take turns
     plateau: PlateauState = field(default_factory=PlateauState)
+    seen: Seen = field(default_factory=Seen)
 
     @property
     def synchronous(self) -> bool:
         """Whether gradients are averaged over all ranks at every batch."""
         return self.skip == 1 and self.wait == 0
+
+    @property
+    def fragment(self) -> int:
+        """The fragment that the last exchange of one fragment carried."""
+        return (self.sends - 1) % self.fragments
+
+    @classmethod
+    def load(cls, values: Mapping[str, Any]) -> "State":
+        """Return the state whose ``dataclasses.asdict`` these are."""
+        known = {one.name: values[one.name] for one in fields(cls)}
+        parts = {"plateau": PlateauState(**values["plateau"]), "seen": Seen(**values["seen"])}
+        return cls(**known | parts)
 
 
 class Policy(Protocol):
@@ -54,6 +98,10 @@ class Policy(Protocol):
 
     def tune_batch(self, state: State) -> State:
         """Return the state with skip and wait for the batches to come; asked after each batch."""
+        ...
+
+    def tune_exchange(self, state: State, seen: Seen) -> State:
+        """Return the state with skip and wait after an exchange; ``state.seen`` is the last's."""
         ...
 
     def tune_epoch(self, state: State, loss: float) -> State:
@@ -73,12 +121,27 @@ def after_batch(policy: Policy, state: State) -> tuple[tuple[Act, ...], State]:
     """
     state = replace(state, batch=state.batch + 1)
     if state.synchronous:
-        state = replace(state, agreed=state.batch)
+        state = replace(state, agreed=state.batch, last=state.batch)
         acts: tuple[Act, ...] = ()
     else:
         acts, state = _exchange(state)
     more, state = _turn(state, policy.tune_batch(state))
     return acts + more, state
+
+
+def after_exchange(policy: Policy, state: State, seen: Seen) -> tuple[tuple[Act, ...], State]:
+    """Return the acts after an exchange was merged, and the state for the batches to come.
+
+    Args:
+        policy: Chooses skip and wait.
+        state: The state after the acts of the batch in which the exchange was received.
+        seen: What all ranks agreed on with it.
+
+    Returns:
+        The acts and the next state.
+    """
+    acts, state = _turn(state, policy.tune_exchange(state, seen))
+    return acts, replace(state, seen=seen)
 
 
 def after_epoch(policy: Policy, state: State, loss: float) -> tuple[tuple[Act, ...], State]:
@@ -112,7 +175,8 @@ def drain(state: State) -> tuple[tuple[Act, ...], State]:
     acts: tuple[Act, ...] = () if state.sent is None else (Act.RECEIVE,)
     # Work done after the last send is in no exchange yet; a late merge leaves it on its node.
     if state.agreed != state.batch:
-        acts = (*acts, Act.SEND, Act.RECEIVE)
+        acts = (*acts, Act.SEND_ALL, Act.RECEIVE)
+        state = replace(state, last=state.batch)
     return acts, replace(state, sent=None, agreed=state.batch)
 
 
@@ -120,9 +184,11 @@ def _exchange(state: State) -> tuple[tuple[Act, ...], State]:
     acts: tuple[Act, ...] = ()
     if state.sent is not None and state.batch - state.sent >= state.wait:
         acts, state = (Act.RECEIVE,), replace(state, sent=None)
-    if state.sent is None and state.batch - state.agreed >= state.skip:
+    if state.sent is None and state.batch - state.last >= state.skip:
         acts = (*acts, Act.SEND)
-        state = replace(state, sent=state.batch, agreed=state.batch)
+        agreed = state.batch if state.fragments == 1 else state.agreed
+        now = state.batch
+        state = replace(state, sent=now, last=now, sends=state.sends + 1, agreed=agreed)
         if state.wait == 0:
             acts, state = (*acts, Act.RECEIVE), replace(state, sent=None)
     return acts, state
@@ -136,119 +202,3 @@ def _turn(before: State, after: State) -> tuple[tuple[Act, ...], State]:
         return (Act.ANCHOR,), after
     acts, after = drain(after)
     return (*acts, Act.JOIN), after
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """The same skip and wait all the time, after an optional synchronous warm-up.
-
-    Args:
-        skip: Batches from one global exchange to the next; at least 1.
-        wait: Batches an exchange may take in the background; 0 = blocking, at most ``skip``.
-        warmup: Synchronous batches at the start (post-local SGD, Lin et al. 2020).
-    """
-
-    skip: int = 4
-    wait: int = 1
-    warmup: int = 0
-
-    def __post_init__(self) -> None:
-        _check_int("Fixed.skip", self.skip, 1)
-        _check_int("Fixed.wait", self.wait, 0)
-        _check_int("Fixed.warmup", self.warmup, 0)
-        if self.wait > self.skip:
-            raise ConfigError(
-                f"Fixed.wait must not exceed skip={self.skip} (one exchange is in flight at a "
-                f"time), not {self.wait}; lower wait or raise skip"
-            )
-
-    def start(self) -> State:
-        """Return the state before the first batch."""
-        return State() if self.warmup else State(skip=self.skip, wait=self.wait)
-
-    def tune_batch(self, state: State) -> State:
-        """Leave the warm-up when its batches are over."""
-        if self.warmup and state.batch == self.warmup:
-            return replace(state, skip=self.skip, wait=self.wait)
-        return state
-
-    def tune_epoch(self, state: State, loss: float) -> State:  # noqa: ARG002 - the protocol's
-        """Change nothing."""
-        return state
-
-
-@dataclass(frozen=True, slots=True)
-class Plateau:
-    """The paper's schedule: warm-up, cycling, cool-down, by epochs and the loss.
-
-    Warm-up and cool-down are synchronous. Cycling starts at ``max_skip`` with a wait of a quarter
-    of it. When the loss stalls, skip is halved and wait goes down by one, both at least 1; when it
-    stalls at skip 1 the cycle starts again from the top. The caller reports epochs with
-    ``optimizer.end_epoch(loss)``. Coquelin et al. 2022, doi 10.1186/s40537-021-00556-1.
-
-    Args:
-        epochs: Epochs in all; the cool-down is counted back from here.
-        warmup: Synchronous epochs at the start.
-        cooldown: Synchronous epochs at the end.
-        max_skip: Largest number of batches between exchanges.
-        threshold: Relative improvement of the loss that counts.
-        patience: Epochs in a row without improvement after which the loss has stalled.
-    """
-
-    epochs: int
-    warmup: int = 4
-    cooldown: int = 4
-    max_skip: int = 4
-    threshold: float = 0.05
-    patience: int = 2
-
-    def __post_init__(self) -> None:
-        for name, least in (("epochs", 1), ("warmup", 0), ("cooldown", 0), ("max_skip", 1)):
-            _check_int(f"Plateau.{name}", getattr(self, name), least)
-        _check_int("Plateau.patience", self.patience, 1)
-        if not isinstance(self.threshold, int | float) or not 0 <= self.threshold < 1:
-            raise ConfigError(
-                f"Plateau.threshold must be a number in [0, 1), not {self.threshold!r}"
-            )
-        if self.warmup + self.cooldown > self.epochs:
-            raise ConfigError(
-                f"Plateau.warmup + cooldown must not exceed epochs={self.epochs}, not "
-                f"{self.warmup} + {self.cooldown}; shorten them"
-            )
-
-    @property
-    def max_wait(self) -> int:
-        """Wait at the top of a cycle: a quarter of max_skip, at least 1."""
-        return max(1, self.max_skip // 4)
-
-    def start(self) -> State:
-        """Return the state before the first batch."""
-        if self.warmup or self.cooldown >= self.epochs:
-            return State()
-        return State(skip=self.max_skip, wait=self.max_wait)
-
-    def tune_batch(self, state: State) -> State:
-        """Change nothing: this policy works by epochs."""
-        return state
-
-    def tune_epoch(self, state: State, loss: float) -> State:
-        """Choose the next epoch's phase, skip and wait."""
-        if state.epoch < self.warmup or state.epoch >= self.epochs - self.cooldown:
-            return replace(state, skip=1, wait=0)
-        if state.epoch == self.warmup:
-            return replace(state, skip=self.max_skip, wait=self.max_wait)
-        stalled, plateau = observe(
-            state.plateau, loss, threshold=self.threshold, patience=self.patience
-        )
-        state = replace(state, plateau=plateau)
-        if not stalled:
-            return state
-        if state.skip == 1:
-            return replace(state, skip=self.max_skip, wait=self.max_wait)
-        skip = state.skip // 2
-        return replace(state, skip=skip, wait=min(skip, max(1, state.wait - 1)))
-
-
-def _check_int(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")

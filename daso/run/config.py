@@ -14,7 +14,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from daso.errors import ConfigError
 from daso.plan.options import Exchange, Gradients, Settings, Wire
-from daso.plan.schedule import Fixed, Plateau, Policy
+from daso.plan.policy import Fixed, Plateau
+from daso.plan.schedule import Policy
 
 __all__ = ["Config", "describe", "read_config"]
 

@@ -1,5 +1,6 @@
 """What runs between nodes for one model: the engine, its communicators, its exchanges."""
 
+from collections.abc import Sequence
 from math import gcd
 
 import torch
@@ -10,11 +11,17 @@ from daso.comm.engine import Engine, Work
 from daso.comm.exchange import Row, TwoPhase, iallreduce
 from daso.comm.mpi import load
 from daso.comm.topology import Topology
-from daso.plan.header import Header
+from daso.plan.header import Header, Tally
 from daso.plan.layout import chunk_parts
 from daso.plan.options import Settings
 
-__all__ = ["Links"]
+__all__ = ["Links", "node_weights"]
+
+
+def node_weights(node_sizes: Sequence[int]) -> list[int]:
+    """Return how nodes count in a mean over ranks, as the smallest whole numbers."""
+    divisor = gcd(*node_sizes)
+    return [size // divisor for size in node_sizes]
 
 
 class Links:
@@ -36,11 +43,15 @@ class Links:
         self.engine = Engine(settings.exchange.stall_seconds, f"world ranks {others}")
         self._gradient_means: dict[torch.dtype, TwoPhase] = {}
 
-    def two_phase(self, codec: Codec) -> TwoPhase:
-        """Return an exchange over this rank's lane in which every node counts by its ranks."""
-        divisor = gcd(*self.place.node_sizes)
-        weights = [size // divisor for size in self.place.node_sizes]
-        return TwoPhase(self.lane, codec, weights, sum(weights))
+    def two_phase(self, codec: Codec, rounded: dict[int, torch.Tensor]) -> TwoPhase:
+        """Return an exchange over this rank's lane in which every node counts by its ranks.
+
+        Args:
+            codec: What crosses.
+            rounded: What the owners of parts round away; kept by the caller.
+        """
+        weights = node_weights(self.place.node_sizes)
+        return TwoPhase(self.lane, codec, weights, sum(weights), rounded)
 
     def gradient_mean(self, total: torch.Tensor) -> Work[int]:
         """Replace sums over nodes by the mean over the world; full precision.
@@ -64,12 +75,16 @@ class Links:
             )
         return self._gradient_means[total.dtype].run(Row(total), chunks)
 
-    def agree(self, header: Header) -> Work[Header]:
-        """Return the header that all ranks agree on: the elementwise maximum."""
+    def agree(self, header: Header, tally: Tally) -> Work[tuple[Header, Tally]]:
+        """Return what all ranks agree on: the header's elementwise maximum, the tally's sum."""
         mpi = load()
-        numbers = torch.tensor(header.encode(), dtype=torch.float64)
-        yield [self.world.Iallreduce(mpi.IN_PLACE, sum_buffer(numbers), op=mpi.MAX)]
-        return Header.decode(numbers.tolist())
+        most = torch.tensor(header.encode(), dtype=torch.float64)
+        sums = torch.tensor(tally.encode(), dtype=torch.float64)
+        yield [
+            self.world.Iallreduce(mpi.IN_PLACE, sum_buffer(most), op=mpi.MAX),
+            self.world.Iallreduce(mpi.IN_PLACE, sum_buffer(sums), op=mpi.SUM),
+        ]
+        return Header.decode(most.tolist()), Tally(*sums.tolist())
 
     def gather(self, number: float) -> Work[list[float]]:
         """Return every rank's number, in rank order; also a barrier with the stall limit.

@@ -1,5 +1,6 @@
 """Where all ranks meet: what they check, wait for and average together, beside parameters."""
 
+import logging
 import time
 from typing import TypeVar
 
@@ -7,8 +8,7 @@ import torch
 
 from daso.comm.engine import Ticket
 from daso.comm.topology import Topology
-from daso.errors import ConfigError, ExchangeError, LayoutError
-from daso.plan.options import Settings
+from daso.errors import ConfigError, ExchangeError, LayoutError, NonFiniteError
 from daso.train.agree import (
     average_tensors,
     drop_partial_state,
@@ -23,16 +23,18 @@ from daso.train.params import Trained
 __all__ = ["Meeting", "agree_options"]
 
 Result = TypeVar("Result")
+logger = logging.getLogger("daso")
+
+DROPS_LATELY = 3  # drops, without two good exchanges in a row between, at which all raise
 
 
-def agree_options(trained: Trained, topology: Topology, settings: Settings, policy: str) -> None:
+def agree_options(trained: Trained, topology: Topology, mine: str) -> None:
     """Refuse what must be equal on all ranks and is not, before anything is sent.
 
     Args:
         trained: Whose optimizer state is compared.
         topology: Whose world.
-        settings: How this rank was told to exchange.
-        policy: This rank's policy, as text.
+        mine: How this rank was told to exchange, as text.
 
     Raises:
         ConfigError: Options differ; the same on every rank.
@@ -40,7 +42,6 @@ def agree_options(trained: Trained, topology: Topology, settings: Settings, poli
 
     Collective over the world; blocking.
     """
-    mine = f"policy={policy}, {settings!r}"
     first = topology.world.bcast(mine)
     problem = None
     if mine != first:
@@ -139,6 +140,19 @@ class Meeting:
         Collective over the world; blocking.
         """
         mend_buffers(self.trained.buffers(), self._average)
+
+    def count_drop(self, what: str) -> None:
+        """Note a drop; raise, on every rank alike, when there were too many."""
+        lately = self.counts.drop()
+        self.counts.event("dropped", why=what)
+        if self.topology.place.rank == 0:
+            logger.warning(what)
+        limit = 1 if self.links.settings.exchange.nonfinite == "raise" else DROPS_LATELY
+        if lately >= limit:
+            raise NonFiniteError(
+                f"values must be finite, but {what} (drop number {lately} within a few exchanges); "
+                f"lower the learning rate, clip gradients, or look at that rank's data"
+            )
 
     def _average(self, tensors: list[torch.Tensor]) -> None:
         start = time.perf_counter()

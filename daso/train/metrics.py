@@ -2,9 +2,23 @@
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 __all__ = ["Counts"]
+
+# What a checkpoint keeps: votes on too many drops, and totals.
+KEPT = (
+    "epoch",
+    "exchanges",
+    "dropped",
+    "drops_lately",
+    "good_in_a_row",
+    "global_bytes_sent",
+    "exposed_seconds",
+    "exposed_before",
+    "exchange_seconds",
+)
 
 
 @dataclass(slots=True)
@@ -18,16 +32,19 @@ class Counts:
     good_in_a_row: int = 0
     global_bytes_sent: int = 0  # to other nodes, by this rank
     exposed_seconds: float = 0.0  # the training thread stood still for other nodes
-    step_seconds: float = 0.0  # between the last two steps
     exchange_seconds: float = 0.0  # the last exchange, start to end
+    # From step to step without what was exposed, since the last exchange was sent; bounded.
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     stepped_at: float = field(default_factory=time.perf_counter)
+    exposed_before: float = 0.0
     # The last exchanges, drops and joins; bounded, so that a long run does not grow.
     events: deque[dict[str, object]] = field(default_factory=lambda: deque(maxlen=10_000))
 
     def step(self) -> None:
         """A step was taken."""
-        now = time.perf_counter()
-        self.step_seconds, self.stepped_at = now - self.stepped_at, now
+        now, exposed = time.perf_counter(), self.exposed_seconds
+        self.step_seconds.append(max(0.0, now - self.stepped_at - exposed + self.exposed_before))
+        self.stepped_at, self.exposed_before = now, exposed
 
     def good(self) -> None:
         """An exchange was merged, or a synchronous step taken."""
@@ -43,6 +60,15 @@ class Counts:
         self.drops_lately += 1
         self.good_in_a_row = 0
         return self.drops_lately
+
+    def state(self) -> dict[str, float]:
+        """Return what decides what happens next, and the totals."""
+        return {name: getattr(self, name) for name in KEPT}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Take over what `state` returned."""
+        for name in KEPT:
+            setattr(self, name, state[name])
 
     def event(self, kind: str, **what: object) -> None:
         """Remember an event."""

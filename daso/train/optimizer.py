@@ -2,32 +2,28 @@
 
 It holds the user's optimizer and delegates everything to it; only `step` does more.
 ``param_groups``, ``state`` and ``defaults`` are the inner optimizer's own objects, always.
-
-Coquelin et al., "Accelerating neural network training with distributed asynchronous and selective
-optimization (DASO)", J. Big Data 9:14 (2022), doi 10.1186/s40537-021-00556-1.
 """
 
-import atexit
-import logging
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch._compile import _disable_dynamo
 
-from daso.comm.mpi import library
-from daso.comm.topology import Topology, default
+from daso.comm.topology import Topology
 from daso.plan.options import Exchange, Gradients, Settings
-from daso.plan.schedule import Act, Fixed, Policy, State, after_batch, after_epoch, drain
-from daso.train.meeting import agree_options
-from daso.train.metrics import Counts
-from daso.train.params import Trained
-from daso.train.sync import Sync
+from daso.plan.policy import Auto
+from daso.plan.schedule import Policy
+from daso.train.outer import MakeOuter
+from daso.train.scaling import Scaling
+from daso.train.session import Session, Setup
 
-__all__ = ["DASO"]
+__all__ = ["DASO", "make_setup"]
+
+KEY = "daso"  # of our part of a state_dict
 
 # Where torch keeps hooks on state_dict and load_state_dict.
 STATE_HOOKS = (
@@ -36,7 +32,27 @@ STATE_HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-logger = logging.getLogger("daso")
+
+
+def make_setup(
+    *,
+    module: torch.nn.Module | None,
+    policy: Policy | None,
+    wire: str,
+    merge: str | float,
+    outer: MakeOuter | None,
+    exchange: Exchange | None,
+    gradients: Gradients | None,
+) -> Setup:
+    """Return the keywords of a door, checked, as one record."""
+    settings = Settings(
+        wire=wire,
+        merge=merge,
+        exchange=Exchange() if exchange is None else exchange,
+        gradients=Gradients() if gradients is None else gradients,
+        outer=outer is not None,
+    )
+    return Setup(module, Auto() if policy is None else policy, settings, outer)
 
 
 class DASO(torch.optim.Optimizer):
@@ -50,11 +66,16 @@ class DASO(torch.optim.Optimizer):
         module: The model; gives parameter names and the buffers that `synchronize` averages.
         topology: Who is where; found from MPI if None.
         policy: Chooses how many batches lie between exchanges (skip) and how many an exchange may
-            take (wait).
-        wire: What crosses between nodes: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"`` or
-            ``"int4"``; what rounding loses is kept and sent later.
+            take (wait); `daso.Auto` if None.
+        wire: What crosses between nodes: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``
+            or ``"topk"``; what a wire loses is kept and sent later.
         merge: How a node takes in a mean that is some batches old: ``"daso"`` weighs its own work
-            by the batches waited, ``"delta"`` keeps it whole.
+            by the batches waited, ``"delta"`` keeps it whole, ``"eager"`` goes ahead and corrects
+            later, a number from 0 to 1 is the weight of local parameters, ``"auto"`` chooses by
+            what was measured.
+        outer: Makes an optimizer for what all nodes agreed on, whose gradient is the mean of what
+            the nodes did, negated: ``lambda p: torch.optim.SGD(p, 0.7, 0.9, nesterov=True)`` is
+            DiLoCo. None: the mean itself.
         exchange: How nodes exchange.
         gradients: How gradients are averaged.
 
@@ -66,7 +87,10 @@ class DASO(torch.optim.Optimizer):
     Collective over the world; blocking.
     """
 
-    def __init__(
+    # A GradScaler calls `step` also when it met inf: every attempt counts, on every rank.
+    _step_supports_amp_scaling = True
+
+    def __init__(  # noqa: PLR0913 - a ninth keyword would be a missing record
         self,
         inner: torch.optim.Optimizer,
         *,
@@ -74,28 +98,25 @@ class DASO(torch.optim.Optimizer):
         topology: Topology | None = None,
         policy: Policy | None = None,
         wire: str = "bf16",
-        merge: str = "daso",
+        merge: str | float = "auto",
+        outer: MakeOuter | None = None,
         exchange: Exchange | None = None,
         gradients: Gradients | None = None,
     ) -> None:
-        # Optimizer.__init__ is not called: it would copy groups and state, and let them drift.
-        self.inner = inner
-        self._module = module
-        self._policy: Policy = Fixed() if policy is None else policy
-        self._settings = Settings(
+        setup = make_setup(
+            module=module,
+            policy=policy,
             wire=wire,
             merge=merge,
-            exchange=Exchange() if exchange is None else exchange,
-            gradients=Gradients() if gradients is None else gradients,
+            outer=outer,
+            exchange=exchange,
+            gradients=gradients,
         )
-        self._topology = default() if topology is None else topology
-        if self._topology.place.size > 1:
-            trained = Trained.by(inner, module)
-            agree_options(trained, self._topology, self._settings, repr(self._policy))
-        self._state = self._policy.start()
-        self._history = [(self._state.batch, self._state.skip, self._state.wait)]
-        self._sync: Sync | None = None
-        self._open(Counts(), log=True)
+        self._hold(inner, Session.opened(inner, setup, topology))
+
+    def _hold(self, inner: torch.optim.Optimizer, session: Session) -> None:
+        # Optimizer.__init__ is not called: it would copy groups and state, and let them drift.
+        self.inner, self._session = inner, session
         # Hooks on state_dict are the inner optimizer's, which makes and loads it.
         for name in STATE_HOOKS:
             setattr(self, name, getattr(inner, name))
@@ -103,18 +124,21 @@ class DASO(torch.optim.Optimizer):
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
 
-    def _open(self, counts: Counts, *, log: bool = False) -> None:
-        if self._topology.place.size == 1:
-            return
-        trained = Trained.by(self.inner, self._module)
-        groups = self.inner.param_groups
-        self._trainable = sum(p.requires_grad for group in groups for p in group["params"])
-        self._sync = Sync(trained, self._topology, self._settings, counts)
-        _open_syncs.add(self._sync)
-        acts = () if self._state.synchronous else (Act.ANCHOR,)
-        self._sync.perform(acts, self._state)
-        if log and self._topology.place.rank == 0:
-            logger.info("chosen: %s", self._choices())
+    # A copy carries no communicator: it sets itself up, with all ranks, at its first step.
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "inner": self.inner,
+            "setup": self._session.setup,
+            "schedule": self._session.schedule,
+            "pre": self._optimizer_step_pre_hooks,
+            "post": self._optimizer_step_post_hooks,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        session = Session.copied(state["inner"], state["setup"], state["schedule"])
+        self._hold(state["inner"], session)
+        self._optimizer_step_pre_hooks = state["pre"]
+        self._optimizer_step_post_hooks = state["post"]
 
     # --- the inner optimizer's own ---------------------------------------------------------
 
@@ -150,12 +174,24 @@ class DASO(torch.optim.Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state_dict."""
-        return self.inner.state_dict()
+        """Return the inner optimizer's state_dict with one more key, ``"daso"``, of this rank.
+
+        It loads into the inner optimizer alone too. An exchange in flight is stored, not merged, so
+        saving changes nothing; each rank saves its own.
+        """
+        return {**self.inner.state_dict(), KEY: self._session.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the inner optimizer's state_dict."""
-        self.inner.load_state_dict(state_dict)
+        """Load a state_dict of this class or of the inner optimizer; load the model's first.
+
+        With every rank's own state in a world of the same shape, training goes on to the same bits.
+        Otherwise the schedule goes on from world rank 0's count, and all ranks from world rank 0's
+        parameters at the next step.
+
+        Collective over the world; blocking.
+        """
+        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != KEY})
+        self._session.load(state_dict.get(KEY))
 
     def __repr__(self) -> str:
         return f"DASO({self.inner!r})"
@@ -168,26 +204,17 @@ class DASO(torch.optim.Optimizer):
 
         Collective over the world; blocking: exchanges are drained and set up anew.
         """
-        if self._sync is None:
-            self.inner.add_param_group(param_group)
-            return
-        self.synchronize()
-        self.inner.add_param_group(param_group)
-        self._reopen(self._sync)
-
-    def _reopen(self, sync: Sync) -> None:
-        """Set up anew for other parameters; nothing may be in flight."""
-        sync.counts.exposed_seconds += sync.buckets.node.waited_seconds
-        sync.close()
-        self._open(sync.counts)
+        self._session.add_param_group(lambda: self.inner.add_param_group(param_group))
 
     # --- training --------------------------------------------------------------------------
 
+    @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step of the inner optimizer, and start or finish an exchange when one is due.
 
         Args:
-            closure: As for the inner optimizer.
+            closure: As for the inner optimizer; its loss is averaged over the ranks whose gradients
+                are, so that all of them call it equally often.
 
         Returns:
             What the inner optimizer returns.
@@ -198,42 +225,23 @@ class DASO(torch.optim.Optimizer):
 
         Collective over the world in the sense of the schedule.
         """
-        for hook in self._optimizer_step_pre_hooks.values():
-            hook(self, (), {"closure": closure})
-        self._follow_freezing()
-        loss = None
-        if self._sync is None or self._sync.before_step(has_closure=closure is not None):
-            loss = self.inner.step(closure)
-        acts, state = after_batch(self._policy, self._state)
-        try:
-            if self._sync is not None:
-                self._sync.after_step(acts, state)
-        finally:  # an error that all ranks got leaves them in step
-            self._take(state)
+        args, kwargs = self._run_pre_hooks((), {"closure": closure})
+        closure = kwargs["closure"] if "closure" in kwargs else (*args, None)[0]
+        scaling, loss = Scaling.of(self), None
+        go, closure = self._session.begin(closure, scaling)
+        if go:
+            loss = self.inner.step() if closure is None else self.inner.step(closure)
+        self._session.end()
         for hook in self._optimizer_step_post_hooks.values():
-            hook(self, (), {"closure": closure})
+            hook(self, args, kwargs)
         return loss
 
-    def _follow_freezing(self) -> None:
-        """Take up parameters that were frozen or unfrozen since the last step."""
-        if self._sync is None:
-            return
-        trainable = sum(p.requires_grad for group in self.param_groups for p in group["params"])
-        if trainable != self._trainable:
-            self.synchronize()
-            self._reopen(self._sync)
-
-    def _take(self, state: State) -> None:
-        if (state.skip, state.wait) != (self._state.skip, self._state.wait):
-            self._history.append((state.batch, state.skip, state.wait))
-        self._state = state
-
-    def _perform(self, acts: Sequence[Act], state: State) -> None:
-        try:
-            if self._sync is not None:
-                self._sync.perform(acts, state)
-        finally:
-            self._take(state)
+    def _run_pre_hooks(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        for hook in self._optimizer_step_pre_hooks.values():
+            changed = hook(self, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        return args, kwargs
 
     def end_epoch(self, loss: float | torch.Tensor) -> float:
         """Tell the schedule that an epoch is over; all nodes agree afterwards.
@@ -246,12 +254,7 @@ class DASO(torch.optim.Optimizer):
 
         Collective over the world; blocking.
         """
-        mean = float(loss)
-        if self._sync is not None:
-            self._sync.meeting.agree_batch(self._state.batch)
-            mean = self._sync.meeting.mean(mean)
-        self._perform(*after_epoch(self._policy, self._state, mean))
-        return mean
+        return self._session.end_epoch(loss)
 
     def synchronize(self) -> None:
         """Finish what is in flight, and make parameters and buffers bit-identical on all ranks.
@@ -261,23 +264,14 @@ class DASO(torch.optim.Optimizer):
 
         Collective over the world; blocking.
         """
-        if self._sync is not None:
-            self._sync.meeting.agree_batch(self._state.batch)
-        self._perform(*drain(self._state))
-        if self._sync is not None:
-            self._sync.meeting.average_buffers()
+        self._session.synchronize()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Let gradients pile up on this rank, for accumulation over several backward passes.
 
         The first backward outside, or `step`, averages the sum.
         """
-        if self._sync is None:
-            yield
-            return
-        with self._sync.buckets.no_sync():
-            yield
+        return self._session.no_sync()
 
     def close(self) -> None:
         """Stop communicating and give memory back; the optimizer cannot step afterwards.
@@ -287,9 +281,7 @@ class DASO(torch.optim.Optimizer):
 
         Collective over the world; blocking; idempotent.
         """
-        if self._sync is not None:
-            self._sync.close()
-            _open_syncs.discard(self._sync)
+        self._session.close()
 
     def __enter__(self) -> Self:
         return self
@@ -310,44 +302,7 @@ class DASO(torch.optim.Optimizer):
         Returns:
             Plain values: ``batches``, ``exchanges``, ``dropped``, ``global_bytes_sent`` (bytes, by
             this rank), ``exposed_seconds`` (training thread stood still for other ranks),
-            ``skip_history`` (batch, skip, wait), ``events``, and the choices.
+            ``skip_history`` (batch, skip, wait), ``seen`` (agreed times in seconds, learning rate,
+            drift), ``events``, and the choices.
         """
-        report = {**self._choices(), "batches": self._state.batch, "skip_history": self._history}
-        if self._sync is None:
-            nothing = {"exchanges": 0, "dropped": 0, "global_bytes_sent": 0, "exposed_seconds": 0.0}
-            return {**report, **nothing, "events": []}
-        counts = self._sync.counts
-        return {
-            **report,
-            "exchanges": counts.exchanges,
-            "dropped": counts.dropped,
-            "global_bytes_sent": counts.global_bytes_sent,
-            "exposed_seconds": counts.exposed_seconds + self._sync.buckets.node.waited_seconds,
-            "events": list(counts.events),
-        }
-
-    def _choices(self) -> dict[str, Any]:
-        place = self._topology.place
-        return {
-            "mpi": library(),
-            "world": place.size,
-            "nodes": place.nodes,
-            "node_sizes": list(place.node_sizes),
-            "lanes": place.lanes,
-            "node_transport": "none" if place.size == 1 else "shared memory",
-            "wire": self._settings.wire,
-            "merge": self._settings.merge,
-            "delta_reduce": self._settings.delta_reduce,
-            "gradient_reduce": self._settings.gradient_reduce,
-            "policy": repr(self._policy),
-        }
-
-
-_open_syncs: "weakref.WeakSet[Sync]" = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_engines() -> None:
-    """Stop the threads before MPI is finalized; nothing collective: ranks may be missing."""
-    for sync in list(_open_syncs):
-        sync.links.engine.abandon()
+        return self._session.report()

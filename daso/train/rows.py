@@ -1,24 +1,46 @@
 """One flat row of parameters as the nodes see it: the agreed reference, and what came since.
 
-Parameters of one accumulation type (fp32, or fp64 for fp64 parameters) make one row. Lane l owns
-part l of it on every node: reference, snapshot and residual exist once per node, not per rank.
+Parameters of one accumulation type (fp32, or fp64 for fp64 parameters) make one row; with
+fragments, those of one fragment. Lane l owns part l of it on every node: what a `Part` keeps exists
+once per node, not per rank.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from daso.comm.compress import codec_named
 from daso.comm.engine import Work
-from daso.comm.exchange import Deltas, TwoPhase, iallreduce
+from daso.comm.exchange import iallreduce
 from daso.comm.node import NodeGroup
-from daso.comm.topology import Place
 from daso.plan.layout import Span, chunk_parts, pieces, split
 from daso.plan.merge import ADOPT, Merge
+from daso.train.links import Links
+from daso.train.outer import MakeOuter
 from daso.train.params import Named, flat_view, layout_of
+from daso.train.part import Part, Way, merge_pairs
 
-__all__ = ["ParameterRow"]
+__all__ = ["Measured", "ParameterRow"]
 
 KIBI = 1024  # numbers by which a codec's rate is asked: headers of blocks do not count then
+MOST = 4 << 20  # numbers of a chunk: what a sparse wire makes of them is small, their memory is not
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one exchange of one row gave, on this rank."""
+
+    nbytes: int = 0  # sent by this rank
+    distance: float = 0.0  # squared, of this rank's part from the mean of all nodes
+    norm: float = 0.0  # squared, of this rank's part of the reference
+
+    def __add__(self, other: "Measured") -> "Measured":
+        """Return what two rows gave together."""
+        return Measured(
+            self.nbytes + other.nbytes, self.distance + other.distance, self.norm + other.norm
+        )
 
 
 class ParameterRow:
@@ -28,8 +50,8 @@ class ParameterRow:
         named: Names and parameters, all accumulated in ``dtype``.
         dtype: fp32 or fp64.
         node: The node whose ranks read each other's parts.
-        place: Where this rank stands.
-        two_phase: The exchange of deltas over this rank's lane.
+        links: Carries exchanges over this rank's lane.
+        outer: Makes an optimizer for the reference.
 
     Collective over the node; blocking.
     """
@@ -40,17 +62,23 @@ class ParameterRow:
         dtype: torch.dtype,
         *,
         node: NodeGroup,
-        place: Place,
-        two_phase: TwoPhase,
+        links: Links,
+        outer: MakeOuter | None = None,
     ) -> None:
-        self.named, self.two_phase = named, two_phase
+        self.named, place = named, links.place
         self.layout = layout_of(named)
         self.spans = split(self.layout.numel, place.lanes)
         self.span = self.spans[place.lane] if place.lane is not None else Span(0, 0)
-        self.snapshot = node.share(self.spans, dtype)
-        self.reference = torch.zeros(self.span.numel, dtype=dtype)
-        residual = None if two_phase.codec.exact else torch.zeros_like(self.reference)
-        self.deltas = Deltas(self.snapshot.mine, self.reference, residual)
+        self.shared = node.share(self.spans, dtype)
+        self.rounded: dict[int, torch.Tensor] = {}  # what this lane rounded away of means
+        wire = links.settings.wire
+        self.wired = links.two_phase(codec_named(wire, dtype), self.rounded)
+        # What a sparse wire holds back must not stay behind where all nodes are to agree.
+        dense = codec_named("fp32" if wire == "topk" else wire, dtype)
+        self.dense = links.two_phase(dense, self.rounded)
+        share = place.local_size / place.size
+        way = Way(self.wired.codec.exact, links.settings.eager, share, outer)
+        self.part = Part(self.shared.mine, way)
 
     def _views(self, span: Span, row: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pair the parameters' elements in a span with a row that holds that span."""
@@ -58,17 +86,25 @@ class ParameterRow:
             tensor = flat_view(self.named[piece.slot][1])
             yield tensor[slice(*piece.inside)], row[slice(*piece.at)]
 
-    def anchor(self) -> None:
-        """Take the parameters, equal on all nodes, as the reference."""
-        self._copy_parameters(self.reference)
-        if self.deltas.residual is not None:
-            self.deltas.residual.zero_()
-        self.two_phase.forget()
+    def anchor(self) -> float:
+        """Take the parameters, equal on all nodes, as the reference; return its squared norm."""
+        self._copy_parameters(self.part.reference)
+        self.part.anchor()
+        self.rounded.clear()
+        return sum(float(flat_view(p).double().square().sum()) for _, p in self.named)
 
     def take_snapshot(self) -> None:
         """Remember the parameters as they are now, for the exchange that starts."""
-        self.snapshot.wait_released()
-        self._copy_parameters(self.snapshot.mine)
+        self.shared.wait_released()
+        self._copy_parameters(self.part.snapshot)
+
+    def go_ahead(self) -> None:
+        """Move the parameters to where the exchange will probably bring them.
+
+        Collective over the node; blocking.
+        """
+        self.part.go_ahead()
+        self._merge_shown(ADOPT)
 
     def _copy_parameters(self, row: torch.Tensor) -> None:
         pairs = list(self._views(self.span, row))
@@ -77,7 +113,7 @@ class ParameterRow:
 
     def first_nonfinite(self) -> int | None:
         """Return the element of the whole row that is not finite in the snapshot, if any."""
-        mine = self.snapshot.mine
+        mine = self.part.snapshot
         if bool(mine.sum().isfinite()) or bool(mine.isfinite().all()):
             return None
         return self.span.start + int((~mine.isfinite()).nonzero()[0])
@@ -93,60 +129,54 @@ class ParameterRow:
 
         Collective over the node; blocking.
         """
-        shown = self.snapshot.mine
-        if rule.since_send:
-            torch.sub(self.reference, shown, out=shown)
-        else:
-            shown.copy_(self.reference)
-        self.snapshot.publish()
-        self.snapshot.wait()
+        self.shared.wait_released()
+        self.part.show(rule)
+        self._merge_shown(rule)
+
+    def _merge_shown(self, rule: Merge) -> None:
+        self.shared.publish()
+        self.shared.wait()
         with torch.no_grad():
-            for span, part in zip(self.spans, self.snapshot.parts, strict=True):
-                _merge_pairs(list(self._views(span, part)), rule)
-        self.snapshot.release()
+            for span, part in zip(self.spans, self.shared.parts, strict=True):
+                merge_pairs(list(self._views(span, part)), rule)
+        self.shared.release()
 
     def restore(self) -> None:
         """Set the parameters back to the reference. Collective over the node; blocking."""
         self.merge(ADOPT)
 
-    def exchange(self, reduce: str, chunk_bytes: int) -> Work[int]:
+    def exchange(self, reduce: str, chunk_bytes: int, *, dense: bool) -> Work[Measured]:
         """Move the reference by the mean delta of all nodes.
 
         Args:
             reduce: ``"iallreduce"`` or ``"ordered"``.
             chunk_bytes: Bytes of a chunk on the wire.
+            dense: Send everything, whatever the wire.
 
         Returns:
-            Bytes sent by this rank.
+            What was sent and measured.
 
         Collective over the lane; non-blocking, as work for the engine.
         """
-        mean = self.two_phase
-        chunk = max(1, chunk_bytes * KIBI // mean.codec.nbytes(KIBI))
-        chunks = chunk_parts(self.span.numel, len(mean.weights), chunk)
+        mean, weights = (self.dense if dense else self.wired), self.wired.adder.weights
+        chunk = max(1, min(MOST, chunk_bytes * KIBI // self.wired.codec.nbytes(KIBI)))
+        chunks = chunk_parts(self.span.numel, len(weights), chunk)
+        self.part.start()
         if reduce == "ordered":
-            return mean.run(self.deltas, chunks)
-        weight = mean.weights[mean.comm.Get_rank()]
-        return iallreduce(mean.comm, self.deltas, chunks, weight, mean.total)
+            nbytes = yield from mean.run(self.part, chunks)
+        else:
+            weight = weights[mean.comm.Get_rank()]
+            nbytes = yield from iallreduce(mean.comm, self.part, chunks, weight, mean.adder.total)
+        return Measured(nbytes, *self.part.finish())
 
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs; nothing may be under way."""
+        rounded = {start: tensor.clone() for start, tensor in self.rounded.items()}
+        return {**self.part.state(), "rounded": rounded}
 
-def _merge_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]], rule: Merge) -> None:
-    """Carry out a merge for pairs (x, c), c being g, or g - s where the rule says since_send."""
-    if not pairs:
-        return
-    here, there = [x for x, _ in pairs], [c for _, c in pairs]
-    if rule == ADOPT:
-        torch._foreach_copy_(here, there)
-    elif any(x.dtype != c.dtype for x, c in pairs):
-        _merge_wide(pairs, rule)
-    elif rule.since_send:
-        torch._foreach_add_(here, there)
-    else:
-        torch._foreach_lerp_(here, there, rule.pull)
-
-
-def _merge_wide(pairs: list[tuple[torch.Tensor, torch.Tensor]], rule: Merge) -> None:
-    """Merge 16-bit parameters: compute in the reference's type, round once."""
-    for x, c in pairs:
-        wide = x.to(c.dtype)
-        x.copy_(wide.add_(c) if rule.since_send else wide.lerp_(c, rule.pull))
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what `state` returned on the same rank of a world of the same shape."""
+        self.shared.wait_released()
+        self.part.load(state)
+        self.rounded.clear()
+        self.rounded.update({start: tensor.clone() for start, tensor in state["rounded"].items()})

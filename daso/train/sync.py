@@ -4,55 +4,26 @@ The optimizer in front of it only calls `before_step` and `after_step`. Paramete
 by the training thread, at step boundaries, and nowhere else.
 """
 
-import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 import torch
 
 from daso.comm.choose import choose_node, node_problem
-from daso.comm.compress import codec_named
-from daso.comm.dtypes import accumulator
-from daso.comm.engine import Ticket, Work
 from daso.comm.topology import Topology
-from daso.errors import ExchangeError, NonFiniteError, TopologyError
-from daso.plan.header import Header, culprit, decode_culprit
-from daso.plan.merge import merge_rule
+from daso.errors import TopologyError
 from daso.plan.options import Settings
-from daso.plan.schedule import Act, State
-from daso.train.agree import zero_nonfinite
+from daso.plan.schedule import Act, Seen, State
 from daso.train.buckets import Finish, GradientBuckets, Route
+from daso.train.exchanges import Exchanges
 from daso.train.links import Links
 from daso.train.meeting import Meeting
 from daso.train.metrics import Counts
+from daso.train.outer import MakeOuter
 from daso.train.params import Trained, agree_layout, broadcast
-from daso.train.rows import ParameterRow
+from daso.train.scaling import Scaling
 
 __all__ = ["Sync"]
-
-Result = TypeVar("Result")
-logger = logging.getLogger("daso")
-
-DIGESTS = 2**48  # a digest travels in a float64 and must survive there exactly
-DROPS_LATELY = 3  # drops, without two good exchanges in a row between, at which all raise
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What an exchange gave."""
-
-    header: Header  # agreed by all ranks
-    nbytes: int  # sent by this rank
-    sound: bool  # this rank's own values were finite
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """An exchange under way."""
-
-    ticket: Ticket[Outcome]
-    batch: int  # batch after which it was sent
 
 
 class Sync:
@@ -63,12 +34,19 @@ class Sync:
         topology: Who is where; more than one rank.
         settings: How to exchange.
         counts: Where everything is counted.
+        outer: Makes an optimizer for the reference.
 
     Collective over the world; blocking.
     """
 
     def __init__(
-        self, trained: Trained, topology: Topology, settings: Settings, counts: Counts
+        self,
+        trained: Trained,
+        topology: Topology,
+        settings: Settings,
+        counts: Counts,
+        *,
+        outer: MakeOuter | None = None,
     ) -> None:
         agree_layout(trained, topology)
         topology.agree(node_problem(trained.device), TopologyError)
@@ -80,37 +58,35 @@ class Sync:
         self.buckets = GradientBuckets(
             trained.named,
             choose_node(topology, trained.device, settings.exchange.stall_seconds),
-            self._route(State()),
+            self._route(between=False),
             bucket_bytes=settings.gradients.bucket_bytes,
             same_order=self.meeting.same_order,
         )
-        self._flight: Flight | None = None
+        self._synchronous = False  # gradients are averaged between nodes
+        self._scales_apart = False  # nodes stepped with GradScalers of their own
+        groups = trained.inner.param_groups
+        self._trainable = sum(p.requires_grad for group in groups for p in group["params"])
+        self.exchanges: Exchanges | None = None
         try:
-            self.rows = self._make_rows() if topology.place.nodes > 1 else []
+            if topology.place.nodes > 1:
+                self.exchanges = Exchanges(self.meeting, self.buckets.node, outer)
         except TopologyError:  # no shared memory: leave the user's model without hooks
             self.links.engine.close()
             self.buckets.close()
             raise
-
-    def _make_rows(self) -> list[ParameterRow]:
-        rows, node, place = [], self.buckets.node, self.topology.place
-        for dtype in (torch.float32, torch.float64):
-            members = [(name, p) for name, p in self.trained.named if accumulator(p.dtype) == dtype]
-            if members:
-                mean = self.links.two_phase(codec_named(self.settings.wire, dtype))
-                rows.append(ParameterRow(members, dtype, node=node, place=place, two_phase=mean))
-        return rows
 
     # --- gradients ---------------------------------------------------------------------------
 
     def enter(self, state: State) -> None:
         """Take over the schedule's state: it says where gradients are averaged from now on."""
         self.counts.epoch = state.epoch
-        self.buckets.route = self._route(state)
+        self._synchronous = state.synchronous and self.topology.place.nodes > 1
+        # Nodes whose GradScalers went apart average between them after unscaling.
+        self.buckets.route = self._route(between=self._synchronous and not self._scales_apart)
 
-    def _route(self, state: State) -> Route:
+    def _route(self, *, between: bool) -> Route:
         place = self.topology.place
-        if state.synchronous and place.nodes > 1:
+        if between:
             return Route(place.local_size, place.lanes, self._average_between)
         return Route(place.local_size, place.local_size)
 
@@ -125,181 +101,139 @@ class Sync:
 
     # --- one step ----------------------------------------------------------------------------
 
-    def before_step(self, *, has_closure: bool) -> bool:
-        """Join the averaging if no backward did since the last step.
+    def ready(self) -> bool:
+        """Raise what went wrong in the background since the last step.
+
+        Returns:
+            True: the inner optimizer should step.
+
+        Raises:
+            ExchangeError: An exchange failed.
+        """
+        self.links.engine.check()
+        return True
+
+    def before_step(self, scaling: Scaling) -> bool:
+        """Join the averaging if no backward did since the last step; take scaling off gradients.
 
         Args:
-            has_closure: The step will call backward itself.
+            scaling: What a GradScaler says of this step.
 
         Returns:
             Whether the inner optimizer should step.
 
         Raises:
             ExchangeError: An exchange failed since the last step.
+
+        Collective over the world in the sense of the schedule.
         """
-        self.links.engine.check()
-        if has_closure:
-            return True
+        self.ready()
         if not self.buckets.fresh:
             self.buckets.finish_round()
-        return self._gradients_sound()
+        finite = scaling.unscale(self.trained.inner)
+        if not scaling.active:
+            return self._gradients_sound()
+        self._scales_apart |= not self._synchronous
+        if self._synchronous and self._scales_apart:
+            self._average_unscaled()
+            finite = self.buckets.first_nonfinite() is None
+        if self._synchronous and finite:
+            self.counts.good()
+        return finite
 
     def _gradients_sound(self) -> bool:
         """Tell whether a synchronous step may be taken; its gradients are the same everywhere."""
-        if self.buckets.route.between is None:
+        if not self._synchronous:
             return True
         name = self.buckets.first_nonfinite()
         if name is None:
             self.counts.good()
             return True
-        self._count_drop(f"the mean gradient of {name} is not finite; this step is dropped")
+        self.meeting.count_drop(f"the mean gradient of {name} is not finite; this step is dropped")
         return False
 
-    def after_step(self, acts: Sequence[Act], state: State) -> None:
+    def _average_unscaled(self) -> None:
+        """Average node means between nodes, after each node divided by a scale of its own."""
+        self.buckets.route = self._route(between=True)
+        self.buckets.finish_round()
+        self.buckets.route = self._route(between=False)
+
+    def mean_loss(self, loss: Any) -> Any:
+        """Return a loss averaged over the ranks whose gradients are; number or 0-dim tensor.
+
+        Collective over the node, in synchronous phases over the world; blocking.
+        """
+        value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        if self._synchronous:
+            value = self.meeting.mean(value)
+        else:
+            values = self.topology.node.allgather(value)
+            value = sum(values) / len(values)
+        return loss.detach().clone().fill_(value) if isinstance(loss, torch.Tensor) else value
+
+    def outdated(self) -> bool:
+        """Return whether parameters were added, frozen or unfrozen since this was made."""
+        groups = self.trained.inner.param_groups
+        return bool(self._trainable != sum(p.requires_grad for g in groups for p in g["params"]))
+
+    def after_step(self, acts: Sequence[Act], state: State) -> Seen | None:
         """Carry out what is due after a batch.
 
         Args:
             acts: From the schedule.
             state: The schedule's state after them.
 
+        Returns:
+            What all ranks agreed on, if an exchange was merged.
+
         Collective over the world in the sense of the schedule; blocks for receives.
         """
         self.buckets.fresh = False
         self.counts.step()
-        self.perform(acts, state)
+        return self.perform(acts, state)
 
-    def perform(self, acts: Sequence[Act], state: State) -> None:
-        """Carry out acts in order, then go on from ``state``."""
-        if self.rows:
+    def perform(self, acts: Sequence[Act], state: State) -> Seen | None:
+        """Carry out acts in order, then go on from ``state``; return what was agreed on last."""
+        seen = None
+        if self.exchanges is not None:
             for act in acts:
-                self._carry_out(act, state.batch)
+                seen = self._carry_out(self.exchanges, act, state) or seen
         self.enter(state)
+        return seen
 
-    def _carry_out(self, act: Act, batch: int) -> None:
+    def _carry_out(self, exchanges: Exchanges, act: Act, state: State) -> Seen | None:
         if act is Act.ANCHOR:
-            self.anchor()
+            exchanges.anchor(state.batch)
         elif act is Act.SEND:
-            self._send(batch)
+            exchanges.send(state.batch, state.fragment, blocking=state.wait == 0)
+        elif act is Act.SEND_ALL:
+            exchanges.send(state.batch, None, blocking=True)
         elif act is Act.RECEIVE:
-            assert self._flight is not None, "the schedule receives only what was sent"
-            blocking = self._flight.batch == batch
-            # A blocking exchange promises that all nodes agree: repeat it when it was dropped.
-            while not self._receive(self._flight, batch) and blocking:
-                self._send(batch)
+            return exchanges.receive(state.batch)
         elif act is Act.JOIN:
             self.meeting.join()
+        return None
 
-    # --- exchanges ---------------------------------------------------------------------------
+    # --- checkpoint --------------------------------------------------------------------------
 
-    def anchor(self) -> None:
-        """Take the parameters, equal everywhere, as the reference."""
-        for row in self.rows:
-            row.anchor()
+    def state(self) -> dict[str, Any]:
+        """Return what this rank needs to go on to the same bits: plain values and tensors."""
+        return {
+            "exchanges": None if self.exchanges is None else self.exchanges.state(),
+            "counts": self.counts.state(),
+            "scales_apart": self._scales_apart,
+        }
 
-    def _send(self, batch: int) -> None:
-        for row in self.rows:
-            row.take_snapshot()
-        digest = sum(row.layout.digest for row in self.rows) % DIGESTS
-        header = Header(
-            layout=digest,
-            minus_layout=-digest,
-            batch=batch,
-            minus_batch=-batch,
-            step_seconds=self.counts.step_seconds,
-            exchange_seconds=self.counts.exchange_seconds,
-        )
-        self._flight = Flight(self.links.engine.submit(self._exchange(header)), batch)
-
-    def _exchange(self, header: Header) -> Work[Outcome]:
-        """Vote first; where all values are finite, move every row's reference by the mean delta."""
-        code = self._first_nonfinite()
-        agreed = yield from self.links.agree(replace(header, nonfinite=code))
-        nbytes = 0
-        if not agreed.nonfinite and agreed.aligned and self.topology.place.lane is not None:
-            for row in self.rows:
-                nbytes += yield from row.exchange(
-                    self.settings.delta_reduce, self.settings.exchange.chunk_bytes
-                )
-        return Outcome(agreed, nbytes, sound=code == 0.0)
-
-    def _first_nonfinite(self) -> float:
-        before = 0
-        for row in self.rows:
-            element = row.first_nonfinite()
-            if element is not None:
-                place = self.topology.place
-                return culprit(before + element, place.rank, place.size)
-            before += row.layout.numel
-        return 0.0
-
-    def _receive(self, flight: Flight, batch: int) -> bool:
-        """Finish the exchange in flight; return whether it was merged."""
-        self._flight = None
-        outcome = self.meeting.wait(flight.ticket)
-        self.counts.exchange_seconds = flight.ticket.seconds
-        self.counts.global_bytes_sent += outcome.nbytes
-        if not outcome.header.aligned:
-            header = outcome.header
-            raise ExchangeError(
-                f"ranks must exchange the same parameters after the same number of steps, but they "
-                f"were at steps {-header.minus_batch:.0f} to {header.batch:.0f}; give every rank "
-                f"the same number of batches and let every rank call step() for each"
-            )
-        if outcome.header.nonfinite:
-            self._drop(outcome)
-            return False
-        waited, nodes = batch - flight.batch, self.topology.place.nodes
-        rule = merge_rule(self.settings.merge, waited=waited, nodes=nodes)
-        for row in self.rows:
-            row.merge(rule)
-        self.counts.good()
-        self.counts.event(
-            "exchange",
-            sent=flight.batch,
-            received=batch,
-            seconds=flight.ticket.seconds,
-            slowest_step_seconds=outcome.header.step_seconds,
-            slowest_exchange_seconds=outcome.header.exchange_seconds,
-            **asdict(rule),
-        )
-        return True
-
-    def _drop(self, outcome: Outcome) -> None:
-        """Say whose value is not finite; set that node back to the reference."""
-        element, rank = decode_culprit(outcome.header.nonfinite, self.topology.place.size)
-        self._count_drop(
-            f"parameter {self._name_at(element)} on rank {rank} is not finite; this exchange is "
-            f"dropped and that node starts again from the last agreed parameters"
-        )
-        if not all(self.topology.node.allgather(outcome.sound)):
-            for row in self.rows:
-                row.restore()
-            zero_nonfinite(self.trained.inner, self.trained.named)
-        self.meeting.mend_buffers()
-
-    def _name_at(self, element: int) -> str:
-        for row in self.rows:
-            if element < row.layout.numel:
-                return row.layout.name_at(element)
-            element -= row.layout.numel
-        raise AssertionError("an element outside all rows")
-
-    def _count_drop(self, what: str) -> None:
-        """Note a drop; raise, on every rank alike, when there were too many."""
-        lately = self.counts.drop()
-        self.counts.event("dropped", why=what)
-        if self.topology.place.rank == 0:
-            logger.warning(what)
-        limit = 1 if self.settings.exchange.nonfinite == "raise" else DROPS_LATELY
-        if lately >= limit:
-            raise NonFiniteError(
-                f"values must be finite, but {what} (drop number {lately} within a few exchanges); "
-                f"lower the learning rate, clip gradients, or look at that rank's data"
-            )
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what `state` returned on the same rank of a world of the same shape."""
+        if self.exchanges is not None:
+            self.exchanges.load(state["exchanges"])
+        self.counts.load(state["counts"])
+        self._scales_apart = state["scales_apart"]
 
     def close(self) -> None:
         """Stop the engine and give everything back. Collective over the world; idempotent."""
-        self.rows = []
+        self.exchanges = None
         self.buckets.close()
         if self.links.close():
             self.buckets.node.free()

@@ -121,7 +121,7 @@ def test_step_hooks_run_once_each_in_order(topology):
     assert calls == ["pre", "post"] * 2
 
 
-def test_a_closure_is_called_and_its_loss_returned(topology):
+def test_a_closure_is_called_and_its_loss_averaged(topology):
     model = small()
     x = torch.ones(3, 4) * (1 + topology.place.rank)
     with wrap(topology, model, policy=daso.Fixed(1, 0)) as optimizer:
@@ -134,7 +134,9 @@ def test_a_closure_is_called_and_its_loss_returned(topology):
             calls.append(loss.item())
             return loss
 
-        assert optimizer.step(closure).item() == calls[0]
+        losses = topology.world.allgather(optimizer.step(closure).item())
+        assert len(set(losses)) == 1
+        assert losses[0] == pytest.approx(sum(topology.world.allgather(calls[0])) / len(losses))
         assert len(calls) == 1
     assert topology.same(bits(model))
 
@@ -225,17 +227,18 @@ def test_the_node_is_told_once_per_exchange_whatever_the_tensors(topology, place
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
     with wrap(topology, model, policy=daso.Fixed(4, 1)) as optimizer:
-        if not optimizer._sync or not optimizer._sync.rows:
+        sync = optimizer._session._sync
+        if sync is None or sync.exchanges is None:
             assert place.nodes == 1
             return
-        (row,) = optimizer._sync.rows
+        ((row,),) = sync.exchanges.rows.values()
         told = []
         for _ in range(9):
-            before = row.snapshot.round
+            before = row.shared.round
             optimizer.zero_grad()
             model(torch.randn(2, 4)).sum().backward()
             optimizer.step()
-            told.append(row.snapshot.round - before)
+            told.append(row.shared.round - before)
         assert told == [0, 0, 0, 0, 1, 0, 0, 0, 1]
 
 
@@ -346,8 +349,9 @@ def test_only_the_training_thread_writes_parameters_and_only_inside_step(topolog
             train(topology, model, optimizer, 1, first=step)
             versions = [p._version for p in model.parameters()]
             before = flat(model)
-            if optimizer._sync is not None and optimizer._sync._flight is not None:
-                ticket = optimizer._sync._flight.ticket
+            sync = optimizer._session._sync
+            if sync is not None and sync.exchanges and sync.exchanges._flight is not None:
+                ticket = sync.exchanges._flight.ticket
                 ticket.finished.wait(10)
                 assert ticket.done()
             assert [p._version for p in model.parameters()] == versions
@@ -364,7 +368,7 @@ def test_an_exchange_goes_on_while_the_training_thread_is_elsewhere(topology, pl
             model.weight.sum().backward()
             optimizer.step()
         if place.nodes > 1:
-            ticket = optimizer._sync._flight.ticket
+            ticket = optimizer._session._sync.exchanges._flight.ticket
             deadline = time.monotonic() + 20
             while not ticket.done() and time.monotonic() < deadline:
                 time.sleep(0.01)  # no MPI call on this thread
@@ -627,8 +631,9 @@ def test_a_rank_that_stalls_in_the_first_backward_is_told(topology, place):
         with pytest.raises(StallError, match=f"one of world ranks {late} is late or gone"):
             model(torch.ones(4, 4)).sum().backward()
     topology.world.Barrier()
-    optimizer._sync.buckets.close()
-    optimizer._sync.links.engine.abandon()  # close() is collective, and rank 0 is out of step
+    sync = optimizer._session._sync
+    sync.buckets.close()
+    sync.links.engine.abandon()  # close() is collective, and rank 0 is out of step
 
 
 def test_parameters_that_differ_between_ranks_are_named_on_all(topology, place):
@@ -694,7 +699,7 @@ def test_checkpoints_of_shared_weights_give_the_mean_gradient(topology, place, r
     ("options", "match"),
     [
         ({"wire": "int3"}, "wire must be one of fp32, bf16, fp16, int8, int4"),
-        ({"merge": "average"}, "merge must be one of daso, delta"),
+        ({"merge": "average"}, "merge must be one of auto, daso, delta, eager"),
         ({"exchange": daso.Exchange(reduce="iallreduce")}, "needs wire='fp32'"),
     ],
 )

@@ -1,5 +1,7 @@
 """The optimizer against one sequential program, bit for bit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sequential import Sequential
@@ -82,12 +84,14 @@ def assert_equal_to_oracle(model, oracle, node):
 
 def compare(topology, make, make_inner, policy, *, steps=11, epochs=1, **options):
     """Run both for some steps; compare after every step and at the end."""
+    options.setdefault("merge", "daso")
     build = seeded(make)
     oracle = Sequential(
         build, make_inner, batch_loss, topology.place.node_sizes, policy=policy, **options
     )
     model = build()
-    settings = {"exchange": ORDERED, "gradients": daso.Gradients(bucket_bytes=256)}
+    exchange = replace(ORDERED, fragments=options.pop("fragments", 1))
+    settings = {"exchange": exchange, "gradients": daso.Gradients(bucket_bytes=256)}
     with daso.DASO(
         make_inner(model), module=model, topology=topology, policy=policy, **settings, **options
     ) as optimizer:
@@ -129,6 +133,32 @@ def test_skipping_equals_one_process_bit_for_bit(topology, skip, wait, wire, mer
     report = compare(topology, mlp, sgd, daso.Fixed(skip, wait), wire=wire, merge=merge)
     if topology.place.nodes > 1:
         assert report["exchanges"] >= 11 // skip - 1
+
+
+def nesterov(params):
+    return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def adam(params):
+    return torch.optim.Adam(params, lr=0.01)
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+@pytest.mark.parametrize("merge", ["auto", "delta", 0.25])
+@pytest.mark.parametrize("outer", [nesterov, adam])
+@pytest.mark.parametrize(("skip", "wait"), [(4, 1), (3, 3), (2, 0)])
+def test_an_outer_optimizer_equals_one_process(topology, skip, wait, outer, merge, fragments):
+    options = {"merge": merge, "outer": outer, "fragments": fragments, "wire": "bf16"}
+    compare(topology, mlp, sgd, daso.Fixed(skip, wait), **options)
+
+
+@pytest.mark.parametrize("merge", ["eager", "daso", 0.0, 1.0])
+@pytest.mark.parametrize("fragments", [1, 2, 7])
+def test_fragments_that_take_turns_equal_one_process(topology, merge, fragments):
+    for wire in ("fp32", "bf16"):
+        options = {"merge": merge, "fragments": fragments, "wire": wire}
+        compare(topology, mlp, sgd, daso.Fixed(2, 2), **options)
+        compare(topology, Odd, sgd, daso.Fixed(3, 1, warmup=2), **options, steps=9)
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
@@ -173,7 +203,12 @@ def test_iallreduce_stays_near_the_oracle_and_identical(topology):
         )
         model = build()
         with daso.DASO(
-            sgd(model), module=model, topology=topology, policy=policy, wire="fp32"
+            sgd(model),
+            module=model,
+            topology=topology,
+            policy=policy,
+            wire="fp32",
+            merge="daso",
         ) as optimizer:
             for step in range(10):
                 optimizer.zero_grad()

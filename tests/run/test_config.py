@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from daso.errors import ConfigError
 from daso.plan.options import Exchange, Gradients
-from daso.plan.schedule import Fixed, Plateau
+from daso.plan.policy import Fixed, Plateau
 from daso.run.config import (
     Config,
     DataConfig,

@@ -1,0 +1,267 @@
+"""Who chooses skip and wait: the policies. All pure; frozen records checked when made.
+
+- `Fixed`: the same all the time.
+- `Plateau`: the paper's phases, by epochs and the loss.
+- `Qsr`: skip from the learning rate.
+- `Auto`: wait from measured times, skip from measured drift and the learning rate.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from daso.errors import ConfigError
+from daso.plan.plateau import observe
+from daso.plan.schedule import Seen, State
+
+__all__ = ["Auto", "Fixed", "Plateau", "Qsr"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """The same skip and wait all the time, after an optional synchronous warm-up.
+
+    Args:
+        skip: Batches from one global exchange to the next; at least 1.
+        wait: Batches an exchange may take in the background; 0 = blocking, at most ``skip``.
+        warmup: Synchronous batches at the start (post-local SGD, Lin et al. 2020).
+    """
+
+    skip: int = 4
+    wait: int = 1
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        _check_int("Fixed.skip", self.skip, 1)
+        _check_int("Fixed.wait", self.wait, 0)
+        _check_int("Fixed.warmup", self.warmup, 0)
+        if self.wait > self.skip:
+            raise ConfigError(
+                f"Fixed.wait must not exceed skip={self.skip} (one exchange is in flight at a "
+                f"time), not {self.wait}; lower wait or raise skip"
+            )
+
+    def start(self) -> State:
+        """Return the state before the first batch."""
+        return State() if self.warmup else State(skip=self.skip, wait=self.wait)
+
+    def tune_batch(self, state: State) -> State:
+        """Leave the warm-up when its batches are over."""
+        if self.warmup and state.synchronous and state.batch >= self.warmup:
+            return replace(state, skip=self.skip, wait=self.wait)
+        return state
+
+    def tune_exchange(self, state: State, seen: Seen) -> State:  # noqa: ARG002 - the protocol's
+        """Change nothing."""
+        return state
+
+    def tune_epoch(self, state: State, loss: float) -> State:  # noqa: ARG002 - the protocol's
+        """Change nothing."""
+        return state
+
+
+@dataclass(frozen=True, slots=True)
+class Plateau:
+    """The paper's schedule: warm-up, cycling, cool-down, by epochs and the loss.
+
+    Warm-up and cool-down are synchronous. Cycling starts at ``max_skip`` with a wait of a quarter
+    of it. When the loss stalls, skip is halved and wait goes down by one, both at least 1; when it
+    stalls at skip 1 the cycle starts again from the top. The caller reports epochs with
+    ``optimizer.end_epoch(loss)``. Coquelin et al. 2022, doi 10.1186/s40537-021-00556-1.
+
+    Args:
+        epochs: Epochs in all; the cool-down is counted back from here.
+        warmup: Synchronous epochs at the start.
+        cooldown: Synchronous epochs at the end.
+        max_skip: Largest number of batches between exchanges.
+        threshold: Relative improvement of the loss that counts.
+        patience: Epochs in a row without improvement after which the loss has stalled.
+    """
+
+    epochs: int
+    warmup: int = 4
+    cooldown: int = 4
+    max_skip: int = 4
+    threshold: float = 0.05
+    patience: int = 2
+
+    def __post_init__(self) -> None:
+        for name, least in (("epochs", 1), ("warmup", 0), ("cooldown", 0), ("max_skip", 1)):
+            _check_int(f"Plateau.{name}", getattr(self, name), least)
+        _check_int("Plateau.patience", self.patience, 1)
+        if not isinstance(self.threshold, int | float) or not 0 <= self.threshold < 1:
+            raise ConfigError(
+                f"Plateau.threshold must be a number in [0, 1), not {self.threshold!r}"
+            )
+        if self.warmup + self.cooldown > self.epochs:
+            raise ConfigError(
+                f"Plateau.warmup + cooldown must not exceed epochs={self.epochs}, not "
+                f"{self.warmup} + {self.cooldown}; shorten them"
+            )
+
+    @property
+    def max_wait(self) -> int:
+        """Wait at the top of a cycle: a quarter of max_skip, at least 1."""
+        return max(1, self.max_skip // 4)
+
+    def start(self) -> State:
+        """Return the state before the first batch."""
+        if self.warmup or self.cooldown >= self.epochs:
+            return State()
+        return State(skip=self.max_skip, wait=self.max_wait)
+
+    def tune_batch(self, state: State) -> State:
+        """Change nothing: this policy works by epochs."""
+        return state
+
+    def tune_exchange(self, state: State, seen: Seen) -> State:  # noqa: ARG002 - the protocol's
+        """Change nothing."""
+        return state
+
+    def tune_epoch(self, state: State, loss: float) -> State:
+        """Choose the next epoch's phase, skip and wait."""
+        if state.epoch < self.warmup or state.epoch >= self.epochs - self.cooldown:
+            return replace(state, skip=1, wait=0)
+        if state.epoch == self.warmup or state.synchronous:
+            return replace(state, skip=self.max_skip, wait=self.max_wait)
+        stalled, plateau = observe(
+            state.plateau, loss, threshold=self.threshold, patience=self.patience
+        )
+        state = replace(state, plateau=plateau)
+        if not stalled:
+            return state
+        if state.skip == 1:
+            return replace(state, skip=self.max_skip, wait=self.max_wait)
+        skip = state.skip // 2
+        return replace(state, skip=skip, wait=min(skip, max(1, state.wait - 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Qsr:
+    """Quadratic synchronization rule: the smaller the learning rate, the rarer the exchanges.
+
+    H = max(skip, floor((alpha / lr)**2)), chosen anew at every exchange from the learning rate that
+    all ranks agreed on with it. Gu et al. 2023, arXiv 2310.14423. Needs a learning rate that
+    decays, and an alpha that is tuned: start from the peak rate times the square root of skip.
+
+    Args:
+        alpha: Learning rate at which H is 1.
+        skip: Least batches between exchanges (the paper's H_base).
+        wait: Batches an exchange may take in the background; at most ``skip``.
+        max_skip: Most batches between exchanges; H grows without bound as the rate goes to 0.
+    """
+
+    alpha: float
+    skip: int = 4
+    wait: int = 1
+    max_skip: int = 256
+
+    def __post_init__(self) -> None:
+        _check_positive("Qsr.alpha", self.alpha)
+        _check_int("Qsr.skip", self.skip, 1)
+        _check_int("Qsr.wait", self.wait, 0)
+        _check_int("Qsr.max_skip", self.max_skip, 1)
+        _check_order("Qsr.wait", self.wait, "skip", self.skip)
+        _check_order("Qsr.skip", self.skip, "max_skip", self.max_skip)
+
+    def start(self) -> State:
+        """Return the state before the first batch."""
+        return State(skip=self.skip, wait=self.wait)
+
+    def tune_batch(self, state: State) -> State:
+        """Change nothing between exchanges."""
+        return state
+
+    def tune_exchange(self, state: State, seen: Seen) -> State:
+        """Choose skip for the round that begins."""
+        if self.alpha >= seen.lr * math.sqrt(self.max_skip):
+            return replace(state, skip=self.max_skip)
+        return replace(state, skip=max(self.skip, int((self.alpha / seen.lr) ** 2)))
+
+    def tune_epoch(self, state: State, loss: float) -> State:  # noqa: ARG002 - the protocol's
+        """Change nothing."""
+        return state
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """Exchanges as seldom as drift allows, and never so fast that anybody waits; needs no settings.
+
+    Wait is the number of batches that an exchange takes, by times measured on all ranks. Skip is
+    the number of batches in which nodes drift apart by ``drift``: the root mean square distance of
+    a node from the mean of all nodes, relative to that of the parameters from zero (consensus
+    distance, Kong et al. 2021, arXiv 2102.04828). It is measured at every exchange and expected to
+    grow with the learning rate. Where gradient noise drives nodes apart, its square grows as
+    lr**2 * skip, so a fixed ``drift`` gives the quadratic rule of `Qsr` without its alpha; where
+    nodes see different data it grows faster, and skip comes down.
+
+    Skip begins at 1 and at most doubles with each exchange, so that the first, steepest steps are
+    averaged often. It is never below wait.
+
+    Args:
+        drift: Relative distance between nodes to aim at, right before an exchange.
+        max_skip: Most batches between exchanges.
+        warmup: Synchronous batches at the start.
+    """
+
+    drift: float = 0.03
+    max_skip: int = 128
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        _check_positive("Auto.drift", self.drift)
+        _check_int("Auto.max_skip", self.max_skip, 1)
+        _check_int("Auto.warmup", self.warmup, 0)
+
+    def start(self) -> State:
+        """Return the state before the first batch."""
+        return State() if self.warmup else State(skip=1, wait=1)
+
+    def tune_batch(self, state: State) -> State:
+        """Leave the warm-up when its batches are over."""
+        if self.warmup and state.synchronous and state.batch >= self.warmup:
+            return replace(state, skip=1, wait=1)
+        return state
+
+    def tune_exchange(self, state: State, seen: Seen) -> State:
+        """Choose wait and skip for the round that begins."""
+        wait = min(self._wait(seen), 2 * state.wait, self.max_skip)
+        skip = max(wait, min(self._skip(state, seen), self.max_skip))
+        return replace(state, skip=skip, wait=wait)
+
+    def _wait(self, seen: Seen) -> int:
+        """Batches that an exchange takes, with a fifth to spare; at least 1."""
+        if seen.step_seconds <= 0:
+            return 1
+        return max(
+            1, math.ceil(min(1.2 * seen.exchange_seconds / seen.step_seconds, self.max_skip))
+        )
+
+    def _skip(self, state: State, seen: Seen) -> int:
+        """Go half of the way, in logarithms, from skip to what drift allows; at most double it."""
+        before = state.seen
+        growth = (seen.lr / before.lr) ** 2 if before.lr > 0 else 1.0
+        if not seen.drift * growth > 0:
+            return state.skip
+        allowed = self.drift**2 / (seen.drift * growth) / state.fragments
+        # Half of the way, because drift that grows with skip itself would swing for ever otherwise.
+        half = math.sqrt(state.skip * min(allowed, 4.0 * state.skip))
+        return max(1, math.ceil(half) if math.ceil(half) <= allowed else math.floor(half))
+
+    def tune_epoch(self, state: State, loss: float) -> State:  # noqa: ARG002 - the protocol's
+        """Change nothing: loss and epochs are not needed."""
+        return state
+
+
+def _check_int(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be a positive number, not {value!r}")
+
+
+def _check_order(name: str, value: int, other: str, limit: int) -> None:
+    if value > limit:
+        raise ConfigError(f"{name} must not exceed {other}={limit}, not {value}; lower it")

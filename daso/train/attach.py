@@ -1,0 +1,150 @@
+"""`daso.attach`: the same as `daso.DASO`, by hooks on an optimizer that somebody else made."""
+
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from daso.comm.topology import Topology
+from daso.plan.options import Exchange, Gradients
+from daso.plan.schedule import Policy
+from daso.train.optimizer import KEY, make_setup
+from daso.train.outer import MakeOuter
+from daso.train.scaling import NATIVE, Scaling
+from daso.train.session import Session
+
+__all__ = ["Attached", "attach"]
+
+
+def attach(  # noqa: PLR0913 - the keywords of DASO
+    inner: torch.optim.Optimizer,
+    *,
+    module: torch.nn.Module | None = None,
+    topology: Topology | None = None,
+    policy: Policy | None = None,
+    wire: str = "bf16",
+    merge: str | float = "auto",
+    outer: MakeOuter | None = None,
+    exchange: Exchange | None = None,
+    gradients: Gradients | None = None,
+) -> "Attached":
+    """Keep an optimizer's model in step with the other ranks, by hooks on the optimizer.
+
+    For frameworks that make the optimizer themselves: it stays the object it is, and its own
+    ``step``, ``state_dict`` and ``load_state_dict`` do what those of `daso.DASO` do.
+
+    Args:
+        inner: The optimizer; see `daso.DASO` for it and for all keywords.
+        module: As for `daso.DASO`.
+        topology: As for `daso.DASO`.
+        policy: As for `daso.DASO`.
+        wire: As for `daso.DASO`.
+        merge: As for `daso.DASO`.
+        outer: As for `daso.DASO`.
+        exchange: As for `daso.DASO`.
+        gradients: As for `daso.DASO`.
+
+    Returns:
+        A handle with ``synchronize``, ``no_sync``, ``end_epoch``, ``report`` and ``close``, and a
+        context manager, like `daso.DASO`.
+
+    Raises:
+        ConfigError: A keyword has no such value.
+        LayoutError: Parameters cannot be exchanged, or differ between ranks.
+        TopologyError: MPI, launcher and ranks do not fit together.
+
+    Collective over the world; blocking.
+    """
+    setup = make_setup(
+        module=module,
+        policy=policy,
+        wire=wire,
+        merge=merge,
+        outer=outer,
+        exchange=exchange,
+        gradients=gradients,
+    )
+    return Attached(inner, Session.opened(inner, setup, topology))
+
+
+class Attached:
+    """An optimizer's session, and the hooks that drive it.
+
+    Args:
+        inner: The user's optimizer.
+        session: Its session, open.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, session: Session) -> None:
+        self.inner, self._session = inner, session
+        self.synchronize, self.end_epoch = session.synchronize, session.end_epoch
+        self.no_sync, self.report = session.no_sync, session.report
+        self._set_aside: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._loading: Any = None
+        self._hooks = [
+            inner.register_step_pre_hook(self._before_step),
+            inner.register_step_post_hook(self._after_step),
+            inner.register_state_dict_post_hook(self._add_state),
+            inner.register_load_state_dict_pre_hook(self._take_state),
+            inner.register_load_state_dict_post_hook(self._load_state),
+        ]
+        self._borrowed = not getattr(inner, NATIVE, False)
+        if self._borrowed:
+            setattr(inner, NATIVE, True)
+
+    def _before_step(self, inner: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        closure = kwargs.get("closure", args[0] if args else None)
+        scaling = Scaling.of(inner)
+        go, averaged = self._session.begin(closure, scaling)
+        if scaling.active:  # gradients are unscaled: an optimizer that can must not do it again
+            inner.grad_scale = None  # type: ignore[attr-defined]
+        if not go:  # without gradients the optimizer leaves everything alone
+            params = [p for group in inner.param_groups for p in group["params"]]
+            self._set_aside = [(p, p.grad) for p in params if p.grad is not None]
+            for param, _ in self._set_aside:
+                param.grad = None
+        return None if averaged is closure else ((), {"closure": averaged})
+
+    def _after_step(self, *_: Any) -> None:
+        for param, grad in self._set_aside:
+            param.grad = grad
+        self._set_aside = []
+        self._session.end()
+
+    def _add_state(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        state_dict[KEY] = self._session.state()
+
+    def _take_state(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._loading = state_dict.get(KEY)
+        return {k: v for k, v in state_dict.items() if k != KEY}
+
+    def _load_state(self, _: torch.optim.Optimizer) -> None:
+        state, self._loading = self._loading, None
+        self._session.load(state)
+
+    def close(self) -> None:
+        """Take the hooks off, stop communicating and give memory back.
+
+        What is in flight is finished but not merged: call `synchronize` first to agree.
+
+        Collective over the world; blocking; idempotent.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        if self._hooks and self._borrowed:
+            delattr(self.inner, NATIVE)
+        self._hooks = []
+        self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:  # after an error the other ranks may not come: nothing collective
+            self.synchronize()
+            self.close()

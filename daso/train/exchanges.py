@@ -1,0 +1,300 @@
+"""Exchanges of parameters between nodes: sending, receiving, merging, dropping.
+
+One exchange is in flight at a time. Parameters are written here, by the training thread, at step
+boundaries, and nowhere else.
+"""
+
+import statistics
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from daso.comm.dtypes import accumulator
+from daso.comm.engine import Ticket, Work
+from daso.comm.node import NodeGroup
+from daso.errors import ExchangeError
+from daso.plan.header import Header, Tally, culprit, decode_culprit
+from daso.plan.layout import fragments
+from daso.plan.schedule import Seen
+from daso.train.agree import zero_nonfinite
+from daso.train.meeting import Meeting
+from daso.train.outer import MakeOuter
+from daso.train.rows import Measured, ParameterRow
+
+__all__ = ["Exchanges"]
+
+DIGESTS = 2**48  # a digest travels in a float64 and must survive there exactly
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an exchange gave."""
+
+    header: Header  # agreed by all ranks
+    tally: Tally  # summed over all ranks, about the exchange before
+    measured: Tally  # by this rank, about this exchange
+    nbytes: int  # sent by this rank
+    sound: bool  # this rank's own values were finite
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """An exchange under way."""
+
+    ticket: Ticket[Outcome]
+    batch: int  # batch after which it was sent
+    batches: int  # of work that it carries
+    fragment: int | None  # None: all of them
+
+
+@dataclass(slots=True)
+class Known:
+    """What is remembered from exchange to exchange, beside the rows."""
+
+    size: float = 1.0  # about the squared norm of all parameters; the same on every rank
+    since: list[int] = field(default_factory=list)  # batch of the last send of each fragment
+    measured: Tally = field(default_factory=Tally)  # by this rank, about the last exchange
+    batches: int = 0  # of work that the last exchange carried
+
+
+class Exchanges:
+    """What nodes exchange of one model.
+
+    Args:
+        meeting: Where all ranks meet; knows the model, the world and the links.
+        node: The node whose ranks share rows.
+        outer: Makes an optimizer for the reference.
+
+    Collective over the node; blocking.
+    """
+
+    def __init__(self, meeting: Meeting, node: NodeGroup, outer: MakeOuter | None) -> None:
+        self.meeting, self.links, self.counts = meeting, meeting.links, meeting.counts
+        self.settings, self.place = meeting.links.settings, meeting.topology.place
+        self.rows = self._make_rows(node, outer)
+        self._flight: Flight | None = None
+        self._known = Known(since=[0] * self.settings.exchange.fragments)
+
+    def _make_rows(self, node: NodeGroup, outer: MakeOuter | None) -> dict[int, list[ParameterRow]]:
+        """Make the rows of each fragment, one for each type they are added in."""
+        named = self.meeting.trained.named
+        cuts = fragments([p.numel() for _, p in named], self.settings.exchange.fragments)
+        rows: dict[int, list[ParameterRow]] = {}
+        for number, cut in enumerate(cuts):
+            rows[number] = []
+            for dtype in (torch.float32, torch.float64):
+                members = [named[at] for at in cut if accumulator(named[at][1].dtype) == dtype]
+                if members:
+                    row = ParameterRow(members, dtype, node=node, links=self.links, outer=outer)
+                    rows[number].append(row)
+        return rows
+
+    def _rows_of(self, fragment: int | None) -> list[ParameterRow]:
+        if fragment is not None:
+            return self.rows[fragment]
+        return [row for rows in self.rows.values() for row in rows]
+
+    def anchor(self, batch: int) -> None:
+        """Take the parameters, equal everywhere, as the reference."""
+        norms = [row.anchor() for row in self._rows_of(None)]
+        self._known = Known(size=self.meeting.gather(sum(norms))[0] or 1.0)
+        self._known.since = [batch] * self.settings.exchange.fragments
+
+    def send(self, batch: int, fragment: int | None, *, blocking: bool) -> None:
+        """Start an exchange.
+
+        Args:
+            batch: Batches counted so far.
+            fragment: Which part of the parameters; None for all of them.
+            blocking: It will be received at once.
+
+        Collective over the world; non-blocking.
+        """
+        rows, known = self._rows_of(fragment), self._known
+        sent = range(len(known.since)) if fragment is None else [fragment]
+        batches = batch - min(known.since[one] for one in sent)
+        for row in rows:
+            row.take_snapshot()
+            if self.settings.eager and not blocking:
+                row.go_ahead()
+        work = self._exchange(rows, self._header(batch), known.measured, dense=fragment is None)
+        self._flight = Flight(self.links.engine.submit(work), batch, batches, fragment)
+        for one in sent:
+            known.since[one] = batch
+
+    def _header(self, batch: int) -> Header:
+        digest = sum(row.layout.digest for row in self._rows_of(None)) % DIGESTS
+        rates = [group.get("lr", 0.0) for group in self.meeting.trained.inner.param_groups]
+        header = Header(
+            layout=digest,
+            minus_layout=-digest,
+            batch=batch,
+            minus_batch=-batch,
+            lr=max(map(float, rates)),
+        )
+        if self.counts.step_seconds:
+            seconds = statistics.median(self.counts.step_seconds)
+            header = replace(header, minus_step_seconds=-seconds)
+            self.counts.step_seconds.clear()
+        if self.counts.exchange_seconds:
+            header = replace(header, minus_exchange_seconds=-self.counts.exchange_seconds)
+        return header
+
+    def _exchange(
+        self, rows: list[ParameterRow], header: Header, tally: Tally, *, dense: bool
+    ) -> Work[Outcome]:
+        """Vote first; where all values are finite, move every row's reference by the mean delta."""
+        code = self._first_nonfinite(rows)
+        agreed, sums = yield from self.links.agree(replace(header, nonfinite=code), tally)
+        total = Measured()
+        if not agreed.nonfinite and agreed.aligned and self.place.lane is not None:
+            for row in rows:
+                total += yield from row.exchange(
+                    self.settings.delta_reduce, self.settings.exchange.chunk_bytes, dense=dense
+                )
+        measured = Tally.measured(total.distance, total.norm, self._known.size)
+        return Outcome(agreed, sums, measured, total.nbytes, sound=code == 0.0)
+
+    def _first_nonfinite(self, rows: list[ParameterRow]) -> float:
+        place, before = self.place, 0
+        for row in self._rows_of(None):
+            element = row.first_nonfinite() if row in rows else None
+            if element is not None:
+                return culprit(before + element, place.rank, place.size)
+            before += row.layout.numel
+        return 0.0
+
+    def receive(self, batch: int) -> Seen | None:
+        """Finish the exchange in flight, merge it, and return what was agreed on with it.
+
+        Args:
+            batch: Batches counted so far.
+
+        Collective over the world; blocking.
+        """
+        flight = self._flight
+        seen = self._receive(batch)
+        # A blocking exchange promises that all nodes agree: repeat it when it was dropped.
+        while seen is None and flight is not None and flight.batch == batch:
+            self.send(batch, flight.fragment, blocking=True)
+            seen = self._receive(batch)
+        return seen
+
+    def _receive(self, batch: int) -> Seen | None:
+        """Finish the exchange in flight; return what was agreed on if it was merged."""
+        flight, self._flight = self._flight, None
+        assert flight is not None, "the schedule receives only what was sent"
+        outcome = self.meeting.wait(flight.ticket)
+        self.counts.exchange_seconds = flight.ticket.seconds
+        self.counts.global_bytes_sent += outcome.nbytes
+        if not outcome.header.aligned:
+            header = outcome.header
+            raise ExchangeError(
+                f"ranks must exchange the same parameters after the same number of steps, but they "
+                f"were at steps {-header.minus_batch:.0f} to {header.batch:.0f}; give every rank "
+                f"the same number of batches and let every rank call step() for each"
+            )
+        if outcome.header.nonfinite:
+            self._drop(flight, outcome)
+            return None
+        seen = self._learn(flight, outcome)
+        rule = self.settings.merge_rule(
+            waited=batch - flight.batch, nodes=self.place.nodes, seen=seen
+        )
+        for row in self._rows_of(flight.fragment):
+            row.merge(rule)
+        self.counts.good()
+        self.counts.event(
+            "exchange",
+            sent=flight.batch,
+            received=batch,
+            fragment=flight.fragment,
+            seconds=flight.ticket.seconds,
+            nbytes=outcome.nbytes,
+            **asdict(seen),
+            **asdict(rule),
+        )
+        return seen
+
+    def _learn(self, flight: Flight, outcome: Outcome) -> Seen:
+        """Return what an exchange told all ranks; remember what the next one shall tell."""
+        known, header = self._known, outcome.header
+        drift = outcome.tally.drift(nodes=self.place.nodes, batches=known.batches)
+        known.measured, known.batches = outcome.measured, flight.batches
+        return Seen(header.step_seconds, header.exchange_seconds, header.lr, drift)
+
+    def _drop(self, flight: Flight, outcome: Outcome) -> None:
+        """Say whose value is not finite; set that node back to the reference."""
+        element, rank = decode_culprit(outcome.header.nonfinite, self.place.size)
+        self.meeting.count_drop(
+            f"parameter {self._name_at(element)} on rank {rank} is not finite; this exchange is "
+            f"dropped and that node starts again from the last agreed parameters"
+        )
+        sound = all(self.meeting.topology.node.allgather(outcome.sound))
+        # A node that went ahead of a dropped exchange has nowhere else to go back to.
+        if self.settings.eager or not sound:
+            for row in self._rows_of(flight.fragment):
+                row.restore()
+        if not sound:
+            zero_nonfinite(self.meeting.trained.inner, self.meeting.trained.named)
+        self.meeting.mend_buffers()
+
+    def _name_at(self, element: int) -> str:
+        for row in self._rows_of(None):
+            if element < row.layout.numel:
+                return row.layout.name_at(element)
+            element -= row.layout.numel
+        raise AssertionError("an element outside all rows")
+
+    # --- checkpoint --------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return what this rank needs to go on to the same bits, an exchange in flight included.
+
+        Plain values and tensors. Waits until the exchange in flight is over between nodes; it is
+        merged when the schedule says so, here and after loading. Not collective.
+        """
+        flight = self._flight
+        return {
+            "rows": [row.state() for row in self._at_rest()],
+            "known": asdict(self._known),
+            "flight": flight and _pack(flight),
+        }
+
+    def _at_rest(self) -> list[ParameterRow]:
+        """Return all rows, once nothing is under way between nodes."""
+        if self._flight is not None:
+            self.links.engine.wait(self._flight.ticket)
+        return self._rows_of(None)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what `state` returned on the same rank of a world of the same shape."""
+        for row, values in zip(self._at_rest(), state["rows"], strict=True):
+            row.load(values)
+        known = state["known"]
+        self._known = Known(**known | {"measured": Tally(**known["measured"])})
+        self._flight = None if state["flight"] is None else _unpack(state["flight"])
+
+
+def _pack(flight: Flight) -> dict[str, Any]:
+    """Return an exchange that is over between nodes as plain values."""
+    assert flight.ticket.result is not None, "an exchange is stored once it is over"
+    return {
+        "outcome": asdict(flight.ticket.result),
+        "seconds": flight.ticket.seconds,
+        "batch": flight.batch,
+        "batches": flight.batches,
+        "fragment": flight.fragment,
+    }
+
+
+def _unpack(values: dict[str, Any]) -> Flight:
+    outcome = values["outcome"]
+    parts = {
+        "header": Header(**outcome["header"]),
+        "tally": Tally(**outcome["tally"]),
+        "measured": Tally(**outcome["measured"]),
+    }
+    ticket = Ticket.over(Outcome(**outcome | parts), values["seconds"])
+    return Flight(ticket, values["batch"], values["batches"], values["fragment"])

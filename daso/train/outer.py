@@ -1,0 +1,60 @@
+"""An optimizer for the reference: it takes the mean delta of all nodes for a negative gradient.
+
+SGD with lr=1 and no momentum is plain averaging. With Nesterov momentum it is DiLoCo (Douillard et
+al. 2023, arXiv 2311.08105); with heavy-ball momentum SlowMo (Wang et al. 2020, arXiv 1910.00643)
+and block momentum (BMUF, Chen and Huo 2016).
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["MakeOuter", "Outer"]
+
+MakeOuter = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+class Outer:
+    """Moves a reference by a torch optimizer.
+
+    Args:
+        make: Makes the optimizer for a list of parameters; here it is one flat row (numel), so
+            optimizers that look at shapes do not fit.
+        reference: The row it moves, in place.
+    """
+
+    def __init__(self, make: MakeOuter, reference: torch.Tensor) -> None:
+        self.param = torch.nn.Parameter(reference)  # the same memory
+        self.grad = torch.zeros_like(reference)  # the mean delta, negated
+        self.optimizer = make([self.param])
+
+    def step(self) -> None:
+        """Take one step with ``grad``."""
+        self.param.grad = self.grad
+        self.optimizer.step()
+
+    def trial(self, mean: torch.Tensor) -> torch.Tensor:
+        """Return where the reference would go with this mean delta (numel); it stays where it is.
+
+        Args:
+            mean: Mean delta (numel).
+        """
+        before = self.param.detach().clone()
+        state = copy.deepcopy(self.optimizer.state_dict())
+        self.param.grad = mean.neg()
+        self.optimizer.step()
+        there = self.param.detach().clone()
+        with torch.no_grad():
+            self.param.copy_(before)
+        self.optimizer.load_state_dict(state)
+        return there
+
+    def state(self) -> dict[str, Any]:
+        """Return the optimizer's state_dict."""
+        return self.optimizer.state_dict()
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load what `state` returned."""
+        self.optimizer.load_state_dict(state)

@@ -1,0 +1,191 @@
+"""What one lane of one node keeps of a row of parameters, and all arithmetic of an exchange on it.
+
+Nothing here knows of MPI or of other ranks: the same code runs between nodes, driven by
+`daso.train.rows`, and for many simulated nodes in one process, driven by `daso.train.simulated`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from daso.plan.merge import ADOPT, Merge
+from daso.train.outer import MakeOuter, Outer
+
+__all__ = ["Part", "Way", "merge_pairs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How parts take in exchanges."""
+
+    lossless: bool  # the wire loses nothing: no residual is kept
+    eager: bool = False  # a node goes ahead when it sends
+    share: float = 1.0  # this node's weight in the mean of all nodes
+    outer: MakeOuter | None = None
+
+
+class Part:
+    """Reference, snapshot and residual of one part of a row; a `daso.comm.exchange.Source`.
+
+    An exchange carries snapshot - reference + residual: what the node did since all nodes agreed,
+    and what the wire rounded away before, so that a 16-bit wire never freezes a weight.
+
+    Args:
+        shown: Memory that the whole node reads (numel), fp32 or fp64.
+        way: How exchanges are taken in.
+    """
+
+    def __init__(self, shown: torch.Tensor, way: Way) -> None:
+        self.shown, self.way, self.dtype = shown, way, shown.dtype
+        self.reference = torch.zeros_like(shown)  # what the nodes agreed on last
+        self.residual = None if way.lossless else torch.zeros_like(shown)
+        # Parameters when the exchange was sent. A node that goes ahead shows where it goes instead.
+        self.snapshot = torch.zeros_like(shown) if way.eager else shown
+        self.outer = None if way.outer is None else Outer(way.outer, self.reference)
+        self.ahead: torch.Tensor | None = None  # where the node went when it sent
+        self.others: torch.Tensor | None = None  # the other nodes' share of the last mean delta
+        self.distance = 0.0  # squared, from the mean of all nodes in the last exchange
+        self._scratch = [torch.empty(0, dtype=shown.dtype) for _ in range(2)]  # chunks under way
+
+    def anchor(self) -> None:
+        """Forget what belonged to an earlier reference; the caller has written the new one."""
+        if self.residual is not None:
+            self.residual.zero_()
+        self.ahead = self.others = None
+
+    # --- one exchange, as its source ---------------------------------------------------------
+
+    def values(self, start: int, stop: int) -> torch.Tensor:
+        """Return delta + residual."""
+        self._scratch.reverse()
+        values = self._room(0, stop - start)
+        torch.sub(self.snapshot[start:stop], self.reference[start:stop], out=values)
+        return values if self.residual is None else values.add_(self.residual[start:stop])
+
+    def sent(self, start: int, stop: int, values: torch.Tensor, carried: torch.Tensor) -> None:
+        """Keep what the wire rounded away."""
+        if self.residual is not None:
+            torch.sub(values, carried, out=self.residual[start:stop])
+
+    def deliver(self, start: int, stop: int, mean: torch.Tensor) -> None:
+        """Move the reference by the mean delta, or keep it for the outer optimizer.
+
+        Args:
+            start: First element.
+            stop: Behind the last one.
+            mean: Mean delta (stop - start); overwritten.
+        """
+        snapshot, reference = self.snapshot[start:stop], self.reference[start:stop]
+        if self.way.eager:
+            if self.others is None:
+                self.others = torch.zeros_like(self.reference)
+            torch.sub(
+                mean, (snapshot - reference).mul_(self.way.share), out=self.others[start:stop]
+            )
+        if self.outer is not None:
+            torch.neg(mean, out=self.outer.grad[start:stop])
+            mean.add_(reference)
+        else:
+            mean = torch.add(reference, mean, out=reference)
+        apart = torch.sub(snapshot, mean, out=self._room(1, stop - start))
+        self.distance += float(apart.dot(apart))
+
+    def _room(self, index: int, numel: int) -> torch.Tensor:
+        if self._scratch[index].numel() < numel:
+            self._scratch[index] = torch.empty(numel, dtype=self.dtype)
+        return self._scratch[index][:numel]
+
+    def start(self) -> None:
+        """Begin an exchange."""
+        self.distance = 0.0
+
+    def finish(self) -> tuple[float, float]:
+        """End an exchange: let the outer optimizer move the reference.
+
+        Returns:
+            Squared distance of the snapshot from the mean of all nodes, squared norm of the
+            reference.
+        """
+        if self.outer is not None:
+            self.outer.step()
+        return self.distance, float(self.reference.dot(self.reference))
+
+    # --- merging -----------------------------------------------------------------------------
+
+    def go_ahead(self) -> None:
+        """Show where the node would stand if the others did what they did in the last exchange.
+
+        The estimate of the mean delta is this node's own with its share, and the others' of the
+        last exchange; its own alone in the first (eager updates, arXiv 2502.12996).
+        """
+        mean = self.snapshot - self.reference
+        if self.others is not None:
+            mean.mul_(self.way.share).add_(self.others)
+        self.ahead = self.outer.trial(mean) if self.outer is not None else mean + self.reference
+        self.shown.copy_(self.ahead)
+
+    def show(self, rule: Merge) -> None:
+        """Write what every rank of the node needs for a merge: g, or g - s, over what was shown."""
+        if not rule.since_send:
+            self.shown.copy_(self.reference)
+        else:
+            torch.sub(
+                self.reference,
+                self.snapshot if self.ahead is None else self.ahead,
+                out=self.shown,
+            )
+        self.ahead = None
+
+    # --- checkpoint --------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return tensors and plain values; what is None is left out."""
+        tensors = {
+            "reference": self.reference,
+            "snapshot": self.snapshot,
+            "residual": self.residual,
+            "ahead": self.ahead,
+            "others": self.others,
+        }
+        state: dict[str, Any] = {k: t.clone() for k, t in tensors.items() if t is not None}
+        return state if self.outer is None else {**state, "outer": self.outer.state()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what `state` returned."""
+        self.reference.copy_(state["reference"])
+        self.snapshot.copy_(state["snapshot"])
+        if self.residual is not None:
+            self.residual.copy_(state["residual"])
+        self.ahead, self.others = (
+            state[key].clone() if key in state else None for key in ("ahead", "others")
+        )
+        if self.outer is not None:
+            self.outer.load(state["outer"])
+
+
+def merge_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]], rule: Merge) -> None:
+    """Carry out a merge for pairs (x, c), c being g, or g - s where the rule says since_send.
+
+    Args:
+        pairs: Flat views of parameters and of what a part shows, of the same elements.
+        rule: What to do.
+    """
+    if not pairs:
+        return
+    here, there = [x for x, _ in pairs], [c for _, c in pairs]
+    if rule == ADOPT:
+        torch._foreach_copy_(here, there)
+    elif any(x.dtype != c.dtype for x, c in pairs):
+        _merge_wide(pairs, rule)
+    elif rule.since_send:
+        torch._foreach_add_(here, there)
+    else:
+        torch._foreach_lerp_(here, there, rule.pull)
+
+
+def _merge_wide(pairs: list[tuple[torch.Tensor, torch.Tensor]], rule: Merge) -> None:
+    """Merge 16-bit parameters: compute in the reference's type, round once."""
+    for x, c in pairs:
+        wide = x.to(c.dtype)
+        x.copy_(wide.add_(c) if rule.since_send else wide.lerp_(c, rule.pull))

@@ -1,0 +1,441 @@
+"""One model's training over all ranks: what `daso.DASO` and `daso.attach` have in common.
+
+The two doors call `begin` before and `end` after the inner optimizer's step; everything else here
+is what they offer beside it.
+
+Coquelin et al., "Accelerating neural network training with distributed asynchronous and selective
+optimization (DASO)", J. Big Data 9:14 (2022), doi 10.1186/s40537-021-00556-1.
+"""
+
+import atexit
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from daso.comm.mpi import library
+from daso.comm.topology import Topology, default
+from daso.errors import ConfigError
+from daso.plan.options import Settings
+from daso.plan.policy import Auto, Qsr
+from daso.plan.schedule import (
+    Act,
+    Policy,
+    Seen,
+    State,
+    after_batch,
+    after_epoch,
+    after_exchange,
+    drain,
+)
+from daso.train.meeting import agree_options
+from daso.train.metrics import Counts
+from daso.train.outer import MakeOuter
+from daso.train.params import Trained, layout_of
+from daso.train.scaling import Scaling, is_probe
+from daso.train.sync import Sync
+
+__all__ = ["Session", "Setup"]
+
+logger = logging.getLogger("daso")
+Closure = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The keywords of the doors; what a copy of the optimizer takes with it."""
+
+    module: torch.nn.Module | None
+    policy: Policy
+    settings: Settings
+    outer: MakeOuter | None
+
+    def text(self) -> str:
+        """Return what must be equal on all ranks, and for a checkpoint to fit, as text."""
+        outer = self.outer and repr(self.outer([torch.nn.Parameter(torch.zeros(1))]))
+        return f"policy={self.policy!r}, outer={outer}, {self.settings!r}"
+
+
+class Session:
+    """Keeps a model in step with the other ranks around the steps of an optimizer.
+
+    Args:
+        inner: The user's optimizer.
+        setup: How.
+        topology: Who is where; found from MPI if None.
+
+    Collective over the world; blocking.
+    """
+
+    def __init__(
+        self, inner: torch.optim.Optimizer, setup: Setup, topology: Topology | None
+    ) -> None:
+        self.inner, self.setup, self._topology = inner, setup, topology
+        _check_rate(inner, setup.policy)
+        self.schedule = self._first()
+        self._history = [(0, self.schedule.skip, self.schedule.wait)]
+        self._sync: Sync | None = None
+        self._stale = False  # parameters were loaded from elsewhere: set up anew before going on
+        self._probing = False
+
+    @classmethod
+    def opened(
+        cls, inner: torch.optim.Optimizer, setup: Setup, topology: Topology | None
+    ) -> "Session":
+        """Return a session that has agreed with all ranks. Collective over the world; blocking."""
+        session = cls(inner, setup, topology)
+        place = session.topology.place
+        if place.size > 1:
+            agree_options(Trained.by(inner, setup.module), session.topology, setup.text())
+        session._open(Counts())
+        if place.size > 1 and place.rank == 0:
+            logger.info("chosen: %s", session._choices())
+        return session
+
+    @classmethod
+    def copied(cls, inner: torch.optim.Optimizer, setup: Setup, schedule: State) -> "Session":
+        """Return the session of a copy of an optimizer; it opens at the first step."""
+        session = cls(inner, setup, None)
+        batch = schedule.batch
+        session.schedule = replace(schedule, sent=None, last=batch, agreed=batch)
+        session._stale = True
+        return session
+
+    def _first(self) -> State:
+        return replace(self.setup.policy.start(), fragments=self.setup.settings.exchange.fragments)
+
+    @property
+    def topology(self) -> Topology:
+        """Who is where."""
+        if self._topology is None:
+            self._topology = default()
+        return self._topology
+
+    def _open(self, counts: Counts, *acts: Act) -> None:
+        if self.topology.place.size == 1:
+            return
+        trained = Trained.by(self.inner, self.setup.module)
+        settings = self.setup.settings
+        self._sync = Sync(trained, self.topology, settings, counts, outer=self.setup.outer)
+        _open_syncs.add(self._sync)
+        anchor = () if self.schedule.synchronous else (Act.ANCHOR,)
+        self._sync.perform((*acts, *anchor), self.schedule)
+
+    def _reopen(self, sync: Sync, *acts: Act) -> None:
+        """Set up anew, as for other parameters; nothing may be in flight."""
+        sync.counts.exposed_seconds += sync.buckets.node.waited_seconds
+        sync.close()
+        self._open(sync.counts, *acts)
+
+    # --- one step ----------------------------------------------------------------------------
+
+    def begin(self, closure: Closure | None, scaling: Scaling) -> tuple[bool, Closure | None]:
+        """Get ready for the inner optimizer's step.
+
+        Args:
+            closure: As given to step.
+            scaling: What a GradScaler says of this step.
+
+        Returns:
+            Whether the inner optimizer should step, and its closure.
+
+        Raises:
+            ExchangeError: An exchange failed since the last step.
+
+        Collective over the world in the sense of the schedule.
+        """
+        self._probing = closure is None and is_probe(self.inner)
+        if self._probing:
+            return True, closure
+        self._freshen()
+        self._follow_freezing()
+        if self._sync is None:
+            return scaling.unscale(self.inner), closure
+        if closure is not None:
+            return self._sync.ready(), self._averaged(closure)
+        return self._sync.before_step(scaling), None
+
+    def end(self) -> None:
+        """Count a step, and start or finish an exchange when one is due.
+
+        Raises:
+            NonFiniteError: Too many exchanges in a row met NaN or infinity; on every rank.
+
+        Collective over the world in the sense of the schedule; blocks for receives.
+        """
+        if self._probing:
+            return
+        acts, state = after_batch(self.setup.policy, self.schedule)
+        seen = None
+        try:
+            if self._sync is not None:
+                seen = self._sync.after_step(acts, state)
+        finally:  # an error that all ranks got leaves them in step
+            self._take(state)
+        self._learn(seen)
+
+    def _averaged(self, closure: Closure) -> Closure:
+        """Return a closure whose loss is the same on all ranks whose gradients are averaged.
+
+        Optimizers that call it again depending on the loss (LBFGS) do so equally often then.
+        """
+
+        def averaged() -> Any:
+            loss = closure()
+            assert self._sync is not None
+            return loss if loss is None else self._sync.mean_loss(loss)
+
+        return averaged
+
+    def _follow_freezing(self) -> None:
+        """Take up parameters that were frozen or unfrozen since the last step."""
+        if self._sync is not None and self._sync.outdated():
+            self.synchronize()
+            self._reopen(self._sync)
+
+    def _freshen(self) -> None:
+        """Set up anew where a checkpoint of another world was loaded, or a copy was never open."""
+        if not self._stale:
+            return
+        self._stale = False
+        if self._sync is None:
+            self._open(Counts())
+        else:
+            self._reopen(self._sync, Act.JOIN)
+
+    def _take(self, state: State) -> None:
+        if (state.skip, state.wait) != (self.schedule.skip, self.schedule.wait):
+            self._history.append((state.batch, state.skip, state.wait))
+        self.schedule = state
+
+    def _perform(self, acts: Sequence[Act], state: State) -> None:
+        seen = None
+        try:
+            if self._sync is not None:
+                seen = self._sync.perform(acts, state)
+        finally:
+            self._take(state)
+        self._learn(seen)
+
+    def _learn(self, seen: Seen | None) -> None:
+        """Let the policy choose by what an exchange told."""
+        if seen is not None:
+            acts, state = after_exchange(self.setup.policy, self.schedule, seen)
+            if self._sync is not None:
+                self._sync.perform(acts, state)
+            self._take(state)
+
+    # --- beside steps ------------------------------------------------------------------------
+
+    def add_param_group(self, add: Callable[[], None]) -> None:
+        """Add parameters; all ranks must add the same.
+
+        Args:
+            add: Adds them to the inner optimizer.
+
+        Collective over the world; blocking: exchanges are drained and set up anew.
+        """
+        if self._sync is None:
+            add()
+            return
+        self.synchronize()
+        add()
+        self._reopen(self._sync)
+
+    def end_epoch(self, loss: float | torch.Tensor) -> float:
+        """Tell the schedule that an epoch is over; all nodes agree afterwards.
+
+        Args:
+            loss: This rank's mean loss of the epoch.
+
+        Returns:
+            The mean over all ranks, the same everywhere.
+
+        Collective over the world; blocking.
+        """
+        self._freshen()
+        mean = float(loss)
+        if self._sync is not None:
+            self._sync.meeting.agree_batch(self.schedule.batch)
+            mean = self._sync.meeting.mean(mean)
+        self._perform(*after_epoch(self.setup.policy, self.schedule, mean))
+        return mean
+
+    def synchronize(self) -> None:
+        """Finish what is in flight, and make parameters and buffers bit-identical on all ranks.
+
+        Call it before evaluating, saving, and at the end. Parameters become the mean of all nodes,
+        the module's floating buffers (BatchNorm statistics) the mean of all ranks.
+
+        Collective over the world; blocking.
+        """
+        self._freshen()
+        if self._sync is not None:
+            self._sync.meeting.agree_batch(self.schedule.batch)
+        self._perform(*drain(self.schedule))
+        if self._sync is not None:
+            self._sync.meeting.average_buffers()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients pile up on this rank, for accumulation over several backward passes.
+
+        The first backward outside, or `step`, averages the sum.
+        """
+        if self._sync is None:
+            yield
+            return
+        with self._sync.buckets.no_sync():
+            yield
+
+    def close(self) -> None:
+        """Stop communicating and give memory back.
+
+        What is in flight is finished but not merged: call `synchronize` first to agree. Gradients
+        get memory of their own; do not use tensors kept from an earlier ``p.grad``.
+
+        Collective over the world; blocking; idempotent.
+        """
+        if self._sync is not None:
+            self._sync.close()
+            _open_syncs.discard(self._sync)
+
+    def report(self) -> dict[str, Any]:
+        """Return what was chosen and what happened so far, on this rank.
+
+        Returns:
+            Plain values: ``batches``, ``exchanges``, ``dropped``, ``global_bytes_sent`` (bytes, by
+            this rank), ``exposed_seconds`` (training thread stood still for other ranks),
+            ``skip_history`` (batch, skip, wait), ``seen`` (agreed times in seconds, learning rate,
+            drift), ``events``, and the choices.
+        """
+        report = {
+            **self._choices(),
+            "batches": self.schedule.batch,
+            "skip_history": self._history,
+            "seen": asdict(self.schedule.seen),
+        }
+        if self._sync is None:
+            nothing = {"exchanges": 0, "dropped": 0, "global_bytes_sent": 0, "exposed_seconds": 0.0}
+            return {**report, **nothing, "events": []}
+        counts = self._sync.counts
+        return {
+            **report,
+            "exchanges": counts.exchanges,
+            "dropped": counts.dropped,
+            "global_bytes_sent": counts.global_bytes_sent,
+            "exposed_seconds": counts.exposed_seconds + self._sync.buckets.node.waited_seconds,
+            "events": list(counts.events),
+        }
+
+    def _choices(self) -> dict[str, Any]:
+        place, settings = self.topology.place, self.setup.settings
+        return {
+            "mpi": library(),
+            "world": place.size,
+            "nodes": place.nodes,
+            "node_sizes": list(place.node_sizes),
+            "lanes": place.lanes,
+            "node_transport": "none" if place.size == 1 else "shared memory",
+            "wire": settings.wire,
+            "merge": settings.merge,
+            "outer": settings.outer,
+            "fragments": settings.exchange.fragments,
+            "delta_reduce": settings.delta_reduce,
+            "gradient_reduce": settings.gradient_reduce,
+            "policy": repr(self.setup.policy),
+        }
+
+    # --- checkpoint --------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return what this rank needs to go on to the same bits: plain values and tensors.
+
+        An exchange in flight is waited for and stored, not merged: saving changes nothing.
+        """
+        return {
+            "schedule": asdict(self.schedule),
+            "history": [list(entry) for entry in self._history],
+            "shape": self._shape(),
+            "sync": None if self._sync is None or self._stale else self._sync.state(),
+        }
+
+    def _shape(self) -> dict[str, Any]:
+        """Return what a checkpoint must have in common with this session to fit it exactly."""
+        place = self.topology.place
+        named = Trained.by(self.inner, self.setup.module).named
+        return {
+            "rank": place.rank,
+            "node_sizes": list(place.node_sizes),
+            "layout": layout_of(named).digest,
+            "setup": self.setup.text(),
+        }
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from where `state` was saved.
+
+        Where every rank has its own state of a world of this shape, training goes on to the same
+        bits. Otherwise the schedule goes on from world rank 0's count, and parameters from world
+        rank 0's: they are handed to all ranks at the next step.
+
+        Args:
+            state: What `state` returned; None if there is none.
+
+        Collective over the world; blocking.
+        """
+        sync, fits = self._sync, state is not None and state["shape"] == self._shape()
+        if sync is not None:
+            fits = min(sync.meeting.gather(float(fits))) == 1.0
+        if state is None or not fits:
+            self._start_anew(state)
+            return
+        self.schedule = State.load(state["schedule"])
+        self._history = [tuple(entry) for entry in state["history"]]
+        self._stale = False
+        if sync is not None:
+            sync.load(state["sync"])
+            sync.enter(self.schedule)
+
+    def _start_anew(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from world rank 0's count with nothing in flight, and hand out parameters."""
+        old, same = self.schedule, True
+        if state is not None:
+            old = State.load(state["schedule"])
+            same = state["shape"]["setup"] == self.setup.text()
+        if self._sync is not None:
+            old, same = self.topology.world.bcast((old, same))
+        first = self._first()
+        batch, epoch = old.batch, old.epoch
+        self._take(
+            replace(
+                old if same else replace(first, epoch=epoch),
+                batch=batch,
+                sent=None,
+                last=batch,
+                agreed=batch,
+                fragments=first.fragments,
+            )
+        )
+        self._stale = self._sync is not None
+
+
+def _check_rate(inner: torch.optim.Optimizer, policy: Policy) -> None:
+    if isinstance(policy, Qsr) and not all("lr" in group for group in inner.param_groups):
+        raise ConfigError(
+            f"Qsr needs a learning rate in every parameter group, but {type(inner).__name__} has "
+            f"none; use {Auto()!r}"
+        )
+
+
+_open_syncs: "weakref.WeakSet[Sync]" = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_engines() -> None:
+    """Stop the threads before MPI is finalized; nothing collective: ranks may be missing."""
+    for sync in list(_open_syncs):
+        sync.links.engine.abandon()
