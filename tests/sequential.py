@@ -46,8 +46,8 @@ class Sequential:
         self.state = replace(policy.start(), fragments=fragments)
         self.step_number = 0
         self.cuts = cut([p.numel() for p in self.params(0)], fragments)
+        self.make_outer, self.outer = outer, None
         self.anchor(0)
-        self.make_outer = outer
         self.outer = self.outer_of(self.reference)
         self.snapshot: list[list[torch.Tensor]] = []
         self.sent = 0
@@ -103,6 +103,8 @@ class Sequential:
         self.reference = [wide(p).clone() for p in self.params(0)]
         self.residual = [[torch.zeros_like(g) for g in self.reference] for _ in self.models]
         self.rounded = [torch.zeros_like(g) for g in self.reference]
+        for reference, outer in zip(self.reference, self.outer or (), strict=False):
+            outer.param_groups[0]["params"][0].data.copy_(reference)
         self.others: list[list[torch.Tensor | None]] = [
             [None] * len(self.reference) for _ in self.models
         ]

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Blockwise", "Cast", "Codec", "TopK", "codec_named"]
+__all__ = ["Blockwise", "Cast", "Codec", "TopK", "codec_named", "dense_codec"]
 
 WORD = 4  # bytes: payloads are whole words, so that parts of a chunk start aligned
 
@@ -198,3 +198,15 @@ def codec_named(wire: str, source: torch.dtype = torch.float32) -> Codec:
         "topk": TopK(),
     }
     return made[wire]
+
+
+def dense_codec(wire: str, source: torch.dtype = torch.float32) -> Codec:
+    """Return the codec for exchanges after which all nodes are to agree.
+
+    What a sparse wire holds back must not stay behind there; other wires hold back a rounding.
+
+    Args:
+        wire: As for `codec_named`.
+        source: Type of the rows that will be sent.
+    """
+    return codec_named("fp32" if wire == "topk" else wire, source)

@@ -9,10 +9,14 @@ from typing import Any
 
 import torch
 
+from daso.comm.compress import Codec
 from daso.plan.merge import ADOPT, Merge
 from daso.train.outer import MakeOuter, Outer
 
-__all__ = ["Part", "Way", "merge_pairs"]
+__all__ = ["Part", "Way", "chunk_numel", "merge_pairs"]
+
+KIBI = 1024  # numbers by which a codec's rate is asked: headers of blocks do not count then
+MOST = 4 << 20  # numbers of a chunk: what a sparse wire makes of them is small, their memory is not
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +166,11 @@ class Part:
         )
         if self.outer is not None:
             self.outer.load(state["outer"])
+
+
+def chunk_numel(codec: Codec, chunk_bytes: int) -> int:
+    """Return how many numbers of a row make a chunk of about so many bytes on the wire."""
+    return max(1, min(MOST, chunk_bytes * KIBI // codec.nbytes(KIBI)))
 
 
 def merge_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]], rule: Merge) -> None:

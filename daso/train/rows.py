@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from daso.comm.compress import codec_named
+from daso.comm.compress import codec_named, dense_codec
 from daso.comm.engine import Work
 from daso.comm.exchange import iallreduce
 from daso.comm.node import NodeGroup
@@ -20,12 +20,9 @@ from daso.plan.merge import ADOPT, Merge
 from daso.train.links import Links
 from daso.train.outer import MakeOuter
 from daso.train.params import Named, flat_view, layout_of
-from daso.train.part import Part, Way, merge_pairs
+from daso.train.part import Part, Way, chunk_numel, merge_pairs
 
 __all__ = ["Measured", "ParameterRow"]
-
-KIBI = 1024  # numbers by which a codec's rate is asked: headers of blocks do not count then
-MOST = 4 << 20  # numbers of a chunk: what a sparse wire makes of them is small, their memory is not
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +70,7 @@ class ParameterRow:
         self.rounded: dict[int, torch.Tensor] = {}  # what this lane rounded away of means
         wire = links.settings.wire
         self.wired = links.two_phase(codec_named(wire, dtype), self.rounded)
-        # What a sparse wire holds back must not stay behind where all nodes are to agree.
-        dense = codec_named("fp32" if wire == "topk" else wire, dtype)
-        self.dense = links.two_phase(dense, self.rounded)
+        self.dense = links.two_phase(dense_codec(wire, dtype), self.rounded)
         share = place.local_size / place.size
         way = Way(self.wired.codec.exact, links.settings.eager, share, outer)
         self.part = Part(self.shared.mine, way)
@@ -159,7 +154,7 @@ class ParameterRow:
         Collective over the lane; non-blocking, as work for the engine.
         """
         mean, weights = (self.dense if dense else self.wired), self.wired.adder.weights
-        chunk = max(1, min(MOST, chunk_bytes * KIBI // self.wired.codec.nbytes(KIBI)))
+        chunk = chunk_numel(self.wired.codec, chunk_bytes)
         chunks = chunk_parts(self.span.numel, len(weights), chunk)
         self.part.start()
         if reduce == "ordered":

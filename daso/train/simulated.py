@@ -1,0 +1,305 @@
+"""Many nodes of one rank each in one process, through the same schedule, parts, codecs and merges.
+
+For statistics at a scale that is not at hand: what a schedule, a wire or a merge costs in accuracy
+on 16 nodes can be seen on a laptop. Nothing is sent; time is what the caller says it is. The bits
+are those of a real run with one rank per node, for every wire.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from daso.comm.compress import codec_named, dense_codec
+from daso.comm.dtypes import accumulator
+from daso.comm.exchange import Adder, in_process
+from daso.plan.header import Tally
+from daso.plan.layout import chunk_parts, fragments
+from daso.plan.merge import ADOPT, Merge
+from daso.plan.options import Settings
+from daso.plan.schedule import (
+    Act,
+    Policy,
+    Seen,
+    State,
+    after_batch,
+    after_epoch,
+    after_exchange,
+    drain,
+)
+from daso.train.outer import MakeOuter
+from daso.train.params import Named, Trained, flat_view
+from daso.train.part import Part, Way, chunk_numel, merge_pairs
+
+__all__ = ["SimulatedNodes", "Times"]
+
+Loss = Callable[[torch.nn.Module], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What policies see of the machine that is simulated."""
+
+    step_seconds: float = 1.0
+    exchange_seconds: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """An exchange under way; its numbers are there, and wait until they are due."""
+
+    batch: int
+    fragment: int | None
+    seen: Seen
+
+
+@dataclass(slots=True)
+class Known:
+    """What is remembered from exchange to exchange; see `daso.train.exchanges`."""
+
+    size: float = 1.0
+    since: list[int] = field(default_factory=list)
+    measured: Tally = field(default_factory=Tally)
+    batches: int = 0
+
+
+class Row:
+    """One row of one fragment on all nodes.
+
+    Args:
+        named: Names and parameters, for each node.
+        dtype: fp32 or fp64.
+        way: How exchanges are taken in.
+        settings: How to exchange.
+    """
+
+    def __init__(
+        self, named: Sequence[Named], dtype: torch.dtype, way: Way, settings: Settings
+    ) -> None:
+        self.named, nodes = named, len(named)
+        numel = sum(tensor.numel() for _, tensor in named[0])
+        codec, dense = codec_named(settings.wire, dtype), dense_codec(settings.wire, dtype)
+        way = replace(way, lossless=codec.exact)
+        self.parts = [Part(torch.zeros(numel, dtype=dtype), way) for _ in named]
+        rounded: dict[int, torch.Tensor] = {}
+        self.wired = Adder(codec, [1] * nodes, nodes, rounded)
+        self.dense = Adder(dense, [1] * nodes, nodes, rounded)
+        self.chunks = chunk_parts(numel, nodes, chunk_numel(codec, settings.exchange.chunk_bytes))
+
+    def _pairs(self, node: int, row: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        views = [flat_view(tensor) for _, tensor in self.named[node]]
+        return list(zip(views, torch.split(row, [view.numel() for view in views]), strict=True))
+
+    def anchor(self) -> float:
+        """Take the parameters, equal on all nodes, as the reference; return its squared norm."""
+        for node, part in enumerate(self.parts):
+            for here, there in self._pairs(node, part.reference):
+                there.copy_(here)
+            part.anchor()
+        self.wired.rounded.clear()
+        return float(self.parts[0].reference.double().square().sum())
+
+    def send(self, *, dense: bool, ahead: bool) -> tuple[int, list[tuple[float, float]]]:
+        """Exchange deltas; return all nodes' bytes, and each node's squared distance and norm."""
+        for node, part in enumerate(self.parts):
+            for here, there in self._pairs(node, part.snapshot):
+                there.copy_(here)
+            if ahead:
+                part.go_ahead()
+                merge_pairs(self._pairs(node, part.shown), ADOPT)
+            part.start()
+        nbytes = in_process(self.parts, self.dense if dense else self.wired, self.chunks)
+        return nbytes, [part.finish() for part in self.parts]
+
+    def merge(self, rule: Merge) -> None:
+        """Take in the new reference."""
+        for node, part in enumerate(self.parts):
+            part.show(rule)
+            merge_pairs(self._pairs(node, part.shown), rule)
+
+
+class SimulatedNodes:
+    """Trains one replica of a model for each node, in turn, and exchanges between them.
+
+    Args:
+        build: Makes the model; every call gives the same.
+        make_inner: Makes the inner optimizer of a model.
+        nodes: How many.
+        policy: Chooses skip and wait.
+        settings: How to exchange.
+        outer: Makes an optimizer for the reference.
+        times: What the policy sees of the machine.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], torch.nn.Module],
+        make_inner: Callable[[torch.nn.Module], torch.optim.Optimizer],
+        nodes: int,
+        *,
+        policy: Policy,
+        settings: Settings,
+        outer: MakeOuter | None = None,
+        times: Times | None = None,
+    ) -> None:
+        self.models = [build() for _ in range(nodes)]
+        self.inners = [make_inner(model) for model in self.models]
+        self.policy, self.settings, self.times = policy, settings, times or Times()
+        self.state = replace(policy.start(), fragments=settings.exchange.fragments)
+        way = Way(True, settings.eager, 1 / nodes, outer)
+        pairs = zip(self.inners, self.models, strict=True)
+        self.named = [Trained.by(inner, model).named for inner, model in pairs]
+        self.rows = [self._rows(cut, way) for cut in self._cuts()]
+        self.global_bytes_sent = 0  # by all nodes
+        self.events: list[dict[str, Any]] = []
+        self._flight: Flight | None = None
+        self._known = Known()
+        if not self.state.synchronous:
+            self._anchor(0)
+
+    def _cuts(self) -> Sequence[Sequence[int]]:
+        return fragments([p.numel() for _, p in self.named[0]], self.settings.exchange.fragments)
+
+    def _rows(self, cut: Sequence[int], way: Way) -> list[Row]:
+        rows = []
+        for dtype in (torch.float32, torch.float64):
+            mine = [at for at in cut if accumulator(self.named[0][at][1].dtype) == dtype]
+            if mine:
+                members = [[one[at] for at in mine] for one in self.named]
+                rows.append(Row(members, dtype, way, self.settings))
+        return rows
+
+    # --- training ----------------------------------------------------------------------------
+
+    def step(self, losses: Sequence[Loss]) -> float:
+        """Take one step on every node.
+
+        Args:
+            losses: For each node, what maps its model to this batch's loss.
+
+        Returns:
+            The mean loss over nodes.
+        """
+        total = 0.0
+        for model, inner, loss_of in zip(self.models, self.inners, losses, strict=True):
+            inner.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            total += float(loss.detach())
+        if self.state.synchronous:
+            self._average_gradients()
+        for inner in self.inners:
+            inner.step()
+        self._act(*after_batch(self.policy, self.state))
+        return total / len(self.models)
+
+    def end_epoch(self, loss: float) -> None:
+        """Tell the schedule that an epoch is over; all nodes agree afterwards."""
+        self._act(*after_epoch(self.policy, self.state, loss))
+
+    def synchronize(self) -> None:
+        """Finish what is in flight; make parameters and floating buffers equal on all nodes."""
+        self._act(*drain(self.state))
+        _average([list(model.buffers()) for model in self.models])
+
+    def _average_gradients(self) -> None:
+        """Replace gradients by their mean over nodes, added in node order."""
+        count = len(self.named)
+        for index in range(len(self.named[0])):
+            tensors = [one[index][1] for one in self.named]
+            grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
+            if grads:
+                wide = accumulator(grads[0].dtype)
+                total = grads[0].to(wide, copy=True)
+                for grad in grads[1:]:
+                    total += grad
+                for tensor in tensors:
+                    tensor.grad = (total / count).to(tensor.dtype)
+                self.global_bytes_sent += 2 * (count - 1) * total.nbytes
+
+    def _act(self, acts: Sequence[Act], state: State) -> None:
+        seen = None
+        for act in acts:
+            seen = self._carry_out(act, state) or seen
+        self.state = state
+        if seen is not None:
+            acts, state = after_exchange(self.policy, state, seen)
+            for act in acts:
+                self._carry_out(act, state)
+            self.state = state
+
+    def _carry_out(self, act: Act, state: State) -> Seen | None:
+        if act is Act.ANCHOR:
+            self._anchor(state.batch)
+        elif act is Act.SEND:
+            self._send(state.batch, state.fragment, blocking=state.wait == 0)
+        elif act is Act.SEND_ALL:
+            self._send(state.batch, None, blocking=True)
+        elif act is Act.RECEIVE:
+            return self._receive(state.batch)
+        elif act is Act.JOIN:
+            _average([list(_state_tensors(inner)) for inner in self.inners])
+        return None
+
+    # --- exchanges ---------------------------------------------------------------------------
+
+    def _anchor(self, batch: int) -> None:
+        size = sum(row.anchor() for rows in self.rows for row in rows)
+        self._known = Known(size or 1.0, [batch] * len(self.rows))
+
+    def _rows_of(self, fragment: int | None) -> list[Row]:
+        return (
+            [row for rows in self.rows for row in rows] if fragment is None else self.rows[fragment]
+        )
+
+    def _send(self, batch: int, fragment: int | None, *, blocking: bool) -> None:
+        known = self._known
+        sent = range(len(known.since)) if fragment is None else [fragment]
+        batches = batch - min(known.since[one] for one in sent)
+        drift = known.measured.drift(nodes=len(self.models), batches=known.batches)
+        ahead, distance, norm = self.settings.eager and not blocking, 0.0, 0.0
+        for row in self._rows_of(fragment):
+            nbytes, found = row.send(dense=fragment is None, ahead=ahead)
+            self.global_bytes_sent += nbytes
+            distance += sum(one for one, _ in found)
+            norm += sum(one for _, one in found)
+        rates = [group.get("lr", 0.0) for inner in self.inners for group in inner.param_groups]
+        times = self.times
+        seen = Seen(times.step_seconds, times.exchange_seconds, max(map(float, rates)), drift)
+        self._flight = Flight(batch, fragment, seen)
+        known.measured, known.batches = Tally(distance, norm), batches
+        for one in sent:
+            known.since[one] = batch
+
+    def _receive(self, batch: int) -> Seen:
+        flight, self._flight = self._flight, None
+        assert flight is not None, "the schedule receives only what was sent"
+        rule = self.settings.merge_rule(
+            waited=batch - flight.batch, nodes=len(self.models), seen=flight.seen
+        )
+        for row in self._rows_of(flight.fragment):
+            row.merge(rule)
+        self.events.append({"sent": flight.batch, "received": batch, **asdict(flight.seen)})
+        return flight.seen
+
+
+def _state_tensors(inner: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in inner.param_groups:
+        for param in group["params"]:
+            state = inner.state.get(param, {})
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+@torch.no_grad()
+def _average(nodes: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Set floating tensors to their mean over nodes, added as differences from the first."""
+    for tensors in zip(*nodes, strict=True):
+        if tensors[0].is_floating_point():
+            first = tensors[0].to(accumulator(tensors[0].dtype), copy=True)
+            total = torch.zeros_like(first)
+            for tensor in tensors:
+                total += tensor - first
+            total = total.div_(len(tensors)).add_(first)
+            for tensor in tensors:
+                tensor.copy_(total)
