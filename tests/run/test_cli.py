@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +46,11 @@ def mpirun(outside, tmp_path, monkeypatch):
 def trained(monkeypatch):
     """Keep the configurations that would be trained."""
     kept = []
-    monkeypatch.setattr("daso.run.loop.train", kept.append)
+
+    def train(config, *, resume):
+        kept.append(replace(config, name=f"{config.name}, resumed") if resume else config)
+
+    monkeypatch.setattr("daso.run.loop.train", train)
     return kept
 
 
@@ -82,7 +87,7 @@ def test_the_flags_of_every_command_are_these_and_no_others(capsys):
     ranks = {"-h", "--help", "-n", "--ranks", "--ranks-per-node"}
     assert flags(help_of(capsys)) == {"-h", "--help", "--version"}
     assert flags(help_of(capsys, "run")) == ranks
-    assert flags(help_of(capsys, "train")) == ranks
+    assert flags(help_of(capsys, "train")) == ranks | {"--resume"}
     assert flags(help_of(capsys, "doctor")) == {"-h", "--help", "--json"}
 
 
