@@ -67,6 +67,7 @@ def kill_at(step: int, job: subprocess.Popen[str], folder: Path) -> None:
     while (saved(folder) or [0])[-1] < step:
         assert job.poll() is None, job.communicate()
         assert time.monotonic() < deadline
+        time.sleep(0.002)
     # One that is gone already has ended on the death of another.
     while left := processes(f"--runs={folder.parent}"):
         for process in left:
@@ -89,7 +90,7 @@ def runs(tmp_path_factory) -> Path:
     assert code == 0, said
     every = "--checkpoint.every=4"  # with skip=4, an exchange is often in flight
     job = start(*RANKS, *COMMON, f"--runs={made}", "--name=killed", every)
-    kill_at(random.randrange(12, 80), job, made / "killed")
+    kill_at(random.randrange(12, 60), job, made / "killed")
     return made
 
 
@@ -127,11 +128,11 @@ def test_the_one_before_is_taken_when_the_newest_is_damaged(runs, tmp_path) -> N
     path.write_bytes(path.read_bytes()[:1000])
     code, said = resume(folder)  # on one rank, which starts faster
     assert code == 0, said
-    assert said.count("checkpoint refused: ") == 1
-    assert f"step {newest}: {path} must have" in said
+    assert said.count(f"checkpoint refused: step {newest}: {path} must have") == 1
     (event,) = events(folder, "resume")
     assert event["step"] == before
-    assert event["refused"][0].startswith(f"step {newest}: ")
+    # The kill may have left one more, newer and not finished.
+    assert event["refused"][-1].startswith(f"step {newest}: ")
     assert summary_of(folder)["test_accuracy"] > 0.95
 
 
