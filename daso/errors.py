@@ -1,6 +1,7 @@
 """The errors a caller can act on. Every message says the rule, the value and the remedy."""
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "DasoError",
     "DataError",
@@ -42,3 +43,7 @@ class ConfigError(DasoError, ValueError):
 
 class DataError(DasoError, FileNotFoundError):
     """A data set is not where it was looked for."""
+
+
+class CheckpointError(DasoError):
+    """A checkpoint cannot be written, or none of those found is sound."""

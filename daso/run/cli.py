@@ -90,7 +90,7 @@ def _cut(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
             at += 2 if words[at] in OURS else 1
         return words[:at], tuple(words[at + 1 :] if words[at : at + 1] == ["--"] else words[at:])
     if words[:1] == ["train"]:
-        ours = (*OURS, "--help")
+        ours = (*OURS, "--help", "--resume")
         settings = [w for w in words if w.startswith("--") and w.partition("=")[0] not in ours]
         return [word for word in words if word not in settings], tuple(settings)
     return words, ()
@@ -114,6 +114,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_ranks(parser, default=1)
     parser.add_argument("config", nargs="?", type=Path, help="a TOML file with settings")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint in runs/NAME"
+    )
     parser.set_defaults(run=_train)
 
 
@@ -133,12 +136,14 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
                 f"-n and --ranks-per-node start ranks, but {launched.launcher} already did; leave "
                 f"-n out, and set DASO_RANKS_PER_NODE for pretend nodes"
             )
-        again = ["-m", "daso", "train", *([str(options.config)] if options.config else []), *words]
+        flags = ["--resume"] if options.resume else []
+        files = [str(options.config)] if options.config else []
+        again = ["-m", "daso", "train", *flags, *files, *words]
         ranks, pretend = options.ranks, options.ranks_per_node
         return launch(Local(ranks=ranks, ranks_per_node=pretend, program=tuple(again)))
     from daso.run.loop import train
 
-    train(config)
+    train(config, resume=options.resume)
     return 0
 
 

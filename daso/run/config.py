@@ -71,6 +71,21 @@ class ExchangeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """When to save the run."""
+
+    every: int = 0  # steps from one checkpoint to the next, and one at the end; 0: none
+    keep: int = 3  # older ones are removed
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 0), ("keep", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"checkpoint.{name} must be at least {least}, not {getattr(self, name)}"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """One training run."""
 
@@ -83,6 +98,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
         for name, value in (("epochs", self.epochs), ("data.batch_size", self.data.batch_size)):

@@ -13,17 +13,19 @@ from daso.data import ShardedSampler
 from daso.errors import DasoError, DataError
 from daso.run.config import Config
 from daso.run.report import Progress, RunFolder, closing_table, versions
+from daso.run.resume import Point, Run, Saver
 from daso.run.task import Task, evaluate, loss_of, make_optimizer, make_task
 from daso.train.optimizer import DASO
 
 __all__ = ["digest", "train"]
 
 
-def train(config: Config) -> dict[str, Any]:
+def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
     """Train one model on all ranks of the world.
 
     Args:
         config: What to train and how.
+        resume: Go on from the run folder's newest checkpoint.
 
     Returns:
         The summary, the same on every rank; world rank 0 writes it to the run folder.
@@ -32,17 +34,42 @@ def train(config: Config) -> dict[str, Any]:
     """
     torch.set_num_threads(1)
     torch.manual_seed(config.seed)
-    topology = init()
-    place = topology.place
-    task = _load(config, topology)
+    run = _prepare(config, init())
+    saver = Saver(run)
+    point = saver.resume() if resume else saver.start()
+    folder = _open_folder(run, point)
+    first, start = point.step, time.perf_counter()
+    with Progress(point.step + _steps_left(run, point), shown=folder is not None) as progress:
+        _greet(run, point, folder, progress)
+        while point.epoch < config.epochs:
+            figures = {"loss": _epoch(run, point, saver, progress), "test_accuracy": _score(run)}
+            _tell(run, point, figures, folder, progress)
+            point.epoch, point.total = point.epoch + 1, torch.zeros(())
+        seconds = time.perf_counter() - start
+        samples = (point.step - first) * config.data.batch_size * run.topology.place.size
+        pace = {"seconds": seconds, "samples_per_second": samples / seconds}
+        summary = _summary(run, point, figures | pace)
+    run.optimizer.close()
+    if folder is not None:
+        folder.summary(summary)
+        folder.event(
+            "end", **{key: summary[key] for key in ("seconds", "test_accuracy", "identical")}
+        )
+        folder.close()
+        print(closing_table(summary) + f"\n  {'written to':<18}  {folder.path}/", flush=True)
+    return summary
+
+
+def _prepare(config: Config, topology: Topology) -> Run:
+    """Load the data, build the model, wrap its optimizer."""
+    task, settings = _load(config, topology), config.settings()
     sampler = ShardedSampler(
         task.train_length,
-        rank=place.rank,
-        size=place.size,
+        rank=topology.place.rank,
+        size=topology.place.size,
         batch_size=config.data.batch_size,
         seed=config.seed,
     )
-    settings = config.settings()
     optimizer = DASO(
         make_optimizer(config.optimizer, task.model),
         module=task.model,
@@ -53,30 +80,7 @@ def train(config: Config) -> dict[str, Any]:
         exchange=settings.exchange,
         gradients=settings.gradients,
     )
-    folder = _open_folder(config, topology)
-    steps = config.epochs * len(sampler)
-    start = time.perf_counter()
-    with Progress(steps, shown=folder is not None) as progress:
-        progress.line(
-            f"{task.data}: {task.train_length} samples, {place.size} ranks on {place.nodes} "
-            f"nodes, batch {config.data.batch_size} per rank"
-        )
-        if folder is not None:
-            folder.event("start", data=task.data, world=place.size, config=asdict(config))
-        score = 0.0
-        for epoch in range(config.epochs):
-            loss = _epoch(task, sampler, optimizer, epoch, progress)
-            score = _score(task, topology)
-            _tell(epoch, loss, score, optimizer, folder, progress)
-        seconds = time.perf_counter() - start
-        summary = _summary(config, task, topology, optimizer, steps, seconds, score)
-    optimizer.close()
-    if folder is not None:
-        folder.summary(summary)
-        folder.event("end", seconds=seconds, test_accuracy=score, identical=summary["identical"])
-        folder.close()
-        print(closing_table(summary) + f"\n  {'written to':<18}  {folder.path}/", flush=True)
-    return summary
+    return Run(config, topology, task, sampler, optimizer)
 
 
 def _load(config: Config, topology: Topology) -> Task:
@@ -91,71 +95,87 @@ def _load(config: Config, topology: Topology) -> Task:
     return task
 
 
-def _open_folder(config: Config, topology: Topology) -> RunFolder | None:
-    folder, problem = None, None
-    if topology.place.rank == 0:
+def _open_folder(run: Run, point: Point) -> RunFolder | None:
+    folder, problem, config = None, None, run.config
+    if run.topology.place.rank == 0:
         try:
-            folder = RunFolder(config.folder, tensorboard=config.tensorboard)
+            folder = RunFolder(
+                config.folder, tensorboard=config.tensorboard, resume=point.resumed is not None
+            )
         except DasoError as error:
             problem = str(error)
-    topology.agree(problem, DasoError)
+    run.topology.agree(problem, DasoError)
     return folder
 
 
-def _epoch(
-    task: Task, sampler: ShardedSampler, optimizer: DASO, epoch: int, progress: Progress
-) -> float:
-    """Train one epoch; return the mean loss over all ranks."""
-    sampler.set_epoch(epoch)
-    total = torch.zeros(())
-    for inputs, targets in DataLoader(task.train, batch_sampler=sampler):
-        optimizer.zero_grad()
-        loss = loss_of(task.model, inputs, targets)
+def _steps_left(run: Run, point: Point) -> int:
+    return (run.config.epochs - point.epoch) * len(run.sampler) - run.batch
+
+
+def _greet(run: Run, point: Point, folder: RunFolder | None, progress: Progress) -> None:
+    if folder is None:
+        return
+    task, place = run.task, run.topology.place
+    progress.line(
+        f"{task.data}: {task.train_length} samples, {place.size} ranks on {place.nodes} "
+        f"nodes, batch {run.config.data.batch_size} per rank"
+    )
+    what = {"data": task.data, "world": place.size, "config": asdict(run.config)}
+    if point.resumed is None:
+        folder.event("start", **what)
+        return
+    folder.event("resume", epoch=point.epoch + 1, **asdict(point.resumed), **what)
+    progress.line(f"resumed at step {point.step}, in epoch {point.epoch + 1}")
+    progress.step(point.step)
+
+
+def _epoch(run: Run, point: Point, saver: Saver, progress: Progress) -> float:
+    """Train what is left of an epoch; return the mean loss over all its batches and all ranks."""
+    run.sampler.set_epoch(point.epoch)
+    # A generator of its own: a loader draws when it begins, which a resumed epoch does once more.
+    own = torch.Generator()
+    for inputs, targets in DataLoader(run.task.train, batch_sampler=run.sampler, generator=own):
+        run.optimizer.zero_grad()
+        loss = loss_of(run.task.model, inputs, targets)
         loss.backward()
-        optimizer.step()
-        total += loss.detach()
+        run.optimizer.step()
+        point.total += loss.detach()
+        point.step += 1
+        saver.after_step(point)
         progress.step()
-    mean = optimizer.end_epoch(total / len(sampler))
-    optimizer.synchronize()
+    mean = run.optimizer.end_epoch(point.total / len(run.sampler))
+    run.optimizer.synchronize()
     return mean
 
 
-def _score(task: Task, topology: Topology) -> float:
+def _score(run: Run) -> float:
     """Return the share of right answers on the test data, counted by all ranks together."""
-    place = topology.place
-    counts = topology.world.allgather(
-        evaluate(task.model, task.test, rank=place.rank, size=place.size)
+    place = run.topology.place
+    counts = run.topology.world.allgather(
+        evaluate(run.task.model, run.task.test, rank=place.rank, size=place.size)
     )
     return float(sum(right for right, _ in counts) / sum(total for _, total in counts))
 
 
 def _tell(
-    epoch: int,
-    loss: float,
-    score: float,
-    optimizer: DASO,
+    run: Run,
+    point: Point,
+    figures: dict[str, float],
     folder: RunFolder | None,
     progress: Progress,
 ) -> None:
     if folder is None:
         return
-    report = optimizer.report()
+    report = run.optimizer.report()
     progress.line(
-        f"epoch {epoch + 1}: loss {loss:.4f}, test accuracy {score:.4f}, "
-        f"{report['exchanges']} exchanges"
+        f"epoch {point.epoch + 1}: loss {figures['loss']:.4f}, test accuracy "
+        f"{figures['test_accuracy']:.4f}, {report['exchanges']} exchanges"
     )
     for event in report["events"]:
-        if event["epoch"] == epoch:
+        if event["epoch"] == point.epoch:
             folder.event(**event)
-    folder.event(
-        "epoch",
-        step=report["batches"],
-        epoch=epoch + 1,
-        loss=loss,
-        test_accuracy=score,
-        exchanges=report["exchanges"],
-        exposed_seconds=report["exposed_seconds"],
-    )
+    counted = {key: report[key] for key in ("exchanges", "exposed_seconds")}
+    folder.event("epoch", step=point.step, epoch=point.epoch + 1, **figures, **counted)
 
 
 def digest(model: torch.nn.Module) -> str:
@@ -166,36 +186,24 @@ def digest(model: torch.nn.Module) -> str:
     return hasher.hexdigest()
 
 
-def _summary(
-    config: Config,
-    task: Task,
-    topology: Topology,
-    optimizer: DASO,
-    steps: int,
-    seconds: float,
-    score: float,
-) -> dict[str, Any]:
-    report = optimizer.report()
-    reports = topology.world.allgather((report["global_bytes_sent"], report["exposed_seconds"]))
-    samples = steps * config.data.batch_size * topology.place.size
+def _summary(run: Run, point: Point, figures: dict[str, float]) -> dict[str, Any]:
+    report, place = run.optimizer.report(), run.topology.place
+    reports = run.topology.world.allgather((report["global_bytes_sent"], report["exposed_seconds"]))
+    model = digest(run.task.model)
+    chosen = ("exchanges", "dropped", "skip_history", "wire", "merge", "policy")
     return {
-        "data": task.data,
-        "world": topology.place.size,
-        "nodes": topology.place.nodes,
-        "node_sizes": list(topology.place.node_sizes),
-        "epochs": config.epochs,
-        "steps": steps,
-        "seconds": seconds,
-        "samples_per_second": samples / seconds,
-        "test_accuracy": score,
-        "exchanges": report["exchanges"],
-        "dropped": report["dropped"],
+        "data": run.task.data,
+        "world": place.size,
+        "nodes": place.nodes,
+        "node_sizes": list(place.node_sizes),
+        "epochs": run.config.epochs,
+        "steps": point.step,
+        "resumed_at": None if point.resumed is None else point.resumed.step,
+        **figures,
         "global_bytes_sent": sum(nbytes for nbytes, _ in reports),
         "exposed_seconds": max(exposed for _, exposed in reports),
-        "skip_history": report["skip_history"],
-        "identical": topology.same(digest(task.model)),
-        "wire": report["wire"],
-        "merge": report["merge"],
-        "policy": report["policy"],
+        "identical": run.topology.same(model),
+        "model": model,
+        **{key: report[key] for key in chosen},
         "versions": versions(report["mpi"]),
     }

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from daso.environment import terminal_columns
 from daso.errors import ConfigError
@@ -30,19 +30,21 @@ class RunFolder:
     Args:
         path: The folder; made with its parents. An earlier run's files in it are replaced.
         tensorboard: Write TensorBoard files of the same numbers.
+        resume: Go on with the files of a run that was cut off, instead.
 
     Raises:
         ConfigError: The folder cannot be written, or TensorBoard is not installed.
     """
 
-    def __init__(self, path: Path, *, tensorboard: bool = False) -> None:
+    def __init__(self, path: Path, *, tensorboard: bool = False, resume: bool = False) -> None:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            for old in [path / "summary.json", *path.glob("tensorboard/events.out.tfevents.*")]:
+            boards = [] if resume else path.glob("tensorboard/events.out.tfevents.*")
+            for old in [path / "summary.json", *boards]:
                 old.unlink(missing_ok=True)
             self._board = _open_tensorboard(path) if tensorboard else None
-            self._log = (path / "log.jsonl").open("w", encoding="utf-8")
+            self._log = _open_log(path / "log.jsonl", resume=resume)
         except OSError as error:
             raise ConfigError(
                 f"the run folder must be writable, but {path}: {error.strerror}; choose another "
@@ -72,6 +74,14 @@ class RunFolder:
         self._log.close()
         if self._board is not None:
             self._board.close()
+
+
+def _open_log(path: Path, *, resume: bool) -> TextIO:
+    if not resume or not path.exists():
+        return path.open("w", encoding="utf-8")
+    with path.open("r+b") as file:  # a run that was killed may leave half a line
+        file.truncate(file.read().rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8")
 
 
 def _strict(value: Any) -> Any:
@@ -122,10 +132,10 @@ class Progress(AbstractContextManager["Progress"]):
         if self._bar is not None:
             self._bar.stop()
 
-    def step(self) -> None:
-        """One more step is done."""
+    def step(self, steps: int = 1) -> None:
+        """So many more steps are done."""
         if self._bar is not None:
-            self._bar.advance(self._task)
+            self._bar.advance(self._task, steps)
 
     def line(self, text: str) -> None:
         """Show a line, above the bar where there is one."""

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +46,11 @@ def mpirun(outside, tmp_path, monkeypatch):
 def trained(monkeypatch):
     """Keep the configurations that would be trained."""
     kept = []
-    monkeypatch.setattr("daso.run.loop.train", kept.append)
+
+    def train(config, *, resume):
+        kept.append(replace(config, name=f"{config.name}, resumed") if resume else config)
+
+    monkeypatch.setattr("daso.run.loop.train", train)
     return kept
 
 
@@ -82,7 +87,7 @@ def test_the_flags_of_every_command_are_these_and_no_others(capsys):
     ranks = {"-h", "--help", "-n", "--ranks", "--ranks-per-node"}
     assert flags(help_of(capsys)) == {"-h", "--help", "--version"}
     assert flags(help_of(capsys, "run")) == ranks
-    assert flags(help_of(capsys, "train")) == ranks
+    assert flags(help_of(capsys, "train")) == ranks | {"--resume"}
     assert flags(help_of(capsys, "doctor")) == {"-h", "--help", "--json"}
 
 
@@ -250,9 +255,19 @@ def test_train_on_several_ranks_starts_itself_again_with_file_and_settings(mpiru
     path = tmp_path / "settings.toml"
     path.write_text("epochs = 2\n")
     words = ["train", "-n", "4", "--ranks-per-node=2", str(path), "--seed=3", "--name=a b"]
-    assert main(words) == 5
     again = ["-m", "daso", "train", str(path), "--seed=3", "--name=a b"]
+    assert main(words) == 5
     assert mpirun.words() == ["-n", "4", sys.executable, "-m", "mpi4py", *again]
+
+
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_resume_is_a_flag_anywhere_and_goes_along(mpirun, tmp_path, trained, at):
+    words = ["train", "-n", "2", "--seed=3", "--name=a b"]
+    words.insert(at, "--resume")
+    assert main(words) == 5
+    assert mpirun.words()[5:] == ["-m", "daso", "train", "--resume", "--seed=3", "--name=a b"]
+    assert main(["train", "--resume"]) == 0
+    assert trained == [Config(name="train, resumed")]
 
 
 def test_train_for_pretend_nodes_of_one_rank_goes_through_mpirun(mpirun, trained):
@@ -310,7 +325,7 @@ def test_ranks_inside_a_launcher_are_refused_with_what_to_leave_out(monkeypatch,
 
 
 def test_an_error_of_daso_while_training_leaves_one_line(monkeypatch, capsys):
-    def fail(config):
+    def fail(config, *, resume):
         raise TopologyError("the nodes must agree, not differ; mend them")
 
     monkeypatch.setattr("daso.run.loop.train", fail)
@@ -319,7 +334,7 @@ def test_an_error_of_daso_while_training_leaves_one_line(monkeypatch, capsys):
 
 
 def test_an_error_that_is_not_ours_keeps_its_traceback(monkeypatch):
-    def fail(config):
+    def fail(config, *, resume):
         raise ZeroDivisionError
 
     monkeypatch.setattr("daso.run.loop.train", fail)

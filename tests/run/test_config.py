@@ -11,6 +11,7 @@ from daso.errors import ConfigError
 from daso.plan.options import Exchange, Gradients
 from daso.plan.policy import Fixed, Plateau
 from daso.run.config import (
+    CheckpointConfig,
     Config,
     DataConfig,
     ExchangeConfig,
@@ -46,6 +47,8 @@ KEYS = [
     "exchange.bucket_bytes",
     "exchange.nonfinite",
     "exchange.stall_seconds",
+    "checkpoint.every",
+    "checkpoint.keep",
 ]
 
 
@@ -212,6 +215,8 @@ def test_an_empty_section_that_does_not_exist_is_refused(tmp_path, text):
         ("--schedule.policy=", "schedule.policy must be one of fixed, plateau", "''"),
         ("--epochs=0", "epochs must be at least 1", "0"),
         ("--data.batch_size=-2", "data.batch_size must be at least 1", "-2"),
+        ("--checkpoint.every=-1", "checkpoint.every must be at least 0", "-1"),
+        ("--checkpoint.keep=0", "checkpoint.keep must be at least 1", "0"),
         ("--schedule.skip=0", "skip must be a whole number of at least 1", "0"),
         ("--schedule.wait=-1", "wait must be a whole number of at least 0", "-1"),
         ("--schedule.warmup=-1", "warmup must be a whole number of at least 0", "-1"),
@@ -386,6 +391,9 @@ def configs(draw):
             bucket_bytes=draw(st.integers(1, 2**40)),
             nonfinite=draw(st.sampled_from(["drop", "raise"])),
             stall_seconds=draw(numbers(1e-9)),
+        ),
+        checkpoint=CheckpointConfig(
+            every=draw(st.integers(0, 2**40)), keep=draw(st.integers(1, 2**40))
         ),
     )
 

@@ -111,6 +111,26 @@ def test_an_earlier_runs_files_are_replaced(tmp_path):
     assert len(list(tmp_path.rglob("events.out.tfevents*"))) == 1
 
 
+@pytest.mark.parametrize("torn", ["", '{"schema": 1, "half a li', "x" * 5000])
+def test_a_run_that_goes_on_adds_to_the_files_of_the_one_that_was_cut_off(tmp_path, torn):
+    for seed in (1, 2):
+        made = RunFolder(tmp_path, tensorboard=True, resume=seed == 2)
+        made.event("start", step=0, seed=seed, loss=1.0)
+        made.close()
+        if seed == 1:
+            with (tmp_path / "log.jsonl").open("a") as log:
+                log.write(torn)
+    assert [line["seed"] for line in logged(made)] == [1, 2]
+    assert len(list(tmp_path.rglob("events.out.tfevents*"))) == 2
+
+
+def test_a_run_may_go_on_where_the_log_was_lost(tmp_path):
+    made = RunFolder(tmp_path, resume=True)
+    made.event("resume", step=5)
+    made.close()
+    assert len(logged(made)) == 1
+
+
 def test_a_summary_of_an_earlier_run_does_not_outlive_the_start_of_a_new_one(tmp_path):
     first = RunFolder(tmp_path)
     first.summary(SUMMARY)

@@ -1,0 +1,204 @@
+"""The files of a checkpoint: written wholly or not at all, and checked before they are believed."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from daso.comm.topology import Place
+from daso.errors import CheckpointError
+
+__all__ = [
+    "MANIFEST",
+    "Entry",
+    "Manifest",
+    "cause",
+    "read_payload",
+    "remove",
+    "unfit",
+    "unwritable",
+    "write_payload",
+    "write_whole",
+]
+
+SCHEMA = 1  # of the manifest; goes up when a field changes its meaning
+MANIFEST = "manifest.json"
+logger = logging.getLogger("daso")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A rank's file, as it was written."""
+
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What makes a step's files a checkpoint."""
+
+    step: int
+    node_of: tuple[int, ...]  # node of each rank that saved
+    files: tuple[Entry, ...]  # of each rank
+
+    def text(self, place: Place) -> str:
+        """Return the manifest as it is written."""
+        lines = {
+            "schema": SCHEMA,
+            "step": self.step,
+            "world": place.size,
+            "node_sizes": place.node_sizes,
+            "node_of": self.node_of,
+            "files": [asdict(entry) for entry in self.files],
+            "versions": {name: version(name) for name in ("daso", "torch")},
+        }
+        return json.dumps(lines, indent=2) + "\n"
+
+    @classmethod
+    def read(cls, path: Path, step: int) -> "Manifest":
+        """Read a manifest.
+
+        Raises:
+            CheckpointError: It is not one, or of another step or schema.
+        """
+        try:
+            lines = json.loads(path.read_text(encoding="utf-8"))
+            if lines["schema"] != SCHEMA:
+                raise CheckpointError(
+                    f"{path} must have schema {SCHEMA}, not {lines['schema']!r}: another version "
+                    f"of daso wrote it"
+                )
+            files = tuple(Entry(str(one["sha256"]), int(one["size"])) for one in lines["files"])
+            made = cls(int(lines["step"]), tuple(map(int, lines["node_of"])), files)
+        except OSError as error:
+            raise CheckpointError(cause(path, error)) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} must be a manifest, but: {error!r}") from error
+        if made.step != step or not files or len(files) != len(made.node_of):
+            raise CheckpointError(
+                f"{path} must be of step {step} and tell of each rank's file and node, but is of "
+                f"step {made.step}, {len(files)} files and {len(made.node_of)} nodes' ranks"
+            )
+        return made
+
+
+def remove(folder: Path) -> None:
+    """Remove a step; the manifest first, so that a crash leaves nothing that looks complete."""
+    try:
+        (folder / MANIFEST).unlink(missing_ok=True)
+        if folder.exists():
+            shutil.rmtree(folder)
+    except OSError as error:
+        logger.warning("a checkpoint could not be removed: %s", cause(folder, error))
+
+
+def write_payload(path: Path, payload: dict[str, Any]) -> Entry:
+    """Write a rank's file.
+
+    Args:
+        path: Where; its folder is made if it is not there yet.
+        payload: What `unfit` has nothing against.
+
+    Returns:
+        What to hold the file against when it is read.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, lambda file: torch.save(payload, file))
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return Entry(digest, os.fstat(file.fileno()).st_size)
+
+
+def read_payload(path: Path, entry: Entry) -> tuple[dict[str, Any], str | None]:
+    """Read a rank's file; return it, or what is wrong with it."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != entry.size:
+                return {}, f"{path} must have {entry.size} bytes, not {size}"
+            if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
+                return {}, f"{path} must hold what was saved, but its hash is another"
+            file.seek(0)
+            payload: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+            return payload, None
+    except OSError as error:
+        return {}, cause(path, error)
+    except Exception as error:  # whatever it is, the other ranks wait for this one's vote
+        return {}, f"{path} must be readable by torch {torch.__version__}, but: {error}"
+
+
+def write_whole(path: Path, what: bytes | Callable[[BinaryIO], object]) -> None:
+    """Write a file wholly or not at all; it is on the disk when this returns.
+
+    Args:
+        path: The file; replaced if it is there.
+        what: Its bytes, or what writes them.
+    """
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(what) if isinstance(what, bytes) else what(file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name too
+    finally:
+        os.close(folder)
+
+
+# --- what is wrong --------------------------------------------------------------------------
+
+LEAVES = {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
+TENSORS = {torch.Tensor, torch.nn.Parameter}
+
+
+def unfit(payload: Mapping[str, Any]) -> str | None:
+    """Return what of a payload could be saved but not loaded: `weights_only` refuses it."""
+    for where, value in _leaves(dict(payload), "payload"):
+        if type(value) not in LEAVES | TENSORS:
+            return (
+                f"a checkpoint holds tensors and plain values, but {where} is a "
+                f"{type(value).__name__}: convert it, for example with .item() or torch.as_tensor()"
+            )
+    return None
+
+
+def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+    if type(value) in (dict, OrderedDict):
+        for key, one in value.items():
+            yield from _leaves(key, f"a key of {where}")
+            yield from _leaves(one, f"{where}[{key!r}]")
+    elif type(value) in (list, tuple, set):
+        for index, one in enumerate(value):
+            yield from _leaves(one, f"{where}[{index}]")
+    else:
+        yield where, value
+
+
+def cause(path: Path, error: Exception) -> str:
+    """Return the path and what happened there."""
+    named = error.strerror if isinstance(error, OSError) else None
+    return f"{path}: {named or error}"
+
+
+def unwritable(path: Path, error: Exception) -> str:
+    """Return the message for a checkpoint that cannot be written."""
+    return (
+        f"a checkpoint must be written, but {cause(path, error)}; make room or choose another "
+        f"folder; earlier checkpoints are untouched"
+    )
