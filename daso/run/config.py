@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from daso.errors import ConfigError
 from daso.plan.options import Exchange, Gradients, Settings, Wire
-from daso.plan.policy import Fixed, Plateau
+from daso.plan.policy import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy
 
 __all__ = ["Config", "describe", "read_config"]
@@ -50,11 +50,13 @@ class OptimizerConfig:
 class ScheduleConfig:
     """When nodes exchange."""
 
-    policy: Literal["fixed", "plateau"] = "fixed"
-    skip: int = 4  # batches between exchanges; plateau: the largest
-    wait: int = 1  # batches an exchange may take (fixed)
-    warmup: int = 0  # synchronous batches (fixed) or epochs (plateau) at the start
+    policy: Literal["auto", "fixed", "plateau", "qsr"] = "auto"
+    skip: int = 4  # batches between exchanges; plateau: the largest, qsr: the smallest
+    wait: int = 1  # batches an exchange may take (fixed, qsr)
+    warmup: int = 0  # synchronous batches (auto, fixed) or epochs (plateau) at the start
     cooldown: int = 0  # synchronous epochs at the end (plateau)
+    alpha: float = 0.1  # learning rate at which the quadratic rule gives 1 batch (qsr)
+    drift: float = Auto().drift  # relative distance between nodes to aim at (auto)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,11 @@ class ExchangeConfig:
     """How nodes exchange."""
 
     wire: Wire = "bf16"
-    merge: Literal["daso", "delta"] = "daso"
+    merge: str = "auto"  # auto | daso | delta | eager | the weight of local parameters
+    outer: Literal["none", "nesterov"] = "none"  # nesterov: DiLoCo
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    fragments: int = 1  # parts of the model that take turns
     reduce: Literal["auto", "iallreduce", "ordered"] = "auto"
     chunk_bytes: int = Exchange().chunk_bytes
     bucket_bytes: int = Gradients().bucket_bytes
@@ -117,12 +123,14 @@ class Config:
         exchange = self.exchange
         return Settings(
             wire=exchange.wire,
-            merge=exchange.merge,
+            merge=_merge(exchange.merge),
+            outer=exchange.outer != "none",
             exchange=Exchange(
                 reduce=exchange.reduce,
                 chunk_bytes=exchange.chunk_bytes,
                 nonfinite=exchange.nonfinite,
                 stall_seconds=exchange.stall_seconds,
+                fragments=exchange.fragments,
             ),
             gradients=Gradients(bucket_bytes=exchange.bucket_bytes),
         )
@@ -130,14 +138,26 @@ class Config:
     def policy(self) -> Policy:
         """Return the schedule's policy."""
         schedule = self.schedule
+        if schedule.policy == "auto":
+            return Auto(schedule.drift, warmup=schedule.warmup)
         if schedule.policy == "fixed":
             return Fixed(schedule.skip, schedule.wait, schedule.warmup)
+        if schedule.policy == "qsr":
+            return Qsr(schedule.alpha, schedule.skip, schedule.wait)
         return Plateau(
             self.epochs,
             warmup=schedule.warmup,
             cooldown=schedule.cooldown,
             max_skip=schedule.skip,
         )
+
+
+def _merge(text: str) -> str | float:
+    """Return a merge's name, or the number that the text is."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def read_config(path: Path | None, words: Sequence[str]) -> Config:

@@ -14,7 +14,7 @@ from daso.errors import DasoError, DataError
 from daso.run.config import Config
 from daso.run.report import Progress, RunFolder, closing_table, versions
 from daso.run.resume import Point, Run, Saver
-from daso.run.task import Task, evaluate, loss_of, make_optimizer, make_task
+from daso.run.task import Task, evaluate, loss_of, make_optimizer, make_outer, make_task
 from daso.train.optimizer import DASO
 
 __all__ = ["digest", "train"]
@@ -77,6 +77,7 @@ def _prepare(config: Config, topology: Topology) -> Run:
         policy=config.policy(),
         wire=settings.wire,
         merge=settings.merge,
+        outer=make_outer(config.exchange),
         exchange=settings.exchange,
         gradients=settings.gradients,
     )

@@ -16,9 +16,10 @@ from daso.data.text import find_text
 from daso.environment import data_folder
 from daso.examples.cnn import CNN
 from daso.examples.transformer import ByteTransformer
-from daso.run.config import DataConfig, OptimizerConfig
+from daso.run.config import DataConfig, ExchangeConfig, OptimizerConfig
+from daso.train.outer import MakeOuter
 
-__all__ = ["Task", "evaluate", "loss_of", "make_optimizer", "make_task"]
+__all__ = ["Task", "evaluate", "loss_of", "make_optimizer", "make_outer", "make_task"]
 
 TEXT_BYTES = 1_000_000  # of Python's library: an epoch takes seconds
 
@@ -84,6 +85,14 @@ def make_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Opt
         momentum=config.momentum,
         weight_decay=config.weight_decay,
     )
+
+
+def make_outer(config: ExchangeConfig) -> MakeOuter | None:
+    """Return what makes the optimizer of the reference; None for plain averaging."""
+    if config.outer == "none":
+        return None
+    lr, momentum = config.outer_lr, config.outer_momentum
+    return lambda params: torch.optim.SGD(params, lr, momentum, nesterov=True)
 
 
 def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
