@@ -62,7 +62,13 @@ def test_the_papers_schedule_from_a_file(tmp_path: Path) -> None:
 def test_the_same_seed_gives_the_same_model_on_any_cut_into_nodes(tmp_path: Path) -> None:
     accuracies = []
     for cut in ("1", "2", "4"):
-        words = ["--data.name=digits", "--epochs=2", "--schedule.skip=1", "--schedule.wait=0"]
+        words = [
+            "--data.name=digits",
+            "--epochs=2",
+            "--schedule.policy=fixed",
+            "--schedule.skip=1",
+            "--schedule.wait=0",
+        ]
         run = daso_train("-n", "4", "--ranks-per-node", cut, *words, cwd=tmp_path)
         assert run.returncode == 0, run.stderr
         summary = json.loads((tmp_path / "runs/train/summary.json").read_text())

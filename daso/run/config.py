@@ -46,6 +46,14 @@ class OptimizerConfig:
                 raise ConfigError(f"optimizer.{name} must be a number of at least 0, not {value}")
 
 
+USED_BY = {
+    "auto": ("warmup", "drift"),
+    "fixed": ("skip", "wait", "warmup"),
+    "plateau": ("skip", "warmup", "cooldown"),
+    "qsr": ("skip", "wait", "alpha"),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
     """When nodes exchange."""
@@ -57,6 +65,16 @@ class ScheduleConfig:
     cooldown: int = 0  # synchronous epochs at the end (plateau)
     alpha: float = 0.1  # learning rate at which the quadratic rule gives 1 batch (qsr)
     drift: float = Auto().drift  # relative distance between nodes to aim at (auto)
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            used = [policy for policy, names in USED_BY.items() if one.name in names]
+            given = getattr(self, one.name) != one.default
+            if one.name != "policy" and given and self.policy not in used:
+                raise ConfigError(
+                    f"schedule.{one.name} is of {' and '.join(used)}, but schedule.policy is "
+                    f"{self.policy}; set --schedule.policy={used[0]}, or leave it out"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from daso.errors import ConfigError
 from daso.plan.options import Exchange, Gradients
-from daso.plan.policy import Fixed, Plateau
+from daso.plan.policy import Auto, Fixed, Plateau, Qsr
 from daso.run.config import (
+    USED_BY,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -40,8 +41,14 @@ KEYS = [
     "schedule.wait",
     "schedule.warmup",
     "schedule.cooldown",
+    "schedule.alpha",
+    "schedule.drift",
     "exchange.wire",
     "exchange.merge",
+    "exchange.outer",
+    "exchange.outer_lr",
+    "exchange.outer_momentum",
+    "exchange.fragments",
     "exchange.reduce",
     "exchange.chunk_bytes",
     "exchange.bucket_bytes",
@@ -78,7 +85,7 @@ def test_nothing_said_gives_the_defaults():
     assert config == Config()
     assert (config.epochs, config.seed, config.data.name) == (3, 0, "auto")
     assert config.folder == Path("runs/train")
-    assert config.policy() == Fixed(4, 1, 0)
+    assert config.policy() == Auto()
     assert config.settings().wire == "bf16"
     assert config.settings().exchange == Exchange()
     assert config.settings().gradients == Gradients()
@@ -146,8 +153,11 @@ def test_the_settings_reach_the_records_of_the_optimizer():
 
 
 def test_the_schedule_reaches_the_policy():
-    words = ["--schedule.skip=8", "--schedule.wait=2", "--schedule.warmup=3"]
-    assert read_config(None, words).policy() == Fixed(8, 2, 3)
+    words = ["--schedule.policy=fixed", "--schedule.skip=8", "--schedule.wait=2"]
+    assert read_config(None, [*words, "--schedule.warmup=3"]).policy() == Fixed(8, 2, 3)
+    words = ["--schedule.policy=qsr", "--schedule.skip=3", "--schedule.alpha=0.2"]
+    assert read_config(None, words).policy() == Qsr(0.2, 3, 1)
+    assert read_config(None, ["--schedule.drift=0.1"]).policy() == Auto(0.1)
     words = ["--schedule.policy=plateau", "--schedule.skip=8", "--schedule.warmup=1"]
     policy = read_config(None, [*words, "--schedule.cooldown=2", "--epochs=9"]).policy()
     assert policy == Plateau(9, warmup=1, cooldown=2, max_skip=8)
@@ -212,13 +222,15 @@ def test_an_empty_section_that_does_not_exist_is_refused(tmp_path, text):
         ("--tensorboard=", "tensorboard must be true or false", "''"),
         ("--data.name=mnist", "auto, fashion, digits, text, synthetic", "'mnist'"),
         ("--exchange.wire=fp17", "exchange.wire must be one of fp32, bf16", "'fp17'"),
-        ("--schedule.policy=", "schedule.policy must be one of fixed, plateau", "''"),
+        ("--schedule.policy=", "schedule.policy must be one of auto, fixed, plateau, qsr", "''"),
         ("--epochs=0", "epochs must be at least 1", "0"),
         ("--data.batch_size=-2", "data.batch_size must be at least 1", "-2"),
         ("--checkpoint.every=-1", "checkpoint.every must be at least 0", "-1"),
         ("--checkpoint.keep=0", "checkpoint.keep must be at least 1", "0"),
-        ("--schedule.skip=0", "skip must be a whole number of at least 1", "0"),
-        ("--schedule.wait=-1", "wait must be a whole number of at least 0", "-1"),
+        ("--schedule.drift=0", "drift must be a positive number", "0.0"),
+        ("--exchange.merge=mean", "merge must be one of auto, daso", "'mean'"),
+        ("--exchange.merge=1.5", "or a number between 0 and 1", "1.5"),
+        ("--exchange.fragments=0", "fragments must be at least 1", "0"),
         ("--schedule.warmup=-1", "warmup must be a whole number of at least 0", "-1"),
         ("--exchange.chunk_bytes=0", "chunk_bytes must be a whole number of bytes", "0"),
         ("--exchange.bucket_bytes=-1", "bucket_bytes must be a whole number of bytes", "-1"),
@@ -269,10 +281,24 @@ def test_a_value_given_as_a_section_is_refused(tmp_path):
 
 
 def test_wait_above_skip_is_refused_with_what_to_do():
-    message = refused(None, "--schedule.skip=3", "--schedule.wait=4")
+    message = refused(None, "--schedule.policy=fixed", "--schedule.skip=3", "--schedule.wait=4")
     assert "wait must not exceed skip=3" in message
     assert "not 4" in message
     assert "lower wait or raise skip" in message
+
+
+@pytest.mark.parametrize(
+    ("word", "owners", "remedy"),
+    [
+        ("--schedule.skip=8", "fixed and plateau and qsr", "--schedule.policy=fixed"),
+        ("--schedule.cooldown=1", "plateau", "--schedule.policy=plateau"),
+        ("--schedule.alpha=1", "qsr", "--schedule.policy=qsr"),
+    ],
+)
+def test_a_setting_of_another_policy_is_not_passed_over(word, owners, remedy):
+    message = refused(None, word)
+    assert f"is of {owners}, but schedule.policy is auto" in message
+    assert remedy in message
 
 
 def test_plateau_phases_longer_than_the_run_are_refused_with_what_to_do():
@@ -335,7 +361,7 @@ def test_describe_lists_every_key_once_with_default_and_choices():
     defaults = dict(items(Config()))
     for key, line in zip(KEYS, lines, strict=True):
         assert line.split("=", 1)[1].startswith(str(defaults[key]))
-    assert any(line.endswith("fixed | plateau") for line in lines)
+    assert any(line.endswith("auto | fixed | plateau | qsr") for line in lines)
 
 
 def test_describe_gives_every_kind_in_one_column():
@@ -358,6 +384,15 @@ def configs(draw):
     reduces = ["auto", "ordered"] + ["iallreduce"] * (wire == "fp32")
     warmup, cooldown = draw(st.integers(0, 5)), draw(st.integers(0, 5))
     skip = draw(st.integers(1, 100))
+    policy = draw(st.sampled_from(list(USED_BY)))
+    values = {
+        "skip": skip,
+        "wait": draw(st.integers(0, skip)),
+        "warmup": warmup,
+        "cooldown": cooldown,
+        "alpha": draw(st.floats(1e-6, 1e6)),
+        "drift": draw(st.floats(1e-6, 1e6)),
+    }
     return Config(
         name=draw(st.text()),
         runs=draw(st.text()),
@@ -376,16 +411,10 @@ def configs(draw):
             momentum=draw(st.floats(0, 1)),
             weight_decay=draw(numbers(0)),
         ),
-        schedule=ScheduleConfig(
-            policy=draw(st.sampled_from(["fixed", "plateau"])),
-            skip=skip,
-            wait=draw(st.integers(0, skip)),
-            warmup=warmup,
-            cooldown=cooldown,
-        ),
+        schedule=ScheduleConfig(policy=policy, **{name: values[name] for name in USED_BY[policy]}),
         exchange=ExchangeConfig(
             wire=wire,
-            merge=draw(st.sampled_from(["daso", "delta"])),
+            merge=draw(st.sampled_from(["auto", "daso", "delta", "eager", "0.5"])),
             reduce=draw(st.sampled_from(reduces)),
             chunk_bytes=draw(st.integers(1, 2**40)),
             bucket_bytes=draw(st.integers(1, 2**40)),
