@@ -18,11 +18,6 @@ SCHEDULE = [
     "--schedule.wait=1",
     "--exchange.reduce=ordered",
 ]
-    "--schedule.policy=fixed",
-    "--schedule.skip=4",
-    "--schedule.wait=1",
-    "--exchange.reduce=ordered",
-]
 COMMON = ["--data.name=digits", "--epochs=12", *SCHEDULE]
 RANKS = ["-n", "4", "--ranks-per-node=2"]
 
