@@ -239,7 +239,8 @@ class Auto:
     def _skip(self, state: State, seen: Seen) -> int:
         """Go half of the way, in logarithms, from skip to what drift allows; at most double it."""
         before = state.seen
-        growth = (seen.lr / before.lr) ** 2 if before.lr > 0 else 1.0
+        ratio = seen.lr / before.lr if before.lr > 0 else 1.0
+        growth = ratio * ratio  # `ratio**2` would raise where it overflows; this is infinite
         if not seen.drift * growth > 0:
             return state.skip
         allowed = self.drift**2 / (seen.drift * growth) / state.fragments
