@@ -96,7 +96,7 @@ MOST_SHARES = 2.0**42  # of one rank: 2048 ranks' sum is exact
 
 
 def _share(value: float, size: float) -> float:
-    if not (value >= 0 and size > 0):  # NaN too: nothing was measured
+    if not (value >= 0 and 0 < size < math.inf):  # NaN too: nothing was measured
         return 0.0
     return float(round(min(value / size * SHARES, MOST_SHARES)))
 
