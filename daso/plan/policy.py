@@ -146,7 +146,8 @@ class Qsr:
     Args:
         alpha: Learning rate at which H is 1.
         skip: Least batches between exchanges (the paper's H_base).
-        wait: Batches an exchange may take in the background; at most ``skip``.
+        wait: Batches an exchange may take in the background; at most ``skip``, and at least 1 where
+            skip is 1: in a synchronous phase there is no exchange at which to choose.
         max_skip: Most batches between exchanges; H grows without bound as the rate goes to 0.
     """
 
@@ -162,6 +163,11 @@ class Qsr:
         _check_int("Qsr.max_skip", self.max_skip, 1)
         _check_order("Qsr.wait", self.wait, "skip", self.skip)
         _check_order("Qsr.skip", self.skip, "max_skip", self.max_skip)
+        if self.skip == 1 and self.wait == 0:
+            raise ConfigError(
+                "Qsr.wait must be at least 1 where skip is 1 (batches would be synchronous, and "
+                "skip is chosen at exchanges), not 0; raise wait or skip"
+            )
 
     def start(self) -> State:
         """Return the state before the first batch."""
