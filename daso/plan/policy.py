@@ -230,17 +230,17 @@ class Auto:
 
     def tune_exchange(self, state: State, seen: Seen) -> State:
         """Choose wait and skip for the round that begins."""
-        wait = min(self._wait(seen), 2 * state.wait, self.max_skip)
+        wait = min(self._wait(state, seen), 2 * state.wait, self.max_skip)
         skip = max(wait, min(self._skip(state, seen), self.max_skip))
         return replace(state, skip=skip, wait=wait)
 
-    def _wait(self, seen: Seen) -> int:
-        """Batches that an exchange takes, with a fifth to spare; at least 1."""
-        if seen.step_seconds <= 0:
-            return 1
-        return max(
-            1, math.ceil(min(1.2 * seen.exchange_seconds / seen.step_seconds, self.max_skip))
-        )
+    def _wait(self, state: State, seen: Seen) -> int:
+        """Batches that an exchange takes, with a fifth to spare; as it is if unmeasured."""
+        # No step is measured between two exchanges after the same batch (a drain, a repeat).
+        if seen.step_seconds <= 0 or seen.exchange_seconds <= 0:
+            return state.wait
+        batches = min(1.2 * seen.exchange_seconds / seen.step_seconds, self.max_skip)
+        return max(1, math.ceil(batches))
 
     def _skip(self, state: State, seen: Seen) -> int:
         """Go half of the way, in logarithms, from skip to what drift allows; at most double it."""

@@ -134,7 +134,7 @@ def pairs(draw):
 def test_an_exchange_has_a_fifth_of_its_time_to_spare_unless_wait_is_capped(pair, seen, max_skip):
     state = tuned(Auto(max_skip=max_skip), *pair, seen)
     capped = state.wait in (2 * pair[1], max_skip)
-    if seen.step_seconds and not capped:
+    if seen.step_seconds and seen.exchange_seconds and not capped:
         assert state.wait * seen.step_seconds >= 1.2 * seen.exchange_seconds * (1 - 1e-12)
         # and no batch more than that
         assert (state.wait - 1) * seen.step_seconds <= 1.2 * seen.exchange_seconds * (1 + 1e-12)
@@ -142,10 +142,16 @@ def test_an_exchange_has_a_fifth_of_its_time_to_spare_unless_wait_is_capped(pair
 
 @pytest.mark.parametrize(
     ("step", "exchange", "wait"),
-    [(1.0, 0.5, 1), (1.0, 1.0, 2), (0.1, 1.0, 12), (0.01, 0.2, 24), (1.0, 0.0, 1), (0.0, 1.0, 1)],
+    [(1.0, 0.5, 1), (1.0, 1.0, 2), (0.1, 1.0, 12), (0.01, 0.2, 24), (1e9, 1e-9, 1)],
 )
 def test_wait_in_numbers(step, exchange, wait):
     assert tuned(Auto(), 64, 32, Seen(step, exchange)).wait == wait
+
+
+@pytest.mark.parametrize(("step", "exchange"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+def test_wait_stays_where_nothing_was_measured(step, exchange):
+    # Two exchanges after one batch, as in a drain, have no step between them.
+    assert tuned(Auto(), 64, 12, Seen(step, exchange)).wait == 12
 
 
 def test_wait_at_most_doubles_and_is_at_most_max_skip():
