@@ -85,10 +85,14 @@ class Tally:
         Args:
             nodes: How many nodes were apart.
             batches: In how many batches.
+
+        Returns:
+            The drift; 0 only where nothing was measured. A distance too small to count is taken as
+            half a unit: 0 would say that skip has no reason to grow.
         """
         if nodes < 2 or batches < 1 or self.norm <= 0:
             return 0.0
-        return self.distance / (nodes - 1) / batches * nodes / self.norm
+        return max(self.distance, 0.5) / (nodes - 1) / batches * nodes / self.norm
 
 
 SHARES = 2.0**30

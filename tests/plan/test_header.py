@@ -273,8 +273,11 @@ def test_without_a_measurement_drift_is_0(tally, nodes, batches):
     assert tally.drift(nodes=nodes, batches=batches) == 0.0
 
 
-def test_nodes_that_agree_do_not_drift():
-    assert Tally.measured(0.0, 3.0, 1.0).drift(nodes=2, batches=3) == 0.0
+@pytest.mark.parametrize("distance", [0.0, 1e-12, 4e-10])
+@pytest.mark.parametrize("nodes", [2, 64])
+def test_a_distance_too_small_to_count_is_told_from_no_measurement(distance, nodes):
+    ranks = [Tally.measured(distance, 1.0, 1.0)] * nodes
+    assert 0 < summed(ranks).drift(nodes=nodes, batches=1) < 1e-9
 
 
 def test_a_tally_is_frozen():

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daso.errors import ConfigError
+from daso.plan.header import Tally
 from daso.plan.policy import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import Act, Seen, State, after_batch, after_exchange
 
@@ -190,6 +191,12 @@ def test_no_number_is_too_small_or_too_large_for_auto(lr, drift, before):
 
 def test_without_a_measured_drift_skip_stays():
     assert tuned(Auto(), 16, 1, Seen(1.0, 0.5, 0.1, 0.0)).skip == 16
+
+
+def test_nodes_that_hardly_drift_let_skip_grow():
+    tally = Tally.measured(1e-13, 1.0, 1.0)  # too small to count, as in fine-tuning
+    drift = tally.drift(nodes=2, batches=1)
+    assert tuned(Auto(), 1, 1, Seen(1.0, 0.5, 1e-6, drift)).skip == 2
 
 
 def test_skip_is_never_below_wait():
