@@ -85,10 +85,14 @@ class Tally:
         Args:
             nodes: How many nodes were apart.
             batches: In how many batches.
+
+        Returns:
+            The drift; 0 only where nothing was measured. A distance too small to count is taken as
+            half a unit: 0 would say that skip has no reason to grow.
         """
         if nodes < 2 or batches < 1 or self.norm <= 0:
             return 0.0
-        return self.distance / (nodes - 1) / batches * nodes / self.norm
+        return max(self.distance, 0.5) / (nodes - 1) / batches * nodes / self.norm
 
 
 SHARES = 2.0**30
@@ -96,7 +100,7 @@ MOST_SHARES = 2.0**42  # of one rank: 2048 ranks' sum is exact
 
 
 def _share(value: float, size: float) -> float:
-    if not (value >= 0 and size > 0):  # NaN too: nothing was measured
+    if not (value >= 0 and 0 < size < math.inf):  # NaN too: nothing was measured
         return 0.0
     return float(round(min(value / size * SHARES, MOST_SHARES)))
 

@@ -146,7 +146,8 @@ class Qsr:
     Args:
         alpha: Learning rate at which H is 1.
         skip: Least batches between exchanges (the paper's H_base).
-        wait: Batches an exchange may take in the background; at most ``skip``.
+        wait: Batches an exchange may take in the background; at most ``skip``, and at least 1 where
+            skip is 1: in a synchronous phase there is no exchange at which to choose.
         max_skip: Most batches between exchanges; H grows without bound as the rate goes to 0.
     """
 
@@ -162,6 +163,11 @@ class Qsr:
         _check_int("Qsr.max_skip", self.max_skip, 1)
         _check_order("Qsr.wait", self.wait, "skip", self.skip)
         _check_order("Qsr.skip", self.skip, "max_skip", self.max_skip)
+        if self.skip == 1 and self.wait == 0:
+            raise ConfigError(
+                "Qsr.wait must be at least 1 where skip is 1 (batches would be synchronous, and "
+                "skip is chosen at exchanges), not 0; raise wait or skip"
+            )
 
     def start(self) -> State:
         """Return the state before the first batch."""
@@ -224,22 +230,23 @@ class Auto:
 
     def tune_exchange(self, state: State, seen: Seen) -> State:
         """Choose wait and skip for the round that begins."""
-        wait = min(self._wait(seen), 2 * state.wait, self.max_skip)
+        wait = min(self._wait(state, seen), 2 * state.wait, self.max_skip)
         skip = max(wait, min(self._skip(state, seen), self.max_skip))
         return replace(state, skip=skip, wait=wait)
 
-    def _wait(self, seen: Seen) -> int:
-        """Batches that an exchange takes, with a fifth to spare; at least 1."""
-        if seen.step_seconds <= 0:
-            return 1
-        return max(
-            1, math.ceil(min(1.2 * seen.exchange_seconds / seen.step_seconds, self.max_skip))
-        )
+    def _wait(self, state: State, seen: Seen) -> int:
+        """Batches that an exchange takes, with a fifth to spare; as it is if unmeasured."""
+        # No step is measured between two exchanges after the same batch (a drain, a repeat).
+        if seen.step_seconds <= 0 or seen.exchange_seconds <= 0:
+            return state.wait
+        batches = min(1.2 * seen.exchange_seconds / seen.step_seconds, self.max_skip)
+        return max(1, math.ceil(batches))
 
     def _skip(self, state: State, seen: Seen) -> int:
         """Go half of the way, in logarithms, from skip to what drift allows; at most double it."""
         before = state.seen
-        growth = (seen.lr / before.lr) ** 2 if before.lr > 0 else 1.0
+        ratio = seen.lr / before.lr if before.lr > 0 else 1.0
+        growth = ratio * ratio  # `ratio**2` would raise where it overflows; this is infinite
         if not seen.drift * growth > 0:
             return state.skip
         allowed = self.drift**2 / (seen.drift * growth) / state.fragments

@@ -1,9 +1,10 @@
+import math
 from typing import get_args
 
 import pytest
 import torch
 
-from daso.comm.compress import codec_named
+from daso.comm.compress import TopK, codec_named
 from daso.plan.options import Wire
 
 WIRES = get_args(Wire)
@@ -33,6 +34,8 @@ def test_every_size_goes_through_and_zero_stays_zero(wire, numel):
         "fp16": values.abs() * 2**-10 + 2**-24,
         "int8": torch.full_like(values, 0.05 / 127),
         "int4": torch.full_like(values, 0.05 / 7),
+        # What is not sent is whole in the residual; what is sent is rounded.
+        "topk": values.abs(),
     }[wire]
     assert bool((error <= bound).all())
 
@@ -41,6 +44,7 @@ def test_every_size_goes_through_and_zero_stays_zero(wire, numel):
 def test_bytes_are_few_and_whole_words(wire):
     nbytes = codec_named(wire).nbytes(128 * 1024)
     rates = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1 + 1 / 32, "int4": 0.5 + 1 / 32}
+    rates["topk"] = 4 / 64  # a place and a value for one of 64
     per_number = rates[wire]
     assert nbytes == per_number * 128 * 1024
     assert all(codec_named(wire).nbytes(numel) % 4 == 0 for numel in range(300))
@@ -67,10 +71,94 @@ def test_with_a_residual_everything_arrives_in_the_end(wire):
         residual = values - sent
         arrived += sent
     torch.testing.assert_close(arrived + residual, wanted, rtol=1e-4, atol=0)
-    assert residual.abs().max() < 0.01 * wanted.max()
+    # top-k sends 8 of these 500 at a time: a number waits for its turn, 63 rounds or a few more
+    waiting = 100 * 2e-4 if wire == "topk" else 0.0
+    assert residual.abs().max() < 0.01 * wanted.max() + waiting
 
 
-@pytest.mark.parametrize("wire", ["fp16", "int8", "int4", "bf16"])
+@pytest.mark.parametrize("wire", ["fp16", "int8", "int4", "bf16", "topk"])
 def test_large_numbers_do_not_become_infinite(wire):
     values = torch.tensor([1e30, -1e6, 70000.0, 1.0])
     assert bool(through(wire, values).isfinite().all())
+
+
+# --- topk --------------------------------------------------------------------------------------
+
+LENGTHS = [0, 1, 63, 64, 65, 4095, 4096, 4097, 12345]
+
+
+def largest(values, block=4096, part=64):
+    """The obvious top-k: of each block the largest magnitudes, rounded to bf16; zeros elsewhere."""
+    out = torch.zeros_like(values)
+    for start in range(0, values.numel(), block):
+        row = values[start : start + block].tolist()
+        keep = math.ceil(len(row) / part)
+        for place in sorted(range(len(row)), key=lambda i: -abs(row[i]))[:keep]:
+            out[start + place] = values[start + place].to(torch.bfloat16)
+    return out
+
+
+def distinct(numel, dtype):
+    """Numbers of both signs, no two of the same magnitude, in no order."""
+    torch.manual_seed(numel)
+    signs = torch.randint(0, 2, (numel,)) * 2 - 1
+    return ((torch.randperm(numel) + 1) * signs).to(dtype) / 12345
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_topk_sends_exactly_the_largest_of_each_block_in_bf16_and_zeros_elsewhere(numel, dtype):
+    values = distinct(numel, dtype)
+    sent = through("topk", values)
+    assert sent.dtype == dtype
+    assert torch.equal(sent, largest(values))
+
+
+@pytest.mark.parametrize(("block", "part"), [(4, 2), (64, 64), (100, 7), (2**15, 1000), (8, 1)])
+@pytest.mark.parametrize("numel", [0, 1, 3, 64, 65, 200, 40_000])
+def test_topk_of_any_block_and_part_does_the_same(block, part, numel):
+    values, codec = distinct(numel, torch.float32), TopK(block, part)
+    payload, out = torch.zeros(codec.nbytes(numel), dtype=torch.uint8), torch.empty(numel)
+    codec.encode(values, payload)
+    codec.decode(payload, out)
+    assert torch.equal(out, largest(values, block, part))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("numel", [*LENGTHS, *range(2, 300, 37)])
+def test_topk_writes_every_byte_that_it_says_and_none_beyond(numel, dtype):
+    codec, values = TopK(), distinct(numel, dtype)
+    nbytes = codec.nbytes(numel)
+    blocks, rest = divmod(numel, 4096)
+    assert nbytes == 4 * (64 * blocks + math.ceil(rest / 64))
+    assert nbytes % 4 == 0
+
+    def written(fill):
+        room = torch.full((nbytes + 8,), fill, dtype=torch.uint8)
+        codec.encode(values, room[:nbytes])
+        assert bool((room[nbytes:] == fill).all())
+        return room[:nbytes]
+
+    once, again, out = written(0), written(255), torch.empty_like(values)
+    codec.decode(again, out)
+    assert torch.equal(once, again)  # whatever was there before
+    assert torch.equal(out, largest(values))
+
+
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_topk_leaves_the_row_that_it_sends_alone(numel):
+    values = distinct(numel, torch.float32)
+    kept = values.clone()
+    TopK().encode(values, torch.empty(TopK().nbytes(numel), dtype=torch.uint8))
+    assert torch.equal(values, kept)
+
+
+def test_topk_sends_equal_numbers_as_often_as_it_may():
+    sent = through("topk", torch.full((4096 + 65,), -0.5))
+    assert set(sent.tolist()) == {-0.5, 0.0}
+    assert [int((part != 0).sum()) for part in sent.split(4096)] == [64, 2]
+
+
+def test_topk_sends_blocks_apart_so_that_a_block_of_small_numbers_is_not_forgotten():
+    values = torch.cat([distinct(4096, torch.float32), 1e-6 * distinct(4096, torch.float32)])
+    assert [int((part != 0).sum()) for part in through("topk", values).split(4096)] == [64, 64]

@@ -1,10 +1,13 @@
-from dataclasses import FrozenInstanceError, fields
+import math
+import statistics
+from dataclasses import FrozenInstanceError, fields, replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daso.plan.header import Header, culprit, decode_culprit
+from daso.plan.header import Header, Tally, culprit, decode_culprit
 
 checked = settings(derandomize=True, max_examples=100, deadline=None)
 
@@ -31,18 +34,19 @@ def test_decoding_undoes_encoding(header):
 
 
 def test_the_numbers_have_a_fixed_order_and_are_floats():
-    # train/links.py writes the vote over number 0 in the communication thread.
-    header = Header(1, 2, 3, 4, 5, 6, 7)
+    # All ranks reduce the same numbers in the same places.
+    header = Header(1, 2, 3, 4, 5, 6, 7, 8)
     assert [field.name for field in fields(Header)] == [
         "nonfinite",
         "layout",
         "minus_layout",
         "batch",
         "minus_batch",
-        "step_seconds",
-        "exchange_seconds",
+        "minus_step_seconds",
+        "minus_exchange_seconds",
+        "lr",
     ]
-    assert header.encode() == [1, 2, 3, 4, 5, 6, 7]
+    assert header.encode() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert {type(number) for number in header.encode()} == {float}
 
 
@@ -72,14 +76,34 @@ def test_one_rank_that_differs_in_one_number_breaks_the_alignment(other, place):
     assert not reduced(sides).aligned
 
 
-def test_the_slowest_rank_speaks_for_all():
+def test_the_fastest_step_the_last_to_come_and_the_largest_rate_speak_for_all():
+    # Nobody waits where the fastest does not; who comes last to an exchange sees it shortest.
     sides = [
-        header_of(7, 1, step_seconds=0.1, exchange_seconds=3.0),
-        header_of(7, 1, step_seconds=0.2, exchange_seconds=1.0),
+        header_of(7, 1, minus_step_seconds=-0.1, minus_exchange_seconds=-3.0, lr=0.5),
+        header_of(7, 1, minus_step_seconds=-0.2, minus_exchange_seconds=-1.0, lr=0.1),
     ]
     agreed = reduced(sides)
-    assert (agreed.step_seconds, agreed.exchange_seconds) == (0.2, 3.0)
+    assert (agreed.step_seconds, agreed.exchange_seconds, agreed.lr) == (0.1, 1.0, 0.5)
     assert agreed.aligned
+
+
+seconds = st.floats(1e-6, 1e6)
+
+
+@checked
+@given(st.lists(st.tuples(st.none() | seconds, st.none() | seconds), min_size=1, max_size=6))
+def test_a_rank_that_measured_nothing_leaves_the_word_to_those_who_did(measured):
+    def minus(value):
+        return -math.inf if value is None else -value
+
+    agreed = reduced(
+        Header(minus_step_seconds=minus(step), minus_exchange_seconds=minus(exchange))
+        for step, exchange in measured
+    )
+    for told, said in zip(
+        (agreed.step_seconds, agreed.exchange_seconds), zip(*measured, strict=True), strict=True
+    ):
+        assert told == min((value for value in said if value is not None), default=0.0)
 
 
 @st.composite
@@ -124,10 +148,138 @@ def test_after_the_maximum_the_first_element_is_named_and_its_first_rank(size, d
     assert decode_culprit(reduced(votes).nonfinite, size) == first
 
 
-def test_a_rank_with_nothing_to_say_sends_zeros():
-    assert Header().encode() == [0.0] * Header.width()
+@checked
+@given(headers)
+def test_a_rank_with_nothing_to_say_changes_no_number_of_the_others(header):
+    # Layout and batch are said by every rank, and compared: there is no silence about them.
+    silent = {"layout": -math.inf, "minus_layout": -math.inf}
+    silent |= {"batch": -math.inf, "minus_batch": -math.inf}
+    loud = replace(header, nonfinite=abs(header.nonfinite), lr=abs(header.lr))
+    assert reduced([loud, Header(**silent)]) == loud
+
+
+def test_what_was_not_measured_is_0_seconds():
+    assert (Header().step_seconds, Header().exchange_seconds) == (0.0, 0.0)
+    assert (Header().nonfinite, Header().lr) == (0.0, 0.0)
 
 
 def test_a_header_is_frozen():
     with pytest.raises(FrozenInstanceError):
         Header().batch = 1.0
+
+
+# --- tally -------------------------------------------------------------------------------------
+
+amounts = st.one_of(st.floats(0, 1e6), st.sampled_from([0.0, 1e300, math.inf, math.nan, -1.0]))
+shares = st.lists(st.tuples(amounts, amounts), min_size=1, max_size=64)
+MOST = 2.0**42  # of one rank
+
+
+def summed(shares):
+    """What an elementwise sum over the world leaves, added in the order given."""
+    total = [0.0, 0.0]
+    for share in shares:
+        total = [a + b for a, b in zip(total, share.encode(), strict=True)]
+    return Tally(*total)
+
+
+@checked
+@given(shares, st.floats(1e-3, 1e9), st.randoms(use_true_random=False))
+def test_the_sum_over_ranks_is_exact_and_the_same_in_every_order(shares, size, random):
+    ranks = [Tally.measured(distance, norm, size) for distance, norm in shares]
+    exact = [sum(map(int, column)) for column in zip(*(r.encode() for r in ranks), strict=True)]
+    for _ in range(3):
+        assert summed(ranks).encode() == exact
+        random.shuffle(ranks)
+
+
+@checked
+@given(amounts, amounts, st.one_of(st.floats(1e-300, 1e300), amounts))
+def test_a_share_is_a_whole_number_from_0_to_the_most(distance, norm, size):
+    for number in Tally.measured(distance, norm, size).encode():
+        assert type(number) is float
+        assert number.is_integer()
+        assert 0 <= number <= MOST
+
+
+def test_shares_saturate_so_that_the_sum_of_2048_ranks_is_exact():
+    share = Tally.measured(1e300, math.inf, 1e-300)
+    assert share.encode() == [MOST, MOST]
+    one = Tally(distance=1.0, norm=1.0)
+    for ranks in ([share] * 2047 + [one], [one] + [share] * 2047):
+        assert summed(ranks).encode() == [2047 * 2**42 + 1] * 2
+    assert summed([share] * 2048).encode() == [2**53] * 2
+
+
+@pytest.mark.parametrize("value", [math.nan, -1.0, -math.inf])
+def test_what_is_no_size_of_anything_counts_as_0(value):
+    assert Tally.measured(value, value, 1.0) == Tally()
+    assert Tally.measured(1.0, 1.0, value) == Tally()
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, math.inf])
+@pytest.mark.parametrize("size", [0.0, math.inf])
+def test_a_size_that_measures_nothing_gives_0_and_does_not_raise(value, size):
+    assert Tally.measured(value, value, size) == Tally()
+
+
+NODES = [
+    [3.0, -1.0, 2.0, 0.5, -2.5, 1.0, 4.0],
+    [2.0, 0.0, 1.0, 1.5, -0.5, 3.0, 2.0],
+    [4.0, -2.0, 1.5, 0.0, -1.5, 2.0, 3.5],
+    [1.0, 1.0, 2.5, -1.0, -3.5, 0.0, 5.0],
+]
+REFERENCE = [2.0, -1.0, 1.0, 1.0, -2.0, 1.5, 3.0]
+
+
+@pytest.mark.parametrize("cuts", [(0, 7), (0, 3, 7), (0, 1, 1, 5, 7)], ids=["1", "2", "4"])
+@pytest.mark.parametrize("batches", [1, 4])
+@pytest.mark.parametrize("nodes", [2, 3, 4])
+def test_drift_is_the_unbiased_variance_of_nodes_in_a_batch_by_the_references_size(
+    nodes, batches, cuts
+):
+    values = NODES[:nodes]
+    means = [sum(column) / nodes for column in zip(*values, strict=True)]
+    ranks = []
+    for node in values:
+        for start, stop in pairwise(cuts):  # each lane measures its part of the node
+            lane = range(start, stop)
+            distance = sum((node[i] - means[i]) ** 2 for i in lane)
+            norm = sum(REFERENCE[i] ** 2 for i in lane)
+            ranks.append(Tally.measured(distance, norm, size=20.0))
+    variances = [statistics.variance(column) for column in zip(*values, strict=True)]
+    size = sum(one**2 for one in REFERENCE)
+    drift = summed(ranks).drift(nodes=nodes, batches=batches)
+    assert drift == pytest.approx(sum(variances) / batches / size, rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [0.01, 1.0, 20.0, 1e3])
+def test_drift_does_not_depend_on_the_size_that_ranks_agreed_on(size):
+    ranks = [Tally.measured(0.5, 10.0, size)] * 2
+    assert summed(ranks).drift(nodes=2, batches=1) == pytest.approx(0.1, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tally", "nodes", "batches"),
+    [
+        (Tally(5.0, 5.0), 1, 1),  # a node alone
+        (Tally(5.0, 5.0), 0, 1),
+        (Tally(5.0, 5.0), 2, 0),  # no batch apart
+        (Tally(5.0, 0.0), 2, 1),  # nothing to measure against
+        (Tally(), 2, 1),
+    ],
+)
+def test_without_a_measurement_drift_is_0(tally, nodes, batches):
+    assert tally.drift(nodes=nodes, batches=batches) == 0.0
+
+
+@pytest.mark.parametrize("distance", [0.0, 1e-12, 4e-10])
+@pytest.mark.parametrize("nodes", [2, 64])
+def test_a_distance_too_small_to_count_is_told_from_no_measurement(distance, nodes):
+    ranks = [Tally.measured(distance, 1.0, 1.0)] * nodes
+    assert 0 < summed(ranks).drift(nodes=nodes, batches=1) < 1e-9
+
+
+def test_a_tally_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        Tally().norm = 1.0

@@ -15,6 +15,7 @@ from daso.plan.layout import (
     chunk_parts,
     first_difference,
     fit_buckets,
+    fragments,
     lay_out,
     pieces,
     split,
@@ -331,6 +332,64 @@ def test_pieces_in_numbers():
         (2, Span(0, 1), Span(1, 2)),
         (3, Span(0, 3), Span(2, 5)),
     ]
+
+
+# --- fragments ---------------------------------------------------------------------------------
+
+numels_of_tensors = st.lists(st.one_of(st.integers(0, 40), st.just(10_000)), max_size=30)
+
+
+@checked
+@given(numels_of_tensors, st.integers(1, 12))
+def test_every_tensor_is_in_one_fragment_in_order_and_beside_its_neighbours(numels, count):
+    groups = fragments(numels, count)
+    assert len(groups) == count
+    assert list(chain(*groups)) == list(range(len(numels)))
+
+
+@checked
+@given(numels_of_tensors, st.integers(1, 12))
+def test_a_fragment_differs_from_its_share_by_at_most_the_largest_tensor(numels, count):
+    sizes = [sum(numels[index] for index in group) for group in fragments(numels, count)]
+    share, largest = sum(numels) / count, max(numels, default=0)
+    assert all(abs(size - share) <= largest for size in sizes)
+
+
+@checked
+@given(st.integers(1, 8), st.integers(1, 12), st.integers(1, 1000))
+def test_equal_tensors_that_can_be_shared_out_equally_are(each, count, numel):
+    groups = fragments([numel] * (each * count), count)
+    assert [len(group) for group in groups] == [each] * count
+
+
+@checked
+@given(numels_of_tensors)
+def test_one_fragment_is_all_tensors(numels):
+    assert fragments(numels, 1) == (tuple(range(len(numels))),)
+
+
+@checked
+@given(numels_of_tensors, st.integers(1, 12), st.integers(1, 2**40))
+def test_fragments_do_not_depend_on_the_unit_of_sizes(numels, count, factor):
+    assert fragments([numel * factor for numel in numels], count) == fragments(numels, count)
+
+
+@pytest.mark.parametrize(
+    ("numels", "count", "groups"),
+    [
+        ([], 3, ((), (), ())),
+        ([0, 0], 2, ((0, 1), ())),
+        ([5, 5, 5, 5], 2, ((0, 1), (2, 3))),
+        ([1, 2, 1000, 2, 1], 3, ((0, 1), (2,), (3, 4))),  # a huge tensor in the middle
+        ([1000, 1, 1], 3, ((), (0,), (1, 2))),
+        ([1, 1, 1000], 3, ((0, 1), (2,), ())),
+        ([7, 7], 5, ((), (0,), (), (1,), ())),  # more fragments than tensors
+        ([7, 0], 1, ((0, 1),)),
+        ([7, 0], 2, ((), (0, 1))),  # an empty tensor at the very end
+    ],
+)
+def test_fragments_in_numbers(numels, count, groups):
+    assert fragments(numels, count) == groups
 
 
 # --- buckets -----------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 import math
-from dataclasses import FrozenInstanceError, asdict
+from dataclasses import FrozenInstanceError, asdict, fields
 
 import pytest
 
 from daso.errors import ConfigError
+from daso.plan.merge import ADOPT, MERGES, is_eager, merge_rule
 from daso.plan.options import Exchange, Gradients, Settings
+from daso.plan.schedule import Seen
 
 
 def make(**changes):
@@ -23,17 +25,19 @@ def test_the_defaults_are_written_down():
         "chunk_bytes": 4 * 2**20,
         "nonfinite": "drop",
         "stall_seconds": 300.0,
+        "fragments": 1,
     }
     assert asdict(Gradients()) == {"bucket_bytes": 2**20}
+    assert not make().outer
 
 
-@pytest.mark.parametrize("name", ["reduce", "chunk_bytes", "nonfinite", "stall_seconds"])
+@pytest.mark.parametrize("name", list(asdict(Exchange())))
 def test_an_exchange_record_is_frozen(name):
     with pytest.raises(FrozenInstanceError):
         setattr(Exchange(), name, 1)
 
 
-@pytest.mark.parametrize("name", ["wire", "merge", "exchange", "gradients"])
+@pytest.mark.parametrize("name", [one.name for one in fields(Settings)])
 def test_settings_are_frozen(name):
     with pytest.raises(FrozenInstanceError):
         setattr(make(), name, 1)
@@ -106,22 +110,78 @@ def test_the_bytes_of_a_chunk_must_be_a_whole_number(nbytes):
         Exchange(chunk_bytes=nbytes)
 
 
-@pytest.mark.parametrize("wire", ["fp17", "", None])
+@pytest.mark.parametrize("fragments", [True, 2.0, "2", None, math.nan])
+def test_fragments_must_be_a_whole_number(fragments):
+    text = f"Exchange.fragments must be a whole number, not {fragments!r}"
+    with pytest.raises(ConfigError, match=f"^{text}$"):
+        Exchange(fragments=fragments)
+
+
+@pytest.mark.parametrize("fragments", [0, -3])
+def test_there_is_at_least_one_fragment(fragments):
+    with pytest.raises(
+        ConfigError, match=f"^Exchange.fragments must be at least 1, not {fragments}"
+    ):
+        Exchange(fragments=fragments)
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 1000])
+def test_any_number_of_fragments_is_taken(fragments):
+    assert Exchange(fragments=fragments).fragments == fragments
+
+
+@pytest.mark.parametrize("wire", ["fp17", "", None, "TOPK"])
 def test_an_unknown_wire_is_refused_with_the_known_ones(wire):
-    with pytest.raises(ConfigError, match=f"wire must be one of fp32, .*, int4, not {wire!r}"):
+    text = f"wire must be one of fp32, bf16, fp16, int8, int4, topk, not {wire!r}"
+    with pytest.raises(ConfigError, match=f"^{text}$"):
         make(wire=wire)
 
 
-@pytest.mark.parametrize("merge", ["mean", "auto", None])
+@pytest.mark.parametrize("merge", ["mean", None, True, math.nan, 1.5, -0.1])
 def test_an_unknown_merge_is_refused_with_the_known_ones(merge):
-    with pytest.raises(ConfigError, match=f"merge must be one of daso, delta, not {merge!r}"):
+    text = f"merge must be one of auto, daso, delta, eager, or a number .*, not {merge!r}"
+    with pytest.raises(ConfigError, match=f"^{text}$"):
         make(merge=merge)
+
+
+@pytest.mark.parametrize("merge", ["daso", 0, 0.5, 1])
+def test_topk_refuses_merges_that_keep_a_part_of_what_it_did_not_send(merge):
+    text = f"wire='topk' needs merge 'auto', 'delta' or 'eager' .*, not {merge!r}$"
+    with pytest.raises(ConfigError, match=text):
+        make(wire="topk", merge=merge)
+
+
+@pytest.mark.parametrize("merge", ["auto", "delta", "eager"])
+@pytest.mark.parametrize("outer", [False, True])
+def test_topk_keeps_all_local_work_however_far_nodes_drift(merge, outer):
+    made = make(wire="topk", merge=merge, outer=outer)
+    far = Seen(drift=9.0)
+    assert made.merge_rule(waited=3, nodes=2, seen=far) == merge_rule("delta", waited=3, nodes=2)
+    assert made.merge_rule(waited=0, nodes=2, seen=far) is ADOPT
+
+
+@pytest.mark.parametrize("merge", [*MERGES, 0, 0.3, 1])
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("drift", [0.0, 0.001, 9.0])
+@pytest.mark.parametrize("waited", [0, 1, 7])
+def test_settings_merge_by_the_rule_that_they_name(merge, outer, drift, waited):
+    asked = {"waited": waited, "nodes": 2, "seen": Seen(drift=drift)}
+    made = make(wire="fp32", merge=merge, outer=outer)
+    assert made.merge_rule(**asked) == merge_rule(merge, outer=outer, **asked)
+
+
+@pytest.mark.parametrize("merge", [*MERGES, 0.5])
+@pytest.mark.parametrize("outer", [False, True])
+def test_settings_go_ahead_when_their_merge_does(merge, outer):
+    assert make(merge=merge, outer=outer).eager == is_eager(merge, outer=outer)
 
 
 def test_mpi_may_not_add_16_bit_numbers_and_the_error_says_what_to_do():
     exchange = Exchange(reduce="iallreduce")
-    with pytest.raises(ConfigError, match=r"needs wire='fp32' .* not 'bf16'; use reduce='auto'"):
-        make(wire="bf16", exchange=exchange)
+    for wire in ("bf16", "topk"):
+        text = f"needs wire='fp32' .* not '{wire}'; use reduce='auto'"
+        with pytest.raises(ConfigError, match=text):
+            make(wire=wire, merge="delta", exchange=exchange)
     assert make(wire="fp32", exchange=exchange).delta_reduce == "iallreduce"
 
 
@@ -133,6 +193,7 @@ def test_mpi_may_not_add_16_bit_numbers_and_the_error_says_what_to_do():
         ("ordered", "bf16", "ordered", "ordered"),
         ("ordered", "fp32", "ordered", "ordered"),
         ("iallreduce", "fp32", "iallreduce", "iallreduce"),
+        ("auto", "int4", "ordered", "iallreduce"),
     ],
 )
 def test_how_to_add_is_decided_from_reduce_and_wire(reduce, wire, deltas, gradients):

@@ -1,14 +1,12 @@
 import itertools
 import json
 import math
-import sys
 from dataclasses import FrozenInstanceError, asdict, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daso.errors import ConfigError
 from daso.plan.policy import Fixed, Plateau
 from daso.plan.schedule import Act, State, after_batch, after_epoch, drain
 
@@ -292,8 +290,7 @@ def test_join_comes_exactly_on_entering_a_synchronous_phase_and_last(script, epo
 def test_in_a_synchronous_phase_nothing_is_sent_or_in_flight_and_all_agree(script, epochs):
     for before, acts, after in steps(Scripted(script), epochs):
         if before.synchronous:
-            assert SEND not in acts
-            assert RECEIVE not in acts
+            assert not {SEND, SEND_ALL, RECEIVE}.intersection(acts)
         if after.synchronous:
             assert after.sent is None
             assert after.agreed == after.batch
@@ -304,15 +301,18 @@ def test_in_a_synchronous_phase_nothing_is_sent_or_in_flight_and_all_agree(scrip
 def test_a_drain_at_any_moment_leaves_nothing_in_flight_and_all_agreed(script, epochs):
     for _, _, after in steps(Scripted(script), epochs):
         acts, drained = drain(after)
-        assert drained == replace(after, sent=None, agreed=after.batch)
-        assert (RECEIVE in acts) == (after.sent is not None or after.agreed != after.batch)
+        late = after.agreed != after.batch  # work that is in no exchange yet
+        last = after.batch if late else after.last
+        assert drained == replace(after, sent=None, agreed=after.batch, last=last)
+        assert (RECEIVE in acts) == (after.sent is not None or late)
+        assert (SEND_ALL in acts) == late
         assert drain(drained) == ((), drained)
 
 
 def test_joining_in_the_middle_of_an_epoch_drains_first():
     policy = Scripted([(4, 2)] * 6 + [(1, 0)] * 9)
     calls, _ = play(policy, [8])
-    assert flat(calls) == [(4, SEND), (6, RECEIVE), (6, SEND), (6, RECEIVE), (6, JOIN)]
+    assert flat(calls) == [(4, SEND), (6, RECEIVE), (6, SEND_ALL), (6, RECEIVE), (6, JOIN)]
 
 
 # --- Plateau: the paper's four phases ----------------------------------------------------------
@@ -461,7 +461,7 @@ def test_plateau_anchors_after_the_warmup_and_joins_before_the_cooldown_once_eac
     events = flat(calls)
     turns = [(batch, act) for batch, act in events if act in (ANCHOR, JOIN)]
     assert turns == [(2 * batches, ANCHOR), (6 * batches, JOIN)]
-    sends = [batch for batch, act in events if act is SEND]
+    sends = [batch for batch, act in events if act in (SEND, SEND_ALL)]
     assert sends
     assert all(2 * batches < batch <= 6 * batches for batch in sends)
     assert (state.epoch, state.sent, state.agreed) == (9, None, 9 * batches)
@@ -472,7 +472,8 @@ def test_phases_of_plateau_follow_counted_epochs_whatever_their_lengths():
     losses = [1.0] * 6
     _, even = play(policy, [4] * 7, losses)
     _, uneven = play(policy, [0, 9, 1, 4, 0, 30, 2], losses)
-    assert replace(even, batch=0, agreed=0) == replace(uneven, batch=0, agreed=0)
+    counts = {"batch": 0, "last": 0, "sends": 0, "agreed": 0}
+    assert replace(even, **counts) == replace(uneven, **counts)
 
 
 # --- State -------------------------------------------------------------------------------------
@@ -539,70 +540,3 @@ def test_a_state_holds_nothing_else():
         "seen",
     ]
     assert not hasattr(State(), "__dict__")
-
-
-@pytest.mark.parametrize("policy", [Fixed(), Plateau(epochs=20)])
-def test_policies_are_frozen_and_say_their_settings(policy):
-    with pytest.raises(FrozenInstanceError):
-        policy.warmup = 1
-    assert eval(repr(policy), vars(sys.modules["daso.plan.policy"])) == policy
-
-
-# --- refusals ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("values", "match"),
-    [
-        ({"skip": 0}, "Fixed.skip must be a whole number of at least 1, not 0"),
-        ({"skip": True}, "Fixed.skip must be a whole number of at least 1, not True"),
-        ({"skip": 2.0}, "Fixed.skip must be a whole number of at least 1, not 2.0"),
-        ({"skip": "4"}, "Fixed.skip must be a whole number of at least 1, not '4'"),
-        ({"wait": -1}, "Fixed.wait must be a whole number of at least 0, not -1"),
-        ({"wait": None}, "Fixed.wait must be a whole number of at least 0, not None"),
-        ({"warmup": -1}, "Fixed.warmup must be a whole number of at least 0, not -1"),
-        ({"skip": 4, "wait": 5}, "must not exceed skip=4 .* not 5; lower wait or raise skip"),
-    ],
-)
-def test_fixed_refuses_with_rule_value_and_remedy(values, match):
-    with pytest.raises(ConfigError, match=match):
-        Fixed(**values)
-
-
-@pytest.mark.parametrize(
-    ("values", "match"),
-    [
-        ({"epochs": 0}, "Plateau.epochs must be a whole number of at least 1, not 0"),
-        ({"epochs": 9.0}, "Plateau.epochs must be a whole number of at least 1, not 9.0"),
-        ({"warmup": -1}, "Plateau.warmup must be a whole number of at least 0, not -1"),
-        ({"cooldown": -1}, "Plateau.cooldown must be a whole number of at least 0, not -1"),
-        ({"max_skip": 0}, "Plateau.max_skip must be a whole number of at least 1, not 0"),
-        ({"patience": 0}, "Plateau.patience must be a whole number of at least 1, not 0"),
-        ({"threshold": -0.1}, r"Plateau.threshold must .* \[0, 1\), not -0.1"),
-        ({"threshold": 1}, r"Plateau.threshold must .* \[0, 1\), not 1"),
-        ({"threshold": math.nan}, r"Plateau.threshold must .* \[0, 1\), not nan"),
-        ({"threshold": "0.05"}, r"Plateau.threshold must .* \[0, 1\), not '0.05'"),
-        ({"warmup": 5, "cooldown": 6}, "must not exceed epochs=10, not 5 \\+ 6; shorten them"),
-    ],
-)
-def test_plateau_refuses_with_rule_value_and_remedy(values, match):
-    with pytest.raises(ConfigError, match=match):
-        Plateau(**{"epochs": 10} | values)
-
-
-@pytest.mark.parametrize("pair", [*PAIRS, (1000, 1000)])
-def test_fixed_takes_every_wait_up_to_skip(pair):
-    state = Fixed(*pair).start()
-    assert (state.skip, state.wait) == pair
-
-
-def test_the_defaults_are_written_down():
-    assert Fixed() == Fixed(skip=4, wait=1, warmup=0)
-    assert Plateau(9) == Plateau(
-        epochs=9, warmup=4, cooldown=4, max_skip=4, threshold=0.05, patience=2
-    )
-
-
-def test_plateau_takes_the_edges_of_its_ranges():
-    policy = Plateau(epochs=1, warmup=1, cooldown=0, max_skip=1, threshold=0, patience=1)
-    assert policy.max_wait == 1

@@ -1,0 +1,452 @@
+import math
+import sys
+from dataclasses import FrozenInstanceError, fields, replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from daso.errors import ConfigError
+from daso.plan.header import Tally
+from daso.plan.policy import Auto, Fixed, Plateau, Qsr
+from daso.plan.schedule import Act, Seen, State, after_batch, after_exchange
+
+checked = settings(derandomize=True, max_examples=100, deadline=None)
+
+ALL = [Fixed(), Plateau(epochs=20), Qsr(0.4), Auto()]
+
+amounts = st.one_of(st.just(0.0), st.floats(1e-9, 1e9), st.floats(0, allow_infinity=False))
+seens = st.builds(Seen, amounts, amounts, amounts, amounts)
+
+
+def tuned(policy, skip, wait, seen, *, before=None, fragments=1):
+    """What a policy chooses at one exchange, as the state machine carries it out."""
+    state = State(skip=skip, wait=wait, fragments=fragments, seen=before or Seen())
+    acts, state = after_exchange(policy, state, seen)
+    assert acts == ()
+    assert state.seen == seen
+    return state
+
+
+def trained(policy, exchanges, drift_of, *, skip=1, lr=lambda batch: 1.0, seconds=0.5, fragments=1):
+    """Train, and return the skip that is chosen at each exchange, with the batch of the choice.
+
+    As in training, an exchange tells what drift the exchange before it measured. ``drift_of``
+    (batches, lr) is one batch's, when nodes were apart for so many.
+    """
+    state = replace(policy.start(), skip=skip, wait=1, fragments=fragments)
+    flight, measured, chosen = None, 0.0, []
+    since = [0] * fragments  # batch of the last send of each
+    while len(chosen) < exchanges:
+        acts, state = after_batch(policy, state)
+        told = None
+        for act in acts:
+            if act is Act.RECEIVE:
+                told, measured = flight
+            else:
+                batches, rate = state.batch - since[state.fragment], lr(state.batch)
+                flight = Seen(1.0, seconds, rate, measured), drift_of(batches, rate)
+                since[state.fragment] = state.batch
+        if told is not None:
+            acts, state = after_exchange(policy, state, told)
+            assert acts == ()
+            chosen.append((state.batch, state.skip))
+    return chosen
+
+
+# --- Qsr ---------------------------------------------------------------------------------------
+
+
+def quadratic(alpha, lr, skip, max_skip):
+    """The rule in fractions, which do not round."""
+    if lr == 0:
+        return max_skip
+    return min(max_skip, max(skip, math.floor((Fraction(alpha) / Fraction(lr)) ** 2)))
+
+
+@pytest.mark.parametrize("max_skip", [4, 100, 128, 256, 10**6])
+@pytest.mark.parametrize("alpha", [0.0175, 0.3, 1.0, 7.5])
+def test_qsr_is_the_quadratic_rule_at_every_rate(alpha, max_skip):
+    policy = Qsr(alpha, skip=4, max_skip=max_skip)
+    rates = [alpha * 1.003**-step for step in range(-500, 3000)]
+    for lr in rates:
+        # A rate within rounding of the next whole number may be taken for it, either way.
+        near = {quadratic(alpha * (1 + off), lr, 4, max_skip) for off in (-1e-15, 0, 1e-15)}
+        assert tuned(policy, 4, 1, Seen(lr=lr)).skip in near
+
+
+@checked
+@given(st.integers(1, 300), st.sampled_from([0.5, 1.0, 0.0078125]), st.integers(1, 300))
+def test_qsr_hits_whole_numbers_exactly(root, lr, max_skip):
+    policy = Qsr(root * lr, skip=1, max_skip=max_skip)
+    assert tuned(policy, 1, 1, Seen(lr=lr)).skip == min(max_skip, root**2)
+
+
+def test_qsr_in_the_papers_numbers():
+    # H_base 4 at the peak rate 0.008: alpha 0.0175 gives H = 4 until the rate is 0.00875.
+    chosen = [
+        tuned(Qsr(0.0175), 4, 1, Seen(lr=lr)).skip for lr in (0.008, 0.0078, 0.005, 0.001, 1e-5)
+    ]
+    assert chosen == [4, 5, 12, 256, 256]
+
+
+@checked
+@given(seens, st.integers(2, 64))
+def test_qsr_looks_at_the_rate_alone_and_keeps_wait(seen, skip):
+    policy = Qsr(0.5, skip=skip, wait=2, max_skip=100)
+    state = tuned(policy, skip, 2, seen)
+    alone = tuned(policy, skip, 2, Seen(lr=seen.lr))
+    assert (state.skip, state.wait) == (alone.skip, 2)
+    assert skip <= state.skip <= 100
+
+
+@pytest.mark.parametrize("lr", [0.0, 5e-324, 1e-300])
+def test_a_rate_of_nothing_gives_qsr_the_most(lr):
+    assert tuned(Qsr(0.1, max_skip=99), 4, 1, Seen(lr=lr)).skip == 99
+
+
+@pytest.mark.parametrize("lr", [1e300, math.inf])
+def test_a_huge_rate_gives_qsr_the_least(lr):
+    assert tuned(Qsr(0.1), 4, 1, Seen(lr=lr)).skip == 4
+
+
+def test_qsr_starts_at_its_least_and_follows_a_decaying_rate():
+    chosen = trained(Qsr(2.0, max_skip=64), 40, lambda b, lr: 0.0, skip=4, lr=lambda b: 0.99**b)
+    skips = [skip for _, skip in chosen]
+    assert Qsr(2.0).start() == State(skip=4, wait=1)
+    assert skips == sorted(skips)
+    assert (skips[0], skips[-1]) == (4, 64)
+
+
+# --- Auto: wait --------------------------------------------------------------------------------
+
+skips = st.integers(1, 128)
+
+
+@st.composite
+def pairs(draw):
+    skip = draw(skips)
+    return skip, draw(st.integers(1, skip))
+
+
+@checked
+@given(pairs(), seens, st.integers(1, 200))
+def test_an_exchange_has_a_fifth_of_its_time_to_spare_unless_wait_is_capped(pair, seen, max_skip):
+    state = tuned(Auto(max_skip=max_skip), *pair, seen)
+    capped = state.wait in (2 * pair[1], max_skip)
+    if seen.step_seconds and seen.exchange_seconds and not capped:
+        assert state.wait * seen.step_seconds >= 1.2 * seen.exchange_seconds * (1 - 1e-12)
+        # and no batch more than that
+        assert (state.wait - 1) * seen.step_seconds <= 1.2 * seen.exchange_seconds * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("step", "exchange", "wait"),
+    [(1.0, 0.5, 1), (1.0, 1.0, 2), (0.1, 1.0, 12), (0.01, 0.2, 24), (1e9, 1e-9, 1)],
+)
+def test_wait_in_numbers(step, exchange, wait):
+    assert tuned(Auto(), 64, 32, Seen(step, exchange)).wait == wait
+
+
+@pytest.mark.parametrize(("step", "exchange"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+def test_wait_stays_where_nothing_was_measured(step, exchange):
+    # Two exchanges after one batch, as in a drain, have no step between them.
+    assert tuned(Auto(), 64, 12, Seen(step, exchange)).wait == 12
+
+
+def test_wait_at_most_doubles_and_is_at_most_max_skip():
+    slow = Seen(step_seconds=0.01, exchange_seconds=60.0)
+    assert tuned(Auto(), 16, 3, slow).wait == 6
+    assert tuned(Auto(max_skip=5), 5, 3, slow).wait == 5
+
+
+# --- Auto: skip --------------------------------------------------------------------------------
+
+
+@checked
+@given(pairs(), seens, seens, st.integers(1, 200), st.integers(1, 8))
+def test_auto_chooses_whole_numbers_in_bounds_whatever_is_measured(
+    pair, seen, before, max_skip, fragments
+):
+    skip, wait = pair
+    state = tuned(Auto(max_skip=max_skip), skip, wait, seen, before=before, fragments=fragments)
+    assert (type(state.skip), type(state.wait)) == (int, int)
+    assert 1 <= state.wait <= state.skip <= max_skip
+    assert state.skip <= 2 * skip or state.skip == state.wait
+
+
+EXTREMES = [0.0, 5e-324, 1e-300, 1.0, 1e300, sys.float_info.max, math.inf]
+
+
+@pytest.mark.parametrize("lr", EXTREMES)
+@pytest.mark.parametrize("drift", EXTREMES)
+@pytest.mark.parametrize("before", EXTREMES)
+def test_no_number_is_too_small_or_too_large_for_auto(lr, drift, before):
+    for seconds in EXTREMES[:-1]:
+        seen = Seen(seconds, 1.0, lr, drift)
+        state = tuned(Auto(), 16, 4, seen, before=Seen(lr=before))
+        assert 1 <= state.wait <= state.skip <= 32
+
+
+def test_without_a_measured_drift_skip_stays():
+    assert tuned(Auto(), 16, 1, Seen(1.0, 0.5, 0.1, 0.0)).skip == 16
+
+
+def test_nodes_that_hardly_drift_let_skip_grow():
+    tally = Tally.measured(1e-13, 1.0, 1.0)  # too small to count, as in fine-tuning
+    drift = tally.drift(nodes=2, batches=1)
+    assert tuned(Auto(), 1, 1, Seen(1.0, 0.5, 1e-6, drift)).skip == 2
+
+
+def test_skip_is_never_below_wait():
+    far = Seen(step_seconds=1.0, exchange_seconds=10.0, lr=0.1, drift=1e6)
+    state = tuned(Auto(), 12, 12, far)
+    assert (state.skip, state.wait) == (12, 12)
+
+
+@pytest.mark.parametrize("start", [1, 2, 3, 5, 12, 31, 64, 100, 127, 128])
+def test_auto_reaches_the_skip_that_noise_allows_in_a_few_exchanges_and_stays(start):
+    policy, few = Auto(), 2 * math.log2(128)  # up by doubling, then half of the rest each time
+    for allowed in range(1, 150):
+        seen = Seen(1.0, 0.5, 0.1, drift=policy.drift**2 / (allowed + 0.5))
+        state, chosen = State(skip=start, wait=1), []
+        while state.skip not in chosen[-1:]:
+            chosen.append(state.skip)
+            _, state = after_exchange(policy, state, seen)
+        assert state.skip == min(allowed, 128)
+        assert len(chosen) - 1 <= few
+        assert chosen in (sorted(chosen), sorted(chosen, reverse=True))  # never past it
+
+
+@pytest.mark.parametrize("drift", [0.003, 0.03, 0.3])
+@pytest.mark.parametrize("skip", [1, 16, 128])
+def test_before_an_exchange_nodes_are_apart_by_the_drift_aimed_at(drift, skip):
+    policy, rate = Auto(drift=drift), drift**2 / 40.5
+    _, last = trained(policy, 30, lambda batches, lr: rate, skip=skip)[-1]
+    assert last == 40
+    assert math.sqrt(last * rate) == pytest.approx(drift, rel=0.02)
+
+
+@pytest.mark.parametrize("fragments", [2, 3, 5])
+def test_fragments_share_the_batches_that_drift_allows(fragments):
+    policy = Auto()
+    rate = policy.drift**2 / 60.5
+    _, last = trained(policy, 40, lambda batches, lr: rate, fragments=fragments)[-1]
+    assert last == 60 // fragments  # each fragment is exchanged every 60 batches
+
+
+@pytest.mark.parametrize("seconds", [0.5, 3.0, 10.0])
+@pytest.mark.parametrize("start", [1, 7, 128])
+def test_where_drift_grows_with_skip_itself_skip_settles_instead_of_swinging(start, seconds):
+    policy, least = Auto(), math.ceil(1.2 * seconds)
+    for target in [*range(1, 20), 31, 50, 64, 99, 128]:
+        rate = policy.drift**2 / target**2
+        chosen = trained(policy, 60, lambda b, lr, r=rate: r * b, skip=start, seconds=seconds)
+        settled = {skip for _, skip in chosen[-15:]}
+        assert all(abs(skip - max(target, least)) <= 1 for skip in settled)
+
+
+def noise(policy, allowed):
+    """Drift of gradient noise: grows as the square of the rate; ``allowed`` batches at rate 1."""
+    return lambda batches, lr: policy.drift**2 / (allowed + 0.5) * lr**2
+
+
+def test_half_the_rate_makes_skip_four_times_as_long():
+    def lr(batch):
+        return 1.0 if batch < 400 else 0.5
+
+    chosen = trained(Auto(), 60, noise(Auto(), 16), lr=lr)
+    before = [skip for batch, skip in chosen if batch < 400]
+    assert (before[-1], chosen[-1][1]) == (16, 66)
+    rising = [skip for batch, skip in chosen if batch >= 400]
+    assert rising[0] == 32  # at the first exchange that knows the rate
+    assert rising == sorted(rising)
+
+
+def test_a_rate_that_jumps_up_shortens_skip_at_once_before_drift_is_measured():
+    before = Seen(1.0, 0.5, lr=0.1, drift=Auto().drift ** 2 / 64)
+    calm = tuned(Auto(), 64, 1, before, before=before)
+    jump = tuned(Auto(), 64, 1, replace(before, lr=0.4), before=before)
+    assert (calm.skip, jump.skip) == (64, 16)
+
+
+def test_twice_the_rate_makes_skip_a_quarter_and_never_less_on_the_way():
+    chosen = trained(Auto(), 60, noise(Auto(), 64), lr=lambda batch: 1.0 if batch < 800 else 2.0)
+    after = [skip for batch, skip in chosen if batch >= 864]
+    assert after[0] <= 32
+    assert set(after[-20:]) == {16}
+    assert min(after) >= 15
+
+
+def test_a_rate_that_was_0_tells_nothing_about_growth():
+    seen = Seen(1.0, 0.5, lr=0.1, drift=Auto().drift ** 2 / 16)
+    assert tuned(Auto(), 16, 1, seen, before=Seen(lr=0.0)).skip == 16
+
+
+def test_a_rate_of_0_leaves_skip_as_it_is():
+    seen = Seen(1.0, 0.5, lr=0.0, drift=1.0)
+    assert tuned(Auto(), 16, 1, seen, before=Seen(lr=0.1)).skip == 16
+
+
+def test_auto_begins_with_an_exchange_at_every_batch_and_doubles():
+    chosen = trained(Auto(), 10, lambda batches, lr: 1e-12)
+    assert Auto().start() == State(skip=1, wait=1)
+    # The first exchange tells of no drift yet.
+    assert [skip for _, skip in chosen] == [1, 2, 4, 8, 16, 32, 64, 128, 128, 128]
+
+
+@pytest.mark.parametrize("warmup", [1, 5])
+def test_the_warmup_of_auto_is_synchronous_and_then_anchors(warmup):
+    policy = Auto(warmup=warmup)
+    state = policy.start()
+    assert state.synchronous
+    for batch in range(1, warmup + 1):
+        acts, state = after_batch(policy, state)
+        assert acts == ((Act.ANCHOR,) if batch == warmup else ())
+    assert (state.skip, state.wait) == (1, 1)
+    acts, state = after_batch(policy, state)
+    assert acts == (Act.SEND,)
+
+
+# --- all policies ------------------------------------------------------------------------------
+
+
+@checked
+@given(pairs(), seens, seens, st.sampled_from(ALL))
+def test_a_choice_is_a_function_of_state_and_what_was_seen(pair, seen, before, policy):
+    state = State(skip=pair[0], wait=pair[1], seen=before)
+    twin = State(skip=pair[0], wait=pair[1], seen=replace(before))
+    assert after_exchange(policy, state, seen) == after_exchange(policy, twin, replace(seen))
+    assert state == twin
+
+
+@pytest.mark.parametrize("policy", [Fixed(), Plateau(epochs=20)])
+def test_fixed_and_plateau_do_not_look_at_what_was_seen(policy):
+    state = State(skip=4, wait=1)
+    assert policy.tune_exchange(state, Seen(1.0, 9.0, 0.1, 5.0)) is state
+
+
+@pytest.mark.parametrize("policy", [Fixed(), Qsr(0.4), Auto()])
+def test_a_loss_changes_nothing_but_for_plateau(policy):
+    for loss in (1.0, math.nan):
+        assert policy.tune_epoch(State(), loss) == State()
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_policies_are_frozen_and_say_their_settings(policy):
+    with pytest.raises(FrozenInstanceError):
+        setattr(policy, fields(policy)[0].name, 1)
+    assert eval(repr(policy), vars(sys.modules["daso.plan.policy"])) == policy
+
+
+# --- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"skip": 0}, "Fixed.skip must be a whole number of at least 1, not 0"),
+        ({"skip": True}, "Fixed.skip must be a whole number of at least 1, not True"),
+        ({"skip": 2.0}, "Fixed.skip must be a whole number of at least 1, not 2.0"),
+        ({"skip": "4"}, "Fixed.skip must be a whole number of at least 1, not '4'"),
+        ({"wait": -1}, "Fixed.wait must be a whole number of at least 0, not -1"),
+        ({"wait": None}, "Fixed.wait must be a whole number of at least 0, not None"),
+        ({"warmup": -1}, "Fixed.warmup must be a whole number of at least 0, not -1"),
+        ({"skip": 4, "wait": 5}, "must not exceed skip=4 .* not 5; lower wait or raise skip"),
+    ],
+)
+def test_fixed_refuses_with_rule_value_and_remedy(values, match):
+    with pytest.raises(ConfigError, match=match):
+        Fixed(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"epochs": 0}, "Plateau.epochs must be a whole number of at least 1, not 0"),
+        ({"epochs": 9.0}, "Plateau.epochs must be a whole number of at least 1, not 9.0"),
+        ({"warmup": -1}, "Plateau.warmup must be a whole number of at least 0, not -1"),
+        ({"cooldown": -1}, "Plateau.cooldown must be a whole number of at least 0, not -1"),
+        ({"max_skip": 0}, "Plateau.max_skip must be a whole number of at least 1, not 0"),
+        ({"patience": 0}, "Plateau.patience must be a whole number of at least 1, not 0"),
+        ({"threshold": -0.1}, r"Plateau.threshold must .* \[0, 1\), not -0.1"),
+        ({"threshold": 1}, r"Plateau.threshold must .* \[0, 1\), not 1"),
+        ({"threshold": math.nan}, r"Plateau.threshold must .* \[0, 1\), not nan"),
+        ({"threshold": "0.05"}, r"Plateau.threshold must .* \[0, 1\), not '0.05'"),
+        ({"warmup": 5, "cooldown": 6}, "must not exceed epochs=10, not 5 \\+ 6; shorten them"),
+    ],
+)
+def test_plateau_refuses_with_rule_value_and_remedy(values, match):
+    with pytest.raises(ConfigError, match=match):
+        Plateau(**{"epochs": 10} | values)
+
+
+PAIRS = [(skip, wait) for skip in range(1, 9) for wait in range(skip + 1)]
+
+
+@pytest.mark.parametrize("pair", [*PAIRS, (1000, 1000)])
+def test_fixed_takes_every_wait_up_to_skip(pair):
+    state = Fixed(*pair).start()
+    assert (state.skip, state.wait) == pair
+
+
+def test_the_defaults_are_written_down():
+    assert Fixed() == Fixed(skip=4, wait=1, warmup=0)
+    assert Plateau(9) == Plateau(
+        epochs=9, warmup=4, cooldown=4, max_skip=4, threshold=0.05, patience=2
+    )
+    assert Qsr(0.4) == Qsr(alpha=0.4, skip=4, wait=1, max_skip=256)
+    assert Auto() == Auto(drift=0.03, max_skip=128, warmup=0)
+
+
+def test_plateau_takes_the_edges_of_its_ranges():
+    policy = Plateau(epochs=1, warmup=1, cooldown=0, max_skip=1, threshold=0, patience=1)
+    assert policy.max_wait == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"alpha": 0}, "Qsr.alpha must be a positive number, not 0"),
+        ({"alpha": -0.1}, "Qsr.alpha must be a positive number, not -0.1"),
+        ({"alpha": math.nan}, "Qsr.alpha must be a positive number, not nan"),
+        ({"alpha": math.inf}, "Qsr.alpha must be a positive number, not inf"),
+        ({"alpha": True}, "Qsr.alpha must be a positive number, not True"),
+        ({"alpha": "0.1"}, "Qsr.alpha must be a positive number, not '0.1'"),
+        ({"skip": 0}, "Qsr.skip must be a whole number of at least 1, not 0"),
+        ({"skip": 2.0}, "Qsr.skip must be a whole number of at least 1, not 2.0"),
+        ({"wait": -1}, "Qsr.wait must be a whole number of at least 0, not -1"),
+        ({"wait": True}, "Qsr.wait must be a whole number of at least 0, not True"),
+        ({"max_skip": 0}, "Qsr.max_skip must be a whole number of at least 1, not 0"),
+        ({"wait": 5}, "Qsr.wait must not exceed skip=4, not 5; lower it"),
+        ({"max_skip": 3}, "Qsr.skip must not exceed max_skip=3, not 4; lower it"),
+        ({"skip": 1, "wait": 0}, "Qsr.wait must be at least 1 where skip is 1 .* not 0; raise"),
+    ],
+)
+def test_qsr_refuses_with_rule_value_and_remedy(values, match):
+    with pytest.raises(ConfigError, match=match):
+        Qsr(**{"alpha": 0.1} | values)
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"drift": 0.0}, "Auto.drift must be a positive number, not 0.0"),
+        ({"drift": math.nan}, "Auto.drift must be a positive number, not nan"),
+        ({"drift": None}, "Auto.drift must be a positive number, not None"),
+        ({"max_skip": 0}, "Auto.max_skip must be a whole number of at least 1, not 0"),
+        ({"max_skip": 1.5}, "Auto.max_skip must be a whole number of at least 1, not 1.5"),
+        ({"warmup": -1}, "Auto.warmup must be a whole number of at least 0, not -1"),
+        ({"warmup": False}, "Auto.warmup must be a whole number of at least 0, not False"),
+    ],
+)
+def test_auto_refuses_with_rule_and_value(values, match):
+    with pytest.raises(ConfigError, match=match):
+        Auto(**values)
+
+
+def test_qsr_and_auto_take_the_edges_of_their_ranges():
+    assert Qsr(1, skip=1, wait=1, max_skip=1).start() == State(skip=1, wait=1)
+    assert Qsr(1, skip=2, wait=0, max_skip=2).start() == State(skip=2, wait=0)
+    assert tuned(Auto(drift=1, max_skip=1), 1, 1, Seen(1.0, 9.0, 0.1, 1e-9)).skip == 1
