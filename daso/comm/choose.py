@@ -1,5 +1,7 @@
 """Which transport is taken inside a node."""
 
+from collections.abc import Callable
+
 import torch
 
 from daso.comm.node import NodeGroup
@@ -19,13 +21,16 @@ def node_problem(device: torch.device) -> str | None:
     )
 
 
-def choose_node(topology: "Topology", device: torch.device, stall_seconds: float) -> NodeGroup:
+def choose_node(
+    topology: "Topology", device: torch.device, stall_seconds: float, late: Callable[[], None]
+) -> NodeGroup:
     """Return the transport for parameters on ``device``.
 
     Args:
         topology: Who is where.
         device: Where the parameters live.
         stall_seconds: How long to wait for a rank before naming it in an error.
+        late: Called once a wait takes long.
 
     Returns:
         Shared memory for the CPU.
@@ -33,4 +38,4 @@ def choose_node(topology: "Topology", device: torch.device, stall_seconds: float
     Collective over the node; blocking.
     """
     assert node_problem(device) is None
-    return ShmNode(topology, stall_seconds)
+    return ShmNode(topology, stall_seconds, late)

@@ -13,9 +13,10 @@ threads hand in the same work; on one communicator a different order gives wrong
 import queue
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from daso.comm.bell import LATE_SECONDS
 from daso.comm.mpi import load
 from daso.errors import ExchangeError, StallError
 
@@ -71,10 +72,14 @@ class Engine:
     Args:
         stall_seconds: How long `wait` waits before it raises.
         partners: Who takes part, for that error: ``"world ranks 1, 3"``.
+        late: Called again and again, by the thread, once work takes long; what it raises ends the
+            work.
     """
 
-    def __init__(self, stall_seconds: float, partners: str) -> None:
-        self.stall_seconds, self.partners = stall_seconds, partners
+    def __init__(
+        self, stall_seconds: float, partners: str, late: Callable[[], None] | None = None
+    ) -> None:
+        self.stall_seconds, self.partners, self._late = stall_seconds, partners, late
         self._queue: queue.Queue[Ticket[object] | None] = queue.Queue(QUEUE_LENGTH)
         self._mpi = load()
         self._error: BaseException | None = None
@@ -178,7 +183,10 @@ class Engine:
                 requests = list(next(work))
             except StopIteration as stop:
                 return stop.value  # type: ignore[no-any-return]
+            start = time.perf_counter()
             while not self._mpi.Request.Testall(requests):
                 if self._abandoned:
                     raise ExchangeError("an exchange was given up while it was under way")
                 time.sleep(POLL_SECONDS)
+                if self._late is not None and time.perf_counter() - start > LATE_SECONDS:
+                    self._late()

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from daso.comm.bell import LATE_SECONDS
 from daso.errors import StallError
 
 __all__ = ["NodeBucket", "NodeGroup", "NodeShare", "wait_until"]
@@ -96,13 +97,19 @@ class NodeGroup(Protocol):
         ...
 
 
-def wait_until(arrived: Callable[[], bool], late: Callable[[], str], stall_seconds: float) -> float:
+def wait_until(
+    arrived: Callable[[], bool],
+    missing: Callable[[], str],
+    stall_seconds: float,
+    late: Callable[[], None],
+) -> float:
     """Block until ``arrived()``, giving the core away in between.
 
     Args:
         arrived: What is waited for; cheap.
-        late: Says who is missing, for the error.
+        missing: Says who is missing, for the error.
         stall_seconds: How long to wait at most.
+        late: Called again and again once it takes long; see `daso.comm.bell`.
 
     Returns:
         Seconds waited.
@@ -120,9 +127,12 @@ def wait_until(arrived: Callable[[], bool], late: Callable[[], str], stall_secon
             os.sched_yield()
             continue
         time.sleep(SLEEP_SECONDS)
-        if time.perf_counter() - start > stall_seconds:
+        waited = time.perf_counter() - start
+        if waited > LATE_SECONDS:
+            late()
+        if waited > stall_seconds:
             raise StallError(
                 f"all ranks of a node must take part in a step within {stall_seconds:g} s, but "
-                f"{late()} did not; look at that rank's log, or raise Exchange.stall_seconds"
+                f"{missing()} did not; look at that rank's log, or raise Exchange.stall_seconds"
             )
     return time.perf_counter() - start

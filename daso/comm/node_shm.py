@@ -6,7 +6,7 @@ copied in or out, and the bits are those of a sequential sum. Ranks tell each ot
 by counters in shared memory that only grow.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,11 +49,12 @@ class Line:
         """Block until all ranks have reached ``count``."""
         self.group.waited_seconds += wait_until(
             lambda: self.reached(stage, count),
-            lambda: self._late(stage, count),
+            lambda: self._missing(stage, count),
             self.group.stall_seconds,
+            self.group.late,
         )
 
-    def _late(self, stage: int, count: int) -> str:
+    def _missing(self, stage: int, count: int) -> str:
         late = [rank for rank, row in enumerate(self.stages) if row[stage] < count]
         return "world rank " + ", ".join(str(self.group.world_ranks[rank]) for rank in late)
 
@@ -154,17 +155,24 @@ class ShmShare:
         self.line.wait(self.RELEASED, self.round)
 
 
+def _nothing() -> None: ...
+
+
 class ShmNode:
     """The ranks of a node in shared memory; see `daso.comm.node.NodeGroup`.
 
     Args:
         topology: Who is where.
         stall_seconds: How long to wait for a rank before naming it in an error.
+        late: Called once a wait takes long.
 
     Collective over the node; blocking.
     """
 
-    def __init__(self, topology: "Topology", stall_seconds: float) -> None:
+    def __init__(
+        self, topology: "Topology", stall_seconds: float, late: Callable[[], None] = _nothing
+    ) -> None:
+        self.late = late
         self.comm = topology.node.Dup()
         self.rank = topology.place.local_rank
         self.world_ranks: list[int] = topology.node.allgather(topology.place.rank)

@@ -5,6 +5,7 @@ from math import gcd
 
 import torch
 
+from daso.comm.bell import Bell
 from daso.comm.compress import Cast, Codec
 from daso.comm.dtypes import sum_buffer
 from daso.comm.engine import Engine, Work
@@ -37,10 +38,14 @@ class Links:
     def __init__(self, topology: Topology, settings: Settings) -> None:
         mpi = load()
         self.place, self.settings = topology.place, settings
-        self.world = topology.world.Dup()
+        # Meetings and votes of exchanges do not mix: ranks that are out of step wait, each in its
+        # own, until the bell tells, instead of matching what does not belong together.
+        self.world, self._votes = topology.world.Dup(), topology.world.Dup()
         self.lane = topology.lane if topology.lane == mpi.COMM_NULL else topology.lane.Dup()
         others = ", ".join(map(str, self.place.other_ranks))
-        self.engine = Engine(settings.exchange.stall_seconds, f"world ranks {others}")
+        self.bell = Bell(topology.world)
+        seconds = settings.exchange.stall_seconds
+        self.engine = Engine(seconds, f"world ranks {others}", self.bell.late)
         self._gradient_means: dict[torch.dtype, TwoPhase] = {}
 
     def two_phase(self, codec: Codec, rounded: dict[int, torch.Tensor]) -> TwoPhase:
@@ -81,8 +86,8 @@ class Links:
         most = torch.tensor(header.encode(), dtype=torch.float64)
         sums = torch.tensor(tally.encode(), dtype=torch.float64)
         yield [
-            self.world.Iallreduce(mpi.IN_PLACE, sum_buffer(most), op=mpi.MAX),
-            self.world.Iallreduce(mpi.IN_PLACE, sum_buffer(sums), op=mpi.SUM),
+            self._votes.Iallreduce(mpi.IN_PLACE, sum_buffer(most), op=mpi.MAX),
+            self._votes.Iallreduce(mpi.IN_PLACE, sum_buffer(sums), op=mpi.SUM),
         ]
         return Header.decode(most.tolist()), Tally(*sums.tolist())
 
@@ -109,7 +114,8 @@ class Links:
         if not self.engine.close():
             return False
         mpi = load()
-        for comm in (self.lane, self.world):
+        for comm in (self.lane, self.world, self._votes):
             if comm != mpi.COMM_NULL:
                 comm.Free()
+        self.bell.free()
         return True

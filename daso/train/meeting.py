@@ -100,7 +100,9 @@ class Meeting:
 
         Collective over the world; blocking.
         """
+        self.links.bell.steps, self.links.bell.at_meeting = batch, True
         steps = self.gather(float(batch))
+        self.links.bell.at_meeting = False
         fewest, most = min(steps), max(steps)
         if fewest != most:
             raise ExchangeError(

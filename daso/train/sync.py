@@ -57,7 +57,9 @@ class Sync:
         self.meeting = Meeting(trained, topology, self.links, self.counts)
         self.buckets = GradientBuckets(
             trained.named,
-            choose_node(topology, trained.device, settings.exchange.stall_seconds),
+            choose_node(
+                topology, trained.device, settings.exchange.stall_seconds, self.links.bell.late
+            ),
             self._route(between=False),
             bucket_bytes=settings.gradients.bucket_bytes,
             same_order=self.meeting.same_order,
@@ -80,6 +82,7 @@ class Sync:
     def enter(self, state: State) -> None:
         """Take over the schedule's state: it says where gradients are averaged from now on."""
         self.counts.epoch = state.epoch
+        self.links.bell.steps = state.batch + 1  # the one that comes
         self._synchronous = state.synchronous and self.topology.place.nodes > 1
         # Nodes whose GradScalers went apart average between them after unscaling.
         self.buckets.route = self._route(between=self._synchronous and not self._scales_apart)

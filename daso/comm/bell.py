@@ -1,0 +1,92 @@
+"""Finds out that ranks wait for each other in different places, long before the stall limit.
+
+A rank that has taken its last step and comes to a meeting of all ranks (`synchronize`, `end_epoch`)
+waits there for others that may still be stepping, and they wait for it in an average. Whoever has
+waited in vain for a while at a meeting rings: it tells all others after how many steps it came. Who
+waits inside a later step then knows that the step will never be complete, gives up, and says so to
+all. Nothing is sent as long as nobody waits that long.
+"""
+
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from daso.comm.dtypes import sum_buffer
+from daso.comm.mpi import load
+from daso.errors import ExchangeError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["LATE_SECONDS", "Bell"]
+
+LATE_SECONDS = 2.0  # of waiting before anybody rings or listens
+MEETING, GIVEN_UP = 1, 2  # tags
+
+
+class Bell:
+    """One rank's bell; used by its training thread and its engine.
+
+    Args:
+        world: All ranks; a communicator of its own is made.
+
+    Collective over the world; blocking.
+    """
+
+    def __init__(self, world: "MPI.Comm") -> None:
+        self.comm = world.Dup()
+        self.steps = 0  # that this rank has taken or is in the middle of
+        self.at_meeting = False
+        self._rung_at: int | None = None  # steps for which this rank rang already
+        self._sent: list[tuple[MPI.Request, torch.Tensor]] = []
+        self._verdict: str | None = None
+        self._lock = threading.Lock()
+
+    def late(self) -> None:
+        """Ring where this rank waits at a meeting, and listen to the others. Does not block.
+
+        Raises:
+            ExchangeError: Ranks took different numbers of steps; names two of them.
+        """
+        with self._lock:
+            if self._verdict is None:
+                if self.at_meeting and self._rung_at != self.steps:
+                    self._rung_at = self.steps
+                    self._tell(MEETING, [self.steps])
+                self._listen()
+            if self._verdict is not None:
+                raise ExchangeError(self._verdict)
+
+    def _tell(self, tag: int, numbers: list[int]) -> None:
+        row = torch.tensor([*numbers, 0, 0, 0, 0][:4], dtype=torch.float64)
+        me = self.comm.Get_rank()
+        for rank in range(self.comm.Get_size()):
+            if rank != me:
+                self._sent.append((self.comm.Isend(sum_buffer(row), rank, tag), row))
+
+    def _listen(self) -> None:
+        status = load().Status()
+        while self._verdict is None and self.comm.Iprobe(status=status):
+            row = torch.empty(4, dtype=torch.float64)
+            self.comm.Recv(sum_buffer(row), status.Get_source(), status.Get_tag())
+            numbers = [int(number) for number in row.tolist()]
+            if status.Get_tag() == GIVEN_UP:
+                self._verdict = _text(*numbers)
+            # A rank that came after fewer steps than this one is in will never join it; two that
+            # came after different numbers may each be stuck behind an exchange of theirs.
+            elif numbers[0] < self.steps or (self.at_meeting and numbers[0] > self.steps):
+                pair = [status.Get_source(), numbers[0], self.comm.Get_rank(), self.steps]
+                self._verdict = _text(*pair)
+                self._tell(GIVEN_UP, pair)
+
+    def free(self) -> None:
+        """Give the communicator back. Collective over the world."""
+        self.comm.Free()
+
+
+def _text(rank: int, steps: int, other: int, others_steps: int) -> str:
+    return (
+        f"every rank must take the same number of steps, but rank {rank} took {steps} and rank "
+        f"{other} took {others_steps}; give every rank the same number of batches"
+    )
