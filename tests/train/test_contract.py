@@ -1194,9 +1194,14 @@ def test_47_closing_is_idempotent_and_leaves_a_plain_optimizer(door, topology, p
     inner, bare = make(model.parameters()), make(bare_model.parameters())
     hooks = hooks_of(inner)
     opened = door.open(inner, module=model, topology=topology, policy=BACKGROUND)
-    train(opened.optimizer, model, place.rank, 4)  # one is in flight
+    train(opened.optimizer, model, place.rank, 3)
+    time.sleep(0.02 * place.rank)
+    train(opened.optimizer, model, place.rank, 1, first=3)  # one is in flight
+    time.sleep(0.02 * place.rank)
+    start = time.monotonic()
     opened.handle.close()
     opened.handle.close()
+    assert time.monotonic() - start < 5
     assert hooks_of(inner) == hooks
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     bare_model.load_state_dict(model.state_dict())
