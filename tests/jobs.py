@@ -26,7 +26,7 @@ def hidden_launcher() -> Iterator[None]:
         yield
 
 
-def run(command: Sequence[str | Path], *, seconds: float = 50) -> subprocess.CompletedProcess[str]:
+def run(command: Sequence[object], *, seconds: float = 50) -> subprocess.CompletedProcess[str]:
     """Run a command as if no launcher had started us."""
     env = {**outside(), "OMP_NUM_THREADS": "1"}
     words = [str(word) for word in command]
@@ -35,9 +35,9 @@ def run(command: Sequence[str | Path], *, seconds: float = 50) -> subprocess.Com
     )
 
 
-def run_on(ranks: int, program: Path) -> subprocess.CompletedProcess[str]:
+def run_on(ranks: int, program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run a program under `daso run`."""
-    return run([sys.executable, "-m", "daso", "run", "-n", str(ranks), program])
+    return run([sys.executable, "-m", "daso", "run", "-n", ranks, program, *arguments])
 
 
 def once(world: Any, work: Callable[[], Any]) -> Any:

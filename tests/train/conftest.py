@@ -10,7 +10,7 @@ from mpi4py import MPI
 # Every rank gives the same verdict, and one speaks.
 from ranks.conftest import WORLD, pytest_configure, pytest_runtest_call  # noqa: F401
 
-from daso.comm.topology import Topology
+import daso
 
 SHAPES = {1: (1,), 2: (1, 1), 3: (2, 1), 4: (2, 2)}
 POINT = re.compile(r"test_contract\.py::test_(\d\d)_")
@@ -18,7 +18,7 @@ POINT = re.compile(r"test_contract\.py::test_(\d\d)_")
 
 @pytest.fixture(scope="session")
 def topology():
-    made = Topology(ranks_per_node=SHAPES[WORLD.Get_size()])
+    made = daso.init(ranks_per_node=SHAPES[WORLD.Get_size()])  # which copies look for
     yield made
     made.free()
 
@@ -26,7 +26,7 @@ def topology():
 @pytest.fixture(scope="session")
 def alone():
     """A world of this rank only."""
-    made = Topology(MPI.COMM_SELF)
+    made = daso.Topology(MPI.COMM_SELF)
     yield made
     made.free()
 
