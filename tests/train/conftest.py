@@ -1,7 +1,10 @@
 """The contract runs on every world size, on one cut into nodes each, and counts its points."""
 
 import re
+import shutil
+import tempfile
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from doors import DOORS, INNERS
@@ -34,6 +37,17 @@ def alone():
 @pytest.fixture
 def place(topology):
     return topology.place
+
+
+@pytest.fixture
+def folder(topology):
+    """One folder for all ranks; pytest's own are swept away by ranks that end sooner."""
+    made = tempfile.mkdtemp(prefix="daso-") if topology.place.rank == 0 else None
+    path = Path(topology.world.bcast(made))
+    yield path
+    topology.world.Barrier()
+    if made is not None:
+        shutil.rmtree(path, ignore_errors=True)  # a store may be removing its file
 
 
 @pytest.fixture(params=DOORS, ids=lambda door: door.name)

@@ -984,7 +984,7 @@ class Supervised(nn.Module):
 
 
 @policies
-def test_39_the_trainer_of_transformers_trains(door, topology, place, policy, tmp_path):
+def test_39_the_trainer_of_transformers_trains(door, topology, place, policy, folder):
     import transformers
 
     model = Supervised()
@@ -994,7 +994,7 @@ def test_39_the_trainer_of_transformers_trains(door, topology, place, policy, tm
         door(adamw(model), module=model, topology=topology, policy=policy) as (optimizer, handle),
     ):
         arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path),
+            output_dir=str(folder),
             max_steps=6,
             use_cpu=True,
             report_to="none",
@@ -1042,11 +1042,10 @@ def test_40_a_compiled_model_or_step_trains_to_the_same_bits(door, topology, pla
 
 
 @pytest.fixture
-def node_group(topology, place, tmp_path, monkeypatch):
+def node_group(topology, place, folder, monkeypatch):
     """A gloo process group over the ranks of this node."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    path = topology.node.bcast(str(tmp_path / "store"))
-    store = torch.distributed.FileStore(path, place.local_size)
+    store = torch.distributed.FileStore(str(folder / f"node {place.node}"), place.local_size)
     torch.distributed.init_process_group(
         "gloo", store=store, rank=place.local_rank, world_size=place.local_size
     )
@@ -1150,18 +1149,21 @@ if __name__ == "__main__":
 
 
 @only_wrapper  # workers see the package, not the way in
-def test_44_data_loader_workers_start_in_every_way(door, topology, place, tmp_path):
-    ended = job(topology, tmp_path, LOADERS.replace("DOOR", door.line), min(place.size, 2))
+def test_44_data_loader_workers_start_in_every_way(door, topology, place, folder):
+    ended = job(topology, folder, LOADERS.replace("DOOR", door.line), min(place.size, 2))
     assert ended.returncode == 0, ended.stderr
     for way in ("fork", "forkserver", "spawn"):
         for rank in range(min(place.size, 2)):
             assert f"{way} works on rank {rank}\n" in ended.stdout
 
 
-def job(topology, tmp_path, text, ranks, *arguments):
-    program = tmp_path / "program.py"
-    program.write_text(text)
-    return once(topology.world, partial(run_on, ranks, program, *arguments))
+def job(topology, folder, text, ranks, *arguments):
+    def work():
+        program = folder / "program.py"
+        program.write_text(text)
+        return run_on(ranks, program, *arguments)
+
+    return once(topology.world, work)
 
 
 TROUBLE = """
@@ -1193,8 +1195,8 @@ print("leaves", flush=True)
 """.replace("DOORS", repr([door.line for door in DOORS]))
 
 
-def test_45_a_rank_that_raises_ends_the_job_in_5_seconds(topology, place, tmp_path):
-    ended = job(topology, tmp_path, TROUBLE, place.size, 10**9, 10)
+def test_45_a_rank_that_raises_ends_the_job_in_5_seconds(topology, place, folder):
+    ended = job(topology, folder, TROUBLE, place.size, 10**9, 10)
     seconds = topology.world.bcast(time.time()) - float(ended.stdout.split("raised at")[1])
     assert ended.returncode != 0
     assert seconds < 5
@@ -1247,8 +1249,8 @@ def hooks_of(optimizer):
     return hooks, set(vars(optimizer))
 
 
-def test_47_a_program_that_never_closes_ends_by_itself(topology, place, tmp_path):
-    ended = job(topology, tmp_path, TROUBLE, place.size, 6, -1)  # an exchange is in flight
+def test_47_a_program_that_never_closes_ends_by_itself(topology, place, folder):
+    ended = job(topology, folder, TROUBLE, place.size, 6, -1)  # an exchange is in flight
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""
     assert ended.stdout.count("leaves") == place.size
