@@ -1,8 +1,8 @@
-"""Tests that need several ranks live in tests/ranks and tests/train, under mpirun, --with-mpi."""
+"""Tests that need several ranks run under mpirun, with --with-mpi: tests/test_ranks.py does it."""
 
 from pathlib import Path
 
-RANKS = ("ranks", "train")
+RANKS = ("ranks", "test_contract.py")
 
 
 def pytest_ignore_collect(collection_path: Path, config) -> bool | None:

@@ -12,7 +12,7 @@ from daso.environment import find_mpirun
 from daso.run.local import Local
 
 RANKS = Path(__file__).parent / "ranks"
-CONTRACT = Path(__file__).parent / "train"
+CONTRACT = Path(__file__).parent / "train" / "test_contract.py"
 POINTS = 47  # of the drop-in contract
 PYTEST = (
     "-m",
@@ -35,9 +35,9 @@ def run_on(ranks: int, *program: str, timeout: float = 600) -> subprocess.Comple
     )
 
 
-def run_tests(ranks: int, folder: Path) -> tuple[int, str]:
-    """Run a folder's tests on ranks; return how many passed, and what was printed."""
-    run = run_on(ranks, *PYTEST, "-x", str(folder))
+def run_tests(ranks: int, tests: Path) -> tuple[int, str]:
+    """Run tests on ranks; return how many passed, and what was printed."""
+    run = run_on(ranks, *PYTEST, "-x", str(tests))
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
     passed = re.findall(r"^(\d+) passed(?:, (\d+) skipped)? in", run.stdout, re.MULTILINE)
     assert len(passed) == 1, run.stdout[-2000:]

@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
 import daso
 from daso.errors import ExchangeError, LayoutError, NonFiniteError
 
+pytest_plugins = ["contract"]
 pytestmark = pytest.mark.mpi
 
 SYNCHRONOUS = daso.Fixed(1, 0)

@@ -1,4 +1,7 @@
-"""The contract runs on every world size, on one cut into nodes each, and counts its points."""
+"""What test_contract.py stands on: one cut into nodes per world size, and a count of its points.
+
+A plugin, not a conftest: beside it lie tests that need no ranks.
+"""
 
 import re
 import shutil
