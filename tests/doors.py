@@ -106,11 +106,13 @@ def train(
             what ``size`` ranks should do together.
         first: Number of the first step.
     """
+    dtype = next(model.parameters()).dtype
     for step in range(first, first + steps):
 
         def closure(step: int = step) -> torch.Tensor:
             optimizer.zero_grad()
-            losses = [model(batch(step, r)).square().mean() for r in range(rank, rank + size)]
+            inputs = [batch(step, r).to(dtype) for r in range(rank, rank + size)]
+            losses = [model(x).square().mean() for x in inputs]
             loss = torch.stack(losses).sum() / size
             loss.backward()
             return loss
