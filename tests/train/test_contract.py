@@ -754,6 +754,18 @@ def test_32_the_hidden_step_of_distributed_checkpoint_is_no_step(
         assert topology.same(bits(model))
 
 
+def test_32_a_step_of_ones_own_at_rate_0_counts(door, topology, place):
+    model = network()
+    inner = sgd(model, lr=0.0, momentum=0)  # the first of a warm-up; SGD has no state
+    with door(inner, module=model, topology=topology, policy=BACKGROUND) as (optimizer, handle):
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            if step == 0 or place.rank == 0:  # the others ran out of data: zeros are left
+                model(batch(step, place.rank)).square().mean().backward()
+            optimizer.step()
+        assert handle.report()["batches"] == 4
+
+
 @pytest.mark.parametrize("policy", PHASES, ids=repr)
 def test_33_state_of_another_world_size_is_taken_up(door, topology, alone, place, policy):
     """Weights, the inner state and the count go on; what was under way between nodes does not."""
@@ -806,6 +818,20 @@ def test_34_a_group_may_be_added_on_the_way(door, topology, place, policy):
         train(bare, expected, 0, 5, first=5, size=place.size)
         for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@policies
+def test_34_another_layer_may_be_frozen_on_the_way(door, topology, place, policy):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    model[0].requires_grad_(False)
+    with door(sgd(model), module=model, topology=topology, policy=policy) as (optimizer, handle):
+        train(optimizer, model, place.rank, 5)
+        model[0].requires_grad_(True)  # as many parameters as before
+        model[1].requires_grad_(False)
+        train(optimizer, model, place.rank, 5, first=5)
+        handle.synchronize()
+    assert topology.same(bits(model))
 
 
 def repickled(thing):
