@@ -1179,7 +1179,7 @@ def test_44_data_loader_workers_start_in_every_way(door, topology, place, folder
     assert ended.returncode == 0, ended.stderr
     for way in ("fork", "forkserver", "spawn"):
         for rank in range(min(place.size, 2)):
-            assert f"{way} works on rank {rank}\n" in ended.stdout
+            assert f"{way} works on rank {rank}" in ended.stdout
 
 
 def job(topology, folder, text, ranks, *arguments):
