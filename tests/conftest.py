@@ -1,9 +1,11 @@
-"""Tests that need several ranks live in tests/ranks and run under mpirun, with --with-mpi."""
+"""Tests that need several ranks run under mpirun, with --with-mpi: tests/test_ranks.py does it."""
 
 from pathlib import Path
 
+RANKS = ("ranks", "test_contract.py")
+
 
 def pytest_ignore_collect(collection_path: Path, config) -> bool | None:
-    if collection_path.name == "ranks" and not config.getoption("--with-mpi", default=False):
+    if collection_path.name in RANKS and not config.getoption("--with-mpi", default=False):
         return True  # tests/test_ranks.py starts them; skipped lines would hide real skips
     return None

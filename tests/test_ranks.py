@@ -1,4 +1,4 @@
-"""Run tests/ranks under mpirun, on 1 to 4 ranks: plain `pytest` exercises MPI too."""
+"""Run what needs ranks under mpirun, on 1 to 4 of them: plain `pytest` exercises MPI too."""
 
 import os
 import re
@@ -12,6 +12,8 @@ from daso.environment import find_mpirun
 from daso.run.local import Local
 
 RANKS = Path(__file__).parent / "ranks"
+CONTRACT = Path(__file__).parent / "train" / "test_contract.py"
+POINTS = 47  # of the drop-in contract
 PYTEST = (
     "-m",
     "pytest",
@@ -33,18 +35,35 @@ def run_on(ranks: int, *program: str, timeout: float = 600) -> subprocess.Comple
     )
 
 
-@pytest.mark.timeout(660)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_on_ranks(ranks: int, record_property, capsys) -> None:
-    run = run_on(ranks, *PYTEST, "-x", str(RANKS))
+def run_tests(ranks: int, tests: Path) -> tuple[int, str]:
+    """Run tests on ranks; return how many passed, and what was printed."""
+    run = run_on(ranks, *PYTEST, "-x", str(tests))
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
     passed = re.findall(r"^(\d+) passed(?:, (\d+) skipped)? in", run.stdout, re.MULTILINE)
     assert len(passed) == 1, run.stdout[-2000:]
     count, skipped = int(passed[0][0]), passed[0][1]
     assert count > 0, "no multi-rank test ran"
     assert not skipped, "a test that needs ranks was skipped where ranks are"
+    return count, run.stdout
+
+
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_on_ranks(ranks: int, capsys) -> None:
+    count, _ = run_tests(ranks, RANKS)
     with capsys.disabled():
         print(f"\n{count} multi-rank tests passed on {ranks} ranks", file=sys.stderr)
+
+
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_drop_in_contract_on_ranks(ranks: int, capsys) -> None:
+    count, said = run_tests(ranks, CONTRACT)
+    (points,) = map(int, re.findall(r"^contract: (\d+) points hold$", said, re.MULTILINE))
+    with capsys.disabled():
+        what = f"{points} of {POINTS} points of the contract ({count} tests)"
+        print(f"\n{what} hold on {ranks} ranks", file=sys.stderr)
+    assert points == POINTS
 
 
 @pytest.mark.parametrize("cause", ["assert", "hang"])

@@ -1,0 +1,61 @@
+"""Start programs from inside a rank: what a test needs a process of its own for."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+LAUNCHERS = ("PMI", "PMIX", "OMPI_", "PRTE_", "HYD", "MPI", "SLURM_", "DASO_")
+TAG = 4747
+
+
+def outside() -> dict[str, str]:
+    """Return the environment without what a launcher told this rank."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
+
+
+@contextmanager
+def hidden_launcher() -> Iterator[None]:
+    """Let a framework believe that this process is alone: it would start a process group else."""
+    with mock.patch.dict(os.environ, outside(), clear=True):
+        yield
+
+
+def run(command: Sequence[object], *, seconds: float = 50) -> subprocess.CompletedProcess[str]:
+    """Run a command as if no launcher had started us."""
+    env = {**outside(), "OMP_NUM_THREADS": "1"}
+    words = [str(word) for word in command]
+    return subprocess.run(
+        words, env=env, capture_output=True, text=True, timeout=seconds, check=False
+    )
+
+
+def run_on(ranks: int, program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a program under `daso run`."""
+    return run([sys.executable, "-m", "daso", "run", "-n", ranks, program, *arguments])
+
+
+def once(world: Any, work: Callable[[], Any]) -> Any:
+    """Return what rank 0's work returns; the others sleep, for a rank waiting in MPI costs a core.
+
+    Collective over the world; blocking.
+    """
+    if world.Get_rank() > 0:
+        while not world.iprobe(source=0, tag=TAG):
+            time.sleep(0.01)
+        result = world.recv(source=0, tag=TAG)
+    else:
+        try:
+            result = work()
+        except Exception as error:
+            result = error
+        for rank in range(1, world.Get_size()):
+            world.send(result, rank, TAG)
+    if isinstance(result, Exception):
+        raise result
+    return result
