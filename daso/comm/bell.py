@@ -81,8 +81,9 @@ class Bell:
                 self._tell(GIVEN_UP, pair)
 
     def free(self) -> None:
-        """Give the communicator back. Collective over the world."""
-        self.comm.Free()
+        """Give the communicator back. Collective over the world; idempotent."""
+        if self.comm != load().COMM_NULL:
+            self.comm.Free()
 
 
 def _text(rank: int, steps: int, other: int, others_steps: int) -> str:

@@ -177,7 +177,7 @@ class Engine:
 
     def _carry_out(self, work: Work[Result]) -> Result:
         if self._error is not None:
-            raise ExchangeError("earlier work failed") from self._error
+            raise self._error
         while True:
             try:
                 requests = list(next(work))

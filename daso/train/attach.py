@@ -4,6 +4,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch._compile import _disable_dynamo
 
 from daso.comm.topology import Topology
 from daso.plan.options import Exchange, Gradients
@@ -92,19 +93,21 @@ class Attached:
         if self._borrowed:
             setattr(inner, NATIVE, True)
 
+    @_disable_dynamo
     def _before_step(self, inner: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        closure = kwargs.get("closure", args[0] if args else None)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         scaling = Scaling.of(inner)
         go, averaged = self._session.begin(closure, scaling)
         if scaling.active:  # gradients are unscaled: an optimizer that can must not do it again
-            inner.grad_scale = None  # type: ignore[attr-defined]
+            inner.grad_scale = inner.found_inf = None  # type: ignore[attr-defined]
         if not go:  # without gradients the optimizer leaves everything alone
             params = [p for group in inner.param_groups for p in group["params"]]
             self._set_aside = [(p, p.grad) for p in params if p.grad is not None]
             for param, _ in self._set_aside:
                 param.grad = None
-        return None if averaged is closure else ((), {"closure": averaged})
+        return None if averaged is closure else ((inner,), {"closure": averaged})
 
+    @_disable_dynamo
     def _after_step(self, *_: Any) -> None:
         for param, grad in self._set_aside:
             param.grad = grad

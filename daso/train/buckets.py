@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch._compile import _disable_dynamo
 
 from daso.comm.node import NodeBucket, NodeGroup
 from daso.errors import LayoutError
@@ -75,6 +76,7 @@ class GradientBuckets:
         route: Where they are averaged; may be replaced between two rounds.
         bucket_bytes: Bytes from which a bucket counts as full.
         same_order: Replaces an order (list of indices) by world rank 0's; collective over it.
+        behind_ddp: DDP averages the same gradients first: nothing starts before it is through.
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class GradientBuckets:
         *,
         bucket_bytes: int,
         same_order: Callable[[list[int]], list[int]],
+        behind_ddp: bool = False,
     ) -> None:
         self.named, self.node, self.route = named, node, route
+        self._behind_ddp = behind_ddp
         self.fresh = False  # a round was finished since somebody set this to False
         self._paused = False
         self._make = partial(_make_buckets, named, node, bucket_bytes, same_order)
@@ -108,6 +112,7 @@ class GradientBuckets:
             self._paused = before
             self.fresh = False  # what piled up is not averaged yet
 
+    @_disable_dynamo
     def _on_ready(self, index: int, tensor: torch.Tensor) -> None:
         if self._paused:
             return
@@ -115,10 +120,12 @@ class GradientBuckets:
         _check_gradient(self.named[index][0], tensor, again=index in ready)
         if not ready:
             # Called by autograd when this backward is over, as DDP and FSDP do it.
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish_round)
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            # DDP queues its own last: queue behind it, from a callback.
+            queue(partial(queue, self.finish_round) if self._behind_ddp else self.finish_round)
         ready[index] = None
         bucket = self._bucket_of.get(index)
-        if bucket is not None:
+        if bucket is not None and not self._behind_ddp:
             bucket.missing.discard(index)
             self._start_filled()
             self._add_started()
@@ -150,6 +157,7 @@ class GradientBuckets:
                 bucket.memory.deliver(1)
             self._round.added += 1
 
+    @_disable_dynamo
     def finish_round(self) -> None:
         """Average what is left, with zeros for parameters without a gradient.
 
@@ -188,6 +196,11 @@ class GradientBuckets:
                     if grad is not None and not bool(grad.isfinite().all()):
                         return self.named[index][0]
         return None
+
+    def owns(self, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient lies in a bucket."""
+        views = (view for bucket in self._buckets for view in bucket.views)
+        return any(view.data_ptr() == gradient.data_ptr() for view in views)
 
     def close(self) -> None:
         """Take the hooks off and give gradients memory of their own; idempotent."""

@@ -225,8 +225,9 @@ class DASO(torch.optim.Optimizer):
 
         Collective over the world in the sense of the schedule.
         """
-        args, kwargs = self._run_pre_hooks((), {"closure": closure})
-        closure = kwargs["closure"] if "closure" in kwargs else (*args, None)[0]
+        given = (self,) if closure is None else (self, closure)
+        args, kwargs = self._run_pre_hooks(given, {})
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         scaling, loss = Scaling.of(self), None
         go, closure = self._session.begin(closure, scaling)
         if go:

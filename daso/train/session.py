@@ -148,7 +148,8 @@ class Session:
 
         Collective over the world in the sense of the schedule.
         """
-        self._probing = closure is None and is_probe(self.inner)
+        probes = is_probe(self.inner) if self._sync is None else self._sync.is_probe()
+        self._probing = closure is None and probes
         if self._probing:
             return True, closure
         self._freshen()
@@ -156,7 +157,8 @@ class Session:
         if self._sync is None:
             return scaling.unscale(self.inner), closure
         if closure is not None:
-            return self._sync.ready(), self._averaged(closure)
+            self._sync.before_closure()
+            return True, self._averaged(closure)
         return self._sync.before_step(scaling), None
 
     def end(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from daso.comm.choose import choose_node, node_problem
 from daso.comm.topology import Topology
@@ -21,7 +22,7 @@ from daso.train.meeting import Meeting
 from daso.train.metrics import Counts
 from daso.train.outer import MakeOuter
 from daso.train.params import Trained, agree_layout, broadcast
-from daso.train.scaling import Scaling
+from daso.train.scaling import Scaling, is_probe
 
 __all__ = ["Sync"]
 
@@ -63,11 +64,11 @@ class Sync:
             self._route(between=False),
             bucket_bytes=settings.gradients.bucket_bytes,
             same_order=self.meeting.same_order,
+            behind_ddp=isinstance(trained.module, DistributedDataParallel),
         )
         self._synchronous = False  # gradients are averaged between nodes
         self._scales_apart = False  # nodes stepped with GradScalers of their own
-        groups = trained.inner.param_groups
-        self._trainable = sum(p.requires_grad for group in groups for p in group["params"])
+        self._trainable = _trainable(trained.inner)
         self.exchanges: Exchanges | None = None
         try:
             if topology.place.nodes > 1:
@@ -104,17 +105,15 @@ class Sync:
 
     # --- one step ----------------------------------------------------------------------------
 
-    def ready(self) -> bool:
-        """Raise what went wrong in the background since the last step.
-
-        Returns:
-            True: the inner optimizer should step.
+    def before_closure(self) -> None:
+        """Get ready for a step that calls backward itself.
 
         Raises:
-            ExchangeError: An exchange failed.
+            ExchangeError: An exchange failed since the last step.
         """
         self.links.engine.check()
-        return True
+        if self._synchronous:
+            self.counts.good()
 
     def before_step(self, scaling: Scaling) -> bool:
         """Join the averaging if no backward did since the last step; take scaling off gradients.
@@ -130,7 +129,7 @@ class Sync:
 
         Collective over the world in the sense of the schedule.
         """
-        self.ready()
+        self.links.engine.check()
         if not self.buckets.fresh:
             self.buckets.finish_round()
         finite = scaling.unscale(self.trained.inner)
@@ -176,8 +175,15 @@ class Sync:
 
     def outdated(self) -> bool:
         """Return whether parameters were added, frozen or unfrozen since this was made."""
-        groups = self.trained.inner.param_groups
-        return bool(self._trainable != sum(p.requires_grad for g in groups for p in g["params"]))
+        return self._trainable != _trainable(self.trained.inner)
+
+    def is_probe(self) -> bool:
+        """Return whether the step to come is torch's own; see `daso.train.scaling.is_probe`."""
+        if not is_probe(self.trained.inner):
+            return False
+        return not any(
+            p.grad is not None and self.buckets.owns(p.grad) for _, p in self.trained.named
+        )
 
     def after_step(self, acts: Sequence[Act], state: State) -> Seen | None:
         """Carry out what is due after a batch.
@@ -236,7 +242,13 @@ class Sync:
 
     def close(self) -> None:
         """Stop the engine and give everything back. Collective over the world; idempotent."""
-        self.exchanges = None
         self.buckets.close()
-        if self.links.close():
+        if self.links.close():  # until here an exchange in flight may go on
             self.buckets.node.free()
+        self.exchanges = None
+
+
+def _trainable(inner: torch.optim.Optimizer) -> list[int]:
+    """Return which parameters an optimizer trains."""
+    params = (param for group in inner.param_groups for param in group["params"])
+    return [id(param) for param in params if param.requires_grad]

@@ -706,3 +706,18 @@ def test_checkpoints_of_shared_weights_give_the_mean_gradient(topology, place, r
 def test_wrong_options_are_refused_before_anything_is_sent(topology, options, match):
     with pytest.raises(ConfigError, match=match):
         wrap(topology, small(), **options)
+
+
+@pytest.mark.parametrize("early", ["first", "last"])
+def test_ranks_stuck_in_different_exchanges_are_told_who_stopped_first(topology, place, early):
+    if place.size == 1:
+        return
+    model, who = small(), 0 if early == "first" else place.size - 1
+    optimizer = wrap(topology, model, policy=daso.Fixed(4, 1))
+    train(topology, model, optimizer, 5)
+    start = time.monotonic()
+    with pytest.raises(ExchangeError, match=r"rank \d+ took [58] and rank \d+ took [5678];"):
+        if place.rank != who:
+            train(topology, model, optimizer, 3, first=5)  # the others send after 8 steps
+        optimizer.synchronize()
+    assert time.monotonic() - start < 20
