@@ -43,6 +43,11 @@ class Bell:
         self._verdict: str | None = None
         self._lock = threading.Lock()
 
+    @property
+    def given_up(self) -> bool:
+        """Whether ranks are known to be out of step: nothing collective may follow."""
+        return self._verdict is not None
+
     def late(self) -> None:
         """Ring where this rank waits at a meeting, and listen to the others. Does not block.
 

@@ -111,7 +111,7 @@ class Links:
             Whether all exchanges had ended well; otherwise nothing is freed, since ranks may be
             missing.
         """
-        if not self.engine.close():
+        if not self.engine.close() or self.bell.given_up:
             return False
         mpi = load()
         for comm in (self.lane, self.world, self._votes):
