@@ -268,7 +268,8 @@ class SimulatedNodes:
         times = self.times
         seen = Seen(times.step_seconds, times.exchange_seconds, max(map(float, rates)), drift)
         self._flight = Flight(batch, fragment, seen)
-        known.measured, known.batches = Tally(distance, norm), batches
+        known.measured = Tally.measured(distance, norm, known.size)
+        known.batches = batches
         for one in sent:
             known.since[one] = batch
 

@@ -1,0 +1,432 @@
+"""What seldom exchanges cost in accuracy: many simulated nodes against synchronous training.
+
+Every setting trains the same model on the same samples in the same order, for as many epochs, once
+for each seed. The nodes of a run are simulated in one process (`daso.train.simulated`): schedules,
+wires, merges and bits are the real ones. Nothing is sent, so policies are told how long an exchange
+takes, in batches.
+
+    scripts/bench_accuracy --json accuracy.json --plot accuracy.png
+    scripts/bench_accuracy --quick
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from datetime import date
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from daso.comm.mpi import library
+from daso.data import ShardedSampler, find_fashion, load_digits, load_fashion, load_text
+from daso.environment import data_folder
+from daso.examples.cnn import CNN
+from daso.examples.transformer import ByteTransformer
+from daso.plan.options import Exchange, Gradients, Settings
+from daso.plan.policy import Auto, Fixed, Plateau, Qsr
+from daso.plan.schedule import Policy
+from daso.run.report import versions
+from daso.train.optimizer import DASO
+from daso.train.outer import MakeOuter
+from daso.train.simulated import SimulatedNodes, Times
+
+__all__ = ["main"]
+
+BATCH = 16  # samples per node and step
+EXCHANGE = 0.5  # batches that an exchange takes: it is hidden, and merged one batch late
+SYNCHRONOUS, AUTO = "synchronous, fp32", "Auto, int4"
+Pairs = tuple[torch.Tensor, torch.Tensor]
+
+
+def nesterov(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Make an outer optimizer: DiLoCo's, with less momentum."""
+    return torch.optim.SGD(params, lr=0.9, momentum=0.3, nesterov=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the table."""
+
+    name: str
+    policy: Callable[[int, float], Policy]  # of epochs and peak learning rate
+    wire: str = "int4"
+    merge: str | float = "auto"
+    outer: MakeOuter | None = None
+
+    def settings(self) -> Settings:
+        """Return it as the optimizer takes it."""
+        return Settings(
+            wire=self.wire,
+            merge=self.merge,
+            exchange=Exchange(),
+            gradients=Gradients(),
+            outer=self.outer is not None,
+        )
+
+
+def fixed(skip: int, wait: int) -> Callable[[int, float], Policy]:
+    """Return what makes a fixed policy."""
+    return lambda *_: Fixed(skip, wait)
+
+
+def plateau(epochs: int, _: float) -> Policy:
+    """Return the paper's policy with an eighth of the epochs for warm-up and cool-down each."""
+    edge = max(1, epochs // 8)
+    return Plateau(max(epochs, 2 * edge), warmup=edge, cooldown=edge)
+
+
+SETTINGS = (
+    Setting(SYNCHRONOUS, fixed(1, 0), "fp32"),
+    Setting(AUTO, lambda *_: Auto()),
+    Setting("Auto, bf16", lambda *_: Auto(), "bf16"),
+    Setting("Qsr, int4", lambda _, peak: Qsr(1.5 * peak, skip=2, max_skip=64)),
+    Setting("Plateau (DASO paper), bf16", plateau, "bf16", "daso"),
+    Setting("Fixed(4, 1), daso, bf16", fixed(4, 1), "bf16", "daso"),
+    Setting("Fixed(4, 1), delta, bf16", fixed(4, 1), "bf16", "delta"),
+    Setting("Fixed(32, 1), int4", fixed(32, 1)),
+    Setting("Fixed(32, 1), outer Nesterov, int4", fixed(32, 1), outer=nesterov),
+)
+QUICK = (SYNCHRONOUS, AUTO, "Fixed(4, 1), daso, bf16", "Fixed(32, 1), int4")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One model on one data set on so many nodes."""
+
+    data: str  # "fashion", "digits" or "text"
+    nodes: int
+    epochs: int
+    samples: int
+
+    @property
+    def text(self) -> bool:
+        """Whether it is the byte-level transformer."""
+        return self.data == "text"
+
+    @property
+    def peak(self) -> float:
+        """Peak learning rate; a cosine takes it to zero."""
+        return 0.003 if self.text else 0.05
+
+    def build(self, seed: int) -> torch.nn.Module:
+        """Make the model."""
+        torch.manual_seed(seed)
+        if self.text:
+            return ByteTransformer(64, width=32)
+        return CNN(8 if self.data == "digits" else 28, width=8)
+
+    def inner(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """Make the inner optimizer."""
+        if self.text:
+            return torch.optim.AdamW(model.parameters(), lr=self.peak)
+        return torch.optim.SGD(model.parameters(), lr=self.peak, momentum=0.9)
+
+    def __str__(self) -> str:
+        return f"{self.data}, {self.nodes} nodes"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one run gave."""
+
+    score: float  # percent of test samples (bytes of text) right
+    loss: float  # mean training loss of the last epoch
+    nbytes: int  # between nodes, by all of them
+    ddp_nbytes: int  # what averaging fp32 gradients at every batch sends
+    exchanges: int
+    steps: int
+    seconds: float
+
+
+@cache
+def load(data: str, samples: int) -> tuple[Pairs, Pairs]:
+    """Return training and test data as whole tensors."""
+    if data == "text":
+        train = load_text(None, train=True, context=64, max_bytes=64 * samples)
+        test = load_text(None, train=False, context=64, max_bytes=64 * 4000)
+    elif data == "digits":
+        train, test = load_digits(train=True), load_digits(train=False)
+    else:
+        train = load_fashion(data_folder(), train=True)
+        test = load_fashion(data_folder(), train=False)
+    return _whole(train, samples), _whole(test, 10_000)
+
+
+def _whole(data: Any, most: int) -> Pairs:
+    rows = [data[index] for index in range(min(most, len(data)))]
+    return torch.stack([x for x, _ in rows]), torch.stack([torch.as_tensor(y) for _, y in rows])
+
+
+def loss_of(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy."""
+    return cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+
+
+@torch.no_grad()
+def score(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+    """Return the percentage that the model gets right."""
+    model.eval()
+    parts = zip(inputs.split(500), targets.split(500), strict=True)
+    right = sum(int((model(x).argmax(-1) == y).sum()) for x, y in parts)
+    return 100 * right / targets.numel()
+
+
+def run(trial: Trial, name: str, seed: int) -> Result:
+    """Train once; in a process of its own."""
+    torch.set_num_threads(1)
+    start, (train, test) = time.perf_counter(), load(trial.data, trial.samples)
+    setting = next(one for one in SETTINGS if one.name == name)
+    nodes = SimulatedNodes(
+        lambda: trial.build(seed),
+        trial.inner,
+        trial.nodes,
+        policy=setting.policy(trial.epochs, trial.peak),
+        settings=setting.settings(),
+        outer=setting.outer,
+        times=Times(1.0, EXCHANGE),
+    )
+    losses = [_epoch(trial, nodes, train, seed, epoch) for epoch in range(trial.epochs)]
+    numel = sum(p.numel() for p in nodes.models[0].parameters())
+    steps = nodes.state.batch
+    return Result(
+        score=score(nodes.models[0], *test),
+        loss=losses[-1],
+        nbytes=nodes.global_bytes_sent,
+        ddp_nbytes=steps * 2 * (trial.nodes - 1) * 4 * numel,
+        exchanges=len(nodes.events),
+        steps=steps,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _epoch(trial: Trial, nodes: SimulatedNodes, train: Pairs, seed: int, epoch: int) -> float:
+    """Train one epoch; return the mean loss."""
+    inputs, targets = train
+    samplers = [
+        ShardedSampler(len(inputs), rank=rank, size=trial.nodes, batch_size=BATCH, seed=seed)
+        for rank in range(trial.nodes)
+    ]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    total, length = 0.0, len(samplers[0])
+    for number, batches in enumerate(zip(*samplers, strict=True)):
+        rate = _rate(trial, (epoch * length + number) / (trial.epochs * length))
+        for inner in nodes.inners:
+            inner.param_groups[0]["lr"] = rate
+        total += nodes.step([_loss(inputs[one], targets[one]) for one in batches])
+    nodes.end_epoch(total / length)
+    nodes.synchronize()
+    return total / length
+
+
+def _rate(trial: Trial, done: float) -> float:
+    """Return the learning rate: 2 % linear warm-up, then a cosine to zero."""
+    return trial.peak * min(1.0, done / 0.02 + 0.05) * (1 + math.cos(math.pi * done)) / 2
+
+
+def _loss(inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[torch.nn.Module], torch.Tensor]:
+    return lambda model: loss_of(model, inputs, targets)
+
+
+# --- the whole bench -----------------------------------------------------------------------------
+
+
+def trials(*, quick: bool) -> Iterator[tuple[Trial, tuple[str, ...]]]:
+    """List what is run, and with which settings."""
+    images = "fashion" if find_fashion(data_folder()) else "digits"
+    everything = tuple(setting.name for setting in SETTINGS)
+    if quick:
+        yield Trial(images, nodes=16, epochs=3, samples=12_000), QUICK
+        return
+    yield Trial(images, nodes=16, epochs=16, samples=30_000), everything
+    yield Trial(images, nodes=2, epochs=4, samples=15_000), QUICK
+    yield Trial("text", nodes=16, epochs=4, samples=16_000), QUICK
+
+
+def overhead(rounds: int, steps: int) -> float:
+    """Return the step time of the wrapped optimizer over the bare one's, on one rank: the median.
+
+    Rounds of both alternate, so that what else the machine does meets both.
+    """
+    torch.set_num_threads(1)
+    images, labels = torch.randn(32, 1, 28, 28), torch.randint(0, 10, (32,))
+    runners = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        model = CNN(28, width=16)
+        inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        optimizer = DASO(inner, module=model) if wrapped else inner
+        runners.append((model, optimizer))
+    ratios = []
+    for _ in range(rounds):
+        seconds = []
+        for model, optimizer in runners:
+            start = time.perf_counter()
+            for _ in range(steps):
+                optimizer.zero_grad()
+                loss_of(model, images, labels).backward()
+                optimizer.step()
+            seconds.append(time.perf_counter() - start)
+        ratios.append(seconds[1] / seconds[0])
+    return statistics.median(ratios)
+
+
+def summarize(trial: Trial, found: dict[str, list[Result]]) -> list[dict[str, Any]]:
+    """Return one row for each setting: means over seeds, against synchronous training."""
+    best = statistics.mean(one.score for one in found[SYNCHRONOUS])
+    rows = []
+    for name, results in found.items():
+        scores = [one.score for one in results]
+        rows.append(
+            {
+                "trial": str(trial),
+                "setting": name,
+                "score": statistics.mean(scores),
+                "spread": statistics.stdev(scores) if len(scores) > 1 else 0.0,
+                "gap": best - statistics.mean(scores),
+                "loss": statistics.mean(one.loss for one in results),
+                "bytes_ratio": statistics.mean(one.ddp_nbytes / one.nbytes for one in results),
+                "exchanges": statistics.mean(one.exchanges for one in results),
+                "steps": results[0].steps,
+                "seeds": len(results),
+                "scores": scores,
+            }
+        )
+    return rows
+
+
+def figures(trial: Trial, rows: list[dict[str, Any]], ratio: float) -> dict[str, dict[str, Any]]:
+    """Return the figures of the first trial, named as everywhere."""
+    conditions = (
+        f"{trial.data}, CNN of width 8 with BatchNorm, {trial.nodes} simulated nodes x batch "
+        f"{BATCH}, {trial.epochs} epochs of {trial.samples} samples, SGD momentum 0.9, cosine from "
+        f"{trial.peak}, {rows[0]['seeds']} seeds, an exchange takes {EXCHANGE} batches; against "
+        f"fp32 gradients averaged at every batch"
+    )
+    by_name = {row["setting"]: row for row in rows}
+    auto = by_name[AUTO]
+    seldom = [row for row in rows if row["bytes_ratio"] >= 100]
+    found = {
+        "accuracy_gap_auto_16_nodes": (auto["gap"], "points below synchronous", AUTO),
+        "bytes_ratio_auto_16_nodes": (auto["bytes_ratio"], "times fewer bytes", AUTO),
+    }
+    if seldom:
+        best = min(seldom, key=lambda row: float(row["gap"]))
+        name = best["setting"]
+        found["bytes_ratio_best"] = (best["bytes_ratio"], "times fewer bytes", name)
+        found["accuracy_gap_best"] = (best["gap"], "points below synchronous", name)
+    made = {
+        name: {"value": value, "unit": unit, "conditions": f"{setting}: {conditions}"}
+        for name, (value, unit, setting) in found.items()
+    }
+    made["overhead_world_1"] = {
+        "value": ratio,
+        "unit": "ratio of step times, wrapped over bare",
+        "conditions": "CNN of width 16, batch 32, one rank, median of alternating rounds",
+    }
+    return made
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return rows as aligned lines."""
+    lines = [
+        f"{'setting':<38}{'right %':>9}{'+-':>6}{'gap':>7}{'fewer bytes':>13}{'exchanges':>11}"
+    ]
+    for row in rows:
+        lines.append(
+            f"{row['setting']:<38}{row['score']:>9.2f}{row['spread']:>6.2f}{row['gap']:>7.2f}"
+            f"{row['bytes_ratio']:>12.1f}x{row['exchanges']:>11.0f}"
+        )
+    return "\n".join(lines)
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw accuracy against bytes, one panel for each trial."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(row["trial"] for row in rows))
+    figure, panels = pyplot.subplots(1, len(names), figsize=(6.2 * len(names), 4.6), squeeze=False)
+    for panel, name in zip(panels[0], names, strict=True):
+        mine = [row for row in rows if row["trial"] == name]
+        level = next(row["score"] for row in mine if row["setting"] == SYNCHRONOUS)
+        panel.axhline(level, color="0.7", linewidth=1, zorder=0)
+        for number, row in enumerate(mine):
+            panel.errorbar(
+                row["bytes_ratio"],
+                row["score"],
+                yerr=row["spread"],
+                fmt="o",
+                color=f"C{number}",
+                capsize=3,
+                label=row["setting"],
+            )
+        panel.set_xscale("log")
+        panel.set_xlabel("times fewer bytes between nodes than fp32 DDP")
+        panel.set_ylabel("test samples right, %")
+        panel.set_title(f"{name}, {mine[0]['steps']} steps, {mine[0]['seeds']} seeds")
+        panel.legend(fontsize=7, loc="lower left")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the bench.
+
+    Args:
+        words: Arguments; the process's own if None.
+
+    Returns:
+        Exit code.
+    """
+    options = _options(words)
+    pool = ProcessPoolExecutor(options.jobs)
+    rows, first = [], None
+    for trial, names in trials(quick=options.quick):
+        seeds = range(options.seeds or (1 if options.quick else 3))
+        jobs = {
+            (name, seed): pool.submit(run, trial, name, seed) for seed in seeds for name in names
+        }
+        found = {name: [jobs[name, seed].result() for seed in seeds] for name in names}
+        mine = summarize(trial, found)
+        first = first or (trial, mine)
+        rows += mine
+        print(f"\n{trial}, {mine[0]['steps']} steps, {len(seeds)} seeds\n{table(mine)}", flush=True)
+    pool.shutdown()
+    assert first is not None
+    ratio = overhead(rounds=11 if options.quick else 41, steps=20)
+    print(f"\nwrapped over bare optimizer, one rank: {ratio:.4f}")
+    made = figures(*first, ratio)
+    if options.json:
+        known = {"versions": versions(library()), "date": date.today().isoformat()}
+        options.json.write_text(
+            json.dumps({"figures": made, **known, "rows": rows}, indent=2) + "\n", encoding="utf-8"
+        )
+    if options.plot:
+        plot(rows, options.plot)
+    return 0
+
+
+def _options(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench_accuracy", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one seed, few epochs: minutes")
+    parser.add_argument("--seeds", type=int, default=0, help="runs of each setting (3)")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--json", type=Path, help="write figures and rows to this file")
+    parser.add_argument("--plot", type=Path, help="draw accuracy against bytes to this PNG")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
