@@ -43,6 +43,7 @@ __all__ = ["main"]
 
 BATCH = 16  # samples per node and step
 EXCHANGE = 0.5  # batches that an exchange takes: it is hidden, and merged one batch late
+TEXT_BYTES = 1_100_000  # of Python's library
 SYNCHRONOUS, AUTO = "synchronous, fp32", "Auto, int4"
 Pairs = tuple[torch.Tensor, torch.Tensor]
 
@@ -150,15 +151,15 @@ class Result:
 @cache
 def load(data: str, samples: int) -> tuple[Pairs, Pairs]:
     """Return training and test data as whole tensors."""
+    return _whole(_data(data, train=True), samples), _whole(_data(data, train=False), 10_000)
+
+
+def _data(data: str, *, train: bool) -> Any:
     if data == "text":
-        train = load_text(None, train=True, context=64, max_bytes=64 * samples)
-        test = load_text(None, train=False, context=64, max_bytes=64 * 4000)
-    elif data == "digits":
-        train, test = load_digits(train=True), load_digits(train=False)
-    else:
-        train = load_fashion(data_folder(), train=True)
-        test = load_fashion(data_folder(), train=False)
-    return _whole(train, samples), _whole(test, 10_000)
+        return load_text(None, train=train, context=64, max_bytes=TEXT_BYTES)
+    if data == "digits":
+        return load_digits(train=train)
+    return load_fashion(data_folder(), train=train)
 
 
 def _whole(data: Any, most: int) -> Pairs:
@@ -338,9 +339,8 @@ def figures(trial: Trial, rows: list[dict[str, Any]], ratio: float) -> dict[str,
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return rows as aligned lines."""
-    lines = [
-        f"{'setting':<38}{'right %':>9}{'+-':>6}{'gap':>7}{'fewer bytes':>13}{'exchanges':>11}"
-    ]
+    names = ("right %", "+-", "gap", "fewer bytes", "exchanges")
+    lines = [f"{'setting':<38}" + "{:>9}{:>6}{:>7}{:>13}{:>11}".format(*names)]
     for row in rows:
         lines.append(
             f"{row['setting']:<38}{row['score']:>9.2f}{row['spread']:>6.2f}{row['gap']:>7.2f}"
@@ -395,9 +395,8 @@ def main(words: Sequence[str] | None = None) -> int:
     rows, first = [], None
     for trial, names in trials(quick=options.quick):
         seeds = range(options.seeds or (1 if options.quick else 3))
-        jobs = {
-            (name, seed): pool.submit(run, trial, name, seed) for seed in seeds for name in names
-        }
+        runs = [(name, seed) for seed in seeds for name in names]
+        jobs = {one: pool.submit(run, trial, *one) for one in runs}
         found = {name: [jobs[name, seed].result() for seed in seeds] for name in names}
         mine = summarize(trial, found)
         first = first or (trial, mine)
