@@ -4,6 +4,7 @@
 - `Plateau`: the paper's phases, by epochs and the loss.
 - `Qsr`: skip from the learning rate.
 - `Auto`: wait from measured times, skip from measured drift and the learning rate.
+- `Replay`: what another policy decided in a run, from its log.
 """
 
 import math
@@ -13,7 +14,7 @@ from daso.errors import ConfigError
 from daso.plan.plateau import observe
 from daso.plan.schedule import Seen, State
 
-__all__ = ["Auto", "Fixed", "Plateau", "Qsr"]
+__all__ = ["Auto", "Fixed", "Plateau", "Qsr", "Replay"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +257,37 @@ class Auto:
 
     def tune_epoch(self, state: State, loss: float) -> State:  # noqa: ARG002 - the protocol's
         """Change nothing: loss and epochs are not needed."""
+        return state
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Repeats what a policy decided in a run, so that one process can go through it again.
+
+    Args:
+        history: ``report()["skip_history"]`` of the run: (batch, skip, wait), first for batch 0.
+    """
+
+    history: tuple[tuple[int, int, int], ...]
+
+    def start(self) -> State:
+        """Return the state before the first batch."""
+        _, skip, wait = self.history[0]
+        return State(skip=skip, wait=wait)
+
+    def tune_batch(self, state: State) -> State:
+        """Do after a batch what was done after it."""
+        for batch, skip, wait in self.history[1:]:
+            if batch == state.batch:
+                state = replace(state, skip=skip, wait=wait)
+        return state
+
+    def tune_exchange(self, state: State, seen: Seen) -> State:  # noqa: ARG002 - the protocol's
+        """Change nothing: the log says it for the batch."""
+        return state
+
+    def tune_epoch(self, state: State, loss: float) -> State:  # noqa: ARG002 - the protocol's
+        """Change nothing: the log says it for the batch."""
         return state
 
 

@@ -1,0 +1,115 @@
+"""Invariants 7 and 8: a run resumed, or replayed from its log, has the same bits."""
+
+import io
+
+import pytest
+import torch
+from ranks.test_sync import batch_loss, mlp, seeded, sgd
+
+import daso
+from daso.plan.options import Settings
+from daso.plan.policy import Replay
+from daso.train.simulated import SimulatedNodes
+
+pytestmark = pytest.mark.mpi
+
+ORDERED = daso.Exchange(reduce="ordered", chunk_bytes=512)
+
+
+def nesterov(params):
+    return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def bits(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def train(model, optimizer, rank, steps):
+    """Train, and return the bits after every step."""
+    seen = []
+    for step in steps:
+        optimizer.zero_grad()
+        batch_loss(model, rank, step).backward()
+        optimizer.step()
+        seen.append(bits(model))
+    return seen
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+POLICIES = [daso.Fixed(1, 0), daso.Fixed(4, 3), daso.Fixed(3, 1, warmup=4)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"wire": "bf16", "merge": "daso"},
+        {"wire": "int4", "merge": "delta"},
+        {"wire": "topk", "merge": "delta"},
+        {"wire": "fp32", "merge": 0.5},
+        {"wire": "bf16", "merge": "eager"},
+        {"wire": "int8", "outer": nesterov},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_a_run_resumed_anywhere_has_the_same_bits(topology, policy, fragments, options):
+    exchange = daso.Exchange(reduce="ordered", chunk_bytes=512, fragments=fragments)
+
+    def start(seed):
+        torch.manual_seed(seed)
+        model = mlp()
+        options_of_all = {"topology": topology, "policy": policy, "exchange": exchange}
+        return model, daso.DASO(sgd(model), module=model, **options_of_all, **options)
+
+    rank = topology.place.rank
+    model, optimizer = start(1)
+    with optimizer:
+        whole = train(model, optimizer, rank, range(12))
+    for cut in (5, 7):
+        model, optimizer = start(1)
+        with optimizer:
+            train(model, optimizer, rank, range(cut))
+            saved = through_a_file([model.state_dict(), optimizer.state_dict()])
+            # Saving changes nothing.
+            assert all(map(torch.equal, train(model, optimizer, rank, [cut])[0], whole[cut]))
+        model, optimizer = start(2)
+        with optimizer:
+            train(model, optimizer, rank, range(40, 43))  # something else was in flight
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            rest = train(model, optimizer, rank, range(cut, 12))
+        for mine, before in zip(rest, whole[cut:], strict=True):
+            assert all(map(torch.equal, mine, before))
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int4", "topk"])
+def test_one_process_replays_a_run_from_its_log(topology, place, wire):
+    if place.nodes < place.size or place.size == 1:
+        return  # simulated nodes have one rank each
+    build, options = seeded(mlp), {"wire": wire, "merge": "delta", "exchange": ORDERED}
+    model = build()
+    policy = daso.Auto(drift=0.05, warmup=3)
+    optimizer = daso.DASO(sgd(model), module=model, topology=topology, policy=policy, **options)
+    with optimizer:
+        for step in range(40):
+            train(model, optimizer, place.rank, [step])
+            if step == 24:
+                optimizer.end_epoch(1.0)
+    history = tuple(optimizer.report()["skip_history"])
+    assert len(history) > 2  # what Auto measured made a difference
+    settings = Settings(**options, gradients=daso.Gradients())
+    nodes = SimulatedNodes(build, sgd, place.size, policy=Replay(history), settings=settings)
+    for step in range(40):
+        nodes.step([lambda m, r=r, s=step: batch_loss(m, r, s) for r in range(place.size)])
+        if step == 24:
+            nodes.end_epoch(1.0)
+    nodes.synchronize()
+    for mine, theirs in zip(model.parameters(), nodes.models[place.rank].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
