@@ -210,7 +210,7 @@ class Auto:
         warmup: Synchronous batches at the start.
     """
 
-    drift: float = 0.03
+    drift: float = 0.025
     max_skip: int = 128
     warmup: int = 0
 
