@@ -397,7 +397,7 @@ def test_the_defaults_are_written_down():
         epochs=9, warmup=4, cooldown=4, max_skip=4, threshold=0.05, patience=2
     )
     assert Qsr(0.4) == Qsr(alpha=0.4, skip=4, wait=1, max_skip=256)
-    assert Auto() == Auto(drift=0.03, max_skip=128, warmup=0)
+    assert Auto() == Auto(drift=0.025, max_skip=128, warmup=0)
 
 
 def test_plateau_takes_the_edges_of_its_ranges():
