@@ -161,19 +161,19 @@ class Sequential:
         smallest = min(self.node_sizes)
         whole = all(size % smallest == 0 for size in self.node_sizes)
         weights = [size // smallest for size in self.node_sizes] if whole else self.node_sizes
-        total = None
+        total, carried_by = None, []
         for node, weight in enumerate(weights):
             delta = self.snapshot[node][index] - self.reference[index] + self.residual[node][index]
             carried = delta.to(self.wire).to(delta.dtype)
             self.residual[node][index] = delta - carried
+            carried_by.append(carried)
             term = carried * weight
             total = term if total is None else total + term
         mean = total / sum(weights) + self.rounded[index]
         carried = mean.to(self.wire).to(mean.dtype)
         self.rounded[index] = mean - carried
         for node in range(len(self.models)):
-            mine = (self.snapshot[node][index] - self.reference[index]) * self.share(node)
-            self.others[node][index] = carried - mine
+            self.others[node][index] = carried - carried_by[node] * self.share(node)
         if self.outer is None:
             self.reference[index] = self.reference[index] + carried
         else:

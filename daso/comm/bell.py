@@ -8,6 +8,8 @@ all. Nothing is sent as long as nobody waits that long.
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,10 +40,19 @@ class Bell:
         self.comm = world.Dup()
         self.steps = 0  # that this rank has taken or is in the middle of
         self.at_meeting = False
-        self._rung_at: int | None = None  # steps for which this rank rang already
+        self._meetings = 0  # that are over: the same on all ranks that are not out of step
+        self._rung = False  # at this meeting
         self._sent: list[tuple[MPI.Request, torch.Tensor]] = []
         self._verdict: str | None = None
         self._lock = threading.Lock()
+
+    @contextmanager
+    def meeting(self, steps: int) -> Iterator[None]:
+        """Be at a meeting of all ranks, after so many steps."""
+        self.steps, self.at_meeting, self._rung = steps, True, False
+        yield
+        with self._lock:
+            self.at_meeting, self._meetings = False, self._meetings + 1
 
     @property
     def given_up(self) -> bool:
@@ -56,9 +67,9 @@ class Bell:
         """
         with self._lock:
             if self._verdict is None:
-                if self.at_meeting and self._rung_at != self.steps:
-                    self._rung_at = self.steps
-                    self._tell(MEETING, [self.steps])
+                if self.at_meeting and not self._rung:
+                    self._rung = True
+                    self._tell(MEETING, [self.steps, self._meetings])
                 self._listen()
             if self._verdict is not None:
                 raise ExchangeError(self._verdict)
@@ -78,6 +89,8 @@ class Bell:
             numbers = [int(number) for number in row.tolist()]
             if status.Get_tag() == GIVEN_UP:
                 self._verdict = _text(*numbers)
+            elif numbers[1] < self._meetings:  # it was waiting for this rank, which came
+                continue
             # A rank that came after fewer steps than this one is in will never join it; two that
             # came after different numbers may each be stuck behind an exchange of theirs.
             elif numbers[0] < self.steps or (self.at_meeting and numbers[0] > self.steps):

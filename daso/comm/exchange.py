@@ -93,6 +93,7 @@ def iallreduce(
     for parts in chunks:
         start, stop = parts[0][0], parts[-1][1]
         values = source.values(start, stop)
+        source.sent(start, stop, values, values)
         if weight != 1:
             values *= weight
         request = comm.Iallreduce(_in_place(), sum_buffer(values))

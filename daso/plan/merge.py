@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from daso.errors import ConfigError
 from daso.plan.schedule import Seen
 
-__all__ = ["ADOPT", "MERGES", "Merge", "check_merge", "is_eager", "merge_rule"]
+__all__ = ["ADOPT", "KEEP", "MERGES", "Merge", "check_merge", "is_eager", "merge_rule"]
 
 MERGES = ("auto", "daso", "delta", "eager")
 MOST_DRIFT = 0.1  # relative distance made while waiting, above which auto contracts

@@ -89,7 +89,7 @@ class Settings:
     def __post_init__(self) -> None:
         _check_choice("wire", self.wire, get_args(Wire))
         check_merge(self.merge)
-        if self.wire == "topk" and self.merge not in ("auto", "delta", "eager"):
+        if self.sparse and self.merge not in ("auto", "delta", "eager"):
             raise ConfigError(
                 f"wire='topk' needs merge 'auto', 'delta' or 'eager' (what it does not send would "
                 f"count twice where local parameters keep a part of it), not {self.merge!r}"
@@ -107,9 +107,14 @@ class Settings:
 
     def merge_rule(self, *, waited: int, nodes: int, seen: Seen) -> Merge:
         """Return the merge to carry out; see `daso.plan.merge.merge_rule`."""
-        if self.wire == "topk" and self.merge == "auto":
+        if self.sparse and self.merge == "auto":
             return merge_rule("delta", waited=waited, nodes=nodes)
         return merge_rule(self.merge, waited=waited, nodes=nodes, seen=seen, outer=self.outer)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether an exchange leaves work behind that must not be lost."""
+        return self.wire == "topk"
 
     @property
     def delta_reduce(self) -> Reduce:

@@ -68,6 +68,7 @@ class State:
     sends: int = 0  # exchanges of one fragment so far
     agreed: int = 0  # batch up to which all work was put into an exchange
     fragments: int = 1  # parts of the parameters that take turns
+    sparse: bool = False  # an exchange leaves work behind; one of everything does not
     plateau: PlateauState = field(default_factory=PlateauState)
     seen: Seen = field(default_factory=Seen)
 
@@ -186,7 +187,8 @@ def _exchange(state: State) -> tuple[tuple[Act, ...], State]:
         acts, state = (Act.RECEIVE,), replace(state, sent=None)
     if state.sent is None and state.batch - state.last >= state.skip:
         acts = (*acts, Act.SEND)
-        agreed = state.batch if state.fragments == 1 else state.agreed
+        whole = state.fragments == 1 and not state.sparse
+        agreed = state.batch if whole else state.agreed
         now = state.batch
         state = replace(state, sent=now, last=now, sends=state.sends + 1, agreed=agreed)
         if state.wait == 0:

@@ -76,6 +76,7 @@ class GradientBuckets:
         route: Where they are averaged; may be replaced between two rounds.
         bucket_bytes: Bytes from which a bucket counts as full.
         same_order: Replaces an order (list of indices) by world rank 0's; collective over it.
+        begin: Called when a backward begins whose gradients will be averaged.
         behind_ddp: DDP averages the same gradients first: nothing starts before it is through.
     """
 
@@ -87,10 +88,11 @@ class GradientBuckets:
         *,
         bucket_bytes: int,
         same_order: Callable[[list[int]], list[int]],
+        begin: Callable[[], None],
         behind_ddp: bool = False,
     ) -> None:
         self.named, self.node, self.route = named, node, route
-        self._behind_ddp = behind_ddp
+        self._begin, self._behind_ddp = begin, behind_ddp
         self.fresh = False  # a round was finished since somebody set this to False
         self._paused = False
         self._make = partial(_make_buckets, named, node, bucket_bytes, same_order)
@@ -119,6 +121,7 @@ class GradientBuckets:
         ready = self._round.ready
         _check_gradient(self.named[index][0], tensor, again=index in ready)
         if not ready:
+            self._begin()
             # Called by autograd when this backward is over, as DDP and FSDP do it.
             queue = torch.autograd.Variable._execution_engine.queue_callback
             # DDP queues its own last: queue behind it, from a callback.

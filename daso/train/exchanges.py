@@ -5,6 +5,7 @@ boundaries, and nowhere else.
 """
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -46,6 +47,7 @@ class Flight:
     batch: int  # batch after which it was sent
     batches: int  # of work that it carries
     fragment: int | None  # None: all of them
+    ahead: bool  # the node went where it will probably bring it
 
 
 @dataclass(slots=True)
@@ -109,19 +111,20 @@ class Exchanges:
             fragment: Which part of the parameters; None for all of them.
             blocking: It will be received at once.
 
-        Collective over the world; non-blocking.
+        Collective over the world; non-blocking, but for the node where nodes go ahead.
         """
         rows, known = self._rows_of(fragment), self._known
-        sent = range(len(known.since)) if fragment is None else [fragment]
-        batches = batch - min(known.since[one] for one in sent)
+        batches = batch - min(known.since[one] for one in self._fragments_of(fragment))
+        ahead = self.settings.eager and not blocking
         for row in rows:
             row.take_snapshot()
-            if self.settings.eager and not blocking:
+            if ahead:
                 row.go_ahead()
         work = self._exchange(rows, self._header(batch), known.measured, dense=fragment is None)
-        self._flight = Flight(self.links.engine.submit(work), batch, batches, fragment)
-        for one in sent:
-            known.since[one] = batch
+        self._flight = Flight(self.links.engine.submit(work), batch, batches, fragment, ahead)
+
+    def _fragments_of(self, fragment: int | None) -> Sequence[int]:
+        return range(len(self._known.since)) if fragment is None else [fragment]
 
     def _header(self, batch: int) -> Header:
         digest = sum(row.layout.digest for row in self._rows_of(None)) % DIGESTS
@@ -222,23 +225,25 @@ class Exchanges:
         known, header = self._known, outcome.header
         drift = outcome.tally.drift(nodes=self.place.nodes, batches=known.batches)
         known.measured, known.batches = outcome.measured, flight.batches
+        for one in self._fragments_of(flight.fragment):
+            known.since[one] = flight.batch
         return Seen(header.step_seconds, header.exchange_seconds, header.lr, drift)
 
     def _drop(self, flight: Flight, outcome: Outcome) -> None:
-        """Say whose value is not finite; set that node back to the reference."""
+        """Set the node whose value is not finite back to the reference; say whose it is."""
         element, rank = decode_culprit(outcome.header.nonfinite, self.place.size)
+        if not all(self.meeting.topology.node.allgather(outcome.sound)):
+            for row in self._rows_of(None):
+                row.restore()
+            zero_nonfinite(self.meeting.trained.inner, self.meeting.trained.named)
+        elif flight.ahead:
+            for row in self._rows_of(flight.fragment):
+                row.turn_back()
+        self.meeting.mend_buffers()
         self.meeting.count_drop(
             f"parameter {self._name_at(element)} on rank {rank} is not finite; this exchange is "
             f"dropped and that node starts again from the last agreed parameters"
         )
-        sound = all(self.meeting.topology.node.allgather(outcome.sound))
-        # A node that went ahead of a dropped exchange has nowhere else to go back to.
-        if self.settings.eager or not sound:
-            for row in self._rows_of(flight.fragment):
-                row.restore()
-        if not sound:
-            zero_nonfinite(self.meeting.trained.inner, self.meeting.trained.named)
-        self.meeting.mend_buffers()
 
     def _name_at(self, element: int) -> str:
         for row in self._rows_of(None):
@@ -286,6 +291,7 @@ def _pack(flight: Flight) -> dict[str, Any]:
         "batch": flight.batch,
         "batches": flight.batches,
         "fragment": flight.fragment,
+        "ahead": flight.ahead,
     }
 
 
@@ -297,4 +303,5 @@ def _unpack(values: dict[str, Any]) -> Flight:
         "measured": Tally(**outcome["measured"]),
     }
     ticket = Ticket.over(Outcome(**outcome | parts), values["seconds"])
-    return Flight(ticket, values["batch"], values["batches"], values["fragment"])
+    names = ("batch", "batches", "fragment", "ahead")
+    return Flight(ticket, *(values[name] for name in names))

@@ -100,9 +100,8 @@ class Meeting:
 
         Collective over the world; blocking.
         """
-        self.links.bell.steps, self.links.bell.at_meeting = batch, True
-        steps = self.gather(float(batch))
-        self.links.bell.at_meeting = False
+        with self.links.bell.meeting(batch):
+            steps = self.gather(float(batch))
         fewest, most = min(steps), max(steps)
         if fewest != most:
             raise ExchangeError(

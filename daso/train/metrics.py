@@ -18,6 +18,7 @@ KEPT = (
     "exposed_seconds",
     "exposed_before",
     "exchange_seconds",
+    "scales_apart",
 )
 
 
@@ -37,6 +38,7 @@ class Counts:
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     stepped_at: float = field(default_factory=time.perf_counter)
     exposed_before: float = 0.0
+    scales_apart: bool = False  # nodes stepped with GradScalers of their own
     # The last exchanges, drops and joins; bounded, so that a long run does not grow.
     events: deque[dict[str, object]] = field(default_factory=lambda: deque(maxlen=10_000))
 

@@ -4,6 +4,7 @@ It holds the user's optimizer and delegates everything to it; only `step` does m
 ``param_groups``, ``state`` and ``defaults`` are the inner optimizer's own objects, always.
 """
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -75,7 +76,8 @@ class DASO(torch.optim.Optimizer):
             what was measured.
         outer: Makes an optimizer for what all nodes agreed on, whose gradient is the mean of what
             the nodes did, negated: ``lambda p: torch.optim.SGD(p, 0.7, 0.9, nesterov=True)`` is
-            DiLoCo. None: the mean itself.
+            DiLoCo. It starts anew when parameters are added, frozen or unfrozen. None: the mean
+            itself.
         exchange: How nodes exchange.
         gradients: How gradients are averaged.
 
@@ -134,8 +136,17 @@ class DASO(torch.optim.Optimizer):
             "post": self._optimizer_step_post_hooks,
         }
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        topology = {"topology": self._session._topology}  # the same ranks
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo) | topology)
+        return copied
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        session = Session.copied(state["inner"], state["setup"], state["schedule"])
+        session = Session.copied(
+            state["inner"], state["setup"], state["schedule"], state.get("topology")
+        )
         self._hold(state["inner"], session)
         self._optimizer_step_pre_hooks = state["pre"]
         self._optimizer_step_post_hooks = state["post"]
@@ -184,7 +195,8 @@ class DASO(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class or of the inner optimizer; load the model's first.
 
-        With every rank's own state in a world of the same shape, training goes on to the same bits.
+        With every rank's own state in a world of the same shape, training goes on to the same bits
+        (under `daso.Auto`, which goes by measured times, as long as it chooses the same).
         Otherwise the schedule goes on from world rank 0's count, and all ranks from world rank 0's
         parameters at the next step.
 

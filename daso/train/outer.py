@@ -52,9 +52,9 @@ class Outer:
         return there
 
     def state(self) -> dict[str, Any]:
-        """Return the optimizer's state_dict."""
-        return self.optimizer.state_dict()
+        """Return a copy of the optimizer's state_dict."""
+        return copy.deepcopy(self.optimizer.state_dict())
 
     def load(self, state: dict[str, Any]) -> None:
         """Load what `state` returned."""
-        self.optimizer.load_state_dict(state)
+        self.optimizer.load_state_dict(copy.deepcopy(state))

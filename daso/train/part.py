@@ -53,7 +53,10 @@ class Part:
         self._scratch = [torch.empty(0, dtype=shown.dtype) for _ in range(2)]  # chunks under way
 
     def anchor(self) -> None:
-        """Forget what belonged to an earlier reference; the caller has written the new one."""
+        """Forget what belonged to an earlier reference; the caller has written the new one.
+
+        The outer optimizer goes on with the momentum it has.
+        """
         if self.residual is not None:
             self.residual.zero_()
         self.ahead = self.others = None
@@ -68,9 +71,13 @@ class Part:
         return values if self.residual is None else values.add_(self.residual[start:stop])
 
     def sent(self, start: int, stop: int, values: torch.Tensor, carried: torch.Tensor) -> None:
-        """Keep what the wire rounded away."""
+        """Keep what the wire rounded away, and what this node's share of the mean will be."""
         if self.residual is not None:
             torch.sub(values, carried, out=self.residual[start:stop])
+        if self.way.eager:
+            if self.others is None:
+                self.others = torch.zeros_like(self.reference)
+            torch.mul(carried, -self.way.share, out=self.others[start:stop])
 
     def deliver(self, start: int, stop: int, mean: torch.Tensor) -> None:
         """Move the reference by the mean delta, or keep it for the outer optimizer.
@@ -81,12 +88,8 @@ class Part:
             mean: Mean delta (stop - start); overwritten.
         """
         snapshot, reference = self.snapshot[start:stop], self.reference[start:stop]
-        if self.way.eager:
-            if self.others is None:
-                self.others = torch.zeros_like(self.reference)
-            torch.sub(
-                mean, (snapshot - reference).mul_(self.way.share), out=self.others[start:stop]
-            )
+        if self.others is not None:
+            self.others[start:stop].add_(mean)
         if self.outer is not None:
             torch.neg(mean, out=self.outer.grad[start:stop])
             mean.add_(reference)
@@ -128,6 +131,12 @@ class Part:
             mean.mul_(self.way.share).add_(self.others)
         self.ahead = self.outer.trial(mean) if self.outer is not None else mean + self.reference
         self.shown.copy_(self.ahead)
+
+    def turn_back(self) -> None:
+        """Show what takes the node back from where it went ahead to where it was."""
+        if self.ahead is not None:
+            torch.sub(self.snapshot, self.ahead, out=self.shown)
+        self.ahead = self.others = None
 
     def show(self, rule: Merge) -> None:
         """Write what every rank of the node needs for a merge: g, or g - s, over what was shown."""

@@ -16,7 +16,7 @@ from daso.comm.engine import Work
 from daso.comm.exchange import iallreduce
 from daso.comm.node import NodeGroup
 from daso.plan.layout import Span, chunk_parts, pieces, split
-from daso.plan.merge import ADOPT, Merge
+from daso.plan.merge import ADOPT, KEEP, Merge
 from daso.train.links import Links
 from daso.train.outer import MakeOuter
 from daso.train.params import Named, flat_view, layout_of
@@ -135,6 +135,12 @@ class ParameterRow:
             for span, part in zip(self.spans, self.shared.parts, strict=True):
                 merge_pairs(list(self._views(span, part)), rule)
         self.shared.release()
+
+    def turn_back(self) -> None:
+        """Take back that the node went ahead. Collective over the node; blocking."""
+        self.shared.wait_released()
+        self.part.turn_back()
+        self._merge_shown(KEEP)
 
     def restore(self) -> None:
         """Set the parameters back to the reference. Collective over the node; blocking."""

@@ -21,7 +21,7 @@ from daso.comm.mpi import library
 from daso.comm.topology import Topology, default
 from daso.errors import ConfigError
 from daso.plan.options import Settings
-from daso.plan.policy import Auto, Qsr
+from daso.plan.policy import Auto, Plateau, Qsr
 from daso.plan.schedule import (
     Act,
     Policy,
@@ -55,9 +55,21 @@ class Setup:
     outer: MakeOuter | None
 
     def text(self) -> str:
-        """Return what must be equal on all ranks, and for a checkpoint to fit, as text."""
+        """Return what must be equal on all ranks, as text."""
         outer = self.outer and repr(self.outer([torch.nn.Parameter(torch.zeros(1))]))
         return f"policy={self.policy!r}, outer={outer}, {self.settings!r}"
+
+    def lasting(self) -> str:
+        """Return what must stay the same for a checkpoint to fit, as text.
+
+        How long ranks wait for each other may change, and how long the run shall be.
+        """
+        exchange = replace(self.settings.exchange, stall_seconds=1.0, nonfinite="drop")
+        policy = self.policy
+        if isinstance(policy, Plateau):
+            policy = replace(policy, epochs=1 + policy.warmup + policy.cooldown)
+        settings = replace(self.settings, exchange=exchange)
+        return replace(self, policy=policy, settings=settings).text()
 
 
 class Session:
@@ -97,16 +109,27 @@ class Session:
         return session
 
     @classmethod
-    def copied(cls, inner: torch.optim.Optimizer, setup: Setup, schedule: State) -> "Session":
+    def copied(
+        cls,
+        inner: torch.optim.Optimizer,
+        setup: Setup,
+        schedule: State,
+        topology: Topology | None,
+    ) -> "Session":
         """Return the session of a copy of an optimizer; it opens at the first step."""
-        session = cls(inner, setup, None)
+        session = cls(inner, setup, topology)
         batch = schedule.batch
         session.schedule = replace(schedule, sent=None, last=batch, agreed=batch)
         session._stale = True
         return session
 
     def _first(self) -> State:
-        return replace(self.setup.policy.start(), fragments=self.setup.settings.exchange.fragments)
+        settings = self.setup.settings
+        return replace(
+            self.setup.policy.start(),
+            fragments=settings.exchange.fragments,
+            sparse=settings.sparse,
+        )
 
     @property
     def topology(self) -> Topology:
@@ -127,6 +150,8 @@ class Session:
 
     def _reopen(self, sync: Sync, *acts: Act) -> None:
         """Set up anew, as for other parameters; nothing may be in flight."""
+        if self.setup.outer is not None and self.topology.place.rank == 0:
+            logger.warning("parameters changed: the outer optimizer starts anew")
         sync.counts.exposed_seconds += sync.buckets.node.waited_seconds
         sync.close()
         self._open(sync.counts, *acts)
@@ -335,14 +360,9 @@ class Session:
         }
 
     def _choices(self) -> dict[str, Any]:
-        place, settings = self.topology.place, self.setup.settings
+        settings = self.setup.settings
         return {
-            "mpi": library(),
-            "world": place.size,
-            "nodes": place.nodes,
-            "node_sizes": list(place.node_sizes),
-            "lanes": place.lanes,
-            "node_transport": "none" if place.size == 1 else "shared memory",
+            **self._surroundings(),
             "wire": settings.wire,
             "merge": settings.merge,
             "outer": settings.outer,
@@ -350,6 +370,19 @@ class Session:
             "delta_reduce": settings.delta_reduce,
             "gradient_reduce": settings.gradient_reduce,
             "policy": repr(self.setup.policy),
+        }
+
+    def _surroundings(self) -> dict[str, Any]:
+        if self._topology is None:  # a copy that was not opened yet
+            return {}
+        place = self._topology.place
+        return {
+            "mpi": library(),
+            "world": place.size,
+            "nodes": place.nodes,
+            "node_sizes": list(place.node_sizes),
+            "lanes": place.lanes,
+            "node_transport": "none" if place.size == 1 else "shared memory",
         }
 
     # --- checkpoint --------------------------------------------------------------------------
@@ -366,15 +399,20 @@ class Session:
             "sync": None if self._sync is None or self._stale else self._sync.state(),
         }
 
-    def _shape(self) -> dict[str, Any]:
-        """Return what a checkpoint must have in common with this session to fit it exactly."""
+    def _shape(self) -> dict[str, Any] | None:
+        """Return what a checkpoint must have in common with this session to fit it exactly.
+
+        None for a copy that was not opened yet: it knows no world, and asking is collective.
+        """
+        if self._topology is None:
+            return None
         place = self.topology.place
         named = Trained.by(self.inner, self.setup.module).named
         return {
             "rank": place.rank,
             "node_sizes": list(place.node_sizes),
             "layout": layout_of(named).digest,
-            "setup": self.setup.text(),
+            "setup": self.setup.lasting(),
         }
 
     def load(self, state: Mapping[str, Any] | None) -> None:
@@ -391,6 +429,7 @@ class Session:
         """
         sync, fits = self._sync, state is not None and state["shape"] == self._shape()
         if sync is not None:
+            fits = fits and state is not None and state["sync"] is not None
             fits = min(sync.meeting.gather(float(fits))) == 1.0
         if state is None or not fits:
             self._start_anew(state)
@@ -407,7 +446,7 @@ class Session:
         old, same = self.schedule, True
         if state is not None:
             old = State.load(state["schedule"])
-            same = state["shape"]["setup"] == self.setup.text()
+            same = state["shape"] is not None and state["shape"]["setup"] == self.setup.lasting()
         if self._sync is not None:
             old, same = self.topology.world.bcast((old, same))
         first = self._first()
@@ -422,7 +461,14 @@ class Session:
                 fragments=first.fragments,
             )
         )
-        self._stale = self._sync is not None
+        if self._sync is not None:
+            self._stale = self._sync.counts.scales_apart = True
+            if self.topology.place.rank == 0:
+                logger.warning(
+                    "state of another world, model or setup was loaded: the schedule goes on after "
+                    "%d steps with nothing in flight, and all ranks take rank 0's parameters",
+                    batch,
+                )
 
 
 def _check_rate(inner: torch.optim.Optimizer, policy: Policy) -> None:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from daso.comm.choose import choose_node, node_problem
 from daso.comm.topology import Topology
-from daso.errors import TopologyError
+from daso.errors import NonFiniteError, TopologyError
 from daso.plan.options import Settings
 from daso.plan.schedule import Act, Seen, State
 from daso.train.buckets import Finish, GradientBuckets, Route
@@ -64,10 +64,11 @@ class Sync:
             self._route(between=False),
             bucket_bytes=settings.gradients.bucket_bytes,
             same_order=self.meeting.same_order,
+            begin=self._begin_step,
             behind_ddp=isinstance(trained.module, DistributedDataParallel),
         )
+        self._batch = 0  # steps taken
         self._synchronous = False  # gradients are averaged between nodes
-        self._scales_apart = False  # nodes stepped with GradScalers of their own
         self._trainable = _trainable(trained.inner)
         self.exchanges: Exchanges | None = None
         try:
@@ -82,11 +83,11 @@ class Sync:
 
     def enter(self, state: State) -> None:
         """Take over the schedule's state: it says where gradients are averaged from now on."""
-        self.counts.epoch = state.epoch
-        self.links.bell.steps = state.batch + 1  # the one that comes
+        self.counts.epoch, self._batch = state.epoch, state.batch
+        self.links.bell.steps = state.batch
         self._synchronous = state.synchronous and self.topology.place.nodes > 1
         # Nodes whose GradScalers went apart average between them after unscaling.
-        self.buckets.route = self._route(between=self._synchronous and not self._scales_apart)
+        self.buckets.route = self._route(between=self._synchronous and not self.counts.scales_apart)
 
     def _route(self, *, between: bool) -> Route:
         place = self.topology.place
@@ -105,13 +106,19 @@ class Sync:
 
     # --- one step ----------------------------------------------------------------------------
 
+    def _begin_step(self) -> None:
+        """Say that this rank is in a step now; see `daso.comm.bell`."""
+        self.links.bell.steps = self._batch + 1
+
     def before_closure(self) -> None:
         """Get ready for a step that calls backward itself.
 
         Raises:
             ExchangeError: An exchange failed since the last step.
         """
+        self._begin_step()
         self.links.engine.check()
+        self.buckets.route = self._route(between=self._synchronous)
         if self._synchronous:
             self.counts.good()
 
@@ -129,16 +136,17 @@ class Sync:
 
         Collective over the world in the sense of the schedule.
         """
+        self._begin_step()
         self.links.engine.check()
         if not self.buckets.fresh:
             self.buckets.finish_round()
         finite = scaling.unscale(self.trained.inner)
-        if not scaling.active:
-            return self._gradients_sound()
-        self._scales_apart |= not self._synchronous
-        if self._synchronous and self._scales_apart:
+        self.counts.scales_apart |= scaling.active and not self._synchronous
+        if self._synchronous and self.counts.scales_apart:
             self._average_unscaled()
             finite = self.buckets.first_nonfinite() is None
+        if not scaling.active:
+            return self._gradients_sound()
         if self._synchronous and finite:
             self.counts.good()
         return finite
@@ -203,15 +211,24 @@ class Sync:
 
     def perform(self, acts: Sequence[Act], state: State) -> Seen | None:
         """Carry out acts in order, then go on from ``state``; return what was agreed on last."""
-        seen = None
-        if self.exchanges is not None:
-            for act in acts:
-                seen = self._carry_out(self.exchanges, act, state) or seen
+        seen, error = None, None
+        for act in acts:
+            try:
+                seen = self._carry_out(act, state) or seen
+            except NonFiniteError as caught:  # on all ranks: what else is due keeps them in step
+                error = caught
         self.enter(state)
+        if error is not None:
+            raise error
         return seen
 
-    def _carry_out(self, exchanges: Exchanges, act: Act, state: State) -> Seen | None:
-        if act is Act.ANCHOR:
+    def _carry_out(self, act: Act, state: State) -> Seen | None:
+        exchanges = self.exchanges
+        if act is Act.JOIN:
+            self.meeting.join()
+        elif exchanges is None:  # one node: nothing goes between nodes
+            return None
+        elif act is Act.ANCHOR:
             exchanges.anchor(state.batch)
         elif act is Act.SEND:
             exchanges.send(state.batch, state.fragment, blocking=state.wait == 0)
@@ -219,8 +236,6 @@ class Sync:
             exchanges.send(state.batch, None, blocking=True)
         elif act is Act.RECEIVE:
             return exchanges.receive(state.batch)
-        elif act is Act.JOIN:
-            self.meeting.join()
         return None
 
     # --- checkpoint --------------------------------------------------------------------------
@@ -230,7 +245,6 @@ class Sync:
         return {
             "exchanges": None if self.exchanges is None else self.exchanges.state(),
             "counts": self.counts.state(),
-            "scales_apart": self._scales_apart,
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -238,7 +252,6 @@ class Sync:
         if self.exchanges is not None:
             self.exchanges.load(state["exchanges"])
         self.counts.load(state["counts"])
-        self._scales_apart = state["scales_apart"]
 
     def close(self) -> None:
         """Stop the engine and give everything back. Collective over the world; idempotent."""

@@ -1,0 +1,172 @@
+"""What goes wrong only when two things meet: late ranks, drops, scalers, fragments, worlds."""
+
+import time
+
+import pytest
+import torch
+from ranks.test_behaviour import bits, small, train, wrap
+from torch import nn
+
+import daso
+from daso.errors import NonFiniteError
+
+pytestmark = pytest.mark.mpi
+
+
+def nesterov(params):
+    return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def test_a_ring_for_a_rank_that_came_late_is_forgotten(topology, place):
+    model = small()
+    with wrap(topology, model, policy=daso.Fixed(2, 0)) as optimizer:
+        train(topology, model, optimizer, 3)
+        if place.rank == 0:
+            time.sleep(2.6)  # evaluates: the others ring meanwhile
+        optimizer.synchronize()
+        train(topology, model, optimizer, 2, first=3)
+        if place.rank == place.size - 1:
+            time.sleep(2.6)  # the others listen meanwhile
+        train(topology, model, optimizer, 2, first=5)
+    assert topology.same(bits(model))
+
+
+def scaled_steps(model, optimizer, scaler, rank, steps, *, blow=False):
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(6, 4)).square().mean()
+        scaler.scale(loss * (1e38 * 1e10 if blow and rank == 0 and step == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("later", ["scaler", "plain", "closure", "unfrozen"])
+def test_scalers_that_went_apart_do_not_part_the_nodes(topology, place, later):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    model[0].bias.requires_grad_(later != "unfrozen")
+    policy = daso.Plateau(3, warmup=0, cooldown=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    with wrap(topology, model, policy=policy, lr=0.01) as optimizer:
+        torch.manual_seed(place.rank)
+        scaled_steps(model, optimizer, scaler, place.rank, 4, blow=True)
+        optimizer.end_epoch(1.0)
+        if place.nodes > 1:
+            assert len(set(topology.world.allgather(scaler.get_scale()))) == 2
+        model[0].bias.requires_grad_(True)
+        for step in range(3):
+            if later == "plain":
+                train(topology, model, optimizer, 1, first=step)
+            elif later == "closure":
+
+                def closure():
+                    optimizer.zero_grad()
+                    loss = model(torch.randn(6, 4)).square().mean()
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+            else:
+                scaled_steps(model, optimizer, scaler, place.rank, 1)
+            assert topology.same(bits(model)), step
+
+
+@pytest.mark.parametrize("merge", ["delta", "eager"])
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("policy", [daso.Fixed(2, 1), daso.Fixed(2, 2)], ids=repr)
+def test_one_nan_costs_one_exchange_and_no_other_nodes_work(
+    topology, place, policy, fragments, merge
+):
+    if place.nodes == 1:  # NaN is the user's own then, as without daso
+        return
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    exchange = daso.Exchange(fragments=fragments)
+    options = {"policy": policy, "merge": merge, "exchange": exchange}
+    with wrap(topology, model, **options) as optimizer:
+        train(topology, model, optimizer, 5)
+        if place.node == 0:
+            with torch.no_grad():
+                model[0].weight[0, 0] = torch.nan
+        train(topology, model, optimizer, 9, first=5)
+        optimizer.synchronize()
+        assert bool(torch.cat([p.flatten() for p in model.parameters()]).isfinite().all())
+        assert optimizer.report()["dropped"] in (1, 2)
+    assert topology.same(bits(model))
+
+
+def test_a_node_that_went_ahead_of_a_dropped_exchange_goes_back_with_its_work(topology, place):
+    if place.nodes == 1:
+        return
+    model = nn.Linear(4, 2)
+    options = {"policy": daso.Fixed(4, 2), "outer": nesterov, "wire": "fp32"}
+    with wrap(topology, model, **options) as optimizer:
+        train(topology, model, optimizer, 3)
+        if place.node == 0:
+            with torch.no_grad():
+                model.weight[0, 0] = torch.nan
+        start = model.weight.detach().clone()
+        moved = torch.zeros_like(start)
+        for step in range(3, 6):
+            before = model.weight.detach().clone()
+            hooked = optimizer.inner.register_step_post_hook(
+                lambda *_, b=before: moved.add_(model.weight.detach() - b)
+            )
+            train(topology, model, optimizer, 1, first=step)
+            hooked.remove()
+        if place.node > 0:  # its own three steps, and nothing else
+            torch.testing.assert_close(model.weight.detach(), start + moved)
+
+
+def test_what_a_sparse_wire_holds_back_goes_out_when_nodes_agree(topology, place):
+    model = nn.Linear(40, 30)
+    with wrap(topology, model, policy=daso.Fixed(4, 0), wire="topk") as optimizer:
+        for _ in range(8):
+            optimizer.zero_grad()
+            model(torch.randn(3, 40)).square().mean().backward()
+            optimizer.step()
+        optimizer.synchronize()
+        sync = optimizer._session._sync
+        rows = [] if sync is None or sync.exchanges is None else sync.exchanges.rows[0]
+        assert all(not row.part.residual.any() for row in rows)
+
+
+def test_after_too_many_drops_the_schedule_stands_where_it_says(topology, place):
+    if place.nodes == 1:
+        return
+    model = nn.Linear(4, 2)
+    exchange = daso.Exchange(nonfinite="raise")
+    optimizer = wrap(topology, model, policy=daso.Fixed(2, 2), exchange=exchange)
+    train(topology, model, optimizer, 2)
+    with torch.no_grad():
+        model.weight.fill_(torch.nan if place.node == 0 else 1.0)
+    train(topology, model, optimizer, 2, first=2)  # sends it
+    with pytest.raises(NonFiniteError):
+        train(topology, model, optimizer, 2, first=4)
+    train(topology, model, optimizer, 4, first=6)
+    optimizer.synchronize()
+    assert topology.same(bits(model))
+    optimizer.close()
+
+
+def test_state_of_two_nodes_loads_into_one_and_back(topology, place):
+    def fresh():
+        model = nn.Linear(4, 2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, daso.DASO(inner, module=model, topology=topology, policy=daso.Fixed(1, 0))
+
+    model, optimizer = fresh()
+    with optimizer:
+        train(topology, model, optimizer, 3)
+        saved = optimizer.state_dict()
+    for entry in saved["state"].values():
+        entry["momentum_buffer"] = entry["momentum_buffer"] + place.rank  # as of other nodes
+    saved["daso"]["shape"]["node_sizes"] = [99]
+    model, optimizer = fresh()
+    with optimizer:
+        optimizer.load_state_dict(saved)
+        again = optimizer.state_dict()  # before anything was set up anew
+        train(topology, model, optimizer, 2, first=3)
+        assert optimizer.report()["batches"] == 5
+        assert topology.same(bits(model))
+        optimizer.load_state_dict(again)
+        train(topology, model, optimizer, 1, first=3)
+        assert topology.same(bits(model))
