@@ -721,3 +721,4 @@ def test_ranks_stuck_in_different_exchanges_are_told_who_stopped_first(topology,
             train(topology, model, optimizer, 3, first=5)  # the others send after 8 steps
         optimizer.synchronize()
     assert time.monotonic() - start < 20
+    optimizer.close()  # does not wait for anybody
