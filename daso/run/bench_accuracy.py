@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -389,7 +390,8 @@ def main(words: Sequence[str] | None = None) -> int:
         Exit code.
     """
     options = _options(words)
-    pool = ProcessPoolExecutor(options.jobs)
+    # Not by fork: what threads of torch hold is held for ever in a forked child.
+    pool = ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"))
     rows, first = [], None
     for trial, names in trials(quick=options.quick):
         seeds = range(options.seeds or (1 if options.quick else 3))

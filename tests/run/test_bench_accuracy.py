@@ -1,0 +1,37 @@
+import json
+
+import pytest
+
+from daso.run import bench_accuracy
+from daso.run.bench_accuracy import AUTO, QUICK, SETTINGS, Trial, main
+
+
+@pytest.mark.timeout(240)
+def test_a_small_bench_writes_its_table_figures_and_plot(tmp_path, monkeypatch, capsys):
+    trial = Trial("digits", nodes=4, epochs=1, samples=600)
+    monkeypatch.setattr(bench_accuracy, "trials", lambda *, quick: [(trial, QUICK)])
+    monkeypatch.setattr(bench_accuracy, "overhead", lambda rounds, steps: 1.0)
+    files = {name: tmp_path / f"accuracy.{name}" for name in ("json", "png")}
+    words = ["--quick", "--jobs=1", "--json", str(files["json"]), "--plot", str(files["png"])]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in QUICK)
+    found = json.loads(files["json"].read_text())
+    auto, synchronous = (
+        next(row for row in found["rows"] if row["setting"] == name) for name in (AUTO, QUICK[0])
+    )
+    assert found["figures"]["bytes_ratio_auto_16_nodes"]["value"] == auto["bytes_ratio"] > 2
+    assert found["figures"]["accuracy_gap_auto_16_nodes"]["value"] == auto["gap"]
+    assert (synchronous["bytes_ratio"], synchronous["gap"]) == (1.0, 0.0)
+    assert found["versions"]["torch"]
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_overhead_is_a_ratio_near_one():
+    assert 0.5 < bench_accuracy.overhead(rounds=3, steps=2) < 2
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_every_setting_is_one_the_optimizer_takes(setting):
+    assert setting.settings().wire == setting.wire
+    assert setting.policy(8, 0.05).start()
