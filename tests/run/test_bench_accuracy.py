@@ -20,11 +20,16 @@ def test_a_small_bench_writes_its_table_figures_and_plot(tmp_path, monkeypatch, 
     auto, synchronous = (
         next(row for row in found["rows"] if row["setting"] == name) for name in (AUTO, QUICK[0])
     )
-    assert found["figures"]["bytes_ratio_auto_16_nodes"]["value"] == auto["bytes_ratio"] > 2
-    assert found["figures"]["accuracy_gap_auto_16_nodes"]["value"] == auto["gap"]
+    assert found["figures"]["bytes_ratio_auto_4_nodes"]["value"] == auto["bytes_ratio"] > 2
+    assert found["figures"]["accuracy_gap_auto_4_nodes"]["value"] == auto["gap"]
     assert (synchronous["bytes_ratio"], synchronous["gap"]) == (1.0, 0.0)
     assert found["versions"]["torch"]
     assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_name_that_no_trial_has_is_told(capsys):
+    assert main(["--only=imagenet"]) == 2
+    assert "no trial has 'imagenet' in its name" in capsys.readouterr().err
 
 
 def test_the_overhead_is_a_ratio_near_one():
