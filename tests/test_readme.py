@@ -66,6 +66,20 @@ def test_commands_it_shows_are_known() -> None:
     assert shown == {"run", "train", "doctor"}
 
 
+def test_accuracies_it_quotes_are_those_that_were_measured() -> None:
+    import json
+
+    found = json.loads((ROOT / "scripts/figures/accuracy.json").read_text())
+    rows = {row["setting"]: row for row in found["rows"] if row["trial"] == "fashion, 16 nodes"}
+    section = README.split("## What seldom exchanges cost")[1].split("\n## ")[0]
+    quoted = re.findall(r"^\| (.+) \| (\S+) ± (\S+) \| (\S+) \| (\S+)x \|$", section, re.MULTILINE)
+    assert {name for name, *_ in quoted} == set(rows)
+    for name, score, spread, gap, ratio in quoted:
+        row = rows[name]
+        assert (score, spread) == (f"{row['score']:.2f}", f"{row['spread']:.2f}")
+        assert (gap, ratio) == (f"{row['gap']:.2f}", f"{row['bytes_ratio']:.1f}")
+
+
 def test_keywords_it_lists_are_those_of_the_optimizer() -> None:
     import inspect
 
