@@ -267,7 +267,7 @@ def overhead(steps: int) -> float:
     """
     torch.set_num_threads(1)
     images, labels = torch.randn(32, 1, 28, 28), torch.randint(0, 10, (32,))
-    runners = []
+    runners: list[tuple[torch.nn.Module, torch.optim.Optimizer, list[float]]] = []
     for wrapped in (False, True):
         torch.manual_seed(0)
         model = CNN(28, width=16)
