@@ -270,9 +270,9 @@ def overhead(steps: int) -> float:
     runners: list[tuple[torch.nn.Module, torch.optim.Optimizer, list[float]]] = []
     for wrapped in (False, True):
         torch.manual_seed(0)
-        model = CNN(28, width=16)
-        inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        runners.append((model, DASO(inner, module=model) if wrapped else inner, []))
+        cnn = CNN(28, width=16)
+        inner = torch.optim.SGD(cnn.parameters(), lr=0.01, momentum=0.9)
+        runners.append((cnn, DASO(inner, module=cnn) if wrapped else inner, []))
     for _ in range(steps):
         for model, optimizer, seconds in runners:
             start = time.perf_counter()
