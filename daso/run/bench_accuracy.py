@@ -316,8 +316,9 @@ def figures(trial: Trial, rows: list[dict[str, Any]], ratio: float) -> dict[str,
         f"{rows[0]['seeds']} seeds, an exchange takes {EXCHANGE} batches; against "
         f"fp32 gradients averaged at every batch"
     )
+    text = "_text" if trial.text else ""
     by_name = {row["setting"]: row for row in rows}
-    auto, suffix = by_name[AUTO], f"{trial.nodes}_nodes{'_text' if trial.text else ''}"
+    auto, suffix = by_name[AUTO], f"{trial.nodes}_nodes{text}"
     seldom = [row for row in rows if row["bytes_ratio"] >= 100]
     found = {
         f"accuracy_gap_auto_{suffix}": (auto["gap"], "points below synchronous", AUTO),
@@ -326,8 +327,8 @@ def figures(trial: Trial, rows: list[dict[str, Any]], ratio: float) -> dict[str,
     if seldom:
         best = min(seldom, key=lambda row: float(row["gap"]))
         name = best["setting"]
-        found["bytes_ratio_best"] = (best["bytes_ratio"], "times fewer bytes", name)
-        found["accuracy_gap_best"] = (best["gap"], "points below synchronous", name)
+        found[f"bytes_ratio_best{text}"] = (best["bytes_ratio"], "times fewer bytes", name)
+        found[f"accuracy_gap_best{text}"] = (best["gap"], "points below synchronous", name)
     made = {
         name: {"value": value, "unit": unit, "conditions": f"{setting}: {conditions}"}
         for name, (value, unit, setting) in found.items()
