@@ -15,6 +15,8 @@ __all__ = [
     "find_mpirun",
     "note_process",
     "read_launch",
+    "slurm_job",
+    "slurm_restarts",
     "terminal_columns",
 ]
 
@@ -89,6 +91,25 @@ def note_process(rank: int, env: Mapping[str, str] | None = None) -> None:
     folder = (os.environ if env is None else env).get("DASO_PROCESSES")
     if folder and Path(folder).is_dir():
         (Path(folder) / str(rank)).write_text(str(os.getpid()))
+
+
+def slurm_job(env: Mapping[str, str] | None = None) -> str | None:
+    """Return the id of the SLURM job that this process belongs to, or None.
+
+    Args:
+        env: Environment to read; the process's own if None.
+    """
+    return (os.environ if env is None else env).get("SLURM_JOB_ID") or None
+
+
+def slurm_restarts(env: Mapping[str, str] | None = None) -> int:
+    """Return how often SLURM put the job back into its queue; 0 where there is no job.
+
+    Args:
+        env: Environment to read; the process's own if None.
+    """
+    text = (os.environ if env is None else env).get("SLURM_RESTART_COUNT", "")
+    return int(text) if text.isdecimal() else 0
 
 
 def terminal_columns(env: Mapping[str, str] | None = None) -> int | None:

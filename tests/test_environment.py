@@ -12,6 +12,8 @@ from daso.environment import (
     note_process,
     parse_ranks_per_node,
     read_launch,
+    slurm_job,
+    slurm_restarts,
 )
 from daso.errors import ConfigError, TopologyError
 
@@ -192,3 +194,10 @@ def test_a_refusal_without_any_mpirun_has_a_remedy_too(without_mpi, monkeypatch)
 )
 def test_a_launch_that_fits_and_a_process_alone_pass(without_mpi, size, launch):
     check_launch(World(size), launch)
+
+
+def test_a_job_and_its_restarts():
+    assert (slurm_job({}), slurm_restarts({})) == (None, 0)
+    assert (slurm_job(STEP), slurm_restarts(STEP)) == ("1", 0)
+    assert slurm_restarts(STEP | {"SLURM_RESTART_COUNT": "3"}) == 3
+    assert slurm_restarts({"SLURM_RESTART_COUNT": "many"}) == 0

@@ -22,13 +22,13 @@ COMMON = ["--data.name=digits", "--epochs=12", *SCHEDULE]
 RANKS = ["-n", "4", "--ranks-per-node=2"]
 
 
-def start(*words: str) -> subprocess.Popen[str]:
+def start(*words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "daso", "train", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
     )
 
 
@@ -97,6 +97,51 @@ def runs(tmp_path_factory) -> Path:
     job = start(*RANKS, *COMMON, f"--runs={made}", "--name=killed", every)
     kill_at(random.randrange(12, 60), job, made / "killed")
     return made
+
+
+def stop_at(step: int, job: subprocess.Popen[str], folder: Path) -> str:
+    """Send SIGUSR1 to the launcher once that step is in the log; return what was said."""
+    deadline = time.monotonic() + 60
+    while not (folder / "log.jsonl").exists() or len(events(folder, "epoch")) * 11 < step:
+        assert job.poll() is None, job.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    job.send_signal(signal.SIGUSR1)
+    out, err = job.communicate(timeout=30)
+    assert job.returncode == 75, out + err
+    return out + err
+
+
+@pytest.mark.parametrize("by", ["--resume", "SLURM"])
+def test_a_run_that_is_asked_to_end_saves_and_goes_on_to_the_same_bits(tmp_path, by) -> None:
+    more = ["--epochs=40", f"--runs={tmp_path}"]  # it must not be over before it is asked
+    words = [*RANKS, *COMMON, *more]
+    folder = tmp_path / "asked"
+    said = stop_at(33, start(*words, "--name=asked"), folder)
+    assert "asked to end, and saved" in said
+    (stopped,) = events(folder, "stopped")
+    assert (stopped["signal"], saved(folder)) == ("SIGUSR1", [stopped["step"]])
+    assert not (folder / "summary.json").exists()
+    code, said = train(*words, "--name=whole")
+    assert code == 0, said
+    if by == "SLURM":  # a job that was put back into the queue is the same command once more
+        anew = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}
+        out, err = start(*words, "--name=asked", env=anew).communicate(timeout=60)
+        assert "SLURM started job 7 anew: restart 2" in out, err
+        assert events(folder, "resume")[0]["restarts"] == 2
+    else:
+        code, said = train(*words, "--name=asked", "--resume")
+        assert code == 0, said
+    assert events(folder, "resume")[0]["step"] == stopped["step"]
+    assert summary_of(folder)["model"] == summary_of(tmp_path / "whole")["model"]
+
+
+def test_a_job_that_slurm_starts_anew_without_a_checkpoint_begins_anew(tmp_path) -> None:
+    words = ["--data.name=digits", "--epochs=1", f"--runs={tmp_path}"]
+    anew = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    out, err = start(*words, env=anew).communicate(timeout=60)
+    assert "restart 1" in out, err
+    assert summary_of(tmp_path / "train")["resumed_at"] is None
 
 
 def copy(runs: Path, to: Path) -> Path:

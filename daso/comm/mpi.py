@@ -12,7 +12,7 @@ from daso.errors import TopologyError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["abort_on_error", "check_launch", "library", "load"]
+__all__ = ["abort_on_error", "check_launch", "finalize", "library", "load"]
 
 # MPICH 5.0's mpiexec drops what a rank printed just before it aborts.
 DRAIN_SECONDS = 0.3
@@ -50,6 +50,13 @@ def load() -> "ModuleType":
             f"own does the exchanges); initialise it so, or let daso initialise it"
         )
     return MPI
+
+
+def finalize() -> None:
+    """End MPI now, where it runs. Collective over all processes; blocking; idempotent."""
+    mpi = load()
+    if not mpi.Is_finalized():
+        mpi.Finalize()
 
 
 def library() -> str:

@@ -22,7 +22,7 @@ def main(words: Sequence[str] | None = None) -> int:
         words: Arguments; the process's own if None.
 
     Returns:
-        Exit code: 0 done, 1 `doctor` found problems, 2 wrong use.
+        Exit code: 0 done, 1 `doctor` found problems, 2 wrong use, 75 asked to end and saved.
     """
     ours, theirs = _cut(sys.argv[1:] if words is None else list(words))
     options = _parser().parse_args(ours)
@@ -141,9 +141,13 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
         again = ["-m", "daso", "train", *flags, *files, *words]
         ranks, pretend = options.ranks, options.ranks_per_node
         return launch(Local(ranks=ranks, ranks_per_node=pretend, program=tuple(again)))
+    from daso.comm.mpi import finalize
     from daso.run.loop import train
+    from daso.train.stopping import CHECKPOINTED
 
-    train(config, resume=options.resume)
+    if train(config, resume=options.resume) is None:
+        finalize()  # mpi4py would take this exit code for a failure, and abort the other ranks
+        return CHECKPOINTED
     return 0
 
 

@@ -18,6 +18,7 @@ from daso.errors import TopologyError
 __all__ = ["Local", "launch"]
 
 POLL_MILLISECONDS = 100
+CHECKPOINTED = 75  # exit code; `daso.train.stopping` says what it means, and needs torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,9 @@ def launch(local: Local) -> int:
         with _signals_to(mpirun):
             gone = _watch(mpirun, Path(folder))
         code = mpirun.wait()
-    if code != 0:
+    if _shell_code(code) == CHECKPOINTED:
+        print("daso: the job was asked to end, and saved; start it again to go on", file=sys.stderr)
+    elif code != 0:
         # A rank that raised has said so itself, and outlives those that its abort ends.
         first = "" if _shell_code(code) in (1, 2, 130) else gone
         print(f"daso: the job ended with exit code {_shell_code(code)}{first}", file=sys.stderr)

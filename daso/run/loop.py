@@ -1,7 +1,9 @@
 """The training loop of `daso train`, in the order things happen."""
 
 import hashlib
+import signal
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -10,25 +12,34 @@ from torch.utils.data import DataLoader
 
 from daso.comm.topology import Topology, init
 from daso.data import ShardedSampler
+from daso.environment import slurm_job, slurm_restarts
 from daso.errors import DasoError, DataError
 from daso.run.config import Config
 from daso.run.report import Progress, RunFolder, closing_table, versions
 from daso.run.resume import Point, Run, Saver
 from daso.run.task import Task, evaluate, loss_of, make_optimizer, make_outer, make_task
 from daso.train.optimizer import DASO
+from daso.train.stopping import StopRequest
 
 __all__ = ["digest", "train"]
 
 
-def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
+class Stopped(Exception):  # noqa: N818 - no error: the run was asked to end, and is saved
+    """Ends the loop after a step, on all ranks."""
+
+
+def train(config: Config, *, resume: bool = False) -> dict[str, Any] | None:
     """Train one model on all ranks of the world.
+
+    A job that SLURM started anew goes on from its newest checkpoint by itself.
 
     Args:
         config: What to train and how.
         resume: Go on from the run folder's newest checkpoint.
 
     Returns:
-        The summary, the same on every rank; world rank 0 writes it to the run folder.
+        The summary, the same on every rank; world rank 0 writes it to the run folder. None where a
+        signal (SIGUSR1; in a SLURM job SIGTERM too) asked the run to end: then it is saved.
 
     Collective over the world; blocking.
     """
@@ -36,26 +47,47 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
     torch.manual_seed(config.seed)
     run = _prepare(config, init())
     saver = Saver(run)
-    point = saver.resume() if resume else saver.start()
+    point = saver.open(resume=resume, restarts=slurm_restarts())
     folder = _open_folder(run, point)
+    stall_seconds = config.exchange.stall_seconds
+    with StopRequest(run.topology, signals=_signals(), stall_seconds=stall_seconds) as stop:
+        try:
+            summary = _train(run, point, saver, folder, stop)
+        except Stopped:
+            summary = None
+    run.optimizer.close()
+    if folder is not None:
+        folder.close()
+    return summary
+
+
+def _signals() -> list[signal.Signals]:
+    """List what asks the run to end: SLURM sends SIGTERM to a job that it preempts or cancels."""
+    return [signal.SIGUSR1, signal.SIGTERM] if slurm_job() else [signal.SIGUSR1]
+
+
+def _train(
+    run: Run, point: Point, saver: Saver, folder: RunFolder | None, stop: StopRequest
+) -> dict[str, Any]:
     first, start = point.step, time.perf_counter()
     with Progress(point.step + _steps_left(run, point), shown=folder is not None) as progress:
         _greet(run, point, folder, progress)
-        while point.epoch < config.epochs:
-            figures = {"loss": _epoch(run, point, saver, progress), "test_accuracy": _score(run)}
+        while point.epoch < run.config.epochs:
+            for _ in _steps(run, point, saver, progress):
+                if number := stop.after_step():
+                    _leave(point, saver, folder, progress, number)
+            figures = {"loss": _end_epoch(run, point), "test_accuracy": _score(run)}
             _tell(run, point, figures, folder, progress)
             point.epoch, point.total = point.epoch + 1, torch.zeros(())
         seconds = time.perf_counter() - start
-        samples = (point.step - first) * config.data.batch_size * run.topology.place.size
+        samples = (point.step - first) * run.config.data.batch_size * run.topology.place.size
         pace = {"seconds": seconds, "samples_per_second": samples / seconds}
         summary = _summary(run, point, figures | pace)
-    run.optimizer.close()
     if folder is not None:
         folder.summary(summary)
         folder.event(
             "end", **{key: summary[key] for key in ("seconds", "test_accuracy", "identical")}
         )
-        folder.close()
         print(closing_table(summary) + f"\n  {'written to':<18}  {folder.path}/", flush=True)
     return summary
 
@@ -122,6 +154,9 @@ def _greet(run: Run, point: Point, folder: RunFolder | None, progress: Progress)
         f"nodes, batch {run.config.data.batch_size} per rank"
     )
     what = {"data": task.data, "world": place.size, "config": asdict(run.config)}
+    if restarts := slurm_restarts():
+        what["restarts"] = restarts
+        progress.line(f"SLURM started job {slurm_job()} anew: restart {restarts}")
     if point.resumed is None:
         folder.event("start", **what)
         return
@@ -130,8 +165,8 @@ def _greet(run: Run, point: Point, folder: RunFolder | None, progress: Progress)
     progress.step(point.step)
 
 
-def _epoch(run: Run, point: Point, saver: Saver, progress: Progress) -> float:
-    """Train what is left of an epoch; return the mean loss over all its batches and all ranks."""
+def _steps(run: Run, point: Point, saver: Saver, progress: Progress) -> Iterator[None]:
+    """Train what is left of an epoch, step by step."""
     run.sampler.set_epoch(point.epoch)
     # A generator of its own: a loader draws when it begins, which a resumed epoch does once more.
     own = torch.Generator()
@@ -144,9 +179,29 @@ def _epoch(run: Run, point: Point, saver: Saver, progress: Progress) -> float:
         point.step += 1
         saver.after_step(point)
         progress.step()
+        yield
+
+
+def _end_epoch(run: Run, point: Point) -> float:
+    """Return the mean loss over all batches of the epoch and all ranks."""
     mean = run.optimizer.end_epoch(point.total / len(run.sampler))
     run.optimizer.synchronize()
     return mean
+
+
+def _leave(
+    point: Point,
+    saver: Saver,
+    folder: RunFolder | None,
+    progress: Progress,
+    number: signal.Signals,
+) -> None:
+    """Save and end the loop."""
+    saver.save(point)
+    if folder is not None:
+        folder.event("stopped", step=point.step, signal=number.name)
+        progress.line(f"{number.name}: saved at step {point.step}, to go on from there")
+    raise Stopped
 
 
 def _score(run: Run) -> float:

@@ -81,9 +81,22 @@ class Saver:
     def __init__(self, run: Run) -> None:
         checkpoint = run.config.checkpoint
         self._run = run
-        self._every = checkpoint.every
+        self._every, self._saved = checkpoint.every, 0
         self._folder = run.config.folder / "checkpoints"
         self._checkpoints = Checkpoints(self._folder, run.topology, keep=checkpoint.keep)
+
+    def open(self, *, resume: bool, restarts: int) -> Point:
+        """Return where the run begins.
+
+        Args:
+            resume: Whether to go on from a checkpoint, which then must be there.
+            restarts: How often SLURM started the job anew: it goes on where it left a checkpoint.
+
+        Collective over the world; blocking.
+        """
+        restarts = self._run.topology.world.bcast(restarts)
+        again = restarts > 0 and bool(self._checkpoints.steps())
+        return self.resume() if resume or again else self.start()
 
     def start(self) -> Point:
         """Return the point where nothing is done.
@@ -143,8 +156,23 @@ class Saver:
         """
         run = self._run
         last = point.epoch + 1 == run.config.epochs and run.batch == len(run.sampler)
-        if self._every == 0 or (point.step % self._every and not last):
+        if self._every > 0 and (point.step % self._every == 0 or last):
+            self.save(point)
+
+    def save(self, point: Point) -> None:
+        """Save, unless this step is saved.
+
+        Args:
+            point: How far the run is.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be written; on every rank.
+
+        Collective over the world; blocking.
+        """
+        if self._saved == point.step:
             return
+        run = self._run
         state = {
             "config": asdict(run.config),
             "data": run.data,
@@ -155,6 +183,7 @@ class Saver:
             "rng": rng_state(),
         }
         self._checkpoints.save(point.step, state)
+        self._saved = point.step
 
 
 def _differs(run: Run, saved: Mapping[str, Any]) -> str | None:

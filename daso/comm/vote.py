@@ -1,0 +1,55 @@
+"""The largest of every rank's numbers, asked for now and read some batches later."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from daso.comm.dtypes import sum_buffer
+from daso.comm.mpi import load
+from daso.comm.node import wait_until
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Vote"]
+
+
+class Vote:
+    """Elementwise maxima over all ranks, one at a time, called by the training thread.
+
+    Args:
+        world: All ranks; a communicator of its own is made.
+        stall_seconds: How long `result` waits at most.
+
+    Collective over the world; blocking.
+    """
+
+    def __init__(self, world: "MPI.Comm", stall_seconds: float) -> None:
+        self.comm, self._stall_seconds = world.Dup(), stall_seconds
+        self._request: MPI.Request | None = None
+        self._row = torch.zeros(0, dtype=torch.float64)
+
+    def start(self, numbers: Sequence[float]) -> None:
+        """Ask. Collective over the world; non-blocking."""
+        assert self._request is None, "one vote at a time"
+        self._row = torch.tensor(numbers, dtype=torch.float64)
+        self._request = self.comm.Iallreduce(load().IN_PLACE, sum_buffer(self._row), op=load().MAX)
+
+    def result(self) -> list[float]:
+        """Return the maxima, and wait where they are not there yet.
+
+        Raises:
+            StallError: They did not come within the stall limit.
+        """
+        request, self._request = self._request, None
+        assert request is not None, "nothing was asked"
+        wait_until(request.Test, lambda: "another rank", self._stall_seconds, lambda: None)
+        return self._row.tolist()
+
+    def free(self) -> None:
+        """Give the communicator back. Collective over the world; blocking; idempotent."""
+        if self._request is not None:
+            self.result()
+        if self.comm != load().COMM_NULL:
+            self.comm.Free()

@@ -1,0 +1,80 @@
+"""A signal on one rank ends the loop on all of them after the same batch."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from daso.comm.vote import Vote
+from daso.errors import StallError
+from daso.train.stopping import StopRequest
+
+pytestmark = pytest.mark.mpi
+
+
+def steps_until_told(stop, *, signal_at, mine, most=2000):
+    for step in range(1, most):
+        if mine and step == signal_at:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if number := stop.after_step():
+            return step, number
+    return None
+
+
+@pytest.mark.parametrize("signal_at", [1, 2, 3, 100])
+def test_all_ranks_hear_after_the_same_batch_what_one_was_told(topology, place, signal_at):
+    with StopRequest(topology) as stop:
+        told = steps_until_told(stop, signal_at=signal_at, mine=place.rank == place.size - 1)
+    assert told is not None
+    assert told[1] is signal.SIGUSR1
+    assert signal_at < told[0] <= signal_at + 2 * 64
+    assert topology.same(told[0])
+
+
+def test_ranks_of_any_pace_stop_together_and_soon(topology, place):
+    with StopRequest(topology) as stop:
+        for step in range(1, 400):
+            time.sleep(0.002 * (place.rank + 1))
+            if place.rank == 0 and step == 5:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if stop.after_step():
+                break
+    assert step <= 5 + 2 * 64
+    assert topology.same(step)
+
+
+def test_without_a_signal_nothing_stops_and_the_handlers_come_back(topology):
+    before = signal.getsignal(signal.SIGUSR1)
+    stop = StopRequest(topology)
+    assert signal.getsignal(signal.SIGUSR1) != before
+    assert steps_until_told(stop, signal_at=0, mine=False, most=300) is None
+    stop.close()
+    stop.close()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_handlers_come_back_after_an_error_too(topology):
+    before = signal.getsignal(signal.SIGUSR1)
+    stop = StopRequest(topology)
+    with pytest.raises(ZeroDivisionError), stop:
+        raise ZeroDivisionError
+    assert signal.getsignal(signal.SIGUSR1) == before
+    stop.close()
+
+
+def test_a_vote_gives_the_largest_numbers_and_waits_no_longer_than_told(topology, place):
+    vote = Vote(topology.world, stall_seconds=0.3)
+    for number in range(3):
+        vote.start([place.rank + number, -place.rank])
+        assert vote.result() == [place.size - 1 + number, 0]
+    topology.world.Barrier()
+    if place.size > 1 and place.rank > 0:
+        vote.start([0.0])
+        with pytest.raises(StallError, match="another rank"):
+            vote.result()
+        topology.world.Barrier()
+    elif place.size > 1:
+        topology.world.Barrier()  # the others have given up
+        vote.start([0.0])
+        vote.result()
