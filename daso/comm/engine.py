@@ -71,15 +71,18 @@ class Engine:
 
     Args:
         stall_seconds: How long `wait` waits before it raises.
-        partners: Who takes part, for that error: ``"world ranks 1, 3"``.
+        missing: Says who does not take part, for that error; blocks for seconds.
         late: Called again and again, by the thread, once work takes long; what it raises ends the
             work.
     """
 
     def __init__(
-        self, stall_seconds: float, partners: str, late: Callable[[], None] | None = None
+        self,
+        stall_seconds: float,
+        missing: Callable[[], str],
+        late: Callable[[], None] | None = None,
     ) -> None:
-        self.stall_seconds, self.partners, self._late = stall_seconds, partners, late
+        self.stall_seconds, self._missing, self._late = stall_seconds, missing, late
         self._queue: queue.Queue[Ticket[object] | None] = queue.Queue(QUEUE_LENGTH)
         self._mpi = load()
         self._error: BaseException | None = None
@@ -116,14 +119,14 @@ class Engine:
 
         Raises:
             ExchangeError: The work failed; the cause is attached.
-            StallError: It took longer than the stall limit; names who takes part.
+            StallError: It took longer than the stall limit; names who does not take part.
         """
         if not ticket.finished.wait(self.stall_seconds):
+            who = self._missing()  # while the thread still answers others who ask the same
             self._abandoned = True  # ranks are out of step from here: nothing may follow
             raise StallError(
-                f"an exchange must finish within {self.stall_seconds:g} s, but it did not: at "
-                f"least one of {self.partners} is late or gone; look at their logs, or raise "
-                f"Exchange.stall_seconds"
+                f"an exchange must finish within {self.stall_seconds:g} s, but it did not: {who}; "
+                f"look there, or raise Exchange.stall_seconds"
             )
         if ticket.error is not None:
             raise ExchangeError(f"an exchange failed: {ticket.error}") from ticket.error

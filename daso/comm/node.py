@@ -132,7 +132,7 @@ def wait_until(
             late()
         if waited > stall_seconds:
             raise StallError(
-                f"all ranks must take part in a step within {stall_seconds:g} s, but "
-                f"{missing()} did not; look at that rank's log, or raise Exchange.stall_seconds"
+                f"all ranks must take part in a step within {stall_seconds:g} s: {missing()}; "
+                f"look there, or raise Exchange.stall_seconds"
             )
     return time.perf_counter() - start

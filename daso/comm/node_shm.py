@@ -56,7 +56,8 @@ class Line:
 
     def _missing(self, stage: int, count: int) -> str:
         late = [rank for rank, row in enumerate(self.stages) if row[stage] < count]
-        return "world rank " + ", ".join(str(self.group.world_ranks[rank]) for rank in late)
+        ranks = ", ".join(str(self.group.world_ranks[rank]) for rank in late)
+        return f"world rank {ranks} did not"
 
 
 class ShmBucket:

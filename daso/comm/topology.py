@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from daso.comm.mpi import abort_on_error, check_launch, load
+from daso.comm.roll import RollCall
 from daso.environment import note_process, read_launch
 from daso.errors import TopologyError
 
@@ -44,11 +45,6 @@ class Place:
     def local_size(self) -> int:
         """Ranks of this rank's node."""
         return self.node_of.count(self.node)
-
-    @property
-    def other_ranks(self) -> tuple[int, ...]:
-        """World ranks but this one."""
-        return tuple(rank for rank in range(self.size) if rank != self.rank)
 
     @property
     def lanes(self) -> int:
@@ -97,6 +93,7 @@ class Topology:
         self.place = self._find_place()
         color = mpi.UNDEFINED if self.place.lane is None else self.place.lane
         self.lane: MPI.Comm = self.world.Split(color, self.place.node)
+        self.roll = RollCall(self.world, self.world.allgather(mpi.Get_processor_name()))
 
     def _find_place(self) -> Place:
         first = self.node.bcast(self.world.Get_rank())
@@ -134,6 +131,7 @@ class Topology:
     def free(self) -> None:
         """Give the communicators back. Collective over the world; blocking; idempotent."""
         mpi = load()
+        self.roll.free()
         for comm in (self.lane, self.node, self.world):
             if comm != mpi.COMM_NULL:
                 comm.Free()

@@ -8,6 +8,7 @@ import torch
 from daso.comm.dtypes import sum_buffer
 from daso.comm.mpi import load
 from daso.comm.node import wait_until
+from daso.comm.topology import Topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -19,14 +20,15 @@ class Vote:
     """Elementwise maxima over all ranks, one at a time, called by the training thread.
 
     Args:
-        world: All ranks; a communicator of its own is made.
+        topology: Whose world; a communicator of its own is made.
         stall_seconds: How long `result` waits at most.
 
     Collective over the world; blocking.
     """
 
-    def __init__(self, world: "MPI.Comm", stall_seconds: float) -> None:
-        self.comm, self._stall_seconds = world.Dup(), stall_seconds
+    def __init__(self, topology: Topology, stall_seconds: float) -> None:
+        self.comm, self._roll = topology.world.Dup(), topology.roll
+        self._stall_seconds = stall_seconds
         self._request: MPI.Request | None = None
         self._row = torch.zeros(0, dtype=torch.float64)
 
@@ -44,7 +46,7 @@ class Vote:
         """
         request, self._request = self._request, None
         assert request is not None, "nothing was asked"
-        wait_until(request.Test, lambda: "another rank", self._stall_seconds, lambda: None)
+        wait_until(request.Test, self._roll.missing, self._stall_seconds, self._roll.answer)
         return self._row.tolist()
 
     def free(self) -> None:

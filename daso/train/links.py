@@ -42,11 +42,18 @@ class Links:
         # own, until the bell tells, instead of matching what does not belong together.
         self.world, self._votes = topology.world.Dup(), topology.world.Dup()
         self.lane = topology.lane if topology.lane == mpi.COMM_NULL else topology.lane.Dup()
-        others = ", ".join(map(str, self.place.other_ranks))
-        self.bell = Bell(topology.world)
-        seconds = settings.exchange.stall_seconds
-        self.engine = Engine(seconds, f"world ranks {others}", self.bell.late)
+        self.bell, self._roll = Bell(topology.world), topology.roll
+        self.engine = Engine(settings.exchange.stall_seconds, self._roll.missing, self.late)
         self._gradient_means: dict[torch.dtype, TwoPhase] = {}
+
+    def late(self) -> None:
+        """Do what a long wait asks for: answer those who look for somebody, ring and listen.
+
+        Raises:
+            ExchangeError: Ranks took different numbers of steps; names two of them.
+        """
+        self._roll.answer()
+        self.bell.late()
 
     def two_phase(self, codec: Codec, rounded: dict[int, torch.Tensor]) -> TwoPhase:
         """Return an exchange over this rank's lane in which every node counts by its ranks.

@@ -44,7 +44,7 @@ class StopRequest:
         signals: Sequence[signal.Signals] = (signal.SIGUSR1,),
         stall_seconds: float = 300.0,
     ) -> None:
-        self._vote = Vote(topology.world, stall_seconds)
+        self._vote = Vote(topology, stall_seconds)
         self._heard = 0.0  # number of the signal
         self._between = self._left = 1  # batches: from vote to vote; to the next
         self._begun = time.perf_counter()

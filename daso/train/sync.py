@@ -58,9 +58,7 @@ class Sync:
         self.meeting = Meeting(trained, topology, self.links, self.counts)
         self.buckets = GradientBuckets(
             trained.named,
-            choose_node(
-                topology, trained.device, settings.exchange.stall_seconds, self.links.bell.late
-            ),
+            choose_node(topology, trained.device, settings.exchange.stall_seconds, self.links.late),
             self._route(between=False),
             bucket_bytes=settings.gradients.bucket_bytes,
             same_order=self.meeting.same_order,

@@ -1,3 +1,5 @@
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -6,6 +8,7 @@ from daso.comm.compress import Cast, codec_named
 from daso.comm.engine import Engine
 from daso.comm.exchange import Adder, Row, TwoPhase, iallreduce, in_process
 from daso.comm.node_shm import ShmNode
+from daso.comm.roll import RollCall
 from daso.errors import ExchangeError, StallError, TopologyError
 from daso.plan.layout import Span, chunk_parts, split
 from daso.train.part import Part, Way
@@ -15,7 +18,7 @@ pytestmark = pytest.mark.mpi
 
 @pytest.fixture
 def engine():
-    made = Engine(20.0, "the others")
+    made = Engine(20.0, str)
     yield made
     made.close()
 
@@ -167,21 +170,41 @@ def test_an_error_in_the_engine_surfaces_with_its_cause(engine):
         engine.check()
 
 
-def test_a_stalled_exchange_names_who_takes_part(topology):
-    engine = Engine(0.2, "world ranks 7, 9")
+def test_a_stalled_exchange_names_who_is_missing(topology):
+    engine = Engine(0.2, lambda: "world ranks 7, 9 are asleep")
     request = topology.world.Irecv(np.zeros(1), source=topology.place.rank, tag=5)
 
     def never():
         yield [request]
 
-    with pytest.raises(StallError, match="world ranks 7, 9"):
+    with pytest.raises(StallError, match="did not: world ranks 7, 9 are asleep; look there"):
         engine.wait(engine.submit(never()))
     topology.world.Send(np.zeros(1), dest=topology.place.rank, tag=5)
     engine.close()
 
 
+def test_who_does_not_answer_is_missing_and_who_waits_is_not(topology, place):
+    """Rank 0 asks; the last rank is busy elsewhere; all others wait, and answer."""
+    last = place.size - 1
+    roll = RollCall(topology.world, [f"host{rank}" for rank in range(place.size)])
+    if place.rank == 0:
+        said = roll.missing()
+        missing = f"no answer from world rank {last} on host host{last}"
+        assert said == missing if last else said.startswith("every rank answers")
+    elif place.rank < last:
+        end = time.perf_counter() + 4.0
+        while time.perf_counter() < end:
+            roll.answer()
+            time.sleep(0.001)
+    topology.world.Barrier()
+    roll.answer()  # receives what was sent meanwhile
+    topology.world.Barrier()
+    roll.free()
+    roll.free()
+
+
 def test_a_closed_engine_refuses_work(topology):
-    engine = Engine(5.0, "the others")
+    engine = Engine(5.0, str)
     engine.close()
     engine.close()
     with pytest.raises(ExchangeError, match="close"):
