@@ -1,6 +1,7 @@
 """Where am I: what launcher and user said through the environment, read here alone."""
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -12,9 +13,12 @@ from daso.errors import ConfigError
 __all__ = [
     "Launch",
     "data_folder",
+    "expand",
     "find_mpirun",
+    "merged",
     "note_process",
     "read_launch",
+    "site_name",
     "terminal_columns",
 ]
 
@@ -109,6 +113,39 @@ def data_folder(env: Mapping[str, str] | None = None) -> Path | None:
     """Return the folder that DASO_DATA names, or None."""
     text = (os.environ if env is None else env).get("DASO_DATA", "")
     return Path(text) if text else None
+
+
+def site_name(env: Mapping[str, str] | None = None) -> str:
+    """Return the site profile that DASO_SITE names, or nothing.
+
+    Args:
+        env: Environment to read; the process's own if None.
+    """
+    return (os.environ if env is None else env).get("DASO_SITE", "")
+
+
+def expand(text: str, env: Mapping[str, str] | None = None) -> str:
+    """Replace ``${NAME}`` and ``${NAME:-default}``, as a shell does.
+
+    Args:
+        text: Text with names of environment variables.
+        env: Environment to read; the process's own if None.
+
+    Returns:
+        The text; a variable that is empty or not set is its default, or nothing.
+    """
+    env = os.environ if env is None else env
+    return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", lambda m: env.get(m[1]) or m[2] or "", text)
+
+
+def merged(env: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment with more in it, for a process that is started.
+
+    Args:
+        env: The environment to start from.
+        more: What to set in it.
+    """
+    return {**env, **more}
 
 
 def find_mpirun(env: Mapping[str, str] | None = None) -> Path | None:
