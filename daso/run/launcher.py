@@ -130,12 +130,10 @@ def choose(library: str | None, offered: Sequence[str], wanted: str = "auto") ->
                 f"{wanted}; leave --launcher out, or take mpirun"
             )
         return Launcher(wanted, library, "as asked for")
-    if library is None and "cray_shasta" in offered:
-        return Launcher("cray_shasta", library, "the site's own MPI library is expected")
     if library is None:
         raise ConfigError(
             "the MPI library of the ranks must be known to choose a launcher, but it cannot be "
-            "seen from here; give --launcher (Open MPI: pmix, MPICH: pmi2, either: mpirun)"
+            "seen from here; give --launcher (Open MPI: pmix, MPICH: pmi2, Cray MPICH: cray_shasta)"
         )
     kind = next(one for one in (*MATRIX[library], "srun") if one in (*offered, "mpirun", "srun"))
     return Launcher(kind, library, f"the MPI library is {library}, and srun offers {plugins}")

@@ -131,7 +131,7 @@ def render(states: Sequence[State]) -> str:
         states: The jobs.
     """
     names = ("job", "name", "state", "nodes", "elapsed", "restarts", "reason")
-    rows = [names, *(tuple(getattr(one, name) for name in names) for one in states)]
+    rows = [names, *(tuple(str(getattr(one, name)) for name in names) for one in states)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
     lines = [
         "  ".join(f"{word:<{width}}" for word, width in zip(row, widths, strict=True))
@@ -277,7 +277,7 @@ def logs(chosen: argparse.Namespace, _: Sequence[str]) -> int:
         return _follow(chosen.job, record, files[0])
     there = [path for path in files if path.exists()]
     if not there:
-        (state, *_) = _look_up(chosen.job, record, {})
+        state = _look_up(chosen.job, record, {})[0]
         raise ConfigError(
             f"a job must have begun to have a log, but {chosen.job} has none yet: {state.state}, "
             f"{state.reason}; wait for it with --follow"
