@@ -17,6 +17,7 @@ __all__ = [
     "find_mpirun",
     "merged",
     "note_process",
+    "note_requeue",
     "read_launch",
     "site_name",
     "terminal_columns",
@@ -93,6 +94,17 @@ def note_process(rank: int, env: Mapping[str, str] | None = None) -> None:
     folder = (os.environ if env is None else env).get("DASO_PROCESSES")
     if folder and Path(folder).is_dir():
         (Path(folder) / str(rank)).write_text(str(os.getpid()))
+
+
+def note_requeue(env: Mapping[str, str] | None = None) -> None:
+    """Tell the batch script of `daso submit` that this rank wants the job to be started again.
+
+    Args:
+        env: Environment to read; the process's own if None. DASO_REQUEUE names the file to make.
+    """
+    path = (os.environ if env is None else env).get("DASO_REQUEUE")
+    if path and Path(path).parent.is_dir():
+        Path(path).touch()
 
 
 def terminal_columns(env: Mapping[str, str] | None = None) -> int | None:

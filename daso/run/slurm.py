@@ -14,10 +14,9 @@ from typing import Any
 import daso
 from daso.errors import ConfigError
 from daso.run.launcher import Launcher
+from daso.run.rank import REQUEUE
 
-__all__ = ["REQUEUE", "Job", "options", "quote", "render"]
-
-REQUEUE = 75  # exit code of a program that has saved its work and wants to be started again
+__all__ = ["Job", "name_of", "options", "quote", "render"]
 
 
 def _option(default: Any, text: str, metavar: str = "TEXT") -> Any:
@@ -115,9 +114,14 @@ class Job:
         return f"{_count(self.nodes, 'node')} x {_count(self.tasks_per_node, 'rank')}"
 
     @property
+    def folder(self) -> Path:
+        """The folder of logs; absolute."""
+        return self.chdir / self.logs
+
+    @property
     def log_pattern(self) -> str:
-        """The log file in sbatch's notation; absolute unless the folder is relative."""
-        folder = str(self.chdir / self.logs).replace("%", "%%")
+        """The log file in sbatch's notation."""
+        folder = str(self.folder).replace("%", "%%")
         return f"{folder}/%x-{'%A_%a' if self.array else '%j'}.out"
 
     def directives(self) -> list[str]:
@@ -163,7 +167,8 @@ class Job:
     def command(self) -> list[str]:
         """Return the words that start the ranks.
 
-        Python runs the program through mpi4py, so that an exception on one rank ends all.
+        Python runs the program through mpi4py, so that an exception on one rank ends all, and
+        through daso, so that the script knows of an exit code that srun would not tell.
         """
         launch = self.launcher.words(self.mpirun)
         launch += ["-n", str(self.ranks)] if self.launcher.by_mpirun else self.srun
@@ -171,7 +176,8 @@ class Job:
         if self.container:
             gpu = [self.container_gpu] if self.gpus_per_node else []
             inside = [*shlex.split(self.container_command), *gpu, self.container]
-        return [*launch, *inside, self.python or "python3", "-m", "mpi4py", *self.program]
+        python = [self.python or "python3", "-m", "mpi4py", "-m", "daso.run.rank"]
+        return [*launch, *inside, *python, *self.program]
 
 
 LEAST = {
@@ -249,6 +255,7 @@ def _keys(job: Job) -> dict[str, Any]:
     return values | {
         "command": " ".join(map(quote, job.command())),
         "directives": job.directives(),
+        "folder": quote(str(job.folder)),
         "launcher": str(job.launcher),
         "by_mpirun": job.launcher.by_mpirun,
         "ranks": job.ranks,

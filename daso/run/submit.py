@@ -19,7 +19,7 @@ from daso.run.launcher import CHOICES, Launcher, choose, family, read_offered
 from daso.run.sites import Site, known_sites, read_site, read_template
 from daso.run.slurm import Job, name_of, options, render
 
-__all__ = ["RECORDS", "Record", "add_parser", "cut", "explain"]
+__all__ = ["RECORDS", "Record", "add_parser", "cut", "explain", "too_big"]
 
 RECORDS = "jobs.jsonl"  # in the folder of logs: one line per submitted job
 
@@ -119,6 +119,7 @@ def submit(chosen: argparse.Namespace, program: Sequence[str]) -> int:
         sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
         sys.stdout.buffer.flush()
         return 0
+    _check_size(job, site)
     folder = _folder(job)
     number = _sbatch(job, text, site)
     record = _keep(job, text, number=number, folder=folder, site=site)
@@ -159,7 +160,7 @@ def _check_program(program: Sequence[str], *, container: bool) -> None:
     word = program[0]
     if word == "-m" and len(program) == 1:
         raise ConfigError("-m must be followed by a module, such as `-m daso train`")
-    if not word.startswith("-") and not container and not Path(word).exists():
+    if word != "-m" and not container and not Path(word).exists():
         raise ConfigError(
             f"the script must be there when it is submitted, but there is no {word} in "
             f"{Path.cwd()}; mend its path, or run a module with -m"
@@ -189,9 +190,47 @@ def _offered(client: Mapping[str, str]) -> tuple[str, ...]:
     return read_offered(_text(said.stdout + said.stderr)) if said.returncode == 0 else ()
 
 
+def _check_size(job: Job, site: Site) -> None:
+    """Refuse what the partition can never hold: sbatch takes it, and lets it wait for ever.
+
+    `sbatch --test-only` would tell too, but refuses also what has to wait for a node to be mended.
+    """
+    said = ask(["sinfo", "-h", "-o", "%P|%c|%D"], client=site.client)
+    problem = too_big(job, _text(said.stdout)) if said.returncode == 0 else None
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def too_big(job: Job, nodes: str) -> str | None:
+    """Return what is wrong with a job that its partition cannot hold, or None.
+
+    Args:
+        job: The job.
+        nodes: What ``sinfo -h -o '%P|%c|%D'`` prints: partition (``*``: the default one), CPUs of
+            a node, number of such nodes.
+    """
+    rows = [line.split("|") for line in nodes.splitlines() if line.count("|") == 2]
+    wanted = job.partition.split(",") if job.partition else [""]
+    here = [
+        (int(cpus.rstrip("+")), int(count))
+        for name, cpus, count in rows
+        if (name.rstrip("*") in wanted if job.partition else name.endswith("*"))
+    ]
+    need = job.tasks_per_node * job.cpus_per_task
+    fit = sum(count for cpus, count in here if cpus >= need)
+    if not here or fit >= job.nodes or "--overcommit" in " ".join(job.extra):
+        return None
+    there = ", ".join(f"{count} of {cpus} CPUs" for cpus, count in sorted(here))
+    return (
+        f"ranks must fit into the slots of the partition, which has nodes: {there}; not {job.size} "
+        f"with {need} CPUs on each; take fewer --nodes, --tasks-per-node or --cpus-per-task, or "
+        f"another --partition"
+    )
+
+
 def _folder(job: Job) -> Path:
     """Make the folder of logs: SLURM makes none, and a job without it ends without a word."""
-    folder = job.chdir / job.logs
+    folder = job.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / RECORDS).open("a", encoding="utf-8"):
@@ -279,8 +318,9 @@ def explain(said: str, job: Job) -> str:
         said: What it printed.
         job: What was asked for.
     """
-    words = [re.sub(r"^sbatch: (error|fatal): ", "", line) for line in said.splitlines() if line]
-    reason = words[-1].removeprefix("Batch job submission failed: ") if words else "no reason"
+    words = [re.sub(r"^sbatch: (error|fatal): ", "", line) for line in said.splitlines()]
+    words = [word for word in words if word and not word.startswith("Try ")]
+    reason = words[-1].removeprefix("Batch job submission failed: ") if words else "nothing"
     for sign, (rule, names, remedy) in REFUSALS.items():
         if re.search(sign, " ".join(words)):
             values = [f"{_flag(name)}={getattr(job, name)}" for name in names if getattr(job, name)]
