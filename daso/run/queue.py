@@ -50,8 +50,12 @@ def read_jobs(text: str) -> list[State]:
 
     Args:
         text: One line per job, of words ``Key=value``; a value may have blanks in it.
+
+    Returns:
+        The jobs, those of an array by their numbers.
     """
-    return [_read_job(line) for line in text.splitlines() if line.startswith("JobId=")]
+    jobs = [_read_job(line) for line in text.splitlines() if line.startswith("JobId=")]
+    return sorted(jobs, key=lambda one: [int(word) for word in re.findall(r"\d+", one.job)])
 
 
 def _read_job(line: str) -> State:
@@ -70,8 +74,11 @@ def _read_job(line: str) -> State:
         nodes=values.get("NumNodes", "-") if nodes in ("", "(null)") else nodes,
         elapsed=values.get("RunTime", "-"),
         restarts=values.get("Restarts", "-"),
-        reason=f"exit code {_code(code)}" if reason == "None" and code != "0:0" else reason,
+        reason=f"exit code {_code(code)}" if code != "0:0" and reason in PLAIN else reason,
     )
+
+
+PLAIN = ("None", "NonZeroExitCode")  # reasons that say less than the exit code
 
 
 def _code(text: str) -> str:

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -123,11 +124,18 @@ def submit(chosen: argparse.Namespace, program: Sequence[str]) -> int:
     folder = _folder(job)
     number = _sbatch(job, text, site)
     record = _keep(job, text, number=number, folder=folder, site=site)
-    print(f"submitted job {number} ({job.size}, {job.launcher}: {job.launcher.why})")
-    print(f"script: {record.script}")
-    where = "" if job.logs == Job.__dataclass_fields__["logs"].default else f" --logs {job.logs}"
-    print(f"follow it: daso logs --follow{where} {number}{'_0' if job.array else ''}")
+    where = "" if chosen.logs is None else f" --logs {shlex.quote(chosen.logs)}"
+    print(
+        f"submitted job {number} ({job.size}, {job.launcher}: {job.launcher.why})\n"
+        f"script: {record.script}\n"
+        f"follow it: daso logs --follow{where} {number}{_first(job.array)}"
+    )
     return 0
+
+
+def _first(array: str) -> str:
+    """Return what names the first job of an array, or nothing."""
+    return f"_{re.findall(r'^[0-9]+', array)[0]}" if array else ""
 
 
 def _job(flags: Mapping[str, Any], site: Site, program: tuple[str, ...]) -> Job:
