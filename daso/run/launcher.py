@@ -120,7 +120,7 @@ def choose(library: str | None, offered: Sequence[str], wanted: str = "auto") ->
     Raises:
         ConfigError: What is wanted is unknown or not offered, or nothing can be chosen.
     """
-    plugins = ", ".join(offered) or "nothing"
+    plugins = ", ".join(offered) or "no plugin"
     if wanted not in CHOICES:
         raise ConfigError(f"--launcher must be one of {', '.join(CHOICES)}, not {wanted!r}")
     if wanted != "auto":
@@ -129,7 +129,9 @@ def choose(library: str | None, offered: Sequence[str], wanted: str = "auto") ->
                 f"--launcher must be one that srun offers here, but it offers {plugins}, not "
                 f"{wanted}; leave --launcher out, or take mpirun"
             )
-        return Launcher(wanted, library, "as asked for")
+        usual = MATRIX[library][0] if library else wanted
+        other = "" if wanted in (usual, "mpirun") else f"; {library} usually takes {usual}"
+        return Launcher(wanted, library, f"as asked for{other}")
     if library is None:
         raise ConfigError(
             "the MPI library of the ranks must be known to choose a launcher, but it cannot be "

@@ -312,7 +312,7 @@ def _until_ended(look_up: Callable[[], State], path: Path) -> Iterator[None]:
         if time.monotonic() - asked >= ASK_SECONDS:
             state, asked = look_up(), time.monotonic()
             over = state.ended or state.state == "UNKNOWN"
-            if not over and not path.exists() and state.state != waiting:
+            if state.state not in (waiting, "RUNNING") and not over and not path.exists():
                 waiting = state.state
                 print(f"daso: job {state.job}: {waiting}, {state.reason}", file=sys.stderr)
         # What was written before the job was seen to have ended is there by now.

@@ -88,7 +88,7 @@ class Job:
             )
         for name, (pattern, rule) in FORMS.items():
             value = getattr(self, name)
-            if value and not re.fullmatch(pattern, value):
+            if value and not re.fullmatch(pattern, value, re.ASCII):
                 raise ConfigError(f"{_flag(name)} must be {rule}, not {value!r}")
         self._check_lines()
 
@@ -100,7 +100,7 @@ class Job:
         for name in ("module", "setup", "environment", "srun", "extra"):
             pattern, rule = LINE_FORMS[name]
             for line in getattr(self, name):
-                if not re.fullmatch(pattern, line):
+                if not re.fullmatch(pattern, line, re.ASCII):
                     raise ConfigError(f"{_flag(name)} must be {rule}, not {line!r}")
 
     @property
@@ -282,7 +282,7 @@ def render(job: Job, template: str, *, name: str) -> str:
     Raises:
         ConfigError: The template is not one, or uses a key that there is not.
     """
-    from jinja2 import Environment, StrictUndefined, TemplateError, meta
+    from jinja2 import Environment, StrictUndefined, meta
 
     engine = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
@@ -292,7 +292,7 @@ def render(job: Job, template: str, *, name: str) -> str:
         unknown = sorted(meta.find_undeclared_variables(engine.parse(template)) - keys.keys())
         if not unknown:
             return engine.from_string(template).render(keys)
-    except TemplateError as error:
+    except Exception as error:  # a template is a program: it may raise anything
         where = f", line {error.lineno}" if hasattr(error, "lineno") else ""
         raise ConfigError(
             f"a template must be Jinja text, but {name}{where}: {_one_line(str(error))}; mend it"

@@ -52,7 +52,8 @@ def cut(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
         program.
     """
     hints = get_type_hints(Job)
-    flags = {*FLAGS, *(_flag(name) for name in options() if hints[name] is bool)}
+    switches = [name for name in options() if hints[name] is bool]
+    flags = {*FLAGS, *map(_flag, switches), *(_flag(f"no_{name}") for name in switches)}
     ours, at = list[str](), 0
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "--"):
         alone = words[at] in flags or "=" in words[at] or at + 1 == len(words)
@@ -203,6 +204,8 @@ def _check_size(job: Job, site: Site) -> None:
 
     `sbatch --test-only` would tell too, but refuses also what has to wait for a node to be mended.
     """
+    if not is_there("sinfo"):
+        return
     said = ask(["sinfo", "-h", "-o", "%P|%c|%D"], client=site.client)
     problem = too_big(job, _text(said.stdout)) if said.returncode == 0 else None
     if problem is not None:
