@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from daso.environment import merged
 from daso.errors import TopologyError
 
-__all__ = ["ask", "is_there"]
+__all__ = ["ask", "is_there", "require"]
 
 SECONDS = 60  # a controller that is down answers after some time-outs of its own
 
@@ -20,6 +20,22 @@ def is_there(command: str) -> bool:
         command: Such as ``"srun"``.
     """
     return shutil.which(command) is not None
+
+
+def require(command: str) -> None:
+    """Refuse to go on without a command.
+
+    Args:
+        command: Such as ``"sbatch"``.
+
+    Raises:
+        TopologyError: It is not on PATH.
+    """
+    if not is_there(command):
+        raise TopologyError(
+            f"{command} must be on PATH, but it is not; log in to a node of a SLURM cluster, see "
+            f"the script with `daso submit --dry-run`, or use `daso run` on this machine"
+        )
 
 
 def ask(
@@ -38,11 +54,7 @@ def ask(
     Raises:
         TopologyError: It is not on PATH, or does not end.
     """
-    if not is_there(words[0]):
-        raise TopologyError(
-            f"{words[0]} must be on PATH, but it is not; log in to a node of a SLURM cluster, see "
-            f"the script with --dry-run, or use `daso run` on this machine"
-        )
+    require(words[0])
     given = b"" if text is None else text.encode("utf-8", "surrogateescape")
     try:
         return subprocess.run(

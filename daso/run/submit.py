@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 from daso.environment import find_mpirun
 from daso.errors import ConfigError
-from daso.run.client import ask, is_there
+from daso.run.client import ask, is_there, require
 from daso.run.launcher import CHOICES, Launcher, choose, family, read_offered
 from daso.run.sites import Site, known_sites, read_site, read_template
 from daso.run.slurm import Job, name_of, options, render
@@ -121,6 +121,7 @@ def submit(chosen: argparse.Namespace, program: Sequence[str]) -> int:
         sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
         sys.stdout.buffer.flush()
         return 0
+    require("sbatch")
     _check_size(job, site)
     folder = _folder(job)
     number = _sbatch(job, text, site)

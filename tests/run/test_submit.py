@@ -83,8 +83,9 @@ def test_help_names_every_option_and_its_default(capsys):
     listed = {word for word in re.findall(r"^  (?:-h, )?(--[\w-]+)", text, re.MULTILINE)}
     ours = {f"--{name.replace('_', '-')}" for name in options()}
     assert listed == ours | {"--help", "--dry-run", "--site", "--template", "--launcher"}
-    assert "default: 120" in text
-    assert "horeka, jsc, lumi, minicluster, nersc" in " ".join(text.split())
+    joined = " ".join(text.split())
+    assert "before the time limit; default: 120" in joined
+    assert "horeka, jsc, lumi, minicluster, nersc" in joined
     assert "0-9%2" in text
 
 
