@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
@@ -46,6 +46,7 @@ PACKAGES = {
 }
 UP_SECONDS = 30
 CALL_SECONDS = 20
+REAP_SECONDS = 3
 
 
 class ClusterError(DasoError):
@@ -135,9 +136,12 @@ def inside(pid: int, *kinds: str) -> list[str]:
 def kill(token: str) -> None:
     """End every process of a cluster, and wait until they are gone."""
     deadline = time.monotonic() + CALL_SECONDS
+    killed = set[int]()
     empty = 0
     while empty < 2:  # twice: a process may just have been started, and not carry the token yet
-        open_ = [descriptor for pid in holders(token) if (descriptor := _kill(pid, token))]
+        pids = holders(token)
+        killed |= set(pids)
+        open_ = [descriptor for pid in pids if (descriptor := _kill(pid, token)) is not None]
         for descriptor in open_:
             select.select([descriptor], [], [], max(0, deadline - time.monotonic()))
             os.close(descriptor)
@@ -148,6 +152,14 @@ def kill(token: str) -> None:
                 f"there; look at them, then run `down` again"
             )
         time.sleep(0.01)
+    _reaped(killed)
+
+
+def _reaped(pids: Iterable[int]) -> None:
+    """Wait until the init of this machine has reaped what was killed, as far as it does."""
+    deadline = time.monotonic() + REAP_SECONDS
+    while any(Path("/proc", str(pid)).exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _kill(pid: int, token: str) -> int | None:
@@ -194,11 +206,15 @@ def read_record(folder: Path) -> Minicluster | None:
         ConfigError: The folder holds something else.
     """
     try:
-        return Minicluster(**json.loads((folder / RECORD).read_text()))
+        found = json.loads((folder / RECORD).read_text())
+        return Minicluster(**{**found, "share": tuple(found["share"])})
     except FileNotFoundError:
         pass
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{folder / RECORD} must be minicluster's own, but {error}") from error
+    except (LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{folder / RECORD} must be minicluster's own, but {error!r}; set DASO_MINICLUSTER to "
+            f"another folder"
+        ) from error
     if folder.exists() and {path.name for path in folder.iterdir()} - {f"{RECORD}.new"}:
         raise ConfigError(
             f"the state folder must be empty or minicluster's own, but {folder} holds other files; "
@@ -220,6 +236,7 @@ def write_files(cluster: Minicluster) -> None:
     for name in (*cluster.names, CONTROL):
         (folder / name).mkdir()
         (folder / name / "spool").mkdir()
+        (folder / name / "tmp").mkdir()
     for name, text in cluster.files().items():
         (folder / name).write_text(text)
     key = folder / CONTROL / "munge.key"
@@ -249,7 +266,7 @@ def check_machine() -> None:
         ClusterError: Something is missing.
     """
     if os.geteuid() != 0:
-        raise ClusterError("minicluster must run as root: it makes namespaces; use sudo")
+        raise ClusterError("minicluster must run as root, which may make namespaces; use sudo")
     missing = [
         (package, program)
         for package, programs in PACKAGES.items()
@@ -287,22 +304,24 @@ def memory_mebibytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
-def up(folder: Path, hosts: int, *, cpus: int, rate: str) -> Minicluster:
+def up(cluster: Minicluster) -> None:
     """Start a cluster and wait until every host is idle.
 
+    Args:
+        cluster: What to start; its subnet and memory are found here.
+
     Raises:
-        ConfigError: One is up already, or a value is out of range.
+        ConfigError: One is up already.
         ClusterError: It could not be started; nothing is left of it.
     """
-    cluster = Minicluster(
-        folder=str(folder), token=secrets.token_hex(8), hosts=hosts, cpus=cpus, rate=rate
-    )
+    folder = Path(cluster.folder)
     check_machine()
     if read_record(folder) is not None:
         raise ConfigError(f"one cluster may be up in {folder}, and one is; run `down` first")
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-    with locked(folder):
-        cluster = replace(cluster, subnet=free_subnet(str(folder)), memory=memory_mebibytes())
+    with locked(folder), interruptible():
+        subnet = free_subnet(cluster.folder)
+        cluster = replace(cluster, subnet=subnet, memory=memory_mebibytes())
         write_record(folder, cluster)
         try:
             write_files(cluster)
@@ -310,7 +329,21 @@ def up(folder: Path, hosts: int, *, cpus: int, rate: str) -> Minicluster:
         except BaseException:
             take_down(cluster)
             raise
-    return cluster
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Let the signals that would end this program raise KeyboardInterrupt, as Ctrl-C does."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {n: signal.signal(n, interrupt) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _start(cluster: Minicluster) -> None:
@@ -427,7 +460,8 @@ examples:
   scripts/minicluster down                    nothing is left
 
 Each host has its own /tmp and /dev/shm; everything else on disk is this machine's. So programs,
-virtual environments and the folder that you submit from must not lie in /tmp.
+virtual environments and the folder that you submit from must not lie in /tmp, or be named when
+starting: `up 4 --share /tmp/project`.
 
 State lies in {FOLDER}; DASO_MINICLUSTER names another folder, for another cluster.
 Needs root and the Debian packages slurm-wlm, munge and iproute2 (libpmix2 for srun --mpi=pmix).
@@ -453,8 +487,6 @@ def main(words: Sequence[str], *, folder: str | None) -> int:
         Exit code: 0 done, 1 it failed, 2 wrong use.
     """
     options = _parser().parse_args(words)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
     try:
         options.run(options, Path(folder or FOLDER).resolve())
     except ConfigError as error:
@@ -469,10 +501,6 @@ def main(words: Sequence[str], *, folder: str | None) -> int:
 def _say(what: object, code: int) -> int:
     print(f"minicluster: {what}", file=sys.stderr)
     return code
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -496,6 +524,14 @@ def _parser() -> argparse.ArgumentParser:
         "--rate", default="none", help="of every link: 1gbit, 100mbit; none (default)"
     )
     start.add_argument("--cpus", type=int, default=4, help="that each host declares (4)")
+    start.add_argument(
+        "--share",
+        metavar="DIR",
+        type=Path,
+        action="append",
+        default=[],
+        help="a folder in /tmp that the hosts shall see; may be given several times",
+    )
     change = add("rate", _rate, "change the rate of every link")
     change.add_argument("rate", metavar="R", help="10mbit, 2.5gbit, ...; none")
     add("status", _status, "show hosts, addresses, links and states")
@@ -512,7 +548,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _up(options: argparse.Namespace, folder: Path) -> None:
     began = time.monotonic()
-    up(folder, options.hosts, cpus=options.cpus, rate=options.rate)
+    cluster = Minicluster(
+        folder=str(folder),
+        token=secrets.token_hex(8),
+        hosts=options.hosts,
+        cpus=options.cpus,
+        rate=options.rate,
+        share=tuple(str(share.resolve(strict=True)) for share in options.share),
+    )
+    up(cluster)
     print(f"{options.hosts} hosts are idle after {time.monotonic() - began:.1f} s")
     _status(options, folder)
 
@@ -546,6 +590,15 @@ def _cable(options: argparse.Namespace, folder: Path) -> None:
     with locked(folder):
         control = inside(process_of(cluster, CONTROL), "net")
         call(*control, "ip", "link", "set", options.host, options.cable)
+        if options.cable == "up":
+            _report_for_duty(cluster, options.host)
+
+
+def _report_for_duty(cluster: Minicluster, name: str) -> None:
+    """Let slurmd register: slurmctld by itself asks a host that is down every few minutes only."""
+    with contextlib.suppress(FileNotFoundError):
+        pid = Path(cluster.path(name, "slurmd.pid")).read_text().strip()
+        call(*inside(process_of(cluster, name), "pid"), "sh", "-c", f"kill -HUP {int(pid)}")
 
 
 def _exec(options: argparse.Namespace, folder: Path) -> None:

@@ -52,6 +52,7 @@ class Minicluster:
         rate: Of every host's link, in both directions: ``1gbit``, ``none``.
         subnet: Third number of its addresses, 10.77.SUBNET.x.
         memory: Mebibytes that each host declares.
+        share: Folders in /tmp that the hosts see nevertheless.
     """
 
     folder: str
@@ -61,6 +62,7 @@ class Minicluster:
     rate: str = "none"
     subnet: int = 0
     memory: int = 1024
+    share: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= MAX_HOSTS:
@@ -74,6 +76,8 @@ class Minicluster:
             )
         parse_rate(self.rate)
         _check_folder(self.folder)
+        for folder in self.share:
+            _check_name("a folder to share", folder, "move it")
 
     # --- names and addresses ------------------------------------------------------------------
 
@@ -133,7 +137,10 @@ class Minicluster:
                 f"NodeName={name} NodeAddr={self.address(name)} CPUs={self.cpus} "
                 f"RealMemory={self.memory} State=UNKNOWN"
             )
-        lines.append("PartitionName=mini Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
+        lines.append(
+            f"PartitionName=mini Nodes=ALL MaxNodes={self.hosts} Default=YES State=UP "
+            f"MaxTime=INFINITE"
+        )
         return "\n".join(lines) + "\n"
 
     def _settings(self) -> Mapping[str, str]:
@@ -145,7 +152,7 @@ class Minicluster:
             "AuthType": "auth/munge",
             "CryptoType": "crypto/munge",
             # A requeued job waits for cred_expire seconds (120 if not told) before it starts again.
-            "AuthInfo": f"socket={self.path(CONTROL, 'munge')},cred_expire=10",
+            "AuthInfo": f"socket={self.path(CONTROL, 'munge')},cred_expire=5",
             "StateSaveLocation": self.path(CONTROL, "state"),
             "SlurmctldPidFile": self.path(CONTROL, "slurmctld.pid"),
             "SlurmctldLogFile": self.path(CONTROL, "slurmctld.log"),
@@ -165,11 +172,12 @@ class Minicluster:
             "SelectType": "select/cons_tres",
             "SelectTypeParameters": "CR_Core",
             "SchedulerParameters": "batch_sched_delay=0,sched_interval=1,bf_interval=1",
+            "EnforcePartLimits": "ALL",  # what can never start is refused, and does not wait
             "JobRequeue": "1",
             "ReturnToService": "2",
             "KillWait": "5",
             "OverTimeLimit": "0",
-            "SlurmdTimeout": "30",
+            "SlurmdTimeout": "20",
             "MessageTimeout": "5",
             "TCPTimeout": "2",
             "TreeWidth": str(
@@ -211,7 +219,7 @@ class Minicluster:
         lines = [
             *self._begin(
                 name,
-                "mount -nt tmpfs -o mode=1777 tmpfs /tmp",
+                *self._private_tmp(name),
                 "mount -nt tmpfs -o mode=1777 tmpfs /dev/shm",
                 # MPI looks for interfaces in /sys/class/net: a new sysfs shows those of this host.
                 "mount -nt sysfs sysfs /sys",
@@ -223,6 +231,16 @@ class Minicluster:
             *WAIT,
         ]
         return "\n".join(lines) + "\n"
+
+    def _private_tmp(self, name: str) -> Iterator[str]:
+        """Yield lines that give a host a /tmp of its own, with what it shares mounted in it."""
+        new = self.path(name, "tmp")
+        yield f"mount -nt tmpfs -o mode=1777 tmpfs {new}"
+        for folder in self.share:
+            if (path := PurePosixPath(folder)).is_relative_to("/tmp"):
+                yield f"mkdir -p {new}/{path.relative_to('/tmp')}"
+                yield f"mount -n --bind {folder} {new}/{path.relative_to('/tmp')}"
+        yield f"mount -n --move {new} /tmp"
 
     def control_script(self) -> str:
         """Return the script that is process 1 of the host in control."""
@@ -306,14 +324,18 @@ def _check_folder(folder: str) -> None:
             f"the state folder must be an absolute path of at most {MAX_FOLDER} characters, not "
             f"{folder!r}; set DASO_MINICLUSTER to a shorter one"
         )
-    if re.search(r"[^\w./+-]", folder):
-        raise ConfigError(
-            f"the state folder must have a name without blanks and special characters, not "
-            f"{folder!r}: slurm.conf cannot hold them; set DASO_MINICLUSTER to another one"
-        )
+    _check_name("the state folder", folder, "set DASO_MINICLUSTER to another one")
     for private in ("/tmp", "/dev/shm"):
         if PurePosixPath(folder).is_relative_to(private):
             raise ConfigError(
                 f"the state folder must not lie in {private}, where every host has files of its "
                 f"own, but it is {folder}; set DASO_MINICLUSTER to a folder under /run or /var/tmp"
             )
+
+
+def _check_name(what: str, folder: str, remedy: str) -> None:
+    if re.search(r"[^\w./+-]", folder, re.ASCII):
+        raise ConfigError(
+            f"{what} must have a name of letters, digits and ._+- alone, not {folder!r}: neither "
+            f"slurm.conf nor a script can hold another; {remedy}"
+        )
