@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from daso.errors import ConfigError, DasoError
 from daso.run.minicluster_text import CONTROL, MAX_HOSTS, Minicluster, parse_rate
@@ -47,6 +47,9 @@ PACKAGES = {
 UP_SECONDS = 30
 CALL_SECONDS = 20
 REAP_SECONDS = 3
+
+
+Popen: TypeAlias = "subprocess.Popen[str]"
 
 
 class ClusterError(DasoError):
@@ -347,23 +350,44 @@ def interruptible() -> Iterator[None]:
 
 
 def _start(cluster: Minicluster) -> None:
-    started = {name: _hold(cluster, name) for name in (CONTROL, *cluster.names)}
-    pids = {name: _pid(cluster, name, process) for name, process in started.items()}
+    started = dict[str, Popen]()
+    try:
+        for name in (CONTROL, *cluster.names):
+            started[name] = _hold(cluster, name)
+        _connect(cluster, {name: _pid(cluster, name, one) for name, one in started.items()})
+        _go(cluster, started)
+    except BaseException:
+        for process in started.values():
+            process.kill()
+            process.wait()
+        raise
+    finally:
+        for process in started.values():
+            assert process.stdin and process.stdout
+            process.stdin.close()
+            process.stdout.close()
+
+
+def _connect(cluster: Minicluster, pids: Mapping[str, int]) -> None:
     call("ip", "-batch", "-", text=cluster.outer_link(pids[CONTROL]))
     control = inside(pids[CONTROL], "net")
     call(*control, "ip", "-batch", "-", text=cluster.inner_links(pids))
     call(*control, "tc", "-batch", "-", text=cluster.port_shapes(cluster.rate))
+
+
+def _go(cluster: Minicluster, started: Mapping[str, Popen]) -> None:
+    """Let the daemons start, and wait until SLURM calls every host idle."""
     deadline = time.monotonic() + UP_SECONDS
-    _go(started[CONTROL])
+    _tell(started[CONTROL])
     while not _listens(cluster.address(CONTROL)):
-        _check(cluster, deadline, f"{CONTROL}/slurmctld.log")
-    for name in cluster.names:
-        _go(started[name])
+        _pause(cluster, started, deadline, CONTROL)
+    for name in cluster.names:  # not earlier: a slurmd that meets nobody tries again a second later
+        _tell(started[name])
     while waiting := [name for name, state in states(cluster).items() if state != "idle"]:
-        _check(cluster, deadline, f"{waiting[0]}/slurmd.log")
+        _pause(cluster, started, deadline, waiting[0])
 
 
-def _hold(cluster: Minicluster, name: str) -> "subprocess.Popen[str]":
+def _hold(cluster: Minicluster, name: str) -> Popen:
     """Start process 1 of a host; it waits for `_go` before it starts a daemon."""
     with Path(cluster.path(name, "log")).open("w") as log:
         return subprocess.Popen(
@@ -378,21 +402,21 @@ def _hold(cluster: Minicluster, name: str) -> "subprocess.Popen[str]":
         )
 
 
-def _pid(cluster: Minicluster, name: str, process: "subprocess.Popen[str]") -> int:
+def _pid(cluster: Minicluster, name: str, process: Popen) -> int:
     assert process.stdout
     line = process.stdout.readline()
     if not line:
         raise ClusterError(
-            f"{name} must get namespaces of its own, but: {_last_lines(cluster, f'{name}/log')}; "
+            f"{name} must get namespaces of its own, but: {_last_lines(cluster, name)}; "
             f"run it where root may make them (a container needs --privileged)"
         )
     return int(line)
 
 
-def _go(process: "subprocess.Popen[str]") -> None:
+def _tell(process: Popen) -> None:
     assert process.stdin
     process.stdin.write("go\n")
-    process.stdin.close()
+    process.stdin.flush()
 
 
 def _listens(address: str) -> bool:
@@ -401,29 +425,30 @@ def _listens(address: str) -> bool:
     return False
 
 
-def _check(cluster: Minicluster, deadline: float, log: str) -> None:
-    """Wait a moment.
+def _pause(cluster: Minicluster, started: Mapping[str, Popen], deadline: float, late: str) -> None:
+    """Wait a moment for a host.
 
     Raises:
-        ClusterError: The daemon whose log this is has given up, or it is late.
+        ClusterError: A host has ended, the daemon of this one has given up, or it is late.
     """
     time.sleep(0.05)
-    if time.monotonic() > deadline or "fatal:" in _read(cluster, log):
+    for name, process in started.items():
+        if process.poll() is not None:
+            raise ClusterError(f"{name} must stay up, but it ended: {_last_lines(cluster, name)}")
+    if time.monotonic() > deadline or "fatal:" in _log(cluster, late):
         raise ClusterError(
-            f"every host must be idle within {UP_SECONDS} s, but {log} ends: "
-            f"{_last_lines(cluster, log)}"
+            f"every host must be idle within {UP_SECONDS} s, but {late} is not, and its log ends: "
+            f"{_last_lines(cluster, late)}"
         )
 
 
-def _read(cluster: Minicluster, log: str) -> str:
-    try:
-        return Path(cluster.path(log)).read_text(errors="replace")
-    except FileNotFoundError:
-        return ""
+def _log(cluster: Minicluster, name: str) -> str:
+    """Return what the daemons of a host have said so far."""
+    return Path(cluster.path(name, "log")).read_text(errors="replace")
 
 
-def _last_lines(cluster: Minicluster, log: str) -> str:
-    return " | ".join(_read(cluster, log).splitlines()[-5:]) or "nothing"
+def _last_lines(cluster: Minicluster, name: str) -> str:
+    return " | ".join(_log(cluster, name).splitlines()[-5:]) or "nothing"
 
 
 def states(cluster: Minicluster) -> dict[str, str]:

@@ -254,7 +254,9 @@ class Minicluster:
         options = [f"--{key}={self.path(CONTROL, value)}" for key, value in munge.items()]
         lines = [
             *self._begin(CONTROL),
-            f"munged {' '.join(options)}",
+            # --force: a folder that root alone may enter is no reason not to start.
+            f"munged --force --num-threads=4 {' '.join(options)}",
+            f"[ -S {self.path(CONTROL, 'munge')} ]",
             f"slurmctld -D -c -f {self.path('slurm.conf')} &",
             *WAIT,
         ]
