@@ -1,6 +1,7 @@
 """Where am I: what launcher and user said through the environment, read here alone."""
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -12,9 +13,13 @@ from daso.errors import ConfigError
 __all__ = [
     "Launch",
     "data_folder",
+    "expand",
     "find_mpirun",
+    "merged",
     "note_process",
+    "note_requeue",
     "read_launch",
+    "site_name",
     "slurm_job",
     "slurm_restarts",
     "terminal_columns",
@@ -112,6 +117,17 @@ def slurm_restarts(env: Mapping[str, str] | None = None) -> int:
     return int(text) if text.isdecimal() else 0
 
 
+def note_requeue(env: Mapping[str, str] | None = None) -> None:
+    """Tell the batch script of `daso submit` that this rank wants the job to be started again.
+
+    Args:
+        env: Environment to read; the process's own if None. DASO_REQUEUE names the file to make.
+    """
+    path = (os.environ if env is None else env).get("DASO_REQUEUE")
+    if path and Path(path).parent.is_dir():
+        Path(path).touch()
+
+
 def terminal_columns(env: Mapping[str, str] | None = None) -> int | None:
     """Return how wide the terminal is that shows this rank's output; None where there is none.
 
@@ -130,6 +146,39 @@ def data_folder(env: Mapping[str, str] | None = None) -> Path | None:
     """Return the folder that DASO_DATA names, or None."""
     text = (os.environ if env is None else env).get("DASO_DATA", "")
     return Path(text) if text else None
+
+
+def site_name(env: Mapping[str, str] | None = None) -> str:
+    """Return the site profile that DASO_SITE names, or nothing.
+
+    Args:
+        env: Environment to read; the process's own if None.
+    """
+    return (os.environ if env is None else env).get("DASO_SITE", "")
+
+
+def expand(text: str, env: Mapping[str, str] | None = None) -> str:
+    """Replace ``${NAME}`` and ``${NAME:-default}``, as a shell does.
+
+    Args:
+        text: Text with names of environment variables.
+        env: Environment to read; the process's own if None.
+
+    Returns:
+        The text; a variable that is empty or not set is its default, or nothing.
+    """
+    env = os.environ if env is None else env
+    return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", lambda m: env.get(m[1]) or m[2] or "", text)
+
+
+def merged(env: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment with more in it, for a process that is started.
+
+    Args:
+        env: The environment to start from.
+        more: What to set in it.
+    """
+    return {**env, **more}
 
 
 def find_mpirun(env: Mapping[str, str] | None = None) -> Path | None:

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "comm": {"daso.comm", "mpi4py", "cupy", "numpy", "torch"},
     "data": {"daso.data", "numpy", "torch", "sklearn"},
     "train": {"daso.train", "daso.comm", "daso.plan", "torch"},
-    "run": {"daso", "torch", "matplotlib", "rich"},
+    "run": {"daso", "torch", "jinja2", "matplotlib", "rich"},
     "examples": {"daso.data", "torch"} | {f"daso.{name}" for name in daso.__all__},
     "environment": set(),
     "errors": set(),
@@ -38,7 +38,7 @@ EXCUSED_FOR_TYPES = {"train": {"mpi4py"}}
 
 # Reads environment variables; and who hands them on, as a whole, to a process that it starts.
 READS_ENVIRONMENT = {"daso.environment"}
-PASSES_ENVIRONMENT_ON = {"daso.run.local", "daso.run.doctor"}
+PASSES_ENVIRONMENT_ON = {"daso.run.local", "daso.run.doctor", "daso.run.client"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 

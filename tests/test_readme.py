@@ -50,7 +50,7 @@ def test_the_program_runs_alone(tmp_path: Path) -> None:
 
 
 def test_files_and_folders_it_names_exist() -> None:
-    named = set(re.findall(r"`((?:daso|notebooks|tests|scripts)/[\w/.]+)`", README))
+    named = set(re.findall(r"`((?:daso|notebooks|slurm|tests|scripts)/[\w/.]+)`", README))
     named |= set(re.findall(r"^\./(scripts/\w+)", README, re.MULTILINE))
     assert len(named) > 8
     assert [name for name in named if not (ROOT / name).exists()] == []
@@ -63,7 +63,7 @@ def test_commands_it_shows_are_known() -> None:
         for line in text.splitlines()
         if line.startswith("daso ")
     }
-    assert shown == {"run", "train", "doctor"}
+    assert shown == {"run", "train", "submit", "status", "logs", "doctor"}
 
 
 def test_accuracies_it_quotes_are_those_that_were_measured() -> None:

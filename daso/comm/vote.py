@@ -44,9 +44,10 @@ class Vote:
         Raises:
             StallError: They did not come within the stall limit.
         """
-        request, self._request = self._request, None
-        assert request is not None, "nothing was asked"
-        wait_until(request.Test, self._roll.missing, self._stall_seconds, self._roll.answer)
+        assert self._request is not None, "nothing was asked"
+        # After a stall the request stays, for MPI may still write to its row.
+        wait_until(self._request.Test, self._roll.missing, self._stall_seconds, self._roll.answer)
+        self._request = None
         return self._row.tolist()
 
     def free(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import daso
 from daso.environment import parse_ranks_per_node, read_launch
 from daso.errors import ConfigError, DasoError
+from daso.run import queue, submit
 from daso.run.config import describe, read_config
 from daso.run.local import Local, launch
 
@@ -63,6 +64,13 @@ def _parser() -> argparse.ArgumentParser:
             epilog="settings, with defaults:\n" + describe(),
         )
     )
+    submit.add_parser(
+        commands.add_parser("submit", help="submit a program to SLURM", allow_abbrev=False)
+    )
+    queue.add_status(commands.add_parser("status", help="show submitted jobs", allow_abbrev=False))
+    queue.add_logs(
+        commands.add_parser("logs", help="print a submitted job's log", allow_abbrev=False)
+    )
     doctor = commands.add_parser("doctor", help="look at MPI, torch, GPUs and nodes")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)
@@ -82,8 +90,12 @@ def _cut(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
         words: The whole command line.
 
     Returns:
-        Our words; and the program of ``daso run``, or the settings of ``daso train``.
+        Our words; and the program of ``daso run`` or ``daso submit``, or the settings of
+        ``daso train``.
     """
+    if words[:1] == ["submit"]:
+        options, program = submit.cut(words[1:])
+        return ["submit", *options], program
     if words[:1] == ["run"]:
         at = 1
         while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "--"):

@@ -89,12 +89,14 @@ def test_the_flags_of_every_command_are_these_and_no_others(capsys):
     assert flags(help_of(capsys, "run")) == ranks
     assert flags(help_of(capsys, "train")) == ranks | {"--resume"}
     assert flags(help_of(capsys, "doctor")) == {"-h", "--help", "--json"}
+    assert flags(help_of(capsys, "status")) == {"-h", "--help", "--logs", "--site"}
+    assert flags(help_of(capsys, "logs")) == {"-h", "--help", "--follow", "--logs", "--site"}
 
 
 def test_help_lists_the_commands(capsys):
     text = help_of(capsys)
     lines = [line.split()[0] for line in text.splitlines() if line.startswith("    ")]
-    assert lines == ["run", "train", "doctor"]
+    assert lines == ["run", "train", "submit", "status", "logs", "doctor"]
 
 
 def test_help_of_train_lists_every_setting_as_describe_does(capsys):
@@ -113,7 +115,13 @@ def test_the_installed_command_is_this_one():
     assert (found.returncode, found.stdout) == (0, f"daso {daso.__version__}\n")
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "--nosuch=1"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["--help"], ["train", "--help"], ["train", "--nosuch=1"]),
+        *(["submit", "--help"], ["submit", "--dry-run", "-m", "daso", "train"]),
+    ],
+)
 def test_help_and_refusals_load_neither_torch_nor_mpi(words):
     script = (
         "import sys; from daso.run.cli import main\n"

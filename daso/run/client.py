@@ -1,0 +1,72 @@
+"""The door to SLURM's commands."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from daso.environment import merged
+from daso.errors import TopologyError
+
+__all__ = ["ask", "is_there", "require"]
+
+SECONDS = 60  # a controller that is down answers after some time-outs of its own
+
+
+def is_there(command: str) -> bool:
+    """Return whether a command is on PATH.
+
+    Args:
+        command: Such as ``"srun"``.
+    """
+    return shutil.which(command) is not None
+
+
+def require(command: str) -> None:
+    """Refuse to go on without a command.
+
+    Args:
+        command: Such as ``"sbatch"``.
+
+    Raises:
+        TopologyError: It is not on PATH.
+    """
+    if not is_there(command):
+        raise TopologyError(
+            f"{command} must be on PATH, but it is not; log in to a node of a SLURM cluster, see "
+            f"the script with `daso submit --dry-run`, or use `daso run` on this machine"
+        )
+
+
+def ask(
+    words: Sequence[str], *, client: Mapping[str, str], text: str | None = None
+) -> "subprocess.CompletedProcess[bytes]":
+    """Run a command of SLURM and wait for it.
+
+    Args:
+        words: The command line.
+        client: Environment that it needs besides this process's own.
+        text: What it reads; nothing if None.
+
+    Returns:
+        How it ended, and what it printed.
+
+    Raises:
+        TopologyError: It is not on PATH, or does not end.
+    """
+    require(words[0])
+    given = b"" if text is None else text.encode("utf-8", "surrogateescape")
+    try:
+        return subprocess.run(
+            words,
+            env=merged(os.environ, client),
+            input=given,
+            capture_output=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TopologyError(
+            f"{words[0]} must answer within {SECONDS} s, but it does not; see whether the "
+            f"cluster's controller is up with `scontrol ping`"
+        ) from error

@@ -1,0 +1,141 @@
+"""Which program starts the ranks of a SLURM job: a table of MPI libraries and what srun offers.
+
+A wrong pair starts N worlds of one rank each, or fails: MPICH does not speak PMIx to SLURM 22.05,
+Open MPI does not speak PMI-2.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from daso.errors import ConfigError
+
+__all__ = ["CHOICES", "Launcher", "choose", "family", "read_offered"]
+
+CHOICES = ("auto", "pmix", "pmi2", "cray_shasta", "srun", "mpirun")
+
+# MPI library: what starts its ranks, best first. "srun" is srun with the site's own default.
+MATRIX = {
+    "MPICH": ("pmi2", "mpirun"),
+    "Open MPI": ("pmix", "mpirun"),
+    "Cray MPICH": ("cray_shasta", "srun"),
+    "Intel MPI": ("mpirun",),
+}
+
+# In the order in which they are looked for: Cray's text also says MPICH.
+NAMES = {
+    "CRAY MPICH": "Cray MPICH",
+    "Intel(R) MPI": "Intel MPI",
+    "Open MPI": "Open MPI",
+    "MPICH": "MPICH",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """What starts the ranks.
+
+    Args:
+        kind: ``"pmix"``, ``"pmi2"``, ``"cray_shasta"``, ``"srun"`` or ``"mpirun"``.
+        library: Name of the MPI library; None where it cannot be seen from here.
+        why: Why it was chosen, for people.
+    """
+
+    kind: str
+    library: str | None
+    why: str
+
+    @property
+    def by_mpirun(self) -> bool:
+        """Whether mpirun starts the ranks, so that the batch script has to pass signals on."""
+        return self.kind == "mpirun"
+
+    def __str__(self) -> str:
+        return self.kind if self.kind in ("mpirun", "srun") else f"srun --mpi={self.kind}"
+
+    def words(self, mpirun: str) -> list[str]:
+        """Return how its command line begins, without the number of ranks.
+
+        Args:
+            mpirun: The mpirun to use where it is mpirun.
+        """
+        if not self.by_mpirun:
+            return [*str(self).split(), "--kill-on-bad-exit=1"]
+        # Open MPI binds a rank to one core otherwise, with all its threads.
+        return [mpirun, *(["--bind-to", "none"] if self.library == "Open MPI" else [])]
+
+    def environment(self, *, root: bool) -> dict[str, str]:
+        """Return what has to be set for it.
+
+        Args:
+            root: Whether root submits, which Open MPI's mpirun refuses unless told twice.
+        """
+        ours: dict[str, str] = {}
+        if self.library == "Open MPI":
+            ours["OMPI_MCA_osc"] = "^ucx"  # as for `daso run`
+        if self.kind == "pmix":
+            # Open MPI 5.0 under SLURM's PMIx 4 complains of munge and of shared memory otherwise.
+            ours |= {"PMIX_MCA_psec": "native", "PMIX_MCA_gds": "hash"}
+        if self.by_mpirun:
+            # mpirun starts its helpers by srun; with a site default of pmix they would hang.
+            ours["SLURM_MPI_TYPE"] = "none"
+            if self.library == "Open MPI" and root:
+                ours |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        return ours
+
+
+def family(text: str) -> str | None:
+    """Return the name of an MPI library from what it says of itself.
+
+    Args:
+        text: Such as what ``python -m mpi4py --mpi-lib-version`` prints.
+
+    Returns:
+        A key of the table, or None for a library that is not in it.
+    """
+    return next((name for sign, name in NAMES.items() if sign.lower() in text.lower()), None)
+
+
+def read_offered(text: str) -> tuple[str, ...]:
+    """Return the plugins that ``srun --mpi=list`` names.
+
+    Args:
+        text: Its output; SLURM 22.05 writes one per line, newer ones indent them and add
+            ``specific pmix plugin versions available: pmix_v4``.
+    """
+    return tuple(dict.fromkeys(re.findall(r"\b(?:none|openmpi|cray_shasta|pm\w+)\b", text)))
+
+
+def choose(library: str | None, offered: Sequence[str], wanted: str = "auto") -> Launcher:
+    """Choose what starts the ranks.
+
+    Args:
+        library: Name of the MPI library; None where it cannot be seen from here.
+        offered: The plugins of srun; empty where there is no srun to ask.
+        wanted: One of `CHOICES`.
+
+    Returns:
+        The launcher and why.
+
+    Raises:
+        ConfigError: What is wanted is unknown or not offered, or nothing can be chosen.
+    """
+    plugins = ", ".join(offered) or "no plugin"
+    if wanted not in CHOICES:
+        raise ConfigError(f"--launcher must be one of {', '.join(CHOICES)}, not {wanted!r}")
+    if wanted != "auto":
+        if offered and wanted not in ("srun", "mpirun", *offered):
+            raise ConfigError(
+                f"--launcher must be one that srun offers here, but it offers {plugins}, not "
+                f"{wanted}; leave --launcher out, or take mpirun"
+            )
+        usual = MATRIX[library][0] if library else wanted
+        other = "" if wanted in (usual, "mpirun") else f"; {library} usually takes {usual}"
+        return Launcher(wanted, library, f"as asked for{other}")
+    if library is None:
+        raise ConfigError(
+            "the MPI library of the ranks must be known to choose a launcher, but it cannot be "
+            "seen from here; give --launcher (Open MPI: pmix, MPICH: pmi2, Cray MPICH: cray_shasta)"
+        )
+    kind = next(one for one in (*MATRIX[library], "srun") if one in (*offered, "mpirun", "srun"))
+    return Launcher(kind, library, f"the MPI library is {library}, and srun offers {plugins}")

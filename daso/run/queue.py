@@ -1,0 +1,336 @@
+"""`daso status` and `daso logs`: what became of submitted jobs."""
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from daso.errors import ConfigError
+from daso.run.client import ask, is_there
+from daso.run.sites import read_site
+from daso.run.submit import RECORDS, Record
+
+__all__ = ["State", "add_logs", "add_status", "read_accounting", "read_jobs", "render"]
+
+# A job in one of these states will not run again; all others may (COMPLETING, REQUEUED, ...).
+ENDED = {
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "REVOKED", "TIMEOUT"),
+}
+LOOK_SECONDS = 0.2  # from one look into the log to the next
+ASK_SECONDS = 5.0  # from one question to the controller, which all users share, to the next
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What is known of one job, or of one task of an array."""
+
+    job: str
+    name: str
+    state: str
+    nodes: str = "-"
+    elapsed: str = "-"
+    restarts: str = "-"
+    reason: str = "-"
+
+    @property
+    def ended(self) -> bool:
+        """Whether it will not run again."""
+        return self.state in ENDED
+
+
+def read_jobs(text: str) -> list[State]:
+    """Read what ``scontrol show job -o`` prints.
+
+    Args:
+        text: One line per job, of words ``Key=value``; a value may have blanks in it.
+
+    Returns:
+        The jobs, those of an array by their numbers.
+    """
+    jobs = [_read_job(line) for line in text.splitlines() if line.startswith("JobId=")]
+    return sorted(jobs, key=lambda one: [int(word) for word in re.findall(r"\d+", one.job)])
+
+
+def _read_job(line: str) -> State:
+    words = re.split(r" (?=[A-Z][\w:/]*=)", line.strip())
+    values = dict(word.partition("=")[::2] for word in words)
+    number = values["JobId"]
+    if "ArrayJobId" in values and "ArrayTaskId" in values:
+        number = f"{values['ArrayJobId']}_{values['ArrayTaskId']}"
+    nodes = values.get("NodeList", "(null)")
+    code = values.get("ExitCode", "0:0")
+    reason = values.get("Reason", "None")
+    return State(
+        job=number,
+        name=values.get("JobName", "-"),
+        state=values.get("JobState", "UNKNOWN"),
+        nodes=values.get("NumNodes", "-") if nodes in ("", "(null)") else nodes,
+        elapsed=values.get("RunTime", "-"),
+        restarts=values.get("Restarts", "-"),
+        reason=f"exit code {_code(code)}" if code != "0:0" and reason in PLAIN else reason,
+    )
+
+
+PLAIN = ("None", "NonZeroExitCode")  # reasons that say less than the exit code
+
+
+def _code(text: str) -> str:
+    """Return ``code:signal`` in words."""
+    code, _, number = text.partition(":")
+    return code if number in ("", "0") else f"{code}, signal {number}"
+
+
+def read_accounting(text: str) -> list[State]:
+    """Read what ``sacct -nPX -o JobID,JobName,State,NodeList,Elapsed,ExitCode`` prints.
+
+    Args:
+        text: One line per job.
+    """
+    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 5]
+    return [
+        State(
+            job=job,
+            name=name,
+            state=state.split()[0],  # "CANCELLED by 1000"
+            nodes=nodes,
+            elapsed=elapsed,
+            reason="None" if code == "0:0" else f"exit code {_code(code)}",
+        )
+        for job, name, state, nodes, elapsed, code in rows
+    ]
+
+
+def read_log_end(record: Record, text: str) -> State | None:
+    """Read how a job ended from what its script wrote last.
+
+    Args:
+        record: The job.
+        text: The end of its log.
+
+    Returns:
+        The state, or None where the script did not come to its end.
+    """
+    lines = text.strip().splitlines()
+    found = re.fullmatch(END, lines[-1]) if lines else None
+    if found is None:
+        return None
+    state = "COMPLETED" if found[1] == "0" else "FAILED"
+    begun = re.findall(r"^daso: job \d+ on \S+, restart (\d+)$", text, re.MULTILINE)
+    restarts = begun[-1] if begun else "-"
+    reason = "None" if found[1] == "0" else f"exit code {found[1]}"
+    return State(job=record.job, name=record.name, state=state, restarts=restarts, reason=reason)
+
+
+END = r"daso: job \d+ ended with exit code (\d+)"
+
+
+def render(states: Sequence[State]) -> str:
+    """Return jobs as a table for a terminal.
+
+    Args:
+        states: The jobs.
+    """
+    names = ("job", "name", "state", "nodes", "elapsed", "restarts", "reason")
+    rows = [names, *(tuple(str(getattr(one, name)) for name in names) for one in states)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
+    lines = [
+        "  ".join(f"{word:<{width}}" for word, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def add_status(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``daso status``.
+
+    Args:
+        parser: The parser of the command.
+    """
+    parser.add_argument("job", nargs="?", help="job id; default: all that were submitted from here")
+    _add_common(parser)
+    parser.set_defaults(run=status)
+
+
+def add_logs(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``daso logs``.
+
+    Args:
+        parser: The parser of the command.
+    """
+    parser.add_argument("job", help="job id, such as 12, or 12_3 for one of an array")
+    parser.add_argument("--follow", action="store_true", help="go on until the job has ended")
+    _add_common(parser)
+    parser.set_defaults(run=logs)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--logs", type=Path, default=Path("runs/slurm"), help="folder of logs")
+    parser.add_argument("--site", help="site profile, for jobs not submitted from here")
+
+
+def _records(folder: Path) -> dict[str, Record]:
+    path = folder / RECORDS
+    if not path.exists():
+        return {}
+    lines = path.read_text(encoding="utf-8").splitlines()
+    records = [Record(**json.loads(line)) for line in lines if line.strip()]
+    return {record.job: record for record in records}
+
+
+def _number(text: str) -> str:
+    """Return the job id without the number in an array."""
+    if not re.fullmatch(r"\d+(_\d+)?", text):
+        raise ConfigError(f"a job must be a number, such as 12 or 12_3, not {text!r}")
+    return text.partition("_")[0]
+
+
+def status(chosen: argparse.Namespace, _: Sequence[str]) -> int:
+    """Run ``daso status``.
+
+    Args:
+        chosen: Flags.
+
+    Returns:
+        Exit code 0.
+
+    Raises:
+        ConfigError: There is no such job.
+    """
+    records = _records(chosen.logs)
+    if chosen.job is None and not records:
+        raise ConfigError(
+            f"{chosen.logs / RECORDS} must list jobs, but there is none; submit one, go where you "
+            f"submitted, or give a job id"
+        )
+    wanted: list[str] = [chosen.job] if chosen.job else list(records)
+    site = read_site(chosen.site).client
+    found = [_look_up(one, records.get(_number(one)), site) for one in wanted]
+    print(render([state for several in found for state in several]))
+    return 0
+
+
+def _look_up(job: str, record: Record | None, site: Mapping[str, str]) -> list[State]:
+    """Return what the controller knows, else the accounting, else the log."""
+    client = dict(site) or (record.client if record else {})
+    said = ask(["scontrol", "show", "job", "-o", job], client=client)
+    if states := read_jobs(said.stdout.decode("utf-8", "replace")):
+        return states
+    if is_there("sacct"):
+        form = "JobID,JobName,State,NodeList,Elapsed,ExitCode"
+        kept = ask(["sacct", "-nPX", "-j", job, "-o", form], client=client)
+        if states := read_accounting(kept.stdout.decode("utf-8", "replace")):
+            return states
+    if record is None:
+        why = said.stderr.decode("utf-8", "replace").strip().splitlines()
+        raise ConfigError(
+            f"a job must be known to SLURM or submitted from here, but {job} is not: "
+            f"{why[-1] if why else 'no answer'}; `daso status` lists those submitted from here"
+        )
+    ends = [end for path in _files(job, record) if (end := read_log_end(record, _tail(path)))]
+    return ends or [
+        State(job=job, name=record.name, state="UNKNOWN", reason="SLURM has forgotten it")
+    ]
+
+
+def _files(job: str, record: Record) -> list[Path]:
+    """Return a job's log files; those that are there, for a whole array."""
+    path = Path(record.log)
+    task = job.partition("_")[2]
+    if task or "%a" not in path.name:
+        return [path.with_name(path.name.replace("%a", task))]
+    head, _, tail = path.name.partition("%a")
+    return sorted(path.parent.glob(f"{head}*{tail}"), key=lambda one: (len(one.name), one.name))
+
+
+def _tail(path: Path) -> str:
+    if not path.exists():
+        return ""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return "".join(deque(file, maxlen=1000))
+
+
+def logs(chosen: argparse.Namespace, _: Sequence[str]) -> int:
+    """Run ``daso logs``.
+
+    Args:
+        chosen: Flags.
+
+    Returns:
+        Exit code: 0, or 130 after Ctrl-C.
+
+    Raises:
+        ConfigError: There is no such job or log.
+    """
+    record = _records(chosen.logs).get(_number(chosen.job))
+    if record is None:
+        raise ConfigError(
+            f"a job must be one that was submitted from here, but {chosen.logs / RECORDS} does not "
+            f"list {chosen.job}; go where you submitted, or give its folder with --logs"
+        )
+    files = _files(chosen.job, record)
+    if chosen.follow:
+        if "%a" in record.log and "_" not in chosen.job:
+            raise ConfigError(
+                f"--follow must be given one job of an array, not {chosen.job}; such as "
+                f"{chosen.job}_0"
+            )
+        return _follow(chosen.job, record, files[0])
+    there = [path for path in files if path.exists()]
+    if not there:
+        state = _look_up(chosen.job, record, {})[0]
+        raise ConfigError(
+            f"a job must have begun to have a log, but {chosen.job} has none yet: {state.state}, "
+            f"{state.reason}; wait for it with --follow"
+        )
+    for path in there:
+        if len(there) > 1:
+            print(f"==> {path.name} <==")
+        _copy(path, 0)
+    return 0
+
+
+def _follow(job: str, record: Record, path: Path) -> int:
+    with suppress(KeyboardInterrupt):
+        for _ in _until_ended(lambda: _look_up(job, record, {})[0], path):
+            time.sleep(LOOK_SECONDS)
+        return 0
+    return 130
+
+
+def _until_ended(look_up: Callable[[], State], path: Path) -> Iterator[None]:
+    """Print a log as it grows, across requeues; yields when there is nothing to do but wait."""
+    at, asked, waiting = 0, float("-inf"), ""
+    while True:
+        over = False
+        if time.monotonic() - asked >= ASK_SECONDS:
+            state, asked = look_up(), time.monotonic()
+            over = state.ended or state.state == "UNKNOWN"
+            if state.state not in (waiting, "RUNNING") and not over and not path.exists():
+                waiting = state.state
+                print(f"daso: job {state.job}: {waiting}, {state.reason}", file=sys.stderr)
+        # What was written before the job was seen to have ended is there by now.
+        at = _copy(path, at)
+        if over or re.search(rf"^{END}\n\Z", _tail(path), re.MULTILINE):
+            _copy(path, at)
+            return
+        yield
+
+
+def _copy(path: Path, at: int) -> int:
+    """Print a file from a place on, and return where it ends; a file not there is empty."""
+    if not path.exists():
+        return at
+    with path.open("rb") as file:
+        file.seek(at)
+        while block := file.read(1 << 16):
+            sys.stdout.buffer.write(block)
+        at = file.tell()
+    sys.stdout.flush()
+    return at

@@ -1,0 +1,44 @@
+"""Run a rank's program, and keep what an exit code says: ``python -m mpi4py -m daso.run.rank X``.
+
+A program that has saved its work and wants to be started again ends with exit code 75. Under srun
+that code is lost: the first rank to end has the others killed, and srun reports the kill (measured
+with MPICH 5.0 and SLURM 22.05: 137). So it is also written down, for the batch script to see.
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+from daso.environment import note_requeue
+
+__all__ = ["run"]
+
+REQUEUE = 75  # EX_TEMPFAIL of sysexits.h
+
+
+def run(words: list[str]) -> None:
+    """Run a program in this process, as Python does.
+
+    Args:
+        words: A script or ``-m module``, then its arguments.
+
+    Raises:
+        SystemExit: The program ended so.
+    """
+    try:
+        if words[0] == "-m":
+            sys.argv[:] = words[1:]
+            sys.path[0] = str(Path.cwd())
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv[:] = words
+            sys.path[0] = str(Path(words[0]).resolve().parent)
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code == REQUEUE:
+            note_requeue()
+        raise
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

@@ -1,0 +1,344 @@
+"""`daso submit`: a job from flags and a site profile, its script, and sbatch."""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from daso.environment import find_mpirun
+from daso.errors import ConfigError
+from daso.run.client import ask, is_there, require
+from daso.run.launcher import CHOICES, Launcher, choose, family, read_offered
+from daso.run.sites import Site, known_sites, read_site, read_template
+from daso.run.slurm import Job, name_of, options, render
+
+__all__ = ["RECORDS", "Record", "add_parser", "cut", "explain", "too_big"]
+
+RECORDS = "jobs.jsonl"  # in the folder of logs: one line per submitted job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What is kept of a submitted job."""
+
+    job: str
+    name: str
+    log: str  # its file, with %a for the number in an array
+    script: str
+    site: str
+    submitted: str
+    client: dict[str, str] = field(default_factory=dict)
+
+
+FLAGS = ("--dry-run", "--help", "-h")  # options without a value, besides the boolean ones
+
+
+def cut(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Part the words behind ``submit`` into options and the program.
+
+    Args:
+        words: All of them.
+
+    Returns:
+        Options, each with its value in one word, since a value may begin with a dash; and the
+        program.
+    """
+    hints = get_type_hints(Job)
+    switches = [name for name in options() if hints[name] is bool]
+    flags = {*FLAGS, *map(_flag, switches), *(_flag(f"no_{name}") for name in switches)}
+    ours, at = list[str](), 0
+    while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "--"):
+        alone = words[at] in flags or "=" in words[at] or at + 1 == len(words)
+        ours.append(words[at] if alone else f"{words[at]}={words[at + 1]}")
+        at += 1 if alone else 2
+    return ours, tuple(words[at + 1 :] if words[at : at + 1] == ["--"] else words[at:])
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def add_parser(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``daso submit``; they come from the fields of `Job`.
+
+    Args:
+        parser: The parser of the command.
+    """
+    parser.usage = "daso submit [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENTS]"
+    parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
+    sites = ", ".join(known_sites())
+    parser.add_argument("--site", help=f"site profile: {sites}, or a TOML file; default: DASO_SITE")
+    parser.add_argument("--template", type=Path, metavar="FILE", help="a Jinja template to use")
+    parser.add_argument(
+        "--launcher",
+        metavar="KIND",
+        help=f"what starts the ranks: {', '.join(CHOICES)}; default: auto, by the MPI library",
+    )
+    hints = get_type_hints(Job)
+    for name, one in options().items():
+        text, metavar = one.metadata["help"], one.metadata["metavar"]
+        if one.default not in ("", (), False, 0) and "default" not in text:
+            text += f"; default: {one.default}"
+        if hints[name] is bool:
+            parser.add_argument(
+                _flag(name), action=argparse.BooleanOptionalAction, default=None, help=text
+            )
+        elif hints[name] == tuple[str, ...]:
+            parser.add_argument(_flag(name), action="append", metavar=metavar, help=text)
+        else:
+            parser.add_argument(_flag(name), type=hints[name], metavar=metavar, help=text)
+    parser.set_defaults(run=submit)
+
+
+def submit(chosen: argparse.Namespace, program: Sequence[str]) -> int:
+    """Run ``daso submit``.
+
+    Args:
+        chosen: Flags.
+        program: What each rank runs.
+
+    Returns:
+        Exit code 0.
+
+    Raises:
+        ConfigError: With nothing submitted.
+    """
+    site = read_site(chosen.site)
+    template, name = read_template(chosen.template)
+    job = _job(vars(chosen), site, tuple(program))
+    text = render(job, template, name=name)
+    if chosen.dry_run:
+        print(f"daso: {job.size}, {job.launcher}: {job.launcher.why}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
+        sys.stdout.buffer.flush()
+        return 0
+    require("sbatch")
+    _check_size(job, site)
+    folder = _folder(job)
+    number = _sbatch(job, text, site)
+    record = _keep(job, text, number=number, folder=folder, site=site)
+    where = "" if chosen.logs is None else f" --logs {shlex.quote(chosen.logs)}"
+    print(
+        f"submitted job {number} ({job.size}, {job.launcher}: {job.launcher.why})\n"
+        f"script: {record.script}\n"
+        f"follow it: daso logs --follow{where} {number}{_first(job.array)}"
+    )
+    return 0
+
+
+def _first(array: str) -> str:
+    """Return what names the first job of an array, or nothing."""
+    return f"_{re.findall(r'^[0-9]+', array)[0]}" if array else ""
+
+
+def _job(flags: Mapping[str, Any], site: Site, program: tuple[str, ...]) -> Job:
+    """Put a job together: defaults, then the site's, then flags; lists of both are joined."""
+    if not program:
+        raise ConfigError("a program must follow: `daso submit --nodes 2 train.py`, or -m module")
+    values: dict[str, Any] = {"name": name_of(program), **site.defaults}
+    for name in options():
+        given = flags[name]
+        if isinstance(given, list):
+            values[name] = (*values.get(name, ()), *given)
+        elif given is not None:
+            values[name] = given
+    _check_program(program, container=bool(values.get("container")))
+    here = not values.get("python") and not values.get("container")
+    if here:
+        values["python"] = sys.executable
+    return Job(
+        **values,
+        program=program,
+        launcher=_launcher(values, flags["launcher"] or site.launcher, site.client),
+        chdir=Path.cwd(),
+        root=os.geteuid() == 0,
+        site=site.name,
+        mpirun=str(find_mpirun() or "mpirun") if here else "mpirun",
+    )
+
+
+def _check_program(program: Sequence[str], *, container: bool) -> None:
+    word = program[0]
+    if word == "-m" and len(program) == 1:
+        raise ConfigError("-m must be followed by a module, such as `-m daso train`")
+    if word != "-m" and not container and not Path(word).exists():
+        raise ConfigError(
+            f"the script must be there when it is submitted, but there is no {word} in "
+            f"{Path.cwd()}; mend its path, or run a module with -m"
+        )
+
+
+def _launcher(values: Mapping[str, Any], wanted: str, client: Mapping[str, str]) -> Launcher:
+    """Look at what is there, and choose."""
+    library = None if values.get("container") else _library(values["python"])
+    return choose(library, _offered(client), wanted)
+
+
+def _library(python: str) -> str | None:
+    """Ask a Python for its MPI library, which does not start MPI."""
+    words = [python, "-m", "mpi4py", "--mpi-lib-version"]
+    try:
+        said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None  # a Python that is only on the cluster's nodes
+    return family(said.stdout) if said.returncode == 0 else None
+
+
+def _offered(client: Mapping[str, str]) -> tuple[str, ...]:
+    if not is_there("srun"):
+        return ()
+    said = ask(["srun", "--mpi=list"], client=client)
+    return read_offered(_text(said.stdout + said.stderr)) if said.returncode == 0 else ()
+
+
+def _check_size(job: Job, site: Site) -> None:
+    """Refuse what the partition can never hold: sbatch takes it, and lets it wait for ever.
+
+    `sbatch --test-only` would tell too, but refuses also what has to wait for a node to be mended.
+    """
+    if not is_there("sinfo"):
+        return
+    said = ask(["sinfo", "-h", "-o", "%P|%c|%D"], client=site.client)
+    problem = too_big(job, _text(said.stdout)) if said.returncode == 0 else None
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def too_big(job: Job, nodes: str) -> str | None:
+    """Return what is wrong with a job that its partition cannot hold, or None.
+
+    Args:
+        job: The job.
+        nodes: What ``sinfo -h -o '%P|%c|%D'`` prints: partition (``*``: the default one), CPUs of
+            a node, number of such nodes.
+    """
+    rows = [line.split("|") for line in nodes.splitlines() if line.count("|") == 2]
+    wanted = job.partition.split(",") if job.partition else [""]
+    here = [
+        (int(cpus.rstrip("+")), int(count))
+        for name, cpus, count in rows
+        if (name.rstrip("*") in wanted if job.partition else name.endswith("*"))
+    ]
+    need = job.tasks_per_node * job.cpus_per_task
+    fit = sum(count for cpus, count in here if cpus >= need)
+    if not here or fit >= job.nodes or "--overcommit" in " ".join(job.extra):
+        return None
+    there = ", ".join(f"{count} of {cpus} CPUs" for cpus, count in sorted(here))
+    return (
+        f"ranks must fit into the slots of the partition, which has nodes: {there}; not {job.size} "
+        f"with {need} CPUs on each; take fewer --nodes, --tasks-per-node or --cpus-per-task, or "
+        f"another --partition"
+    )
+
+
+def _folder(job: Job) -> Path:
+    """Make the folder of logs: SLURM makes none, and a job without it ends without a word."""
+    folder = job.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / RECORDS).open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--logs must be a folder to write in, but {folder}: {error.strerror}; give another"
+        ) from error
+    return folder
+
+
+def _sbatch(job: Job, text: str, site: Site) -> str:
+    """Submit, and return the job's id."""
+    said = ask(["sbatch", "--parsable"], client=site.client, text=text)
+    if said.returncode != 0:
+        raise ConfigError(explain(_text(said.stderr), job))
+    return _text(said.stdout).strip().split(";")[0]  # a cluster's name may follow
+
+
+def _keep(job: Job, text: str, *, number: str, folder: Path, site: Site) -> Record:
+    script = folder / f"{job.name}-{number}.sbatch"
+    script.write_bytes(text.encode("utf-8", "surrogateescape"))
+    record = Record(
+        job=number,
+        name=job.name,
+        log=str(folder / f"{job.name}-{number}{'_%a' if job.array else ''}.out"),
+        script=str(script),
+        site=site.name,
+        submitted=datetime.now(UTC).isoformat(timespec="seconds"),
+        client=dict(site.client),
+    )
+    with (folder / RECORDS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(record)) + "\n")
+    return record
+
+
+def _text(said: bytes) -> str:
+    return said.decode("utf-8", "replace")
+
+
+# What sbatch says (SLURM 22.05): the rule behind it, the options that name the value, the remedy.
+REFUSALS = {
+    r"node configuration is not available|CPU count per node|Node count specification|"
+    r"More processors requested|Task count specification": (
+        "the cluster must be able to hold the job",
+        ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node", "mem"),
+        "ask for less; `sinfo -o '%P %D %c %m %G'` shows nodes, CPUs, memory and GPUs",
+    ),
+    r"[Mm]emory specification": (
+        "a node must have the memory",
+        ("mem",),
+        "ask for less; `sinfo -o '%P %m'` shows what there is",
+    ),
+    r"partition": ("the partition must be there", ("partition",), "`sinfo -s` lists them"),
+    r"account": ("the account must be yours", ("account",), "`sacctmgr show user $USER` has it"),
+    r"qos|QOS": ("the quality of service must be there", ("qos",), "`sacctmgr show qos` has it"),
+    r"feature": ("nodes must have the features", ("constraint",), "`sinfo -o '%P %f'` lists them"),
+    r"generic resource|gres|GRES": (
+        "nodes must have the GPUs",
+        ("gpus_per_node", "gpu_request"),
+        "`sinfo -o '%P %G'` lists them; some sites want --gpu-request=gres",
+    ),
+    r"time limit|time specification": (
+        "the time limit must be one that the partition allows",
+        ("time", "partition"),
+        "`sinfo -o '%P %l'` lists them",
+    ),
+    r"dependency": (
+        "the jobs to wait for must be there",
+        ("dependency",),
+        "`squeue --me` lists them",
+    ),
+    r"contact slurm controller|establish a configuration|Connection refused|fetch config": (
+        "the cluster's controller must answer",
+        (),
+        "see `scontrol ping`; on a test cluster, choose its --site",
+    ),
+}
+
+
+def explain(said: str, job: Job) -> str:
+    """Return sbatch's refusal as one line with rule, value and remedy.
+
+    Args:
+        said: What it printed.
+        job: What was asked for.
+    """
+    words = [re.sub(r"^sbatch: (error|fatal): ", "", line) for line in said.splitlines()]
+    words = [word for word in words if word and not word.startswith("Try ")]
+    reason = words[-1].removeprefix("Batch job submission failed: ") if words else "nothing"
+    for sign, (rule, names, remedy) in REFUSALS.items():
+        if re.search(sign, " ".join(words)):
+            values = [f"{_flag(name)}={getattr(job, name)}" for name in names if getattr(job, name)]
+            given = f" to {' '.join(values)}" if values else ""
+            return f"{rule}, but sbatch said {reason!r}{given}; {remedy}"
+    return (
+        f"sbatch must take the job, but said {reason!r}; change the option that it names, or see "
+        f"the script with --dry-run"
+    )

@@ -1,0 +1,273 @@
+"""`daso submit`, `status` and `logs` on a real SLURM, and the scripts for people without a tool."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+HELLO = """
+import os, socket, sys, time
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+sys.stdout.write(
+    f"rank {world.rank} of {world.size} on {socket.gethostname()}, {sys.argv[1:]}, "
+    f"threads {os.environ['OMP_NUM_THREADS']}, cpus {os.environ.get('SLURM_CPUS_PER_TASK')}\\n"
+)
+world.Barrier()
+"""
+PROGRAMS = {
+    "hello.py": HELLO,
+    # Ends with the code of its first argument, later ranks later; when restarted, with 0.
+    "end.py": HELLO
+    + "time.sleep(0.1 * world.rank)\nsys.exit(0 if restart != '0' else int(sys.argv[1]))",
+    "always75.py": "import sys; sys.exit(75)",
+    "signal.py": HELLO.replace("import os", "import signal, os")
+    + """
+if restart != "0":
+    sys.exit(0)
+got = []
+signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
+deadline = time.monotonic() + 50
+while time.monotonic() < deadline:
+    time.sleep(0.1)
+    if world.allreduce(len(got)) == world.size:
+        sys.stdout.write(f"rank {world.rank} was told\\n")
+        world.Barrier()
+        sys.exit(75)
+sys.exit(1)
+""",
+    "killed.py": HELLO + "os.kill(os.getpid(), 9) if world.rank == 1 else time.sleep(60)",
+}
+
+
+class Submitter:
+    """`daso` in a folder that the hosts see."""
+
+    def __init__(self, cluster):
+        self.cluster = cluster
+        for name, text in PROGRAMS.items():
+            (cluster.work / name).write_text(text)
+
+    def daso(self, *words, check=True, seconds=90):
+        env = {"DASO_SITE": "minicluster", "PYTHONPATH": str(ROOT)}
+        words = [self.cluster.python, "-m", "daso", *words]
+        return self.cluster.run(words, seconds=seconds, check=check, **env)
+
+    def submit(self, *words):
+        """Submit, and return the job's id."""
+        return re.findall(r"submitted job (\d+) ", self.daso("submit", *words).stdout)[0]
+
+    def follow(self, job):
+        return self.daso("logs", "--follow", job).stdout
+
+    def status(self, job):
+        """Return state and restarts."""
+        row = self.daso("status", job).stdout.splitlines()[1].split()
+        return row[2], row[5]
+
+
+@pytest.fixture
+def daso(cluster):
+    return Submitter(cluster)
+
+
+LAUNCHERS = pytest.mark.parametrize("launcher", ["auto", "mpirun"])
+
+
+@LAUNCHERS
+def test_ranks_see_each_other_on_all_nodes(daso, launcher):
+    words = ["--nodes=2", "--tasks-per-node=2", "--cpus-per-task=2", f"--launcher={launcher}"]
+    job = daso.submit(*words, "hello.py", "a b", "$HOME")
+    log = daso.follow(job)
+    lines = sorted(line for line in log.splitlines() if line.startswith("rank"))
+    assert [line.split(",")[0][:11] for line in lines] == [f"rank {r} of 4" for r in range(4)]
+    assert len({line.split(" on ")[1].split(",")[0] for line in lines}) == 2
+    assert all("['a b', '$HOME'], threads 2, cpus 2" in line for line in lines)
+    assert log.splitlines()[-1] == f"daso: job {job} ended with exit code 0"
+    assert daso.status(job) == ("COMPLETED", "0")
+
+
+def test_what_is_printed_says_what_was_chosen_and_what_was_submitted(daso):
+    out = daso.daso("submit", "--nodes=2", "--time=0:05:00", "hello.py").stdout
+    first, script, follow = out.splitlines()
+    number = re.match(
+        r"submitted job (\d+) \(2 nodes x 1 rank, srun --mpi=\w+: the MPI library is", first
+    )[1]
+    assert follow == f"follow it: daso logs --follow {number}"
+    text = Path(script.removeprefix("script: ")).read_text()
+    assert "#SBATCH --time=0:05:00\n" in text
+    assert "rank 0 of 2" in daso.follow(number)
+    kept = [json.loads(line) for line in (daso.cluster.work / "runs/slurm/jobs.jsonl").open()]
+    assert kept[-1]["job"] == number
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--nodes=9"], ["fit into the slots", "4 of 4 CPUs", "9 nodes"]),
+        (["--tasks-per-node=5"], ["fit into the slots", "5 ranks"]),
+        (["--cpus-per-task=5"], ["fit into the slots"]),
+        (["--mem=9000G"], ["--mem=9000G", "Requested node configuration is not available"]),
+        (["--partition=nosuch"], ["--partition=nosuch", "sinfo -s"]),
+        (["--gpus-per-node=2"], ["--gpus-per-node=2", "sinfo"]),
+        (["--constraint=fast"], ["--constraint=fast", "sinfo"]),
+        (["--dependency=afterok:999999"], ["--dependency=afterok:999999", "squeue"]),
+        (["--extra=--nosuch"], ["--nosuch"]),
+    ],
+)
+def test_what_slurm_cannot_do_is_told_in_one_line_and_nothing_is_submitted(daso, words, parts):
+    done = daso.daso("submit", *words, "hello.py", check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("daso: ")
+    assert done.stderr.count("\n") == 1
+    assert all(part in done.stderr for part in parts)
+    assert daso.cluster.run(["squeue", "-h"]).stdout == ""
+
+
+def test_a_controller_that_does_not_answer_is_told(daso, tmp_path):
+    gone = {"DASO_MINICLUSTER": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    words = [daso.cluster.python, "-m", "daso", "submit", "--site=minicluster", "hello.py"]
+    done = daso.cluster.run(words, check=False, **gone)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "controller must answer" in done.stderr
+
+
+@LAUNCHERS
+def test_exit_code_75_starts_the_job_again_and_the_log_goes_on(daso, launcher):
+    words = ["--nodes=2", "--tasks-per-node=2", f"--launcher={launcher}", "end.py", "75"]
+    job = daso.submit(*words)
+    log = daso.follow(job)  # across the requeue
+    told = [line for line in log.splitlines() if line.startswith("daso: ")]
+    assert [re.sub(r"on \S+,", "on X,", line) for line in told] == [
+        f"daso: job {job} on X, restart 0",
+        f"daso: the program saved its work; requeueing job {job} for restart 1 of at most 100",
+        f"daso: job {job} on X, restart 1",
+        f"daso: job {job} ended with exit code 0",
+    ]
+    assert len(re.findall(r"^rank \d of 4", log, re.MULTILINE)) == 8
+    assert daso.status(job) == ("COMPLETED", "1")
+    assert not list((daso.cluster.work / "runs/slurm").glob("requeue-*"))
+
+
+def test_restarts_end_at_the_limit(daso):
+    job = daso.submit("--max-restarts=2", "always75.py")
+    log = daso.follow(job)
+    assert log.count(f"daso: job {job} on ") == 3
+    assert "at most 2; submit again" in log
+    assert daso.status(job) == ("FAILED", "2")
+
+
+@LAUNCHERS
+def test_ranks_are_told_before_time_runs_out(daso, launcher):
+    words = ["--nodes=2", "--time=1", "--signal-seconds=50", f"--launcher={launcher}", "signal.py"]
+    job = daso.submit(*words)
+    log = daso.follow(job)
+    assert {"rank 0 was told", "rank 1 was told"} <= set(log.splitlines())
+    assert daso.status(job) == ("COMPLETED", "1")
+
+
+@LAUNCHERS
+def test_a_program_that_fails_fails_the_job_with_its_code(daso, launcher):
+    job = daso.submit(f"--launcher={launcher}", "end.py", "3")
+    assert daso.follow(job).endswith(f"daso: job {job} ended with exit code 3\n")
+    assert "exit code 3" in daso.daso("status", job).stdout
+
+
+@LAUNCHERS
+def test_a_rank_that_is_killed_ends_the_job_at_once(daso, launcher):
+    job = daso.submit("--nodes=2", f"--launcher={launcher}", "killed.py")
+    log = daso.follow(job)
+    assert re.search(rf"daso: job {job} ended with exit code [1-9]", log)
+    assert daso.status(job)[0] == "FAILED"
+
+
+def test_an_array_has_a_log_and_a_line_for_each_job(daso):
+    job = daso.submit("--array=1-3%2", "--name=many", "hello.py")
+    for task in (1, 2, 3):
+        assert "rank 0 of 1" in daso.follow(f"{job}_{task}")
+    rows = [line.split() for line in daso.daso("status", job).stdout.splitlines()[1:]]
+    assert [(row[0], row[2]) for row in rows] == [(f"{job}_{t}", "COMPLETED") for t in (1, 2, 3)]
+    assert daso.daso("logs", job).stdout.count("==> many-") == 3
+
+
+def test_a_job_waits_for_another_one_and_logs_say_so(daso):
+    first = daso.submit("--setup=sleep 5", "hello.py")
+    second = daso.submit(f"--dependency=afterok:{first}", "hello.py")
+    done = daso.daso("logs", second, check=False)
+    assert done.returncode == 2
+    assert "PENDING, Dependency" in done.stderr
+    assert "rank 0" in daso.follow(second)
+    assert daso.status(first)[0] == "COMPLETED"
+
+
+def test_a_cancelled_job_ends_follow(daso):
+    job = daso.submit("--setup=sleep 60", "hello.py")
+    daso.cluster.until(lambda: daso.status(job)[0] == "RUNNING")
+    daso.cluster.run(["scancel", job])
+    assert "ended with" not in daso.follow(job)
+    assert daso.status(job)[0] == "CANCELLED"
+
+
+def test_folders_and_words_with_odd_letters(daso):
+    folder = daso.cluster.work / "it's 100% mine"
+    folder.mkdir()
+    (folder / "hello.py").write_text(HELLO)
+    env = {"DASO_SITE": "minicluster", "PYTHONPATH": str(ROOT)}
+    words = ["submit", "--logs", "my logs", "hello.py", "a\nb", "\r", "é"]
+    command = ["sh", "-c", 'cd "$0" && exec "$@"', folder, daso.cluster.python, "-m", "daso"]
+    out = daso.cluster.run([*command, *words], **env).stdout
+    job = re.findall(r"submitted job (\d+)", out)[0]
+    assert f"daso logs --follow --logs 'my logs' {job}" in out
+    log = daso.cluster.run([*command, "logs", "--follow", "--logs", "my logs", job], **env).stdout
+    assert str(["a\nb", "\r", "é"]) in log
+    assert (folder / "my logs" / f"hello-{job}.out").exists()
+
+
+def test_training_through_the_tool_ends_with_equal_ranks(daso):
+    settings = ["--data.name=digits", "--epochs=1", "--name=submitted"]
+    job = daso.submit("--nodes=4", "-m", "daso", "train", *settings)
+    assert "yes, bit for bit" in daso.follow(job)
+    summary = json.loads((daso.cluster.work / "runs/submitted/summary.json").read_text())
+    assert (summary["world"], summary["nodes"], summary["identical"]) == (4, 4, True)
+
+
+# --- without a tool -------------------------------------------------------------------------------
+
+
+def plain(daso, name, **lines):
+    """Run a script of slurm/ as its reader does, with this MPI's launcher; return its log."""
+    words = [sys.executable, "-m", "mpi4py", "--mpi-lib-version"]
+    library = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    text = (ROOT / "slurm" / f"{name}.sbatch").read_text()
+    if library.startswith("Open MPI"):
+        text = text.replace("--mpi=pmi2 --kill", "--mpi=pmix --kill")
+    for key, value in lines.items():
+        text = re.sub(rf"^{key}=\(.*\)$", f"{key}=({value})", text, flags=re.MULTILINE)
+    path = daso.cluster.work / f"{name}.sbatch"
+    path.write_text(text)
+    folder = str(Path(sys.executable).parent)
+    env = {"PYTHONPATH": str(ROOT), "PATH": f"{folder}:{daso.cluster.env['PATH']}"}
+    daso.cluster.run(["sbatch", "--wait", path], check=False, seconds=110, **env)
+    (log,) = daso.cluster.work.glob(f"{name}-*.out")
+    return log.read_text()
+
+
+def test_check_says_that_all_is_well(daso):
+    log = plain(daso, "check")
+    assert log.endswith("check: all is well\n"), log
+    assert "hello from rank 1 of 2 on mini" in log
+    assert "no problems found" in log
+
+
+def test_train_runs_its_program_and_starts_again(daso):
+    log = plain(daso, "train", program="end.py 75")
+    assert "requeueing job" in log
+    assert log.count("rank 0 of 2") == 2, log
+    assert re.search(r"job \d+ ended with exit code 0\n$", log)

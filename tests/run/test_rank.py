@@ -1,0 +1,54 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SHOW = "import sys; print(__name__, sys.argv, sys.path[0]); sys.exit(int(sys.argv[1]))\n"
+
+
+def run(tmp_path, *words):
+    return subprocess.run(
+        [sys.executable, "-m", "mpi4py", "-m", "daso.run.rank", *words],
+        cwd=tmp_path,
+        env={"DASO_REQUEUE": str(tmp_path / "marks" / "requeue"), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def program(tmp_path):
+    for folder in ("marks", "sub"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "sub" / "show.py").write_text(SHOW)
+    (tmp_path / "show.py").write_text(SHOW)
+
+
+@pytest.mark.parametrize("code", [0, 3, 75])
+def test_a_program_runs_as_python_runs_it(tmp_path, code):
+    script = run(tmp_path, "sub/show.py", str(code), "-m")
+    folder = tmp_path / "sub"
+    assert script.stdout == f"__main__ ['sub/show.py', '{code}', '-m'] {folder}\n"
+    module = run(tmp_path, "-m", "show", str(code), "a b")
+    name = str(tmp_path / "show.py")
+    assert module.stdout == f"__main__ {[name, str(code), 'a b']} {tmp_path}\n"
+    assert script.returncode == module.returncode == code, script.stderr
+
+
+@pytest.mark.parametrize("code", [0, 1, 75, 76])
+def test_only_the_code_that_asks_for_it_is_noted(tmp_path, code):
+    run(tmp_path, "show.py", str(code))
+    assert (tmp_path / "marks" / "requeue").exists() == (code == 75)
+
+
+def test_an_error_keeps_its_traceback(tmp_path):
+    (tmp_path / "bad.py").write_text("1 / 0\n")
+    found = run(tmp_path, "bad.py")
+    assert found.returncode != 0
+    assert "ZeroDivisionError" in found.stderr
