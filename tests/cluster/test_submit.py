@@ -27,7 +27,7 @@ PROGRAMS = {
     "end.py": HELLO
     + "time.sleep(0.1 * world.rank)\nsys.exit(0 if restart != '0' else int(sys.argv[1]))",
     "always75.py": "import sys; sys.exit(75)",
-    "signal.py": HELLO.replace("import os", "import signal, os")
+    "signalled.py": HELLO.replace("import os", "import signal, os")
     + """
 if restart != "0":
     sys.exit(0)
@@ -166,7 +166,7 @@ def test_restarts_end_at_the_limit(daso):
 
 @LAUNCHERS
 def test_ranks_are_told_before_time_runs_out(daso, launcher):
-    words = ["--nodes=2", "--time=1", "--signal-seconds=50", f"--launcher={launcher}", "signal.py"]
+    words = ["--nodes=2", "--time=1", "--signal-seconds=50", f"--launcher={launcher}", "signalled.py"]
     job = daso.submit(*words)
     log = daso.follow(job)
     assert {"rank 0 was told", "rank 1 was told"} <= set(log.splitlines())

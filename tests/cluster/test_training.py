@@ -1,0 +1,85 @@
+"""`daso train` as a SLURM job: time limits, requeues, a host that is cut off, a rank that dies."""
+
+import json
+import re
+import time
+
+import pytest
+from cluster.test_submit import Submitter
+
+# Long enough that the limit comes in between, whatever the machine does.
+COMMON = ["--data.name=digits", "--schedule.policy=fixed", "--schedule.skip=4", "--schedule.wait=1"]
+
+
+@pytest.fixture
+def daso(cluster):
+    return Submitter(cluster)
+
+
+def summary_of(daso, name):
+    return json.loads((daso.cluster.work / "runs" / name / "summary.json").read_text())
+
+
+def events(daso, name):
+    path = daso.cluster.work / "runs" / name / "log.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def until_it_trains(daso, name, job):
+    """Wait until the first epoch is over."""
+    daso.cluster.until(
+        lambda: any(event["event"] == "epoch" for event in events(daso, name)), seconds=60
+    )
+    assert daso.status(job)[0] == "RUNNING"
+
+
+@pytest.mark.timeout(420)
+def test_a_job_goes_on_after_its_time_limit_to_the_same_bits(daso):
+    """The limit is one minute, and SLURM tells half a minute before (up to one before it may)."""
+    words = ["-m", "daso", "train", *COMMON, "--epochs=500"]
+    limited = ["--nodes=2", "--time=1", "--signal-seconds=30"]
+    job = daso.submit(*limited, *words, "--name=limited")
+    log = daso.daso("logs", "--follow", job, seconds=300).stdout
+    restarts = int(daso.status(job)[1])
+    assert daso.status(job)[0] == "COMPLETED", log[-3000:]
+    assert restarts >= 1
+    stopped = [event for event in events(daso, "limited") if event["event"] == "stopped"]
+    resumed = [event for event in events(daso, "limited") if event["event"] == "resume"]
+    assert [event["signal"] for event in stopped] == ["SIGUSR1"] * restarts
+    assert [event["step"] for event in resumed] == [event["step"] for event in stopped]
+    assert [event["restarts"] for event in resumed] == list(range(1, restarts + 1))
+    for restart in range(1, restarts + 1):
+        assert f"SLURM started job {job} anew: restart {restart}" in log
+    whole = daso.submit("--nodes=2", *words, "--name=uninterrupted")
+    log = daso.daso("logs", "--follow", whole, seconds=300).stdout
+    assert daso.status(whole) == ("COMPLETED", "0"), log[-3000:]
+    assert summary_of(daso, "uninterrupted")["resumed_at"] is None
+    for key in ("model", "steps", "test_accuracy", "identical", "exchanges"):
+        assert summary_of(daso, "limited")[key] == summary_of(daso, "uninterrupted")[key], key
+
+
+def test_a_host_that_is_cut_off_ends_the_job_and_is_named(daso):
+    words = ["-m", "daso", "train", *COMMON, "--epochs=100000", "--exchange.stall_seconds=5"]
+    job = daso.submit("--nodes=3", *words, "--name=cut")
+    until_it_trains(daso, "cut", job)
+    daso.cluster.cut("mini2")
+    start = time.monotonic()
+    log = daso.daso("logs", "--follow", job, seconds=100).stdout
+    seconds = time.monotonic() - start
+    assert re.search(r"no answer from world rank 2 on host mini2", log), log[-3000:]
+    assert seconds < 5 + 3 + 20, f"gone after {seconds:.1f} s"
+    assert daso.status(job)[0] in ("FAILED", "NODE_FAIL", "COMPLETING")
+
+
+def test_a_rank_that_is_killed_in_training_ends_the_job(daso):
+    words = ["-m", "daso", "train", *COMMON, "--epochs=100000"]
+    job = daso.submit("--nodes=2", *words, "--name=victim")
+    until_it_trains(daso, "victim", job)
+    start = time.monotonic()
+    daso.cluster.on("mini1", "pkill", "-9", "-f", "daso.run.rank.*name=victim")
+    log = daso.follow(job)
+    seconds = time.monotonic() - start
+    assert seconds < 15, f"gone after {seconds:.1f} s"
+    assert re.search(r"ended with exit code [1-9]", log), log[-2000:]
+    assert daso.status(job)[0] == "FAILED"
