@@ -3,17 +3,33 @@
 A program that has saved its work and wants to be started again ends with exit code 75. Under srun
 that code is lost: the first rank to end has the others killed, and srun reports the kill (measured
 with MPICH 5.0 and SLURM 22.05: 137). So it is also written down, for the batch script to see.
+
+SLURM's signal before the time limit may come up to a minute early, before the program listens, or
+when it is over; it kills then. So it is listened to from the start (`daso.train.stopping` asks).
 """
 
 import runpy
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 from daso.environment import note_requeue
 
 __all__ = ["run"]
 
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h
+
+
+class Remember:
+    """A handler that does nothing but know whether the signal came."""
+
+    def __init__(self) -> None:
+        self.heard = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """Remember it."""
+        self.heard = True
 
 
 def run(words: list[str]) -> None:
@@ -25,6 +41,7 @@ def run(words: list[str]) -> None:
     Raises:
         SystemExit: The program ended so.
     """
+    signal.signal(signal.SIGUSR1, Remember())
     try:
         if words[0] == "-m":
             sys.argv[:] = words[1:]

@@ -49,7 +49,10 @@ class StopRequest:
         self._between = self._left = 1  # batches: from vote to vote; to the next
         self._begun = time.perf_counter()
         self._before = {number: signal.signal(number, self._hear) for number in signals}
-        self._vote.start([0.0, 0.0])
+        for number, handler in self._before.items():
+            if getattr(handler, "heard", False):  # it came before anybody listened (daso.run.rank)
+                self._heard = float(number)
+        self._vote.start([self._heard, 0.0])
 
     def _hear(self, number: int, _: FrameType | None) -> None:
         self._heard = float(number)

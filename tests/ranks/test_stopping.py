@@ -8,6 +8,7 @@ import pytest
 
 from daso.comm.vote import Vote
 from daso.errors import StallError
+from daso.run.rank import Remember
 from daso.train.stopping import StopRequest
 
 pytestmark = pytest.mark.mpi
@@ -52,6 +53,17 @@ def test_without_a_signal_nothing_stops_and_the_handlers_come_back(topology):
     stop.close()
     stop.close()
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_signal_that_came_before_anybody_listened_counts(topology, place):
+    before = signal.signal(signal.SIGUSR1, Remember())
+    try:
+        if place.rank == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        with StopRequest(topology) as stop:
+            assert steps_until_told(stop, signal_at=0, mine=False) == (1, signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_handlers_come_back_after_an_error_too(topology):
