@@ -6,7 +6,6 @@ missing; the last lines of pytest's output say how many ran.
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -121,7 +120,7 @@ def cluster() -> Iterator[Cluster]:
     found = Cluster(folder, HOSTS)
     # A test that is late ends this process at once: then the pipe closes, and the cluster goes too.
     guard = subprocess.Popen(
-        ["sh", "-c", 'read -r end; "$0" down', SCRIPT],
+        ["sh", "-c", 'read -r end; "$0" down && rm -r "$1"', SCRIPT, folder],
         env=found.env,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -136,7 +135,7 @@ def cluster() -> Iterator[Cluster]:
         yield found
     finally:
         guard.communicate(timeout=60)
-        shutil.rmtree(folder)
+        assert guard.returncode == 0
 
 
 @pytest.fixture(autouse=True)

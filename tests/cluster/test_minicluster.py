@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from daso.run import minicluster
-from daso.run.minicluster import ClusterError, main
-from daso.run.minicluster_text import Minicluster
+from daso.run.minicluster.command import main
+from daso.run.minicluster.processes import ClusterError
+from daso.run.minicluster.start import up as start
+from daso.run.minicluster.text import Minicluster
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "minicluster"
 PYTHON = os.path.realpath(sys.executable)  # hosts see this one, wherever the environment lies
@@ -80,7 +81,7 @@ def machine(folder):
         "hostname": os.uname().nodename,
         "etc": names("/etc"),
         "logs": names("/var/log"),
-        "shm": names("/dev/shm"),
+        "left": [Path(one, "left").exists() for one in ("/dev/shm", "/tmp")],
         "mtab": Path("/run/mount").exists(),
         "processes": processes(lines, folder),
         "folder": Path(folder).exists(),
@@ -185,7 +186,7 @@ def test_a_daemon_that_gives_up_is_quoted_and_nothing_is_left(folder, monkeypatc
         unchanged(folder),
         pytest.raises(ClusterError, match=r"minictl is not, .*: .*Nonsense") as error,
     ):
-        minicluster.up(one)
+        start(one)
     assert "\n" not in str(error.value)
 
 

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from daso.errors import ConfigError
-from daso.run import minicluster
-from daso.run.minicluster import main, read_record, write_record
-from daso.run.minicluster_text import CONTROL, Minicluster, parse_rate
+from daso.run.minicluster import start
+from daso.run.minicluster.command import main
+from daso.run.minicluster.rate import parse_rate
+from daso.run.minicluster.state import read_record, write_record
+from daso.run.minicluster.text import CONTROL, Minicluster
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "minicluster"
 TOKEN = "0123456789abcdef"
@@ -245,7 +247,7 @@ def test_somebody_who_is_not_root_is_told(monkeypatch, capsys):
 
 def test_missing_programs_are_named_with_their_packages(monkeypatch, capsys):
     monkeypatch.setattr("os.geteuid", lambda: 0)
-    monkeypatch.setattr(minicluster, "PATH", "/nowhere")
+    monkeypatch.setattr(start, "PATH", "/nowhere")
     assert run("up", "2") == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "slurmctld, slurmd, sinfo, munged, ip, tc, " in line

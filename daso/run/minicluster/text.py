@@ -1,43 +1,19 @@
-"""What a cluster on one machine is made of, as text: addresses, slurm.conf, scripts. All pure.
-
-`daso/run/minicluster.py` carries it out.
-"""
+"""What a cluster on one machine is made of, as text: addresses, slurm.conf, scripts. All pure."""
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import PurePosixPath
 
 from daso.errors import ConfigError
+from daso.run.minicluster.rate import discipline, parse_rate
 
-__all__ = ["CONTROL", "MAX_HOSTS", "Minicluster", "parse_rate"]
+__all__ = ["CONTROL", "MAX_HOSTS", "Minicluster"]
 
 MAX_HOSTS = 60
 CONTROL = "minictl"  # the host of slurmctld, munged and the bridge
-UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-SLOWEST, FASTEST = 10**6, 100 * 10**9  # bits per second; SLURM's own messages must get through
-
 # Unix sockets end at 108 bytes, and munge adds to the name of its own.
 MAX_FOLDER = 80
-
-
-def parse_rate(word: str) -> int | None:
-    """Return the bits per second of a rate such as ``1gbit``, or None for ``none``.
-
-    Raises:
-        ConfigError: It is no rate, or out of range.
-    """
-    if word == "none":
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", word)
-    bits = int(Fraction(found[1]) * UNITS[found[2]]) if found else 0
-    if not SLOWEST <= bits <= FASTEST:
-        raise ConfigError(
-            f"the rate of a link must be none or from 1mbit to 100gbit, not {word!r}; write it as "
-            f"in 10mbit, 2.5gbit"
-        )
-    return bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,21 +279,11 @@ class Minicluster:
 
     def shape(self, device: str, rate: str) -> str:
         """Return the ``tc`` words that hold a device to a rate."""
-        return f"qdisc replace dev {device} root {' '.join(_discipline(parse_rate(rate)))}"
+        return f"qdisc replace dev {device} root {' '.join(discipline(parse_rate(rate)))}"
 
 
 # Process 1 takes in orphans: `wait` reaps them, and the sleep gives it something to wait for.
 WAIT = ("while :; do sleep 3600 & wait; done",)
-
-
-def _discipline(bits: int | None) -> Iterator[str]:
-    if bits is None:
-        yield "noqueue"
-        return
-    yield f"tbf rate {bits}bit"
-    # One millisecond, and no less than ten packets.
-    yield f"burst {max(bits // 8000, 16 * 1024)}"
-    yield "latency 50ms"
 
 
 def _check_folder(folder: str) -> None:

@@ -1,0 +1,41 @@
+"""The rate of a link: as a person writes it, and as tc takes it. Pure."""
+
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+
+from daso.errors import ConfigError
+
+__all__ = ["discipline", "parse_rate"]
+
+UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+SLOWEST, FASTEST = 10**6, 100 * 10**9  # bits per second; SLURM's own messages must get through
+
+
+def parse_rate(word: str) -> int | None:
+    """Return the bits per second of a rate such as ``1gbit``, or None for ``none``.
+
+    Raises:
+        ConfigError: It is no rate, or out of range.
+    """
+    if word == "none":
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", word)
+    bits = int(Fraction(found[1]) * UNITS[found[2]]) if found else 0
+    if not SLOWEST <= bits <= FASTEST:
+        raise ConfigError(
+            f"the rate of a link must be none or from 1mbit to 100gbit, not {word!r}; write it as "
+            f"in 10mbit, 2.5gbit"
+        )
+    return bits
+
+
+def discipline(bits: int | None) -> Iterator[str]:
+    """Yield the words of the queueing discipline that holds a link to a rate in bits per second."""
+    if bits is None:
+        yield "noqueue"
+        return
+    yield f"tbf rate {bits}bit"
+    # One millisecond, and no less than ten packets.
+    yield f"burst {max(bits // 8000, 16 * 1024)}"
+    yield "latency 50ms"

@@ -1,0 +1,96 @@
+"""The state folder: a record of the cluster, and the files that it is started from."""
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from daso.errors import ConfigError
+from daso.run.minicluster.processes import ClusterError
+from daso.run.minicluster.text import CONTROL, Minicluster
+
+__all__ = ["locked", "read_record", "running", "write_files", "write_record"]
+
+RECORD = "record.json"
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other commands on the same cluster waiting.
+
+    Raises:
+        ClusterError: Another one is at work.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ClusterError(
+                f"one command at a time may change the cluster in {folder}, and another is at "
+                f"work; wait for it or end it"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def read_record(folder: Path) -> Minicluster | None:
+    """Return the cluster whose state is in a folder; None if there is none.
+
+    Raises:
+        ConfigError: The folder holds something else.
+    """
+    try:
+        found = json.loads((folder / RECORD).read_text())
+        return Minicluster(**{**found, "share": tuple(found["share"])})
+    except FileNotFoundError:
+        pass
+    except (LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{folder / RECORD} must be minicluster's own, but {error!r}; set DASO_MINICLUSTER to "
+            f"another folder"
+        ) from error
+    if folder.exists() and {path.name for path in folder.iterdir()} - {f"{RECORD}.new"}:
+        raise ConfigError(
+            f"the state folder must be empty or minicluster's own, but {folder} holds other files; "
+            f"set DASO_MINICLUSTER to another folder"
+        )
+    return None
+
+
+def write_record(folder: Path, cluster: Minicluster) -> None:
+    """Write the record, whole or not at all."""
+    new = folder / f"{RECORD}.new"
+    new.write_text(json.dumps(asdict(cluster)))
+    new.replace(folder / RECORD)
+
+
+def write_files(cluster: Minicluster) -> None:
+    """Write the files of the state folder, and make the folders of the hosts."""
+    folder = Path(cluster.folder)
+    for name in (*cluster.names, CONTROL):
+        (folder / name).mkdir()
+        (folder / name / "spool").mkdir()
+        (folder / name / "tmp").mkdir()
+    for name, text in cluster.files().items():
+        (folder / name).write_text(text)
+    key = folder / CONTROL / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(secrets.token_bytes(128))
+
+
+def running(folder: Path) -> Minicluster:
+    """Return the cluster of a folder.
+
+    Raises:
+        ConfigError: None is up.
+    """
+    cluster = read_record(folder)
+    if cluster is None:
+        raise ConfigError(f"a cluster must be up in {folder}, but none is; run `up 4` first")
+    return cluster
