@@ -103,7 +103,8 @@ def test_what_is_printed_says_what_was_chosen_and_what_was_submitted(daso):
     text = Path(script.removeprefix("script: ")).read_text()
     assert "#SBATCH --time=0:05:00\n" in text
     assert "rank 0 of 2" in daso.follow(number)
-    kept = [json.loads(line) for line in (daso.cluster.work / "runs/slurm/jobs.jsonl").open()]
+    lines = (daso.cluster.work / "runs/slurm/jobs.jsonl").read_text().splitlines()
+    kept = [json.loads(line) for line in lines]
     assert kept[-1]["job"] == number
 
 
