@@ -7,7 +7,7 @@ import pytest
 
 from daso.run import queue
 from daso.run.cli import main
-from daso.run.queue import State, read_accounting, read_jobs, read_log_end, render
+from daso.run.states import State, read_accounting, read_jobs, read_log_end, render
 from daso.run.submit import Record
 
 # As SLURM 22.05 prints them.
@@ -124,7 +124,7 @@ def test_accounting_is_read_as_sacct_prints_it():
     ],
 )
 def test_the_end_of_a_log_tells_how_a_job_ended(text, found):
-    state = read_log_end(record(), text)
+    state = read_log_end(text, job="12", name="train")
     assert (state and (state.state, state.restarts, state.reason)) == found
 
 
