@@ -319,14 +319,14 @@ def up(cluster: Minicluster) -> None:
     """
     folder = Path(cluster.folder)
     check_machine()
-    if read_record(folder) is not None:
-        raise ConfigError(f"one cluster may be up in {folder}, and one is; run `down` first")
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     with locked(folder), interruptible():
-        subnet = free_subnet(cluster.folder)
-        cluster = replace(cluster, subnet=subnet, memory=memory_mebibytes())
-        write_record(folder, cluster)
+        if read_record(folder) is not None:
+            raise ConfigError(f"one cluster may be up in {folder}, and one is; run `down` first")
         try:
+            subnet = free_subnet(cluster.folder)
+            cluster = replace(cluster, subnet=subnet, memory=memory_mebibytes())
+            write_record(folder, cluster)
             write_files(cluster)
             _start(cluster)
         except BaseException:
@@ -489,7 +489,7 @@ virtual environments and the folder that you submit from must not lie in /tmp, o
 starting: `up 4 --share /tmp/project`.
 
 State lies in {FOLDER}; DASO_MINICLUSTER names another folder, for another cluster.
-Needs root and the Debian packages slurm-wlm, munge and iproute2 (libpmix2 for srun --mpi=pmix).
+Needs root and the Debian packages slurm-wlm, munge and iproute2 (libpmix-dev for srun --mpi=pmix).
 """
 
 
@@ -648,7 +648,8 @@ def _status(_: argparse.Namespace, folder: Path) -> None:
     if cluster is None:
         print(f"no cluster is up in {folder}; `up 4` starts one")
         return
-    said, cables = states(cluster), _cables(cluster)
+    cables = _cables(cluster)
+    said = states(cluster)
     print(f"{cluster.hosts} hosts of {cluster.cpus} CPUs, links at {cluster.rate}, in {folder}")
     for name in cluster.names:
         print(f"  {name:<7} {cluster.address(name):<14} {cables[name]:<5} {said.get(name, '?')}")
