@@ -197,7 +197,7 @@ def _until_ended(look_up: Callable[[], State], path: Path) -> Iterator[None]:
                 print(f"daso: job {state.job}: {waiting}, {state.reason}", file=sys.stderr)
         # What was written before the job was seen to have ended is there by now.
         at = _copy(path, at)
-        if over or re.search(rf"^{END}\n\Z", _tail(path), re.MULTILINE):
+        if over or re.search(rf"{END}\n\Z", _tail(path), re.MULTILINE):
             _copy(path, at)
             return
         yield

@@ -105,7 +105,7 @@ def read_log_end(text: str, *, job: str, name: str) -> State | None:
         The state, or None where the script did not come to its end.
     """
     lines = text.strip().splitlines()
-    found = re.fullmatch(END, lines[-1]) if lines else None
+    found = re.search(END, lines[-1]) if lines else None
     if found is None:
         return None
     state = "COMPLETED" if found[1] == "0" else "FAILED"
@@ -115,7 +115,8 @@ def read_log_end(text: str, *, job: str, name: str) -> State | None:
     return State(job=job, name=name, state=state, restarts=restarts, reason=reason)
 
 
-END = r"daso: job \d+ ended with exit code (\d+)"
+# The script's last line; before it may stand what a program printed last, without a line's end.
+END = r"daso: job \d+ ended with exit code (\d+)$"
 
 
 def render(states: Sequence[State]) -> str:

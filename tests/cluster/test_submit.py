@@ -151,7 +151,8 @@ def test_exit_code_75_starts_the_job_again_and_the_log_goes_on(daso, launcher):
     words = ["--nodes=2", "--tasks-per-node=2", f"--launcher={launcher}", "end.py", "75"]
     job = daso.submit(*words)
     log = daso.follow(job)  # across the requeue
-    told = [line for line in log.splitlines() if line.startswith("daso: ")]
+    # Open MPI 5.0's mpirun leaves half a line behind when it ends a job.
+    told = re.findall(r"daso: .*", log)
     assert [re.sub(r"on \S+,", "on X,", line) for line in told] == [
         f"daso: job {job} on X, restart 0",
         f"daso: the program saved its work; requeueing job {job} for restart 1 of at most 100",

@@ -117,6 +117,7 @@ def test_accounting_is_read_as_sacct_prints_it():
             "daso: job 12 on n1, restart 3\nx\ndaso: job 12 ended with exit code 0\n",
             ("COMPLETED", "3", "None"),
         ),
+        ("half a line daso: job 12 ended with exit code 0\n", ("COMPLETED", "-", "None")),
         ("daso: job 12 ended with exit code 7\n", ("FAILED", "-", "exit code 7")),
         ("daso: job 12 on n1, restart 0\nTraceback\n", None),
         ("daso: job 12 ended with exit code 0\ndaso: job 12 on n1, restart 1\n", None),
