@@ -4,11 +4,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from daso.environment import merged
 from daso.errors import TopologyError
 
-__all__ = ["ask", "is_there", "require"]
+__all__ = ["ask", "has_settings", "is_there", "require"]
 
 SECONDS = 60  # a controller that is down answers after some time-outs of its own
 
@@ -20,6 +21,15 @@ def is_there(command: str) -> bool:
         command: Such as ``"srun"``.
     """
     return shutil.which(command) is not None
+
+
+def has_settings(client: Mapping[str, str]) -> bool:
+    """Return whether SLURM's settings are where a site says; without, a command waits a minute.
+
+    Args:
+        client: Environment of SLURM's commands.
+    """
+    return "SLURM_CONF" not in client or Path(client["SLURM_CONF"]).is_file()
 
 
 def require(command: str) -> None:
@@ -52,9 +62,14 @@ def ask(
         How it ended, and what it printed.
 
     Raises:
-        TopologyError: It is not on PATH, or does not end.
+        TopologyError: It is not on PATH, has no settings, or does not end.
     """
     require(words[0])
+    if not has_settings(client):
+        raise TopologyError(
+            f"the site's SLURM_CONF must be a file, but there is no {client['SLURM_CONF']}; start "
+            f"the cluster, or choose another --site"
+        )
     given = b"" if text is None else text.encode("utf-8", "surrogateescape")
     try:
         return subprocess.run(

@@ -5,146 +5,22 @@ import json
 import re
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from daso.errors import ConfigError
 from daso.run.client import ask, is_there
 from daso.run.sites import read_site
+from daso.run.states import END, State, read_accounting, read_jobs, read_log_end, render
 from daso.run.submit import RECORDS, Record
 
-__all__ = ["State", "add_logs", "add_status", "read_accounting", "read_jobs", "render"]
+__all__ = ["add_logs", "add_status"]
 
-# A job in one of these states will not run again; all others may (COMPLETING, REQUEUED, ...).
-ENDED = {
-    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
-    *("PREEMPTED", "REVOKED", "TIMEOUT"),
-}
 LOOK_SECONDS = 0.2  # from one look into the log to the next
+TAIL_BYTES = 1 << 16
+NEWEST = 20  # jobs that are shown when none is named: each costs the controller a question
 ASK_SECONDS = 5.0  # from one question to the controller, which all users share, to the next
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """What is known of one job, or of one task of an array."""
-
-    job: str
-    name: str
-    state: str
-    nodes: str = "-"
-    elapsed: str = "-"
-    restarts: str = "-"
-    reason: str = "-"
-
-    @property
-    def ended(self) -> bool:
-        """Whether it will not run again."""
-        return self.state in ENDED
-
-
-def read_jobs(text: str) -> list[State]:
-    """Read what ``scontrol show job -o`` prints.
-
-    Args:
-        text: One line per job, of words ``Key=value``; a value may have blanks in it.
-
-    Returns:
-        The jobs, those of an array by their numbers.
-    """
-    jobs = [_read_job(line) for line in text.splitlines() if line.startswith("JobId=")]
-    return sorted(jobs, key=lambda one: [int(word) for word in re.findall(r"\d+", one.job)])
-
-
-def _read_job(line: str) -> State:
-    words = re.split(r" (?=[A-Z][\w:/]*=)", line.strip())
-    values = dict(word.partition("=")[::2] for word in words)
-    number = values["JobId"]
-    if "ArrayJobId" in values and "ArrayTaskId" in values:
-        number = f"{values['ArrayJobId']}_{values['ArrayTaskId']}"
-    nodes = values.get("NodeList", "(null)")
-    code = values.get("ExitCode", "0:0")
-    reason = values.get("Reason", "None")
-    return State(
-        job=number,
-        name=values.get("JobName", "-"),
-        state=values.get("JobState", "UNKNOWN"),
-        nodes=values.get("NumNodes", "-") if nodes in ("", "(null)") else nodes,
-        elapsed=values.get("RunTime", "-"),
-        restarts=values.get("Restarts", "-"),
-        reason=f"exit code {_code(code)}" if code != "0:0" and reason in PLAIN else reason,
-    )
-
-
-PLAIN = ("None", "NonZeroExitCode")  # reasons that say less than the exit code
-
-
-def _code(text: str) -> str:
-    """Return ``code:signal`` in words."""
-    code, _, number = text.partition(":")
-    return code if number in ("", "0") else f"{code}, signal {number}"
-
-
-def read_accounting(text: str) -> list[State]:
-    """Read what ``sacct -nPX -o JobID,JobName,State,NodeList,Elapsed,ExitCode`` prints.
-
-    Args:
-        text: One line per job.
-    """
-    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 5]
-    return [
-        State(
-            job=job,
-            name=name,
-            state=state.split()[0],  # "CANCELLED by 1000"
-            nodes=nodes,
-            elapsed=elapsed,
-            reason="None" if code == "0:0" else f"exit code {_code(code)}",
-        )
-        for job, name, state, nodes, elapsed, code in rows
-    ]
-
-
-def read_log_end(record: Record, text: str) -> State | None:
-    """Read how a job ended from what its script wrote last.
-
-    Args:
-        record: The job.
-        text: The end of its log.
-
-    Returns:
-        The state, or None where the script did not come to its end.
-    """
-    lines = text.strip().splitlines()
-    found = re.fullmatch(END, lines[-1]) if lines else None
-    if found is None:
-        return None
-    state = "COMPLETED" if found[1] == "0" else "FAILED"
-    begun = re.findall(r"^daso: job \d+ on \S+, restart (\d+)$", text, re.MULTILINE)
-    restarts = begun[-1] if begun else "-"
-    reason = "None" if found[1] == "0" else f"exit code {found[1]}"
-    return State(job=record.job, name=record.name, state=state, restarts=restarts, reason=reason)
-
-
-END = r"daso: job \d+ ended with exit code (\d+)"
-
-
-def render(states: Sequence[State]) -> str:
-    """Return jobs as a table for a terminal.
-
-    Args:
-        states: The jobs.
-    """
-    names = ("job", "name", "state", "nodes", "elapsed", "restarts", "reason")
-    rows = [names, *(tuple(str(getattr(one, name)) for name in names) for one in states)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
-    lines = [
-        "  ".join(f"{word:<{width}}" for word, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +29,9 @@ def add_status(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of the command.
     """
-    parser.add_argument("job", nargs="?", help="job id; default: all that were submitted from here")
+    parser.add_argument(
+        "job", nargs="?", help=f"job id; default: the newest {NEWEST} submitted from here"
+    )
     _add_common(parser)
     parser.set_defaults(run=status)
 
@@ -209,7 +87,7 @@ def status(chosen: argparse.Namespace, _: Sequence[str]) -> int:
             f"{chosen.logs / RECORDS} must list jobs, but there is none; submit one, go where you "
             f"submitted, or give a job id"
         )
-    wanted: list[str] = [chosen.job] if chosen.job else list(records)
+    wanted: list[str] = [chosen.job] if chosen.job else list(records)[-NEWEST:]
     site = read_site(chosen.site).client
     found = [_look_up(one, records.get(_number(one)), site) for one in wanted]
     print(render([state for several in found for state in several]))
@@ -233,8 +111,8 @@ def _look_up(job: str, record: Record | None, site: Mapping[str, str]) -> list[S
             f"a job must be known to SLURM or submitted from here, but {job} is not: "
             f"{why[-1] if why else 'no answer'}; `daso status` lists those submitted from here"
         )
-    ends = [end for path in _files(job, record) if (end := read_log_end(record, _tail(path)))]
-    return ends or [
+    logs_of = [read_log_end(_tail(path), job=job, name=record.name) for path in _files(job, record)]
+    return [end for end in logs_of if end] or [
         State(job=job, name=record.name, state="UNKNOWN", reason="SLURM has forgotten it")
     ]
 
@@ -250,10 +128,12 @@ def _files(job: str, record: Record) -> list[Path]:
 
 
 def _tail(path: Path) -> str:
+    """Return the end of a file, of which there may be much; nothing where there is none."""
     if not path.exists():
         return ""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return "".join(deque(file, maxlen=1000))
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return file.read().decode("utf-8", "replace")
 
 
 def logs(chosen: argparse.Namespace, _: Sequence[str]) -> int:
@@ -317,7 +197,7 @@ def _until_ended(look_up: Callable[[], State], path: Path) -> Iterator[None]:
                 print(f"daso: job {state.job}: {waiting}, {state.reason}", file=sys.stderr)
         # What was written before the job was seen to have ended is there by now.
         at = _copy(path, at)
-        if over or re.search(rf"^{END}\n\Z", _tail(path), re.MULTILINE):
+        if over or re.search(rf"{END}\n\Z", _tail(path), re.MULTILINE):
             _copy(path, at)
             return
         yield

@@ -1,4 +1,4 @@
-"""A SLURM job as a record, and its batch script as a function of that record.
+"""A SLURM job as a record, with all that its batch script says.
 
 The fields of `Job` with a help text are the options: flags of ``daso submit``, keys of a site
 profile, checks and defaults all come from them.
@@ -11,12 +11,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import daso
 from daso.errors import ConfigError
 from daso.run.launcher import Launcher
 from daso.run.rank import REQUEUE
 
-__all__ = ["Job", "name_of", "options", "quote", "render"]
+__all__ = ["Job", "flag", "name_of", "options", "quote"]
 
 
 def _option(default: Any, text: str, metavar: str = "TEXT") -> Any:
@@ -80,7 +79,7 @@ class Job:
         for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise ConfigError(
-                    f"{_flag(name)} must be at least {least}, not {getattr(self, name)}"
+                    f"{flag(name)} must be at least {least}, not {getattr(self, name)}"
                 )
         if self.signal_seconds > 65535:  # what sbatch takes
             raise ConfigError(
@@ -89,7 +88,7 @@ class Job:
         for name, (pattern, rule) in FORMS.items():
             value = getattr(self, name)
             if value and not re.fullmatch(pattern, value, re.ASCII):
-                raise ConfigError(f"{_flag(name)} must be {rule}, not {value!r}")
+                raise ConfigError(f"{flag(name)} must be {rule}, not {value!r}")
         self._check_lines()
 
     def _check_lines(self) -> None:
@@ -101,7 +100,7 @@ class Job:
             pattern, rule = LINE_FORMS[name]
             for line in getattr(self, name):
                 if not re.fullmatch(pattern, line, re.ASCII):
-                    raise ConfigError(f"{_flag(name)} must be {rule}, not {line!r}")
+                    raise ConfigError(f"{flag(name)} must be {rule}, not {line!r}")
 
     @property
     def ranks(self) -> int:
@@ -227,7 +226,12 @@ def options() -> dict[str, Any]:
     return {one.name: one for one in fields(Job) if "help" in one.metadata}
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """Return a field's name as a flag.
+
+    Args:
+        name: Such as ``"tasks_per_node"``.
+    """
     return f"--{name.replace('_', '-')}"
 
 
@@ -247,64 +251,6 @@ def quote(word: str) -> str:
     known = word.replace("\\", r"\\").replace("'", r"\'")
     spelled = re.sub(r"[\x01-\x1f\x7f]", lambda found: f"\\{ord(found[0]):03o}", known)
     return f"$'{spelled}'"
-
-
-def _keys(job: Job) -> dict[str, Any]:
-    """Return what a template may use."""
-    values = {name: getattr(job, name) for name in options()}
-    return values | {
-        "command": " ".join(map(quote, job.command())),
-        "directives": job.directives(),
-        "folder": quote(str(job.folder)),
-        "launcher": str(job.launcher),
-        "by_mpirun": job.launcher.by_mpirun,
-        "ranks": job.ranks,
-        "requeue": REQUEUE,
-        "site": job.site,
-        "size": job.size,
-        "variables": job.variables(),
-        "version": daso.__version__,
-        "why": job.launcher.why,
-    }
-
-
-def render(job: Job, template: str, *, name: str) -> str:
-    """Return the batch script.
-
-    Args:
-        job: The job.
-        template: Text of a Jinja template.
-        name: What to call the template in an error.
-
-    Returns:
-        The text.
-
-    Raises:
-        ConfigError: The template is not one, or uses a key that there is not.
-    """
-    from jinja2 import Environment, StrictUndefined, meta
-
-    engine = Environment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    keys = _keys(job)
-    try:
-        unknown = sorted(meta.find_undeclared_variables(engine.parse(template)) - keys.keys())
-        if not unknown:
-            return engine.from_string(template).render(keys)
-    except Exception as error:  # a template is a program: it may raise anything
-        where = f", line {error.lineno}" if hasattr(error, "lineno") else ""
-        raise ConfigError(
-            f"a template must be Jinja text, but {name}{where}: {_one_line(str(error))}; mend it"
-        ) from error
-    raise ConfigError(
-        f"a template may use only keys that there are, but {name} uses {', '.join(unknown)}; the "
-        f"keys are {', '.join(sorted(keys))}"
-    )
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def name_of(program: Sequence[str]) -> str:

@@ -15,12 +15,14 @@ from typing import Any, get_type_hints
 
 from daso.environment import find_mpirun
 from daso.errors import ConfigError
-from daso.run.client import ask, is_there, require
+from daso.run.client import ask, has_settings, is_there, require
 from daso.run.launcher import CHOICES, Launcher, choose, family, read_offered
+from daso.run.refusals import explain, too_big
+from daso.run.script import render
 from daso.run.sites import Site, known_sites, read_site, read_template
-from daso.run.slurm import Job, name_of, options, render
+from daso.run.slurm import Job, flag, name_of, options
 
-__all__ = ["RECORDS", "Record", "add_parser", "cut", "explain", "too_big"]
+__all__ = ["RECORDS", "Record", "add_parser", "cut"]
 
 RECORDS = "jobs.jsonl"  # in the folder of logs: one line per submitted job
 
@@ -53,17 +55,13 @@ def cut(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """
     hints = get_type_hints(Job)
     switches = [name for name in options() if hints[name] is bool]
-    flags = {*FLAGS, *map(_flag, switches), *(_flag(f"no_{name}") for name in switches)}
+    flags = {*FLAGS, *map(flag, switches), *(flag(f"no_{name}") for name in switches)}
     ours, at = list[str](), 0
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "--"):
         alone = words[at] in flags or "=" in words[at] or at + 1 == len(words)
         ours.append(words[at] if alone else f"{words[at]}={words[at + 1]}")
         at += 1 if alone else 2
     return ours, tuple(words[at + 1 :] if words[at : at + 1] == ["--"] else words[at:])
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
@@ -89,12 +87,12 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
             text += f"; default: {one.default}"
         if hints[name] is bool:
             parser.add_argument(
-                _flag(name), action=argparse.BooleanOptionalAction, default=None, help=text
+                flag(name), action=argparse.BooleanOptionalAction, default=None, help=text
             )
         elif hints[name] == tuple[str, ...]:
-            parser.add_argument(_flag(name), action="append", metavar=metavar, help=text)
+            parser.add_argument(flag(name), action="append", metavar=metavar, help=text)
         else:
-            parser.add_argument(_flag(name), type=hints[name], metavar=metavar, help=text)
+            parser.add_argument(flag(name), type=hints[name], metavar=metavar, help=text)
     parser.set_defaults(run=submit)
 
 
@@ -194,7 +192,7 @@ def _library(python: str) -> str | None:
 
 
 def _offered(client: Mapping[str, str]) -> tuple[str, ...]:
-    if not is_there("srun"):
+    if not is_there("srun") or not has_settings(client):
         return ()
     said = ask(["srun", "--mpi=list"], client=client)
     return read_offered(_text(said.stdout + said.stderr)) if said.returncode == 0 else ()
@@ -211,33 +209,6 @@ def _check_size(job: Job, site: Site) -> None:
     problem = too_big(job, _text(said.stdout)) if said.returncode == 0 else None
     if problem is not None:
         raise ConfigError(problem)
-
-
-def too_big(job: Job, nodes: str) -> str | None:
-    """Return what is wrong with a job that its partition cannot hold, or None.
-
-    Args:
-        job: The job.
-        nodes: What ``sinfo -h -o '%P|%c|%D'`` prints: partition (``*``: the default one), CPUs of
-            a node, number of such nodes.
-    """
-    rows = [line.split("|") for line in nodes.splitlines() if line.count("|") == 2]
-    wanted = job.partition.split(",") if job.partition else [""]
-    here = [
-        (int(cpus.rstrip("+")), int(count))
-        for name, cpus, count in rows
-        if (name.rstrip("*") in wanted if job.partition else name.endswith("*"))
-    ]
-    need = job.tasks_per_node * job.cpus_per_task
-    fit = sum(count for cpus, count in here if cpus >= need)
-    if not here or fit >= job.nodes or "--overcommit" in " ".join(job.extra):
-        return None
-    there = ", ".join(f"{count} of {cpus} CPUs" for cpus, count in sorted(here))
-    return (
-        f"ranks must fit into the slots of the partition, which has nodes: {there}; not {job.size} "
-        f"with {need} CPUs on each; take fewer --nodes, --tasks-per-node or --cpus-per-task, or "
-        f"another --partition"
-    )
 
 
 def _folder(job: Job) -> Path:
@@ -281,64 +252,3 @@ def _keep(job: Job, text: str, *, number: str, folder: Path, site: Site) -> Reco
 
 def _text(said: bytes) -> str:
     return said.decode("utf-8", "replace")
-
-
-# What sbatch says (SLURM 22.05): the rule behind it, the options that name the value, the remedy.
-REFUSALS = {
-    r"node configuration is not available|CPU count per node|Node count specification|"
-    r"More processors requested|Task count specification": (
-        "the cluster must be able to hold the job",
-        ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node", "mem"),
-        "ask for less; `sinfo -o '%P %D %c %m %G'` shows nodes, CPUs, memory and GPUs",
-    ),
-    r"[Mm]emory specification": (
-        "a node must have the memory",
-        ("mem",),
-        "ask for less; `sinfo -o '%P %m'` shows what there is",
-    ),
-    r"partition": ("the partition must be there", ("partition",), "`sinfo -s` lists them"),
-    r"account": ("the account must be yours", ("account",), "`sacctmgr show user $USER` has it"),
-    r"qos|QOS": ("the quality of service must be there", ("qos",), "`sacctmgr show qos` has it"),
-    r"feature": ("nodes must have the features", ("constraint",), "`sinfo -o '%P %f'` lists them"),
-    r"generic resource|gres|GRES": (
-        "nodes must have the GPUs",
-        ("gpus_per_node", "gpu_request"),
-        "`sinfo -o '%P %G'` lists them; some sites want --gpu-request=gres",
-    ),
-    r"time limit|time specification": (
-        "the time limit must be one that the partition allows",
-        ("time", "partition"),
-        "`sinfo -o '%P %l'` lists them",
-    ),
-    r"dependency": (
-        "the jobs to wait for must be there",
-        ("dependency",),
-        "`squeue --me` lists them",
-    ),
-    r"contact slurm controller|establish a configuration|Connection refused|fetch config": (
-        "the cluster's controller must answer",
-        (),
-        "see `scontrol ping`; on a test cluster, choose its --site",
-    ),
-}
-
-
-def explain(said: str, job: Job) -> str:
-    """Return sbatch's refusal as one line with rule, value and remedy.
-
-    Args:
-        said: What it printed.
-        job: What was asked for.
-    """
-    words = [re.sub(r"^sbatch: (error|fatal): ", "", line) for line in said.splitlines()]
-    words = [word for word in words if word and not word.startswith("Try ")]
-    reason = words[-1].removeprefix("Batch job submission failed: ") if words else "nothing"
-    for sign, (rule, names, remedy) in REFUSALS.items():
-        if re.search(sign, " ".join(words)):
-            values = [f"{_flag(name)}={getattr(job, name)}" for name in names if getattr(job, name)]
-            given = f" to {' '.join(values)}" if values else ""
-            return f"{rule}, but sbatch said {reason!r}{given}; {remedy}"
-    return (
-        f"sbatch must take the job, but said {reason!r}; change the option that it names, or see "
-        f"the script with --dry-run"
-    )

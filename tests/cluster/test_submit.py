@@ -27,7 +27,7 @@ PROGRAMS = {
     "end.py": HELLO
     + "time.sleep(0.1 * world.rank)\nsys.exit(0 if restart != '0' else int(sys.argv[1]))",
     "always75.py": "import sys; sys.exit(75)",
-    "signalled.py": HELLO.replace("import os", "import signal, os")
+    "told.py": HELLO.replace("import os", "import signal, os")
     + """
 if restart != "0":
     sys.exit(0)
@@ -103,9 +103,8 @@ def test_what_is_printed_says_what_was_chosen_and_what_was_submitted(daso):
     text = Path(script.removeprefix("script: ")).read_text()
     assert "#SBATCH --time=0:05:00\n" in text
     assert "rank 0 of 2" in daso.follow(number)
-    lines = (daso.cluster.work / "runs/slurm/jobs.jsonl").read_text().splitlines()
-    kept = [json.loads(line) for line in lines]
-    assert kept[-1]["job"] == number
+    kept = (daso.cluster.work / "runs/slurm/jobs.jsonl").read_text().splitlines()
+    assert json.loads(kept[-1])["job"] == number
 
 
 @pytest.mark.parametrize(
@@ -118,7 +117,6 @@ def test_what_is_printed_says_what_was_chosen_and_what_was_submitted(daso):
         (["--partition=nosuch"], ["--partition=nosuch", "sinfo -s"]),
         (["--gpus-per-node=2"], ["--gpus-per-node=2", "sinfo"]),
         (["--constraint=fast"], ["--constraint=fast", "sinfo"]),
-        (["--dependency=afterok:999999"], ["--dependency=afterok:999999", "squeue"]),
         (["--extra=--nosuch"], ["--nosuch"]),
     ],
 )
@@ -131,13 +129,21 @@ def test_what_slurm_cannot_do_is_told_in_one_line_and_nothing_is_submitted(daso,
     assert daso.cluster.run(["squeue", "-h"]).stdout == ""
 
 
-def test_a_controller_that_does_not_answer_is_told(daso, tmp_path):
-    gone = {"DASO_MINICLUSTER": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    words = [daso.cluster.python, "-m", "daso", "submit", "--site=minicluster", "hello.py"]
-    done = daso.cluster.run(words, check=False, **gone)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "controller must answer" in done.stderr
+def test_a_cluster_that_is_not_up_or_does_not_answer_is_told_soon(daso):
+    folder = daso.cluster.work / "other"
+    for text, told in [
+        (None, "start the cluster"),
+        ("ClusterName=x\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=9\n", "scontrol ping"),
+    ]:
+        if text is not None:
+            folder.mkdir()
+            rest = "NodeName=n\nPartitionName=p Nodes=ALL Default=YES\nTCPTimeout=1\n"
+            (folder / "slurm.conf").write_text(f"{text}{rest}MessageTimeout=2\n")
+        env = {"DASO_MINICLUSTER": str(folder), "PYTHONPATH": str(ROOT)}
+        words = [daso.cluster.python, "-m", "daso", "submit", "--site=minicluster", "hello.py"]
+        done = daso.cluster.run(words, check=False, seconds=40, **env)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert told in done.stderr
 
 
 @LAUNCHERS
@@ -145,7 +151,8 @@ def test_exit_code_75_starts_the_job_again_and_the_log_goes_on(daso, launcher):
     words = ["--nodes=2", "--tasks-per-node=2", f"--launcher={launcher}", "end.py", "75"]
     job = daso.submit(*words)
     log = daso.follow(job)  # across the requeue
-    told = [line for line in log.splitlines() if line.startswith("daso: ")]
+    # Open MPI 5.0's mpirun leaves half a line behind when it ends a job.
+    told = re.findall(r"daso: .*", log)
     assert [re.sub(r"on \S+,", "on X,", line) for line in told] == [
         f"daso: job {job} on X, restart 0",
         f"daso: the program saved its work; requeueing job {job} for restart 1 of at most 100",
@@ -167,13 +174,7 @@ def test_restarts_end_at_the_limit(daso):
 
 @LAUNCHERS
 def test_ranks_are_told_before_time_runs_out(daso, launcher):
-    words = [
-        "--nodes=2",
-        "--time=1",
-        "--signal-seconds=50",
-        f"--launcher={launcher}",
-        "signalled.py",
-    ]
+    words = ["--nodes=2", "--time=1", "--signal-seconds=50", f"--launcher={launcher}", "told.py"]
     job = daso.submit(*words)
     log = daso.follow(job)
     assert {"rank 0 was told", "rank 1 was told"} <= set(log.splitlines())

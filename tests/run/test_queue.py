@@ -7,7 +7,7 @@ import pytest
 
 from daso.run import queue
 from daso.run.cli import main
-from daso.run.queue import State, read_accounting, read_jobs, read_log_end, render
+from daso.run.states import State, read_accounting, read_jobs, read_log_end, render
 from daso.run.submit import Record
 
 # As SLURM 22.05 prints them.
@@ -117,6 +117,7 @@ def test_accounting_is_read_as_sacct_prints_it():
             "daso: job 12 on n1, restart 3\nx\ndaso: job 12 ended with exit code 0\n",
             ("COMPLETED", "3", "None"),
         ),
+        ("half a line daso: job 12 ended with exit code 0\n", ("COMPLETED", "-", "None")),
         ("daso: job 12 ended with exit code 7\n", ("FAILED", "-", "exit code 7")),
         ("daso: job 12 on n1, restart 0\nTraceback\n", None),
         ("daso: job 12 ended with exit code 0\ndaso: job 12 on n1, restart 1\n", None),
@@ -124,7 +125,7 @@ def test_accounting_is_read_as_sacct_prints_it():
     ],
 )
 def test_the_end_of_a_log_tells_how_a_job_ended(text, found):
-    state = read_log_end(record(), text)
+    state = read_log_end(text, job="12", name="train")
     assert (state and (state.state, state.restarts, state.reason)) == found
 
 

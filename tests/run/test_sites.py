@@ -8,8 +8,9 @@ import pytest
 
 from daso.errors import ConfigError
 from daso.run.launcher import choose
+from daso.run.script import render
 from daso.run.sites import FOLDER, known_sites, parse_site, read_site, read_template
-from daso.run.slurm import Job, render
+from daso.run.slurm import Job
 
 ROOT = Path(__file__).parents[2]
 OFFERED = ("none", "pmix", "pmi2", "cray_shasta")

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from daso.errors import ConfigError
 from daso.run.launcher import Launcher
+from daso.run.script import render
 from daso.run.sites import read_template
-from daso.run.slurm import Job, name_of, options, quote, render
+from daso.run.slurm import Job, name_of, options, quote
 
 PMI2 = Launcher("pmi2", "MPICH", "the MPI library is MPICH")
 MPIRUN = Launcher("mpirun", "Open MPI", "as asked for")
@@ -318,7 +319,7 @@ def test_any_words_of_a_program_reach_it_as_they_are(program, launcher):
     job = replace(PLAIN, program=tuple(program), launcher=launcher)
     text = script(job)
     begin = text.index("srun --mpi" if launcher is PMI2 else "mpirun --bind")
-    end = text.index(" || code=$?\n" if launcher is PMI2 else " &\nprogram=$!", begin)
+    end = text.index(" || code=$?\n" if launcher is PMI2 else " &\nsignalled=yes", begin)
     line = f'srun() {{ printf "%s\\0" "$@"; }}; mpirun() {{ srun "$@"; }}\n{text[begin:end]}'
     run = subprocess.run(["bash", "-s"], input=line.encode(), capture_output=True, check=True)
     found = run.stdout.decode().split("\0")[:-1]

@@ -8,8 +8,9 @@ import pytest
 
 from daso.run.cli import main
 from daso.run.launcher import Launcher
+from daso.run.refusals import explain, too_big
 from daso.run.slurm import Job, options
-from daso.run.submit import cut, explain, too_big
+from daso.run.submit import cut
 
 LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "SLURM_", "DASO_", "SBATCH_")
 
