@@ -49,6 +49,7 @@ def trained(monkeypatch):
 
     def train(config, *, resume):
         kept.append(replace(config, name=f"{config.name}, resumed") if resume else config)
+        return {"steps": 1}
 
     monkeypatch.setattr("daso.run.loop.train", train)
     return kept
