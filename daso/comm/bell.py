@@ -12,10 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import torch
-
-from daso.comm.dtypes import sum_buffer
-from daso.comm.mpi import load
+from daso.comm.notes import Notes
 from daso.errors import ExchangeError
 
 if TYPE_CHECKING:
@@ -37,12 +34,11 @@ class Bell:
     """
 
     def __init__(self, world: "MPI.Comm") -> None:
-        self.comm = world.Dup()
+        self._notes = Notes(world)
         self.steps = 0  # that this rank has taken or is in the middle of
         self.at_meeting = False
         self._meetings = 0  # that are over: the same on all ranks that are not out of step
         self._rung = False  # at this meeting
-        self._sent: list[tuple[MPI.Request, torch.Tensor]] = []
         self._verdict: str | None = None
         self._lock = threading.Lock()
 
@@ -69,39 +65,33 @@ class Bell:
             if self._verdict is None:
                 if self.at_meeting and not self._rung:
                     self._rung = True
-                    self._tell(MEETING, [self.steps, self._meetings])
+                    self._tell(MEETING, self.steps, self._meetings)
                 self._listen()
             if self._verdict is not None:
                 raise ExchangeError(self._verdict)
 
-    def _tell(self, tag: int, numbers: list[int]) -> None:
-        row = torch.tensor([*numbers, 0, 0, 0, 0][:4], dtype=torch.float64)
-        me = self.comm.Get_rank()
-        for rank in range(self.comm.Get_size()):
-            if rank != me:
-                self._sent.append((self.comm.Isend(sum_buffer(row), rank, tag), row))
+    def _tell(self, tag: int, *numbers: int) -> None:
+        for rank in self._notes.others:
+            self._notes.send(rank, tag, *numbers)
 
     def _listen(self) -> None:
-        status = load().Status()
-        while self._verdict is None and self.comm.Iprobe(status=status):
-            row = torch.empty(4, dtype=torch.float64)
-            self.comm.Recv(sum_buffer(row), status.Get_source(), status.Get_tag())
-            numbers = [int(number) for number in row.tolist()]
-            if status.Get_tag() == GIVEN_UP:
+        for source, tag, numbers in self._notes.arrived():
+            if tag == GIVEN_UP:
                 self._verdict = _text(*numbers)
             elif numbers[1] < self._meetings:  # it was waiting for this rank, which came
                 continue
             # A rank that came after fewer steps than this one is in will never join it; two that
             # came after different numbers may each be stuck behind an exchange of theirs.
             elif numbers[0] < self.steps or (self.at_meeting and numbers[0] > self.steps):
-                pair = [status.Get_source(), numbers[0], self.comm.Get_rank(), self.steps]
+                pair = [source, numbers[0], self._notes.rank, self.steps]
                 self._verdict = _text(*pair)
-                self._tell(GIVEN_UP, pair)
+                self._tell(GIVEN_UP, *pair)
+            if self._verdict is not None:
+                return
 
     def free(self) -> None:
-        """Give the communicator back. Collective over the world; idempotent."""
-        if self.comm != load().COMM_NULL:
-            self.comm.Free()
+        """Give the communicator back. Collective over the world; blocking; idempotent."""
+        self._notes.free()
 
 
 def _text(rank: int, steps: int, other: int, others_steps: int) -> str:

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import torch
-
-from daso.comm.dtypes import sum_buffer
 from daso.comm.mpi import load
+from daso.comm.notes import Notes
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -37,28 +35,19 @@ class RollCall:
     """
 
     def __init__(self, world: "MPI.Comm", hosts: Sequence[str]) -> None:
-        self.comm, self.hosts = world.Dup(), hosts
+        self._notes, self.hosts = Notes(world), hosts
         self._here: set[int] = set()  # who answered this round
         self._round = 0
-        self._sent: list[tuple[MPI.Request, torch.Tensor]] = []
         self._lock = threading.Lock()
 
     def answer(self) -> None:
         """Answer those who ask. Does not block; cheap."""
         with self._lock:
-            status = load().Status()
-            while self.comm.Iprobe(status=status):
-                source, tag = status.Get_source(), status.Get_tag()
-                row = torch.empty(1, dtype=torch.int64)
-                self.comm.Recv(sum_buffer(row), source, tag)
+            for source, tag, numbers in self._notes.arrived():
                 if tag == ASKED:
-                    self._send(source, HERE, int(row))
-                elif int(row) == self._round:  # and no late answer to what was asked before
+                    self._notes.send(source, HERE, numbers[0])
+                elif numbers[0] == self._round:  # and no late answer to what was asked before
                     self._here.add(source)
-
-    def _send(self, rank: int, tag: int, number: int) -> None:
-        row = torch.tensor([number])
-        self._sent.append((self.comm.Isend(sum_buffer(row), rank, tag), row))
 
     def missing(self) -> str:
         """Ask everybody, wait for answers for a few seconds, and say who gave none.
@@ -66,13 +55,12 @@ class RollCall:
         Returns:
             For an error: ``"no answer from world rank 3 on host c"``.
         """
-        me = self.comm.Get_rank()
-        others = {rank for rank in range(self.comm.Get_size()) if rank != me}
+        others = set(self._notes.others)
         with self._lock:
             self._here.clear()
             self._round += 1
             for rank in others:
-                self._send(rank, ASKED, self._round)
+                self._notes.send(rank, ASKED, self._round)
         end = time.perf_counter() + ANSWER_SECONDS
         with suppress(load().Exception):  # of a connection that is lost: nobody answers there
             while time.perf_counter() < end and not others <= self._here:
@@ -85,6 +73,5 @@ class RollCall:
         return f"no answer from world rank {names}"
 
     def free(self) -> None:
-        """Give the communicator back. Collective over the world; idempotent."""
-        if self.comm != load().COMM_NULL:
-            self.comm.Free()
+        """Give the communicator back. Collective over the world; blocking; idempotent."""
+        self._notes.free()

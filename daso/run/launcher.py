@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from daso.errors import ConfigError
 
-__all__ = ["CHOICES", "Launcher", "choose", "family", "read_offered"]
+__all__ = ["CHOICES", "Launcher", "choose", "family", "read_netmods", "read_offered"]
 
 CHOICES = ("auto", "pmix", "pmi2", "cray_shasta", "srun", "mpirun")
 
@@ -39,11 +39,13 @@ class Launcher:
         kind: ``"pmix"``, ``"pmi2"``, ``"cray_shasta"``, ``"srun"`` or ``"mpirun"``.
         library: Name of the MPI library; None where it cannot be seen from here.
         why: Why it was chosen, for people.
+        netmods: How an MPICH can reach other hosts, its own choice first: ``("ucx", "ofi")``.
     """
 
     kind: str
     library: str | None
     why: str
+    netmods: tuple[str, ...] = ()
 
     @property
     def by_mpirun(self) -> bool:
@@ -76,6 +78,10 @@ class Launcher:
         if self.kind == "pmix":
             # Open MPI 5.0 under SLURM's PMIx 4 complains of munge and of shared memory otherwise.
             ours |= {"PMIX_MCA_psec": "native", "PMIX_MCA_gds": "hash"}
+        if self.kind == "pmi2" and self.netmods[:1] == ("ucx",) and "ofi" in self.netmods:
+            # A rank's UCX address takes several PMI messages, and SLURM reads at most 1024 bytes of
+            # one: a job in some fails in MPI_Init ("value not properly terminated").
+            ours["MPIR_CVAR_CH4_NETMOD"] = "ofi"
         if self.by_mpirun:
             # mpirun starts its helpers by srun; with a site default of pmix they would hang.
             ours["SLURM_MPI_TYPE"] = "none"
@@ -96,6 +102,16 @@ def family(text: str) -> str | None:
     return next((name for sign, name in NAMES.items() if sign.lower() in text.lower()), None)
 
 
+def read_netmods(text: str) -> tuple[str, ...]:
+    """Return how an MPICH can reach other hosts, its own choice first.
+
+    Args:
+        text: What ``python -m mpi4py --mpi-lib-version`` prints; has ``MPICH Device: ch4:ucx ofi``.
+    """
+    found = re.search(r"^MPICH Device:\s*ch4:([\w, ]+)$", text, re.MULTILINE)
+    return tuple(re.findall(r"\w+", found[1])) if found else ()
+
+
 def read_offered(text: str) -> tuple[str, ...]:
     """Return the plugins that ``srun --mpi=list`` names.
 
@@ -106,11 +122,11 @@ def read_offered(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(re.findall(r"\b(?:none|openmpi|cray_shasta|pm\w+)\b", text)))
 
 
-def choose(library: str | None, offered: Sequence[str], wanted: str = "auto") -> Launcher:
+def choose(said: str | None, offered: Sequence[str], wanted: str = "auto") -> Launcher:
     """Choose what starts the ranks.
 
     Args:
-        library: Name of the MPI library; None where it cannot be seen from here.
+        said: What the MPI library says of itself; None where it cannot be seen from here.
         offered: The plugins of srun; empty where there is no srun to ask.
         wanted: One of `CHOICES`.
 
@@ -120,6 +136,7 @@ def choose(library: str | None, offered: Sequence[str], wanted: str = "auto") ->
     Raises:
         ConfigError: What is wanted is unknown or not offered, or nothing can be chosen.
     """
+    library, netmods = family(said or ""), read_netmods(said or "")
     plugins = ", ".join(offered) or "no plugin"
     if wanted not in CHOICES:
         raise ConfigError(f"--launcher must be one of {', '.join(CHOICES)}, not {wanted!r}")
@@ -131,11 +148,12 @@ def choose(library: str | None, offered: Sequence[str], wanted: str = "auto") ->
             )
         usual = MATRIX[library][0] if library else wanted
         other = "" if wanted in (usual, "mpirun") else f"; {library} usually takes {usual}"
-        return Launcher(wanted, library, f"as asked for{other}")
+        return Launcher(wanted, library, f"as asked for{other}", netmods)
     if library is None:
         raise ConfigError(
             "the MPI library of the ranks must be known to choose a launcher, but it cannot be "
             "seen from here; give --launcher (Open MPI: pmix, MPICH: pmi2, Cray MPICH: cray_shasta)"
         )
     kind = next(one for one in (*MATRIX[library], "srun") if one in (*offered, "mpirun", "srun"))
-    return Launcher(kind, library, f"the MPI library is {library}, and srun offers {plugins}")
+    why = f"the MPI library is {library}, and srun offers {plugins}"
+    return Launcher(kind, library, why, netmods)

@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 from daso.environment import find_mpirun
 from daso.errors import ConfigError
 from daso.run.client import ask, has_settings, is_there, require
-from daso.run.launcher import CHOICES, Launcher, choose, family, read_offered
+from daso.run.launcher import CHOICES, Launcher, choose, read_offered
 from daso.run.refusals import explain, too_big
 from daso.run.script import render
 from daso.run.sites import Site, known_sites, read_site, read_template
@@ -177,18 +177,18 @@ def _check_program(program: Sequence[str], *, container: bool) -> None:
 
 def _launcher(values: Mapping[str, Any], wanted: str, client: Mapping[str, str]) -> Launcher:
     """Look at what is there, and choose."""
-    library = None if values.get("container") else _library(values["python"])
-    return choose(library, _offered(client), wanted)
+    said = None if values.get("container") else _library(values["python"])
+    return choose(said, _offered(client), wanted)
 
 
 def _library(python: str) -> str | None:
-    """Ask a Python for its MPI library, which does not start MPI."""
+    """Let a Python tell of its MPI library, which does not start MPI."""
     words = [python, "-m", "mpi4py", "--mpi-lib-version"]
     try:
         said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None  # a Python that is only on the cluster's nodes
-    return family(said.stdout) if said.returncode == 0 else None
+    return said.stdout if said.returncode == 0 else None
 
 
 def _offered(client: Mapping[str, str]) -> tuple[str, ...]:

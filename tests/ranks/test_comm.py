@@ -8,6 +8,7 @@ from daso.comm.compress import Cast, codec_named
 from daso.comm.engine import Engine
 from daso.comm.exchange import Adder, Row, TwoPhase, iallreduce, in_process
 from daso.comm.node_shm import ShmNode
+from daso.comm.notes import Notes
 from daso.comm.roll import RollCall
 from daso.errors import ExchangeError, StallError, TopologyError
 from daso.plan.layout import Span, chunk_parts, split
@@ -287,3 +288,23 @@ def test_a_rank_that_does_not_come_is_named(topology):
     topology.node.Barrier()
     node.free()
     node.free()
+
+
+def test_a_note_that_nobody_read_does_not_reach_the_next_communicator(topology, place):
+    notes = Notes(topology.world)
+    for rank in notes.others:
+        notes.send(rank, 1, place.rank, 7)
+        notes.send(rank, 2)
+    read = []
+    while place.size > 1 and not read:  # one or more; the rest stays
+        read += [note for note, _ in zip(notes.arrived(), [0], strict=False)]
+    assert all(source in notes.others for source, _, _ in read)
+    notes.free()
+    notes.free()
+    following = topology.world.Dup()
+    following.Barrier()
+    time.sleep(0.05)
+    found = following.Iprobe()
+    following.Barrier()
+    following.Free()
+    assert not found

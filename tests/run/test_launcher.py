@@ -3,6 +3,7 @@ import pytest
 from daso.errors import ConfigError
 from daso.run.launcher import CHOICES, MATRIX, Launcher, choose, family, read_offered
 
+SAID = {"Intel MPI": "Intel(R) MPI Library 2021.11"}  # the others say their name as it is here
 DEBIAN = ("pmix", "none", "cray_shasta", "pmi2", "pmix_v4")
 
 
@@ -57,13 +58,34 @@ def test_what_srun_offers_is_read_from_its_list(text):
     ],
 )
 def test_the_table_of_libraries_and_plugins(library, offered, wanted, chosen):
-    assert choose(library, offered, wanted).kind == chosen
+    assert choose(SAID.get(library, library), offered, wanted).kind == chosen
+
+
+def wheel(device):
+    return f"MPICH Version:      5.0.2\nMPICH Device:       ch4:{device}\nMPICH CC:  cc\n"
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "netmod"),
+    [
+        ("ucx ofi", "pmi2", "ofi"),  # the wheel
+        ("ucx,ofi", "pmi2", "ofi"),
+        ("ucx ofi", "mpirun", None),
+        ("ofi ucx", "pmi2", None),  # takes ofi without being told
+        ("ucx", "pmi2", None),  # has nothing else
+        ("ofi", "pmi2", None),
+    ],
+)
+def test_addresses_of_mpich_are_short_enough_for_slurms_pmi_2(device, kind, netmod):
+    found = choose(wheel(device), DEBIAN, kind)
+    assert found.library == "MPICH"
+    assert found.environment(root=False).get("MPIR_CVAR_CH4_NETMOD") == netmod
 
 
 @pytest.mark.parametrize("library", sorted(MATRIX))
 @pytest.mark.parametrize("offered", [(), ("none",), ("pmi2",), ("pmix",), DEBIAN])
 def test_what_is_chosen_is_there_and_the_reason_is_told(library, offered):
-    found = choose(library, offered)
+    found = choose(SAID.get(library, library), offered)
     assert found.kind in (*offered, "mpirun", "srun")
     assert library in found.why
     assert all(one in found.why for one in offered)

@@ -925,6 +925,7 @@ def test_36_state_dict_hooks_run_once_in_order(door, topology, place):
 @policies
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # Lightning 2.6 on torch 2.13
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+@pytest.mark.filterwarnings("ignore:The `srun` command is available")  # where SLURM is installed
 def test_37_lightning_trains(door, topology, place, make, policy):
     from lightning import pytorch as lightning
 

@@ -1,0 +1,79 @@
+"""Short messages between any two ranks that nobody has to wait for: a few numbers and a tag."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from daso.comm.dtypes import sum_buffer
+from daso.comm.mpi import load
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Notes"]
+
+NUMBERS = 4  # of each note
+
+
+class Notes:
+    """One rank's notes to others; not to be called by two threads at once.
+
+    Args:
+        world: All ranks; a communicator of its own is made.
+
+    Collective over the world; blocking.
+    """
+
+    def __init__(self, world: "MPI.Comm") -> None:
+        self.comm = world.Dup()
+        self.rank: int = self.comm.Get_rank()
+        self.others = [rank for rank in range(self.comm.Get_size()) if rank != self.rank]
+        self._sending: list[tuple[MPI.Request, torch.Tensor]] = []
+        self._sent = torch.zeros(self.comm.Get_size(), dtype=torch.int64)  # by rank
+        self._received = torch.zeros_like(self._sent)
+
+    def send(self, rank: int, tag: int, *numbers: int) -> None:
+        """Send a note. Does not block.
+
+        Args:
+            rank: To whom; a world rank.
+            tag: What kind of note, from 0 up.
+            numbers: At most 4.
+        """
+        row = torch.tensor([*numbers, *[0] * (NUMBERS - len(numbers))])
+        self._sending.append((self.comm.Isend(sum_buffer(row), rank, tag), row))
+        self._sent[rank] += 1
+
+    def arrived(self) -> Iterator[tuple[int, int, Sequence[int]]]:
+        """Receive the notes that are here. Does not block.
+
+        Yields:
+            From whom, its tag, and 4 numbers.
+        """
+        status = load().Status()
+        while self.comm.Iprobe(status=status):
+            source, tag = status.Get_source(), status.Get_tag()
+            row = torch.empty(NUMBERS, dtype=torch.int64)
+            self.comm.Recv(sum_buffer(row), source, tag)
+            self._received[source] += 1
+            yield source, tag, row.tolist()
+
+    def free(self) -> None:
+        """Receive what nobody read, and give the communicator back.
+
+        MPI gives the number of a freed communicator to the next that is made. A note that is still
+        on its way would be received there, in the middle of an exchange.
+
+        Collective over the world; blocking; idempotent.
+        """
+        mpi = load()
+        if self.comm == mpi.COMM_NULL:
+            return
+        expected = torch.empty_like(self._sent)
+        self.comm.Alltoall(sum_buffer(self._sent), sum_buffer(expected))
+        while not torch.equal(self._received, expected):
+            for _ in self.arrived():
+                pass
+        mpi.Request.Waitall([request for request, _ in self._sending])
+        self.comm.Free()
