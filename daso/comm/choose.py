@@ -1,4 +1,4 @@
-"""Which transport is taken inside a node."""
+"""Which device a rank computes on, and which transport is taken inside a node."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,20 @@ from daso.comm.node import NodeGroup
 from daso.comm.node_shm import ShmNode
 from daso.comm.topology import Topology
 
-__all__ = ["choose_node", "node_problem"]
+__all__ = ["choose_device", "choose_node", "node_problem"]
+
+
+def choose_device(topology: Topology) -> torch.device:
+    """Return where this rank computes: the ranks of a host take the GPUs that they see in turn.
+
+    Args:
+        topology: Who is where. Where the launcher shows each rank one GPU, that is its first.
+
+    Returns:
+        A GPU, or the CPU where there is none. Does not communicate.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.device("cuda", topology.host_rank % count) if count else torch.device("cpu")
 
 
 def node_problem(device: torch.device) -> str | None:

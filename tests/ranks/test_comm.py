@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from daso.comm.choose import choose_device
 from daso.comm.compress import Cast, codec_named
 from daso.comm.engine import Engine
 from daso.comm.exchange import Adder, Row, TwoPhase, iallreduce, in_process
@@ -308,3 +309,12 @@ def test_a_note_that_nobody_read_does_not_reach_the_next_communicator(topology, 
     following.Barrier()
     following.Free()
     assert not found
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 4])
+def test_ranks_of_a_host_take_its_gpus_in_turn(topology, place, monkeypatch, gpus):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    # All ranks are on one host here, whatever nodes they pretend to be.
+    expected = f"cuda:{place.rank % gpus}" if gpus else "cpu"
+    assert str(choose_device(topology)) == expected

