@@ -127,6 +127,8 @@ class Minicluster:
             "SlurmdUser": "root",
             "AuthType": "auth/munge",
             "CryptoType": "crypto/munge",
+            # Numbers of jobs would begin at 1 with every cluster, and so meet records of an older one.
+            "FirstJobId": str(int(self.token[:5], 16) + 1),
             # A requeued job waits for cred_expire seconds (120 if not told) before it starts again.
             "AuthInfo": f"socket={self.path(CONTROL, 'munge')},cred_expire=5",
             "StateSaveLocation": self.path(CONTROL, "state"),
