@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy
 
 from daso.comm.mpi import library
 from daso.data import ShardedSampler, find_fashion, load_digits, load_fashion, load_text
@@ -35,6 +34,7 @@ from daso.examples.transformer import ByteTransformer
 from daso.plan.options import Exchange, Gradients, Settings
 from daso.plan.policy import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy
+from daso.run.bench.models import loss_of, score
 from daso.run.report import versions
 from daso.train.optimizer import DASO
 from daso.train.outer import MakeOuter
@@ -171,20 +171,6 @@ def _data(data: str, *, train: bool) -> Any:
 def _whole(data: Any, most: int) -> Pairs:
     rows = [data[index] for index in range(min(most, len(data)))]
     return torch.stack([x for x, _ in rows]), torch.stack([torch.as_tensor(y) for _, y in rows])
-
-
-def loss_of(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy."""
-    return cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
-
-
-@torch.no_grad()
-def score(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-    """Return the percentage that the model gets right."""
-    model.eval()
-    parts = zip(inputs.split(500), targets.split(500), strict=True)
-    right = sum(int((model(x).argmax(-1) == y).sum()) for x, y in parts)
-    return 100 * right / targets.numel()
 
 
 def run(trial: Trial, name: str, seed: int) -> Result:

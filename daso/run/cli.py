@@ -10,6 +10,7 @@ import daso
 from daso.environment import parse_ranks_per_node, read_launch
 from daso.errors import ConfigError, DasoError
 from daso.run import queue, submit
+from daso.run.bench import command as bench
 from daso.run.config import describe, read_config
 from daso.run.local import Local, launch
 
@@ -70,6 +71,11 @@ def _parser() -> argparse.ArgumentParser:
     queue.add_status(commands.add_parser("status", help="show submitted jobs", allow_abbrev=False))
     queue.add_logs(
         commands.add_parser("logs", help="print a submitted job's log", allow_abbrev=False)
+    )
+    bench.add_parser(
+        commands.add_parser(
+            "bench", help="measure on links of a known rate, beside rivals", allow_abbrev=False
+        )
     )
     doctor = commands.add_parser("doctor", help="look at MPI, torch, GPUs and nodes")
     doctor.add_argument("--json", action="store_true", help="print JSON")

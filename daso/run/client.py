@@ -8,8 +8,9 @@ from pathlib import Path
 
 from daso.environment import merged
 from daso.errors import TopologyError
+from daso.run.launcher import read_offered
 
-__all__ = ["ask", "has_settings", "is_there", "require"]
+__all__ = ["ask", "has_settings", "is_there", "library_of", "offered", "require", "stream"]
 
 SECONDS = 60  # a controller that is down answers after some time-outs of its own
 
@@ -85,3 +86,47 @@ def ask(
             f"{words[0]} must answer within {SECONDS} s, but it does not; see whether the "
             f"cluster's controller is up with `scontrol ping`"
         ) from error
+
+
+def stream(words: Sequence[str], *, client: Mapping[str, str]) -> int:
+    """Run a command of SLURM that prints where this process does.
+
+    Args:
+        words: The command line.
+        client: Environment that it needs besides this process's own.
+
+    Returns:
+        Its exit code.
+    """
+    require(words[0])
+    return subprocess.run(words, env=merged(os.environ, client), check=False).returncode
+
+
+def library_of(python: str) -> str | None:
+    """Let a Python tell of its MPI library, which does not start MPI.
+
+    Args:
+        python: Its path.
+
+    Returns:
+        What the library says of itself; None for a Python that is only on the cluster's nodes.
+    """
+    words = [python, "-m", "mpi4py", "--mpi-lib-version"]
+    try:
+        said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return said.stdout if said.returncode == 0 else None
+
+
+def offered(client: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the MPI plugins that srun offers; none where there is no srun to ask.
+
+    Args:
+        client: Environment of SLURM's commands.
+    """
+    if not is_there("srun") or not has_settings(client):
+        return ()
+    said = ask(["srun", "--mpi=list"], client=client)
+    text = (said.stdout + said.stderr).decode("utf-8", "replace")
+    return read_offered(text) if said.returncode == 0 else ()

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,8 +14,8 @@ from typing import Any, get_type_hints
 
 from daso.environment import find_mpirun
 from daso.errors import ConfigError
-from daso.run.client import ask, has_settings, is_there, require
-from daso.run.launcher import CHOICES, Launcher, choose, read_offered
+from daso.run.client import ask, is_there, library_of, offered, require
+from daso.run.launcher import CHOICES, Launcher, choose
 from daso.run.refusals import explain, too_big
 from daso.run.script import render
 from daso.run.sites import Site, known_sites, read_site, read_template
@@ -177,25 +176,8 @@ def _check_program(program: Sequence[str], *, container: bool) -> None:
 
 def _launcher(values: Mapping[str, Any], wanted: str, client: Mapping[str, str]) -> Launcher:
     """Look at what is there, and choose."""
-    said = None if values.get("container") else _library(values["python"])
-    return choose(said, _offered(client), wanted)
-
-
-def _library(python: str) -> str | None:
-    """Let a Python tell of its MPI library, which does not start MPI."""
-    words = [python, "-m", "mpi4py", "--mpi-lib-version"]
-    try:
-        said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None  # a Python that is only on the cluster's nodes
-    return said.stdout if said.returncode == 0 else None
-
-
-def _offered(client: Mapping[str, str]) -> tuple[str, ...]:
-    if not is_there("srun") or not has_settings(client):
-        return ()
-    said = ask(["srun", "--mpi=list"], client=client)
-    return read_offered(_text(said.stdout + said.stderr)) if said.returncode == 0 else ()
+    said = None if values.get("container") else library_of(values["python"])
+    return choose(said, offered(client), wanted)
 
 
 def _check_size(job: Job, site: Site) -> None:

@@ -335,14 +335,15 @@ class Session:
         """Return what was chosen and what happened so far, on this rank.
 
         Returns:
-            Plain values: ``batches``, ``exchanges``, ``dropped``, ``global_bytes_sent`` (bytes, by
-            this rank), ``exposed_seconds`` (training thread stood still for other ranks),
-            ``skip_history`` (batch, skip, wait), ``seen`` (agreed times in seconds, learning rate,
-            drift), ``events``, and the choices.
+            Plain values: ``batches``, ``in_flight`` (an exchange is on its way), ``exchanges``,
+            ``dropped``, ``global_bytes_sent`` (bytes, by this rank), ``exposed_seconds`` (training
+            thread stood still for other ranks), ``skip_history`` (batch, skip, wait), ``seen``
+            (agreed times in seconds, learning rate, drift), ``events``, and the choices.
         """
         report = {
             **self._choices(),
             "batches": self.schedule.batch,
+            "in_flight": self.schedule.sent is not None,
             "skip_history": self._history,
             "seen": asdict(self.schedule.seen),
         }

@@ -9,15 +9,13 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from daso.errors import ConfigError, DasoError
 from daso.run.minicluster.processes import call, inside, process_of
-from daso.run.minicluster.rate import parse_rate
-from daso.run.minicluster.start import states, take_down, up
-from daso.run.minicluster.state import locked, read_record, running, write_record
+from daso.run.minicluster.start import set_rate, states, take_down, up
+from daso.run.minicluster.state import locked, read_record, running
 from daso.run.minicluster.text import CONTROL, MAX_HOSTS, Minicluster
 
 __all__ = ["main"]
@@ -148,15 +146,7 @@ def _down(_: argparse.Namespace, folder: Path) -> None:
 
 
 def _rate(options: argparse.Namespace, folder: Path) -> None:
-    parse_rate(options.rate)
-    cluster = running(folder)
-    with locked(folder):
-        write_record(folder, replace(cluster, rate=options.rate))
-        for name in cluster.names:
-            shape = cluster.shape("eth0", options.rate).split()
-            call(*inside(process_of(cluster, name), "net"), "tc", *shape)
-        control = inside(process_of(cluster, CONTROL), "net")
-        call(*control, "tc", "-batch", "-", text=cluster.port_shapes(options.rate))
+    set_rate(folder, options.rate)
 
 
 def _cable(options: argparse.Namespace, folder: Path) -> None:

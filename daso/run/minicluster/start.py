@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TypeAlias
 
 from daso.errors import ConfigError
-from daso.run.minicluster.processes import PATH, ClusterError, call, inside, kill
-from daso.run.minicluster.state import locked, read_record, write_files, write_record
+from daso.run.minicluster.processes import PATH, ClusterError, call, inside, kill, process_of
+from daso.run.minicluster.rate import parse_rate
+from daso.run.minicluster.state import locked, read_record, running, write_files, write_record
 from daso.run.minicluster.text import CONTROL, Minicluster
 
-__all__ = ["states", "take_down", "up"]
+__all__ = ["set_rate", "states", "take_down", "up"]
 
 PACKAGES = {
     "slurm-wlm": ("slurmctld", "slurmd", "sinfo"),
@@ -222,6 +223,27 @@ def _log(cluster: Minicluster, name: str) -> str:
 
 def _last_lines(cluster: Minicluster, name: str) -> str:
     return " | ".join(_log(cluster, name).splitlines()[-5:]) or "nothing"
+
+
+def set_rate(folder: Path, rate: str) -> None:
+    """Change the rate of every link of a running cluster, at once.
+
+    Args:
+        folder: Its state folder.
+        rate: Such as ``"100mbit"``, or ``"none"``.
+
+    Raises:
+        ConfigError: It is no rate, or no cluster is up there.
+    """
+    parse_rate(rate)
+    cluster = running(folder)
+    with locked(folder):
+        write_record(folder, replace(cluster, rate=rate))
+        for name in cluster.names:
+            shape = cluster.shape("eth0", rate).split()
+            call(*inside(process_of(cluster, name), "net"), "tc", *shape)
+        control = inside(process_of(cluster, CONTROL), "net")
+        call(*control, "tc", "-batch", "-", text=cluster.port_shapes(rate))
 
 
 def states(cluster: Minicluster) -> dict[str, str]:

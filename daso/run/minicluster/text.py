@@ -127,7 +127,7 @@ class Minicluster:
             "SlurmdUser": "root",
             "AuthType": "auth/munge",
             "CryptoType": "crypto/munge",
-            # Numbers of jobs would begin at 1 with every cluster, and so meet records of an older one.
+            # From 1 on, the next cluster's jobs would meet the records of this one's.
             "FirstJobId": str(int(self.token[:5], 16) + 1),
             # A requeued job waits for cred_expire seconds (120 if not told) before it starts again.
             "AuthInfo": f"socket={self.path(CONTROL, 'munge')},cred_expire=5",

@@ -1,0 +1,177 @@
+"""Ways to train the same model on several ranks, each behind the same `step`."""
+
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import daso
+from daso.comm.topology import Topology
+from daso.run.bench.models import Batch, Case, loss_of
+
+__all__ = ["COMPUTE", "CONTENDERS", "Contender", "join_gloo"]
+
+COMPUTE = "compute only"
+PERIOD = 4  # batches between averages of PostLocalSGD
+
+
+class Contender(Protocol):
+    """One way to train."""
+
+    model: nn.Module
+
+    def step(self, batch: Batch) -> None:
+        """Train on a batch. Collective over the world in the sense of the method."""
+        ...
+
+    def settled(self) -> bool:
+        """Return whether nothing is on its way, so that a round may end here."""
+        ...
+
+    def rest(self) -> None:
+        """Let what is on its way arrive, without merging it. Does not communicate itself."""
+        ...
+
+    def report(self) -> Mapping[str, Any]:
+        """Return what else there is to say."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back. Collective over the world."""
+        ...
+
+
+@dataclass
+class Plain:
+    """A model and an optimizer that need no word from us: alone, or through DDP's hooks."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    averaged_every: int = 1  # batches from one average to the next; a round holds whole ones
+    steps: int = 0
+
+    def step(self, batch: Batch) -> None:
+        """Train on a batch."""
+        self.optimizer.zero_grad()
+        loss_of(self.model, *batch).backward()
+        self.optimizer.step()
+        self.steps += 1
+
+    def settled(self) -> bool:
+        """Return whether a round may end here."""
+        return self.steps % self.averaged_every == 0
+
+    def rest(self) -> None:
+        """Nothing is on its way between steps."""
+
+    def report(self) -> Mapping[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Daso(Plain):
+    """`daso.DASO` with some keywords."""
+
+    def __init__(
+        self, model: nn.Module, inner: torch.optim.Optimizer, topology: Topology, **keywords: Any
+    ) -> None:
+        self.wrapped = daso.DASO(inner, module=model, topology=topology, **keywords)
+        super().__init__(model, self.wrapped)
+
+    def settled(self) -> bool:
+        """Return whether no exchange is on its way."""
+        return not self.wrapped.report()["in_flight"]
+
+    def rest(self) -> None:
+        """Let the exchange finish; its result stays until it is due."""
+        self.wrapped.state_dict()  # waits for it, and changes nothing
+
+    def report(self) -> Mapping[str, Any]:
+        """Return counts of exchanges, and what is exposed."""
+        found = self.wrapped.report()
+        kept = ("exchanges", "exposed_seconds", "global_bytes_sent", "skip_history", "seen")
+        return {key: found[key] for key in kept}
+
+    def close(self) -> None:
+        """Stop communicating."""
+        self.wrapped.close()
+
+
+def join_gloo(topology: Topology) -> None:
+    """Let torch.distributed use TCP between the ranks of this world. Collective; blocking."""
+    place, world = topology.place, topology.world
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        address, port = socket.gethostbyname(socket.gethostname()), probe.getsockname()[1]
+    address, port = world.bcast((address, port))
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{address}:{port}", rank=place.rank, world_size=place.size
+    )
+
+
+Make = Callable[[Case, Topology], Contender]
+
+
+def _start(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = case.build()
+    return model, case.optimizer(list(model.parameters()))
+
+
+def _compute(case: Case, _: Topology) -> Contender:
+    return Plain(*_start(case))
+
+
+def _ddp(hook: Callable[..., Any] | None = None) -> Make:
+    def make(case: Case, _: Topology) -> Contender:
+        model, optimizer = _start(case)
+        parallel = DistributedDataParallel(model)
+        if hook is not None:
+            parallel.register_comm_hook(None, hook)
+        return Plain(parallel, optimizer)
+
+    return make
+
+
+def _post_local_sgd(case: Case, _: Topology) -> Contender:
+    model, optimizer = _start(case)
+    parallel = DistributedDataParallel(model)
+    alone, _ = dist.new_subgroups(1)  # a node of one rank has no average inside
+    state = PostLocalSGDState(None, alone, start_localSGD_iter=0)
+    parallel.register_comm_hook(state, post_localSGD_hook)
+    averager = PeriodicModelAverager(period=PERIOD, warmup_steps=0)
+    return Plain(parallel, PostLocalSGDOptimizer(optimizer, averager), averaged_every=PERIOD)
+
+
+def _daso(**keywords: Any) -> Make:
+    def make(case: Case, topology: Topology) -> Contender:
+        return Daso(*_start(case), topology, **keywords)
+
+    return make
+
+
+CONTENDERS: Mapping[str, Make] = {
+    COMPUTE: _compute,
+    "DASO Auto, bf16": _daso(),
+    "DASO Auto, int4": _daso(wire="int4"),
+    "DASO Fixed(4, 1), bf16": _daso(policy=daso.Fixed(4, 1)),
+    "DASO synchronous": _daso(policy=daso.Fixed(1, 0)),
+    "DDP, gloo": _ddp(),
+    "DDP, gloo, fp16": _ddp(default_hooks.fp16_compress_hook),
+    f"PostLocalSGD, every {PERIOD}": _post_local_sgd,
+}

@@ -1,0 +1,108 @@
+"""Where ranks of a bench run: on hosts of a cluster made for it, or all on this machine."""
+
+import json
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import daso
+from daso.errors import DasoError, ExchangeError
+from daso.run.client import library_of, offered, stream
+from daso.run.launcher import Launcher, choose
+from daso.run.local import Local, launch
+from daso.run.minicluster.start import set_rate, take_down, up
+from daso.run.minicluster.text import Minicluster
+
+__all__ = ["Hosts", "hosts", "run_here"]
+
+RANKS = ("-m", "daso.run.bench.ranks")
+
+
+class Hosts:
+    """Hosts whose links have a rate that can be changed.
+
+    Args:
+        state: The cluster's state folder.
+        work: A folder that all hosts see.
+    """
+
+    def __init__(self, state: Path, work: Path) -> None:
+        self._state, self._work = state, work
+        self._client = {"SLURM_CONF": str(state / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+        said = library_of(sys.executable)
+        self._launcher: Launcher = choose(said, [one for one in offered(self._client)])
+        if self._launcher.by_mpirun:
+            raise DasoError(
+                f"srun must start ranks of {self._launcher.library}, but offers no plugin for it; "
+                f"install libpmix-dev for Open MPI"
+            )
+
+    def run(self, kind: str, plan: Mapping[str, Any], *, link: str, nodes: int, ranks: int) -> Any:
+        """Measure on ranks of these hosts, and return what they found; blocking.
+
+        Args:
+            kind: Which bench.
+            plan: Its plan, for JSON.
+            link: The rate of every link.
+            nodes: Number of hosts.
+            ranks: On each.
+        """
+        set_rate(self._state, link)
+        out = self._work / "found.json"
+        size = [f"--nodes={nodes}", f"--ntasks-per-node={ranks}", "--cpus-per-task=1"]
+        words = [*self._launcher.words(""), *size, sys.executable, "-m", "mpi4py", *RANKS]
+        ours = self._launcher.environment(root=True)
+        code = stream([*words, kind, json.dumps(plan), str(out)], client={**self._client, **ours})
+        return _found(out, code)
+
+
+def _found(out: Path, code: int) -> Any:
+    if code != 0 or not out.exists():
+        raise ExchangeError(f"the ranks must end with exit code 0, not {code}; see what they said")
+    found = json.loads(out.read_text(encoding="utf-8"))
+    out.unlink()
+    return found
+
+
+def run_here(kind: str, plan: Mapping[str, Any], *, ranks: int, ranks_per_node: int) -> Any:
+    """Measure on ranks of this machine, cut into pretend nodes; blocking."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        program = (*RANKS, kind, json.dumps(plan), str(out))
+        code = launch(Local(ranks=ranks, ranks_per_node=str(ranks_per_node), program=program))
+        return _found(out, code)
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[Hosts]:
+    """Start so many hosts, and leave nothing of them.
+
+    Args:
+        count: How many.
+
+    Raises:
+        DasoError: Not root, or a package is missing.
+    """
+    state = Path("/run") / f"daso-bench-{os.getpid()}"
+    seen = {str(Path(daso.__file__).parents[1]), sys.prefix}
+    cluster = Minicluster(
+        folder=str(state),
+        token=secrets.token_hex(8),
+        hosts=count,
+        cpus=4,
+        rate="none",
+        share=tuple(sorted(seen)),
+    )
+    up(cluster)
+    work = Path(tempfile.mkdtemp(prefix="daso-bench-", dir="/var/tmp"))
+    try:
+        yield Hosts(state, work)
+    finally:
+        take_down(cluster)
+        shutil.rmtree(work, ignore_errors=True)

@@ -1,0 +1,26 @@
+"""What every rank of a bench runs: ``python -m daso.run.bench.ranks KIND PLAN OUT``."""
+
+import json
+import sys
+from pathlib import Path
+
+from daso.comm.mpi import library
+from daso.comm.topology import init
+from daso.run.bench import exchange, node, train
+from daso.run.report import versions
+
+
+def main() -> None:
+    """Measure, and let world rank 0 write what was found."""
+    kind, plan, out = sys.argv[1:]
+    topology = init()
+    bench = {"train": train, "exchange": exchange, "node": node}[kind]
+    found = bench.measure(bench.Plan(**json.loads(plan)), topology)
+    if topology.place.rank == 0:
+        found["versions"] = versions(library())
+        Path(out).write_text(json.dumps(found), encoding="utf-8")
+    topology.world.Barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Rounds in which contenders take turns, so that what else the machine does meets all of them."""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from daso.comm.topology import Topology
+
+__all__ = [
+    "Clock",
+    "Round",
+    "count_bytes",
+    "median_of",
+    "median_ratio",
+    "sent_bytes",
+    "take_turns",
+]
+
+T = TypeVar("T")
+INTERFACES = Path("/proc/net/dev")
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round of one contender took, on the slowest rank."""
+
+    steps: int
+    seconds: float  # per step
+    cpu_seconds: float  # per step: all threads of a rank, mean over ranks
+    nbytes: float | None  # per step: sent by all hosts, by their interfaces; None on one host
+    exposed_seconds: float  # per step; 0 where nobody counts it
+
+
+def count_bytes(text: str) -> int:
+    """Return the bytes that a host has sent, past loopback.
+
+    Args:
+        text: Of ``/proc/net/dev``.
+    """
+    rows = [line.split(":", 1) for line in text.splitlines() if ":" in line]
+    return sum(int(row.split()[8]) for name, row in rows if name.strip() != "lo")
+
+
+def sent_bytes(topology: Topology) -> int | None:
+    """Return what all hosts together have sent; None where all ranks are on one.
+
+    Collective over the world; blocking.
+    """
+    first = topology.host_rank == 0
+    mine = count_bytes(INTERFACES.read_text(encoding="ascii")) if first else 0
+    rows: list[tuple[int, int]] = topology.world.allgather((int(first), mine))
+    return sum(sent for _, sent in rows) if sum(hosts for hosts, _ in rows) > 1 else None
+
+
+def take_turns(names: Sequence[T], rounds: int) -> Iterator[T]:
+    """Yield every name once a round, in an order that turns by one each round."""
+    for turn in range(rounds):
+        at = turn % len(names)
+        yield from (*names[at:], *names[:at])
+
+
+def median_ratio(mine: Sequence[Round], base: Sequence[Round]) -> float:
+    """Return the median over rounds of seconds per step over the base's in the same round."""
+    return statistics.median(
+        one.seconds / other.seconds for one, other in zip(mine, base, strict=True)
+    )
+
+
+def median_of(rounds: Sequence[Round], field: str) -> float:
+    """Return the median of a field over rounds."""
+    return float(statistics.median(getattr(one, field) for one in rounds))
+
+
+class Clock:
+    """Wall and CPU seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def read(self) -> tuple[float, float]:
+        """Return wall and CPU seconds, of all threads."""
+        return time.perf_counter() - self._wall, time.process_time() - self._cpu
