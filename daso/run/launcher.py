@@ -79,8 +79,7 @@ class Launcher:
             # Open MPI 5.0 under SLURM's PMIx 4 complains of munge and of shared memory otherwise.
             ours |= {"PMIX_MCA_psec": "native", "PMIX_MCA_gds": "hash"}
         if self.kind == "pmi2" and self.netmods[:1] == ("ucx",) and "ofi" in self.netmods:
-            # A rank's UCX address takes several PMI messages, and SLURM reads at most 1024 bytes of
-            # one: a job in some fails in MPI_Init ("value not properly terminated").
+            # Slower than UCX, but see `choose`.
             ours["MPIR_CVAR_CH4_NETMOD"] = "ofi"
         if self.by_mpirun:
             # mpirun starts its helpers by srun; with a site default of pmix they would hang.
@@ -154,6 +153,11 @@ def choose(said: str | None, offered: Sequence[str], wanted: str = "auto") -> La
             "the MPI library of the ranks must be known to choose a launcher, but it cannot be "
             "seen from here; give --launcher (Open MPI: pmix, MPICH: pmi2, Cray MPICH: cray_shasta)"
         )
-    kind = next(one for one in (*MATRIX[library], "srun") if one in (*offered, "mpirun", "srun"))
     why = f"the MPI library is {library}, and srun offers {plugins}"
+    if library == "MPICH" and netmods[:1] == ("ucx",):
+        # A rank's UCX address takes several PMI messages, and SLURM reads at most 1024 bytes of
+        # one: some jobs would fail in MPI_Init ("value not properly terminated").
+        why += "; but UCX addresses are too long for SLURM's PMI-2"
+        return Launcher("mpirun", library, why, netmods)
+    kind = next(one for one in (*MATRIX[library], "srun") if one in (*offered, "mpirun", "srun"))
     return Launcher(kind, library, why, netmods)

@@ -65,6 +65,14 @@ def wheel(device):
     return f"MPICH Version:      5.0.2\nMPICH Device:       ch4:{device}\nMPICH CC:  cc\n"
 
 
+@pytest.mark.parametrize(("device", "kind"), [("ucx ofi", "mpirun"), ("ofi", "pmi2")])
+def test_mpich_over_ucx_takes_mpirun_and_says_why(device, kind):
+    found = choose(wheel(device), DEBIAN)
+    assert found.kind == kind
+    assert ("UCX" in found.why) == (kind == "mpirun")
+    assert choose(wheel(device), DEBIAN, "pmi2").kind == "pmi2"
+
+
 @pytest.mark.parametrize(
     ("device", "kind", "netmod"),
     [

@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import daso
-from daso.errors import DasoError, ExchangeError
+from daso.environment import find_mpirun
+from daso.errors import ExchangeError
 from daso.run.client import library_of, offered, stream
-from daso.run.launcher import Launcher, choose
+from daso.run.launcher import choose
 from daso.run.local import Local, launch
 from daso.run.minicluster.start import set_rate, take_down, up
 from daso.run.minicluster.text import Minicluster
+from daso.run.script import render
+from daso.run.sites import read_template
+from daso.run.slurm import Job
 
 __all__ = ["Hosts", "hosts", "run_here"]
 
@@ -34,14 +38,8 @@ class Hosts:
 
     def __init__(self, state: Path, work: Path) -> None:
         self._state, self._work = state, work
-        self._client = {"SLURM_CONF": str(state / "slurm.conf"), "OMP_NUM_THREADS": "1"}
-        said = library_of(sys.executable)
-        self._launcher: Launcher = choose(said, [one for one in offered(self._client)])
-        if self._launcher.by_mpirun:
-            raise DasoError(
-                f"srun must start ranks of {self._launcher.library}, but offers no plugin for it; "
-                f"install libpmix-dev for Open MPI"
-            )
+        self._client = {"SLURM_CONF": str(state / "slurm.conf")}
+        self._launcher = choose(library_of(sys.executable), offered(self._client))
 
     def run(self, kind: str, plan: Mapping[str, Any], *, link: str, nodes: int, ranks: int) -> Any:
         """Measure on ranks of these hosts, and return what they found; blocking.
@@ -54,11 +52,25 @@ class Hosts:
             ranks: On each.
         """
         set_rate(self._state, link)
-        out = self._work / "found.json"
-        size = [f"--nodes={nodes}", f"--ntasks-per-node={ranks}", "--cpus-per-task=1"]
-        words = [*self._launcher.words(""), *size, sys.executable, "-m", "mpi4py", *RANKS]
-        ours = self._launcher.environment(root=True)
-        code = stream([*words, kind, json.dumps(plan), str(out)], client={**self._client, **ours})
+        out, log = self._work / "found.json", self._work / "log"
+        job = Job(
+            program=(*RANKS, kind, json.dumps(plan), str(out)),
+            launcher=self._launcher,
+            chdir=self._work,
+            root=True,
+            mpirun=str(find_mpirun() or "mpirun"),
+            python=sys.executable,
+            nodes=nodes,
+            tasks_per_node=ranks,
+            logs=".",
+            extra=(f"--output={log}",),
+        )
+        template, name = read_template(None)
+        script = self._work / "script"
+        script.write_text(render(job, template, name=name), encoding="utf-8")
+        code = stream(["sbatch", "--wait", "--quiet", str(script)], client=self._client)
+        if code != 0 and log.exists():
+            print(log.read_text(encoding="utf-8", errors="replace"), file=sys.stderr)
         return _found(out, code)
 
 
