@@ -14,7 +14,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     post_localSGD_hook,
 )
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import daso
@@ -149,6 +148,8 @@ def _ddp(hook: Callable[..., Any] | None = None) -> Make:
 
 
 def _post_local_sgd(case: Case, _: Topology) -> Contender:
+    from torch.distributed.optim import PostLocalSGDOptimizer  # warns of what torch imports there
+
     model, optimizer = _start(case)
     parallel = DistributedDataParallel(model)
     alone, _ = dist.new_subgroups(1)  # a node of one rank has no average inside

@@ -1,0 +1,54 @@
+"""`daso bench` on hosts of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def left():
+    """Return the state folders of benches; `down` removes one last of all."""
+    return sorted(Path("/run").glob("daso-bench-*"))
+
+
+@pytest.fixture
+def bench(cluster, tmp_path):
+    """A function that runs a bench and returns its runs."""
+
+    def run(*words):
+        path = tmp_path / "bench.json"
+        command = [sys.executable, "-m", "daso", "bench", *words, f"--json={path}"]
+        done = subprocess.run(
+            command, env=cluster.env, capture_output=True, text=True, timeout=110, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(path.read_text())
+
+    before = left()
+    yield run
+    assert left() == before
+
+
+def test_an_exchange_is_held_against_its_link(bench):
+    found = bench("exchange", "--nodes=2", "--link=200mbit", "--rounds=2", "--quick")
+    (run,) = found["runs"]
+    rows = {row["name"]: row for row in run["rows"]}
+    assert rows["fp32"]["limit_ms"] == pytest.approx(732)
+    assert 0.98 < rows["fp32"]["over_limit"] < 1.3  # no faster than the link
+    # Both hosts send each half of the buffer twice, and little more.
+    assert 36.6 < rows["fp32"]["mbytes"] < 40
+    assert 18.3 < rows["bf16"]["mbytes"] < 20
+    assert found["figures"]["exchange_fp32_over_limit_2"]["value"] == rows["fp32"]["over_limit"]
+
+
+def test_step_times_are_taken_on_every_link_that_is_named(bench):
+    words = ["--only=DASO Fixed(4, 1), bf16", "--only=DDP, gloo", "--rounds=1"]
+    found = bench("train", *words, "--link=none,200mbit", "--seconds=1", "--settle=1")
+    free, slow = found["runs"]
+    assert [free["plan"]["link"], slow["plan"]["link"]] == ["none", "200mbit"]
+    ddp = {row["name"]: row for row in slow["rows"]}["DDP, gloo"]
+    assert ddp["step_ms"] > 732  # 18.3 MB at every step
+    assert 36.6 < ddp["mbytes"] < 40
+    assert {row["name"]: row for row in free["rows"]}["DDP, gloo"]["step_ms"] < ddp["step_ms"]

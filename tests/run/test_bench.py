@@ -1,0 +1,144 @@
+"""`daso bench`: what is computed, what is refused, and a short run on this machine."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from daso.run.bench import exchange, train
+from daso.run.bench.contenders import COMPUTE, CONTENDERS
+from daso.run.bench.models import CASES, loss_of
+from daso.run.bench.rounds import Round, count_bytes, median_ratio, take_turns
+
+NET_DEV = """\
+Inter-|   Receive                                                |  Transmit
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo
+    lo: 5 6 0 0 0 0 0 0 700 8 0 0 0 0 0 0
+  eth0:11 2 0 0 0 0 0 0 3000 4 0 0 0 0 0 0
+  ib0: 11 2 0 0 0 0 0 0 40 4 0 0 0 0 0 0
+"""
+
+
+def test_bytes_are_what_interfaces_sent_past_loopback():
+    assert count_bytes(NET_DEV) == 3040
+
+
+def test_every_contender_has_every_place_in_turn():
+    assert list(take_turns("abc", 3)) == list("abcbcacab")
+
+
+def test_ratios_are_taken_within_a_round():
+    def rounds(*seconds):
+        return [Round(1, one, 0, None, 0) for one in seconds]
+
+    # The machine was twice as slow in the second round, for both.
+    assert median_ratio(rounds(2, 4, 2), rounds(1, 2, 1)) == 2
+
+
+@pytest.mark.parametrize(("nodes", "share"), [(2, 1), (3, 4 / 3), (4, 1.5)])
+def test_the_limit_of_a_link(nodes, share):
+    assert exchange.limit_seconds(18.3e6, nodes, 1e9) == pytest.approx(0.1464 * share)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("cnn", 4.58), ("resnet18", 11.2), ("gpt", 10)])
+def test_models_have_the_size_that_they_are_named_for_and_learn(name, millions):
+    torch.manual_seed(0)
+    case = CASES[name]
+    model = case.build()
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.03)
+    optimizer = case.optimizer(list(model.parameters()))
+    batch = next(case.batches(0))
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_batches_differ_between_ranks_and_not_between_runs():
+    case = CASES["cnn"]
+    one, again, other = (next(case.batches(seed))[0] for seed in (1, 1, 2))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+
+
+def bench(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "daso", "bench", *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["train", "--link=fast"], ["rate of a link", "'fast'"]),
+        (["train", "--nodes=0", "--link=here"], ["--nodes", "at least 1"]),
+        (["train", "--only=DDP"], ["--only must be one of", "DDP, gloo"]),
+        (["train", "--rounds=-1"], ["--rounds"]),
+        (["exchange", "--nodes=1"], ["--nodes", "from 2 up", "'1'"]),
+        (["exchange", "--nodes=x"], ["--nodes", "'x'"]),
+        (["node", "--mebibytes=0"], ["--mebibytes", "more than 0"]),
+        (["node", "--ranks=0"], ["--ranks", "at least 1"]),
+    ],
+)
+def test_what_cannot_be_measured_is_told_in_one_line(words, parts):
+    done = bench(*words)
+    assert done.returncode == 2
+    assert done.stderr.startswith("daso: ")
+    assert done.stderr.count("\n") == 1
+    assert all(part in done.stderr for part in parts)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """Every contender, for a moment, on two pretend nodes of this machine."""
+    path = tmp_path_factory.mktemp("bench") / "train.json"
+    words = ["--link=here", "--rounds=2", "--seconds=0.2", "--settle=0.2", f"--json={path}"]
+    done = bench("train", *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(path.read_text())
+
+
+def test_all_contenders_train_side_by_side(here):
+    text, found = here
+    (run,) = found["runs"]
+    assert [row["name"] for row in run["rows"]] == list(CONTENDERS)
+    assert run["nodes"] == [1, 1]
+    for row in run["rows"]:
+        assert row["name"] in text
+        assert len(row["rounds"]) == 2
+        assert row["mbytes"] is None  # nothing leaves this machine
+    base = run["rows"][0]
+    assert (base["name"], base["over_compute"]) == (COMPUTE, 1)
+    assert run["rows"][1]["report"]["exchanges"] > 0
+    assert text == train.table(run) + "\n\n"
+
+
+def test_figures_have_value_unit_and_conditions(here):
+    _, found = here
+    assert found["figures"].keys() == {"step_ratio_here", "step_ratio_ddp_here"}
+    for figure in found["figures"].values():
+        assert figure["value"] > 0
+        assert "alternating rounds" in figure["conditions"]
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["date"]
+
+
+def test_the_mean_inside_a_node_is_measured(tmp_path):
+    path = tmp_path / "node.json"
+    done = bench("node", "--rounds=2", "--ranks=3", "--mebibytes=0.3", f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    assert [row["name"] for row in json.loads(path.read_text())["runs"][0]["rows"]] == [
+        "shared memory, in place",
+        "MPI Allreduce",
+        "gloo",
+    ]
