@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from daso.comm.compress import Codec
+from daso.comm.compress import PIECE, Codec, Fields, pieces
 from daso.comm.dtypes import accumulator, byte_buffer, sum_buffer
 
 if TYPE_CHECKING:
@@ -143,14 +143,41 @@ class Adder:
     ) -> None:
         self.codec, self.weights, self.total = codec, tuple(weights), total
         self.rounded = rounded
-        self._buffers = Buffers()
+        self._buffer = Buffers().row
 
-    def mean(
-        self, versions: Sequence[torch.Tensor], numel: int, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return the weighted mean (numel) of the payloads of a part, added in rank order."""
-        total = self._buffers.row("sum", 0, numel, dtype)
-        term = self._buffers.row("term", 0, numel, dtype)
+    def add(
+        self,
+        versions: Sequence[torch.Tensor],
+        payload: torch.Tensor,
+        span: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        """Write the weighted mean of a part, added in rank order, for the wire.
+
+        What is rounded away goes into the next mean.
+
+        Args:
+            versions: The ranks' payloads of the part.
+            payload: Where the mean goes; may be one of them.
+            span: The part.
+            dtype: In which is added, fp32 or fp64.
+        """
+        codec, start, numel = self.codec, span[0], span[1] - span[0]
+        if start not in self.rounded and not codec.exact:
+            self.rounded[start] = torch.zeros(numel, dtype=dtype)
+        rounded = self.rounded.get(start)
+        for a, b in pieces(numel):
+            mean = self._mean([codec.fields(one, numel, a, b) for one in versions], b - a, dtype)
+            fields = codec.fields(payload, numel, a, b)
+            if rounded is not None:
+                mean += rounded[a:b]
+            codec.encode(mean, fields)
+            if rounded is not None:
+                codec.decode(fields, rounded[a:b])
+                torch.sub(mean, rounded[a:b], out=rounded[a:b])
+
+    def _mean(self, versions: Sequence[Fields], numel: int, dtype: torch.dtype) -> torch.Tensor:
+        total, term = (self._buffer(name, 0, numel, dtype) for name in ("sum", "term"))
         for rank, weight in enumerate(self.weights):
             out = total if rank == 0 else term
             self.codec.decode(versions[rank], out)
@@ -159,19 +186,6 @@ class Adder:
             if rank > 0:
                 total += term
         return total.div_(self.total)
-
-    def encode(self, mean: torch.Tensor, payload: torch.Tensor, start: int) -> None:
-        """Write the mean for the wire; what is rounded away goes into the next mean."""
-        if self.codec.exact and start not in self.rounded:
-            self.codec.encode(mean, payload)
-            return
-        rounded = self.rounded.get(start)
-        if rounded is None:
-            rounded = self.rounded[start] = torch.zeros_like(mean)
-        mean += rounded
-        self.codec.encode(mean, payload)
-        self.codec.decode(payload, rounded)
-        torch.sub(mean, rounded, out=rounded)
 
 
 def in_process(sources: Sequence[Source], adder: Adder, chunks: Chunks) -> int:
@@ -187,51 +201,52 @@ def in_process(sources: Sequence[Source], adder: Adder, chunks: Chunks) -> int:
     """
     nbytes, peers, codec = 0, len(sources) - 1, adder.codec
     for parts in chunks:
-        start, stop = parts[0][0], parts[-1][1]
         sizes = [codec.nbytes(end - begin) for begin, end in parts]
         nbytes += 2 * peers * sum(sizes)
-        payloads = []
+        payloads = [torch.split(torch.empty(sum(sizes), dtype=torch.uint8), sizes) for _ in sources]
+        carried = torch.empty(PIECE, dtype=sources[0].dtype)
+        for source, payload in zip(sources, payloads, strict=True):
+            _encode(codec, source, payload, parts, carried)
+        means = [payloads[owner][owner] for owner in range(len(sources))]
+        for owner, part in enumerate(parts):
+            adder.add([one[owner] for one in payloads], means[owner], part, sources[0].dtype)
         for source in sources:
-            values = source.values(start, stop)
-            payload = torch.split(torch.empty(sum(sizes), dtype=torch.uint8), sizes)
-            _encode_parts(codec, values, payload, parts)
-            carried = torch.empty_like(values)
-            _decode_parts(codec, payload, carried, parts)
-            source.sent(start, stop, values, carried)
-            payloads.append(payload)
-        mean = torch.empty(stop - start, dtype=sources[0].dtype)
-        for owner, (begin, end) in enumerate(parts):
-            part = adder.mean([p[owner] for p in payloads], end - begin, mean.dtype)
-            returned = payloads[owner][owner]
-            adder.encode(part, returned, begin)
-            codec.decode(returned, mean[begin - start : end - start])
-        for source in sources:
-            source.deliver(start, stop, mean.clone())
+            _deliver(codec, means, source, parts, carried)
     return nbytes
 
 
-def _encode_parts(
+def _encode(
     codec: Codec,
-    values: torch.Tensor,
+    source: Source,
     payload: Sequence[torch.Tensor],
     parts: Sequence[tuple[int, int]],
+    carried: torch.Tensor,
 ) -> None:
-    for part, one in zip(torch.split(values, _numels(parts)), payload, strict=True):
-        codec.encode(part, one)
+    """Write a chunk of a row for the wire, and let the row know what the wire carries."""
+    for (start, stop), one in zip(parts, payload, strict=True):
+        for a, b in pieces(stop - start):
+            values = source.values(start + a, start + b)
+            fields = codec.fields(one, stop - start, a, b)
+            codec.encode(values, fields)
+            known = values
+            if not codec.exact:
+                known = carried[: b - a]
+                codec.decode(fields, known)
+            source.sent(start + a, start + b, values, known)
 
 
-def _decode_parts(
+def _deliver(
     codec: Codec,
-    payload: Sequence[torch.Tensor],
-    out: torch.Tensor,
+    means: Sequence[torch.Tensor],
+    source: Source,
     parts: Sequence[tuple[int, int]],
+    mean: torch.Tensor,
 ) -> None:
-    for part, one in zip(torch.split(out, _numels(parts)), payload, strict=True):
-        codec.decode(one, part)
-
-
-def _numels(parts: Sequence[tuple[int, int]]) -> list[int]:
-    return [stop - start for start, stop in parts]
+    """Give a row the mean of a chunk."""
+    for (start, stop), one in zip(parts, means, strict=True):
+        for a, b in pieces(stop - start):
+            codec.decode(codec.fields(one, stop - start, a, b), mean[: b - a])
+            source.deliver(start + a, start + b, mean[: b - a])
 
 
 class TwoPhase:
@@ -314,17 +329,13 @@ class TwoPhase:
         self, source: Source, parts: Sequence[tuple[int, int]], index: int
     ) -> "list[MPI.Request]":
         """Encode a chunk and start sending each peer its part."""
-        start, stop = parts[0][0], parts[-1][1]
         sizes = self._sizes(parts)
         payload = torch.split(self._buffer("send", index, sum(sizes), torch.uint8), sizes)
-        values = source.values(start, stop)
-        _encode_parts(self.codec, values, payload, parts)
-        carried = values
-        if not self.codec.exact:
-            carried = self._buffer("carried", 0, stop - start, source.dtype)
-            _decode_parts(self.codec, payload, carried, parts)
-        source.sent(start, stop, values, carried)
+        _encode(self.codec, source, payload, parts, self._piece(source))
         return self._swap(payload, self._received(parts, index), tag=SCATTER)
+
+    def _piece(self, source: Source) -> torch.Tensor:
+        return self._buffer("piece", 0, PIECE, source.dtype)
 
     def _received(self, parts: Sequence[tuple[int, int]], index: int) -> Sequence[torch.Tensor]:
         """Return where each peer's version of this rank's part arrives."""
@@ -345,14 +356,9 @@ class TwoPhase:
         versions = list(self._received(parts, index))
         payload = self._buffer("send", index, sum(sizes), torch.uint8)
         versions[rank] = torch.split(payload, sizes)[rank]
-        start, stop = parts[rank]
-        mean = self.adder.mean(versions, stop - start, accumulator(source.dtype))
         returned = self._returned(parts, index)
-        self.adder.encode(mean, returned[rank], start)
+        self.adder.add(versions, returned[rank], parts[rank], accumulator(source.dtype))
         return self._swap([returned[rank]] * len(parts), returned, tag=RETURN)
 
     def _deliver(self, source: Source, parts: Sequence[tuple[int, int]], index: int) -> None:
-        start, stop = parts[0][0], parts[-1][1]
-        mean = self._buffer("mean", 0, stop - start, source.dtype)
-        _decode_parts(self.codec, self._returned(parts, index), mean, parts)
-        source.deliver(start, stop, mean)
+        _deliver(self.codec, self._returned(parts, index), source, parts, self._piece(source))

@@ -49,7 +49,8 @@ class Part:
         self.outer = None if way.outer is None else Outer(way.outer, self.reference)
         self.ahead: torch.Tensor | None = None  # where the node went when it sent
         self.others: torch.Tensor | None = None  # the other nodes' share of the last mean delta
-        self.distance = 0.0  # squared, from the mean of all nodes in the last exchange
+        # Squared, in the last exchange: distance from the mean of all nodes; norm of the reference.
+        self.distance = self.norm = 0.0
         self._scratch = [torch.empty(0, dtype=shown.dtype) for _ in range(2)]  # chunks under way
 
     def anchor(self) -> None:
@@ -95,6 +96,7 @@ class Part:
             mean.add_(reference)
         else:
             mean = torch.add(reference, mean, out=reference)
+            self.norm += float(mean.dot(mean))
         apart = torch.sub(snapshot, mean, out=self._room(1, stop - start))
         self.distance += float(apart.dot(apart))
 
@@ -105,7 +107,7 @@ class Part:
 
     def start(self) -> None:
         """Begin an exchange."""
-        self.distance = 0.0
+        self.distance = self.norm = 0.0
 
     def finish(self) -> tuple[float, float]:
         """End an exchange: let the outer optimizer move the reference.
@@ -116,7 +118,8 @@ class Part:
         """
         if self.outer is not None:
             self.outer.step()
-        return self.distance, float(self.reference.dot(self.reference))
+            self.norm = float(self.reference.dot(self.reference))
+        return self.distance, self.norm
 
     # --- merging -----------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from typing import get_args
 import pytest
 import torch
 
-from daso.comm.compress import TopK, codec_named
+from daso.comm.compress import PIECE, TopK, codec_named, pieces
 from daso.plan.options import Wire
 
 WIRES = get_args(Wire)
@@ -12,12 +12,18 @@ WIRES = get_args(Wire)
 SIZES = [0, 1, 2, 127, 128, 129, 1000, 4097]
 
 
+def whole(codec, payload, numel):
+    return codec.fields(payload, numel, 0, numel)
+
+
 def through(wire: str, values: torch.Tensor) -> torch.Tensor:
     codec = codec_named(wire, values.dtype)
     payload = torch.full((codec.nbytes(values.numel()),), 255, dtype=torch.uint8)
-    codec.encode(values.clone(), payload)
-    out = torch.full_like(values, 9.0)
-    codec.decode(payload, out)
+    out, numel = torch.full_like(values, 9.0), values.numel()
+    for start, stop in pieces(numel):
+        fields = codec.fields(payload, numel, start, stop)
+        codec.encode(values[start:stop].clone(), fields)
+        codec.decode(fields, out[start:stop])
     return out
 
 
@@ -38,6 +44,21 @@ def test_every_size_goes_through_and_zero_stays_zero(wire, numel):
         "topk": values.abs(),
     }[wire]
     assert bool((error <= bound).all())
+
+
+@pytest.mark.parametrize("numel", [PIECE - 1, PIECE, PIECE + 1, 3 * PIECE, 3 * PIECE + 4097])
+@pytest.mark.parametrize("wire", WIRES)
+def test_piece_by_piece_gives_the_bytes_of_the_whole(wire, numel):
+    torch.manual_seed(numel)
+    codec, values = codec_named(wire), torch.randn(numel)
+    once, piecewise = (torch.full((codec.nbytes(numel),), 255, dtype=torch.uint8) for _ in "12")
+    codec.encode(values.clone(), whole(codec, once, numel))
+    for start, stop in pieces(numel):
+        codec.encode(values[start:stop].clone(), codec.fields(piecewise, numel, start, stop))
+    assert torch.equal(once, piecewise)
+    out = torch.empty(numel)
+    codec.decode(whole(codec, once, numel), out)
+    assert torch.equal(out, through(wire, values))
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -119,8 +140,8 @@ def test_topk_sends_exactly_the_largest_of_each_block_in_bf16_and_zeros_elsewher
 def test_topk_of_any_block_and_part_does_the_same(block, part, numel):
     values, codec = distinct(numel, torch.float32), TopK(block, part)
     payload, out = torch.zeros(codec.nbytes(numel), dtype=torch.uint8), torch.empty(numel)
-    codec.encode(values, payload)
-    codec.decode(payload, out)
+    codec.encode(values, whole(codec, payload, numel))
+    codec.decode(whole(codec, payload, numel), out)
     assert torch.equal(out, largest(values, block, part))
 
 
@@ -135,12 +156,12 @@ def test_topk_writes_every_byte_that_it_says_and_none_beyond(numel, dtype):
 
     def written(fill):
         room = torch.full((nbytes + 8,), fill, dtype=torch.uint8)
-        codec.encode(values, room[:nbytes])
+        codec.encode(values, whole(codec, room[:nbytes], numel))
         assert bool((room[nbytes:] == fill).all())
         return room[:nbytes]
 
     once, again, out = written(0), written(255), torch.empty_like(values)
-    codec.decode(again, out)
+    codec.decode(whole(codec, again, numel), out)
     assert torch.equal(once, again)  # whatever was there before
     assert torch.equal(out, largest(values))
 
@@ -149,7 +170,8 @@ def test_topk_writes_every_byte_that_it_says_and_none_beyond(numel, dtype):
 def test_topk_leaves_the_row_that_it_sends_alone(numel):
     values = distinct(numel, torch.float32)
     kept = values.clone()
-    TopK().encode(values, torch.empty(TopK().nbytes(numel), dtype=torch.uint8))
+    payload = torch.empty(TopK().nbytes(numel), dtype=torch.uint8)
+    TopK().encode(values, whole(TopK(), payload, numel))
     assert torch.equal(values, kept)
 
 
