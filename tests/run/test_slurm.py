@@ -220,7 +220,6 @@ def test_restarts_are_limited_by_the_count_of_slurm():
     text = script(replace(PLAIN, max_restarts=7))
     assert 'restarts="${SLURM_RESTART_COUNT:-0}"' in text
     assert '[ "$restarts" -lt 7 ]' in text
-    assert 'scontrol requeue "$SLURM_JOB_ID"' in text
 
 
 # --- the script's own decisions, in bash, without SLURM -------------------------------------------
@@ -271,6 +270,14 @@ def test_a_program_that_saved_its_work_is_requeued(job, tmp_path, how):
         "scontrol requeue 12",
     ]
     assert list((tmp_path / "runs/slurm").iterdir()) == []
+
+
+def test_of_an_array_one_job_alone_is_requeued(job, tmp_path):
+    """The last job of an array has the array's own number, which would requeue all of them."""
+    env = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "0"}
+    array = replace(job, array="0-3")
+    _, lines, _ = run_script(array, tmp_path, SRUN.format("return 75"), env)
+    assert lines[-1] == "scontrol requeue 12_0"
 
 
 def test_the_last_restart_is_the_last(job, tmp_path):
