@@ -209,7 +209,8 @@ def _folder(job: Job) -> Path:
 
 def _sbatch(job: Job, text: str, site: Site) -> str:
     """Submit, and return the job's id."""
-    said = ask(["sbatch", "--parsable"], client=site.client, text=text)
+    given = re.findall(r"(?:^| )--([\w-]+)", "\n".join(job.directives()), re.MULTILINE)
+    said = ask(["sbatch", "--parsable"], client=site.client, text=text, options=given)
     if said.returncode != 0:
         raise ConfigError(explain(_text(said.stderr), job))
     return _text(said.stdout).strip().split(";")[0]  # a cluster's name may follow

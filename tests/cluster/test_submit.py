@@ -118,6 +118,17 @@ def test_what_is_printed_says_what_was_chosen_and_what_was_submitted(daso):
     assert json.loads(kept[-1])["job"] == number
 
 
+def test_flags_count_more_than_variables_of_sbatch_and_of_a_job_around_it(daso):
+    env = {"DASO_SITE": "minicluster", "PYTHONPATH": str(ROOT), "SBATCH_JOB_NAME": "other"}
+    env |= {"SBATCH_TIMELIMIT": "7", "SLURM_JOB_ID": "9", "SLURM_RESTART_COUNT": "3"}
+    words = [daso.cluster.python, "-m", "daso", "submit", "--time=5", "hello.py"]
+    job = re.findall(r"submitted job (\d+) ", daso.cluster.run(words, **env).stdout)[0]
+    shown = daso.cluster.run(["scontrol", "show", "job", job]).stdout
+    assert "JobName=hello" in shown
+    assert "TimeLimit=00:05:00" in shown
+    assert ", restart 0\n" in daso.follow(job)
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
