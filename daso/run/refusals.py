@@ -12,8 +12,8 @@ def too_big(job: Job, nodes: str) -> str | None:
 
     Args:
         job: The job.
-        nodes: What ``sinfo -h -o '%P|%c|%D'`` prints: partition (``*``: the default one), CPUs of
-            a node, number of such nodes.
+        nodes: What ``sinfo --noconvert -h -o '%P|%c|%D'`` prints: partition (``*``: the default
+            one), CPUs of a node, number of such nodes.
     """
     rows = [line.split("|") for line in nodes.splitlines() if line.count("|") == 2]
     wanted = job.partition.split(",") if job.partition else [""]

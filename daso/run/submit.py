@@ -187,7 +187,8 @@ def _check_size(job: Job, site: Site) -> None:
     """
     if not is_there("sinfo"):
         return
-    said = ask(["sinfo", "-h", "-o", "%P|%c|%D"], client=site.client)
+    # --noconvert: it would write 1.50K for 1536 nodes.
+    said = ask(["sinfo", "--noconvert", "-h", "-o", "%P|%c|%D"], client=site.client)
     problem = too_big(job, _text(said.stdout)) if said.returncode == 0 else None
     if problem is not None:
         raise ConfigError(problem)

@@ -346,7 +346,28 @@ def test_quoting_leaves_no_control_characters(word):
     "time", ["30", "30:00", "0:30:00", "100:00:00", "1-0", "1-12", "1-12:30", "1-12:30:15", "0:5"]
 )
 def test_times_that_sbatch_takes(time):
-    assert f"--time={time}" in directives(script(replace(PLAIN, time=time)))
+    assert f"--time={time}" in directives(script(replace(PLAIN, time=time, signal_seconds=1)))
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        *(("5", 300), ("5:30", 330), ("0:05:30", 330), ("1-2", 93600), ("1-2:03", 93780)),
+        *(("0-0:03", 180), ("1-0:0:5", 86405), ("2:0:0", 7200)),
+    ],
+)
+def test_a_job_has_time_before_it_is_told_that_time_runs_out(time, seconds):
+    """SLURM sends the signal at once else, and each restart would do as little as the first."""
+    replace(PLAIN, time=time, signal_seconds=min(seconds - 1, 65535))
+    if seconds <= 65535:
+        with pytest.raises(ConfigError, match="longer than --signal-seconds") as caught:
+            replace(PLAIN, time=time, signal_seconds=seconds)
+        assert repr(time) in str(caught.value)
+
+
+def test_no_time_limit_is_longer_than_any():
+    for time in ("", "0"):
+        replace(PLAIN, time=time, signal_seconds=65535)
 
 
 @pytest.mark.parametrize(
