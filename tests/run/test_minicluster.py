@@ -1,4 +1,5 @@
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from daso.errors import ConfigError
 from daso.run.minicluster import start
 from daso.run.minicluster.command import main
 from daso.run.minicluster.rate import parse_rate
-from daso.run.minicluster.state import read_record, write_record
+from daso.run.minicluster.state import read_record, remove, write_record
 from daso.run.minicluster.text import CONTROL, Minicluster
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "minicluster"
@@ -235,6 +236,33 @@ def test_wrong_use_is_one_line_and_exit_code_2(words, message, capsys):
 def test_where_nothing_is_up_it_says_so(command, capsys):
     assert run(command) == 0
     assert "no cluster is up in /run/no-such-minicluster" in capsys.readouterr().out
+
+
+def test_a_removal_that_is_cut_off_leaves_the_record_and_can_be_repeated(tmp_path, monkeypatch):
+    """Without the record, `down` would take what is left for somebody else's, and refuse."""
+    folder, one = tmp_path / "state", cluster()
+    folder.mkdir()
+    write_record(folder, one)
+    for name in (*one.names, CONTROL):
+        (folder / name / "spool").mkdir(parents=True)
+    (folder / "slurm.conf").write_text("")
+    removed = []
+
+    def cut_off(path):
+        if len(removed) == 2 or path == folder:
+            raise KeyboardInterrupt
+        removed.append(path)
+        shutil_rmtree(path)
+
+    shutil_rmtree = shutil.rmtree
+    for _ in range(3):
+        removed.clear()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(shutil, "rmtree", cut_off)
+            remove(folder)
+        assert read_record(folder) == one
+    remove(folder)
+    assert not folder.exists()
 
 
 def test_somebody_who_is_not_root_is_told(monkeypatch, capsys):

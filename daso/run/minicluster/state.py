@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,7 @@ from daso.errors import ConfigError
 from daso.run.minicluster.processes import ClusterError
 from daso.run.minicluster.text import CONTROL, Minicluster
 
-__all__ = ["locked", "read_record", "running", "write_files", "write_record"]
+__all__ = ["locked", "read_record", "remove", "running", "write_files", "write_record"]
 
 RECORD = "record.json"
 
@@ -82,6 +83,16 @@ def write_files(cluster: Minicluster) -> None:
     key = folder / CONTROL / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(128))
+
+
+def remove(folder: Path) -> None:
+    """Remove the state folder; the record last, so that a `down` that is killed can be repeated."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != RECORD:
+            path.unlink()
+    shutil.rmtree(folder)
 
 
 def running(folder: Path) -> Minicluster:
