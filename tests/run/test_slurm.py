@@ -272,6 +272,12 @@ def test_a_program_that_saved_its_work_is_requeued(job, tmp_path, how):
     assert list((tmp_path / "runs/slurm").iterdir()) == []
 
 
+def test_what_another_job_of_the_same_number_left_behind_does_not_count(job, tmp_path):
+    (tmp_path / "runs/slurm/requeue-12-0").touch()
+    code, lines, _ = run_script(job, tmp_path, SRUN.format("return 3"))
+    assert (code, lines[1:]) == (3, ["daso: job 12 ended with exit code 3"])
+
+
 def test_of_an_array_one_job_alone_is_requeued(job, tmp_path):
     """The last job of an array has the array's own number, which would requeue all of them."""
     env = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "0"}
