@@ -60,8 +60,18 @@ def _records(folder: Path) -> dict[str, Record]:
     if not path.exists():
         return {}
     lines = path.read_text(encoding="utf-8").splitlines()
-    records = [Record(**json.loads(line)) for line in lines if line.strip()]
+    records = [_record(line, f"{path}:{at}") for at, line in enumerate(lines, 1) if line.strip()]
     return {record.job: record for record in records}
+
+
+def _record(line: str, where: str) -> Record:
+    try:
+        return Record(**json.loads(line))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"every line must be the record of a job, but {where}: {error}; mend or remove that "
+            f"line (a full disk may have cut it off)"
+        ) from error
 
 
 def _number(text: str) -> str:

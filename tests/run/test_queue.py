@@ -208,6 +208,15 @@ def test_commands_without_slurm_or_records_are_refused_in_one_line(capsys, folde
     assert "horeka" in refused(capsys, "status", "12", "--site=mars")
 
 
+@pytest.mark.parametrize("line", ['{"job": "13", "na', '{"job": "13"}', "[]", "3"])
+def test_a_record_that_is_none_is_named_with_its_line(capsys, folder, line):
+    keep(folder, record(folder))
+    with (folder / "jobs.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    for words in (["status"], ["logs", "12"]):
+        assert "jobs.jsonl:2: " in refused(capsys, *words)
+
+
 def test_status_lists_what_was_submitted_from_here(capsys, folder, answers):
     keep(folder, record(folder))
     assert main(["status"]) == 0
