@@ -47,6 +47,16 @@ REFUSALS = {
         ("mem",),
         "ask for less; `sinfo -o '%P %m'` shows what there is",
     ),
+    r"account/partition combination": (
+        "the account must be yours, and may use the partition",
+        ("account", "partition"),
+        "`sacctmgr show assoc user=$USER format=account,partition` lists yours",
+    ),
+    r"accounting/QOS policy|QOS\w*Limit|Assoc\w*Limit": (
+        "a job must be within the limits of its account and quality of service",
+        ("nodes", "time", "account", "qos"),
+        "ask for less, or wait for your other jobs; `sacctmgr show qos` lists limits",
+    ),
     r"partition": ("the partition must be there", ("partition",), "`sinfo -s` lists them"),
     r"account": ("the account must be yours", ("account",), "`sacctmgr show user $USER` has it"),
     r"qos|QOS": ("the quality of service must be there", ("qos",), "`sacctmgr show qos` has it"),

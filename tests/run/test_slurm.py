@@ -300,7 +300,7 @@ def test_a_job_that_cannot_be_requeued_says_so(job, tmp_path):
     code, lines, _ = run_script(job, tmp_path, program)
     assert code == 75
     assert lines[-2:] == [
-        "daso: job 12 could not be requeued; submit again to go on",
+        "daso: job 12 could not be requeued; submit again to go on (daso train: with --resume)",
         "daso: job 12 ended with exit code 75",
     ]
 

@@ -274,7 +274,13 @@ SAID = "sbatch: error: Batch job submission failed: "
         ),
         (
             f"{SAID}Invalid account or account/partition combination specified\n",
-            ["--partition=p"],
+            ["the account must be yours", "--account=a --partition=p", "sacctmgr show assoc"],
+        ),
+        (
+            "sbatch: error: QOSMaxSubmitJobPerUserLimit\n"
+            f"{SAID}Job violates accounting/QOS policy (job submit limit, user's size and/or time "
+            "limits)\n",
+            ["within the limits", "--time=30 --account=a --qos=q", "wait for your other jobs"],
         ),
         (f"{SAID}Invalid qos specification\n", ["--qos=q"]),
         (f"{SAID}Invalid feature specification\n", ["--constraint=c"]),
