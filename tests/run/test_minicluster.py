@@ -273,6 +273,15 @@ def test_somebody_who_is_not_root_is_told(monkeypatch, capsys):
     )
 
 
+@pytest.mark.parametrize("words", [["down"], ["status"], ["rate", "1gbit"], ["cut", "mini0"]])
+def test_somebody_who_is_not_root_is_told_of_a_cluster_too(words, tmp_path, monkeypatch, capsys):
+    write_record(tmp_path, cluster())
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert main(words, folder=str(tmp_path)) == 1
+    assert "must run as root" in capsys.readouterr().err
+    assert (tmp_path / "record.json").exists()
+
+
 def test_missing_programs_are_named_with_their_packages(monkeypatch, capsys):
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr(start, "PATH", "/nowhere")

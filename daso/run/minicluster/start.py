@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import TypeAlias
 
 from daso.errors import ConfigError
-from daso.run.minicluster.processes import PATH, ClusterError, call, inside, kill, process_of
+from daso.run.minicluster.processes import (
+    PATH,
+    ClusterError,
+    call,
+    check_root,
+    inside,
+    kill,
+    process_of,
+)
 from daso.run.minicluster.rate import parse_rate
 from daso.run.minicluster.state import (
     locked,
@@ -49,8 +57,7 @@ def check_machine() -> None:
     Raises:
         ClusterError: Something is missing.
     """
-    if os.geteuid() != 0:
-        raise ClusterError("minicluster must run as root, which may make namespaces; use sudo")
+    check_root()
     missing = [
         (package, program)
         for package, programs in PACKAGES.items()

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from daso.errors import ConfigError
-from daso.run.minicluster.processes import ClusterError
+from daso.run.minicluster.processes import ClusterError, check_root
 from daso.run.minicluster.text import CONTROL, Minicluster
 
 __all__ = ["locked", "read_record", "remove", "running", "write_files", "write_record"]
@@ -24,8 +24,9 @@ def locked(folder: Path) -> Iterator[None]:
     """Keep other commands on the same cluster waiting.
 
     Raises:
-        ClusterError: Another one is at work.
+        ClusterError: Another one is at work, or this is not root.
     """
+    check_root()
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
