@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ __all__ = [
     "data_folder",
     "expand",
     "find_mpirun",
+    "for_sbatch",
     "merged",
     "mpi_is_chosen",
     "note_process",
@@ -189,6 +190,45 @@ def merged(env: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str]:
         more: What to set in it.
     """
     return {**env, **more}
+
+
+# What sbatch reads under another name than that of its option.
+SBATCH_NAMES = {
+    "array": ("ARRAY_INX",),
+    "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
+    "requeue": ("NO_REQUEUE",),
+    "time": ("TIMELIMIT",),
+}
+# Where SLURM is; all other SLURM_* variables inside a job are of that job.
+SLURM_PLACE = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"}
+
+
+def for_sbatch(
+    env: Mapping[str, str], more: Mapping[str, str], options: Iterable[str]
+) -> dict[str, str]:
+    """Return an environment in which sbatch does what its script says.
+
+    SBATCH_* variables count more than the script's lines, and a job that is submitted from inside
+    another one would inherit that one's SLURM_* variables, its number of restarts among them.
+
+    Args:
+        env: The environment to start from.
+        more: What to set in it.
+        options: Names of the options that the script has, such as ``"job-name"``.
+    """
+    inside = "SLURM_JOB_ID" in env
+    said = {
+        f"SBATCH_{name}"
+        for option in options
+        for name in (option.upper().replace("-", "_"), *SBATCH_NAMES.get(option, ()))
+    }
+    kept = {
+        name: value
+        for name, value in env.items()
+        if name not in said
+        and not (inside and name.startswith("SLURM_") and name not in SLURM_PLACE)
+    }
+    return merged(kept, more)
 
 
 def find_mpirun(env: Mapping[str, str] | None = None) -> Path | None:

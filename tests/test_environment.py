@@ -9,6 +9,7 @@ from daso.environment import (
     Launch,
     data_folder,
     find_mpirun,
+    for_sbatch,
     note_process,
     parse_ranks_per_node,
     read_launch,
@@ -211,3 +212,18 @@ def test_a_job_and_its_restarts():
     assert (slurm_job(STEP), slurm_restarts(STEP)) == ("1", 0)
     assert slurm_restarts(STEP | {"SLURM_RESTART_COUNT": "3"}) == 3
     assert slurm_restarts({"SLURM_RESTART_COUNT": "many"}) == 0
+
+
+def test_sbatch_does_what_its_script_says_and_not_what_the_environment_says():
+    """Variables come before the script's lines; what the script does not say is theirs."""
+    left = {"SBATCH_PARTITION": "p", "SBATCH_DEBUG": "1", "SLURM_TIME_FORMAT": "x", "PATH": "/bin"}
+    said = {"SBATCH_ACCOUNT": "a", "SBATCH_TIMELIMIT": "1", "SBATCH_OPEN_MODE": "truncate"}
+    said |= {"SBATCH_MEM_PER_CPU": "1G", "SBATCH_NO_REQUEUE": "1", "SBATCH_ARRAY_INX": "1"}
+    options = ["account", "time", "open-mode", "mem", "requeue", "array"]
+    assert for_sbatch(left | said, {}, options) == left
+
+
+def test_a_job_that_a_job_submits_inherits_nothing_of_it():
+    kept = {"SLURM_CONF": "/x", "SLURM_CLUSTERS": "c", "A": "SLURM_"}
+    job = {"SLURM_JOB_ID": "1", "SLURM_RESTART_COUNT": "2", "SLURM_MEM_PER_NODE": "100"}
+    assert for_sbatch(kept | job, {"SLURM_CONF": "/y"}, []) == kept | {"SLURM_CONF": "/y"}

@@ -21,11 +21,13 @@ __all__ = [
     "finalize",
     "library",
     "load",
+    "wait_for_all",
     "wheels",
 ]
 
 # MPICH 5.0's mpiexec drops what a rank printed just before it aborts.
 DRAIN_SECONDS = 0.3
+WAIT_POLL_SECONDS = 0.01
 
 
 def load() -> "ModuleType":
@@ -67,6 +69,22 @@ def finalize() -> None:
     mpi = load()
     if not mpi.Is_finalized():
         mpi.Finalize()
+
+
+def wait_for_all(seconds: float) -> None:
+    """Wait until every rank comes here, or so long; not at all where MPI does not run.
+
+    Args:
+        seconds: How long at most.
+
+    Collective over all processes; blocking.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return
+    everybody, end = mpi.COMM_WORLD.Ibarrier(), time.monotonic() + seconds
+    while not everybody.Test() and time.monotonic() < end:
+        time.sleep(WAIT_POLL_SECONDS)
 
 
 def library() -> str:

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from daso.environment import merged
+from daso.environment import for_sbatch, merged
 from daso.errors import TopologyError
 from daso.run.launcher import read_offered
 
@@ -50,14 +50,19 @@ def require(command: str) -> None:
 
 
 def ask(
-    words: Sequence[str], *, client: Mapping[str, str], text: str | None = None
+    words: Sequence[str],
+    *,
+    client: Mapping[str, str],
+    text: str | None = None,
+    options: Sequence[str] = (),
 ) -> "subprocess.CompletedProcess[bytes]":
     """Run a command of SLURM and wait for it.
 
     Args:
         words: The command line.
         client: Environment that it needs besides this process's own.
-        text: What it reads; nothing if None.
+        text: What it reads, a batch script; nothing if None.
+        options: Names of the script's options.
 
     Returns:
         How it ended, and what it printed.
@@ -72,10 +77,11 @@ def ask(
             f"the cluster, or choose another --site"
         )
     given = b"" if text is None else text.encode("utf-8", "surrogateescape")
+    env = merged(os.environ, client) if text is None else for_sbatch(os.environ, client, options)
     try:
         return subprocess.run(
             words,
-            env=merged(os.environ, client),
+            env=env,
             input=given,
             capture_output=True,
             timeout=SECONDS,

@@ -21,6 +21,8 @@ LOOK_SECONDS = 0.2  # from one look into the log to the next
 TAIL_BYTES = 1 << 16
 NEWEST = 20  # jobs that are shown when none is named: each costs the controller a question
 ASK_SECONDS = 5.0  # from one question to the controller, which all users share, to the next
+END_SECONDS = 1.0  # the same once the script has written its last line
+FORGOTTEN = "SLURM has forgotten it"
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
@@ -58,8 +60,18 @@ def _records(folder: Path) -> dict[str, Record]:
     if not path.exists():
         return {}
     lines = path.read_text(encoding="utf-8").splitlines()
-    records = [Record(**json.loads(line)) for line in lines if line.strip()]
+    records = [_record(line, f"{path}:{at}") for at, line in enumerate(lines, 1) if line.strip()]
     return {record.job: record for record in records}
+
+
+def _record(line: str, where: str) -> Record:
+    try:
+        return Record(**json.loads(line))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"every line must be the record of a job, but {where}: {error}; mend or remove that "
+            f"line (a full disk may have cut it off)"
+        ) from error
 
 
 def _number(text: str) -> str:
@@ -111,9 +123,19 @@ def _look_up(job: str, record: Record | None, site: Mapping[str, str]) -> list[S
             f"a job must be known to SLURM or submitted from here, but {job} is not: "
             f"{why[-1] if why else 'no answer'}; `daso status` lists those submitted from here"
         )
-    logs_of = [read_log_end(_tail(path), job=job, name=record.name) for path in _files(job, record)]
+    logs_of = [
+        read_log_end(_tail(path), job=_job_of(path, job, record), name=record.name)
+        for path in _files(job, record)
+    ]
+    why = said.stderr.decode("utf-8", "replace").strip().splitlines() or ["no answer"]
+    forgotten = said.returncode == 0 or "Invalid job id" in why[-1]
     return [end for end in logs_of if end] or [
-        State(job=job, name=record.name, state="UNKNOWN", reason="SLURM has forgotten it")
+        State(
+            job=job,
+            name=record.name,
+            state="UNKNOWN",
+            reason=FORGOTTEN if forgotten else " ".join(why[-1].split()),
+        )
     ]
 
 
@@ -125,6 +147,11 @@ def _files(job: str, record: Record) -> list[Path]:
         return [path.with_name(path.name.replace("%a", task))]
     head, _, tail = path.name.partition("%a")
     return sorted(path.parent.glob(f"{head}*{tail}"), key=lambda one: (len(one.name), one.name))
+
+
+def _job_of(path: Path, job: str, record: Record) -> str:
+    """Return the id of the job of an array that a log is of."""
+    return f"{record.job}_{path.stem.rpartition('_')[2]}" if "%a" in record.log else job
 
 
 def _tail(path: Path) -> str:
@@ -185,19 +212,24 @@ def _follow(job: str, record: Record, path: Path) -> int:
 
 
 def _until_ended(look_up: Callable[[], State], path: Path) -> Iterator[None]:
-    """Print a log as it grows, across requeues; yields when there is nothing to do but wait."""
+    """Print a log as it grows, across requeues; yields when there is nothing to do but wait.
+
+    The script's last line is no proof of the end: SLURM may have killed the job to start it again,
+    or an older job of the same number may have written it.
+    """
     at, asked, waiting = 0, float("-inf"), ""
     while True:
         over = False
-        if time.monotonic() - asked >= ASK_SECONDS:
+        seconds = END_SECONDS if re.search(rf"{END}\n\Z", _tail(path), re.M) else ASK_SECONDS
+        if time.monotonic() - asked >= seconds:
             state, asked = look_up(), time.monotonic()
-            over = state.ended or state.state == "UNKNOWN"
+            over = state.ended or state.reason == FORGOTTEN
             if state.state not in (waiting, "RUNNING") and not over and not path.exists():
                 waiting = state.state
                 print(f"daso: job {state.job}: {waiting}, {state.reason}", file=sys.stderr)
         # What was written before the job was seen to have ended is there by now.
         at = _copy(path, at)
-        if over or re.search(rf"{END}\n\Z", _tail(path), re.MULTILINE):
+        if over:
             _copy(path, at)
             return
         yield

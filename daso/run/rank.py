@@ -2,7 +2,8 @@
 
 A program that has saved its work and wants to be started again ends with exit code 75. Under srun
 that code is lost: the first rank to end has the others killed, and srun reports the kill (measured
-with MPICH 5.0 and SLURM 22.05: 137). So it is also written down, for the batch script to see.
+with MPICH 5.0 and SLURM 22.05: 137). So it is also written down, for the batch script to see; and a
+rank waits for the others before it ends so, for they may still be saving.
 
 SLURM's signal before the time limit may come up to a minute early, before the program listens, or
 when it is over; it kills then. So it is listened to from the start (`daso.train.stopping` asks).
@@ -14,11 +15,13 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from daso.comm.mpi import wait_for_all
 from daso.environment import note_requeue
 
 __all__ = ["run"]
 
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h
+WAIT_SECONDS = 60.0  # for ranks that save longer than this one
 
 
 class Remember:
@@ -53,6 +56,7 @@ def run(words: list[str]) -> None:
             runpy.run_path(words[0], run_name="__main__")
     except SystemExit as end:
         if end.code == REQUEUE:
+            wait_for_all(WAIT_SECONDS)
             note_requeue()
         raise
 

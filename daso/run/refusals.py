@@ -12,8 +12,8 @@ def too_big(job: Job, nodes: str) -> str | None:
 
     Args:
         job: The job.
-        nodes: What ``sinfo -h -o '%P|%c|%D'`` prints: partition (``*``: the default one), CPUs of
-            a node, number of such nodes.
+        nodes: What ``sinfo --noconvert -h -o '%P|%c|%D'`` prints: partition (``*``: the default
+            one), CPUs of a node, number of such nodes.
     """
     rows = [line.split("|") for line in nodes.splitlines() if line.count("|") == 2]
     wanted = job.partition.split(",") if job.partition else [""]
@@ -46,6 +46,16 @@ REFUSALS = {
         "a node must have the memory",
         ("mem",),
         "ask for less; `sinfo -o '%P %m'` shows what there is",
+    ),
+    r"account/partition combination": (
+        "the account must be yours, and may use the partition",
+        ("account", "partition"),
+        "`sacctmgr show assoc user=$USER format=account,partition` lists yours",
+    ),
+    r"accounting/QOS policy|QOS\w*Limit|Assoc\w*Limit": (
+        "a job must be within the limits of its account and quality of service",
+        ("nodes", "time", "account", "qos"),
+        "ask for less, or wait for your other jobs; `sacctmgr show qos` lists limits",
     ),
     r"partition": ("the partition must be there", ("partition",), "`sinfo -s` lists them"),
     r"account": ("the account must be yours", ("account",), "`sacctmgr show user $USER` has it"),

@@ -75,7 +75,7 @@ class Job:
 
     def __post_init__(self) -> None:
         if not self.program:
-            raise ConfigError("a program must follow: `daso submit -N 2 train.py`, or -m module")
+            raise ConfigError("a program must follow: `daso submit train.py`, or -m module")
         for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise ConfigError(
@@ -90,6 +90,15 @@ class Job:
             if value and not re.fullmatch(pattern, value, re.ASCII):
                 raise ConfigError(f"{flag(name)} must be {rule}, not {value!r}")
         self._check_lines()
+        self._check_time()
+
+    def _check_time(self) -> None:
+        if 0 < _seconds(self.time) <= self.signal_seconds:
+            raise ConfigError(
+                f"--time must be longer than --signal-seconds, {self.signal_seconds} s, not "
+                f"{self.time!r}, or the job is told to save and end as soon as it begins; give "
+                f"more --time, or less --signal-seconds"
+            )
 
     def _check_lines(self) -> None:
         if any("\0" in word for word in self.program):
@@ -233,6 +242,16 @@ def flag(name: str) -> str:
         name: Such as ``"tasks_per_node"``.
     """
     return f"--{name.replace('_', '-')}"
+
+
+def _seconds(time: str) -> int:
+    """Return the seconds of a time limit as sbatch reads it; 0 for none."""
+    days, _, clock = time.rpartition("-")
+    parts = [int(part) for part in clock.split(":") if part]
+    # H, H:M, H:M:S behind days; else M, M:S, H:M:S.
+    units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
+    rest = sum(part * unit for part, unit in zip(parts, units, strict=False))
+    return int(days or 0) * 86400 + rest
 
 
 def _count(number: int, noun: str) -> str:

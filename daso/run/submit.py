@@ -187,7 +187,8 @@ def _check_size(job: Job, site: Site) -> None:
     """
     if not is_there("sinfo"):
         return
-    said = ask(["sinfo", "-h", "-o", "%P|%c|%D"], client=site.client)
+    # --noconvert: it would write 1.50K for 1536 nodes.
+    said = ask(["sinfo", "--noconvert", "-h", "-o", "%P|%c|%D"], client=site.client)
     problem = too_big(job, _text(said.stdout)) if said.returncode == 0 else None
     if problem is not None:
         raise ConfigError(problem)
@@ -209,7 +210,8 @@ def _folder(job: Job) -> Path:
 
 def _sbatch(job: Job, text: str, site: Site) -> str:
     """Submit, and return the job's id."""
-    said = ask(["sbatch", "--parsable"], client=site.client, text=text)
+    given = re.findall(r"(?:^| )--([\w-]+)", "\n".join(job.directives()), re.MULTILINE)
+    said = ask(["sbatch", "--parsable"], client=site.client, text=text, options=given)
     if said.returncode != 0:
         raise ConfigError(explain(_text(said.stderr), job))
     return _text(said.stdout).strip().split(";")[0]  # a cluster's name may follow

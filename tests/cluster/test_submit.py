@@ -44,6 +44,13 @@ while time.monotonic() < deadline:
         sys.exit(75)
 sys.exit(1)
 """,
+    "third75.py": """
+import os, sys, time
+print(f"restart {os.environ.get('SLURM_RESTART_COUNT', '0')}", flush=True)
+time.sleep(5 if os.environ["SLURM_ARRAY_TASK_ID"] != "3" else 1)
+sys.exit(75 if os.environ["SLURM_ARRAY_TASK_ID"] == "3" and "SLURM_RESTART_COUNT" not in os.environ
+         else 0)
+""",
     "killed.py": HELLO + "os.kill(os.getpid(), 9) if world.rank == 1 else time.sleep(60)",
 }
 
@@ -109,6 +116,17 @@ def test_what_is_printed_says_what_was_chosen_and_what_was_submitted(daso):
     assert "rank 0 of 2" in daso.follow(number)
     kept = (daso.cluster.work / "runs/slurm/jobs.jsonl").read_text().splitlines()
     assert json.loads(kept[-1])["job"] == number
+
+
+def test_flags_count_more_than_variables_of_sbatch_and_of_a_job_around_it(daso):
+    env = {"DASO_SITE": "minicluster", "PYTHONPATH": str(ROOT), "SBATCH_JOB_NAME": "other"}
+    env |= {"SBATCH_TIMELIMIT": "7", "SLURM_JOB_ID": "9", "SLURM_RESTART_COUNT": "3"}
+    words = [daso.cluster.python, "-m", "daso", "submit", "--time=5", "hello.py"]
+    job = re.findall(r"submitted job (\d+) ", daso.cluster.run(words, **env).stdout)[0]
+    shown = daso.cluster.run(["scontrol", "show", "job", job]).stdout
+    assert "JobName=hello" in shown
+    assert "TimeLimit=00:05:00" in shown
+    assert ", restart 0\n" in daso.follow(job)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +225,16 @@ def test_an_array_has_a_log_and_a_line_for_each_job(daso):
     rows = [line.split() for line in daso.daso("status", job).stdout.splitlines()[1:]]
     assert [(row[0], row[2]) for row in rows] == [(f"{job}_{t}", "COMPLETED") for t in (1, 2, 3)]
     assert daso.daso("logs", job).stdout.count("==> many-") == 3
+
+
+def test_one_job_of_an_array_is_requeued_without_the_others(daso):
+    job = daso.submit("--array=1-3", "third75.py")
+    logs = [daso.follow(f"{job}_{task}") for task in (1, 2, 3)]
+    assert [re.findall(r"^restart (\d+)$", log, re.MULTILINE) for log in logs] == [
+        ["0"],
+        ["0"],
+        ["0", "1"],
+    ]
 
 
 def test_a_job_waits_for_another_one_and_logs_say_so(daso):

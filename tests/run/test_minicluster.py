@@ -1,4 +1,5 @@
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from daso.errors import ConfigError
 from daso.run.minicluster import start
 from daso.run.minicluster.command import main
 from daso.run.minicluster.rate import parse_rate
-from daso.run.minicluster.state import read_record, write_record
+from daso.run.minicluster.state import read_record, remove, write_record
 from daso.run.minicluster.text import CONTROL, Minicluster
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "minicluster"
@@ -237,12 +238,48 @@ def test_where_nothing_is_up_it_says_so(command, capsys):
     assert "no cluster is up in /run/no-such-minicluster" in capsys.readouterr().out
 
 
+def test_a_removal_that_is_cut_off_leaves_the_record_and_can_be_repeated(tmp_path, monkeypatch):
+    """Without the record, `down` would take what is left for somebody else's, and refuse."""
+    folder, one = tmp_path / "state", cluster()
+    folder.mkdir()
+    write_record(folder, one)
+    for name in (*one.names, CONTROL):
+        (folder / name / "spool").mkdir(parents=True)
+    (folder / "slurm.conf").write_text("")
+    removed = []
+
+    def cut_off(path):
+        if len(removed) == 2 or path == folder:
+            raise KeyboardInterrupt
+        removed.append(path)
+        shutil_rmtree(path)
+
+    shutil_rmtree = shutil.rmtree
+    for _ in range(3):
+        removed.clear()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(shutil, "rmtree", cut_off)
+            remove(folder)
+        assert read_record(folder) == one
+    remove(folder)
+    assert not folder.exists()
+
+
 def test_somebody_who_is_not_root_is_told(monkeypatch, capsys):
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert run("up", "2") == 1
     assert capsys.readouterr().err == (
         "minicluster: minicluster must run as root, which may make namespaces; use sudo\n"
     )
+
+
+@pytest.mark.parametrize("words", [["down"], ["status"], ["rate", "1gbit"], ["cut", "mini0"]])
+def test_somebody_who_is_not_root_is_told_of_a_cluster_too(words, tmp_path, monkeypatch, capsys):
+    write_record(tmp_path, cluster())
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert main(words, folder=str(tmp_path)) == 1
+    assert "must run as root" in capsys.readouterr().err
+    assert (tmp_path / "record.json").exists()
 
 
 def test_missing_programs_are_named_with_their_packages(monkeypatch, capsys):

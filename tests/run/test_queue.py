@@ -34,6 +34,9 @@ ARRAY = "\n".join(
 )
 
 
+INVALID = b"slurm_load_jobs error: Invalid job id specified\n"
+
+
 def record(folder=Path("runs/slurm"), job="12", array=False, **client):
     return Record(
         job=job,
@@ -205,6 +208,15 @@ def test_commands_without_slurm_or_records_are_refused_in_one_line(capsys, folde
     assert "horeka" in refused(capsys, "status", "12", "--site=mars")
 
 
+@pytest.mark.parametrize("line", ['{"job": "13", "na', '{"job": "13"}', "[]", "3"])
+def test_a_record_that_is_none_is_named_with_its_line(capsys, folder, line):
+    keep(folder, record(folder))
+    with (folder / "jobs.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    for words in (["status"], ["logs", "12"]):
+        assert "jobs.jsonl:2: " in refused(capsys, *words)
+
+
 def test_status_lists_what_was_submitted_from_here(capsys, folder, answers):
     keep(folder, record(folder))
     assert main(["status"]) == 0
@@ -267,12 +279,53 @@ def test_follow_goes_on_until_the_job_has_ended_also_when_it_is_requeued(
     assert err == b"daso: job 12: PENDING, because\n"
 
 
-def test_follow_ends_with_the_last_line_of_the_script_without_asking(capfdbinary, folder, answers):
+def test_follow_goes_on_after_a_last_line_of_the_script_that_is_not_the_end(
+    capfdbinary, folder, answers, monkeypatch
+):
+    """SLURM killed the job to start it again; or an older job had the same number."""
+    keep(folder, record(folder))
+    log = folder / "train-12.out"
+    log.write_text("x\ndaso: job 12 ended with exit code 143\n")
+    monkeypatch.setattr(queue, "END_SECONDS", 0.0)
+    answers[:] = [state(word) for word in ("COMPLETING", "PENDING", "RUNNING", "COMPLETED")]
+    lines = iter(["", "", "y\n"])
+
+    def wait(_):
+        with log.open("a") as file:
+            file.write(next(lines))
+
+    monkeypatch.setattr(time, "sleep", wait)
+    assert main(["logs", "--follow", "12"]) == 0
+    out, err = capfdbinary.readouterr()
+    assert out.endswith(b"code 143\ny\n")
+    assert err == b""
+
+
+def test_follow_asks_again_soon_after_the_last_line(capfdbinary, folder, answers, monkeypatch):
+    monkeypatch.setattr(queue, "ASK_SECONDS", 100.0)
+    monkeypatch.setattr(queue, "END_SECONDS", 0.01)
     keep(folder, record(folder))
     text = "x\ndaso: job 12 ended with exit code 0\n"
     (folder / "train-12.out").write_text(text)
+    answers.append(state("COMPLETED"))
     assert main(["logs", "--follow", "12"]) == 0
     assert capfdbinary.readouterr() == (text.encode(), b"")
+
+
+def test_follow_goes_on_while_the_controller_gives_no_answer(capfdbinary, folder, monkeypatch):
+    from subprocess import CompletedProcess
+
+    away = b"slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
+    said = [CompletedProcess([], 1, b"", away), CompletedProcess([], 0, FAILED.encode(), b"")]
+    monkeypatch.setattr(queue, "ask", lambda *_, **__: said.pop(0))
+    monkeypatch.setattr(queue, "is_there", lambda _: False)
+    monkeypatch.setattr(queue, "ASK_SECONDS", 0.0)
+    monkeypatch.setattr(queue, "LOOK_SECONDS", 0.0)
+    keep(folder, record(folder))
+    assert main(["logs", "--follow", "12"]) == 0
+    _, err = capfdbinary.readouterr()
+    assert err.startswith(b"daso: job 12: UNKNOWN, slurm_load_jobs error: Unable to contact")
+    assert said == []
 
 
 def test_ctrl_c_ends_follow_quietly(capfdbinary, folder, answers, monkeypatch):
@@ -289,7 +342,7 @@ def test_ctrl_c_ends_follow_quietly(capfdbinary, folder, answers, monkeypatch):
 def test_a_job_that_slurm_has_forgotten_is_told_by_its_log(capsys, folder, monkeypatch):
     from subprocess import CompletedProcess
 
-    monkeypatch.setattr(queue, "ask", lambda *_, **__: CompletedProcess([], 1, b"", b"Invalid id"))
+    monkeypatch.setattr(queue, "ask", lambda *_, **__: CompletedProcess([], 1, b"", INVALID))
     monkeypatch.setattr(queue, "is_there", lambda _: False)
     keep(folder, record(folder), record(folder, "13"))
     (folder / "train-12.out").write_text("daso: job 12 ended with exit code 4\n")
@@ -297,4 +350,18 @@ def test_a_job_that_slurm_has_forgotten_is_told_by_its_log(capsys, folder, monke
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert rows[0] == ["12", "train", "FAILED", "-", "-", "-", "exit", "code", "4"]
     assert rows[1] == ["13", "train", "UNKNOWN", "-", "-", "-", "SLURM", "has", "forgotten", "it"]
-    assert "14 is not: Invalid id" in refused(capsys, "status", "14")
+    assert "14 is not: slurm_load_jobs error: Invalid job id" in refused(capsys, "status", "14")
+
+
+def test_the_logs_of_an_array_tell_of_its_jobs_one_by_one(capsys, folder, monkeypatch):
+    from subprocess import CompletedProcess
+
+    monkeypatch.setattr(queue, "ask", lambda *_, **__: CompletedProcess([], 1, b"", INVALID))
+    monkeypatch.setattr(queue, "is_there", lambda _: False)
+    keep(folder, record(folder, array=True))
+    for task, code in ((10, 0), (2, 1)):
+        end = f"daso: job 9 ended with exit code {code}\n"
+        (folder / f"train-12_{task}.out").write_text(end)
+    assert main(["status", "12"]) == 0
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert rows == [["12_2", "train", "FAILED"], ["12_10", "train", "COMPLETED"]]

@@ -1,8 +1,13 @@
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from jobs import run as run_outside
+
+from daso.comm.mpi import wait_for_all
 
 SHOW = "import sys; print(__name__, sys.argv, sys.path[0]); sys.exit(int(sys.argv[1]))\n"
 
@@ -52,3 +57,39 @@ def test_an_error_keeps_its_traceback(tmp_path):
     found = run(tmp_path, "bad.py")
     assert found.returncode != 0
     assert "ZeroDivisionError" in found.stderr
+
+
+SAVE = """
+import sys, time
+from pathlib import Path
+from mpi4py import MPI
+
+rank = MPI.COMM_WORLD.rank
+time.sleep(rank)
+Path(__file__).with_name(f"saved-{rank}").touch()
+sys.exit(75)
+"""
+
+
+def test_no_rank_ends_before_all_have_saved(tmp_path):
+    """The first rank that ends with an exit code other than 0 has the others killed."""
+    (tmp_path / "save.py").write_text(SAVE)
+    words = ["run", "-n", "2", "-m", "daso.run.rank", tmp_path / "save.py"]
+    done = run_outside([sys.executable, "-m", "daso", *words])
+    assert done.returncode == 75, done.stderr
+    assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
+
+
+def test_a_rank_does_not_wait_for_ever(monkeypatch):
+    class Request:
+        def Test(self):  # noqa: N802
+            return False
+
+    world = SimpleNamespace(Ibarrier=Request)
+    fake = SimpleNamespace(
+        COMM_WORLD=world, Is_initialized=lambda: True, Is_finalized=lambda: False
+    )
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", fake)
+    begun = time.monotonic()
+    wait_for_all(0.05)
+    assert 0.05 <= time.monotonic() - begun < 5

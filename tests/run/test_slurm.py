@@ -220,7 +220,6 @@ def test_restarts_are_limited_by_the_count_of_slurm():
     text = script(replace(PLAIN, max_restarts=7))
     assert 'restarts="${SLURM_RESTART_COUNT:-0}"' in text
     assert '[ "$restarts" -lt 7 ]' in text
-    assert 'scontrol requeue "$SLURM_JOB_ID"' in text
 
 
 # --- the script's own decisions, in bash, without SLURM -------------------------------------------
@@ -273,6 +272,20 @@ def test_a_program_that_saved_its_work_is_requeued(job, tmp_path, how):
     assert list((tmp_path / "runs/slurm").iterdir()) == []
 
 
+def test_what_another_job_of_the_same_number_left_behind_does_not_count(job, tmp_path):
+    (tmp_path / "runs/slurm/requeue-12-0").touch()
+    code, lines, _ = run_script(job, tmp_path, SRUN.format("return 3"))
+    assert (code, lines[1:]) == (3, ["daso: job 12 ended with exit code 3"])
+
+
+def test_of_an_array_one_job_alone_is_requeued(job, tmp_path):
+    """The last job of an array has the array's own number, which would requeue all of them."""
+    env = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "0"}
+    array = replace(job, array="0-3")
+    _, lines, _ = run_script(array, tmp_path, SRUN.format("return 75"), env)
+    assert lines[-1] == "scontrol requeue 12_0"
+
+
 def test_the_last_restart_is_the_last(job, tmp_path):
     last = replace(job, max_restarts=2)
     program = SRUN.format("return 75")
@@ -287,7 +300,7 @@ def test_a_job_that_cannot_be_requeued_says_so(job, tmp_path):
     code, lines, _ = run_script(job, tmp_path, program)
     assert code == 75
     assert lines[-2:] == [
-        "daso: job 12 could not be requeued; submit again to go on",
+        "daso: job 12 could not be requeued; submit again to go on (daso train: with --resume)",
         "daso: job 12 ended with exit code 75",
     ]
 
@@ -339,7 +352,28 @@ def test_quoting_leaves_no_control_characters(word):
     "time", ["30", "30:00", "0:30:00", "100:00:00", "1-0", "1-12", "1-12:30", "1-12:30:15", "0:5"]
 )
 def test_times_that_sbatch_takes(time):
-    assert f"--time={time}" in directives(script(replace(PLAIN, time=time)))
+    assert f"--time={time}" in directives(script(replace(PLAIN, time=time, signal_seconds=1)))
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        *(("5", 300), ("5:30", 330), ("0:05:30", 330), ("1-2", 93600), ("1-2:03", 93780)),
+        *(("0-0:03", 180), ("1-0:0:5", 86405), ("2:0:0", 7200)),
+    ],
+)
+def test_a_job_has_time_before_it_is_told_that_time_runs_out(time, seconds):
+    """SLURM sends the signal at once else, and each restart would do as little as the first."""
+    replace(PLAIN, time=time, signal_seconds=min(seconds - 1, 65535))
+    if seconds <= 65535:
+        with pytest.raises(ConfigError, match="longer than --signal-seconds") as caught:
+            replace(PLAIN, time=time, signal_seconds=seconds)
+        assert repr(time) in str(caught.value)
+
+
+def test_no_time_limit_is_longer_than_any():
+    for time in ("", "0"):
+        replace(PLAIN, time=time, signal_seconds=65535)
 
 
 @pytest.mark.parametrize(

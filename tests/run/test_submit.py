@@ -239,6 +239,22 @@ def test_without_an_answer_sbatch_decides(text):
     assert too_big(job(nodes=99), text) is None
 
 
+def test_a_partition_of_many_nodes_is_no_riddle(capsys, tmp_path):
+    """Unless told otherwise, sinfo writes 1536 as 1.50K."""
+    programs = {
+        "sbatch": "echo 7",
+        "sinfo": 'case "$*" in *--noconvert*) echo "m*|128|1536";; *) echo "m*|128|1.50K";; esac',
+    }
+    (tmp_path / "bin").mkdir()
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    assert main(["submit", "--launcher=pmi2", "--nodes=1536", "train.py"]) == 0
+    assert "submitted job 7" in capsys.readouterr().out
+    assert main(["submit", "--launcher=pmi2", "--nodes=1537", "train.py"]) == 2
+    assert "1536 of 128 CPUs" in capsys.readouterr().err
+
+
 SAID = "sbatch: error: Batch job submission failed: "
 
 
@@ -258,7 +274,13 @@ SAID = "sbatch: error: Batch job submission failed: "
         ),
         (
             f"{SAID}Invalid account or account/partition combination specified\n",
-            ["--partition=p"],
+            ["the account must be yours", "--account=a --partition=p", "sacctmgr show assoc"],
+        ),
+        (
+            "sbatch: error: QOSMaxSubmitJobPerUserLimit\n"
+            f"{SAID}Job violates accounting/QOS policy (job submit limit, user's size and/or time "
+            "limits)\n",
+            ["within the limits", "--time=30 --account=a --qos=q", "wait for your other jobs"],
         ),
         (f"{SAID}Invalid qos specification\n", ["--qos=q"]),
         (f"{SAID}Invalid feature specification\n", ["--constraint=c"]),

@@ -11,7 +11,7 @@ from pathlib import Path
 from daso.errors import ConfigError, DasoError
 from daso.run.minicluster.text import CONTROL, Minicluster
 
-__all__ = ["PATH", "ClusterError", "call", "inside", "kill", "process_of"]
+__all__ = ["PATH", "ClusterError", "call", "check_root", "inside", "kill", "process_of"]
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 CALL_SECONDS = 20
@@ -20,6 +20,16 @@ REAP_SECONDS = 3
 
 class ClusterError(DasoError):
     """The cluster could not be started, or does not answer."""
+
+
+def check_root() -> None:
+    """Refuse anybody but root.
+
+    Raises:
+        ClusterError: It is somebody else.
+    """
+    if os.geteuid() != 0:
+        raise ClusterError("minicluster must run as root, which may make namespaces; use sudo")
 
 
 def call(*words: str, text: str = "", conf: str | None = None) -> str:
@@ -82,8 +92,9 @@ def process_of(cluster: Minicluster, name: str) -> int:
 
     Raises:
         ConfigError: There is no such host.
-        ClusterError: It is gone.
+        ClusterError: It is gone, or this is not root.
     """
+    check_root()
     if name not in (*cluster.names, CONTROL):
         raise ConfigError(
             f"a host must be one of {cluster.names[0]} to {cluster.names[-1]}, not {name!r}"

@@ -16,9 +16,24 @@ from pathlib import Path
 from typing import TypeAlias
 
 from daso.errors import ConfigError
-from daso.run.minicluster.processes import PATH, ClusterError, call, inside, kill, process_of
+from daso.run.minicluster.processes import (
+    PATH,
+    ClusterError,
+    call,
+    check_root,
+    inside,
+    kill,
+    process_of,
+)
 from daso.run.minicluster.rate import parse_rate
-from daso.run.minicluster.state import locked, read_record, running, write_files, write_record
+from daso.run.minicluster.state import (
+    locked,
+    read_record,
+    remove,
+    running,
+    write_files,
+    write_record,
+)
 from daso.run.minicluster.text import CONTROL, Minicluster
 
 __all__ = ["set_rate", "states", "take_down", "up"]
@@ -42,8 +57,7 @@ def check_machine() -> None:
     Raises:
         ClusterError: Something is missing.
     """
-    if os.geteuid() != 0:
-        raise ClusterError("minicluster must run as root, which may make namespaces; use sudo")
+    check_root()
     missing = [
         (package, program)
         for package, programs in PACKAGES.items()
@@ -259,4 +273,4 @@ def take_down(cluster: Minicluster) -> None:
         # The kernel removes it with its other end, and may be at it.
         with contextlib.suppress(ClusterError):
             call("ip", "link", "delete", cluster.link)
-    shutil.rmtree(cluster.folder)
+    remove(Path(cluster.folder))

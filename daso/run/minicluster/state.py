@@ -5,15 +5,16 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from daso.errors import ConfigError
-from daso.run.minicluster.processes import ClusterError
+from daso.run.minicluster.processes import ClusterError, check_root
 from daso.run.minicluster.text import CONTROL, Minicluster
 
-__all__ = ["locked", "read_record", "running", "write_files", "write_record"]
+__all__ = ["locked", "read_record", "remove", "running", "write_files", "write_record"]
 
 RECORD = "record.json"
 
@@ -23,8 +24,9 @@ def locked(folder: Path) -> Iterator[None]:
     """Keep other commands on the same cluster waiting.
 
     Raises:
-        ClusterError: Another one is at work.
+        ClusterError: Another one is at work, or this is not root.
     """
+    check_root()
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -82,6 +84,16 @@ def write_files(cluster: Minicluster) -> None:
     key = folder / CONTROL / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(128))
+
+
+def remove(folder: Path) -> None:
+    """Remove the state folder; the record last, so that a `down` that is killed can be repeated."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != RECORD:
+            path.unlink()
+    shutil.rmtree(folder)
 
 
 def running(folder: Path) -> Minicluster:
