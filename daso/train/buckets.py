@@ -5,6 +5,9 @@ whenever a hook runs, buckets for which every rank of the node is ready are adde
 finished before ``backward()`` returns, so that ``.grad`` then is the mean, as with DDP. One such
 pass over all buckets is a *round*.
 
+Where every rank is a node of its own, gradients stay where autograd put them until a phase that
+averages them between nodes.
+
 Buckets are made at the end of the first backward, in the order in which gradients became ready on
 world rank 0, the same on every rank. Behind the gradients each bucket has one number per parameter:
 1 where this rank had a gradient. Its mean tells whether any rank had one; where none had, ``.grad``
@@ -39,6 +42,7 @@ class Route:
     local_size: int  # ranks of the node
     parts: int  # first local ranks of the node that add a part each
     between: Between | None = None  # where parts go from there; None: nowhere, the node's mean
+    alone: bool = False  # every rank of the world is a node, and nothing goes between: no averages
 
 
 @dataclass(slots=True)
@@ -94,6 +98,7 @@ class GradientBuckets:
         self.named, self.node, self.route = named, node, route
         self._begin, self._behind_ddp = begin, behind_ddp
         self.fresh = False  # a round was finished since somebody set this to False
+        self.touched = False  # by a backward, since somebody set this to False
         self._paused = False
         self._make = partial(_make_buckets, named, node, bucket_bytes, same_order)
         self._buckets: list[Bucket] = []  # made at the end of the first backward
@@ -116,10 +121,13 @@ class GradientBuckets:
 
     @_disable_dynamo
     def _on_ready(self, index: int, tensor: torch.Tensor) -> None:
+        self.touched = True
         if self._paused:
             return
         ready = self._round.ready
         _check_gradient(self.named[index][0], tensor, again=index in ready)
+        if self.route.alone:
+            return
         if not ready:
             self._begin()
             # Called by autograd when this backward is over, as DDP and FSDP do it.
@@ -166,6 +174,9 @@ class GradientBuckets:
 
         Collective over the node, and over the world where parts go between nodes; blocking.
         """
+        if self.route.alone:
+            self.fresh = True
+            return
         if not self._buckets:
             self._buckets = self._make(list(self._round.ready))
             self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.params}
@@ -199,11 +210,6 @@ class GradientBuckets:
                     if grad is not None and not bool(grad.isfinite().all()):
                         return self.named[index][0]
         return None
-
-    def owns(self, gradient: torch.Tensor) -> bool:
-        """Return whether a gradient lies in a bucket."""
-        views = (view for bucket in self._buckets for view in bucket.views)
-        return any(view.data_ptr() == gradient.data_ptr() for view in views)
 
     def close(self) -> None:
         """Take the hooks off and give gradients memory of their own; idempotent."""

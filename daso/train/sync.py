@@ -91,7 +91,8 @@ class Sync:
         place = self.topology.place
         if between:
             return Route(place.local_size, place.lanes, self._average_between)
-        return Route(place.local_size, place.local_size)
+        alone = max(place.node_sizes) == 1
+        return Route(place.local_size, place.local_size, alone=alone)
 
     def _average_between(self, total: torch.Tensor) -> Finish:
         """Start the mean over the world of a part that holds the sum over this node."""
@@ -185,11 +186,7 @@ class Sync:
 
     def is_probe(self) -> bool:
         """Return whether the step to come is torch's own; see `daso.train.scaling.is_probe`."""
-        if not is_probe(self.trained.inner):
-            return False
-        return not any(
-            p.grad is not None and self.buckets.owns(p.grad) for _, p in self.trained.named
-        )
+        return not self.buckets.touched and is_probe(self.trained.inner)
 
     def after_step(self, acts: Sequence[Act], state: State) -> Seen | None:
         """Carry out what is due after a batch.
@@ -203,7 +200,7 @@ class Sync:
 
         Collective over the world in the sense of the schedule; blocks for receives.
         """
-        self.buckets.fresh = False
+        self.buckets.fresh = self.buckets.touched = False
         self.counts.step()
         return self.perform(acts, state)
 

@@ -625,7 +625,8 @@ def test_a_rank_that_stalls_in_the_first_backward_is_told(topology, place):
         assert len(set(place.node_of)) == 1
         return
     model = small()
-    optimizer = wrap(topology, model, exchange=daso.Exchange(stall_seconds=0.3))
+    exchange = daso.Exchange(stall_seconds=0.3)
+    optimizer = wrap(topology, model, policy=daso.Fixed(1, 0), exchange=exchange)
     if place.rank == 0:
         host = topology.roll.hosts[0]
         late = ", ".join(f"{rank} on host {host}" for rank in range(1, place.size))
@@ -675,6 +676,22 @@ def test_a_sparse_gradient_nobody_could_foresee_is_refused_in_backward(topology,
     with pytest.raises(LayoutError, match="sparse"):
         nn.functional.embedding(torch.tensor([1]), weight, sparse=True).sum().backward()
     optimizer.close()
+
+
+def test_ranks_that_are_nodes_leave_gradients_alone_until_nodes_average_them(topology, place):
+    model = small()
+    policy = daso.Plateau(4, warmup=1, cooldown=1)
+    with wrap(topology, model, policy=policy) as optimizer:
+        for epoch in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(4, 4) * (place.rank + 1)).square().mean().backward()
+            grads = [p.grad.clone() for p in model.parameters()]
+            averaged = topology.same([g.tolist() for g in grads])
+            synchronous = epoch in (0, 3)
+            assert averaged == (synchronous or place.nodes == 1), epoch
+            optimizer.step()
+            optimizer.end_epoch(1.0)
+    assert topology.same(bits(model))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
