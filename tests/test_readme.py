@@ -80,6 +80,22 @@ def test_accuracies_it_quotes_are_those_that_were_measured() -> None:
         assert (gap, ratio) == (f"{row['gap']:.2f}", f"{row['bytes_ratio']:.1f}")
 
 
+def test_step_times_it_quotes_are_those_that_were_measured() -> None:
+    import json
+
+    found = json.loads((ROOT / "scripts/figures/train.json").read_text())
+    measured = [
+        {row["name"]: f"{row['over_compute']:.2f}" for row in run["rows"]} for run in found["runs"]
+    ]
+    links = " | ".join(run["plan"]["link"] for run in found["runs"])
+    section = README.split("## How fast")[1].split("\n## ")[0]
+    assert f"| | {links} |" in section
+    quoted = re.findall(r"^\| ([^|]+) \| (\S+)x \| (\S+)x \|$", section, re.MULTILINE)
+    assert {name for name, *_ in quoted} == set(measured[0]) - {"compute only"}
+    for name, *ratios in quoted:
+        assert ratios == [rows[name] for rows in measured]
+
+
 def test_keywords_it_lists_are_those_of_the_optimizer() -> None:
     import inspect
 
