@@ -45,6 +45,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--only", action="append", help="a contender; may be given several times")
     train.add_argument("--seconds", type=float, default=0, help="of a round (8; quick 3)")
     train.add_argument("--settle", type=float, default=0, help="before the first (20; quick 6)")
+    train.add_argument("--plot", type=Path, help="draw step times to this PNG")
     exchange = add("exchange", _exchange, "one exchange between nodes against its link's limit")
     _add_links(exchange, "1gbit")
     exchange.add_argument("--nodes", default="2,3,4", help="hosts, separated by commas (2,3,4)")
@@ -68,6 +69,10 @@ def _main(chosen: argparse.Namespace, run: Any) -> int:
         print(text, flush=True)
         found.append(one)
         figures |= more
+    if getattr(chosen, "plot", None):
+        from daso.run.bench.draw import save
+
+        save(found, chosen.plot)
     if chosen.json:
         known = {"versions": found[0]["versions"], "date": date.today().isoformat()}
         text = json.dumps({"figures": figures, **known, "runs": found}, indent=1)
