@@ -29,6 +29,8 @@ from daso.train.params import Named, view_like
 
 __all__ = ["Between", "Finish", "GradientBuckets", "Route"]
 
+OURS = "made_in_a_backward_that_daso_saw"  # attribute of a gradient that is in no bucket
+
 # Hands a part's sum over this node to the exchange between nodes. The call it gives back blocks
 # until the sum is replaced by the mean over the world.
 Finish = Callable[[], None]
@@ -98,7 +100,6 @@ class GradientBuckets:
         self.named, self.node, self.route = named, node, route
         self._begin, self._behind_ddp = begin, behind_ddp
         self.fresh = False  # a round was finished since somebody set this to False
-        self.touched = False  # by a backward, since somebody set this to False
         self._paused = False
         self._make = partial(_make_buckets, named, node, bucket_bytes, same_order)
         self._buckets: list[Bucket] = []  # made at the end of the first backward
@@ -121,12 +122,12 @@ class GradientBuckets:
 
     @_disable_dynamo
     def _on_ready(self, index: int, tensor: torch.Tensor) -> None:
-        self.touched = True
         if self._paused:
             return
         ready = self._round.ready
         _check_gradient(self.named[index][0], tensor, again=index in ready)
         if self.route.alone:
+            setattr(tensor.grad, OURS, True)
             return
         if not ready:
             self._begin()
@@ -210,6 +211,12 @@ class GradientBuckets:
                     if grad is not None and not bool(grad.isfinite().all()):
                         return self.named[index][0]
         return None
+
+    def owns(self, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient lies in a bucket, or was left where a backward made it."""
+        views = (view for bucket in self._buckets for view in bucket.views)
+        made = getattr(gradient, OURS, False)
+        return made or any(view.data_ptr() == gradient.data_ptr() for view in views)
 
     def close(self) -> None:
         """Take the hooks off and give gradients memory of their own; idempotent."""

@@ -186,7 +186,11 @@ class Sync:
 
     def is_probe(self) -> bool:
         """Return whether the step to come is torch's own; see `daso.train.scaling.is_probe`."""
-        return not self.buckets.touched and is_probe(self.trained.inner)
+        if not is_probe(self.trained.inner):
+            return False
+        return not any(
+            p.grad is not None and self.buckets.owns(p.grad) for _, p in self.trained.named
+        )
 
     def after_step(self, acts: Sequence[Act], state: State) -> Seen | None:
         """Carry out what is due after a batch.
@@ -200,7 +204,7 @@ class Sync:
 
         Collective over the world in the sense of the schedule; blocks for receives.
         """
-        self.buckets.fresh = self.buckets.touched = False
+        self.buckets.fresh = False
         self.counts.step()
         return self.perform(acts, state)
 
