@@ -42,6 +42,7 @@ class Notes:
             numbers: At most 4.
         """
         row = torch.tensor([*numbers, *[0] * (NUMBERS - len(numbers))])
+        self._sending = [one for one in self._sending if not one[0].Test()]
         self._sending.append((self.comm.Isend(sum_buffer(row), rank, tag), row))
         self._sent[rank] += 1
 
