@@ -6,69 +6,27 @@ sequential sum of what the wire carried, and the only way for a wire that MPI ca
 round number by number give the same bits for any chunking. Both work chunk by chunk: while one
 chunk is added and sent back, the next one is on its way.
 
-A row is read and written through a `Source`, chunk by chunk, so that a delta is computed where it
-is needed and never stored. `in_process` does what `TwoPhase` does for rows that are all here.
+A row is read and written through a `Source` (`daso.comm.means`), so that a delta is computed where
+it is needed and never stored.
 """
 
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from daso.comm.compress import PIECE, Codec, Fields, pieces
+from daso.comm.compress import PIECE, Codec
 from daso.comm.dtypes import accumulator, byte_buffer, sum_buffer
+from daso.comm.means import Adder, Buffers, Chunks, Source, deliver, encode
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Adder", "Chunks", "Row", "Source", "TwoPhase", "iallreduce", "in_process"]
+__all__ = ["TwoPhase", "iallreduce"]
 
-# One span (start, stop) for each peer, for each chunk; the spans of a chunk follow one another.
-Chunks = Sequence[Sequence[tuple[int, int]]]
 Requests = Generator[Sequence["MPI.Request"], None, int]
 
 SCATTER, RETURN = 1, 2  # tags of the two phases
-
-
-class Source(Protocol):
-    """A row that an exchange reads from and delivers to."""
-
-    dtype: torch.dtype
-
-    def values(self, start: int, stop: int) -> torch.Tensor:
-        """Return the numbers of elements ``start`` to ``stop``; the exchange may overwrite them."""
-        ...
-
-    def sent(self, start: int, stop: int, values: torch.Tensor, carried: torch.Tensor) -> None:
-        """Take note that for ``values`` the wire carried ``carried``."""
-        ...
-
-    def deliver(self, start: int, stop: int, mean: torch.Tensor) -> None:
-        """Take the mean of elements ``start`` to ``stop``."""
-        ...
-
-
-class Row:
-    """A plain row of numbers, replaced by its mean.
-
-    Args:
-        flat: The row (numel), on the CPU.
-    """
-
-    def __init__(self, flat: torch.Tensor) -> None:
-        self.flat = flat
-        self.dtype = flat.dtype
-
-    def values(self, start: int, stop: int) -> torch.Tensor:
-        """Return the numbers in place."""
-        return self.flat[start:stop]
-
-    def sent(self, start: int, stop: int, values: torch.Tensor, carried: torch.Tensor) -> None:
-        """Keep nothing: a plain row has no residual."""
-
-    def deliver(self, start: int, stop: int, mean: torch.Tensor) -> None:
-        """Write the mean in place."""
-        self.flat[start:stop].copy_(mean)
 
 
 def iallreduce(
@@ -112,141 +70,6 @@ def _in_place() -> object:
     from daso.comm.mpi import load
 
     return load().IN_PLACE
-
-
-class Buffers:
-    """Rows that are kept from exchange to exchange, because new memory costs more than the sum."""
-
-    def __init__(self) -> None:
-        self._rows: dict[tuple[str, int], torch.Tensor] = {}
-
-    def row(self, name: str, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for chunk ``index``; two chunks are under way at most."""
-        key = (f"{name} {dtype}", index & 1)
-        if key not in self._rows or self._rows[key].numel() < numel:
-            self._rows[key] = torch.empty(numel, dtype=dtype)
-        return self._rows[key][:numel]
-
-
-class Adder:
-    """Adds the ranks' versions of a part, and rounds the mean for the wire.
-
-    Args:
-        codec: What crosses.
-        weights: Weight of each rank's row, in rank order.
-        total: What the sum is divided by.
-        rounded: What the owners of parts rounded away, by start of the part.
-    """
-
-    def __init__(
-        self, codec: Codec, weights: Sequence[int], total: int, rounded: dict[int, torch.Tensor]
-    ) -> None:
-        self.codec, self.weights, self.total = codec, tuple(weights), total
-        self.rounded = rounded
-        self._buffer = Buffers().row
-
-    def add(
-        self,
-        versions: Sequence[torch.Tensor],
-        payload: torch.Tensor,
-        span: tuple[int, int],
-        dtype: torch.dtype,
-    ) -> None:
-        """Write the weighted mean of a part, added in rank order, for the wire.
-
-        What is rounded away goes into the next mean.
-
-        Args:
-            versions: The ranks' payloads of the part.
-            payload: Where the mean goes; may be one of them.
-            span: The part.
-            dtype: In which is added, fp32 or fp64.
-        """
-        codec, start, numel = self.codec, span[0], span[1] - span[0]
-        if start not in self.rounded and not codec.exact:
-            self.rounded[start] = torch.zeros(numel, dtype=dtype)
-        rounded = self.rounded.get(start)
-        for a, b in pieces(numel):
-            mean = self._mean([codec.fields(one, numel, a, b) for one in versions], b - a, dtype)
-            fields = codec.fields(payload, numel, a, b)
-            if rounded is not None:
-                mean += rounded[a:b]
-            codec.encode(mean, fields)
-            if rounded is not None:
-                codec.decode(fields, rounded[a:b])
-                torch.sub(mean, rounded[a:b], out=rounded[a:b])
-
-    def _mean(self, versions: Sequence[Fields], numel: int, dtype: torch.dtype) -> torch.Tensor:
-        total, term = (self._buffer(name, 0, numel, dtype) for name in ("sum", "term"))
-        for rank, weight in enumerate(self.weights):
-            out = total if rank == 0 else term
-            self.codec.decode(versions[rank], out)
-            if weight != 1:
-                out *= weight
-            if rank > 0:
-                total += term
-        return total.div_(self.total)
-
-
-def in_process(sources: Sequence[Source], adder: Adder, chunks: Chunks) -> int:
-    """Do what `TwoPhase` does, bit for bit, for rows that are all in this process.
-
-    Args:
-        sources: One row for each rank, in rank order.
-        adder: Adds them.
-        chunks: From `plan.layout.chunk_parts` with one part per rank.
-
-    Returns:
-        Bytes that all ranks together would have sent.
-    """
-    nbytes, peers, codec = 0, len(sources) - 1, adder.codec
-    for parts in chunks:
-        sizes = [codec.nbytes(end - begin) for begin, end in parts]
-        nbytes += 2 * peers * sum(sizes)
-        payloads = [torch.split(torch.empty(sum(sizes), dtype=torch.uint8), sizes) for _ in sources]
-        carried = torch.empty(PIECE, dtype=sources[0].dtype)
-        for source, payload in zip(sources, payloads, strict=True):
-            _encode(codec, source, payload, parts, carried)
-        means = [payloads[owner][owner] for owner in range(len(sources))]
-        for owner, part in enumerate(parts):
-            adder.add([one[owner] for one in payloads], means[owner], part, sources[0].dtype)
-        for source in sources:
-            _deliver(codec, means, source, parts, carried)
-    return nbytes
-
-
-def _encode(
-    codec: Codec,
-    source: Source,
-    payload: Sequence[torch.Tensor],
-    parts: Sequence[tuple[int, int]],
-    carried: torch.Tensor,
-) -> None:
-    """Write a chunk of a row for the wire, and let the row know what the wire carries."""
-    for (start, stop), one in zip(parts, payload, strict=True):
-        for a, b in pieces(stop - start):
-            values = source.values(start + a, start + b)
-            fields = codec.fields(one, stop - start, a, b)
-            codec.encode(values, fields)
-            known = values
-            if not codec.exact:
-                known = carried[: b - a]
-                codec.decode(fields, known)
-            source.sent(start + a, start + b, values, known)
-
-
-def _deliver(
-    codec: Codec,
-    means: Sequence[torch.Tensor],
-    source: Source,
-    parts: Sequence[tuple[int, int]],
-    mean: torch.Tensor,
-) -> None:
-    """Give a row the mean of a chunk."""
-    for (start, stop), one in zip(parts, means, strict=True):
-        for a, b in pieces(stop - start):
-            codec.decode(codec.fields(one, stop - start, a, b), mean[: b - a])
-            source.deliver(start + a, start + b, mean[: b - a])
 
 
 class TwoPhase:
@@ -331,7 +154,7 @@ class TwoPhase:
         """Encode a chunk and start sending each peer its part."""
         sizes = self._sizes(parts)
         payload = torch.split(self._buffer("send", index, sum(sizes), torch.uint8), sizes)
-        _encode(self.codec, source, payload, parts, self._piece(source))
+        encode(self.codec, source, payload, parts, self._piece(source))
         return self._swap(payload, self._received(parts, index), tag=SCATTER)
 
     def _piece(self, source: Source) -> torch.Tensor:
@@ -361,4 +184,4 @@ class TwoPhase:
         return self._swap([returned[rank]] * len(parts), returned, tag=RETURN)
 
     def _deliver(self, source: Source, parts: Sequence[tuple[int, int]], index: int) -> None:
-        _deliver(self.codec, self._returned(parts, index), source, parts, self._piece(source))
+        deliver(self.codec, self._returned(parts, index), source, parts, self._piece(source))

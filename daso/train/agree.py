@@ -9,7 +9,8 @@ import torch
 from daso.comm.compress import Cast
 from daso.comm.dtypes import accumulator
 from daso.comm.engine import Work
-from daso.comm.exchange import Row, TwoPhase
+from daso.comm.exchange import TwoPhase
+from daso.comm.means import Row
 from daso.comm.topology import Topology
 from daso.plan.layout import chunk_parts
 from daso.train.params import Named, broadcast

@@ -9,7 +9,8 @@ from daso.comm.bell import Bell
 from daso.comm.compress import Cast, Codec
 from daso.comm.dtypes import sum_buffer
 from daso.comm.engine import Engine, Work
-from daso.comm.exchange import Row, TwoPhase, iallreduce
+from daso.comm.exchange import TwoPhase, iallreduce
+from daso.comm.means import Row
 from daso.comm.mpi import load
 from daso.comm.topology import Topology
 from daso.plan.header import Header, Tally

@@ -14,7 +14,7 @@ import torch
 
 from daso.comm.compress import codec_named, dense_codec
 from daso.comm.dtypes import accumulator
-from daso.comm.exchange import Adder, in_process
+from daso.comm.means import Adder, in_process
 from daso.plan.header import Tally
 from daso.plan.layout import chunk_parts, fragments
 from daso.plan.merge import ADOPT, Merge

@@ -7,7 +7,8 @@ import torch
 from daso.comm.choose import choose_device
 from daso.comm.compress import Cast, codec_named
 from daso.comm.engine import Engine
-from daso.comm.exchange import Adder, Row, TwoPhase, iallreduce, in_process
+from daso.comm.exchange import TwoPhase, iallreduce
+from daso.comm.means import Adder, Row, in_process
 from daso.comm.node_shm import ShmNode
 from daso.comm.notes import Notes
 from daso.comm.roll import RollCall

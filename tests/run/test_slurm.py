@@ -15,7 +15,7 @@ from daso.run.slurm import Job, name_of, options, quote
 
 PMI2 = Launcher("pmi2", "MPICH", "the MPI library is MPICH")
 MPIRUN = Launcher("mpirun", "Open MPI", "as asked for")
-PLAIN = Job(program=("train.py",), launcher=PMI2, chdir=Path("/scratch/run"), python="/opt/bin/python")
+PLAIN = Job(program=("train.py",), launcher=PMI2, chdir=Path("/data/run"), python="/opt/bin/python")
 FULL = replace(
     PLAIN,
     program=("-m", "pack.mod", "--lr=0.1", "a b", "$HOME", "it's"),
@@ -52,7 +52,7 @@ JOBS = {
     "full mpirun": replace(FULL, launcher=MPIRUN),
     "login": replace(PLAIN, login_shell=True),
     "odd words": replace(PLAIN, program=("train.py", "", "a\nb", "\r", "-", "'\"\\`!#", "é")),
-    "odd folder": replace(PLAIN, chdir=Path("/scratch/it's 100% mine")),
+    "odd folder": replace(PLAIN, chdir=Path("/data/it's 100% mine")),
 }
 
 
@@ -115,8 +115,8 @@ def test_every_option_comes_as_its_directive():
         "--network=disable_rdzv_get",
         "--array=0-9%2",
         "--dependency=afterany:123",
-        "--chdir=/scratch/run",
-        "--output=/scratch/run/runs/slurm/%x-%A_%a.out",
+        "--chdir=/data/run",
+        "--output=/data/run/runs/slurm/%x-%A_%a.out",
         "--open-mode=append",
         "--signal=USR1@300",
         "--requeue",
@@ -132,8 +132,8 @@ def test_what_is_not_asked_for_is_not_there():
         "--nodes=1",
         "--ntasks-per-node=1",
         "--cpus-per-task=1",
-        "--chdir=/scratch/run",
-        "--output=/scratch/run/runs/slurm/%x-%j.out",
+        "--chdir=/data/run",
+        "--output=/data/run/runs/slurm/%x-%j.out",
         "--open-mode=append",
         "--signal=USR1@120",
         "--requeue",

@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from daso.comm.compress import codec_named
 from daso.comm.engine import Engine
-from daso.comm.exchange import Row, TwoPhase
+from daso.comm.exchange import TwoPhase
+from daso.comm.means import Row
 from daso.comm.topology import Topology
 from daso.plan.layout import chunk_parts
 from daso.plan.options import Exchange
 from daso.run.bench.contenders import join_gloo
 from daso.run.bench.rounds import sent_bytes, take_turns
-from daso.train.part import Part, Way
+from daso.train.part import Part, Way, chunk_numel
 
 __all__ = ["Plan", "figures", "limit_seconds", "measure", "table"]
 
@@ -96,9 +97,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
 
 def _two_phase(wire: str, numel: int, engine: Engine, comm: Any, size: int) -> Callable[[], object]:
     codec = codec_named(wire)
-    chunks = chunk_parts(
-        numel, size, max(1, int(Exchange().chunk_bytes / codec.nbytes(1024) * 1024))
-    )
+    chunks = chunk_parts(numel, size, chunk_numel(codec, Exchange().chunk_bytes))
     exchange = TwoPhase(comm, codec, [1] * size, size, {})
     source = Row(torch.ones(numel)) if codec.exact else Part(torch.ones(numel), Way(lossless=False))
     return lambda: engine.run(exchange.run(source, chunks))

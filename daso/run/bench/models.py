@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from daso.data import find_fashion, load_fashion, load_text
+from daso.environment import data_folder
 from daso.examples.transformer import ByteTransformer
 
 __all__ = ["CASES", "Batch", "Case", "ResNet18", "loss_of", "score", "small_cnn"]
@@ -115,11 +116,12 @@ def _adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def _images() -> Batch:
     """Return Fashion-MNIST where it is on disk, else noise."""
-    if find_fashion() is None:
+    folder = data_folder()
+    if find_fashion(folder) is None:
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(KEPT, 1, SIDE, SIDE, generator=generator)
         return noise, torch.randint(CLASSES, (KEPT,), generator=generator)
-    images, labels = load_fashion(train=True).tensors
+    images, labels = load_fashion(folder, train=True).tensors
     return images[:KEPT], labels[:KEPT]
 
 
