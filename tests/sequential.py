@@ -169,9 +169,11 @@ class Sequential:
             carried_by.append(carried)
             term = carried * weight
             total = term if total is None else total + term
-        mean = total / sum(weights) + self.rounded[index]
-        carried = mean.to(self.wire).to(mean.dtype)
-        self.rounded[index] = mean - carried
+        mean = carried = total / sum(weights)
+        if len(self.models) > 2:  # two nodes send each other everything; more, the mean once more
+            mean = mean + self.rounded[index]
+            carried = mean.to(self.wire).to(mean.dtype)
+            self.rounded[index] = mean - carried
         for node in range(len(self.models)):
             self.others[node][index] = carried - carried_by[node] * self.share(node)
         if self.outer is None:

@@ -1,10 +1,11 @@
 """The mean of a flat row over the ranks of one communicator, as work for the engine.
 
-Two ways. `iallreduce` leaves the sum to MPI. `TwoPhase` sends each peer its part of the row, adds
-the parts in rank order in fp32 (fp64 for fp64 rows), and sends the means back: bit for bit the
-sequential sum of what the wire carried, and the only way for a wire that MPI cannot add. Wires that
-round number by number give the same bits for any chunking. Both work chunk by chunk: while one
-chunk is added and sent back, the next one is on its way.
+Two ways. `iallreduce` leaves the sum to MPI. `ordered` adds in rank order in fp32 (fp64 for fp64
+rows): bit for bit the sequential sum of what the wire carried, and the only way for a wire that MPI
+cannot add. Two ranks send each other the whole row (`Pairwise`); more send each peer its part of
+the row, add the parts, and send the means back (`TwoPhase`). Wires that round number by number give
+the same bits for any chunking. All work chunk by chunk: while one chunk is added, the next one is
+on its way.
 
 A row is read and written through a `Source` (`daso.comm.means`), so that a delta is computed where
 it is needed and never stored.
@@ -17,16 +18,16 @@ import torch
 
 from daso.comm.compress import PIECE, Codec
 from daso.comm.dtypes import accumulator, byte_buffer, sum_buffer
-from daso.comm.means import Adder, Buffers, Chunks, Source, deliver, encode
+from daso.comm.means import Adder, Buffers, Chunks, Source, add_and_deliver, deliver, encode, whole
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["TwoPhase", "iallreduce"]
+__all__ = ["Ordered", "Pairwise", "TwoPhase", "iallreduce", "ordered"]
 
 Requests = Generator[Sequence["MPI.Request"], None, int]
 
-SCATTER, RETURN = 1, 2  # tags of the two phases
+SCATTER, RETURN, SWAP = 1, 2, 3  # tags: the two phases; whole chunks
 
 
 def iallreduce(
@@ -70,6 +71,80 @@ def _in_place() -> object:
     from daso.comm.mpi import load
 
     return load().IN_PLACE
+
+
+def ordered(
+    comm: "MPI.Comm",
+    codec: Codec,
+    weights: Sequence[int],
+    total: int,
+    rounded: dict[int, torch.Tensor] | None = None,
+) -> "Ordered":
+    """Return the way to take means in rank order over so many ranks.
+
+    Args:
+        comm: Communicator of the engine.
+        codec: What crosses.
+        weights: Weight of each rank's row, in rank order.
+        total: What the sum is divided by.
+        rounded: What the owners of parts rounded away, by start of the part; kept by the caller.
+    """
+    if len(weights) == 2:
+        return Pairwise(comm, codec, weights, total)
+    return TwoPhase(comm, codec, weights, total, rounded)
+
+
+class Pairwise:
+    """Two ranks send each other the whole row, and each adds both; buffers are kept.
+
+    As many bytes as in two phases, in one: the mean is not rounded for the wire once more, and is
+    added where it is delivered.
+
+    Not to be run twice at the same time: the engine carries out one work after the other.
+
+    Args:
+        comm: Communicator of the engine, of two ranks.
+        codec: What crosses.
+        weights: Weight of each rank's row, in rank order.
+        total: What the sum is divided by.
+    """
+
+    def __init__(self, comm: "MPI.Comm", codec: Codec, weights: Sequence[int], total: int) -> None:
+        self.comm, self.codec = comm, codec
+        self.adder = Adder(codec, weights, total, {})
+        self._buffer = Buffers().row
+
+    def run(self, source: Source, chunks: Chunks) -> Requests:
+        """Take the mean of a row; as `TwoPhase.run`."""
+        nbytes = 0
+        crossing = self._swap(source, chunks[0], 0) if chunks else []
+        for index, parts in enumerate(chunks):
+            ahead = index + 1
+            following = self._swap(source, chunks[ahead], ahead) if ahead < len(chunks) else []
+            yield crossing
+            span, versions = whole(parts), self._versions(parts, index)
+            add_and_deliver(self.adder, versions, source, span, accumulator(source.dtype))
+            nbytes += versions[0].numel()
+            crossing = following
+        return nbytes
+
+    def _versions(self, parts: Sequence[tuple[int, int]], index: int) -> list[torch.Tensor]:
+        """Return both ranks' versions of a chunk, in rank order."""
+        start, stop = whole(parts)
+        size = self.codec.nbytes(stop - start)
+        mine, other = (self._buffer(name, index, size, torch.uint8) for name in ("mine", "other"))
+        return [mine, other] if self.comm.Get_rank() == 0 else [other, mine]
+
+    def _swap(
+        self, source: Source, parts: Sequence[tuple[int, int]], index: int
+    ) -> "list[MPI.Request]":
+        """Encode a chunk and start sending it to the other rank."""
+        rank, versions = self.comm.Get_rank(), self._versions(parts, index)
+        peer = 1 - rank
+        receive = self.comm.Irecv(byte_buffer(versions[peer]), peer, SWAP)
+        carried = self._buffer("piece", 0, PIECE, source.dtype)
+        encode(self.codec, source, [versions[rank]], [whole(parts)], carried)
+        return [receive, self.comm.Isend(byte_buffer(versions[rank]), peer, SWAP)]
 
 
 class TwoPhase:
@@ -185,3 +260,6 @@ class TwoPhase:
 
     def _deliver(self, source: Source, parts: Sequence[tuple[int, int]], index: int) -> None:
         deliver(self.codec, self._returned(parts, index), source, parts, self._piece(source))
+
+
+Ordered = Pairwise | TwoPhase

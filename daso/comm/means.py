@@ -1,7 +1,7 @@
 """The arithmetic of an exchange, without MPI: what is read, encoded, added and delivered.
 
 Everything goes piece by piece, since a piece that a core's cache holds goes through many passes at
-the price of one. `in_process` does with it what `daso.comm.exchange.TwoPhase` does between ranks.
+the price of one. `in_process` does with it what `daso.comm.exchange.ordered` does between ranks.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,18 @@ import torch
 
 from daso.comm.compress import PIECE, Codec, Fields, pieces
 
-__all__ = ["Adder", "Buffers", "Chunks", "Row", "Source", "deliver", "encode", "in_process"]
+__all__ = [
+    "Adder",
+    "Buffers",
+    "Chunks",
+    "Row",
+    "Source",
+    "add_and_deliver",
+    "deliver",
+    "encode",
+    "in_process",
+    "whole",
+]
 
 # One span (start, stop) for each peer, for each chunk; the spans of a chunk follow one another.
 Chunks = Sequence[Sequence[tuple[int, int]]]
@@ -111,7 +122,7 @@ class Adder:
             self.rounded[start] = torch.zeros(numel, dtype=dtype)
         rounded = self.rounded.get(start)
         for a, b in pieces(numel):
-            mean = self._mean([codec.fields(one, numel, a, b) for one in versions], b - a, dtype)
+            mean = self.mean([codec.fields(one, numel, a, b) for one in versions], b - a, dtype)
             fields = codec.fields(payload, numel, a, b)
             if rounded is not None:
                 mean += rounded[a:b]
@@ -120,7 +131,17 @@ class Adder:
                 codec.decode(fields, rounded[a:b])
                 torch.sub(mean, rounded[a:b], out=rounded[a:b])
 
-    def _mean(self, versions: Sequence[Fields], numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def mean(self, versions: Sequence[Fields], numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weighted mean of a piece, added in rank order.
+
+        Args:
+            versions: The ranks' fields of the piece.
+            numel: Numbers of the piece, at most `PIECE`.
+            dtype: In which is added, fp32 or fp64.
+
+        Returns:
+            The mean (numel), in memory that the next call writes.
+        """
         total, term = (self._buffer(name, 0, numel, dtype) for name in ("sum", "term"))
         for rank, weight in enumerate(self.weights):
             out = total if rank == 0 else term
@@ -133,7 +154,7 @@ class Adder:
 
 
 def in_process(sources: Sequence[Source], adder: Adder, chunks: Chunks) -> int:
-    """Do what `TwoPhase` does, bit for bit, for rows that are all in this process.
+    """Do what `daso.comm.exchange.ordered` does, bit for bit, for rows all in this process.
 
     Args:
         sources: One row for each rank, in rank order.
@@ -143,6 +164,8 @@ def in_process(sources: Sequence[Source], adder: Adder, chunks: Chunks) -> int:
     Returns:
         Bytes that all ranks together would have sent.
     """
+    if len(sources) == 2:
+        return _pairwise_in_process(sources, adder, chunks)
     nbytes, peers, codec = 0, len(sources) - 1, adder.codec
     for parts in chunks:
         sizes = [codec.nbytes(end - begin) for begin, end in parts]
@@ -157,6 +180,25 @@ def in_process(sources: Sequence[Source], adder: Adder, chunks: Chunks) -> int:
         for source in sources:
             deliver(codec, means, source, parts, carried)
     return nbytes
+
+
+def _pairwise_in_process(sources: Sequence[Source], adder: Adder, chunks: Chunks) -> int:
+    nbytes, codec, dtype = 0, adder.codec, sources[0].dtype
+    for parts in chunks:
+        start, stop = span = whole(parts)
+        versions = [torch.empty(codec.nbytes(stop - start), dtype=torch.uint8) for _ in sources]
+        carried = torch.empty(PIECE, dtype=dtype)
+        for source, version in zip(sources, versions, strict=True):
+            encode(codec, source, [version], [span], carried)
+        for source in sources:
+            add_and_deliver(adder, versions, source, span, dtype)
+        nbytes += sum(version.numel() for version in versions)
+    return nbytes
+
+
+def whole(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the span of a chunk."""
+    return parts[0][0], parts[-1][1]
 
 
 def encode(
@@ -191,3 +233,25 @@ def deliver(
         for a, b in pieces(stop - start):
             codec.decode(codec.fields(one, stop - start, a, b), mean[: b - a])
             source.deliver(start + a, start + b, mean[: b - a])
+
+
+def add_and_deliver(
+    adder: Adder,
+    versions: Sequence[torch.Tensor],
+    source: Source,
+    span: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    """Give a row the mean of what all ranks sent of a span.
+
+    Args:
+        adder: Adds.
+        versions: The ranks' payloads of the span, in rank order.
+        source: The row.
+        span: Where.
+        dtype: In which is added, fp32 or fp64.
+    """
+    codec, start, numel = adder.codec, span[0], span[1] - span[0]
+    for a, b in pieces(numel):
+        fields = [codec.fields(one, numel, a, b) for one in versions]
+        source.deliver(start + a, start + b, adder.mean(fields, b - a, dtype))

@@ -9,7 +9,7 @@ import torch
 from daso.comm.compress import Cast
 from daso.comm.dtypes import accumulator
 from daso.comm.engine import Work
-from daso.comm.exchange import TwoPhase
+from daso.comm.exchange import ordered
 from daso.comm.means import Row
 from daso.comm.topology import Topology
 from daso.plan.layout import chunk_parts
@@ -60,7 +60,7 @@ def average_tensors(
         first = row.clone()
         broadcast([first], topology)
         row = torch.where(row == first, 0.0, row - first)  # equal infinities too
-        mean = TwoPhase(comm, Cast(dtype, dtype), [1] * topology.place.size, topology.place.size)
+        mean = ordered(comm, Cast(dtype, dtype), [1] * topology.place.size, topology.place.size)
         chunks = chunk_parts(
             row.numel(), topology.place.size, max(1, chunk_bytes // dtype.itemsize)
         )

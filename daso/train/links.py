@@ -9,7 +9,7 @@ from daso.comm.bell import Bell
 from daso.comm.compress import Cast, Codec
 from daso.comm.dtypes import sum_buffer
 from daso.comm.engine import Engine, Work
-from daso.comm.exchange import TwoPhase, iallreduce
+from daso.comm.exchange import Ordered, iallreduce, ordered
 from daso.comm.means import Row
 from daso.comm.mpi import load
 from daso.comm.topology import Topology
@@ -45,7 +45,7 @@ class Links:
         self.lane = topology.lane if topology.lane == mpi.COMM_NULL else topology.lane.Dup()
         self.bell, self._roll = Bell(topology.world), topology.roll
         self.engine = Engine(settings.exchange.stall_seconds, self._roll.missing, self.late)
-        self._gradient_means: dict[torch.dtype, TwoPhase] = {}
+        self._gradient_means: dict[torch.dtype, Ordered] = {}
 
     def late(self) -> None:
         """Do what a long wait asks for: answer those who look for somebody, ring and listen.
@@ -56,7 +56,7 @@ class Links:
         self._roll.answer()
         self.bell.late()
 
-    def two_phase(self, codec: Codec, rounded: dict[int, torch.Tensor]) -> TwoPhase:
+    def ordered(self, codec: Codec, rounded: dict[int, torch.Tensor]) -> Ordered:
         """Return an exchange over this rank's lane in which every node counts by its ranks.
 
         Args:
@@ -64,7 +64,7 @@ class Links:
             rounded: What the owners of parts round away; kept by the caller.
         """
         weights = node_weights(self.place.node_sizes)
-        return TwoPhase(self.lane, codec, weights, sum(weights), rounded)
+        return ordered(self.lane, codec, weights, sum(weights), rounded)
 
     def gradient_mean(self, total: torch.Tensor) -> Work[int]:
         """Replace sums over nodes by the mean over the world; full precision.
@@ -83,7 +83,7 @@ class Links:
             return iallreduce(self.lane, Row(total), chunks, 1, self.place.size)
         if total.dtype not in self._gradient_means:
             codec = Cast(total.dtype, total.dtype)
-            self._gradient_means[total.dtype] = TwoPhase(
+            self._gradient_means[total.dtype] = ordered(
                 self.lane, codec, [1] * self.place.nodes, self.place.size
             )
         return self._gradient_means[total.dtype].run(Row(total), chunks)

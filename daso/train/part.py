@@ -44,7 +44,8 @@ class Part:
         self.shown, self.way, self.dtype = shown, way, shown.dtype
         self.reference = torch.zeros_like(shown)  # what the nodes agreed on last
         self.residual = None if way.lossless else torch.zeros_like(shown)
-        # Parameters when the exchange was sent. A node that goes ahead shows where it goes instead.
+        # Parameters s when the exchange was sent, then g - s once the mean g is there. A node that
+        # goes ahead shows where it goes instead.
         self.snapshot = torch.zeros_like(shown) if way.eager else shown
         self.outer = None if way.outer is None else Outer(way.outer, self.reference)
         self.ahead: torch.Tensor | None = None  # where the node went when it sent
@@ -97,8 +98,15 @@ class Part:
         else:
             mean = torch.add(reference, mean, out=reference)
             self.norm += float(mean.dot(mean))
-        apart = torch.sub(snapshot, mean, out=self._room(1, stop - start))
+        # g - s is what most merges need: it is written while all of it is in the core's cache.
+        room = snapshot if self._ready else self._room(1, stop - start)
+        apart = torch.sub(mean, snapshot, out=room)
         self.distance += float(apart.dot(apart))
+
+    @property
+    def _ready(self) -> bool:
+        """Whether an exchange leaves g - s where s was."""
+        return self.outer is None and not self.way.eager
 
     def _room(self, index: int, numel: int) -> torch.Tensor:
         if self._scratch[index].numel() < numel:
@@ -145,7 +153,7 @@ class Part:
         """Write what every rank of the node needs for a merge: g, or g - s, over what was shown."""
         if not rule.since_send:
             self.shown.copy_(self.reference)
-        else:
+        elif not self._ready:
             torch.sub(
                 self.reference,
                 self.snapshot if self.ahead is None else self.ahead,

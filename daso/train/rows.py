@@ -69,8 +69,8 @@ class ParameterRow:
         self.shared = node.share(self.spans, dtype)
         self.rounded: dict[int, torch.Tensor] = {}  # what this lane rounded away of means
         wire = links.settings.wire
-        self.wired = links.two_phase(codec_named(wire, dtype), self.rounded)
-        self.dense = links.two_phase(dense_codec(wire, dtype), self.rounded)
+        self.wired = links.ordered(codec_named(wire, dtype), self.rounded)
+        self.dense = links.ordered(dense_codec(wire, dtype), self.rounded)
         share = place.local_size / place.size
         way = Way(self.wired.codec.exact, links.settings.eager, share, outer)
         self.part = Part(self.shared.mine, way)

@@ -7,7 +7,7 @@ import torch
 from daso.comm.choose import choose_device
 from daso.comm.compress import Cast, codec_named
 from daso.comm.engine import Engine
-from daso.comm.exchange import TwoPhase, iallreduce
+from daso.comm.exchange import Pairwise, TwoPhase, iallreduce, ordered
 from daso.comm.means import Adder, Row, in_process
 from daso.comm.node_shm import ShmNode
 from daso.comm.notes import Notes
@@ -78,18 +78,21 @@ def test_node_sizes_that_do_not_add_up_are_refused_on_all_ranks(place):
 @pytest.mark.parametrize("numel", [0, 1, 5, 1000, 10_001])
 @pytest.mark.parametrize("chunk", [1_000_000, 333, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_two_phase_equals_the_sequential_mean_bit_for_bit(topology, engine, numel, chunk, dtype):
+def test_an_ordered_mean_equals_the_sequential_one_bit_for_bit(
+    topology, engine, numel, chunk, dtype
+):
     if numel > 1000 and chunk == 7:
         chunk = 2048
     place, size = topology.place, topology.place.size
     rows = rows_of_all_ranks(size, numel, dtype)
     weights = [rank + 1 for rank in range(size)]
-    exchange = TwoPhase(topology.world, Cast(dtype, dtype), weights, sum(weights))
+    exchange = ordered(topology.world, Cast(dtype, dtype), weights, sum(weights))
     mine = rows[place.rank].clone()
     sent = engine.run(exchange.run(Row(mine), chunk_parts(numel, size, chunk)))
     assert torch.equal(mine, sequential_mean(rows, weights, sum(weights)))
-    if numel == 1000 and chunk > numel and size == 4:
-        assert sent == 2 * 3 * 250 * dtype.itemsize
+    assert isinstance(exchange, Pairwise if size == 2 else TwoPhase)
+    if numel == 1000 and chunk > numel and size in (2, 4):
+        assert sent == {2: 1000, 4: 2 * 3 * 250}[size] * dtype.itemsize
 
 
 @pytest.mark.parametrize("chunk", [1_000_000, 100])
@@ -112,14 +115,14 @@ def test_a_small_wire_never_freezes_a_weight(topology, engine, wire):
     part = Part(torch.ones(37), Way(lossless=False))
     part.reference.fill_(1.0)
     rounded = {}
-    exchange = TwoPhase(topology.world, codec_named(wire), [1] * size, size, rounded)
+    exchange = ordered(topology.world, codec_named(wire), [1] * size, size, rounded)
     chunks = chunk_parts(37, size, 10)
     for _ in range(200):
         part.snapshot.copy_(part.reference - 0.001 * (1 + place.rank))
         engine.run(exchange.run(part, chunks))
     # What is held back goes out with an exact exchange over the same parts.
     part.snapshot.copy_(part.reference)
-    dense = TwoPhase(topology.world, codec_named("fp32"), [1] * size, size, rounded)
+    dense = ordered(topology.world, codec_named("fp32"), [1] * size, size, rounded)
     if wire == "topk":
         engine.run(dense.run(part, chunks))
         assert not part.residual.any()
@@ -136,7 +139,7 @@ def test_many_rows_in_one_process_get_the_same_bits(topology, engine, wire):
     weights, chunks = [1 + rank % 2 for rank in range(size)], chunk_parts(9001, size, 5000)
     parts = [Part(row.clone(), Way(codec.exact)) for row in rows]
     mine = Part(rows[place.rank].clone(), Way(codec.exact))
-    exchange = TwoPhase(topology.world, codec, weights, sum(weights))
+    exchange = ordered(topology.world, codec, weights, sum(weights))
     adder = Adder(codec, weights, sum(weights), {})
     for _ in range(3):
         nbytes = engine.run(exchange.run(mine, chunks))
@@ -150,7 +153,7 @@ def test_many_rows_in_one_process_get_the_same_bits(topology, engine, wire):
 def test_two_exchanges_in_flight_do_not_mix(topology, engine):
     size = topology.place.size
     one, two = (rows_of_all_ranks(size, 500, seed=seed) for seed in (1, 2))
-    exchange = TwoPhase(topology.world, Cast(torch.float32), [1] * size, size)
+    exchange = ordered(topology.world, Cast(torch.float32), [1] * size, size)
     chunks = chunk_parts(500, size, 64)
     mine = [rows[topology.place.rank].clone() for rows in (one, two)]
     tickets = [engine.submit(exchange.run(Row(row), chunks)) for row in mine]

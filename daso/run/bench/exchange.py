@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from daso.comm.compress import codec_named
 from daso.comm.engine import Engine
-from daso.comm.exchange import TwoPhase
+from daso.comm.exchange import ordered
 from daso.comm.means import Row
 from daso.comm.topology import Topology
 from daso.plan.layout import chunk_parts
@@ -70,7 +70,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     engine = Engine(Exchange().stall_seconds, lambda: "a rank is missing")
     comm = world.Dup()
     kinds: dict[str, Callable[[], object]] = {
-        wire: _two_phase(wire, plan.numel, engine, comm, size) for wire in WIRES
+        wire: _ordered(wire, plan.numel, engine, comm, size) for wire in WIRES
     }
     if plan.rivals:
         join_gloo(topology)
@@ -95,10 +95,10 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     return {"plan": asdict(plan), "nodes": list(topology.place.node_sizes), "rows": rows}
 
 
-def _two_phase(wire: str, numel: int, engine: Engine, comm: Any, size: int) -> Callable[[], object]:
+def _ordered(wire: str, numel: int, engine: Engine, comm: Any, size: int) -> Callable[[], object]:
     codec = codec_named(wire)
     chunks = chunk_parts(numel, size, chunk_numel(codec, Exchange().chunk_bytes))
-    exchange = TwoPhase(comm, codec, [1] * size, size, {})
+    exchange = ordered(comm, codec, [1] * size, size, {})
     source = Row(torch.ones(numel)) if codec.exact else Part(torch.ones(numel), Way(lossless=False))
     return lambda: engine.run(exchange.run(source, chunks))
 
