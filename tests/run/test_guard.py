@@ -84,6 +84,13 @@ def test_what_was_recorded_elsewhere_or_never_is_no_measure(taken, tmp_path):
     }
 
 
+def test_how_fast_the_machine_computes_is_told(taken, tmp_path):
+    now = taken["train"]
+    step = f"{now['rows'][0]['step_ms']:.1f} ms"
+    assert guard.pace(RECORDED, now).endswith(f"recorded {step}, now {step}")
+    assert guard.pace(tmp_path, now).endswith(f"recorded -, now {step}")
+
+
 def test_figures_of_a_run_are_the_medians_of_its_ratios(taken):
     train = guard.train
     shown = {name: one["value"] for name, one in train.figures(taken["train"]).items()}

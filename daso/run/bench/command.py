@@ -196,4 +196,5 @@ def _guard(chosen: argparse.Namespace) -> Measured:
         yield one, bench.table(one) + "\n", bench.figures(one)
     found = guard.verdicts(chosen.recorded, taken)
     print(guard.table(found))
+    print(guard.pace(chosen.recorded, taken["train"]), flush=True)
     guard.refuse(found)

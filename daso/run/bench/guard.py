@@ -13,7 +13,7 @@ from daso.run.bench import exchange, node, train
 from daso.run.bench.hosts import hosts, run_here
 from daso.run.minicluster.processes import ClusterError
 
-__all__ = ["Verdict", "broken", "judge", "measure", "refuse", "table", "verdicts"]
+__all__ = ["Verdict", "broken", "judge", "measure", "pace", "refuse", "table", "verdicts"]
 
 LINK, BITS_PER_SECOND = "1gbit", 1e9
 BENCHES = {"train": train, "exchange": exchange, "node": node}
@@ -82,22 +82,38 @@ def verdicts(folder: Path, taken: Mapping[str, Mapping[str, Any]]) -> list[Verdi
     return [
         judge(figure, recorded.get(figure, ()), now)
         for kind, found in taken.items()
-        for recorded in [_read(folder / f"{kind}.json", kind, found)]
+        for recorded in [_read(folder, kind, found)]
         for figure, now in BENCHES[kind].ratios(found).items()
     ]
 
 
-def _read(path: Path, kind: str, like: Mapping[str, Any]) -> dict[str, list[float]]:
+def pace(folder: Path, found: Mapping[str, Any]) -> str:
+    """Return a line on how fast this machine computes, since ratios depend on it.
+
+    Args:
+        folder: As in `verdicts`.
+        found: What the bench of training found now.
+    """
+    steps = [run["rows"][0]["step_ms"] for run in _runs(folder, "train", found)]
+    before = f"{steps[-1]:.1f} ms" if steps else "-"
+    return f"a step of compute only: recorded {before}, now {found['rows'][0]['step_ms']:.1f} ms"
+
+
+def _runs(folder: Path, kind: str, like: Mapping[str, Any]) -> list[dict[str, Any]]:
+    path = folder / f"{kind}.json"
     runs = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
+    return [run for run in runs if _conditions(run) == _conditions(like)]
+
+
+def _read(folder: Path, kind: str, like: Mapping[str, Any]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
-    for run in runs:
-        if _conditions(run) == _conditions(like):
-            found |= BENCHES[kind].ratios(run)
+    for run in _runs(folder, kind, like):
+        found |= BENCHES[kind].ratios(run)
     return found
 
 
 def _conditions(run: Mapping[str, Any]) -> tuple[Any, ...]:
-    return run["nodes"], run["plan"].get("link")
+    return run["nodes"], run["plan"].get("link"), run["plan"].get("model")
 
 
 def measure(
