@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "comm": {"daso.comm", "mpi4py", "cupy", "numpy", "torch"},
     "data": {"daso.data", "numpy", "torch", "sklearn"},
     "train": {"daso.train", "daso.comm", "daso.plan", "torch"},
-    "run": {"daso", "torch", "jinja2", "matplotlib", "rich"},
+    "run": {"daso", "torch", "jinja2", "matplotlib", "rich", "horovod", "torchft"},
     "examples": {"daso.data", "torch"} | {f"daso.{name}" for name in daso.__all__},
     "environment": set(),
     "errors": set(),

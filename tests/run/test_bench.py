@@ -7,9 +7,11 @@ import sys
 import pytest
 import torch
 
+from daso.errors import ConfigError
 from daso.run.bench import exchange, train
-from daso.run.bench.contenders import COMPUTE, CONTENDERS
+from daso.run.bench.contenders import COMPUTE
 from daso.run.bench.models import CASES, loss_of
+from daso.run.bench.rivals import EVERYBODY, RIVALS, Rival, installed, must_be_installed
 from daso.run.bench.rounds import Round, count_bytes, median_ratio, take_turns
 
 NET_DEV = """\
@@ -42,7 +44,9 @@ def test_the_limit_of_a_link(nodes, share):
     assert exchange.limit_seconds(18.3e6, nodes, 1e9) == pytest.approx(0.1464 * share)
 
 
-@pytest.mark.parametrize(("name", "millions"), [("cnn", 4.58), ("resnet18", 11.2), ("gpt", 10)])
+@pytest.mark.parametrize(
+    ("name", "millions"), [("cnn", 4.58), ("resnet18", 11.2), ("gpt", 10), ("tiny", 0.01)]
+)
 def test_models_have_the_size_that_they_are_named_for_and_learn(name, millions):
     torch.manual_seed(0)
     case = CASES[name]
@@ -111,7 +115,7 @@ def here(tmp_path_factory):
 def test_all_contenders_train_side_by_side(here):
     text, found = here
     (run,) = found["runs"]
-    assert [row["name"] for row in run["rows"]] == list(CONTENDERS)
+    assert [row["name"] for row in run["rows"]] == list(filter(installed, EVERYBODY))
     assert run["nodes"] == [1, 1]
     for row in run["rows"]:
         assert row["name"] in text
@@ -120,7 +124,29 @@ def test_all_contenders_train_side_by_side(here):
     base = run["rows"][0]
     assert (base["name"], base["over_compute"]) == (COMPUTE, 1)
     assert run["rows"][1]["report"]["exchanges"] > 0
-    assert text == train.table(run) + "\n\n"
+    assert text.endswith(train.table(run) + "\n\n")
+
+
+def test_contenders_that_are_not_installed_are_named_and_left_out(here):
+    text, _ = here
+    absent = [name for name in RIVALS if not installed(name)]
+    assert text.startswith(f"not installed, so left out: {'; '.join(absent)}\n") == bool(absent)
+
+
+def test_a_rival_that_is_asked_for_must_be_installed(monkeypatch):
+    known = {name: one for name, one in RIVALS.items() if installed(name)}
+    must_be_installed([COMPUTE, "DDP, gloo", *known])
+    monkeypatch.setitem(RIVALS, "X, fp16", Rival(None, "no_such_package", "pip install it"))
+    with pytest.raises(ConfigError, match=r"no_such_package must .* 'X, fp16', .*pip install it"):
+        must_be_installed([*known, "X, fp16"])
+
+
+@pytest.mark.skipif(installed("Horovod"), reason="Horovod is installed")
+def test_asking_for_horovod_without_it_tells_how_to_get_it():
+    done = bench("train", "--link=here", "--only=Horovod")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("daso: horovod must be installed for --only 'Horovod'")
+    assert "HOROVOD_WITH_MPI=1" in done.stderr
 
 
 def test_figures_have_value_unit_and_conditions(here):
@@ -131,6 +157,15 @@ def test_figures_have_value_unit_and_conditions(here):
         assert "alternating rounds" in figure["conditions"]
     assert found["versions"]["torch"] == torch.__version__
     assert found["date"]
+
+
+def test_the_case_without_gain_has_figures_of_its_own(here):
+    _, found = here
+    (run,) = found["runs"]
+    tiny = {**run, "plan": {**run["plan"], "model": "tiny", "link": "none"}}
+    assert train.figures(tiny).keys() == {"step_ratio_no_gain", "step_ratio_ddp_no_gain"}
+    other = {**run, "plan": {**run["plan"], "model": "gpt"}}
+    assert train.figures(other).keys() == {"step_ratio_gpt_here", "step_ratio_ddp_gpt_here"}
 
 
 def test_the_mean_inside_a_node_is_measured(tmp_path):

@@ -16,7 +16,6 @@ __all__ = ["add_parser"]
 
 # Contenders of --quick.
 QUICK = ("DASO Auto, bf16", "DDP, gloo", "DDP, gloo, fp16", "PostLocalSGD, every 4")
-PARAMETERS = 4_575_000  # elements of the exchange: 18.3 MB of fp32
 HERE = "here"
 Found = list[dict[str, Any]]
 
@@ -41,7 +40,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     _add_links(train, "1gbit,100mbit,10mbit")
     train.add_argument("--nodes", type=int, default=2, help="hosts (2)")
     train.add_argument("--ranks-per-node", type=int, default=1, help="on each (1)")
-    train.add_argument("--model", choices=("cnn", "resnet18", "gpt"), default="cnn")
+    train.add_argument("--model", choices=("cnn", "resnet18", "gpt", "tiny"), default="cnn")
     train.add_argument("--only", action="append", help="a contender; may be given several times")
     train.add_argument("--seconds", type=float, default=0, help="of a round (8; quick 3)")
     train.add_argument("--settle", type=float, default=0, help="before the first (20; quick 6)")
@@ -52,6 +51,13 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     node = add("node", _node, "the mean of a buffer over the ranks of this machine")
     node.add_argument("--ranks", type=int, default=2, help="how many (2)")
     node.add_argument("--mebibytes", type=float, default=8, help="of the buffer, fp32 (8)")
+    guard = add("guard", _guard, "a short run of all, its ratios beside the recorded ones")
+    guard.add_argument(
+        "--recorded",
+        type=Path,
+        default=Path("scripts/figures"),
+        help="folder of train.json, exchange.json and node.json (scripts/figures)",
+    )
 
 
 def _add_links(parser: argparse.ArgumentParser, usual: str) -> None:
@@ -106,14 +112,20 @@ Measured = Iterator[tuple[dict[str, Any], str, dict[str, dict[str, Any]]]]
 
 def _train(chosen: argparse.Namespace) -> Measured:
     from daso.run.bench import train
-    from daso.run.bench.contenders import CONTENDERS
+    from daso.run.bench.rivals import EVERYBODY, installed, must_be_installed
 
     links = _links(chosen.link)
     _positive(chosen, "nodes", "ranks_per_node")
-    unknown = [name for name in chosen.only or () if name not in CONTENDERS]
+    only = chosen.only or ()
+    unknown = [name for name in only if name not in EVERYBODY]
     if unknown:
-        raise ConfigError(f"--only must be one of {'; '.join(CONTENDERS)}, not {unknown[0]!r}")
-    names = tuple(chosen.only or (QUICK if chosen.quick else CONTENDERS))
+        raise ConfigError(f"--only must be one of {'; '.join(EVERYBODY)}, not {unknown[0]!r}")
+    must_be_installed(only)
+    usual = QUICK if chosen.quick else EVERYBODY
+    names = tuple(only or filter(installed, usual))
+    absent = [name for name in usual if not only and not installed(name)]
+    if absent:
+        print(f"not installed, so left out: {'; '.join(absent)}\n", flush=True)
 
     def plan(link: str) -> dict[str, Any]:
         seconds = chosen.seconds or (3 if chosen.quick else 8)
@@ -156,7 +168,7 @@ def _exchange(chosen: argparse.Namespace) -> Measured:
 
     def plan(link: str) -> dict[str, Any]:
         rate = 0.0 if link in (HERE, "none") else float(parse_rate(link) or 0)
-        return asdict(exchange.Plan(PARAMETERS, rounds, link, rate, rivals=not chosen.quick))
+        return asdict(exchange.Plan(exchange.PARAMETERS, rounds, link, rate, not chosen.quick))
 
     for one in _measured("exchange", links, nodes, plan, 1):
         yield one, exchange.table(one) + "\n", exchange.figures(one)
@@ -172,3 +184,17 @@ def _node(chosen: argparse.Namespace) -> Measured:
     plan = asdict(node.Plan(chosen.mebibytes, chosen.rounds or (20 if chosen.quick else 100)))
     one = run_here("node", plan, ranks=chosen.ranks, ranks_per_node=chosen.ranks)
     yield one, node.table(one), node.figures(one)
+
+
+def _guard(chosen: argparse.Namespace) -> Measured:
+    from daso.run.bench import guard
+
+    taken = {}
+    for kind, one in guard.measure(_rounds(chosen)):
+        bench = guard.BENCHES[kind]
+        taken[kind] = one
+        yield one, bench.table(one) + "\n", bench.figures(one)
+    found = guard.verdicts(chosen.recorded, taken)
+    print(guard.table(found))
+    print(guard.pace(chosen.recorded, taken["train"]), flush=True)
+    guard.refuse(found)

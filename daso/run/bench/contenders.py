@@ -20,7 +20,7 @@ import daso
 from daso.comm.topology import Topology
 from daso.run.bench.models import Batch, Case, loss_of
 
-__all__ = ["COMPUTE", "CONTENDERS", "Contender", "join_gloo"]
+__all__ = ["COMPUTE", "CONTENDERS", "PERIOD", "Contender", "Make", "Plain", "join_gloo", "start"]
 
 COMPUTE = "compute only"
 PERIOD = 4  # batches between averages of PostLocalSGD
@@ -30,6 +30,10 @@ class Contender(Protocol):
     """One way to train."""
 
     model: nn.Module
+
+    def wake(self) -> None:
+        """Get ready for a round. Collective over the world in the sense of the method."""
+        ...
 
     def step(self, batch: Batch) -> None:
         """Train on a batch. Collective over the world in the sense of the method."""
@@ -60,6 +64,9 @@ class Plain:
     optimizer: torch.optim.Optimizer
     averaged_every: int = 1  # batches from one average to the next; a round holds whole ones
     steps: int = 0
+
+    def wake(self) -> None:
+        """Nothing sleeps between rounds."""
 
     def step(self, batch: Batch) -> None:
         """Train on a batch."""
@@ -126,19 +133,20 @@ def join_gloo(topology: Topology) -> None:
 Make = Callable[[Case, Topology], Contender]
 
 
-def _start(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
+def start(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model, the same on every rank, and its optimizer."""
     torch.manual_seed(0)
     model = case.build()
     return model, case.optimizer(list(model.parameters()))
 
 
 def _compute(case: Case, _: Topology) -> Contender:
-    return Plain(*_start(case))
+    return Plain(*start(case))
 
 
 def _ddp(hook: Callable[..., Any] | None = None) -> Make:
     def make(case: Case, _: Topology) -> Contender:
-        model, optimizer = _start(case)
+        model, optimizer = start(case)
         parallel = DistributedDataParallel(model)
         if hook is not None:
             parallel.register_comm_hook(None, hook)
@@ -150,7 +158,7 @@ def _ddp(hook: Callable[..., Any] | None = None) -> Make:
 def _post_local_sgd(case: Case, _: Topology) -> Contender:
     from torch.distributed.optim import PostLocalSGDOptimizer  # warns of what torch imports there
 
-    model, optimizer = _start(case)
+    model, optimizer = start(case)
     parallel = DistributedDataParallel(model)
     alone, _ = dist.new_subgroups(1)  # a node of one rank has no average inside
     state = PostLocalSGDState(None, alone, start_localSGD_iter=0)
@@ -161,7 +169,7 @@ def _post_local_sgd(case: Case, _: Topology) -> Contender:
 
 def _daso(**keywords: Any) -> Make:
     def make(case: Case, topology: Topology) -> Contender:
-        return Daso(*_start(case), topology, **keywords)
+        return Daso(*start(case), topology, **keywords)
 
     return make
 

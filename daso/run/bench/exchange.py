@@ -20,8 +20,9 @@ from daso.run.bench.contenders import join_gloo
 from daso.run.bench.rounds import sent_bytes, take_turns
 from daso.train.part import Part, Way, chunk_numel
 
-__all__ = ["Plan", "figures", "limit_seconds", "measure", "table"]
+__all__ = ["PARAMETERS", "Plan", "figures", "limit_seconds", "measure", "ratios", "table"]
 
+PARAMETERS = 4_575_000  # elements: 18.3 MB of fp32
 WIRES = ("fp32", "bf16", "int8", "int4")
 
 
@@ -149,4 +150,19 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         }
         for row in found["rows"]
         if row["name"] in ("fp32", "bf16") and row["over_limit"] is not None
+    }
+
+
+def ratios(found: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return the ratios behind the figures, one of every round.
+
+    Args:
+        found: What `measure` returned on a link of a known rate, or its JSON.
+    """
+    return {
+        f"exchange_{row['name']}_over_limit_{len(found['nodes'])}": [
+            1e3 * seconds / row["limit_ms"] for seconds in row["seconds"]
+        ]
+        for row in found["rows"]
+        if row["name"] in ("fp32", "bf16")
     }

@@ -14,9 +14,9 @@ from daso.comm.topology import Topology
 from daso.plan.layout import split
 from daso.plan.options import Exchange
 from daso.run.bench.contenders import join_gloo
-from daso.run.bench.rounds import take_turns
+from daso.run.bench.rounds import over, take_turns
 
-__all__ = ["Plan", "figures", "measure", "table"]
+__all__ = ["Plan", "figures", "measure", "ratios", "table"]
 
 REPEATS = 10  # in a row: others would leave caches cold
 OURS, MPI, GLOO = "shared memory, in place", "MPI Allreduce", "gloo"
@@ -79,7 +79,10 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         name: [max(times) for times in zip(*(one[name][1:] for one in everyones), strict=True)]
         for name in kinds
     }
-    rows = [{"name": name, "ms": 1e3 * statistics.median(times)} for name, times in slowest.items()]
+    rows = [
+        {"name": name, "ms": 1e3 * statistics.median(times), "seconds": times}
+        for name, times in slowest.items()
+    ]
     return {"plan": asdict(plan), "nodes": list(topology.place.node_sizes), "rows": rows}
 
 
@@ -100,3 +103,14 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     head = table(found).splitlines()[0]
     value = next(row["ms"] for row in found["rows"] if row["name"] == OURS)
     return {"node_average_8mib_ms": {"value": value, "unit": "ms", "conditions": head}}
+
+
+def ratios(found: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return our seconds over those of MPI's Allreduce, one ratio of every round.
+
+    Args:
+        found: What `measure` returned, or its JSON.
+    """
+    seconds = {row["name"]: row["seconds"] for row in found["rows"]}
+    name = f"node_average_{found['plan']['mebibytes']:g}mib_over_mpi"
+    return {name: over(seconds[OURS], seconds[MPI])}

@@ -15,6 +15,7 @@ __all__ = [
     "count_bytes",
     "median_of",
     "median_ratio",
+    "over",
     "sent_bytes",
     "take_turns",
 ]
@@ -62,11 +63,14 @@ def take_turns(names: Sequence[T], rounds: int) -> Iterator[T]:
         yield from (*names[at:], *names[:at])
 
 
+def over(mine: Sequence[float], base: Sequence[float]) -> list[float]:
+    """Return the seconds of every round over the base's in the same round."""
+    return [one / other for one, other in zip(mine, base, strict=True)]
+
+
 def median_ratio(mine: Sequence[Round], base: Sequence[Round]) -> float:
     """Return the median over rounds of seconds per step over the base's in the same round."""
-    return statistics.median(
-        one.seconds / other.seconds for one, other in zip(mine, base, strict=True)
-    )
+    return statistics.median(over([one.seconds for one in mine], [one.seconds for one in base]))
 
 
 def median_of(rounds: Sequence[Round], field: str) -> float:

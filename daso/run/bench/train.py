@@ -10,12 +10,22 @@ import torch
 import torch.distributed as dist
 
 from daso.comm.topology import Topology
-from daso.run.bench.contenders import COMPUTE, CONTENDERS, Contender, join_gloo
+from daso.run.bench.contenders import COMPUTE, Contender, join_gloo
 from daso.run.bench.models import CASES, Batch
-from daso.run.bench.rounds import Clock, Round, median_of, median_ratio, sent_bytes, take_turns
+from daso.run.bench.rivals import EVERYBODY
+from daso.run.bench.rounds import (
+    Clock,
+    Round,
+    median_of,
+    median_ratio,
+    over,
+    sent_bytes,
+    take_turns,
+)
 
-__all__ = ["Plan", "figures", "measure", "table"]
+__all__ = ["Plan", "figures", "measure", "ratios", "table"]
 
+OURS, RIVAL = "DASO Auto, bf16", "DDP, gloo"
 MOST = 3  # times as many steps as planned may be taken until nothing is on its way
 
 
@@ -53,7 +63,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     batches = case.batches(topology.place.rank)
     names = [COMPUTE, *(name for name in plan.names if name != COMPUTE)]
     join_gloo(topology)
-    contenders = {name: CONTENDERS[name](case, topology) for name in names}
+    contenders = {name: EVERYBODY[name](case, topology) for name in names}
     rounds: dict[str, list[Round]] = {name: [] for name in names}
     steps = {name: 1 for name in names}
     for name, contender in contenders.items():
@@ -79,6 +89,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
 def _run(contender: Contender, batches: Iterator[Batch], topology: Topology, least: int) -> Round:
     """Train for so many steps, and until nothing is on its way; the same steps on all ranks."""
     world = topology.world
+    contender.wake()
     exposed, sent = contender.report().get("exposed_seconds", 0.0), sent_bytes(topology)
     world.Barrier()
     clock, steps = Clock(), 0
@@ -130,22 +141,53 @@ def table(found: Mapping[str, Any]) -> str:
         sent = "-" if row["mbytes"] is None else f"{row['mbytes']:.3f}"
         chosen = f"  skip, wait {ours['skip_history'][-1][1:]}" if ours.get("skip_history") else ""
         lines.append(
-            f"{row['name']:<26}{row['step_ms']:>10.1f}{row['over_compute']:>11.3f}{exposed:>9}"
-            f"{row['cpu_ms']:>9.1f}{sent:>9}{chosen}"
+            f"{row['name']:<26}{_ms(row['step_ms']):>10}{row['over_compute']:>11.3f}{exposed:>9}"
+            f"{_ms(row['cpu_ms']):>9}{sent:>9}{chosen}"
         )
     return "\n".join(lines)
 
 
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.{1 if milliseconds >= 10 else 3}f}"
+
+
+def _where(found: Mapping[str, Any]) -> str:
+    """Return how figures of this model and link end."""
+    model, link = found["plan"]["model"], found["plan"]["link"]
+    if (model, link) == ("tiny", "none"):
+        return "no_gain"
+    return str(link if model == "cnn" else f"{model}_{link}")
+
+
 def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the figures of this link, named as everywhere."""
-    named = {"DASO Auto, bf16": "step_ratio", "DDP, gloo": "step_ratio_ddp"}
-    head, link = table(found).splitlines()[0], found["plan"]["link"]
+    named = {OURS: "step_ratio", RIVAL: "step_ratio_ddp"}
+    head = table(found).splitlines()[0]
     return {
-        f"{named[row['name']]}_{link}": {
+        f"{named[row['name']]}_{_where(found)}": {
             "value": row["over_compute"],
             "unit": "ratio of step times, over compute only",
             "conditions": f"{row['name']}: {head}",
         }
         for row in found["rows"]
         if row["name"] in named
+    }
+
+
+def ratios(found: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return the ratios behind the figures, one of every round; with DASO's over DDP's, if taken.
+
+    Args:
+        found: What `measure` returned, or its JSON.
+    """
+    seconds = {row["name"]: [one["seconds"] for one in row["rounds"]] for row in found["rows"]}
+    named = {
+        "step_ratio": (OURS, COMPUTE),
+        "step_ratio_ddp": (RIVAL, COMPUTE),
+        "step_ratio_over_ddp": (OURS, RIVAL),
+    }
+    return {
+        f"{name}_{_where(found)}": over(seconds[mine], seconds[base])
+        for name, (mine, base) in named.items()
+        if {mine, base} <= seconds.keys()
     }

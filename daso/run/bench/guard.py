@@ -1,0 +1,165 @@
+"""Ratios of a short run against the recorded ones: `daso bench guard`."""
+
+import json
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from daso.errors import ExchangeError
+from daso.run.bench import exchange, node, train
+from daso.run.bench.hosts import hosts, run_here
+from daso.run.minicluster.processes import ClusterError
+
+__all__ = ["Verdict", "broken", "judge", "measure", "pace", "refuse", "table", "verdicts"]
+
+LINK, BITS_PER_SECOND = "1gbit", 1e9
+BENCHES = {"train": train, "exchange": exchange, "node": node}
+MARGIN = 1.15  # times the recorded ratio
+# Ratios to a rival of the same round, which no noise brings over 1 in every round.
+NEVER_OVER_1 = (f"step_ratio_over_ddp_{LINK}", "node_average_8mib_over_mpi")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a figure's ratios say, over rounds."""
+
+    figure: str
+    recorded: tuple[float, ...]  # empty: not recorded
+    now: tuple[float, ...]
+    word: str
+
+
+def judge(figure: str, recorded: Sequence[float], now: Sequence[float]) -> Verdict:
+    """Return what a figure's ratios of now say, held against recorded ones.
+
+    A ratio is another one when the ranges over rounds do not meet and the medians are more than
+    15 % apart.
+
+    Args:
+        figure: Its name.
+        recorded: A ratio of every round, less is better; none where nothing is recorded.
+        now: The same, of this run.
+    """
+    word = "as recorded"
+    if not recorded:
+        word = "not recorded"
+    elif min(now) > max(recorded) and _median(now) > MARGIN * _median(recorded):
+        word = "slower"
+    elif max(now) < min(recorded) and MARGIN * _median(now) < _median(recorded):
+        word = "faster"
+    return Verdict(figure, tuple(recorded), tuple(now), word)
+
+
+def broken(found: Iterable[Verdict]) -> list[Verdict]:
+    """Return the verdicts in which a rival beat us in every round where none ever may."""
+    return [one for one in found if one.figure in NEVER_OVER_1 and min(one.now) > 1]
+
+
+def refuse(found: Iterable[Verdict]) -> None:
+    """Pass over noise.
+
+    Raises:
+        ExchangeError: A ratio is beyond it.
+    """
+    if worst := broken(found):
+        ratios = "; ".join(f"{one.figure} was {_spread(one.now)}" for one in worst)
+        raise ExchangeError(
+            f"a ratio to a rival must be at most 1 in one round at least, but {ratios}; run `daso "
+            f"bench train`, `exchange` or `node` for all rows"
+        )
+
+
+def verdicts(folder: Path, taken: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
+    """Hold what was measured against what is recorded on the same nodes and link.
+
+    Args:
+        folder: Holds what ``daso bench NAME --json NAME.json`` wrote; a file may be missing.
+        taken: What each bench found now.
+    """
+    return [
+        judge(figure, recorded.get(figure, ()), now)
+        for kind, found in taken.items()
+        for recorded in [_read(folder, kind, found)]
+        for figure, now in BENCHES[kind].ratios(found).items()
+    ]
+
+
+def pace(folder: Path, found: Mapping[str, Any]) -> str:
+    """Return a line on how fast this machine computes, since ratios depend on it.
+
+    Args:
+        folder: As in `verdicts`.
+        found: What the bench of training found now.
+    """
+    steps = [run["rows"][0]["step_ms"] for run in _runs(folder, "train", found)]
+    before = f"{steps[-1]:.1f} ms" if steps else "-"
+    return f"a step of compute only: recorded {before}, now {found['rows'][0]['step_ms']:.1f} ms"
+
+
+def _runs(folder: Path, kind: str, like: Mapping[str, Any]) -> list[dict[str, Any]]:
+    path = folder / f"{kind}.json"
+    runs = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
+    return [run for run in runs if _conditions(run) == _conditions(like)]
+
+
+def _read(folder: Path, kind: str, like: Mapping[str, Any]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for run in _runs(folder, kind, like):
+        found |= BENCHES[kind].ratios(run)
+    return found
+
+
+def _conditions(run: Mapping[str, Any]) -> tuple[Any, ...]:
+    return run["nodes"], run["plan"].get("link"), run["plan"].get("model")
+
+
+def measure(
+    rounds: int, *, seconds: float = 2, settle: float = 8
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run short benches, on hosts where they can be had; yield each with its kind; blocking.
+
+    Args:
+        rounds: Of every contender.
+        seconds: That a round of training lasts.
+        settle: Seconds of training before the first.
+    """
+
+    def training(link: str) -> dict[str, Any]:
+        names = (train.OURS, train.RIVAL)
+        return asdict(train.Plan("cnn", names, rounds, seconds, settle, link))
+
+    swap = asdict(exchange.Plan(exchange.PARAMETERS, rounds, LINK, BITS_PER_SECOND, rivals=False))
+    with ExitStack() as stack:
+        try:
+            cluster = stack.enter_context(hosts(2))
+        except ClusterError as reason:
+            print(f"no hosts, so no link and no exchange between nodes: {reason}", flush=True)
+            yield "train", run_here("train", training("here"), ranks=2, ranks_per_node=1)
+        else:
+            for kind, plan in (("train", training(LINK)), ("exchange", swap)):
+                yield kind, cluster.run(kind, plan, link=LINK, nodes=2, ranks=1)
+    plan = asdict(node.Plan(mebibytes=8, rounds=10 * rounds))
+    yield "node", run_here("node", plan, ranks=2, ranks_per_node=2)
+
+
+def table(found: Iterable[Verdict]) -> str:
+    """Return a line for every verdict: medians, and the least and the most over rounds of each."""
+    lines = [f"{'':<30}{'recorded':>10}{'least, most':>16}{'now':>10}{'least, most':>16}"]
+    for one in found:
+        cells = "".join(
+            f"{_median(ratios):>10.3f}{_spread(ratios):>16}" if ratios else f"{'-':>10}{'-':>16}"
+            for ratios in (one.recorded, one.now)
+        )
+        lines.append(f"{one.figure:<30}{cells}  {one.word}")
+    return "\n".join(lines)
+
+
+def _median(ratios: Sequence[float]) -> float:
+    return statistics.median(ratios)
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.3f}, {max(ratios):.3f}"

@@ -1,0 +1,116 @@
+"""`daso bench guard`: what it says of ratios, and a short run on a machine without hosts."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from daso.errors import ExchangeError
+from daso.run.bench import guard
+from daso.run.minicluster import start
+
+RECORDED = Path(__file__).parents[2] / "scripts" / "figures"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "now", "word"),
+    [
+        ([1.0, 1.1, 1.2], [1.0, 1.1, 1.2], "as recorded"),
+        ([1.0, 1.1, 1.2], [1.3, 1.3, 1.4], "slower"),
+        ([1.0, 1.1, 1.2], [1.2, 1.3, 1.4], "as recorded"),  # the ranges meet
+        ([1.00, 1.01, 1.02], [1.03, 1.1, 1.2], "as recorded"),  # less than 15 % apart
+        ([1.00, 1.01, 1.02], [1.03, 1.17, 1.2], "slower"),
+        ([1.0, 1.1, 5.0], [4.0, 4.0, 4.0], "as recorded"),  # a noisy round was recorded
+        ([1.3, 1.3, 1.4], [1.0, 1.1, 1.2], "faster"),
+        ([1.15, 1.15], [1.05, 1.05], "as recorded"),
+        ([], [9.0], "not recorded"),
+    ],
+)
+def test_a_ratio_is_another_one_beyond_both_spreads_and_a_margin(recorded, now, word):
+    assert guard.judge("any", recorded, now).word == word
+
+
+@pytest.mark.parametrize("figure", guard.NEVER_OVER_1)
+def test_only_a_rival_that_wins_every_round_is_refused(figure):
+    fine = [guard.judge(figure, [], [1.5, 0.9, 1.5]), guard.judge("any", [0.1], [2.0])]
+    guard.refuse(fine)
+    worse = guard.judge(figure, [], [1.5, 1.1, 1.2])
+    assert guard.broken([*fine, worse]) == [worse]
+    with pytest.raises(ExchangeError, match=f"{figure} was 1.100, 1.500; run"):
+        guard.refuse([*fine, worse])
+
+
+@pytest.fixture
+def taken():
+    """Runs of every kind: the recorded ones, on the guard's link."""
+    found = {kind: json.loads((RECORDED / f"{kind}.json").read_text()) for kind in guard.BENCHES}
+    return {
+        kind: next(run for run in one["runs"] if run["plan"].get("link", "1gbit") == "1gbit")
+        for kind, one in found.items()
+    }
+
+
+def words(folder, taken):
+    return {one.figure: one.word for one in guard.verdicts(folder, taken)}
+
+
+def test_recorded_runs_are_as_recorded(taken):
+    found = words(RECORDED, taken)
+    assert set(guard.NEVER_OVER_1) < found.keys()
+    assert {"step_ratio_1gbit", "exchange_fp32_over_limit_2"} < found.keys()
+    assert set(found.values()) == {"as recorded"}
+
+
+def test_a_slow_contender_is_told(taken):
+    now = copy.deepcopy(taken)
+    for row in now["train"]["rows"]:
+        if row["name"] == guard.train.OURS:
+            for one in row["rounds"]:
+                one["seconds"] *= 2
+    found = words(RECORDED, now)
+    slower = {"step_ratio_1gbit", "step_ratio_over_ddp_1gbit"}
+    assert {name for name, word in found.items() if word == "slower"} == slower
+    assert {name for name, word in found.items() if word != "as recorded"} == slower
+
+
+def test_what_was_recorded_elsewhere_or_never_is_no_measure(taken, tmp_path):
+    assert set(words(tmp_path, taken).values()) == {"not recorded"}
+    now = copy.deepcopy(taken)
+    now["train"]["nodes"], now["exchange"]["plan"]["link"] = [2, 2], "2gbit"
+    found = words(RECORDED, now)
+    assert {name for name, word in found.items() if word == "as recorded"} == {
+        "node_average_8mib_over_mpi"
+    }
+
+
+def test_how_fast_the_machine_computes_is_told(taken, tmp_path):
+    now = taken["train"]
+    step = f"{now['rows'][0]['step_ms']:.1f} ms"
+    assert guard.pace(RECORDED, now).endswith(f"recorded {step}, now {step}")
+    assert guard.pace(tmp_path, now).endswith(f"recorded -, now {step}")
+
+
+def test_figures_of_a_run_are_the_medians_of_its_ratios(taken):
+    train = guard.train
+    shown = {name: one["value"] for name, one in train.figures(taken["train"]).items()}
+    verdicts = [guard.judge(name, [], now) for name, now in train.ratios(taken["train"]).items()]
+    lines = guard.table(verdicts).splitlines()[1:]
+    for name, value in shown.items():
+        (line,) = (line for line in lines if line.split()[0] == name)
+        assert f"{value:.3f}" in line
+
+
+def test_without_hosts_this_machine_is_measured_and_said_to_be(monkeypatch, capsys):
+    monkeypatch.setitem(start.PACKAGES, "no-such-package", ("no-such-program",))
+    found = dict(guard.measure(1, seconds=0.2, settle=0.2))
+    assert capsys.readouterr().out.startswith("no hosts, so no link and no exchange")
+    assert found.keys() == {"train", "node"}
+    verdicts = guard.verdicts(RECORDED, found)
+    assert {one.figure for one in verdicts} == {
+        "step_ratio_here",
+        "step_ratio_ddp_here",
+        "step_ratio_over_ddp_here",
+        "node_average_8mib_over_mpi",
+    }
+    assert all(min(one.now) > 0 for one in verdicts)
