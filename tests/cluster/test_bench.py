@@ -52,3 +52,15 @@ def test_step_times_are_taken_on_every_link_that_is_named(bench):
     assert ddp["step_ms"] > 732  # 18.3 MB at every step
     assert 36.6 < ddp["mbytes"] < 40
     assert {row["name"]: row for row in free["rows"]}["DDP, gloo"]["step_ms"] < ddp["step_ms"]
+
+
+def test_time_to_accuracy_is_that_of_the_link(bench):
+    words = ["--data=digits", "--quick", "--rounds=1", "--seconds=0.5", "--settle=0.5"]
+    found = bench("time-to-accuracy", *words, "--link=200mbit", "--epochs=2", "--level=20")
+    ddp, ours = found["runs"][0]["rows"]
+    assert ddp["step_ms"] > 732  # 18.3 MB at every step
+    (course,) = ddp["courses"]
+    assert course["seconds"][-1] == pytest.approx(course["steps"][-1] * ddp["step_ms"] / 1e3)
+    (course,) = ours["courses"]
+    assert course["report"]["exchanges"] > 0
+    assert course["seconds"][-1] < ddp["courses"][0]["seconds"][-1]
