@@ -122,7 +122,8 @@ def _course(
 ) -> dict[str, Any]:
     """Train once, then test the copies."""
     place, world = topology.place, topology.world
-    contender = CONTENDERS[plan.name](_case(plan, seed), topology)
+    case = _case(plan, seed)
+    contender = CONTENDERS[plan.name](case, topology)
     sampler = ShardedSampler(
         len(samples[0]), rank=place.rank, size=place.size, batch_size=BATCH, seed=seed
     )
@@ -135,7 +136,7 @@ def _course(
         )
     return {
         "seed": seed,
-        **_test(plan, copies, _bare(contender.model), share, world),
+        **_test(plan, copies, case.build(), share, world),
         "report": dict(contender.report()),
     }
 
