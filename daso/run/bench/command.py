@@ -55,13 +55,13 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_to_accuracy(parser: argparse.ArgumentParser) -> None:
-    _add_links(parser, "1gbit,100mbit")
+    _add_links(parser, "1gbit,100mbit; quick 1gbit", default="")
     _add_steps(parser, "3; quick 2", "6; quick 3")
     parser.add_argument("--only", action="append", help="a contender beside DDP, gloo; several")
     parser.add_argument("--data", choices=("fashion", "digits"), default="fashion")
     parser.add_argument("--level", type=float, default=90, help="percentage to be reached (90)")
     parser.add_argument("--seeds", type=int, default=0, help="trainings of each (3; quick 1)")
-    parser.add_argument("--epochs", type=int, default=0, help="of each training (3; quick 1)")
+    parser.add_argument("--epochs", type=int, default=0, help="of each training (3; quick 2)")
     parser.add_argument("--every", type=int, default=26, help="steps between tests (26)")
     parser.add_argument("--lr", type=float, default=0.1, help="highest learning rate (0.1)")
     parser.add_argument("--plot", type=Path, help="draw accuracy over seconds to this PNG")
@@ -74,10 +74,10 @@ def _add_steps(parser: argparse.ArgumentParser, seconds: str, settle: str) -> No
     parser.add_argument("--settle", type=float, default=0, help=f"before the first ({settle})")
 
 
-def _add_links(parser: argparse.ArgumentParser, usual: str) -> None:
+def _add_links(parser: argparse.ArgumentParser, usual: str, *, default: str | None = None) -> None:
     parser.add_argument(
         "--link",
-        default=usual,
+        default=usual if default is None else default,
         help=f"rates of links, separated by commas; none: unshaped; here: no hosts ({usual})",
     )
 
@@ -165,8 +165,10 @@ def _to_accuracy(chosen: argparse.Namespace) -> Measured:
     from daso.run.bench import courses, to_accuracy, train
     from daso.run.bench.contenders import COMPUTE, CONTENDERS
 
-    links, rounds, usual = _links(chosen.link), _rounds(chosen), 1 if chosen.quick else 3
-    chosen.seeds, chosen.epochs = chosen.seeds or usual, chosen.epochs or usual
+    quick, rounds = chosen.quick, _rounds(chosen)
+    links = _links(chosen.link or ("1gbit" if quick else "1gbit,100mbit"))
+    chosen.seeds = chosen.seeds or (1 if quick else 3)
+    chosen.epochs = chosen.epochs or (2 if quick else 3)
     _positive(chosen, "nodes", "ranks_per_node", "seeds", "epochs", "every")
     _above_zero(chosen, "lr")
     if not 0 < chosen.level <= 100:
@@ -176,8 +178,8 @@ def _to_accuracy(chosen: argparse.Namespace) -> Measured:
     plan = to_accuracy.Plan(
         "", chosen.data, chosen.seeds, chosen.epochs, chosen.lr, chosen.every, chosen.level, ""
     )
-    seconds = chosen.seconds or (2 if chosen.quick else 3)
-    settle = chosen.settle or (3 if chosen.quick else 6)
+    seconds = chosen.seconds or (2 if quick else 3)
+    settle = chosen.settle or (3 if quick else 6)
     steps = train.Plan("cnn", (courses.DDP, *names), rounds, seconds, settle, "")
     size = {"nodes": chosen.nodes, "ranks": chosen.ranks_per_node}
     for place, rates in _places(links, chosen.nodes):
