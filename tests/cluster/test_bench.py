@@ -17,11 +17,11 @@ def left():
 def bench(cluster, tmp_path):
     """A function that runs a bench and returns its runs."""
 
-    def run(*words):
+    def run(*words, seconds=110):
         path = tmp_path / "bench.json"
         command = [sys.executable, "-m", "daso", "bench", *words, f"--json={path}"]
         done = subprocess.run(
-            command, env=cluster.env, capture_output=True, text=True, timeout=110, check=False
+            command, env=cluster.env, capture_output=True, text=True, timeout=seconds, check=False
         )
         assert done.returncode == 0, done.stderr
         return json.loads(path.read_text())
@@ -52,3 +52,16 @@ def test_step_times_are_taken_on_every_link_that_is_named(bench):
     assert ddp["step_ms"] > 732  # 18.3 MB at every step
     assert 36.6 < ddp["mbytes"] < 40
     assert {row["name"]: row for row in free["rows"]}["DDP, gloo"]["step_ms"] < ddp["step_ms"]
+
+
+@pytest.mark.timeout(290)
+def test_time_to_accuracy_is_that_of_the_link(bench):
+    words = ["--data=digits", "--quick", "--rounds=1", "--seconds=0.1", "--settle=0.1"]
+    found = bench("time-to-accuracy", *words, "--link=200mbit", "--level=20", seconds=250)
+    ddp, ours = found["runs"][0]["rows"]
+    assert ddp["step_ms"] > 732  # 18.3 MB at every step
+    (course,) = ddp["courses"]
+    assert course["seconds"][-1] == pytest.approx(course["steps"][-1] * ddp["step_ms"] / 1e3)
+    (course,) = ours["courses"]
+    assert course["report"]["exchanges"] > 0
+    assert course["seconds"][-1] < ddp["courses"][0]["seconds"][-1]

@@ -2,21 +2,23 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from daso.errors import ConfigError
 from daso.run.minicluster.rate import parse_rate
+
+if TYPE_CHECKING:
+    from daso.run.bench.hosts import Place
 
 __all__ = ["add_parser"]
 
 # Contenders of --quick.
 QUICK = ("DASO Auto, bf16", "DDP, gloo", "DDP, gloo, fp16", "PostLocalSGD, every 4")
-HERE = "here"
 Found = list[dict[str, Any]]
 
 
@@ -38,13 +40,11 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
     train = add("train", _train, "step times of ways to train, on links of a known rate")
     _add_links(train, "1gbit,100mbit,10mbit")
-    train.add_argument("--nodes", type=int, default=2, help="hosts (2)")
-    train.add_argument("--ranks-per-node", type=int, default=1, help="on each (1)")
     train.add_argument("--model", choices=("cnn", "resnet18", "gpt", "tiny"), default="cnn")
     train.add_argument("--only", action="append", help="a contender; may be given several times")
-    train.add_argument("--seconds", type=float, default=0, help="of a round (8; quick 3)")
-    train.add_argument("--settle", type=float, default=0, help="before the first (20; quick 6)")
+    _add_steps(train, "8; quick 3", "20; quick 6")
     train.add_argument("--plot", type=Path, help="draw step times to this PNG")
+    _add_to_accuracy(add("time-to-accuracy", _to_accuracy, "whole trainings beside DDP's"))
     exchange = add("exchange", _exchange, "one exchange between nodes against its link's limit")
     _add_links(exchange, "1gbit")
     exchange.add_argument("--nodes", default="2,3,4", help="hosts, separated by commas (2,3,4)")
@@ -60,10 +60,30 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_links(parser: argparse.ArgumentParser, usual: str) -> None:
+def _add_to_accuracy(parser: argparse.ArgumentParser) -> None:
+    _add_links(parser, "1gbit,100mbit; quick 1gbit", default="")
+    _add_steps(parser, "3; quick 2", "6; quick 3")
+    parser.add_argument("--only", action="append", help="a contender beside DDP, gloo; several")
+    parser.add_argument("--data", choices=("fashion", "digits"), default="fashion")
+    parser.add_argument("--level", type=float, default=90, help="percentage to be reached (90)")
+    parser.add_argument("--seeds", type=int, default=0, help="trainings of each (3; quick 1)")
+    parser.add_argument("--epochs", type=int, default=0, help="of each training (3; quick 2)")
+    parser.add_argument("--every", type=int, default=26, help="steps between tests (26)")
+    parser.add_argument("--lr", type=float, default=0.1, help="highest learning rate (0.1)")
+    parser.add_argument("--plot", type=Path, help="draw accuracy over seconds to this PNG")
+
+
+def _add_steps(parser: argparse.ArgumentParser, seconds: str, settle: str) -> None:
+    parser.add_argument("--nodes", type=int, default=2, help="hosts (2)")
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="on each (1)")
+    parser.add_argument("--seconds", type=float, default=0, help=f"of a round ({seconds})")
+    parser.add_argument("--settle", type=float, default=0, help=f"before the first ({settle})")
+
+
+def _add_links(parser: argparse.ArgumentParser, usual: str, *, default: str | None = None) -> None:
     parser.add_argument(
         "--link",
-        default=usual,
+        default=usual if default is None else default,
         help=f"rates of links, separated by commas; none: unshaped; here: no hosts ({usual})",
     )
 
@@ -75,18 +95,25 @@ def _main(chosen: argparse.Namespace, run: Any) -> int:
         print(text, flush=True)
         found.append(one)
         figures |= more
+        _write(chosen.json, figures, found)  # now: the next link may take long, or fail
     if getattr(chosen, "plot", None):
-        from daso.run.bench.draw import save
+        from daso.run.bench import draw
 
-        save(found, chosen.plot)
-    if chosen.json:
-        known = {"versions": found[0]["versions"], "date": date.today().isoformat()}
-        text = json.dumps({"figures": figures, **known, "runs": found}, indent=1)
-        chosen.json.write_text(text + "\n", encoding="utf-8")
+        drawing = draw.draw_courses if chosen.bench == "time-to-accuracy" else draw.draw
+        draw.save(drawing(found), chosen.plot)
     return 0
 
 
+def _write(path: Path | None, figures: Mapping[str, Any], found: Found) -> None:
+    if path is not None:
+        known = {"versions": found[0]["versions"], "date": date.today().isoformat()}
+        text = json.dumps({"figures": figures, **known, "runs": found}, indent=1)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
 def _links(text: str) -> list[str]:
+    from daso.run.bench.hosts import HERE
+
     links = [word.strip() for word in text.split(",")]
     for link in links:
         if link != HERE:
@@ -99,6 +126,12 @@ def _positive(chosen: argparse.Namespace, *names: str) -> None:
         if getattr(chosen, name) < 1:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} must be at least 1, not {getattr(chosen, name)}")
+
+
+def _above_zero(chosen: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        if not getattr(chosen, name) > 0:
+            raise ConfigError(f"--{name} must be more than 0, not {getattr(chosen, name)}")
 
 
 def _rounds(chosen: argparse.Namespace) -> int:
@@ -116,14 +149,11 @@ def _train(chosen: argparse.Namespace) -> Measured:
 
     links = _links(chosen.link)
     _positive(chosen, "nodes", "ranks_per_node")
-    only = chosen.only or ()
-    unknown = [name for name in only if name not in EVERYBODY]
-    if unknown:
-        raise ConfigError(f"--only must be one of {'; '.join(EVERYBODY)}, not {unknown[0]!r}")
-    must_be_installed(only)
+    _named(chosen.only or (), EVERYBODY)
+    must_be_installed(chosen.only or ())
     usual = QUICK if chosen.quick else EVERYBODY
-    names = tuple(only or filter(installed, usual))
-    absent = [name for name in usual if not only and not installed(name)]
+    names = tuple(chosen.only or filter(installed, usual))
+    absent = [name for name in usual if not chosen.only and not installed(name)]
     if absent:
         print(f"not installed, so left out: {'; '.join(absent)}\n", flush=True)
 
@@ -136,6 +166,50 @@ def _train(chosen: argparse.Namespace) -> Measured:
         yield one, train.table(one) + "\n", train.figures(one)
 
 
+def _named(names: Iterable[str], known: Iterable[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--only must be one of {'; '.join(known)}, not {name!r}")
+
+
+def _to_accuracy(chosen: argparse.Namespace) -> Measured:
+    from daso.run.bench import courses, to_accuracy, train
+    from daso.run.bench.contenders import COMPUTE, CONTENDERS
+
+    quick, rounds = chosen.quick, _rounds(chosen)
+    links = _links(chosen.link or ("1gbit" if quick else "1gbit,100mbit"))
+    chosen.seeds = chosen.seeds or (1 if quick else 3)
+    chosen.epochs = chosen.epochs or (2 if quick else 3)
+    _positive(chosen, "nodes", "ranks_per_node", "seeds", "epochs", "every")
+    _above_zero(chosen, "lr")
+    if not 0 < chosen.level <= 100:
+        raise ConfigError(f"--level must be a percentage above 0, not {chosen.level}")
+    names = tuple(chosen.only or ("DASO Auto, bf16",))
+    _named(names, [name for name in CONTENDERS if name not in (COMPUTE, courses.DDP)])
+    plan = to_accuracy.Plan(
+        "", chosen.data, chosen.seeds, chosen.epochs, chosen.lr, chosen.every, chosen.level, ""
+    )
+    seconds = chosen.seconds or (2 if quick else 3)
+    settle = chosen.settle or (3 if quick else 6)
+    steps = train.Plan("cnn", (courses.DDP, *names), rounds, seconds, settle, "")
+    size = {"nodes": chosen.nodes, "ranks": chosen.ranks_per_node}
+    for place, rates in _places(links, chosen.nodes):
+        for one in to_accuracy.compare(place, rates, plan, steps, **size):
+            yield one, courses.table(one) + "\n", courses.figures(one)
+
+
+def _places(links: Sequence[str], count: int) -> Iterator[tuple["Place", list[str]]]:
+    """Yield this machine and so many hosts, each with those of the links that it has."""
+    from daso.run.bench.hosts import HERE, Here, hosts
+
+    if HERE in links:
+        yield Here(), [HERE]
+    rates = [link for link in links if link != HERE]
+    if rates:
+        with hosts(count) as cluster:
+            yield cluster, rates
+
+
 def _measured(
     kind: str,
     links: Sequence[str],
@@ -144,21 +218,14 @@ def _measured(
     ranks: int,
 ) -> Iterator[dict[str, Any]]:
     """Measure on every link with every number of nodes."""
-    from daso.run.bench.hosts import hosts, run_here
-
-    if HERE in links:
-        for nodes in sizes:
-            yield run_here(kind, plan(HERE), ranks=nodes * ranks, ranks_per_node=ranks)
-    rates = [link for link in links if link != HERE]
-    if not rates:
-        return
-    with hosts(max(sizes)) as cluster:
-        for link, nodes in product(rates, sizes):
-            yield cluster.run(kind, plan(link), link=link, nodes=nodes, ranks=ranks)
+    for place, known in _places(links, max(sizes)):
+        for link, nodes in product(known, sizes):
+            yield place.run(kind, plan(link), link=link, nodes=nodes, ranks=ranks)
 
 
 def _exchange(chosen: argparse.Namespace) -> Measured:
     from daso.run.bench import exchange
+    from daso.run.bench.hosts import HERE
 
     links, rounds = _links(chosen.link), _rounds(chosen)
     words = chosen.nodes.split(",")
@@ -179,8 +246,7 @@ def _node(chosen: argparse.Namespace) -> Measured:
     from daso.run.bench.hosts import run_here
 
     _positive(chosen, "ranks")
-    if not chosen.mebibytes > 0:
-        raise ConfigError(f"--mebibytes must be more than 0, not {chosen.mebibytes}")
+    _above_zero(chosen, "mebibytes")
     plan = asdict(node.Plan(chosen.mebibytes, chosen.rounds or (20 if chosen.quick else 100)))
     one = run_here("node", plan, ranks=chosen.ranks, ranks_per_node=chosen.ranks)
     yield one, node.table(one), node.figures(one)

@@ -30,6 +30,7 @@ class Contender(Protocol):
     """One way to train."""
 
     model: nn.Module
+    optimizer: torch.optim.Optimizer
 
     def wake(self) -> None:
         """Get ready for a round. Collective over the world in the sense of the method."""
@@ -45,6 +46,10 @@ class Contender(Protocol):
 
     def rest(self) -> None:
         """Let what is on its way arrive, without merging it. Does not communicate itself."""
+        ...
+
+    def finish(self) -> None:
+        """Let all ranks hold the same model. Collective over the world; blocking."""
         ...
 
     def report(self) -> Mapping[str, Any]:
@@ -82,6 +87,11 @@ class Plain:
     def rest(self) -> None:
         """Nothing is on its way between steps."""
 
+    def finish(self) -> None:
+        """Take world rank 0's buffers, which are what a user of DDP saves."""
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, 0)
+
     def report(self) -> Mapping[str, Any]:
         """Return nothing."""
         return {}
@@ -106,6 +116,10 @@ class Daso(Plain):
     def rest(self) -> None:
         """Let the exchange finish; its result stays until it is due."""
         self.wrapped.state_dict()  # waits for it, and changes nothing
+
+    def finish(self) -> None:
+        """Average parameters and buffers."""
+        self.wrapped.synchronize()
 
     def report(self) -> Mapping[str, Any]:
         """Return counts of exchanges, and what is exposed."""

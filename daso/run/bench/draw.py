@@ -1,4 +1,4 @@
-"""Step times as a picture."""
+"""Step times, and accuracy over time, as pictures."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "save"]
+__all__ = ["draw", "draw_courses", "save"]
 
+SHOWN = 20  # points of accuracy below the level
 BAR = 0.8  # of the space between two contenders, for all links together
 
 
@@ -48,6 +49,41 @@ def draw(runs: Sequence[Mapping[str, Any]]) -> "Figure":
     return figure
 
 
-def save(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
+def draw_courses(runs: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Draw accuracy over seconds of training, one color for every contender and link.
+
+    Args:
+        runs: What `daso bench time-to-accuracy` found on each link, as in its JSON under ``runs``.
+
+    Returns:
+        The figure.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    level = runs[0]["plan"]["level"]
+    lines = [(run["plan"]["link"], row) for run in runs for row in run["rows"]]
+    for color, (link, row) in enumerate(lines):
+        for number, course in enumerate(row["courses"]):
+            label = None if number else f"{row['name']}, {link}"
+            axes.plot(course["seconds"], course["accuracy"], f"C{color}", lw=1.2, label=label)
+    axes.axhline(level, color="0.3", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_ylim(max(0, level - SHOWN))
+    axes.set_xlabel("seconds of training, log scale")
+    axes.set_ylabel("test samples right, %")
+    plan = runs[0]["plan"]
+    axes.set_title(
+        f"{plan['data']}, CNN of {runs[0]['parameters'] / 1e6:.2f} M parameters, nodes of "
+        f"{', '.join(map(str, runs[0]['nodes']))} ranks, {plan['epochs']} epochs; "
+        f"one line for each seed",
+        fontsize=10,
+    )
+    axes.legend(fontsize=8)
+    return figure
+
+
+def save(figure: "Figure", path: Path) -> None:
     """Draw to a PNG file."""
-    draw(runs).savefig(path, dpi=130)
+    figure.savefig(path, dpi=130)

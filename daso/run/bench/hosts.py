@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import daso
 from daso.environment import find_mpirun
@@ -23,9 +23,30 @@ from daso.run.script import render
 from daso.run.sites import read_template
 from daso.run.slurm import Job
 
-__all__ = ["Hosts", "hosts", "run_here"]
+__all__ = ["HERE", "Here", "Hosts", "Place", "hosts", "run_here"]
 
+HERE = "here"
 RANKS = ("-m", "daso.run.bench.ranks")
+
+
+class Place(Protocol):
+    """Where ranks can be started."""
+
+    fastest: str  # link
+
+    def run(self, kind: str, plan: Mapping[str, Any], *, link: str, nodes: int, ranks: int) -> Any:
+        """Measure on ranks of this place, and return what they found; blocking."""
+        ...
+
+
+class Here:
+    """This machine, cut into pretend nodes; it has no links."""
+
+    fastest = HERE
+
+    def run(self, kind: str, plan: Mapping[str, Any], *, link: str, nodes: int, ranks: int) -> Any:  # noqa: ARG002 - a place's
+        """Measure on ranks of this machine, and return what they found; blocking."""
+        return run_here(kind, plan, ranks=nodes * ranks, ranks_per_node=ranks)
 
 
 class Hosts:
@@ -35,6 +56,8 @@ class Hosts:
         state: The cluster's state folder.
         work: A folder that all hosts see.
     """
+
+    fastest = "none"
 
     def __init__(self, state: Path, work: Path) -> None:
         self._state, self._work = state, work

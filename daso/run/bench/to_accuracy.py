@@ -1,0 +1,252 @@
+"""Whole trainings on a link of a known rate, and how long each takes to an accuracy.
+
+What is tested are copies of the model from the midst of a training, after it is over: nothing
+stands still for a test, so exchanges get no time that training would not have given them.
+"""
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import interpolate
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+
+from daso.comm.topology import Topology
+from daso.data import ShardedSampler, load_digits, load_fashion
+from daso.environment import data_folder
+from daso.errors import ExchangeError
+from daso.run.bench import train
+from daso.run.bench.contenders import CONTENDERS, Contender, join_gloo
+from daso.run.bench.courses import DDP, is_tested, on_link
+from daso.run.bench.models import SIDE, Batch, Case, score, small_cnn
+from daso.run.bench.rounds import Clock
+
+if TYPE_CHECKING:
+    from daso.run.bench.hosts import Place
+
+__all__ = ["KIND", "Plan", "compare", "measure", "warmed_cosine"]
+
+KIND = "time-to-accuracy"
+BATCH = 64  # samples of a rank
+MOMENTUM = 0.9
+WARMUP = 0.05  # of all steps
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is trained.
+
+    Args:
+        name: A contender.
+        data: "fashion", or "digits" (few and easy, for trying).
+        seeds: Trainings, with seeds from 0.
+        epochs: Of each.
+        peak: Highest learning rate.
+        every: Steps from one copy of the model to the next.
+        level: Percentage of test samples that is to be reached.
+        link: For people.
+    """
+
+    name: str
+    data: str
+    seeds: int
+    epochs: int
+    peak: float
+    every: int
+    level: float
+    link: str
+
+
+def warmed_cosine(done: float) -> float:
+    """Return the learning rate over its peak: a linear warm-up, and a cosine to zero.
+
+    Args:
+        done: Share of all steps that are over.
+    """
+    return min(1.0, 0.05 + done / WARMUP) * (1 + math.cos(math.pi * done)) / 2
+
+
+# --- on the ranks --------------------------------------------------------------------------------
+
+
+def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
+    """Train once for each seed.
+
+    Returns:
+        Courses for JSON, the same on every rank.
+
+    Collective over the world; blocking.
+    """
+    torch.set_num_threads(1)
+    join_gloo(topology)
+    samples, tests = (_samples(plan.data, train=train) for train in (True, False))
+    mine = slice(topology.place.rank, None, topology.place.size)  # of the tests
+    share = tests[0][mine], tests[1][mine]
+    courses = [_course(plan, seed, samples, share, topology) for seed in range(plan.seeds)]
+    dist.destroy_process_group()
+    return {
+        "plan": asdict(plan),
+        "parameters": sum(p.numel() for p in small_cnn().parameters()),
+        "batch": BATCH,
+        "nodes": list(topology.place.node_sizes),
+        "courses": courses,
+    }
+
+
+def _samples(data: str, *, train: bool) -> Batch:
+    if data == "fashion":
+        images, labels = load_fashion(data_folder(), train=train).tensors
+        return images, labels
+    images, labels = load_digits(train=train).tensors
+    return interpolate(images, size=(SIDE, SIDE)), labels
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A rank's model in the midst of a training."""
+
+    step: int
+    seconds: float  # of training until then
+    weights: Mapping[str, torch.Tensor]
+
+
+def _course(
+    plan: Plan, seed: int, samples: Batch, share: Batch, topology: Topology
+) -> dict[str, Any]:
+    """Train once, then test the copies."""
+    place, world = topology.place, topology.world
+    case = _case(plan, seed)
+    contender = CONTENDERS[plan.name](case, topology)
+    sampler = ShardedSampler(
+        len(samples[0]), rank=place.rank, size=place.size, batch_size=BATCH, seed=seed
+    )
+    copies = _train(plan, contender, samples, sampler, world)
+    contender.close()
+    if len(set(world.allgather(_digest(copies[-1].weights)))) > 1:
+        raise ExchangeError(
+            f"all ranks must have the same model at the end, and with {plan.name} they differ; "
+            "choose epochs after whose last step it averages"
+        )
+    return {
+        "seed": seed,
+        **_test(plan, copies, case.build(), share, world),
+        "report": dict(contender.report()),
+    }
+
+
+def _case(plan: Plan, seed: int) -> Case:
+    def build() -> nn.Module:
+        torch.manual_seed(seed)
+        return small_cnn()
+
+    def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=plan.peak, momentum=MOMENTUM)
+
+    return Case(build, BATCH, text=False, optimizer=sgd)
+
+
+def _train(
+    plan: Plan, contender: Contender, samples: Batch, sampler: ShardedSampler, world: Any
+) -> list[Copy]:
+    """Train to the end. Collective over the world in the sense of the contender."""
+    inputs, targets = samples
+    total = plan.epochs * len(sampler)
+    scheduler = LambdaLR(contender.optimizer, lambda step: warmed_cosine(step / total))
+    copies = []
+    world.Barrier()
+    clock, step = Clock(), 0
+    for epoch in range(plan.epochs):
+        sampler.set_epoch(epoch)
+        for chosen in sampler:
+            contender.step((inputs[chosen], targets[chosen]))
+            scheduler.step()
+            step += 1
+            if step % plan.every == 0 and step < total:
+                copies.append(_copy(step, clock, contender))
+    contender.finish()
+    return [*copies, _copy(step, clock, contender)]
+
+
+def _copy(step: int, clock: Clock, contender: Contender) -> Copy:
+    seconds, _ = clock.read()
+    weights = _bare(contender.model).state_dict()
+    return Copy(step, seconds, {name: tensor.clone() for name, tensor in weights.items()})
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _digest(weights: Mapping[str, torch.Tensor]) -> str:
+    digest = sha256()
+    for tensor in weights.values():
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _test(
+    plan: Plan, copies: Sequence[Copy], model: nn.Module, share: Batch, world: Any
+) -> dict[str, list[Any]]:
+    """Return how good copies are, each rank's on its share of the tests."""
+    tested: list[Copy] = []
+    accuracy: list[float] = []
+    size = world.allreduce(len(share[0]))
+    for index, one in enumerate(copies):
+        had_level = any(percent >= plan.level for percent in accuracy)
+        if is_tested(index, len(copies), had_level=had_level):
+            model.load_state_dict(one.weights)
+            right = round(score(model, *share) * len(share[0]) / 100)
+            accuracy.append(100 * world.allreduce(right) / size)
+            tested.append(one)
+    return {
+        "steps": [one.step for one in tested],
+        "seconds": [max(world.allgather(one.seconds)) for one in tested],
+        "accuracy": accuracy,
+    }
+
+
+# --- where the bench was started -----------------------------------------------------------------
+
+
+def compare(
+    place: "Place", links: Sequence[str], plan: Plan, steps: train.Plan, *, nodes: int, ranks: int
+) -> Iterator[dict[str, Any]]:
+    """Train with DDP once, and with the others on every link; blocking.
+
+    Args:
+        place: Where.
+        links: Of this place.
+        plan: What is trained; name and link are filled in.
+        steps: How step times are measured; its names are the contenders. The link is filled in.
+        nodes: Number of nodes.
+        ranks: On each.
+
+    Yields:
+        What was found on each link, for JSON.
+    """
+    size = {"nodes": nodes, "ranks": ranks}
+
+    def trained(name: str, link: str) -> Any:
+        say(f"{name} trains on link {link}, seeds 0 to {plan.seeds - 1}")
+        return place.run(KIND, asdict(replace(plan, name=name, link=link)), link=link, **size)
+
+    def timed(link: str) -> Any:
+        say(f"step times on link {link}")
+        return place.run("train", asdict(replace(steps, link=link)), link=link, **size)
+
+    rival = trained(DDP, place.fastest)
+    for link in links:
+        times = timed(link)
+        yield on_link(rival, times, [trained(name, link) for name in steps.names if name != DDP])
+
+
+def say(text: str) -> None:
+    """Tell a person who waits what is done now."""
+    print(text, file=sys.stderr, flush=True)
