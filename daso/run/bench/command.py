@@ -19,6 +19,16 @@ QUICK = ("DASO Auto, bf16", "DDP, gloo", "DDP, gloo, fp16", "PostLocalSGD, every
 PARAMETERS = 4_575_000  # elements of the exchange: 18.3 MB of fp32
 HERE = "here"
 Found = list[dict[str, Any]]
+GROWTH = (  # axis, what its numbers are, the usual ones and those of --quick
+    ("parameters", "millions", ("1,3,10,30,100", "1,3,10,30")),
+    ("tensors", "of one size", ("10,30,100,300,1000", "10,100,1000")),
+    ("ranks", "each a node", ("2,3,4,6,8", "2,4,8")),
+    ("chunks", "KiB on the wire", ("256,1024,4096,16384", "256,4096")),
+    ("memory", "millions", ("10,50", "10,30")),
+)
+MILLIONS = ("parameters", "memory")
+RANKS, TENSORS = 2, 10  # where they do not grow
+WIRES = ("bf16", "int4", "fp32")
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +62,14 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     node = add("node", _node, "the mean of a buffer over the ranks of this machine")
     node.add_argument("--ranks", type=int, default=2, help="how many (2)")
     node.add_argument("--mebibytes", type=float, default=8, help="of the buffer, fp32 (8)")
+    growth = add("growth", _growth, "overhead and memory as models, ranks and chunks grow")
+    for axis, text, usual in GROWTH:
+        growth.add_argument(
+            f"--{axis}", help=f"{text}, separated by commas ({'; quick '.join(usual)})"
+        )
+    growth.add_argument("--size", type=float, default=10, help="millions on other axes (10)")
+    growth.add_argument("--only", action="append", choices=[axis for axis, *_ in GROWTH])
+    growth.add_argument("--plot", type=Path, help="draw costs to this PNG")
 
 
 def _add_links(parser: argparse.ArgumentParser, usual: str) -> None:
@@ -70,9 +88,10 @@ def _main(chosen: argparse.Namespace, run: Any) -> int:
         found.append(one)
         figures |= more
     if getattr(chosen, "plot", None):
-        from daso.run.bench.draw import save
+        from daso.run.bench import draw
 
-        save(found, chosen.plot)
+        drawn = (draw.draw_growth if chosen.bench == "growth" else draw.draw)(found)
+        draw.save(drawn, chosen.plot)
     if chosen.json:
         known = {"versions": found[0]["versions"], "date": date.today().isoformat()}
         text = json.dumps({"figures": figures, **known, "runs": found}, indent=1)
@@ -172,3 +191,72 @@ def _node(chosen: argparse.Namespace) -> Measured:
     plan = asdict(node.Plan(chosen.mebibytes, chosen.rounds or (20 if chosen.quick else 100)))
     one = run_here("node", plan, ranks=chosen.ranks, ranks_per_node=chosen.ranks)
     yield one, node.table(one), node.figures(one)
+
+
+def _growth(chosen: argparse.Namespace) -> Measured:
+    from daso.run.bench import growth, memory
+
+    sizes = {axis: _sizes(chosen, axis) for axis, *_ in GROWTH}
+    wanted = [axis for axis, *_ in GROWTH if axis in (chosen.only or sizes)]
+    for axis in wanted:
+        if axis == "memory":
+            for one in _memory(sizes[axis]):
+                yield one, memory.table(one) + "\n", memory.figures(one)
+        else:
+            one = _grown(axis, sizes[axis], chosen.size, _rounds(chosen))
+            yield one, growth.table(one) + "\n", growth.figures(one)
+
+
+def _sizes(chosen: argparse.Namespace, axis: str) -> list[float]:
+    """Return the numbers of an axis: those asked for, or the usual ones."""
+    usual = next(numbers for name, _, numbers in GROWTH if name == axis)
+    text = getattr(chosen, axis) or usual[chosen.quick]
+    least = 0.0 if axis in MILLIONS else 1.0
+    try:
+        found = sorted({float(word) for word in text.split(",")})
+    except ValueError:
+        found = []
+    whole = axis in MILLIONS or all(size.is_integer() for size in found)
+    if len(found) < 2 or found[0] <= least or not whole:
+        what = "numbers" if axis in MILLIONS else "whole numbers"
+        raise ConfigError(
+            f"--{axis} must be at least two {what} above {least:g}, separated by commas, "
+            f"not {text!r}"
+        )
+    return found
+
+
+def _grown(axis: str, sizes: Sequence[float], millions: float, rounds: int) -> dict[str, Any]:
+    """Measure along one axis; another number of ranks is another run."""
+    from daso.plan.options import Exchange
+    from daso.run.bench.growth import Plan, Point
+    from daso.run.bench.hosts import run_here
+
+    usual = Point(round(1e6 * millions), TENSORS, Exchange().chunk_bytes)
+    points = {
+        "parameters": [usual._replace(parameters=round(1e6 * size)) for size in sizes],
+        "tensors": [usual._replace(tensors=int(size)) for size in sizes],
+        "chunks": [usual._replace(chunk_bytes=int(1024 * size)) for size in sizes],
+    }.get(axis, [usual])
+    if any(point.parameters < point.tensors for point in points):
+        raise ConfigError(
+            f"every tensor must have a parameter, but {max(p.tensors for p in points)} tensors "
+            f"share {min(p.parameters for p in points)}; raise --size or --parameters"
+        )
+    plan = asdict(Plan("chunk_bytes" if axis == "chunks" else axis, points, rounds))
+    worlds = [int(size) for size in sizes] if axis == "ranks" else [RANKS]
+    runs = [run_here("growth", plan, ranks=ranks, ranks_per_node=1) for ranks in worlds]
+    return {**runs[-1], "rows": [row for run in runs for row in run["rows"]]}
+
+
+def _memory(millions: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """Measure memory where every rank is a node, then in two nodes of two ranks."""
+    from daso.plan.options import Exchange
+    from daso.run.bench.hosts import run_here
+    from daso.run.bench.memory import Plan
+
+    sizes = [round(1e6 * size) for size in millions]
+    plan = asdict(Plan(sizes, 2, WIRES, Exchange().chunk_bytes))
+    for ranks_per_node in (1, 2):
+        ranks = 2 * ranks_per_node
+        yield run_here("memory", plan, ranks=ranks, ranks_per_node=ranks_per_node)

@@ -1,13 +1,15 @@
-"""Step times as a picture."""
+"""Step times, and how costs grow, as pictures."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from daso.run.bench.growth import AXES, GROWS
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "save"]
+__all__ = ["draw", "draw_growth", "save"]
 
 BAR = 0.8  # of the space between two contenders, for all links together
 
@@ -48,6 +50,39 @@ def draw(runs: Sequence[Mapping[str, Any]]) -> "Figure":
     return figure
 
 
-def save(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw to a PNG file."""
-    draw(runs).savefig(path, dpi=130)
+def draw_growth(runs: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Draw costs against what grows, one panel for every axis, with lines of slope 1 behind.
+
+    Args:
+        runs: What `daso bench growth` found, as in its JSON under ``runs``.
+
+    Returns:
+        The figure.
+    """
+    from matplotlib.figure import Figure
+
+    drawn = [run for run in runs if run["plan"].get("axis") in AXES]
+    figure = Figure(figsize=(9, 3.4 * -(-max(1, len(drawn)) // 2)), layout="constrained")
+    panels = figure.subplots(-(-max(1, len(drawn)) // 2), 2, squeeze=False).flat
+    for axes, run in zip(panels, drawn, strict=False):
+        axis, rows = run["plan"]["axis"], run["rows"]
+        xs = [row[axis] for row in rows]
+        for name, text in GROWS.items():
+            ys = [row[name] if row[name] > 0 else float("nan") for row in rows]
+            (line,) = axes.plot(xs, ys, "o-", markersize=4, label=text)
+            linear = [ys[0] * x / xs[0] for x in xs]
+            axes.plot(xs, linear, ":", color=line.get_color(), linewidth=0.8)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel(axis)
+        axes.set_ylabel("ms")
+    for axes in figure.axes[len(drawn) :]:
+        axes.set_visible(False)
+    figure.axes[0].legend(fontsize=8)
+    figure.suptitle("costs as something grows; dotted: in proportion", fontsize=10)
+    return figure
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Write a figure to a PNG file."""
+    figure.savefig(path, dpi=130)

@@ -3,18 +3,21 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from daso.comm.mpi import library
 from daso.comm.topology import init
-from daso.run.bench import exchange, node, train
+from daso.run.bench import exchange, growth, memory, node, train
 from daso.run.report import versions
+
+BENCHES = {one.__name__.rpartition(".")[2]: one for one in (exchange, growth, memory, node, train)}
 
 
 def main() -> None:
     """Measure, and let world rank 0 write what was found."""
     kind, plan, out = sys.argv[1:]
     topology = init()
-    bench = {"train": train, "exchange": exchange, "node": node}[kind]
+    bench: Any = BENCHES[kind]
     found = bench.measure(bench.Plan(**json.loads(plan)), topology)
     if topology.place.rank == 0:
         found["versions"] = versions(library())
