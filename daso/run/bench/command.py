@@ -28,7 +28,7 @@ GROWTH = (  # axis, what its numbers are, the usual ones and those of --quick
 )
 MILLIONS = ("parameters", "memory")
 RANKS, TENSORS = 2, 10  # where they do not grow
-WIRES = ("bf16", "int4", "fp32")
+WIRES = ("bf16", "int4", "fp32")  # whose memory is measured; --quick: the first
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
@@ -200,7 +200,7 @@ def _growth(chosen: argparse.Namespace) -> Measured:
     wanted = [axis for axis, *_ in GROWTH if axis in (chosen.only or sizes)]
     for axis in wanted:
         if axis == "memory":
-            for one in _memory(sizes[axis]):
+            for one in _memory(sizes[axis], WIRES[:1] if chosen.quick else WIRES):
                 yield one, memory.table(one) + "\n", memory.figures(one)
         else:
             one = _grown(axis, sizes[axis], chosen.size, _rounds(chosen))
@@ -211,18 +211,15 @@ def _sizes(chosen: argparse.Namespace, axis: str) -> list[float]:
     """Return the numbers of an axis: those asked for, or the usual ones."""
     usual = next(numbers for name, _, numbers in GROWTH if name == axis)
     text = getattr(chosen, axis) or usual[chosen.quick]
-    least = 0.0 if axis in MILLIONS else 1.0
     try:
         found = sorted({float(word) for word in text.split(",")})
     except ValueError:
         found = []
-    whole = axis in MILLIONS or all(size.is_integer() for size in found)
-    if len(found) < 2 or found[0] <= least or not whole:
-        what = "numbers" if axis in MILLIONS else "whole numbers"
-        raise ConfigError(
-            f"--{axis} must be at least two {what} above {least:g}, separated by commas, "
-            f"not {text!r}"
-        )
+    least = 2 if axis == "ranks" else 1
+    fit = [size > 0 if axis in MILLIONS else size in range(least, 2**31) for size in found]
+    if len(found) < 2 or not all(fit):
+        what = "numbers above 0" if axis in MILLIONS else f"whole numbers from {least} up"
+        raise ConfigError(f"--{axis} must be two {what} or more, as in {usual[1]}, not {text!r}")
     return found
 
 
@@ -249,14 +246,14 @@ def _grown(axis: str, sizes: Sequence[float], millions: float, rounds: int) -> d
     return {**runs[-1], "rows": [row for run in runs for row in run["rows"]]}
 
 
-def _memory(millions: Sequence[float]) -> Iterator[dict[str, Any]]:
+def _memory(millions: Sequence[float], wires: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Measure memory where every rank is a node, then in two nodes of two ranks."""
     from daso.plan.options import Exchange
     from daso.run.bench.hosts import run_here
     from daso.run.bench.memory import Plan
 
     sizes = [round(1e6 * size) for size in millions]
-    plan = asdict(Plan(sizes, 2, WIRES, Exchange().chunk_bytes))
+    plan = asdict(Plan(sizes, 2, wires, Exchange().chunk_bytes))
     for ranks_per_node in (1, 2):
         ranks = 2 * ranks_per_node
         yield run_here("memory", plan, ranks=ranks, ranks_per_node=ranks_per_node)

@@ -1,5 +1,6 @@
 """Step times, and how costs grow, as pictures."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw", "draw_growth", "save"]
 
+UNITS = {"parameters": (10**6, "M parameters"), "chunk_bytes": (2**20, "MiB of a chunk")}
 BAR = 0.8  # of the space between two contenders, for all links together
 
 
@@ -62,25 +64,33 @@ def draw_growth(runs: Sequence[Mapping[str, Any]]) -> "Figure":
     from matplotlib.figure import Figure
 
     drawn = [run for run in runs if run["plan"].get("axis") in AXES]
-    figure = Figure(figsize=(9, 3.4 * -(-max(1, len(drawn)) // 2)), layout="constrained")
-    panels = figure.subplots(-(-max(1, len(drawn)) // 2), 2, squeeze=False).flat
+    count = -(-len(drawn) // 2)
+    figure = Figure(figsize=(9, 0.8 + 3.2 * count), layout="constrained")
+    panels = figure.subplots(count, 2, squeeze=False).ravel()
     for axes, run in zip(panels, drawn, strict=False):
-        axis, rows = run["plan"]["axis"], run["rows"]
-        xs = [row[axis] for row in rows]
-        for name, text in GROWS.items():
-            ys = [row[name] if row[name] > 0 else float("nan") for row in rows]
-            (line,) = axes.plot(xs, ys, "o-", markersize=4, label=text)
-            linear = [ys[0] * x / xs[0] for x in xs]
-            axes.plot(xs, linear, ":", color=line.get_color(), linewidth=0.8)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlabel(axis)
-        axes.set_ylabel("ms")
-    for axes in figure.axes[len(drawn) :]:
+        _draw_axis(axes, run)
+    for axes in panels[len(drawn) :]:
         axes.set_visible(False)
-    figure.axes[0].legend(fontsize=8)
-    figure.suptitle("costs as something grows; dotted: in proportion", fontsize=10)
+    lines, names = panels[0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside upper center", ncols=len(names), fontsize=9)
     return figure
+
+
+def _draw_axis(axes: Any, run: Mapping[str, Any]) -> None:
+    axis, rows = run["plan"]["axis"], run["rows"]
+    unit, text = UNITS.get(axis, (1, axis))
+    xs = [row[axis] / unit for row in rows]
+    for name, label in GROWS.items():
+        ys = [row[name] if row[name] > 0 else math.nan for row in rows]
+        (line,) = axes.plot(xs, ys, "o-", markersize=4, label=label)
+        steep = [ys[0] * x / xs[0] for x in xs]
+        axes.plot(xs, steep, ":", color=line.get_color(), linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(xs, [f"{x:g}" for x in xs])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel(f"{text}; dotted: in proportion")
+    axes.set_ylabel("ms")
 
 
 def save(figure: "Figure", path: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import types
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,11 @@ __all__ = [
     "held",
     "measure",
     "resident",
-    "return_freed_memory",
     "table",
 ]
 
+MMAP_THRESHOLD = -3  # option of mallopt, bytes
 SMAPS = Path("/proc/self/smaps_rollup")
-MMAP_THRESHOLD = -3  # of mallopt, bytes
 WIRE = "bf16"  # the one that the figure is about
 FOLLOWED = ("daso.", "torch.optim.")  # objects of these packages are looked into
 STEPS = 6  # with the toolkit: three exchanges, the last one merged
@@ -83,7 +83,7 @@ def held(root: object, user: Iterable[torch.Tensor], local_rank: int) -> dict[st
 
 
 def _short(name: str) -> str:
-    return ".".join(name.split(".")[-2:])
+    return ".".join(name.strip(".").split(".")[-2:])
 
 
 def _reach(root: object) -> Iterator[tuple[str, object]]:
@@ -132,9 +132,15 @@ def resident() -> int:
     return 1024 * int(rows["Pss"])
 
 
-def return_freed_memory() -> None:
-    """Let freed tensors go back to the system at once, so that a process's size tells (glibc)."""
-    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 2**16)
+@contextmanager
+def _freed_at_once() -> Iterator[None]:
+    """Let glibc give freed tensors back at once, so that the size of the process tells."""
+    set_option = ctypes.CDLL(None).mallopt
+    set_option(MMAP_THRESHOLD, 2**16)
+    try:
+        yield
+    finally:
+        set_option(MMAP_THRESHOLD, 2**25)  # where glibc's own threshold goes in time
 
 
 def _train(
@@ -160,13 +166,14 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     Collective over the world; blocking.
     """
     torch.set_num_threads(1)
-    return_freed_memory()
-    rows = [_row(wire, plan, topology) for wire in plan.wires]
+    with _freed_at_once():
+        rows = [_row(wire, plan, topology) for wire in plan.wires]
     return {"plan": asdict(plan), "nodes": list(topology.place.node_sizes), "rows": rows}
 
 
 def _row(wire: str, plan: Plan, topology: Topology) -> dict[str, Any]:
     sizes = sorted(plan.parameters)
+    _one(wire, sizes[0], plan, topology)  # what is made once for all models
     found = [_one(wire, numel, plan, topology) for numel in sizes]
     more = sizes[-1] - sizes[0]
     names = {name for one in found for name in one["held"]}
@@ -206,6 +213,7 @@ def _one(wire: str, numel: int, plan: Plan, topology: Topology) -> dict[str, Any
         "parameters": numel,
         "held": held(optimizer, user, place.local_rank),
         "resident": after - before,
+        "exchanges": optimizer.report()["exchanges"],
     }
     optimizer.close()
     everyones = world.allgather(mine)
