@@ -216,7 +216,7 @@ def _sizes(chosen: argparse.Namespace, axis: str) -> list[float]:
     except ValueError:
         found = []
     least = 2 if axis == "ranks" else 1
-    fit = [size > 0 if axis in MILLIONS else size in range(least, 2**31) for size in found]
+    fit = [size > 0 if axis in MILLIONS else size.is_integer() and size >= least for size in found]
     if len(found) < 2 or not all(fit):
         what = "numbers above 0" if axis in MILLIONS else f"whole numbers from {least} up"
         raise ConfigError(f"--{axis} must be two {what} or more, as in {usual[1]}, not {text!r}")
