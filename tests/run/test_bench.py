@@ -1,5 +1,6 @@
 """`daso bench`: what is computed, what is refused, and a short run on this machine."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from daso.errors import ConfigError
-from daso.run.bench import exchange, train
+from daso.run.bench import exchange, growth, memory, train
 from daso.run.bench.contenders import COMPUTE
 from daso.run.bench.models import CASES, loss_of
 from daso.run.bench.rivals import EVERYBODY, RIVALS, Rival, installed, must_be_installed
@@ -71,12 +72,12 @@ def test_batches_differ_between_ranks_and_not_between_runs():
     assert not torch.equal(one, other)
 
 
-def bench(*words):
+def bench(*words, timeout=100):
     return subprocess.run(
         [sys.executable, "-m", "daso", "bench", *words],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=timeout,
         check=False,
     )
 
@@ -92,6 +93,12 @@ def bench(*words):
         (["exchange", "--nodes=x"], ["--nodes", "'x'"]),
         (["node", "--mebibytes=0"], ["--mebibytes", "more than 0"]),
         (["node", "--ranks=0"], ["--ranks", "at least 1"]),
+        (["growth", "--parameters=1"], ["--parameters", "two numbers above 0", "'1'"]),
+        (["growth", "--memory=0,1"], ["--memory", "above 0", "'0,1'"]),
+        (["growth", "--tensors=2,2.5"], ["--tensors", "whole numbers from 1", "'2,2.5'"]),
+        (["growth", "--ranks=1,2"], ["--ranks", "from 2 up", "'1,2'"]),
+        (["growth", "--chunks=4,x"], ["--chunks", "'4,x'"]),
+        (["growth", "--size=1e-6", "--only=tensors"], ["every tensor", "--size"]),
     ],
 )
 def test_what_cannot_be_measured_is_told_in_one_line(words, parts):
@@ -177,3 +184,100 @@ def test_the_mean_inside_a_node_is_measured(tmp_path):
         "MPI Allreduce",
         "gloo",
     ]
+
+
+@pytest.mark.parametrize("power", [0, 0.5, 1, 2])
+def test_the_exponent_is_the_power_of_growth(power):
+    xs = [1, 3, 10, 30]
+    assert growth.exponent(xs, [7 * x**power for x in xs]) == pytest.approx(power)
+
+
+def test_an_exponent_needs_two_points_above_0():
+    assert growth.exponent([1, 2, 4], [-1, 3, 6]) == pytest.approx(1)
+    assert growth.exponent([1, 2], [0, 3]) is None
+    assert growth.exponent([2, 2], [1, 3]) is None
+
+
+def grown(axis, **powers):
+    """Return what a run finds in which costs grow by these powers."""
+    base = {"parameters": 1000, "tensors": 10, "ranks": 2, "chunk_bytes": 1024}
+    rows = [base | {axis: x} | {name: x**power for name, power in powers.items()} for x in (1, 10)]
+    return {"plan": {"axis": axis, "rounds": 3}, "rows": rows}
+
+
+@pytest.mark.parametrize("axis", ["parameters", "tensors", "ranks"])
+def test_the_figure_is_the_cost_that_grows_most(axis):
+    found = grown(axis, quiet_cpu_ms=0, exchange_cpu_ms=1.5, exposed_ms=1)
+    ((name, figure),) = growth.figures(found).items()
+    assert name == f"growth_exponent_{axis}"
+    assert figure["value"] == pytest.approx(1.5)
+    assert "CPU ms of an exchange 1.50" in figure["conditions"]
+
+
+def test_larger_chunks_have_no_figure():
+    found = grown("chunk_bytes", quiet_cpu_ms=0, exchange_cpu_ms=1, exposed_ms=1)
+    assert growth.figures(found) == {}
+
+
+def test_what_is_held_counts_once_and_without_the_users():
+    users, ours, hidden = (torch.zeros(numel) for numel in (100, 10, 1))
+    row = torch.zeros(50)
+    users_part = row[:20]  # as a gradient lies in a bucket
+    root = {
+        "a": [users, ours, ours[:5]],
+        "b": (row,),
+        "call": functools.partial(print, lambda: hidden),
+    }
+    assert memory.held(root, [users, users_part], 0) == {"a": 40, "b": 4 * 30, "call": 4}
+
+
+@pytest.fixture(scope="module")
+def grows(tmp_path_factory):
+    """Small models, along two axes."""
+    folder = tmp_path_factory.mktemp("growth")
+    words = ["--parameters=0.01,0.1", "--ranks=2,3", "--only=ranks", "--only=parameters"]
+    files = [f"--json={folder / 'growth.json'}", f"--plot={folder / 'growth.png'}"]
+    done = bench("growth", "--rounds=1", "--size=0.01", *words, *files)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, folder, json.loads((folder / "growth.json").read_text())
+
+
+def test_costs_are_measured_along_every_axis_that_is_named(grows):
+    text, folder, found = grows
+    parameters, ranks = found["runs"]
+    assert [row["parameters"] for row in parameters["rows"]] == [10_000, 100_000]
+    assert {row["ranks"] for row in parameters["rows"]} == {2}
+    assert [(row["ranks"], row["parameters"]) for row in ranks["rows"]] == [
+        (2, 10_000),
+        (3, 10_000),
+    ]
+    for row in parameters["rows"] + ranks["rows"]:
+        assert row["exchange_cpu_ms"] > 0
+        assert row["exposed_ms"] > 0  # there is no compute to hide behind
+    assert text == "".join(growth.table(run) + "\n\n" for run in found["runs"])
+    assert (folder / "growth.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_of_growth_have_their_names(grows):
+    _, _, found = grows
+    assert found["figures"].keys() == {"growth_exponent_parameters", "growth_exponent_ranks"}
+    for figure in found["figures"].values():
+        assert "alternating rounds" in figure["conditions"]
+
+
+@pytest.mark.timeout(300)
+def test_nothing_is_held_that_is_not_counted(tmp_path):
+    """Growth of the processes is what was counted; tests/ranks/test_memory.py says what that is."""
+    path = tmp_path / "memory.json"
+    done = bench(
+        *("growth", "--quick", "--only=memory", "--memory=4,20", f"--json={path}"), timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert [run["nodes"] for run in found["runs"]] == [[1, 1], [2, 2]]
+    rows = [row for run in found["runs"] for row in run["rows"]]
+    for row in rows:
+        counted, grown = row["bytes_per_parameter"], row["resident_bytes_per_parameter"]
+        assert grown == pytest.approx(counted, abs=0.8), done.stdout  # a buffer has 1 at least
+    figure = found["figures"]["toolkit_bytes_per_parameter"]
+    assert (rows[0]["wire"], rows[0]["bytes_per_parameter"]) == ("bf16", figure["value"])

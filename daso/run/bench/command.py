@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from daso.errors import ConfigError
+from daso.run.bench import axes
 from daso.run.minicluster.rate import parse_rate
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         default=Path("scripts/figures"),
         help="folder of train.json, exchange.json and node.json (scripts/figures)",
     )
+    axes.add_options(add("growth", _growth, "overhead and memory as all of it grows"))
 
 
 def _add_to_accuracy(parser: argparse.ArgumentParser) -> None:
@@ -99,8 +101,8 @@ def _main(chosen: argparse.Namespace, run: Any) -> int:
     if getattr(chosen, "plot", None):
         from daso.run.bench import draw
 
-        drawing = draw.draw_courses if chosen.bench == "time-to-accuracy" else draw.draw
-        draw.save(drawing(found), chosen.plot)
+        drawn = {"time-to-accuracy": draw.draw_courses, "growth": draw.draw_growth}
+        draw.save(drawn.get(chosen.bench, draw.draw)(found), chosen.plot)
     return 0
 
 
@@ -264,3 +266,7 @@ def _guard(chosen: argparse.Namespace) -> Measured:
     print(guard.table(found))
     print(guard.pace(chosen.recorded, taken["train"]), flush=True)
     guard.refuse(found)
+
+
+def _growth(chosen: argparse.Namespace) -> Measured:
+    yield from axes.run(chosen, _rounds(chosen))

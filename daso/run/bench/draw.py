@@ -1,15 +1,19 @@
-"""Step times, and accuracy over time, as pictures."""
+"""What benches found, as pictures: step times, accuracy over time, how costs grow."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from daso.run.bench.growth import AXES, GROWS
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "draw_courses", "save"]
+__all__ = ["draw", "draw_courses", "draw_growth", "save"]
 
 SHOWN = 20  # points of accuracy below the level
+UNITS = {"parameters": (10**6, "M parameters"), "chunk_bytes": (2**20, "MiB of a chunk")}
 BAR = 0.8  # of the space between two contenders, for all links together
 
 
@@ -84,6 +88,47 @@ def draw_courses(runs: Sequence[Mapping[str, Any]]) -> "Figure":
     return figure
 
 
+def draw_growth(runs: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Draw costs against what grows, one panel for every axis, with lines of slope 1 behind.
+
+    Args:
+        runs: What `daso bench growth` found, as in its JSON under ``runs``.
+
+    Returns:
+        The figure.
+    """
+    from matplotlib.figure import Figure
+
+    drawn = [run for run in runs if run["plan"].get("axis") in AXES]
+    count = -(-len(drawn) // 2)
+    figure = Figure(figsize=(9, 0.8 + 3.2 * count), layout="constrained")
+    panels = figure.subplots(count, 2, squeeze=False).ravel()
+    for axes, run in zip(panels, drawn, strict=False):
+        _draw_axis(axes, run)
+    for axes in panels[len(drawn) :]:
+        axes.set_visible(False)
+    lines, names = panels[0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside upper center", ncols=len(names), fontsize=9)
+    return figure
+
+
+def _draw_axis(axes: Any, run: Mapping[str, Any]) -> None:
+    axis, rows = run["plan"]["axis"], run["rows"]
+    unit, text = UNITS.get(axis, (1, axis))
+    xs = [row[axis] / unit for row in rows]
+    for name, label in GROWS.items():
+        ys = [row[name] if row[name] > 0 else math.nan for row in rows]
+        (line,) = axes.plot(xs, ys, "o-", markersize=4, label=label)
+        steep = [ys[0] * x / xs[0] for x in xs]
+        axes.plot(xs, steep, ":", color=line.get_color(), linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(xs, [f"{x:g}" for x in xs])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel(f"{text}; dotted: in proportion")
+    axes.set_ylabel("ms")
+
+
 def save(figure: "Figure", path: Path) -> None:
-    """Draw to a PNG file."""
+    """Write a figure to a PNG file."""
     figure.savefig(path, dpi=130)

@@ -7,20 +7,24 @@ from typing import Any
 
 from daso.comm.mpi import library
 from daso.comm.topology import init
-from daso.run.bench import exchange, node, to_accuracy, train
+from daso.run.bench import exchange, growth, memory, node, to_accuracy, train
 from daso.run.report import versions
+
+BENCHES = {
+    "exchange": exchange,
+    "growth": growth,
+    "memory": memory,
+    "node": node,
+    "time-to-accuracy": to_accuracy,
+    "train": train,
+}
 
 
 def main() -> None:
     """Measure, and let world rank 0 write what was found."""
     kind, plan, out = sys.argv[1:]
     topology = init()
-    bench: Any = {
-        "train": train,
-        "exchange": exchange,
-        "node": node,
-        "time-to-accuracy": to_accuracy,
-    }[kind]
+    bench: Any = BENCHES[kind]
     found = bench.measure(bench.Plan(**json.loads(plan)), topology)
     if topology.place.rank == 0:
         found["versions"] = versions(library())
