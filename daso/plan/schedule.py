@@ -51,7 +51,7 @@ class Seen:
     exchange_seconds: float = 0.0  # of an exchange, of the rank that came last
     lr: float = 0.0  # largest learning rate of any group and rank
     # Mean square distance of a node from the mean of all nodes, made in one batch, relative to the
-    # mean square of the parameters: what an unbiased estimate over nodes gives.
+    # mean square of the parameters.
     drift: float = 0.0
 
 

@@ -50,9 +50,9 @@ def test_a_bad_rate_is_one_line_with_rule_value_and_remedy(word):
 
 
 @pytest.mark.parametrize(
-    ("rate", "burst"), [("10mbit", 16384), ("1gbit", 125_000), ("10gbit", 1_250_000)]
+    ("rate", "burst"), [("10mbit", 73_728), ("1gbit", 125_000), ("10gbit", 1_250_000)]
 )
-def test_a_burst_lasts_a_millisecond_and_holds_ten_packets(rate, burst):
+def test_a_burst_lasts_a_millisecond_and_holds_what_the_kernel_hands_over(rate, burst):
     words = cluster().shape("eth0", rate).split()
     assert int(words[words.index("burst") + 1]) == burst
 

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from daso.errors import ConfigError

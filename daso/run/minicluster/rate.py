@@ -9,6 +9,7 @@ from daso.errors import ConfigError
 __all__ = ["discipline", "parse_rate"]
 
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+LARGEST = 72 * 1024  # bytes: 64 KiB of data, and what 45 packets' headers add
 SLOWEST, FASTEST = 10**6, 100 * 10**9  # bits per second; SLURM's own messages must get through
 
 
@@ -36,6 +37,7 @@ def discipline(bits: int | None) -> Iterator[str]:
         yield "noqueue"
         return
     yield f"tbf rate {bits}bit"
-    # One millisecond, and no less than ten packets.
-    yield f"burst {max(bits // 8000, 16 * 1024)}"
+    # One millisecond, and no less than what the kernel hands over at once: a card cuts that into
+    # packets itself, a queue that must do it takes a core.
+    yield f"burst {max(bits // 8000, LARGEST)}"
     yield "latency 50ms"
