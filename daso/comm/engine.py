@@ -28,9 +28,10 @@ __all__ = ["Engine", "Ticket", "Work"]
 Result = TypeVar("Result")
 Work = Generator[Sequence["MPI.Request"], None, Result]
 
-# How long the thread sleeps between polls: a hundredth of what the work has taken so far, within
-# these bounds. A poll costs 10 to 20 us of a core that training needs, so 10,000 of them a second
-# are felt. In 2 ms a socket's buffer (4 MB with Linux's defaults) is not empty below 16 Gbit/s.
+# How long the thread sleeps between polls: a hundredth of what the work has taken so far, but no
+# more than half of the last wait, so that a fast link gets its next message in time; within these
+# bounds. A poll costs 10 to 20 us of a core that training needs, so 10,000 of them a second are
+# felt.
 POLL_SECONDS = 1e-4
 RELAXED_SECONDS = 2e-3
 RELAXATION = 0.01
@@ -185,17 +186,23 @@ class Engine:
             ticket.finished_at = time.perf_counter()
             ticket.finished.set()
 
-    def _nap(self, ticket: Ticket[Result]) -> None:
-        """Sleep until the next poll: not for long where the training thread stands still."""
+    def _nap(self, ticket: Ticket[Result], before: float) -> None:
+        """Sleep until the next poll: not for long where the training thread stands still.
+
+        Args:
+            ticket: Of the work.
+            before: Seconds of the last waits.
+        """
         seconds = POLL_SECONDS
         if self._awaited is None or self._awaited.finished.is_set():
             taken = time.perf_counter() - ticket.started_at
-            seconds = min(max(seconds, RELAXATION * taken), RELAXED_SECONDS)
+            seconds = max(seconds, min(RELAXATION * taken, before / 2, RELAXED_SECONDS))
         time.sleep(seconds)
 
     def _carry_out(self, ticket: Ticket[Result]) -> Result:
         if self._error is not None:
             raise self._error
+        before = RELAXED_SECONDS
         while True:
             try:
                 requests = list(next(ticket.work))
@@ -205,6 +212,7 @@ class Engine:
             while not self._mpi.Request.Testall(requests):
                 if self._abandoned:
                     raise ExchangeError("an exchange was given up while it was under way")
-                self._nap(ticket)
+                self._nap(ticket, before)
                 if self._late is not None and time.perf_counter() - start > LATE_SECONDS:
                     self._late()
+            before = max(time.perf_counter() - start, before / 2)

@@ -4,21 +4,23 @@ Two ways. `iallreduce` leaves the sum to MPI. `ordered` adds in rank order in fp
 rows): bit for bit the sequential sum of what the wire carried, and the only way for a wire that MPI
 cannot add. Two ranks send each other the whole row (`Pairwise`); more send each peer its part of
 the row, add the parts, and send the means back (`TwoPhase`). Wires that round number by number give
-the same bits for any chunking. All work chunk by chunk: while one chunk is added, the next one is
-on its way.
+the same bits for any chunking. All work chunk by chunk, and a window of chunks is on its way at a
+time: the link is never idle while one is added or between two polls of the engine.
 
 A row is read and written through a `Source` (`daso.comm.means`), so that a delta is computed where
 it is needed and never stored.
 """
 
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from daso.comm.compress import PIECE, Codec
+from daso.comm.compress import Codec
 from daso.comm.dtypes import accumulator, byte_buffer, sum_buffer
 from daso.comm.means import Adder, Buffers, Chunks, Source, add_and_deliver, deliver, encode, whole
+from daso.comm.mpi import load
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -26,12 +28,42 @@ if TYPE_CHECKING:
 __all__ = ["Ordered", "Pairwise", "TwoPhase", "iallreduce", "ordered"]
 
 Requests = Generator[Sequence["MPI.Request"], None, int]
+Waits = Generator[Sequence["MPI.Request"], None, None]
 
 SCATTER, RETURN, SWAP = 1, 2, 3  # tags: the two phases; whole chunks
+MESSAGES = 8  # under way to and from a rank, about
+
+
+def window(peers: int) -> int:
+    """Return how many chunks are under way at a time, between so many ranks."""
+    return max(2, MESSAGES // peers)
+
+
+Finish = Callable[[int], Waits]
+
+
+def _in_window(
+    count: int, window: int, start: Callable[[int], "list[MPI.Request]"], finish: Finish
+) -> Waits:
+    """Start chunks 0 to count - 1, and finish each in order with a window of them under way."""
+    crossing: deque[list[MPI.Request]] = deque()
+    for index in range(count + window):
+        if index >= window and crossing:
+            yield crossing.popleft()
+            yield from finish(index - window)
+        if index < count:
+            crossing.append(start(index))
+            # Messages of the size of ours do not leave before the library is called again.
+            load().Request.Testall(crossing[0])
 
 
 def iallreduce(
-    comm: "MPI.Comm", source: Source, chunks: Chunks, weight: int, total: int
+    comm: "MPI.Comm",
+    source: Source,
+    chunks: Chunks,
+    weight: int,
+    total: int,
+    kept: Buffers | None = None,
 ) -> Requests:
     """Take the weighted mean of a row by MPI's own sum.
 
@@ -41,36 +73,33 @@ def iallreduce(
         chunks: From `plan.layout.chunk_parts`.
         weight: Weight of this rank's row.
         total: Sum of all ranks' weights.
+        kept: Memory from exchange to exchange.
 
     Returns:
         Bytes sent by this rank. MPI hides its algorithm; this is a ring's 2 (P-1)/P of the row.
 
     Collective over ``comm``; non-blocking, as work for the engine.
     """
-    previous: tuple[int, int, torch.Tensor, MPI.Request] | None = None
-    nbytes = 0
-    for parts in chunks:
-        start, stop = parts[0][0], parts[-1][1]
-        values = source.values(start, stop)
-        source.sent(start, stop, values, values)
+    peers, spans = comm.Get_size(), [whole(parts) for parts in chunks]
+    rooms = kept or Buffers(window(peers))
+    values: dict[int, torch.Tensor] = {}
+
+    def start(index: int) -> "list[MPI.Request]":
+        first, last = spans[index]
+        room = rooms.row("values", index, last - first, source.dtype)
+        values[index] = source.values(first, last, room)
+        source.sent(first, last, values[index], values[index])
         if weight != 1:
-            values *= weight
-        request = comm.Iallreduce(_in_place(), sum_buffer(values))
-        nbytes += 2 * (len(parts) - 1) * values.nbytes // len(parts)
-        if previous is not None:
-            yield [previous[3]]
-            source.deliver(*previous[:2], previous[2].div_(total))
-        previous = (start, stop, values, request)
-    if previous is not None:
-        yield [previous[3]]
-        source.deliver(*previous[:2], previous[2].div_(total))
-    return nbytes
+            values[index] *= weight
+        return [comm.Iallreduce(load().IN_PLACE, sum_buffer(values[index]))]
 
+    def finish(index: int) -> Waits:
+        source.deliver(*spans[index], values.pop(index).div_(total))
+        yield from ()
 
-def _in_place() -> object:
-    from daso.comm.mpi import load
-
-    return load().IN_PLACE
+    yield from _in_window(len(chunks), rooms.window, start, finish)
+    numel = spans[-1][1] - spans[0][0] if spans else 0
+    return 2 * (peers - 1) * numel * source.dtype.itemsize // peers
 
 
 def ordered(
@@ -112,38 +141,35 @@ class Pairwise:
     def __init__(self, comm: "MPI.Comm", codec: Codec, weights: Sequence[int], total: int) -> None:
         self.comm, self.codec = comm, codec
         self.adder = Adder(codec, weights, total, {})
-        self._buffer = Buffers().row
+        self.kept = Buffers(window(2))
 
     def run(self, source: Source, chunks: Chunks) -> Requests:
         """Take the mean of a row; as `TwoPhase.run`."""
-        nbytes = 0
-        crossing = self._swap(source, chunks[0], 0) if chunks else []
-        for index, parts in enumerate(chunks):
-            ahead = index + 1
-            following = self._swap(source, chunks[ahead], ahead) if ahead < len(chunks) else []
-            yield crossing
-            span, versions = whole(parts), self._versions(parts, index)
-            add_and_deliver(self.adder, versions, source, span, accumulator(source.dtype))
-            nbytes += versions[0].numel()
-            crossing = following
-        return nbytes
+        spans = [whole(parts) for parts in chunks]
 
-    def _versions(self, parts: Sequence[tuple[int, int]], index: int) -> list[torch.Tensor]:
+        def finish(index: int) -> Waits:
+            versions = self._versions(spans[index], index)
+            add_and_deliver(self.adder, versions, source, spans[index], accumulator(source.dtype))
+            yield from ()
+
+        yield from _in_window(
+            len(spans), self.kept.window, lambda at: self._swap(source, spans[at], at), finish
+        )
+        return sum(self.codec.nbytes(stop - start) for start, stop in spans)
+
+    def _versions(self, span: tuple[int, int], index: int) -> list[torch.Tensor]:
         """Return both ranks' versions of a chunk, in rank order."""
-        start, stop = whole(parts)
-        size = self.codec.nbytes(stop - start)
-        mine, other = (self._buffer(name, index, size, torch.uint8) for name in ("mine", "other"))
+        size, row = self.codec.nbytes(span[1] - span[0]), self.kept.row
+        mine, other = (row(name, index, size, torch.uint8) for name in ("mine", "other"))
         return [mine, other] if self.comm.Get_rank() == 0 else [other, mine]
 
-    def _swap(
-        self, source: Source, parts: Sequence[tuple[int, int]], index: int
-    ) -> "list[MPI.Request]":
+    def _swap(self, source: Source, span: tuple[int, int], index: int) -> "list[MPI.Request]":
         """Encode a chunk and start sending it to the other rank."""
-        rank, versions = self.comm.Get_rank(), self._versions(parts, index)
+        rank, versions = self.comm.Get_rank(), self._versions(span, index)
         peer = 1 - rank
         receive = self.comm.Irecv(byte_buffer(versions[peer]), peer, SWAP)
-        carried = self._buffer("piece", 0, PIECE, source.dtype)
-        encode(self.codec, source, [versions[rank]], [whole(parts)], carried)
+        room = self.kept.room(source.dtype)
+        encode(self.codec, source, [versions[rank]], [span], room)
         return [receive, self.comm.Isend(byte_buffer(versions[rank]), peer, SWAP)]
 
 
@@ -173,7 +199,7 @@ class TwoPhase:
     ) -> None:
         self.comm, self.codec = comm, codec
         self.adder = Adder(codec, weights, total, {} if rounded is None else rounded)
-        self._buffer = Buffers().row
+        self.kept = Buffers(window(len(self.adder.weights)))
 
     def run(self, source: Source, chunks: Chunks) -> Requests:
         """Take the mean of a row.
@@ -187,24 +213,27 @@ class TwoPhase:
 
         Collective over the communicator; non-blocking, as work for the engine.
         """
-        nbytes = 0
-        scattered = self._scatter(source, chunks[0], 0) if chunks else []
-        returning: list[MPI.Request] = []
-        for index, parts in enumerate(chunks):
-            # The next chunk leaves before this one is added: the link is never idle.
-            ahead = index + 1
-            following = self._scatter(source, chunks[ahead], ahead) if ahead < len(chunks) else []
-            yield scattered
-            sent_back = self._add_and_return(source, parts, index)
-            nbytes += self._sent_bytes(parts)
-            if index > 0:
-                yield returning
-                self._deliver(source, chunks[index - 1], index - 1)
-            scattered, returning = following, sent_back
-        if chunks:
-            yield returning
-            self._deliver(source, chunks[-1], len(chunks) - 1)
-        return nbytes
+        returning: deque[tuple[int, list[MPI.Request]]] = deque()
+
+        def take_back() -> Waits:
+            index, requests = returning.popleft()
+            yield requests
+            self._deliver(source, chunks[index], index)
+
+        def finish(index: int) -> Waits:
+            returning.append((index, self._add_and_return(source, chunks[index], index)))
+            if len(returning) == self.kept.window:
+                yield from take_back()
+
+        yield from _in_window(
+            len(chunks),
+            self.kept.window,
+            lambda index: self._scatter(source, chunks[index], index),
+            finish,
+        )
+        while returning:
+            yield from take_back()
+        return sum(map(self._sent_bytes, chunks))
 
     def _sent_bytes(self, parts: Sequence[tuple[int, int]]) -> int:
         sizes = self._sizes(parts)
@@ -228,23 +257,20 @@ class TwoPhase:
     ) -> "list[MPI.Request]":
         """Encode a chunk and start sending each peer its part."""
         sizes = self._sizes(parts)
-        payload = torch.split(self._buffer("send", index, sum(sizes), torch.uint8), sizes)
-        encode(self.codec, source, payload, parts, self._piece(source))
+        payload = torch.split(self.kept.row("send", index, sum(sizes), torch.uint8), sizes)
+        encode(self.codec, source, payload, parts, self.kept.room(source.dtype))
         return self._swap(payload, self._received(parts, index), tag=SCATTER)
-
-    def _piece(self, source: Source) -> torch.Tensor:
-        return self._buffer("piece", 0, PIECE, source.dtype)
 
     def _received(self, parts: Sequence[tuple[int, int]], index: int) -> Sequence[torch.Tensor]:
         """Return where each peer's version of this rank's part arrives."""
         mine = self._sizes(parts)[self.comm.Get_rank()]
-        whole = self._buffer("receive", index, mine * len(parts), torch.uint8)
-        return torch.split(whole, [mine] * len(parts))
+        rows = self.kept.row("receive", index, mine * len(parts), torch.uint8)
+        return torch.split(rows, [mine] * len(parts))
 
     def _returned(self, parts: Sequence[tuple[int, int]], index: int) -> Sequence[torch.Tensor]:
         """Return where the mean of each part arrives."""
         sizes = self._sizes(parts)
-        return torch.split(self._buffer("back", index, sum(sizes), torch.uint8), sizes)
+        return torch.split(self.kept.row("back", index, sum(sizes), torch.uint8), sizes)
 
     def _add_and_return(
         self, source: Source, parts: Sequence[tuple[int, int]], index: int
@@ -252,14 +278,15 @@ class TwoPhase:
         """Add this rank's part and start sending the mean to every peer."""
         rank, sizes = self.comm.Get_rank(), self._sizes(parts)
         versions = list(self._received(parts, index))
-        payload = self._buffer("send", index, sum(sizes), torch.uint8)
+        payload = self.kept.row("send", index, sum(sizes), torch.uint8)
         versions[rank] = torch.split(payload, sizes)[rank]
         returned = self._returned(parts, index)
         self.adder.add(versions, returned[rank], parts[rank], accumulator(source.dtype))
         return self._swap([returned[rank]] * len(parts), returned, tag=RETURN)
 
     def _deliver(self, source: Source, parts: Sequence[tuple[int, int]], index: int) -> None:
-        deliver(self.codec, self._returned(parts, index), source, parts, self._piece(source))
+        room = self.kept.room(source.dtype)[0]
+        deliver(self.codec, self._returned(parts, index), source, parts, room)
 
 
 Ordered = Pairwise | TwoPhase

@@ -33,8 +33,11 @@ class Source(Protocol):
 
     dtype: torch.dtype
 
-    def values(self, start: int, stop: int) -> torch.Tensor:
-        """Return the numbers of elements ``start`` to ``stop``; the exchange may overwrite them."""
+    def values(self, start: int, stop: int, room: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of elements ``start`` to ``stop``, in place or in ``room``.
+
+        The exchange may overwrite them.
+        """
         ...
 
     def sent(self, start: int, stop: int, values: torch.Tensor, carried: torch.Tensor) -> None:
@@ -57,7 +60,7 @@ class Row:
         self.flat = flat
         self.dtype = flat.dtype
 
-    def values(self, start: int, stop: int) -> torch.Tensor:
+    def values(self, start: int, stop: int, room: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         """Return the numbers in place."""
         return self.flat[start:stop]
 
@@ -70,17 +73,26 @@ class Row:
 
 
 class Buffers:
-    """Rows that are kept from exchange to exchange, because new memory costs more than the sum."""
+    """Rows that are kept from exchange to exchange, because new memory costs more than the sum.
 
-    def __init__(self) -> None:
+    Args:
+        window: Chunks that are under way at most.
+    """
+
+    def __init__(self, window: int = 1) -> None:
+        self.window = window
         self._rows: dict[tuple[str, int], torch.Tensor] = {}
 
     def row(self, name: str, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for chunk ``index``; two chunks are under way at most."""
-        key = (f"{name} {dtype}", index & 1)
+        """Return memory for chunk ``index``."""
+        key = (f"{name} {dtype}", index % self.window)
         if key not in self._rows or self._rows[key].numel() < numel:
             self._rows[key] = torch.empty(numel, dtype=dtype)
         return self._rows[key][:numel]
+
+    def room(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory to work in (2, `PIECE`)."""
+        return self.row("room", 0, 2 * PIECE, dtype).view(2, PIECE)
 
 
 class Adder:
@@ -171,14 +183,14 @@ def in_process(sources: Sequence[Source], adder: Adder, chunks: Chunks) -> int:
         sizes = [codec.nbytes(end - begin) for begin, end in parts]
         nbytes += 2 * peers * sum(sizes)
         payloads = [torch.split(torch.empty(sum(sizes), dtype=torch.uint8), sizes) for _ in sources]
-        carried = torch.empty(PIECE, dtype=sources[0].dtype)
+        room = torch.empty(2, PIECE, dtype=sources[0].dtype)
         for source, payload in zip(sources, payloads, strict=True):
-            encode(codec, source, payload, parts, carried)
+            encode(codec, source, payload, parts, room)
         means = [payloads[owner][owner] for owner in range(len(sources))]
         for owner, part in enumerate(parts):
             adder.add([one[owner] for one in payloads], means[owner], part, sources[0].dtype)
         for source in sources:
-            deliver(codec, means, source, parts, carried)
+            deliver(codec, means, source, parts, room[0])
     return nbytes
 
 
@@ -187,9 +199,9 @@ def _pairwise_in_process(sources: Sequence[Source], adder: Adder, chunks: Chunks
     for parts in chunks:
         start, stop = span = whole(parts)
         versions = [torch.empty(codec.nbytes(stop - start), dtype=torch.uint8) for _ in sources]
-        carried = torch.empty(PIECE, dtype=dtype)
+        room = torch.empty(2, PIECE, dtype=dtype)
         for source, version in zip(sources, versions, strict=True):
-            encode(codec, source, [version], [span], carried)
+            encode(codec, source, [version], [span], room)
         for source in sources:
             add_and_deliver(adder, versions, source, span, dtype)
         nbytes += sum(version.numel() for version in versions)
@@ -206,17 +218,25 @@ def encode(
     source: Source,
     payload: Sequence[torch.Tensor],
     parts: Sequence[tuple[int, int]],
-    carried: torch.Tensor,
+    room: torch.Tensor,
 ) -> None:
-    """Write a chunk of a row for the wire, and let the row know what the wire carries."""
+    """Write a chunk of a row for the wire, and let the row know what the wire carries.
+
+    Args:
+        codec: What crosses.
+        source: The row.
+        payload: Where each part goes.
+        parts: Spans of the row.
+        room: Memory to work in (2, `PIECE`), of the row's type.
+    """
     for (start, stop), one in zip(parts, payload, strict=True):
         for a, b in pieces(stop - start):
-            values = source.values(start + a, start + b)
+            values = source.values(start + a, start + b, room[0, : b - a])
             fields = codec.fields(one, stop - start, a, b)
             codec.encode(values, fields)
             known = values
             if not codec.exact:
-                known = carried[: b - a]
+                known = room[1, : b - a]
                 codec.decode(fields, known)
             source.sent(start + a, start + b, values, known)
 

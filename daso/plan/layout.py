@@ -22,6 +22,7 @@ __all__ = [
     "fit_buckets",
     "fragments",
     "lay_out",
+    "messages_of_chunk",
     "pieces",
     "split",
 ]
@@ -162,6 +163,11 @@ def chunk_parts(numel: int, parts: int, chunk: int) -> tuple[tuple[Span, ...], .
     """
     count = -(-numel // max(chunk, 1))
     return tuple(split(piece, parts) for piece in split(numel, count)) if count else ()
+
+
+def messages_of_chunk(peers: int) -> int:
+    """Return how many messages make a chunk: two peers swap all of it, more send each a part."""
+    return 1 if peers <= 2 else peers
 
 
 def pieces(layout: Layout, span: Span) -> Iterator[Piece]:

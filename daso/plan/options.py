@@ -24,7 +24,7 @@ class Exchange:
         reduce: ``"ordered"`` adds in node order, in two phases, bit for bit reproducible;
             ``"iallreduce"`` leaves the order to MPI, for the fp32 wire alone; ``"auto"`` takes
             iallreduce where the wire is fp32 and ordered elsewhere.
-        chunk_bytes: Size of the pieces an exchange is cut into, in bytes of the wire.
+        chunk_bytes: Size of the messages an exchange is cut into, in bytes of the wire.
         nonfinite: What happens when a node's delta holds NaN or infinity. ``"drop"``: all ranks
             drop that exchange, say so, and the node starts again from the reference; the third
             drop without two good exchanges in a row between raises. ``"raise"``: all ranks raise
@@ -35,7 +35,7 @@ class Exchange:
     """
 
     reduce: Reduce = "auto"
-    chunk_bytes: int = 4 * MiB
+    chunk_bytes: int = MiB // 4
     nonfinite: NonFinite = "drop"
     stall_seconds: float = 300.0
     fragments: int = 1

@@ -12,7 +12,7 @@ from daso.comm.engine import Work
 from daso.comm.exchange import ordered
 from daso.comm.means import Row
 from daso.comm.topology import Topology
-from daso.plan.layout import chunk_parts
+from daso.plan.layout import chunk_parts, messages_of_chunk
 from daso.train.params import Named, broadcast
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def average_tensors(
         topology: Whose world.
         comm: The engine's communicator over the world.
         run: Hands work to the engine and waits for it.
-        chunk_bytes: Bytes of a chunk.
+        chunk_bytes: Bytes of a message.
 
     Returns:
         Bytes sent by this rank to other nodes for the means.
@@ -60,14 +60,13 @@ def average_tensors(
         first = row.clone()
         broadcast([first], topology)
         row = torch.where(row == first, 0.0, row - first)  # equal infinities too
-        mean = ordered(comm, Cast(dtype, dtype), [1] * topology.place.size, topology.place.size)
-        chunks = chunk_parts(
-            row.numel(), topology.place.size, max(1, chunk_bytes // dtype.itemsize)
-        )
+        size, message = topology.place.size, max(1, chunk_bytes // dtype.itemsize)
+        mean = ordered(comm, Cast(dtype, dtype), [1] * size, size)
+        chunks = chunk_parts(row.numel(), size, message * messages_of_chunk(size))
         sent = run(mean.run(Row(row), chunks))
         # The parts of a row are equal, so the share that leaves the node is the share of ranks.
-        others = topology.place.size - topology.place.local_size
-        nbytes += sent * others // max(1, topology.place.size - 1)
+        others = size - topology.place.local_size
+        nbytes += sent * others // max(1, size - 1)
         row = torch.where(row == 0, first, row + first)
         with torch.no_grad():
             sizes = [t.numel() for t in members]

@@ -14,7 +14,7 @@ from daso.comm.means import Row
 from daso.comm.mpi import load
 from daso.comm.topology import Topology
 from daso.plan.header import Header, Tally
-from daso.plan.layout import chunk_parts
+from daso.plan.layout import chunk_parts, messages_of_chunk
 from daso.plan.options import Settings
 
 __all__ = ["Links", "node_weights"]
@@ -77,8 +77,8 @@ class Links:
 
         Collective over the lane; non-blocking, as work for the engine.
         """
-        chunk = max(1, self.settings.exchange.chunk_bytes // total.itemsize)
-        chunks = chunk_parts(total.numel(), self.place.nodes, chunk)
+        nodes, message = self.place.nodes, self.settings.exchange.chunk_bytes // total.itemsize
+        chunks = chunk_parts(total.numel(), nodes, max(1, message) * messages_of_chunk(nodes))
         if self.settings.gradient_reduce == "iallreduce":
             return iallreduce(self.lane, Row(total), chunks, 1, self.place.size)
         if total.dtype not in self._gradient_means:

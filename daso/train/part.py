@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from daso.comm.compress import Codec
+from daso.plan.layout import messages_of_chunk
 from daso.plan.merge import ADOPT, Merge
 from daso.train.outer import MakeOuter, Outer
 
 __all__ = ["Part", "Way", "chunk_numel", "merge_pairs"]
 
 KIBI = 1024  # numbers by which a codec's rate is asked: headers of blocks do not count then
-MOST = 4 << 20  # numbers of a chunk: what a sparse wire makes of them is small, their memory is not
+MOST = 1 << 18  # numbers of a message: one that takes long to encode keeps the link waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Part:
         self.others: torch.Tensor | None = None  # the other nodes' share of the last mean delta
         # Squared, in the last exchange: distance from the mean of all nodes; norm of the reference.
         self.distance = self.norm = 0.0
-        self._scratch = [torch.empty(0, dtype=shown.dtype) for _ in range(2)]  # chunks under way
+        self._room = torch.empty(0, dtype=shown.dtype)  # for a piece
 
     def anchor(self) -> None:
         """Forget what belonged to an earlier reference; the caller has written the new one.
@@ -65,11 +66,9 @@ class Part:
 
     # --- one exchange, as its source ---------------------------------------------------------
 
-    def values(self, start: int, stop: int) -> torch.Tensor:
+    def values(self, start: int, stop: int, room: torch.Tensor) -> torch.Tensor:
         """Return delta + residual."""
-        self._scratch.reverse()
-        values = self._room(0, stop - start)
-        torch.sub(self.snapshot[start:stop], self.reference[start:stop], out=values)
+        values = torch.sub(self.snapshot[start:stop], self.reference[start:stop], out=room)
         return values if self.residual is None else values.add_(self.residual[start:stop])
 
     def sent(self, start: int, stop: int, values: torch.Tensor, carried: torch.Tensor) -> None:
@@ -99,7 +98,7 @@ class Part:
             mean = torch.add(reference, mean, out=reference)
             self.norm += float(mean.dot(mean))
         # g - s is what most merges need: it is written while all of it is in the core's cache.
-        room = snapshot if self._ready else self._room(1, stop - start)
+        room = snapshot if self._ready else self._piece(stop - start)
         apart = torch.sub(mean, snapshot, out=room)
         self.distance += float(apart.dot(apart))
 
@@ -108,10 +107,10 @@ class Part:
         """Whether an exchange leaves g - s where s was."""
         return self.outer is None and not self.way.eager
 
-    def _room(self, index: int, numel: int) -> torch.Tensor:
-        if self._scratch[index].numel() < numel:
-            self._scratch[index] = torch.empty(numel, dtype=self.dtype)
-        return self._scratch[index][:numel]
+    def _piece(self, numel: int) -> torch.Tensor:
+        if self._room.numel() < numel:
+            self._room = torch.empty(numel, dtype=self.dtype)
+        return self._room[:numel]
 
     def start(self) -> None:
         """Begin an exchange."""
@@ -188,9 +187,16 @@ class Part:
             self.outer.load(state["outer"])
 
 
-def chunk_numel(codec: Codec, chunk_bytes: int) -> int:
-    """Return how many numbers of a row make a chunk of about so many bytes on the wire."""
-    return max(1, min(MOST, chunk_bytes * KIBI // codec.nbytes(KIBI)))
+def chunk_numel(codec: Codec, chunk_bytes: int, peers: int) -> int:
+    """Return how many numbers of a row make a chunk.
+
+    Args:
+        codec: What crosses.
+        chunk_bytes: Bytes of a message on the wire, about.
+        peers: Ranks that take part.
+    """
+    message = max(1, min(MOST, chunk_bytes * KIBI // codec.nbytes(KIBI)))
+    return message * messages_of_chunk(peers)
 
 
 def merge_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]], rule: Merge) -> None:

@@ -151,7 +151,7 @@ class ParameterRow:
 
         Args:
             reduce: ``"iallreduce"`` or ``"ordered"``.
-            chunk_bytes: Bytes of a chunk on the wire.
+            chunk_bytes: Bytes of a message on the wire.
             dense: Send everything, whatever the wire.
 
         Returns:
@@ -160,14 +160,15 @@ class ParameterRow:
         Collective over the lane; non-blocking, as work for the engine.
         """
         mean, weights = (self.dense if dense else self.wired), self.wired.adder.weights
-        chunk = chunk_numel(self.wired.codec, chunk_bytes)
+        chunk = chunk_numel(self.wired.codec, chunk_bytes, len(weights))
         chunks = chunk_parts(self.span.numel, len(weights), chunk)
         self.part.start()
         if reduce == "ordered":
             nbytes = yield from mean.run(self.part, chunks)
         else:
             weight = weights[mean.comm.Get_rank()]
-            nbytes = yield from iallreduce(mean.comm, self.part, chunks, weight, mean.adder.total)
+            total, kept = mean.adder.total, mean.kept
+            nbytes = yield from iallreduce(mean.comm, self.part, chunks, weight, total, kept)
         return Measured(nbytes, *self.part.finish())
 
     def state(self) -> dict[str, Any]:

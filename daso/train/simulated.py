@@ -86,7 +86,8 @@ class Row:
         rounded: dict[int, torch.Tensor] = {}
         self.wired = Adder(codec, [1] * nodes, nodes, rounded)
         self.dense = Adder(dense, [1] * nodes, nodes, rounded)
-        self.chunks = chunk_parts(numel, nodes, chunk_numel(codec, settings.exchange.chunk_bytes))
+        chunk = chunk_numel(codec, settings.exchange.chunk_bytes, nodes)
+        self.chunks = chunk_parts(numel, nodes, chunk)
 
     def _pairs(self, node: int, row: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         views = [flat_view(tensor) for _, tensor in self.named[node]]

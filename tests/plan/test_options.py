@@ -22,7 +22,7 @@ def make(**changes):
 def test_the_defaults_are_written_down():
     assert asdict(Exchange()) == {
         "reduce": "auto",
-        "chunk_bytes": 4 * 2**20,
+        "chunk_bytes": 2**18,
         "nonfinite": "drop",
         "stall_seconds": 300.0,
         "fragments": 1,

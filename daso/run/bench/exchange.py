@@ -98,7 +98,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
 
 def _ordered(wire: str, numel: int, engine: Engine, comm: Any, size: int) -> Callable[[], object]:
     codec = codec_named(wire)
-    chunks = chunk_parts(numel, size, chunk_numel(codec, Exchange().chunk_bytes))
+    chunks = chunk_parts(numel, size, chunk_numel(codec, Exchange().chunk_bytes, size))
     exchange = ordered(comm, codec, [1] * size, size, {})
     source = Row(torch.ones(numel)) if codec.exact else Part(torch.ones(numel), Way(lossless=False))
     return lambda: engine.run(exchange.run(source, chunks))
