@@ -16,7 +16,8 @@ def expected(place, wire):
     if place.nodes == 1:
         return max(sums, default=0)
     reference = snapshot = residual = 4  # the snapshot lies where the node reads the merge
-    rounded = 4 / place.nodes  # of the mean, by the node that owns the part of a chunk
+    # Of the mean, by the node that owns the part of a chunk; two nodes round nothing twice.
+    rounded = 4 / place.nodes if place.nodes > 2 else 0
     exact = wire == "fp32"
     return (reference + snapshot + (0 if exact else residual + rounded)) / place.lanes
 
