@@ -191,7 +191,7 @@ class Engine:
 
         Args:
             ticket: Of the work.
-            before: Seconds of the last waits.
+            before: Seconds of the last waits, or of this one where it is longer.
         """
         seconds = POLL_SECONDS
         if self._awaited is None or self._awaited.finished.is_set():
@@ -212,7 +212,7 @@ class Engine:
             while not self._mpi.Request.Testall(requests):
                 if self._abandoned:
                     raise ExchangeError("an exchange was given up while it was under way")
-                self._nap(ticket, before)
+                self._nap(ticket, max(before, time.perf_counter() - start))
                 if self._late is not None and time.perf_counter() - start > LATE_SECONDS:
                     self._late()
             before = max(time.perf_counter() - start, before / 2)

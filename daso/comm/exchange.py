@@ -4,8 +4,8 @@ Two ways. `iallreduce` leaves the sum to MPI. `ordered` adds in rank order in fp
 rows): bit for bit the sequential sum of what the wire carried, and the only way for a wire that MPI
 cannot add. Two ranks send each other the whole row (`Pairwise`); more send each peer its part of
 the row, add the parts, and send the means back (`TwoPhase`). Wires that round number by number give
-the same bits for any chunking. All work chunk by chunk, and a window of chunks is on its way at a
-time: the link is never idle while one is added or between two polls of the engine.
+the same bits for any chunking. All work chunk by chunk, and a few chunks are on their way at a
+time, so that the link is busy while one is added.
 
 A row is read and written through a `Source` (`daso.comm.means`), so that a delta is computed where
 it is needed and never stored.

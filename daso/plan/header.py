@@ -83,7 +83,7 @@ class Tally:
         """Return the mean square drift of one batch, relative to the reference's norm.
 
         The distance of a node from the mean of all is what counts (consensus distance): of two
-        nodes with the same noise it is 0.7 of what it is of many.
+        nodes with the same noise its square is half of what it is of many.
 
         Args:
             nodes: How many nodes were apart.

@@ -22,7 +22,7 @@ __all__ = [
     "fit_buckets",
     "fragments",
     "lay_out",
-    "messages_of_chunk",
+    "message_chunks",
     "pieces",
     "split",
 ]
@@ -165,9 +165,23 @@ def chunk_parts(numel: int, parts: int, chunk: int) -> tuple[tuple[Span, ...], .
     return tuple(split(piece, parts) for piece in split(numel, count)) if count else ()
 
 
-def messages_of_chunk(peers: int) -> int:
-    """Return how many messages make a chunk: two peers swap all of it, more send each a part."""
-    return 1 if peers <= 2 else peers
+def _messages_of_chunk(peers: int) -> int:
+    """Return how many full messages make a chunk: two peers swap all of it, more send each a part.
+
+    From 16 peers on chunks grow no more, because memory would: messages get smaller.
+    """
+    return 1 if peers <= 2 else min(peers, 16)
+
+
+def message_chunks(message: int, numel: int, peers: int) -> tuple[tuple[Span, ...], ...]:
+    """Cut a row into chunks of messages of a size; see `chunk_parts`.
+
+    Args:
+        message: Elements of a message between two peers.
+        numel: Elements of the row.
+        peers: Ranks that take part.
+    """
+    return chunk_parts(numel, peers, max(1, message) * _messages_of_chunk(peers))
 
 
 def pieces(layout: Layout, span: Span) -> Iterator[Piece]:

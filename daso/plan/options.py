@@ -21,10 +21,11 @@ class Exchange:
     """How nodes exchange.
 
     Args:
-        reduce: ``"ordered"`` adds in node order, in two phases, bit for bit reproducible;
+        reduce: ``"ordered"`` adds in node order, bit for bit reproducible;
             ``"iallreduce"`` leaves the order to MPI, for the fp32 wire alone; ``"auto"`` takes
             iallreduce where the wire is fp32 and ordered elsewhere.
-        chunk_bytes: Size of the messages an exchange is cut into, in bytes of the wire.
+        chunk_bytes: Size of the messages an exchange is cut into, in bytes of the wire; less where
+            they would hold more than 262,144 numbers, or between more than 16 nodes.
         nonfinite: What happens when a node's delta holds NaN or infinity. ``"drop"``: all ranks
             drop that exchange, say so, and the node starts again from the reference; the third
             drop without two good exchanges in a row between raises. ``"raise"``: all ranks raise

@@ -12,7 +12,7 @@ from daso.comm.engine import Work
 from daso.comm.exchange import ordered
 from daso.comm.means import Row
 from daso.comm.topology import Topology
-from daso.plan.layout import chunk_parts, messages_of_chunk
+from daso.plan.layout import message_chunks
 from daso.train.params import Named, broadcast
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ def average_tensors(
         first = row.clone()
         broadcast([first], topology)
         row = torch.where(row == first, 0.0, row - first)  # equal infinities too
-        size, message = topology.place.size, max(1, chunk_bytes // dtype.itemsize)
+        size = topology.place.size
         mean = ordered(comm, Cast(dtype, dtype), [1] * size, size)
-        chunks = chunk_parts(row.numel(), size, message * messages_of_chunk(size))
+        chunks = message_chunks(chunk_bytes // dtype.itemsize, row.numel(), size)
         sent = run(mean.run(Row(row), chunks))
         # The parts of a row are equal, so the share that leaves the node is the share of ranks.
         others = size - topology.place.local_size

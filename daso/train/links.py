@@ -9,12 +9,12 @@ from daso.comm.bell import Bell
 from daso.comm.compress import Cast, Codec
 from daso.comm.dtypes import sum_buffer
 from daso.comm.engine import Engine, Work
-from daso.comm.exchange import Ordered, iallreduce, ordered
-from daso.comm.means import Row
+from daso.comm.exchange import Ordered, iallreduce, ordered, window
+from daso.comm.means import Buffers, Row
 from daso.comm.mpi import load
 from daso.comm.topology import Topology
 from daso.plan.header import Header, Tally
-from daso.plan.layout import chunk_parts, messages_of_chunk
+from daso.plan.layout import message_chunks
 from daso.plan.options import Settings
 
 __all__ = ["Links", "node_weights"]
@@ -45,6 +45,7 @@ class Links:
         self.lane = topology.lane if topology.lane == mpi.COMM_NULL else topology.lane.Dup()
         self.bell, self._roll = Bell(topology.world), topology.roll
         self.engine = Engine(settings.exchange.stall_seconds, self._roll.missing, self.late)
+        self._rooms = Buffers(window(self.place.nodes))
         self._gradient_means: dict[torch.dtype, Ordered] = {}
 
     def late(self) -> None:
@@ -78,9 +79,9 @@ class Links:
         Collective over the lane; non-blocking, as work for the engine.
         """
         nodes, message = self.place.nodes, self.settings.exchange.chunk_bytes // total.itemsize
-        chunks = chunk_parts(total.numel(), nodes, max(1, message) * messages_of_chunk(nodes))
+        chunks = message_chunks(message, total.numel(), nodes)
         if self.settings.gradient_reduce == "iallreduce":
-            return iallreduce(self.lane, Row(total), chunks, 1, self.place.size)
+            return iallreduce(self.lane, Row(total), chunks, 1, self.place.size, self._rooms)
         if total.dtype not in self._gradient_means:
             codec = Cast(total.dtype, total.dtype)
             self._gradient_means[total.dtype] = ordered(

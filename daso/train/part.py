@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from daso.comm.compress import Codec
-from daso.plan.layout import messages_of_chunk
 from daso.plan.merge import ADOPT, Merge
 from daso.train.outer import MakeOuter, Outer
 
-__all__ = ["Part", "Way", "chunk_numel", "merge_pairs"]
+__all__ = ["Part", "Way", "merge_pairs", "message_numel"]
 
 KIBI = 1024  # numbers by which a codec's rate is asked: headers of blocks do not count then
 MOST = 1 << 18  # numbers of a message: one that takes long to encode keeps the link waiting
@@ -149,7 +148,7 @@ class Part:
         self.ahead = self.others = None
 
     def show(self, rule: Merge) -> None:
-        """Write what every rank of the node needs for a merge: g, or g - s, over what was shown."""
+        """Write what every rank of the node needs for a merge, g or g - s, unless it lies there."""
         if not rule.since_send:
             self.shown.copy_(self.reference)
         elif not self._ready:
@@ -187,16 +186,9 @@ class Part:
             self.outer.load(state["outer"])
 
 
-def chunk_numel(codec: Codec, chunk_bytes: int, peers: int) -> int:
-    """Return how many numbers of a row make a chunk.
-
-    Args:
-        codec: What crosses.
-        chunk_bytes: Bytes of a message on the wire, about.
-        peers: Ranks that take part.
-    """
-    message = max(1, min(MOST, chunk_bytes * KIBI // codec.nbytes(KIBI)))
-    return message * messages_of_chunk(peers)
+def message_numel(codec: Codec, chunk_bytes: int) -> int:
+    """Return how many numbers of a row make a message of about so many bytes on the wire."""
+    return max(1, min(MOST, chunk_bytes * KIBI // codec.nbytes(KIBI)))
 
 
 def merge_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]], rule: Merge) -> None:

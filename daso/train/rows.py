@@ -15,12 +15,12 @@ from daso.comm.compress import codec_named, dense_codec
 from daso.comm.engine import Work
 from daso.comm.exchange import iallreduce
 from daso.comm.node import NodeGroup
-from daso.plan.layout import Span, chunk_parts, pieces, split
+from daso.plan.layout import Span, message_chunks, pieces, split
 from daso.plan.merge import ADOPT, KEEP, Merge
 from daso.train.links import Links
 from daso.train.outer import MakeOuter
 from daso.train.params import Named, flat_view, layout_of
-from daso.train.part import Part, Way, chunk_numel, merge_pairs
+from daso.train.part import Part, Way, merge_pairs, message_numel
 
 __all__ = ["Measured", "ParameterRow"]
 
@@ -160,8 +160,8 @@ class ParameterRow:
         Collective over the lane; non-blocking, as work for the engine.
         """
         mean, weights = (self.dense if dense else self.wired), self.wired.adder.weights
-        chunk = chunk_numel(self.wired.codec, chunk_bytes, len(weights))
-        chunks = chunk_parts(self.span.numel, len(weights), chunk)
+        message = message_numel(self.wired.codec, chunk_bytes)
+        chunks = message_chunks(message, self.span.numel, len(weights))
         self.part.start()
         if reduce == "ordered":
             nbytes = yield from mean.run(self.part, chunks)

@@ -30,7 +30,7 @@ __all__ = [
     "write_whole",
 ]
 
-SCHEMA = 1  # of the manifest; goes up when a field changes its meaning
+SCHEMA = 2  # of the manifest; goes up when a field changes its meaning
 MANIFEST = "manifest.json"
 logger = logging.getLogger("daso")
 

@@ -43,6 +43,7 @@ __all__ = ["Session", "Setup"]
 
 logger = logging.getLogger("daso")
 Closure = Callable[[], Any]
+FORMAT = 2  # of a stored exchange; goes up when a tensor changes its meaning
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,6 +411,7 @@ class Session:
         place = self.topology.place
         named = Trained.by(self.inner, self.setup.module).named
         return {
+            "format": FORMAT,
             "rank": place.rank,
             "node_sizes": list(place.node_sizes),
             "layout": layout_of(named).digest,

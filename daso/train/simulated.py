@@ -16,7 +16,7 @@ from daso.comm.compress import codec_named, dense_codec
 from daso.comm.dtypes import accumulator
 from daso.comm.means import Adder, in_process
 from daso.plan.header import Tally
-from daso.plan.layout import chunk_parts, fragments
+from daso.plan.layout import fragments, message_chunks
 from daso.plan.merge import ADOPT, Merge
 from daso.plan.options import Settings
 from daso.plan.schedule import (
@@ -31,7 +31,7 @@ from daso.plan.schedule import (
 )
 from daso.train.outer import MakeOuter
 from daso.train.params import Named, Trained, flat_view
-from daso.train.part import Part, Way, chunk_numel, merge_pairs
+from daso.train.part import Part, Way, merge_pairs, message_numel
 
 __all__ = ["SimulatedNodes", "Times"]
 
@@ -86,8 +86,8 @@ class Row:
         rounded: dict[int, torch.Tensor] = {}
         self.wired = Adder(codec, [1] * nodes, nodes, rounded)
         self.dense = Adder(dense, [1] * nodes, nodes, rounded)
-        chunk = chunk_numel(codec, settings.exchange.chunk_bytes, nodes)
-        self.chunks = chunk_parts(numel, nodes, chunk)
+        message = message_numel(codec, settings.exchange.chunk_bytes)
+        self.chunks = message_chunks(message, numel, nodes)
 
     def _pairs(self, node: int, row: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         views = [flat_view(tensor) for _, tensor in self.named[node]]

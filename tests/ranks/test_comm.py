@@ -7,8 +7,8 @@ import torch
 from daso.comm.choose import choose_device
 from daso.comm.compress import Cast, codec_named
 from daso.comm.engine import Engine
-from daso.comm.exchange import Pairwise, TwoPhase, iallreduce, ordered
-from daso.comm.means import Adder, Row, in_process
+from daso.comm.exchange import Pairwise, TwoPhase, iallreduce, ordered, window
+from daso.comm.means import Adder, Buffers, Row, in_process
 from daso.comm.node_shm import ShmNode
 from daso.comm.notes import Notes
 from daso.comm.roll import RollCall
@@ -107,6 +107,22 @@ def test_iallreduce_is_near_the_mean_and_the_same_on_all_ranks(topology, engine,
     engine.run(work)
     torch.testing.assert_close(mine, sequential_mean(rows, weights, sum(weights)))
     assert topology.same(mine.numpy().tobytes())
+
+
+def test_iallreduce_keeps_more_chunks_apart_than_are_under_way(topology, engine):
+    place, size = topology.place, topology.place.size
+    kept, chunks = Buffers(window(size)), chunk_parts(1100, size, 100)
+    assert len(chunks) > kept.window
+    part = Part(torch.zeros(1100), Way(lossless=True))
+    for seed in (1, 2):
+        rows = rows_of_all_ranks(size, 1100, seed=seed)
+        part.snapshot.copy_(rows[place.rank])
+        expected = sequential_mean([row - part.reference for row in rows], [1] * size, size)
+        expected += part.reference
+        engine.run(iallreduce(topology.world, part, chunks, 1, size, kept))
+        torch.testing.assert_close(part.reference, expected)
+        # What a merge that keeps local work adds lies where the parameters were.
+        assert torch.equal(part.snapshot, part.reference - rows[place.rank])
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "int4", "topk"])

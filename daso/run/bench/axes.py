@@ -1,6 +1,7 @@
 """The axes of `daso bench growth`: their options, and a run for each."""
 
 import argparse
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,7 @@ GROWTH = (  # axis, what its numbers are, the usual ones and those of --quick
     ("parameters", "millions", ("1,3,10,30,100", "1,3,10,30")),
     ("tensors", "of one size", ("10,30,100,300,1000", "10,100,1000")),
     ("ranks", "each a node", ("2,3,4,6,8", "2,4,8")),
-    ("chunks", "KiB on the wire", ("256,1024,4096,16384", "256,4096")),
+    ("chunks", "KiB on the wire", ("32,64,128,256,512", "64,256")),
     ("memory", "millions", ("10,50", "10,30")),
 )
 MILLIONS = ("parameters", "memory")
@@ -45,6 +46,10 @@ def run(
 
     sizes = {axis: _sizes(chosen, axis) for axis, *_ in GROWTH}
     wanted = [axis for axis, *_ in GROWTH if axis in (chosen.only or sizes)]
+    if not 0 < chosen.size < math.inf:
+        raise ConfigError(f"--size must be a number above 0, not {chosen.size}")
+    if chosen.plot and wanted == ["memory"]:
+        raise ConfigError("--plot needs an axis besides memory, not --only=memory; leave one out")
     for axis in wanted:
         if axis == "memory":
             for one in _memory(sizes[axis], WIRES[:1] if chosen.quick else WIRES):
@@ -63,7 +68,10 @@ def _sizes(chosen: argparse.Namespace, axis: str) -> list[float]:
     except ValueError:
         found = []
     least = 2 if axis == "ranks" else 1
-    fit = [size > 0 if axis in MILLIONS else size.is_integer() and size >= least for size in found]
+    fit = [
+        0 < size < math.inf if axis in MILLIONS else size.is_integer() and size >= least
+        for size in found
+    ]
     if len(found) < 2 or not all(fit):
         what = "numbers above 0" if axis in MILLIONS else f"whole numbers from {least} up"
         raise ConfigError(f"--{axis} must be two {what} or more, as in {usual[1]}, not {text!r}")

@@ -14,11 +14,11 @@ from daso.comm.engine import Engine
 from daso.comm.exchange import ordered
 from daso.comm.means import Row
 from daso.comm.topology import Topology
-from daso.plan.layout import chunk_parts
+from daso.plan.layout import message_chunks
 from daso.plan.options import Exchange
 from daso.run.bench.contenders import join_gloo
 from daso.run.bench.rounds import sent_bytes, take_turns
-from daso.train.part import Part, Way, chunk_numel
+from daso.train.part import Part, Way, message_numel
 
 __all__ = ["PARAMETERS", "Plan", "figures", "limit_seconds", "measure", "ratios", "table"]
 
@@ -98,7 +98,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
 
 def _ordered(wire: str, numel: int, engine: Engine, comm: Any, size: int) -> Callable[[], object]:
     codec = codec_named(wire)
-    chunks = chunk_parts(numel, size, chunk_numel(codec, Exchange().chunk_bytes, size))
+    chunks = message_chunks(message_numel(codec, Exchange().chunk_bytes), numel, size)
     exchange = ordered(comm, codec, [1] * size, size, {})
     source = Row(torch.ones(numel)) if codec.exact else Part(torch.ones(numel), Way(lossless=False))
     return lambda: engine.run(exchange.run(source, chunks))

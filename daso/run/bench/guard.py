@@ -12,6 +12,7 @@ from daso.errors import ExchangeError
 from daso.run.bench import exchange, node, train
 from daso.run.bench.hosts import hosts, run_here
 from daso.run.minicluster.processes import ClusterError
+from daso.run.minicluster.start import check_machine
 
 __all__ = ["Verdict", "broken", "judge", "measure", "pace", "refuse", "table", "verdicts"]
 
@@ -134,11 +135,12 @@ def measure(
     swap = asdict(exchange.Plan(exchange.PARAMETERS, rounds, LINK, BITS_PER_SECOND, rivals=False))
     with ExitStack() as stack:
         try:
-            cluster = stack.enter_context(hosts(2))
+            check_machine()
         except ClusterError as reason:
             print(f"no hosts, so no link and no exchange between nodes: {reason}", flush=True)
             yield "train", run_here("train", training("here"), ranks=2, ranks_per_node=1)
         else:
+            cluster = stack.enter_context(hosts(2))
             for kind, plan in (("train", training(LINK)), ("exchange", swap)):
                 yield kind, cluster.run(kind, plan, link=LINK, nodes=2, ranks=1)
     plan = asdict(node.Plan(mebibytes=8, rounds=10 * rounds))
