@@ -1,0 +1,70 @@
+"""The engine polls as often as the link needs, and no more: on a clock of the test."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from daso.comm import engine as module
+
+
+class Clock:
+    """Time that goes on when somebody sleeps."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+class Polled:
+    """A request that is over so many seconds after it was asked for first."""
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds, self.end, self.polls = clock, seconds, None, 0
+
+    def test(self):
+        self.polls += 1
+        self.end = self.clock.now + self.seconds if self.end is None else self.end
+        return self.clock.now >= self.end
+
+
+@pytest.fixture
+def carry_out(monkeypatch):
+    """Let an engine wait for one request after the other, with nobody standing still for it."""
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+
+    def run(*seconds):
+        engine = module.Engine(20.0, str)
+        testall = SimpleNamespace(Testall=lambda requests: all(one.test() for one in requests))
+        engine._mpi = SimpleNamespace(Request=testall)
+        requests = [Polled(clock, each) for each in seconds]
+
+        def work():
+            for one in requests:
+                yield [one]
+
+        ticket = engine.submit(work())
+        assert ticket.finished.wait(20)
+        engine.close()
+        assert ticket.error is None
+        return requests
+
+    return run
+
+
+def test_a_long_wait_after_short_ones_is_polled_seldom(carry_out):
+    *_, long = carry_out(*[0.0] * 20, 1.0)
+    assert 500 < long.polls < 1000  # at the shortest sleep all the time it would be 10,000
+
+
+def test_messages_of_a_fast_link_do_not_wait_for_a_poll(carry_out):
+    first, *rest = carry_out(1.0, *[0.0005] * 100)
+    assert first.polls < 1000
+    # A sleep of 2 ms for each would take four times as long as the messages.
+    assert sum(one.end is not None and one.polls >= 3 for one in rest) > 80
+    assert max(one.polls for one in rest) < 10
