@@ -97,7 +97,7 @@ def test_a_folder_without_checkpoints_gives_none(store, folder, topology):
 def test_the_manifest_tells_of_what_and_where(store, folder, place):
     store.save(7, payload(place, 7))
     manifest = json.loads((folder / "step-00000007" / "manifest.json").read_text())
-    assert (manifest["schema"], manifest["step"], manifest["world"]) == (1, 7, place.size)
+    assert (manifest["schema"], manifest["step"], manifest["world"]) == (2, 7, place.size)
     assert manifest["node_sizes"] == list(place.node_sizes)
     assert manifest["versions"]["torch"] == torch.__version__
     sizes = [(folder / f"step-00000007/rank-{r:05d}.pt").stat().st_size for r in range(place.size)]
@@ -164,7 +164,7 @@ def swap(path):
 
 
 def another_schema(path):
-    path.write_text(path.read_text().replace('"schema": 1', '"schema": 2'))
+    path.write_text(path.read_text().replace('"schema": 2', '"schema": 3'))
 
 
 def another_step(path):
@@ -182,7 +182,7 @@ DAMAGE = {
     "foreign": ("last", swap, "bytes, not"),
     "missing": ("last", Path.unlink, "No such file"),
     "a folder": ("last", lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
-    "schema": ("manifest", another_schema, "must have schema 1, not 2"),
+    "schema": ("manifest", another_schema, "must have schema 2, not 3"),
     "step": ("manifest", another_step, "must be of step 20"),
     "half a manifest": ("manifest", truncate, "must be a manifest"),
     "a list": ("manifest", lambda path: path.write_text("[]"), "must be a manifest"),
