@@ -6,7 +6,7 @@ from daso.run.bench import memory
 
 pytestmark = pytest.mark.mpi
 
-CHUNK_BYTES = 4096  # what is held of chunks does not count beside 100,000 parameters
+CHUNK_BYTES = 1024  # what is held of chunks does not count beside 100,000 parameters
 
 
 def expected(place, wire):
