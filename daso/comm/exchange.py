@@ -29,6 +29,7 @@ __all__ = ["Ordered", "Pairwise", "TwoPhase", "iallreduce", "ordered"]
 
 Requests = Generator[Sequence["MPI.Request"], None, int]
 Waits = Generator[Sequence["MPI.Request"], None, None]
+Finish = Callable[[int], Waits]
 
 SCATTER, RETURN, SWAP = 1, 2, 3  # tags: the two phases; whole chunks
 MESSAGES = 8  # under way to and from a rank, about
@@ -37,9 +38,6 @@ MESSAGES = 8  # under way to and from a rank, about
 def window(peers: int) -> int:
     """Return how many chunks are under way at a time, between so many ranks."""
     return max(2, MESSAGES // peers)
-
-
-Finish = Callable[[int], Waits]
 
 
 def _in_window(

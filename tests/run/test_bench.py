@@ -99,6 +99,17 @@ def bench(*words, timeout=100):
         (["growth", "--ranks=1,2"], ["--ranks", "from 2 up", "'1,2'"]),
         (["growth", "--chunks=4,x"], ["--chunks", "'4,x'"]),
         (["growth", "--size=1e-6", "--only=tensors"], ["every tensor", "--size"]),
+        (["growth", "--size=inf"], ["--size", "above 0", "inf"]),
+        (["growth", "--parameters=1,inf"], ["--parameters", "'1,inf'"]),
+        (["growth", "--only=memory", "--plot=x.png"], ["--plot", "besides memory"]),
+        (["time-to-accuracy", "--only=DDP, gloo"], ["--only must be one of", "not 'DDP, gloo'"]),
+        (["time-to-accuracy", "--only=compute only"], ["--only must be one of", "PostLocalSGD"]),
+        (["time-to-accuracy", "--level=101"], ["--level", "percentage", "101"]),
+        (["time-to-accuracy", "--lr=0"], ["--lr", "more than 0"]),
+        (["time-to-accuracy", "--epochs=-1"], ["--epochs", "at least 1"]),
+        (["time-to-accuracy", "--seeds=-1"], ["--seeds", "at least 1"]),
+        (["time-to-accuracy", "--every=0"], ["--every", "at least 1"]),
+        (["time-to-accuracy", "--link=fast"], ["rate of a link", "'fast'"]),
     ],
 )
 def test_what_cannot_be_measured_is_told_in_one_line(words, parts):

@@ -100,27 +100,6 @@ def bench(*words):
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["--only=DDP, gloo"], ["--only must be one of", OURS, "not 'DDP, gloo'"]),
-        (["--only=compute only"], ["--only must be one of", "PostLocalSGD"]),
-        (["--level=101"], ["--level", "percentage", "101"]),
-        (["--lr=0"], ["--lr", "more than 0"]),
-        (["--epochs=-1"], ["--epochs", "at least 1"]),
-        (["--seeds=-1"], ["--seeds", "at least 1"]),
-        (["--every=0"], ["--every", "at least 1"]),
-        (["--link=fast"], ["rate of a link", "'fast'"]),
-    ],
-)
-def test_what_cannot_be_trained_is_told_in_one_line(words, parts):
-    done = bench("--link=here", *words)
-    assert done.returncode == 2
-    assert done.stderr.startswith("daso: ")
-    assert done.stderr.count("\n") == 1
-    assert all(part in done.stderr for part in parts)
-
-
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
     """Five epochs of eleven steps, on two pretend nodes of this machine."""
