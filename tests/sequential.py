@@ -52,6 +52,7 @@ class Sequential:
         self.snapshot: list[list[torch.Tensor]] = []
         self.sent = 0
         self.sending: Sequence[int] = ()
+        self.keeps = False  # the merge of what is on its way keeps local work
 
     def params(self, node: int) -> list[torch.Tensor]:
         return [p for p in self.models[node].parameters() if p.requires_grad]
@@ -118,18 +119,21 @@ class Sequential:
         self.sending = self.cuts[self.turn.fragment]
         self.take_snapshot(batch)
         outer = self.make_outer is not None
-        if self.turn.wait > 0 and (self.merge == "eager" or (self.merge == "auto" and outer)):
+        eager = self.merge == "eager" or (self.merge == "auto" and outer)
+        self.keeps = self.turn.wait > 0 and not eager and self.merge in ("delta", "auto")
+        if self.turn.wait > 0 and eager:
             for node in range(len(self.models) if len(self.models) > 1 else 0):
                 for index in self.sending:
                     self.go_ahead(node, index)
 
     def send_all(self, batch: int) -> None:
-        self.sending = range(len(self.reference))
+        self.sending, self.keeps = range(len(self.reference)), False
         self.take_snapshot(batch)
 
     def take_snapshot(self, batch: int) -> None:
         self.snapshot = [[wide(p).clone() for p in self.params(n)] for n in range(len(self.models))]
         self.ahead = [[s.clone() for s in node] for node in self.snapshot]
+        self.step = [[s.clone() for s in node] for node in self.snapshot]
         self.sent = batch
 
     def share(self, node: int) -> float:
@@ -161,21 +165,11 @@ class Sequential:
         smallest = min(self.node_sizes)
         whole = all(size % smallest == 0 for size in self.node_sizes)
         weights = [size // smallest for size in self.node_sizes] if whole else self.node_sizes
-        total, carried_by = None, []
-        for node, weight in enumerate(weights):
-            delta = self.snapshot[node][index] - self.reference[index] + self.residual[node][index]
-            carried = delta.to(self.wire).to(delta.dtype)
-            self.residual[node][index] = delta - carried
-            carried_by.append(carried)
-            term = carried * weight
-            total = term if total is None else total + term
-        mean = carried = total / sum(weights)
-        if len(self.models) > 2:  # two nodes send each other everything; more, the mean once more
-            mean = mean + self.rounded[index]
-            carried = mean.to(self.wire).to(mean.dtype)
-            self.rounded[index] = mean - carried
+        carried, carried_by, kept_by = self.mean_delta(index, weights)
         for node in range(len(self.models)):
             self.others[node][index] = carried - carried_by[node] * self.share(node)
+            if self.keeps:
+                self.keep(index, node, carried, carried_by[node], kept_by[node])
         if self.outer is None:
             self.reference[index] = self.reference[index] + carried
         else:
@@ -185,12 +179,49 @@ class Sequential:
             self.reference[index] = param.detach().clone()
         for node in range(len(self.models)):
             p = self.params(node)[index]
+            if self.keeps:
+                self.settle(index, node, wide(p), waited)
             p.data.copy_(self.merged(wide(p), index, node, waited))
+
+    def mean_delta(self, index: int, weights: Sequence[int]):
+        """What crosses: the mean, what each node sent, and the residual that was in it."""
+        total, carried_by, kept_by = None, [], []
+        for node, weight in enumerate(weights):
+            delta = self.snapshot[node][index] - self.reference[index] + self.residual[node][index]
+            carried = delta.to(self.wire).to(delta.dtype)
+            carried_by.append(carried)
+            kept_by.append(self.residual[node][index])
+            self.residual[node][index] = delta - carried
+            term = carried * weight
+            total = term if total is None else total + term
+        mean = carried = total / sum(weights)
+        if len(self.models) > 2:  # two nodes send each other everything; more, the mean once more
+            mean = mean + self.rounded[index]
+            carried = mean.to(self.wire).to(mean.dtype)
+            self.rounded[index] = mean - carried
+        return carried, carried_by, kept_by
+
+    def keep(self, index: int, node: int, mean, carried, kept) -> None:
+        """What the wire rounds away stays in the parameters."""
+        if self.outer is None:
+            self.step[node][index] = mean - carried + kept
+        else:
+            self.step[node][index] = -(carried + self.reference[index]) + kept
+        self.residual[node][index] = torch.zeros_like(mean)
+
+    def settle(self, index: int, node: int, x: torch.Tensor, waited: int) -> None:
+        """What stayed in the parameters leaves them where nodes agree at once."""
+        if self.outer is not None:
+            self.step[node][index] = self.step[node][index] + self.reference[index]
+        if waited == 0 and self.wire != torch.float32:
+            self.residual[node][index] = x - self.reference[index] + self.step[node][index]
 
     def merged(self, x: torch.Tensor, index: int, node: int, waited: int) -> torch.Tensor:
         g = self.reference[index]
         if waited == 0:
             return g
+        if self.keeps:
+            return x + self.step[node][index]
         if self.merge in ("delta", "eager", "auto"):
             return x + (g - self.ahead[node][index])
         if self.merge != "daso":

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from daso.comm.compress import Codec
+from daso.comm.compress import Cast, Codec, pieces
 from daso.comm.dtypes import accumulator, byte_buffer, sum_buffer
-from daso.comm.means import Adder, Buffers, Chunks, Source, add_and_deliver, deliver, encode, whole
+from daso.comm.means import Adder, Buffers, Chunks, Source, add_and_deliver, deliver, whole
 from daso.comm.mpi import load
 
 if TYPE_CHECKING:
@@ -79,20 +79,23 @@ def iallreduce(
     Collective over ``comm``; non-blocking, as work for the engine.
     """
     peers, spans = comm.Get_size(), [whole(parts) for parts in chunks]
-    rooms = kept or Buffers(window(peers))
-    values: dict[int, torch.Tensor] = {}
+    codec, rooms = Cast(source.dtype, source.dtype), kept or Buffers(window(peers))
+    crossing: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def start(index: int) -> "list[MPI.Request]":
         first, last = spans[index]
-        room = rooms.row("values", index, last - first, source.dtype)
-        values[index] = source.values(first, last, room)
-        source.sent(first, last, values[index], values[index])
-        if weight != 1:
-            values[index] *= weight
-        return [comm.Iallreduce(load().IN_PLACE, sum_buffer(values[index]))]
+        (payload,) = source.payloads(codec, [spans[index]])
+        sums = rooms.row("sums", index, last - first, source.dtype)
+        torch.mul(payload.view(source.dtype), weight, out=sums)
+        crossing[index] = sums, payload
+        return [comm.Iallreduce(load().IN_PLACE, sum_buffer(sums))]
 
     def finish(index: int) -> Waits:
-        source.deliver(*spans[index], values.pop(index).div_(total))
+        first, last = spans[index]
+        sums, payload = crossing.pop(index)
+        for a, b in pieces(last - first):
+            fields = codec.fields(payload, last - first, a, b)
+            source.deliver(first + a, first + b, sums[a:b].div_(total), fields)
         yield from ()
 
     yield from _in_window(len(chunks), rooms.window, start, finish)
@@ -145,9 +148,13 @@ class Pairwise:
         """Take the mean of a row; as `TwoPhase.run`."""
         spans = [whole(parts) for parts in chunks]
 
+        rank = self.comm.Get_rank()
+
         def finish(index: int) -> Waits:
-            versions = self._versions(spans[index], index)
-            add_and_deliver(self.adder, versions, source, spans[index], accumulator(source.dtype))
+            (sent,) = source.payloads(self.codec, [spans[index]])
+            other = self._other(spans[index], index)
+            versions = [sent, other] if rank == 0 else [other, sent]
+            add_and_deliver(self.adder, versions, source, spans[index], sent)
             yield from ()
 
         yield from _in_window(
@@ -155,20 +162,15 @@ class Pairwise:
         )
         return sum(self.codec.nbytes(stop - start) for start, stop in spans)
 
-    def _versions(self, span: tuple[int, int], index: int) -> list[torch.Tensor]:
-        """Return both ranks' versions of a chunk, in rank order."""
-        size, row = self.codec.nbytes(span[1] - span[0]), self.kept.row
-        mine, other = (row(name, index, size, torch.uint8) for name in ("mine", "other"))
-        return [mine, other] if self.comm.Get_rank() == 0 else [other, mine]
+    def _other(self, span: tuple[int, int], index: int) -> torch.Tensor:
+        """Return where the other rank's version of a chunk arrives."""
+        return self.kept.row("other", index, self.codec.nbytes(span[1] - span[0]), torch.uint8)
 
     def _swap(self, source: Source, span: tuple[int, int], index: int) -> "list[MPI.Request]":
-        """Encode a chunk and start sending it to the other rank."""
-        rank, versions = self.comm.Get_rank(), self._versions(span, index)
-        peer = 1 - rank
-        receive = self.comm.Irecv(byte_buffer(versions[peer]), peer, SWAP)
-        room = self.kept.room(source.dtype)
-        encode(self.codec, source, [versions[rank]], [span], room)
-        return [receive, self.comm.Isend(byte_buffer(versions[rank]), peer, SWAP)]
+        """Start sending a chunk to the other rank."""
+        (sent,), peer = source.payloads(self.codec, [span]), 1 - self.comm.Get_rank()
+        receive = self.comm.Irecv(byte_buffer(self._other(span, index)), peer, SWAP)
+        return [receive, self.comm.Isend(byte_buffer(sent), peer, SWAP)]
 
 
 class TwoPhase:
@@ -253,11 +255,9 @@ class TwoPhase:
     def _scatter(
         self, source: Source, parts: Sequence[tuple[int, int]], index: int
     ) -> "list[MPI.Request]":
-        """Encode a chunk and start sending each peer its part."""
-        sizes = self._sizes(parts)
-        payload = torch.split(self.kept.row("send", index, sum(sizes), torch.uint8), sizes)
-        encode(self.codec, source, payload, parts, self.kept.room(source.dtype))
-        return self._swap(payload, self._received(parts, index), tag=SCATTER)
+        """Start sending each peer its part of a chunk."""
+        sent = source.payloads(self.codec, parts)
+        return self._swap(sent, self._received(parts, index), tag=SCATTER)
 
     def _received(self, parts: Sequence[tuple[int, int]], index: int) -> Sequence[torch.Tensor]:
         """Return where each peer's version of this rank's part arrives."""
@@ -274,17 +274,15 @@ class TwoPhase:
         self, source: Source, parts: Sequence[tuple[int, int]], index: int
     ) -> "list[MPI.Request]":
         """Add this rank's part and start sending the mean to every peer."""
-        rank, sizes = self.comm.Get_rank(), self._sizes(parts)
-        versions = list(self._received(parts, index))
-        payload = self.kept.row("send", index, sum(sizes), torch.uint8)
-        versions[rank] = torch.split(payload, sizes)[rank]
+        rank, versions = self.comm.Get_rank(), list(self._received(parts, index))
+        versions[rank] = source.payloads(self.codec, parts)[rank]
         returned = self._returned(parts, index)
         self.adder.add(versions, returned[rank], parts[rank], accumulator(source.dtype))
         return self._swap([returned[rank]] * len(parts), returned, tag=RETURN)
 
     def _deliver(self, source: Source, parts: Sequence[tuple[int, int]], index: int) -> None:
-        room = self.kept.room(source.dtype)[0]
-        deliver(self.codec, self._returned(parts, index), source, parts, room)
+        means, sent = self._returned(parts, index), source.payloads(self.codec, parts)
+        deliver(self.codec, means, source, parts, sent, self.kept.room(source.dtype))
 
 
 Ordered = Pairwise | TwoPhase

@@ -10,22 +10,26 @@ from typing import Protocol
 import torch
 
 from daso.comm.compress import PIECE, Codec, Fields, pieces
+from daso.comm.dtypes import accumulator
 
 __all__ = [
     "Adder",
     "Buffers",
     "Chunks",
+    "Outbox",
     "Row",
     "Source",
+    "Spans",
     "add_and_deliver",
+    "cut",
     "deliver",
-    "encode",
     "in_process",
     "whole",
 ]
 
 # One span (start, stop) for each peer, for each chunk; the spans of a chunk follow one another.
 Chunks = Sequence[Sequence[tuple[int, int]]]
+Spans = Sequence[tuple[int, int]]
 
 
 class Source(Protocol):
@@ -33,19 +37,12 @@ class Source(Protocol):
 
     dtype: torch.dtype
 
-    def values(self, start: int, stop: int, room: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of elements ``start`` to ``stop``, in place or in ``room``.
-
-        The exchange may overwrite them.
-        """
+    def payloads(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:
+        """Return what crosses of spans, a payload (bytes) for each; it stays until delivered."""
         ...
 
-    def sent(self, start: int, stop: int, values: torch.Tensor, carried: torch.Tensor) -> None:
-        """Take note that for ``values`` the wire carried ``carried``."""
-        ...
-
-    def deliver(self, start: int, stop: int, mean: torch.Tensor) -> None:
-        """Take the mean of elements ``start`` to ``stop``."""
+    def deliver(self, start: int, stop: int, mean: torch.Tensor, sent: Fields) -> None:
+        """Take the mean of elements ``start`` to ``stop``; ``sent`` is what crossed of them."""
         ...
 
 
@@ -59,17 +56,59 @@ class Row:
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
         self.dtype = flat.dtype
+        self._outbox = Outbox()
 
-    def values(self, start: int, stop: int, room: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        """Return the numbers in place."""
-        return self.flat[start:stop]
+    def payloads(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:
+        """Return the numbers as they lie there, or a copy for the wire."""
+        if codec.exact and all(codec.nbytes(b - a) == self._nbytes(a, b) for a, b in spans):
+            return [self.flat[start:stop].view(torch.uint8) for start, stop in spans]
+        found = self._outbox.open(codec, spans)
+        for (start, stop), payload in zip(spans, found, strict=True):
+            for a, b in pieces(stop - start):
+                fields = codec.fields(payload, stop - start, a, b)
+                codec.encode(self.flat[start + a : start + b].clone(), fields)
+        return found
 
-    def sent(self, start: int, stop: int, values: torch.Tensor, carried: torch.Tensor) -> None:
-        """Keep nothing: a plain row has no residual."""
+    def _nbytes(self, start: int, stop: int) -> int:
+        return (stop - start) * self.flat.itemsize
 
-    def deliver(self, start: int, stop: int, mean: torch.Tensor) -> None:
+    def deliver(self, start: int, stop: int, mean: torch.Tensor, sent: Fields) -> None:  # noqa: ARG002
         """Write the mean in place."""
         self.flat[start:stop].copy_(mean)
+
+
+class Outbox:
+    """Memory for what crosses of a row: a payload for each span."""
+
+    codec: Codec
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._payloads: dict[tuple[int, int], torch.Tensor] = {}
+
+    def open(
+        self, codec: Codec, spans: Spans, memory: torch.Tensor | None = None
+    ) -> Sequence[torch.Tensor]:
+        """Forget what was there, and return memory for spans.
+
+        Args:
+            codec: What will be written there.
+            spans: In the order of their payloads.
+            memory: Where to put them (bytes), if not in memory of its own.
+        """
+        sizes = [codec.nbytes(stop - start) for start, stop in spans]
+        if memory is None:
+            if self._memory.numel() < sum(sizes):
+                self._memory = torch.empty(sum(sizes), dtype=torch.uint8)
+            memory = self._memory
+        found = torch.split(memory[: sum(sizes)], sizes)
+        self._payloads = {(a, b): one for (a, b), one in zip(spans, found, strict=True)}
+        self.codec = codec
+        return found
+
+    def payloads(self, spans: Spans) -> Sequence[torch.Tensor]:
+        """Return what was written for spans, all of them among those of `open`."""
+        return [self._payloads[start, stop] for start, stop in spans]
 
 
 class Buffers:
@@ -91,8 +130,8 @@ class Buffers:
         return self._rows[key][:numel]
 
     def room(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory to work in (2, `PIECE`)."""
-        return self.row("room", 0, 2 * PIECE, dtype).view(2, PIECE)
+        """Return memory to work in (`PIECE`)."""
+        return self.row("room", 0, PIECE, dtype)
 
 
 class Adder:
@@ -165,6 +204,11 @@ class Adder:
         return total.div_(self.total)
 
 
+def cut(chunks: Chunks, peers: int) -> Sequence[Spans]:
+    """Return what of each chunk gets a payload of its own: two peers swap all of it."""
+    return [[whole(parts)] for parts in chunks] if peers == 2 else chunks
+
+
 def in_process(sources: Sequence[Source], adder: Adder, chunks: Chunks) -> int:
     """Do what `daso.comm.exchange.ordered` does, bit for bit, for rows all in this process.
 
@@ -176,35 +220,22 @@ def in_process(sources: Sequence[Source], adder: Adder, chunks: Chunks) -> int:
     Returns:
         Bytes that all ranks together would have sent.
     """
-    if len(sources) == 2:
-        return _pairwise_in_process(sources, adder, chunks)
-    nbytes, peers, codec = 0, len(sources) - 1, adder.codec
-    for parts in chunks:
-        sizes = [codec.nbytes(end - begin) for begin, end in parts]
-        nbytes += 2 * peers * sum(sizes)
-        payloads = [torch.split(torch.empty(sum(sizes), dtype=torch.uint8), sizes) for _ in sources]
-        room = torch.empty(2, PIECE, dtype=sources[0].dtype)
-        for source, payload in zip(sources, payloads, strict=True):
-            encode(codec, source, payload, parts, room)
-        means = [payloads[owner][owner] for owner in range(len(sources))]
-        for owner, part in enumerate(parts):
-            adder.add([one[owner] for one in payloads], means[owner], part, sources[0].dtype)
-        for source in sources:
-            deliver(codec, means, source, parts, room[0])
-    return nbytes
-
-
-def _pairwise_in_process(sources: Sequence[Source], adder: Adder, chunks: Chunks) -> int:
-    nbytes, codec, dtype = 0, adder.codec, sources[0].dtype
-    for parts in chunks:
-        start, stop = span = whole(parts)
-        versions = [torch.empty(codec.nbytes(stop - start), dtype=torch.uint8) for _ in sources]
-        room = torch.empty(2, PIECE, dtype=dtype)
-        for source, version in zip(sources, versions, strict=True):
-            encode(codec, source, [version], [span], room)
-        for source in sources:
-            add_and_deliver(adder, versions, source, span, dtype)
-        nbytes += sum(version.numel() for version in versions)
+    nbytes, peers, codec = 0, len(sources), adder.codec
+    for spans in cut(chunks, peers):
+        sizes = [codec.nbytes(stop - start) for start, stop in spans]
+        payloads = [source.payloads(codec, spans) for source in sources]
+        if peers == 2:
+            versions = [one[0].clone() for one in payloads]  # a row's own memory is written below
+            for source in sources:
+                add_and_deliver(adder, versions, source, spans[0], versions[sources.index(source)])
+            nbytes += 2 * sum(sizes)
+            continue
+        means = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        for owner, span in enumerate(spans):
+            adder.add([one[owner] for one in payloads], means[owner], span, sources[0].dtype)
+        for source, sent in zip(sources, payloads, strict=True):
+            deliver(codec, means, source, spans, sent)
+        nbytes += 2 * (peers - 1) * sum(sizes)
     return nbytes
 
 
@@ -213,46 +244,30 @@ def whole(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return parts[0][0], parts[-1][1]
 
 
-def encode(
-    codec: Codec,
-    source: Source,
-    payload: Sequence[torch.Tensor],
-    parts: Sequence[tuple[int, int]],
-    room: torch.Tensor,
-) -> None:
-    """Write a chunk of a row for the wire, and let the row know what the wire carries.
-
-    Args:
-        codec: What crosses.
-        source: The row.
-        payload: Where each part goes.
-        parts: Spans of the row.
-        room: Memory to work in (2, `PIECE`), of the row's type.
-    """
-    for (start, stop), one in zip(parts, payload, strict=True):
-        for a, b in pieces(stop - start):
-            values = source.values(start + a, start + b, room[0, : b - a])
-            fields = codec.fields(one, stop - start, a, b)
-            codec.encode(values, fields)
-            known = values
-            if not codec.exact:
-                known = room[1, : b - a]
-                codec.decode(fields, known)
-            source.sent(start + a, start + b, values, known)
-
-
 def deliver(
     codec: Codec,
     means: Sequence[torch.Tensor],
     source: Source,
-    parts: Sequence[tuple[int, int]],
-    mean: torch.Tensor,
+    spans: Spans,
+    sent: Sequence[torch.Tensor],
+    room: torch.Tensor | None = None,
 ) -> None:
-    """Give a row the mean of a chunk."""
-    for (start, stop), one in zip(parts, means, strict=True):
+    """Give a row the mean of a chunk.
+
+    Args:
+        codec: What crossed.
+        means: Of each span.
+        source: The row.
+        spans: Of the row.
+        sent: What this rank sent of each span.
+        room: Memory to work in (`PIECE`), of the row's type.
+    """
+    row = torch.empty(PIECE, dtype=source.dtype) if room is None else room
+    for (start, stop), one, own in zip(spans, means, sent, strict=True):
         for a, b in pieces(stop - start):
-            codec.decode(codec.fields(one, stop - start, a, b), mean[: b - a])
-            source.deliver(start + a, start + b, mean[: b - a])
+            codec.decode(codec.fields(one, stop - start, a, b), row[: b - a])
+            fields = codec.fields(own, stop - start, a, b)
+            source.deliver(start + a, start + b, row[: b - a], fields)
 
 
 def add_and_deliver(
@@ -260,7 +275,7 @@ def add_and_deliver(
     versions: Sequence[torch.Tensor],
     source: Source,
     span: tuple[int, int],
-    dtype: torch.dtype,
+    sent: torch.Tensor,
 ) -> None:
     """Give a row the mean of what all ranks sent of a span.
 
@@ -269,9 +284,10 @@ def add_and_deliver(
         versions: The ranks' payloads of the span, in rank order.
         source: The row.
         span: Where.
-        dtype: In which is added, fp32 or fp64.
+        sent: This rank's own of the versions.
     """
     codec, start, numel = adder.codec, span[0], span[1] - span[0]
     for a, b in pieces(numel):
         fields = [codec.fields(one, numel, a, b) for one in versions]
-        source.deliver(start + a, start + b, adder.mean(fields, b - a, dtype))
+        mean = adder.mean(fields, b - a, accumulator(source.dtype))
+        source.deliver(start + a, start + b, mean, codec.fields(sent, numel, a, b))

@@ -23,9 +23,17 @@ import math
 from dataclasses import dataclass
 
 from daso.errors import ConfigError
-from daso.plan.schedule import Seen
 
-__all__ = ["ADOPT", "KEEP", "MERGES", "Merge", "check_merge", "is_eager", "merge_rule"]
+__all__ = [
+    "ADOPT",
+    "KEEP",
+    "MERGES",
+    "Merge",
+    "check_merge",
+    "is_eager",
+    "keeps_local",
+    "merge_rule",
+]
 
 MERGES = ("auto", "daso", "delta", "eager")
 MOST_DRIFT = 0.1  # relative distance made while waiting, above which auto contracts
@@ -60,17 +68,32 @@ def check_merge(merge: str | float) -> None:
     )
 
 
-def merge_rule(
-    merge: str | float, *, waited: int, nodes: int, seen: Seen | None = None, outer: bool = False
-) -> Merge:
+def keeps_local(merge: str | float, *, wait: int, drift: float = 0.0, outer: bool = False) -> bool:
+    """Return whether the merge of an exchange that starts will keep local work whole.
+
+    Args:
+        merge: As in this module's description.
+        wait: Batches that the exchange may take.
+        drift: That all ranks agreed on last, as in `daso.plan.schedule.Seen`; for ``auto``.
+        outer: Whether an outer optimizer moves the reference; for ``auto``.
+
+    Raises:
+        ConfigError: The name is not known.
+    """
+    check_merge(merge)
+    if merge == "auto":
+        return outer or math.sqrt(drift * wait) <= MOST_DRIFT
+    return merge in ("delta", "eager")
+
+
+def merge_rule(merge: str | float, *, waited: int, nodes: int, keeps: bool) -> Merge:
     """Return the merge to carry out.
 
     Args:
         merge: As in this module's description.
         waited: Batches between the send and now.
         nodes: Nodes that took part in the mean.
-        seen: What all ranks agreed on; for ``auto``.
-        outer: Whether an outer optimizer moves the reference; for ``auto``.
+        keeps: What `keeps_local` said when the exchange started.
 
     Returns:
         The merge.
@@ -81,12 +104,9 @@ def merge_rule(
     check_merge(merge)
     if waited == 0:
         return ADOPT
-    if merge == "auto":
-        made = math.sqrt((seen or Seen()).drift * waited)
-        merge = "delta" if outer or made <= MOST_DRIFT else "daso"
-    if merge in ("delta", "eager"):
+    if keeps:
         return KEEP
-    if merge == "daso":
+    if merge in ("auto", "daso"):
         return Merge(pull=nodes / (2 * waited + nodes))
     return Merge(pull=1.0 - float(merge))
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from daso.errors import ConfigError
-from daso.plan.merge import Merge, check_merge, is_eager, merge_rule
-from daso.plan.schedule import Seen
+from daso.plan.merge import Merge, check_merge, is_eager, keeps_local, merge_rule
 
 __all__ = ["Exchange", "Gradients", "Settings", "Wire"]
 
@@ -106,11 +105,14 @@ class Settings:
         """Whether nodes go ahead when they send."""
         return is_eager(self.merge, outer=self.outer)
 
-    def merge_rule(self, *, waited: int, nodes: int, seen: Seen) -> Merge:
+    def keeps(self, *, wait: int, drift: float) -> bool:
+        """Return whether a merge keeps local work; see `daso.plan.merge.keeps_local`."""
+        merge = "delta" if self.sparse and self.merge == "auto" else self.merge
+        return keeps_local(merge, wait=wait, drift=drift, outer=self.outer)
+
+    def merge_rule(self, *, waited: int, nodes: int, keeps: bool) -> Merge:
         """Return the merge to carry out; see `daso.plan.merge.merge_rule`."""
-        if self.sparse and self.merge == "auto":
-            return merge_rule("delta", waited=waited, nodes=nodes)
-        return merge_rule(self.merge, waited=waited, nodes=nodes, seen=seen, outer=self.outer)
+        return merge_rule(self.merge, waited=waited, nodes=nodes, keeps=keeps)
 
     @property
     def sparse(self) -> bool:

@@ -48,6 +48,7 @@ class Flight:
     batches: int  # of work that it carries
     fragment: int | None  # None: all of them
     ahead: bool  # the node went where it will probably bring it
+    keeps: bool  # the merge keeps local work
 
 
 @dataclass(slots=True)
@@ -58,6 +59,7 @@ class Known:
     since: list[int] = field(default_factory=list)  # batch of the last send of each fragment
     measured: Tally = field(default_factory=Tally)  # by this rank, about the last exchange
     batches: int = 0  # of work that the last exchange carried
+    drift: float = 0.0  # that all ranks agreed on last; see `daso.plan.schedule.Seen`
 
 
 class Exchanges:
@@ -103,25 +105,27 @@ class Exchanges:
         self._known = Known(size=self.meeting.gather(sum(norms))[0] or 1.0)
         self._known.since = [batch] * self.settings.exchange.fragments
 
-    def send(self, batch: int, fragment: int | None, *, blocking: bool) -> None:
+    def send(self, batch: int, fragment: int | None, *, wait: int) -> None:
         """Start an exchange.
 
         Args:
             batch: Batches counted so far.
             fragment: Which part of the parameters; None for all of them.
-            blocking: It will be received at once.
+            wait: Batches until it will be received; 0 = at once.
 
         Collective over the world; non-blocking, but for the node where nodes go ahead.
         """
-        rows, known = self._rows_of(fragment), self._known
+        rows, known, blocking = self._rows_of(fragment), self._known, wait == 0
         batches = batch - min(known.since[one] for one in self._fragments_of(fragment))
-        ahead = self.settings.eager and not blocking
-        for row in rows:
-            row.take_snapshot()
-            if ahead:
+        ahead, dense = self.settings.eager and not blocking, fragment is None
+        keeps = not blocking and self.settings.keeps(wait=wait, drift=known.drift)
+        code = self._encode(rows, dense=dense, keeps=keeps)
+        header = replace(self._header(batch), nonfinite=code)
+        if ahead:
+            for row in rows:
                 row.go_ahead()
-        work = self._exchange(rows, self._header(batch), known.measured, dense=fragment is None)
-        self._flight = Flight(self.links.engine.submit(work), batch, batches, fragment, ahead)
+        ticket = self.links.engine.submit(self._exchange(rows, header, known.measured, dense=dense))
+        self._flight = Flight(ticket, batch, batches, fragment, ahead, keeps)
 
     def _fragments_of(self, fragment: int | None) -> Sequence[int]:
         return range(len(self._known.since)) if fragment is None else [fragment]
@@ -148,25 +152,23 @@ class Exchanges:
         self, rows: list[ParameterRow], header: Header, tally: Tally, *, dense: bool
     ) -> Work[Outcome]:
         """Vote first; where all values are finite, move every row's reference by the mean delta."""
-        code = self._first_nonfinite(rows)
-        agreed, sums = yield from self.links.agree(replace(header, nonfinite=code), tally)
+        agreed, sums = yield from self.links.agree(header, tally)
         total = Measured()
         if not agreed.nonfinite and agreed.aligned and self.place.lane is not None:
             for row in rows:
-                total += yield from row.exchange(
-                    self.settings.delta_reduce, self.settings.exchange.chunk_bytes, dense=dense
-                )
+                total += yield from row.exchange(dense=dense)
         measured = Tally.measured(total.distance, total.norm, self._known.size)
-        return Outcome(agreed, sums, measured, total.nbytes, sound=code == 0.0)
+        return Outcome(agreed, sums, measured, total.nbytes, sound=header.nonfinite == 0.0)
 
-    def _first_nonfinite(self, rows: list[ParameterRow]) -> float:
-        place, before = self.place, 0
+    def _encode(self, rows: list[ParameterRow], *, dense: bool, keeps: bool) -> float:
+        """Encode what rows will send; return the first value that is not finite as a number."""
+        place, before, code = self.place, 0, 0.0
         for row in self._rows_of(None):
-            element = row.first_nonfinite() if row in rows else None
-            if element is not None:
-                return culprit(before + element, place.rank, place.size)
+            element = row.send(dense=dense, keeps=keeps) if row in rows else None
+            if element is not None and not code:
+                code = culprit(before + element, place.rank, place.size)
             before += row.layout.numel
-        return 0.0
+        return code
 
     def receive(self, batch: int) -> Seen | None:
         """Finish the exchange in flight, merge it, and return what was agreed on with it.
@@ -180,7 +182,7 @@ class Exchanges:
         seen = self._receive(batch)
         # A blocking exchange promises that all nodes agree: repeat it when it was dropped.
         while seen is None and flight is not None and flight.batch == batch:
-            self.send(batch, flight.fragment, blocking=True)
+            self.send(batch, flight.fragment, wait=0)
             seen = self._receive(batch)
         return seen
 
@@ -203,7 +205,7 @@ class Exchanges:
             return None
         seen = self._learn(flight, outcome)
         rule = self.settings.merge_rule(
-            waited=batch - flight.batch, nodes=self.place.nodes, seen=seen
+            waited=batch - flight.batch, nodes=self.place.nodes, keeps=flight.keeps
         )
         for row in self._rows_of(flight.fragment):
             row.merge(rule)
@@ -227,6 +229,7 @@ class Exchanges:
         known.measured, known.batches = outcome.measured, flight.batches
         for one in self._fragments_of(flight.fragment):
             known.since[one] = flight.batch
+        known.drift = drift
         return Seen(header.step_seconds, header.exchange_seconds, header.lr, drift)
 
     def _drop(self, flight: Flight, outcome: Outcome) -> None:
@@ -292,6 +295,7 @@ def _pack(flight: Flight) -> dict[str, Any]:
         "batches": flight.batches,
         "fragment": flight.fragment,
         "ahead": flight.ahead,
+        "keeps": flight.keeps,
     }
 
 
@@ -303,5 +307,5 @@ def _unpack(values: dict[str, Any]) -> Flight:
         "measured": Tally(**outcome["measured"]),
     }
     ticket = Ticket.over(Outcome(**outcome | parts), values["seconds"])
-    names = ("batch", "batches", "fragment", "ahead")
+    names = ("batch", "batches", "fragment", "ahead", "keeps")
     return Flight(ticket, *(values[name] for name in names))

@@ -4,36 +4,41 @@ Nothing here knows of MPI or of other ranks: the same code runs between nodes, d
 `daso.train.rows`, and for many simulated nodes in one process, driven by `daso.train.simulated`.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from daso.comm.compress import Codec
+from daso.comm.compress import PIECE, Codec, Fields, pieces
+from daso.comm.means import Outbox
 from daso.plan.merge import ADOPT, Merge
 from daso.train.outer import MakeOuter, Outer
 
-__all__ = ["Part", "Way", "merge_pairs", "message_numel"]
+__all__ = ["Gather", "Part", "Way", "merge_pairs", "message_numel"]
 
 KIBI = 1024  # numbers by which a codec's rate is asked: headers of blocks do not count then
 MOST = 1 << 18  # numbers of a message: one that takes long to encode keeps the link waiting
+Gather = Callable[[int, int, torch.Tensor], object]  # writes parameters start to stop into a row
+Spans = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
     """How parts take in exchanges."""
 
-    lossless: bool  # the wire loses nothing: no residual is kept
     eager: bool = False  # a node goes ahead when it sends
     share: float = 1.0  # this node's weight in the mean of all nodes
     outer: MakeOuter | None = None
 
 
 class Part:
-    """Reference, snapshot and residual of one part of a row; a `daso.comm.exchange.Source`.
+    """Reference of one part of a row, and what is on its way; a `daso.comm.means.Source`.
 
-    An exchange carries snapshot - reference + residual: what the node did since all nodes agreed,
-    and what the wire rounded away before, so that a 16-bit wire never freezes a weight.
+    With x the parameters, an exchange carries what it can of x - reference + residual. What the
+    wire rounds away is not lost, so that a 16-bit wire never freezes a weight (error feedback):
+    where the merge keeps local work, x <- x + (mean - carried), it stays in x, and elsewhere it
+    goes into the residual.
 
     Args:
         shown: Memory that the whole node reads (numel), fp32 or fp64.
@@ -43,85 +48,121 @@ class Part:
     def __init__(self, shown: torch.Tensor, way: Way) -> None:
         self.shown, self.way, self.dtype = shown, way, shown.dtype
         self.reference = torch.zeros_like(shown)  # what the nodes agreed on last
-        self.residual = None if way.lossless else torch.zeros_like(shown)
-        # Parameters s when the exchange was sent, then g - s once the mean g is there. A node that
-        # goes ahead shows where it goes instead.
-        self.snapshot = torch.zeros_like(shown) if way.eager else shown
         self.outer = None if way.outer is None else Outer(way.outer, self.reference)
-        self.ahead: torch.Tensor | None = None  # where the node went when it sent
-        self.others: torch.Tensor | None = None  # the other nodes' share of the last mean delta
+        self.outbox = Outbox()
+        self.keeps = False  # the merge of what is on its way keeps local work
+        # Rows that are made when they are needed. Of what the wire rounded away: from earlier
+        # exchanges, and of the one on its way, which may be dropped.
+        self.residual: torch.Tensor | None = None
+        self.pending: torch.Tensor | None = None
+        # Where nodes go ahead: parameters when it was sent, where the node went, and the other
+        # nodes' share of the last mean delta.
+        self.snapshot: torch.Tensor | None = None
+        self.ahead: torch.Tensor | None = None
+        self.others: torch.Tensor | None = None
         # Squared, in the last exchange: distance from the mean of all nodes; norm of the reference.
         self.distance = self.norm = 0.0
-        self._room = torch.empty(0, dtype=shown.dtype)  # for a piece
+        self._room = torch.empty(2, PIECE, dtype=shown.dtype)
 
     def anchor(self) -> None:
         """Forget what belonged to an earlier reference; the caller has written the new one.
 
         The outer optimizer goes on with the momentum it has.
         """
+        self.residual = self.ahead = self.others = None
+
+    # --- one exchange ------------------------------------------------------------------------
+
+    def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> int | None:
+        """Encode what an exchange will carry; nothing else changes until it is delivered.
+
+        Args:
+            codec: What crosses.
+            spans: What gets a payload of its own, in order.
+            gather: Reads parameters.
+            keeps: The merge will keep local work.
+
+        Returns:
+            The first element that is not finite, if any.
+        """
+        self.distance = self.norm = 0.0
+        self.keeps, self.pending = keeps and not self.way.eager, None
+        if not self.keeps and not codec.exact:
+            # Nobody reads what is shown before the next merge, but where the node goes ahead.
+            self.pending = torch.empty_like(self.shown) if self.way.eager else self.shown
+        # What loses nothing crosses from where the merge will be shown: each piece is read first.
+        memory = self.shown.view(torch.uint8) if codec.exact and not self.way.eager else None
+        bad: list[int] = []
+        payloads = self.outbox.open(codec, spans, memory)
+        for (start, stop), payload in zip(spans, payloads, strict=True):
+            for a, b in pieces(stop - start):
+                values = self._room[0, : b - a]
+                gather(start + a, start + b, values)
+                self._encode(codec, start + a, values, codec.fields(payload, stop - start, a, b))
+                if not bad and not bool(values.sum().isfinite()):
+                    bad += (start + a + (~values.isfinite()).nonzero()).flatten().tolist()[:1]
+        return bad[0] if bad else None
+
+    def _encode(self, codec: Codec, start: int, values: torch.Tensor, fields: Fields) -> None:
+        """Write delta + residual for the wire, into ``values`` too; they hold parameters."""
+        span = slice(start, start + values.numel())
+        values -= self.reference[span]
         if self.residual is not None:
-            self.residual.zero_()
-        self.ahead = self.others = None
+            values += self.residual[span]
+        codec.encode(values, fields)
+        if self.pending is not None:
+            carried = self._room[1, : values.numel()]
+            codec.decode(fields, carried)
+            torch.sub(values, carried, out=self.pending[span])
 
-    # --- one exchange, as its source ---------------------------------------------------------
+    def payloads(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:  # noqa: ARG002
+        """Return what was encoded of spans."""
+        return self.outbox.payloads(spans)
 
-    def values(self, start: int, stop: int, room: torch.Tensor) -> torch.Tensor:
-        """Return delta + residual."""
-        values = torch.sub(self.snapshot[start:stop], self.reference[start:stop], out=room)
-        return values if self.residual is None else values.add_(self.residual[start:stop])
-
-    def sent(self, start: int, stop: int, values: torch.Tensor, carried: torch.Tensor) -> None:
-        """Keep what the wire rounded away, and what this node's share of the mean will be."""
-        if self.residual is not None:
-            torch.sub(values, carried, out=self.residual[start:stop])
-        if self.way.eager:
-            if self.others is None:
-                self.others = torch.zeros_like(self.reference)
-            torch.mul(carried, -self.way.share, out=self.others[start:stop])
-
-    def deliver(self, start: int, stop: int, mean: torch.Tensor) -> None:
+    def deliver(self, start: int, stop: int, mean: torch.Tensor, sent: Fields) -> None:
         """Move the reference by the mean delta, or keep it for the outer optimizer.
 
         Args:
             start: First element.
             stop: Behind the last one.
             mean: Mean delta (stop - start); overwritten.
+            sent: What this node sent of it.
         """
-        snapshot, reference = self.snapshot[start:stop], self.reference[start:stop]
-        if self.others is not None:
-            self.others[start:stop].add_(mean)
-        if self.outer is not None:
-            torch.neg(mean, out=self.outer.grad[start:stop])
-            mean.add_(reference)
-        else:
-            mean = torch.add(reference, mean, out=reference)
-            self.norm += float(mean.dot(mean))
-        # g - s is what most merges need: it is written while all of it is in the core's cache.
-        room = snapshot if self._ready else self._piece(stop - start)
-        apart = torch.sub(mean, snapshot, out=room)
+        span, carried = slice(start, stop), self._room[1, : stop - start]
+        self.outbox.codec.decode(sent, carried)
+        if self.way.eager:
+            self.others = torch.zeros_like(self.reference) if self.others is None else self.others
+            torch.mul(carried, -self.way.share, out=self.others[span]).add_(mean)
+        apart = torch.sub(mean, carried, out=self._room[0, : stop - start])
         self.distance += float(apart.dot(apart))
+        if self.pending is not None:
+            self._residual()[span].copy_(self.pending[span])
+        if self.outer is not None:
+            torch.neg(mean, out=self.outer.grad[span])
+            torch.add(carried, self.reference[span], out=apart).neg_()
+        else:
+            moved = torch.add(self.reference[span], mean, out=self.reference[span])
+            self.norm += float(moved.dot(moved))
+        if self.keeps:
+            if self.residual is not None:
+                apart += self.residual[span]
+            self.shown[span].copy_(apart)
 
-    @property
-    def _ready(self) -> bool:
-        """Whether an exchange leaves g - s where s was."""
-        return self.outer is None and not self.way.eager
-
-    def _piece(self, numel: int) -> torch.Tensor:
-        if self._room.numel() < numel:
-            self._room = torch.empty(numel, dtype=self.dtype)
-        return self._room[:numel]
-
-    def start(self) -> None:
-        """Begin an exchange."""
-        self.distance = self.norm = 0.0
+    def _residual(self) -> torch.Tensor:
+        if self.residual is None:
+            self.residual = torch.zeros_like(self.reference)
+        return self.residual
 
     def finish(self) -> tuple[float, float]:
         """End an exchange: let the outer optimizer move the reference.
 
         Returns:
-            Squared distance of the snapshot from the mean of all nodes, squared norm of the
+            Squared distance of what this node did from the mean of all nodes, squared norm of the
             reference.
         """
+        self.pending = None
+        if self.keeps or self.outbox.codec.exact:
+            self.residual = None  # it is in what is shown, or was sent
         if self.outer is not None:
             self.outer.step()
             self.norm = float(self.reference.dot(self.reference))
@@ -129,12 +170,15 @@ class Part:
 
     # --- merging -----------------------------------------------------------------------------
 
-    def go_ahead(self) -> None:
+    def go_ahead(self, gather: Gather) -> None:
         """Show where the node would stand if the others did what they did in the last exchange.
 
         The estimate of the mean delta is this node's own with its share, and the others' of the
         last exchange; its own alone in the first (eager updates, arXiv 2502.12996).
         """
+        if self.snapshot is None:
+            self.snapshot = torch.empty_like(self.shown)
+        gather(0, self.snapshot.numel(), self.snapshot)
         mean = self.snapshot - self.reference
         if self.others is not None:
             mean.mul_(self.way.share).add_(self.others)
@@ -143,45 +187,51 @@ class Part:
 
     def turn_back(self) -> None:
         """Show what takes the node back from where it went ahead to where it was."""
-        if self.ahead is not None:
-            torch.sub(self.snapshot, self.ahead, out=self.shown)
+        assert self.snapshot is not None and self.ahead is not None, "the node went ahead"
+        torch.sub(self.snapshot, self.ahead, out=self.shown)
         self.ahead = self.others = None
+
+    def settle(self, gather: Gather) -> None:
+        """Move what the wire rounded away from the parameters into the residual.
+
+        For a merge that was to keep local work, and comes before any was done.
+        """
+        if not self.keeps or self.outbox.codec.exact:
+            return
+        residual = self._residual()
+        for a, b in pieces(residual.numel()):
+            gather(a, b, residual[a:b])
+            reference, lacking = self.reference[a:b], self.shown[a:b]
+            lacking = lacking if self.outer is None else lacking + reference
+            residual[a:b].sub_(reference).add_(lacking)
 
     def show(self, rule: Merge) -> None:
         """Write what every rank of the node needs for a merge, g or g - s, unless it lies there."""
         if not rule.since_send:
             self.shown.copy_(self.reference)
-        elif not self._ready:
-            torch.sub(
-                self.reference,
-                self.snapshot if self.ahead is None else self.ahead,
-                out=self.shown,
-            )
+        elif self.ahead is not None:
+            torch.sub(self.reference, self.ahead, out=self.shown)
+        elif self.outer is not None:
+            self.shown.add_(self.reference)
         self.ahead = None
 
     # --- checkpoint --------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Return tensors and plain values; what is None is left out."""
-        tensors = {
-            "reference": self.reference,
-            "snapshot": self.snapshot,
-            "residual": self.residual,
-            "ahead": self.ahead,
-            "others": self.others,
-        }
-        state: dict[str, Any] = {k: t.clone() for k, t in tensors.items() if t is not None}
+        names = ("reference", "shown", "residual", "snapshot", "ahead", "others")
+        rows = ((name, getattr(self, name)) for name in names)
+        state: dict[str, Any] = {k: t.clone() for k, t in rows if t is not None}
+        state["keeps"] = self.keeps
         return state if self.outer is None else {**state, "outer": self.outer.state()}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over what `state` returned."""
         self.reference.copy_(state["reference"])
-        self.snapshot.copy_(state["snapshot"])
-        if self.residual is not None:
-            self.residual.copy_(state["residual"])
-        self.ahead, self.others = (
-            state[key].clone() if key in state else None for key in ("ahead", "others")
-        )
+        self.shown.copy_(state["shown"])
+        for name in ("residual", "snapshot", "ahead", "others"):
+            setattr(self, name, state[name].clone() if name in state else None)
+        self.keeps = state["keeps"]
         if self.outer is not None:
             self.outer.load(state["outer"])
 

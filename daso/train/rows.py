@@ -14,6 +14,7 @@ import torch
 from daso.comm.compress import codec_named, dense_codec
 from daso.comm.engine import Work
 from daso.comm.exchange import iallreduce
+from daso.comm.means import cut
 from daso.comm.node import NodeGroup
 from daso.plan.layout import Span, message_chunks, pieces, split
 from daso.plan.merge import ADOPT, KEEP, Merge
@@ -72,8 +73,13 @@ class ParameterRow:
         self.wired = links.ordered(codec_named(wire, dtype), self.rounded)
         self.dense = links.ordered(dense_codec(wire, dtype), self.rounded)
         share = place.local_size / place.size
-        way = Way(self.wired.codec.exact, links.settings.eager, share, outer)
-        self.part = Part(self.shared.mine, way)
+        self.part = Part(self.shared.mine, Way(links.settings.eager, share, outer))
+        message = message_numel(self.wired.codec, links.settings.exchange.chunk_bytes)
+        peers = len(self.wired.adder.weights)
+        self.chunks = message_chunks(message, self.span.numel, peers)
+        # What gets a payload of its own: MPI's sum takes chunks whole, as two peers do.
+        self.reduce = links.settings.delta_reduce
+        self.cuts = cut(self.chunks, peers if self.reduce == "ordered" else 2)
 
     def _views(self, span: Span, row: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pair the parameters' elements in a span with a row that holds that span."""
@@ -83,41 +89,48 @@ class ParameterRow:
 
     def anchor(self) -> float:
         """Take the parameters, equal on all nodes, as the reference; return its squared norm."""
-        self._copy_parameters(self.part.reference)
+        self._gather(0, self.span.numel, self.part.reference)
         self.part.anchor()
         self.rounded.clear()
         return sum(float(flat_view(p).double().square().sum()) for _, p in self.named)
 
-    def take_snapshot(self) -> None:
-        """Remember the parameters as they are now, for the exchange that starts."""
+    def send(self, *, dense: bool, keeps: bool) -> int | None:
+        """Encode what the exchange that starts will carry.
+
+        Args:
+            dense: Send everything, whatever the wire.
+            keeps: The merge will keep local work.
+
+        Returns:
+            The first element of the whole row that is not finite, if any.
+        """
         self.shared.wait_released()
-        self._copy_parameters(self.part.snapshot)
+        codec = (self.dense if dense else self.wired).codec
+        spans = [span for parts in self.cuts for span in parts]
+        bad = self.part.send(codec, spans, self._gather, keeps=keeps)
+        return None if bad is None else self.span.start + bad
 
     def go_ahead(self) -> None:
         """Move the parameters to where the exchange will probably bring them.
 
         Collective over the node; blocking.
         """
-        self.part.go_ahead()
+        self.part.go_ahead(self._gather)
         self._merge_shown(ADOPT)
 
-    def _copy_parameters(self, row: torch.Tensor) -> None:
-        pairs = list(self._views(self.span, row))
-        if pairs:
+    def _gather(self, start: int, stop: int, row: torch.Tensor) -> None:
+        """Copy parameters of this lane's part, from its element ``start`` to ``stop``."""
+        span = Span(self.span.start + start, self.span.start + stop)
+        pairs = list(self._views(span, row))
+        if len(pairs) == 1:
+            pairs[0][1].copy_(pairs[0][0])
+        elif pairs:
             torch._foreach_copy_([there for _, there in pairs], [here for here, _ in pairs])
-
-    def first_nonfinite(self) -> int | None:
-        """Return the element of the whole row that is not finite in the snapshot, if any."""
-        mine = self.part.snapshot
-        if bool(mine.sum().isfinite()) or bool(mine.isfinite().all()):
-            return None
-        return self.span.start + int((~mine.isfinite()).nonzero()[0])
 
     def merge(self, rule: Merge) -> None:
         """Take in the new reference g.
 
-        What every rank of the node needs (g, or g - s) is written once, over the snapshot s, and
-        read by all of them from there.
+        What every rank of the node needs is written once and read by all of them from there.
 
         Args:
             rule: What to do.
@@ -125,6 +138,8 @@ class ParameterRow:
         Collective over the node; blocking.
         """
         self.shared.wait_released()
+        if rule == ADOPT:
+            self.part.settle(self._gather)
         self.part.show(rule)
         self._merge_shown(rule)
 
@@ -144,14 +159,14 @@ class ParameterRow:
 
     def restore(self) -> None:
         """Set the parameters back to the reference. Collective over the node; blocking."""
-        self.merge(ADOPT)
+        self.shared.wait_released()
+        self.part.show(ADOPT)
+        self._merge_shown(ADOPT)
 
-    def exchange(self, reduce: str, chunk_bytes: int, *, dense: bool) -> Work[Measured]:
+    def exchange(self, *, dense: bool) -> Work[Measured]:
         """Move the reference by the mean delta of all nodes.
 
         Args:
-            reduce: ``"iallreduce"`` or ``"ordered"``.
-            chunk_bytes: Bytes of a message on the wire.
             dense: Send everything, whatever the wire.
 
         Returns:
@@ -159,16 +174,13 @@ class ParameterRow:
 
         Collective over the lane; non-blocking, as work for the engine.
         """
-        mean, weights = (self.dense if dense else self.wired), self.wired.adder.weights
-        message = message_numel(self.wired.codec, chunk_bytes)
-        chunks = message_chunks(message, self.span.numel, len(weights))
-        self.part.start()
-        if reduce == "ordered":
-            nbytes = yield from mean.run(self.part, chunks)
+        mean = self.dense if dense else self.wired
+        if self.reduce == "ordered":
+            nbytes = yield from mean.run(self.part, self.chunks)
         else:
-            weight = weights[mean.comm.Get_rank()]
-            total, kept = mean.adder.total, mean.kept
-            nbytes = yield from iallreduce(mean.comm, self.part, chunks, weight, total, kept)
+            weight, total = mean.adder.weights[mean.comm.Get_rank()], mean.adder.total
+            comm, kept = mean.comm, mean.kept
+            nbytes = yield from iallreduce(comm, self.part, self.cuts, weight, total, kept)
         return Measured(nbytes, *self.part.finish())
 
     def state(self) -> dict[str, Any]:

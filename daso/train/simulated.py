@@ -14,7 +14,7 @@ import torch
 
 from daso.comm.compress import codec_named, dense_codec
 from daso.comm.dtypes import accumulator
-from daso.comm.means import Adder, in_process
+from daso.comm.means import Adder, cut, in_process
 from daso.plan.header import Tally
 from daso.plan.layout import fragments, message_chunks
 from daso.plan.merge import ADOPT, Merge
@@ -31,7 +31,7 @@ from daso.plan.schedule import (
 )
 from daso.train.outer import MakeOuter
 from daso.train.params import Named, Trained, flat_view
-from daso.train.part import Part, Way, merge_pairs, message_numel
+from daso.train.part import Gather, Part, Way, merge_pairs, message_numel
 
 __all__ = ["SimulatedNodes", "Times"]
 
@@ -53,6 +53,7 @@ class Flight:
     batch: int
     fragment: int | None
     seen: Seen
+    keeps: bool
 
 
 @dataclass(slots=True)
@@ -63,6 +64,7 @@ class Known:
     since: list[int] = field(default_factory=list)
     measured: Tally = field(default_factory=Tally)
     batches: int = 0
+    drift: float = 0.0
 
 
 class Row:
@@ -78,16 +80,16 @@ class Row:
     def __init__(
         self, named: Sequence[Named], dtype: torch.dtype, way: Way, settings: Settings
     ) -> None:
-        self.named, nodes = named, len(named)
+        self.named, self.dtype, nodes = named, dtype, len(named)
         numel = sum(tensor.numel() for _, tensor in named[0])
         codec, dense = codec_named(settings.wire, dtype), dense_codec(settings.wire, dtype)
-        way = replace(way, lossless=codec.exact)
         self.parts = [Part(torch.zeros(numel, dtype=dtype), way) for _ in named]
         rounded: dict[int, torch.Tensor] = {}
         self.wired = Adder(codec, [1] * nodes, nodes, rounded)
         self.dense = Adder(dense, [1] * nodes, nodes, rounded)
         message = message_numel(codec, settings.exchange.chunk_bytes)
         self.chunks = message_chunks(message, numel, nodes)
+        self.spans = [span for parts in cut(self.chunks, nodes) for span in parts]
 
     def _pairs(self, node: int, row: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         views = [flat_view(tensor) for _, tensor in self.named[node]]
@@ -102,21 +104,30 @@ class Row:
         self.wired.rounded.clear()
         return float(self.parts[0].reference.double().square().sum())
 
-    def send(self, *, dense: bool, ahead: bool) -> tuple[int, list[tuple[float, float]]]:
+    def send(
+        self, *, dense: bool, ahead: bool, keeps: bool
+    ) -> tuple[int, list[tuple[float, float]]]:
         """Exchange deltas; return all nodes' bytes, and each node's squared distance and norm."""
+        adder = self.dense if dense else self.wired
         for node, part in enumerate(self.parts):
-            for here, there in self._pairs(node, part.snapshot):
-                there.copy_(here)
+            gather = self._gather(node)
+            part.send(adder.codec, self.spans, gather, keeps=keeps)
             if ahead:
-                part.go_ahead()
+                part.go_ahead(gather)
                 merge_pairs(self._pairs(node, part.shown), ADOPT)
-            part.start()
-        nbytes = in_process(self.parts, self.dense if dense else self.wired, self.chunks)
+        nbytes = in_process(self.parts, adder, self.chunks)
         return nbytes, [part.finish() for part in self.parts]
+
+    def _gather(self, node: int) -> Gather:
+        """Return what copies parameters of a node into a row."""
+        whole = torch.cat([flat_view(tensor).to(self.dtype) for _, tensor in self.named[node]])
+        return lambda start, stop, row: row.copy_(whole[start:stop])
 
     def merge(self, rule: Merge) -> None:
         """Take in the new reference."""
         for node, part in enumerate(self.parts):
+            if rule == ADOPT:
+                part.settle(self._gather(node))
             part.show(rule)
             merge_pairs(self._pairs(node, part.shown), rule)
 
@@ -151,7 +162,7 @@ class SimulatedNodes:
         self.state = replace(
             policy.start(), fragments=settings.exchange.fragments, sparse=settings.sparse
         )
-        way = Way(True, settings.eager, 1 / nodes, outer)
+        way = Way(settings.eager, 1 / nodes, outer)
         pairs = zip(self.inners, self.models, strict=True)
         self.named = [Trained.by(inner, model).named for inner, model in pairs]
         self.rows = [self._rows(cut, way) for cut in self._cuts()]
@@ -237,9 +248,9 @@ class SimulatedNodes:
         if act is Act.ANCHOR:
             self._anchor(state.batch)
         elif act is Act.SEND:
-            self._send(state.batch, state.fragment, blocking=state.wait == 0)
+            self._send(state.batch, state.fragment, wait=state.wait)
         elif act is Act.SEND_ALL:
-            self._send(state.batch, None, blocking=True)
+            self._send(state.batch, None, wait=0)
         elif act is Act.RECEIVE:
             return self._receive(state.batch)
         elif act is Act.JOIN:
@@ -257,21 +268,22 @@ class SimulatedNodes:
             [row for rows in self.rows for row in rows] if fragment is None else self.rows[fragment]
         )
 
-    def _send(self, batch: int, fragment: int | None, *, blocking: bool) -> None:
+    def _send(self, batch: int, fragment: int | None, *, wait: int) -> None:
         known = self._known
         sent = range(len(known.since)) if fragment is None else [fragment]
         batches = batch - min(known.since[one] for one in sent)
         drift = known.measured.drift(nodes=len(self.models), batches=known.batches)
-        ahead, distance, norm = self.settings.eager and not blocking, 0.0, 0.0
+        ahead, distance, norm = self.settings.eager and wait > 0, 0.0, 0.0
+        keeps = wait > 0 and self.settings.keeps(wait=wait, drift=known.drift)
         for row in self._rows_of(fragment):
-            nbytes, found = row.send(dense=fragment is None, ahead=ahead)
+            nbytes, found = row.send(dense=fragment is None, ahead=ahead, keeps=keeps)
             self.global_bytes_sent += nbytes
             distance += sum(one for one, _ in found)
             norm += sum(one for _, one in found)
         rates = [group.get("lr", 0.0) for inner in self.inners for group in inner.param_groups]
         times = self.times
         seen = Seen(times.step_seconds, times.exchange_seconds, max(map(float, rates)), drift)
-        self._flight = Flight(batch, fragment, seen)
+        self._flight = Flight(batch, fragment, seen, keeps)
         known.measured = Tally.measured(distance, norm, known.size)
         known.batches = batches
         for one in sent:
@@ -281,8 +293,9 @@ class SimulatedNodes:
         flight, self._flight = self._flight, None
         assert flight is not None, "the schedule receives only what was sent"
         rule = self.settings.merge_rule(
-            waited=batch - flight.batch, nodes=len(self.models), seen=flight.seen
+            waited=batch - flight.batch, nodes=len(self.models), keeps=flight.keeps
         )
+        self._known.drift = flight.seen.drift
         for row in self._rows_of(flight.fragment):
             row.merge(rule)
         self.events.append({"sent": flight.batch, "received": batch, **asdict(flight.seen)})

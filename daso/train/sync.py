@@ -230,9 +230,9 @@ class Sync:
         elif act is Act.ANCHOR:
             exchanges.anchor(state.batch)
         elif act is Act.SEND:
-            exchanges.send(state.batch, state.fragment, blocking=state.wait == 0)
+            exchanges.send(state.batch, state.fragment, wait=state.wait)
         elif act is Act.SEND_ALL:
-            exchanges.send(state.batch, None, blocking=True)
+            exchanges.send(state.batch, None, wait=0)
         elif act is Act.RECEIVE:
             return exchanges.receive(state.batch)
         return None

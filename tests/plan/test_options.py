@@ -4,9 +4,8 @@ from dataclasses import FrozenInstanceError, asdict, fields
 import pytest
 
 from daso.errors import ConfigError
-from daso.plan.merge import ADOPT, MERGES, is_eager, merge_rule
+from daso.plan.merge import MERGES, is_eager, keeps_local, merge_rule
 from daso.plan.options import Exchange, Gradients, Settings
-from daso.plan.schedule import Seen
 
 
 def make(**changes):
@@ -155,9 +154,7 @@ def test_topk_refuses_merges_that_keep_a_part_of_what_it_did_not_send(merge):
 @pytest.mark.parametrize("outer", [False, True])
 def test_topk_keeps_all_local_work_however_far_nodes_drift(merge, outer):
     made = make(wire="topk", merge=merge, outer=outer)
-    far = Seen(drift=9.0)
-    assert made.merge_rule(waited=3, nodes=2, seen=far) == merge_rule("delta", waited=3, nodes=2)
-    assert made.merge_rule(waited=0, nodes=2, seen=far) is ADOPT
+    assert made.keeps(wait=3, drift=9.0)
 
 
 @pytest.mark.parametrize("merge", [*MERGES, 0, 0.3, 1])
@@ -165,9 +162,11 @@ def test_topk_keeps_all_local_work_however_far_nodes_drift(merge, outer):
 @pytest.mark.parametrize("drift", [0.0, 0.001, 9.0])
 @pytest.mark.parametrize("waited", [0, 1, 7])
 def test_settings_merge_by_the_rule_that_they_name(merge, outer, drift, waited):
-    asked = {"waited": waited, "nodes": 2, "seen": Seen(drift=drift)}
     made = make(wire="fp32", merge=merge, outer=outer)
-    assert made.merge_rule(**asked) == merge_rule(merge, outer=outer, **asked)
+    keeps = made.keeps(wait=waited, drift=drift)
+    assert keeps == keeps_local(merge, wait=waited, drift=drift, outer=outer)
+    asked = {"waited": waited, "nodes": 2, "keeps": keeps}
+    assert made.merge_rule(**asked) == merge_rule(merge, **asked)
 
 
 @pytest.mark.parametrize("merge", [*MERGES, 0.5])

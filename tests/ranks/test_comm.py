@@ -8,12 +8,13 @@ from daso.comm.choose import choose_device
 from daso.comm.compress import Cast, codec_named
 from daso.comm.engine import Engine
 from daso.comm.exchange import Pairwise, TwoPhase, iallreduce, ordered, window
-from daso.comm.means import Adder, Buffers, Row, in_process
+from daso.comm.means import Adder, Buffers, Row, cut, in_process
 from daso.comm.node_shm import ShmNode
 from daso.comm.notes import Notes
 from daso.comm.roll import RollCall
 from daso.errors import ExchangeError, StallError, TopologyError
 from daso.plan.layout import Span, chunk_parts, split
+from daso.plan.merge import ADOPT, KEEP
 from daso.train.part import Part, Way
 
 pytestmark = pytest.mark.mpi
@@ -113,35 +114,44 @@ def test_iallreduce_keeps_more_chunks_apart_than_are_under_way(topology, engine)
     place, size = topology.place, topology.place.size
     kept, chunks = Buffers(window(size)), chunk_parts(1100, size, 100)
     assert len(chunks) > kept.window
-    part = Part(torch.zeros(1100), Way(lossless=True))
+    part = Part(torch.zeros(1100), Way())
     for seed in (1, 2):
         rows = rows_of_all_ranks(size, 1100, seed=seed)
-        part.snapshot.copy_(rows[place.rank])
         expected = sequential_mean([row - part.reference for row in rows], [1] * size, size)
         expected += part.reference
+        encode(part, Cast(torch.float32), chunks, 2, rows[place.rank], keeps=True)
         engine.run(iallreduce(topology.world, part, chunks, 1, size, kept))
         torch.testing.assert_close(part.reference, expected)
-        # What a merge that keeps local work adds lies where the parameters were.
-        assert torch.equal(part.snapshot, part.reference - rows[place.rank])
+        # What a merge that keeps local work adds.
+        torch.testing.assert_close(part.shown, part.reference - rows[place.rank])
+
+
+def encode(part, codec, chunks, peers, x, *, keeps):
+    spans = [span for parts in cut(chunks, peers) for span in parts]
+    assert part.send(codec, spans, lambda a, b, row: row.copy_(x[a:b]), keeps=keeps) is None
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "int4", "topk"])
-def test_a_small_wire_never_freezes_a_weight(topology, engine, wire):
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_small_wire_never_freezes_a_weight(topology, engine, wire, keeps):
     place, size = topology.place, topology.place.size
-    part = Part(torch.ones(37), Way(lossless=False))
+    part = Part(torch.ones(37), Way())
     part.reference.fill_(1.0)
-    rounded = {}
+    x, rounded, chunks = torch.ones(37), {}, chunk_parts(37, size, 10)
     exchange = ordered(topology.world, codec_named(wire), [1] * size, size, rounded)
-    chunks = chunk_parts(37, size, 10)
-    for _ in range(200):
-        part.snapshot.copy_(part.reference - 0.001 * (1 + place.rank))
-        engine.run(exchange.run(part, chunks))
-    # What is held back goes out with an exact exchange over the same parts.
-    part.snapshot.copy_(part.reference)
     dense = ordered(topology.world, codec_named("fp32"), [1] * size, size, rounded)
+    for mean in [exchange] * 200 + [dense] * (wire == "topk"):
+        if mean is exchange:
+            x = x - 0.001 * (1 + place.rank)
+        encode(part, mean.codec, chunks, size, x, keeps=keeps)
+        engine.run(mean.run(part, chunks))
+        part.finish()
+        part.show(KEEP if keeps else ADOPT)
+        x = x + part.shown if keeps else part.shown.clone()
+    # What is held back goes out with an exact exchange over the same parts.
     if wire == "topk":
-        engine.run(dense.run(part, chunks))
-        assert not part.residual.any()
+        assert part.residual is None
+        torch.testing.assert_close(x, part.reference)
     # The reference follows the exact sum to within one rounding of the last delta.
     expected = 1 - 200 * 0.001 * (size + 1) / 2
     torch.testing.assert_close(part.reference, torch.full((37,), expected), atol=3e-4, rtol=0)
@@ -149,21 +159,30 @@ def test_a_small_wire_never_freezes_a_weight(topology, engine, wire):
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "int8", "int4", "topk"])
-def test_many_rows_in_one_process_get_the_same_bits(topology, engine, wire):
+@pytest.mark.parametrize("keeps", [True, False])
+def test_many_rows_in_one_process_get_the_same_bits(topology, engine, wire, keeps):
     place, size, codec = topology.place, topology.place.size, codec_named(wire)
     rows = rows_of_all_ranks(size, 9001, seed=3)
     weights, chunks = [1 + rank % 2 for rank in range(size)], chunk_parts(9001, size, 5000)
-    parts = [Part(row.clone(), Way(codec.exact)) for row in rows]
-    mine = Part(rows[place.rank].clone(), Way(codec.exact))
+    parts = [Part(torch.empty(9001), Way()) for _ in rows]
+    mine = Part(torch.empty(9001), Way())
     exchange = ordered(topology.world, codec, weights, sum(weights))
     adder = Adder(codec, weights, sum(weights), {})
     for _ in range(3):
+        encode(mine, codec, chunks, size, rows[place.rank], keeps=keeps)
         nbytes = engine.run(exchange.run(mine, chunks))
+        for part, row in zip(parts, rows, strict=True):
+            encode(part, codec, chunks, size, row, keeps=keeps)
         everybody = in_process(parts, adder, chunks)
         assert sum(topology.world.allgather(nbytes)) == everybody
-        assert torch.equal(mine.reference, parts[place.rank].reference)
-        if not codec.exact:
-            assert torch.equal(mine.residual, parts[place.rank].residual)
+        same = parts[place.rank]
+        for one in (mine, same):
+            one.finish()
+        assert torch.equal(mine.reference, same.reference)
+        if keeps:
+            assert torch.equal(mine.shown, same.shown)
+        elif not codec.exact:
+            assert torch.equal(mine.residual, same.residual)
 
 
 def test_two_exchanges_in_flight_do_not_mix(topology, engine):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from daso.comm.compress import codec_named
 from daso.comm.engine import Engine
 from daso.comm.exchange import ordered
-from daso.comm.means import Row
+from daso.comm.means import Row, cut
 from daso.comm.topology import Topology
 from daso.plan.layout import message_chunks
 from daso.plan.options import Exchange
@@ -100,8 +100,17 @@ def _ordered(wire: str, numel: int, engine: Engine, comm: Any, size: int) -> Cal
     codec = codec_named(wire)
     chunks = message_chunks(message_numel(codec, Exchange().chunk_bytes), numel, size)
     exchange = ordered(comm, codec, [1] * size, size, {})
-    source = Row(torch.ones(numel)) if codec.exact else Part(torch.ones(numel), Way(lossless=False))
-    return lambda: engine.run(exchange.run(source, chunks))
+    if codec.exact:
+        row = Row(torch.ones(numel))
+        return lambda: engine.run(exchange.run(row, chunks))
+    part, values = Part(torch.ones(numel), Way()), torch.ones(numel)
+    spans = [span for parts in cut(chunks, size) for span in parts]
+
+    def run() -> object:
+        part.send(codec, spans, lambda a, b, row: row.copy_(values[a:b]), keeps=True)
+        return engine.run(exchange.run(part, chunks))
+
+    return run
 
 
 def _row(
