@@ -27,6 +27,6 @@ def expected(place, wire):
 def test_no_more_is_held_than_the_design_says(topology, place, wire):
     plan = memory.Plan([100_000, 300_000], 4, [wire], CHUNK_BYTES)
     (row,) = memory.measure(plan, topology)["rows"]
-    assert row["bytes_per_parameter"] == pytest.approx(expected(place, wire), abs=0.05)
+    assert row["bytes_per_parameter"] == pytest.approx(expected(place, wire), abs=0.1)
     assert row["fixed_mib"] < 1
     assert all(one["exchanges"] == (3 if place.nodes > 1 else 0) for one in row["sizes"])
