@@ -1,7 +1,7 @@
 """What crosses between nodes: codecs between flat rows of numbers and flat rows of bytes.
 
-A codec that rounds is always used with a residual: what the wire loses is kept and added to the
-next row (error feedback; Seide et al. 2014, Karimireddy et al. 2019).
+What a codec rounds away is never lost: it stays in the parameters or in a residual, and is part of
+the next row (error feedback; Seide et al. 2014, Karimireddy et al. 2019).
 """
 
 from collections.abc import Iterator

@@ -43,7 +43,7 @@ __all__ = ["Session", "Setup"]
 
 logger = logging.getLogger("daso")
 Closure = Callable[[], Any]
-FORMAT = 2  # of a stored exchange; goes up when a tensor changes its meaning
+FORMAT = 3  # of a stored exchange; goes up when a tensor changes its meaning
 
 
 @dataclass(frozen=True, slots=True)
