@@ -16,6 +16,8 @@ from daso.plan.schedule import Seen, State
 
 __all__ = ["Auto", "Fixed", "Plateau", "Qsr", "Replay"]
 
+SLACK = 8  # `Auto` waits for skip // SLACK batches, and more where an exchange takes longer
+
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
@@ -193,13 +195,14 @@ class Qsr:
 class Auto:
     """Exchanges as seldom as drift allows, and never so fast that anybody waits; needs no settings.
 
-    Wait is the number of batches that an exchange takes, by times measured on all ranks. Skip is
-    the number of batches in which nodes drift apart by ``drift``: the root mean square distance of
-    a node from the mean of all nodes, relative to that of the parameters from zero (consensus
-    distance, Kong et al. 2021, arXiv 2102.04828). It is measured at every exchange and expected to
-    grow with the learning rate. Where gradient noise drives nodes apart, its square grows as
-    lr**2 * skip, so a fixed ``drift`` gives the quadratic rule of `Qsr` without its alpha; where
-    nodes see different data it grows faster, and skip comes down.
+    Wait is the number of batches that an exchange takes, by times measured on all ranks, and at
+    least an eighth of skip: ranks are not equally fast at every moment, and the faster one is not
+    to stand still for that. Skip is the number of batches in which nodes drift apart by ``drift``:
+    the root mean square distance of a node from the mean of all nodes, relative to that of the
+    parameters from zero (consensus distance, Kong et al. 2021, arXiv 2102.04828). It is measured at
+    every exchange and expected to grow with the learning rate. Where gradient noise drives nodes
+    apart, its square grows as lr**2 * skip, so a fixed ``drift`` gives the quadratic rule of `Qsr`
+    without its alpha; where nodes see different data it grows faster, and skip comes down.
 
     Skip begins at 1 and at most doubles with each exchange, so that the first, steepest steps are
     averaged often. It is never below wait.
@@ -231,8 +234,10 @@ class Auto:
 
     def tune_exchange(self, state: State, seen: Seen) -> State:
         """Choose wait and skip for the round that begins."""
-        wait = min(self._wait(state, seen), 2 * state.wait, self.max_skip)
+        most = min(2 * state.wait, self.max_skip)
+        wait = min(self._wait(state, seen), most)
         skip = max(wait, min(self._skip(state, seen), self.max_skip))
+        wait = min(max(wait, skip // SLACK), most)
         return replace(state, skip=skip, wait=wait)
 
     def _wait(self, state: State, seen: Seen) -> int:

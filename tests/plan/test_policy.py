@@ -137,8 +137,10 @@ def test_an_exchange_has_a_fifth_of_its_time_to_spare_unless_wait_is_capped(pair
     capped = state.wait in (2 * pair[1], max_skip)
     if seen.step_seconds and seen.exchange_seconds and not capped:
         assert state.wait * seen.step_seconds >= 1.2 * seen.exchange_seconds * (1 - 1e-12)
+        assert state.wait >= state.skip // 8
         # and no batch more than that
-        assert (state.wait - 1) * seen.step_seconds <= 1.2 * seen.exchange_seconds * (1 + 1e-12)
+        taken = (state.wait - 1) * seen.step_seconds <= 1.2 * seen.exchange_seconds * (1 + 1e-12)
+        assert taken or state.wait == state.skip // 8
 
 
 @pytest.mark.parametrize(
@@ -146,7 +148,14 @@ def test_an_exchange_has_a_fifth_of_its_time_to_spare_unless_wait_is_capped(pair
     [(1.0, 0.5, 1), (1.0, 1.0, 2), (0.1, 1.0, 12), (0.01, 0.2, 24), (1e9, 1e-9, 1)],
 )
 def test_wait_in_numbers(step, exchange, wait):
-    assert tuned(Auto(), 64, 32, Seen(step, exchange)).wait == wait
+    assert tuned(Auto(), 15, 15, Seen(step, exchange)).wait == wait
+
+
+@pytest.mark.parametrize("skip", [8, 64, 128])
+def test_ranks_may_come_apart_by_an_eighth_of_skip(skip):
+    fast = Seen(step_seconds=1.0, exchange_seconds=0.01)
+    assert tuned(Auto(), skip, skip, fast).wait == skip // 8
+    assert tuned(Auto(), skip, 1, fast).wait == min(2, skip // 8)
 
 
 @pytest.mark.parametrize(("step", "exchange"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
