@@ -20,7 +20,8 @@ from daso.plan.policy import Auto
 from daso.plan.schedule import Policy
 from daso.train.outer import MakeOuter
 from daso.train.scaling import Scaling
-from daso.train.session import Session, Setup
+from daso.train.session import Session
+from daso.train.setup import Setup
 
 __all__ = ["DASO", "make_setup"]
 

@@ -12,19 +12,14 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from daso.comm.mpi import library
-from daso.comm.topology import Topology, default
-from daso.errors import ConfigError
-from daso.plan.options import Settings
-from daso.plan.policy import Auto, Plateau, Qsr
+from daso.comm.topology import Place, Topology, default
 from daso.plan.schedule import (
     Act,
-    Policy,
     Seen,
     State,
     after_batch,
@@ -34,43 +29,15 @@ from daso.plan.schedule import (
 )
 from daso.train.meeting import agree_options
 from daso.train.metrics import Counts
-from daso.train.outer import MakeOuter
-from daso.train.params import Trained, layout_of
+from daso.train.params import Trained
 from daso.train.scaling import Scaling, is_probe
+from daso.train.setup import Setup
 from daso.train.sync import Sync
 
-__all__ = ["Session", "Setup"]
+__all__ = ["Session"]
 
 logger = logging.getLogger("daso")
 Closure = Callable[[], Any]
-FORMAT = 3  # of a stored exchange; goes up when a tensor changes its meaning
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """The keywords of the doors; what a copy of the optimizer takes with it."""
-
-    module: torch.nn.Module | None
-    policy: Policy
-    settings: Settings
-    outer: MakeOuter | None
-
-    def text(self) -> str:
-        """Return what must be equal on all ranks, as text."""
-        outer = self.outer and repr(self.outer([torch.nn.Parameter(torch.zeros(1))]))
-        return f"policy={self.policy!r}, outer={outer}, {self.settings!r}"
-
-    def lasting(self) -> str:
-        """Return what must stay the same for a checkpoint to fit, as text.
-
-        How long ranks wait for each other may change, and how long the run shall be.
-        """
-        exchange = replace(self.settings.exchange, stall_seconds=1.0, nonfinite="drop")
-        policy = self.policy
-        if isinstance(policy, Plateau):
-            policy = replace(policy, epochs=1 + policy.warmup + policy.cooldown)
-        settings = replace(self.settings, exchange=exchange)
-        return replace(self, policy=policy, settings=settings).text()
 
 
 class Session:
@@ -88,8 +55,8 @@ class Session:
         self, inner: torch.optim.Optimizer, setup: Setup, topology: Topology | None
     ) -> None:
         self.inner, self.setup, self._topology = inner, setup, topology
-        _check_rate(inner, setup.policy)
-        self.schedule = self._first()
+        setup.check(inner)
+        self.schedule = setup.start()
         self._history = [(0, self.schedule.skip, self.schedule.wait)]
         self._sync: Sync | None = None
         self._stale = False  # parameters were loaded from elsewhere: set up anew before going on
@@ -106,7 +73,7 @@ class Session:
             agree_options(Trained.by(inner, setup.module), session.topology, setup.text())
         session._open(Counts())
         if place.size > 1 and place.rank == 0:
-            logger.info("chosen: %s", session._choices())
+            logger.info("chosen: %s", setup.choices(place))
         return session
 
     @classmethod
@@ -124,20 +91,17 @@ class Session:
         session._stale = True
         return session
 
-    def _first(self) -> State:
-        settings = self.setup.settings
-        return replace(
-            self.setup.policy.start(),
-            fragments=settings.exchange.fragments,
-            sparse=settings.sparse,
-        )
-
     @property
     def topology(self) -> Topology:
         """Who is where."""
         if self._topology is None:
             self._topology = default()
         return self._topology
+
+    @property
+    def _place(self) -> Place | None:
+        """Who is where, if that was asked already."""
+        return None if self._topology is None else self._topology.place
 
     def _open(self, counts: Counts, *acts: Act) -> None:
         if self.topology.place.size == 1:
@@ -342,7 +306,7 @@ class Session:
             (agreed times in seconds, learning rate, drift), ``events``, and the choices.
         """
         report = {
-            **self._choices(),
+            **self.setup.choices(self._place),
             "batches": self.schedule.batch,
             "in_flight": self.schedule.sent is not None,
             "skip_history": self._history,
@@ -361,32 +325,6 @@ class Session:
             "events": list(counts.events),
         }
 
-    def _choices(self) -> dict[str, Any]:
-        settings = self.setup.settings
-        return {
-            **self._surroundings(),
-            "wire": settings.wire,
-            "merge": settings.merge,
-            "outer": settings.outer,
-            "fragments": settings.exchange.fragments,
-            "delta_reduce": settings.delta_reduce,
-            "gradient_reduce": settings.gradient_reduce,
-            "policy": repr(self.setup.policy),
-        }
-
-    def _surroundings(self) -> dict[str, Any]:
-        if self._topology is None:  # a copy that was not opened yet
-            return {}
-        place = self._topology.place
-        return {
-            "mpi": library(),
-            "world": place.size,
-            "nodes": place.nodes,
-            "node_sizes": list(place.node_sizes),
-            "lanes": place.lanes,
-            "node_transport": "none" if place.size == 1 else "shared memory",
-        }
-
     # --- checkpoint --------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
@@ -402,21 +340,7 @@ class Session:
         }
 
     def _shape(self) -> dict[str, Any] | None:
-        """Return what a checkpoint must have in common with this session to fit it exactly.
-
-        None for a copy that was not opened yet: it knows no world, and asking is collective.
-        """
-        if self._topology is None:
-            return None
-        place = self.topology.place
-        named = Trained.by(self.inner, self.setup.module).named
-        return {
-            "format": FORMAT,
-            "rank": place.rank,
-            "node_sizes": list(place.node_sizes),
-            "layout": layout_of(named).digest,
-            "setup": self.setup.lasting(),
-        }
+        return self.setup.shape(self.inner, self._place)
 
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Go on from where `state` was saved.
@@ -452,7 +376,7 @@ class Session:
             same = state["shape"] is not None and state["shape"]["setup"] == self.setup.lasting()
         if self._sync is not None:
             old, same = self.topology.world.bcast((old, same))
-        first = self._first()
+        first = self.setup.start()
         batch, epoch = old.batch, old.epoch
         self._take(
             replace(
@@ -472,14 +396,6 @@ class Session:
                     "%d steps with nothing in flight, and all ranks take rank 0's parameters",
                     batch,
                 )
-
-
-def _check_rate(inner: torch.optim.Optimizer, policy: Policy) -> None:
-    if isinstance(policy, Qsr) and not all("lr" in group for group in inner.param_groups):
-        raise ConfigError(
-            f"Qsr needs a learning rate in every parameter group, but {type(inner).__name__} has "
-            f"none; use {Auto()!r}"
-        )
 
 
 _open_syncs: "weakref.WeakSet[Sync]" = weakref.WeakSet()
