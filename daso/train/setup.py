@@ -1,0 +1,110 @@
+"""How a model is trained over all ranks: the keywords of the doors, checked, compared and told."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from daso.comm.mpi import library
+from daso.comm.topology import Place
+from daso.errors import ConfigError
+from daso.plan.options import Settings
+from daso.plan.policy import Auto, Plateau, Qsr
+from daso.plan.schedule import Policy, State
+from daso.train.outer import MakeOuter
+from daso.train.params import Trained, layout_of
+
+__all__ = ["Setup"]
+
+FORMAT = 3  # of a stored exchange; goes up when a tensor changes its meaning
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The keywords of the doors; what a copy of the optimizer takes with it."""
+
+    module: torch.nn.Module | None
+    policy: Policy
+    settings: Settings
+    outer: MakeOuter | None
+
+    def check(self, inner: torch.optim.Optimizer) -> None:
+        """Raise where the policy asks for what an optimizer lacks.
+
+        Raises:
+            ConfigError: It does.
+        """
+        if isinstance(self.policy, Qsr) and not all("lr" in group for group in inner.param_groups):
+            raise ConfigError(
+                f"Qsr needs a learning rate in every parameter group, but {type(inner).__name__} "
+                f"has none; use {Auto()!r}"
+            )
+
+    def start(self) -> State:
+        """Return the schedule's state before the first batch."""
+        settings = self.settings
+        return replace(
+            self.policy.start(),
+            fragments=settings.exchange.fragments,
+            sparse=settings.sparse,
+        )
+
+    def text(self) -> str:
+        """Return what must be equal on all ranks, as text."""
+        outer = self.outer and repr(self.outer([torch.nn.Parameter(torch.zeros(1))]))
+        return f"policy={self.policy!r}, outer={outer}, {self.settings!r}"
+
+    def lasting(self) -> str:
+        """Return what must stay the same for a checkpoint to fit, as text.
+
+        How long ranks wait for each other may change, and how long the run shall be.
+        """
+        exchange = replace(self.settings.exchange, stall_seconds=1.0, nonfinite="drop")
+        policy = self.policy
+        if isinstance(policy, Plateau):
+            policy = replace(policy, epochs=1 + policy.warmup + policy.cooldown)
+        settings = replace(self.settings, exchange=exchange)
+        return replace(self, policy=policy, settings=settings).text()
+
+    def shape(self, inner: torch.optim.Optimizer, place: Place | None) -> dict[str, Any] | None:
+        """Return what a checkpoint must have in common with a session to fit it exactly.
+
+        Args:
+            inner: The optimizer.
+            place: Who is where; None for a copy that was not opened yet: it knows no world, and
+                asking is collective.
+        """
+        if place is None:
+            return None
+        return {
+            "format": FORMAT,
+            "rank": place.rank,
+            "node_sizes": list(place.node_sizes),
+            "layout": layout_of(Trained.by(inner, self.module).named).digest,
+            "setup": self.lasting(),
+        }
+
+    def choices(self, place: Place | None) -> dict[str, Any]:
+        """Return what was chosen, as plain values; of the world nothing where it is not known."""
+        settings = self.settings
+        return {
+            **({} if place is None else _surroundings(place)),
+            "wire": settings.wire,
+            "merge": settings.merge,
+            "outer": settings.outer,
+            "fragments": settings.exchange.fragments,
+            "delta_reduce": settings.delta_reduce,
+            "gradient_reduce": settings.gradient_reduce,
+            "policy": repr(self.policy),
+        }
+
+
+def _surroundings(place: Place) -> dict[str, Any]:
+    return {
+        "mpi": library(),
+        "world": place.size,
+        "nodes": place.nodes,
+        "node_sizes": list(place.node_sizes),
+        "lanes": place.lanes,
+        "node_transport": "none" if place.size == 1 else "shared memory",
+    }
