@@ -11,15 +11,12 @@ takes, in batches.
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from datetime import date
-from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -27,223 +24,22 @@ from typing import Any
 import torch
 
 from daso.comm.mpi import library
-from daso.data import ShardedSampler, find_fashion, load_digits, load_fashion, load_text
-from daso.environment import data_folder
 from daso.examples.cnn import CNN
-from daso.examples.transformer import ByteTransformer
-from daso.plan.options import Exchange, Gradients, Settings
-from daso.plan.policy import Auto, Fixed, Plateau, Qsr
-from daso.plan.schedule import Policy
-from daso.run.bench.models import loss_of, score
+from daso.run.bench.models import loss_of
+from daso.run.bench.simulations import (
+    AUTO,
+    EXCHANGE,
+    SETTINGS,
+    SYNCHRONOUS,
+    Result,
+    Trial,
+    run,
+    trials,
+)
 from daso.run.report import versions
 from daso.train.optimizer import DASO
-from daso.train.outer import MakeOuter
-from daso.train.simulated import SimulatedNodes, Times
 
 __all__ = ["main"]
-
-EXCHANGE = 0.5  # batches that an exchange takes: it is hidden, and merged one batch late
-TEXT_BYTES = 1_100_000  # of Python's library
-SYNCHRONOUS, AUTO = "synchronous, fp32", "Auto, int4"
-Pairs = tuple[torch.Tensor, torch.Tensor]
-
-
-def nesterov(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Make an outer optimizer: DiLoCo's, with less momentum."""
-    return torch.optim.SGD(params, lr=0.9, momentum=0.3, nesterov=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One row of the table."""
-
-    name: str
-    policy: Callable[[int, float], Policy]  # of epochs and peak learning rate
-    wire: str = "int4"
-    merge: str | float = "auto"
-    outer: MakeOuter | None = None
-
-    def settings(self) -> Settings:
-        """Return it as the optimizer takes it."""
-        return Settings(
-            wire=self.wire,
-            merge=self.merge,
-            exchange=Exchange(),
-            gradients=Gradients(),
-            outer=self.outer is not None,
-        )
-
-
-def fixed(skip: int, wait: int) -> Callable[[int, float], Policy]:
-    """Return what makes a fixed policy."""
-    return lambda *_: Fixed(skip, wait)
-
-
-def plateau(epochs: int, _: float) -> Policy:
-    """Return the paper's policy with an eighth of the epochs for warm-up and cool-down each."""
-    edge = max(1, epochs // 8)
-    return Plateau(max(epochs, 2 * edge), warmup=edge, cooldown=edge)
-
-
-SETTINGS = (
-    Setting(SYNCHRONOUS, fixed(1, 0), "fp32"),
-    Setting(AUTO, lambda *_: Auto()),
-    Setting("Qsr, int4", lambda _, peak: Qsr(1.5 * peak, skip=2, max_skip=64)),
-    Setting("Plateau (DASO paper), bf16", plateau, "bf16", "daso"),
-    Setting("Fixed(4, 1), delta, bf16", fixed(4, 1), "bf16", "delta"),
-    Setting("Fixed(16, 1), int4", fixed(16, 1)),
-    Setting("Fixed(32, 1), outer Nesterov, int4", fixed(32, 1), outer=nesterov),
-)
-QUICK = (SYNCHRONOUS, AUTO, "Plateau (DASO paper), bf16", "Fixed(16, 1), int4")
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One model on one data set on so many nodes."""
-
-    data: str  # "fashion", "digits" or "text"
-    nodes: int
-    epochs: int
-    samples: int
-    batch: int = 16  # samples per node and step
-
-    @property
-    def text(self) -> bool:
-        """Whether it is the byte-level transformer."""
-        return self.data == "text"
-
-    @property
-    def peak(self) -> float:
-        """Peak learning rate; a cosine takes it to zero."""
-        return 0.005 if self.text else 0.05
-
-    @property
-    def model(self) -> str:
-        """What is trained, and by what."""
-        if self.text:
-            return "byte-level transformer of width 32, AdamW"
-        return "CNN of width 8 with BatchNorm, SGD with momentum 0.9"
-
-    def build(self, seed: int) -> torch.nn.Module:
-        """Make the model."""
-        torch.manual_seed(seed)
-        if self.text:
-            return ByteTransformer(64, width=32)
-        return CNN(8 if self.data == "digits" else 28, width=8)
-
-    def inner(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """Make the inner optimizer."""
-        if self.text:
-            return torch.optim.AdamW(model.parameters(), lr=self.peak)
-        return torch.optim.SGD(model.parameters(), lr=self.peak, momentum=0.9)
-
-    def __str__(self) -> str:
-        return f"{self.data}, {self.nodes} nodes"
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What one run gave."""
-
-    score: float  # percent of test samples (bytes of text) right
-    loss: float  # mean training loss of the last epoch
-    nbytes: int  # between nodes, by all of them
-    ddp_nbytes: int  # what averaging fp32 gradients at every batch sends
-    exchanges: int
-    steps: int
-    seconds: float
-
-
-@cache
-def load(data: str, samples: int) -> tuple[Pairs, Pairs]:
-    """Return training and test data as whole tensors."""
-    return _whole(_data(data, train=True), samples), _whole(_data(data, train=False), 10_000)
-
-
-def _data(data: str, *, train: bool) -> Any:
-    if data == "text":
-        return load_text(None, train=train, context=64, max_bytes=TEXT_BYTES)
-    if data == "digits":
-        return load_digits(train=train)
-    return load_fashion(data_folder(), train=train)
-
-
-def _whole(data: Any, most: int) -> Pairs:
-    rows = [data[index] for index in range(min(most, len(data)))]
-    return torch.stack([x for x, _ in rows]), torch.stack([torch.as_tensor(y) for _, y in rows])
-
-
-def run(trial: Trial, name: str, seed: int) -> Result:
-    """Train once; in a process of its own."""
-    torch.set_num_threads(1)
-    start, (train, test) = time.perf_counter(), load(trial.data, trial.samples)
-    setting = next(one for one in SETTINGS if one.name == name)
-    nodes = SimulatedNodes(
-        lambda: trial.build(seed),
-        trial.inner,
-        trial.nodes,
-        policy=setting.policy(trial.epochs, trial.peak),
-        settings=setting.settings(),
-        outer=setting.outer,
-        times=Times(1.0, EXCHANGE),
-    )
-    losses = [_epoch(trial, nodes, train, seed, epoch) for epoch in range(trial.epochs)]
-    numel = sum(p.numel() for p in nodes.models[0].parameters())
-    steps = nodes.state.batch
-    return Result(
-        score=score(nodes.models[0], *test),
-        loss=losses[-1],
-        nbytes=nodes.global_bytes_sent,
-        ddp_nbytes=steps * 2 * (trial.nodes - 1) * 4 * numel,
-        exchanges=len(nodes.events),
-        steps=steps,
-        seconds=time.perf_counter() - start,
-    )
-
-
-def _epoch(trial: Trial, nodes: SimulatedNodes, train: Pairs, seed: int, epoch: int) -> float:
-    """Train one epoch; return the mean loss."""
-    inputs, targets = train
-    samplers = [
-        ShardedSampler(len(inputs), rank=rank, size=trial.nodes, batch_size=trial.batch, seed=seed)
-        for rank in range(trial.nodes)
-    ]
-    for sampler in samplers:
-        sampler.set_epoch(epoch)
-    total, length = 0.0, len(samplers[0])
-    for number, batches in enumerate(zip(*samplers, strict=True)):
-        rate = _rate(trial, (epoch * length + number) / (trial.epochs * length))
-        for inner in nodes.inners:
-            inner.param_groups[0]["lr"] = rate
-        total += nodes.step([_loss(inputs[one], targets[one]) for one in batches])
-    nodes.end_epoch(total / length)
-    nodes.synchronize()
-    return total / length
-
-
-def _rate(trial: Trial, done: float) -> float:
-    """Return the learning rate: 2 % linear warm-up, then a cosine to zero."""
-    return trial.peak * min(1.0, done / 0.02 + 0.05) * (1 + math.cos(math.pi * done)) / 2
-
-
-def _loss(inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[torch.nn.Module], torch.Tensor]:
-    return lambda model: loss_of(model, inputs, targets)
-
-
-# --- the whole bench -----------------------------------------------------------------------------
-
-
-def trials(*, quick: bool) -> Iterator[tuple[Trial, tuple[str, ...]]]:
-    """List what is run, and with which settings."""
-    images = "fashion" if find_fashion(data_folder()) else "digits"
-    everything = tuple(setting.name for setting in SETTINGS)
-    if quick:
-        yield Trial(images, nodes=16, epochs=6, samples=10_000), QUICK
-        return
-    yield Trial(images, nodes=16, epochs=20, samples=15_000), everything
-    yield Trial(images, nodes=2, epochs=8, samples=6_000), QUICK
-    # A byte-level model leaves the frequencies of bytes behind after some 500 steps.
-    yield Trial("text", nodes=16, epochs=4, samples=16_000, batch=4), QUICK
 
 
 def overhead(steps: int) -> float:

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from daso.run import bench_accuracy
-from daso.run.bench_accuracy import AUTO, QUICK, SETTINGS, Trial, main
+from daso.run.bench.simulations import AUTO, QUICK, SETTINGS, Trial
+from daso.run.bench_accuracy import main
 
 
 @pytest.mark.timeout(240)
