@@ -13,7 +13,7 @@ from daso.run.bench import exchange, growth, memory, train
 from daso.run.bench.contenders import COMPUTE
 from daso.run.bench.models import CASES, loss_of
 from daso.run.bench.rivals import EVERYBODY, RIVALS, Rival, installed, must_be_installed
-from daso.run.bench.rounds import Round, count_bytes, median_ratio, take_turns
+from daso.run.bench.rounds import Round, count_bytes, median_of, take_turns
 
 NET_DEV = """\
 Inter-|   Receive                                                |  Transmit
@@ -32,12 +32,11 @@ def test_every_contender_has_every_place_in_turn():
     assert list(take_turns("abc", 3)) == list("abcbcacab")
 
 
-def test_ratios_are_taken_within_a_round():
-    def rounds(*seconds):
-        return [Round(1, one, 0, None, 0) for one in seconds]
-
+def test_ratios_are_taken_beside_compute_only():
     # The machine was twice as slow in the second round, for both.
-    assert median_ratio(rounds(2, 4, 2), rounds(1, 2, 1)) == 2
+    pairs = [(2, 1), (4, 2), (2, 1)]
+    rounds = [Round(1, seconds, 0, None, 0, base) for seconds, base in pairs]
+    assert median_of(rounds, "ratio") == 2
 
 
 @pytest.mark.parametrize(("nodes", "share"), [(2, 1), (3, 4 / 3), (4, 1.5)])
@@ -137,7 +136,7 @@ def test_all_contenders_train_side_by_side(here):
     assert run["nodes"] == [1, 1]
     for row in run["rows"]:
         assert row["name"] in text
-        assert len(row["rounds"]) == 2
+        assert len(row["rounds"]) == (2 if row["name"] != COMPUTE else 2 * len(run["rows"]) - 1)
         assert row["mbytes"] is None  # nothing leaves this machine
     base = run["rows"][0]
     assert (base["name"], base["over_compute"]) == (COMPUTE, 1)

@@ -14,7 +14,6 @@ __all__ = [
     "Round",
     "count_bytes",
     "median_of",
-    "median_ratio",
     "over",
     "sent_bytes",
     "take_turns",
@@ -33,6 +32,12 @@ class Round:
     cpu_seconds: float  # per step: all threads of a rank, mean over ranks
     nbytes: float | None  # per step: sent by all hosts, by their interfaces; None on one host
     exposed_seconds: float  # per step; 0 where nobody counts it
+    base_seconds: float  # per step of compute only, mean of right before and right after
+
+    @property
+    def ratio(self) -> float:
+        """Step time over compute only."""
+        return self.seconds / self.base_seconds
 
 
 def count_bytes(text: str) -> int:
@@ -58,7 +63,7 @@ def sent_bytes(topology: Topology) -> int | None:
 
 def take_turns(names: Sequence[T], rounds: int) -> Iterator[T]:
     """Yield every name once a round, in an order that turns by one each round."""
-    for turn in range(rounds):
+    for turn in range(rounds if names else 0):
         at = turn % len(names)
         yield from (*names[at:], *names[:at])
 
@@ -66,11 +71,6 @@ def take_turns(names: Sequence[T], rounds: int) -> Iterator[T]:
 def over(mine: Sequence[float], base: Sequence[float]) -> list[float]:
     """Return the seconds of every round over the base's in the same round."""
     return [one / other for one, other in zip(mine, base, strict=True)]
-
-
-def median_ratio(mine: Sequence[Round], base: Sequence[Round]) -> float:
-    """Return the median over rounds of seconds per step over the base's in the same round."""
-    return statistics.median(over([one.seconds for one in mine], [one.seconds for one in base]))
 
 
 def median_of(rounds: Sequence[Round], field: str) -> float:

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from daso.run.bench.rounds import (
     Clock,
     Round,
     median_of,
-    median_ratio,
     over,
     sent_bytes,
     take_turns,
@@ -26,7 +25,7 @@ from daso.run.bench.rounds import (
 __all__ = ["Plan", "figures", "measure", "ratios", "table"]
 
 OURS, RIVAL = "DASO Auto, bf16", "DDP, gloo"
-MOST = 3  # times as many steps as planned may be taken until nothing is on its way
+MOST = 3  # times as many steps as planned may be taken until a round can end
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class Plan:
 
 
 def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
-    """Train with all contenders in turn.
+    """Train with all contenders in turn, and with compute only before and after every turn.
 
     Returns:
         Rows for JSON, the same on every rank.
@@ -70,8 +69,17 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         for seconds in (0.0, plan.settle, plan.seconds):  # the last says how many steps a round has
             found = _run(contender, batches, topology, steps[name])
             steps[name] = max(1, math.ceil((seconds or 1.0) / found.seconds))
-    for name in take_turns(names, plan.rounds):
-        rounds[name].append(_run(contenders[name], batches, topology, steps[name]))
+
+    def turn(name: str) -> Round:
+        return _run(contenders[name], batches, topology, steps[name])
+
+    rounds[COMPUTE].append(turn(COMPUTE))
+    for name in take_turns(names[1:], plan.rounds):
+        found = turn(name)
+        before, after = rounds[COMPUTE][-1], turn(COMPUTE)
+        base = (before.seconds + after.seconds) / 2
+        rounds[name].append(replace(found, base_seconds=base))
+        rounds[COMPUTE].append(after)
     rows = [_row(name, rounds, contenders[name]) for name in names]
     parameters = sum(p.numel() for p in contenders[COMPUTE].model.parameters())
     for contender in contenders.values():
@@ -87,7 +95,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
 
 
 def _run(contender: Contender, batches: Iterator[Batch], topology: Topology, least: int) -> Round:
-    """Train for so many steps, and until nothing is on its way; the same steps on all ranks."""
+    """Train for so many steps, and until the contender is where it began; as long on all ranks."""
     world = topology.world
     contender.wake()
     exposed, sent = contender.report().get("exposed_seconds", 0.0), sent_bytes(topology)
@@ -102,12 +110,14 @@ def _run(contender: Contender, batches: Iterator[Batch], topology: Topology, lea
     contender.rest()
     world.Barrier()
     after = sent_bytes(topology)
+    seconds = max(wall for wall, _, _ in rows) / steps
     return Round(
         steps=steps,
-        seconds=max(wall for wall, _, _ in rows) / steps,
+        seconds=seconds,
         cpu_seconds=statistics.mean(cpu for _, cpu, _ in rows) / steps,
         nbytes=None if after is None or sent is None else (after - sent) / steps,
         exposed_seconds=max(exposed for _, _, exposed in rows) / steps,
+        base_seconds=seconds,
     )
 
 
@@ -116,7 +126,7 @@ def _row(name: str, rounds: Mapping[str, Sequence[Round]], contender: Contender)
     return {
         "name": name,
         "step_ms": 1e3 * median_of(mine, "seconds"),
-        "over_compute": median_ratio(mine, rounds[COMPUTE]),
+        "over_compute": median_of(mine, "ratio"),
         "cpu_ms": 1e3 * median_of(mine, "cpu_seconds"),
         "exposed_ms": 1e3 * median_of(mine, "exposed_seconds"),
         "mbytes": None if mine[0].nbytes is None else median_of(mine, "nbytes") / 1e6,
@@ -181,13 +191,14 @@ def ratios(found: Mapping[str, Any]) -> dict[str, list[float]]:
         found: What `measure` returned, or its JSON.
     """
     seconds = {row["name"]: [one["seconds"] for one in row["rounds"]] for row in found["rows"]}
-    named = {
-        "step_ratio": (OURS, COMPUTE),
-        "step_ratio_ddp": (RIVAL, COMPUTE),
-        "step_ratio_over_ddp": (OURS, RIVAL),
+    bases = {row["name"]: [one["base_seconds"] for one in row["rounds"]] for row in found["rows"]}
+    pairs = {
+        "step_ratio": (seconds.get(OURS), bases.get(OURS)),
+        "step_ratio_ddp": (seconds.get(RIVAL), bases.get(RIVAL)),
+        "step_ratio_over_ddp": (seconds.get(OURS), seconds.get(RIVAL)),
     }
     return {
-        f"{name}_{_where(found)}": over(seconds[mine], seconds[base])
-        for name, (mine, base) in named.items()
-        if {mine, base} <= seconds.keys()
+        f"{name}_{_where(found)}": over(mine, other)
+        for name, (mine, other) in pairs.items()
+        if mine is not None and other is not None
     }
