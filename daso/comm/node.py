@@ -14,7 +14,7 @@ import torch
 from daso.comm.bell import LATE_SECONDS
 from daso.errors import StallError
 
-__all__ = ["NodeBucket", "NodeGroup", "NodeShare", "wait_until"]
+__all__ = ["NodeBucket", "NodeGroup", "NodeRow", "NodeShare", "wait_until"]
 
 Span = tuple[int, int]
 
@@ -53,6 +53,19 @@ class NodeBucket(Protocol):
         ...
 
 
+class NodeRow(Protocol):
+    """Memory for gradients, of which buckets are parts."""
+
+    flat: torch.Tensor  # this rank's row (numel)
+
+    def cut(self, spans: Sequence[Span]) -> Sequence[NodeBucket]:
+        """Return one bucket for each span of the row; earlier ones must not be used any more.
+
+        Does not communicate, but all ranks of the node must cut alike, between two rounds.
+        """
+        ...
+
+
 class NodeShare(Protocol):
     """A flat row of which each of the first ranks of a node owns one part and all read all."""
 
@@ -79,8 +92,8 @@ class NodeShare(Protocol):
 class NodeGroup(Protocol):
     """The ranks of one node and the memory in which they meet."""
 
-    def buckets(self, sizes: Sequence[int], dtype: torch.dtype) -> Sequence[NodeBucket]:
-        """Make one bucket for each size (elements). Collective over the node; blocking."""
+    def row(self, numel: int, dtype: torch.dtype, most: int) -> NodeRow:
+        """Make a row for up to ``most`` buckets. Collective over the node; blocking."""
         ...
 
     def share(self, spans: Sequence[Span], dtype: torch.dtype) -> NodeShare:

@@ -20,7 +20,7 @@ from daso.comm.window import ALIGN, SharedWindow
 if TYPE_CHECKING:
     from daso.comm.topology import Topology
 
-__all__ = ["ShmBucket", "ShmNode", "ShmShare"]
+__all__ = ["ShmBucket", "ShmNode", "ShmRow", "ShmShare"]
 
 Stages = np.ndarray[tuple[int], np.dtype[np.int64]]
 STAGES = ALIGN // 8  # one cache line of int64 counters for each rank
@@ -37,6 +37,10 @@ class Line:
         """Tell that this rank has reached ``count`` in ``stage``, and wrote what goes with it."""
         self.window.sync()
         self.stages[self.rank][stage] = count
+
+    def at(self, stage: int) -> int:
+        """Return how far this rank is."""
+        return int(self.stages[self.rank][stage])
 
     def reached(self, stage: int, count: int) -> bool:
         """Return whether all ranks have reached ``count``; what they wrote is visible then."""
@@ -69,7 +73,7 @@ class ShmBucket:
         self.line = line
         self.rows = list(rows)  # every local rank's row (numel)
         self.flat = self.rows[line.rank]
-        self.round = 0
+        self.round = line.at(self.FILLED)
         self.part: Span = (0, 0)
         self.total = self.flat[:0]
 
@@ -124,6 +128,22 @@ class ShmBucket:
     def wait(self) -> None:
         """Block until every part was delivered."""
         self.line.wait(self.DELIVERED, self.round)
+
+
+class ShmRow:
+    """Memory for gradients; see `daso.comm.node.NodeRow`."""
+
+    def __init__(self, lines: Sequence[Line], rows: Sequence[torch.Tensor]) -> None:
+        self._lines, self._rows = lines, rows  # for each bucket; every local rank's row (numel)
+        self.flat = rows[lines[0].rank]
+
+    def cut(self, spans: Sequence[Span]) -> list[ShmBucket]:
+        """Return one bucket for each span of the row."""
+        assert len(spans) <= len(self._lines), "no more buckets than were asked for"
+        return [
+            ShmBucket(line, [row[slice(*span)] for row in self._rows])
+            for line, span in zip(self._lines, spans, strict=False)
+        ]
 
 
 class ShmShare:
@@ -181,16 +201,11 @@ class ShmNode:
         self.waited_seconds = 0.0
         self._windows: list[SharedWindow] = []
 
-    def buckets(self, sizes: Sequence[int], dtype: torch.dtype) -> list[ShmBucket]:
-        """Make one bucket for each size, all in one window."""
-        nbytes = [_aligned(size * dtype.itemsize) for size in sizes]
-        window = self._window(sum(nbytes))
-        made, at = [], 0
-        for line, size, length in zip(self._lines(len(sizes)), sizes, nbytes, strict=True):
-            rows = [_typed(segment, at, size, dtype) for segment in window.segments]
-            made.append(ShmBucket(line, rows))
-            at += length
-        return made
+    def row(self, numel: int, dtype: torch.dtype, most: int) -> ShmRow:
+        """Make a row for gradients."""
+        window = self._window(numel * dtype.itemsize)
+        rows = [_typed(segment, 0, numel, dtype) for segment in window.segments]
+        return ShmRow(self._lines(most), rows)
 
     def share(self, spans: Sequence[Span], dtype: torch.dtype) -> ShmShare:
         """Make a shared row; local rank i owns the i-th span."""
@@ -223,10 +238,6 @@ class ShmNode:
         self._windows = []
         if self.comm != load().COMM_NULL:
             self.comm.Free()
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
 
 
 def _typed(segment: torch.Tensor, at: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -20,6 +20,7 @@ __all__ = [
     "chunk_parts",
     "first_difference",
     "fit_buckets",
+    "flagged",
     "fragments",
     "lay_out",
     "message_chunks",
@@ -223,6 +224,19 @@ def fragments(numels: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
         groups[min(count - 1, middle * count // (2 * total))].append(index)
         start += numel
     return tuple(map(tuple, groups))
+
+
+def flagged(numels: Sequence[int]) -> tuple[Span, ...]:
+    """Put tensors one after the other, each with one number more behind it: its flag.
+
+    Args:
+        numels: Elements of each tensor, in order.
+
+    Returns:
+        For each tensor the span of it and its flag; the flag is the last element.
+    """
+    stops = list(accumulate(numel + 1 for numel in numels))
+    return tuple(Span(stop - numel - 1, stop) for numel, stop in zip(numels, stops, strict=True))
 
 
 def fit_buckets(nbytes: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:

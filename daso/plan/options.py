@@ -57,13 +57,16 @@ class Gradients:
 
     Args:
         bucket_bytes: Size from which a bucket of gradients counts as full and is averaged while
-            backward goes on, in bytes.
+            backward goes on, in bytes; ``"search"`` tries sizes in the first hundreds of batches,
+            keeps the fastest, and starts anew when batches come to take much longer or shorter. No
+            bit depends on it.
     """
 
-    bucket_bytes: int = 1 * MiB
+    bucket_bytes: int | Literal["search"] = 1 * MiB
 
     def __post_init__(self) -> None:
-        _check_bytes("Gradients.bucket_bytes", self.bucket_bytes)
+        if self.bucket_bytes != "search":
+            _check_bytes("Gradients.bucket_bytes", self.bucket_bytes, 'or "search"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +140,10 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
 
-def _check_bytes(name: str, value: object) -> None:
+def _check_bytes(name: str, value: object, other: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be a whole number of bytes of at least 1, not {value!r}")
+        rule = " ".join(["a whole number of bytes of at least 1", *filter(None, [other])])
+        raise ConfigError(f"{name} must be {rule}, not {value!r}")
 
 
 def _check_positive(name: str, value: float) -> None:

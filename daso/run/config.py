@@ -89,7 +89,7 @@ class ExchangeConfig:
     fragments: int = 1  # parts of the model that take turns
     reduce: Literal["auto", "iallreduce", "ordered"] = "auto"
     chunk_bytes: int = Exchange().chunk_bytes
-    bucket_bytes: int = Gradients().bucket_bytes
+    bucket_bytes: int = 1 << 20  # of gradients; 0: searched while training
     nonfinite: Literal["drop", "raise"] = "drop"
     stall_seconds: float = 300.0
 
@@ -150,7 +150,7 @@ class Config:
                 stall_seconds=exchange.stall_seconds,
                 fragments=exchange.fragments,
             ),
-            gradients=Gradients(bucket_bytes=exchange.bucket_bytes),
+            gradients=Gradients(bucket_bytes=exchange.bucket_bytes or "search"),
         )
 
     def policy(self) -> Policy:

@@ -8,10 +8,11 @@ pass over all buckets is a *round*.
 Where every rank is a node of its own, gradients stay where autograd put them until a phase that
 averages them between nodes.
 
-Buckets are made at the end of the first backward, in the order in which gradients became ready on
-world rank 0, the same on every rank. Behind the gradients each bucket has one number per parameter:
-1 where this rank had a gradient. Its mean tells whether any rank had one; where none had, ``.grad``
-stays None, and the optimizer leaves the parameter alone as it would without daso.
+Gradients of a type lie in one row, made at the end of the first backward, in the order in which
+they became ready on world rank 0, the same on every rank. Behind each is one number, its flag: 1
+where this rank had a gradient. Its mean tells whether any rank had one; where none had, ``.grad``
+stays None, and the optimizer leaves the parameter alone as it would without daso. A bucket is a
+part of a row, so rows can be cut anew between two rounds: nothing moves, and no bit changes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +23,9 @@ from functools import partial
 import torch
 from torch._compile import _disable_dynamo
 
-from daso.comm.node import NodeBucket, NodeGroup
+from daso.comm.node import NodeBucket, NodeGroup, NodeRow
 from daso.errors import LayoutError
-from daso.plan.layout import Span, fit_buckets, split
+from daso.plan.layout import Span, fit_buckets, flagged, split
 from daso.train.params import Named, view_like
 
 __all__ = ["Between", "Finish", "GradientBuckets", "Route"]
@@ -47,21 +48,25 @@ class Route:
     alone: bool = False  # every rank of the world is a node, and nothing goes between: no averages
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Gradients of one type."""
+
+    params: tuple[int, ...]  # indices of the parameters
+    nbytes: tuple[int, ...]  # of each
+    spans: tuple[Span, ...]  # of each with its flag
+    memory: NodeRow
+
+
 @dataclass(slots=True)
 class Bucket:
     """One bucket: its memory, and how far it is in this round."""
 
     params: tuple[int, ...]  # indices of the parameters
     memory: NodeBucket
-    views: list[torch.Tensor]  # gradient of each parameter, in the memory
-    used: torch.Tensor  # (parameters of the bucket,), behind the gradients
+    flags: torch.Tensor  # where they are in the memory (parameters of the bucket,)
     missing: set[int] = field(default_factory=set)  # parameters without a gradient yet
     finish: Finish | None = None
-
-    @property
-    def gradients(self) -> torch.Tensor:
-        """The gradients without the numbers behind them (numel)."""
-        return self.memory.flat[: self.memory.flat.numel() - len(self.params)]
 
 
 @dataclass(slots=True)
@@ -80,7 +85,7 @@ class GradientBuckets:
         named: Names and parameters.
         node: The node in which gradients are averaged.
         route: Where they are averaged; may be replaced between two rounds.
-        bucket_bytes: Bytes from which a bucket counts as full.
+        bucket_bytes: Bytes from which a bucket counts as full; see `cut`.
         same_order: Replaces an order (list of indices) by world rank 0's; collective over it.
         begin: Called when a backward begins whose gradients will be averaged.
         behind_ddp: DDP averages the same gradients first: nothing starts before it is through.
@@ -99,10 +104,13 @@ class GradientBuckets:
     ) -> None:
         self.named, self.node, self.route = named, node, route
         self._begin, self._behind_ddp = begin, behind_ddp
+        self.bucket_bytes, self._same_order = bucket_bytes, same_order
         self.fresh = False  # a round was finished since somebody set this to False
         self._paused = False
-        self._make = partial(_make_buckets, named, node, bucket_bytes, same_order)
-        self._buckets: list[Bucket] = []  # made at the end of the first backward
+        self._rows: list[Row] = []  # made at the end of the first backward
+        self._views: dict[int, torch.Tensor] = {}  # in them, of each parameter's gradient
+        self._place_of: dict[int, int] = {}  # of each parameter in the order of readiness
+        self._buckets: list[Bucket] = []
         self._round = Round()
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(partial(self._on_ready, index))
@@ -147,7 +155,7 @@ class GradientBuckets:
         for bucket in self._buckets[self._round.started :]:
             if bucket.missing and not all_of_them:
                 return
-            _fill(bucket, [self.named[index][1] for index in bucket.params])
+            self._fill(bucket)
             parts = split(bucket.memory.flat.numel(), self.route.parts)
             nothing = [Span(0, 0)] * (self.route.local_size - self.route.parts)
             bucket.memory.start([*parts, *nothing])
@@ -178,9 +186,8 @@ class GradientBuckets:
         if self.route.alone:
             self.fresh = True
             return
-        if not self._buckets:
-            self._buckets = self._make(list(self._round.ready))
-            self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.params}
+        if not self._rows:
+            self._make_rows(list(self._round.ready))
         self._start_filled(all_of_them=True)
         self._add_started(block=True)
         for bucket in self._buckets:
@@ -194,18 +201,77 @@ class GradientBuckets:
         self._round = Round()
         self.fresh = True
 
+    def _fill(self, bucket: Bucket) -> None:
+        """Copy gradients that autograd made elsewhere into the bucket; make them views of it."""
+        tensors = [self.named[index][1] for index in bucket.params]
+        views = [self._views[index] for index in bucket.params]
+        have = [tensor.grad is not None for tensor in tensors]
+        moves = [
+            (tensor, tensor.grad, view)
+            for tensor, view in zip(tensors, views, strict=True)
+            if tensor.grad is not None and tensor.grad.data_ptr() != view.data_ptr()
+        ]
+        flat = bucket.memory.flat
+        with torch.no_grad():
+            if all(have):
+                flat.index_fill_(0, bucket.flags, 1)
+            else:
+                flat.index_copy_(0, bucket.flags, torch.tensor(have, dtype=flat.dtype))
+                for there, view in zip(have, views, strict=True):
+                    if not there:
+                        view.zero_()
+            if moves:
+                torch._foreach_copy_([view for *_, view in moves], [grad for _, grad, _ in moves])
+        for tensor, _, view in moves:
+            tensor.grad = view
+
     def _settle(self, bucket: Bucket) -> None:
         """Give parameters that only other ranks used their gradient; get ready for a new round."""
         for at, index in enumerate(bucket.params):
             tensor = self.named[index][1]
-            if tensor.grad is None and bucket.used[at] > 0:
-                tensor.grad = bucket.views[at]
+            if tensor.grad is None and bucket.memory.flat[bucket.flags[at]] > 0:
+                tensor.grad = self._views[index]
         bucket.missing = set(bucket.params)
+
+    # --- memory ------------------------------------------------------------------------------
+
+    def _make_rows(self, ready: Sequence[int]) -> None:
+        """Make rows in the order in which gradients became ready; the others last, from behind.
+
+        Collective over the world; blocking.
+        """
+        rest = [index for index in reversed(range(len(self.named))) if index not in set(ready)]
+        order = self._same_order([*ready, *rest])
+        self._place_of = {index: at for at, index in enumerate(order)}
+        for dtype in dict.fromkeys(tensor.dtype for _, tensor in self.named):
+            params = tuple(index for index in order if self.named[index][1].dtype == dtype)
+            tensors = [self.named[index][1] for index in params]
+            spans = flagged([tensor.numel() for tensor in tensors])
+            memory = self.node.row(spans[-1].stop, dtype, len(params))
+            self._rows.append(Row(params, tuple(t.nbytes for t in tensors), spans, memory))
+            for index, tensor, span in zip(params, tensors, spans, strict=True):
+                self._views[index] = view_like(memory.flat[span.start : span.stop - 1], tensor)
+        self.cut(self.bucket_bytes)
+
+    def cut(self, bucket_bytes: int) -> None:
+        """Cut rows into buckets of another size; between two rounds.
+
+        Args:
+            bucket_bytes: Bytes from which a bucket counts as full; the same on every rank.
+
+        Does not communicate.
+        """
+        self.bucket_bytes = bucket_bytes
+        buckets = [bucket for row in self._rows for bucket in _cut(row, bucket_bytes)]
+        # Buckets of several types start in the order in which they fill.
+        buckets.sort(key=lambda bucket: max(self._place_of[index] for index in bucket.params))
+        self._buckets = buckets
+        self._bucket_of = {index: bucket for bucket in buckets for index in bucket.params}
 
     def first_nonfinite(self) -> str | None:
         """Return the name of the first parameter whose gradient is not finite, None if all are."""
         for bucket in self._buckets:
-            if not bool(bucket.gradients.sum().isfinite()):
+            if not bool(bucket.memory.flat.sum().isfinite()):  # flags are
                 for index in bucket.params:
                     grad = self.named[index][1].grad
                     if grad is not None and not bool(grad.isfinite().all()):
@@ -214,8 +280,8 @@ class GradientBuckets:
 
     def owns(self, gradient: torch.Tensor) -> bool:
         """Return whether a gradient lies in a bucket, or was left where a backward made it."""
-        views = (view for bucket in self._buckets for view in bucket.views)
         made = getattr(gradient, OURS, False)
+        views = self._views.values()
         return made or any(view.data_ptr() == gradient.data_ptr() for view in views)
 
     def close(self) -> None:
@@ -223,12 +289,11 @@ class GradientBuckets:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        for bucket in self._buckets:
-            for index, view in zip(bucket.params, bucket.views, strict=True):
-                tensor = self.named[index][1]
-                if tensor.grad is not None and tensor.grad.data_ptr() == view.data_ptr():
-                    tensor.grad = tensor.grad.clone()
-        self._buckets, self._bucket_of = [], {}
+        for index, view in self._views.items():
+            tensor = self.named[index][1]
+            if tensor.grad is not None and tensor.grad.data_ptr() == view.data_ptr():
+                tensor.grad = tensor.grad.clone()
+        self._rows, self._views, self._buckets, self._bucket_of = [], {}, [], {}
 
 
 def _check_gradient(name: str, tensor: torch.Tensor, *, again: bool) -> None:
@@ -244,56 +309,13 @@ def _check_gradient(name: str, tensor: torch.Tensor, *, again: bool) -> None:
         )
 
 
-def _fill(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy gradients that autograd made elsewhere into the bucket, and make them views of it."""
-    have = [tensor.grad is not None for tensor in tensors]
-    moves = [
-        (tensor, tensor.grad, view)
-        for tensor, view in zip(tensors, bucket.views, strict=True)
-        if tensor.grad is not None and tensor.grad.data_ptr() != view.data_ptr()
-    ]
-    with torch.no_grad():
-        if all(have):
-            bucket.used.fill_(1)
-        else:
-            bucket.used.copy_(torch.tensor(have))
-            for there, view in zip(have, bucket.views, strict=True):
-                if not there:
-                    view.zero_()
-        if moves:
-            torch._foreach_copy_([view for *_, view in moves], [grad for _, grad, _ in moves])
-    for tensor, _, view in moves:
-        tensor.grad = view
-
-
-def _make_buckets(
-    named: Named,
-    node: NodeGroup,
-    bucket_bytes: int,
-    same_order: Callable[[list[int]], list[int]],
-    ready: list[int],
-) -> list[Bucket]:
-    """Make buckets in the order in which gradients became ready; the others come last, from behind.
-
-    Collective over the world; blocking.
-    """
-    rest = [index for index in reversed(range(len(named))) if index not in set(ready)]
-    order = same_order([*ready, *rest])
-    buckets: list[Bucket] = []
-    for dtype in dict.fromkeys(tensor.dtype for _, tensor in named):
-        members = [index for index in order if named[index][1].dtype == dtype]
-        cuts = fit_buckets([named[index][1].nbytes for index in members], bucket_bytes)
-        groups = [tuple(members[at] for at in cut) for cut in cuts]
-        sizes = [sum(named[index][1].numel() + 1 for index in group) for group in groups]
-        memories = node.buckets(sizes, dtype)
-        buckets += [_bucket(named, g, memory) for g, memory in zip(groups, memories, strict=True)]
-    # Buckets of several types start in the order in which they fill.
-    position = {index: at for at, index in enumerate(order)}
-    return sorted(buckets, key=lambda bucket: max(position[index] for index in bucket.params))
-
-
-def _bucket(named: Named, params: tuple[int, ...], memory: NodeBucket) -> Bucket:
-    tensors = [named[index][1] for index in params]
-    rows = torch.split(memory.flat, [*(t.numel() for t in tensors), len(params)])
-    views = [view_like(row, tensor) for row, tensor in zip(rows, tensors, strict=False)]
-    return Bucket(params, memory, views, used=rows[-1], missing=set(params))
+def _cut(row: Row, bucket_bytes: int) -> list[Bucket]:
+    """Return a row's buckets."""
+    groups = fit_buckets(row.nbytes, bucket_bytes)
+    spans = [Span(row.spans[group[0]].start, row.spans[group[-1]].stop) for group in groups]
+    made = []
+    for group, span, memory in zip(groups, spans, row.memory.cut(spans), strict=True):
+        params = tuple(row.params[at] for at in group)
+        flags = torch.tensor([row.spans[at].stop - 1 - span.start for at in group])
+        made.append(Bucket(params, memory, flags, missing=set(params)))
+    return made

@@ -303,7 +303,8 @@ class Session:
             Plain values: ``batches``, ``in_flight`` (an exchange is on its way), ``exchanges``,
             ``dropped``, ``global_bytes_sent`` (bytes, by this rank), ``exposed_seconds`` (training
             thread stood still for other ranks), ``skip_history`` (batch, skip, wait), ``seen``
-            (agreed times in seconds, learning rate, drift), ``events``, and the choices.
+            (agreed times in seconds, learning rate, drift), ``bucket_bytes`` (where gradients are
+            averaged), ``events``, and the choices.
         """
         report = {
             **self.setup.choices(self._place),
@@ -322,6 +323,7 @@ class Session:
             "dropped": counts.dropped,
             "global_bytes_sent": counts.global_bytes_sent,
             "exposed_seconds": counts.exposed_seconds + self._sync.buckets.node.waited_seconds,
+            "bucket_bytes": self._sync.buckets.bucket_bytes,
             "events": list(counts.events),
         }
 

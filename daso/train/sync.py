@@ -23,6 +23,7 @@ from daso.train.metrics import Counts
 from daso.train.outer import MakeOuter
 from daso.train.params import Trained, agree_layout, broadcast
 from daso.train.scaling import Scaling, is_probe
+from daso.train.tuning import BucketTuner, bucket_search
 
 __all__ = ["Sync"]
 
@@ -56,15 +57,22 @@ class Sync:
         self.counts = counts
         self.links = Links(topology, settings)
         self.meeting = Meeting(trained, topology, self.links, self.counts)
+        bucket_bytes, search = settings.gradients.bucket_bytes, None
+        if bucket_bytes == "search":
+            search = bucket_search(sum(p.nbytes for _, p in trained.named))
+            bucket_bytes = search.least_bytes
         self.buckets = GradientBuckets(
             trained.named,
             choose_node(topology, trained.device, settings.exchange.stall_seconds, self.links.late),
             self._route(between=False),
-            bucket_bytes=settings.gradients.bucket_bytes,
+            bucket_bytes=bucket_bytes,
             same_order=self.meeting.same_order,
             begin=self._begin_step,
             behind_ddp=isinstance(trained.module, DistributedDataParallel),
         )
+        self._tuner = None
+        if search is not None:
+            self._tuner = BucketTuner(search, self.meeting, self.buckets.cut)
         self._batch = 0  # steps taken
         self._synchronous = False  # gradients are averaged between nodes
         self._trainable = _trainable(trained.inner)
@@ -206,7 +214,10 @@ class Sync:
         """
         self.buckets.fresh = False
         self.counts.step()
-        return self.perform(acts, state)
+        seen = self.perform(acts, state)
+        if self._tuner is not None and not self.buckets.route.alone:
+            self._tuner.after_step(state.batch, state.wait)
+        return seen
 
     def perform(self, acts: Sequence[Act], state: State) -> Seen | None:
         """Carry out acts in order, then go on from ``state``; return what was agreed on last."""

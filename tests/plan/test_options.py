@@ -102,6 +102,12 @@ def test_a_bucket_size_must_be_positive(nbytes):
         Gradients(bucket_bytes=nbytes)
 
 
+def test_a_bucket_size_may_be_searched():
+    assert Gradients(bucket_bytes="search").bucket_bytes == "search"
+    with pytest.raises(ConfigError, match=r'whole number of bytes of at least 1 or "search", not'):
+        Gradients(bucket_bytes="find")
+
+
 @pytest.mark.parametrize("nbytes", [4e6, math.inf])
 def test_the_bytes_of_a_chunk_must_be_a_whole_number(nbytes):
     # A float would go on into plan.layout.chunk_parts and raise there, at the first exchange.

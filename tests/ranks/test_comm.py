@@ -265,7 +265,9 @@ def node(topology):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_buckets_average_in_rank_order_bit_for_bit(topology, node, dtype):
     place, sizes = topology.place, [1, 1000, 4097]
-    buckets = node.buckets(sizes, dtype)
+    ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
+    spans = [Span(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    buckets = node.row(ends[-1], dtype, len(sizes)).cut(spans)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     for round_ in range(3):
         for bucket, size in zip(buckets, sizes, strict=True):
@@ -281,9 +283,28 @@ def test_buckets_average_in_rank_order_bit_for_bit(topology, node, dtype):
             assert torch.equal(bucket.flat, expected)
 
 
+def test_a_row_is_cut_anew_between_rounds(topology, node):
+    place, row = topology.place, node.row(12, torch.float32, 3)
+    expected = float(sum(range(place.local_size)))
+    for cuts in ([(0, 12)], [(0, 4), (4, 8), (8, 12)], [(0, 12)], [(0, 1), (1, 12)]):
+        buckets = row.cut(cuts)
+        for _ in range(2):
+            row.flat.fill_(place.local_rank)
+            for bucket in buckets:
+                bucket.start(split(bucket.flat.numel(), place.local_size))
+            for bucket in buckets:
+                bucket.wait_filled()
+                assert bucket.add() is not None
+                bucket.deliver(1)
+            for bucket in buckets:
+                bucket.wait()
+            assert row.flat.tolist() == [expected] * 12
+            topology.node.Barrier()  # all have read it
+
+
 def test_a_bucket_is_not_added_before_all_ranks_have_filled_theirs(topology, node):
     place = topology.place
-    (bucket,) = node.buckets([8], torch.float32)
+    (bucket,) = node.row(8, torch.float32, 1).cut([(0, 8)])
     bucket.flat.fill_(place.local_rank)
     if place.local_rank == 0:
         bucket.start(split(8, place.local_size))
@@ -319,7 +340,7 @@ def test_shares_show_each_part_to_the_whole_node(topology, node):
 def test_a_rank_that_does_not_come_is_named(topology):
     place = topology.place
     node = ShmNode(topology, 0.3)
-    (bucket,) = node.buckets([4], torch.float32)
+    (bucket,) = node.row(4, torch.float32, 1).cut([(0, 4)])
     if place.local_size > 1 and place.local_rank == 0:
         bucket.start(split(4, place.local_size))
         late = [rank for rank, node in enumerate(place.node_of) if node == place.node][1:]

@@ -47,7 +47,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     numel = int(plan.mebibytes * 2**18)
     world, size = topology.world, topology.place.local_size
     node = ShmNode(topology, Exchange().stall_seconds)
-    (bucket,) = node.buckets([numel], torch.float32)
+    (bucket,) = node.row(numel, torch.float32, 1).cut([(0, numel)])
     bucket.flat.fill_(topology.place.rank)
     parts = split(numel, size)
     mine, sums = torch.ones(numel), torch.empty(numel)

@@ -1,0 +1,95 @@
+"""Which size of chunks is fastest: a search that grows, refines once, holds, and starts anew.
+
+After US 11164079 B2 (chunk-wise synchronisation, IBM): chunks grow as long as iterations do not get
+slower, one size between the last two is tried, and the fastest of all is kept. Where iterations
+then come to take much longer or shorter, twice in a row, the search starts anew: what trains, or
+the machine, has changed.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from daso.errors import ConfigError
+
+__all__ = ["ChunkSearch", "Searching"]
+
+
+@dataclass(frozen=True, slots=True)
+class Searching:
+    """Where a search stands."""
+
+    nbytes: int  # of a chunk, from here on
+    tried: tuple[tuple[int, float], ...] = ()  # bytes, seconds of an iteration
+    refining: bool = False  # this is the size between the last two
+    holding: bool = False  # the search is over
+    held_seconds: float = 0.0  # of an iteration when it was over; 0: not measured yet
+    strange: bool = False  # the last iterations took much longer or shorter than those
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSearch:
+    """Finds the size of chunks by the time of iterations.
+
+    Args:
+        least_bytes: The first size.
+        most_bytes: The last one.
+        every: Iterations whose median time tells of a size.
+        expand: How much larger the next size is.
+        tolerance: Relative time by which an iteration must be slower to count as slower.
+        reopen: Relative time by which iterations must change for the search to start anew.
+    """
+
+    least_bytes: int
+    most_bytes: int
+    every: int = 20
+    expand: float = 2.0
+    tolerance: float = 0.02
+    reopen: float = 0.15
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("least_bytes", "at least 1", self.least_bytes >= 1),
+            ("most_bytes", "at least least_bytes", self.most_bytes >= self.least_bytes),
+            ("every", "at least 1", self.every >= 1),
+            ("expand", "more than 1", 1 < self.expand < math.inf),
+            ("tolerance", "at least 0", 0 <= self.tolerance < math.inf),
+            ("reopen", "more than 0", 0 < self.reopen < math.inf),
+        )
+        for name, rule, holds in rules:
+            if not holds:
+                raise ConfigError(f"ChunkSearch.{name} must be {rule}, not {getattr(self, name)!r}")
+
+    def start(self) -> Searching:
+        """Return where every search begins."""
+        return Searching(self.least_bytes)
+
+    def after(self, now: Searching, seconds: float) -> Searching:
+        """Return how to go on.
+
+        Args:
+            now: Where the search stands.
+            seconds: Median time of an iteration with ``now.nbytes``, the same on every rank.
+        """
+        if now.holding:
+            return self._hold(now, seconds)
+        tried = (*now.tried, (now.nbytes, seconds))
+        best, least = min(tried, key=lambda one: one[1])
+        if now.refining:
+            return Searching(best, tried, holding=True)
+        if seconds <= least * (1 + self.tolerance):
+            larger = min(self.most_bytes, max(now.nbytes + 1, round(now.nbytes * self.expand)))
+            if larger > now.nbytes:
+                return replace(now, nbytes=larger, tried=tried)
+            return Searching(best, tried, holding=True)
+        before = now.tried[-1][0]
+        return replace(
+            now, nbytes=round(math.sqrt(before * now.nbytes)), tried=tried, refining=True
+        )
+
+    def _hold(self, now: Searching, seconds: float) -> Searching:
+        if now.held_seconds <= 0:
+            return replace(now, held_seconds=seconds)
+        ratio = seconds / now.held_seconds
+        if 1 / (1 + self.reopen) <= ratio <= 1 + self.reopen:
+            return replace(now, strange=False)
+        return self.start() if now.strange else replace(now, strange=True)
