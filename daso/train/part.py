@@ -51,6 +51,7 @@ class Part:
         self.outer = None if way.outer is None else Outer(way.outer, self.reference)
         self.outbox = Outbox()
         self.keeps = False  # the merge of what is on its way keeps local work
+        self.lossy = False  # the wire rounded something of it away
         # Rows that are made when they are needed. Of what the wire rounded away: from earlier
         # exchanges, and of the one on its way, which may be dropped.
         self.residual: torch.Tensor | None = None
@@ -87,7 +88,8 @@ class Part:
         """
         self.distance = self.norm = 0.0
         self.keeps, self.pending = keeps and not self.way.eager, None
-        if not self.keeps and not codec.exact:
+        self.lossy = not codec.exact
+        if self.lossy and not self.keeps:
             # Nobody reads what is shown before the next merge, but where the node goes ahead.
             self.pending = torch.empty_like(self.shown) if self.way.eager else self.shown
         # What loses nothing crosses from where the merge will be shown: each piece is read first.
@@ -161,7 +163,7 @@ class Part:
             reference.
         """
         self.pending = None
-        if self.keeps or self.outbox.codec.exact:
+        if self.keeps or not self.lossy:
             self.residual = None  # it is in what is shown, or was sent
         if self.outer is not None:
             self.outer.step()
@@ -196,7 +198,7 @@ class Part:
 
         For a merge that was to keep local work, and comes before any was done.
         """
-        if not self.keeps or self.outbox.codec.exact:
+        if not (self.keeps and self.lossy):
             return
         residual = self._residual()
         for a, b in pieces(residual.numel()):
@@ -222,7 +224,7 @@ class Part:
         names = ("reference", "shown", "residual", "snapshot", "ahead", "others")
         rows = ((name, getattr(self, name)) for name in names)
         state: dict[str, Any] = {k: t.clone() for k, t in rows if t is not None}
-        state["keeps"] = self.keeps
+        state |= {"keeps": self.keeps, "lossy": self.lossy}
         return state if self.outer is None else {**state, "outer": self.outer.state()}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -231,7 +233,7 @@ class Part:
         self.shown.copy_(state["shown"])
         for name in ("residual", "snapshot", "ahead", "others"):
             setattr(self, name, state[name].clone() if name in state else None)
-        self.keeps = state["keeps"]
+        self.keeps, self.lossy = state["keeps"], state["lossy"]
         if self.outer is not None:
             self.outer.load(state["outer"])
 

@@ -90,6 +90,29 @@ def test_a_run_resumed_anywhere_has_the_same_bits(topology, policy, fragments, o
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int4", "topk"])
+@pytest.mark.parametrize("outer", [None, nesterov])
+def test_a_run_resumed_right_after_a_send_may_stop_there(topology, wire, outer):
+    def start(seed):
+        torch.manual_seed(seed)
+        model = mlp()
+        options = {"policy": daso.Fixed(4, 3), "exchange": ORDERED, "wire": wire, "outer": outer}
+        return model, daso.DASO(sgd(model), module=model, topology=topology, **options)
+
+    model, optimizer = start(1)
+    with optimizer:
+        train(model, optimizer, topology.place.rank, range(4))
+        saved = through_a_file([model.state_dict(), optimizer.state_dict()])
+        optimizer.synchronize()
+        expected = bits(model)
+    model, optimizer = start(2)
+    with optimizer:
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        optimizer.synchronize()
+    assert all(map(torch.equal, bits(model), expected))
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int4", "topk"])
 def test_one_process_replays_a_run_from_its_log(topology, place, wire):
     if place.nodes < place.size or place.size == 1:
         return  # simulated nodes have one rank each

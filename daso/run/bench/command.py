@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from datetime import date
 from itertools import product
@@ -93,11 +95,17 @@ def _add_links(parser: argparse.ArgumentParser, usual: str, *, default: str | No
 def _main(chosen: argparse.Namespace, run: Any) -> int:
     found: Found = []
     figures: dict[str, dict[str, Any]] = {}
-    for one, text, more in run(chosen):
-        print(text, flush=True)
-        found.append(one)
-        figures |= more
-        _write(chosen.json, figures, found)  # now: the next link may take long, or fail
+    try:
+        with closing(run(chosen)) as measured:
+            for one, text, more in measured:
+                print(text, flush=True)
+                found.append(one)
+                figures |= more
+                _write(chosen.json, figures, found)  # now: the next link may take long, or fail
+    except KeyboardInterrupt:
+        kept = f"; {chosen.json} has what was measured" if found and chosen.json else ""
+        print(f"daso: interrupted{kept}", file=sys.stderr)
+        return 130
     if getattr(chosen, "plot", None):
         from daso.run.bench import draw
 
