@@ -4,7 +4,7 @@ import math
 from itertools import cycle
 
 import pytest
-from test_sync import Odd, adamw, batch_loss, flat_bytes, mlp, seeded, sgd
+from ranks.test_sync import Odd, adamw, batch_loss, flat_bytes, mlp, seeded, sgd
 
 import daso
 from daso.plan.chunks import ChunkSearch

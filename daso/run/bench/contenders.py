@@ -110,13 +110,16 @@ class Daso(Plain):
         super().__init__(model, self.wrapped)
 
     def settled(self) -> bool:
-        """Return whether the last step merged an exchange: rounds hold whole ones, and no less."""
+        """Return whether the last step merged an exchange, so that rounds hold whole ones.
+
+        Never where the same step sends the next one: what is left of it arrives between rounds.
+        """
         found = self.wrapped.report()
         synchronous = found["skip_history"][-1][1:] == (1, 0)
         if synchronous or found["world"] == 1 or found["nodes"] == 1:
             return True
         merged = [one["received"] for one in found["events"] if "received" in one]
-        return bool(merged) and merged[-1] == found["batches"]
+        return bool(merged) and merged[-1] == found["batches"] and not found["in_flight"]
 
     def rest(self) -> None:
         """Let the exchange finish; its result stays until it is due."""
