@@ -34,6 +34,7 @@ class Codec(Protocol):
     """
 
     exact: bool  # decode(encode(x)) == x: no residual is needed
+    sparse: bool  # most numbers are not sent
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes that ``numel`` numbers take on the wire."""
@@ -74,7 +75,7 @@ class Cast:
 
     def __init__(self, dtype: torch.dtype, source: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
-        self.exact = torch.promote_types(dtype, source) == dtype
+        self.exact, self.sparse = torch.promote_types(dtype, source) == dtype, False
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes that ``numel`` numbers take on the wire."""
@@ -106,7 +107,7 @@ class Blockwise:
         block: Numbers that share a scale.
     """
 
-    exact = False
+    exact = sparse = False
 
     def __init__(self, bits: int, block: int = 128) -> None:
         self.bits, self.block = bits, block
@@ -186,7 +187,7 @@ class TopK:
         part: One of so many is sent; a last, shorter block sends its share, rounded up.
     """
 
-    exact = False
+    exact, sparse = False, True
 
     def __init__(self, block: int = 4096, part: int = 64) -> None:
         self.block, self.part = block, part

@@ -7,8 +7,8 @@ the row, add the parts, and send the means back (`TwoPhase`). Wires that round n
 the same bits for any chunking. All work chunk by chunk, and a few chunks are on their way at a
 time, so that the link is busy while one is added.
 
-A row is read and written through a `Source` (`daso.comm.means`), so that a delta is computed where
-it is needed and never stored.
+A row is read and written through a `Source` (`daso.comm.means`), which has encoded it when the
+exchange starts.
 """
 
 from collections import deque

@@ -47,7 +47,7 @@ class Source(Protocol):
 
 
 class Row:
-    """A plain row of numbers, replaced by its mean.
+    """A plain row of numbers, which cross as they are and are replaced by their mean.
 
     Args:
         flat: The row (numel), on the CPU.
@@ -56,21 +56,11 @@ class Row:
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
         self.dtype = flat.dtype
-        self._outbox = Outbox()
 
     def payloads(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:
-        """Return the numbers as they lie there, or a copy for the wire."""
-        if codec.exact and all(codec.nbytes(b - a) == self._nbytes(a, b) for a, b in spans):
-            return [self.flat[start:stop].view(torch.uint8) for start, stop in spans]
-        found = self._outbox.open(codec, spans)
-        for (start, stop), payload in zip(spans, found, strict=True):
-            for a, b in pieces(stop - start):
-                fields = codec.fields(payload, stop - start, a, b)
-                codec.encode(self.flat[start + a : start + b].clone(), fields)
-        return found
-
-    def _nbytes(self, start: int, stop: int) -> int:
-        return (stop - start) * self.flat.itemsize
+        """Return the numbers as they lie there."""
+        assert codec.exact, "a plain row has nowhere to keep what a wire rounds away"
+        return [self.flat[start:stop].view(torch.uint8) for start, stop in spans]
 
     def deliver(self, start: int, stop: int, mean: torch.Tensor, sent: Fields) -> None:  # noqa: ARG002
         """Write the mean in place."""

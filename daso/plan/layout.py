@@ -5,6 +5,7 @@ a row. Everything else here cuts rows into spans and finds which tensors a span 
 """
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,11 +66,15 @@ class Layout:
     slots: tuple[Slot, ...]
 
     @cached_property
+    def stops(self) -> tuple[int, ...]:
+        """Where each slot ends, in order."""
+        return tuple(accumulate(slot.numel for slot in self.slots))
+
+    @cached_property
     def spans(self) -> tuple[Span, ...]:
         """The span of each slot, in order."""
-        stops = list(accumulate(slot.numel for slot in self.slots))
         return tuple(
-            Span(stop - slot.numel, stop) for slot, stop in zip(self.slots, stops, strict=True)
+            Span(stop - slot.numel, stop) for slot, stop in zip(self.slots, self.stops, strict=True)
         )
 
     @property
@@ -195,7 +200,10 @@ def pieces(layout: Layout, span: Span) -> Iterator[Piece]:
     Yields:
         One piece for each tensor with at least one element in the span.
     """
-    for index, there in enumerate(layout.spans):
+    for index in range(bisect_right(layout.stops, span.start), len(layout.spans)):
+        there = layout.spans[index]
+        if there.start >= span.stop:
+            return
         start, stop = max(there.start, span.start), min(there.stop, span.stop)
         if start < stop:
             yield Piece(
@@ -233,10 +241,12 @@ def flagged(numels: Sequence[int]) -> tuple[Span, ...]:
         numels: Elements of each tensor, in order.
 
     Returns:
-        For each tensor the span of it and its flag; the flag is the last element.
+        The span of each tensor; its flag lies at ``stop``.
     """
-    stops = list(accumulate(numel + 1 for numel in numels))
-    return tuple(Span(stop - numel - 1, stop) for numel, stop in zip(numels, stops, strict=True))
+    stops = accumulate(numel + 1 for numel in numels)
+    return tuple(
+        Span(stop - 1 - numel, stop - 1) for numel, stop in zip(numels, stops, strict=True)
+    )
 
 
 def fit_buckets(nbytes: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:

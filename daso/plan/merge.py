@@ -6,15 +6,16 @@ P the nodes:
 
 - ``daso``: x <- (2 W x + P g) / (2 W + P), worked out as x + (g - x) P / (2 W + P), which leaves x
   alone where it equals g (Coquelin et al. 2022, doi 10.1186/s40537-021-00556-1).
-- ``delta``: x <- x + (g - s), so the local work since the send is kept whole.
+- ``delta``: x <- x + (g - s), so the local work since the send is kept whole; more exactly,
+  x <- x + (mean - own) of what crossed, so what a wire rounds away stays in x until it crosses.
 - ``eager``: when the exchange is sent, the node goes at once to e, where it would stand if its own
   part of the mean were new and the other nodes' as in the exchange before; when the mean is there,
   x <- x + (g - e). With an outer optimizer, e is one step of it (eager updates, Kale et al. 2025,
   arXiv 2502.12996).
 - a number a between 0 and 1: x <- a x + (1 - a) g (the mixing of Streaming DiLoCo, Douillard et al.
   2025, arXiv 2501.18512).
-- ``auto``: ``eager`` with an outer optimizer; else ``delta`` as long as the drift that nodes make
-  while they wait is small, because it loses no work, and ``daso`` above, because it pulls nodes
+- ``auto``: ``eager`` with an outer optimizer; else, decided when the exchange is sent, ``delta`` as
+  long as the drift that nodes make while they wait is small, because it loses no work, and ``daso`` above, because it pulls nodes
   together where ``delta`` would diverge.
 - After waiting 0 batches x equals s, and every rule is x <- g, taken over bit for bit.
 """

@@ -59,7 +59,8 @@ class Gradients:
         bucket_bytes: Size from which a bucket of gradients counts as full and is averaged while
             backward goes on, in bytes; ``"search"`` tries sizes in the first hundreds of batches,
             keeps the fastest, and starts anew when batches come to take much longer or shorter. No
-            bit depends on it.
+            bit of a sum in rank order depends on it (``Exchange(reduce="ordered")``, or two nodes
+            at most).
     """
 
     bucket_bytes: int | Literal["search"] = 1 * MiB

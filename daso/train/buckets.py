@@ -12,7 +12,8 @@ Gradients of a type lie in one row, made at the end of the first backward, in th
 they became ready on world rank 0, the same on every rank. Behind each is one number, its flag: 1
 where this rank had a gradient. Its mean tells whether any rank had one; where none had, ``.grad``
 stays None, and the optimizer leaves the parameter alone as it would without daso. A bucket is a
-part of a row, so rows can be cut anew between two rounds: nothing moves, and no bit changes.
+part of a row, so rows can be cut anew between two rounds: nothing moves, and no bit of a sum in
+rank order changes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +55,7 @@ class Row:
 
     params: tuple[int, ...]  # indices of the parameters
     nbytes: tuple[int, ...]  # of each
-    spans: tuple[Span, ...]  # of each with its flag
+    spans: tuple[Span, ...]  # of each; its flag lies at stop
     memory: NodeRow
 
 
@@ -247,10 +248,10 @@ class GradientBuckets:
             params = tuple(index for index in order if self.named[index][1].dtype == dtype)
             tensors = [self.named[index][1] for index in params]
             spans = flagged([tensor.numel() for tensor in tensors])
-            memory = self.node.row(spans[-1].stop, dtype, len(params))
+            memory = self.node.row(spans[-1].stop + 1, dtype, len(params))
             self._rows.append(Row(params, tuple(t.nbytes for t in tensors), spans, memory))
             for index, tensor, span in zip(params, tensors, spans, strict=True):
-                self._views[index] = view_like(memory.flat[span.start : span.stop - 1], tensor)
+                self._views[index] = view_like(memory.flat[slice(*span)], tensor)
         self.cut(self.bucket_bytes)
 
     def cut(self, bucket_bytes: int) -> None:
@@ -312,10 +313,10 @@ def _check_gradient(name: str, tensor: torch.Tensor, *, again: bool) -> None:
 def _cut(row: Row, bucket_bytes: int) -> list[Bucket]:
     """Return a row's buckets."""
     groups = fit_buckets(row.nbytes, bucket_bytes)
-    spans = [Span(row.spans[group[0]].start, row.spans[group[-1]].stop) for group in groups]
+    spans = [Span(row.spans[group[0]].start, row.spans[group[-1]].stop + 1) for group in groups]
     made = []
     for group, span, memory in zip(groups, spans, row.memory.cut(spans), strict=True):
         params = tuple(row.params[at] for at in group)
-        flags = torch.tensor([row.spans[at].stop - 1 - span.start for at in group])
+        flags = torch.tensor([row.spans[at].stop - span.start for at in group])
         made.append(Bucket(params, memory, flags, missing=set(params)))
     return made

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import gcd
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,9 @@ from daso.comm.topology import Topology
 from daso.plan.header import Header, Tally
 from daso.plan.layout import message_chunks
 from daso.plan.options import Settings
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = ["Links", "node_weights"]
 
@@ -39,9 +43,10 @@ class Links:
     def __init__(self, topology: Topology, settings: Settings) -> None:
         mpi = load()
         self.place, self.settings = topology.place, settings
-        # Meetings and votes of exchanges do not mix: ranks that are out of step wait, each in its
-        # own, until the bell tells, instead of matching what does not belong together.
+        # Meetings, votes of exchanges and words beside them do not mix: ranks that are out of step
+        # wait, each in its own, until the bell tells, instead of matching what is another's.
         self.world, self._votes = topology.world.Dup(), topology.world.Dup()
+        self._asides = topology.world.Dup()
         self.lane = topology.lane if topology.lane == mpi.COMM_NULL else topology.lane.Dup()
         self.bell, self._roll = Bell(topology.world), topology.roll
         self.engine = Engine(settings.exchange.stall_seconds, self._roll.missing, self.late)
@@ -108,10 +113,17 @@ class Links:
 
         Collective over the world; non-blocking, as work for the engine.
         """
+        return self._gather(self.world, number)
+
+    def _gather(self, comm: "MPI.Comm", number: float) -> Work[list[float]]:
         mine = torch.tensor([number], dtype=torch.float64)
         everyone = torch.empty(self.place.size, dtype=torch.float64)
-        yield [self.world.Iallgather(sum_buffer(mine), sum_buffer(everyone))]
+        yield [comm.Iallgather(sum_buffer(mine), sum_buffer(everyone))]
         return everyone.tolist()
+
+    def gather_aside(self, number: float) -> Work[list[float]]:
+        """Do what `gather` does, apart from meetings."""
+        return self._gather(self._asides, number)
 
     def close(self) -> bool:
         """Stop the engine, then free its communicators. Collective over the world; idempotent.
@@ -123,7 +135,7 @@ class Links:
         if not self.engine.close() or self.bell.given_up:
             return False
         mpi = load()
-        for comm in (self.lane, self.world, self._votes):
+        for comm in (self.lane, self.world, self._votes, self._asides):
             if comm != mpi.COMM_NULL:
                 comm.Free()
         self.bell.free()

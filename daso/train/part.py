@@ -112,10 +112,15 @@ class Part:
         if self.residual is not None:
             values += self.residual[span]
         codec.encode(values, fields)
-        if self.pending is not None:
-            carried = self._room[1, : values.numel()]
-            codec.decode(fields, carried)
-            torch.sub(values, carried, out=self.pending[span])
+        if self.pending is None and not codec.sparse:
+            return
+        carried = self._room[1, : values.numel()]
+        codec.decode(fields, carried)
+        lost = torch.sub(
+            values, carried, out=carried if self.pending is None else self.pending[span]
+        )
+        if codec.sparse:  # most of what nodes are apart by; elsewhere next to nothing
+            self.distance += float(lost.dot(lost))
 
     def payloads(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:  # noqa: ARG002
         """Return what was encoded of spans."""

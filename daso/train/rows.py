@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from daso.comm.compress import codec_named, dense_codec
+from daso.comm.compress import Cast, codec_named, dense_codec
 from daso.comm.engine import Work
 from daso.comm.exchange import iallreduce
 from daso.comm.means import cut
@@ -42,7 +42,7 @@ class Measured:
 
 
 class ParameterRow:
-    """Reference, snapshot and merge of one row of parameters.
+    """Reference, exchange and merge of one row of parameters.
 
     Args:
         named: Names and parameters, all accumulated in ``dtype``.
@@ -77,9 +77,9 @@ class ParameterRow:
         message = message_numel(self.wired.codec, links.settings.exchange.chunk_bytes)
         peers = len(self.wired.adder.weights)
         self.chunks = message_chunks(message, self.span.numel, peers)
-        # What gets a payload of its own: MPI's sum takes chunks whole, as two peers do.
-        self.reduce = links.settings.delta_reduce
-        self.cuts = cut(self.chunks, peers if self.reduce == "ordered" else 2)
+        # MPI adds rows as they are, and takes chunks whole, as two peers do.
+        self.summed = Cast(dtype, dtype) if links.settings.delta_reduce == "iallreduce" else None
+        self.cuts = cut(self.chunks, peers if self.summed is None else 2)
 
     def _views(self, span: Span, row: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pair the parameters' elements in a span with a row that holds that span."""
@@ -105,7 +105,7 @@ class ParameterRow:
             The first element of the whole row that is not finite, if any.
         """
         self.shared.wait_released()
-        codec = (self.dense if dense else self.wired).codec
+        codec = self.summed or (self.dense if dense else self.wired).codec
         spans = [span for parts in self.cuts for span in parts]
         bad = self.part.send(codec, spans, self._gather, keeps=keeps)
         return None if bad is None else self.span.start + bad
@@ -175,7 +175,7 @@ class ParameterRow:
         Collective over the lane; non-blocking, as work for the engine.
         """
         mean = self.dense if dense else self.wired
-        if self.reduce == "ordered":
+        if self.summed is None:
             nbytes = yield from mean.run(self.part, self.chunks)
         else:
             weight, total = mean.adder.weights[mean.comm.Get_rank()], mean.adder.total

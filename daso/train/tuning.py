@@ -26,8 +26,7 @@ def bucket_search(nbytes: int) -> ChunkSearch:
 class BucketTuner:
     """Tries sizes of buckets, each for some batches, by what the slowest rank's batches take.
 
-    Every rank decides from the same numbers and changes size after the same batch; their bits do
-    not depend on it.
+    Every rank decides from the same numbers and changes size after the same batch.
 
     Args:
         search: How to search.
@@ -41,7 +40,7 @@ class BucketTuner:
         self._seconds: list[float] = []  # of each batch with this size
         self._stepped_at: float | None = None  # None: the next batch is the first with this size
         self._ticket: Ticket[list[float]] | None = None  # everyone's median, on its way
-        self._due = 0  # batch after which all ranks read it
+        self._left = 0  # batches until all ranks read it
 
     def after_step(self, batch: int, wait: int) -> None:
         """Count a batch; start asking, or change size, when that is due.
@@ -54,7 +53,8 @@ class BucketTuner:
         blocks only for a rank that is more than ``wait`` batches behind.
         """
         if self._ticket is not None:
-            if batch >= self._due:
+            self._left -= 1
+            if self._left <= 0:
                 everyones = self._meeting.wait(self._ticket)
                 self._learn(batch, max(everyones))
             return
@@ -64,8 +64,8 @@ class BucketTuner:
         self._stepped_at = now
         if len(self._seconds) == self.search.every:
             links, median = self._meeting.links, statistics.median(self._seconds)
-            self._ticket = links.engine.submit(links.gather(median))
-            self._due = batch + wait + MARGIN
+            self._ticket = links.engine.submit(links.gather_aside(median))
+            self._left = wait + MARGIN
 
     def _learn(self, batch: int, seconds: float) -> None:
         before, self.now = self.now, self.search.after(self.now, seconds)

@@ -15,6 +15,7 @@ from daso.plan.layout import (
     chunk_parts,
     first_difference,
     fit_buckets,
+    flagged,
     fragments,
     lay_out,
     pieces,
@@ -427,3 +428,11 @@ def test_a_bucket_is_closed_by_the_tensor_that_fills_it(nbytes, capacity):
 )
 def test_buckets_in_numbers(nbytes, capacity, buckets):
     assert fit_buckets(nbytes, capacity) == buckets
+
+
+@given(st.lists(st.integers(0, 50), max_size=20))
+def test_every_tensor_has_a_flag_behind_it_and_nothing_else_lies_between(numels):
+    spans = flagged(numels)
+    assert [span.numel for span in spans] == numels
+    taken = [at for span in spans for at in range(span.start, span.stop + 1)]
+    assert taken == list(range(sum(numels) + len(numels)))

@@ -58,6 +58,19 @@ class Odd(nn.Module):
         return y + self.sometimes(h) if sometimes else y
 
 
+class Wide(nn.Module):
+    """A model in fp64, of an odd number of numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3).double()
+        self.bias = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.scale * self.layer(x.double()) + self.bias
+
+
 def batch_loss(model, rank, step):
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(5, 6, generator=generator)
@@ -195,8 +208,9 @@ def test_any_bucket_and_chunk_size_gives_the_same_bits(topology, size):
         assert run(size, max(size, 16), policy) == run(1 << 20, 1 << 20, policy)
 
 
-def test_iallreduce_stays_near_the_oracle_and_identical(topology):
-    build = seeded(mlp)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_iallreduce_stays_near_the_oracle_and_identical(topology, dtype):
+    build = seeded(lambda: Wide() if dtype == torch.float64 else mlp())
     for policy in (daso.Fixed(1, 0), daso.Fixed(3, 1)):
         oracle = Sequential(
             build, sgd, batch_loss, topology.place.node_sizes, policy=policy, wire="fp32"

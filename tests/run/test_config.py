@@ -152,6 +152,11 @@ def test_the_settings_reach_the_records_of_the_optimizer():
     assert made.gradients == Gradients(bucket_bytes=2048)
 
 
+def test_no_size_of_buckets_is_one_to_be_searched():
+    made = read_config(None, ["--exchange.bucket_bytes=0"]).settings()
+    assert made.gradients == Gradients(bucket_bytes="search")
+
+
 def test_the_schedule_reaches_the_policy():
     words = ["--schedule.policy=fixed", "--schedule.skip=8", "--schedule.wait=2"]
     assert read_config(None, [*words, "--schedule.warmup=3"]).policy() == Fixed(8, 2, 3)

@@ -33,6 +33,7 @@ class Round:
     nbytes: float | None  # per step: sent by all hosts, by their interfaces; None on one host
     exposed_seconds: float  # per step; 0 where nobody counts it
     base_seconds: float  # per step of compute only, mean of right before and right after
+    whole: bool = True  # it holds whole exchanges
 
     @property
     def ratio(self) -> float:

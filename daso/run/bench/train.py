@@ -118,6 +118,7 @@ def _run(contender: Contender, batches: Iterator[Batch], topology: Topology, lea
         nbytes=None if after is None or sent is None else (after - sent) / steps,
         exposed_seconds=max(exposed for _, _, exposed in rows) / steps,
         base_seconds=seconds,
+        whole=contender.settled(),
     )
 
 
@@ -150,6 +151,8 @@ def table(found: Mapping[str, Any]) -> str:
         exposed = f"{row['exposed_ms']:.2f}" if "exposed_seconds" in ours else "-"
         sent = "-" if row["mbytes"] is None else f"{row['mbytes']:.3f}"
         chosen = f"  skip, wait {ours['skip_history'][-1][1:]}" if ours.get("skip_history") else ""
+        cut = sum(not one["whole"] for one in row["rounds"])
+        chosen += f", {cut} rounds cut an exchange" if cut else ""
         lines.append(
             f"{row['name']:<26}{_ms(row['step_ms']):>10}{row['over_compute']:>11.3f}{exposed:>9}"
             f"{_ms(row['cpu_ms']):>9}{sent:>9}{chosen}"
