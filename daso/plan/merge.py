@@ -15,8 +15,8 @@ P the nodes:
 - a number a between 0 and 1: x <- a x + (1 - a) g (the mixing of Streaming DiLoCo, Douillard et al.
   2025, arXiv 2501.18512).
 - ``auto``: ``eager`` with an outer optimizer; else, decided when the exchange is sent, ``delta`` as
-  long as the drift that nodes make while they wait is small, because it loses no work, and ``daso`` above, because it pulls nodes
-  together where ``delta`` would diverge.
+  long as the drift that nodes make while they wait is small, because it loses no work, and ``daso``
+  above, because it pulls nodes together where ``delta`` would diverge.
 - After waiting 0 batches x equals s, and every rule is x <- g, taken over bit for bit.
 """
 
