@@ -128,8 +128,8 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     plan = found["plan"]
     suffix = plan["link"] if plan["data"] == "fashion" else f"{plan['link']}_{plan['data']}"
     conditions = (
-        f"{OURS} against {DDP}: {_head(found)}; copies of the model every {plan['every']} steps, "
-        f"tested later, each rank's on its share of all tests; DDP's seconds are its steps times "
+        f"{OURS} against {DDP}: {_head(found)}; means of the ranks' models every "
+        f"{plan['every']} steps, tested later, each rank on its share of all tests; DDP's seconds are its steps times "
         f"its step time on the link, the median of {plan['rounds']} alternating rounds"
     )
     values = {

@@ -1,7 +1,8 @@
 """Whole trainings on a link of a known rate, and how long each takes to an accuracy.
 
 What is tested are copies of the model from the midst of a training, after it is over: nothing
-stands still for a test, so exchanges get no time that training would not have given them.
+stands still for a test, so exchanges get no time that training would not have given them. Of the
+ranks' copies it is the mean, which is what ``synchronize()`` would have made of them there.
 """
 
 import math
@@ -191,6 +192,17 @@ def _digest(weights: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+def _mean(weights: Mapping[str, torch.Tensor], world: Any) -> dict[str, torch.Tensor]:
+    """Return the mean over ranks of what is not counted, rank 0's of the rest."""
+    everyones = [world.bcast(weights, root) for root in range(world.Get_size())]
+    return {
+        name: torch.stack([one[name] for one in everyones]).mean(0)
+        if tensor.is_floating_point()
+        else everyones[0][name]
+        for name, tensor in weights.items()
+    }
+
+
 def _test(
     plan: Plan, copies: Sequence[Copy], model: nn.Module, share: Batch, world: Any
 ) -> dict[str, list[Any]]:
@@ -201,7 +213,7 @@ def _test(
     for index, one in enumerate(copies):
         had_level = any(percent >= plan.level for percent in accuracy)
         if is_tested(index, len(copies), had_level=had_level):
-            model.load_state_dict(one.weights)
+            model.load_state_dict(_mean(one.weights, world))
             right = round(score(model, *share) * len(share[0]) / 100)
             accuracy.append(100 * world.allreduce(right) / size)
             tested.append(one)
