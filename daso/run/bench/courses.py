@@ -128,9 +128,9 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     plan = found["plan"]
     suffix = plan["link"] if plan["data"] == "fashion" else f"{plan['link']}_{plan['data']}"
     conditions = (
-        f"{OURS} against {DDP}: {_head(found)}; means of the ranks' models every "
-        f"{plan['every']} steps, tested later, each rank on its share of all tests; DDP's seconds are its steps times "
-        f"its step time on the link, the median of {plan['rounds']} alternating rounds"
+        f"{OURS} against {DDP}: {_head(found)}; means of the ranks' models every {plan['every']} "
+        f"steps, tested later, each rank on its share of all tests; DDP's seconds are its steps "
+        f"times its step time on the link, the median of {plan['rounds']} alternating rounds"
     )
     values = {
         f"time_to_accuracy_ratio_{suffix}": (
