@@ -216,8 +216,8 @@ def in_process(sources: Sequence[Source], adder: Adder, chunks: Chunks) -> int:
         payloads = [source.payloads(codec, spans) for source in sources]
         if peers == 2:
             versions = [one[0].clone() for one in payloads]  # a row's own memory is written below
-            for source in sources:
-                add_and_deliver(adder, versions, source, spans[0], versions[sources.index(source)])
+            for source, own in zip(sources, versions, strict=True):
+                add_and_deliver(adder, versions, source, spans[0], own)
             nbytes += 2 * sum(sizes)
             continue
         means = [torch.empty(size, dtype=torch.uint8) for size in sizes]

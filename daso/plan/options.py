@@ -67,7 +67,7 @@ class Gradients:
 
     def __post_init__(self) -> None:
         if self.bucket_bytes != "search":
-            _check_bytes("Gradients.bucket_bytes", self.bucket_bytes, 'or "search"')
+            _check_bytes("Gradients.bucket_bytes", self.bucket_bytes, ' or "search"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 def _check_bytes(name: str, value: object, other: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        rule = " ".join(["a whole number of bytes of at least 1", *filter(None, [other])])
+        rule = f"a whole number of bytes of at least 1{other}"
         raise ConfigError(f"{name} must be {rule}, not {value!r}")
 
 
