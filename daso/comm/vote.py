@@ -1,23 +1,66 @@
-"""The largest of every rank's numbers, asked for now and read some batches later."""
+"""What ranks ask each other beside training, waiting no longer than the stall limit."""
 
+import pickle
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from daso.comm.dtypes import sum_buffer
+from daso.comm.dtypes import byte_buffer, sum_buffer
 from daso.comm.mpi import load
 from daso.comm.node import wait_until
 from daso.comm.topology import Topology
+from daso.errors import StallError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Vote"]
+__all__ = ["Vote", "gather"]
+
+Value = TypeVar("Value")
+
+_unfinished: list[object] = []  # after a stall: MPI may still write to what a request was given
+
+
+def gather(topology: Topology, value: Value, stall_seconds: float) -> list[Value]:
+    """Return every rank's value, in rank order.
+
+    MPI's own gather has no limit: where a host is cut off, ranks that are in it stay there.
+
+    Args:
+        topology: Whose world.
+        value: This rank's; anything that pickles.
+        stall_seconds: How long to wait at most for the other ranks.
+
+    Raises:
+        StallError: They did not all come in time; names who is missing.
+
+    Collective over the world; blocking.
+    """
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = torch.empty(topology.place.size, dtype=torch.int64)
+    size = torch.tensor([mine.numel()])
+    world = topology.world
+    _finish(topology, world.Iallgather(sum_buffer(size), sum_buffer(sizes)), stall_seconds)
+    everyones = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+    target = [byte_buffer(everyones), (sizes.tolist(), None)]
+    _finish(topology, world.Iallgatherv(byte_buffer(mine), target), stall_seconds)
+    return [pickle.loads(part.numpy().tobytes()) for part in everyones.split(sizes.tolist())]
+
+
+def _finish(topology: Topology, request: "MPI.Request", stall_seconds: float) -> None:
+    roll = topology.roll
+    try:
+        wait_until(request.Test, roll.missing, stall_seconds, roll.answer)
+    except StallError:
+        _unfinished.append(request)  # which holds its buffers
+        raise
 
 
 class Vote:
-    """Elementwise maxima over all ranks, one at a time, called by the training thread.
+    """Elementwise maxima over all ranks, asked for now and read some batches later.
+
+    One at a time; called by the training thread.
 
     Args:
         topology: Whose world; a communicator of its own is made.

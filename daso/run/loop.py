@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from daso.comm.topology import Topology, init
+from daso.comm.vote import gather
 from daso.data import ShardedSampler
 from daso.environment import slurm_job, slurm_restarts
 from daso.errors import DasoError, DataError
@@ -207,9 +208,8 @@ def _leave(
 def _score(run: Run) -> float:
     """Return the share of right answers on the test data, counted by all ranks together."""
     place = run.topology.place
-    counts = run.topology.world.allgather(
-        evaluate(run.task.model, run.task.test, rank=place.rank, size=place.size)
-    )
+    mine = evaluate(run.task.model, run.task.test, rank=place.rank, size=place.size)
+    counts = gather(run.topology, mine, run.config.exchange.stall_seconds)
     return float(sum(right for right, _ in counts) / sum(total for _, total in counts))
 
 
@@ -244,7 +244,8 @@ def digest(model: torch.nn.Module) -> str:
 
 def _summary(run: Run, point: Point, figures: dict[str, float]) -> dict[str, Any]:
     report, place = run.optimizer.report(), run.topology.place
-    reports = run.topology.world.allgather((report["global_bytes_sent"], report["exposed_seconds"]))
+    mine = (report["global_bytes_sent"], report["exposed_seconds"])
+    reports = gather(run.topology, mine, run.config.exchange.stall_seconds)
     model = digest(run.task.model)
     chosen = ("exchanges", "dropped", "skip_history", "wire", "merge", "policy")
     return {

@@ -8,6 +8,7 @@ import torch
 
 from daso.comm.engine import Ticket
 from daso.comm.topology import Topology
+from daso.comm.vote import gather
 from daso.errors import ConfigError, ExchangeError, LayoutError, NonFiniteError
 from daso.train.agree import (
     average_tensors,
@@ -23,6 +24,7 @@ from daso.train.params import Trained
 __all__ = ["Meeting", "agree_options"]
 
 Result = TypeVar("Result")
+Value = TypeVar("Value")
 logger = logging.getLogger("daso")
 
 DROPS_LATELY = 3  # drops, without two good exchanges in a row between, at which all raise
@@ -85,9 +87,12 @@ class Meeting:
 
     def same_order(self, order: list[int]) -> list[int]:
         """Return world rank 0's order. Collective over the world; blocking."""
-        self.gather(0.0)  # waits with the stall limit, which MPI's own calls lack
-        agreed: list[int] = self.topology.world.bcast(order)
-        return agreed
+        self.gather(0.0)  # the bell is heard there
+        mine = order if self.topology.place.rank == 0 else []
+        return self._everyones(mine)[0]
+
+    def _everyones(self, value: Value) -> list[Value]:
+        return gather(self.topology, value, self.links.settings.exchange.stall_seconds)
 
     def agree_batch(self, batch: int) -> None:
         """Raise on every rank alike unless all have taken the same number of steps.
@@ -122,7 +127,7 @@ class Meeting:
         """
         self.gather(0.0)
         inner, named = self.trained.inner, self.trained.named
-        everyones = self.topology.world.allgather([*state_tensors(inner, named)])
+        everyones = self._everyones([*state_tensors(inner, named)])
         drop_partial_state(inner, named, everyones)
         tensors = [*state_tensors(inner, named).values()]
         self._average(tensors)

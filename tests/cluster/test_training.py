@@ -64,11 +64,11 @@ def test_a_host_that_is_cut_off_ends_the_job_and_is_named(daso):
     job = daso.submit("--nodes=3", *words, "--name=cut")
     until_it_trains(daso, "cut", job)
     daso.cluster.cut("mini2")
-    start = time.monotonic()
+    # The script is over then; SLURM waits for the host until it takes it for down.
+    ended = f"job {job} ended with exit code"
+    daso.cluster.until(lambda: ended in daso.daso("logs", job).stdout, seconds=5 + 3 + 12)
     log = daso.daso("logs", "--follow", job, seconds=100).stdout
-    seconds = time.monotonic() - start
     assert re.search(r"no answer from world rank 2 on host mini2", log), log[-3000:]
-    assert seconds < 5 + 3 + 20, f"gone after {seconds:.1f} s"
     assert daso.status(job)[0] in ("FAILED", "NODE_FAIL", "COMPLETING")
 
 

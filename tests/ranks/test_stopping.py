@@ -5,8 +5,9 @@ import signal
 import time
 
 import pytest
+import torch
 
-from daso.comm.vote import Vote
+from daso.comm.vote import Vote, gather
 from daso.errors import StallError
 from daso.run.rank import Remember
 from daso.train.stopping import StopRequest
@@ -90,3 +91,19 @@ def test_a_vote_gives_the_largest_numbers_and_waits_no_longer_than_told(topology
             vote.start([0.0])
         vote.result()
     vote.free()
+
+
+def test_everyones_values_or_who_did_not_come(topology, place):
+    for length in (0, 1, 1000):  # values of all sizes
+        mine = (place.rank, "x" * length * place.rank)
+        everyones = [(rank, "x" * length * rank) for rank in range(place.size)]
+        assert gather(topology, mine, 5.0) == everyones
+    if place.size == 1:
+        return
+    if place.rank > 0:
+        with pytest.raises(StallError, match="no answer from world rank 0 on host"):
+            gather(topology, place.rank, 0.3)
+    topology.world.Barrier()
+    if place.rank == 0:  # the others have given up; what they began ends here
+        others = torch.empty(place.size, dtype=torch.int64)
+        topology.world.Iallgather(torch.tensor([1]).numpy(), others.numpy()).Wait()
