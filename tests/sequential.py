@@ -213,7 +213,7 @@ class Sequential:
         """What stayed in the parameters leaves them where nodes agree at once."""
         if self.outer is not None:
             self.step[node][index] = self.step[node][index] + self.reference[index]
-        if waited == 0 and self.wire != torch.float32:
+        if waited == 0 and self.wire != x.dtype:
             self.residual[node][index] = x - self.reference[index] + self.step[node][index]
 
     def merged(self, x: torch.Tensor, index: int, node: int, waited: int) -> torch.Tensor:

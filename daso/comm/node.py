@@ -48,6 +48,14 @@ class NodeBucket(Protocol):
         """Divide the part from `add` and give it to the whole node. Does not block."""
         ...
 
+    def filled(self) -> bool:
+        """Return whether every rank of the node has started. Does not block."""
+        ...
+
+    def delivered(self) -> bool:
+        """Return whether all parts of ``flat`` are there. Does not block."""
+        ...
+
     def wait(self) -> None:
         """Block until all parts of ``flat`` are there. Collective over the node."""
         ...

@@ -83,13 +83,17 @@ class ShmBucket:
         self.part = parts[self.line.rank]
         self.line.reach(self.FILLED, self.round)
 
+    def filled(self) -> bool:
+        """Return whether every rank of the node has started."""
+        return self.line.reached(self.FILLED, self.round)
+
     def wait_filled(self) -> None:
         """Block until every rank of the node has started."""
         self.line.wait(self.FILLED, self.round)
 
     def add(self) -> torch.Tensor | None:
         """Return the sum of this rank's part of all rows, added in rank order in fp32 or fp64."""
-        if not self.line.reached(self.FILLED, self.round):
+        if not self.filled():
             return None
         first, *others = (row[slice(*self.part)] for row in self.rows)
         self.total = self._room()
@@ -125,6 +129,10 @@ class ShmBucket:
                 part.copy_(self.total)
         self.line.reach(self.DELIVERED, self.round)
 
+    def delivered(self) -> bool:
+        """Return whether every part was delivered."""
+        return self.line.reached(self.DELIVERED, self.round)
+
     def wait(self) -> None:
         """Block until every part was delivered."""
         self.line.wait(self.DELIVERED, self.round)
@@ -140,8 +148,9 @@ class ShmRow:
     def cut(self, spans: Sequence[Span]) -> list[ShmBucket]:
         """Return one bucket for each span of the row."""
         assert len(spans) <= len(self._lines), "no more buckets than were asked for"
+        # .data: what is added here shall not look as if somebody had changed a gradient.
         return [
-            ShmBucket(line, [row[slice(*span)] for row in self._rows])
+            ShmBucket(line, [row[slice(*span)].data for row in self._rows])
             for line, span in zip(self._lines, spans, strict=False)
         ]
 

@@ -7,6 +7,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from daso.comm.topology import Topology
+from daso.errors import ConfigError
 from daso.plan.options import Exchange, Gradients
 from daso.plan.schedule import Policy
 from daso.train.optimizer import KEY, make_setup
@@ -65,6 +66,11 @@ def attach(  # noqa: PLR0913 - the keywords of DASO
         exchange=exchange,
         gradients=gradients,
     )
+    if not setup.settings.barrier:
+        raise ConfigError(
+            "an optimizer that is attached must step as a whole, but Gradients(order='priority') "
+            "has it step layer by layer; wrap it with daso.DASO, or pass barrier=True"
+        )
     return Attached(inner, Session.opened(inner, setup, topology))
 
 

@@ -14,9 +14,13 @@ where this rank had a gradient. Its mean tells whether any rank had one; where n
 stays None, and the optimizer leaves the parameter alone as it would without daso. A bucket is a
 part of a row, so rows can be cut anew between two rounds: nothing moves, and no bit of a sum in
 rank order changes.
+
+Where gradients cross in portions (`daso.train.priority`), every portion is a bucket of its own, a
+large tensor several. They start in the order in which they fill, another thread adds and exchanges
+them, and each is collected by itself.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +31,9 @@ from torch._compile import _disable_dynamo
 from daso.comm.node import NodeBucket, NodeGroup, NodeRow
 from daso.errors import LayoutError
 from daso.plan.layout import Span, fit_buckets, flagged, split
+from daso.plan.slices import Portion, cut_portions
 from daso.train.params import Named, view_like
+from daso.train.priority import Crossing
 
 __all__ = ["Between", "Finish", "GradientBuckets", "Route"]
 
@@ -46,6 +52,7 @@ class Route:
     local_size: int  # ranks of the node
     parts: int  # first local ranks of the node that add a part each
     between: Between | None = None  # where parts go from there; None: nowhere, the node's mean
+    crossing: Crossing | None = None  # adds and exchanges portions; then between is not used
     alone: bool = False  # every rank of the world is a node, and nothing goes between: no averages
 
 
@@ -63,9 +70,13 @@ class Row:
 class Bucket:
     """One bucket: its memory, and how far it is in this round."""
 
-    params: tuple[int, ...]  # indices of the parameters
+    portion: Portion
+    place: int  # in the order in which buckets fill
+    params: tuple[int, ...]  # indices of the parameters that lie in it, wholly or in part
     memory: NodeBucket
-    flags: torch.Tensor  # where they are in the memory (parameters of the bucket,)
+    ending: tuple[int, ...]  # indices of those whose flag lies in it
+    flags: torch.Tensor  # where these are in the memory (ending parameters,)
+    under_way: bool = False  # started, and not collected
     missing: set[int] = field(default_factory=set)  # parameters without a gradient yet
     finish: Finish | None = None
 
@@ -75,6 +86,7 @@ class Round:
     """How far this round is."""
 
     ready: dict[int, None] = field(default_factory=dict)  # parameters, in the order they came
+    moved: set[int] = field(default_factory=set)  # parameters whose gradient lies in its row
     started: int = 0  # buckets filled and started; buckets go in order
     added: int = 0  # of them, added
 
@@ -90,6 +102,7 @@ class GradientBuckets:
         same_order: Replaces an order (list of indices) by world rank 0's; collective over it.
         begin: Called when a backward begins whose gradients will be averaged.
         behind_ddp: DDP averages the same gradients first: nothing starts before it is through.
+        in_portions: Buckets are portions (see `daso.plan.slices`), which may cut a tensor.
     """
 
     def __init__(
@@ -102,9 +115,10 @@ class GradientBuckets:
         same_order: Callable[[list[int]], list[int]],
         begin: Callable[[], None],
         behind_ddp: bool = False,
+        in_portions: bool = False,
     ) -> None:
         self.named, self.node, self.route = named, node, route
-        self._begin, self._behind_ddp = begin, behind_ddp
+        self._begin, self._behind_ddp, self._in_portions = begin, behind_ddp, in_portions
         self.bucket_bytes, self._same_order = bucket_bytes, same_order
         self.fresh = False  # a round was finished since somebody set this to False
         self._paused = False
@@ -113,11 +127,12 @@ class GradientBuckets:
         self._place_of: dict[int, int] = {}  # of each parameter in the order of readiness
         self._buckets: list[Bucket] = []
         self._round = Round()
+        self._versions: list[int] = []  # of rows, when the last round was handed over
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(partial(self._on_ready, index))
             for index, (_, tensor) in enumerate(named)
         ]
-        self._bucket_of: dict[int, Bucket] = {}
+        self._buckets_of: dict[int, list[Bucket]] = {}  # several where a parameter is cut
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -144,23 +159,65 @@ class GradientBuckets:
             queue = torch.autograd.Variable._execution_engine.queue_callback
             # DDP queues its own last: queue behind it, from a callback.
             queue(partial(queue, self.finish_round) if self._behind_ddp else self.finish_round)
+            self._begin_crossing()
         ready[index] = None
-        bucket = self._bucket_of.get(index)
-        if bucket is not None and not self._behind_ddp:
+        buckets = self._buckets_of.get(index, [])
+        if self._behind_ddp or not buckets:
+            return
+        for bucket in buckets:
             bucket.missing.discard(index)
+        if self.route.crossing is None:
             self._start_filled()
             self._add_started()
+        else:
+            self._start_portions(buckets)
+
+    def _begin_crossing(self) -> None:
+        """Let portions of this round cross; all of the last one were collected."""
+        if self.route.crossing is not None and self._rows:
+            self.route.crossing.begin([(one.portion, one.memory) for one in self._buckets])
+
+    def _start_portions(self, buckets: Sequence[Bucket], *, all_of_them: bool = False) -> None:
+        """Hand over buckets that are filled."""
+        assert self.route.crossing is not None
+        for bucket in buckets:
+            if not bucket.under_way and (all_of_them or not bucket.missing):
+                self._start(bucket)
+                bucket.under_way = True
+                self.route.crossing.ready(bucket.place)
+
+    def under_way(self) -> bool:
+        """Return whether portions were handed over and not collected."""
+        return any(bucket.under_way for bucket in self._buckets)
+
+    def collect(self, params: Iterable[int]) -> None:
+        """Block until the means of parameters are there, where they cross in portions.
+
+        Args:
+            params: Their indices.
+        """
+        crossing = self.route.crossing
+        buckets = [one for index in params for one in self._buckets_of.get(index, [])]
+        for bucket in buckets:
+            if bucket.under_way:
+                assert crossing is not None, "a route is replaced between two rounds"
+                crossing.wait(bucket.memory)
+                bucket.under_way = False
+                self._settle(bucket)
 
     def _start_filled(self, *, all_of_them: bool = False) -> None:
         """Start buckets in order, as far as they are filled."""
         for bucket in self._buckets[self._round.started :]:
             if bucket.missing and not all_of_them:
                 return
-            self._fill(bucket)
-            parts = split(bucket.memory.flat.numel(), self.route.parts)
-            nothing = [Span(0, 0)] * (self.route.local_size - self.route.parts)
-            bucket.memory.start([*parts, *nothing])
+            self._start(bucket)
             self._round.started += 1
+
+    def _start(self, bucket: Bucket) -> None:
+        self._fill(bucket)
+        parts = split(bucket.memory.flat.numel(), self.route.parts)
+        nothing = [Span(0, 0)] * (self.route.local_size - self.route.parts)
+        bucket.memory.start([*parts, *nothing])
 
     def _add_started(self, *, block: bool = False) -> None:
         """Add started buckets in order, as far as all ranks of the node are ready."""
@@ -187,8 +244,25 @@ class GradientBuckets:
         if self.route.alone:
             self.fresh = True
             return
+        begun = bool(self._round.ready) and bool(self._rows)
         if not self._rows:
             self._make_rows(list(self._round.ready))
+        if self.route.crossing is not None:
+            self._finish_crossing(self.route.crossing, begun=begun)
+        else:
+            self._finish_buckets()
+        self._round, self.fresh = Round(), True
+
+    def _finish_crossing(self, crossing: Crossing, *, begun: bool) -> None:
+        """Hand over what is left; with a barrier, collect everything."""
+        if not begun:
+            self._begin_crossing()
+        self._start_portions(self._buckets, all_of_them=True)
+        self._versions = [row.memory.flat._version for row in self._rows]
+        if crossing.barrier:
+            self.collect(range(len(self.named)))
+
+    def _finish_buckets(self) -> None:
         self._start_filled(all_of_them=True)
         self._add_started(block=True)
         for bucket in self._buckets:
@@ -199,13 +273,13 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.memory.wait()
             self._settle(bucket)
-        self._round = Round()
-        self.fresh = True
 
     def _fill(self, bucket: Bucket) -> None:
         """Copy gradients that autograd made elsewhere into the bucket; make them views of it."""
-        tensors = [self.named[index][1] for index in bucket.params]
-        views = [self._views[index] for index in bucket.params]
+        params = [index for index in bucket.params if index not in self._round.moved]
+        self._round.moved.update(params)
+        tensors = [self.named[index][1] for index in params]
+        views = [self._views[index] for index in params]
         have = [tensor.grad is not None for tensor in tensors]
         moves = [
             (tensor, tensor.grad, view)
@@ -213,14 +287,15 @@ class GradientBuckets:
             if tensor.grad is not None and tensor.grad.data_ptr() != view.data_ptr()
         ]
         flat = bucket.memory.flat
+        flags = [self.named[index][1].grad is not None for index in bucket.ending]
         with torch.no_grad():
-            if all(have):
+            if all(flags):
                 flat.index_fill_(0, bucket.flags, 1)
             else:
-                flat.index_copy_(0, bucket.flags, torch.tensor(have, dtype=flat.dtype))
-                for there, view in zip(have, views, strict=True):
-                    if not there:
-                        view.zero_()
+                flat.index_copy_(0, bucket.flags, torch.tensor(flags, dtype=flat.dtype))
+            for there, view in zip(have, views, strict=True):
+                if not there:
+                    view.zero_()
             if moves:
                 torch._foreach_copy_([view for *_, view in moves], [grad for _, grad, _ in moves])
         for tensor, _, view in moves:
@@ -228,7 +303,7 @@ class GradientBuckets:
 
     def _settle(self, bucket: Bucket) -> None:
         """Give parameters that only other ranks used their gradient; get ready for a new round."""
-        for at, index in enumerate(bucket.params):
+        for at, index in enumerate(bucket.ending):
             tensor = self.named[index][1]
             if tensor.grad is None and bucket.memory.flat[bucket.flags[at]] > 0:
                 tensor.grad = self._views[index]
@@ -248,7 +323,8 @@ class GradientBuckets:
             params = tuple(index for index in order if self.named[index][1].dtype == dtype)
             tensors = [self.named[index][1] for index in params]
             spans = flagged([tensor.numel() for tensor in tensors])
-            memory = self.node.row(spans[-1].stop + 1, dtype, len(params))
+            most = len(params) + (spans[-1].stop + 1 if self._in_portions else 0)
+            memory = self.node.row(spans[-1].stop + 1, dtype, most)
             self._rows.append(Row(params, tuple(t.nbytes for t in tensors), spans, memory))
             for index, tensor, span in zip(params, tensors, spans, strict=True):
                 self._views[index] = view_like(memory.flat[slice(*span)], tensor)
@@ -263,11 +339,31 @@ class GradientBuckets:
         Does not communicate.
         """
         self.bucket_bytes = bucket_bytes
-        buckets = [bucket for row in self._rows for bucket in _cut(row, bucket_bytes)]
+        buckets = [bucket for row in self._rows for bucket in self._cut(row)]
         # Buckets of several types start in the order in which they fill.
         buckets.sort(key=lambda bucket: max(self._place_of[index] for index in bucket.params))
+        for place, bucket in enumerate(buckets):
+            bucket.place = place
         self._buckets = buckets
-        self._bucket_of = {index: bucket for bucket in buckets for index in bucket.params}
+        self._buckets_of = {}
+        for bucket in buckets:
+            for index in bucket.params:
+                self._buckets_of.setdefault(index, []).append(bucket)
+
+    def _cut(self, row: Row) -> list[Bucket]:
+        """Return a row's buckets."""
+        if self._in_portions:
+            # What became ready last belongs to the first layers.
+            layers = [len(self.named) - 1 - self._place_of[index] for index in row.params]
+            elements = max(1, self.bucket_bytes // row.memory.flat.itemsize)
+            portions: Sequence[Portion] = cut_portions(row.spans, layers, elements)
+        else:
+            portions = _whole_tensors(row, self.bucket_bytes)
+        memories = row.memory.cut([portion.span for portion in portions])
+        return [
+            _bucket(row, portion, memory)
+            for portion, memory in zip(portions, memories, strict=True)
+        ]
 
     def first_nonfinite(self) -> str | None:
         """Return the name of the first parameter whose gradient is not finite, None if all are."""
@@ -278,6 +374,36 @@ class GradientBuckets:
                     if grad is not None and not bool(grad.isfinite().all()):
                         return self.named[index][0]
         return None
+
+    def nonfinite_of(self, params: Iterable[int]) -> str | None:
+        """Return the name of the first of these parameters whose gradient is not finite, or None.
+
+        Args:
+            params: Their indices.
+        """
+        for index in params:
+            name, tensor = self.named[index]
+            grad = tensor.grad
+            if grad is None or bool(grad.sum().isfinite()):
+                continue
+            if not bool(grad.isfinite().all()):  # a sum may overflow
+                return name
+        return None
+
+    def view(self, index: int) -> torch.Tensor:
+        """Return where the gradient of a parameter crosses."""
+        return self._views[index]
+
+    def untouched(self) -> bool:
+        """Return whether nobody wrote to gradients since the last round was handed over.
+
+        What the node and the engine write does not count: their tensors have versions of their own.
+        """
+        moved = any(
+            tensor.grad is not None and tensor.grad.data_ptr() != self._views[index].data_ptr()
+            for index, (_, tensor) in enumerate(self.named)
+        )
+        return not moved and self._versions == [row.memory.flat._version for row in self._rows]
 
     def owns(self, gradient: torch.Tensor) -> bool:
         """Return whether a gradient lies in a bucket, or was left where a backward made it."""
@@ -294,7 +420,7 @@ class GradientBuckets:
             tensor = self.named[index][1]
             if tensor.grad is not None and tensor.grad.data_ptr() == view.data_ptr():
                 tensor.grad = tensor.grad.clone()
-        self._rows, self._views, self._buckets, self._bucket_of = [], {}, [], {}
+        self._rows, self._views, self._buckets, self._buckets_of = [], {}, [], {}
 
 
 def _check_gradient(name: str, tensor: torch.Tensor, *, again: bool) -> None:
@@ -310,13 +436,23 @@ def _check_gradient(name: str, tensor: torch.Tensor, *, again: bool) -> None:
         )
 
 
-def _cut(row: Row, bucket_bytes: int) -> list[Bucket]:
-    """Return a row's buckets."""
+def _whole_tensors(row: Row, bucket_bytes: int) -> list[Portion]:
+    """Cut a row so that every tensor is in one bucket."""
     groups = fit_buckets(row.nbytes, bucket_bytes)
     spans = [Span(row.spans[group[0]].start, row.spans[group[-1]].stop + 1) for group in groups]
-    made = []
-    for group, span, memory in zip(groups, spans, row.memory.cut(spans), strict=True):
-        params = tuple(row.params[at] for at in group)
-        flags = torch.tensor([row.spans[at].stop - span.start for at in group])
-        made.append(Bucket(params, memory, flags, missing=set(params)))
-    return made
+    return [Portion(span, group, 0) for span, group in zip(spans, groups, strict=True)]
+
+
+def _bucket(row: Row, portion: Portion, memory: NodeBucket) -> Bucket:
+    start, stop = portion.span
+    params = tuple(row.params[at] for at in portion.params)
+    ending = [at for at in portion.params if start <= row.spans[at].stop < stop]
+    return Bucket(
+        portion=portion,
+        place=0,
+        params=params,
+        memory=memory,
+        ending=tuple(row.params[at] for at in ending),
+        flags=torch.tensor([row.spans[at].stop - start for at in ending], dtype=torch.int64),
+        missing=set(params),
+    )

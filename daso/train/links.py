@@ -46,12 +46,18 @@ class Links:
         # Meetings, votes of exchanges and words beside them do not mix: ranks that are out of step
         # wait, each in its own, until the bell tells, instead of matching what is another's.
         self.world, self._votes = topology.world.Dup(), topology.world.Dup()
-        self._asides = topology.world.Dup()
+        self._asides, self.turns = topology.world.Dup(), topology.world.Dup()
         self.lane = topology.lane if topology.lane == mpi.COMM_NULL else topology.lane.Dup()
         self.bell, self._roll = Bell(topology.world), topology.roll
-        self.engine = Engine(settings.exchange.stall_seconds, self._roll.missing, self.late)
+        self.missing = self._roll.missing
+        self.engine = Engine(settings.exchange.stall_seconds, self.missing, self.late)
         self._rooms = Buffers(window(self.place.nodes))
         self._gradient_means: dict[torch.dtype, Ordered] = {}
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank tells the others whose turn it is."""
+        return self.place.rank == 0
 
     def late(self) -> None:
         """Do what a long wait asks for: answer those who look for somebody, ring and listen.
@@ -135,7 +141,7 @@ class Links:
         if not self.engine.close() or self.bell.given_up:
             return False
         mpi = load()
-        for comm in (self.lane, self.world, self._votes, self._asides):
+        for comm in (self.lane, self.world, self._votes, self._asides, self.turns):
             if comm != mpi.COMM_NULL:
                 comm.Free()
         self.bell.free()

@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 
 from daso.comm.topology import Topology
 from daso.plan.options import Exchange, Gradients, Settings
-from daso.plan.policy import Auto
+from daso.plan.policy import Auto, Fixed
 from daso.plan.schedule import Policy
 from daso.train.outer import MakeOuter
 from daso.train.scaling import Scaling
@@ -54,7 +54,9 @@ def make_setup(
         gradients=Gradients() if gradients is None else gradients,
         outer=outer is not None,
     )
-    return Setup(module, Auto() if policy is None else policy, settings, outer)
+    if policy is None:
+        policy = Auto() if settings.gradients.order == "buckets" else Fixed(1, 0)
+    return Setup(module, policy, settings, outer)
 
 
 class DASO(torch.optim.Optimizer):
@@ -68,7 +70,7 @@ class DASO(torch.optim.Optimizer):
         module: The model; gives parameter names and the buffers that `synchronize` averages.
         topology: Who is where; found from MPI if None.
         policy: Chooses how many batches lie between exchanges (skip) and how many an exchange may
-            take (wait); `daso.Auto` if None.
+            take (wait); None is `daso.Auto`, with ``Gradients(order="priority")`` ``Fixed(1, 0)``.
         wire: What crosses between nodes: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``
             or ``"topk"``; what a wire loses is kept and sent later.
         merge: How a node takes in a mean that is some batches old: ``"daso"`` weighs its own work
@@ -129,6 +131,7 @@ class DASO(torch.optim.Optimizer):
 
     # A copy carries no communicator: it sets itself up, with all ranks, at its first step.
     def __getstate__(self) -> dict[str, Any]:
+        self._session.flush()
         return {
             "inner": self.inner,
             "setup": self._session.setup,
@@ -183,7 +186,7 @@ class DASO(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of the inner optimizer's parameters."""
-        self.inner.zero_grad(set_to_none)
+        self._session.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state_dict with one more key, ``"daso"``, of this rank.
@@ -191,6 +194,7 @@ class DASO(torch.optim.Optimizer):
         It loads into the inner optimizer alone too. An exchange in flight is stored, not merged, so
         saving changes nothing; each rank saves its own.
         """
+        self._session.flush()
         return {**self.inner.state_dict(), KEY: self._session.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -203,6 +207,7 @@ class DASO(torch.optim.Optimizer):
 
         Collective over the world; blocking.
         """
+        self._session.flush()
         self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != KEY})
         self._session.load(state_dict.get(KEY))
 
@@ -279,6 +284,16 @@ class DASO(torch.optim.Optimizer):
         Collective over the world; blocking.
         """
         self._session.synchronize()
+
+    def flush(self) -> None:
+        """Take what is left of the last step, where layers take theirs one by one; else nothing.
+
+        With ``Gradients(order="priority")`` call it before you read ``model.parameters()``
+        yourself; a forward, ``state_dict()``, `synchronize` and `close` do what they need.
+
+        Collective over the world; blocking.
+        """
+        self._session.flush()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let gradients pile up on this rank, for accumulation over several backward passes.

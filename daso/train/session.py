@@ -117,6 +117,7 @@ class Session:
         """Set up anew, as for other parameters; nothing may be in flight."""
         if self.setup.outer is not None and self.topology.place.rank == 0:
             logger.warning("parameters changed: the outer optimizer starts anew")
+        sync.flush()
         sync.counts.exposed_seconds += sync.buckets.node.waited_seconds
         sync.close()
         self._open(sync.counts, *acts)
@@ -189,6 +190,20 @@ class Session:
             self.synchronize()
             self._reopen(self._sync)
 
+    def flush(self) -> None:
+        """Take what is left of a step that is taken layer by layer; else nothing.
+
+        Collective over the world; blocking.
+        """
+        if self._sync is not None:
+            self._sync.flush()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Reset gradients, those that a step still needs once it is taken."""
+        layers = None if self._sync is None else self._sync.layers
+        if layers is None or not layers.zero_grad(set_to_none):
+            self.inner.zero_grad(set_to_none)
+
     def _freshen(self) -> None:
         """Set up anew where a checkpoint of another world was loaded, or a copy was never open."""
         if not self._stale:
@@ -250,6 +265,7 @@ class Session:
         Collective over the world; blocking.
         """
         self._freshen()
+        self.flush()
         mean = float(loss)
         if self._sync is not None:
             self._sync.meeting.agree_batch(self.schedule.batch)
@@ -266,6 +282,7 @@ class Session:
         Collective over the world; blocking.
         """
         self._freshen()
+        self.flush()
         if self._sync is not None:
             self._sync.meeting.agree_batch(self.schedule.batch)
         self._perform(*drain(self.schedule))
@@ -293,6 +310,7 @@ class Session:
         Collective over the world; blocking; idempotent.
         """
         if self._sync is not None:
+            self.flush()
             self._sync.close()
             _open_syncs.discard(self._sync)
 
@@ -334,6 +352,7 @@ class Session:
 
         An exchange in flight is waited for and stored, not merged: saving changes nothing.
         """
+        self.flush()
         return {
             "schedule": asdict(self.schedule),
             "history": [list(entry) for entry in self._history],

@@ -34,6 +34,11 @@ class Setup:
         Raises:
             ConfigError: It does.
         """
+        if not self.settings.barrier and self.module is None:
+            raise ConfigError(
+                "Gradients(order='priority') needs the model whose layers wait for their "
+                "gradients, but there is none; pass module=, or barrier=True"
+            )
         if isinstance(self.policy, Qsr) and not all("lr" in group for group in inner.param_groups):
             raise ConfigError(
                 f"Qsr needs a learning rate in every parameter group, but {type(inner).__name__} "

@@ -12,16 +12,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from daso.comm.choose import choose_node, node_problem
 from daso.comm.topology import Topology
-from daso.errors import NonFiniteError, TopologyError
-from daso.plan.options import Settings
+from daso.errors import ConfigError, NonFiniteError, TopologyError
+from daso.plan.options import Gradients, Settings
 from daso.plan.schedule import Act, Seen, State
 from daso.train.buckets import Finish, GradientBuckets, Route
 from daso.train.exchanges import Exchanges
+from daso.train.layers import INSTEAD, LayerSteps
 from daso.train.links import Links
 from daso.train.meeting import Meeting
 from daso.train.metrics import Counts
 from daso.train.outer import MakeOuter
 from daso.train.params import Trained, agree_layout, broadcast
+from daso.train.priority import Crossing
 from daso.train.scaling import Scaling, is_probe
 from daso.train.tuning import BucketTuner, bucket_search
 
@@ -57,6 +59,7 @@ class Sync:
         self.counts = counts
         self.links = Links(topology, settings)
         self.meeting = Meeting(trained, topology, self.links, self.counts)
+        self._crossing = _crossing(self.links, counts, settings.gradients)
         bucket_bytes, search = settings.gradients.bucket_bytes, None
         if bucket_bytes == "search":
             search = bucket_search(sum(p.nbytes for _, p in trained.named))
@@ -69,7 +72,11 @@ class Sync:
             same_order=self.meeting.same_order,
             begin=self._begin_step,
             behind_ddp=isinstance(trained.module, DistributedDataParallel),
+            in_portions=self._crossing is not None,
         )
+        drop, good = self.meeting.count_drop, counts.good
+        lazy = not settings.barrier and topology.place.nodes > 1
+        self.layers = LayerSteps(trained, self.buckets, drop, good) if lazy else None
         self._tuner = None
         if search is not None:
             self._tuner = BucketTuner(search, self.meeting, self.buckets.cut)
@@ -97,6 +104,8 @@ class Sync:
 
     def _route(self, *, between: bool) -> Route:
         place = self.topology.place
+        if between and self._crossing is not None:
+            return Route(place.local_size, place.lanes, crossing=self._crossing)
         if between:
             return Route(place.local_size, place.lanes, self._average_between)
         alone = max(place.node_sizes) == 1
@@ -114,8 +123,16 @@ class Sync:
     # --- one step ----------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        """Say that this rank is in a step now; see `daso.comm.bell`."""
+        """Say that this rank is in a step now, see `daso.comm.bell`; the last one ends here."""
         self.links.bell.steps = self._batch + 1
+        self.flush()
+
+    def flush(self) -> None:
+        """Take what is left of a step that is taken layer by layer. Collective over the world."""
+        if self.layers is not None:
+            self.layers.flush()
+        if self._crossing is not None and not self.buckets.under_way():
+            self._crossing.finish()
 
     def before_closure(self) -> None:
         """Get ready for a step that calls backward itself.
@@ -125,9 +142,17 @@ class Sync:
         """
         self._begin_step()
         self.links.engine.check()
+        self._refuse("closures", self.layers is not None and self._synchronous)
         self.buckets.route = self._route(between=self._synchronous)
         if self._synchronous:
             self.counts.good()
+
+    def _refuse(self, what: str, met: bool) -> None:
+        if met:
+            raise ConfigError(
+                f"a step must need no gradient but a layer's own where no step waits for all of "
+                f"them, but {what} need all; {INSTEAD}"
+            )
 
     def before_step(self, scaling: Scaling) -> bool:
         """Join the averaging if no backward did since the last step; take scaling off gradients.
@@ -147,6 +172,10 @@ class Sync:
         self.links.engine.check()
         if not self.buckets.fresh:
             self.buckets.finish_round()
+        if self.layers is not None and self._synchronous:
+            self._refuse("GradScalers", scaling.active)
+            self.layers.step()
+            return False
         finite = scaling.unscale(self.trained.inner)
         self.counts.scales_apart |= scaling.active and not self._synchronous
         if self._synchronous and self.counts.scales_apart:
@@ -214,6 +243,8 @@ class Sync:
         """
         self.buckets.fresh = False
         self.counts.step()
+        if acts or not state.synchronous:
+            self.flush()
         seen = self.perform(acts, state)
         if self._tuner is not None and not self.buckets.route.alone:
             self._tuner.after_step(state.batch, state.wait)
@@ -265,10 +296,19 @@ class Sync:
 
     def close(self) -> None:
         """Stop the engine and give everything back. Collective over the world; idempotent."""
+        if self.layers is not None:
+            self.layers.close()
         self.buckets.close()
         if self.links.close():  # until here an exchange in flight may go on
             self.buckets.node.free()
         self.exchanges = None
+
+
+def _crossing(links: Links, counts: Counts, gradients: Gradients) -> Crossing | None:
+    """Return how portions cross between nodes; None where gradients do not go in portions."""
+    if gradients.order != "priority":
+        return None
+    return Crossing(links, counts, gradients.portions, barrier=gradients.barrier)
 
 
 def _trainable(inner: torch.optim.Optimizer) -> list[int]:

@@ -26,7 +26,12 @@ def test_the_defaults_are_written_down():
         "stall_seconds": 300.0,
         "fragments": 1,
     }
-    assert asdict(Gradients()) == {"bucket_bytes": 2**20}
+    assert asdict(Gradients()) == {
+        "bucket_bytes": 2**20,
+        "order": "buckets",
+        "barrier": False,
+        "portions": "layer",
+    }
     assert not make().outer
 
 

@@ -47,6 +47,12 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--only", action="append", help="a contender; may be given several times")
     _add_steps(train, "8; quick 3", "20; quick 6")
     train.add_argument("--plot", type=Path, help="draw step times to this PNG")
+    order = add("gradient-order", _gradient_order, "what crosses first when steps are synchronous")
+    _add_links(order, "500mbit,1gbit,2gbit")
+    order.add_argument("--model", choices=("cnn", "resnet18", "gpt", "tiny"), default="cnn")
+    order.add_argument("--only", action="append", help="an order; may be given several times")
+    _add_steps(order, "4; quick 2", "4; quick 2")
+    order.add_argument("--plot", type=Path, help="draw step times to this PNG")
     _add_to_accuracy(add("time-to-accuracy", _to_accuracy, "whole trainings beside DDP's"))
     exchange = add("exchange", _exchange, "one exchange between nodes against its link's limit")
     _add_links(exchange, "1gbit")
@@ -174,6 +180,27 @@ def _train(chosen: argparse.Namespace) -> Measured:
 
     for one in _measured("train", links, [chosen.nodes], plan, chosen.ranks_per_node):
         yield one, train.table(one) + "\n", train.figures(one)
+
+
+def _gradient_order(chosen: argparse.Namespace) -> Measured:
+    from daso.run.bench import order
+    from daso.run.bench.contenders import FIFO, ORDERS
+
+    links, quick = _links(chosen.link), chosen.quick
+    _positive(chosen, "nodes", "ranks_per_node")
+    _named(chosen.only or (), ORDERS)
+    usual = list(ORDERS)[:4] if quick else ORDERS
+    names = tuple(dict.fromkeys([FIFO, *(chosen.only or usual)]))
+
+    def plan(link: str) -> dict[str, Any]:
+        seconds, settle = (
+            chosen.seconds or (2 if quick else 4),
+            chosen.settle or (2 if quick else 4),
+        )
+        return asdict(order.Plan(chosen.model, names, _rounds(chosen), seconds, settle, link))
+
+    for one in _measured("gradient-order", links, [chosen.nodes], plan, chosen.ranks_per_node):
+        yield one, order.table(one) + "\n", order.figures(one)
 
 
 def _named(names: Iterable[str], known: Iterable[str]) -> None:

@@ -20,7 +20,19 @@ import daso
 from daso.comm.topology import Topology
 from daso.run.bench.models import Batch, Case, loss_of
 
-__all__ = ["COMPUTE", "CONTENDERS", "PERIOD", "Contender", "Make", "Plain", "join_gloo", "start"]
+__all__ = [
+    "COMPUTE",
+    "CONTENDERS",
+    "FIFO",
+    "ORDERS",
+    "PERIOD",
+    "PRIORITY",
+    "Contender",
+    "Make",
+    "Plain",
+    "join_gloo",
+    "start",
+]
 
 COMPUTE = "compute only"
 PERIOD = 4  # batches between averages of PostLocalSGD
@@ -114,6 +126,7 @@ class Daso(Plain):
 
         Never where the same step sends the next one: what is left of it arrives between rounds.
         """
+        self.wrapped.flush()  # of steps that layers take one by one, which belong to this round
         found = self.wrapped.report()
         synchronous = found["skip_history"][-1][1:] == (1, 0)
         if synchronous or found["world"] == 1 or found["nodes"] == 1:
@@ -205,4 +218,29 @@ CONTENDERS: Mapping[str, Make] = {
     "DDP, gloo": _ddp(),
     "DDP, gloo, fp16": _ddp(default_hooks.fp16_compress_hook),
     f"PostLocalSGD, every {PERIOD}": _post_local_sgd,
+}
+
+
+def _ordered(portions: Any, mebibytes: float, *, barrier: bool) -> Make:
+    gradients = daso.Gradients(
+        order="priority",
+        portions=portions,
+        barrier=barrier,
+        bucket_bytes=int(mebibytes * (1 << 20)),
+    )
+    return _daso(gradients=gradients)
+
+
+# Of synchronous gradients: what goes first, and what a forward waits for.
+FIFO, PRIORITY = "fifo, barrier", "priority"
+ORDERS: Mapping[str, Make] = {
+    FIFO: _ordered("fifo", 1, barrier=True),
+    "fifo, no barrier": _ordered("fifo", 1, barrier=False),
+    "priority, barrier": _ordered("layer", 1, barrier=True),
+    PRIORITY: _ordered("layer", 1, barrier=False),
+    **{
+        f"priority, {mebibytes:g} MiB": _ordered("layer", mebibytes, barrier=False)
+        for mebibytes in (0.25, 0.5, 2, 4, 16)
+    },
+    "buckets": _daso(policy=daso.Fixed(1, 0)),
 }

@@ -7,11 +7,12 @@ from typing import Any
 
 from daso.comm.mpi import library
 from daso.comm.topology import init
-from daso.run.bench import exchange, growth, memory, node, to_accuracy, train
+from daso.run.bench import exchange, growth, memory, node, order, to_accuracy, train
 from daso.run.report import versions
 
 BENCHES = {
     "exchange": exchange,
+    "gradient-order": order,
     "growth": growth,
     "memory": memory,
     "node": node,

@@ -1,0 +1,59 @@
+"""What it brings to let gradients that are needed first cross first, and no step wait for all."""
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from daso.run.bench import train
+from daso.run.bench.contenders import FIFO, PRIORITY
+
+__all__ = ["Plan", "figures", "measure", "table"]
+
+Plan, measure = train.Plan, train.measure
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Return the rows as aligned lines, each also over first-in-first-out with a barrier."""
+    ratios = _over_fifo(found)
+    head, columns, *lines = train.table(found).splitlines()
+    rows = zip(lines, found["rows"], strict=True)
+    return "\n".join(
+        [head, f"{columns}{'x fifo':>9}"]
+        + [f"{line.partition('  skip')[0]}{ratios[row['name']]:>9.3f}" for line, row in rows]
+    )
+
+
+def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the figure of this model and link."""
+    plan, head = found["plan"], train.table(found).splitlines()[0]
+    where = plan["link"] if plan["model"] == "cnn" else f"{plan['model']}_{plan['link']}"
+    ratios = _over_fifo(found)
+    if PRIORITY not in ratios:
+        return {}
+    return {
+        f"priority_ratio_{where}": {
+            "value": ratios[PRIORITY],
+            "unit": f"ratio of step times, over {FIFO}",
+            "conditions": f"synchronous gradients in portions of 1 MiB: {head}",
+        }
+    }
+
+
+def _over_fifo(found: Mapping[str, Any]) -> dict[str, float]:
+    """Return step times over those of first-in-first-out, medians over rounds.
+
+    Both are taken over compute only right before and after them, for the machine is not equally
+    fast at every moment.
+    """
+    rows = {row["name"]: row["rounds"] for row in found["rows"]}
+    paced = {
+        name: [one["seconds"] / one["base_seconds"] for one in rounds]
+        for name, rounds in rows.items()
+    }
+    count = len(paced[FIFO])
+    return {
+        name: statistics.median(
+            one / other for one, other in zip(mine[:count], paced[FIFO], strict=True)
+        )
+        for name, mine in paced.items()
+    }

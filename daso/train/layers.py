@@ -1,0 +1,265 @@
+"""Takes the optimizer's step for a layer when forward comes to it, and not before.
+
+With a step for the whole model, a forward waits until all gradients have crossed, whatever their
+order. Here ``step()`` only notes that a step is due, with the learning rates of that moment. Before
+a module's forward, its parameters' portions are waited for, and the user's own optimizer steps with
+these parameters alone: its arithmetic is per parameter, so the bits are the same. What no forward
+came to is stepped by `LayerSteps.flush`, at the latest when the next backward begins.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+
+from daso.errors import ConfigError
+from daso.train.buckets import GradientBuckets
+from daso.train.params import Trained
+
+__all__ = ["INSTEAD", "LayerSteps"]
+
+INSTEAD = "use Gradients(order='priority', barrier=True) or order='buckets'"
+
+
+@dataclass(slots=True)
+class Due:
+    """A step that is due."""
+
+    values: list[dict[str, Any]]  # of each parameter group, as they were at step()
+    pending: set[int]  # indices of parameters that are not stepped yet
+    had: set[int]  # of those whose gradient was there at step()
+    zero: bool | None = None  # set_to_none of a zero_grad since; None: there was none
+    dropped: str | None = None  # the first parameter whose gradient was not finite
+
+
+@dataclass(slots=True)
+class Waits:
+    """Which parameters a module's forward waits for."""
+
+    seen: set[str] = field(default_factory=set)  # names of modules whose forward was called
+    params: dict[str, tuple[int, ...]] = field(default_factory=dict)  # indices, by module
+    nowhere: tuple[int, ...] = ()  # of parameters that no such module has: step() waits for them
+
+
+class LayerSteps:
+    """Steps an optimizer layer by layer.
+
+    Args:
+        trained: The optimizer and its model, of which hooks watch every module.
+        buckets: Where gradients cross.
+        drop: Counts a step whose mean gradient is not finite; may raise, on every rank alike.
+        good: Counts one that was.
+    """
+
+    def __init__(
+        self,
+        trained: Trained,
+        buckets: GradientBuckets,
+        drop: Callable[[str], None],
+        good: Callable[[], None],
+    ) -> None:
+        assert trained.module is not None, "the setup was checked"
+        self._trained, self._buckets, self._drop, self._good = trained, buckets, drop, good
+        self._owners = _owners(trained)
+        self._waits = Waits()
+        self._due: Due | None = None
+        self._hooks = [trained.module.register_state_dict_pre_hook(lambda *_: self.flush())]
+        self._hooks += [
+            module.register_forward_pre_hook(self._watch(name))
+            for name, module in trained.module.named_modules()
+        ]
+
+    # --- a step ------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Note that a step is due. Waits only for parameters that no module's forward needs.
+
+        Raises:
+            ConfigError: Gradients were changed since backward, or the optimizer has hooks.
+        """
+        inner = self._trained.inner
+        if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
+            raise ConfigError(
+                f"an optimizer that steps layer by layer must have no hooks on its step, but "
+                f"{type(inner).__name__} has; {INSTEAD}"
+            )
+        if not self._buckets.untouched():
+            raise ConfigError(
+                f"gradients must be left alone between backward and step where no step waits for "
+                f"all of them, but they were changed (clipping, scaling?); {INSTEAD}"
+            )
+        self.flush()
+        tensors = [tensor for _, tensor in self._trained.named]
+        self._due = Due(
+            values=[_values(group) for group in inner.param_groups],
+            pending=set(range(len(tensors))),
+            had={index for index, tensor in enumerate(tensors) if tensor.grad is not None},
+        )
+        self._apply(self._waits.nowhere)
+
+    def flush(self) -> None:
+        """Take all of the step that is due. Collective over the world; blocking."""
+        if self._due is not None:
+            self._apply(tuple(self._due.pending))
+
+    def zero_grad(self, set_to_none: bool) -> bool:
+        """Reset gradients, of parameters that are not stepped yet once they are.
+
+        Returns:
+            False where no step is due: then nothing was done.
+        """
+        if self._due is None:
+            return False
+        self._due.zero = set_to_none
+        waiting = {id(self._trained.named[index][1]) for index in self._due.pending}
+        for group in self._trained.inner.param_groups:
+            for param in group["params"]:
+                if id(param) not in waiting:
+                    _zero(param, set_to_none)
+        return True
+
+    def close(self) -> None:
+        """Take the hooks off; idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _watch(self, name: str) -> Callable[[torch.nn.Module, Any], None]:
+        @_disable_dynamo
+        def before(_: torch.nn.Module, __: Any) -> None:
+            if name not in self._waits.seen:
+                self._learn(name)
+            if self._due is not None:
+                self._apply(self._waits.params.get(name, ()))
+
+        return before
+
+    def _learn(self, name: str) -> None:
+        """Take up that a module's forward is called: parameters are waited for as far in as can be.
+
+        Some modules use parameters of modules inside without calling them, as MultiheadAttention.
+        """
+        self._waits.seen.add(name)
+        params: dict[str, list[int]] = {}
+        nowhere = []
+        for index, owners in enumerate(self._owners):
+            direct = [owner for owner in owners if owner in self._waits.seen]
+            around = direct or {self._around(owner) for owner in owners}
+            nowhere += [index] * (None in around)
+            for one in around:
+                if one is not None:
+                    params.setdefault(one, []).append(index)
+        self._waits.params = {one: tuple(indices) for one, indices in params.items()}
+        self._waits.nowhere = tuple(nowhere)
+
+    def _around(self, name: str) -> str | None:
+        """Return the innermost module around one whose forward is called."""
+        while name:
+            name = name.rpartition(".")[0]
+            if name in self._waits.seen:
+                return name
+        return None
+
+    def _apply(self, params: Iterable[int]) -> None:
+        """Step with parameters that are not stepped yet, once their gradients have crossed."""
+        due = self._due
+        if due is None:
+            return
+        chosen = sorted(due.pending.intersection(params))
+        if not chosen:
+            return
+        self._notice_reset(due)
+        self._buckets.collect(chosen)
+        due.pending.difference_update(chosen)
+        if not due.pending:
+            self._due = None
+        unsound = self._buckets.nonfinite_of(chosen)
+        try:
+            if unsound is None:
+                self._step_with(due, chosen)
+            elif due.dropped is None:
+                due.dropped = unsound
+                self._drop(
+                    f"the mean gradient of {unsound} is not finite; its layer's step is dropped"
+                )
+        finally:
+            self._zero(due, chosen)
+        if self._due is None and due.dropped is None:
+            self._good()
+
+    def _notice_reset(self, due: Due) -> None:
+        """Take it for a reset of all where ``model.zero_grad()`` took a gradient since step().
+
+        Those that are still to be stepped get theirs back when it has crossed.
+        """
+        named = self._trained.named
+        if due.zero is None and any(named[index][1].grad is None for index in due.had):
+            due.zero = True
+
+    def _step_with(self, due: Due, chosen: Iterable[int]) -> None:
+        inner, params = self._trained.inner, {id(self._trained.named[at][1]) for at in chosen}
+        before = [dict(group) for group in inner.param_groups]
+        try:
+            for group, values in zip(inner.param_groups, due.values, strict=True):
+                group.update(values)
+                group["params"] = [p for p in group["params"] if id(p) in params]
+            # In an evaluation, state that is made now would be of no use in training.
+            with torch.inference_mode(False):
+                inner.step()
+            for group, values in zip(inner.param_groups, due.values, strict=True):
+                _check_values(inner, group, values)
+        finally:
+            for group, old in zip(inner.param_groups, before, strict=True):
+                group.clear()
+                group.update(old)
+
+    def _zero(self, due: Due, chosen: Iterable[int]) -> None:
+        if due.zero is not None:
+            for index in chosen:
+                _zero(self._trained.named[index][1], due.zero)
+
+
+def _owners(trained: Trained) -> list[list[str]]:
+    """Return the names of the modules that have each parameter; none for a stranger."""
+    assert trained.module is not None
+    owners: dict[int, list[str]] = {}
+    for name, module in trained.module.named_modules():
+        for param in module._parameters.values():
+            if param is not None:
+                owners.setdefault(id(param), []).append(name)
+    return [owners.get(id(tensor), [""]) for _, tensor in trained.named]
+
+
+def _values(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group's values; a scheduler may write to a tensor in place."""
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _check_values(
+    inner: torch.optim.Optimizer, group: dict[str, Any], values: dict[str, Any]
+) -> None:
+    for key, value in values.items():
+        same = group[key] is value or (
+            not isinstance(value, torch.Tensor) and bool(group[key] == value)
+        )
+        if not same:
+            raise ConfigError(
+                f"an optimizer that steps layer by layer must leave its groups as they are, but "
+                f"{type(inner).__name__} counts in {key!r}; {INSTEAD}"
+            )
+
+
+def _zero(param: torch.Tensor, set_to_none: bool) -> None:
+    if param.grad is None:
+        return
+    if set_to_none:
+        param.grad = None
+    else:
+        with torch.no_grad():
+            param.grad.zero_()

@@ -1,0 +1,386 @@
+"""Gradients that cross in portions: whatever the order, the bits are those of synchronous steps."""
+
+import copy
+import warnings
+from itertools import pairwise
+
+import pytest
+import torch
+from ranks.test_sync import Odd, adamw, batch_loss, compare, flat_bytes, mlp, seeded, sgd
+from torch import nn
+
+import daso
+from daso.errors import ConfigError, NonFiniteError
+from daso.train.priority import Crossing
+
+pytestmark = pytest.mark.mpi
+
+ORDERS = ["layer", "lifo", "fifo"]
+FREE = {"order": "priority", "bucket_bytes": 64}
+ORDERED = daso.Exchange(reduce="ordered")
+
+
+class Attention(nn.Module):
+    """Uses parameters of a module that it never calls (out_proj), and tied ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.tied = nn.Linear(6, 4), nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.last = nn.Linear(4, 3)
+        self.last.bias = nn.Parameter(torch.zeros(3))
+        self.again = self.tied
+        self.loose = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        h = self.again(torch.relu(self.tied(self.first(x)))) * self.loose
+        h, _ = self.attention(h[None], h[None], h[None])
+        return self.last(h[0])
+
+
+def wrapped(topology, model, inner, policy=None, **gradients):
+    return daso.DASO(
+        inner(model),
+        module=model,
+        topology=topology,
+        policy=daso.Fixed(1, 0) if policy is None else policy,
+        exchange=ORDERED,
+        gradients=daso.Gradients(**gradients),
+    )
+
+
+def bits(model):
+    return b"".join(flat_bytes(p) for p in model.parameters())
+
+
+def plain(model, optimizer, rank, step):
+    """Take one step as most programs do."""
+    optimizer.zero_grad()
+    batch_loss(model, rank, step).backward()
+    optimizer.step()
+
+
+def train(topology, make, inner, *, steps=6, policy=None, each=plain, **gradients):
+    model = seeded(make)()
+    with wrapped(topology, model, inner, policy, **gradients) as optimizer:
+        for step in range(steps):
+            each(model, optimizer, topology.place.rank, step)
+        optimizer.flush()
+        report = optimizer.report()
+    return bits(model), report
+
+
+@pytest.mark.parametrize("barrier", [True, False], ids=["barrier", "free"])
+@pytest.mark.parametrize("portions", ORDERS)
+@pytest.mark.parametrize("nbytes", [1, 100, 1 << 20])
+@pytest.mark.parametrize(("make", "inner"), [(mlp, sgd), (mlp, adamw), (Odd, sgd)])
+def test_no_order_and_no_cut_changes_a_bit(topology, make, inner, nbytes, portions, barrier):
+    if make is Odd and nbytes == 1:
+        nbytes = 40
+    same, before = train(topology, make, inner)
+    cut = {"bucket_bytes": nbytes, "portions": portions, "barrier": barrier}
+    found, report = train(topology, make, inner, order="priority", **cut)
+    assert found == same
+    assert report["batches"] == 6
+    assert report["exchanges"] == before["exchanges"]
+
+
+@pytest.mark.parametrize("inner", [sgd, adamw])
+@pytest.mark.parametrize("make", [mlp, Odd, Attention])
+def test_every_step_equals_one_process_once_it_is_flushed(topology, make, inner):
+    compare(topology, make, inner, daso.Fixed(1, 0), gradients=daso.Gradients(**FREE))
+
+
+@pytest.mark.parametrize("barrier", [True, False], ids=["barrier", "free"])
+def test_phases_change_between_synchronous_and_local(topology, barrier):
+    """Portions are buckets like any others where nodes step by themselves."""
+    policy = daso.Plateau(epochs=5, warmup=1, cooldown=1, patience=1)
+    gradients = daso.Gradients(**FREE, barrier=barrier)
+    compare(topology, Odd, sgd, policy, steps=5, epochs=5, gradients=gradients, wire="bf16")
+
+
+def zero_late(model, optimizer, rank, step):
+    loss = batch_loss(model, rank, step)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def zero_in_place(model, optimizer, rank, step):
+    optimizer.zero_grad(set_to_none=False)
+    batch_loss(model, rank, step).backward()
+    optimizer.step()
+
+
+def zero_by_model(model, optimizer, rank, step):
+    model.zero_grad()
+    batch_loss(model, rank, step).backward()
+    optimizer.step()
+
+
+def zero_never(model, optimizer, rank, step):
+    batch_loss(model, rank, step).backward()
+    optimizer.step()
+
+
+def zero_at_the_end(model, optimizer, rank, step):
+    batch_loss(model, rank, step).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def accumulate(model, optimizer, rank, step):
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        batch_loss(model, rank, 2 * step).backward()
+    batch_loss(model, rank, 2 * step + 1).backward()
+    optimizer.step()
+
+
+def evaluate(model, optimizer, rank, step):
+    plain(model, optimizer, rank, step)
+    with torch.inference_mode():
+        batch_loss(model, rank, step)
+
+
+def save(model, optimizer, rank, step):
+    plain(model, optimizer, rank, step)
+    fresh = mlp() if step % 2 else Odd()
+    if set(fresh.state_dict()) == set(model.state_dict()):
+        fresh.load_state_dict(model.state_dict())
+        assert bits(fresh) == bits(model)
+
+
+def look_at_both(model, optimizer, rank, step):
+    plain(model, optimizer, rank, step)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize(
+    "each",
+    [
+        *(zero_late, zero_in_place, zero_by_model, zero_never, zero_at_the_end),
+        *(accumulate, evaluate, save, look_at_both),
+    ],
+)
+@pytest.mark.parametrize(("make", "inner"), [(mlp, adamw), (Odd, sgd)])
+def test_loops_of_all_kinds_see_what_they_saw(topology, make, inner, each):
+    same, _ = train(topology, make, inner, each=each)
+    found, _ = train(topology, make, inner, each=each, **FREE)
+    assert found == same
+
+
+def test_a_step_takes_the_learning_rate_of_its_own_batch(topology):
+    def scheduled(**gradients):
+        model = seeded(mlp)()
+        with wrapped(topology, model, sgd, **gradients) as optimizer:
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            rates = []
+            for step in range(6):
+                plain(model, optimizer, topology.place.rank, step)
+                scheduler.step()
+                rates.append(optimizer.param_groups[0]["lr"])
+        return bits(model), rates
+
+    same, rates = scheduled()
+    assert scheduled(**FREE) == (same, rates)
+    assert all(b == a / 2 for a, b in pairwise(rates))
+
+
+def test_without_a_policy_all_batches_are_synchronous(topology):
+    model = seeded(mlp)()
+    inner, gradients = sgd(model), daso.Gradients(**FREE)
+    with daso.DASO(inner, module=model, topology=topology, gradients=gradients) as optimizer:
+        assert optimizer.report()["policy"] == repr(daso.Fixed(1, 0))
+
+
+def test_what_crosses_is_counted(topology):
+    """As many bytes as synchronous buckets send, whatever the cut; waiting is told."""
+    _, same = train(topology, mlp, sgd)
+    _, found = train(topology, mlp, sgd, **FREE)
+    assert found["global_bytes_sent"] == same["global_bytes_sent"]
+    if topology.place.nodes > 1:
+        assert found["exposed_seconds"] > 0
+
+
+# --- when things happen --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def logged(monkeypatch, topology):
+    """Let every crossing write down what it does; a list for each round."""
+    rounds = []
+    begin = Crossing.begin
+
+    def begun(self, portions):
+        begin(self, portions)
+        self.log = []
+        rounds.append((self.log, [portion for portion, _ in portions]))
+
+    monkeypatch.setattr(Crossing, "begin", begun)
+    return rounds
+
+
+def chain():
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)), nn.Linear(6, 3))
+
+
+def test_one_portion_at_most_is_overtaken_too_late(topology, logged):
+    """When a portion is chosen, none that is needed sooner was ready one portion before."""
+    train(topology, chain, sgd, steps=8, order="priority", bucket_bytes=32)
+    assert len(logged) == (8 if topology.place.nodes > 1 else 0)
+    for log, portions in logged[1:]:
+        chosen = [portion for what, portion in log if what == "next"]
+        assert sorted(chosen) == list(range(len(portions)))
+        assert topology.same(chosen)
+        if topology.place.rank == 0:
+            check_inversions(log, portions)
+
+
+def check_inversions(log, portions):
+    ready = set()
+    before = set()  # what was ready when the last one was chosen
+    for what, portion in log:
+        if what == "ready":
+            ready.add(portion)
+        elif what == "taken":
+            sooner = [one for one in before if portions[one].layer < portions[portion].layer]
+            assert not sooner
+            ready.discard(portion)
+            before = set(ready)
+            before.discard(portion)
+
+
+def test_a_layer_is_stepped_before_its_forward_and_not_before_its_gradient_came(topology):
+    model, waits = seeded(chain)(), topology.place.nodes > 1
+    with wrapped(topology, model, sgd, **FREE) as optimizer:
+        rank = topology.place.rank
+        plain(model, optimizer, rank, 0)
+        old = [bits(layer) for layer in model]
+        seen = []
+
+        def look(at):
+            return lambda *_: seen.append([bits(layer) != old[i] for i, layer in enumerate(model)])
+
+        hooks = [layer.register_forward_pre_hook(look(at)) for at, layer in enumerate(model)]
+        optimizer.zero_grad()
+        loss = batch_loss(model, rank, 1)
+        # Before layer 3's forward layers 0 to 3 have been stepped, and no other.
+        layers = range(len(model))
+        assert seen == [[i <= at or not waits for i in layers] for at in layers]
+        for hook in hooks:
+            hook.remove()
+        loss.backward()
+        optimizer.step()
+
+
+# --- what needs all gradients --------------------------------------------------------------------
+
+
+def clip(model, optimizer):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def scale(model, optimizer):
+    for param in model.parameters():
+        param.grad = param.grad * 2
+    optimizer.step()
+
+
+def hook(model, optimizer):
+    optimizer.inner.register_step_post_hook(lambda *_: None)
+    optimizer.step()
+
+
+def closure(model, optimizer):
+    optimizer.step(lambda: batch_loss(model, 0, 0))
+
+
+def scaler(model, optimizer):
+    optimizer.found_inf = torch.zeros(())
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf
+
+
+@pytest.mark.parametrize(
+    ("use", "says"),
+    [
+        (clip, "gradients must be left alone between backward and step"),
+        (scale, "gradients must be left alone between backward and step"),
+        (hook, "must have no hooks on its step, but SGD has"),
+        (closure, "but closures need all"),
+        (scaler, "but GradScalers need all"),
+    ],
+)
+def test_what_needs_all_gradients_is_refused_with_the_alternative(topology, use, says):
+    model = seeded(mlp)()
+    optimizer = wrapped(topology, model, sgd, **FREE)
+    batch_loss(model, topology.place.rank, 0).backward()
+    if topology.place.nodes == 1:
+        use(model, optimizer)
+    else:
+        alternative = r"use Gradients\(order='priority', barrier=True\) or order='buckets'"
+        with pytest.raises(ConfigError, match=f"{says}.*{alternative}"):
+            use(model, optimizer)
+    optimizer.close()
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a count in its groups, as some optimizers do."""
+
+    def step(self, closure=None):
+        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+        return super().step(closure)
+
+
+def test_an_optimizer_that_counts_in_its_groups_is_refused(topology):
+    def counting(model):
+        inner = Counting(model.parameters(), lr=0.1)
+        inner.param_groups[0]["k"] = 0
+        return inner
+
+    model = seeded(mlp)()
+    optimizer = wrapped(topology, model, counting, **FREE)
+    plain(model, optimizer, topology.place.rank, 0)
+    if topology.place.nodes > 1:
+        with pytest.raises(ConfigError, match="Counting counts in 'k'; use Gradients"):
+            optimizer.flush()
+    optimizer.close()
+
+
+def test_layers_need_the_model_and_an_optimizer_that_is_wrapped(topology):
+    model = mlp()
+    gradients = daso.Gradients(order="priority")
+    with pytest.raises(ConfigError, match=r"needs the model whose layers wait .* pass module="):
+        daso.DASO(sgd(model), topology=topology, gradients=gradients)
+    with pytest.raises(ConfigError, match=r"attached must step as a whole.*wrap it with daso.DASO"):
+        daso.attach(sgd(model), module=model, topology=topology, gradients=gradients)
+
+
+def test_a_gradient_that_is_not_finite_is_dropped_and_the_third_time_raised(topology):
+    """The rank that has it is one of many; what is dropped, and raised, is the same on all."""
+    last = topology.place.size - 1
+
+    def poisoned(model, optimizer, rank, step):
+        optimizer.zero_grad()
+        loss = batch_loss(model, rank, step)
+        (loss * float("nan") if rank == last and step in bad else loss).backward()
+        optimizer.step()
+
+    for bad in ([2], [2, 5]):
+        same, before = train(topology, mlp, sgd, steps=8, each=poisoned)
+        found, after = train(topology, mlp, sgd, steps=8, each=poisoned, **FREE)
+        if topology.place.nodes > 1:  # on one node nobody looks: a NaN stays
+            assert found == same
+            assert after["dropped"] == before["dropped"] == len(bad)
+    if topology.place.nodes == 1:
+        return
+    bad, model = [1, 2, 3], seeded(mlp)()
+    optimizer = wrapped(topology, model, sgd, **FREE)
+    with pytest.raises(NonFiniteError, match=r"drop number 3"), warnings.catch_warnings():
+        for step in range(8):
+            poisoned(model, optimizer, topology.place.rank, step)
+    optimizer.close()
