@@ -267,7 +267,7 @@ def test_a_layer_is_stepped_before_its_forward_and_not_before_its_gradient_came(
         loss = batch_loss(model, rank, 1)
         # Before layer 3's forward layers 0 to 3 have been stepped, and no other.
         layers = range(len(model))
-        assert seen == [[i <= at or not waits for i in layers] for at in layers]
+        assert seen == [[waits and i <= at for i in layers] for at in layers]
         for hook in hooks:
             hook.remove()
         loss.backward()
