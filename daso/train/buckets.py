@@ -29,7 +29,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from daso.comm.node import NodeBucket, NodeGroup, NodeRow
-from daso.errors import LayoutError
+from daso.errors import ConfigError, LayoutError
 from daso.plan.layout import Span, fit_buckets, flagged, split
 from daso.plan.slices import Portion, cut_portions
 from daso.train.params import Named, view_like
@@ -175,6 +175,12 @@ class GradientBuckets:
     def _begin_crossing(self) -> None:
         """Let portions of this round cross; all of the last one were collected."""
         if self.route.crossing is not None and self._rows:
+            if self.under_way():
+                raise ConfigError(
+                    "a step must follow each backward where no step waits for all gradients, but "
+                    "another backward came first; put all but the last under optimizer.no_sync(), "
+                    "or use Gradients(order='priority', barrier=True)"
+                )
             self.route.crossing.begin([(one.portion, one.memory) for one in self._buckets])
 
     def _start_portions(self, buckets: Sequence[Bucket], *, all_of_them: bool = False) -> None:
@@ -323,8 +329,10 @@ class GradientBuckets:
             params = tuple(index for index in order if self.named[index][1].dtype == dtype)
             tensors = [self.named[index][1] for index in params]
             spans = flagged([tensor.numel() for tensor in tensors])
-            most = len(params) + (spans[-1].stop + 1 if self._in_portions else 0)
-            memory = self.node.row(spans[-1].stop + 1, dtype, most)
+            numel, most = spans[-1].stop + 1, len(params)
+            if self._in_portions:  # each tensor in as many as it fills, rounded
+                most = 2 * len(params) + numel // self._elements(dtype)
+            memory = self.node.row(numel, dtype, most)
             self._rows.append(Row(params, tuple(t.nbytes for t in tensors), spans, memory))
             for index, tensor, span in zip(params, tensors, spans, strict=True):
                 self._views[index] = view_like(memory.flat[slice(*span)], tensor)
@@ -350,12 +358,16 @@ class GradientBuckets:
             for index in bucket.params:
                 self._buckets_of.setdefault(index, []).append(bucket)
 
+    def _elements(self, dtype: torch.dtype) -> int:
+        """Return from how many numbers a bucket counts as full."""
+        return max(1, self.bucket_bytes // dtype.itemsize)
+
     def _cut(self, row: Row) -> list[Bucket]:
         """Return a row's buckets."""
         if self._in_portions:
             # What became ready last belongs to the first layers.
             layers = [len(self.named) - 1 - self._place_of[index] for index in row.params]
-            elements = max(1, self.bucket_bytes // row.memory.flat.itemsize)
+            elements = self._elements(row.memory.flat.dtype)
             portions: Sequence[Portion] = cut_portions(row.spans, layers, elements)
         else:
             portions = _whole_tensors(row, self.bucket_bytes)
@@ -375,24 +387,17 @@ class GradientBuckets:
                         return self.named[index][0]
         return None
 
-    def nonfinite_of(self, params: Iterable[int]) -> str | None:
-        """Return the name of the first of these parameters whose gradient is not finite, or None.
-
-        Args:
-            params: Their indices.
-        """
-        for index in params:
-            name, tensor = self.named[index]
-            grad = tensor.grad
-            if grad is None or bool(grad.sum().isfinite()):
-                continue
-            if not bool(grad.isfinite().all()):  # a sum may overflow
-                return name
-        return None
-
-    def view(self, index: int) -> torch.Tensor:
-        """Return where the gradient of a parameter crosses."""
-        return self._views[index]
+    def nonfinite_of(self, params: Iterable[int]) -> list[int]:
+        """Return those of these parameters (indices) whose gradient is not finite."""
+        grads = [(index, self.named[index][1].grad) for index in params]
+        # A sum is cheaper, but may overflow.
+        return [
+            index
+            for index, grad in grads
+            if grad is not None
+            and not bool(grad.sum().isfinite())
+            and not bool(grad.isfinite().all())
+        ]
 
     def untouched(self) -> bool:
         """Return whether nobody wrote to gradients since the last round was handed over.

@@ -9,6 +9,7 @@ came to is stepped by `LayerSteps.flush`, at the latest when the next backward b
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ class Due:
     pending: set[int]  # indices of parameters that are not stepped yet
     had: set[int]  # of those whose gradient was there at step()
     zero: bool | None = None  # set_to_none of a zero_grad since; None: there was none
-    dropped: str | None = None  # the first parameter whose gradient was not finite
+    dropped: bool = False  # a gradient was not finite
+    checked: bool = False  # that nobody wrote to gradients until the first layer's step
 
 
 @dataclass(slots=True)
@@ -41,6 +43,23 @@ class Waits:
     seen: set[str] = field(default_factory=set)  # names of modules whose forward was called
     params: dict[str, tuple[int, ...]] = field(default_factory=dict)  # indices, by module
     nowhere: tuple[int, ...] = ()  # of parameters that no such module has: step() waits for them
+
+
+class Hook:
+    """A hook on a module that a copy of the module does not have: it would step this optimizer."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    @_disable_dynamo
+    def __call__(self, *_: Any) -> None:
+        self._call()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (_nothing,)
+
+
+def _nothing() -> None: ...
 
 
 class LayerSteps:
@@ -63,13 +82,22 @@ class LayerSteps:
         assert trained.module is not None, "the setup was checked"
         self._trained, self._buckets, self._drop, self._good = trained, buckets, drop, good
         self._owners = _owners(trained)
-        self._waits = Waits()
+        self._waits = Waits(nowhere=tuple(range(len(trained.named))))
         self._due: Due | None = None
-        self._hooks = [trained.module.register_state_dict_pre_hook(lambda *_: self.flush())]
-        self._hooks += [
-            module.register_forward_pre_hook(self._watch(name))
-            for name, module in trained.module.named_modules()
+        self._stale: set[int] = set()  # not stepped yet when the backward that goes on began
+        flush = Hook(self.flush)
+        self._hooks = [
+            tensor.register_post_accumulate_grad_hook(partial(self._check, index))
+            for index, (_, tensor) in enumerate(trained.named)
         ]
+        for name, module in trained.module.named_modules():
+            before = Hook(partial(self._before, name))
+            self._hooks += [
+                # Before the user's own, which may compute a weight (weight_norm, pruning).
+                module.register_forward_pre_hook(before, prepend=True),
+                module.register_state_dict_pre_hook(flush),
+                module.register_load_state_dict_pre_hook(flush),
+            ]
 
     # --- a step ------------------------------------------------------------------------------
 
@@ -90,7 +118,6 @@ class LayerSteps:
                 f"gradients must be left alone between backward and step where no step waits for "
                 f"all of them, but they were changed (clipping, scaling?); {INSTEAD}"
             )
-        self.flush()
         tensors = [tensor for _, tensor in self._trained.named]
         self._due = Due(
             values=[_values(group) for group in inner.param_groups],
@@ -98,6 +125,19 @@ class LayerSteps:
             had={index for index, tensor in enumerate(tensors) if tensor.grad is not None},
         )
         self._apply(self._waits.nowhere)
+
+    def begin(self) -> None:
+        """Take what is left of the last step; a backward begins, or ends."""
+        self._stale = set() if self._due is None else set(self._due.pending)
+        self.flush()
+
+    def _check(self, index: int, _: torch.Tensor) -> None:
+        if index in self._stale:
+            raise ConfigError(
+                f"parameters must be used by a module's forward where no step waits for all "
+                f"gradients, but {self._trained.named[index][0]} was used before the step with "
+                f"its last gradient; call the module, or {INSTEAD}"
+            )
 
     def flush(self) -> None:
         """Take all of the step that is due. Collective over the world; blocking."""
@@ -121,20 +161,17 @@ class LayerSteps:
         return True
 
     def close(self) -> None:
-        """Take the hooks off; idempotent."""
+        """Take the hooks off, and forget a step that is due; idempotent."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self._due = [], None
 
-    def _watch(self, name: str) -> Callable[[torch.nn.Module, Any], None]:
-        @_disable_dynamo
-        def before(_: torch.nn.Module, __: Any) -> None:
-            if name not in self._waits.seen:
-                self._learn(name)
-            if self._due is not None:
-                self._apply(self._waits.params.get(name, ()))
-
-        return before
+    def _before(self, name: str) -> None:
+        """Step with what a module's forward needs."""
+        if name not in self._waits.seen:
+            self._learn(name)
+        if self._due is not None:
+            self._apply(self._waits.params.get(name, ()))
 
     def _learn(self, name: str) -> None:
         """Take up that a module's forward is called: parameters are waited for as far in as can be.
@@ -146,7 +183,7 @@ class LayerSteps:
         nowhere = []
         for index, owners in enumerate(self._owners):
             direct = [owner for owner in owners if owner in self._waits.seen]
-            around = direct or {self._around(owner) for owner in owners}
+            around = direct or {self._around(owner) for owner in owners} or {None}
             nowhere += [index] * (None in around)
             for one in around:
                 if one is not None:
@@ -170,26 +207,24 @@ class LayerSteps:
         chosen = sorted(due.pending.intersection(params))
         if not chosen:
             return
-        self._notice_reset(due)
+        self._look_at_gradients(due)
         self._buckets.collect(chosen)
         due.pending.difference_update(chosen)
         if not due.pending:
             self._due = None
         unsound = self._buckets.nonfinite_of(chosen)
         try:
-            if unsound is None:
-                self._step_with(due, chosen)
-            elif due.dropped is None:
-                due.dropped = unsound
-                self._drop(
-                    f"the mean gradient of {unsound} is not finite; its layer's step is dropped"
-                )
+            self._step_with(due, [index for index in chosen if index not in unsound])
+            if unsound and not due.dropped:
+                due.dropped = True
+                name = self._trained.named[unsound[0]][0]
+                self._drop(f"the mean gradient of {name} is not finite; its step is dropped")
         finally:
             self._zero(due, chosen)
-        if self._due is None and due.dropped is None:
+        if self._due is None and not due.dropped:
             self._good()
 
-    def _notice_reset(self, due: Due) -> None:
+    def _look_at_gradients(self, due: Due) -> None:
         """Take it for a reset of all where ``model.zero_grad()`` took a gradient since step().
 
         Those that are still to be stepped get theirs back when it has crossed.
@@ -197,6 +232,12 @@ class LayerSteps:
         named = self._trained.named
         if due.zero is None and any(named[index][1].grad is None for index in due.had):
             due.zero = True
+        if not due.checked and not self._buckets.untouched():
+            raise ConfigError(
+                "gradients must be reset by optimizer.zero_grad(), or set to None, where no step "
+                f"waits for all of them, but they were written to after step(); {INSTEAD}"
+            )
+        due.checked = True
 
     def _step_with(self, due: Due, chosen: Iterable[int]) -> None:
         inner, params = self._trained.inner, {id(self._trained.named[at][1]) for at in chosen}
@@ -206,7 +247,8 @@ class LayerSteps:
                 group.update(values)
                 group["params"] = [p for p in group["params"] if id(p) in params]
             # In an evaluation, state that is made now would be of no use in training.
-            with torch.inference_mode(False):
+            device = self._trained.device.type
+            with torch.inference_mode(False), torch.autocast(device, enabled=False):
                 inner.step()
             for group, values in zip(inner.param_groups, due.values, strict=True):
                 _check_values(inner, group, values)
@@ -229,7 +271,7 @@ def _owners(trained: Trained) -> list[list[str]]:
         for param in module._parameters.values():
             if param is not None:
                 owners.setdefault(id(param), []).append(name)
-    return [owners.get(id(tensor), [""]) for _, tensor in trained.named]
+    return [owners.get(id(tensor), []) for _, tensor in trained.named]
 
 
 def _values(group: dict[str, Any]) -> dict[str, Any]:
@@ -244,15 +286,21 @@ def _values(group: dict[str, Any]) -> dict[str, Any]:
 def _check_values(
     inner: torch.optim.Optimizer, group: dict[str, Any], values: dict[str, Any]
 ) -> None:
+    if changed := values.keys() ^ (group.keys() - {"params"}):
+        _refuse_counting(inner, min(changed))
     for key, value in values.items():
         same = group[key] is value or (
             not isinstance(value, torch.Tensor) and bool(group[key] == value)
         )
         if not same:
-            raise ConfigError(
-                f"an optimizer that steps layer by layer must leave its groups as they are, but "
-                f"{type(inner).__name__} counts in {key!r}; {INSTEAD}"
-            )
+            _refuse_counting(inner, key)
+
+
+def _refuse_counting(inner: torch.optim.Optimizer, key: str) -> None:
+    raise ConfigError(
+        f"an optimizer that steps layer by layer must leave its groups as they are, but "
+        f"{type(inner).__name__} counts in {key!r}; {INSTEAD}"
+    )
 
 
 def _zero(param: torch.Tensor, set_to_none: bool) -> None:

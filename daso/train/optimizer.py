@@ -251,6 +251,8 @@ class DASO(torch.optim.Optimizer):
         if go:
             loss = self.inner.step() if closure is None else self.inner.step(closure)
         self._session.end()
+        if self._optimizer_step_post_hooks:  # they see parameters after the step
+            self._session.flush()
         for hook in self._optimizer_step_post_hooks.values():
             hook(self, args, kwargs)
         return loss
@@ -288,8 +290,9 @@ class DASO(torch.optim.Optimizer):
     def flush(self) -> None:
         """Take what is left of the last step, where layers take theirs one by one; else nothing.
 
-        With ``Gradients(order="priority")`` call it before you read ``model.parameters()``
-        yourself; a forward, ``state_dict()``, `synchronize` and `close` do what they need.
+        With ``Gradients(order="priority")`` call it before you read or write
+        ``model.parameters()`` yourself; a forward, ``state_dict()``, `synchronize` and `close` do
+        what they need.
 
         Collective over the world; blocking.
         """

@@ -7,8 +7,8 @@ know. It tells one ahead, while a portion crosses, so that the link does not wai
 what becomes ready then can overtake all but that one. See `daso.plan.slices`.
 
 No rank can wait for another for ever: world rank 0 has a portion of a step only when it is through
-with the forward of that step, so all portions of the step before had crossed; and no backward waits
-for a portion of its own step.
+with the forward of that step, so all portions of the step before had crossed; and a backward waits
+for portions of its own step, if at all, when all of them are ready on its rank.
 """
 
 from collections import deque
@@ -21,6 +21,7 @@ import torch
 from daso.comm.dtypes import sum_buffer
 from daso.comm.engine import Ticket, Work
 from daso.comm.node import NodeBucket, wait_until
+from daso.errors import ExchangeError
 from daso.plan.slices import Order, Portion, Waiting
 from daso.train.links import Links
 from daso.train.metrics import Counts
@@ -46,6 +47,7 @@ class Crossing:
         self._links, self._counts = links, counts
         self._came: deque[int] = deque()  # portions that are ready here, for the engine's thread
         self._here: set[int] = set()  # all of this round that were
+        self._count = 0  # portions of this round
         self._ticket: Ticket[int] | None = None
         self.log: list[tuple[str, int]] | None = None  # what happened, for tests
 
@@ -55,10 +57,19 @@ class Crossing:
         Args:
             portions: What crosses in this round, and its memory on this node; the same everywhere.
 
+        Raises:
+            ExchangeError: A backward was broken off while its gradients crossed.
+
         Collective over the world; non-blocking.
         """
         self.finish()
+        if self._ticket is not None:
+            raise ExchangeError(
+                "a backward must hand over all gradients before the next one begins, but one was "
+                "broken off; start anew, from a checkpoint"
+            )
         self._here.clear()
+        self._count = len(portions)
         self._ticket = self._links.engine.submit(self._cross(portions))
 
     def ready(self, portion: int) -> None:
@@ -86,8 +97,8 @@ class Crossing:
             )
 
     def finish(self) -> None:
-        """Block until the round is over, all portions of which were waited for."""
-        if self._ticket is not None:
+        """Block until the round is over, where all of its portions were handed over."""
+        if self._ticket is not None and len(self._here) == self._count:
             self._counts.global_bytes_sent += self._links.engine.wait(self._ticket)
             self._ticket = None
 

@@ -117,7 +117,7 @@ class Session:
         """Set up anew, as for other parameters; nothing may be in flight."""
         if self.setup.outer is not None and self.topology.place.rank == 0:
             logger.warning("parameters changed: the outer optimizer starts anew")
-        sync.flush()
+        sync.settle()
         sync.counts.exposed_seconds += sync.buckets.node.waited_seconds
         sync.close()
         self._open(sync.counts, *acts)
@@ -310,8 +310,10 @@ class Session:
         Collective over the world; blocking; idempotent.
         """
         if self._sync is not None:
-            self.flush()
-            self._sync.close()
+            try:
+                self.flush()
+            finally:
+                self._sync.close()
             _open_syncs.discard(self._sync)
 
     def report(self) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class Sync:
                 self.exchanges = Exchanges(self.meeting, self.buckets.node, outer)
         except TopologyError:  # no shared memory: leave the user's model without hooks
             self.links.engine.close()
-            self.buckets.close()
+            self._unhook()
             raise
 
     # --- gradients ---------------------------------------------------------------------------
@@ -100,7 +100,8 @@ class Sync:
         self.links.bell.steps = state.batch
         self._synchronous = state.synchronous and self.topology.place.nodes > 1
         # Nodes whose GradScalers went apart average between them after unscaling.
-        self.buckets.route = self._route(between=self._synchronous and not self.counts.scales_apart)
+        apart = self.counts.scales_apart and self.layers is None
+        self.buckets.route = self._route(between=self._synchronous and not apart)
 
     def _route(self, *, between: bool) -> Route:
         place = self.topology.place
@@ -125,7 +126,15 @@ class Sync:
     def _begin_step(self) -> None:
         """Say that this rank is in a step now, see `daso.comm.bell`; the last one ends here."""
         self.links.bell.steps = self._batch + 1
+        if self.layers is not None:
+            self.layers.begin()
+
+    def settle(self) -> None:
+        """Wait for all gradients that are under way. Collective over the world; blocking."""
         self.flush()
+        self.buckets.collect(range(len(self.trained.named)))
+        if self._crossing is not None:
+            self._crossing.finish()
 
     def flush(self) -> None:
         """Take what is left of a step that is taken layer by layer. Collective over the world."""
@@ -296,12 +305,15 @@ class Sync:
 
     def close(self) -> None:
         """Stop the engine and give everything back. Collective over the world; idempotent."""
-        if self.layers is not None:
-            self.layers.close()
-        self.buckets.close()
+        self._unhook()
         if self.links.close():  # until here an exchange in flight may go on
             self.buckets.node.free()
         self.exchanges = None
+
+    def _unhook(self) -> None:
+        if self.layers is not None:
+            self.layers.close()
+        self.buckets.close()
 
 
 def _crossing(links: Links, counts: Counts, gradients: Gradients) -> Crossing | None:

@@ -1,6 +1,7 @@
 """Gradients that cross in portions: whatever the order, the bits are those of synchronous steps."""
 
 import copy
+import pickle
 import warnings
 from itertools import pairwise
 
@@ -8,8 +9,10 @@ import pytest
 import torch
 from ranks.test_sync import Odd, adamw, batch_loss, compare, flat_bytes, mlp, seeded, sgd
 from torch import nn
+from torch.nn.utils import prune
 
 import daso
+from daso.comm.node_shm import ShmNode
 from daso.errors import ConfigError, NonFiniteError
 from daso.train.priority import Crossing
 
@@ -338,9 +341,7 @@ class Counting(torch.optim.SGD):
 
 def test_an_optimizer_that_counts_in_its_groups_is_refused(topology):
     def counting(model):
-        inner = Counting(model.parameters(), lr=0.1)
-        inner.param_groups[0]["k"] = 0
-        return inner
+        return Counting(model.parameters(), lr=0.1)
 
     model = seeded(mlp)()
     optimizer = wrapped(topology, model, counting, **FREE)
@@ -384,3 +385,161 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_the_third_time_raised(topo
         for step in range(8):
             poisoned(model, optimizer, topology.place.rank, step)
     optimizer.close()
+
+
+# --- what a review found -------------------------------------------------------------------------
+
+
+def normed():
+    """Weights that are computed before each forward, by hooks of torch's own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 5)), nn.Linear(5, 3))
+
+
+def pruned():
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    prune.random_unstructured(model[0], "weight", amount=0.3)
+    return model
+
+
+@pytest.mark.parametrize("make", [normed, pruned])
+def test_weights_that_hooks_compute_are_computed_after_the_step(topology, make):
+    torch.manual_seed(3)
+    same, _ = train(topology, make, sgd)
+    torch.manual_seed(3)
+    assert train(topology, make, sgd, **FREE)[0] == same
+
+
+def load_bare(model, optimizer, rank, step):
+    plain(model, optimizer, rank, step)
+    if step in (1, 3):
+        optimizer.flush()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.inner.state_dict()))
+
+
+def average_and_load(model, optimizer, rank, step):
+    """Roll back to weights of before: what is due belongs to those that are replaced."""
+    old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plain(model, optimizer, rank, step)
+    if step % 2:
+        model.load_state_dict(old)
+
+
+@pytest.mark.parametrize("each", [load_bare, average_and_load])
+def test_states_are_loaded_between_steps(topology, each):
+    same, _ = train(topology, mlp, adamw, each=each)
+    assert train(topology, mlp, adamw, each=each, **FREE)[0] == same
+
+
+def test_a_second_backward_before_the_step_is_refused(topology):
+    model = seeded(mlp)()
+    optimizer = wrapped(topology, model, sgd, **FREE)
+    rank = topology.place.rank
+    plain(model, optimizer, rank, 0)
+    batch_loss(model, rank, 1).backward()
+    if topology.place.nodes == 1:
+        batch_loss(model, rank, 2).backward()
+        optimizer.step()
+    else:
+        with pytest.raises(ConfigError, match=r"another backward came first; .*no_sync\(\)"):
+            batch_loss(model, rank, 2).backward()
+    optimizer.close()
+
+
+def test_a_parameter_used_behind_the_back_of_its_module_is_refused(topology):
+    model = seeded(chain)()
+    optimizer = wrapped(topology, model, sgd, **FREE)
+
+    def around():
+        """Uses all but the first layer without calling a module."""
+        x = model[0](torch.ones(2, 6))
+        for layer in list(model)[1:]:
+            x = x @ layer.weight.t()
+        return x.sum()
+
+    plain(model, optimizer, topology.place.rank, 0)
+    if topology.place.nodes == 1:
+        around().backward()
+    else:
+        told = "was used before the step with its last gradient|modified by an inplace operation"
+        with pytest.raises((ConfigError, RuntimeError), match=told):
+            around().backward()
+        optimizer._session._sync.links.engine.abandon()  # a program ends there
+    optimizer.close()
+
+
+def test_gradients_that_are_zeroed_in_place_while_they_cross_are_refused(topology):
+    model = seeded(mlp)()
+    optimizer = wrapped(topology, model, sgd, **FREE)
+    plain(model, optimizer, topology.place.rank, 0)
+    model.zero_grad(set_to_none=False)
+    if topology.place.nodes > 1:
+        with pytest.raises(ConfigError, match=r"must be reset by optimizer.zero_grad\(\)"):
+            model(torch.ones(2, 6))
+        with pytest.raises(ConfigError, match=r"must be reset by optimizer.zero_grad\(\)"):
+            optimizer.close()
+    optimizer.close()
+
+
+def test_only_the_parameter_that_is_not_finite_is_dropped_whoever_calls_what(topology):
+    """Ranks come to layers in different orders; what is stepped is the same on all."""
+    model, rank = seeded(chain)(), topology.place.rank
+    with wrapped(topology, model, sgd, order="priority", bucket_bytes=1) as optimizer:
+        plain(model, optimizer, rank, 0)
+        optimizer.flush()
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        loss = batch_loss(model, rank, 1)
+        model[3].weight.register_hook(lambda grad: grad * float("inf"))
+        loss.backward()
+        optimizer.step()
+        if rank == 0:
+            model[3](torch.ones(2, 6))
+        optimizer.flush()
+        if topology.place.nodes > 1:
+            named = zip(model.named_parameters(), before, strict=True)
+            changed = {name: not torch.equal(p, old) for (name, p), old in named}
+            assert [name for name, was in changed.items() if not was] == ["3.weight"]
+            assert topology.same(bits(model))
+
+
+def test_the_step_is_not_part_of_the_forwards_autocast(topology):
+    def mixed(model, optimizer, rank, step):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = batch_loss(model, rank, step)
+        loss.backward()
+        optimizer.step()
+
+    def adafactor(model):
+        return torch.optim.Adafactor(model.parameters(), lr=0.05)
+
+    same, _ = train(topology, mlp, adafactor, each=mixed)
+    assert train(topology, mlp, adafactor, each=mixed, **FREE)[0] == same
+
+
+def test_hooks_on_the_wrapper_see_the_step_and_copies_have_no_hooks(topology):
+    def watched(**gradients):
+        model, seen = seeded(mlp)(), []
+        with wrapped(topology, model, sgd, **gradients) as optimizer:
+            optimizer.register_step_post_hook(lambda *_: seen.append(bits(model)))
+            for step in range(3):
+                plain(model, optimizer, topology.place.rank, step)
+            copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+            assert bits(copied) == seen[-1]
+            copied(torch.ones(2, 6))  # steps nothing
+        return seen
+
+    assert watched(**FREE) == watched()
+
+
+def test_memory_for_portions_grows_with_portions_and_not_with_numbers(topology, monkeypatch):
+    asked = []
+    lines = ShmNode._lines
+    monkeypatch.setattr(ShmNode, "_lines", lambda node, n: asked.append(n) or lines(node, n))
+    model = nn.Sequential(nn.Linear(6, 1000), nn.Linear(1000, 3))
+    gradients = {"order": "priority", "bucket_bytes": 4000}
+    with wrapped(topology, model, sgd, **gradients) as optimizer:
+        plain(model, optimizer, topology.place.rank, 0)
+    assert max(asked, default=0) <= 2 * 4 + 10_007 // 1000
