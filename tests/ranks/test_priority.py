@@ -63,7 +63,7 @@ def plain(model, optimizer, rank, step):
     optimizer.step()
 
 
-def train(topology, make, inner, *, steps=6, policy=None, each=plain, **gradients):
+def train(topology, make, inner, *, steps=4, policy=None, each=plain, **gradients):
     model = seeded(make)()
     with wrapped(topology, model, inner, policy, **gradients) as optimizer:
         for step in range(steps):
@@ -73,25 +73,29 @@ def train(topology, make, inner, *, steps=6, policy=None, each=plain, **gradient
     return bits(model), report
 
 
-@pytest.mark.parametrize("barrier", [True, False], ids=["barrier", "free"])
-@pytest.mark.parametrize("portions", ORDERS)
-@pytest.mark.parametrize("nbytes", [1, 100, 1 << 20])
-@pytest.mark.parametrize(("make", "inner"), [(mlp, sgd), (mlp, adamw), (Odd, sgd)])
+CUTS = [
+    *((100, portions, barrier) for portions in ORDERS for barrier in (True, False)),
+    *((1, "layer", False), (1 << 20, "layer", False), (1 << 20, "fifo", True)),
+]
+
+
+@pytest.mark.parametrize(("nbytes", "portions", "barrier"), CUTS)
+@pytest.mark.parametrize(("make", "inner"), [(mlp, adamw), (Odd, sgd)])
 def test_no_order_and_no_cut_changes_a_bit(topology, make, inner, nbytes, portions, barrier):
-    if make is Odd and nbytes == 1:
-        nbytes = 40
+    if make is Odd and (nbytes == 1 or portions == "lifo"):
+        nbytes = 400  # it has many tensors; the small model has few
     same, before = train(topology, make, inner)
     cut = {"bucket_bytes": nbytes, "portions": portions, "barrier": barrier}
     found, report = train(topology, make, inner, order="priority", **cut)
     assert found == same
-    assert report["batches"] == 6
+    assert report["batches"] == 4
     assert report["exchanges"] == before["exchanges"]
 
 
-@pytest.mark.parametrize("inner", [sgd, adamw])
-@pytest.mark.parametrize("make", [mlp, Odd, Attention])
+@pytest.mark.parametrize(("make", "inner"), [(Odd, sgd), (Attention, adamw)])
 def test_every_step_equals_one_process_once_it_is_flushed(topology, make, inner):
-    compare(topology, make, inner, daso.Fixed(1, 0), gradients=daso.Gradients(**FREE))
+    gradients = daso.Gradients(**FREE)
+    compare(topology, make, inner, daso.Fixed(1, 0), steps=4, gradients=gradients)
 
 
 @pytest.mark.parametrize("barrier", [True, False], ids=["barrier", "free"])
@@ -99,7 +103,7 @@ def test_phases_change_between_synchronous_and_local(topology, barrier):
     """Portions are buckets like any others where nodes step by themselves."""
     policy = daso.Plateau(epochs=5, warmup=1, cooldown=1, patience=1)
     gradients = daso.Gradients(**FREE, barrier=barrier)
-    compare(topology, Odd, sgd, policy, steps=5, epochs=5, gradients=gradients, wire="bf16")
+    compare(topology, Odd, sgd, policy, steps=3, epochs=5, gradients=gradients, wire="bf16")
 
 
 def zero_late(model, optimizer, rank, step):
@@ -166,7 +170,7 @@ def look_at_both(model, optimizer, rank, step):
         *(accumulate, evaluate, save, look_at_both),
     ],
 )
-@pytest.mark.parametrize(("make", "inner"), [(mlp, adamw), (Odd, sgd)])
+@pytest.mark.parametrize(("make", "inner"), [(Odd, sgd)])
 def test_loops_of_all_kinds_see_what_they_saw(topology, make, inner, each):
     same, _ = train(topology, make, inner, each=each)
     found, _ = train(topology, make, inner, each=each, **FREE)
@@ -230,8 +234,8 @@ def chain():
 
 def test_one_portion_at_most_is_overtaken_too_late(topology, logged):
     """When a portion is chosen, none that is needed sooner was ready one portion before."""
-    train(topology, chain, sgd, steps=8, order="priority", bucket_bytes=32)
-    assert len(logged) == (8 if topology.place.nodes > 1 else 0)
+    train(topology, chain, sgd, steps=4, order="priority", bucket_bytes=32)
+    assert len(logged) == (4 if topology.place.nodes > 1 else 0)
     for log, portions in logged[1:]:
         chosen = [portion for what, portion in log if what == "next"]
         assert sorted(chosen) == list(range(len(portions)))

@@ -180,12 +180,11 @@ def test_odd_parameters_skip_alike(topology, wire):
     compare(topology, Odd, sgd, daso.Fixed(3, 1, warmup=2), wire=wire, merge="delta", steps=9)
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
-@pytest.mark.parametrize("merge", ["daso", "delta", 0.3])
-def test_odd_parameters_drain_alike(topology, merge, wire):
+@pytest.mark.parametrize("merge", ["daso", "delta"])
+def test_odd_parameters_drain_alike(topology, merge):
     """At the end of an epoch what is on its way arrives early; fp64 loses something in fp32."""
     policy = daso.Fixed(3, 1, warmup=2)
-    compare(topology, Odd, sgd, policy, wire=wire, merge=merge, steps=5, epochs=5)
+    compare(topology, Odd, sgd, policy, wire="fp32", merge=merge, steps=5, epochs=4)
 
 
 def test_the_papers_phases_equal_one_process(topology):
