@@ -354,7 +354,6 @@ class Session:
 
         An exchange in flight is waited for and stored, not merged: saving changes nothing.
         """
-        self.flush()
         return {
             "schedule": asdict(self.schedule),
             "history": [list(entry) for entry in self._history],
