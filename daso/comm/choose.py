@@ -5,7 +5,9 @@ from collections.abc import Callable
 import torch
 
 from daso.comm.node import NodeGroup
+from daso.comm.node_host import HostNode
 from daso.comm.node_shm import ShmNode
+from daso.comm.throttle import emulated_copies
 from daso.comm.topology import Topology
 
 __all__ = ["choose_device", "choose_node", "node_problem"]
@@ -46,9 +48,10 @@ def choose_node(
         late: Called once a wait takes long.
 
     Returns:
-        Shared memory for the CPU.
+        Shared memory for the CPU; where a device is pretended, with copies there and back.
 
     Collective over the node; blocking.
     """
     assert node_problem(device) is None
-    return ShmNode(topology, stall_seconds, late)
+    host, copies = ShmNode(topology, stall_seconds, late), emulated_copies()
+    return host if copies is None else HostNode(host, device, copies)

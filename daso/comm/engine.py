@@ -83,6 +83,7 @@ class Engine:
         missing: Says who does not take part, for that error; blocks for seconds.
         late: Called again and again, by the thread, once work takes long; what it raises ends the
             work.
+        name: Of the thread.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Engine:
         stall_seconds: float,
         missing: Callable[[], str],
         late: Callable[[], None] | None = None,
+        name: str = "daso-exchange",
     ) -> None:
         self.stall_seconds, self._missing, self._late = stall_seconds, missing, late
         self._queue: queue.Queue[Ticket[object] | None] = queue.Queue(QUEUE_LENGTH)
@@ -98,7 +100,7 @@ class Engine:
         self._closed = False
         self._abandoned = False
         self._awaited: Ticket[object] | None = None  # by the training thread, which stands still
-        self._thread = threading.Thread(target=self._loop, name="daso-exchange", daemon=True)
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, work: Work[Result]) -> Ticket[Result]:

@@ -57,14 +57,17 @@ class Gradients:
     """How gradients are averaged: inside a node, and between nodes in synchronous phases.
 
     Args:
-        order: ``"buckets"``: in the order in which they become ready. ``"priority"``: between nodes
-            they cross in portions, those of layers near the input first, in synchronous phases
-            (which without a ``policy`` are all batches). No step waits for all portions: a layer's
-            forward waits for its own, and the optimizer's step for that layer is taken then. Until
-            then, or `DASO.flush`, parameters have their old values; clipping, GradScaler and
-            closures need all gradients at once, and ``barrier=True``.
-        barrier: Whether, with ``"priority"``, backward ends with all gradients averaged after all,
-            as everywhere else; most of the gain is lost.
+        order: ``"buckets"``: in the order in which they become ready, by the training thread, as
+            far as it comes by. ``"host"``: in that order too, added on the host by a thread of its
+            own. ``"priority"``: between nodes they cross in portions, those of layers near the
+            input first, in synchronous phases (which without a ``policy`` are all batches).
+        update: ``"whole"``: backward ends with all gradients averaged, and a step is taken as a
+            whole. ``"chunk"``: no step waits for all gradients in synchronous phases (which without
+            a ``policy`` are all batches): a layer's forward waits for its own, and the optimizer's
+            step for that layer is taken then. Until then, or `DASO.flush`, parameters have their
+            old values; clipping, GradScaler and closures need all gradients at once, and
+            ``"whole"``. ``"auto"``: ``"chunk"`` with ``"priority"``, which gains little without,
+            elsewhere ``"whole"``.
         portions: Which of the portions that are ready crosses next: ``"layer"``, the one needed
             first; ``"lifo"``, ready last; ``"fifo"``, ready first.
         bucket_bytes: Size from which a bucket of gradients counts as full and is averaged while
@@ -75,13 +78,19 @@ class Gradients:
     """
 
     bucket_bytes: int | Literal["search"] = 1 * MiB
-    order: Literal["buckets", "priority"] = "buckets"
-    barrier: bool = False
+    order: Literal["buckets", "priority", "host"] = "buckets"
+    update: Literal["auto", "whole", "chunk"] = "auto"
     portions: Order = "layer"
 
     def __post_init__(self) -> None:
-        _check_choice("Gradients.order", self.order, ("buckets", "priority"))
+        _check_choice("Gradients.order", self.order, ("buckets", "priority", "host"))
+        _check_choice("Gradients.update", self.update, ("auto", "whole", "chunk"))
         _check_choice("Gradients.portions", self.portions, get_args(Order))
+        if self.order == "buckets" and self.update == "chunk":
+            raise ConfigError(
+                "Gradients.update='chunk' needs gradients that a thread of its own averages: "
+                "order='priority' or 'host', not 'buckets'"
+            )
         if self.order == "priority" and self.bucket_bytes == "search":
             raise ConfigError(
                 "Gradients.bucket_bytes must be a number of bytes with order='priority', not "
@@ -126,9 +135,10 @@ class Settings:
             )
 
     @property
-    def barrier(self) -> bool:
+    def whole(self) -> bool:
         """Whether a backward ends with all gradients averaged."""
-        return self.gradients.order == "buckets" or self.gradients.barrier
+        update = self.gradients.update
+        return update == "whole" or (update == "auto" and self.gradients.order != "priority")
 
     @property
     def eager(self) -> bool:
@@ -162,7 +172,7 @@ class Settings:
         if self.exchange.reduce != "auto":
             return self.exchange.reduce
         # MPI's sum of a portion took 1.2 times as long beside backward (2 ranks on 2 cores).
-        return "iallreduce" if self.gradients.order == "buckets" else "ordered"
+        return "ordered" if self.gradients.order == "priority" else "iallreduce"
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -66,10 +66,10 @@ def attach(  # noqa: PLR0913 - the keywords of DASO
         exchange=exchange,
         gradients=gradients,
     )
-    if not setup.settings.barrier:
+    if not setup.settings.whole:
         raise ConfigError(
-            "an optimizer that is attached must step as a whole, but Gradients(order='priority') "
-            "has it step layer by layer; wrap it with daso.DASO, or pass barrier=True"
+            f"an optimizer that is attached must step as a whole, but {setup.settings.gradients!r} "
+            f"has it step layer by layer; wrap it with daso.DASO, or pass update='whole'"
         )
     return Attached(inner, Session.opened(inner, setup, topology))
 

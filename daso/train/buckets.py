@@ -15,9 +15,9 @@ stays None, and the optimizer leaves the parameter alone as it would without das
 part of a row, so rows can be cut anew between two rounds: nothing moves, and no bit of a sum in
 rank order changes.
 
-Where gradients cross in portions (`daso.train.priority`), every portion is a bucket of its own, a
-large tensor several. They start in the order in which they fill, another thread adds and exchanges
-them, and each is collected by itself.
+Where a carrier takes them (`daso.train.carrier`), buckets start in the order in which they fill,
+other threads average them, and each is collected by itself. Where gradients cross in portions
+(`daso.train.priority`), every portion is a bucket of its own, a large tensor several.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,8 +32,8 @@ from daso.comm.node import NodeBucket, NodeGroup, NodeRow
 from daso.errors import ConfigError, LayoutError
 from daso.plan.layout import Span, fit_buckets, flagged, split
 from daso.plan.slices import Portion, cut_portions
+from daso.train.carrier import Carrier
 from daso.train.params import Named, view_like
-from daso.train.priority import Crossing
 
 __all__ = ["Between", "Finish", "GradientBuckets", "Route"]
 
@@ -52,7 +52,9 @@ class Route:
     local_size: int  # ranks of the node
     parts: int  # first local ranks of the node that add a part each
     between: Between | None = None  # where parts go from there; None: nowhere, the node's mean
-    crossing: Crossing | None = None  # adds and exchanges portions; then between is not used
+    carrier: Carrier | None = None  # averages in other threads; then between is not used
+    world: bool = False  # whether the carrier does so over the world
+    whole: bool = True  # a backward ends only when it is through
     alone: bool = False  # every rank of the world is a node, and nothing goes between: no averages
 
 
@@ -159,55 +161,56 @@ class GradientBuckets:
             queue = torch.autograd.Variable._execution_engine.queue_callback
             # DDP queues its own last: queue behind it, from a callback.
             queue(partial(queue, self.finish_round) if self._behind_ddp else self.finish_round)
-            self._begin_crossing()
+            self._begin_carrying()
         ready[index] = None
         buckets = self._buckets_of.get(index, [])
         if self._behind_ddp or not buckets:
             return
         for bucket in buckets:
             bucket.missing.discard(index)
-        if self.route.crossing is None:
+        if self.route.carrier is None:
             self._start_filled()
             self._add_started()
         else:
-            self._start_portions(buckets)
+            self._start_carried(buckets)
 
-    def _begin_crossing(self) -> None:
-        """Let portions of this round cross; all of the last one were collected."""
-        if self.route.crossing is not None and self._rows:
+    def _begin_carrying(self) -> None:
+        """Begin a round of the carrier's; all of the last one was collected."""
+        if self.route.carrier is not None and self._rows:
             if self.under_way():
                 raise ConfigError(
                     "a step must follow each backward where no step waits for all gradients, but "
                     "another backward came first; put all but the last under optimizer.no_sync(), "
-                    "or use Gradients(order='priority', barrier=True)"
+                    "or use Gradients(update='whole')"
                 )
-            self.route.crossing.begin([(one.portion, one.memory) for one in self._buckets])
+            portions = [(one.portion, one.memory) for one in self._buckets]
+            self.route.carrier.begin(portions, world=self.route.world)
 
-    def _start_portions(self, buckets: Sequence[Bucket], *, all_of_them: bool = False) -> None:
+    def _start_carried(self, buckets: Sequence[Bucket], *, all_of_them: bool = False) -> None:
         """Hand over buckets that are filled."""
-        assert self.route.crossing is not None
+        assert self.route.carrier is not None
         for bucket in buckets:
             if not bucket.under_way and (all_of_them or not bucket.missing):
                 self._start(bucket)
                 bucket.under_way = True
-                self.route.crossing.ready(bucket.place)
+                self.route.carrier.ready(bucket.place)
 
     def under_way(self) -> bool:
-        """Return whether portions were handed over and not collected."""
+        """Return whether buckets were handed over to a carrier and not collected."""
         return any(bucket.under_way for bucket in self._buckets)
 
     def collect(self, params: Iterable[int]) -> None:
-        """Block until the means of parameters are there, where they cross in portions.
+        """Block until the means of parameters are there, where a carrier takes them.
 
         Args:
             params: Their indices.
         """
-        crossing = self.route.crossing
+        carrier = self.route.carrier
         buckets = [one for index in params for one in self._buckets_of.get(index, [])]
         for bucket in buckets:
             if bucket.under_way:
-                assert crossing is not None, "a route is replaced between two rounds"
-                crossing.wait(bucket.memory)
+                assert carrier is not None, "a route is replaced between two rounds"
+                carrier.wait(bucket.place)
                 bucket.under_way = False
                 self._settle(bucket)
 
@@ -253,19 +256,19 @@ class GradientBuckets:
         begun = bool(self._round.ready) and bool(self._rows)
         if not self._rows:
             self._make_rows(list(self._round.ready))
-        if self.route.crossing is not None:
-            self._finish_crossing(self.route.crossing, begun=begun)
+        if self.route.carrier is not None:
+            self._finish_carrying(begun=begun)
         else:
             self._finish_buckets()
         self._round, self.fresh = Round(), True
 
-    def _finish_crossing(self, crossing: Crossing, *, begun: bool) -> None:
-        """Hand over what is left; with a barrier, collect everything."""
+    def _finish_carrying(self, *, begun: bool) -> None:
+        """Hand over what is left; where steps are whole, collect everything."""
         if not begun:
-            self._begin_crossing()
-        self._start_portions(self._buckets, all_of_them=True)
+            self._begin_carrying()
+        self._start_carried(self._buckets, all_of_them=True)
         self._versions = [row.memory.flat._version for row in self._rows]
-        if crossing.barrier:
+        if self.route.whole:
             self.collect(range(len(self.named)))
 
     def _finish_buckets(self) -> None:

@@ -21,7 +21,7 @@ from daso.train.params import Trained
 
 __all__ = ["INSTEAD", "LayerSteps"]
 
-INSTEAD = "use Gradients(order='priority', barrier=True) or order='buckets'"
+INSTEAD = "use Gradients(update='whole')"
 
 
 @dataclass(slots=True)
@@ -68,7 +68,8 @@ class LayerSteps:
     Args:
         trained: The optimizer and its model, of which hooks watch every module.
         buckets: Where gradients cross.
-        drop: Counts a step whose mean gradient is not finite; may raise, on every rank alike.
+        drop: Counts a step whose mean gradient is not finite; may raise, on every rank alike. None:
+            nobody looks whether it is.
         good: Counts one that was.
     """
 
@@ -76,8 +77,8 @@ class LayerSteps:
         self,
         trained: Trained,
         buckets: GradientBuckets,
-        drop: Callable[[str], None],
-        good: Callable[[], None],
+        drop: Callable[[str], None] | None = None,
+        good: Callable[[], None] | None = None,
     ) -> None:
         assert trained.module is not None, "the setup was checked"
         self._trained, self._buckets, self._drop, self._good = trained, buckets, drop, good
@@ -212,16 +213,16 @@ class LayerSteps:
         due.pending.difference_update(chosen)
         if not due.pending:
             self._due = None
-        unsound = self._buckets.nonfinite_of(chosen)
+        unsound = self._buckets.nonfinite_of(chosen) if self._drop is not None else []
         try:
             self._step_with(due, [index for index in chosen if index not in unsound])
-            if unsound and not due.dropped:
+            if unsound and self._drop is not None and not due.dropped:
                 due.dropped = True
                 name = self._trained.named[unsound[0]][0]
                 self._drop(f"the mean gradient of {name} is not finite; its step is dropped")
         finally:
             self._zero(due, chosen)
-        if self._due is None and not due.dropped:
+        if self._due is None and not due.dropped and self._good is not None:
             self._good()
 
     def _look_at_gradients(self, due: Due) -> None:

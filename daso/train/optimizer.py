@@ -55,7 +55,8 @@ def make_setup(
         outer=outer is not None,
     )
     if policy is None:
-        policy = Auto() if settings.gradients.order == "buckets" else Fixed(1, 0)
+        synchronous = settings.gradients.order == "priority" or not settings.whole
+        policy = Fixed(1, 0) if synchronous else Auto()
     return Setup(module, policy, settings, outer)
 
 
@@ -70,7 +71,8 @@ class DASO(torch.optim.Optimizer):
         module: The model; gives parameter names and the buffers that `synchronize` averages.
         topology: Who is where; found from MPI if None.
         policy: Chooses how many batches lie between exchanges (skip) and how many an exchange may
-            take (wait); None is `daso.Auto`, with ``Gradients(order="priority")`` ``Fixed(1, 0)``.
+            take (wait); None is `daso.Auto`, or ``Fixed(1, 0)`` where gradients go by priority or
+            steps are taken layer by layer.
         wire: What crosses between nodes: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``
             or ``"topk"``; what a wire loses is kept and sent later.
         merge: How a node takes in a mean that is some batches old: ``"daso"`` weighs its own work
@@ -290,7 +292,7 @@ class DASO(torch.optim.Optimizer):
     def flush(self) -> None:
         """Take what is left of the last step, where layers take theirs one by one; else nothing.
 
-        With ``Gradients(order="priority")`` call it before you read or write
+        With ``Gradients(order="priority")`` or ``update="chunk"`` call it before you read or write
         ``model.parameters()`` yourself; a forward, ``state_dict()``, `synchronize` and `close` do
         what they need.
 

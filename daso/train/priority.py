@@ -20,9 +20,9 @@ import torch
 
 from daso.comm.dtypes import sum_buffer
 from daso.comm.engine import Ticket, Work
-from daso.comm.node import NodeBucket, wait_until
-from daso.errors import ExchangeError
+from daso.comm.node import NodeBucket
 from daso.plan.slices import Order, Portion, Waiting
+from daso.train.carrier import Carrier
 from daso.train.links import Links
 from daso.train.metrics import Counts
 
@@ -32,88 +32,44 @@ if TYPE_CHECKING:
 __all__ = ["Crossing"]
 
 
-class Crossing:
+class Crossing(Carrier):
     """The portions of one round after the other, on their way between nodes.
 
     Args:
         links: The engine, and what runs on it.
         counts: Where seconds and bytes are counted.
         order: Which portion goes first.
-        barrier: Whether a backward ends only when all portions have crossed.
     """
 
-    def __init__(self, links: Links, counts: Counts, order: Order, *, barrier: bool) -> None:
-        self.order, self.barrier = order, barrier
-        self._links, self._counts = links, counts
+    def __init__(self, links: Links, counts: Counts, order: Order) -> None:
+        super().__init__(links, counts)
+        self.order = order
         self._came: deque[int] = deque()  # portions that are ready here, for the engine's thread
-        self._here: set[int] = set()  # all of this round that were
-        self._count = 0  # portions of this round
-        self._ticket: Ticket[int] | None = None
-        self.log: list[tuple[str, int]] | None = None  # what happened, for tests
 
-    def begin(self, portions: Sequence[tuple[Portion, NodeBucket]]) -> None:
-        """Begin a round; all portions of the last one were waited for. Does not block.
-
-        Args:
-            portions: What crosses in this round, and its memory on this node; the same everywhere.
-
-        Raises:
-            ExchangeError: A backward was broken off while its gradients crossed.
-
-        Collective over the world; non-blocking.
-        """
-        self.finish()
-        if self._ticket is not None:
-            raise ExchangeError(
-                "a backward must hand over all gradients before the next one begins, but one was "
-                "broken off; start anew, from a checkpoint"
-            )
-        self._here.clear()
-        self._count = len(portions)
-        self._ticket = self._links.engine.submit(self._cross(portions))
-
-    def ready(self, portion: int) -> None:
+    def ready(self, place: int) -> None:
         """Note that a portion was started on this rank. Does not block."""
-        self._here.add(portion)
+        super().ready(place)
         if self._links.leads:
-            self._came.append(portion)
+            self._came.append(place)
 
-    def wait(self, memory: NodeBucket) -> None:
-        """Block until a portion is the mean over the world.
-
-        Args:
-            memory: Of the portion.
-
-        Raises:
-            ExchangeError: It failed.
-            StallError: It took longer than the stall limit; names who does not take part.
-        """
-        if memory.delivered():
-            return
-        engine = self._links.engine
-        with engine.hurried(self._ticket):
-            self._counts.exposed_seconds += wait_until(
-                memory.delivered, self._links.missing, engine.stall_seconds, engine.check
-            )
-
-    def finish(self) -> None:
-        """Block until the round is over, where all of its portions were handed over."""
-        if self._ticket is not None and len(self._here) == self._count:
-            self._counts.global_bytes_sent += self._links.engine.wait(self._ticket)
-            self._ticket = None
+    def _carry(
+        self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool
+    ) -> list[Ticket[int]]:
+        assert world, "inside a node the training thread adds"
+        return [self._links.engine.submit(self._cross([portion for portion, _ in portions]))]
 
     # --- on the engine's thread --------------------------------------------------------------
 
-    def _cross(self, portions: Sequence[tuple[Portion, NodeBucket]]) -> Work[int]:
+    def _cross(self, portions: Sequence[Portion]) -> Work[int]:
         nbytes, told = 0, _Turns(self._links.turns)
-        waiting = Waiting(self.order, [portion for portion, _ in portions])
+        waiting = Waiting(self.order, portions)
         for left in reversed(range(len(portions))):
             turn = yield from self._next(told, waiting)
             self._note("next", turn)
-            _, memory = portions[turn]
+            memory = self._buckets[turn]
             if left and (not self._links.leads or self._take_in(waiting)):
                 self._tell(told, waiting)
-            yield partial(self._is_filled, turn, memory)
+            yield partial(self._is_filled, turn)
             total = memory.add()
             assert total is not None, "it is filled"
             if total.numel():
@@ -148,13 +104,6 @@ class Crossing:
             waiting.add(portion)
             self._note("ready", portion)
         return len(waiting) > 0
-
-    def _is_filled(self, portion: int, memory: NodeBucket) -> bool:
-        return portion in self._here and memory.filled()
-
-    def _note(self, what: str, portion: int) -> None:
-        if self.log is not None:
-            self.log.append((what, portion))
 
 
 class _Turns:

@@ -427,4 +427,4 @@ _open_syncs: "weakref.WeakSet[Sync]" = weakref.WeakSet()
 def _stop_engines() -> None:
     """Stop the threads before MPI is finalized; nothing collective: ranks may be missing."""
     for sync in list(_open_syncs):
-        sync.links.engine.abandon()
+        sync.abandon()

@@ -34,10 +34,10 @@ class Setup:
         Raises:
             ConfigError: It does.
         """
-        if not self.settings.barrier and self.module is None:
+        if not self.settings.whole and self.module is None:
             raise ConfigError(
-                "Gradients(order='priority') needs the model whose layers wait for their "
-                "gradients, but there is none; pass module=, or barrier=True"
+                f"{self.settings.gradients!r} needs the model whose layers wait for their "
+                f"gradients, but there is none; pass module=, or update='whole'"
             )
         if isinstance(self.policy, Qsr) and not all("lr" in group for group in inner.param_groups):
             raise ConfigError(

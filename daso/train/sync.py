@@ -13,10 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from daso.comm.choose import choose_node, node_problem
 from daso.comm.topology import Topology
 from daso.errors import ConfigError, NonFiniteError, TopologyError
-from daso.plan.options import Gradients, Settings
+from daso.plan.options import Settings
 from daso.plan.schedule import Act, Seen, State
 from daso.train.buckets import Finish, GradientBuckets, Route
+from daso.train.carrier import Carrier
 from daso.train.exchanges import Exchanges
+from daso.train.host import HostSums
 from daso.train.layers import INSTEAD, LayerSteps
 from daso.train.links import Links
 from daso.train.meeting import Meeting
@@ -59,7 +61,10 @@ class Sync:
         self.counts = counts
         self.links = Links(topology, settings)
         self.meeting = Meeting(trained, topology, self.links, self.counts)
-        self._crossing = _crossing(self.links, counts, settings.gradients)
+        self._carrier = _carrier(self.links, counts, settings)
+        self._batch = 0  # steps taken
+        self._synchronous = False  # gradients are averaged between nodes
+        self._by_layers = False  # steps are taken layer by layer
         bucket_bytes, search = settings.gradients.bucket_bytes, None
         if bucket_bytes == "search":
             search = bucket_search(sum(p.nbytes for _, p in trained.named))
@@ -72,25 +77,32 @@ class Sync:
             same_order=self.meeting.same_order,
             begin=self._begin_step,
             behind_ddp=isinstance(trained.module, DistributedDataParallel),
-            in_portions=self._crossing is not None,
+            in_portions=settings.gradients.order == "priority",
         )
-        drop, good = self.meeting.count_drop, counts.good
-        lazy = not settings.barrier and topology.place.nodes > 1
-        self.layers = LayerSteps(trained, self.buckets, drop, good) if lazy else None
+        self.layers = self._layers()
         self._tuner = None
         if search is not None:
-            self._tuner = BucketTuner(search, self.meeting, self.buckets.cut)
-        self._batch = 0  # steps taken
-        self._synchronous = False  # gradients are averaged between nodes
+            self._tuner = BucketTuner(search, self.meeting, self._cut)
         self._trainable = _trainable(trained.inner)
         self.exchanges: Exchanges | None = None
         try:
             if topology.place.nodes > 1:
                 self.exchanges = Exchanges(self.meeting, self.buckets.node, outer)
         except TopologyError:  # no shared memory: leave the user's model without hooks
+            self._close_carrier()
             self.links.engine.close()
             self._unhook()
             raise
+
+    def _layers(self) -> LayerSteps | None:
+        """Return how steps are taken layer by layer; None where they are always whole."""
+        if self.settings.whole:
+            return None
+        if self.topology.place.nodes > 1:
+            return LayerSteps(self.trained, self.buckets, self.meeting.count_drop, self.counts.good)
+        # Of gradients that stay in the node nobody looks whether they are finite.
+        inside = isinstance(self._carrier, HostSums)
+        return LayerSteps(self.trained, self.buckets) if inside else None
 
     # --- gradients ---------------------------------------------------------------------------
 
@@ -99,18 +111,20 @@ class Sync:
         self.counts.epoch, self._batch = state.epoch, state.batch
         self.links.bell.steps = state.batch
         self._synchronous = state.synchronous and self.topology.place.nodes > 1
+        self._by_layers = state.synchronous and self.layers is not None
         # Nodes whose GradScalers went apart average between them after unscaling.
         apart = self.counts.scales_apart and self.layers is None
         self.buckets.route = self._route(between=self._synchronous and not apart)
 
     def _route(self, *, between: bool) -> Route:
-        place = self.topology.place
-        if between and self._crossing is not None:
-            return Route(place.local_size, place.lanes, crossing=self._crossing)
+        place, carrier, whole = self.topology.place, self._carrier, not self._by_layers
+        if between and carrier is not None:
+            return Route(place.local_size, place.lanes, carrier=carrier, world=True, whole=whole)
         if between:
             return Route(place.local_size, place.lanes, self._average_between)
         alone = max(place.node_sizes) == 1
-        return Route(place.local_size, place.local_size, alone=alone)
+        inside = carrier if isinstance(carrier, HostSums) else None
+        return Route(place.local_size, place.local_size, carrier=inside, whole=whole, alone=alone)
 
     def _average_between(self, total: torch.Tensor) -> Finish:
         """Start the mean over the world of a part that holds the sum over this node."""
@@ -133,15 +147,20 @@ class Sync:
         """Wait for all gradients that are under way. Collective over the world; blocking."""
         self.flush()
         self.buckets.collect(range(len(self.trained.named)))
-        if self._crossing is not None:
-            self._crossing.finish()
+        if self._carrier is not None:
+            self._carrier.finish()
+
+    def _cut(self, bucket_bytes: int) -> None:
+        """Cut buckets anew, between two rounds. Collective over the world; blocking."""
+        self.flush()
+        self.buckets.cut(bucket_bytes)
 
     def flush(self) -> None:
         """Take what is left of a step that is taken layer by layer. Collective over the world."""
         if self.layers is not None:
             self.layers.flush()
-        if self._crossing is not None and not self.buckets.under_way():
-            self._crossing.finish()
+        if self._carrier is not None and not self.buckets.under_way():
+            self._carrier.finish()
 
     def before_closure(self) -> None:
         """Get ready for a step that calls backward itself.
@@ -150,11 +169,17 @@ class Sync:
             ExchangeError: An exchange failed since the last step.
         """
         self._begin_step()
-        self.links.engine.check()
-        self._refuse("closures", self.layers is not None and self._synchronous)
+        self._check()
+        self._refuse("closures", self._by_layers)
         self.buckets.route = self._route(between=self._synchronous)
         if self._synchronous:
             self.counts.good()
+
+    def _check(self) -> None:
+        """Raise what went wrong in other threads since, if anything."""
+        self.links.engine.check()
+        if self._carrier is not None:
+            self._carrier.check()
 
     def _refuse(self, what: str, met: bool) -> None:
         if met:
@@ -178,10 +203,10 @@ class Sync:
         Collective over the world in the sense of the schedule.
         """
         self._begin_step()
-        self.links.engine.check()
+        self._check()
         if not self.buckets.fresh:
             self.buckets.finish_round()
-        if self.layers is not None and self._synchronous:
+        if self.layers is not None and self._by_layers:
             self._refuse("GradScalers", scaling.active)
             self.layers.step()
             return False
@@ -306,9 +331,19 @@ class Sync:
     def close(self) -> None:
         """Stop the engine and give everything back. Collective over the world; idempotent."""
         self._unhook()
-        if self.links.close():  # until here an exchange in flight may go on
+        sound = self._close_carrier()
+        if self.links.close() and sound:  # until here an exchange in flight may go on
             self.buckets.node.free()
         self.exchanges = None
+
+    def _close_carrier(self) -> bool:
+        return self._carrier is None or self._carrier.close()
+
+    def abandon(self) -> None:
+        """Stop all threads whatever is under way; for the end of the process."""
+        if self._carrier is not None:
+            self._carrier.abandon()
+        self.links.engine.abandon()
 
     def _unhook(self) -> None:
         if self.layers is not None:
@@ -316,11 +351,14 @@ class Sync:
         self.buckets.close()
 
 
-def _crossing(links: Links, counts: Counts, gradients: Gradients) -> Crossing | None:
-    """Return how portions cross between nodes; None where gradients do not go in portions."""
-    if gradients.order != "priority":
-        return None
-    return Crossing(links, counts, gradients.portions, barrier=gradients.barrier)
+def _carrier(links: Links, counts: Counts, settings: Settings) -> Carrier | None:
+    """Return what averages gradients in other threads; None where the training thread does."""
+    gradients = settings.gradients
+    if gradients.order == "host":
+        return HostSums(links, counts, links.place.local_size)
+    if gradients.order == "priority":
+        return Crossing(links, counts, gradients.portions)
+    return None
 
 
 def _trainable(inner: torch.optim.Optimizer) -> list[int]:

@@ -29,7 +29,7 @@ def test_the_defaults_are_written_down():
     assert asdict(Gradients()) == {
         "bucket_bytes": 2**20,
         "order": "buckets",
-        "barrier": False,
+        "update": "auto",
         "portions": "layer",
     }
     assert not make().outer

@@ -19,7 +19,10 @@ from daso.train.priority import Crossing
 pytestmark = pytest.mark.mpi
 
 ORDERS = ["layer", "lifo", "fifo"]
-FREE = {"order": "priority", "bucket_bytes": 64}
+FREE = {
+    "priority": {"order": "priority", "bucket_bytes": 64},
+    "host": {"order": "host", "update": "chunk", "bucket_bytes": 64},
+}
 ORDERED = daso.Exchange(reduce="ordered")
 
 
@@ -52,6 +55,18 @@ def wrapped(topology, model, inner, policy=None, **gradients):
     )
 
 
+@pytest.fixture(params=FREE)
+def free(request):
+    """Gradients for which no step waits as a whole."""
+    return FREE[request.param]
+
+
+def is_free(topology, free):
+    """Return whether steps are taken layer by layer then."""
+    place = topology.place
+    return place.nodes > 1 or (free["order"] == "host" and place.size > 1)
+
+
 def bits(model):
     return b"".join(flat_bytes(p) for p in model.parameters())
 
@@ -74,18 +89,18 @@ def train(topology, make, inner, *, steps=4, policy=None, each=plain, **gradient
 
 
 CUTS = [
-    *((100, portions, barrier) for portions in ORDERS for barrier in (True, False)),
-    *((1, "layer", False), (1 << 20, "layer", False), (1 << 20, "fifo", True)),
+    *((100, portions, update) for portions in ORDERS for update in ("whole", "chunk")),
+    *((1, "layer", "chunk"), (1 << 20, "layer", "chunk"), (1 << 20, "fifo", "whole")),
 ]
 
 
-@pytest.mark.parametrize(("nbytes", "portions", "barrier"), CUTS)
+@pytest.mark.parametrize(("nbytes", "portions", "update"), CUTS)
 @pytest.mark.parametrize(("make", "inner"), [(mlp, adamw), (Odd, sgd)])
-def test_no_order_and_no_cut_changes_a_bit(topology, make, inner, nbytes, portions, barrier):
+def test_no_order_and_no_cut_changes_a_bit(topology, make, inner, nbytes, portions, update):
     if make is Odd and (nbytes == 1 or portions == "lifo"):
         nbytes = 400  # it has many tensors; the small model has few
     same, before = train(topology, make, inner)
-    cut = {"bucket_bytes": nbytes, "portions": portions, "barrier": barrier}
+    cut = {"bucket_bytes": nbytes, "portions": portions, "update": update}
     found, report = train(topology, make, inner, order="priority", **cut)
     assert found == same
     assert report["batches"] == 4
@@ -93,16 +108,16 @@ def test_no_order_and_no_cut_changes_a_bit(topology, make, inner, nbytes, portio
 
 
 @pytest.mark.parametrize(("make", "inner"), [(Odd, sgd), (Attention, adamw)])
-def test_every_step_equals_one_process_once_it_is_flushed(topology, make, inner):
-    gradients = daso.Gradients(**FREE)
+def test_every_step_equals_one_process_once_it_is_flushed(topology, free, make, inner):
+    gradients = daso.Gradients(**free)
     compare(topology, make, inner, daso.Fixed(1, 0), steps=4, gradients=gradients)
 
 
-@pytest.mark.parametrize("barrier", [True, False], ids=["barrier", "free"])
-def test_phases_change_between_synchronous_and_local(topology, barrier):
+@pytest.mark.parametrize("update", ["whole", "chunk"])
+def test_phases_change_between_synchronous_and_local(topology, free, update):
     """Portions are buckets like any others where nodes step by themselves."""
     policy = daso.Plateau(epochs=5, warmup=1, cooldown=1, patience=1)
-    gradients = daso.Gradients(**FREE, barrier=barrier)
+    gradients = daso.Gradients(**free | {"update": update})
     compare(topology, Odd, sgd, policy, steps=3, epochs=5, gradients=gradients, wire="bf16")
 
 
@@ -171,13 +186,13 @@ def look_at_both(model, optimizer, rank, step):
     ],
 )
 @pytest.mark.parametrize(("make", "inner"), [(Odd, sgd)])
-def test_loops_of_all_kinds_see_what_they_saw(topology, make, inner, each):
+def test_loops_of_all_kinds_see_what_they_saw(topology, free, make, inner, each):
     same, _ = train(topology, make, inner, each=each)
-    found, _ = train(topology, make, inner, each=each, **FREE)
+    found, _ = train(topology, make, inner, each=each, **free)
     assert found == same
 
 
-def test_a_step_takes_the_learning_rate_of_its_own_batch(topology):
+def test_a_step_takes_the_learning_rate_of_its_own_batch(topology, free):
     def scheduled(**gradients):
         model = seeded(mlp)()
         with wrapped(topology, model, sgd, **gradients) as optimizer:
@@ -190,24 +205,24 @@ def test_a_step_takes_the_learning_rate_of_its_own_batch(topology):
         return bits(model), rates
 
     same, rates = scheduled()
-    assert scheduled(**FREE) == (same, rates)
+    assert scheduled(**free) == (same, rates)
     assert all(b == a / 2 for a, b in pairwise(rates))
 
 
-def test_without_a_policy_all_batches_are_synchronous(topology):
+def test_without_a_policy_all_batches_are_synchronous(topology, free):
     model = seeded(mlp)()
-    inner, gradients = sgd(model), daso.Gradients(**FREE)
+    inner, gradients = sgd(model), daso.Gradients(**free)
     with daso.DASO(inner, module=model, topology=topology, gradients=gradients) as optimizer:
         assert optimizer.report()["policy"] == repr(daso.Fixed(1, 0))
 
 
-def test_what_crosses_is_counted(topology):
+def test_what_crosses_is_counted(topology, free):
     """As many bytes as synchronous buckets send, whatever the cut; waiting is told."""
     _, same = train(topology, mlp, sgd)
-    _, found = train(topology, mlp, sgd, **FREE)
+    _, found = train(topology, mlp, sgd, **free)
     # Parts of portions, by lanes and by nodes, are rounded to whole numbers.
     assert found["global_bytes_sent"] == pytest.approx(same["global_bytes_sent"], rel=0.05)
-    if topology.place.nodes > 1:
+    if is_free(topology, free):
         assert found["exposed_seconds"] > 0
 
 
@@ -220,8 +235,8 @@ def logged(monkeypatch, topology):
     rounds = []
     begin = Crossing.begin
 
-    def begun(self, portions):
-        begin(self, portions)
+    def begun(self, portions, *, world):
+        begin(self, portions, world=world)
         self.log = []
         rounds.append((self.log, [portion for portion, _ in portions]))
 
@@ -259,9 +274,9 @@ def check_inversions(log, portions):
             before.discard(portion)
 
 
-def test_a_layer_is_stepped_before_its_forward_and_not_before_its_gradient_came(topology):
-    model, waits = seeded(chain)(), topology.place.nodes > 1
-    with wrapped(topology, model, sgd, **FREE) as optimizer:
+def test_a_layer_is_stepped_before_its_forward_and_not_before_its_gradient_came(topology, free):
+    model, waits = seeded(chain)(), is_free(topology, free)
+    with wrapped(topology, model, sgd, **free) as optimizer:
         rank = topology.place.rank
         plain(model, optimizer, rank, 0)
         old = [bits(layer) for layer in model]
@@ -323,14 +338,14 @@ def scaler(model, optimizer):
         (scaler, "but GradScalers need all"),
     ],
 )
-def test_what_needs_all_gradients_is_refused_with_the_alternative(topology, use, says):
+def test_what_needs_all_gradients_is_refused_with_the_alternative(topology, free, use, says):
     model = seeded(mlp)()
-    optimizer = wrapped(topology, model, sgd, **FREE)
+    optimizer = wrapped(topology, model, sgd, **free)
     batch_loss(model, topology.place.rank, 0).backward()
-    if topology.place.nodes == 1:
+    if not is_free(topology, free):
         use(model, optimizer)
     else:
-        alternative = r"use Gradients\(order='priority', barrier=True\) or order='buckets'"
+        alternative = r"use Gradients\(update='whole'\)"
         with pytest.raises(ConfigError, match=f"{says}.*{alternative}"):
             use(model, optimizer)
     optimizer.close()
@@ -344,14 +359,14 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_that_counts_in_its_groups_is_refused(topology):
+def test_an_optimizer_that_counts_in_its_groups_is_refused(topology, free):
     def counting(model):
         return Counting(model.parameters(), lr=0.1)
 
     model = seeded(mlp)()
-    optimizer = wrapped(topology, model, counting, **FREE)
+    optimizer = wrapped(topology, model, counting, **free)
     plain(model, optimizer, topology.place.rank, 0)
-    if topology.place.nodes > 1:
+    if is_free(topology, free):
         with pytest.raises(ConfigError, match="Counting counts in 'k'; use Gradients"):
             optimizer.flush()
     optimizer.close()
@@ -366,7 +381,7 @@ def test_layers_need_the_model_and_an_optimizer_that_is_wrapped(topology):
         daso.attach(sgd(model), module=model, topology=topology, gradients=gradients)
 
 
-def test_a_gradient_that_is_not_finite_is_dropped_and_the_third_time_raised(topology):
+def test_a_gradient_that_is_not_finite_is_dropped_and_the_third_time_raised(topology, free):
     """The rank that has it is one of many; what is dropped, and raised, is the same on all."""
     last = topology.place.size - 1
 
@@ -378,14 +393,14 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_the_third_time_raised(topo
 
     for bad in ([2], [2, 5]):
         same, before = train(topology, mlp, sgd, steps=8, each=poisoned)
-        found, after = train(topology, mlp, sgd, steps=8, each=poisoned, **FREE)
+        found, after = train(topology, mlp, sgd, steps=8, each=poisoned, **free)
         if topology.place.nodes > 1:  # on one node nobody looks: a NaN stays
             assert found == same
             assert after["dropped"] == before["dropped"] == len(bad)
     if topology.place.nodes == 1:
         return
     bad, model = [1, 2, 3], seeded(mlp)()
-    optimizer = wrapped(topology, model, sgd, **FREE)
+    optimizer = wrapped(topology, model, sgd, **free)
     with pytest.raises(NonFiniteError, match=r"drop number 3"), warnings.catch_warnings():
         for step in range(8):
             poisoned(model, optimizer, topology.place.rank, step)
@@ -409,11 +424,11 @@ def pruned():
 
 
 @pytest.mark.parametrize("make", [normed, pruned])
-def test_weights_that_hooks_compute_are_computed_after_the_step(topology, make):
+def test_weights_that_hooks_compute_are_computed_after_the_step(topology, free, make):
     torch.manual_seed(3)
     same, _ = train(topology, make, sgd)
     torch.manual_seed(3)
-    assert train(topology, make, sgd, **FREE)[0] == same
+    assert train(topology, make, sgd, **free)[0] == same
 
 
 def load_bare(model, optimizer, rank, step):
@@ -432,18 +447,18 @@ def average_and_load(model, optimizer, rank, step):
 
 
 @pytest.mark.parametrize("each", [load_bare, average_and_load])
-def test_states_are_loaded_between_steps(topology, each):
+def test_states_are_loaded_between_steps(topology, free, each):
     same, _ = train(topology, mlp, adamw, each=each)
-    assert train(topology, mlp, adamw, each=each, **FREE)[0] == same
+    assert train(topology, mlp, adamw, each=each, **free)[0] == same
 
 
-def test_a_second_backward_before_the_step_is_refused(topology):
+def test_a_second_backward_before_the_step_is_refused(topology, free):
     model = seeded(mlp)()
-    optimizer = wrapped(topology, model, sgd, **FREE)
+    optimizer = wrapped(topology, model, sgd, **free)
     rank = topology.place.rank
     plain(model, optimizer, rank, 0)
     batch_loss(model, rank, 1).backward()
-    if topology.place.nodes == 1:
+    if not is_free(topology, free):
         batch_loss(model, rank, 2).backward()
         optimizer.step()
     else:
@@ -452,9 +467,9 @@ def test_a_second_backward_before_the_step_is_refused(topology):
     optimizer.close()
 
 
-def test_a_parameter_used_behind_the_back_of_its_module_is_refused(topology):
+def test_a_parameter_used_behind_the_back_of_its_module_is_refused(topology, free):
     model = seeded(chain)()
-    optimizer = wrapped(topology, model, sgd, **FREE)
+    optimizer = wrapped(topology, model, sgd, **free)
 
     def around():
         """Uses all but the first layer without calling a module."""
@@ -464,22 +479,22 @@ def test_a_parameter_used_behind_the_back_of_its_module_is_refused(topology):
         return x.sum()
 
     plain(model, optimizer, topology.place.rank, 0)
-    if topology.place.nodes == 1:
+    if not is_free(topology, free):
         around().backward()
     else:
         told = "was used before the step with its last gradient|modified by an inplace operation"
         with pytest.raises((ConfigError, RuntimeError), match=told):
             around().backward()
-        optimizer._session._sync.links.engine.abandon()  # a program ends there
+        optimizer._session._sync.abandon()  # a program ends there
     optimizer.close()
 
 
-def test_gradients_that_are_zeroed_in_place_while_they_cross_are_refused(topology):
+def test_gradients_that_are_zeroed_in_place_while_they_cross_are_refused(topology, free):
     model = seeded(mlp)()
-    optimizer = wrapped(topology, model, sgd, **FREE)
+    optimizer = wrapped(topology, model, sgd, **free)
     plain(model, optimizer, topology.place.rank, 0)
     model.zero_grad(set_to_none=False)
-    if topology.place.nodes > 1:
+    if is_free(topology, free):
         with pytest.raises(ConfigError, match=r"must be reset by optimizer.zero_grad\(\)"):
             model(torch.ones(2, 6))
         with pytest.raises(ConfigError, match=r"must be reset by optimizer.zero_grad\(\)"):
@@ -509,7 +524,7 @@ def test_only_the_parameter_that_is_not_finite_is_dropped_whoever_calls_what(top
             assert topology.same(bits(model))
 
 
-def test_the_step_is_not_part_of_the_forwards_autocast(topology):
+def test_the_step_is_not_part_of_the_forwards_autocast(topology, free):
     def mixed(model, optimizer, rank, step):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
@@ -521,10 +536,10 @@ def test_the_step_is_not_part_of_the_forwards_autocast(topology):
         return torch.optim.Adafactor(model.parameters(), lr=0.05)
 
     same, _ = train(topology, mlp, adafactor, each=mixed)
-    assert train(topology, mlp, adafactor, each=mixed, **FREE)[0] == same
+    assert train(topology, mlp, adafactor, each=mixed, **free)[0] == same
 
 
-def test_hooks_on_the_wrapper_see_the_step_and_copies_have_no_hooks(topology):
+def test_hooks_on_the_wrapper_see_the_step_and_copies_have_no_hooks(topology, free):
     def watched(**gradients):
         model, seen = seeded(mlp)(), []
         with wrapped(topology, model, sgd, **gradients) as optimizer:
@@ -536,7 +551,7 @@ def test_hooks_on_the_wrapper_see_the_step_and_copies_have_no_hooks(topology):
             copied(torch.ones(2, 6))  # steps nothing
         return seen
 
-    assert watched(**FREE) == watched()
+    assert watched(**free) == watched()
 
 
 def test_memory_for_portions_grows_with_portions_and_not_with_numbers(topology, monkeypatch):

@@ -22,6 +22,7 @@ __all__ = ["add_parser"]
 
 # Contenders of --quick.
 QUICK = ("DASO Auto, bf16", "DDP, gloo", "DDP, gloo, fp16", "PostLocalSGD, every 4")
+MODELS = ("cnn", "resnet18", "gpt", "tiny")
 Found = list[dict[str, Any]]
 
 
@@ -43,16 +44,11 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
     train = add("train", _train, "step times of ways to train, on links of a known rate")
     _add_links(train, "1gbit,100mbit,10mbit")
-    train.add_argument("--model", choices=("cnn", "resnet18", "gpt", "tiny"), default="cnn")
+    train.add_argument("--model", choices=MODELS, default="cnn")
     train.add_argument("--only", action="append", help="a contender; may be given several times")
     _add_steps(train, "8; quick 3", "20; quick 6")
     train.add_argument("--plot", type=Path, help="draw step times to this PNG")
-    order = add("gradient-order", _gradient_order, "what crosses first when steps are synchronous")
-    _add_links(order, "500mbit,1gbit,2gbit")
-    order.add_argument("--model", choices=("cnn", "resnet18", "gpt", "tiny"), default="cnn")
-    order.add_argument("--only", action="append", help="an order; may be given several times")
-    _add_steps(order, "4; quick 2", "4; quick 2")
-    order.add_argument("--plot", type=Path, help="draw step times to this PNG")
+    _add_synchronous(add)
     _add_to_accuracy(add("time-to-accuracy", _to_accuracy, "whole trainings beside DDP's"))
     exchange = add("exchange", _exchange, "one exchange between nodes against its link's limit")
     _add_links(exchange, "1gbit")
@@ -68,6 +64,26 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         help="folder of train.json, exchange.json and node.json (scripts/figures)",
     )
     axes.add_options(add("growth", _growth, "overhead and memory as all of it grows"))
+
+
+def _add_synchronous(add: Callable[[str, object, str], argparse.ArgumentParser]) -> None:
+    """Add benches of gradients that are averaged at every step."""
+    order = add("gradient-order", _gradient_order, "what crosses first when steps are synchronous")
+    _add_links(order, "500mbit,1gbit,2gbit")
+    order.add_argument("--model", choices=(*MODELS, "device"), default="cnn")
+    order.add_argument("--only", action="append", help="an order; may be given several times")
+    _add_steps(order, "4; quick 2", "4; quick 2")
+    order.add_argument("--plot", type=Path, help="draw step times to this PNG")
+    host = add("host", _host, "gradients inside a node: who adds them, and when")
+    host.add_argument("--model", choices=(*MODELS, "device"), default="cnn")
+    host.add_argument("--ranks", type=int, default=2, help="of the node (2)")
+    host.add_argument("--only", action="append", help="a way; may be given several times")
+    host.add_argument("--seconds", type=float, default=0, help="of a round (4; quick 2)")
+    chunks = add("chunks", _chunks, "sizes of chunks that go to the host and back, and a model")
+    chunks.add_argument("--ranks", type=int, default=2, help="of the node (2)")
+    chunks.add_argument("--steps", type=int, default=0, help="of a round (20; quick 10)")
+    chunks.add_argument("--rate", type=float, default=1.0, help="of copies, in GB/s (1)")
+    chunks.add_argument("--latency", type=float, default=0.5, help="of a copy, in ms (0.5)")
 
 
 def _add_to_accuracy(parser: argparse.ArgumentParser) -> None:
@@ -201,6 +217,32 @@ def _gradient_order(chosen: argparse.Namespace) -> Measured:
 
     for one in _measured("gradient-order", links, [chosen.nodes], plan, chosen.ranks_per_node):
         yield one, order.table(one) + "\n", order.figures(one)
+
+
+def _host(chosen: argparse.Namespace) -> Measured:
+    from daso.run.bench import inside, train
+    from daso.run.bench.contenders import INSIDE
+    from daso.run.bench.hosts import HERE, run_here
+
+    _positive(chosen, "ranks")
+    _named(chosen.only or (), INSIDE)
+    seconds, names = chosen.seconds or (2 if chosen.quick else 4), tuple(chosen.only or INSIDE)
+    plan = asdict(train.Plan(chosen.model, names, _rounds(chosen), seconds, seconds, HERE))
+    one = run_here("train", plan, ranks=chosen.ranks, ranks_per_node=chosen.ranks)
+    yield one, inside.table(one), inside.figures(one)
+
+
+def _chunks(chosen: argparse.Namespace) -> Measured:
+    from daso.run.bench import chunks
+    from daso.run.bench.hosts import run_here
+
+    _positive(chosen, "ranks")
+    if chosen.steps < 0:
+        raise ConfigError(f"--steps must be at least 1, not {chosen.steps}")
+    steps = chosen.steps or (10 if chosen.quick else 20)
+    plan = asdict(chunks.Plan(_rounds(chosen), steps, chosen.rate, chosen.latency))
+    one = run_here("chunks", plan, ranks=chosen.ranks, ranks_per_node=chosen.ranks)
+    yield one, chunks.table(one), chunks.figures(one)
 
 
 def _named(names: Iterable[str], known: Iterable[str]) -> None:

@@ -17,17 +17,22 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 import daso
+from daso.comm.mpi import load
 from daso.comm.topology import Topology
 from daso.run.bench.models import Batch, Case, loss_of
 
 __all__ = [
+    "ALLREDUCE",
     "COMPUTE",
     "CONTENDERS",
     "FIFO",
+    "HOST",
+    "INSIDE",
     "ORDERS",
     "PERIOD",
     "PRIORITY",
     "Contender",
+    "Daso",
     "Make",
     "Plain",
     "join_gloo",
@@ -221,11 +226,11 @@ CONTENDERS: Mapping[str, Make] = {
 }
 
 
-def _ordered(portions: Any, mebibytes: float, *, barrier: bool) -> Make:
+def _ordered(portions: Any, mebibytes: float, *, whole: bool) -> Make:
     gradients = daso.Gradients(
         order="priority",
         portions=portions,
-        barrier=barrier,
+        update="whole" if whole else "chunk",
         bucket_bytes=int(mebibytes * (1 << 20)),
     )
     return _daso(gradients=gradients)
@@ -234,13 +239,56 @@ def _ordered(portions: Any, mebibytes: float, *, barrier: bool) -> Make:
 # Of synchronous gradients: what goes first, and what a forward waits for.
 FIFO, PRIORITY = "fifo, barrier", "priority"
 ORDERS: Mapping[str, Make] = {
-    FIFO: _ordered("fifo", 1, barrier=True),
-    "fifo, no barrier": _ordered("fifo", 1, barrier=False),
-    "priority, barrier": _ordered("layer", 1, barrier=True),
-    PRIORITY: _ordered("layer", 1, barrier=False),
+    FIFO: _ordered("fifo", 1, whole=True),
+    "fifo, no barrier": _ordered("fifo", 1, whole=False),
+    "priority, barrier": _ordered("layer", 1, whole=True),
+    PRIORITY: _ordered("layer", 1, whole=False),
     **{
-        f"priority, {mebibytes:g} MiB": _ordered("layer", mebibytes, barrier=False)
+        f"priority, {mebibytes:g} MiB": _ordered("layer", mebibytes, whole=False)
         for mebibytes in (0.25, 0.5, 2, 4, 16)
     },
     "buckets": _daso(policy=daso.Fixed(1, 0)),
+}
+
+
+class Flat(Plain):
+    """Adds all gradients by one call of MPI's when backward is over."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, topology: Topology
+    ) -> None:
+        super().__init__(model, optimizer)
+        self._topology = topology
+        params = list(model.parameters())
+        self._flat = torch.zeros(sum(p.numel() for p in params))
+        for param, row in zip(params, self._flat.split([p.numel() for p in params]), strict=True):
+            param.grad = row.view_as(param)
+
+    def step(self, batch: Batch) -> None:
+        """Train on a batch."""
+        self._flat.zero_()
+        loss_of(self.model, *batch).backward()
+        self._topology.world.Allreduce(load().IN_PLACE, self._flat.numpy())
+        self._flat /= self._topology.place.size
+        self.optimizer.step()
+        self.steps += 1
+
+
+def _flat(case: Case, topology: Topology) -> Contender:
+    return Flat(*start(case), topology)
+
+
+def _hosted(update: Any) -> Make:
+    gradients = daso.Gradients(order="host", update=update)
+    return _daso(policy=daso.Fixed(1, 0), gradients=gradients)
+
+
+# Of gradients inside one node: who adds them, and when.
+ALLREDUCE, HOST = "MPI Allreduce after it", "host"
+INSIDE: Mapping[str, Make] = {
+    ALLREDUCE: _flat,
+    HOST: _hosted("whole"),
+    "host, chunk updates": _hosted("chunk"),
+    "buckets": _daso(policy=daso.Fixed(1, 0)),
+    "DDP, gloo": _ddp(),
 }

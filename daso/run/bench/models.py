@@ -1,4 +1,4 @@
-"""Models of four kinds, and batches for them that cost no time to load."""
+"""Models of several kinds, and batches for them that cost no time to load."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,12 +11,17 @@ from torch.nn.functional import cross_entropy
 from daso.data import find_fashion, load_fashion, load_text
 from daso.environment import data_folder
 from daso.examples.transformer import ByteTransformer
+from daso.run.bench.paced import paced
 
 __all__ = ["CASES", "Batch", "Case", "ResNet18", "loss_of", "score", "small_cnn"]
 
 KEPT = 4096  # samples that each rank keeps in memory
 SIDE, CLASSES = 28, 10
 Batch = tuple[torch.Tensor, torch.Tensor]
+# Layers of the CNN with the times that they take of a core here, on a device that leaves the core
+# alone; and as many numbers in equal layers.
+DEVICE = ((320, 0.006, 0.010), (18_496, 0.012, 0.024), (4_548_650, 0.006, 0.012))
+EVEN = ((290_000, 0.001, 0.003),) * 16
 
 
 def small_cnn() -> nn.Module:
@@ -118,6 +123,10 @@ def _sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.02, momentum=0.9)
 
 
+def _plain(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.02)
+
+
 def _adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3)
 
@@ -147,4 +156,6 @@ CASES = {
         *(2, True, _adamw),
     ),
     "tiny": Case(tiny_mlp, 64, text=False, optimizer=_sgd),
+    "device": Case(lambda: paced(*DEVICE), 64, text=False, optimizer=_plain),
+    "device, even layers": Case(lambda: paced(*EVEN), 64, text=False, optimizer=_plain),
 }

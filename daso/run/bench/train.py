@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from daso.comm.topology import Topology
-from daso.run.bench.contenders import COMPUTE, ORDERS, Contender, join_gloo
+from daso.run.bench.contenders import COMPUTE, INSIDE, ORDERS, Contender, join_gloo
 from daso.run.bench.models import CASES, Batch
 from daso.run.bench.rivals import EVERYBODY
 from daso.run.bench.rounds import (
@@ -62,7 +62,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     batches = case.batches(topology.place.rank)
     names = [COMPUTE, *(name for name in plan.names if name != COMPUTE)]
     join_gloo(topology)
-    makers = {**EVERYBODY, **ORDERS}
+    makers = {**EVERYBODY, **ORDERS, **INSIDE}
     contenders = {name: makers[name](case, topology) for name in names}
     rounds: dict[str, list[Round]] = {name: [] for name in names}
     steps = {name: 1 for name in names}

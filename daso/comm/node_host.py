@@ -1,0 +1,136 @@
+"""Ranks that compute on devices average on the host: rows go there, are added, and come back.
+
+Every rank's row lies on its device. A bucket that is full is copied to the part of the node's
+shared memory that is this rank's; when all ranks' copies are there, it is averaged in place as on
+CPUs, and copied back. No step blocks, so that copies, sums and backward of different buckets
+overlap (after US 10949746 B2, IBM). Several ranks may share a device.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from daso.comm.node import NodeBucket, NodeRow, Span, wait_until
+from daso.comm.node_shm import ShmNode, ShmShare
+
+__all__ = ["Copies", "HostBucket", "HostNode", "HostRow"]
+
+Arrived = Callable[[], bool]
+
+
+class Copies(Protocol):
+    """Copies between a device and its host, beside everything else."""
+
+    def out(self, source: torch.Tensor, target: torch.Tensor) -> Arrived:
+        """Start a copy to the host after what computes ``source``; tells when it is over."""
+        ...
+
+    def back(self, source: torch.Tensor, target: torch.Tensor) -> Arrived:
+        """Start a copy to the device; tells when it is over. ``source`` is not changed before."""
+        ...
+
+
+class HostBucket:
+    """A row of gradients on a device; see `daso.comm.node.NodeBucket`."""
+
+    def __init__(self, node: "HostNode", flat: torch.Tensor, staged: NodeBucket) -> None:
+        self.flat = flat
+        self._node, self._staged = node, staged
+        self._parts: Sequence[Span] = ()
+        self._out: Arrived | None = None  # on its way to the host; None: it is there
+        self._back: Arrived | None = None
+
+    def start(self, parts: Sequence[Span]) -> None:
+        """Start this rank's copy to the host."""
+        self._parts, self._back = parts, None
+        self._out = self._node.copies.out(self.flat, self._staged.flat)
+
+    def filled(self) -> bool:
+        """Return whether every rank's copy is on the host; tells the others of this one's."""
+        if self._out is not None and self._out():
+            self._staged.start(self._parts)
+            self._out = None  # last: another thread may ask whether this round was delivered
+        return self._out is None and self._staged.filled()
+
+    def wait_filled(self) -> None:
+        """Block until every rank's copy is on the host."""
+        self._node.wait(self.filled)
+
+    def add(self) -> torch.Tensor | None:
+        """Return the sum of this rank's part of all rows, on the host."""
+        return self._staged.add() if self.filled() else None
+
+    def deliver(self, divisor: int) -> None:
+        """Write the part, divided, into every row on the host."""
+        self._staged.deliver(divisor)
+
+    def delivered(self) -> bool:
+        """Return whether all parts are on the device; starts the copy when the host has them."""
+        if self._out is not None:
+            return False
+        if self._back is None and self._staged.delivered():
+            self._back = self._node.copies.back(self._staged.flat, self.flat)
+        return self._back is not None and self._back()
+
+    def wait(self) -> None:
+        """Block until all parts are on the device."""
+        self._node.wait(self.delivered)
+
+
+class HostRow:
+    """Memory for gradients on a device and on the host; see `daso.comm.node.NodeRow`."""
+
+    def __init__(self, node: "HostNode", flat: torch.Tensor, staged: NodeRow) -> None:
+        self.flat = flat
+        self._node, self._staged = node, staged
+
+    def cut(self, spans: Sequence[Span]) -> list[HostBucket]:
+        """Return one bucket for each span of the row."""
+        # .data: what comes back shall not look as if somebody had changed a gradient.
+        return [
+            HostBucket(self._node, self.flat[slice(*span)].data, bucket)
+            for span, bucket in zip(spans, self._staged.cut(spans), strict=True)
+        ]
+
+
+class HostNode:
+    """The ranks of a node that compute on devices; see `daso.comm.node.NodeGroup`.
+
+    Args:
+        host: Their shared memory.
+        device: Where this rank computes.
+        copies: How rows go to the host and back.
+    """
+
+    def __init__(self, host: ShmNode, device: torch.device, copies: Copies) -> None:
+        self.copies = copies
+        self._host, self._device = host, device
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds this rank stood still for copies, and for others of the node."""
+        return self._host.waited_seconds
+
+    def row(self, numel: int, dtype: torch.dtype, most: int) -> HostRow:
+        """Make a row for gradients."""
+        flat = torch.zeros(numel, dtype=dtype, device=self._device)
+        return HostRow(self, flat, self._host.row(numel, dtype, most))
+
+    def share(self, spans: Sequence[Span], dtype: torch.dtype) -> ShmShare:
+        """Make a shared row, on the host."""
+        return self._host.share(spans, dtype)
+
+    def wait(self, arrived: Arrived) -> None:
+        """Block until something has arrived here."""
+        host = self._host
+        host.waited_seconds += wait_until(
+            arrived,
+            lambda: "a copy, or another rank of the node, is late",
+            host.stall_seconds,
+            host.late,
+        )
+
+    def free(self) -> None:
+        """Give the memory back; tensors made from it must not be used afterwards."""
+        self._host.free()

@@ -1,0 +1,32 @@
+"""Ways to average gradients inside a node at every step: who adds them, and when."""
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from daso.run.bench import train
+from daso.run.bench.contenders import ALLREDUCE, HOST
+from daso.run.bench.rounds import over
+
+__all__ = ["figures", "table"]
+
+table = train.table
+
+
+def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the step time with sums on the host over that of MPI's Allreduce after backward."""
+    plan, rows = found["plan"], {row["name"]: row["rounds"] for row in found["rows"]}
+    if HOST not in rows or ALLREDUCE not in rows:
+        return {}
+    paced = {
+        name: [one["seconds"] / one["base_seconds"] for one in rows[name]]
+        for name in (HOST, ALLREDUCE)
+    }
+    where = "" if plan["model"] == "cnn" else f"_{plan['model']}"
+    return {
+        f"host_accumulation_over_allreduce{where}": {
+            "value": statistics.median(over(paced[HOST], paced[ALLREDUCE])),
+            "unit": f"ratio of step times, {HOST!r} over {ALLREDUCE!r}",
+            "conditions": train.table(found).splitlines()[0],
+        }
+    }

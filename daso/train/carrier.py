@@ -1,0 +1,121 @@
+"""What takes gradients through their averages while the training thread does something else."""
+
+from collections.abc import Sequence
+
+from daso.comm.engine import Ticket
+from daso.comm.node import NodeBucket, wait_until
+from daso.errors import ExchangeError
+from daso.plan.slices import Portion
+from daso.train.links import Links
+from daso.train.metrics import Counts
+
+__all__ = ["Carrier"]
+
+
+class Carrier:
+    """The buckets of one round after the other, averaged by other threads.
+
+    Args:
+        links: The engine, and what runs on it.
+        counts: Where seconds and bytes are counted.
+    """
+
+    def __init__(self, links: Links, counts: Counts) -> None:
+        self.log: list[tuple[str, int]] | None = None  # what happened, for tests
+        self._links, self._counts = links, counts
+        self._here: set[int] = set()  # places of buckets of this round that were handed over
+        self._buckets: Sequence[NodeBucket] = ()  # of this round, in their order
+        self._tickets: list[Ticket[int]] = []  # of this round: bytes sent
+
+    def begin(self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool) -> None:
+        """Begin a round; all buckets of the last one were waited for. Does not block.
+
+        Args:
+            portions: The buckets of this round in their order, and what lies in them; the same
+                everywhere.
+            world: Whether they are averaged over the world, or inside the node alone.
+
+        Raises:
+            ExchangeError: A backward was broken off while its gradients were under way.
+
+        Collective over the world, or the node; non-blocking.
+        """
+        self.finish()
+        if self._tickets:
+            raise ExchangeError(
+                "a backward must hand over all gradients before the next one begins, but one was "
+                "broken off; start anew, from a checkpoint"
+            )
+        self._here.clear()
+        self._buckets = [bucket for _, bucket in portions]
+        self._tickets = self._carry(portions, world=world)
+
+    def ready(self, place: int) -> None:
+        """Note that a bucket was started on this rank. Does not block.
+
+        Args:
+            place: Of the bucket in its round.
+        """
+        self._here.add(place)
+
+    def wait(self, place: int) -> None:
+        """Block until a bucket holds the mean.
+
+        Args:
+            place: Of the bucket in its round.
+
+        Raises:
+            ExchangeError: It failed.
+            StallError: It took longer than the stall limit; names who does not take part.
+        """
+        if self._is_over(place):
+            return
+        engine = self._links.engine
+        with engine.hurried(self._tickets[-1]):
+            self._counts.exposed_seconds += wait_until(
+                lambda: self._is_over(place), self._links.missing, engine.stall_seconds, self.check
+            )
+
+    def finish(self) -> None:
+        """Block until the round is over, where all of its buckets were handed over."""
+        if self._tickets and len(self._here) == len(self._buckets):
+            for ticket in self._tickets:
+                self._counts.global_bytes_sent += self._links.engine.wait(ticket)
+            self._tickets = []
+
+    def check(self) -> None:
+        """Raise what went wrong in another thread since, if anything.
+
+        Raises:
+            ExchangeError: Something did.
+        """
+        self._links.engine.check()
+
+    def close(self) -> bool:
+        """Stop threads of this object's own; idempotent.
+
+        Returns:
+            Whether all work ended well, so that what it used may be freed.
+        """
+        return True
+
+    def abandon(self) -> None:
+        """Stop them whatever is under way; for the end of the process."""
+
+    def _carry(
+        self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool
+    ) -> list[Ticket[int]]:
+        """Hand a round to other threads."""
+        raise NotImplementedError
+
+    def _is_over(self, place: int) -> bool:
+        """Return whether a bucket holds the mean."""
+        return self._buckets[place].delivered()
+
+    def _is_filled(self, place: int) -> bool:
+        """Return whether a bucket was handed over on every rank of the node."""
+        return place in self._here and self._buckets[place].filled()
+
+    def _note(self, what: str, place: int) -> None:
+        if self.log is not None:
+            self.log.append((what, place))

@@ -1,0 +1,116 @@
+"""Adds gradients on the host while backward goes on, in threads of its own.
+
+Chunk after chunk, in the order in which they fill, a thread takes gradients to the host where they
+are elsewhere, adds this rank's part of all ranks' in rank order, and brings the sums back: the
+three stages of different chunks overlap each other and the backward of the layers below (after
+US 10949746 B2, IBM). Between nodes the engine exchanges a chunk when it is added. On CPUs gradients
+lie in memory that the node shares, so nothing is taken anywhere, and the thread only adds.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from daso.comm.engine import Engine, Ticket, Work
+from daso.comm.node import NodeBucket
+from daso.plan.slices import Portion
+from daso.train.carrier import Carrier
+from daso.train.links import Links
+from daso.train.metrics import Counts
+
+__all__ = ["HostSums"]
+
+
+class HostSums(Carrier):
+    """Chunks of gradients on their way to the host, into sums, and back.
+
+    Args:
+        links: The engine that exchanges between nodes.
+        counts: Where seconds and bytes are counted.
+        local_size: Ranks of the node.
+    """
+
+    def __init__(self, links: Links, counts: Counts, local_size: int) -> None:
+        super().__init__(links, counts)
+        self._local_size = local_size
+        # Not the exchanges' thread: one between nodes may take many batches, sums take one.
+        self._adder = Engine(
+            links.engine.stall_seconds, links.missing, links.late, name="daso-host"
+        )
+
+    def check(self) -> None:
+        """Raise what went wrong in another thread since, if anything."""
+        super().check()
+        self._adder.check()
+
+    def close(self) -> bool:
+        """Stop the thread that adds; idempotent."""
+        return self._adder.close()
+
+    def abandon(self) -> None:
+        """Stop it whatever is under way; for the end of the process."""
+        self._adder.abandon()
+
+    def _carry(
+        self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool
+    ) -> list[Ticket[int]]:
+        self._round = _Round(len(portions))
+        tickets = [self._adder.submit(self._add(self._round, world=world))]
+        if world:
+            tickets.insert(0, self._links.engine.submit(self._exchange(self._round)))
+        return tickets
+
+    def _is_over(self, place: int) -> bool:
+        return place in self._round.back
+
+    # --- on the thread that adds -------------------------------------------------------------
+
+    def _add(self, now: "_Round", *, world: bool) -> Work[int]:
+        yield partial(self._go_on, now, world=world)
+        return 0
+
+    def _go_on(self, now: "_Round", *, world: bool) -> bool:
+        """Take every chunk as far as it goes now; return whether all are back."""
+        while len(now.sums) < now.count and self._is_filled(len(now.sums)):
+            place = len(now.sums)
+            total = self._buckets[place].add()
+            assert total is not None, "it is filled"
+            self._note("added", place)
+            now.sums.append(total)
+            if not world or not total.numel():
+                now.means.add(place)
+        for place in sorted(now.means - now.given):
+            self._buckets[place].deliver(1 if world else self._local_size)
+            now.given.add(place)
+        for place in sorted(now.given - now.back):
+            if self._buckets[place].delivered():
+                self._note("delivered", place)
+                now.back.add(place)
+        return len(now.back) == now.count
+
+    # --- on the engine's thread --------------------------------------------------------------
+
+    def _exchange(self, now: "_Round") -> Work[int]:
+        nbytes = 0
+        for place in range(now.count):
+            yield partial(now.has_sum, place)
+            if now.sums[place].numel():
+                nbytes += yield from self._links.gradient_mean(now.sums[place])
+                now.means.add(place)
+        return nbytes
+
+
+class _Round:
+    """How far the chunks of a round are; each thread only adds to what is its own."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.sums: list[torch.Tensor] = []  # of chunks, in order: this rank's parts
+        self.means: set[int] = set()  # chunks whose sums may be given to the node
+        self.given: set[int] = set()
+        self.back: set[int] = set()  # chunks that are where they came from
+
+    def has_sum(self, place: int) -> bool:
+        """Return whether a chunk was added."""
+        return len(self.sums) > place

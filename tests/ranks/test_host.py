@@ -1,0 +1,236 @@
+"""Gradients added on the host by a thread of its own: the bits are those of any other way."""
+
+import threading
+import time
+from itertools import cycle
+
+import pytest
+import torch
+from ranks.test_priority import bits, chain, plain, train, wrapped
+from ranks.test_sync import Odd, adamw, batch_loss, compare, mlp, seeded, sgd
+from torch import nn
+
+import daso
+from daso.comm.throttle import CopyLink, pretend_device
+from daso.errors import ConfigError, ExchangeError
+from daso.plan.costs import flow_shop_seconds
+from daso.train.host import HostSums
+
+pytestmark = pytest.mark.mpi
+
+UPDATES = ["whole", "chunk"]
+
+
+@pytest.fixture(params=["cpu", "device"])
+def machine(request):
+    """Let ranks compute on the CPU, or as if on a device of their own."""
+    if request.param == "cpu":
+        yield
+    else:
+        with pretend_device(CopyLink(1e8, 1e-4)):
+            yield
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("nbytes", [1, 100, 1 << 20, "search"])
+@pytest.mark.parametrize(("make", "inner"), [(mlp, adamw), (Odd, sgd)])
+def test_no_chunk_changes_a_bit(topology, machine, make, inner, nbytes, update):
+    same, before = train(topology, make, inner)
+    found, report = train(topology, make, inner, order="host", bucket_bytes=nbytes, update=update)
+    assert found == same
+    assert report["batches"] == 4
+    assert report["exchanges"] == before["exchanges"]
+
+
+@pytest.mark.parametrize("order", ["buckets", "priority"])
+def test_other_orders_compute_on_devices_too(topology, order):
+    same, _ = train(topology, Odd, sgd)
+    with pretend_device(CopyLink(1e8, 1e-4)):
+        assert train(topology, Odd, sgd, order=order, bucket_bytes=300)[0] == same
+
+
+@pytest.mark.parametrize("policy", [daso.Fixed(1, 0), daso.Fixed(2, 1)], ids=str)
+def test_every_step_equals_one_process(topology, machine, policy):
+    gradients = daso.Gradients(order="host", bucket_bytes=100)
+    compare(topology, Odd, sgd, policy, steps=6, gradients=gradients, wire="bf16")
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_phases_change_between_synchronous_and_local(topology, machine, update):
+    policy = daso.Plateau(epochs=5, warmup=1, cooldown=1, patience=1)
+    gradients = daso.Gradients(order="host", update=update, bucket_bytes=100)
+    compare(topology, Odd, sgd, policy, steps=3, epochs=5, gradients=gradients, wire="bf16")
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_chunks_cut_anew_at_every_step_change_no_bit(topology, machine, update):
+    sizes = cycle([1, 300, 64, 1 << 20, 4096])
+
+    def cut(model, optimizer, rank, step):
+        if optimizer._session._sync is not None:
+            optimizer._session._sync._cut(next(sizes))
+        plain(model, optimizer, rank, step)
+
+    same, _ = train(topology, Odd, sgd, steps=7)
+    how = {"order": "host", "bucket_bytes": 9, "update": update}
+    assert train(topology, Odd, sgd, steps=7, each=cut, **how)[0] == same
+
+
+# --- when things happen --------------------------------------------------------------------------
+
+
+class Slow(nn.Module):
+    """A layer whose backward takes a while, and no core."""
+
+    seconds = 0.02
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.linear(x)
+        y.register_hook(self.pause)
+        return y
+
+    def pause(self, _):
+        time.sleep(self.seconds)
+
+
+def slow_chain(count=4):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Slow() for _ in range(count)), nn.Linear(6, 3))
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Return a list of when chunks came back, for each round."""
+    rounds = []
+    carry = HostSums._carry
+
+    def carried(self, portions, *, world):
+        self.log = Log()
+        rounds.append(self.log)
+        return carry(self, portions, world=world)
+
+    monkeypatch.setattr(HostSums, "_carry", carried)
+    return rounds
+
+
+class Log(list):
+    """Notes with the time of each."""
+
+    def append(self, note):
+        super().append((*note, time.perf_counter()))
+
+
+def test_chunks_come_back_while_backward_goes_on(topology, machine, told):
+    if topology.place.size == 1:
+        pytest.skip("one rank averages nothing")
+    model, rank = slow_chain(), topology.place.rank
+    with wrapped(topology, model, sgd, order="host", bucket_bytes=1) as optimizer:
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = batch_loss(model, rank, step)
+            loss.backward()
+            ended = time.perf_counter()
+            optimizer.step()
+    before = [at for what, _, at in told[-1] if what == "delivered" and at < ended - Slow.seconds]
+    assert before, "the first layers' backward takes twice as long"
+
+
+def test_no_parameter_changes_before_the_last_chunk_is_back(topology, machine, told):
+    """One update for the whole model: until all sums are there, weights are the old ones."""
+    model, rank = slow_chain(), topology.place.rank
+    with wrapped(topology, model, sgd, order="host", bucket_bytes=1) as optimizer:
+        plain(model, optimizer, rank, 0)
+        params, seen = list(model.parameters()), []
+        versions = [p._version for p in params]
+        for param in params:
+            param.register_post_accumulate_grad_hook(
+                lambda _: seen.append([p._version for p in params] == versions)
+            )
+        optimizer.zero_grad()
+        batch_loss(model, rank, 1).backward()
+        assert seen == [True] * len(params)
+        assert [p._version for p in params] == versions
+        if topology.place.size > 1:
+            back = [place for what, place, _ in told[-1] if what == "delivered"]
+            assert sorted(back) == list(range(len(back)))
+            assert len(back) == len(params)
+        optimizer.step()
+        assert all(p._version > old for p, old in zip(params, versions, strict=True))
+
+
+def test_a_sum_in_the_node_does_not_wait_for_an_exchange_between_nodes(topology):
+    """The exchange's thread may be busy for many batches; gradients are averaged meanwhile."""
+    if topology.place.size == topology.place.nodes:
+        pytest.skip("needs nodes of several ranks")
+    model, rank = seeded(mlp)(), topology.place.rank
+    gate = threading.Event()
+    policy = daso.Fixed(8, 8)
+    optimizer = wrapped(topology, model, sgd, policy, order="host")
+    plain(model, optimizer, rank, 0)
+    engine = optimizer._session._sync.links.engine
+
+    def busy():
+        yield gate.is_set
+
+    ticket = engine.submit(busy())
+    for step in range(3):
+        plain(model, optimizer, rank, step)
+    assert not ticket.done()
+    gate.set()
+    optimizer.synchronize()
+    optimizer.close()
+
+
+def test_an_error_in_the_thread_that_adds_is_told_at_the_next_step(topology, monkeypatch):
+    if topology.place.size == 1:
+        pytest.skip("one rank averages nothing")
+    model, rank = seeded(chain)(), topology.place.rank
+    optimizer = wrapped(topology, model, sgd, order="host")
+    plain(model, optimizer, rank, 0)
+
+    def broken(*_, **__):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(HostSums, "_go_on", broken)
+    with pytest.raises(ExchangeError, match="an exchange failed: no memory"):
+        plain(model, optimizer, rank, 1)
+    optimizer._session._sync.abandon()
+    optimizer.close()
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+def test_chunks_of_a_step_need_a_thread_of_their_own():
+    with pytest.raises(ConfigError, match=r"order='priority' or 'host', not 'buckets'"):
+        daso.Gradients(update="chunk")
+
+
+# --- what it takes -------------------------------------------------------------------------------
+
+
+def test_a_step_takes_what_the_flow_shop_says(topology):
+    """Backward, out, sum and back overlap as three machines after another would."""
+    if topology.place.size == 1:
+        pytest.skip("one rank averages nothing")
+    link = CopyLink(bytes_per_second=2e6, latency_seconds=1e-3)
+    with pretend_device(link):
+        model, rank = slow_chain(6), topology.place.rank
+        optimizer = wrapped(topology, model, sgd, order="host", bucket_bytes=1 << 20)
+        with optimizer:
+            taken = []
+            for step in range(6):
+                optimizer.zero_grad()
+                loss = batch_loss(model, rank, step)
+                topology.world.Barrier()
+                start = time.perf_counter()
+                loss.backward()
+                taken.append(time.perf_counter() - start)
+            nbytes = sum(p.nbytes for p in model.parameters())
+    one_chunk = [(6 * Slow.seconds, link.seconds(nbytes), 0.0, link.seconds(nbytes))]
+    assert min(taken[1:]) >= flow_shop_seconds(one_chunk)
+    assert bits(model)
