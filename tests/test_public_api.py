@@ -100,7 +100,7 @@ def test_the_keywords_of_the_optimizer_are_these():
         "module": None,
         "topology": None,
         "policy": None,
-        "wire": "bf16",
+        "wire": "auto",
         "merge": "auto",
         "outer": None,
         "exchange": None,

@@ -5,12 +5,13 @@ from typing import Literal, get_args
 
 from daso.errors import ConfigError
 from daso.plan.merge import Merge, check_merge, is_eager, keeps_local, merge_rule
+from daso.plan.schedule import Seen
 from daso.plan.slices import Order
+from daso.plan.wires import NARROW, WIDE, Wire, next_wire
 
 __all__ = ["Exchange", "Gradients", "Settings", "Wire"]
 
 Reduce = Literal["auto", "iallreduce", "ordered"]
-Wire = Literal["fp32", "bf16", "fp16", "int8", "int4", "topk"]
 NonFinite = Literal["drop", "raise"]
 
 MiB = 1 << 20
@@ -107,7 +108,7 @@ class Settings:
     Args:
         wire: What crosses between nodes for deltas: ``"fp32"``, ``"bf16"``, ``"fp16"``,
             ``"int8"`` and ``"int4"`` with a scale per 128 numbers, or ``"topk"``: of every 4096
-            numbers the 64 largest.
+            numbers the 64 largest. ``"auto"``: bf16, or int4 where that takes many batches.
         merge: How a mean that is some batches old is taken in; see `daso.plan.merge`.
         outer: Whether an outer optimizer moves the reference.
         exchange: How nodes exchange.
@@ -139,6 +140,15 @@ class Settings:
         """Whether a backward ends with all gradients averaged."""
         update = self.gradients.update
         return update == "whole" or (update == "auto" and self.gradients.order != "priority")
+
+    @property
+    def wires(self) -> tuple[str, ...]:
+        """Wires that exchanges may take, the first one first."""
+        return (WIDE, NARROW) if self.wire == "auto" else (self.wire,)
+
+    def next_wire(self, now: str, seen: Seen, *, numel: int) -> str:
+        """Return the wire of the next exchange; see `daso.plan.wires.next_wire`."""
+        return next_wire(now, seen, numel=numel) if self.wire == "auto" else now
 
     @property
     def eager(self) -> bool:

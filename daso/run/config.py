@@ -81,7 +81,7 @@ class ScheduleConfig:
 class ExchangeConfig:
     """How nodes exchange."""
 
-    wire: Wire = "bf16"
+    wire: Wire = "auto"
     merge: str = "auto"  # auto | daso | delta | eager | the weight of local parameters
     outer: Literal["none", "nesterov"] = "none"  # nesterov: DiLoCo
     outer_lr: float = 0.7
@@ -90,6 +90,8 @@ class ExchangeConfig:
     reduce: Literal["auto", "iallreduce", "ordered"] = "auto"
     chunk_bytes: int = Exchange().chunk_bytes
     bucket_bytes: int = 1 << 20  # of gradients; 0: searched while training
+    gradients: Literal["buckets", "priority", "host"] = "buckets"  # in which order, and where added
+    update: Literal["auto", "whole", "chunk"] = "auto"  # chunk: layer by layer
     nonfinite: Literal["drop", "raise"] = "drop"
     stall_seconds: float = 300.0
 
@@ -150,7 +152,11 @@ class Config:
                 stall_seconds=exchange.stall_seconds,
                 fragments=exchange.fragments,
             ),
-            gradients=Gradients(bucket_bytes=exchange.bucket_bytes or "search"),
+            gradients=Gradients(
+                order=exchange.gradients,
+                update=exchange.update,
+                bucket_bytes=exchange.bucket_bytes or "search",
+            ),
         )
 
     def policy(self) -> Policy:

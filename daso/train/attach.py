@@ -24,7 +24,7 @@ def attach(  # noqa: PLR0913 - the keywords of DASO
     module: torch.nn.Module | None = None,
     topology: Topology | None = None,
     policy: Policy | None = None,
-    wire: str = "bf16",
+    wire: str = "auto",
     merge: str | float = "auto",
     outer: MakeOuter | None = None,
     exchange: Exchange | None = None,

@@ -49,6 +49,7 @@ class Flight:
     fragment: int | None  # None: all of them
     ahead: bool  # the node went where it will probably bring it
     keeps: bool  # the merge keeps local work
+    wire: str
 
 
 @dataclass(slots=True)
@@ -60,6 +61,8 @@ class Known:
     measured: Tally = field(default_factory=Tally)  # by this rank, about the last exchange
     batches: int = 0  # of work that the last exchange carried
     drift: float = 0.0  # that all ranks agreed on last; see `daso.plan.schedule.Seen`
+    wire: str = ""  # of the next exchange; empty: the settings' first
+    timed: str = ""  # wire of the last one
 
 
 class Exchanges:
@@ -102,7 +105,8 @@ class Exchanges:
     def anchor(self, batch: int) -> None:
         """Take the parameters, equal everywhere, as the reference."""
         norms = [row.anchor() for row in self._rows_of(None)]
-        self._known = Known(size=self.meeting.gather(sum(norms))[0] or 1.0)
+        size, wire = self.meeting.gather(sum(norms))[0] or 1.0, self._known.wire
+        self._known = Known(size=size, wire=wire)
         self._known.since = [batch] * self.settings.exchange.fragments
 
     def send(self, batch: int, fragment: int | None, *, wait: int) -> None:
@@ -119,13 +123,14 @@ class Exchanges:
         batches = batch - min(known.since[one] for one in self._fragments_of(fragment))
         ahead, dense = self.settings.eager and not blocking, fragment is None
         keeps = not blocking and self.settings.keeps(wait=wait, drift=known.drift)
-        code = self._encode(rows, dense=dense, keeps=keeps)
+        wire = known.wire or self.settings.wires[0]
+        code = self._encode(rows, wire, dense=dense, keeps=keeps)
         header = replace(self._header(batch), nonfinite=code)
         if ahead:
             for row in rows:
                 row.go_ahead()
-        ticket = self.links.engine.submit(self._exchange(rows, header, known.measured, dense=dense))
-        self._flight = Flight(ticket, batch, batches, fragment, ahead, keeps)
+        ticket = self.links.engine.submit(self._exchange(rows, header, known.measured))
+        self._flight = Flight(ticket, batch, batches, fragment, ahead, keeps, wire)
 
     def _fragments_of(self, fragment: int | None) -> Sequence[int]:
         return range(len(self._known.since)) if fragment is None else [fragment]
@@ -148,23 +153,21 @@ class Exchanges:
             header = replace(header, minus_exchange_seconds=-self.counts.exchange_seconds)
         return header
 
-    def _exchange(
-        self, rows: list[ParameterRow], header: Header, tally: Tally, *, dense: bool
-    ) -> Work[Outcome]:
+    def _exchange(self, rows: list[ParameterRow], header: Header, tally: Tally) -> Work[Outcome]:
         """Vote first; where all values are finite, move every row's reference by the mean delta."""
         agreed, sums = yield from self.links.agree(header, tally)
         total = Measured()
         if not agreed.nonfinite and agreed.aligned and self.place.lane is not None:
             for row in rows:
-                total += yield from row.exchange(dense=dense)
+                total += yield from row.exchange()
         measured = Tally.measured(total.distance, total.norm, self._known.size)
         return Outcome(agreed, sums, measured, total.nbytes, sound=header.nonfinite == 0.0)
 
-    def _encode(self, rows: list[ParameterRow], *, dense: bool, keeps: bool) -> float:
+    def _encode(self, rows: list[ParameterRow], wire: str, *, dense: bool, keeps: bool) -> float:
         """Encode what rows will send; return the first value that is not finite as a number."""
         place, before, code = self.place, 0, 0.0
         for row in self._rows_of(None):
-            element = row.send(dense=dense, keeps=keeps) if row in rows else None
+            element = row.send(wire, dense=dense, keeps=keeps) if row in rows else None
             if element is not None and not code:
                 code = culprit(before + element, place.rank, place.size)
             before += row.layout.numel
@@ -192,6 +195,7 @@ class Exchanges:
         assert flight is not None, "the schedule receives only what was sent"
         outcome = self.meeting.wait(flight.ticket)
         self.counts.exchange_seconds = flight.ticket.seconds
+        timed, self._known.timed = self._known.timed, flight.wire
         self.counts.global_bytes_sent += outcome.nbytes
         if not outcome.header.aligned:
             header = outcome.header
@@ -203,7 +207,7 @@ class Exchanges:
         if outcome.header.nonfinite:
             self._drop(flight, outcome)
             return None
-        seen = self._learn(flight, outcome)
+        seen = self._learn(flight, outcome, timed)
         rule = self.settings.merge_rule(
             waited=batch - flight.batch, nodes=self.place.nodes, keeps=flight.keeps
         )
@@ -217,20 +221,31 @@ class Exchanges:
             fragment=flight.fragment,
             seconds=flight.ticket.seconds,
             nbytes=outcome.nbytes,
+            wire=flight.wire,
             **asdict(seen),
             **asdict(rule),
         )
         return seen
 
-    def _learn(self, flight: Flight, outcome: Outcome) -> Seen:
-        """Return what an exchange told all ranks; remember what the next one shall tell."""
+    def _learn(self, flight: Flight, outcome: Outcome, timed: str) -> Seen:
+        """Return what an exchange told all ranks; remember what the next one shall tell.
+
+        Args:
+            flight: The exchange.
+            outcome: What it gave.
+            timed: Wire of the exchange before, whose seconds it told.
+        """
         known, header = self._known, outcome.header
         drift = outcome.tally.drift(nodes=self.place.nodes, batches=known.batches)
         known.measured, known.batches = outcome.measured, flight.batches
         for one in self._fragments_of(flight.fragment):
             known.since[one] = flight.batch
         known.drift = drift
-        return Seen(header.step_seconds, header.exchange_seconds, header.lr, drift)
+        seen = Seen(header.step_seconds, header.exchange_seconds, header.lr, drift)
+        if timed == flight.wire:  # else the wire changed just now
+            numel = sum(row.layout.numel for row in self._rows_of(flight.fragment))
+            known.wire = self.settings.next_wire(flight.wire, seen, numel=numel)
+        return seen
 
     def _drop(self, flight: Flight, outcome: Outcome) -> None:
         """Set the node whose value is not finite back to the reference; say whose it is."""
@@ -296,6 +311,7 @@ def _pack(flight: Flight) -> dict[str, Any]:
         "fragment": flight.fragment,
         "ahead": flight.ahead,
         "keeps": flight.keeps,
+        "wire": flight.wire,
     }
 
 
@@ -307,5 +323,5 @@ def _unpack(values: dict[str, Any]) -> Flight:
         "measured": Tally(**outcome["measured"]),
     }
     ticket = Ticket.over(Outcome(**outcome | parts), values["seconds"])
-    names = ("batch", "batches", "fragment", "ahead", "keeps")
+    names = ("batch", "batches", "fragment", "ahead", "keeps", "wire")
     return Flight(ticket, *(values[name] for name in names))

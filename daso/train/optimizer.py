@@ -74,7 +74,8 @@ class DASO(torch.optim.Optimizer):
             take (wait); None is `daso.Auto`, or ``Fixed(1, 0)`` where gradients go by priority or
             steps are taken layer by layer.
         wire: What crosses between nodes: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``
-            or ``"topk"``; what a wire loses is kept and sent later.
+            or ``"topk"``; what a wire loses is kept and sent later. ``"auto"``: bf16, and int4
+            where the link is so slow that an exchange would take more than four batches.
         merge: How a node takes in a mean that is some batches old: ``"daso"`` weighs its own work
             by the batches waited, ``"delta"`` keeps it whole, ``"eager"`` goes ahead and corrects
             later, a number from 0 to 1 is the weight of local parameters, ``"auto"`` chooses by
@@ -104,7 +105,7 @@ class DASO(torch.optim.Optimizer):
         module: torch.nn.Module | None = None,
         topology: Topology | None = None,
         policy: Policy | None = None,
-        wire: str = "bf16",
+        wire: str = "auto",
         merge: str | float = "auto",
         outer: MakeOuter | None = None,
         exchange: Exchange | None = None,

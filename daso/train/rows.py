@@ -69,13 +69,17 @@ class ParameterRow:
         self.span = self.spans[place.lane] if place.lane is not None else Span(0, 0)
         self.shared = node.share(self.spans, dtype)
         self.rounded: dict[int, torch.Tensor] = {}  # what this lane rounded away of means
-        wire = links.settings.wire
-        self.wired = links.ordered(codec_named(wire, dtype), self.rounded)
-        self.dense = links.ordered(dense_codec(wire, dtype), self.rounded)
+        wires = links.settings.wires
+        self.wired = {wire: links.ordered(codec_named(wire, dtype), self.rounded) for wire in wires}
+        self.dense = None
+        if links.settings.sparse:
+            self.dense = links.ordered(dense_codec(wires[0], dtype), self.rounded)
+        self.mean = self.wired[wires[0]]  # of the exchange that was started last
         share = place.local_size / place.size
         self.part = Part(self.shared.mine, Way(links.settings.eager, share, outer))
-        message = message_numel(self.wired.codec, links.settings.exchange.chunk_bytes)
-        peers = len(self.wired.adder.weights)
+        # One cut for all wires: what is rounded away lies in its parts.
+        message = message_numel(self.mean.codec, links.settings.exchange.chunk_bytes)
+        peers = len(self.mean.adder.weights)
         self.chunks = message_chunks(message, self.span.numel, peers)
         # MPI adds rows as they are, and takes chunks whole, as two peers do.
         self.summed = Cast(dtype, dtype) if links.settings.delta_reduce == "iallreduce" else None
@@ -94,18 +98,20 @@ class ParameterRow:
         self.rounded.clear()
         return sum(float(flat_view(p).double().square().sum()) for _, p in self.named)
 
-    def send(self, *, dense: bool, keeps: bool) -> int | None:
+    def send(self, wire: str, *, dense: bool, keeps: bool) -> int | None:
         """Encode what the exchange that starts will carry.
 
         Args:
-            dense: Send everything, whatever the wire.
+            wire: One of those that the settings allow.
+            dense: Send everything: not by a sparse wire.
             keeps: The merge will keep local work.
 
         Returns:
             The first element of the whole row that is not finite, if any.
         """
         self.shared.wait_released()
-        codec = self.summed or (self.dense if dense else self.wired).codec
+        self.mean = self.dense if dense and self.dense is not None else self.wired[wire]
+        codec = self.summed or self.mean.codec
         spans = [span for parts in self.cuts for span in parts]
         bad = self.part.send(codec, spans, self._gather, keeps=keeps)
         return None if bad is None else self.span.start + bad
@@ -163,18 +169,15 @@ class ParameterRow:
         self.part.show(ADOPT)
         self._merge_shown(ADOPT)
 
-    def exchange(self, *, dense: bool) -> Work[Measured]:
+    def exchange(self) -> Work[Measured]:
         """Move the reference by the mean delta of all nodes.
-
-        Args:
-            dense: Send everything, whatever the wire.
 
         Returns:
             What was sent and measured.
 
         Collective over the lane; non-blocking, as work for the engine.
         """
-        mean = self.dense if dense else self.wired
+        mean = self.mean
         if self.summed is None:
             nbytes = yield from mean.run(self.part, self.chunks)
         else:

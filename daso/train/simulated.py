@@ -35,6 +35,7 @@ from daso.train.part import Gather, Part, Way, merge_pairs, message_numel
 
 __all__ = ["SimulatedNodes", "Times"]
 
+MANY = 1 << 20  # numbers
 Loss = Callable[[torch.nn.Module], torch.Tensor]
 
 
@@ -43,7 +44,7 @@ class Times:
     """What policies see of the machine that is simulated."""
 
     step_seconds: float = 1.0
-    exchange_seconds: float = 1.0
+    exchange_seconds: float = 1.0  # on the first wire that the settings allow
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Flight:
     fragment: int | None
     seen: Seen
     keeps: bool
+    wire: str
 
 
 @dataclass(slots=True)
@@ -65,6 +67,8 @@ class Known:
     measured: Tally = field(default_factory=Tally)
     batches: int = 0
     drift: float = 0.0
+    wire: str = ""
+    timed: str = ""
 
 
 class Row:
@@ -82,12 +86,17 @@ class Row:
     ) -> None:
         self.named, self.dtype, nodes = named, dtype, len(named)
         numel = sum(tensor.numel() for _, tensor in named[0])
-        codec, dense = codec_named(settings.wire, dtype), dense_codec(settings.wire, dtype)
         self.parts = [Part(torch.zeros(numel, dtype=dtype), way) for _ in named]
         rounded: dict[int, torch.Tensor] = {}
-        self.wired = Adder(codec, [1] * nodes, nodes, rounded)
-        self.dense = Adder(dense, [1] * nodes, nodes, rounded)
-        message = message_numel(codec, settings.exchange.chunk_bytes)
+        wires = settings.wires
+        self.wired = {
+            wire: Adder(codec_named(wire, dtype), [1] * nodes, nodes, rounded) for wire in wires
+        }
+        self.dense = self.wired[wires[0]]
+        if settings.sparse:
+            self.dense = Adder(dense_codec(wires[0], dtype), [1] * nodes, nodes, rounded)
+        self.rounded = rounded
+        message = message_numel(self.wired[wires[0]].codec, settings.exchange.chunk_bytes)
         self.chunks = message_chunks(message, numel, nodes)
         self.spans = [span for parts in cut(self.chunks, nodes) for span in parts]
 
@@ -101,14 +110,14 @@ class Row:
             for here, there in self._pairs(node, part.reference):
                 there.copy_(here)
             part.anchor()
-        self.wired.rounded.clear()
+        self.rounded.clear()
         return float(self.parts[0].reference.double().square().sum())
 
     def send(
-        self, *, dense: bool, ahead: bool, keeps: bool
+        self, wire: str, *, dense: bool, ahead: bool, keeps: bool
     ) -> tuple[int, list[tuple[float, float]]]:
         """Exchange deltas; return all nodes' bytes, and each node's squared distance and norm."""
-        adder = self.dense if dense else self.wired
+        adder = self.dense if dense and len(self.wired) == 1 else self.wired[wire]
         for node, part in enumerate(self.parts):
             gather = self._gather(node)
             part.send(adder.codec, self.spans, gather, keeps=keeps)
@@ -261,7 +270,7 @@ class SimulatedNodes:
 
     def _anchor(self, batch: int) -> None:
         size = sum(row.anchor() for rows in self.rows for row in rows)
-        self._known = Known(size or 1.0, [batch] * len(self.rows))
+        self._known = Known(size or 1.0, [batch] * len(self.rows), wire=self._known.wire)
 
     def _rows_of(self, fragment: int | None) -> list[Row]:
         return (
@@ -270,24 +279,30 @@ class SimulatedNodes:
 
     def _send(self, batch: int, fragment: int | None, *, wait: int) -> None:
         known = self._known
+        wire = known.wire or self.settings.wires[0]
         sent = range(len(known.since)) if fragment is None else [fragment]
         batches = batch - min(known.since[one] for one in sent)
         drift = known.measured.drift(nodes=len(self.models), batches=known.batches)
         ahead, distance, norm = self.settings.eager and wait > 0, 0.0, 0.0
         keeps = wait > 0 and self.settings.keeps(wait=wait, drift=known.drift)
         for row in self._rows_of(fragment):
-            nbytes, found = row.send(dense=fragment is None, ahead=ahead, keeps=keeps)
+            nbytes, found = row.send(wire, dense=fragment is None, ahead=ahead, keeps=keeps)
             self.global_bytes_sent += nbytes
             distance += sum(one for one, _ in found)
             norm += sum(one for _, one in found)
         rates = [group.get("lr", 0.0) for inner in self.inners for group in inner.param_groups]
         times = self.times
-        seen = Seen(times.step_seconds, times.exchange_seconds, max(map(float, rates)), drift)
-        self._flight = Flight(batch, fragment, seen, keeps)
+        taken = times.exchange_seconds * self._bytes(wire) / self._bytes(self.settings.wires[0])
+        seen = Seen(times.step_seconds, taken, max(map(float, rates)), drift)
+        self._flight = Flight(batch, fragment, seen, keeps, wire)
         known.measured = Tally.measured(distance, norm, known.size)
         known.batches = batches
         for one in sent:
             known.since[one] = batch
+
+    def _bytes(self, wire: str) -> int:
+        """Return what many numbers take on a wire."""
+        return codec_named(wire).nbytes(MANY)
 
     def _receive(self, batch: int) -> Seen:
         flight, self._flight = self._flight, None
@@ -295,10 +310,17 @@ class SimulatedNodes:
         rule = self.settings.merge_rule(
             waited=batch - flight.batch, nodes=len(self.models), keeps=flight.keeps
         )
-        self._known.drift = flight.seen.drift
-        for row in self._rows_of(flight.fragment):
+        known, rows = self._known, self._rows_of(flight.fragment)
+        known.drift = flight.seen.drift
+        numel = sum(row.parts[0].shown.numel() for row in rows)
+        timed, known.timed = known.timed, flight.wire
+        if timed == flight.wire:
+            known.wire = self.settings.next_wire(flight.wire, flight.seen, numel=numel)
+        for row in rows:
             row.merge(rule)
-        self.events.append({"sent": flight.batch, "received": batch, **asdict(flight.seen)})
+        self.events.append(
+            {"sent": flight.batch, "received": batch, "wire": flight.wire, **asdict(flight.seen)}
+        )
         return flight.seen
 
 

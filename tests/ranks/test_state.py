@@ -7,6 +7,7 @@ import torch
 from ranks.test_sync import batch_loss, mlp, seeded, sgd
 
 import daso
+from daso.plan import options as plan_options
 from daso.plan.options import Settings
 from daso.plan.policy import Replay
 from daso.train.simulated import SimulatedNodes
@@ -112,14 +113,21 @@ def test_a_run_resumed_right_after_a_send_may_stop_there(topology, wire, outer):
     assert all(map(torch.equal, bits(model), expected))
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "int4", "topk"])
-def test_one_process_replays_a_run_from_its_log(topology, place, wire):
+def other_wire(now, _, *, numel):
+    """Choose the other wire at every chance, so that both carry what the other rounded away."""
+    assert numel
+    return "int4" if now == "bf16" else "bf16"
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int4", "topk", "auto"])
+def test_one_process_replays_a_run_from_its_log(topology, place, monkeypatch, wire):
+    monkeypatch.setattr(plan_options, "next_wire", other_wire)
     if place.nodes < place.size or place.size == 1:
         return  # simulated nodes have one rank each
-    build, options = seeded(mlp), {"wire": wire, "merge": "delta", "exchange": ORDERED}
+    build, how = seeded(mlp), {"wire": wire, "merge": "delta", "exchange": ORDERED}
     model = build()
     policy = daso.Auto(drift=0.05, warmup=3)
-    optimizer = daso.DASO(sgd(model), module=model, topology=topology, policy=policy, **options)
+    optimizer = daso.DASO(sgd(model), module=model, topology=topology, policy=policy, **how)
     with optimizer:
         for step in range(40):
             train(model, optimizer, place.rank, [step])
@@ -127,7 +135,9 @@ def test_one_process_replays_a_run_from_its_log(topology, place, wire):
                 optimizer.end_epoch(1.0)
     history = tuple(optimizer.report()["skip_history"])
     assert len(history) > 2  # what Auto measured made a difference
-    settings = Settings(**options, gradients=daso.Gradients())
+    wires = [one["wire"] for one in optimizer.report()["events"] if one["kind"] == "exchange"]
+    assert set(wires) == ({"bf16", "int4"} if wire == "auto" else {wire})
+    settings = Settings(**how, gradients=daso.Gradients())
     nodes = SimulatedNodes(build, sgd, place.size, policy=Replay(history), settings=settings)
     for step in range(40):
         nodes.step([lambda m, r=r, s=step: batch_loss(m, r, s) for r in range(place.size)])

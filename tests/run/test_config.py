@@ -52,6 +52,8 @@ KEYS = [
     "exchange.reduce",
     "exchange.chunk_bytes",
     "exchange.bucket_bytes",
+    "exchange.gradients",
+    "exchange.update",
     "exchange.nonfinite",
     "exchange.stall_seconds",
     "checkpoint.every",
@@ -86,7 +88,7 @@ def test_nothing_said_gives_the_defaults():
     assert (config.epochs, config.seed, config.data.name) == (3, 0, "auto")
     assert config.folder == Path("runs/train")
     assert config.policy() == Auto()
-    assert config.settings().wire == "bf16"
+    assert config.settings().wire == "auto"
     assert config.settings().exchange == Exchange()
     assert config.settings().gradients == Gradients()
 
@@ -141,6 +143,8 @@ def test_the_settings_reach_the_records_of_the_optimizer():
         "--exchange.reduce=iallreduce",
         "--exchange.chunk_bytes=1024",
         "--exchange.bucket_bytes=2048",
+        "--exchange.gradients=host",
+        "--exchange.update=chunk",
         "--exchange.nonfinite=raise",
         "--exchange.stall_seconds=7",
     ]
@@ -149,7 +153,7 @@ def test_the_settings_reach_the_records_of_the_optimizer():
     assert made.exchange == Exchange(
         reduce="iallreduce", chunk_bytes=1024, nonfinite="raise", stall_seconds=7.0
     )
-    assert made.gradients == Gradients(bucket_bytes=2048)
+    assert made.gradients == Gradients(order="host", update="chunk", bucket_bytes=2048)
 
 
 def test_no_size_of_buckets_is_one_to_be_searched():
@@ -226,7 +230,7 @@ def test_an_empty_section_that_does_not_exist_is_refused(tmp_path, text):
         ("--tensorboard=maybe", "tensorboard must be true or false", "'maybe'"),
         ("--tensorboard=", "tensorboard must be true or false", "''"),
         ("--data.name=mnist", "auto, fashion, digits, text, synthetic", "'mnist'"),
-        ("--exchange.wire=fp17", "exchange.wire must be one of fp32, bf16", "'fp17'"),
+        ("--exchange.wire=fp17", "exchange.wire must be one of auto, fp32", "'fp17'"),
         ("--schedule.policy=", "schedule.policy must be one of auto, fixed, plateau, qsr", "''"),
         ("--epochs=0", "epochs must be at least 1", "0"),
         ("--data.batch_size=-2", "data.batch_size must be at least 1", "-2"),
@@ -316,7 +320,7 @@ def test_plateau_phases_longer_than_the_run_are_refused_with_what_to_do():
 
 
 def test_iallreduce_on_a_bf16_wire_is_refused_with_what_to_do():
-    message = refused(None, "--exchange.reduce=iallreduce")
+    message = refused(None, "--exchange.reduce=iallreduce", "--exchange.wire=bf16")
     assert "fp32" in message
     assert "'bf16'" in message
     assert "reduce='auto'" in message

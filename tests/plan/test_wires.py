@@ -1,0 +1,56 @@
+"""Which wire is taken where the user leaves it open."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daso.plan.options import Exchange, Gradients, Settings
+from daso.plan.schedule import Seen
+from daso.plan.wires import FEW, next_wire
+
+seconds = st.floats(1e-6, 1e3)
+
+
+def seen(batches):
+    return Seen(step_seconds=0.1, exchange_seconds=0.1 * batches)
+
+
+@pytest.mark.parametrize(
+    ("now", "batches", "then"),
+    [
+        ("bf16", 1.2, "bf16"),
+        ("bf16", 3.9, "bf16"),
+        ("bf16", 4.1, "int4"),
+        ("bf16", 100, "int4"),
+        ("int4", 100, "int4"),
+        ("int4", 1.0, "int4"),  # 3.8 with bf16
+        ("int4", 0.5, "bf16"),  # 1.9
+    ],
+)
+def test_slow_links_get_fewer_bits(now, batches, then):
+    assert next_wire(now, seen(batches), numel=FEW) == then
+
+
+@given(st.sampled_from(["bf16", "int4"]), st.floats(0, 1e3), st.floats(0, 1e3))
+def test_what_is_small_or_not_measured_changes_nothing(now, step, exchange):
+    assert next_wire(now, Seen(step, exchange), numel=FEW - 1) == now
+    assert next_wire(now, Seen(0.0, exchange), numel=FEW) == now
+    assert next_wire(now, Seen(step, 0.0), numel=FEW) == now
+
+
+@given(seconds, seconds)
+def test_on_a_link_that_stays_the_same_the_wire_settles(step, wide):
+    """An exchange takes as long as its bytes say: no wire sends the next one back."""
+    taken = {"bf16": wide, "int4": wide * 4.25 / 16}
+    wire, wires = "bf16", []
+    for _ in range(6):
+        wire = next_wire(wire, Seen(step, taken[wire]), numel=FEW)
+        wires.append(wire)
+    assert len(set(wires)) == 1
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8", "int4", "topk"])
+def test_a_wire_that_is_given_stays(wire):
+    settings = Settings(wire=wire, merge="auto", exchange=Exchange(), gradients=Gradients())
+    assert settings.wires == (wire,)
+    assert settings.next_wire(wire, seen(100), numel=FEW) == wire
