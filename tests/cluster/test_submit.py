@@ -196,7 +196,7 @@ def test_restarts_end_at_the_limit(daso):
 
 @LAUNCHERS
 def test_ranks_are_told_before_time_runs_out(daso, launcher):
-    words = ["--nodes=2", "--time=1", "--signal-seconds=50", f"--launcher={launcher}", "told.py"]
+    words = ["--nodes=2", "--time=1", "--signal-seconds=40", f"--launcher={launcher}", "told.py"]
     job = daso.submit(*words)
     log = daso.follow(job)
     assert {"rank 0 was told", "rank 1 was told"} <= set(log.splitlines())

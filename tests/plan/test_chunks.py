@@ -50,10 +50,18 @@ def test_whatever_is_measured_the_fastest_that_was_tried_is_kept(times):
     assert all(KIB <= nbytes <= MIB for nbytes in tried)
 
 
-def test_chunks_grow_until_slower_and_one_size_between_is_tried():
+def test_chunks_grow_until_slower_twice_and_one_size_beside_the_fastest_is_tried():
     states = searched(ChunkSearch(KIB, MIB), valley(10 * KIB, 0.1))
-    assert [one.nbytes // KIB for one in states] == [1, 2, 4, 8, 16, 11, 11]
-    assert [one.refining for one in states] == [False] * 5 + [True, False]
+    assert [one.nbytes // KIB for one in states] == [1, 2, 4, 8, 16, 32, 11, 11]
+    assert [one.refining for one in states] == [False] * 6 + [True, False]
+    states = searched(ChunkSearch(KIB, MIB, patience=1), valley(7 * KIB, 0.1))
+    assert [one.nbytes // KIB for one in states] == [1, 2, 4, 8, 16, 5, 8]
+
+
+def test_one_slow_size_does_not_end_the_search():
+    times = {1: 1.0, 2: 1.5, 4: 0.9, 8: 1.1, 16: 1.2, 6: 1.0}
+    states = searched(ChunkSearch(1, 64), times.__getitem__)
+    assert [one.nbytes for one in states] == [1, 2, 4, 8, 16, 6, 4]
 
 
 def test_times_that_differ_by_less_than_the_tolerance_do_not_end_the_search():
@@ -92,6 +100,7 @@ def test_a_size_is_held_while_iterations_take_about_as_long(factor):
         ({"every": 0}, "ChunkSearch.every must be at least 1, not 0"),
         ({"expand": 1.0}, "ChunkSearch.expand must be more than 1, not 1.0"),
         ({"tolerance": math.nan}, "ChunkSearch.tolerance must be at least 0, not nan"),
+        ({"patience": 0}, "ChunkSearch.patience must be at least 1, not 0"),
         ({"reopen": 0.0}, "ChunkSearch.reopen must be more than 0, not 0.0"),
     ],
 )

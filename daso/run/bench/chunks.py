@@ -9,7 +9,8 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from daso.comm.topology import Topology
 from daso.plan.costs import flow_shop_seconds
 from daso.plan.layout import fit_buckets, split
 from daso.run.bench.contenders import COMPUTE, Contender, Daso, Plain, start
-from daso.run.bench.models import CASES, Batch, Case
-from daso.run.bench.paced import Paced
+from daso.run.bench.models import CASES, EVEN, Batch, Case
+from daso.run.bench.paced import Paced, paced
 from daso.run.bench.rounds import take_turns
 
 __all__ = ["SIZES", "Plan", "figures", "measure", "predicted_seconds", "steps_off", "table"]
@@ -78,15 +79,24 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         seconds[name].append(_step_seconds(contenders[name], topology, batch, plan.steps))
     taken = {name: statistics.median(times) for name, times in seconds.items()}
     add = _add_seconds_per_byte(topology, torch.float32)
+    per_chunk, per_byte = _overhead(topology, batch, plan.rounds, add)
     layers = _layers(contenders[COMPUTE].model)
     aside = taken[COMPUTE] - sum(backward for _, backward in layers)
+    layers = [(nbytes, backward + per_byte * nbytes) for nbytes, backward in layers]
+    model = partial(
+        predicted_seconds,
+        layers,
+        link=link,
+        per_chunk=per_chunk,
+        add_seconds_per_byte=add,
+        aside=aside,
+    )
     rows = [
         {
             "bytes": size,
             "ms": 1e3 * taken[str(size)],
             "seconds": seconds[str(size)],
-            "predicted_ms": 1e3
-            * predicted_seconds(layers, size, link, add_seconds_per_byte=add, aside=aside),
+            "predicted_ms": 1e3 * model(size),
         }
         for size in SIZES
     ]
@@ -96,6 +106,8 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         "plan": asdict(plan),
         "nodes": list(topology.place.node_sizes),
         "compute_ms": 1e3 * taken[COMPUTE],
+        "chunk_us": 1e6 * per_chunk,
+        "fill_ns_per_byte": 1e9 * per_byte,
         "add_ns_per_byte": 1e9 * add,
         "found": {**found, "ms": 1e3 * taken[SEARCH]},
         "rows": rows,
@@ -130,6 +142,32 @@ def _step_seconds(contender: Contender, topology: Topology, batch: Batch, steps:
     return float(max(topology.world.allgather(statistics.median(taken))))
 
 
+def _overhead(
+    topology: Topology, batch: Batch, rounds: int, add_seconds_per_byte: float
+) -> tuple[float, float]:
+    """Return what the training thread takes for each chunk, and for each byte in it, in seconds.
+
+    Found with layers and a link that take no time, from chunks of one layer and of all; with these
+    sums come after backward, and are taken off.
+    """
+    case = replace(CASES[MODEL], build=lambda: paced(*((numel, 0.0, 0.0) for numel, *_ in EVEN)))
+    with pretend_device(CopyLink(math.inf)):
+        contenders: list[Contender] = [
+            Plain(*start(case)),
+            _host(case, topology, 1),
+            _host(case, topology, SIZES[-1] << 2),
+        ]
+    taken: list[list[float]] = [[], [], []]
+    for at in (0, 1, 2, *take_turns(range(3), rounds)):
+        taken[at].append(_step_seconds(contenders[at], topology, batch, SETTLED))
+    alone, one_each, all_in_one = (statistics.median(seconds[1:]) for seconds in taken)
+    for contender in contenders:
+        contender.close()
+    nbytes = 4 * sum(numel for numel, *_ in EVEN)
+    per_byte = max(0.0, (all_in_one - alone) / nbytes - add_seconds_per_byte)
+    return max(0.0, one_each - all_in_one) / (len(EVEN) - 1), per_byte
+
+
 def _add_seconds_per_byte(topology: Topology, dtype: torch.dtype) -> float:
     """Return what copies and sums take of a core for each byte, where the link takes nothing."""
     numel = SIZES[-1] // dtype.itemsize
@@ -160,17 +198,20 @@ def _layers(model: torch.nn.Module) -> list[tuple[int, float]]:
 def predicted_seconds(
     layers: Sequence[tuple[int, float]],
     chunk_bytes: int,
-    link: CopyLink,
     *,
+    link: CopyLink,
+    per_chunk: float,
     add_seconds_per_byte: float,
     aside: float,
 ) -> float:
     """Return how long a step takes by the model: backward, copy, sum and copy, chunk after chunk.
 
     Args:
-        layers: Bytes and seconds of backward of each, in the order of backward.
+        layers: Bytes of each, and seconds until its gradient is in its chunk, in the order of
+            backward.
         chunk_bytes: From which a chunk counts as full.
         link: To the host and back.
+        per_chunk: Seconds that a chunk takes of the training thread.
         add_seconds_per_byte: Of sums.
         aside: Seconds of a step beside backward: forward and update.
     """
@@ -178,7 +219,7 @@ def predicted_seconds(
     for group in fit_buckets([nbytes for nbytes, _ in layers], chunk_bytes):
         nbytes = sum(layers[at][0] for at in group)
         copy = link.seconds(nbytes)
-        backward = sum(layers[at][1] for at in group)
+        backward = per_chunk + sum(layers[at][1] for at in group)
         chunks.append((backward, copy, add_seconds_per_byte * nbytes, copy))
     return aside + flow_shop_seconds(chunks)
 
@@ -204,7 +245,9 @@ def table(found: Mapping[str, Any]) -> str:
     held = found["found"]
     lines = [
         _head(found),
-        f"compute only {found['compute_ms']:.1f} ms; sums {found['add_ns_per_byte']:.2f} ns/byte",
+        f"compute only {found['compute_ms']:.1f} ms; the training thread takes "
+        f"{found['chunk_us']:.0f} us for a chunk and {found['fill_ns_per_byte']:.2f} ns for a "
+        f"byte, sums {found['add_ns_per_byte']:.2f} ns for a byte",
         f"{'chunk':>10}{'ms/step':>10}{'model':>10}{'off':>8}",
     ]
     for row in found["rows"]:

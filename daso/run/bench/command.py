@@ -82,8 +82,8 @@ def _add_synchronous(add: Callable[[str, object, str], argparse.ArgumentParser])
     chunks = add("chunks", _chunks, "sizes of chunks that go to the host and back, and a model")
     chunks.add_argument("--ranks", type=int, default=2, help="of the node (2)")
     chunks.add_argument("--steps", type=int, default=0, help="of a round (20; quick 10)")
-    chunks.add_argument("--rate", type=float, default=1.0, help="of copies, in GB/s (1)")
-    chunks.add_argument("--latency", type=float, default=0.5, help="of a copy, in ms (0.5)")
+    chunks.add_argument("--rate", type=float, default=0.5, help="of copies, in GB/s (0.5)")
+    chunks.add_argument("--latency", type=float, default=1.0, help="of a copy, in ms (1)")
 
 
 def _add_to_accuracy(parser: argparse.ArgumentParser) -> None:
