@@ -26,7 +26,7 @@ from daso.errors import ExchangeError, StallError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Engine", "Ticket", "Work"]
+__all__ = ["Carried", "Engine", "Ticket", "Work"]
 
 Result = TypeVar("Result")
 Work = Generator["Sequence[MPI.Request] | Callable[[], bool]", None, Result]
@@ -39,6 +39,34 @@ POLL_SECONDS = 1e-4
 RELAXED_SECONDS = 2e-3
 RELAXATION = 0.01
 QUEUE_LENGTH = 256
+
+
+def _arrival(waited: "Sequence[MPI.Request] | Callable[[], bool]") -> Callable[[], bool]:
+    """Return what tells whether that which work waits for has happened."""
+    return waited if callable(waited) else partial(load().Request.Testall, list(waited))
+
+
+class Carried(Generic[Result]):
+    """Work that goes on inside other work, whenever that asks it to.
+
+    Args:
+        work: Generator of what to wait for.
+    """
+
+    def __init__(self, work: Work[Result]) -> None:
+        self._work = work
+        self._arrived: Callable[[], bool] = lambda: True
+        self.result: Result | None = None
+
+    def go_on(self) -> bool:
+        """Go as far as possible without waiting; return whether it is over."""
+        while self._arrived():
+            try:
+                self._arrived = _arrival(next(self._work))
+            except StopIteration as stop:
+                self.result = stop.value
+                return True
+        return False
 
 
 class Ticket(Generic[Result]):
@@ -222,9 +250,7 @@ class Engine:
                 waited = next(ticket.work)
             except StopIteration as stop:
                 return stop.value  # type: ignore[no-any-return]
-            arrived = (
-                waited if callable(waited) else partial(self._mpi.Request.Testall, list(waited))
-            )
+            arrived = _arrival(waited)
             start = time.perf_counter()
             while not arrived():
                 if self._abandoned:

@@ -15,6 +15,7 @@ import torch
 from daso.comm.engine import Engine, Ticket, Work
 from daso.comm.node import NodeBucket
 from daso.plan.slices import Portion
+from daso.train.abreast import Abreast
 from daso.train.carrier import Carrier
 from daso.train.links import Links
 from daso.train.metrics import Counts
@@ -92,13 +93,18 @@ class HostSums(Carrier):
     # --- on the engine's thread --------------------------------------------------------------
 
     def _exchange(self, now: "_Round") -> Work[int]:
-        nbytes = 0
-        for place in range(now.count):
-            yield partial(now.has_sum, place)
-            if now.sums[place].numel():
-                nbytes += yield from self._links.gradient_mean(now.sums[place])
-                now.means.add(place)
-        return nbytes
+        abreast = Abreast(self._links)
+        yield partial(self._exchange_on, now, abreast)
+        return abreast.nbytes
+
+    def _exchange_on(self, now: "_Round", abreast: Abreast) -> bool:
+        """Exchange chunks that were added, in order, a few at a time; return whether all are."""
+        now.means.update(abreast.finished())
+        while now.taken < len(now.sums) and abreast.free:
+            if now.sums[now.taken].numel():
+                abreast.start(now.taken, now.sums[now.taken])
+            now.taken += 1
+        return len(now.means) == now.count
 
 
 class _Round:
@@ -107,10 +113,7 @@ class _Round:
     def __init__(self, count: int) -> None:
         self.count = count
         self.sums: list[torch.Tensor] = []  # of chunks, in order: this rank's parts
+        self.taken = 0  # of them, by the exchange
         self.means: set[int] = set()  # chunks whose sums may be given to the node
         self.given: set[int] = set()
         self.back: set[int] = set()  # chunks that are where they came from
-
-    def has_sum(self, place: int) -> bool:
-        """Return whether a chunk was added."""
-        return len(self.sums) > place

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Links", "node_weights"]
 
+ABREAST = 3  # means of gradients that cross at a time, where other threads take them
+
 
 def node_weights(node_sizes: Sequence[int]) -> list[int]:
     """Return how nodes count in a mean over ranks, as the smallest whole numbers."""
@@ -41,18 +43,23 @@ class Links:
     """
 
     def __init__(self, topology: Topology, settings: Settings) -> None:
-        mpi = load()
         self.place, self.settings = topology.place, settings
         # Meetings, votes of exchanges and words beside them do not mix: ranks that are out of step
         # wait, each in its own, until the bell tells, instead of matching what is another's.
         self.world, self._votes = topology.world.Dup(), topology.world.Dup()
         self._asides, self.turns = topology.world.Dup(), topology.world.Dup()
-        self.lane = topology.lane if topology.lane == mpi.COMM_NULL else topology.lane.Dup()
+        self.lane = self._lane_of(topology)
+        # Means that end in another order on each rank must not share a communicator.
+        self.abreast = 1 if settings.gradients.order == "buckets" else ABREAST
+        self._slots = [self.lane, *(self._lane_of(topology) for _ in range(1, self.abreast))]
         self.bell, self._roll = Bell(topology.world), topology.roll
         self.missing = self._roll.missing
         self.engine = Engine(settings.exchange.stall_seconds, self.missing, self.late)
-        self._rooms = Buffers(window(self.place.nodes))
-        self._gradient_means: dict[torch.dtype, Ordered] = {}
+        self._rooms = [Buffers(window(self.place.nodes)) for _ in self._slots]
+        self._gradient_means: dict[tuple[torch.dtype, int], Ordered] = {}
+
+    def _lane_of(self, topology: Topology) -> "MPI.Comm":
+        return topology.lane if topology.lane == load().COMM_NULL else topology.lane.Dup()
 
     @property
     def leads(self) -> bool:
@@ -78,11 +85,12 @@ class Links:
         weights = node_weights(self.place.node_sizes)
         return ordered(self.lane, codec, weights, sum(weights), rounded)
 
-    def gradient_mean(self, total: torch.Tensor) -> Work[int]:
+    def gradient_mean(self, total: torch.Tensor, slot: int = 0) -> Work[int]:
         """Replace sums over nodes by the mean over the world; full precision.
 
         Args:
             total: This lane's part (numel), fp32 or fp64: the sum over this node.
+            slot: Below ``abreast``; two at a time need one each.
 
         Returns:
             Bytes sent by this rank.
@@ -92,13 +100,15 @@ class Links:
         nodes, message = self.place.nodes, self.settings.exchange.chunk_bytes // total.itemsize
         chunks = message_chunks(message, total.numel(), nodes)
         if self.settings.gradient_reduce == "iallreduce":
-            return iallreduce(self.lane, Row(total), chunks, 1, self.place.size, self._rooms)
-        if total.dtype not in self._gradient_means:
+            comm, rooms = self._slots[slot], self._rooms[slot]
+            return iallreduce(comm, Row(total), chunks, 1, self.place.size, rooms)
+        key = total.dtype, slot
+        if key not in self._gradient_means:
             codec = Cast(total.dtype, total.dtype)
-            self._gradient_means[total.dtype] = ordered(
-                self.lane, codec, [1] * self.place.nodes, self.place.size
+            self._gradient_means[key] = ordered(
+                self._slots[slot], codec, [1] * self.place.nodes, self.place.size
             )
-        return self._gradient_means[total.dtype].run(Row(total), chunks)
+        return self._gradient_means[key].run(Row(total), chunks)
 
     def agree(self, header: Header, tally: Tally) -> Work[tuple[Header, Tally]]:
         """Return what all ranks agree on: the header's elementwise maximum, the tally's sum."""
@@ -141,7 +151,7 @@ class Links:
         if not self.engine.close() or self.bell.given_up:
             return False
         mpi = load()
-        for comm in (self.lane, self.world, self._votes, self._asides, self.turns):
+        for comm in (*self._slots, self.world, self._votes, self._asides, self.turns):
             if comm != mpi.COMM_NULL:
                 comm.Free()
         self.bell.free()

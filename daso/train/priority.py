@@ -3,8 +3,8 @@
 Portions become ready while backward goes on, at other moments on each rank. World rank 0 takes of
 those that are ready there the one that goes next, and tells the others, which wait until it is
 ready there too: all ranks take the same order, without which sums would be wrong and nobody would
-know. It tells one ahead, while a portion crosses, so that the link does not wait for the word;
-what becomes ready then can overtake all but that one. See `daso.plan.slices`.
+know. A few cross at a time, so that the link does not stand still between two, and one is told
+ahead; what becomes ready then can overtake all but those. See `daso.plan.slices`.
 
 No rank can wait for another for ever: world rank 0 has a portion of a step only when it is through
 with the forward of that step, so all portions of the step before had crossed; and a backward waits
@@ -12,7 +12,8 @@ for portions of its own step, if at all, when all of them are ready on its rank.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from daso.comm.dtypes import sum_buffer
 from daso.comm.engine import Ticket, Work
 from daso.comm.node import NodeBucket
 from daso.plan.slices import Order, Portion, Waiting
+from daso.train.abreast import Abreast
 from daso.train.carrier import Carrier
 from daso.train.links import Links
 from daso.train.metrics import Counts
@@ -61,49 +63,78 @@ class Crossing(Carrier):
     # --- on the engine's thread --------------------------------------------------------------
 
     def _cross(self, portions: Sequence[Portion]) -> Work[int]:
-        nbytes, told = 0, _Turns(self._links.turns)
-        waiting = Waiting(self.order, portions)
-        for left in reversed(range(len(portions))):
-            turn = yield from self._next(told, waiting)
-            self._note("next", turn)
-            memory = self._buckets[turn]
-            if left and (not self._links.leads or self._take_in(waiting)):
-                self._tell(told, waiting)
-            yield partial(self._is_filled, turn)
-            total = memory.add()
-            assert total is not None, "it is filled"
-            if total.numel():
-                nbytes += yield from self._links.gradient_mean(total)
-            memory.deliver(1)
-            self._note("crossed", turn)
-        return nbytes
+        now = _Round(len(portions), Waiting(self.order, portions), Abreast(self._links))
+        told = _Turns(self._links.turns)
+        yield partial(self._go_on, now, told)
+        return now.abreast.nbytes
 
-    def _next(
-        self, told: "_Turns", waiting: Waiting
-    ) -> Generator["Sequence[MPI.Request] | Callable[[], bool]", None, int]:
-        """Return which portion all ranks take now."""
-        if told.request is None:
-            if self._links.leads:
-                yield lambda: self._take_in(waiting)
-            self._tell(told, waiting)
-        assert told.request is not None
-        yield [told.request]
-        return told.turn()
+    def _go_on(self, now: "_Round", told: "_Turns") -> bool:
+        """Take all of it as far as it goes now; return whether every portion has crossed."""
+        for place in now.abreast.finished():
+            self._deliver(place, now)
+        while self._start_next(now, told):
+            pass
+        return now.over == now.count
 
-    def _tell(self, told: "_Turns", waiting: Waiting) -> None:
-        """Start to tell, or to hear, which portion goes next."""
-        turn = waiting.take() if self._links.leads else 0
-        if self._links.leads:
-            self._note("taken", turn)
-        told.ask(turn)
+    def _start_next(self, now: "_Round", told: "_Turns") -> bool:
+        """Start the portion whose turn it is, where all is ready for it."""
+        if now.turn is None:
+            now.turn = self._hear(now, told)
+        if now.turn is None or not now.abreast.free or not self._is_filled(now.turn):
+            return False
+        place, now.turn = now.turn, None
+        total = self._buckets[place].add()
+        assert total is not None, "it is filled"
+        if total.numel():
+            now.abreast.start(place, total)
+        else:
+            self._deliver(place, now)
+        now.turn = self._hear(now, told)  # the leader tells one ahead, while this one crosses
+        return True
 
-    def _take_in(self, waiting: Waiting) -> bool:
+    def _hear(self, now: "_Round", told: "_Turns") -> int | None:
+        """Return whose turn it is, once that is told; let the leader tell, as soon as it can."""
+        if told.request is None and now.untold and (not self._links.leads or self._take_in(now)):
+            now.untold -= 1
+            told.ask(self._take(now) if self._links.leads else 0)
+        if told.request is None or not told.request.Test():
+            return None
+        turn = told.turn()
+        self._note("next", turn)
+        return turn
+
+    def _deliver(self, place: int, now: "_Round") -> None:
+        self._buckets[place].deliver(1)
+        now.over += 1
+        self._note("crossed", place)
+
+    def _take(self, now: "_Round") -> int:
+        turn = now.waiting.take()
+        self._note("taken", turn)
+        return turn
+
+    def _take_in(self, now: "_Round") -> bool:
         """Take in what came; return whether any portion is ready."""
         while self._came:
             portion = self._came.popleft()
-            waiting.add(portion)
+            now.waiting.add(portion)
             self._note("ready", portion)
-        return len(waiting) > 0
+        return len(now.waiting) > 0
+
+
+@dataclass(slots=True)
+class _Round:
+    """How far the portions of a round are."""
+
+    count: int
+    waiting: Waiting  # on world rank 0: ready, and not taken
+    abreast: Abreast
+    untold: int = 0  # turns that are still to be told
+    turn: int | None = None  # told, and not started here
+    over: int = 0  # portions that have crossed
+
+    def __post_init__(self) -> None:
+        self.untold = self.count
 
 
 class _Turns:
