@@ -214,6 +214,14 @@ class GradientBuckets:
                 bucket.under_way = False
                 self._settle(bucket)
 
+    def arrived(self, params: Iterable[int]) -> set[int]:
+        """Return those of these parameters (indices) whose means are there. Does not block."""
+        carrier, missing = self.route.carrier, set[int]()
+        for bucket in self._buckets:
+            if bucket.under_way and carrier is not None and not carrier.is_back(bucket.place):
+                missing.update(bucket.params)
+        return set(params) - missing
+
     def _start_filled(self, *, all_of_them: bool = False) -> None:
         """Start buckets in order, as far as they are filled."""
         for bucket in self._buckets[self._round.started :]:
@@ -390,16 +398,15 @@ class GradientBuckets:
                         return self.named[index][0]
         return None
 
-    def nonfinite_of(self, params: Iterable[int]) -> list[int]:
-        """Return those of these parameters (indices) whose gradient is not finite."""
-        grads = [(index, self.named[index][1].grad) for index in params]
+    def nonfinite_of(self, params: Sequence[int]) -> list[int]:
+        """Return those of these parameters (indices), all there, whose gradient is not finite."""
+        places = {bucket.place for index in params for bucket in self._buckets_of[index]}
         # A sum is cheaper, but may overflow.
+        if all(bool(self._buckets[at].memory.flat.sum().isfinite()) for at in places):
+            return []
+        grads = [(index, self.named[index][1].grad) for index in params]
         return [
-            index
-            for index, grad in grads
-            if grad is not None
-            and not bool(grad.sum().isfinite())
-            and not bool(grad.isfinite().all())
+            index for index, grad in grads if grad is not None and not bool(grad.isfinite().all())
         ]
 
     def untouched(self) -> bool:

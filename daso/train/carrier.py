@@ -1,10 +1,13 @@
 """What takes gradients through their averages while the training thread does something else."""
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterable, Sequence
 
+from daso.comm.bell import LATE_SECONDS
 from daso.comm.engine import Ticket
-from daso.comm.node import NodeBucket, wait_until
-from daso.errors import ExchangeError
+from daso.comm.node import NodeBucket
+from daso.errors import ExchangeError, StallError
 from daso.plan.slices import Portion
 from daso.train.links import Links
 from daso.train.metrics import Counts
@@ -25,6 +28,8 @@ class Carrier:
         self._links, self._counts = links, counts
         self._here: set[int] = set()  # places of buckets of this round that were handed over
         self._buckets: Sequence[NodeBucket] = ()  # of this round, in their order
+        self._back: set[int] = set()  # places of those that hold the mean
+        self._came = threading.Condition()  # one more does
         self._tickets: list[Ticket[int]] = []  # of this round: bytes sent
 
     def begin(self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool) -> None:
@@ -47,6 +52,7 @@ class Carrier:
                 "broken off; start anew, from a checkpoint"
             )
         self._here.clear()
+        self._back.clear()
         self._buckets = [bucket for _, bucket in portions]
         self._tickets = self._carry(portions, world=world)
 
@@ -68,13 +74,24 @@ class Carrier:
             ExchangeError: It failed.
             StallError: It took longer than the stall limit; names who does not take part.
         """
-        if self._is_over(place):
+        if place in self._back:
             return
-        engine = self._links.engine
-        with engine.hurried(self._tickets[-1]):
-            self._counts.exposed_seconds += wait_until(
-                lambda: self._is_over(place), self._links.missing, engine.stall_seconds, self.check
-            )
+        engine, begun = self._links.engine, time.perf_counter()
+        with engine.hurried(self._tickets[-1]), self._came:
+            # Asleep, not polling: the other threads need this one's core and interpreter lock.
+            while not self._came.wait_for(lambda: place in self._back, LATE_SECONDS):
+                self.check()
+                if time.perf_counter() - begun > engine.stall_seconds:
+                    raise StallError(
+                        f"all ranks must take part in a step within {engine.stall_seconds:g} s, "
+                        f"but they did not: {self._links.missing()}; look there, or raise "
+                        f"Exchange.stall_seconds"
+                    )
+        self._counts.exposed_seconds += time.perf_counter() - begun
+
+    def is_back(self, place: int) -> bool:
+        """Return whether a bucket holds the mean. Does not block."""
+        return place in self._back
 
     def finish(self) -> None:
         """Block until the round is over, where all of its buckets were handed over."""
@@ -108,9 +125,15 @@ class Carrier:
         """Hand a round to other threads."""
         raise NotImplementedError
 
-    def _is_over(self, place: int) -> bool:
-        """Return whether a bucket holds the mean."""
-        return self._buckets[place].delivered()
+    def _take_back(self, places: Iterable[int]) -> None:
+        """Note, on the thread that carries, which of these buckets hold the mean now."""
+        back = [place for place in places if self._buckets[place].delivered()]
+        if back:
+            for place in back:
+                self._note("delivered", place)
+            with self._came:
+                self._back.update(back)
+                self._came.notify_all()
 
     def _is_filled(self, place: int) -> bool:
         """Return whether a bucket was handed over on every rank of the node."""

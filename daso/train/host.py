@@ -56,14 +56,11 @@ class HostSums(Carrier):
     def _carry(
         self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool
     ) -> list[Ticket[int]]:
-        self._round = _Round(len(portions))
-        tickets = [self._adder.submit(self._add(self._round, world=world))]
+        now = _Round(len(portions))
+        tickets = [self._adder.submit(self._add(now, world=world))]
         if world:
-            tickets.insert(0, self._links.engine.submit(self._exchange(self._round)))
+            tickets.insert(0, self._links.engine.submit(self._exchange(now)))
         return tickets
-
-    def _is_over(self, place: int) -> bool:
-        return place in self._round.back
 
     # --- on the thread that adds -------------------------------------------------------------
 
@@ -84,11 +81,8 @@ class HostSums(Carrier):
         for place in sorted(now.means - now.given):
             self._buckets[place].deliver(1 if world else self._local_size)
             now.given.add(place)
-        for place in sorted(now.given - now.back):
-            if self._buckets[place].delivered():
-                self._note("delivered", place)
-                now.back.add(place)
-        return len(now.back) == now.count
+        self._take_back(sorted(now.given - self._back))
+        return len(self._back) == now.count
 
     # --- on the engine's thread --------------------------------------------------------------
 
@@ -116,4 +110,3 @@ class _Round:
         self.taken = 0  # of them, by the exchange
         self.means: set[int] = set()  # chunks whose sums may be given to the node
         self.given: set[int] = set()
-        self.back: set[int] = set()  # chunks that are where they came from

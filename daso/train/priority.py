@@ -13,7 +13,7 @@ for portions of its own step, if at all, when all of them are ready on its rank.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -46,13 +46,13 @@ class Crossing(Carrier):
     def __init__(self, links: Links, counts: Counts, order: Order) -> None:
         super().__init__(links, counts)
         self.order = order
-        self._came: deque[int] = deque()  # portions that are ready here, for the engine's thread
+        self._ready: deque[int] = deque()  # portions that are ready here, for the engine's thread
 
     def ready(self, place: int) -> None:
         """Note that a portion was started on this rank. Does not block."""
         super().ready(place)
         if self._links.leads:
-            self._came.append(place)
+            self._ready.append(place)
 
     def _carry(
         self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool
@@ -74,7 +74,8 @@ class Crossing(Carrier):
             self._deliver(place, now)
         while self._start_next(now, told):
             pass
-        return now.over == now.count
+        self._take_back(sorted(now.given - self._back))
+        return len(self._back) == now.count
 
     def _start_next(self, now: "_Round", told: "_Turns") -> bool:
         """Start the portion whose turn it is, where all is ready for it."""
@@ -105,7 +106,7 @@ class Crossing(Carrier):
 
     def _deliver(self, place: int, now: "_Round") -> None:
         self._buckets[place].deliver(1)
-        now.over += 1
+        now.given.add(place)
         self._note("crossed", place)
 
     def _take(self, now: "_Round") -> int:
@@ -115,8 +116,8 @@ class Crossing(Carrier):
 
     def _take_in(self, now: "_Round") -> bool:
         """Take in what came; return whether any portion is ready."""
-        while self._came:
-            portion = self._came.popleft()
+        while self._ready:
+            portion = self._ready.popleft()
             now.waiting.add(portion)
             self._note("ready", portion)
         return len(now.waiting) > 0
@@ -131,7 +132,7 @@ class _Round:
     abreast: Abreast
     untold: int = 0  # turns that are still to be told
     turn: int | None = None  # told, and not started here
-    over: int = 0  # portions that have crossed
+    given: set[int] = field(default_factory=set)  # portions that have crossed
 
     def __post_init__(self) -> None:
         self.untold = self.count

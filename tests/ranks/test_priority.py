@@ -14,6 +14,7 @@ from torch.nn.utils import prune
 import daso
 from daso.comm.node_shm import ShmNode
 from daso.errors import ConfigError, NonFiniteError
+from daso.train.buckets import GradientBuckets
 from daso.train.links import ABREAST
 from daso.train.priority import Crossing
 
@@ -299,9 +300,8 @@ def test_a_layer_is_stepped_before_its_forward_and_not_before_its_gradient_came(
         hooks = [layer.register_forward_pre_hook(look(at)) for at, layer in enumerate(model)]
         optimizer.zero_grad()
         loss = batch_loss(model, rank, 1)
-        # Before layer 3's forward layers 0 to 3 have been stepped, and no other.
-        layers = range(len(model))
-        assert seen == [[waits and i <= at for i in layers] for at in layers]
+        # Before layer 3's forward layers 0 to 3 have been stepped, others if their gradients came.
+        assert all(all(done[: at + 1]) == waits for at, done in enumerate(seen))
         for hook in hooks:
             hook.remove()
         loss.backward()
@@ -478,7 +478,13 @@ def test_a_second_backward_before_the_step_is_refused(topology, free):
     optimizer.close()
 
 
-def test_a_parameter_used_behind_the_back_of_its_module_is_refused(topology, free):
+def waited_for(buckets, params):
+    """Leave out gradients that came while nobody waited for them, as on a slow network."""
+    return set(params) - {i for one in buckets._buckets if one.under_way for i in one.params}
+
+
+def test_a_parameter_used_behind_the_back_of_its_module_is_refused(topology, monkeypatch, free):
+    monkeypatch.setattr(GradientBuckets, "arrived", waited_for)
     model = seeded(chain)()
     optimizer = wrapped(topology, model, sgd, **free)
 

@@ -29,7 +29,7 @@ from daso.run.bench.rounds import take_turns
 
 __all__ = ["SIZES", "Plan", "figures", "measure", "predicted_seconds", "steps_off", "table"]
 
-MODEL, SEARCH = "device, even layers", "search"
+MODEL, SEARCH = "device-even", "search"
 FIRST = 1 << 16  # bytes: where a search begins
 SIZES = tuple(FIRST << at for at in range(8))
 SETTLED = 20  # steps after which times of a size are taken

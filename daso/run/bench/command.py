@@ -23,6 +23,7 @@ __all__ = ["add_parser"]
 # Contenders of --quick.
 QUICK = ("DASO Auto, bf16", "DDP, gloo", "DDP, gloo, fp16", "PostLocalSGD, every 4")
 MODELS = ("cnn", "resnet18", "gpt", "tiny")
+DEVICES = ("device", "device-even")  # layers that take a known time and no core
 Found = list[dict[str, Any]]
 
 
@@ -70,12 +71,12 @@ def _add_synchronous(add: Callable[[str, object, str], argparse.ArgumentParser])
     """Add benches of gradients that are averaged at every step."""
     order = add("gradient-order", _gradient_order, "what crosses first when steps are synchronous")
     _add_links(order, "500mbit,1gbit,2gbit")
-    order.add_argument("--model", choices=(*MODELS, "device"), default="cnn")
+    order.add_argument("--model", choices=(*MODELS, *DEVICES), default="cnn")
     order.add_argument("--only", action="append", help="an order; may be given several times")
     _add_steps(order, "4; quick 2", "4; quick 2")
     order.add_argument("--plot", type=Path, help="draw step times to this PNG")
     host = add("host", _host, "gradients inside a node: who adds them, and when")
-    host.add_argument("--model", choices=(*MODELS, "device"), default="cnn")
+    host.add_argument("--model", choices=(*MODELS, *DEVICES), default="cnn")
     host.add_argument("--ranks", type=int, default=2, help="of the node (2)")
     host.add_argument("--only", action="append", help="a way; may be given several times")
     host.add_argument("--seconds", type=float, default=0, help="of a round (4; quick 2)")

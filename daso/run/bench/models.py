@@ -157,5 +157,5 @@ CASES = {
     ),
     "tiny": Case(tiny_mlp, 64, text=False, optimizer=_sgd),
     "device": Case(lambda: paced(*DEVICE), 64, text=False, optimizer=_plain),
-    "device, even layers": Case(lambda: paced(*EVEN), 64, text=False, optimizer=_plain),
+    "device-even": Case(lambda: paced(*EVEN), 64, text=False, optimizer=_plain),
 }
