@@ -369,6 +369,10 @@ class GradientBuckets:
             for index in bucket.params:
                 self._buckets_of.setdefault(index, []).append(bucket)
 
+    def groups(self, bucket_bytes: int) -> list[tuple[tuple[int, ...], ...]]:
+        """Return which parameters of each row share a bucket of a size, where none is cut."""
+        return [fit_buckets(row.nbytes, bucket_bytes) for row in self._rows]
+
     def _elements(self, dtype: torch.dtype) -> int:
         """Return from how many numbers a bucket counts as full."""
         return max(1, self.bucket_bytes // dtype.itemsize)

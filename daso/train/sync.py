@@ -82,7 +82,7 @@ class Sync:
         self.layers = self._layers()
         self._tuner = None
         if search is not None:
-            self._tuner = BucketTuner(search, self.meeting, self._cut)
+            self._tuner = BucketTuner(search, self.meeting, self._cut, self.buckets.groups)
         self._trainable = _trainable(trained.inner)
         self.exchanges: Exchanges | None = None
         try:

@@ -32,10 +32,17 @@ class BucketTuner:
         search: How to search.
         meeting: Where ranks tell each other their times.
         cut: Takes a size, in bytes.
+        groups: Returns what is in which bucket with a size, the same on every rank.
     """
 
-    def __init__(self, search: ChunkSearch, meeting: Meeting, cut: Callable[[int], object]) -> None:
-        self.search, self._meeting, self._cut = search, meeting, cut
+    def __init__(
+        self,
+        search: ChunkSearch,
+        meeting: Meeting,
+        cut: Callable[[int], object],
+        groups: Callable[[int], object],
+    ) -> None:
+        self.search, self._meeting, self._cut, self._groups = search, meeting, cut, groups
         self.now = search.start()
         self._seconds: list[float] = []  # of each batch with this size
         self._stepped_at: float | None = None  # None: the next batch is the first with this size
@@ -69,6 +76,9 @@ class BucketTuner:
 
     def _learn(self, batch: int, seconds: float) -> None:
         before, self.now = self.now, self.search.after(self.now, seconds)
+        groups = self._groups(before.nbytes)
+        while not self.now.holding and self._groups(self.now.nbytes) == groups:
+            self.now = self.search.after(self.now, seconds)  # buckets are the same ones
         self._ticket, self._stepped_at = None, None
         self._seconds.clear()
         if self.now.nbytes != before.nbytes:

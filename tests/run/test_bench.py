@@ -4,13 +4,15 @@ import functools
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 
+from daso.comm.throttle import CopyLink
 from daso.errors import ConfigError
-from daso.run.bench import exchange, growth, memory, train
-from daso.run.bench.contenders import COMPUTE
+from daso.run.bench import chunks, exchange, growth, memory, order, train
+from daso.run.bench.contenders import COMPUTE, FIFO, INSIDE, PRIORITY
 from daso.run.bench.models import CASES, loss_of
 from daso.run.bench.rivals import EVERYBODY, RIVALS, Rival, installed, must_be_installed
 from daso.run.bench.rounds import Round, count_bytes, median_of, take_turns
@@ -142,6 +144,66 @@ def test_all_contenders_train_side_by_side(here):
     assert (base["name"], base["over_compute"]) == (COMPUTE, 1)
     assert run["rows"][1]["report"]["exchanges"] > 0
     assert text.endswith(train.table(run) + "\n\n")
+
+
+def test_ways_inside_a_node_train_side_by_side(tmp_path):
+    path = tmp_path / "host.json"
+    words = ["--rounds=1", "--seconds=0.2", "--model=tiny", f"--json={path}"]
+    done = bench("host", *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    (run,) = found["runs"]
+    assert [row["name"] for row in run["rows"]] == [COMPUTE, *INSIDE]
+    assert run["nodes"] == [2]
+    (name,) = found["figures"]
+    assert name == "host_accumulation_over_allreduce_tiny"
+    assert found["figures"][name]["value"] > 0
+
+
+def test_orders_of_gradients_train_side_by_side(tmp_path):
+    path = tmp_path / "order.json"
+    words = ["--link=here", "--rounds=1", "--seconds=0.2", "--settle=0.1", "--model=device-even"]
+    done = bench("gradient-order", *words, f"--only={PRIORITY}", f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads(path.read_text())["runs"]
+    assert [row["name"] for row in run["rows"]] == [COMPUTE, FIFO, PRIORITY]
+    assert order.figures(run).keys() == {"priority_ratio_device-even_here"}
+    assert order.table(run).splitlines()[3].endswith("1.000")
+
+
+def measured_chunks(seconds, found):
+    plan = {"rounds": 3, "steps": 10, "gigabytes_per_second": 1.0, "latency_ms": 0.5}
+    rows = [
+        {"bytes": size, "ms": ms, "predicted_ms": ms * off}
+        for size, (ms, off) in zip(chunks.SIZES, seconds, strict=False)
+    ]
+    costs = {"compute_ms": 9.0, "chunk_us": 1.0, "fill_ns_per_byte": 1.0, "add_ns_per_byte": 1.0}
+    held = {"bytes": found, "steps": 60, "ms": 8.0}
+    return {"plan": plan, "nodes": [2], **costs, "found": held, "rows": rows}
+
+
+def test_a_size_found_and_a_model_are_held_against_what_was_measured():
+    found = measured_chunks([(12, 1.05), (10, 0.97), (11, 1.0)], found=1 << 18)
+    figures = chunks.figures(found)
+    assert figures["flow_shop_error"]["value"] == pytest.approx(0.05)
+    assert figures["chunk_optimum_steps_off"]["value"] == 1
+    assert "search: 256 KiB after 60 steps" in chunks.table(found)
+    assert "128 KiB" in chunks.table(found)
+    nothing = measured_chunks([(12, 1.0)], found=None)
+    assert chunks.figures(nothing).keys() == {"flow_shop_error"}
+    assert "search: no size" in chunks.table(nothing)
+
+
+def test_the_model_of_a_step_is_three_machines_after_backward():
+    link = CopyLink(1e6, 0.001)
+    layers = [(1000, 0.01)] * 4
+    predict = partial(chunks.predicted_seconds, layers, link=link, aside=0.1)
+    alone = predict(1, per_chunk=0.0, add_seconds_per_byte=0.0)
+    # Backward hides all copies but those of the last chunk.
+    assert alone == pytest.approx(0.1 + 0.04 + 2 * link.seconds(1000))
+    assert predict(1, per_chunk=0.002, add_seconds_per_byte=0.0) == pytest.approx(alone + 0.008)
+    whole = predict(4000, per_chunk=0.0, add_seconds_per_byte=1e-6)
+    assert whole == pytest.approx(0.1 + 0.04 + 2 * link.seconds(4000) + 0.004)
 
 
 def test_contenders_that_are_not_installed_are_named_and_left_out(here):

@@ -216,7 +216,8 @@ def _daso(**keywords: Any) -> Make:
 
 CONTENDERS: Mapping[str, Make] = {
     COMPUTE: _compute,
-    "DASO Auto, bf16": _daso(),
+    "DASO Auto": _daso(),
+    "DASO Auto, bf16": _daso(wire="bf16"),
     "DASO Auto, int4": _daso(wire="int4"),
     "DASO Fixed(4, 1), bf16": _daso(policy=daso.Fixed(4, 1)),
     "DASO synchronous": _daso(policy=daso.Fixed(1, 0)),
