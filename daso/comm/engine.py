@@ -212,6 +212,10 @@ class Engine:
         self._thread.join(timeout_seconds)
         return self._error is None and not self._thread.is_alive()
 
+    def give_up(self) -> None:
+        """Let nothing follow what is under way, which ends at the next poll. Does not block."""
+        self._abandoned = True
+
     def abandon(self) -> None:
         """Stop the thread at its next poll, whatever is under way; for the end of the process."""
         self._abandoned = True

@@ -130,7 +130,7 @@ class Pairwise:
     As many bytes as in two phases, in one: the mean is not rounded for the wire once more, and is
     added where it is delivered.
 
-    Not to be run twice at the same time: the engine carries out one work after the other.
+    Not to be run twice at the same time: what crosses beside it takes one of its own.
 
     Args:
         comm: Communicator of the engine, of two ranks.
@@ -179,7 +179,7 @@ class TwoPhase:
     Peer to peer, because MPICH 5.0 moves 16 KiB of an Ialltoallv per `Test`: 9 MB between two ranks
     of one machine took 99 ms under the polling engine, and 0.6 ms as two messages.
 
-    Not to be run twice at the same time: the engine carries out one work after the other.
+    Not to be run twice at the same time: what crosses beside it takes one of its own.
 
     Args:
         comm: Communicator of the engine.

@@ -56,6 +56,10 @@ class NodeBucket(Protocol):
         """Return whether all parts of ``flat`` are there. Does not block."""
         ...
 
+    def missing(self) -> str:
+        """Say which ranks of the node have not started; empty where all have."""
+        ...
+
     def wait(self) -> None:
         """Block until all parts of ``flat`` are there. Collective over the node."""
         ...

@@ -73,6 +73,12 @@ class HostBucket:
             self._back = self._node.copies.back(self._staged.flat, self.flat)
         return self._back is not None and self._back()
 
+    def missing(self) -> str:
+        """Say which ranks of the node have no copy on the host; empty where all have."""
+        if self._out is not None:
+            return "a copy of this rank did not come to the host"
+        return self._staged.missing()
+
     def wait(self) -> None:
         """Block until all parts are on the device."""
         self._node.wait(self.delivered)

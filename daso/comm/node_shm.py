@@ -53,12 +53,13 @@ class Line:
         """Block until all ranks have reached ``count``."""
         self.group.waited_seconds += wait_until(
             lambda: self.reached(stage, count),
-            lambda: self._missing(stage, count),
+            lambda: self.missing(stage, count),
             self.group.stall_seconds,
             self.group.late,
         )
 
-    def _missing(self, stage: int, count: int) -> str:
+    def missing(self, stage: int, count: int) -> str:
+        """Say which ranks have not reached ``count``."""
         late = [rank for rank, row in enumerate(self.stages) if row[stage] < count]
         ranks = ", ".join(str(self.group.world_ranks[rank]) for rank in late)
         return f"world rank {ranks} did not"
@@ -128,6 +129,10 @@ class ShmBucket:
             if part.data_ptr() != self.total.data_ptr():
                 part.copy_(self.total)
         self.line.reach(self.DELIVERED, self.round)
+
+    def missing(self) -> str:
+        """Say which ranks of the node have not started; empty where all have."""
+        return "" if self.filled() else self.line.missing(self.FILLED, self.round)
 
     def delivered(self) -> bool:
         """Return whether every part was delivered."""

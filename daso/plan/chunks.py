@@ -2,9 +2,8 @@
 
 After US 11164079 B2 (chunk-wise synchronisation, IBM): chunks grow until iterations got slower with
 two sizes in a row (one may be noise), a size beside the fastest is tried, and the fastest of all is
-kept. Where iterations
-then come to take much longer or shorter, twice in a row, the search starts anew: what trains, or
-the machine, has changed.
+kept. Where iterations then come to take much longer or shorter, twice in a row, the search starts
+anew: what trains, or the machine, has changed.
 """
 
 import math

@@ -25,7 +25,8 @@ class Exchange:
         reduce: ``"ordered"`` adds in node order, bit for bit reproducible;
             ``"iallreduce"`` leaves the order to MPI, for the fp32 wire alone; ``"auto"`` takes
             iallreduce where the wire is fp32 and ordered elsewhere.
-        chunk_bytes: Size of the messages an exchange is cut into, in bytes of the wire; less where
+        chunk_bytes: Size of the messages an exchange is cut into, in bytes of the wire (of bf16,
+            where that is chosen while training); less where
             they would hold more than 262,144 numbers, or between more than 16 nodes.
         nonfinite: What happens when a node's delta holds NaN or infinity. ``"drop"``: all ranks
             drop that exchange, say so, and the node starts again from the reference; the third
@@ -108,7 +109,8 @@ class Settings:
     Args:
         wire: What crosses between nodes for deltas: ``"fp32"``, ``"bf16"``, ``"fp16"``,
             ``"int8"`` and ``"int4"`` with a scale per 128 numbers, or ``"topk"``: of every 4096
-            numbers the 64 largest. ``"auto"``: bf16, or int4 where that takes many batches.
+            numbers the 64 largest. ``"auto"``: bf16, or int4 where that takes many batches and
+            is of many numbers; see `daso.plan.wires`.
         merge: How a mean that is some batches old is taken in; see `daso.plan.merge`.
         outer: Whether an outer optimizer moves the reference.
         exchange: How nodes exchange.

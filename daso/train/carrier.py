@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from daso.comm.bell import LATE_SECONDS
 from daso.comm.engine import Ticket
@@ -25,7 +26,9 @@ class Carrier:
 
     def __init__(self, links: Links, counts: Counts) -> None:
         self.log: list[tuple[str, int]] | None = None  # what happened, for tests
+        self.node_seconds = 0.0  # the training thread stood still for sums inside the node
         self._links, self._counts = links, counts
+        self._world = False  # this round is averaged over the world
         self._here: set[int] = set()  # places of buckets of this round that were handed over
         self._buckets: Sequence[NodeBucket] = ()  # of this round, in their order
         self._back: set[int] = set()  # places of those that hold the mean
@@ -54,6 +57,7 @@ class Carrier:
         self._here.clear()
         self._back.clear()
         self._buckets = [bucket for _, bucket in portions]
+        self._world = world
         self._tickets = self._carry(portions, world=world)
 
     def ready(self, place: int) -> None:
@@ -76,18 +80,34 @@ class Carrier:
         """
         if place in self._back:
             return
-        engine, begun = self._links.engine, time.perf_counter()
-        with engine.hurried(self._tickets[-1]), self._came:
+        begun = time.perf_counter()
+        with self._hurried(), self._came:
             # Asleep, not polling: the other threads need this one's core and interpreter lock.
             while not self._came.wait_for(lambda: place in self._back, LATE_SECONDS):
                 self.check()
-                if time.perf_counter() - begun > engine.stall_seconds:
-                    raise StallError(
-                        f"all ranks must take part in a step within {engine.stall_seconds:g} s, "
-                        f"but they did not: {self._links.missing()}; look there, or raise "
-                        f"Exchange.stall_seconds"
-                    )
-        self._counts.exposed_seconds += time.perf_counter() - begun
+                if time.perf_counter() - begun > self._links.engine.stall_seconds:
+                    self._give_up(place)
+        waited = time.perf_counter() - begun
+        if self._world:
+            self._counts.exposed_seconds += waited
+        else:
+            self.node_seconds += waited
+
+    def _give_up(self, place: int) -> None:
+        """Raise, naming who is late, and let nothing follow: ranks are out of step from here."""
+        engine = self._links.engine
+        missing = self._buckets[place].missing() or self._links.missing()
+        engine.give_up()
+        raise StallError(
+            f"all ranks must take part in a step within {engine.stall_seconds:g} s, but they did "
+            f"not: {missing}; look there, or raise Exchange.stall_seconds"
+        )
+
+    @contextmanager
+    def _hurried(self) -> Iterator[None]:
+        """Let threads that carry poll more often: the training thread stands still."""
+        with self._links.engine.hurried(self._tickets[-1]):
+            yield
 
     def is_back(self, place: int) -> bool:
         """Return whether a bucket holds the mean. Does not block."""

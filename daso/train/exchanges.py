@@ -62,7 +62,8 @@ class Known:
     batches: int = 0  # of work that the last exchange carried
     drift: float = 0.0  # that all ranks agreed on last; see `daso.plan.schedule.Seen`
     wire: str = ""  # of the next exchange; empty: the settings' first
-    timed: str = ""  # wire of the last one
+    timed: str = ""  # wire of the last one; empty where it was dropped
+    timed_numel: int = 0  # numbers that it carried
 
 
 class Exchanges:
@@ -123,7 +124,7 @@ class Exchanges:
         batches = batch - min(known.since[one] for one in self._fragments_of(fragment))
         ahead, dense = self.settings.eager and not blocking, fragment is None
         keeps = not blocking and self.settings.keeps(wait=wait, drift=known.drift)
-        wire = known.wire or self.settings.wires[0]
+        wire = self.wire
         code = self._encode(rows, wire, dense=dense, keeps=keeps)
         header = replace(self._header(batch), nonfinite=code)
         if ahead:
@@ -195,7 +196,6 @@ class Exchanges:
         assert flight is not None, "the schedule receives only what was sent"
         outcome = self.meeting.wait(flight.ticket)
         self.counts.exchange_seconds = flight.ticket.seconds
-        timed, self._known.timed = self._known.timed, flight.wire
         self.counts.global_bytes_sent += outcome.nbytes
         if not outcome.header.aligned:
             header = outcome.header
@@ -207,7 +207,7 @@ class Exchanges:
         if outcome.header.nonfinite:
             self._drop(flight, outcome)
             return None
-        seen = self._learn(flight, outcome, timed)
+        seen = self._learn(flight, outcome)
         rule = self.settings.merge_rule(
             waited=batch - flight.batch, nodes=self.place.nodes, keeps=flight.keeps
         )
@@ -227,14 +227,8 @@ class Exchanges:
         )
         return seen
 
-    def _learn(self, flight: Flight, outcome: Outcome, timed: str) -> Seen:
-        """Return what an exchange told all ranks; remember what the next one shall tell.
-
-        Args:
-            flight: The exchange.
-            outcome: What it gave.
-            timed: Wire of the exchange before, whose seconds it told.
-        """
+    def _learn(self, flight: Flight, outcome: Outcome) -> Seen:
+        """Return what an exchange told all ranks; remember what the next one shall tell."""
         known, header = self._known, outcome.header
         drift = outcome.tally.drift(nodes=self.place.nodes, batches=known.batches)
         known.measured, known.batches = outcome.measured, flight.batches
@@ -242,13 +236,26 @@ class Exchanges:
             known.since[one] = flight.batch
         known.drift = drift
         seen = Seen(header.step_seconds, header.exchange_seconds, header.lr, drift)
-        if timed == flight.wire:  # else the wire changed just now
-            numel = sum(row.layout.numel for row in self._rows_of(flight.fragment))
-            known.wire = self.settings.next_wire(flight.wire, seen, numel=numel)
+        self._choose_wire(flight, seen)
         return seen
+
+    def _choose_wire(self, flight: Flight, seen: Seen) -> None:
+        """Choose the wire of the next exchange, where the seconds are those of one like this."""
+        known, numel = self._known, sum(row.layout.numel for row in self._rows_of(flight.fragment))
+        if (known.timed, known.timed_numel) == (flight.wire, numel):
+            known.wire = self.settings.next_wire(flight.wire, seen, numel=numel)
+            if known.wire != flight.wire:
+                self.counts.event("wire", sent=flight.batch, wire=known.wire)
+        known.timed, known.timed_numel = flight.wire, numel
+
+    @property
+    def wire(self) -> str:
+        """The wire of the next exchange."""
+        return self._known.wire or self.settings.wires[0]
 
     def _drop(self, flight: Flight, outcome: Outcome) -> None:
         """Set the node whose value is not finite back to the reference; say whose it is."""
+        self._known.timed = ""  # next to nothing crossed
         element, rank = decode_culprit(outcome.header.nonfinite, self.place.size)
         if not all(self.meeting.topology.node.allgather(outcome.sound)):
             for row in self._rows_of(None):

@@ -1,4 +1,4 @@
-"""Adds gradients on the host while backward goes on, in threads of its own.
+"""Adds gradients on the host while backward goes on, in a thread of its own.
 
 Chunk after chunk, in the order in which they fill, a thread takes gradients to the host where they
 are elsewhere, adds this rank's part of all ranks' in rank order, and brings the sums back: the
@@ -7,13 +7,15 @@ US 10949746 B2, IBM). Between nodes the engine exchanges a chunk when it is adde
 lie in memory that the node shares, so nothing is taken anywhere, and the thread only adds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 
 from daso.comm.engine import Engine, Ticket, Work
 from daso.comm.node import NodeBucket
+from daso.errors import ExchangeError
 from daso.plan.slices import Portion
 from daso.train.abreast import Abreast
 from daso.train.carrier import Carrier
@@ -45,6 +47,15 @@ class HostSums(Carrier):
         super().check()
         self._adder.check()
 
+    @contextmanager
+    def _hurried(self) -> Iterator[None]:
+        with super()._hurried(), self._adder.hurried(self._tickets[-1]):
+            yield
+
+    def _give_up(self, place: int) -> None:
+        self._adder.give_up()
+        super()._give_up(place)
+
     def close(self) -> bool:
         """Stop the thread that adds; idempotent."""
         return self._adder.close()
@@ -65,7 +76,7 @@ class HostSums(Carrier):
     # --- on the thread that adds -------------------------------------------------------------
 
     def _add(self, now: "_Round", *, world: bool) -> Work[int]:
-        yield partial(self._go_on, now, world=world)
+        yield partial(now.guarded, partial(self._go_on, now, world=world))
         return 0
 
     def _go_on(self, now: "_Round", *, world: bool) -> bool:
@@ -88,7 +99,7 @@ class HostSums(Carrier):
 
     def _exchange(self, now: "_Round") -> Work[int]:
         abreast = Abreast(self._links)
-        yield partial(self._exchange_on, now, abreast)
+        yield partial(now.guarded, partial(self._exchange_on, now, abreast))
         return abreast.nbytes
 
     def _exchange_on(self, now: "_Round", abreast: Abreast) -> bool:
@@ -102,7 +113,7 @@ class HostSums(Carrier):
 
 
 class _Round:
-    """How far the chunks of a round are; each thread only adds to what is its own."""
+    """How far the chunks of a round are, for both threads."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -110,3 +121,14 @@ class _Round:
         self.taken = 0  # of them, by the exchange
         self.means: set[int] = set()  # chunks whose sums may be given to the node
         self.given: set[int] = set()
+        self.failed: BaseException | None = None  # in one thread, which the other must not wait for
+
+    def guarded(self, poll: Callable[[], bool]) -> bool:
+        """Poll, and hand on to the other thread what went wrong."""
+        if self.failed is not None:
+            raise ExchangeError(f"{self.failed}") from self.failed
+        try:
+            return poll()
+        except BaseException as error:
+            self.failed = error
+            raise

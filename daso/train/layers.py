@@ -33,6 +33,7 @@ class Due:
     had: set[int]  # of those whose gradient was there at step()
     zero: bool | None = None  # set_to_none of a zero_grad since; None: there was none
     dropped: bool = False  # a gradient was not finite
+    begun: bool = False  # a forward has come to its first layer
     checked: bool = False  # that nobody wrote to gradients until the first layer's step
 
 
@@ -86,6 +87,9 @@ class LayerSteps:
         self._waits = Waits(nowhere=tuple(range(len(trained.named))))
         self._due: Due | None = None
         self._stale: set[int] = set()  # not stepped yet when the backward that goes on began
+        # Stepped in the middle of a forward because their gradients were there; what that forward
+        # did before it came to their module used the old ones.
+        self._amid: set[int] = set()
         flush = Hook(self.flush)
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(partial(self._check, index))
@@ -125,11 +129,12 @@ class LayerSteps:
             pending=set(range(len(tensors))),
             had={index for index, tensor in enumerate(tensors) if tensor.grad is not None},
         )
-        self._apply(self._waits.nowhere)
+        self._amid.clear()
+        self._apply(self._waits.nowhere, alone=True)
 
     def begin(self) -> None:
         """Take what is left of the last step; a backward begins, or ends."""
-        self._stale = set() if self._due is None else set(self._due.pending)
+        self._stale = self._amid | (set() if self._due is None else self._due.pending)
         self.flush()
 
     def _check(self, index: int, _: torch.Tensor) -> None:
@@ -171,8 +176,10 @@ class LayerSteps:
         """Step with what a module's forward needs."""
         if name not in self._waits.seen:
             self._learn(name)
+        params = self._waits.params.get(name, ())
         if self._due is not None:
-            self._apply(self._waits.params.get(name, ()))
+            self._apply(params)
+        self._amid.difference_update(params)
 
     def _learn(self, name: str) -> None:
         """Take up that a module's forward is called: parameters are waited for as far in as can be.
@@ -200,10 +207,14 @@ class LayerSteps:
                 return name
         return None
 
-    def _apply(self, params: Iterable[int]) -> None:
+    def _apply(self, params: Iterable[int], *, alone: bool = False) -> None:
         """Step with parameters that are not stepped yet, once their gradients have crossed.
 
         And with all others whose gradients are there: a step for many costs less than many steps.
+
+        Args:
+            params: Their indices.
+            alone: Step with no others, so that all ranks step with the same.
         """
         due = self._due
         if due is None:
@@ -213,8 +224,11 @@ class LayerSteps:
             return
         self._look_at_gradients(due)
         self._buckets.collect(needed)
-        chosen = sorted(self._buckets.arrived(due.pending))
+        chosen = sorted(needed if alone else self._buckets.arrived(due.pending))
         self._buckets.collect(chosen)
+        if due.begun:
+            self._amid.update(chosen)
+        due.begun = due.begun or not alone
         due.pending.difference_update(chosen)
         if not due.pending:
             self._due = None

@@ -75,7 +75,8 @@ class DASO(torch.optim.Optimizer):
             steps are taken layer by layer.
         wire: What crosses between nodes: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``
             or ``"topk"``; what a wire loses is kept and sent later. ``"auto"``: bf16, and int4
-            where the link is so slow that an exchange would take more than four batches.
+            where the link is so slow that an exchange of half a million numbers or more would take
+            more than four batches.
         merge: How a node takes in a mean that is some batches old: ``"daso"`` weighs its own work
             by the batches waited, ``"delta"`` keeps it whole, ``"eager"`` goes ahead and corrects
             later, a number from 0 to 1 is the weight of local parameters, ``"auto"`` chooses by
@@ -204,7 +205,8 @@ class DASO(torch.optim.Optimizer):
         """Load a state_dict of this class or of the inner optimizer; load the model's first.
 
         With every rank's own state in a world of the same shape, training goes on to the same bits
-        (under `daso.Auto`, which goes by measured times, as long as it chooses the same).
+        (under `daso.Auto` and with ``wire="auto"``, which go by measured times, as long as they
+        choose the same).
         Otherwise the schedule goes on from world rank 0's count, and all ranks from world rank 0's
         parameters at the next step.
 

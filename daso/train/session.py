@@ -118,7 +118,7 @@ class Session:
         if self.setup.outer is not None and self.topology.place.rank == 0:
             logger.warning("parameters changed: the outer optimizer starts anew")
         sync.settle()
-        sync.counts.exposed_seconds += sync.buckets.node.waited_seconds
+        sync.counts.exposed_seconds += sync.node_seconds
         sync.close()
         self._open(sync.counts, *acts)
 
@@ -313,8 +313,9 @@ class Session:
             try:
                 self.flush()
             finally:
-                self._sync.close()
-            _open_syncs.discard(self._sync)
+                sound = self._sync.close()
+            if sound:  # else threads may go on: they end with the process
+                _open_syncs.discard(self._sync)
 
     def report(self) -> dict[str, Any]:
         """Return what was chosen and what happened so far, on this rank.
@@ -342,9 +343,10 @@ class Session:
             "exchanges": counts.exchanges,
             "dropped": counts.dropped,
             "global_bytes_sent": counts.global_bytes_sent,
-            "exposed_seconds": counts.exposed_seconds + self._sync.buckets.node.waited_seconds,
+            "exposed_seconds": counts.exposed_seconds + self._sync.node_seconds,
             "bucket_bytes": self._sync.buckets.bucket_bytes,
             "events": list(counts.events),
+            **self._sync.chosen(),
         }
 
     # --- checkpoint --------------------------------------------------------------------------

@@ -100,6 +100,8 @@ class Setup:
             "fragments": settings.exchange.fragments,
             "delta_reduce": settings.delta_reduce,
             "gradient_reduce": settings.gradient_reduce,
+            "gradient_order": settings.gradients.order,
+            "update": "whole" if settings.whole else "chunk",
             "policy": repr(self.policy),
         }
 

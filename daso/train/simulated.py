@@ -6,7 +6,7 @@ are those of a real run with one rank per node and ``Exchange(reduce="ordered")`
 Values that are not finite are not looked for.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -69,6 +69,7 @@ class Known:
     drift: float = 0.0
     wire: str = ""
     timed: str = ""
+    timed_numel: int = 0
 
 
 class Row:
@@ -152,6 +153,8 @@ class SimulatedNodes:
         settings: How to exchange.
         outer: Makes an optimizer for the reference.
         times: What the policy sees of the machine.
+        wires: Wire of each exchange by the batch after which it was sent, as in the ``events`` of a
+            run that is replayed; None: chosen by ``times`` where the settings leave it open.
     """
 
     def __init__(
@@ -164,10 +167,12 @@ class SimulatedNodes:
         settings: Settings,
         outer: MakeOuter | None = None,
         times: Times | None = None,
+        wires: Mapping[int, str] | None = None,
     ) -> None:
         self.models = [build() for _ in range(nodes)]
         self.inners = [make_inner(model) for model in self.models]
         self.policy, self.settings, self.times = policy, settings, times or Times()
+        self._wires = wires or {}
         self.state = replace(
             policy.start(), fragments=settings.exchange.fragments, sparse=settings.sparse
         )
@@ -279,7 +284,7 @@ class SimulatedNodes:
 
     def _send(self, batch: int, fragment: int | None, *, wait: int) -> None:
         known = self._known
-        wire = known.wire or self.settings.wires[0]
+        wire = self._wires.get(batch) or known.wire or self.settings.wires[0]
         sent = range(len(known.since)) if fragment is None else [fragment]
         batches = batch - min(known.since[one] for one in sent)
         drift = known.measured.drift(nodes=len(self.models), batches=known.batches)
@@ -313,9 +318,9 @@ class SimulatedNodes:
         known, rows = self._known, self._rows_of(flight.fragment)
         known.drift = flight.seen.drift
         numel = sum(row.parts[0].shown.numel() for row in rows)
-        timed, known.timed = known.timed, flight.wire
-        if timed == flight.wire:
+        if (known.timed, known.timed_numel) == (flight.wire, numel):
             known.wire = self.settings.next_wire(flight.wire, flight.seen, numel=numel)
+        known.timed, known.timed_numel = flight.wire, numel
         for row in rows:
             row.merge(rule)
         self.events.append(

@@ -328,13 +328,29 @@ class Sync:
             self.exchanges.load(state["exchanges"])
         self.counts.load(state["counts"])
 
-    def close(self) -> None:
-        """Stop the engine and give everything back. Collective over the world; idempotent."""
+    @property
+    def node_seconds(self) -> float:
+        """Seconds that the training thread stood still for other ranks of the node."""
+        carried = 0.0 if self._carrier is None else self._carrier.node_seconds
+        return self.buckets.node.waited_seconds + carried
+
+    def chosen(self) -> dict[str, str]:
+        """Return what is chosen anew while training goes on, for reports."""
+        return {} if self.exchanges is None else {"wire": self.exchanges.wire}
+
+    def close(self) -> bool:
+        """Stop the threads and give everything back. Collective over the world; idempotent.
+
+        Returns:
+            Whether all work ended well; where it did not, threads may go on.
+        """
         self._unhook()
         sound = self._close_carrier()
-        if self.links.close() and sound:  # until here an exchange in flight may go on
+        sound = self.links.close() and sound  # until here an exchange in flight may go on
+        if sound:
             self.buckets.node.free()
         self.exchanges = None
+        return sound
 
     def _close_carrier(self) -> bool:
         return self._carrier is None or self._carrier.close()

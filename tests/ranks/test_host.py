@@ -1,18 +1,19 @@
 """Gradients added on the host by a thread of its own: the bits are those of any other way."""
 
+import math
 import threading
 import time
 from itertools import cycle
 
 import pytest
 import torch
-from ranks.test_priority import bits, chain, plain, train, wrapped
+from ranks.test_priority import chain, plain, train, wrapped
 from ranks.test_sync import Odd, adamw, batch_loss, compare, mlp, seeded, sgd
 from torch import nn
 
 import daso
 from daso.comm.throttle import CopyLink, pretend_device
-from daso.errors import ConfigError, ExchangeError
+from daso.errors import ConfigError, ExchangeError, StallError
 from daso.plan.costs import flow_shop_seconds
 from daso.train.host import HostSums
 
@@ -202,6 +203,23 @@ def test_an_error_in_the_thread_that_adds_is_told_at_the_next_step(topology, mon
     optimizer.close()
 
 
+def test_a_rank_that_stays_away_inside_a_node_is_named(topology):
+    place = topology.place
+    if place.nodes > 1 or place.size == 1:
+        pytest.skip("needs one node of several ranks")
+    model = seeded(mlp)()
+    exchange = daso.Exchange(stall_seconds=3.0)
+    gradients = daso.Gradients(order="host")
+    optimizer = daso.DASO(
+        sgd(model), module=model, topology=topology, exchange=exchange, gradients=gradients
+    )
+    plain(model, optimizer, place.rank, 0)
+    if place.rank == 0:
+        with pytest.raises(StallError, match=r"world rank 1.* did not"):
+            plain(model, optimizer, place.rank, 1)
+    optimizer._session._sync.abandon()  # close() is collective, and rank 0 is out of step
+
+
 # --- bad input -----------------------------------------------------------------------------------
 
 
@@ -213,15 +231,14 @@ def test_chunks_of_a_step_need_a_thread_of_their_own():
 # --- what it takes -------------------------------------------------------------------------------
 
 
-def test_a_step_takes_what_the_flow_shop_says(topology):
-    """Backward, out, sum and back overlap as three machines after another would."""
+def test_copies_sums_and_backward_overlap(topology):
+    """They take longer than three machines one after another must, and less than one at a time."""
     if topology.place.size == 1:
         pytest.skip("one rank averages nothing")
-    link = CopyLink(bytes_per_second=2e6, latency_seconds=1e-3)
+    link = CopyLink(math.inf, latency_seconds=5e-3)
     with pretend_device(link):
         model, rank = slow_chain(6), topology.place.rank
-        optimizer = wrapped(topology, model, sgd, order="host", bucket_bytes=1 << 20)
-        with optimizer:
+        with wrapped(topology, model, sgd, order="host", bucket_bytes=1) as optimizer:
             taken = []
             for step in range(6):
                 optimizer.zero_grad()
@@ -230,7 +247,7 @@ def test_a_step_takes_what_the_flow_shop_says(topology):
                 start = time.perf_counter()
                 loss.backward()
                 taken.append(time.perf_counter() - start)
-            nbytes = sum(p.nbytes for p in model.parameters())
-    one_chunk = [(6 * Slow.seconds, link.seconds(nbytes), 0.0, link.seconds(nbytes))]
-    assert min(taken[1:]) >= flow_shop_seconds(one_chunk)
-    assert bits(model)
+    copy = link.seconds(1)
+    layers = [0.0] + [Slow.seconds] * 6
+    chunks = [(seconds, copy, 0.0, copy) for each in layers for seconds in (each, 0.0)]
+    assert flow_shop_seconds(chunks) <= min(taken[1:]) < 0.9 * sum(map(sum, chunks))

@@ -506,6 +506,44 @@ def test_a_parameter_used_behind_the_back_of_its_module_is_refused(topology, mon
     optimizer.close()
 
 
+class Around(nn.Module):
+    """Uses a bias of a module that it called once, and never again."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.gate, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.called = False
+
+    def forward(self, x):
+        h = self.first(x)
+        h = h + self.gate.bias if self.called else self.gate(h)
+        self.called = True
+        return self.last(h)
+
+
+def test_a_gradient_that_comes_in_the_middle_of_a_forward_hides_no_early_use(
+    topology, monkeypatch, free
+):
+    """The bias was used before the step, which was then taken, with what had come, later on."""
+    model, calls = seeded(Around)(), []
+    optimizer = wrapped(topology, model, sgd, **free)
+    plain(model, optimizer, topology.place.rank, 0)
+
+    def arrived(buckets, params):
+        calls.append(params)
+        return waited_for(buckets, params) if len(calls) == 1 else set(params)
+
+    monkeypatch.setattr(GradientBuckets, "arrived", arrived)
+    loss = batch_loss(model, topology.place.rank, 1)
+    if is_free(topology, free):
+        with pytest.raises(ConfigError, match=r"gate\.bias was used before the step"):
+            loss.backward()
+        optimizer._session._sync.abandon()  # a program ends there
+    else:
+        loss.backward()
+    optimizer.close()
+
+
 def test_gradients_that_are_zeroed_in_place_while_they_cross_are_refused(topology, free):
     model = seeded(mlp)()
     optimizer = wrapped(topology, model, sgd, **free)
