@@ -716,7 +716,7 @@ def test_checkpoints_of_shared_weights_give_the_mean_gradient(topology, place, r
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"wire": "int3"}, "wire must be one of fp32, bf16, fp16, int8, int4"),
+        ({"wire": "int3"}, "wire must be one of auto, fp32, bf16, fp16, int8, int4"),
         ({"merge": "average"}, "merge must be one of auto, daso, delta, eager"),
         ({"exchange": daso.Exchange(reduce="iallreduce")}, "needs wire='fp32'"),
     ],
