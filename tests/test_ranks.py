@@ -26,7 +26,7 @@ PYTEST = (
 )
 
 
-def run_on(ranks: int, *program: str, timeout: float = 1200) -> subprocess.CompletedProcess[str]:
+def run_on(ranks: int, *program: str, timeout: float = 1800) -> subprocess.CompletedProcess[str]:
     mpirun = find_mpirun()
     assert mpirun is not None, "no mpirun: pip install 'daso[mpich]'"
     local = Local(ranks=ranks, ranks_per_node=None, program=program)
@@ -48,7 +48,7 @@ def run_tests(ranks: int, tests: Path) -> tuple[int, str]:
     return count, run.stdout
 
 
-@pytest.mark.timeout(1260)
+@pytest.mark.timeout(1860)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_on_ranks(ranks: int, capsys) -> None:
     count, _ = run_tests(ranks, RANKS)
@@ -56,7 +56,7 @@ def test_on_ranks(ranks: int, capsys) -> None:
         print(f"\n{count} multi-rank tests passed on {ranks} ranks", file=sys.stderr)
 
 
-@pytest.mark.timeout(1260)
+@pytest.mark.timeout(1860)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_drop_in_contract_on_ranks(ranks: int, capsys) -> None:
     count, said = run_tests(ranks, CONTRACT)
