@@ -24,6 +24,8 @@ from daso.comm.mpi import load
 from daso.errors import ExchangeError, StallError
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from mpi4py import MPI
 
 __all__ = ["Carried", "Engine", "Ticket", "Work"]
@@ -41,9 +43,11 @@ RELAXATION = 0.01
 QUEUE_LENGTH = 256
 
 
-def _arrival(waited: "Sequence[MPI.Request] | Callable[[], bool]") -> Callable[[], bool]:
+def _arrival(
+    waited: "Sequence[MPI.Request] | Callable[[], bool]", mpi: "ModuleType"
+) -> Callable[[], bool]:
     """Return what tells whether that which work waits for has happened."""
-    return waited if callable(waited) else partial(load().Request.Testall, list(waited))
+    return waited if callable(waited) else partial(mpi.Request.Testall, list(waited))
 
 
 class Carried(Generic[Result]):
@@ -62,7 +66,7 @@ class Carried(Generic[Result]):
         """Go as far as possible without waiting; return whether it is over."""
         while self._arrived():
             try:
-                self._arrived = _arrival(next(self._work))
+                self._arrived = _arrival(next(self._work), load())
             except StopIteration as stop:
                 self.result = stop.value
                 return True
@@ -254,7 +258,7 @@ class Engine:
                 waited = next(ticket.work)
             except StopIteration as stop:
                 return stop.value  # type: ignore[no-any-return]
-            arrived = _arrival(waited)
+            arrived = _arrival(waited, self._mpi)
             start = time.perf_counter()
             while not arrived():
                 if self._abandoned:

@@ -7,7 +7,7 @@ import torch
 from daso.comm.compress import PIECE, TopK, codec_named, pieces
 from daso.plan.options import Wire
 
-WIRES = get_args(Wire)
+WIRES = [wire for wire in get_args(Wire) if wire != "auto"]
 
 SIZES = [0, 1, 2, 127, 128, 129, 1000, 4097]
 

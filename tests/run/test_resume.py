@@ -24,6 +24,7 @@ def other(key, default):
     words |= {"data.name": "digits", "exchange.wire": "fp32", "exchange.merge": "delta"}
     words |= {"exchange.nonfinite": "raise", "tensorboard": "true", "data.folder": "f"}
     words |= {"name": "n", "runs": "r", "schedule.wait": "2", "exchange.outer": "nesterov"}
+    words |= {"exchange.gradients": "priority", "exchange.update": "whole"}
     return words.get(key) or str(default + 1)
 
 
