@@ -2,6 +2,7 @@
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,7 +17,7 @@ from daso.train.metrics import Counts
 __all__ = ["Carrier"]
 
 
-class Carrier:
+class Carrier(ABC):
     """The buckets of one round after the other, averaged by other threads.
 
     Args:
@@ -137,13 +138,14 @@ class Carrier:
         return True
 
     def abandon(self) -> None:
-        """Stop them whatever is under way; for the end of the process."""
+        """Stop all threads whatever is under way; for the end of the process."""
+        self._links.engine.abandon()
 
+    @abstractmethod
     def _carry(
         self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool
     ) -> list[Ticket[int]]:
         """Hand a round to other threads."""
-        raise NotImplementedError
 
     def _take_back(self, places: Iterable[int]) -> None:
         """Note, on the thread that carries, which of these buckets hold the mean now."""

@@ -61,8 +61,9 @@ class HostSums(Carrier):
         return self._adder.close()
 
     def abandon(self) -> None:
-        """Stop it whatever is under way; for the end of the process."""
+        """Stop all threads whatever is under way; for the end of the process."""
         self._adder.abandon()
+        super().abandon()
 
     def _carry(
         self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool

@@ -297,17 +297,13 @@ class SimulatedNodes:
             norm += sum(one for _, one in found)
         rates = [group.get("lr", 0.0) for inner in self.inners for group in inner.param_groups]
         times = self.times
-        taken = times.exchange_seconds * self._bytes(wire) / self._bytes(self.settings.wires[0])
+        taken = times.exchange_seconds * _many_bytes(wire) / _many_bytes(self.settings.wires[0])
         seen = Seen(times.step_seconds, taken, max(map(float, rates)), drift)
         self._flight = Flight(batch, fragment, seen, keeps, wire)
         known.measured = Tally.measured(distance, norm, known.size)
         known.batches = batches
         for one in sent:
             known.since[one] = batch
-
-    def _bytes(self, wire: str) -> int:
-        """Return what many numbers take on a wire."""
-        return codec_named(wire).nbytes(MANY)
 
     def _receive(self, batch: int) -> Seen:
         flight, self._flight = self._flight, None
@@ -327,6 +323,11 @@ class SimulatedNodes:
             {"sent": flight.batch, "received": batch, "wire": flight.wire, **asdict(flight.seen)}
         )
         return flight.seen
+
+
+def _many_bytes(wire: str) -> int:
+    """Return what many numbers take on a wire."""
+    return codec_named(wire).nbytes(MANY)
 
 
 def _state_tensors(inner: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -177,9 +177,7 @@ class Sync:
 
     def _check(self) -> None:
         """Raise what went wrong in other threads since, if anything."""
-        self.links.engine.check()
-        if self._carrier is not None:
-            self._carrier.check()
+        (self._carrier or self.links.engine).check()
 
     def _refuse(self, what: str, met: bool) -> None:
         if met:
@@ -357,9 +355,7 @@ class Sync:
 
     def abandon(self) -> None:
         """Stop all threads whatever is under way; for the end of the process."""
-        if self._carrier is not None:
-            self._carrier.abandon()
-        self.links.engine.abandon()
+        (self._carrier or self.links.engine).abandon()
 
     def _unhook(self) -> None:
         if self.layers is not None:

@@ -6,6 +6,7 @@ import torch
 
 from daso.comm.compress import PIECE, TopK, codec_named, pieces
 from daso.plan.options import Wire
+from daso.plan.wires import BITS
 
 WIRES = [wire for wire in get_args(Wire) if wire != "auto"]
 
@@ -184,3 +185,8 @@ def test_topk_sends_equal_numbers_as_often_as_it_may():
 def test_topk_sends_blocks_apart_so_that_a_block_of_small_numbers_is_not_forgotten():
     values = torch.cat([distinct(4096, torch.float32), 1e-6 * distinct(4096, torch.float32)])
     assert [int((part != 0).sum()) for part in through("topk", values).split(4096)] == [64, 64]
+
+
+@pytest.mark.parametrize("wire", BITS)
+def test_what_a_wire_is_chosen_by_is_what_its_codec_takes(wire):
+    assert codec_named(wire).nbytes(1 << 20) * 8 / (1 << 20) == pytest.approx(BITS[wire], rel=1e-3)

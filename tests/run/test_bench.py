@@ -174,7 +174,13 @@ def test_orders_of_gradients_train_side_by_side(tmp_path):
 def measured_chunks(seconds, found):
     plan = {"rounds": 3, "steps": 10, "gigabytes_per_second": 1.0, "latency_ms": 0.5}
     rows = [
-        {"bytes": size, "ms": ms, "predicted_ms": ms * off}
+        {
+            "bytes": size,
+            "ms": ms,
+            # The machine was slow once, for the model too.
+            "seconds": [ms / 1e3, ms / 500, ms / 1e3],
+            "predicted_seconds": [ms / 1e3 * off, ms / 500 * off, ms / 1e3 * off],
+        }
         for size, (ms, off) in zip(chunks.SIZES, seconds, strict=False)
     ]
     costs = {"compute_ms": 9.0, "chunk_us": 1.0, "fill_ns_per_byte": 1.0, "add_ns_per_byte": 1.0}

@@ -25,7 +25,7 @@ from daso.plan.layout import fit_buckets, split
 from daso.run.bench.contenders import COMPUTE, Contender, Daso, Plain, start
 from daso.run.bench.models import CASES, EVEN, Batch, Case
 from daso.run.bench.paced import Paced, paced
-from daso.run.bench.rounds import take_turns
+from daso.run.bench.rounds import over, take_turns
 
 __all__ = ["SIZES", "Plan", "figures", "measure", "predicted_seconds", "steps_off", "table"]
 
@@ -72,31 +72,31 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
             contenders[str(size)] = _host(case, topology, size)
         contenders[SEARCH] = searching = _host(case, topology, "search")
     found = _search(searching, topology, batch)
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for contender in contenders.values():
         _step_seconds(contender, topology, batch, SETTLED)
-    for name in take_turns(list(contenders), plan.rounds):
+    costs = [_costs(topology, batch)]
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    bases: dict[str, list[float]] = {name: [] for name in contenders}
+    seconds[COMPUTE].append(_step_seconds(contenders[COMPUTE], topology, batch, plan.steps))
+    for name in take_turns([name for name in contenders if name != COMPUTE], plan.rounds):
         seconds[name].append(_step_seconds(contenders[name], topology, batch, plan.steps))
-    taken = {name: statistics.median(times) for name, times in seconds.items()}
-    add = _add_seconds_per_byte(topology, torch.float32)
-    per_chunk, per_byte = _overhead(topology, batch, plan.rounds, add)
+        seconds[COMPUTE].append(_step_seconds(contenders[COMPUTE], topology, batch, plan.steps))
+        bases[name].append(statistics.mean(seconds[COMPUTE][-2:]))
+    costs.append(_costs(topology, batch))
+    per_chunk, per_byte, add = map(statistics.mean, zip(*costs, strict=True))
     layers = _layers(contenders[COMPUTE].model)
-    aside = taken[COMPUTE] - sum(backward for _, backward in layers)
-    layers = [(nbytes, backward + per_byte * nbytes) for nbytes, backward in layers]
+    backward = sum(seconds for _, seconds in layers)
+    filled = [(nbytes, seconds + per_byte * nbytes) for nbytes, seconds in layers]
     model = partial(
-        predicted_seconds,
-        layers,
-        link=link,
-        per_chunk=per_chunk,
-        add_seconds_per_byte=add,
-        aside=aside,
+        predicted_seconds, filled, link=link, per_chunk=per_chunk, add_seconds_per_byte=add
     )
     rows = [
         {
             "bytes": size,
-            "ms": 1e3 * taken[str(size)],
+            "ms": 1e3 * statistics.median(seconds[str(size)]),
             "seconds": seconds[str(size)],
-            "predicted_ms": 1e3 * model(size),
+            # Beside compute only right before and after, for the machine changes its speed.
+            "predicted_seconds": [model(size, aside=base - backward) for base in bases[str(size)]],
         }
         for size in SIZES
     ]
@@ -105,11 +105,11 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     return {
         "plan": asdict(plan),
         "nodes": list(topology.place.node_sizes),
-        "compute_ms": 1e3 * taken[COMPUTE],
+        "compute_ms": 1e3 * statistics.median(seconds[COMPUTE]),
         "chunk_us": 1e6 * per_chunk,
         "fill_ns_per_byte": 1e9 * per_byte,
         "add_ns_per_byte": 1e9 * add,
-        "found": {**found, "ms": 1e3 * taken[SEARCH]},
+        "found": {**found, "ms": 1e3 * statistics.median(seconds[SEARCH])},
         "rows": rows,
     }
 
@@ -142,14 +142,13 @@ def _step_seconds(contender: Contender, topology: Topology, batch: Batch, steps:
     return float(max(topology.world.allgather(statistics.median(taken))))
 
 
-def _overhead(
-    topology: Topology, batch: Batch, rounds: int, add_seconds_per_byte: float
-) -> tuple[float, float]:
-    """Return what the training thread takes for each chunk, and for each byte in it, in seconds.
+def _costs(topology: Topology, batch: Batch) -> tuple[float, float, float]:
+    """Return seconds that each chunk and each byte take of the training thread, and sums of a byte.
 
     Found with layers and a link that take no time, from chunks of one layer and of all; with these
     sums come after backward, and are taken off.
     """
+    add_seconds_per_byte = _add_seconds_per_byte(topology, torch.float32)
     case = replace(CASES[MODEL], build=lambda: paced(*((numel, 0.0, 0.0) for numel, *_ in EVEN)))
     with pretend_device(CopyLink(math.inf)):
         contenders: list[Contender] = [
@@ -158,14 +157,15 @@ def _overhead(
             _host(case, topology, SIZES[-1] << 2),
         ]
     taken: list[list[float]] = [[], [], []]
-    for at in (0, 1, 2, *take_turns(range(3), rounds)):
+    for at in (0, 1, 2, *take_turns(range(3), 3)):
         taken[at].append(_step_seconds(contenders[at], topology, batch, SETTLED))
     alone, one_each, all_in_one = (statistics.median(seconds[1:]) for seconds in taken)
     for contender in contenders:
         contender.close()
     nbytes = 4 * sum(numel for numel, *_ in EVEN)
     per_byte = max(0.0, (all_in_one - alone) / nbytes - add_seconds_per_byte)
-    return max(0.0, one_each - all_in_one) / (len(EVEN) - 1), per_byte
+    per_chunk = max(0.0, one_each - all_in_one) / (len(EVEN) - 1)
+    return per_chunk, per_byte, add_seconds_per_byte
 
 
 def _add_seconds_per_byte(topology: Topology, dtype: torch.dtype) -> float:
@@ -237,7 +237,13 @@ def steps_off(found: Mapping[str, Any]) -> float | None:
 
 def _error(found: Mapping[str, Any]) -> float:
     """Return the largest relative distance of the model from what was measured."""
-    return max(abs(float(row["predicted_ms"] / row["ms"]) - 1) for row in found["rows"])
+    return max(abs(_off(row)) for row in found["rows"])
+
+
+def _off(row: Mapping[str, Any]) -> float:
+    """Return how far the model is off, relative to what was measured; median over rounds."""
+    ratios = over(row["predicted_seconds"], row["seconds"])
+    return statistics.median(ratios) - 1
 
 
 def table(found: Mapping[str, Any]) -> str:
@@ -251,9 +257,9 @@ def table(found: Mapping[str, Any]) -> str:
         f"{'chunk':>10}{'ms/step':>10}{'model':>10}{'off':>8}",
     ]
     for row in found["rows"]:
-        off = 100 * (row["predicted_ms"] / row["ms"] - 1)
+        predicted = 1e3 * statistics.median(row["predicted_seconds"])
         lines.append(
-            f"{row['bytes'] >> 10:>6} KiB{row['ms']:>10.2f}{row['predicted_ms']:>10.2f}{off:>7.1f}%"
+            f"{row['bytes'] >> 10:>6} KiB{row['ms']:>10.2f}{predicted:>10.2f}{_off(row):>8.1%}"
         )
     size = "no size" if held["bytes"] is None else f"{held['bytes'] >> 10} KiB"
     lines.append(f"search: {size} after {held['steps']} steps, {held['ms']:.2f} ms a step")
