@@ -12,8 +12,9 @@ import torch
 from daso.comm.throttle import CopyLink
 from daso.errors import ConfigError
 from daso.run.bench import chunks, exchange, growth, memory, order, train
-from daso.run.bench.contenders import COMPUTE, FIFO, INSIDE, PRIORITY
+from daso.run.bench.contenders import FIFO, INSIDE, PRIORITY
 from daso.run.bench.models import CASES, loss_of
+from daso.run.bench.names import COMPUTE
 from daso.run.bench.rivals import EVERYBODY, RIVALS, Rival, installed, must_be_installed
 from daso.run.bench.rounds import Round, count_bytes, median_of, take_turns
 

@@ -9,9 +9,8 @@ import pytest
 
 from daso.run.bench import courses
 from daso.run.bench.draw import draw_courses
+from daso.run.bench.names import DDP, OURS
 from daso.run.bench.to_accuracy import warmed_cosine
-
-OURS = "DASO Auto, bf16"
 
 
 def course(*accuracy, seconds_per_step=2.0):
@@ -26,11 +25,11 @@ def found(ddp, ours, *, level=90, data="fashion"):
     same = {"parameters": 5, "batch": 64, "nodes": [1, 1], "versions": {}}
     times = {
         "plan": {"link": "1gbit", "rounds": 7},
-        "rows": [{"name": courses.DDP, "step_ms": 8000}, {"name": OURS, "step_ms": 2000}],
+        "rows": [{"name": DDP, "step_ms": 8000}, {"name": OURS, "step_ms": 2000}],
     }
     rival, own = (
         {"plan": {"name": name, "link": "any", **plan}, "courses": trained, **same}
-        for name, trained in ((courses.DDP, ddp), (OURS, ours))
+        for name, trained in ((DDP, ddp), (OURS, ours))
     )
     return courses.on_link(rival, times, [own])
 
@@ -116,7 +115,7 @@ def here(tmp_path_factory):
 def test_both_train_to_the_end_and_reach_the_level(here):
     done, saved = here
     (run,) = saved["runs"]
-    assert [row["name"] for row in run["rows"]] == [courses.DDP, OURS]
+    assert [row["name"] for row in run["rows"]] == [DDP, OURS]
     for row in run["rows"]:
         (one,) = row["courses"]
         assert one["steps"][0] == 5

@@ -22,8 +22,9 @@ from daso.comm.throttle import CopyLink, pretend_device
 from daso.comm.topology import Topology
 from daso.plan.costs import flow_shop_seconds
 from daso.plan.layout import fit_buckets, split
-from daso.run.bench.contenders import COMPUTE, Contender, Daso, Plain, start
+from daso.run.bench.contenders import Contender, Daso, Plain, start
 from daso.run.bench.models import CASES, EVEN, Batch, Case
+from daso.run.bench.names import COMPUTE
 from daso.run.bench.paced import Paced, paced
 from daso.run.bench.rounds import over, take_turns
 

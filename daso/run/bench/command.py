@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from daso.errors import ConfigError
 from daso.run.bench import axes
+from daso.run.bench.names import COMPUTE, DDP, OURS
 from daso.run.minicluster.rate import parse_rate
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 # Contenders of --quick.
-QUICK = ("DASO Auto, bf16", "DDP, gloo", "DDP, gloo, fp16", "PostLocalSGD, every 4")
+QUICK = (OURS, DDP, "DDP, gloo, fp16", "PostLocalSGD, every 4")
 MODELS = ("cnn", "resnet18", "gpt", "tiny")
 DEVICES = ("device", "device-even")  # layers that take a known time and no core
 Found = list[dict[str, Any]]
@@ -254,7 +255,7 @@ def _named(names: Iterable[str], known: Iterable[str]) -> None:
 
 def _to_accuracy(chosen: argparse.Namespace) -> Measured:
     from daso.run.bench import courses, to_accuracy, train
-    from daso.run.bench.contenders import COMPUTE, CONTENDERS
+    from daso.run.bench.contenders import CONTENDERS
 
     quick, rounds = chosen.quick, _rounds(chosen)
     links = _links(chosen.link or ("1gbit" if quick else "1gbit,100mbit"))
@@ -264,14 +265,14 @@ def _to_accuracy(chosen: argparse.Namespace) -> Measured:
     _above_zero(chosen, "lr")
     if not 0 < chosen.level <= 100:
         raise ConfigError(f"--level must be a percentage above 0, not {chosen.level}")
-    names = tuple(chosen.only or ("DASO Auto, bf16",))
-    _named(names, [name for name in CONTENDERS if name not in (COMPUTE, courses.DDP)])
+    names = tuple(chosen.only or (OURS,))
+    _named(names, [name for name in CONTENDERS if name not in (COMPUTE, DDP)])
     plan = to_accuracy.Plan(
         "", chosen.data, chosen.seeds, chosen.epochs, chosen.lr, chosen.every, chosen.level, ""
     )
     seconds = chosen.seconds or (2 if quick else 3)
     settle = chosen.settle or (3 if quick else 6)
-    steps = train.Plan("cnn", (courses.DDP, *names), rounds, seconds, settle, "")
+    steps = train.Plan("cnn", (DDP, *names), rounds, seconds, settle, "")
     size = {"nodes": chosen.nodes, "ranks": chosen.ranks_per_node}
     for place, rates in _places(links, chosen.nodes):
         for one in to_accuracy.compare(place, rates, plan, steps, **size):

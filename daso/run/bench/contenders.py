@@ -20,10 +20,10 @@ import daso
 from daso.comm.mpi import load
 from daso.comm.topology import Topology
 from daso.run.bench.models import Batch, Case, loss_of
+from daso.run.bench.names import COMPUTE, DDP, OURS
 
 __all__ = [
     "ALLREDUCE",
-    "COMPUTE",
     "CONTENDERS",
     "FIFO",
     "HOST",
@@ -39,7 +39,6 @@ __all__ = [
     "start",
 ]
 
-COMPUTE = "compute only"
 PERIOD = 4  # batches between averages of PostLocalSGD
 
 
@@ -150,7 +149,7 @@ class Daso(Plain):
     def report(self) -> Mapping[str, Any]:
         """Return counts of exchanges, and what is exposed."""
         found = self.wrapped.report()
-        kept = ("exchanges", "exposed_seconds", "global_bytes_sent", "skip_history", "seen")
+        kept = ("exchanges", "exposed_seconds", "global_bytes_sent", "skip_history", "seen", "wire")
         return {key: found[key] for key in kept}
 
     def close(self) -> None:
@@ -216,12 +215,12 @@ def _daso(**keywords: Any) -> Make:
 
 CONTENDERS: Mapping[str, Make] = {
     COMPUTE: _compute,
-    "DASO Auto": _daso(),
+    OURS: _daso(),
     "DASO Auto, bf16": _daso(wire="bf16"),
     "DASO Auto, int4": _daso(wire="int4"),
-    "DASO Fixed(4, 1), bf16": _daso(policy=daso.Fixed(4, 1)),
+    "DASO Fixed(4, 1), bf16": _daso(policy=daso.Fixed(4, 1), wire="bf16"),
     "DASO synchronous": _daso(policy=daso.Fixed(1, 0)),
-    "DDP, gloo": _ddp(),
+    DDP: _ddp(),
     "DDP, gloo, fp16": _ddp(default_hooks.fp16_compress_hook),
     f"PostLocalSGD, every {PERIOD}": _post_local_sgd,
 }
@@ -291,5 +290,5 @@ INSIDE: Mapping[str, Make] = {
     HOST: _hosted("whole"),
     "host, chunk updates": _hosted("chunk"),
     "buckets": _daso(policy=daso.Fixed(1, 0)),
-    "DDP, gloo": _ddp(),
+    DDP: _ddp(),
 }

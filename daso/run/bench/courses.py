@@ -4,10 +4,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["DDP", "figures", "is_tested", "on_link", "reached", "table"]
+from daso.run.bench.names import DDP, OURS
 
-DDP = "DDP, gloo"
-OURS = "DASO Auto, bf16"
+__all__ = ["figures", "is_tested", "on_link", "reached", "table"]
+
 SPARSE = 4  # of so many copies one is tested, once the level was reached
 Course = Mapping[str, Any]
 

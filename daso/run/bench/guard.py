@@ -11,6 +11,7 @@ from typing import Any
 from daso.errors import ExchangeError
 from daso.run.bench import exchange, node, train
 from daso.run.bench.hosts import hosts, run_here
+from daso.run.bench.names import DDP, OURS
 from daso.run.minicluster.processes import ClusterError
 from daso.run.minicluster.start import check_machine
 
@@ -129,7 +130,7 @@ def measure(
     """
 
     def training(link: str) -> dict[str, Any]:
-        names = (train.OURS, train.RIVAL)
+        names = (OURS, DDP)
         return asdict(train.Plan("cnn", names, rounds, seconds, settle, link))
 
     swap = asdict(exchange.Plan(exchange.PARAMETERS, rounds, LINK, BITS_PER_SECOND, rivals=False))

@@ -25,8 +25,9 @@ from daso.environment import data_folder
 from daso.errors import ExchangeError
 from daso.run.bench import train
 from daso.run.bench.contenders import CONTENDERS, Contender, join_gloo
-from daso.run.bench.courses import DDP, is_tested, on_link
+from daso.run.bench.courses import is_tested, on_link
 from daso.run.bench.models import SIDE, Batch, Case, score, small_cnn
+from daso.run.bench.names import DDP
 from daso.run.bench.rounds import Clock
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from daso.comm.topology import Topology
-from daso.run.bench.contenders import COMPUTE, INSIDE, ORDERS, Contender, join_gloo
+from daso.run.bench.contenders import INSIDE, ORDERS, Contender, join_gloo
 from daso.run.bench.models import CASES, Batch
+from daso.run.bench.names import COMPUTE, DDP, OURS
 from daso.run.bench.rivals import EVERYBODY
 from daso.run.bench.rounds import (
     Clock,
@@ -24,7 +25,6 @@ from daso.run.bench.rounds import (
 
 __all__ = ["Plan", "figures", "measure", "ratios", "table"]
 
-OURS, RIVAL = "DASO Auto, bf16", "DDP, gloo"
 MOST = 3  # times as many steps as planned may be taken until a round can end
 
 
@@ -151,7 +151,7 @@ def table(found: Mapping[str, Any]) -> str:
         ours = row["report"]
         exposed = f"{row['exposed_ms']:.2f}" if "exposed_seconds" in ours else "-"
         sent = "-" if row["mbytes"] is None else f"{row['mbytes']:.3f}"
-        chosen = f"  skip, wait {ours['skip_history'][-1][1:]}" if ours.get("skip_history") else ""
+        chosen = _chosen(ours) if ours.get("skip_history") else ""
         cut = sum(not one["whole"] for one in row["rounds"])
         chosen += f", {cut} rounds cut an exchange" if cut else ""
         lines.append(
@@ -159,6 +159,12 @@ def table(found: Mapping[str, Any]) -> str:
             f"{_ms(row['cpu_ms']):>9}{sent:>9}{chosen}"
         )
     return "\n".join(lines)
+
+
+def _chosen(report: Mapping[str, Any]) -> str:
+    _, skip, wait = report["skip_history"][-1]
+    wire = report.get("wire")  # recorded runs of before 2026-11-22 have none
+    return f"  skip {skip}, wait {wait}" + (f", {wire}" if wire else "")
 
 
 def _ms(milliseconds: float) -> str:
@@ -175,7 +181,7 @@ def _where(found: Mapping[str, Any]) -> str:
 
 def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the figures of this link, named as everywhere."""
-    named = {OURS: "step_ratio", RIVAL: "step_ratio_ddp"}
+    named = {OURS: "step_ratio", DDP: "step_ratio_ddp"}
     head = table(found).splitlines()[0]
     return {
         f"{named[row['name']]}_{_where(found)}": {
@@ -198,8 +204,8 @@ def ratios(found: Mapping[str, Any]) -> dict[str, list[float]]:
     bases = {row["name"]: [one["base_seconds"] for one in row["rounds"]] for row in found["rows"]}
     pairs = {
         "step_ratio": (seconds.get(OURS), bases.get(OURS)),
-        "step_ratio_ddp": (seconds.get(RIVAL), bases.get(RIVAL)),
-        "step_ratio_over_ddp": (seconds.get(OURS), seconds.get(RIVAL)),
+        "step_ratio_ddp": (seconds.get(DDP), bases.get(DDP)),
+        "step_ratio_over_ddp": (seconds.get(OURS), seconds.get(DDP)),
     }
     return {
         f"{name}_{_where(found)}": over(mine, other)

@@ -1,0 +1,7 @@
+"""Names of the contenders whose figures are kept."""
+
+__all__ = ["COMPUTE", "DDP", "OURS"]
+
+COMPUTE = "compute only"
+OURS = "DASO Auto"
+DDP = "DDP, gloo"
