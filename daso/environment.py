@@ -16,6 +16,7 @@ __all__ = [
     "expand",
     "find_mpirun",
     "for_sbatch",
+    "may_share_a_gpu",
     "merged",
     "mpi_is_chosen",
     "note_process",
@@ -98,6 +99,15 @@ def note_process(rank: int, env: Mapping[str, str] | None = None) -> None:
     folder = (os.environ if env is None else env).get("DASO_PROCESSES")
     if folder and Path(folder).is_dir():
         (Path(folder) / str(rank)).write_text(str(os.getpid()))
+
+
+def may_share_a_gpu(env: Mapping[str, str] | None = None) -> bool:
+    """Return whether NCCL was told that ranks may share a GPU; it can from 2.30 on.
+
+    Args:
+        env: Environment to read; the process's own if None.
+    """
+    return (os.environ if env is None else env).get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
 def slurm_job(env: Mapping[str, str] | None = None) -> str | None:

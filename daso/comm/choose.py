@@ -1,16 +1,25 @@
 """Which device a rank computes on, and which transport is taken inside a node."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from daso.comm import nccl
+from daso.comm.copies import Copies
+from daso.comm.cuda import CudaCopies
 from daso.comm.node import NodeGroup
 from daso.comm.node_host import HostNode
+from daso.comm.node_nccl import NcclNode
 from daso.comm.node_shm import ShmNode
 from daso.comm.throttle import emulated_copies
 from daso.comm.topology import Topology
+from daso.environment import may_share_a_gpu
+from daso.errors import TopologyError
 
-__all__ = ["choose_device", "choose_node", "node_problem"]
+__all__ = ["choose_device", "choose_node", "device_problem", "wants_nccl"]
+
+Late = Callable[[], None]
 
 
 def choose_device(topology: Topology) -> torch.device:
@@ -26,32 +35,100 @@ def choose_device(topology: Topology) -> torch.device:
     return torch.device("cuda", topology.host_rank % count) if count else torch.device("cpu")
 
 
-def node_problem(device: torch.device) -> str | None:
-    """Return why no transport serves parameters on ``device``; None if one does."""
-    if device.type == "cpu":
-        return None
-    return (
-        f"parameters must be on the CPU in this version, not on {device}; move the model there "
-        f"before wrapping its optimizer"
-    )
+def device_problem(device: torch.device) -> str | None:
+    """Return why parameters on ``device`` cannot be trained; None if they can."""
+    if device.type not in ("cpu", "cuda"):
+        return (
+            f"parameters must be on the CPU or a CUDA device, not on {device}; move the model to "
+            f"one before wrapping its optimizer"
+        )
+    return None
+
+
+def wants_nccl(topology: Topology, device: torch.device, order: str) -> bool:
+    """Return whether a node averages over NCCL: its ranks have a GPU each, and buckets one order.
+
+    Args:
+        topology: Who is where.
+        device: Where this rank's parameters live.
+        order: Of `daso.Gradients`.
+
+    Collective over the node; blocking.
+    """
+    if device.type != "cuda" or topology.place.local_size == 1 or order != "buckets":
+        return False
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    told = topology.node.allgather((gpu, may_share_a_gpu()))
+    apart = len({gpu for gpu, _ in told}) == topology.place.local_size
+    return apart or all(may_share for _, may_share in told)
 
 
 def choose_node(
-    topology: "Topology", device: torch.device, stall_seconds: float, late: Callable[[], None]
+    topology: Topology, device: torch.device, order: str, stall_seconds: float, late: Late
 ) -> NodeGroup:
     """Return the transport for parameters on ``device``.
 
     Args:
         topology: Who is where.
-        device: Where the parameters live.
+        device: Where the parameters live; the same type on every rank.
+        order: Of `daso.Gradients`.
         stall_seconds: How long to wait for a rank before naming it in an error.
         late: Called once a wait takes long.
 
     Returns:
-        Shared memory for the CPU; where a device is pretended, with copies there and back.
+        Shared memory for the CPU; NCCL for ranks that have a GPU each; for other devices, real and
+        pretended, shared memory with copies there and back.
 
-    Collective over the node; blocking.
+    Raises:
+        TopologyError: NCCL is missing or does not start; the same on every rank.
+
+    Collective over the world; blocking.
     """
-    assert node_problem(device) is None
-    host, copies = ShmNode(topology, stall_seconds, late), emulated_copies()
+    if device.type == "cuda":
+        wanted = wants_nccl(topology, device, order)
+        if node := _nccl_node(topology, device, stall_seconds, late, wanted=wanted):
+            return node
+    host, copies = ShmNode(topology, stall_seconds, late), _copies(device)
     return host if copies is None else HostNode(host, device, copies)
+
+
+def _nccl_node(
+    topology: Topology,
+    device: torch.device,
+    stall_seconds: float,
+    late: Late,
+    *,
+    wanted: bool,
+    cuda: Any = torch.cuda,
+) -> NcclNode | None:
+    """Start NCCL where it is wanted; raise the same on every rank where that fails on any."""
+    there: dict[str, Any] = nccl.describe() if wanted else {"available": True}
+    problem = None if there["available"] else _refusal(there["why"])
+    topology.agree(problem, TopologyError)
+    node = None
+    if wanted:
+        try:
+            library = nccl.library()
+            node = NcclNode(topology, device, stall_seconds, late, nccl=library, cuda=cuda)
+        except Exception as error:  # NcclError, or what the driver says
+            problem = _refusal(f"it does not start: {error}")
+    try:
+        topology.agree(problem, TopologyError)
+    except TopologyError:
+        if node is not None:
+            node.abandon()
+        raise
+    return node
+
+
+def _refusal(why: str) -> str:
+    return (
+        f"ranks of a node that have a GPU each need cupy's NCCL, but {why}; install cupy for this "
+        f"CUDA (pip install 'daso[cupy12]' or 'daso[cupy13]'), or average on the host: "
+        f"gradients=daso.Gradients(order='host')"
+    )
+
+
+def _copies(device: torch.device) -> Copies | None:
+    """Return how rows on ``device`` go to the host and back; None where they lie there."""
+    return CudaCopies(device) if device.type == "cuda" else emulated_copies()

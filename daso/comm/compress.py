@@ -56,13 +56,14 @@ class Codec(Protocol):
         ...
 
 
-def pieces(numel: int) -> Iterator[tuple[int, int]]:
-    """Cut a row into spans that a core's cache holds.
+def pieces(numel: int, most: int = PIECE) -> Iterator[tuple[int, int]]:
+    """Cut a row into spans that go through many passes one after the other.
 
     Args:
         numel: Numbers of the row.
+        most: Numbers of a span, a multiple of `PIECE`; by default what a core's cache holds.
     """
-    return ((at, min(at + PIECE, numel)) for at in range(0, numel, PIECE))
+    return ((at, min(at + most, numel)) for at in range(0, numel, most))
 
 
 class Cast:

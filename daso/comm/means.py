@@ -4,7 +4,7 @@ Everything goes piece by piece, since a piece that a core's cache holds goes thr
 the price of one. `in_process` does with it what `daso.comm.exchange.ordered` does between ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -68,12 +68,17 @@ class Row:
 
 
 class Outbox:
-    """Memory for what crosses of a row: a payload for each span."""
+    """Memory for what crosses of a row: a payload for each span.
+
+    Args:
+        device: Where the row lies.
+    """
 
     codec: Codec
 
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._own = torch.empty(0, dtype=torch.uint8, device=device)
+        self.memory = self._own  # all payloads, in order (bytes)
         self._payloads: dict[tuple[int, int], torch.Tensor] = {}
 
     def open(
@@ -88,10 +93,11 @@ class Outbox:
         """
         sizes = [codec.nbytes(stop - start) for start, stop in spans]
         if memory is None:
-            if self._memory.numel() < sum(sizes):
-                self._memory = torch.empty(sum(sizes), dtype=torch.uint8)
-            memory = self._memory
-        found = torch.split(memory[: sum(sizes)], sizes)
+            if self._own.numel() < sum(sizes):
+                self._own = self._own.new_empty(sum(sizes))
+            memory = self._own
+        self.memory = memory[: sum(sizes)]
+        found = torch.split(self.memory, sizes)
         self._payloads = {(a, b): one for (a, b), one in zip(spans, found, strict=True)}
         self.codec = codec
         return found
@@ -99,6 +105,10 @@ class Outbox:
     def payloads(self, spans: Spans) -> Sequence[torch.Tensor]:
         """Return what was written for spans, all of them among those of `open`."""
         return [self._payloads[start, stop] for start, stop in spans]
+
+    def items(self) -> Iterable[tuple[tuple[int, int], torch.Tensor]]:
+        """Return all spans, in order, and their payloads."""
+        return self._payloads.items()
 
 
 class Buffers:

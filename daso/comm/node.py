@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from daso.comm.bell import LATE_SECONDS
+from daso.comm.copies import Copies
 from daso.errors import StallError
 
 __all__ = ["NodeBucket", "NodeGroup", "NodeRow", "NodeShare", "wait_until"]
@@ -27,8 +28,13 @@ class NodeBucket(Protocol):
 
     flat: torch.Tensor  # this rank's row (numel)
 
-    def start(self, parts: Sequence[Span]) -> None:
-        """Say that this rank's row is filled; local rank i will add part i. Does not block."""
+    def start(self, parts: Sequence[Span], *, onward: bool = False) -> None:
+        """Say that this rank's row is filled; local rank i will add part i. Does not block.
+
+        Args:
+            parts: Of the row, in order; empty ones for ranks that add nothing.
+            onward: Sums go on between nodes before they are delivered.
+        """
         ...
 
     def wait_filled(self) -> None:
@@ -39,13 +45,16 @@ class NodeBucket(Protocol):
         """Add this rank's part in rank order once all rows are filled. Does not block.
 
         Returns:
-            The sum of this rank's part in fp32 or fp64, writable until `deliver`; None as long as
-            a row is missing.
+            The sum of this rank's part in fp32 or fp64, on the host, writable until `deliver`; None
+            as long as a row is missing. What does not go onward may be left where it is.
         """
         ...
 
     def deliver(self, divisor: int) -> None:
-        """Divide the part from `add` and give it to the whole node. Does not block."""
+        """Divide the part from `add` and give it to the whole node. Does not block.
+
+        All ranks of a node start buckets in one order, and deliver them in one.
+        """
         ...
 
     def filled(self) -> bool:
@@ -104,6 +113,13 @@ class NodeShare(Protocol):
 class NodeGroup(Protocol):
     """The ranks of one node and the memory in which they meet."""
 
+    name: str  # for reports
+
+    @property
+    def copies(self) -> Copies | None:
+        """How what crosses between nodes comes to the host and back; None: it lies there."""
+        ...
+
     def row(self, numel: int, dtype: torch.dtype, most: int) -> NodeRow:
         """Make a row for up to ``most`` buckets. Collective over the node; blocking."""
         ...
@@ -119,6 +135,10 @@ class NodeGroup(Protocol):
 
     def free(self) -> None:
         """Give the memory back. Collective over the node; blocking; idempotent."""
+        ...
+
+    def abandon(self) -> None:
+        """Let nothing of this rank wait for others that may be gone; for the end of the process."""
         ...
 
 

@@ -6,29 +6,15 @@ CPUs, and copied back. No step blocks, so that copies, sums and backward of diff
 overlap (after US 10949746 B2, IBM). Several ranks may share a device.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 
-from daso.comm.node import NodeBucket, NodeRow, Span, wait_until
+from daso.comm.copies import Arrived, Copies
+from daso.comm.node import NodeBucket, NodeRow, NodeShare, Span, wait_until
 from daso.comm.node_shm import ShmNode, ShmShare
 
-__all__ = ["Copies", "HostBucket", "HostNode", "HostRow"]
-
-Arrived = Callable[[], bool]
-
-
-class Copies(Protocol):
-    """Copies between a device and its host, beside everything else."""
-
-    def out(self, source: torch.Tensor, target: torch.Tensor) -> Arrived:
-        """Start a copy to the host after what computes ``source``; tells when it is over."""
-        ...
-
-    def back(self, source: torch.Tensor, target: torch.Tensor) -> Arrived:
-        """Start a copy to the device; tells when it is over. ``source`` is not changed before."""
-        ...
+__all__ = ["HostBucket", "HostNode", "HostRow", "HostShare"]
 
 
 class HostBucket:
@@ -41,7 +27,7 @@ class HostBucket:
         self._out: Arrived | None = None  # on its way to the host; None: it is there
         self._back: Arrived | None = None
 
-    def start(self, parts: Sequence[Span]) -> None:
+    def start(self, parts: Sequence[Span], *, onward: bool = False) -> None:  # noqa: ARG002
         """Start this rank's copy to the host."""
         self._parts, self._back = parts, None
         self._out = self._node.copies.out(self.flat, self._staged.flat)
@@ -100,6 +86,62 @@ class HostRow:
         ]
 
 
+class HostShare:
+    """Parts on the devices of a node, which cross over the host; see `daso.comm.node.NodeShare`."""
+
+    def __init__(self, node: "HostNode", parts: Sequence[torch.Tensor], staged: ShmShare) -> None:
+        self.parts = list(parts)
+        self.mine = self.parts[node.rank] if node.rank < len(parts) else self.parts[0][:0]
+        self._node, self._staged = node, staged
+        self._out: Arrived | None = None  # on its way to the host
+
+    def publish(self) -> None:
+        """Say that ``mine`` is written, or will be by what is launched: starts its copy."""
+        self._out = self._node.copies.out(self.mine, self._staged.mine)
+
+    def wait(self) -> None:
+        """Block until every part is here."""
+        node, staged = self._node, self._staged
+        if self._out is not None:
+            node.wait(self._out)
+            self._out = None
+            staged.publish()
+        staged.wait()
+        others = [at for at in range(len(self.parts)) if at != node.rank]
+        # In turn: an earlier merge that was launched may still read what is written here.
+        coming = [node.copies.back(staged.parts[at], self.parts[at], in_turn=True) for at in others]
+        for arrived in coming:
+            node.wait(arrived)
+
+    def release(self) -> None:
+        """Say that this rank has read all parts."""
+        self._staged.release()
+
+    def wait_released(self) -> None:
+        """Block until all ranks have read."""
+        self._staged.wait_released()
+
+
+class OwnShare:
+    """The whole row, on the device of the only rank of a node; see `daso.comm.node.NodeShare`."""
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self.parts = list(parts)
+        self.mine = self.parts[0]
+
+    def publish(self) -> None:
+        """Do nothing: nobody else reads."""
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
+        """Do nothing."""
+
+    def wait_released(self) -> None:
+        """Do nothing."""
+
+
 class HostNode:
     """The ranks of a node that compute on devices; see `daso.comm.node.NodeGroup`.
 
@@ -111,6 +153,8 @@ class HostNode:
 
     def __init__(self, host: ShmNode, device: torch.device, copies: Copies) -> None:
         self.copies = copies
+        self.name = f"sums on the host, from {device}"
+        self.rank = host.rank
         self._host, self._device = host, device
 
     @property
@@ -121,11 +165,19 @@ class HostNode:
     def row(self, numel: int, dtype: torch.dtype, most: int) -> HostRow:
         """Make a row for gradients."""
         flat = torch.zeros(numel, dtype=dtype, device=self._device)
-        return HostRow(self, flat, self._host.row(numel, dtype, most))
+        staged = self._host.row(numel, dtype, most)
+        self.copies.pin([staged.flat])
+        return HostRow(self, flat, staged)
 
-    def share(self, spans: Sequence[Span], dtype: torch.dtype) -> ShmShare:
-        """Make a shared row, on the host."""
-        return self._host.share(spans, dtype)
+    def share(self, spans: Sequence[Span], dtype: torch.dtype) -> NodeShare:
+        """Make a shared row; every device holds all of it."""
+        sizes = [stop - start for start, stop in spans]
+        parts = [torch.zeros(size, dtype=dtype, device=self._device) for size in sizes]
+        if len(self._host.world_ranks) == 1:
+            return OwnShare(parts)
+        staged = self._host.share(spans, dtype)
+        self.copies.pin(staged.parts)
+        return HostShare(self, parts, staged)
 
     def wait(self, arrived: Arrived) -> None:
         """Block until something has arrived here."""
@@ -139,4 +191,8 @@ class HostNode:
 
     def free(self) -> None:
         """Give the memory back; tensors made from it must not be used afterwards."""
+        self.copies.unpin()
         self._host.free()
+
+    def abandon(self) -> None:
+        """Do nothing: copies end by themselves."""

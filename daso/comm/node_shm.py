@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from daso.comm.copies import Copies
 from daso.comm.dtypes import accumulator
 from daso.comm.mpi import load
 from daso.comm.node import Span, wait_until
@@ -78,7 +79,7 @@ class ShmBucket:
         self.part: Span = (0, 0)
         self.total = self.flat[:0]
 
-    def start(self, parts: Sequence[Span]) -> None:
+    def start(self, parts: Sequence[Span], *, onward: bool = False) -> None:  # noqa: ARG002
         """Say that this rank's row is filled."""
         self.round += 1
         self.part = parts[self.line.rank]
@@ -207,7 +208,8 @@ class ShmNode:
     def __init__(
         self, topology: "Topology", stall_seconds: float, late: Callable[[], None] = _nothing
     ) -> None:
-        self.late = late
+        self.late, self.name = late, "shared memory"
+        self.copies: Copies | None = None
         self.comm = topology.node.Dup()
         self.rank = topology.place.local_rank
         self.world_ranks: list[int] = topology.node.allgather(topology.place.rank)
@@ -252,6 +254,9 @@ class ShmNode:
         self._windows = []
         if self.comm != load().COMM_NULL:
             self.comm.Free()
+
+    def abandon(self) -> None:
+        """Do nothing: nobody waits in a thread."""
 
 
 def _typed(segment: torch.Tensor, at: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

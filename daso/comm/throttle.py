@@ -1,13 +1,13 @@
 """Parts of a machine that take a known time, for want of the real ones."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
 
-from daso.comm.node_host import Copies
+from daso.comm.copies import Arrived, Copies
 from daso.errors import ConfigError
 
 __all__ = ["CopyLink", "emulated_copies", "pretend_device"]
@@ -38,17 +38,40 @@ class CopyLink:
         """Return how long a copy takes."""
         return self.latency_seconds + nbytes / self.bytes_per_second
 
-    def out(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], bool]:
+    def out(self, source: torch.Tensor, target: torch.Tensor) -> Arrived:
         """Start a copy to the host."""
         return self._start(OUT, source, target)
 
-    def back(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], bool]:
+    def back(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        in_turn: bool = False,  # noqa: ARG002 - what is launched on a CPU is over
+    ) -> Arrived:
         """Start a copy to the device."""
         return self._start(BACK, source, target)
 
-    def _start(
-        self, direction: int, source: torch.Tensor, target: torch.Tensor
-    ) -> Callable[[], bool]:
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Do nothing: threads of a CPU run beside each other."""
+        yield
+
+    def mark(self) -> Arrived:
+        """Return what says at once that all is over."""
+        return lambda: True
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Return memory (nbytes, uint8)."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def pin(self, rows: Sequence[torch.Tensor]) -> None:
+        """Do nothing: it is all host memory."""
+
+    def unpin(self) -> None:
+        """Do nothing."""
+
+    def _start(self, direction: int, source: torch.Tensor, target: torch.Tensor) -> Arrived:
         begins = max(time.perf_counter(), self._free_at[direction])
         ends = self._free_at[direction] = begins + self.seconds(source.nbytes)
         copied = False

@@ -1,5 +1,6 @@
 """Memory that all ranks of a node see: an MPI shared window as torch tensors."""
 
+import mmap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,7 +31,12 @@ class SharedWindow:
 
     def __init__(self, node: "MPI.Comm", nbytes: int) -> None:
         mpi = load()
-        self._window: MPI.Win | None
+        self._window: MPI.Win | None = None
+        self.segments: list[torch.Tensor] = []
+        if node.Get_size() == 1:
+            # Pages of its own, which MPI would not give a single rank: they may be pinned.
+            self.segments = [torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)]
+            return
         try:
             self._window = mpi.Win.Allocate_shared(max(nbytes, ALIGN), 1, comm=node)
         except mpi.Exception as error:
@@ -51,14 +57,15 @@ class SharedWindow:
 
     def sync(self) -> None:
         """Make earlier writes of this rank visible and later reads fresh. Does not block."""
-        assert self._window is not None, "used after free"
-        self._window.Sync()
+        assert self.segments, "used after free"
+        if self._window is not None:
+            self._window.Sync()
 
     def free(self) -> None:
         """Give the memory back. Collective over the node; blocking; idempotent."""
+        self.segments = []
         if self._window is None:
             return
-        self.segments = []
         self._window.Unlock_all()
         self._window.Free()
         self._window = None

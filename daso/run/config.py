@@ -119,6 +119,7 @@ class Config:
     runs: str = "runs"  # where run folders are made
     epochs: int = 3
     seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU where ranks see one
     tensorboard: bool = False  # write TensorBoard files too
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

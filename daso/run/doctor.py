@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from daso.comm.choose import choose_device
+from daso.comm.choose import choose_device, wants_nccl
 from daso.comm.mpi import check_wheels, library, load, wheels
-from daso.comm.topology import init
+from daso.comm.topology import Topology, init
 from daso.environment import find_mpirun, read_launch
 from daso.errors import DasoError
 from daso.run.local import Local
@@ -129,15 +129,23 @@ def _nodes(problems: list[str]) -> dict[str, Any]:
     except DasoError as error:
         problems += [str(error)] if str(error) not in problems else []
         return {}
-    place = topology.place
+    place, device = topology.place, choose_device(topology)
     return {
         "world": place.size,
         "nodes": place.nodes,
         "ranks_per_node": list(place.node_sizes),
         "lanes": place.lanes,
         "cores": len(os.sched_getaffinity(0)),
-        "device": str(choose_device(topology)),
+        "device": str(device),
+        "node_average": _average(topology, device),
     }
+
+
+def _average(topology: Topology, device: torch.device) -> str:
+    """Return what averages gradients inside a node by default."""
+    if device.type == "cpu":
+        return "shared memory"
+    return "NCCL" if wants_nccl(topology, device, "buckets") else f"sums on the host, from {device}"
 
 
 def _torch() -> dict[str, Any]:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from daso.comm.choose import choose_device
 from daso.comm.topology import Topology, init
 from daso.comm.vote import gather
 from daso.data import ShardedSampler
 from daso.environment import slurm_job, slurm_restarts
-from daso.errors import DasoError, DataError
+from daso.errors import ConfigError, DasoError, DataError
 from daso.run.config import Config
 from daso.run.report import Progress, RunFolder, closing_table, versions
 from daso.run.resume import Point, Run, Saver
@@ -95,7 +96,11 @@ def _train(
 
 def _prepare(config: Config, topology: Topology) -> Run:
     """Load the data, build the model, wrap its optimizer."""
+    device = _device(config, topology)
     task, settings = _load(config, topology), config.settings()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    task.model.to(device)
     sampler = ShardedSampler(
         task.train_length,
         rank=topology.place.rank,
@@ -114,7 +119,17 @@ def _prepare(config: Config, topology: Topology) -> Run:
         exchange=settings.exchange,
         gradients=settings.gradients,
     )
-    return Run(config, topology, task, sampler, optimizer)
+    return Run(config, topology, task, sampler, optimizer, device)
+
+
+def _device(config: Config, topology: Topology) -> torch.device:
+    """Return where this rank trains; raise on all ranks alike where one lacks what it is told."""
+    device = torch.device("cpu") if config.device == "cpu" else choose_device(topology)
+    problem = None
+    if config.device == "cuda" and device.type != "cuda":
+        problem = "device=cuda needs a GPU that torch sees, but there is none; set --device=cpu"
+    topology.agree(problem, ConfigError)
+    return device
 
 
 def _load(config: Config, topology: Topology) -> Task:
@@ -171,12 +186,15 @@ def _steps(run: Run, point: Point, saver: Saver, progress: Progress) -> Iterator
     run.sampler.set_epoch(point.epoch)
     # A generator of its own: a loader draws when it begins, which a resumed epoch does once more.
     own = torch.Generator()
-    for inputs, targets in DataLoader(run.task.train, batch_sampler=run.sampler, generator=own):
+    pinned = run.device.type == "cuda"
+    loader = DataLoader(run.task.train, batch_sampler=run.sampler, generator=own, pin_memory=pinned)
+    for batch in loader:
+        inputs, targets = (tensor.to(run.device, non_blocking=True) for tensor in batch)
         run.optimizer.zero_grad()
         loss = loss_of(run.task.model, inputs, targets)
         loss.backward()
         run.optimizer.step()
-        point.total += loss.detach()
+        point.total = point.total.to(run.device) + loss.detach()
         point.step += 1
         saver.after_step(point)
         progress.step()
@@ -238,7 +256,7 @@ def digest(model: torch.nn.Module) -> str:
     """Return a hash of all parameters and buffers, bit for bit."""
     hasher = hashlib.sha256()
     for tensor in model.state_dict().values():
-        hasher.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        hasher.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return hasher.hexdigest()
 
 

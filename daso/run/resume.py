@@ -39,6 +39,7 @@ class Run:
     task: Task
     sampler: ShardedSampler
     optimizer: DASO
+    device: torch.device  # where the model is
 
     @property
     def batch(self) -> int:

@@ -115,10 +115,11 @@ def evaluate(model: nn.Module, data: Dataset[Any], *, rank: int, size: int) -> t
         Right answers and answers; their sums over all ranks cover every sample once.
     """
     model.eval()
+    device = next(model.parameters()).device
     share = torch.utils.data.Subset(data, range(rank, _length(data), size))
     right = total = 0
     for inputs, targets in DataLoader(share, batch_size=256):
-        right += int((model(inputs).argmax(-1) == targets).sum())
+        right += int((model(inputs.to(device)).argmax(-1) == targets.to(device)).sum())
         total += targets.numel()
     model.train()
     return right, total

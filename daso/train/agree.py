@@ -40,7 +40,7 @@ def average_tensors(
     Differences from rank 0 are added in rank order, so every rank gets the same bits.
 
     Args:
-        tensors: The same list on every rank, on the CPU.
+        tensors: The same list on every rank; the means are taken on the host.
         topology: Whose world.
         comm: The engine's communicator over the world.
         run: Hands work to the engine and waits for it.
@@ -55,7 +55,9 @@ def average_tensors(
     nbytes = 0
     for dtype in (torch.float32, torch.float64):
         members = [t for t in tensors if t.is_floating_point() and accumulator(t.dtype) == dtype]
-        row = torch.cat([t.detach().reshape(-1).to(dtype) for t in members] or [torch.empty(0)])
+        row = torch.cat(
+            [t.detach().reshape(-1).to("cpu", dtype) for t in members] or [torch.empty(0)]
+        )
         # The mean of differences from rank 0 leaves alone what is equal everywhere, to the bit.
         first = row.clone()
         broadcast([first], topology)

@@ -125,12 +125,13 @@ class Exchanges:
         ahead, dense = self.settings.eager and not blocking, fragment is None
         keeps = not blocking and self.settings.keeps(wait=wait, drift=known.drift)
         wire = self.wire
-        code = self._encode(rows, wire, dense=dense, keeps=keeps)
-        header = replace(self._header(batch), nonfinite=code)
+        for row in rows:
+            row.send(wire, dense=dense, keeps=keeps)
         if ahead:
             for row in rows:
                 row.go_ahead()
-        ticket = self.links.engine.submit(self._exchange(rows, header, known.measured))
+        work = self._exchange(rows, self._header(batch), known.measured)
+        ticket = self.links.engine.submit(work)
         self._flight = Flight(ticket, batch, batches, fragment, ahead, keeps, wire)
 
     def _fragments_of(self, fragment: int | None) -> Sequence[int]:
@@ -156,6 +157,8 @@ class Exchanges:
 
     def _exchange(self, rows: list[ParameterRow], header: Header, tally: Tally) -> Work[Outcome]:
         """Vote first; where all values are finite, move every row's reference by the mean delta."""
+        code = yield from self._nonfinite(rows)
+        header = replace(header, nonfinite=code)
         agreed, sums = yield from self.links.agree(header, tally)
         total = Measured()
         if not agreed.nonfinite and agreed.aligned and self.place.lane is not None:
@@ -164,13 +167,14 @@ class Exchanges:
         measured = Tally.measured(total.distance, total.norm, self._known.size)
         return Outcome(agreed, sums, measured, total.nbytes, sound=header.nonfinite == 0.0)
 
-    def _encode(self, rows: list[ParameterRow], wire: str, *, dense: bool, keeps: bool) -> float:
-        """Encode what rows will send; return the first value that is not finite as a number."""
+    def _nonfinite(self, rows: list[ParameterRow]) -> Work[float]:
+        """Return the first value that is not finite of what rows send, as a number."""
         place, before, code = self.place, 0, 0.0
         for row in self._rows_of(None):
-            element = row.send(wire, dense=dense, keeps=keeps) if row in rows else None
-            if element is not None and not code:
-                code = culprit(before + element, place.rank, place.size)
+            if row in rows:
+                element = yield from row.collect()
+                if element is not None and not code:
+                    code = culprit(before + element, place.rank, place.size)
             before += row.layout.numel
         return code
 

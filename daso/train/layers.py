@@ -232,7 +232,7 @@ class LayerSteps:
         due.pending.difference_update(chosen)
         if not due.pending:
             self._due = None
-        unsound = self._buckets.nonfinite_of(chosen) if self._drop is not None else []
+        unsound = self._buckets.rows.nonfinite_of(chosen) if self._drop is not None else []
         try:
             self._step_with(due, [index for index in chosen if index not in unsound])
             if unsound and self._drop is not None and not due.dropped:

@@ -154,12 +154,12 @@ def broadcast(tensors: Iterable[torch.Tensor], topology: Topology) -> None:
     """Make tensors equal to world rank 0's. Collective over the world; blocking.
 
     Args:
-        tensors: CPU tensors of the same shapes on every rank.
+        tensors: Of the same shapes on every rank.
         topology: Whose world.
     """
     with torch.no_grad():
         for tensor in _distinct(tensors):
-            row = tensor.detach().contiguous()
+            row = tensor.detach().cpu().contiguous()
             topology.world.Bcast(byte_buffer(row.view(-1)))
             if row.data_ptr() != tensor.data_ptr():
                 tensor.copy_(row)

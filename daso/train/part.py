@@ -17,6 +17,9 @@ from daso.train.outer import MakeOuter, Outer
 
 __all__ = ["Gather", "Part", "Way", "merge_pairs", "message_numel"]
 
+# Numbers of a piece on a device, where what a pass costs is its launch.
+DEVICE_PIECE = PIECE << 6
+
 KIBI = 1024  # numbers by which a codec's rate is asked: headers of blocks do not count then
 MOST = 1 << 18  # numbers of a message: one that takes long to encode keeps the link waiting
 Gather = Callable[[int, int, torch.Tensor], object]  # writes parameters start to stop into a row
@@ -43,13 +46,17 @@ class Part:
     Args:
         shown: Memory that the whole node reads (numel), fp32 or fp64.
         way: How exchanges are taken in.
+        on_device: What is computed cannot be read at once without waiting; see
+            `daso.train.staged`.
     """
 
-    def __init__(self, shown: torch.Tensor, way: Way) -> None:
+    def __init__(self, shown: torch.Tensor, way: Way, *, on_device: bool = False) -> None:
         self.shown, self.way, self.dtype = shown, way, shown.dtype
+        self.on_device = on_device
+        self.piece = DEVICE_PIECE if on_device else PIECE
         self.reference = torch.zeros_like(shown)  # what the nodes agreed on last
         self.outer = None if way.outer is None else Outer(way.outer, self.reference)
-        self.outbox = Outbox()
+        self.outbox = Outbox(shown.device)
         self.keeps = False  # the merge of what is on its way keeps local work
         self.lossy = False  # the wire rounded something of it away
         # Rows that are made when they are needed. Of what the wire rounded away: from earlier
@@ -61,9 +68,13 @@ class Part:
         self.snapshot: torch.Tensor | None = None
         self.ahead: torch.Tensor | None = None
         self.others: torch.Tensor | None = None
-        # Squared, in the last exchange: distance from the mean of all nodes; norm of the reference.
-        self.distance = self.norm = 0.0
-        self._room = torch.empty(2, PIECE, dtype=shown.dtype)
+        # Of the last exchange, piece by piece: squared distances from the mean of all nodes and
+        # squared norms of the reference; where what was sent is not finite first, or -1.
+        self._distances: list[torch.Tensor] = []
+        self._norms: list[torch.Tensor] = []
+        self._nonfinite: list[tuple[int, torch.Tensor]] = []
+        numel = min(self.piece, -(-shown.numel() // PIECE) * PIECE)
+        self._room = torch.empty(2, numel, dtype=shown.dtype, device=shown.device)
 
     def anchor(self) -> None:
         """Forget what belonged to an earlier reference; the caller has written the new one.
@@ -74,7 +85,7 @@ class Part:
 
     # --- one exchange ------------------------------------------------------------------------
 
-    def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> int | None:
+    def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
         """Encode what an exchange will carry; nothing else changes until it is delivered.
 
         Args:
@@ -82,11 +93,8 @@ class Part:
             spans: What gets a payload of its own, in order.
             gather: Reads parameters.
             keeps: The merge will keep local work.
-
-        Returns:
-            The first element that is not finite, if any.
         """
-        self.distance = self.norm = 0.0
+        self._distances, self._norms, self._nonfinite = [], [], []
         self.keeps, self.pending = keeps and not self.way.eager, None
         self.lossy = not codec.exact
         if self.lossy and not self.keeps:
@@ -94,16 +102,28 @@ class Part:
             self.pending = torch.empty_like(self.shown) if self.way.eager else self.shown
         # What loses nothing crosses from where the merge will be shown: each piece is read first.
         memory = self.shown.view(torch.uint8) if codec.exact and not self.way.eager else None
-        bad: list[int] = []
         payloads = self.outbox.open(codec, spans, memory)
         for (start, stop), payload in zip(spans, payloads, strict=True):
-            for a, b in pieces(stop - start):
+            for a, b in pieces(stop - start, self.piece):
                 values = self._room[0, : b - a]
                 gather(start + a, start + b, values)
                 self._encode(codec, start + a, values, codec.fields(payload, stop - start, a, b))
-                if not bad and not bool(values.sum().isfinite()):
-                    bad += (start + a + (~values.isfinite()).nonzero()).flatten().tolist()[:1]
-        return bad[0] if bad else None
+                # A sum is cheaper, where it can be read at once.
+                if self.on_device or not bool(values.sum().isfinite()):
+                    self._nonfinite.append((start + a, _first_nonfinite(values)))
+
+    def checks(self) -> torch.Tensor:
+        """Return, not read yet, what `first_nonfinite` needs of the exchange that was sent."""
+        return _stack([place for _, place in self._nonfinite], self.shown.new_zeros(0)).long()
+
+    def first_nonfinite(self, checks: Sequence[int]) -> int | None:
+        """Return the first element that was not finite when it was sent, if any.
+
+        Args:
+            checks: From `checks`.
+        """
+        places = zip(self._nonfinite, checks, strict=True)
+        return next((start + at for (start, _), at in places if at >= 0), None)
 
     def _encode(self, codec: Codec, start: int, values: torch.Tensor, fields: Fields) -> None:
         """Write delta + residual for the wire, into ``values`` too; they hold parameters."""
@@ -120,7 +140,7 @@ class Part:
             values, carried, out=carried if self.pending is None else self.pending[span]
         )
         if codec.sparse:  # most of what nodes are apart by; elsewhere next to nothing
-            self.distance += float(lost.dot(lost))
+            self._distances.append(lost.dot(lost))
 
     def payloads(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:  # noqa: ARG002
         """Return what was encoded of spans."""
@@ -141,7 +161,7 @@ class Part:
             self.others = torch.zeros_like(self.reference) if self.others is None else self.others
             torch.mul(carried, -self.way.share, out=self.others[span]).add_(mean)
         apart = torch.sub(mean, carried, out=self._room[0, : stop - start])
-        self.distance += float(apart.dot(apart))
+        self._distances.append(apart.dot(apart))
         if self.pending is not None:
             self._residual()[span].copy_(self.pending[span])
         if self.outer is not None:
@@ -149,7 +169,7 @@ class Part:
             torch.add(carried, self.reference[span], out=apart).neg_()
         else:
             moved = torch.add(self.reference[span], mean, out=self.reference[span])
-            self.norm += float(moved.dot(moved))
+            self._norms.append(moved.dot(moved))
         if self.keeps:
             if self.residual is not None:
                 apart += self.residual[span]
@@ -160,20 +180,32 @@ class Part:
             self.residual = torch.zeros_like(self.reference)
         return self.residual
 
-    def finish(self) -> tuple[float, float]:
+    def finish(self) -> torch.Tensor:
         """End an exchange: let the outer optimizer move the reference.
 
         Returns:
-            Squared distance of what this node did from the mean of all nodes, squared norm of the
-            reference.
+            What was measured, not read yet; for `measured`.
         """
         self.pending = None
         if self.keeps or not self.lossy:
             self.residual = None  # it is in what is shown, or was sent
         if self.outer is not None:
             self.outer.step()
-            self.norm = float(self.reference.dot(self.reference))
-        return self.distance, self.norm
+            self._norms = [self.reference.dot(self.reference)]
+        return _stack([*self._distances, *self._norms], self.shown.new_zeros(0))
+
+    def measured(self, found: Sequence[float]) -> tuple[float, float]:
+        """Return what an exchange told of this node.
+
+        Args:
+            found: From `finish`.
+
+        Returns:
+            Squared distance of what this node did from the mean of all nodes, squared norm of the
+            reference.
+        """
+        cut = len(self._distances)
+        return sum(found[:cut]), sum(found[cut:])
 
     # --- merging -----------------------------------------------------------------------------
 
@@ -206,7 +238,7 @@ class Part:
         if not (self.keeps and self.lossy):
             return
         residual = self._residual()
-        for a, b in pieces(residual.numel()):
+        for a, b in pieces(residual.numel(), self.piece):
             gather(a, b, residual[a:b])
             reference, lacking = self.reference[a:b], self.shown[a:b]
             lacking = lacking if self.outer is None else lacking + reference
@@ -237,15 +269,32 @@ class Part:
         self.reference.copy_(state["reference"])
         self.shown.copy_(state["shown"])
         for name in ("residual", "snapshot", "ahead", "others"):
-            setattr(self, name, state[name].clone() if name in state else None)
+            row = state[name].to(self.shown.device, copy=True) if name in state else None
+            setattr(self, name, row)
         self.keeps, self.lossy = state["keeps"], state["lossy"]
         if self.outer is not None:
             self.outer.load(state["outer"])
 
 
-def message_numel(codec: Codec, chunk_bytes: int) -> int:
-    """Return how many numbers of a row make a message of about so many bytes on the wire."""
-    return max(1, min(MOST, chunk_bytes * KIBI // codec.nbytes(KIBI)))
+def _first_nonfinite(values: torch.Tensor) -> torch.Tensor:
+    """Return, not read yet, the place of the first number that is not finite; -1 where all are."""
+    wrong = values.isfinite().logical_not_()
+    return torch.where(wrong.any(), wrong.to(torch.uint8).argmax(), -1)
+
+
+def _stack(numbers: list[torch.Tensor], none: torch.Tensor) -> torch.Tensor:
+    return torch.stack(numbers) if numbers else none
+
+
+def message_numel(codec: Codec, chunk_bytes: int, least: int = 1) -> int:
+    """Return how many numbers of a row make a message of about so many bytes on the wire.
+
+    Args:
+        codec: What crosses.
+        chunk_bytes: Of a message.
+        least: Numbers of a message, whatever it takes.
+    """
+    return max(least, min(MOST, chunk_bytes * KIBI // codec.nbytes(KIBI)))
 
 
 def merge_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]], rule: Merge) -> None:

@@ -22,8 +22,11 @@ from daso.train.links import Links
 from daso.train.outer import MakeOuter
 from daso.train.params import Named, flat_view, layout_of
 from daso.train.part import Part, Way, merge_pairs, message_numel
+from daso.train.staged import crossing_of
 
 __all__ = ["Measured", "ParameterRow"]
+
+LEAST = 1 << 21  # numbers of a message from a device, where each is encoded by launches of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,12 @@ class ParameterRow:
             self.dense = links.ordered(dense_codec(wires[0], dtype), self.rounded)
         self.mean = self.wired[wires[0]]  # of the exchange that was started last
         share = place.local_size / place.size
-        self.part = Part(self.shared.mine, Way(links.settings.eager, share, outer))
+        way, copies = Way(links.settings.eager, share, outer), node.copies
+        self.part = Part(self.shared.mine, way, on_device=copies is not None)
+        self.crossing = crossing_of(self.part, copies)
         # One cut for all wires: what is rounded away lies in its parts.
-        message = message_numel(self.mean.codec, links.settings.exchange.chunk_bytes)
+        least = 1 if copies is None else LEAST
+        message = message_numel(self.mean.codec, links.settings.exchange.chunk_bytes, least)
         peers = len(self.mean.adder.weights)
         self.chunks = message_chunks(message, self.span.numel, peers)
         # MPI adds rows as they are, and takes chunks whole, as two peers do.
@@ -98,23 +104,19 @@ class ParameterRow:
         self.rounded.clear()
         return sum(float(flat_view(p).double().square().sum()) for _, p in self.named)
 
-    def send(self, wire: str, *, dense: bool, keeps: bool) -> int | None:
+    def send(self, wire: str, *, dense: bool, keeps: bool) -> None:
         """Encode what the exchange that starts will carry.
 
         Args:
             wire: One of those that the settings allow.
             dense: Send everything: not by a sparse wire.
             keeps: The merge will keep local work.
-
-        Returns:
-            The first element of the whole row that is not finite, if any.
         """
         self.shared.wait_released()
         self.mean = self.dense if dense and self.dense is not None else self.wired[wire]
         codec = self.summed or self.mean.codec
         spans = [span for parts in self.cuts for span in parts]
-        bad = self.part.send(codec, spans, self._gather, keeps=keeps)
-        return None if bad is None else self.span.start + bad
+        self.crossing.send(codec, spans, self._gather, keeps=keeps)
 
     def go_ahead(self) -> None:
         """Move the parameters to where the exchange will probably bring them.
@@ -123,6 +125,7 @@ class ParameterRow:
         """
         self.part.go_ahead(self._gather)
         self._merge_shown(ADOPT)
+        self.crossing.seal()
 
     def _gather(self, start: int, stop: int, row: torch.Tensor) -> None:
         """Copy parameters of this lane's part, from its element ``start`` to ``stop``."""
@@ -169,6 +172,11 @@ class ParameterRow:
         self.part.show(ADOPT)
         self._merge_shown(ADOPT)
 
+    def collect(self) -> Work[int | None]:
+        """Return the first element of the whole row that is not finite, if any, as work."""
+        nonfinite = yield from self.crossing.collect()
+        return None if nonfinite is None else self.span.start + nonfinite
+
     def exchange(self) -> Work[Measured]:
         """Move the reference by the mean delta of all nodes.
 
@@ -179,12 +187,13 @@ class ParameterRow:
         """
         mean = self.mean
         if self.summed is None:
-            nbytes = yield from mean.run(self.part, self.chunks)
+            nbytes = yield from mean.run(self.crossing, self.chunks)
         else:
             weight, total = mean.adder.weights[mean.comm.Get_rank()], mean.adder.total
             comm, kept = mean.comm, mean.kept
-            nbytes = yield from iallreduce(comm, self.part, self.cuts, weight, total, kept)
-        return Measured(nbytes, *self.part.finish())
+            nbytes = yield from iallreduce(comm, self.crossing, self.cuts, weight, total, kept)
+        distance, norm = yield from self.crossing.finish()
+        return Measured(nbytes, distance, norm)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs; nothing may be under way."""
@@ -196,4 +205,5 @@ class ParameterRow:
         self.shared.wait_released()
         self.part.load(state)
         self.rounded.clear()
-        self.rounded.update({start: tensor.clone() for start, tensor in state["rounded"].items()})
+        loaded = state["rounded"].items()  # owners add on the host
+        self.rounded.update({start: row.to("cpu", copy=True) for start, row in loaded})

@@ -73,7 +73,7 @@ class Session:
             agree_options(Trained.by(inner, setup.module), session.topology, setup.text())
         session._open(Counts())
         if place.size > 1 and place.rank == 0:
-            logger.info("chosen: %s", setup.choices(place))
+            logger.info("chosen: %s", session._choices())
         return session
 
     @classmethod
@@ -328,7 +328,7 @@ class Session:
             averaged), ``events``, and the choices.
         """
         report = {
-            **self.setup.choices(self._place),
+            **self._choices(),
             "batches": self.schedule.batch,
             "in_flight": self.schedule.sent is not None,
             "skip_history": self._history,
@@ -346,8 +346,12 @@ class Session:
             "exposed_seconds": counts.exposed_seconds + self._sync.node_seconds,
             "bucket_bytes": self._sync.buckets.bucket_bytes,
             "events": list(counts.events),
-            **self._sync.chosen(),
         }
+
+    def _choices(self) -> dict[str, Any]:
+        """Return what was chosen, by the keywords and by what there is."""
+        chosen = {} if self._sync is None else self._sync.chosen()
+        return {**self.setup.choices(self._place), **chosen}
 
     # --- checkpoint --------------------------------------------------------------------------
 

@@ -81,12 +81,16 @@ class Setup:
         """
         if place is None:
             return None
+        named = Trained.by(inner, self.module).named
+        # Messages are of other sizes on devices, and with them what owners round away.
+        devices = sorted({tensor.device.type for _, tensor in named} - {"cpu"})
         return {
             "format": FORMAT,
             "rank": place.rank,
             "node_sizes": list(place.node_sizes),
-            "layout": layout_of(Trained.by(inner, self.module).named).digest,
+            "layout": layout_of(named).digest,
             "setup": self.lasting(),
+            **({"devices": devices} if devices else {}),
         }
 
     def choices(self, place: Place | None) -> dict[str, Any]:
@@ -113,5 +117,6 @@ def _surroundings(place: Place) -> dict[str, Any]:
         "nodes": place.nodes,
         "node_sizes": list(place.node_sizes),
         "lanes": place.lanes,
-        "node_transport": "none" if place.size == 1 else "shared memory",
+        # Of several ranks the node says it, once it is there.
+        "node_transport": "none" if place.size == 1 else "not chosen yet",
     }

@@ -126,7 +126,7 @@ class Row:
                 part.go_ahead(gather)
                 merge_pairs(self._pairs(node, part.shown), ADOPT)
         nbytes = in_process(self.parts, adder, self.chunks)
-        return nbytes, [part.finish() for part in self.parts]
+        return nbytes, [part.measured(part.finish().tolist()) for part in self.parts]
 
     def _gather(self, node: int) -> Gather:
         """Return what copies parameters of a node into a row."""

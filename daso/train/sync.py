@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from daso.comm.choose import choose_node, node_problem
+from daso.comm.choose import choose_node, device_problem
+from daso.comm.node import NodeGroup
 from daso.comm.topology import Topology
 from daso.errors import ConfigError, NonFiniteError, TopologyError
+from daso.plan.chunks import ChunkSearch
 from daso.plan.options import Settings
 from daso.plan.schedule import Act, Seen, State
-from daso.train.buckets import Finish, GradientBuckets, Route
+from daso.train.buckets import GradientBuckets, Route
 from daso.train.carrier import Carrier
 from daso.train.exchanges import Exchanges
+from daso.train.gradients import Finish
 from daso.train.host import HostSums
 from daso.train.layers import INSTEAD, LayerSteps
 from daso.train.links import Links
@@ -55,7 +58,7 @@ class Sync:
         outer: MakeOuter | None = None,
     ) -> None:
         agree_layout(trained, topology)
-        topology.agree(node_problem(trained.device), TopologyError)
+        topology.agree(_device_problem(trained, topology), TopologyError)
         broadcast(trained.tensors(), topology)
         self.trained, self.topology, self.settings = trained, topology, settings
         self.counts = counts
@@ -65,13 +68,10 @@ class Sync:
         self._batch = 0  # steps taken
         self._synchronous = False  # gradients are averaged between nodes
         self._by_layers = False  # steps are taken layer by layer
-        bucket_bytes, search = settings.gradients.bucket_bytes, None
-        if bucket_bytes == "search":
-            search = bucket_search(sum(p.nbytes for _, p in trained.named))
-            bucket_bytes = search.least_bytes
+        bucket_bytes, search = _first_size(trained, settings)
         self.buckets = GradientBuckets(
             trained.named,
-            choose_node(topology, trained.device, settings.exchange.stall_seconds, self.links.late),
+            self._choose_node(),
             self._route(between=False),
             bucket_bytes=bucket_bytes,
             same_order=self.meeting.same_order,
@@ -82,16 +82,33 @@ class Sync:
         self.layers = self._layers()
         self._tuner = None
         if search is not None:
-            self._tuner = BucketTuner(search, self.meeting, self._cut, self.buckets.groups)
+            self._tuner = BucketTuner(search, self.meeting, self._cut, self.buckets.rows.groups)
         self._trainable = _trainable(trained.inner)
         self.exchanges: Exchanges | None = None
         try:
             if topology.place.nodes > 1:
                 self.exchanges = Exchanges(self.meeting, self.buckets.node, outer)
-        except TopologyError:  # no shared memory: leave the user's model without hooks
+        except Exception:  # no memory: leave the user's model without hooks
             self._close_carrier()
             self.links.engine.close()
+            self.buckets.node.abandon()
             self._unhook()
+            raise
+
+    def _choose_node(self) -> NodeGroup:
+        """Return the transport inside the node; where it cannot start, give back what is held."""
+        settings = self.settings
+        try:
+            return choose_node(
+                self.topology,
+                self.trained.device,
+                settings.gradients.order,
+                settings.exchange.stall_seconds,
+                self.links.late,
+            )
+        except Exception:
+            self._close_carrier()
+            self.links.engine.close()
             raise
 
     def _layers(self) -> LayerSteps | None:
@@ -212,7 +229,7 @@ class Sync:
         self.counts.scales_apart |= scaling.active and not self._synchronous
         if self._synchronous and self.counts.scales_apart:
             self._average_unscaled()
-            finite = self.buckets.first_nonfinite() is None
+            finite = self.buckets.rows.first_nonfinite() is None
         if not scaling.active:
             return self._gradients_sound()
         if self._synchronous and finite:
@@ -223,7 +240,7 @@ class Sync:
         """Tell whether a synchronous step may be taken; its gradients are the same everywhere."""
         if not self._synchronous:
             return True
-        name = self.buckets.first_nonfinite()
+        name = self.buckets.rows.first_nonfinite()
         if name is None:
             self.counts.good()
             return True
@@ -333,8 +350,9 @@ class Sync:
         return self.buckets.node.waited_seconds + carried
 
     def chosen(self) -> dict[str, str]:
-        """Return what is chosen anew while training goes on, for reports."""
-        return {} if self.exchanges is None else {"wire": self.exchanges.wire}
+        """Return what is chosen here, some of it anew while training goes on; for reports."""
+        node = {"node_transport": self.buckets.node.name}
+        return node if self.exchanges is None else {**node, "wire": self.exchanges.wire}
 
     def close(self) -> bool:
         """Stop the threads and give everything back. Collective over the world; idempotent.
@@ -356,11 +374,20 @@ class Sync:
     def abandon(self) -> None:
         """Stop all threads whatever is under way; for the end of the process."""
         (self._carrier or self.links.engine).abandon()
+        self.buckets.node.abandon()
 
     def _unhook(self) -> None:
         if self.layers is not None:
             self.layers.close()
         self.buckets.close()
+
+
+def _first_size(trained: Trained, settings: Settings) -> tuple[int, ChunkSearch | None]:
+    """Return the size of buckets to begin with, and the search for a better one, if any."""
+    if settings.gradients.bucket_bytes != "search":
+        return settings.gradients.bucket_bytes, None
+    search = bucket_search(sum(p.nbytes for _, p in trained.named))
+    return search.least_bytes, search
 
 
 def _carrier(links: Links, counts: Counts, settings: Settings) -> Carrier | None:
@@ -371,6 +398,18 @@ def _carrier(links: Links, counts: Counts, settings: Settings) -> Carrier | None
     if gradients.order == "priority":
         return Crossing(links, counts, gradients.portions)
     return None
+
+
+def _device_problem(trained: Trained, topology: Topology) -> str | None:
+    """Return why parameters cannot be trained where they are; None if they can. Collective."""
+    device = trained.device
+    first = topology.world.bcast(device.type)
+    if device.type != first:
+        return (
+            f"parameters must be on the same type of device on every rank, but they are on "
+            f"{device} here and on {first} on rank 0; move every rank's model before wrapping"
+        )
+    return device_problem(device)
 
 
 def _trainable(inner: torch.optim.Optimizer) -> list[int]:

@@ -480,7 +480,7 @@ def test_a_second_backward_before_the_step_is_refused(topology, free):
 
 def waited_for(buckets, params):
     """Leave out gradients that came while nobody waited for them, as on a slow network."""
-    return set(params) - {i for one in buckets._buckets if one.under_way for i in one.params}
+    return set(params) - {i for one in buckets.rows.buckets if one.under_way for i in one.params}
 
 
 def test_a_parameter_used_behind_the_back_of_its_module_is_refused(topology, monkeypatch, free):

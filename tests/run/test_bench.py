@@ -11,7 +11,7 @@ import torch
 
 from daso.comm.throttle import CopyLink
 from daso.errors import ConfigError
-from daso.run.bench import chunks, exchange, growth, memory, order, train
+from daso.run.bench import chunks, exchange, gpu, growth, memory, order, train
 from daso.run.bench.contenders import FIFO, INSIDE, PRIORITY
 from daso.run.bench.models import CASES, loss_of
 from daso.run.bench.names import COMPUTE
@@ -95,6 +95,7 @@ def bench(*words, timeout=100):
         (["exchange", "--nodes=x"], ["--nodes", "'x'"]),
         (["node", "--mebibytes=0"], ["--mebibytes", "more than 0"]),
         (["node", "--ranks=0"], ["--ranks", "at least 1"]),
+        (["gpu", "--ranks=1,x"], ["--ranks", "'1,x'"]),
         (["growth", "--parameters=1"], ["--parameters", "two numbers above 0", "'1'"]),
         (["growth", "--memory=0,1"], ["--memory", "above 0", "'0,1'"]),
         (["growth", "--tensors=2,2.5"], ["--tensors", "whole numbers from 1", "'2,2.5'"]),
@@ -145,6 +146,60 @@ def test_all_contenders_train_side_by_side(here):
     assert (base["name"], base["over_compute"]) == (COMPUTE, 1)
     assert run["rows"][1]["report"]["exchanges"] > 0
     assert text.endswith(train.table(run) + "\n\n")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_told():
+    done = bench("gpu", "--quick")
+    assert done.returncode == 2
+    assert done.stderr.startswith("daso: this bench needs a CUDA device")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_bench_of_a_gpu_runs_on_pretended_ones(tmp_path):
+    path = tmp_path / "gpu.json"
+    done = bench("gpu", "--model=tiny", "--quick", "--rounds=2", f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["figures"] == {}, "no figure of a GPU without one"
+    alone, shared = found["runs"]
+    assert (alone["nodes"], shared["nodes"]) == ([1], [1, 1])
+    assert alone["node_transport"] == "none"
+    assert shared["node_transport"] == "sums on the host, from cpu"
+    assert shared["exchanges"] >= 3
+    assert all(run["pack_over_copy"] > 0 for run in found["runs"])
+    assert done.stdout.count("pretended, on a CPU") == 2
+
+
+def test_figures_of_a_gpu_are_named_by_the_model_and_said_of_whom():
+    run = {
+        "plan": {"model": "gpt2", "rounds": 3, "steps": 8},
+        "device": "some GPU",
+        "nodes": [1],
+        "parameters": 124_000_000,
+        "exchanges": 3,
+        "node_transport": "none",
+        "seconds": {"bare": [1.0, 2.0, 1.0], "wrapped": [1.01, 2.04, 1.0]},
+        "exposed_seconds": 0.02,
+        "bytes_per_parameter": 10.5,
+        "pack_over_copy": 0.7,
+    }
+    alone = gpu.figures(run)
+    assert alone["gpu_overhead_world_1_gpt2"]["value"] == pytest.approx(1.01)
+    assert alone["gpu_pack_over_copy_gpt2"]["value"] == 0.7
+    shared = gpu.figures({**run, "nodes": [1, 1]})
+    assert shared["gpu_exposed_share_gpt2"]["value"] == pytest.approx(0.02 / 1.01)
+    assert shared["gpu_peak_bytes_per_parameter_gpt2"]["value"] == 10.5
+    assert all("some GPU" in one["conditions"] for one in [*alone.values(), *shared.values()])
+
+
+@pytest.mark.parametrize(("model", "millions"), [("resnet50", 25.557), ("gpt2", 124.4)])
+def test_models_for_a_gpu_have_their_papers_sizes(model, millions):
+    with torch.device("meta"):
+        built = gpu.MODELS[model].build()
+    # GPT-2's own attention has no other parameters than these; its head is its embedding.
+    numel = sum(p.numel() for p in built.parameters())
+    assert numel / 1e6 == pytest.approx(millions, abs=0.05)
 
 
 def test_ways_inside_a_node_train_side_by_side(tmp_path):

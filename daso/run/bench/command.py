@@ -24,6 +24,7 @@ __all__ = ["add_parser"]
 # Contenders of --quick.
 QUICK = (OURS, DDP, "DDP, gloo, fp16", "PostLocalSGD, every 4")
 MODELS = ("cnn", "resnet18", "gpt", "tiny")
+GPU_MODELS = ("resnet50", "gpt2")
 DEVICES = ("device", "device-even")  # layers that take a known time and no core
 Found = list[dict[str, Any]]
 
@@ -51,6 +52,9 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     _add_steps(train, "8; quick 3", "20; quick 6")
     train.add_argument("--plot", type=Path, help="draw step times to this PNG")
     _add_synchronous(add)
+    gpu = add("gpu", _gpu, "a GPU: overhead, packing, what stays exposed, memory")
+    gpu.add_argument("--model", choices=(*GPU_MODELS, "tiny"), help="one alone; tiny: no GPU")
+    gpu.add_argument("--ranks", default="1,2", help="that share the GPU, by commas (1,2)")
     _add_to_accuracy(add("time-to-accuracy", _to_accuracy, "whole trainings beside DDP's"))
     exchange = add("exchange", _exchange, "one exchange between nodes against its link's limit")
     _add_links(exchange, "1gbit")
@@ -302,6 +306,26 @@ def _measured(
     for place, known in _places(links, max(sizes)):
         for link, nodes in product(known, sizes):
             yield place.run(kind, plan(link), link=link, nodes=nodes, ranks=ranks)
+
+
+def _gpu(chosen: argparse.Namespace) -> Measured:
+    import torch
+
+    from daso.run.bench import gpu
+    from daso.run.bench.hosts import run_here
+
+    words, models = chosen.ranks.split(","), (chosen.model,) if chosen.model else GPU_MODELS
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise ConfigError(f"--ranks must be numbers such as 1,2, not {chosen.ranks!r}")
+    if set(models) & set(GPU_MODELS) and not torch.cuda.is_available():
+        raise ConfigError(
+            "this bench needs a CUDA device, but torch sees none; --model=tiny pretends one"
+        )
+    steps = 8 if chosen.quick else 16
+    for model, ranks in product(models, map(int, words)):
+        plan = asdict(gpu.Plan(model, _rounds(chosen), steps))
+        one = run_here("gpu", plan, ranks=ranks, ranks_per_node=1)
+        yield one, gpu.table(one) + "\n", gpu.figures(one)
 
 
 def _exchange(chosen: argparse.Namespace) -> Measured:

@@ -7,12 +7,13 @@ from typing import Any
 
 from daso.comm.mpi import library
 from daso.comm.topology import init
-from daso.run.bench import chunks, exchange, growth, memory, node, order, to_accuracy, train
+from daso.run.bench import chunks, exchange, gpu, growth, memory, node, order, to_accuracy, train
 from daso.run.report import versions
 
 BENCHES = {
     "chunks": chunks,
     "exchange": exchange,
+    "gpu": gpu,
     "gradient-order": order,
     "growth": growth,
     "memory": memory,

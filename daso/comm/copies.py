@@ -1,0 +1,57 @@
+"""What a rank that computes on a device needs of it, to meet others on the host."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+__all__ = ["Arrived", "Copies"]
+
+Arrived = Callable[[], bool]
+
+
+class Copies(Protocol):
+    """Copies between a device and its host, beside everything else. Nothing here blocks.
+
+    What is launched on a device is carried out later; an `Arrived` tells when.
+    """
+
+    def out(self, source: torch.Tensor, target: torch.Tensor) -> Arrived:
+        """Start a copy to the host, after what this thread launched so far.
+
+        Args:
+            source: On the device (numel); must not be changed before the copy has arrived.
+            target: On the host (numel).
+        """
+        ...
+
+    def back(self, source: torch.Tensor, target: torch.Tensor, *, in_turn: bool = False) -> Arrived:
+        """Start a copy to the device.
+
+        Args:
+            source: On the host (numel); must not be changed before the copy has arrived.
+            target: On the device (numel).
+            in_turn: After what this thread launched so far, which may still read ``target``.
+        """
+        ...
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Let what this thread launches meanwhile run beside what other threads launch."""
+        ...
+
+    def mark(self) -> Arrived:
+        """Return what tells when all that this thread launched so far, there, is over."""
+        ...
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Return host memory (nbytes, uint8) that copies need not stage once more."""
+        ...
+
+    def pin(self, rows: Sequence[torch.Tensor]) -> None:
+        """Let copies to and from rows on the host go as fast as from `memory`."""
+        ...
+
+    def unpin(self) -> None:
+        """Take back every `pin`, before the rows' memory is given back; idempotent."""
+        ...

@@ -1,0 +1,105 @@
+"""A CUDA device beside its host: streams for copies, events that are asked, pinned memory."""
+
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from daso.comm.copies import Arrived
+
+__all__ = ["CudaCopies", "pages"]
+
+
+class CudaCopies:
+    """Copies on streams of their own; see `daso.comm.copies.Copies`.
+
+    Args:
+        device: A CUDA device.
+        cuda: What launches there.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device, self._cuda = device, cuda
+        self._out, self._back, self._beside = (cuda.Stream(device) for _ in range(3))
+        self._pinned: list[int] = []  # addresses
+
+    def out(self, source: torch.Tensor, target: torch.Tensor) -> Arrived:
+        """Start a copy to the host, after what this thread launched so far."""
+        return self._copy(self._out, source, target, in_turn=True)
+
+    def back(self, source: torch.Tensor, target: torch.Tensor, *, in_turn: bool = False) -> Arrived:
+        """Start a copy to the device."""
+        return self._copy(self._back, source, target, in_turn=in_turn)
+
+    def _copy(
+        self, stream: Any, source: torch.Tensor, target: torch.Tensor, *, in_turn: bool
+    ) -> Arrived:
+        if in_turn:
+            stream.wait_stream(self._cuda.current_stream(self._device))
+        with self._on(stream):
+            target.copy_(source, non_blocking=True)
+            there = source if source.is_cuda else target
+            if there.is_cuda:  # its memory is not given to others before the copy is over
+                there.record_stream(stream)
+            return self.mark()
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Let what this thread launches meanwhile run beside what other threads launch."""
+        with self._on(self._beside):
+            yield
+
+    @contextmanager
+    def _on(self, stream: Any) -> Iterator[None]:
+        # The device too: a thread that has none of its own would else start one on the first GPU.
+        with self._cuda.device(self._device), self._cuda.stream(stream):
+            yield
+
+    def mark(self) -> Arrived:
+        """Return what tells when all that this thread launched so far, there, is over."""
+        event = self._cuda.Event()
+        with self._cuda.device(self._device):
+            event.record(self._cuda.current_stream(self._device))
+        arrived: Arrived = event.query
+        return arrived
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Return pinned host memory (nbytes, uint8)."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def pin(self, rows: Sequence[torch.Tensor]) -> None:
+        """Let copies to and from rows on the host go as fast as from `memory`."""
+        cudart = self._cuda.cudart()
+        for start, stop in pages(rows):
+            with self._cuda.device(self._device):
+                self._cuda.check_error(cudart.cudaHostRegister(start, stop - start, 0))
+            self._pinned.append(start)
+
+    def unpin(self) -> None:
+        """Take back every `pin`."""
+        cudart = self._cuda.cudart()
+        while self._pinned:
+            self._cuda.check_error(cudart.cudaHostUnregister(self._pinned.pop()))
+
+
+def pages(rows: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return the pages of memory, each once, in which rows lie.
+
+    Args:
+        rows: Contiguous rows on the host.
+
+    Returns:
+        (start, stop) addresses; a page that two rows share must not be pinned twice.
+    """
+    size = mmap.PAGESIZE
+    found: list[tuple[int, int]] = []
+    for row in sorted((row for row in rows if row.numel()), key=torch.Tensor.data_ptr):
+        start = row.data_ptr() // size * size
+        stop = -(-(row.data_ptr() + row.nbytes) // size) * size
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found

@@ -1,0 +1,322 @@
+"""A GPU under the toolkit: step time on one rank, what stays exposed on two, packing, memory."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import daso
+from daso.comm.choose import choose_device
+from daso.comm.compress import codec_named
+from daso.comm.throttle import CopyLink, pretend_device
+from daso.comm.topology import Topology
+from daso.examples.transformer import ByteTransformer
+from daso.run.bench.models import tiny_mlp
+from daso.run.bench.rounds import over, take_turns
+from daso.train.part import Part, Way
+
+__all__ = ["MODELS", "PRETENDED", "Plan", "figures", "measure", "table"]
+
+PRETENDED = "tiny"  # the model that needs no GPU: it runs on a CPU that pretends to be one
+BARE, WRAPPED = "bare", "wrapped"
+VOCABULARY = 50_257  # of GPT-2
+POLICY = daso.Fixed(8, 4)  # exchanges come in the rounds, whatever they measure
+MiB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured.
+
+    Args:
+        model: One of `MODELS`.
+        rounds: Of the bare and of the wrapped optimizer, in turn.
+        steps: Of a round.
+    """
+
+    model: str
+    rounds: int
+    steps: int
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions and a way past them (He et al. 2015; stride at the 3 x 3 one)."""
+
+    def __init__(self, inside: int, width: int, stride: int) -> None:
+        super().__init__()
+        outside = 4 * width
+        self.body = nn.Sequential(
+            *_convolution(inside, width, 1, 1),
+            nn.ReLU(),
+            *_convolution(width, width, 3, stride),
+            nn.ReLU(),
+            *_convolution(width, outside, 1, 1),
+        )
+        self.past: nn.Module = nn.Identity()
+        if stride > 1 or inside != outside:
+            self.past = nn.Sequential(*_convolution(inside, outside, 1, stride))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Map (batch, inside, side, side) to (batch, outside, side / stride, side / stride)."""
+        y: torch.Tensor = torch.relu(self.body(images) + self.past(images))
+        return y
+
+
+def _convolution(inside: int, outside: int, side: int, stride: int) -> Iterator[nn.Module]:
+    yield nn.Conv2d(inside, outside, side, stride, padding=side // 2, bias=False)
+    yield nn.BatchNorm2d(outside)
+
+
+def resnet50() -> nn.Module:
+    """Return ResNet-50 for 1000 classes: 25.6 M parameters."""
+    blocks: list[nn.Module] = []
+    inside = 64
+    for stage, (width, count) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3))):
+        for at in range(count):
+            blocks.append(Bottleneck(inside, width, 2 if stage and not at else 1))
+            inside = 4 * width
+    return nn.Sequential(
+        *(*_convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1), *blocks),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000)),
+    )
+
+
+def gpt2() -> nn.Module:
+    """Return a transformer of GPT-2's shape: 124 M parameters."""
+    model = ByteTransformer(context=1024, width=768, layers=12, heads=12)
+    model.token = nn.Embedding(VOCABULARY, 768)
+    model.head = nn.Linear(768, VOCABULARY, bias=False)
+    model.head.weight = model.token.weight
+    nn.init.normal_(model.token.weight, std=0.02)
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model, and one batch of noise for it."""
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], torch.Tensor]
+    targets: Callable[[], torch.Tensor]
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def _sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
+
+
+def _adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-5)
+
+
+def _tokens() -> torch.Tensor:
+    return torch.randint(VOCABULARY, (8, 1024))
+
+
+MODELS = {
+    "resnet50": Shape(
+        resnet50,
+        lambda: torch.randn(64, 3, 224, 224),
+        lambda: torch.randint(1000, (64,)),
+        _sgd,
+    ),
+    "gpt2": Shape(gpt2, _tokens, _tokens, _adamw),
+    PRETENDED: Shape(
+        tiny_mlp,
+        lambda: torch.randn(64, 1, 28, 28),
+        lambda: torch.randint(10, (64,)),
+        _sgd,
+    ),
+}
+
+
+class Trainer:
+    """One model on a device, and what takes its steps."""
+
+    def __init__(self, shape: Shape, device: torch.device, topology: Topology | None) -> None:
+        torch.manual_seed(0)
+        self.device, self.model = device, shape.build().to(device)
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        self._inputs, self._targets = shape.inputs().to(device), shape.targets().to(device)
+        self.optimizer = shape.optimizer(list(self.model.parameters()))
+        if topology is not None:
+            self.optimizer = daso.DASO(
+                self.optimizer, module=self.model, topology=topology, policy=POLICY, wire="bf16"
+            )
+
+    def round(self, steps: int) -> float:
+        """Take steps; return the seconds of one, by the clock of the host once all are over."""
+        settle(self.device)
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            with torch.autocast(self.device.type, torch.bfloat16):
+                found = self.model(self._inputs)
+            cross_entropy(found.float().flatten(0, -2), self._targets.flatten()).backward()
+            self.optimizer.step()
+        settle(self.device)
+        return (time.perf_counter() - start) / steps
+
+
+def settle(device: torch.device) -> None:
+    """Wait until a device has done all that was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
+    """Train with the bare and the wrapped optimizer in turn; encode and copy the model's numbers.
+
+    Returns:
+        Rows for JSON, the same on every rank: of the slowest.
+
+    Collective over the world; blocking.
+    """
+    torch.set_num_threads(1)
+    shape, device = MODELS[plan.model], torch.device("cpu")
+    emulated: AbstractContextManager[None] = pretend_device(CopyLink(10e9, 1e-5))
+    if plan.model != PRETENDED:
+        device, emulated = choose_device(topology), nullcontext()
+        torch.cuda.set_device(device)
+    with emulated:
+        ways = {name: Trainer(shape, device, of) for name, of in _contenders(topology)}
+        wrapped = ways[WRAPPED].optimizer
+        assert isinstance(wrapped, daso.DASO)
+        for one in ways.values():
+            one.round(plan.steps)
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        exposed = wrapped.report()["exposed_seconds"]
+        for name in take_turns(list(ways), plan.rounds):
+            topology.world.Barrier()
+            seconds[name].append(ways[name].round(plan.steps))
+        report = wrapped.report()
+        parameters = ways[BARE].parameters
+        held = _held(shape, device, topology, plan.steps)
+        wrapped.close()
+    mine = {
+        "seconds": seconds,
+        "exposed_seconds": (report["exposed_seconds"] - exposed) / (plan.rounds * plan.steps),
+        "bytes_per_parameter": held / parameters,
+        "pack_over_copy": _pack_over_copy(parameters, device, plan.rounds),
+    }
+    ranks = topology.world.allgather(mine)
+    slowest = max(ranks, key=lambda one: statistics.median(one["seconds"][WRAPPED]))
+    return {
+        "plan": asdict(plan),
+        "device": _name(device),
+        "nodes": list(topology.place.node_sizes),
+        "parameters": parameters,
+        "node_transport": report["node_transport"],
+        "exchanges": report["exchanges"],
+        **slowest,
+    }
+
+
+def _contenders(topology: Topology) -> list[tuple[str, Topology | None]]:
+    return [(BARE, None), (WRAPPED, topology)]
+
+
+def _held(shape: Shape, device: torch.device, topology: Topology, steps: int) -> float:
+    """Return the bytes that the toolkit adds to the most that a device holds in training."""
+    if device.type != "cuda":
+        return 0.0
+    most = []
+    for _, of in _contenders(topology):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        trainer = Trainer(shape, device, of)
+        trainer.round(max(steps, 2 * POLICY.skip))
+        most.append(torch.cuda.max_memory_allocated(device) - before)
+        if isinstance(trainer.optimizer, daso.DASO):
+            trainer.optimizer.close()
+        del trainer
+    return float(most[1] - most[0])
+
+
+def _pack_over_copy(numel: int, device: torch.device, rounds: int) -> float:
+    """Return the rate at which parameters are encoded for a bf16 wire over that of a copy.
+
+    Of the bytes that must cross the device's memory: both fp32 rows are read, 16 bits are written.
+    """
+    part = Part(torch.zeros(numel, device=device), Way(), on_device=True)
+    source = torch.randn(numel, device=device)
+    target, codec = torch.empty_like(source), codec_named("bf16")
+
+    def pack() -> None:
+        part.send(codec, [(0, numel)], lambda a, b, row: row.copy_(source[a:b]), keeps=True)
+
+    taken: dict[str, list[float]] = {"pack": [], "copy": []}
+    for _ in range(rounds + 1):
+        for name, call in (("pack", pack), ("copy", lambda: target.copy_(source))):
+            settle(device)
+            start = time.perf_counter()
+            call()
+            settle(device)
+            taken[name].append(time.perf_counter() - start)
+    copied, packed = (statistics.median(taken[name][1:]) for name in ("copy", "pack"))
+    return ((4 + 4 + 2) * numel / packed) / (2 * 4 * numel / copied)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "pretended, on a CPU"
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Return what was found, line by line."""
+    bare, wrapped = (1e3 * statistics.median(found["seconds"][name]) for name in (BARE, WRAPPED))
+    return "\n".join(
+        [
+            _conditions(found),
+            f"  step: bare {bare:.2f} ms, wrapped {wrapped:.2f} ms, {_ratio(found):.4f} of it",
+            f"  exposed {1e3 * found['exposed_seconds']:.3f} ms a step, "
+            f"{found['exchanges']} exchanges, {found['node_transport']}",
+            f"  {found['bytes_per_parameter']:.2f} bytes per parameter more at the most; packing "
+            f"runs at {found['pack_over_copy']:.2f} of a copy's rate",
+        ]
+    )
+
+
+def _ratio(found: Mapping[str, Any]) -> float:
+    """Return the wrapped step's time over the bare one's, round by round."""
+    return statistics.median(over(found["seconds"][WRAPPED], found["seconds"][BARE]))
+
+
+def _conditions(found: Mapping[str, Any]) -> str:
+    plan = found["plan"]
+    return (
+        f"{plan['model']}, {found['parameters'] / 1e6:.1f} M parameters, bf16 autocast, "
+        f"{found['device']}, nodes of {', '.join(map(str, found['nodes']))} ranks that share it, "
+        f"{POLICY!r}, medians of {plan['rounds']} alternating rounds of {plan['steps']} steps"
+    )
+
+
+def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the figures of one run: others on one rank than on several; none where pretended."""
+    if found["plan"]["model"] == PRETENDED:
+        return {}
+    model, told = found["plan"]["model"], _conditions(found)
+    if len(found["nodes"]) == 1:
+        named = {
+            "gpu_overhead_world_1": (_ratio(found), "ratio of step times, over the bare optimizer"),
+            "gpu_pack_over_copy": (found["pack_over_copy"], "ratio of rates, over a device copy"),
+        }
+    else:
+        step = statistics.median(found["seconds"][WRAPPED])
+        named = {
+            "gpu_exposed_share": (found["exposed_seconds"] / step, "of a step"),
+            "gpu_peak_bytes_per_parameter": (
+                found["bytes_per_parameter"],
+                "bytes per parameter at the most, beside the bare training's",
+            ),
+        }
+    return {
+        f"{name}_{model}": {"value": value, "unit": unit, "conditions": told}
+        for name, (value, unit) in named.items()
+    }

@@ -1,0 +1,145 @@
+"""Where what crosses between nodes lies: with the part itself, or, of a part on a device, the host.
+
+Both are a `daso.comm.means.Source` between `collect` and `finish`.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from daso.comm.compress import Codec, Fields, pieces
+from daso.comm.copies import Arrived, Copies
+from daso.comm.engine import Work
+from daso.comm.means import Outbox, Source, Spans
+from daso.train.part import Gather, Part
+
+__all__ = ["Crossing", "InPlace", "Staged", "crossing_of"]
+
+
+class Crossing(Source, Protocol):
+    """A part on its way between nodes."""
+
+    def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
+        """Encode what an exchange will carry; see `Part.send`. Does not block."""
+        ...
+
+    def seal(self) -> None:
+        """Say that the part is left alone until the exchange is merged. Does not block."""
+        ...
+
+    def collect(self) -> Work[int | None]:
+        """Return the first element that is not finite, if any, once what crosses is there."""
+        ...
+
+    def finish(self) -> Work[tuple[float, float]]:
+        """Move the part by what was delivered; return what `Part.measured` says of it."""
+        ...
+
+
+def crossing_of(part: Part, copies: Copies | None) -> Crossing:
+    """Return the way of a part between nodes.
+
+    Args:
+        part: On the CPU, or on a device.
+        copies: How it comes to the host; None: it lies there.
+    """
+    return InPlace(part) if copies is None else Staged(part, copies)
+
+
+class InPlace:
+    """A part on the CPU, which is encoded and moved where it lies."""
+
+    def __init__(self, part: Part) -> None:
+        self.part, self.dtype = part, part.dtype
+        self.payloads, self.deliver = part.payloads, part.deliver
+        self._nonfinite: int | None = None
+
+    def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
+        """Encode what an exchange will carry."""
+        self.part.send(codec, spans, gather, keeps=keeps)
+        self._nonfinite = self.part.first_nonfinite(self.part.checks().tolist())
+
+    def seal(self) -> None:
+        """Do nothing: what was called is over."""
+
+    def collect(self) -> Work[int | None]:
+        """Return the first element that is not finite, if any."""
+        yield from ()
+        return self._nonfinite
+
+    def finish(self) -> Work[tuple[float, float]]:
+        """End the exchange."""
+        yield from ()
+        return self.part.measured(self.part.finish().tolist())
+
+
+class Staged:
+    """A part on a device, which crosses from the host and is moved beside the training stream.
+
+    Nothing waits for the device but the engine's thread, and that by asking: payloads and checks
+    are copied out when the training thread has launched what encodes them; means come back piece by
+    piece, and the part's arithmetic runs on a stream of its own.
+
+    Args:
+        part: On the device.
+        copies: Between it and the host.
+    """
+
+    def __init__(self, part: Part, copies: Copies) -> None:
+        self.part, self.dtype, self._copies = part, part.dtype, copies
+        self._outbox = Outbox()  # on the host
+        self._payloads = copies.memory(0)
+        self._means = copies.memory(part.shown.nbytes).view(part.dtype)
+        self._room = torch.empty_like(part.shown[: part.piece])
+        self._checks = copies.memory(0)
+        self._before: list[Arrived] = []  # what must have arrived before anything crosses
+
+    def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
+        """Encode what an exchange will carry, and start copies of it to the host."""
+        self.part.send(codec, spans, gather, keeps=keeps)
+        sent, checks = self.part.outbox.memory, self.part.checks()
+        if self._payloads.numel() < sent.numel():
+            self._payloads = self._copies.memory(sent.numel())
+        self._checks = self._copies.memory(checks.nbytes).view(checks.dtype)
+        self._outbox.open(codec, spans, self._payloads)
+        self._before = [
+            self._copies.out(sent, self._outbox.memory),
+            self._copies.out(checks, self._checks),
+        ]
+
+    def seal(self) -> None:
+        """Let nothing cross before what was launched since is over."""
+        self._before.append(self._copies.mark())
+
+    def collect(self) -> Work[int | None]:
+        """Return the first element that is not finite, if any, once all is on the host."""
+        yield from self._before
+        return self.part.first_nonfinite(self._checks.tolist())
+
+    def payloads(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:  # noqa: ARG002
+        """Return what was encoded of spans, on the host."""
+        return self._outbox.payloads(spans)
+
+    def deliver(self, start: int, stop: int, mean: torch.Tensor, sent: Fields) -> None:  # noqa: ARG002
+        """Keep the mean delta of elements ``start`` to ``stop`` on the host until `finish`."""
+        self._means[start:stop].copy_(mean)
+
+    def finish(self) -> Work[tuple[float, float]]:
+        """Move the part piece by piece, and end the exchange."""
+        part, copies, outbox = self.part, self._copies, self.part.outbox
+        for (first, last), payload in outbox.items():
+            for a, b in pieces(last - first, part.piece):
+                mean = self._room[: b - a]
+                yield copies.back(self._means[first + a : first + b], mean)
+                fields = outbox.codec.fields(payload, last - first, a, b)
+                with copies.beside():
+                    part.deliver(first + a, first + b, mean, fields)
+                    delivered = copies.mark()
+                yield delivered  # the next piece takes the same room
+        with copies.beside():
+            measured = part.finish()
+            found = copies.memory(measured.nbytes).view(measured.dtype)
+            arrived = copies.out(measured, found)
+        yield arrived
+        return part.measured(found.tolist())

@@ -1,0 +1,127 @@
+"""What several ranks do on GPUs, or on one GPU that they share; tests/gpu/test_gpu.py starts it."""
+
+import pytest
+import torch
+from mpi4py import MPI
+from ranks.conftest import SHAPES, pytest_runtest_call  # noqa: F401 - the hook makes one verdict
+from ranks.test_sync import adamw, batch_loss, mlp, seeded, sgd
+from sequential import Sequential
+
+import daso
+from daso.comm.choose import choose_device
+from daso.comm.topology import Topology
+
+pytestmark = pytest.mark.mpi
+
+ORDERED = daso.Exchange(reduce="ordered", chunk_bytes=512)
+
+
+@pytest.fixture(scope="module", params=SHAPES[MPI.COMM_WORLD.Get_size()], ids=str)
+def topology(request):
+    made = Topology(ranks_per_node=request.param)
+    yield made
+    made.free()
+
+
+@pytest.fixture
+def device(topology):
+    return choose_device(topology)
+
+
+def loss_on(device, model, rank, step):
+    """Return the loss of a batch that was drawn on the CPU."""
+    return batch_loss(Moved(model, device), rank, step)
+
+
+class Moved:
+    """A model whose inputs come from the CPU, and its outputs go there."""
+
+    def __init__(self, model, device):
+        self.model, self.device = model, device
+
+    def __call__(self, x):
+        return self.model(x.to(self.device)).cpu()
+
+
+@pytest.mark.parametrize("order", ["buckets", "host"])
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("inner", [sgd, adamw])
+@pytest.mark.parametrize(
+    "policy", [daso.Fixed(1, 0), daso.Fixed(4, 1), daso.Fixed(3, 3), daso.Fixed(2, 0)], ids=repr
+)
+def test_steps_are_those_of_one_process_on_a_cpu(topology, device, policy, inner, wire, order):
+    build, place = seeded(mlp), topology.place
+    oracle = Sequential(
+        build, inner, batch_loss, place.node_sizes, policy=policy, wire=wire, merge="daso"
+    )
+    model = build().to(device)
+    with daso.DASO(
+        inner(model),
+        module=model,
+        topology=topology,
+        policy=policy,
+        wire=wire,
+        merge="daso",
+        exchange=ORDERED,
+        gradients=daso.Gradients(order=order, bucket_bytes=256),
+    ) as optimizer:
+        for step in range(9):
+            optimizer.zero_grad()
+            loss_on(device, model, place.rank, step).backward()
+            optimizer.step()
+            oracle.run(1)
+        optimizer.synchronize()
+        oracle.synchronize()
+        for mine, theirs in zip(model.parameters(), oracle.params(place.node), strict=True):
+            torch.testing.assert_close(mine.cpu(), theirs, rtol=2e-4, atol=2e-5)
+        rows = b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
+        assert topology.same(rows)
+        assert place.size == 1 or str(device) in optimizer.report()["node_transport"]
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_no_step_waits_for_the_device_while_an_exchange_goes_on(topology, device):
+    torch.manual_seed(0)
+    model = mlp().to(device)
+    inputs = torch.randn(8, 6, device=device)
+    with daso.DASO(
+        sgd(model), module=model, topology=topology, policy=daso.Fixed(4, 2), wire="bf16"
+    ) as optimizer:
+
+        def steps(count):
+            for _ in range(count):
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+
+        steps(5)  # buckets and references are made; the first exchange is on its way
+        torch.cuda.synchronize()
+        alone = max(topology.place.node_sizes) == 1  # sums inside a node wait for other ranks
+        torch.cuda.set_sync_debug_mode("error" if alone else "default")
+        try:
+            steps(12)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert topology.place.nodes == 1 or optimizer.report()["exchanges"] >= 3
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int4"])
+def test_nan_on_one_rank_drops_an_exchange_and_heals(topology, device, wire):
+    place = topology.place
+    if place.nodes == 1:
+        return
+    torch.manual_seed(0)
+    model = mlp().to(device)
+    with daso.DASO(
+        sgd(model), module=model, topology=topology, policy=daso.Fixed(2, 1), wire=wire
+    ) as optimizer:
+        for step in range(8):
+            optimizer.zero_grad()
+            loss_on(device, model, place.rank, step).backward()
+            optimizer.step()
+            if step == 2 and place.rank == place.size - 1:
+                with torch.no_grad():
+                    next(iter(model.parameters()))[0, 0] = float("nan")
+        optimizer.synchronize()
+        assert optimizer.report()["dropped"] == 1
+        assert all(bool(p.isfinite().all()) for p in model.parameters())

@@ -1,0 +1,60 @@
+"""Ranks that compute on devices: the same bodies as on CPUs, over copies that take their time."""
+
+import pytest
+import torch
+from ranks import test_behaviour, test_odd_moments, test_state, test_sync
+from ranks.test_sync import Odd, Wide, adamw, compare, mlp, sgd
+
+import daso
+from daso.comm.throttle import CopyLink, pretend_device
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(autouse=True)
+def device():
+    """Let every rank compute as if on a device of its own."""
+    with pretend_device(CopyLink(1e9, 1e-4)):
+        yield
+
+
+# What holds on CPUs holds on devices.
+test_skipping = test_sync.test_skipping_equals_one_process_bit_for_bit
+test_fragments = test_sync.test_fragments_that_take_turns_equal_one_process
+test_phases = test_sync.test_the_papers_phases_equal_one_process
+test_iallreduce = test_sync.test_iallreduce_stays_near_the_oracle_and_identical
+test_replay = test_state.test_one_process_replays_a_run_from_its_log
+test_resumed = test_state.test_a_run_resumed_right_after_a_send_may_stop_there
+test_one_nan = test_odd_moments.test_one_nan_costs_one_exchange_and_no_other_nodes_work
+test_dropped_ahead = (
+    test_odd_moments.test_a_node_that_went_ahead_of_a_dropped_exchange_goes_back_with_its_work
+)
+test_sparse = test_odd_moments.test_what_a_sparse_wire_holds_back_goes_out_when_nodes_agree
+test_nan_is_told = test_behaviour.test_nan_on_one_node_drops_that_exchange_everywhere_and_heals
+test_small_wires = test_behaviour.test_a_small_wire_never_freezes_a_weight
+test_added_later = test_behaviour.test_parameters_added_mid_run_are_exchanged_too
+test_buffers = test_behaviour.test_batchnorm_statistics_are_equal_and_the_mean_of_all_ranks
+
+
+@pytest.mark.parametrize("make", [Odd, Wide])
+@pytest.mark.parametrize("policy", [daso.Fixed(3, 1, warmup=2), daso.Fixed(1, 0)], ids=repr)
+def test_odd_models_equal_one_process(topology, make, policy):
+    compare(topology, make, sgd, policy, wire="bf16", merge="delta", steps=7)
+
+
+@pytest.mark.parametrize("merge", ["auto", "delta"])
+@pytest.mark.parametrize(("skip", "wait"), [(4, 2), (2, 0)])
+def test_an_outer_optimizer_equals_one_process(topology, skip, wait, merge):
+    options = {"merge": merge, "outer": test_sync.nesterov, "wire": "bf16"}
+    compare(topology, mlp, adamw, daso.Fixed(skip, wait), **options)
+
+
+def test_many_pieces_and_messages_equal_one_process(topology, monkeypatch):
+    """Rows are cut as those of large models are."""
+    monkeypatch.setattr("daso.train.part.DEVICE_PIECE", 1 << 16)
+    monkeypatch.setattr("daso.train.rows.LEAST", 70_000)
+
+    def wide():
+        return torch.nn.Sequential(torch.nn.Linear(6, 30_000), torch.nn.Linear(30_000, 3))
+
+    compare(topology, wide, sgd, daso.Fixed(2, 1), wire="bf16", steps=4)
