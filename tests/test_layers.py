@@ -17,6 +17,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 FOR_ALL = {"daso.environment", "daso.errors"}
 MAY_IMPORT = {
     "plan": {"daso.plan"},
+    "sim": {"daso.sim", "daso.plan"},
     "comm": {"daso.comm", "mpi4py", "cupy", "numpy", "torch"},
     "data": {"daso.data", "numpy", "torch", "sklearn"},
     "train": {"daso.train", "daso.comm", "daso.plan", "torch"},

@@ -4,12 +4,13 @@ from typing import Literal
 
 from daso.plan.schedule import Seen
 
-__all__ = ["NARROW", "WIDE", "Wire", "next_wire"]
+__all__ = ["BITS", "NARROW", "WIDE", "Wire", "next_wire"]
 
 Wire = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "topk"]
 
 WIDE, NARROW = "bf16", "int4"
-BITS = {WIDE: 16.0, NARROW: 4.25}  # of a number; int4 has a scale for each 128
+# Of a number: int8 and int4 have a scale for each 128, topk a place and a number for 1 of 64.
+BITS = {"fp32": 32.0, WIDE: 16.0, "fp16": 16.0, "int8": 8.25, NARROW: 4.25, "topk": 0.5}
 # Batches. A merge that comes so late costs more accuracy than 4 bits do (Fashion-MNIST, 2 simulated
 # nodes, 3 epochs, one seed, synchronous 92.07 %: bf16 after 15 batches 90.92, int4 after 5 91.36).
 LATE, EARLY = 4.0, 2.0

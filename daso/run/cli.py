@@ -9,7 +9,7 @@ from pathlib import Path
 import daso
 from daso.environment import parse_ranks_per_node, read_launch
 from daso.errors import ConfigError, DasoError
-from daso.run import queue, submit
+from daso.run import predict, queue, submit
 from daso.run.bench import command as bench
 from daso.run.config import describe, read_config
 from daso.run.local import Local, launch
@@ -75,6 +75,11 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_parser(
         commands.add_parser(
             "bench", help="measure on links of a known rate, beside rivals", allow_abbrev=False
+        )
+    )
+    predict.add_parser(
+        commands.add_parser(
+            "predict", help="what a schedule would cost on other nodes", allow_abbrev=False
         )
     )
     doctor = commands.add_parser("doctor", help="look at MPI, torch, GPUs and nodes")

@@ -169,7 +169,14 @@ def _greet(run: Run, point: Point, folder: RunFolder | None, progress: Progress)
         f"{task.data}: {task.train_length} samples, {place.size} ranks on {place.nodes} "
         f"nodes, batch {run.config.data.batch_size} per rank"
     )
-    what = {"data": task.data, "world": place.size, "config": asdict(run.config)}
+    parameters = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
+    what = {
+        "data": task.data,
+        "world": place.size,
+        "nodes": place.nodes,
+        "parameters": parameters,
+        "config": asdict(run.config),
+    }
     if restarts := slurm_restarts():
         what["restarts"] = restarts
         progress.line(f"SLURM started job {slurm_job()} anew: restart {restarts}")

@@ -19,8 +19,6 @@ def device():
 
 
 # What holds on CPUs holds on devices.
-test_skipping = test_sync.test_skipping_equals_one_process_bit_for_bit
-test_fragments = test_sync.test_fragments_that_take_turns_equal_one_process
 test_phases = test_sync.test_the_papers_phases_equal_one_process
 test_iallreduce = test_sync.test_iallreduce_stays_near_the_oracle_and_identical
 test_replay = test_state.test_one_process_replays_a_run_from_its_log
@@ -31,9 +29,18 @@ test_dropped_ahead = (
 )
 test_sparse = test_odd_moments.test_what_a_sparse_wire_holds_back_goes_out_when_nodes_agree
 test_nan_is_told = test_behaviour.test_nan_on_one_node_drops_that_exchange_everywhere_and_heals
-test_small_wires = test_behaviour.test_a_small_wire_never_freezes_a_weight
 test_added_later = test_behaviour.test_parameters_added_mid_run_are_exchanged_too
 test_buffers = test_behaviour.test_batchnorm_statistics_are_equal_and_the_mean_of_all_ranks
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("skip", "wait", "merge", "fragments"),
+    [(4, 1, "daso", 1), (3, 3, "delta", 1), (2, 0, "delta", 1), (2, 2, "eager", 3), (1, 1, 0.5, 2)],
+)
+def test_skipping_equals_one_process(topology, skip, wait, merge, fragments, wire):
+    options = {"wire": wire, "merge": merge, "fragments": fragments}
+    compare(topology, mlp, sgd, daso.Fixed(skip, wait), **options)
 
 
 @pytest.mark.parametrize("make", [Odd, Wide])

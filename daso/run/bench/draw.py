@@ -10,7 +10,7 @@ from daso.run.bench.growth import AXES, GROWS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "draw_courses", "draw_growth", "save"]
+__all__ = ["draw", "draw_courses", "draw_efficiency", "draw_growth", "save"]
 
 SHOWN = 20  # points of accuracy below the level
 UNITS = {"parameters": (10**6, "M parameters"), "chunk_bytes": (2**20, "MiB of a chunk")}
@@ -33,10 +33,10 @@ def draw(runs: Sequence[Mapping[str, Any]]) -> "Figure":
     axes = figure.add_subplot()
     width = BAR / len(runs)
     for at, run in enumerate(runs):
-        ratios = {row["name"]: row["over_compute"] for row in run["rows"]}
-        places = [index + (at + 0.5) * width - BAR / 2 for index in range(len(names))]
-        bars = axes.barh(places, [ratios[n] for n in names], width, label=run["plan"]["link"])
-        axes.bar_label(bars, [f"{ratios[name]:.2f}x" for name in names], padding=3, fontsize=8)
+        ratios = {row["name"]: row["over_compute"] for row in run["rows"] if row["name"] in names}
+        places = [names.index(name) + (at + 0.5) * width - BAR / 2 for name in ratios]
+        bars = axes.barh(places, list(ratios.values()), width, label=run["plan"]["link"])
+        axes.bar_label(bars, [f"{one:.2f}x" for one in ratios.values()], padding=3, fontsize=8)
     axes.axvline(1, color="0.3", linewidth=1)
     axes.set_xscale("log")
     axes.margins(x=0.15)
@@ -50,6 +50,37 @@ def draw(runs: Sequence[Mapping[str, Any]]) -> "Figure":
         fontsize=10,
     )
     axes.legend(title="link")
+    return figure
+
+
+def draw_efficiency(rows: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Draw predicted efficiency over nodes, one panel for every link and one line for every policy.
+
+    Args:
+        rows: What `daso predict` found, as in its JSON under ``rows``.
+
+    Returns:
+        The figure.
+    """
+    from matplotlib.figure import Figure
+
+    links = list(dict.fromkeys(row["link"] for row in rows))
+    figure = Figure(figsize=(1.5 + 4 * len(links), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(links), sharey=True, squeeze=False)[0]
+    for axes, link in zip(panels, links, strict=True):
+        for policy in dict.fromkeys(row["policy"] for row in rows):
+            mine = [row for row in rows if (row["link"], row["policy"]) == (link, policy)]
+            nodes, parts = [row["nodes"] for row in mine], [100 * row["efficiency"] for row in mine]
+            axes.plot(nodes, parts, marker="o", markersize=4, label=policy)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({row["nodes"] for row in rows}))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_ylim(0, 105)
+        axes.grid(visible=True, alpha=0.3)
+        axes.set_xlabel("nodes")
+        axes.set_title(f"link {link}", fontsize=10)
+    panels[0].set_ylabel("computing over a step, %\n(predicted, not measured)")
+    panels[0].legend(fontsize=8)
     return figure
 
 

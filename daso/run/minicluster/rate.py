@@ -13,8 +13,12 @@ LARGEST = 72 * 1024  # bytes: 64 KiB of data, and what 45 packets' headers add
 SLOWEST, FASTEST = 10**6, 100 * 10**9  # bits per second; SLURM's own messages must get through
 
 
-def parse_rate(word: str) -> int | None:
+def parse_rate(word: str, fastest: int = FASTEST) -> int | None:
     """Return the bits per second of a rate such as ``1gbit``, or None for ``none``.
+
+    Args:
+        word: The rate.
+        fastest: Bits per second that are allowed.
 
     Raises:
         ConfigError: It is no rate, or out of range.
@@ -23,10 +27,10 @@ def parse_rate(word: str) -> int | None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", word)
     bits = int(Fraction(found[1]) * UNITS[found[2]]) if found else 0
-    if not SLOWEST <= bits <= FASTEST:
+    if not SLOWEST <= bits <= fastest:
         raise ConfigError(
-            f"the rate of a link must be none or from 1mbit to 100gbit, not {word!r}; write it as "
-            f"in 10mbit, 2.5gbit"
+            f"the rate of a link must be none or from 1mbit to {fastest // 10**9}gbit, not "
+            f"{word!r}; write it as in 10mbit, 2.5gbit"
         )
     return bits
 

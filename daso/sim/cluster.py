@@ -1,0 +1,116 @@
+"""Nodes that train: what a step and an exchange take of them."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from daso.errors import ConfigError
+from daso.plan.costs import Layers, step_seconds
+from daso.plan.wires import BITS
+from daso.sim.network import Link, vote_seconds
+
+__all__ = ["Cluster", "Job", "exchange_bytes", "exchange_seconds", "synchronous_seconds"]
+
+GRADIENT_BITS = 32  # synchronous gradients cross in full precision
+PORTIONS = 16  # into which backward is cut for what crosses beside it
+FORWARD = 1 / 3  # of a step's computing; backward takes the rest
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A model and what training it costs a node.
+
+    Args:
+        parameters: Numbers of the model.
+        step_seconds: Of computing a batch, gradients averaged inside the node.
+        host_seconds: Of the host's own work on an exchange, per parameter; it goes on beside the
+            transfer, so the longer of both counts.
+        jitter: Spread of step times: standard deviation of their logarithm.
+        lr: Learning rate.
+        drift: Mean square distance that many nodes make from their mean in one batch, relative to
+            the parameters' mean square, at ``lr``; 0: not known, and `Auto` keeps its skip.
+    """
+
+    parameters: float
+    step_seconds: float
+    host_seconds: float = 0.0
+    jitter: float = 0.0
+    lr: float = 0.1
+    drift: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "step_seconds"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be a number above 0, not {getattr(self, name)}")
+        for name in ("host_seconds", "lr", "drift"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"{name} must be a number of at least 0, not {getattr(self, name)}"
+                )
+        if not 0 <= self.jitter < 1:
+            raise ConfigError(f"jitter must be a part of a step from 0 to 1, not {self.jitter}")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes and what joins them.
+
+    Args:
+        nodes: How many.
+        link: Of each node.
+        slower: Factors of step times, for nodes that are slower than the others.
+    """
+
+    nodes: int
+    link: Link
+    slower: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise ConfigError(f"a cluster must have at least 1 node, not {self.nodes}")
+        for node, factor in self.slower.items():
+            if not (0 <= node < self.nodes and 0 < factor < math.inf):
+                raise ConfigError(
+                    f"a slower node must be one of 0 to {self.nodes - 1} with a factor above 0, "
+                    f"not {node} with {factor}"
+                )
+
+
+def exchange_bytes(parameters: float, wire: str, nodes: int) -> float:
+    """Return what a node sends for one exchange of all parameters.
+
+    Two nodes send each other the whole row; more send each peer its part, and the means back.
+    """
+    return 2 * (nodes - 1) / nodes * parameters * BITS[wire] / 8
+
+
+def exchange_seconds(job: Job, cluster: Cluster, wire: str) -> float:
+    """Return how long an exchange takes from when the last node has sent.
+
+    All agree first; then payloads cross while the host encodes, adds and decodes others.
+    """
+    link = cluster.link
+    crossing = link.seconds(exchange_bytes(job.parameters, wire, cluster.nodes))
+    phases = 1 if cluster.nodes == 2 else 2
+    there = max(crossing, job.host_seconds * job.parameters) + phases * link.latency_seconds
+    return vote_seconds(link, cluster.nodes) + there
+
+
+def synchronous_seconds(job: Job, cluster: Cluster) -> float:
+    """Return how long a step takes that waits for the mean gradient, jitter apart.
+
+    Gradients of the last layers cross while those of the first are computed, first come, first
+    served, as with DDP: the bytes of a ring, and the latency of a tree, of whatever is better.
+    """
+    if cluster.nodes == 1:
+        return job.step_seconds
+    link, nodes = cluster.link, cluster.nodes
+    row = job.parameters * GRADIENT_BITS / 8
+    crossing = link.seconds(2 * (nodes - 1) / nodes * row)
+    each = crossing / PORTIONS + vote_seconds(link, nodes)
+    layers = Layers(
+        forward_seconds=(FORWARD * job.step_seconds / PORTIONS,) * PORTIONS,
+        backward_seconds=((1 - FORWARD) * job.step_seconds / PORTIONS,) * PORTIONS,
+        transfer_seconds=(each,) * PORTIONS,
+    )
+    return step_seconds(layers, order="fifo", portions=[1] * PORTIONS, barrier=True)
