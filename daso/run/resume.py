@@ -22,6 +22,7 @@ FREE = {
     "name",
     "runs",
     "epochs",
+    "device",
     "tensorboard",
     "data.folder",
     "exchange.stall_seconds",

@@ -27,6 +27,7 @@ KEYS = [
     "runs",
     "epochs",
     "seed",
+    "device",
     "tensorboard",
     "data.name",
     "data.folder",
