@@ -1,5 +1,6 @@
 """A CUDA without a device: streams that know which launches of which streams come before theirs."""
 
+import threading
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -53,7 +54,7 @@ class Cuda:
 
     def __init__(self):
         self.compute = Stream("compute")
-        self._current, self._count = [self.compute], 0
+        self._current, self._count = threading.local(), 0
         self.registered = {}  # address: bytes
 
     def Stream(self, device):  # noqa: N802 - torch's name
@@ -63,15 +64,21 @@ class Cuda:
 
     def current_stream(self, device=None):
         assert device is not None, "of a device, whichever the thread has"
-        return self._current[-1]
+        return self._streams()[-1]
+
+    def _streams(self):
+        """Return what this thread launches on, the innermost last; threads begin on the same."""
+        if not hasattr(self._current, "streams"):
+            self._current.streams = [self.compute]
+        return self._current.streams
 
     @contextmanager
     def stream(self, stream):
-        self._current.append(stream)
+        self._streams().append(stream)
         try:
             yield
         finally:
-            self._current.pop()
+            self._streams().pop()
 
     def device(self, device):
         assert device is not None
