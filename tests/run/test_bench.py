@@ -166,7 +166,7 @@ def test_the_bench_of_a_gpu_runs_on_pretended_ones(tmp_path):
     assert (alone["nodes"], shared["nodes"]) == ([1], [1, 1])
     assert alone["node_transport"] == "none"
     assert shared["node_transport"] == "sums on the host, from cpu"
-    assert shared["exchanges"] >= 3
+    assert shared["exchanges"] == 2  # of 24 steps, 3 sent
     assert all(run["pack_over_copy"] > 0 for run in found["runs"])
     assert done.stdout.count("pretended, on a CPU") == 2
 
