@@ -115,7 +115,7 @@ def evaluate(model: nn.Module, data: Dataset[Any], *, rank: int, size: int) -> t
         Right answers and answers; their sums over all ranks cover every sample once.
     """
     model.eval()
-    device = next(model.parameters()).device
+    device = next((tensor.device for tensor in model.parameters()), None)
     share = torch.utils.data.Subset(data, range(rank, _length(data), size))
     right = total = 0
     for inputs, targets in DataLoader(share, batch_size=256):

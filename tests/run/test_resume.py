@@ -23,7 +23,13 @@ def other(key, default):
     words = {"optimizer.name": "adamw", "schedule.policy": "plateau", "exchange.reduce": "ordered"}
     words |= {"data.name": "digits", "exchange.wire": "fp32", "exchange.merge": "delta"}
     words |= {"exchange.nonfinite": "raise", "tensorboard": "true", "data.folder": "f"}
-    words |= {"name": "n", "runs": "r", "schedule.wait": "2", "exchange.outer": "nesterov"}
+    words |= {
+        "name": "n",
+        "runs": "r",
+        "device": "cpu",
+        "schedule.wait": "2",
+        "exchange.outer": "nesterov",
+    }
     words |= {"exchange.gradients": "priority", "exchange.update": "whole"}
     return words.get(key) or str(default + 1)
 
