@@ -35,8 +35,21 @@ def choose_device(topology: Topology) -> torch.device:
     return torch.device("cuda", topology.host_rank % count) if count else torch.device("cpu")
 
 
-def device_problem(device: torch.device) -> str | None:
-    """Return why parameters on ``device`` cannot be trained; None if they can."""
+def device_problem(topology: Topology, device: torch.device) -> str | None:
+    """Return why parameters on ``device`` cannot be trained with the others'; None if they can.
+
+    Args:
+        topology: Who is where.
+        device: Where this rank's parameters live.
+
+    Collective over the world; blocking.
+    """
+    first = topology.world.bcast(device.type)
+    if device.type != first:
+        return (
+            f"parameters must be on the same type of device on every rank, but they are on "
+            f"{device} here and on {first} on rank 0; move every rank's model before wrapping"
+        )
     if device.type not in ("cpu", "cuda"):
         return (
             f"parameters must be on the CPU or a CUDA device, not on {device}; move the model to "

@@ -44,7 +44,8 @@ class NcclBucket:
         self.flat = flat
         self._node = node
         self._parts: Sequence[Span] = ()
-        self._total: torch.Tensor | None = None  # of this rank's part, on the host
+        self._room: torch.Tensor | None = None  # for this rank's part, on the host
+        self._onward = False  # it goes there
         self._out: Arrived | None = None  # on its way there
         self._event: Any = None  # when the whole node has the result
 
@@ -53,13 +54,18 @@ class NcclBucket:
         node = self._node
         if self._event is not None:  # of the round before: who is late is not waited for in vain
             node.keep_up(self._event)
-        self._parts, self._event, self._total, self._out = parts, None, None, None
+        self._parts, self._event, self._out, self._onward = parts, None, None, onward
         with node.in_turn():
             node.add(self.flat)
             if onward:
                 part = self.flat[slice(*parts[node.rank])].to(accumulator(self.flat.dtype))
-                self._total = node.copies.memory(part.nbytes).view(part.dtype)
-                self._out = node.copies.out(part, self._total)
+                self._out = node.copies.out(part, self._host(part))
+
+    def _host(self, part: torch.Tensor) -> torch.Tensor:
+        """Return memory on the host, kept from round to round, for this rank's part."""
+        if self._room is None or self._room.numel() != part.numel():
+            self._room = self._node.copies.memory(part.nbytes).view(part.dtype)
+        return self._room
 
     def filled(self) -> bool:
         """Return whether what goes onward is on the host; the device waits for the others."""
@@ -74,18 +80,17 @@ class NcclBucket:
         """Return this rank's part on the host if it goes onward, else nothing of it."""
         if not self.filled():
             return None
-        return self.flat[:0] if self._total is None else self._total
+        return self._room if self._onward else self.flat[:0]
 
     def deliver(self, divisor: int) -> None:
         """Divide the sum, or show what came back to the whole node."""
         node = self._node
         with node.beside():
-            if self._total is None:
+            if not self._onward:
                 self.flat /= divisor
             else:
-                if divisor != 1:
-                    self._total /= divisor
-                back = self._total.to(self.flat.device, non_blocking=True)
+                assert self._room is not None and divisor == 1, "what goes onward comes back a mean"
+                back = self._room.to(self.flat.device, non_blocking=True)
                 self.flat[slice(*self._parts[node.rank])].copy_(back)
                 node.show([self.flat[slice(*span)] for span in self._parts])
             self._event = node.event()

@@ -26,8 +26,9 @@ class Exchange:
             ``"iallreduce"`` leaves the order to MPI, for the fp32 wire alone; ``"auto"`` takes
             iallreduce where the wire is fp32 and ordered elsewhere.
         chunk_bytes: Size of the messages an exchange is cut into, in bytes of the wire (of bf16,
-            where that is chosen while training); less where
-            they would hold more than 262,144 numbers, or between more than 16 nodes.
+            where that is chosen while training); less where they would hold more than 262,144
+            numbers, or between more than 16 nodes. From devices no less than 2,097,152 numbers,
+            for each message is encoded by launches of its own.
         nonfinite: What happens when a node's delta holds NaN or infinity. ``"drop"``: all ranks
             drop that exchange, say so, and the node starts again from the reference; the third
             drop without two good exchanges in a row between raises. ``"raise"``: all ranks raise

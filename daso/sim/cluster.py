@@ -9,9 +9,16 @@ from daso.plan.costs import Layers, step_seconds
 from daso.plan.wires import BITS
 from daso.sim.network import Link, vote_seconds
 
-__all__ = ["Cluster", "Job", "exchange_bytes", "exchange_seconds", "synchronous_seconds"]
+__all__ = [
+    "GRADIENTS",
+    "Cluster",
+    "Job",
+    "exchange_bytes",
+    "exchange_seconds",
+    "synchronous_seconds",
+]
 
-GRADIENT_BITS = 32  # synchronous gradients cross in full precision
+GRADIENTS = "fp32"  # synchronous ones cross in full precision
 PORTIONS = 16  # into which backward is cut for what crosses beside it
 FORWARD = 1 / 3  # of a step's computing; backward takes the rest
 
@@ -105,8 +112,7 @@ def synchronous_seconds(job: Job, cluster: Cluster) -> float:
     if cluster.nodes == 1:
         return job.step_seconds
     link, nodes = cluster.link, cluster.nodes
-    row = job.parameters * GRADIENT_BITS / 8
-    crossing = link.seconds(2 * (nodes - 1) / nodes * row)
+    crossing = link.seconds(exchange_bytes(job.parameters, GRADIENTS, nodes))
     each = crossing / PORTIONS + vote_seconds(link, nodes)
     layers = Layers(
         forward_seconds=(FORWARD * job.step_seconds / PORTIONS,) * PORTIONS,

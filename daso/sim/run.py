@@ -15,6 +15,7 @@ from daso.plan.options import Settings
 from daso.plan.policy import Plateau
 from daso.plan.schedule import Act, Policy, Seen, State, after_batch, after_exchange
 from daso.sim.cluster import (
+    GRADIENTS,
     Cluster,
     Job,
     exchange_bytes,
@@ -67,7 +68,6 @@ class _Nodes:
         slowest = job.step_seconds * max([1.0, *cluster.slower.values()])
         waits_for = replace(job, step_seconds=slowest)
         self._extra = synchronous_seconds(waits_for, cluster) - slowest
-        self._gradient_bytes = 2 * (cluster.nodes - 1) / cluster.nodes * 4 * job.parameters
 
     def compute(self) -> None:
         """Let every node compute a batch."""
@@ -81,16 +81,13 @@ class _Nodes:
         self._steps.append(base)
         self.times = [at + seconds for at, seconds in zip(self.times, base, strict=True)]
 
-    def meet(self, extra: float) -> None:
-        """Let all nodes wait for the last, and for what crosses between them."""
-        at = max(self.times) + extra
+    def average_gradients(self) -> None:
+        """End a synchronous step: all wait for the last, and for what crosses between them."""
+        at = max(self.times) + self._extra
         self.exposed += sum(at - time for time in self.times)
         self.times = [at] * len(self.times)
-
-    def average_gradients(self) -> None:
-        """End a synchronous step."""
-        self.meet(self._extra)
-        self.nbytes += self._gradient_bytes
+        self.nbytes += exchange_bytes(self.job.parameters, GRADIENTS, self.cluster.nodes)
+        self._steps.clear()  # of steps that wait nobody is told
 
     def send(self) -> None:
         """Start an exchange; it goes on when the last node has sent."""

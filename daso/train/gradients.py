@@ -155,9 +155,9 @@ class GradientRows:
         flags = [self.named[index][1].grad is not None for index in bucket.ending]
         with torch.no_grad():
             flat.index_fill_(0, bucket.flags, 1)
-            for at, there in zip(bucket.places, flags, strict=True):
-                if not there:
-                    flat[at].zero_()
+            if not all(flags):
+                for at, there in zip(bucket.places, flags, strict=True):
+                    flat[at] *= there
             for there, view in zip(have, views, strict=True):
                 if not there:
                     view.zero_()

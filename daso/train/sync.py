@@ -14,7 +14,6 @@ from daso.comm.choose import choose_node, device_problem
 from daso.comm.node import NodeGroup
 from daso.comm.topology import Topology
 from daso.errors import ConfigError, NonFiniteError, TopologyError
-from daso.plan.chunks import ChunkSearch
 from daso.plan.options import Settings
 from daso.plan.schedule import Act, Seen, State
 from daso.train.buckets import GradientBuckets, Route
@@ -30,7 +29,7 @@ from daso.train.outer import MakeOuter
 from daso.train.params import Trained, agree_layout, broadcast
 from daso.train.priority import Crossing
 from daso.train.scaling import Scaling, is_probe
-from daso.train.tuning import BucketTuner, bucket_search
+from daso.train.tuning import BucketTuner, first_size
 
 __all__ = ["Sync"]
 
@@ -58,7 +57,7 @@ class Sync:
         outer: MakeOuter | None = None,
     ) -> None:
         agree_layout(trained, topology)
-        topology.agree(_device_problem(trained, topology), TopologyError)
+        topology.agree(device_problem(topology, trained.device), TopologyError)
         broadcast(trained.tensors(), topology)
         self.trained, self.topology, self.settings = trained, topology, settings
         self.counts = counts
@@ -68,7 +67,7 @@ class Sync:
         self._batch = 0  # steps taken
         self._synchronous = False  # gradients are averaged between nodes
         self._by_layers = False  # steps are taken layer by layer
-        bucket_bytes, search = _first_size(trained, settings)
+        bucket_bytes, search = first_size(settings, sum(p.nbytes for _, p in trained.named))
         self.buckets = GradientBuckets(
             trained.named,
             self._choose_node(),
@@ -382,14 +381,6 @@ class Sync:
         self.buckets.close()
 
 
-def _first_size(trained: Trained, settings: Settings) -> tuple[int, ChunkSearch | None]:
-    """Return the size of buckets to begin with, and the search for a better one, if any."""
-    if settings.gradients.bucket_bytes != "search":
-        return settings.gradients.bucket_bytes, None
-    search = bucket_search(sum(p.nbytes for _, p in trained.named))
-    return search.least_bytes, search
-
-
 def _carrier(links: Links, counts: Counts, settings: Settings) -> Carrier | None:
     """Return what averages gradients in other threads; None where the training thread does."""
     gradients = settings.gradients
@@ -398,18 +389,6 @@ def _carrier(links: Links, counts: Counts, settings: Settings) -> Carrier | None
     if gradients.order == "priority":
         return Crossing(links, counts, gradients.portions)
     return None
-
-
-def _device_problem(trained: Trained, topology: Topology) -> str | None:
-    """Return why parameters cannot be trained where they are; None if they can. Collective."""
-    device = trained.device
-    first = topology.world.bcast(device.type)
-    if device.type != first:
-        return (
-            f"parameters must be on the same type of device on every rank, but they are on "
-            f"{device} here and on {first} on rank 0; move every rank's model before wrapping"
-        )
-    return device_problem(device)
 
 
 def _trainable(inner: torch.optim.Optimizer) -> list[int]:

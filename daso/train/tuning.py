@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from daso.plan.chunks import ChunkSearch
+from daso.plan.options import Settings
 from daso.train.meeting import Meeting
 
 if TYPE_CHECKING:
     from daso.comm.engine import Ticket
 
-__all__ = ["BucketTuner", "bucket_search"]
+__all__ = ["BucketTuner", "first_size"]
 
 LEAST_BYTES = 1 << 16
 MARGIN = 2  # batches that the slowest rank's word may take beside exchanges
@@ -21,6 +22,19 @@ def bucket_search(nbytes: int) -> ChunkSearch:
     """Return how to search for a model whose gradients take so many bytes."""
     least = max(1, min(LEAST_BYTES, nbytes))
     return ChunkSearch(least, max(least, nbytes))
+
+
+def first_size(settings: Settings, nbytes: int) -> tuple[int, ChunkSearch | None]:
+    """Return the size of buckets to begin with, and the search for a better one, if any.
+
+    Args:
+        settings: How gradients are averaged.
+        nbytes: Of all gradients.
+    """
+    if settings.gradients.bucket_bytes != "search":
+        return settings.gradients.bucket_bytes, None
+    search = bucket_search(nbytes)
+    return search.least_bytes, search
 
 
 class BucketTuner:

@@ -1,26 +1,19 @@
-"""What several ranks do on GPUs, or on one GPU that they share; tests/gpu/test_gpu.py starts it."""
+"""What several ranks do on GPUs, or on one GPU that they share; tests/gpu/test_gpu.py starts it.
+
+The worlds, and one verdict of all ranks, are those of tests/ranks/conftest.py.
+"""
 
 import pytest
 import torch
-from mpi4py import MPI
-from ranks.conftest import SHAPES, pytest_runtest_call  # noqa: F401 - the hook makes one verdict
 from ranks.test_sync import adamw, batch_loss, mlp, seeded, sgd
 from sequential import Sequential
 
 import daso
 from daso.comm.choose import choose_device
-from daso.comm.topology import Topology
 
 pytestmark = pytest.mark.mpi
 
 ORDERED = daso.Exchange(reduce="ordered", chunk_bytes=512)
-
-
-@pytest.fixture(scope="module", params=SHAPES[MPI.COMM_WORLD.Get_size()], ids=str)
-def topology(request):
-    made = Topology(ranks_per_node=request.param)
-    yield made
-    made.free()
 
 
 @pytest.fixture

@@ -76,8 +76,8 @@ def test_nccl_on_one_rank_gives_back_what_it_got():
 @pytest.mark.timeout(620)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_ranks_that_share_devices(ranks):
-    program = ("-m", "pytest", "--with-mpi", "-q", "--timeout=120", str(ON_RANKS))
-    run = run_on(ranks, *program, timeout=600)
+    words = ("--with-mpi", "-q", "--timeout=120", "-p", "ranks.conftest", str(ON_RANKS))
+    run = run_on(ranks, "-m", "pytest", *words, timeout=600)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
 
 
@@ -109,6 +109,8 @@ def test_a_cuda_graph_of_forward_and_backward_can_be_replayed():
 
 def test_a_model_on_the_cpu_still_trains():
     model = mlp()
+    before = [p.detach().clone() for p in model.parameters()]
     with daso.DASO(sgd(model), module=model) as optimizer:
         batch_loss(model, 0, 0).backward()
         optimizer.step()
+    assert not any(map(torch.equal, model.parameters(), before))

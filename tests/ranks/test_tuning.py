@@ -8,7 +8,7 @@ from ranks.test_sync import Odd, adamw, batch_loss, flat_bytes, mlp, seeded, sgd
 
 import daso
 from daso.plan.chunks import ChunkSearch
-from daso.train import sync, tuning
+from daso.train import tuning
 
 pytestmark = pytest.mark.mpi
 
@@ -66,7 +66,7 @@ class Clock:
 def test_all_ranks_find_the_same_size_after_the_same_batches(topology, monkeypatch, policy):
     place, clock = topology.place, Clock(topology.place.rank)
     monkeypatch.setattr(tuning, "time", clock)
-    monkeypatch.setattr(sync, "bucket_search", lambda _: ChunkSearch(32, 4096, every=2))
+    monkeypatch.setattr(tuning, "bucket_search", lambda _: ChunkSearch(32, 4096, every=2))
 
     def look(optimizer):
         clock.nbytes = optimizer.report().get("bucket_bytes", BEST)

@@ -18,7 +18,7 @@ from daso.sim.cluster import (
     exchange_seconds,
     synchronous_seconds,
 )
-from daso.sim.network import HEADERS, Link, Resource, relay_seconds, ring_ends, vote_seconds
+from daso.sim.network import HEADERS, Link, vote_seconds
 from daso.sim.run import simulate
 
 GIGABIT = Link(125e6, 2e-5)
@@ -35,47 +35,7 @@ def given(*values):
     return lambda test: fixed(given_by(*values)(test))
 
 
-positive = st.floats(1e-3, 1e3)
-
-
 # --- links ---------------------------------------------------------------------------------------
-
-
-@given(positive, positive, st.integers(1, 12), st.integers(1, 40))
-def test_a_message_in_segments_is_cut_through(latency, seconds, hops, segments):
-    link = Link(1.0, latency, headers=1.0)
-    found = relay_seconds(link, nbytes=seconds, hops=hops, segments=segments)
-    assert found == EXACT((hops - 1 + segments) * (latency + seconds / segments), rel=1e-12)
-
-
-@given(positive, st.integers(2, 10))
-def test_the_best_number_of_segments_is_the_formulas(seconds, hops):
-    link, latency = Link(1.0, seconds / 50, headers=1.0), seconds / 50
-    found = min(
-        range(1, 200), key=lambda s: relay_seconds(link, nbytes=seconds, hops=hops, segments=s)
-    )
-    assert abs(found - math.sqrt((hops - 1) * seconds / latency)) <= 1
-
-
-@given(positive, positive, st.integers(2, 12))
-def test_a_ring_of_equal_links_takes_what_the_formula_says(latency, seconds, nodes):
-    link = Link(1.0, latency, headers=1.0)
-    ends = ring_ends([0.0] * nodes, seconds, [link] * nodes)
-    each = latency + seconds / nodes
-    assert ends == EXACT([2 * (nodes - 1) * each] * nodes, rel=1e-12)
-
-
-def test_a_ring_is_as_slow_as_its_slowest_link_and_waits_for_the_last_node():
-    slow = [Link(100.0, headers=1.0)] * 3 + [Link(1.0, headers=1.0)]
-    ends = ring_ends([0.0] * 4, 4.0, slow)
-    assert max(ends) == EXACT(6.0, rel=0.02)  # six turns of a second over the slow one
-    late = ring_ends([0.0, 0.0, 10.0, 0.0], 4.0, [Link(1e9, headers=1.0)] * 4)
-    assert min(late) == EXACT(10.0, abs=1e-6)
-
-
-def test_what_is_asked_first_goes_first():
-    one = Resource()
-    assert [one.take(0, 2), one.take(1, 2), one.take(9, 1)] == [2, 4, 10]
 
 
 def test_a_vote_goes_up_a_tree_and_down():
