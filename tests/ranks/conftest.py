@@ -1,6 +1,8 @@
 """Every rank gives the same verdict; every world size runs the same bodies on every node shape."""
 
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 from mpi4py import MPI
@@ -15,6 +17,12 @@ SHAPES = {
     4: [(4,), (1, 1, 1, 1), (2, 2), (3, 1)],
 }
 WORLD = MPI.COMM_WORLD
+
+# Each rank has a folder for its temporary files: pytest deletes what earlier runs left, and two
+# ranks that delete the same folder fail.
+_FILES = Path(tempfile.gettempdir()) / f"daso-tests-{os.getuid()}-rank-{WORLD.Get_rank()}"
+_FILES.mkdir(exist_ok=True)
+os.environ["PYTEST_DEBUG_TEMPROOT"] = str(_FILES)
 
 
 @pytest.hookimpl(trylast=True)
