@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from daso import errors
+    from daso.comm.recording import Recording
     from daso.comm.topology import Topology, init
     from daso.plan.options import Exchange, Gradients
     from daso.plan.policy import Auto, Fixed, Plateau, Qsr
@@ -25,6 +26,7 @@ __all__ = [
     "Gradients",
     "Plateau",
     "Qsr",
+    "Recording",
     "Topology",
     "attach",
     "errors",
@@ -39,6 +41,7 @@ _HOME = {
     "Gradients": "daso.plan.options",
     "Plateau": "daso.plan.policy",
     "Qsr": "daso.plan.policy",
+    "Recording": "daso.comm.recording",
     "attach": "daso.train.attach",
     "Topology": "daso.comm.topology",
     "init": "daso.comm.topology",

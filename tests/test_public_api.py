@@ -16,6 +16,7 @@ PUBLIC = [
     "Gradients",
     "Plateau",
     "Qsr",
+    "Recording",
     "Topology",
     "attach",
     "errors",

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from daso import trace
 from daso.comm.bell import LATE_SECONDS
 from daso.comm.mpi import load
 from daso.errors import ExchangeError, StallError
@@ -76,8 +77,8 @@ class Carried(Generic[Result]):
 class Ticket(Generic[Result]):
     """The receipt for work handed in."""
 
-    def __init__(self, work: Work[Result]) -> None:
-        self.work = work
+    def __init__(self, work: Work[Result], key: int = trace.NO_KEY) -> None:
+        self.work, self.key = work, key
         self.finished = threading.Event()
         self.started_at = 0.0  # seconds, time.perf_counter
         self.finished_at = 0.0
@@ -135,11 +136,12 @@ class Engine:
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, work: Work[Result]) -> Ticket[Result]:
+    def submit(self, work: Work[Result], key: int = trace.NO_KEY) -> Ticket[Result]:
         """Hand in work; does not block unless very much is queued.
 
         Args:
             work: Generator of what to wait for. Every rank that takes part hands in the same.
+            key: Of what is recorded of it.
 
         Returns:
             Its ticket.
@@ -148,7 +150,7 @@ class Engine:
             ExchangeError: The engine is closed or earlier work failed.
         """
         self.check()
-        ticket = Ticket(work)
+        ticket = Ticket(work, key)
         self._queue.put(ticket)  # type: ignore[arg-type]  # a ticket's result is read by its owner
         return ticket
 
@@ -234,6 +236,7 @@ class Engine:
                 self._error = self._error or error
                 ticket.error = error
             ticket.finished_at = time.perf_counter()
+            trace.record(trace.EXCHANGE, ticket.started_at, key=ticket.key)
             ticket.finished.set()
 
     def _nap(self, ticket: Ticket[Result], before: float) -> None:

@@ -11,12 +11,14 @@ A row is read and written through a `Source` (`daso.comm.means`), which has enco
 exchange starts.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from daso import trace
 from daso.comm.compress import Cast, Codec, pieces
 from daso.comm.dtypes import accumulator, byte_buffer, sum_buffer
 from daso.comm.means import Adder, Buffers, Chunks, Source, add_and_deliver, deliver, whole
@@ -44,15 +46,17 @@ def _in_window(
     count: int, window: int, start: Callable[[int], "list[MPI.Request]"], finish: Finish
 ) -> Waits:
     """Start chunks 0 to count - 1, and finish each in order with a window of them under way."""
-    crossing: deque[list[MPI.Request]] = deque()
+    crossing: deque[tuple[float, list[MPI.Request]]] = deque()
     for index in range(count + window):
         if index >= window and crossing:
-            yield crossing.popleft()
+            begun, requests = crossing.popleft()
+            yield requests
+            trace.record(trace.MESSAGES, begun, key=index - window)
             yield from finish(index - window)
         if index < count:
-            crossing.append(start(index))
+            crossing.append((time.perf_counter(), start(index)))
             # Messages of the size of ours do not leave before the library is called again.
-            load().Request.Testall(crossing[0])
+            load().Request.Testall(crossing[0][1])
 
 
 def iallreduce(

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from daso import trace
 from daso.comm.bell import LATE_SECONDS
 from daso.comm.copies import Copies
 from daso.errors import StallError
@@ -147,6 +148,7 @@ def wait_until(
     missing: Callable[[], str],
     stall_seconds: float,
     late: Callable[[], None],
+    kind: int | None = None,
 ) -> float:
     """Block until ``arrived()``, giving the core away in between.
 
@@ -155,6 +157,7 @@ def wait_until(
         missing: Says who is missing, for the error.
         stall_seconds: How long to wait at most.
         late: Called again and again once it takes long; see `daso.comm.bell`.
+        kind: As what it is recorded; None: not at all.
 
     Returns:
         Seconds waited.
@@ -180,4 +183,6 @@ def wait_until(
                 f"all ranks must take part in a step within {stall_seconds:g} s: {missing()}; "
                 f"look there, or raise Exchange.stall_seconds"
             )
+    if kind is not None:
+        trace.record(kind, start)
     return time.perf_counter() - start

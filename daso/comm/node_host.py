@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from daso import trace
 from daso.comm.copies import Arrived, Copies
 from daso.comm.node import NodeBucket, NodeRow, NodeShare, Span, wait_until
 from daso.comm.node_shm import ShmNode, ShmShare
@@ -187,6 +188,7 @@ class HostNode:
             lambda: "a copy, or another rank of the node, is late",
             host.stall_seconds,
             host.late,
+            trace.NODE,
         )
 
     def free(self) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from daso import trace
 from daso.comm.copies import Arrived
 from daso.comm.cuda import CudaCopies
 from daso.comm.dtypes import accumulator
@@ -253,7 +254,9 @@ class NcclNode:
 
     def wait(self, arrived: Arrived) -> None:
         """Block until something has arrived on the host."""
-        self.waited_seconds += wait_until(arrived, _late_sum, self._stall_seconds, self._late)
+        self.waited_seconds += wait_until(
+            arrived, _late_sum, self._stall_seconds, self._late, trace.NODE
+        )
 
     def keep_up(self, event: Any) -> None:
         """Block until the device is through with an event; this rank's own work counts too."""

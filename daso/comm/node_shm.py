@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from daso import trace
 from daso.comm.copies import Copies
 from daso.comm.dtypes import accumulator
 from daso.comm.mpi import load
@@ -57,6 +58,7 @@ class Line:
             lambda: self.missing(stage, count),
             self.group.stall_seconds,
             self.group.late,
+            trace.NODE,
         )
 
     def missing(self, stage: int, count: int) -> str:

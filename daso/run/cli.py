@@ -9,7 +9,7 @@ from pathlib import Path
 import daso
 from daso.environment import parse_ranks_per_node, read_launch
 from daso.errors import ConfigError, DasoError
-from daso.run import predict, queue, submit
+from daso.run import predict, queue, submit, trace
 from daso.run.bench import command as bench
 from daso.run.config import describe, read_config
 from daso.run.local import Local, launch
@@ -80,6 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     predict.add_parser(
         commands.add_parser(
             "predict", help="what a schedule would cost on other nodes", allow_abbrev=False
+        )
+    )
+    trace.add_parser(
+        commands.add_parser(
+            "trace", help="where a recorded run's time went, and who was late", allow_abbrev=False
         )
     )
     doctor = commands.add_parser("doctor", help="look at MPI, torch, GPUs and nodes")

@@ -121,6 +121,7 @@ class Config:
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU where ranks see one
     tensorboard: bool = False  # write TensorBoard files too
+    trace: bool = False  # record what every rank does, for `daso trace`
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -4,6 +4,7 @@ import hashlib
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from daso.comm.choose import choose_device
+from daso.comm.recording import Recording
 from daso.comm.topology import Topology, init
 from daso.comm.vote import gather
 from daso.data import ShardedSampler
@@ -20,6 +22,7 @@ from daso.run.config import Config
 from daso.run.report import Progress, RunFolder, closing_table, versions
 from daso.run.resume import Point, Run, Saver
 from daso.run.task import Task, evaluate, loss_of, make_optimizer, make_outer, make_task
+from daso.run.trace import FILE
 from daso.train.optimizer import DASO
 from daso.train.stopping import StopRequest
 
@@ -52,9 +55,10 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any] | None:
     point = saver.open(resume=resume, restarts=slurm_restarts())
     folder = _open_folder(run, point)
     stall_seconds = config.exchange.stall_seconds
-    with StopRequest(run.topology, signals=_signals(), stall_seconds=stall_seconds) as stop:
+    stop = StopRequest(run.topology, signals=_signals(), stall_seconds=stall_seconds)
+    with stop, _recorded(run) as recording:
         try:
-            summary = _train(run, point, saver, folder, stop)
+            summary = _train(run, point, saver, folder, stop, recording)
         except Stopped:
             summary = None
     run.optimizer.close()
@@ -68,8 +72,22 @@ def _signals() -> list[signal.Signals]:
     return [signal.SIGUSR1, signal.SIGTERM] if slurm_job() else [signal.SIGUSR1]
 
 
+def _recorded(run: Run) -> AbstractContextManager[Recording | None]:
+    """Return what records every rank, where that is asked for."""
+    config = run.config
+    if not config.trace:
+        return nullcontext()
+    stall_seconds = config.exchange.stall_seconds
+    return Recording(config.folder / FILE, run.topology, stall_seconds=stall_seconds)
+
+
 def _train(
-    run: Run, point: Point, saver: Saver, folder: RunFolder | None, stop: StopRequest
+    run: Run,
+    point: Point,
+    saver: Saver,
+    folder: RunFolder | None,
+    stop: StopRequest,
+    recording: Recording | None,
 ) -> dict[str, Any]:
     first, start = point.step, time.perf_counter()
     with Progress(point.step + _steps_left(run, point), shown=folder is not None) as progress:
@@ -80,6 +98,8 @@ def _train(
                     _leave(point, saver, folder, progress, number)
             figures = {"loss": _end_epoch(run, point), "test_accuracy": _score(run)}
             _tell(run, point, figures, folder, progress)
+            if recording is not None:
+                recording.mark()
             point.epoch, point.total = point.epoch + 1, torch.zeros(())
         seconds = time.perf_counter() - start
         samples = (point.step - first) * run.config.data.batch_size * run.topology.place.size

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from daso import trace
 from daso.comm.bell import LATE_SECONDS
 from daso.comm.engine import Ticket
 from daso.comm.node import NodeBucket
@@ -93,6 +94,7 @@ class Carrier(ABC):
             self._counts.exposed_seconds += waited
         else:
             self.node_seconds += waited
+        trace.record(trace.NODES if self._world else trace.NODE, begun)
 
     def _give_up(self, place: int) -> None:
         """Raise, naming who is late, and let nothing follow: ranks are out of step from here."""

@@ -5,12 +5,14 @@ boundaries, and nowhere else.
 """
 
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
+from daso import trace
 from daso.comm.dtypes import accumulator
 from daso.comm.engine import Ticket, Work
 from daso.comm.node import NodeGroup
@@ -120,7 +122,8 @@ class Exchanges:
 
         Collective over the world; non-blocking, but for the node where nodes go ahead.
         """
-        rows, known, blocking = self._rows_of(fragment), self._known, wait == 0
+        begun, rows, known = time.perf_counter(), self._rows_of(fragment), self._known
+        blocking = wait == 0
         batches = batch - min(known.since[one] for one in self._fragments_of(fragment))
         ahead, dense = self.settings.eager and not blocking, fragment is None
         keeps = not blocking and self.settings.keeps(wait=wait, drift=known.drift)
@@ -131,8 +134,9 @@ class Exchanges:
             for row in rows:
                 row.go_ahead()
         work = self._exchange(rows, self._header(batch), known.measured)
-        ticket = self.links.engine.submit(work)
+        ticket = self.links.engine.submit(work, key=batch)
         self._flight = Flight(ticket, batch, batches, fragment, ahead, keeps, wire)
+        trace.record(trace.SEND, begun, key=batch)
 
     def _fragments_of(self, fragment: int | None) -> Sequence[int]:
         return range(len(self._known.since)) if fragment is None else [fragment]
@@ -199,6 +203,7 @@ class Exchanges:
         flight, self._flight = self._flight, None
         assert flight is not None, "the schedule receives only what was sent"
         outcome = self.meeting.wait(flight.ticket)
+        came = time.perf_counter()
         self.counts.exchange_seconds = flight.ticket.seconds
         self.counts.global_bytes_sent += outcome.nbytes
         if not outcome.header.aligned:
@@ -217,6 +222,7 @@ class Exchanges:
         )
         for row in self._rows_of(flight.fragment):
             row.merge(rule)
+        trace.record(trace.MERGE, came, key=flight.batch, nbytes=outcome.nbytes)
         self.counts.good()
         self.counts.event(
             "exchange",

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 
+from daso import trace
 from daso.comm.engine import Ticket
 from daso.comm.topology import Topology
 from daso.comm.vote import gather
@@ -80,6 +81,7 @@ class Meeting:
             return self.links.engine.wait(ticket)
         finally:
             self.counts.exposed_seconds += time.perf_counter() - start
+            trace.record(trace.NODES, start, key=ticket.key)
 
     def gather(self, number: float) -> list[float]:
         """Return every rank's number, in rank order. Collective over the world; blocking."""
@@ -170,3 +172,4 @@ class Meeting:
             self.links.settings.exchange.chunk_bytes,
         )
         self.counts.exposed_seconds += time.perf_counter() - start
+        trace.record(trace.NODES, start)

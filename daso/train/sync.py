@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from daso import trace
 from daso.comm.choose import choose_node, device_problem
 from daso.comm.node import NodeGroup
 from daso.comm.topology import Topology
@@ -290,7 +291,9 @@ class Sync:
         Collective over the world in the sense of the schedule; blocks for receives.
         """
         self.buckets.fresh = False
+        stepped_at = self.counts.stepped_at
         self.counts.step()
+        trace.record(trace.STEP, stepped_at, key=state.batch)
         if acts or not state.synchronous:
             self.flush()
         seen = self.perform(acts, state)

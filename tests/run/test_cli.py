@@ -97,7 +97,7 @@ def test_the_flags_of_every_command_are_these_and_no_others(capsys):
 def test_help_lists_the_commands(capsys):
     text = help_of(capsys)
     lines = [line.split()[0] for line in text.splitlines() if line.startswith("    ")]
-    assert lines == ["run", "train", "submit", "status", "logs", "bench", "predict", "doctor"]
+    assert lines == ["run", "train", "submit", "status", "logs", "bench", "predict", "trace", "doctor"]
 
 
 def test_help_of_train_lists_every_setting_as_describe_does(capsys):

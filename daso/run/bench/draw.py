@@ -6,14 +6,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from daso.run.bench.growth import AXES, GROWS
+from daso.run.timeline import Timeline
+from daso.trace import EXCHANGE, KINDS, MERGE, NODE, NODES, SEND, STEP
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "draw_courses", "draw_efficiency", "draw_growth", "save"]
+__all__ = ["draw", "draw_courses", "draw_efficiency", "draw_growth", "draw_timeline", "save"]
 
 SHOWN = 20  # points of accuracy below the level
 UNITS = {"parameters": (10**6, "M parameters"), "chunk_bytes": (2**20, "MiB of a chunk")}
+DRAWN = 16  # ranks
+COLOURS = {
+    STEP: "0.88",
+    SEND: "tab:blue",
+    MERGE: "tab:green",
+    NODES: "tab:red",
+    NODE: "tab:orange",
+    EXCHANGE: "tab:purple",
+}
 BAR = 0.8  # of the space between two contenders, for all links together
 
 
@@ -140,6 +151,47 @@ def draw_growth(runs: Sequence[Mapping[str, Any]]) -> "Figure":
         axes.set_visible(False)
     lines, names = panels[0].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside upper center", ncols=len(names), fontsize=9)
+    return figure
+
+
+def draw_timeline(timeline: Timeline, steps: int = 12) -> "Figure":
+    """Draw what every rank did during so many steps in the middle of a recording.
+
+    A rank has two lines: above what its training thread did, below the exchanges beside it.
+
+    Args:
+        timeline: From `daso.run.timeline.read_timeline`; the first 16 ranks are drawn.
+        steps: How many, about.
+
+    Returns:
+        The figure.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    ranks = timeline.ranks[:DRAWN]
+    taken = [span for span in ranks[0].spans if span.kind == STEP]
+    first = max(0, len(taken) // 2 - steps // 2)
+    shown = taken[first : first + steps]
+    begins, ends = shown[0].begins, shown[-1].ends
+    figure = Figure(figsize=(11, 1.4 + 0.7 * len(ranks)), layout="constrained")
+    axes = figure.add_subplot()
+    for number, rank in enumerate(ranks):
+        for kind, colour in COLOURS.items():
+            place = (number + 0.02, 0.36) if kind == EXCHANGE else (number - 0.4, 0.36)
+            bars = [
+                (1e3 * (span.begins - begins), 1e3 * (span.ends - span.begins))
+                for span in rank.spans
+                if span.kind == kind and span.ends > begins and span.begins < ends
+            ]
+            border = 0.5 if kind == STEP else 0
+            axes.broken_barh(bars, place, facecolor=colour, edgecolor="0.5", linewidth=border)
+    axes.set_xlim(0, 1e3 * (ends - begins))
+    axes.set_yticks(range(len(ranks)), [f"rank {n}" for n in range(len(ranks))])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    patches = [Patch(color=colour, label=KINDS[kind]) for kind, colour in COLOURS.items()]
+    figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), fontsize=8)
     return figure
 
 

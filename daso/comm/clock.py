@@ -1,0 +1,102 @@
+"""How far the clocks of ranks are apart, asked round a ring of all of them."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from daso.comm.dtypes import sum_buffer
+from daso.comm.topology import Topology
+from daso.comm.vote import gather
+from daso.errors import StallError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["ask_round"]
+
+TRIPS = 100  # whose shortest counts
+ASK, ANSWER = 1, 2  # tags
+
+_unfinished: list[object] = []  # after a stall: MPI may still write to what a request was given
+
+
+def ask_round(
+    topology: Topology, stall_seconds: float, now: Callable[[], float] = time.perf_counter
+) -> Sequence[tuple[float, float, float]]:
+    """Let every rank ask the next one for its time, the last one rank 0.
+
+    The processor stays busy meanwhile: a rank that sleeps answers late. It takes 100 trips of a
+    message there and back, three times.
+
+    Args:
+        topology: Whose world; two ranks at least.
+        stall_seconds: How long to wait for a rank at most.
+        now: This rank's clock, in seconds.
+
+    Returns:
+        In rank order: seconds on its own clock, how many the next rank's is ahead, and those of
+        the shortest trip there and back. The same on every rank.
+
+    Raises:
+        StallError: A rank did not answer; naming who is missing.
+
+    Collective over the world; blocking.
+    """
+    place, mine = topology.place, (0.0, 0.0, 0.0)
+    before, after = (place.rank - 1) % place.size, (place.rank + 1) % place.size
+    link = _Link(topology.world.Dup(), topology, stall_seconds)
+    for asks in _turns(place.size):
+        if place.rank in asks:
+            mine = link.ask(after, now)
+        elif before in asks:
+            link.answer(before, now)
+    readings = gather(topology, mine, stall_seconds)
+    link.comm.Free()
+    return readings
+
+
+def _turns(size: int) -> list[range]:
+    """Return who asks at the same time: nobody asks and answers at once."""
+    even = size - size % 2
+    turns = [range(0, even, 2), range(1, even, 2)]
+    return turns if even == size else [*turns, range(size - 1, size)]
+
+
+class _Link:
+    """Short messages to one rank at a time."""
+
+    def __init__(self, comm: "MPI.Comm", topology: Topology, stall_seconds: float) -> None:
+        self.comm, self._roll, self._stall_seconds = comm, topology.roll, stall_seconds
+        self._row = torch.zeros(1, dtype=torch.float64)
+
+    def ask(self, rank: int, now: Callable[[], float]) -> tuple[float, float, float]:
+        best = (0.0, 0.0, float("inf"))
+        for _ in range(TRIPS):
+            begins = now()
+            self._finish(self.comm.Isend(sum_buffer(self._row), rank, ASK))
+            self._finish(self.comm.Irecv(sum_buffer(self._row), rank, ANSWER))
+            ends = now()
+            if ends - begins < best[2]:
+                middle = (begins + ends) / 2
+                best = (middle, float(self._row[0]) - middle, ends - begins)
+        return best
+
+    def answer(self, rank: int, now: Callable[[], float]) -> None:
+        for _ in range(TRIPS):
+            self._finish(self.comm.Irecv(sum_buffer(self._row), rank, ASK))
+            self._row[0] = now()
+            self._finish(self.comm.Isend(sum_buffer(self._row), rank, ANSWER))
+
+    def _finish(self, request: "MPI.Request") -> None:
+        end = time.perf_counter() + self._stall_seconds
+        while not request.Test():
+            os.sched_yield()
+            if time.perf_counter() > end:
+                _unfinished.append((request, self._row))
+                raise StallError(
+                    f"ranks must tell their time within {self._stall_seconds:g} s: "
+                    f"{self._roll.missing()}; look there, or raise Exchange.stall_seconds"
+                )

@@ -1,0 +1,132 @@
+"""What this process did and when, in memory that is set aside before; off unless it is started.
+
+Any module may record; who starts and stops is `daso.comm.recording`. A span takes well under a
+microsecond, and nothing where nobody records.
+"""
+
+import itertools
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = [
+    "EXCHANGE",
+    "KINDS",
+    "MERGE",
+    "MESSAGES",
+    "NODE",
+    "NODES",
+    "SEND",
+    "STEP",
+    "Recorder",
+    "Span",
+    "record",
+    "start",
+    "stop",
+]
+
+# What a span can be: a whole batch; packing what is sent; merging what came; standing still for
+# other nodes, and for other ranks of the node; work of a thread beside training; messages that
+# cross between nodes.
+KINDS = ("step", "send", "merge", "wait for nodes", "wait in node", "exchange", "messages")
+STEP, SEND, MERGE, NODES, NODE, EXCHANGE, MESSAGES = range(len(KINDS))
+NO_KEY = -1
+CAPACITY = 1 << 17  # spans: 5 MB
+
+_ROW = struct.Struct("<HHqddq")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took a while.
+
+    Args:
+        kind: Index into `KINDS`.
+        thread: Index into the recorder's ``threads``.
+        key: Which batch or exchange; -1: none.
+        begins: Seconds, `time.perf_counter`.
+        ends: Seconds, likewise.
+        nbytes: Sent by this rank; 0 where unknown.
+    """
+
+    kind: int
+    thread: int
+    key: int
+    begins: float
+    ends: float
+    nbytes: int = 0
+
+
+class Recorder:
+    """Keeps the last spans of all threads; any thread may add.
+
+    Args:
+        capacity: How many are kept; older ones are overwritten, and counted.
+    """
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self.capacity = capacity
+        self.threads: list[str] = []  # names, in the order in which they first recorded
+        self._rows = bytearray(capacity * _ROW.size)
+        self._count = itertools.count()  # whose next() no other thread can interrupt
+        self._numbers: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def add(self, kind: int, begins: float, ends: float, key: int, nbytes: int) -> None:
+        """Keep a span of the calling thread; does not block."""
+        ident = threading.get_ident()
+        thread = self._numbers.get(ident)
+        if thread is None:
+            thread = self._enter(ident)
+        at = next(self._count) % self.capacity * _ROW.size
+        _ROW.pack_into(self._rows, at, kind, thread, key, begins, ends, nbytes)
+
+    def _enter(self, ident: int) -> int:
+        with self._lock:
+            self.threads.append(threading.current_thread().name)
+            return self._numbers.setdefault(ident, len(self.threads) - 1)
+
+    def take(self) -> tuple[list[Span], int]:
+        """Return what was kept since the last call, oldest first, and how many spans were lost."""
+        rows, count = self._rows, next(self._count)
+        self._rows, self._count = bytearray(len(rows)), itertools.count()
+        return list(_spans(rows, count, self.capacity)), max(0, count - self.capacity)
+
+
+def _spans(rows: bytearray, count: int, capacity: int) -> Iterator[Span]:
+    for number in range(max(0, count - capacity), count):
+        kind, thread, key, begins, ends, nbytes = _ROW.unpack_from(
+            rows, number % capacity * _ROW.size
+        )
+        if ends:  # else another thread was about to write it
+            yield Span(kind, thread, key, begins, ends, nbytes)
+
+
+_recorder: Recorder | None = None
+
+
+def start(recorder: Recorder) -> None:
+    """Record everything in this process from now on."""
+    global _recorder  # noqa: PLW0603 - one process, one recorder: modules record without being told
+    _recorder = recorder
+
+
+def stop() -> None:
+    """Record no more; idempotent."""
+    global _recorder  # noqa: PLW0603 - as in `start`
+    _recorder = None
+
+
+def record(kind: int, begins: float, *, key: int = NO_KEY, nbytes: int = 0) -> None:
+    """Keep that something of this kind ends now, if anybody records.
+
+    Args:
+        kind: One of the constants above.
+        begins: Seconds, `time.perf_counter`.
+        key: Which batch or exchange.
+        nbytes: Sent by this rank.
+    """
+    if _recorder is not None:
+        _recorder.add(kind, begins, time.perf_counter(), key, nbytes)

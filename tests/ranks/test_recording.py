@@ -1,0 +1,231 @@
+"""Clocks of real ranks compared over MPI, and what they recorded gathered in one file."""
+
+import errno
+import json
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import daso
+from daso import trace
+from daso.comm import recording as module
+from daso.comm.clock import ask_round
+from daso.comm.recording import Recording
+from daso.errors import ConfigError
+from daso.plan.clocks import Reading, clocks, close_loop
+from daso.run.timeline import chrome_events, late_ranks, read_timeline, shares
+from daso.trace import EXCHANGE, MERGE, MESSAGES, NODE, SEND, STEP
+
+pytestmark = pytest.mark.mpi
+STALL_SECONDS = 30.0
+
+
+@pytest.fixture
+def path(topology, tmp_path):
+    return Path(topology.world.bcast(str(tmp_path))) / "deep" / "trace.jsonl"
+
+
+def one_rank(place):
+    return place.size == 1
+
+
+def own_time(shown, rank):
+    return shown(rank, time.perf_counter())
+
+
+OFFSETS, DRIFTS = (0.0, 17.5, -30.0, 4.0), (0.0, 5e-5, -5e-5, 3e-5)  # of crystals, about
+
+
+def test_injected_offsets_and_drifts_are_found_to_what_the_trips_allow(topology, place):
+    """All ranks of a test share one clock, so that what is injected is all there is to find."""
+    if one_rank(place):
+        return
+    begun = topology.world.bcast(time.perf_counter())
+
+    def shown(rank, at):
+        return at + OFFSETS[rank] + DRIFTS[rank] * (at - begun)
+
+    def true(rank, own):
+        return begun + (own - begun - OFFSETS[rank]) / (1 + DRIFTS[rank])
+
+    loops, lasted = [], 0.0
+    for _ in range(2):
+        now = partial(own_time, shown, place.rank)
+        readings = ask_round(topology, STALL_SECONDS, now)
+        loops.append(close_loop([Reading(*one) for one in readings]))
+        asked = [true(rank, own) for rank, own in enumerate(loops[-1].ats)]
+        lasted = max(lasted, max(asked) - min(asked))
+        time.sleep(1.1)
+    found = clocks(loops)
+    for middle in (begun, begun + 0.7, begun + 1.3):
+        for rank in range(place.size):
+            error = abs(found[rank].first(shown(rank, middle)) - shown(0, middle))
+            allowed = max(loop.bounds[rank] + abs(loop.closure) / 2 for loop in loops)
+            assert error <= 2 * allowed + 2e-4 * lasted  # ranks do not ask at the same time
+
+
+def test_the_real_clocks_of_one_machine_close(topology, place):
+    if one_rank(place):
+        return
+    loop = close_loop([Reading(*one) for one in ask_round(topology, STALL_SECONDS)])
+    assert loop.sound
+    for offset, bound in zip(loop.offsets, loop.bounds, strict=True):
+        assert abs(offset) <= bound + abs(loop.closure)
+    assert loop.bound < 0.1
+
+
+def test_a_rank_that_sees_another_time_than_it_tells_is_found_by_the_loop(topology, place):
+    """Rank 0 asks by one clock and answers by another: its links do not add up."""
+    if one_rank(place):
+        return
+    calls = iter(range(10**9))
+
+    def lying():
+        wrong = 0.25 if place.rank == 0 and next(calls) >= 200 else 0.0  # it asks first, then tells
+        return time.perf_counter() + wrong
+
+    loop = close_loop([Reading(*one) for one in ask_round(topology, STALL_SECONDS, lying)])
+    assert not loop.sound
+    assert abs(loop.closure) == pytest.approx(0.25, abs=0.1)
+
+
+def train(topology, path, steps=12, marks=(), capacity=1 << 14):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+    optimizer = daso.DASO(
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        module=model,
+        topology=topology,
+        policy=daso.Fixed(4, 1),
+    )
+    with Recording(path, topology, capacity=capacity, stall_seconds=STALL_SECONDS) as recording:
+        for step in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(3, 8)).sum().backward()
+            optimizer.step()
+            if step in marks:
+                recording.mark()
+        optimizer.synchronize()
+    optimizer.close()
+
+
+def everyones(topology, path):
+    """Return what world rank 0 reads, once it is written."""
+    topology.world.Barrier()
+    return read_timeline(path)
+
+
+def test_every_rank_is_in_the_file_with_its_steps_and_exchanges(topology, place, path):
+    train(topology, path, marks=(5,))
+    if one_rank(place):
+        assert shares(everyones(topology, path)) == []
+        return
+    timeline = everyones(topology, path)
+    assert len(timeline.ranks) == place.size
+    assert [rank.node for rank in timeline.ranks] == list(place.node_of)
+    assert len(timeline.loops) == 3  # entered, marked, left
+    found = shares(timeline)
+    assert [one.steps for one in found] == [12] * place.size
+    for one in found:
+        parts = one.computing_seconds + one.node_seconds + one.exposed_seconds + one.send_seconds
+        assert parts == pytest.approx(one.step_seconds)
+        assert 0 <= one.hidden <= 1
+        assert one.computing_seconds > 0
+    if place.nodes == 1:
+        return
+    sent = [{span.key for span in rank.spans if span.kind == SEND} for rank in timeline.ranks]
+    assert all(keys == sent[0] for keys in sent)
+    assert {4, 8, 12} <= sent[0]
+    for rank in timeline.ranks:
+        assert {span.key for span in rank.spans if span.kind == MERGE} == sent[0]
+        assert {s.key for s in rank.spans if s.kind == EXCHANGE and s.key >= 0} == sent[0]
+        threads = {rank.threads[s.thread] for s in rank.spans if s.kind == EXCHANGE}
+        assert threads == {"daso-exchange"}
+        assert {rank.threads[s.thread] for s in rank.spans if s.kind == STEP} == {"MainThread"}
+    lanes = sum(any(s.kind == MESSAGES for s in rank.spans) for rank in timeline.ranks)
+    assert lanes == place.lanes * place.nodes
+    assert sum(one.last for one in late_ranks(timeline)) == len(sent[0])
+    for event in chrome_events(timeline):
+        assert event.get("ts", 0) >= 0
+
+
+def test_no_merge_comes_before_what_it_merges_was_sent(topology, place, path):
+    """Clocks of one machine are the same, so that nothing has to be set right by much."""
+    train(topology, path, steps=20)
+    timeline = everyones(topology, path)
+    sent, merged = {}, {}
+    for rank in timeline.ranks:
+        for span in rank.spans:
+            if span.kind == SEND:
+                sent[span.key] = max(span.ends, sent.get(span.key, span.ends))
+            elif span.kind == MERGE:
+                merged[span.key] = min(span.begins, merged.get(span.key, span.begins))
+    assert set(merged) == set(sent)
+    assert all(merged[key] >= sent[key] for key in sent)
+    assert (place.nodes > 1) == bool(sent)
+
+
+def test_ranks_of_a_node_that_wait_for_each_other_are_told(topology, place, path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = daso.DASO(inner, module=model, topology=topology, policy=daso.Fixed(100, 1))
+    with Recording(path, topology, stall_seconds=STALL_SECONDS):
+        for _ in range(3):
+            time.sleep(0.05 * (place.local_rank == 0))
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+    optimizer.close()
+    timeline = everyones(topology, path)
+    for number, rank in enumerate(timeline.ranks):
+        waited = sum(span.ends - span.begins for span in rank.spans if span.kind == NODE)
+        first = place.node_of.index(place.node_of[number]) == number
+        alone = place.node_of.count(place.node_of[number]) == 1
+        assert alone or first or waited > 0.08
+
+
+def test_what_there_is_no_room_for_is_counted(topology, place, path):
+    train(topology, path, steps=30, capacity=16)
+    if not one_rank(place):
+        assert all(rank.lost > 0 for rank in everyones(topology, path).ranks)
+
+
+def test_a_file_that_cannot_be_written_is_refused_on_all_ranks(topology, tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ConfigError, match="a recording's file must be writable"):
+        Recording(file / "trace.jsonl", topology, stall_seconds=STALL_SECONDS).__enter__()
+    # And when the disk is full later.
+    path = Path(topology.world.bcast(str(tmp_path))) / "trace.jsonl"
+    made = Recording(path, topology, stall_seconds=STALL_SECONDS)
+    with pytest.raises(ConfigError, match=os.strerror(errno.ENOSPC)), made:
+        if made._file is not None:
+            made._file.close()
+            monkeypatch.setattr(made, "_file", Full())
+    trace.record(STEP, 1.0)  # by nobody any more
+    assert made._recorder.take()[0] == []
+
+
+class Full:
+    def writelines(self, lines):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self):
+        pass
+
+
+def test_an_error_ends_recording_without_others(topology, place, path):
+    """What a rank raises must reach its user at once, whatever other ranks do."""
+    with pytest.raises(ZeroDivisionError), Recording(path, topology, stall_seconds=STALL_SECONDS):
+        if place.rank == place.size - 1:
+            raise ZeroDivisionError
+        raise ZeroDivisionError
+    topology.world.Barrier()
+    if place.rank == 0:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert not any("spans" in line for line in lines)
+    assert module.trace._recorder is None
