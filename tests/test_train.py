@@ -47,6 +47,27 @@ def test_training_writes_a_summary_and_one_line_per_event(tmp_path: Path) -> Non
     assert [event["event"] for event in events].count("epoch") == 6
 
 
+def test_a_recorded_run_is_told_by_daso_trace(tmp_path: Path) -> None:
+    words = ["-n", "2", "--ranks-per-node=1", "--data.name=digits", "--epochs=3", "--trace=true"]
+    run = daso_train(*words, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    command = [sys.executable, "-m", "daso", "trace", "runs/train", "--chrome=events.json"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "runs/train/summary.json").read_text())
+    rows = [line.split() for line in done.stdout.splitlines()]
+    steps = [row for row in rows if row[:2] in (["0", "66"], ["1", "66"])]
+    assert summary["steps"] == 66
+    assert len(steps) == 2
+    assert f"Who came last to {summary['exchanges']} exchanges" in done.stdout
+    assert "Clocks: compared 5 times" in done.stdout  # at both ends, and after each epoch
+    events = json.loads((tmp_path / "events.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events if event["ph"] == "X"}
+    assert names >= {"step", "send", "merge", "exchange", "messages"}
+
+
 def test_the_papers_schedule_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(
         'name = "paper"\nepochs = 4\n[data]\nname = "digits"\n'

@@ -29,6 +29,7 @@ KEYS = [
     "seed",
     "device",
     "tensorboard",
+    "trace",
     "data.name",
     "data.folder",
     "data.batch_size",
@@ -410,6 +411,7 @@ def configs(draw):
         epochs=draw(st.integers(max(1, warmup + cooldown), 2**40)),
         seed=draw(st.integers(-(2**63), 2**64 - 1)),  # what torch.manual_seed takes
         tensorboard=draw(st.booleans()),
+        trace=draw(st.booleans()),
         data=DataConfig(
             name=draw(st.sampled_from(["auto", "fashion", "digits", "text", "synthetic"])),
             folder=draw(st.text()),

@@ -62,6 +62,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     node = add("node", _node, "the mean of a buffer over the ranks of this machine")
     node.add_argument("--ranks", type=int, default=2, help="how many (2)")
     node.add_argument("--mebibytes", type=float, default=8, help="of the buffer, fp32 (8)")
+    _add_trace(add("trace", _trace, "what recording costs, and how well clocks are compared"))
     guard = add("guard", _guard, "a short run of all, its ratios beside the recorded ones")
     guard.add_argument(
         "--recorded",
@@ -90,6 +91,13 @@ def _add_synchronous(add: Callable[[str, object, str], argparse.ArgumentParser])
     chunks.add_argument("--steps", type=int, default=0, help="of a round (20; quick 10)")
     chunks.add_argument("--rate", type=float, default=0.5, help="of copies, in GB/s (0.5)")
     chunks.add_argument("--latency", type=float, default=1.0, help="of a copy, in ms (1)")
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    _add_links(parser, "1gbit")
+    parser.add_argument("--nodes", type=int, default=2, help="hosts (2)")
+    parser.add_argument("--model", choices=MODELS, action="append", help="several (cnn, tiny)")
+    parser.add_argument("--seconds", type=float, default=0, help="of a round (4; quick 1)")
 
 
 def _add_to_accuracy(parser: argparse.ArgumentParser) -> None:
@@ -355,6 +363,21 @@ def _node(chosen: argparse.Namespace) -> Measured:
     plan = asdict(node.Plan(chosen.mebibytes, chosen.rounds or (20 if chosen.quick else 100)))
     one = run_here("node", plan, ranks=chosen.ranks, ranks_per_node=chosen.ranks)
     yield one, node.table(one), node.figures(one)
+
+
+def _trace(chosen: argparse.Namespace) -> Measured:
+    from daso.run.bench import tracing
+
+    models, seconds = tuple(chosen.model or ("cnn", "tiny")), chosen.seconds
+    if not chosen.nodes > 1:
+        raise ConfigError(f"--nodes must be at least 2, not {chosen.nodes}")
+
+    def plan(link: str) -> dict[str, Any]:
+        each = seconds or (1 if chosen.quick else 4)
+        return asdict(tracing.Plan(models, _rounds(chosen), each, link))
+
+    for one in _measured("trace", _links(chosen.link), [chosen.nodes], plan, 1):
+        yield one, tracing.table(one) + "\n", tracing.figures(one)
 
 
 def _guard(chosen: argparse.Namespace) -> Measured:

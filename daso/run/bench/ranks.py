@@ -7,7 +7,18 @@ from typing import Any
 
 from daso.comm.mpi import library
 from daso.comm.topology import init
-from daso.run.bench import chunks, exchange, gpu, growth, memory, node, order, to_accuracy, train
+from daso.run.bench import (
+    chunks,
+    exchange,
+    gpu,
+    growth,
+    memory,
+    node,
+    order,
+    to_accuracy,
+    tracing,
+    train,
+)
 from daso.run.report import versions
 
 BENCHES = {
@@ -19,6 +30,7 @@ BENCHES = {
     "memory": memory,
     "node": node,
     "time-to-accuracy": to_accuracy,
+    "trace": tracing,
     "train": train,
 }
 
