@@ -52,6 +52,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wire", choices=["auto", *BITS], default="auto", help="of exchanges")
     parser.add_argument("--jitter", type=float, help="spread of step times, e.g. 0.02")
     parser.add_argument("--drift", type=float, help=f"of nodes in a batch ({TYPICAL_DRIFT:g})")
+    parser.add_argument("--cores", type=float, default=2, help="of a rank: 2 or more: one to spare")
     parser.add_argument("--faster-compute", type=float, default=1, help="divides step times")
     parser.add_argument("--steps", type=int, default=1000, help="to go through (1000)")
     parser.add_argument("--json", type=Path, help="write what is predicted to this file")
@@ -109,6 +110,7 @@ def read_run(folder: Path) -> Recorded:
             parameters=parameters,
             step_seconds=statistics.median(steps),
             host_seconds=taken / parameters,
+            gradient_seconds=taken / parameters,
             # A log has medians of so many batches, which spread less than batches do.
             jitter=min(MOST_JITTER, _spread(steps) * math.sqrt(max(1.0, 2 * batches / math.pi))),
             lr=found[-1]["lr"],
@@ -140,7 +142,11 @@ def _main(chosen: argparse.Namespace) -> int:
         raise ConfigError(f"--steps must be at least {LEAST_STEPS}, not {chosen.steps}")
     _may_write(chosen.json, chosen.plot)
     try:
-        rows = _predict(job, nodes, links, policies, settings, chosen.steps)
+        clusters = {
+            name: [Cluster(count, link, cores=chosen.cores) for count in nodes]
+            for name, link in links.items()
+        }
+        rows = _predict(job, clusters, policies, settings, chosen.steps)
     except KeyboardInterrupt:
         print("daso: interrupted", file=sys.stderr)
         return 130
@@ -159,21 +165,19 @@ def _main(chosen: argparse.Namespace) -> int:
 
 def _predict(
     job: Job,
-    nodes: Sequence[int],
-    links: Mapping[str, Link],
+    clusters: Mapping[str, Sequence[Cluster]],
     policies: Mapping[str, Policy],
     settings: Settings,
     steps: int,
 ) -> list[dict[str, Any]]:
     """Go through all of it, and print a table for every link."""
     rows = []
-    for name, link in links.items():
+    for name, of_rate in clusters.items():
         of_link = []
-        for count in nodes:
-            cluster = Cluster(count, link)
+        for cluster in of_rate:
             for policy, chooses in policies.items():
                 outcome = simulate(job, cluster, chooses, settings, steps=steps)
-                told = {"link": name, "nodes": count, "policy": policy}
+                told = {"link": name, "nodes": cluster.nodes, "policy": policy}
                 of_link.append({**told, **_row(outcome, job)})
         print(table(job, name, of_link), end="\n\n", flush=True)
         rows += of_link
@@ -306,6 +310,7 @@ def _assumptions(chosen: argparse.Namespace, job: Job) -> list[str]:
         f"step times of nodes are independent and log-normal, {job.jitter:.1%} apart; nobody "
         f"fails, no other job is there",
         f"of {chosen.steps} steps the first quarter does not count; epochs do not end",
-        "not modelled: what exchanges take of cores that training needs, what many small messages "
-        "cost hosts, contention inside nodes, accuracy",
+        f"a rank has {chosen.cores:g} cores; an exchange's own work takes what is over 1 of them, "
+        f"and of computing what is missing to 2",
+        "not modelled: what many small messages cost hosts, contention inside nodes, accuracy",
     ]

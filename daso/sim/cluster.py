@@ -32,6 +32,7 @@ class Job:
         step_seconds: Of computing a batch, gradients averaged inside the node.
         host_seconds: Of the host's own work on an exchange, per parameter; it goes on beside the
             transfer, so the longer of both counts.
+        gradient_seconds: The same of gradients that are averaged in a synchronous step.
         jitter: Spread of step times: standard deviation of their logarithm.
         lr: Learning rate.
         drift: Mean square distance that many nodes make from their mean in one batch, relative to
@@ -41,6 +42,7 @@ class Job:
     parameters: float
     step_seconds: float
     host_seconds: float = 0.0
+    gradient_seconds: float = 0.0
     jitter: float = 0.0
     lr: float = 0.1
     drift: float = 0.0
@@ -49,7 +51,7 @@ class Job:
         for name in ("parameters", "step_seconds"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be a number above 0, not {getattr(self, name)}")
-        for name in ("host_seconds", "lr", "drift"):
+        for name in ("host_seconds", "gradient_seconds", "lr", "drift"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(
                     f"{name} must be a number of at least 0, not {getattr(self, name)}"
@@ -66,21 +68,36 @@ class Cluster:
         nodes: How many.
         link: Of each node.
         slower: Factors of step times, for nodes that are slower than the others.
+        cores: Of each rank: one computes, another works on exchanges. With fewer than two, what
+            exchanges take of them is lost to computing; with less than one, all goes slower.
     """
 
     nodes: int
     link: Link
     slower: Mapping[int, float] = field(default_factory=dict)
+    cores: float = 2.0
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
             raise ConfigError(f"a cluster must have at least 1 node, not {self.nodes}")
+        if not 0 < self.cores < math.inf:
+            raise ConfigError(f"a rank must have a number of cores above 0, not {self.cores}")
         for node, factor in self.slower.items():
             if not (0 <= node < self.nodes and 0 < factor < math.inf):
                 raise ConfigError(
                     f"a slower node must be one of 0 to {self.nodes - 1} with a factor above 0, "
                     f"not {node} with {factor}"
                 )
+
+    @property
+    def stretch(self) -> float:
+        """How many times as long all computing takes for want of a core."""
+        return max(1.0, 1 / self.cores)
+
+    @property
+    def taken(self) -> float:
+        """Part of the host's work on exchanges that computing goes without meanwhile."""
+        return min(1.0, max(0.0, 2 - self.cores))
 
 
 def exchange_bytes(parameters: float, wire: str, nodes: int) -> float:
@@ -99,12 +116,15 @@ def exchange_seconds(job: Job, cluster: Cluster, wire: str) -> float:
     link = cluster.link
     crossing = link.seconds(exchange_bytes(job.parameters, wire, cluster.nodes))
     phases = 1 if cluster.nodes == 2 else 2
-    there = max(crossing, job.host_seconds * job.parameters) + phases * link.latency_seconds
+    work = job.host_seconds * job.parameters * cluster.stretch
+    there = max(crossing, work) + phases * link.latency_seconds
     return vote_seconds(link, cluster.nodes) + there
 
 
 def synchronous_seconds(job: Job, cluster: Cluster) -> float:
     """Return how long a step takes that waits for the mean gradient, jitter apart.
+
+    The step is the job's, whatever cores there are.
 
     Gradients of the last layers cross while those of the first are computed, first come, first
     served, as with DDP: the bytes of a ring, and the latency of a tree, of whatever is better.
@@ -113,10 +133,12 @@ def synchronous_seconds(job: Job, cluster: Cluster) -> float:
         return job.step_seconds
     link, nodes = cluster.link, cluster.nodes
     crossing = link.seconds(exchange_bytes(job.parameters, GRADIENTS, nodes))
-    each = crossing / PORTIONS + vote_seconds(link, nodes)
+    work = job.gradient_seconds * job.parameters * cluster.stretch
+    each = max(crossing, work) / PORTIONS + vote_seconds(link, nodes)
+    backward = (1 - FORWARD) * job.step_seconds + work * cluster.taken
     layers = Layers(
         forward_seconds=(FORWARD * job.step_seconds / PORTIONS,) * PORTIONS,
-        backward_seconds=((1 - FORWARD) * job.step_seconds / PORTIONS,) * PORTIONS,
+        backward_seconds=(backward / PORTIONS,) * PORTIONS,
         transfer_seconds=(each,) * PORTIONS,
     )
     return step_seconds(layers, order="fifo", portions=[1] * PORTIONS, barrier=True)

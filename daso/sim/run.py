@@ -65,14 +65,16 @@ class _Nodes:
         self._flight: _Flight | None = None
         self._taken = 0.0  # by the exchange before
         self._steps: list[list[float]] = []  # of all nodes, since the exchange before
-        slowest = job.step_seconds * max([1.0, *cluster.slower.values()])
+        self._step_seconds = job.step_seconds * cluster.stretch
+        self._lost = job.host_seconds * job.parameters * cluster.stretch * cluster.taken
+        slowest = self._step_seconds * max([1.0, *cluster.slower.values()])
         waits_for = replace(job, step_seconds=slowest)
         self._extra = synchronous_seconds(waits_for, cluster) - slowest
 
     def compute(self) -> None:
         """Let every node compute a batch."""
         job, slower = self.job, self.cluster.slower
-        base = [job.step_seconds] * len(self.times)
+        base = [self._step_seconds] * len(self.times)
         for node, factor in slower.items():
             base[node] *= factor
         if job.jitter:
@@ -103,6 +105,8 @@ class _Nodes:
         """Let every node wait for the exchange; return what all agree on with it."""
         flight, self._flight = self._flight, None
         assert flight is not None, "the schedule receives only what was sent"
+        # Where cores are short, the exchange took some of what was computed since it began.
+        self.times = [at + self._lost for at in self.times]
         late = [max(0.0, flight.ends - at) for at in self.times]
         self.exposed += sum(late)
         self.times = [at + wait for at, wait in zip(self.times, late, strict=True)]

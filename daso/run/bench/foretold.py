@@ -1,0 +1,198 @@
+"""What `daso.sim` predicts, beside what was measured on hosts whose links have a known rate.
+
+One run calibrates it: two hosts, links unshaped. From it come the step of computing alone, what an
+exchange and what averaged gradients take of the processor, and drift. Nothing is fitted elsewhere.
+"""
+
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from daso.plan.options import Exchange, Gradients, Settings
+from daso.plan.policy import Auto, Fixed
+from daso.plan.schedule import Policy
+from daso.run.bench import train
+from daso.run.bench.hosts import Place
+from daso.run.bench.names import COMPUTE, OURS
+from daso.run.minicluster.rate import parse_rate
+from daso.sim.cluster import GRADIENTS, Cluster, Job, exchange_bytes
+from daso.sim.network import Link
+from daso.sim.run import simulate
+
+__all__ = ["CALIBRATION", "SETTINGS", "compare", "figures", "job_of", "table"]
+
+LATENCY_SECONDS = 1e-4  # of a message between two hosts
+CALIBRATION = ("none", 2)
+SETTINGS = (  # link and nodes
+    ("1gbit", 2),
+    ("300mbit", 2),
+    ("100mbit", 2),
+    ("1gbit", 3),
+    ("100mbit", 3),
+    ("1gbit", 4),
+)
+STEPS = 1200  # of each simulated run
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to train that is predicted, and measured by the contender of that name."""
+
+    policy: Policy
+    wire: str
+
+
+SYNCHRONOUS, OFTEN = "DASO synchronous", "DASO Fixed(4, 1), bf16"
+WAYS: Mapping[str, Way] = {
+    SYNCHRONOUS: Way(Fixed(1, 0), "auto"),
+    OFTEN: Way(Fixed(4, 1), "bf16"),
+    OURS: Way(Auto(), "auto"),
+}
+
+
+def job_of(found: Mapping[str, Any]) -> Job:
+    """Return what the calibrating run tells of its job.
+
+    Its two ranks have a core each, so that all an exchange takes of the processor is in its steps;
+    its links take next to nothing.
+
+    Args:
+        found: What `daso.run.bench.train.measure` returned.
+    """
+    rows = {row["name"]: row for row in found["rows"]}
+    step: float = rows[COMPUTE]["step_ms"] / 1e3
+    count: int = found["parameters"]
+
+    def work(name: str, every: int) -> float:
+        over: float = rows[name]["over_compute"]
+        return max(0.0, every * step * (over - 1) / count)
+
+    seen, nodes = rows[OURS]["report"]["seen"], len(found["nodes"])
+    return Job(
+        parameters=count,
+        step_seconds=step,
+        host_seconds=work(OFTEN, 4),
+        gradient_seconds=work(SYNCHRONOUS, 1),
+        lr=seen["lr"],
+        drift=seen["drift"] / (1 - 1 / nodes),
+    )
+
+
+def compare(
+    place: Place, plan: train.Plan, settings: Sequence[tuple[str, int]], cores: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """Calibrate, then measure and predict; yield rows of each setting.
+
+    Args:
+        place: Hosts, as many as the largest setting asks for.
+        plan: How each setting is measured; names and link are given to it.
+        settings: Link and nodes of each.
+        cores: Of the machine that all hosts share; counted if None.
+    """
+    cores = cores or os.cpu_count() or 1
+    job: Job | None = None
+    calibrated: Mapping[str, Any] = {}
+    for link, nodes in (CALIBRATION, *settings):
+        named = replace(plan, names=tuple(WAYS), link=link)
+        found = place.run("train", asdict(named), link=link, nodes=nodes, ranks=1)
+        measured = {row["name"]: row for row in found["rows"]}
+        if job is None:
+            job, calibrated = job_of(found), measured
+        cluster = Cluster(nodes, _link(link), cores=cores / nodes)
+        rows = [_row(name, job, cluster, measured[name], calibrated[name]) for name in WAYS]
+        yield {
+            "plan": found["plan"],
+            "nodes": found["nodes"],
+            "job": asdict(job),
+            "calibrates": (link, nodes) == CALIBRATION,
+            "rows": rows,
+            "measured": found,
+            "versions": found["versions"],
+        }
+
+
+def _link(word: str) -> Link:
+    bits = parse_rate(word)
+    return Link(float("inf") if bits is None else bits / 8, LATENCY_SECONDS)
+
+
+def _row(
+    name: str,
+    job: Job,
+    cluster: Cluster,
+    measured: Mapping[str, Any],
+    calibrated: Mapping[str, Any],
+) -> dict[str, Any]:
+    way = WAYS[name]
+    settings = Settings(wire=way.wire, merge="auto", exchange=Exchange(), gradients=Gradients())
+    outcome = simulate(job, cluster, way.policy, settings, steps=STEPS)
+    synchronous = name == SYNCHRONOUS
+    sent = exchange_bytes(job.parameters, GRADIENTS if synchronous else outcome.wire, cluster.nodes)
+    added = cluster.link.seconds(sent) / (1 if synchronous else outcome.skip)
+    return {
+        "name": name,
+        "measured_ms": measured["step_ms"],
+        "predicted_ms": 1e3 * outcome.step_seconds,
+        # Two rules of thumb: it stays as it is here; all that crosses is waited for.
+        "unchanged_ms": calibrated["step_ms"],
+        "added_ms": 1e3 * (job.step_seconds + added),
+        "skip": outcome.skip,
+        "wait": outcome.wait,
+        "wire": outcome.wire,
+    }
+
+
+def _error(row: Mapping[str, Any], of: str = "predicted_ms") -> float:
+    return float(row[of] / row["measured_ms"] - 1)
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Return the rows of a setting as aligned lines."""
+    plan, job = found["plan"], found["job"]
+    title = f"link {plan['link']}, {len(found['nodes'])} hosts"
+    if found["calibrates"]:
+        title += (
+            f", which calibrates: {1e3 * job['step_seconds']:.1f} ms of computing, an exchange "
+            f"takes {1e3 * job['host_seconds'] * job['parameters']:.1f} ms of it, gradients "
+            f"{1e3 * job['gradient_seconds'] * job['parameters']:.1f}"
+        )
+    lines = [
+        title,
+        f"{'':<24}{'measured':>10}{'predicted':>11}{'error':>8}{'unchanged':>11}{'added':>8}",
+    ]
+    for row in found["rows"]:
+        errors = [_error(row, of) for of in ("predicted_ms", "unchanged_ms", "added_ms")]
+        lines.append(
+            f"{row['name']:<24}{row['measured_ms']:>10.1f}{row['predicted_ms']:>11.1f}"
+            f"{errors[0]:>8.1%}{errors[1]:>11.0%}{errors[2]:>8.0%}"
+        )
+    return "\n".join(lines)
+
+
+def figures(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the figures over all settings but the one that calibrates; none of less than 8."""
+    rows = [row for one in found if not one["calibrates"] for row in one["rows"]]
+    if len(rows) < 8:
+        return {}
+    named = {}
+    for name, of in (
+        ("prediction_error", "predicted_ms"),
+        ("unchanged_error", "unchanged_ms"),
+        ("added_error", "added_ms"),
+    ):
+        errors = [abs(_error(row, of)) for row in rows]
+        for kind, value in (("median", statistics.median(errors)), ("worst", max(errors))):
+            named[f"{name}_{kind}"] = {
+                "value": value,
+                "unit": "part of the measured step time",
+                "conditions": f"{len(rows)} settings: "
+                + ", ".join(
+                    f"{one['plan']['link']} on {len(one['nodes'])} hosts"
+                    for one in found
+                    if not one["calibrates"]
+                )
+                + f", each with {', '.join(WAYS)}",
+            }
+    return named
