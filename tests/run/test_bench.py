@@ -171,6 +171,22 @@ def test_the_bench_of_a_gpu_runs_on_pretended_ones(tmp_path):
     assert done.stdout.count("pretended, on a CPU") == 2
 
 
+def test_the_bench_of_recording_says_what_it_costs_and_how_far_clocks_are_off(tmp_path):
+    path = tmp_path / "trace.json"
+    words = ["--link=here", "--nodes=2", "--model=tiny", "--rounds=2", "--seconds=0.2"]
+    done = bench("trace", *words, f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["figures"].keys() == {"clock_error_over_half_rtt", "tracing_overhead_tiny"}
+    (run,) = found["runs"]
+    assert run["nodes"] == [1, 1]
+    assert len(run["clocks"]) == 2
+    (row,) = run["rows"]
+    assert row["spans_per_step"] > 1
+    assert 0 < run["span_ns"] < 1e5
+    assert "a span takes" in done.stdout
+
+
 def test_figures_of_a_gpu_are_named_by_the_model_and_said_of_whom():
     run = {
         "plan": {"model": "gpt2", "rounds": 3, "steps": 8},

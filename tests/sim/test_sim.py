@@ -90,6 +90,36 @@ def test_synchronous_steps_take_what_the_chain_of_layers_takes():
     assert found.bytes_per_step == EXACT(6e7)
 
 
+@pytest.mark.parametrize(
+    ("cores", "stretch", "taken"), [(2, 1, 0), (1.5, 1, 0.5), (1, 1, 1), (0.5, 2, 1)]
+)
+def test_what_exchanges_take_of_cores_is_lost_to_computing(cores, stretch, taken):
+    """On a link that takes next to nothing: 10 ms of work for each exchange, or step."""
+    job = Job(1e7, 0.05, host_seconds=1e-9, gradient_seconds=1e-9)
+    cluster = Cluster(4, Link(math.inf), cores=cores)
+    found = simulate(job, cluster, Fixed(4, 4), settings(), steps=400)
+    assert found.step_seconds == EXACT(stretch * (0.05 + taken * 0.01 / 4))
+    found = simulate(job, cluster, Fixed(1, 0), settings(), steps=100)
+    last = 0.01 / 16  # of the portions in which gradients go
+    assert found.step_seconds == EXACT(stretch * (0.05 + taken * 0.01 + last))
+
+
+def test_a_core_that_waits_for_the_link_has_time_for_the_exchange():
+    """What an exchange takes of the only core does not add to what the link takes longer."""
+    job = Job(1e7, 0.05, host_seconds=1e-9)
+    for cores in (1, 2):
+        cluster = Cluster(2, GIGABIT, cores=cores)
+        found = simulate(job, cluster, Fixed(2, 1), settings(), steps=400)
+        exposed = exchange_seconds(job, cluster, "bf16") - 0.05
+        assert found.step_seconds == EXACT(0.05 + exposed / 2)
+
+
+@pytest.mark.parametrize("cores", [0, -1, math.nan, math.inf])
+def test_cores_are_a_number_above_0(cores):
+    with pytest.raises(ConfigError, match="a number of cores above 0"):
+        Cluster(2, GIGABIT, cores=cores)
+
+
 def test_one_node_waits_for_nobody():
     found = simulate(Job(1e7, 0.05), Cluster(1, GIGABIT), Auto(), settings("auto"), steps=100)
     assert (found.step_seconds, found.exchanges) == (EXACT(0.05), 0)

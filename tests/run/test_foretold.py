@@ -1,0 +1,90 @@
+"""`daso bench predict`: what a run calibrates, and predictions held against measurements."""
+
+import pytest
+
+from daso.run.bench import foretold, train
+from daso.run.bench.names import COMPUTE, OURS
+
+EXACT = pytest.approx
+PLAN = train.Plan("cnn", (), 3, 1.0, 1.0, "")
+
+
+def row(name, step_ms, over):
+    seen = {"lr": 0.1, "drift": 4e-5}
+    report = {"seen": seen} if name == OURS else {}
+    return {"name": name, "step_ms": step_ms, "over_compute": over, "report": report}
+
+
+class Machine:
+    """Takes what a machine of two cores would by the model, and 10 % more on a shaped link."""
+
+    def __init__(self):
+        self.asked = []
+
+    def run(self, kind, plan, *, link, nodes, ranks):
+        assert (kind, ranks, plan["link"]) == ("train", 1, link)
+        assert plan["names"] == tuple(foretold.WAYS)
+        self.asked.append((link, nodes))
+        more = 1.1 if link != "none" else 1.0
+        steps = {COMPUTE: 50.0, foretold.SYNCHRONOUS: 62.5, foretold.OFTEN: 55.0, OURS: 50.0}
+        rows = [row(name, more * ms, ms / 50) for name, ms in steps.items()]
+        found = {"plan": plan, "parameters": 10**6, "nodes": [1] * nodes, "rows": rows}
+        return found | {"versions": {}}
+
+
+def test_the_first_run_calibrates_and_nothing_else_does():
+    machine = Machine()
+    found = list(foretold.compare(machine, PLAN, [("1gbit", 2), ("none", 4)], cores=2))
+    assert machine.asked == [("none", 2), ("1gbit", 2), ("none", 4)]
+    assert [one["calibrates"] for one in found] == [True, False, False]
+    job = found[0]["job"]
+    assert job["step_seconds"] == EXACT(0.05)
+    assert job["gradient_seconds"] == EXACT(12.5e-9)  # 12.5 ms a step
+    assert job["host_seconds"] == EXACT(20e-9)  # 5 ms a step, every fourth
+    assert job["drift"] == EXACT(8e-5)
+    assert all(one["job"] == job for one in found)
+
+
+def test_what_calibrates_is_predicted_as_it_was_but_for_a_last_portion():
+    first, *_ = foretold.compare(Machine(), PLAN, [], cores=2)
+    rows = {row["name"]: row for row in first["rows"]}
+    assert rows[foretold.OFTEN]["predicted_ms"] == EXACT(55.0, rel=1e-3)
+    assert rows[foretold.SYNCHRONOUS]["predicted_ms"] == EXACT(62.5, rel=0.05)
+    assert rows[foretold.OFTEN]["unchanged_ms"] == 55.0
+
+
+def test_hosts_that_share_cores_take_as_many_times_as_long():
+    *_, four = foretold.compare(Machine(), PLAN, [("none", 4)], cores=2)
+    rows = {row["name"]: row for row in four["rows"]}
+    assert rows[foretold.OFTEN]["predicted_ms"] == EXACT(110.0, rel=1e-3)
+
+
+def test_errors_are_of_all_settings_but_the_calibrating_one():
+    settings = [("1gbit", 2), ("none", 3), ("none", 4)]
+    found = list(foretold.compare(Machine(), PLAN, settings, cores=2))
+    figures = foretold.figures(found)
+    assert figures.keys() == {
+        f"{rule}_error_{kind}"
+        for rule in ("prediction", "unchanged", "added")
+        for kind in ("median", "worst")
+    }
+    errors = [
+        abs(row["predicted_ms"] / row["measured_ms"] - 1)
+        for one in found[1:]
+        for row in one["rows"]
+    ]
+    assert figures["prediction_error_worst"]["value"] == EXACT(max(errors))
+    assert (
+        "9 settings: 1gbit on 2 hosts, none on 3 hosts"
+        in (figures["prediction_error_median"]["conditions"])
+    )
+    assert foretold.figures(found[:3]) == {}  # too few to say
+
+
+def test_a_table_has_predictions_beside_both_rules():
+    first, second = foretold.compare(Machine(), PLAN, [("1gbit", 2)], cores=2)
+    assert "which calibrates: 50.0 ms of computing" in foretold.table(first)
+    lines = foretold.table(second).splitlines()
+    assert lines[0] == "link 1gbit, 2 hosts"
+    assert [line.split("  ")[0] for line in lines[2:]] == list(foretold.WAYS)
+    assert lines[2].split()[-2] == "-9%"  # unchanged
