@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from daso import errors
+    from daso import errors, predict
     from daso.comm.recording import Recording
     from daso.comm.topology import Topology, init
     from daso.plan.options import Exchange, Gradients
@@ -31,6 +31,7 @@ __all__ = [
     "attach",
     "errors",
     "init",
+    "predict",
 ]
 
 _HOME = {
@@ -52,6 +53,8 @@ def __getattr__(name: str) -> object:
     """Import a public name on first use."""
     if name == "errors":
         return import_module("daso.errors")
+    if name == "predict":
+        return import_module("daso.predict")
     if name not in _HOME:
         raise AttributeError(f"module 'daso' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

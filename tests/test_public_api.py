@@ -21,6 +21,7 @@ PUBLIC = [
     "attach",
     "errors",
     "init",
+    "predict",
 ]
 HEAVY = {"torch", "mpi4py", "cupy", "numpy"}
 

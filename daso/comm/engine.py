@@ -117,6 +117,7 @@ class Engine:
         late: Called again and again, by the thread, once work takes long; what it raises ends the
             work.
         name: Of the thread.
+        takes: Says how many seconds work with a result takes at least, for links that are imitated.
     """
 
     def __init__(
@@ -125,7 +126,9 @@ class Engine:
         missing: Callable[[], str],
         late: Callable[[], None] | None = None,
         name: str = "daso-exchange",
+        takes: Callable[[object], float] | None = None,
     ) -> None:
+        self.takes = takes
         self.stall_seconds, self._missing, self._late = stall_seconds, missing, late
         self._queue: queue.Queue[Ticket[object] | None] = queue.Queue(QUEUE_LENGTH)
         self._mpi = load()
@@ -232,12 +235,22 @@ class Engine:
             ticket.started_at = time.perf_counter()
             try:
                 ticket.result = self._carry_out(ticket)
+                if self.takes is not None:
+                    self._hold(ticket, self.takes(ticket.result))
             except BaseException as error:  # it surfaces in the training thread
                 self._error = self._error or error
                 ticket.error = error
             ticket.finished_at = time.perf_counter()
             trace.record(trace.EXCHANGE, ticket.started_at, key=ticket.key)
             ticket.finished.set()
+
+    def _hold(self, ticket: Ticket[object], seconds: float) -> None:
+        """Let work take so long, and nothing go on beside it: the link is occupied."""
+        ends = ticket.started_at + seconds
+        while (left := ends - time.perf_counter()) > 0 and not self._abandoned:
+            time.sleep(min(left, RELAXED_SECONDS))
+            if self._late is not None and time.perf_counter() - ticket.started_at > LATE_SECONDS:
+                self._late()
 
     def _nap(self, ticket: Ticket[Result], before: float) -> None:
         """Sleep until the next poll: not for long where the training thread stands still.

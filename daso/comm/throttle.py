@@ -10,9 +10,67 @@ import torch
 from daso.comm.copies import Arrived, Copies
 from daso.errors import ConfigError
 
-__all__ = ["CopyLink", "emulated_copies", "pretend_device"]
+__all__ = [
+    "CopyLink",
+    "LinkModel",
+    "Stretch",
+    "compute_factor",
+    "emulated_copies",
+    "emulated_link",
+    "pretend_device",
+    "throttled",
+]
 
 OUT, BACK = 0, 1
+
+
+def _check(bytes_per_second: float, latency_seconds: float) -> None:
+    if not bytes_per_second > 0 or not latency_seconds >= 0:
+        raise ConfigError(
+            f"a link must have a rate above 0 and a latency of at least 0, not "
+            f"{bytes_per_second} bytes/s and {latency_seconds} s"
+        )
+
+
+class LinkModel:
+    """A link between nodes that is slower than the real one, and carries one exchange at a time.
+
+    Args:
+        bytes_per_second: That a rank sends.
+        latency_seconds: What every exchange and every vote takes beside its bytes.
+    """
+
+    def __init__(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
+        _check(bytes_per_second, latency_seconds)
+        self.bytes_per_second, self.latency_seconds = bytes_per_second, latency_seconds
+
+    def seconds(self, nbytes: int) -> float:
+        """Return how long the link is occupied, at the least."""
+        return self.latency_seconds + nbytes / self.bytes_per_second
+
+
+class Stretch:
+    """Lets computing take as many times as long, by sleeping: other threads get the core.
+
+    Args:
+        factor: How many times; 1 at least.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self._stood = 0.0
+
+    def after_step(self, begun: float, stood: float) -> None:
+        """Sleep for what is missing of a step.
+
+        Args:
+            begun: Seconds, `time.perf_counter`.
+            stood: Seconds for which this rank stood still for others since it was made.
+        """
+        if self.factor > 1:
+            computed = time.perf_counter() - begun - (stood - self._stood)
+            time.sleep(max(0.0, (self.factor - 1) * computed))
+        self._stood = stood
 
 
 class CopyLink:
@@ -26,11 +84,7 @@ class CopyLink:
     """
 
     def __init__(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
-        if not bytes_per_second > 0 or not latency_seconds >= 0:
-            raise ConfigError(
-                f"a link must have a rate above 0 and a latency of at least 0, not "
-                f"{bytes_per_second} bytes/s and {latency_seconds} s"
-            )
+        _check(bytes_per_second, latency_seconds)
         self.bytes_per_second, self.latency_seconds = bytes_per_second, latency_seconds
         self._free_at = [0.0, 0.0]  # seconds, time.perf_counter, of each direction
 
@@ -106,3 +160,35 @@ def pretend_device(copies: Copies) -> Iterator[None]:
         yield
     finally:
         _copies.reset(token)
+
+
+_link: ContextVar[LinkModel | None] = ContextVar("link", default=None)
+_factor: ContextVar[float] = ContextVar("factor", default=1.0)
+
+
+def emulated_link() -> LinkModel | None:
+    """Return the link between nodes that is imitated, else None."""
+    return _link.get()
+
+
+def compute_factor() -> float:
+    """Return how many times as long computing shall take; 1: as long as it does."""
+    return _factor.get()
+
+
+@contextmanager
+def throttled(link: LinkModel | None, factor: float = 1.0) -> Iterator[None]:
+    """Let models that are wrapped meanwhile exchange over a slower link, and compute more slowly.
+
+    Args:
+        link: Between nodes; None: as it is.
+        factor: How many times as long computing takes. The same on every rank, as the link.
+    """
+    if not 1 <= factor < float("inf"):
+        raise ConfigError(f"computing must take 1 to many times as long, not {factor}")
+    tokens = _link.set(link), _factor.set(factor)
+    try:
+        yield
+    finally:
+        _link.reset(tokens[0])
+        _factor.reset(tokens[1])

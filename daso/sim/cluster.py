@@ -124,7 +124,8 @@ def exchange_seconds(job: Job, cluster: Cluster, wire: str) -> float:
 def synchronous_seconds(job: Job, cluster: Cluster) -> float:
     """Return how long a step takes that waits for the mean gradient, jitter apart.
 
-    The step is the job's, whatever cores there are.
+    The step is the job's, whatever cores there are. Where the thread that exchanges has no core of
+    its own, next to nothing crosses while backward computes: it gets one when that waits.
 
     Gradients of the last layers cross while those of the first are computed, first come, first
     served, as with DDP: the bytes of a ring, and the latency of a tree, of whatever is better.
@@ -135,10 +136,11 @@ def synchronous_seconds(job: Job, cluster: Cluster) -> float:
     crossing = link.seconds(exchange_bytes(job.parameters, GRADIENTS, nodes))
     work = job.gradient_seconds * job.parameters * cluster.stretch
     each = max(crossing, work) / PORTIONS + vote_seconds(link, nodes)
-    backward = (1 - FORWARD) * job.step_seconds + work * cluster.taken
     layers = Layers(
         forward_seconds=(FORWARD * job.step_seconds / PORTIONS,) * PORTIONS,
-        backward_seconds=(backward / PORTIONS,) * PORTIONS,
+        backward_seconds=((1 - FORWARD) * job.step_seconds / PORTIONS,) * PORTIONS,
         transfer_seconds=(each,) * PORTIONS,
     )
-    return step_seconds(layers, order="fifo", portions=[1] * PORTIONS, barrier=True)
+    beside = step_seconds(layers, order="fifo", portions=[1] * PORTIONS, barrier=True)
+    after = job.step_seconds + PORTIONS * each
+    return cluster.taken * after + (1 - cluster.taken) * beside

@@ -1,6 +1,7 @@
 """What runs between nodes for one model: the engine, its communicators, its exchanges."""
 
 from collections.abc import Sequence
+from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from daso.comm.engine import Engine, Work
 from daso.comm.exchange import Ordered, iallreduce, ordered, window
 from daso.comm.means import Buffers, Row
 from daso.comm.mpi import load
+from daso.comm.throttle import LinkModel, emulated_link
 from daso.comm.topology import Topology
 from daso.plan.header import Header, Tally
 from daso.plan.layout import message_chunks
@@ -30,6 +32,12 @@ def node_weights(node_sizes: Sequence[int]) -> list[int]:
     """Return how nodes count in a mean over ranks, as the smallest whole numbers."""
     divisor = gcd(*node_sizes)
     return [size // divisor for size in node_sizes]
+
+
+def _occupied_seconds(link: LinkModel, result: object) -> float:
+    """Return how long a link is occupied by work that sent so many bytes, or none."""
+    sent = getattr(result, "nbytes", result)
+    return link.seconds(sent if isinstance(sent, int) else 0)
 
 
 class Links:
@@ -54,7 +62,9 @@ class Links:
         self._slots = [self.lane, *(self._lane_of(topology) for _ in range(1, self.abreast))]
         self.bell, self._roll = Bell(topology.world), topology.roll
         self.missing = self._roll.missing
-        self.engine = Engine(settings.exchange.stall_seconds, self.missing, self.late)
+        link = emulated_link()
+        takes = None if link is None else partial(_occupied_seconds, link)
+        self.engine = Engine(settings.exchange.stall_seconds, self.missing, self.late, takes=takes)
         self._rooms = [Buffers(window(self.place.nodes)) for _ in self._slots]
         self._gradient_means: dict[tuple[torch.dtype, int], Ordered] = {}
 

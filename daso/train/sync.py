@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from daso import trace
 from daso.comm.choose import choose_node, device_problem
 from daso.comm.node import NodeGroup
+from daso.comm.throttle import Stretch, compute_factor
 from daso.comm.topology import Topology
 from daso.errors import ConfigError, NonFiniteError, TopologyError
 from daso.plan.options import Settings
@@ -84,6 +85,7 @@ class Sync:
         if search is not None:
             self._tuner = BucketTuner(search, self.meeting, self._cut, self.buckets.rows.groups)
         self._trainable = _trainable(trained.inner)
+        self._stretch = Stretch(compute_factor())
         self.exchanges: Exchanges | None = None
         try:
             if topology.place.nodes > 1:
@@ -292,6 +294,7 @@ class Sync:
         """
         self.buckets.fresh = False
         stepped_at = self.counts.stepped_at
+        self._stretch.after_step(stepped_at, self.counts.exposed_seconds + self.node_seconds)
         self.counts.step()
         trace.record(trace.STEP, stepped_at, key=state.batch)
         if acts or not state.synchronous:

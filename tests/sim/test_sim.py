@@ -101,7 +101,7 @@ def test_what_exchanges_take_of_cores_is_lost_to_computing(cores, stretch, taken
     assert found.step_seconds == EXACT(stretch * (0.05 + taken * 0.01 / 4))
     found = simulate(job, cluster, Fixed(1, 0), settings(), steps=100)
     last = 0.01 / 16  # of the portions in which gradients go
-    assert found.step_seconds == EXACT(stretch * (0.05 + taken * 0.01 + last))
+    assert found.step_seconds == EXACT(stretch * (0.05 + taken * 0.01 + (1 - taken) * last))
 
 
 def test_a_core_that_waits_for_the_link_has_time_for_the_exchange():

@@ -66,8 +66,8 @@ def job_of(found: Mapping[str, Any]) -> Job:
     count: int = found["parameters"]
 
     def work(name: str, every: int) -> float:
-        over: float = rows[name]["over_compute"]
-        return max(0.0, every * step * (over - 1) / count)
+        taken: float = rows[name]["step_ms"] / 1e3 - step
+        return max(0.0, every * taken / count)
 
     seen, nodes = rows[OURS]["report"]["seen"], len(found["nodes"])
     return Job(

@@ -1,0 +1,102 @@
+"""Links and computing that are slowed down, on real ranks, and what is predicted by that."""
+
+import time
+
+import pytest
+import torch
+
+import daso
+from daso.comm.throttle import LinkModel, throttled
+from daso.errors import ConfigError
+from daso.predict import Machine, ThrottlePlan, estimate, simulate_target
+
+pytestmark = pytest.mark.mpi
+RATE = 20e6  # bytes per second: far below what any machine's memory carries
+SIZE = 500  # of a layer: 1 MB
+
+
+class Sleeps(torch.nn.Module):
+    """A layer whose forward takes a known time and no core."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.layer, self.seconds = torch.nn.Linear(SIZE, SIZE), seconds
+
+    def forward(self, values):
+        time.sleep(self.seconds)
+        return self.layer(values)
+
+
+def train(topology, policy, seconds=0.02, steps=12):
+    """Return how long steps took but the first ones, and what the optimizer told."""
+    torch.manual_seed(0)
+    model = Sleeps(seconds)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = daso.DASO(inner, module=model, topology=topology, policy=policy, wire="fp32")
+    took = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        model(torch.ones(1, SIZE)).sum().backward()
+        optimizer.step()
+        took.append(time.perf_counter() - start)
+    report = optimizer.report()
+    optimizer.synchronize()
+    optimizer.close()
+    return took[2:], report, [p.detach().clone() for p in model.parameters()]
+
+
+def test_an_exchange_takes_no_less_than_its_link_does(topology, place):
+    """And its values are those of an exchange over the real link, bit for bit."""
+    plain = train(topology, daso.Fixed(2, 0), seconds=0.0, steps=6)
+    with throttled(LinkModel(RATE, latency_seconds=0.01)):
+        slow = train(topology, daso.Fixed(2, 0), seconds=0.0, steps=6)
+    for one, other in zip(plain[2], slow[2], strict=True):
+        assert torch.equal(one, other)
+    if place.nodes == 1:
+        return
+    exchanges = [event for event in slow[1]["events"] if event["kind"] == "exchange"]
+    assert len(exchanges) == 3
+    for event in exchanges:
+        assert event["seconds"] >= 0.01 + event["nbytes"] / RATE
+
+
+def test_computing_takes_as_many_times_as_long_and_waiting_does_not(topology, place):
+    with throttled(None, factor=3):
+        took, *_ = train(topology, daso.Fixed(100, 1))
+    if place.size > 1:
+        assert 0.06 <= sorted(took)[len(took) // 2] < 0.09
+
+
+def test_a_target_is_told_by_what_is_throttled(topology, place):
+    """Computing twice as fast over a link of 40 MB/s: by a link of 20 and the ratio of 2."""
+    current, target = Machine(1.0, 1e9), Machine(2.0, 2 * RATE)
+    plan = ThrottlePlan(current, target)
+    if place.nodes == 1:
+        with pytest.raises(ConfigError, match="must have a link between nodes"):
+            simulate_target(plan, topology).__enter__()
+        return
+    with simulate_target(plan, topology):
+        took, report, _ = train(topology, daso.Fixed(1, 0))
+    found = estimate(plan, took)
+    crossing = report["global_bytes_sent"] / report["batches"] / (2 * RATE / place.lanes)
+    least = crossing if place.lane is not None else 0.0
+    assert found.seconds >= least
+    assert found.low <= found.seconds <= found.high
+    assert "emulated, not measured" in str(found)
+
+
+def test_a_link_that_is_not_what_it_was_said_to_be_is_refused(topology, place):
+    if place.nodes == 1:
+        return
+    wrong = ThrottlePlan(Machine(1.0, 1e15), Machine(1.0, 1e15))
+    with pytest.raises(ConfigError, match="a throttle must be right to 5%, but the link takes"):
+        simulate_target(wrong, topology).__enter__()
+    train(topology, daso.Fixed(2, 1), seconds=0.0, steps=4)  # nothing is left of it
+
+
+def test_what_is_slower_than_nothing_is_refused():
+    with pytest.raises(ConfigError, match="computing must take 1 to many times as long"):
+        throttled(None, factor=0.5).__enter__()
+    with pytest.raises(ConfigError, match="a link must have a rate above 0"):
+        LinkModel(0)
