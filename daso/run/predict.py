@@ -110,6 +110,9 @@ def read_run(folder: Path) -> Recorded:
             parameters=parameters,
             step_seconds=statistics.median(steps),
             host_seconds=taken / parameters,
+            # Logs of before 2026-11-22 do not tell of it.
+            own_seconds=statistics.median(one.get("own_seconds", 0.0) for one in found)
+            / parameters,
             gradient_seconds=taken / parameters,
             # A log has medians of so many batches, which spread less than batches do.
             jitter=min(MOST_JITTER, _spread(steps) * math.sqrt(max(1.0, 2 * batches / math.pi))),

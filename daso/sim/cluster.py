@@ -32,7 +32,9 @@ class Job:
         step_seconds: Of computing a batch, gradients averaged inside the node.
         host_seconds: Of the host's own work on an exchange, per parameter; it goes on beside the
             transfer, so the longer of both counts.
-        gradient_seconds: The same of gradients that are averaged in a synchronous step.
+        own_seconds: Of the training thread, per parameter and exchange: half of it packs what is
+            sent, half merges what came, and nothing goes on beside.
+        gradient_seconds: As ``host_seconds``, of gradients that are averaged in a synchronous step.
         jitter: Spread of step times: standard deviation of their logarithm.
         lr: Learning rate.
         drift: Mean square distance that many nodes make from their mean in one batch, relative to
@@ -42,6 +44,7 @@ class Job:
     parameters: float
     step_seconds: float
     host_seconds: float = 0.0
+    own_seconds: float = 0.0
     gradient_seconds: float = 0.0
     jitter: float = 0.0
     lr: float = 0.1
@@ -51,7 +54,7 @@ class Job:
         for name in ("parameters", "step_seconds"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be a number above 0, not {getattr(self, name)}")
-        for name in ("host_seconds", "gradient_seconds", "lr", "drift"):
+        for name in ("host_seconds", "own_seconds", "gradient_seconds", "lr", "drift"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(
                     f"{name} must be a number of at least 0, not {getattr(self, name)}"
@@ -135,12 +138,12 @@ def synchronous_seconds(job: Job, cluster: Cluster) -> float:
     link, nodes = cluster.link, cluster.nodes
     crossing = link.seconds(exchange_bytes(job.parameters, GRADIENTS, nodes))
     work = job.gradient_seconds * job.parameters * cluster.stretch
-    each = max(crossing, work) / PORTIONS + vote_seconds(link, nodes)
+    takes, vote = max(crossing, work), vote_seconds(link, nodes)
     layers = Layers(
         forward_seconds=(FORWARD * job.step_seconds / PORTIONS,) * PORTIONS,
         backward_seconds=((1 - FORWARD) * job.step_seconds / PORTIONS,) * PORTIONS,
-        transfer_seconds=(each,) * PORTIONS,
+        transfer_seconds=(takes / PORTIONS + vote,) * PORTIONS,
     )
     beside = step_seconds(layers, order="fifo", portions=[1] * PORTIONS, barrier=True)
-    after = job.step_seconds + PORTIONS * each
+    after = job.step_seconds + takes + vote
     return cluster.taken * after + (1 - cluster.taken) * beside

@@ -67,6 +67,7 @@ class _Nodes:
         self._steps: list[list[float]] = []  # of all nodes, since the exchange before
         self._step_seconds = job.step_seconds * cluster.stretch
         self._lost = job.host_seconds * job.parameters * cluster.stretch * cluster.taken
+        self._own = job.own_seconds * job.parameters * cluster.stretch / 2
         slowest = self._step_seconds * max([1.0, *cluster.slower.values()])
         waits_for = replace(job, step_seconds=slowest)
         self._extra = synchronous_seconds(waits_for, cluster) - slowest
@@ -93,6 +94,7 @@ class _Nodes:
 
     def send(self) -> None:
         """Start an exchange; it goes on when the last node has sent."""
+        self.times = [at + self._own for at in self.times]
         begins = max(self.times)
         ends = begins + exchange_seconds(self.job, self.cluster, self.wire)
         middle = len(self._steps) // 2
@@ -109,7 +111,7 @@ class _Nodes:
         self.times = [at + self._lost for at in self.times]
         late = [max(0.0, flight.ends - at) for at in self.times]
         self.exposed += sum(late)
-        self.times = [at + wait for at, wait in zip(self.times, late, strict=True)]
+        self.times = [at + wait + self._own for at, wait in zip(self.times, late, strict=True)]
         nodes = self.cluster.nodes
         seen = Seen(flight.fastest, self._taken, self.job.lr, self.job.drift * (1 - 1 / nodes))
         # What the node that came last saw of it, which is told with the next one.

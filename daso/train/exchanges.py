@@ -84,6 +84,7 @@ class Exchanges:
         self.settings, self.place = meeting.links.settings, meeting.topology.place
         self.rows = self._make_rows(node, outer)
         self._flight: Flight | None = None
+        self._packing_seconds = 0.0  # of the training thread, for what is in flight
         self._known = Known(since=[0] * self.settings.exchange.fragments)
 
     def _make_rows(self, node: NodeGroup, outer: MakeOuter | None) -> dict[int, list[ParameterRow]]:
@@ -137,6 +138,7 @@ class Exchanges:
         ticket = self.links.engine.submit(work, key=batch)
         self._flight = Flight(ticket, batch, batches, fragment, ahead, keeps, wire)
         trace.record(trace.SEND, begun, key=batch)
+        self._packing_seconds = time.perf_counter() - begun
 
     def _fragments_of(self, fragment: int | None) -> Sequence[int]:
         return range(len(self._known.since)) if fragment is None else [fragment]
@@ -223,6 +225,7 @@ class Exchanges:
         for row in self._rows_of(flight.fragment):
             row.merge(rule)
         trace.record(trace.MERGE, came, key=flight.batch, nbytes=outcome.nbytes)
+        merging_seconds = time.perf_counter() - came
         self.counts.good()
         self.counts.event(
             "exchange",
@@ -230,6 +233,7 @@ class Exchanges:
             received=batch,
             fragment=flight.fragment,
             seconds=flight.ticket.seconds,
+            own_seconds=self._packing_seconds + merging_seconds,  # of the training thread
             nbytes=outcome.nbytes,
             wire=flight.wire,
             **asdict(seen),

@@ -11,7 +11,7 @@ PLAN = train.Plan("cnn", (), 3, 1.0, 1.0, "")
 
 def row(name, step_ms, over):
     seen = {"lr": 0.1, "drift": 4e-5}
-    report = {"seen": seen} if name == OURS else {}
+    report = {"seen": seen, "own_seconds": 0.008} if over > 0 else {}
     return {"name": name, "step_ms": step_ms, "over_compute": over, "report": report}
 
 
@@ -40,7 +40,8 @@ def test_the_first_run_calibrates_and_nothing_else_does():
     job = found[0]["job"]
     assert job["step_seconds"] == EXACT(0.05)
     assert job["gradient_seconds"] == EXACT(12.5e-9)  # 12.5 ms a step
-    assert job["host_seconds"] == EXACT(20e-9)  # 5 ms a step, every fourth
+    assert job["own_seconds"] == EXACT(8e-9)
+    assert job["host_seconds"] == EXACT(12e-9)  # of 5 ms a step, every fourth: 20
     assert job["drift"] == EXACT(8e-5)
     assert all(one["job"] == job for one in found)
 

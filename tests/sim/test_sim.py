@@ -104,6 +104,16 @@ def test_what_exchanges_take_of_cores_is_lost_to_computing(cores, stretch, taken
     assert found.step_seconds == EXACT(stretch * (0.05 + taken * 0.01 + (1 - taken) * last))
 
 
+def test_packing_and_merging_keep_the_training_thread_whatever_is_hidden():
+    job = Job(1e7, 0.05, own_seconds=1e-9)  # 5 ms before, 5 after
+    for rate in (125e6, math.inf):
+        cluster = Cluster(4, Link(rate))
+        found = simulate(job, cluster, Fixed(4, 1), settings(), steps=400)
+        exposed = max(0.0, exchange_seconds(job, cluster, "bf16") - 0.05)
+        assert found.step_seconds == EXACT(0.05 + (0.01 + exposed) / 4)
+        assert found.exposed_seconds == EXACT(exposed / 4)
+
+
 def test_a_core_that_waits_for_the_link_has_time_for_the_exchange():
     """What an exchange takes of the only core does not add to what the link takes longer."""
     job = Job(1e7, 0.05, host_seconds=1e-9)

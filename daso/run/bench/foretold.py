@@ -65,16 +65,18 @@ def job_of(found: Mapping[str, Any]) -> Job:
     step: float = rows[COMPUTE]["step_ms"] / 1e3
     count: int = found["parameters"]
 
-    def work(name: str, every: int) -> float:
+    def work(name: str) -> float:
         taken: float = rows[name]["step_ms"] / 1e3 - step
-        return max(0.0, every * taken / count)
+        return max(0.0, taken)
 
     seen, nodes = rows[OURS]["report"]["seen"], len(found["nodes"])
+    own: float = rows[OFTEN]["report"]["own_seconds"]
     return Job(
         parameters=count,
         step_seconds=step,
-        host_seconds=work(OFTEN, 4),
-        gradient_seconds=work(SYNCHRONOUS, 1),
+        host_seconds=max(0.0, 4 * work(OFTEN) - own) / count,
+        own_seconds=own / count,
+        gradient_seconds=work(SYNCHRONOUS) / count,
         lr=seen["lr"],
         drift=seen["drift"] / (1 - 1 / nodes),
     )
@@ -155,7 +157,8 @@ def table(found: Mapping[str, Any]) -> str:
     if found["calibrates"]:
         title += (
             f", which calibrates: {1e3 * job['step_seconds']:.1f} ms of computing, an exchange "
-            f"takes {1e3 * job['host_seconds'] * job['parameters']:.1f} ms of it, gradients "
+            f"takes {1e3 * job['host_seconds'] * job['parameters']:.1f} ms of it beside and "
+            f"{1e3 * job['own_seconds'] * job['parameters']:.1f} between, gradients "
             f"{1e3 * job['gradient_seconds'] * job['parameters']:.1f}"
         )
     lines = [
