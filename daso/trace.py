@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = [
     "EXCHANGE",
@@ -18,8 +18,10 @@ __all__ = [
     "MESSAGES",
     "NODE",
     "NODES",
+    "SCHEMA",
     "SEND",
     "STEP",
+    "SUMS",
     "Recorder",
     "Span",
     "record",
@@ -28,24 +30,24 @@ __all__ = [
 ]
 
 # What a span can be: a whole batch; packing what is sent; merging what came; standing still for
-# other nodes, and for other ranks of the node; work of a thread beside training; messages that
-# cross between nodes.
-KINDS = ("step", "send", "merge", "wait for nodes", "wait in node", "exchange", "messages")
-STEP, SEND, MERGE, NODES, NODE, EXCHANGE, MESSAGES = range(len(KINDS))
+# other nodes, and for other ranks of the node; work between nodes of a thread beside training, and
+# messages of it; sums inside the node of another.
+KINDS = ("step", "send", "merge", "wait for nodes", "wait in node", "exchange", "messages", "sums")
+STEP, SEND, MERGE, NODES, NODE, EXCHANGE, MESSAGES, SUMS = range(len(KINDS))
+SCHEMA = 1  # of recordings' files; goes up when a field changes its meaning
 NO_KEY = -1
 CAPACITY = 1 << 17  # spans: 5 MB
 
 _ROW = struct.Struct("<HHqddq")
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Something that took a while.
 
     Args:
         kind: Index into `KINDS`.
         thread: Index into the recorder's ``threads``.
-        key: Which batch or exchange; -1: none.
+        key: Which step, exchange or chunk; -1: none.
         begins: Seconds, `time.perf_counter`.
         ends: Seconds, likewise.
         nbytes: Sent by this rank; 0 where unknown.
@@ -125,8 +127,9 @@ def record(kind: int, begins: float, *, key: int = NO_KEY, nbytes: int = 0) -> N
     Args:
         kind: One of the constants above.
         begins: Seconds, `time.perf_counter`.
-        key: Which batch or exchange.
+        key: Which step, exchange or chunk.
         nbytes: Sent by this rank.
     """
-    if _recorder is not None:
-        _recorder.add(kind, begins, time.perf_counter(), key, nbytes)
+    recorder = _recorder  # which another thread may stop meanwhile
+    if recorder is not None:
+        recorder.add(kind, begins, time.perf_counter(), key, nbytes)

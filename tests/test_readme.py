@@ -29,7 +29,7 @@ def run_daso(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("ranks_per_node", ["2", "4"])
 def test_the_program_runs_as_it_stands_on_four_ranks(tmp_path: Path, ranks_per_node: str) -> None:
-    (program,) = blocks("python")
+    program = blocks("python")[0]
     path = tmp_path / "train.py"
     path.write_text(program)
     run = run_daso("run", "-n", "4", "--ranks-per-node", ranks_per_node, str(path))
@@ -37,6 +37,39 @@ def test_the_program_runs_as_it_stands_on_four_ranks(tmp_path: Path, ranks_per_n
     loss, exchanges = re.findall(r"last loss (\S+), (\d+) exchanges", run.stdout)[0]
     assert float(loss) < 0.5
     assert (int(exchanges) > 5) == (ranks_per_node == "2")
+
+
+TRAINING = """
+import time
+
+import torch
+
+import daso
+
+model = torch.nn.Linear(300, 300)
+inner = torch.optim.SGD(model.parameters(), lr=0.01)
+wrapped = []
+
+
+def train_one_step():
+    optimizer = wrapped[0] if wrapped else daso.DASO(inner, module=model)
+    wrapped[:] = [optimizer]
+    start = time.perf_counter()
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    return time.perf_counter() - start
+
+
+"""
+
+
+def test_its_imitation_of_another_machine_runs_on_two_nodes(tmp_path: Path) -> None:
+    path = tmp_path / "soon.py"
+    path.write_text(TRAINING + blocks("python")[1])
+    run = run_daso("run", "-n", "2", "--ranks-per-node", "1", str(path))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("emulated, not measured on the target") == 2
+    assert "the link is held to 41.67 MB/s" in run.stdout
 
 
 def test_the_program_runs_alone(tmp_path: Path) -> None:

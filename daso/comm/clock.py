@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from daso.comm.bell import LATE_SECONDS
 from daso.comm.dtypes import sum_buffer
 from daso.comm.topology import Topology
 from daso.comm.vote import gather
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["ask_round"]
 
 TRIPS = 100  # whose shortest counts
-ASK, ANSWER = 1, 2  # tags
+ASK, ANSWER = 1, 2  # tags, in the topology's world
 
 _unfinished: list[object] = []  # after a stall: MPI may still write to what a request was given
 
@@ -47,15 +48,14 @@ def ask_round(
     """
     place, mine = topology.place, (0.0, 0.0, 0.0)
     before, after = (place.rank - 1) % place.size, (place.rank + 1) % place.size
-    link = _Link(topology.world.Dup(), topology, stall_seconds)
+    gather(topology, None, stall_seconds)  # all are here; from now on they answer at once
+    link = _Link(topology, stall_seconds)
     for asks in _turns(place.size):
         if place.rank in asks:
             mine = link.ask(after, now)
         elif before in asks:
             link.answer(before, now)
-    readings = gather(topology, mine, stall_seconds)
-    link.comm.Free()
-    return readings
+    return gather(topology, mine, stall_seconds)
 
 
 def _turns(size: int) -> list[range]:
@@ -68,16 +68,16 @@ def _turns(size: int) -> list[range]:
 class _Link:
     """Short messages to one rank at a time."""
 
-    def __init__(self, comm: "MPI.Comm", topology: Topology, stall_seconds: float) -> None:
-        self.comm, self._roll, self._stall_seconds = comm, topology.roll, stall_seconds
+    def __init__(self, topology: Topology, stall_seconds: float) -> None:
+        self._comm, self._roll, self._stall_seconds = topology.world, topology.roll, stall_seconds
         self._row = torch.zeros(1, dtype=torch.float64)
 
     def ask(self, rank: int, now: Callable[[], float]) -> tuple[float, float, float]:
         best = (0.0, 0.0, float("inf"))
         for _ in range(TRIPS):
             begins = now()
-            self._finish(self.comm.Isend(sum_buffer(self._row), rank, ASK))
-            self._finish(self.comm.Irecv(sum_buffer(self._row), rank, ANSWER))
+            self._finish(self._comm.Isend(sum_buffer(self._row), rank, ASK))
+            self._finish(self._comm.Irecv(sum_buffer(self._row), rank, ANSWER))
             ends = now()
             if ends - begins < best[2]:
                 middle = (begins + ends) / 2
@@ -86,15 +86,18 @@ class _Link:
 
     def answer(self, rank: int, now: Callable[[], float]) -> None:
         for _ in range(TRIPS):
-            self._finish(self.comm.Irecv(sum_buffer(self._row), rank, ASK))
+            self._finish(self._comm.Irecv(sum_buffer(self._row), rank, ASK))
             self._row[0] = now()
-            self._finish(self.comm.Isend(sum_buffer(self._row), rank, ANSWER))
+            self._finish(self._comm.Isend(sum_buffer(self._row), rank, ANSWER))
 
     def _finish(self, request: "MPI.Request") -> None:
-        end = time.perf_counter() + self._stall_seconds
+        begun = time.perf_counter()
         while not request.Test():
             os.sched_yield()
-            if time.perf_counter() > end:
+            waited = time.perf_counter() - begun
+            if waited > LATE_SECONDS:
+                self._roll.answer()
+            if waited > self._stall_seconds:
                 _unfinished.append((request, self._row))
                 raise StallError(
                     f"ranks must tell their time within {self._stall_seconds:g} s: "

@@ -118,6 +118,7 @@ class Engine:
             work.
         name: Of the thread.
         takes: Says how many seconds work with a result takes at least, for links that are imitated.
+        kind: As what work is recorded.
     """
 
     def __init__(
@@ -127,8 +128,9 @@ class Engine:
         late: Callable[[], None] | None = None,
         name: str = "daso-exchange",
         takes: Callable[[object], float] | None = None,
+        kind: int = trace.EXCHANGE,
     ) -> None:
-        self.takes = takes
+        self.takes, self._kind = takes, kind
         self.stall_seconds, self._missing, self._late = stall_seconds, missing, late
         self._queue: queue.Queue[Ticket[object] | None] = queue.Queue(QUEUE_LENGTH)
         self._mpi = load()
@@ -241,7 +243,7 @@ class Engine:
                 self._error = self._error or error
                 ticket.error = error
             ticket.finished_at = time.perf_counter()
-            trace.record(trace.EXCHANGE, ticket.started_at, key=ticket.key)
+            trace.record(self._kind, ticket.started_at, key=ticket.key)
             ticket.finished.set()
 
     def _hold(self, ticket: Ticket[object], seconds: float) -> None:

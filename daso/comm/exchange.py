@@ -251,8 +251,9 @@ class TwoPhase:
         self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], tag: int
     ) -> "list[MPI.Request]":
         """Start sending one buffer to each peer and receiving one from each."""
-        rank = self.comm.Get_rank()
-        peers = [peer for peer in range(len(outgoing)) if peer != rank]
+        rank, size = self.comm.Get_rank(), len(outgoing)
+        # Each begins with the rank after it: in the same order all would send to one at a time.
+        peers = [(rank + turn) % size for turn in range(1, size)]
         receives = [self.comm.Irecv(byte_buffer(incoming[peer]), peer, tag) for peer in peers]
         return receives + [self.comm.Isend(byte_buffer(outgoing[p]), p, tag) for p in peers]
 

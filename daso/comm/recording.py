@@ -2,27 +2,23 @@
 
 import json
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import astuple
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Self, TextIO
 
 import torch
 
 from daso import trace
 from daso.comm.clock import ask_round
 from daso.comm.dtypes import byte_buffer
-from daso.comm.node import wait_until
 from daso.comm.topology import Topology, default
-from daso.comm.vote import gather
+from daso.comm.vote import finish, gather
 from daso.errors import ConfigError
 
-__all__ = ["SCHEMA", "Recording"]
+__all__ = ["Recording"]
 
-SCHEMA = 1  # of the file; goes up when a field changes its meaning
-SPANS = 3  # tag
+SPANS = 3  # tag, beside those of `daso.comm.clock`
 
 
 class Recording(AbstractContextManager["Recording"]):
@@ -66,11 +62,10 @@ class Recording(AbstractContextManager["Recording"]):
     def __enter__(self) -> Self:
         place, hosts = self._topology.place, self._topology.roll.hosts
         head = {
-            "schema": SCHEMA,
-            "kinds": trace.KINDS,
+            "schema": trace.SCHEMA,
             "ranks": [{"node": node, "host": hosts[r]} for r, node in enumerate(place.node_of)],
         }
-        self._write([json.dumps(head)], opens=True)
+        self._write(json.dumps(head), opens=True)
         self._compare_clocks()
         self._since = time.perf_counter()
         trace.start(self._recorder)
@@ -85,17 +80,17 @@ class Recording(AbstractContextManager["Recording"]):
             ConfigError: The file cannot be written; on every rank.
             StallError: A rank did not come.
         """
+        self._compare_clocks()
+        since, self._since = self._since, time.perf_counter()
         spans, lost = self._recorder.take()
         mine = {
             "rank": self._topology.place.rank,
-            "since": self._since,
+            "since": since,
             "threads": list(self._recorder.threads),
             "lost": lost,
-            "spans": [astuple(span) for span in spans],
+            "spans": spans,
         }
-        self._compare_clocks()
-        self._write(self._collect(json.dumps(mine)))
-        self._since = time.perf_counter()
+        self._write_everyones(json.dumps(mine))
 
     def __exit__(
         self,
@@ -109,48 +104,53 @@ class Recording(AbstractContextManager["Recording"]):
                 self.mark()
         finally:
             if self._file is not None:
-                self._file.close()
+                with suppress(OSError):  # told when it was written
+                    self._file.close()
 
     def _compare_clocks(self) -> None:
         if self._topology.place.size > 1:
             readings = ask_round(self._topology, self._stall_seconds)
-            self._write([json.dumps({"clocks": readings})])
+            self._write(json.dumps({"clocks": readings}))
 
-    def _write(self, lines: Sequence[str], *, opens: bool = False) -> None:
-        """Write lines on world rank 0; raise on every rank where it could not."""
-        problem = None
-        if self._topology.place.rank == 0:
-            try:
-                if opens:
-                    self.path.parent.mkdir(parents=True, exist_ok=True)
-                    self._file = self.path.open("w", encoding="utf-8")
-                assert self._file is not None
-                self._file.writelines(line + "\n" for line in lines)
-                self._file.flush()
-            except OSError as caught:
-                problem = (
-                    f"a recording's file must be writable, but {self.path}: {caught.strerror}; "
-                    f"choose another, or leave recording out"
-                )
+    def _write(self, line: str, *, opens: bool = False) -> None:
+        """Write a line of world rank 0's; raise on every rank where it could not."""
+        alone = self._topology.place.rank == 0
+        self._agree(self._put(line, opens=opens) if alone else None)
+
+    def _write_everyones(self, line: str) -> None:
+        """Write every rank's line, one after the other; raise on every rank where it could not."""
+        place, world = self._topology.place, self._topology.world
+        mine, problem = torch.frombuffer(bytearray(line, "utf-8"), dtype=torch.uint8), None
+        sizes = gather(self._topology, mine.numel(), self._stall_seconds)
+        if place.rank == 0:
+            problem = self._put(line)
+            for rank in range(1, place.size):
+                row = torch.empty(sizes[rank], dtype=torch.uint8)
+                request = world.Irecv(byte_buffer(row), rank, SPANS)
+                finish(self._topology, request, self._stall_seconds)
+                problem = problem or self._put(row.numpy().tobytes().decode("utf-8"))
+        else:
+            finish(self._topology, world.Isend(byte_buffer(mine), 0, SPANS), self._stall_seconds)
+        self._agree(problem)
+
+    def _put(self, line: str, *, opens: bool = False) -> str | None:
+        """Write a line; return why it could not be, if so."""
+        try:
+            if opens:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self.path.open("w", encoding="utf-8")
+            assert self._file is not None
+            self._file.write(line + "\n")
+            self._file.flush()
+        except OSError as caught:
+            return (
+                f"a recording's file must be writable, but {self.path}: {caught.strerror}; choose "
+                f"another, or leave recording out"
+            )
+        return None
+
+    def _agree(self, problem: str | None) -> None:
+        """Raise world rank 0's problem on every rank."""
         problem = gather(self._topology, problem, self._stall_seconds)[0]
         if problem is not None:
             raise ConfigError(problem)
-
-    def _collect(self, text: str) -> list[str]:
-        """Return every rank's text on world rank 0, and nothing elsewhere: they may be long."""
-        place, world = self._topology.place, self._topology.world
-        mine = torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
-        sizes = gather(self._topology, mine.numel(), self._stall_seconds)
-        if place.rank > 0:
-            self._finish(world.Isend(byte_buffer(mine), 0, SPANS))
-            return []
-        texts = [text]
-        for rank in range(1, place.size):
-            row = torch.empty(sizes[rank], dtype=torch.uint8)
-            self._finish(world.Irecv(byte_buffer(row), rank, SPANS))
-            texts.append(row.numpy().tobytes().decode("utf-8"))
-        return texts
-
-    def _finish(self, request: Any) -> None:
-        roll = self._topology.roll
-        wait_until(request.Test, roll.missing, self._stall_seconds, roll.answer)

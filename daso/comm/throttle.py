@@ -37,16 +37,21 @@ class LinkModel:
 
     Args:
         bytes_per_second: That a rank sends.
-        latency_seconds: What every exchange and every vote takes beside its bytes.
+        latency_seconds: Of a message, beside its bytes.
     """
 
     def __init__(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
         _check(bytes_per_second, latency_seconds)
         self.bytes_per_second, self.latency_seconds = bytes_per_second, latency_seconds
 
-    def seconds(self, nbytes: int) -> float:
-        """Return how long the link is occupied, at the least."""
-        return self.latency_seconds + nbytes / self.bytes_per_second
+    def seconds(self, nbytes: int, messages: int = 1) -> float:
+        """Return how long the link is occupied, at the least.
+
+        Args:
+            nbytes: That this rank sends.
+            messages: That follow each other.
+        """
+        return messages * self.latency_seconds + nbytes / self.bytes_per_second
 
 
 class Stretch:
@@ -59,15 +64,17 @@ class Stretch:
     def __init__(self, factor: float) -> None:
         self.factor = factor
         self._stood = 0.0
+        self._steps = 0
 
     def after_step(self, begun: float, stood: float) -> None:
-        """Sleep for what is missing of a step.
+        """Sleep for what is missing of a step; not after the first, which holds the setup.
 
         Args:
             begun: Seconds, `time.perf_counter`.
             stood: Seconds for which this rank stood still for others since it was made.
         """
-        if self.factor > 1:
+        self._steps += 1
+        if self.factor > 1 and self._steps > 1:
             computed = time.perf_counter() - begun - (stood - self._stood)
             time.sleep(max(0.0, (self.factor - 1) * computed))
         self._stood = stood

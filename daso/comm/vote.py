@@ -15,7 +15,7 @@ from daso.errors import StallError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Vote", "gather"]
+__all__ = ["Vote", "finish", "gather"]
 
 Value = TypeVar("Value")
 
@@ -41,14 +41,24 @@ def gather(topology: Topology, value: Value, stall_seconds: float) -> list[Value
     sizes = torch.empty(topology.place.size, dtype=torch.int64)
     size = torch.tensor([mine.numel()])
     world = topology.world
-    _finish(topology, world.Iallgather(sum_buffer(size), sum_buffer(sizes)), stall_seconds)
+    finish(topology, world.Iallgather(sum_buffer(size), sum_buffer(sizes)), stall_seconds)
     everyones = torch.empty(int(sizes.sum()), dtype=torch.uint8)
     target = [byte_buffer(everyones), (sizes.tolist(), None)]
-    _finish(topology, world.Iallgatherv(byte_buffer(mine), target), stall_seconds)
+    finish(topology, world.Iallgatherv(byte_buffer(mine), target), stall_seconds)
     return [pickle.loads(part.numpy().tobytes()) for part in everyones.split(sizes.tolist())]
 
 
-def _finish(topology: Topology, request: "MPI.Request", stall_seconds: float) -> None:
+def finish(topology: Topology, request: "MPI.Request", stall_seconds: float) -> None:
+    """Block until a request is over; after a stall it is kept, with what MPI may still write to.
+
+    Args:
+        topology: Whose ranks say who is missing.
+        request: Of this rank.
+        stall_seconds: How long to wait at most.
+
+    Raises:
+        StallError: It took longer; names who is missing.
+    """
     roll = topology.roll
     try:
         wait_until(request.Test, roll.missing, stall_seconds, roll.answer)

@@ -5,6 +5,7 @@ trip. Offsets add up to 0 round a closed loop, but for these errors: a link that
 way than the other by more than it should be able to shows there. A tree has no such check.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,10 +72,19 @@ def close_loop(readings: Sequence[Reading]) -> Loop:
     return Loop(
         ats=tuple(reading.at for reading in readings),
         offsets=tuple(offsets),
-        bounds=tuple(way / 2 for way in there),
+        bounds=tuple(_bound(way, trips, closed=share != 0.0 or closure == 0.0) for way in there),
         closure=closure,
         bound=trips / 2,
     )
+
+
+def _bound(way: float, trips: float, *, closed: bool) -> float:
+    """Return how wrong an offset can be, so many seconds of trips from rank 0 along the ring.
+
+    Where what does not close is spread by trips, w of T of it is taken off after w: the errors of
+    the links up to there, each half a trip, count (T - w) / T times, those of the others w / T.
+    """
+    return way * (trips - way) / trips if closed and trips else way / 2
 
 
 class Clock:
@@ -89,13 +99,14 @@ class Clock:
         for at, ahead in points[1:]:
             if at - self._points[-1][0] >= LEAST_SECONDS:
                 self._points.append((at, ahead))
+        self._ats = [at for at, _ in self._points]
 
     def first(self, at: float) -> float:
         """Return what rank 0's clock showed when this one showed ``at``, in seconds."""
         points = self._points
         if len(points) == 1:
             return at - points[0][1]
-        number = next((n for n, (end, _) in enumerate(points[1:], 1) if at <= end), len(points) - 1)
+        number = min(max(1, bisect_left(self._ats, at)), len(points) - 1)
         (begin, ahead), (end, later) = points[number - 1 : number + 1]
         return at - ahead - (later - ahead) * (at - begin) / (end - begin)
 

@@ -1,12 +1,23 @@
 """What an order of transfers costs, from the seconds of its parts: models to hold runs against."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from daso.plan.layout import Span
 from daso.plan.slices import Order, Portion, Waiting
 
-__all__ = ["Layers", "flow_shop_seconds", "step_seconds"]
+__all__ = ["Layers", "flow_shop_seconds", "payload_rounds", "step_seconds", "vote_rounds"]
+
+
+def vote_rounds(nodes: int) -> int:
+    """Return how many messages follow each other when nodes agree: up a tree and down again."""
+    return 2 * math.ceil(math.log2(nodes)) if nodes > 1 else 0
+
+
+def payload_rounds(nodes: int) -> int:
+    """Return how many messages follow each other in a mean: two nodes swap, more add and return."""
+    return 1 if nodes == 2 else 2
 
 
 def flow_shop_seconds(chunks: Sequence[Sequence[float]]) -> float:

@@ -1,6 +1,7 @@
 """The training loop of `daso train`, in the order things happen."""
 
 import hashlib
+import logging
 import signal
 import time
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ from daso.train.optimizer import DASO
 from daso.train.stopping import StopRequest
 
 __all__ = ["digest", "train"]
+
+logger = logging.getLogger("daso")
 
 
 class Stopped(Exception):  # noqa: N818 - no error: the run was asked to end, and is saved
@@ -55,12 +58,18 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any] | None:
     point = saver.open(resume=resume, restarts=slurm_restarts())
     folder = _open_folder(run, point)
     stall_seconds = config.exchange.stall_seconds
+    summary, stopped = None, False
     stop = StopRequest(run.topology, signals=_signals(), stall_seconds=stall_seconds)
-    with stop, _recorded(run) as recording:
-        try:
-            summary = _train(run, point, saver, folder, stop, recording)
-        except Stopped:
-            summary = None
+    try:
+        with stop, _recorded(run, point) as recording:
+            try:
+                summary = _train(run, point, saver, folder, stop, recording)
+            except Stopped:
+                stopped = True
+    except DasoError as error:
+        if not stopped:
+            raise
+        logger.warning("the run is saved, but its recording is not whole: %s", error)
     run.optimizer.close()
     if folder is not None:
         folder.close()
@@ -72,13 +81,20 @@ def _signals() -> list[signal.Signals]:
     return [signal.SIGUSR1, signal.SIGTERM] if slurm_job() else [signal.SIGUSR1]
 
 
-def _recorded(run: Run) -> AbstractContextManager[Recording | None]:
-    """Return what records every rank, where that is asked for."""
-    config = run.config
+def _recorded(run: Run, point: Point) -> AbstractContextManager[Recording | None]:
+    """Return what records every rank, where that is asked for; a run that goes on begins anew."""
+    config, first = run.config, run.topology.place.rank == 0
     if not config.trace:
         return nullcontext()
+    if run.topology.place.size == 1:
+        logger.warning("trace=true records what ranks do together, but there is one: nothing is")
+        return nullcontext()
+    name = FILE if point.resumed is None else FILE.replace(".", f"-{point.step}.")
+    if first and point.resumed is None:
+        for old in config.folder.glob(FILE.replace(".", "-*.")):
+            old.unlink()
     stall_seconds = config.exchange.stall_seconds
-    return Recording(config.folder / FILE, run.topology, stall_seconds=stall_seconds)
+    return Recording(config.folder / name, run.topology, stall_seconds=stall_seconds)
 
 
 def _train(

@@ -3,10 +3,9 @@
 import argparse
 import json
 import math
-import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,16 @@ from daso.plan.policy import Auto, Fixed
 from daso.plan.schedule import Policy
 from daso.plan.wires import BITS
 from daso.run.minicluster.rate import parse_rate
+from daso.run.recorded import read_run
 from daso.sim.cluster import Cluster, Job
 from daso.sim.network import HEADERS, Link
 from daso.sim.run import Outcome, simulate
 
-__all__ = ["Recorded", "add_parser", "read_run"]
+__all__ = ["TYPICAL_DRIFT", "add_parser"]
 
 LEAST_STEPS = 400  # Auto takes about 250 to find its place
 FASTEST = 1600 * 10**9  # bits per second
 SYNCHRONOUS = "synchronous, as DDP"
-LEAST = 4  # exchanges
-MOST_JITTER = 0.5
 POLICIES = ("synchronous", "fixed:4:1", "auto")
 TYPICAL_DRIFT = 1e-5  # of a batch, where no run tells: 16 nodes, Fashion-MNIST, late in training
 
@@ -58,81 +56,6 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="write what is predicted to this file")
     parser.add_argument("--plot", type=Path, help="draw efficiency over nodes to this PNG")
     parser.set_defaults(run=lambda chosen, _: _main(chosen))
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """What a run tells of its job."""
-
-    job: Job
-    said: tuple[str, ...]  # where its numbers come from
-
-
-def read_run(folder: Path) -> Recorded:
-    """Read step times, exchange times and drift from the log of ``daso train``.
-
-    Args:
-        folder: With ``log.jsonl``.
-
-    Raises:
-        ConfigError: It has no log, or too few exchanges.
-    """
-    path = folder / "log.jsonl"
-    try:
-        # A run that goes on, or was killed, may have written half a line.
-        whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
-        lines = [json.loads(line) for line in whole.splitlines()]
-        starts = [at for at, one in enumerate(lines) if one["event"] in ("start", "resume")]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"--from needs the folder of a run of daso train, but {path}: {error}"
-        ) from error
-    begun = lines[starts[-1]] if starts else {}  # maybe on other nodes than before
-    if "parameters" not in begun:
-        raise ConfigError(
-            f"--from needs a run of this version of daso train, but {path} does not tell of its "
-            f"parameters; train anew"
-        )
-    told = (one for one in lines[starts[-1] :] if one["event"] == "exchange")
-    found = [one for one in told if one["step_seconds"] > 0 and one["exchange_seconds"] > 0]
-    if len(found) < LEAST:
-        raise ConfigError(
-            f"--from needs a run with at least {LEAST} exchanges that were timed, but {path} has "
-            f"{len(found)}; train longer, on 2 nodes at least (--ranks-per-node=1)"
-        )
-    found = found[len(found) // 2 :]  # the first steps and exchanges are not like the others
-    steps = [one["step_seconds"] for one in found]
-    batches = (found[-1]["sent"] - found[0]["sent"]) / (len(found) - 1)
-    parameters, nodes = begun["parameters"], begun["nodes"]
-    taken = statistics.median(one["exchange_seconds"] for one in found)
-    return Recorded(
-        Job(
-            parameters=parameters,
-            step_seconds=statistics.median(steps),
-            host_seconds=taken / parameters,
-            # Logs of before 2026-11-22 do not tell of it.
-            own_seconds=statistics.median(one.get("own_seconds", 0.0) for one in found)
-            / parameters,
-            gradient_seconds=taken / parameters,
-            # A log has medians of so many batches, which spread less than batches do.
-            jitter=min(MOST_JITTER, _spread(steps) * math.sqrt(max(1.0, 2 * batches / math.pi))),
-            lr=found[-1]["lr"],
-            drift=statistics.median(one["drift"] for one in found) / (1 - 1 / nodes),
-        ),
-        (
-            f"step times, their spread, exchange times and drift: medians of the last "
-            f"{len(found)} exchanges of {folder}, on {nodes} nodes",
-            "what an exchange took there is taken for the host's own work: less, if a link made "
-            "it slow there",
-        ),
-    )
-
-
-def _spread(seconds: Sequence[float]) -> float:
-    """Return the standard deviation of the logarithm, from its median absolute deviation."""
-    logs = [math.log(one) for one in seconds]
-    middle = statistics.median(logs)
-    return 1.4826 * statistics.median(abs(one - middle) for one in logs)
 
 
 def _main(chosen: argparse.Namespace) -> int:
@@ -306,6 +229,8 @@ def _assumptions(chosen: argparse.Namespace, job: Job) -> list[str]:
         f"{chosen.latency_us:g} us of latency; the switch between is never full",
         "an exchange begins when the last node has sent; all ranks vote, then each node sends its "
         "payload once (2 nodes) or in two phases, while its host works on it",
+        f"packing and merging keep the training thread for "
+        f"{1e3 * job.own_seconds * job.parameters:.3g} ms an exchange",
         "synchronous steps average fp32 gradients while backward goes on: the bytes of a ring, the "
         "latency of a tree",
         f"nodes drift apart by {job.drift:g} of the parameters' mean square in a batch, and the "

@@ -24,6 +24,7 @@ FREE = {
     "epochs",
     "device",
     "tensorboard",
+    "trace",
     "data.folder",
     "exchange.stall_seconds",
     "checkpoint.every",

@@ -4,17 +4,16 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from daso.errors import DataError
 from daso.plan.clocks import Loop, Reading, clocks, close_loop
-from daso.trace import EXCHANGE, KINDS, MERGE, NODE, NODES, SEND, STEP, Span
+from daso.trace import EXCHANGE, KINDS, MERGE, MESSAGES, NODE, NODES, SCHEMA, SEND, STEP, Span
 
 __all__ = ["Late", "Share", "Timeline", "chrome_events", "late_ranks", "read_timeline", "shares"]
 
-SCHEMA = 1
 TRAINING = 0  # index of the thread that takes steps, in what `read_timeline` returns
 
 
@@ -53,7 +52,7 @@ def read_timeline(path: Path) -> Timeline:
         DataError: It is none, or one of another version.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise DataError(
             f"a recording must be readable, but {path}: {error.strerror}; record one with `daso "
@@ -91,11 +90,12 @@ def _timeline(head: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> Ti
         threads[rank] = line["threads"]
         for one in line["spans"]:
             span = Span(*one)
-            span = replace(span, begins=max(span.begins, line["since"]))
+            begins, ends = max(span.begins, line["since"]), span.ends
+            if ends <= begins:  # while the last mark was made
+                continue
             if ticks is not None:
-                first = ticks[rank].first
-                span = replace(span, begins=first(span.begins), ends=first(span.ends))
-            spans[rank].append(span)
+                begins, ends = ticks[rank].first(begins), ticks[rank].first(ends)
+            spans[rank].append(span._replace(begins=begins, ends=ends))
     moved = _set_right(spans)
     ranks = tuple(
         _rank(known, threads.get(number, []), spans[number], lost[number])
@@ -109,7 +109,7 @@ def _rank(known: Mapping[str, Any], threads: list[str], spans: list[Span], lost:
     steps = next((span.thread for span in spans if span.kind == STEP), 0)
     order = sorted(range(len(threads)), key=lambda thread: thread != steps)
     place = {thread: at for at, thread in enumerate(order)}
-    moved = (replace(span, thread=place[span.thread]) for span in spans)
+    moved = (span._replace(thread=place[span.thread]) for span in spans)
     return Rank(
         known["node"],
         known["host"],
@@ -129,9 +129,10 @@ def _set_right(spans: Mapping[int, list[Span]]) -> int:
     moved = 0
     for of_rank in spans.values():
         for at, span in enumerate(of_rank):
-            last = sent.get(span.key) if span.kind == MERGE else None
+            known = span.kind == MERGE and span.key >= 0  # not of an exchange of before a resume
+            last = sent.get(span.key) if known else None
             if last is not None and span.begins < last:
-                of_rank[at] = replace(span, begins=last, ends=max(last, span.ends))
+                of_rank[at] = span._replace(begins=last, ends=max(last, span.ends))
                 moved += 1
     return moved
 
@@ -294,7 +295,8 @@ def chrome_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         for tid, thread in enumerate(rank.threads):
             yield _named("thread_name", pid, tid, "training" if tid == TRAINING else thread)
         for span in rank.spans:
-            args = {"batch": span.key} if span.key >= 0 else {}
+            what = {STEP: "step", MESSAGES: "chunk"}.get(span.kind, "exchange")
+            args = {what: span.key} if span.key >= 0 else {}
             yield {
                 "ph": "X",
                 "name": KINDS[span.kind],

@@ -105,7 +105,7 @@ def render(timeline: Timeline, found: Sequence[Share], late: Sequence[Late]) -> 
 
 def _late_lines(timeline: Timeline, late: Sequence[Late]) -> list[str]:
     if not late or len(timeline.ranks) == 1:
-        return ["No exchange between nodes was recorded."]
+        return ["No exchange of parameters between nodes was recorded."]
     count = late[0].exchanges
     lines = [f"Who came last to {count} exchanges, and how long after the first (median):"]
     for one in late[:SHOWN]:

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from daso.errors import ConfigError
-from daso.plan.costs import Layers, step_seconds
+from daso.plan.costs import Layers, payload_rounds, step_seconds
 from daso.plan.wires import BITS
 from daso.sim.network import Link, vote_seconds
 
 __all__ = [
     "GRADIENTS",
+    "PORTIONS",
     "Cluster",
     "Job",
     "exchange_bytes",
@@ -118,9 +119,8 @@ def exchange_seconds(job: Job, cluster: Cluster, wire: str) -> float:
     """
     link = cluster.link
     crossing = link.seconds(exchange_bytes(job.parameters, wire, cluster.nodes))
-    phases = 1 if cluster.nodes == 2 else 2
     work = job.host_seconds * job.parameters * cluster.stretch
-    there = max(crossing, work) + phases * link.latency_seconds
+    there = max(crossing, work) + payload_rounds(cluster.nodes) * link.latency_seconds
     return vote_seconds(link, cluster.nodes) + there
 
 
@@ -145,5 +145,5 @@ def synchronous_seconds(job: Job, cluster: Cluster) -> float:
         transfer_seconds=(takes / PORTIONS + vote,) * PORTIONS,
     )
     beside = step_seconds(layers, order="fifo", portions=[1] * PORTIONS, barrier=True)
-    after = job.step_seconds + takes + vote
+    after = job.step_seconds + takes + PORTIONS * vote
     return cluster.taken * after + (1 - cluster.taken) * beside

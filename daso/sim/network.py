@@ -1,7 +1,8 @@
 """Links between nodes."""
 
-import math
 from dataclasses import dataclass
+
+from daso.plan.costs import vote_rounds
 
 __all__ = ["HEADERS", "Link", "vote_seconds"]
 
@@ -30,4 +31,4 @@ class Link:
 
 def vote_seconds(link: Link, nodes: int) -> float:
     """Return how long nodes take to agree on a few numbers: up a tree and down again."""
-    return 2 * math.ceil(math.log2(nodes)) * link.latency_seconds if nodes > 1 else 0.0
+    return vote_rounds(nodes) * link.latency_seconds

@@ -4,6 +4,7 @@ One exchange is in flight at a time. Parameters are written here, by the trainin
 boundaries, and nowhere else.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -26,6 +27,9 @@ from daso.train.outer import MakeOuter
 from daso.train.rows import Measured, ParameterRow
 
 __all__ = ["Exchanges"]
+
+# Of exchanges in recordings: all ranks hand them in in one order, whatever models they are of.
+_numbers = itertools.count(1)
 
 DIGESTS = 2**48  # a digest travels in a float64 and must survive there exactly
 
@@ -84,7 +88,7 @@ class Exchanges:
         self.settings, self.place = meeting.links.settings, meeting.topology.place
         self.rows = self._make_rows(node, outer)
         self._flight: Flight | None = None
-        self._packing_seconds = 0.0  # of the training thread, for what is in flight
+        self._node, self._own_seconds = node, 0.0  # of the training thread, for what is in flight
         self._known = Known(since=[0] * self.settings.exchange.fragments)
 
     def _make_rows(self, node: NodeGroup, outer: MakeOuter | None) -> dict[int, list[ParameterRow]]:
@@ -123,7 +127,8 @@ class Exchanges:
 
         Collective over the world; non-blocking, but for the node where nodes go ahead.
         """
-        begun, rows, known = time.perf_counter(), self._rows_of(fragment), self._known
+        begun, waited = time.perf_counter(), self._node.waited_seconds
+        rows, known = self._rows_of(fragment), self._known
         blocking = wait == 0
         batches = batch - min(known.since[one] for one in self._fragments_of(fragment))
         ahead, dense = self.settings.eager and not blocking, fragment is None
@@ -135,10 +140,10 @@ class Exchanges:
             for row in rows:
                 row.go_ahead()
         work = self._exchange(rows, self._header(batch), known.measured)
-        ticket = self.links.engine.submit(work, key=batch)
+        ticket = self.links.engine.submit(work, key=next(_numbers))
         self._flight = Flight(ticket, batch, batches, fragment, ahead, keeps, wire)
-        trace.record(trace.SEND, begun, key=batch)
-        self._packing_seconds = time.perf_counter() - begun
+        trace.record(trace.SEND, begun, key=ticket.key)
+        self._own_seconds = time.perf_counter() - begun - (self._node.waited_seconds - waited)
 
     def _fragments_of(self, fragment: int | None) -> Sequence[int]:
         return range(len(self._known.since)) if fragment is None else [fragment]
@@ -205,7 +210,7 @@ class Exchanges:
         flight, self._flight = self._flight, None
         assert flight is not None, "the schedule receives only what was sent"
         outcome = self.meeting.wait(flight.ticket)
-        came = time.perf_counter()
+        came, waited = time.perf_counter(), self._node.waited_seconds
         self.counts.exchange_seconds = flight.ticket.seconds
         self.counts.global_bytes_sent += outcome.nbytes
         if not outcome.header.aligned:
@@ -224,8 +229,8 @@ class Exchanges:
         )
         for row in self._rows_of(flight.fragment):
             row.merge(rule)
-        trace.record(trace.MERGE, came, key=flight.batch, nbytes=outcome.nbytes)
-        merging_seconds = time.perf_counter() - came
+        trace.record(trace.MERGE, came, key=flight.ticket.key, nbytes=outcome.nbytes)
+        merging_seconds = time.perf_counter() - came - (self._node.waited_seconds - waited)
         self.counts.good()
         self.counts.event(
             "exchange",
@@ -233,7 +238,7 @@ class Exchanges:
             received=batch,
             fragment=flight.fragment,
             seconds=flight.ticket.seconds,
-            own_seconds=self._packing_seconds + merging_seconds,  # of the training thread
+            own_seconds=self._own_seconds + merging_seconds,
             nbytes=outcome.nbytes,
             wire=flight.wire,
             **asdict(seen),

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from daso import trace
 from daso.comm.engine import Engine, Ticket, Work
 from daso.comm.node import NodeBucket
 from daso.errors import ExchangeError
@@ -39,7 +40,11 @@ class HostSums(Carrier):
         self._local_size = local_size
         # Not the exchanges' thread: one between nodes may take many batches, sums take one.
         self._adder = Engine(
-            links.engine.stall_seconds, links.missing, links.late, name="daso-host"
+            links.engine.stall_seconds,
+            links.missing,
+            links.late,
+            name="daso-host",
+            kind=trace.SUMS,
         )
 
     def check(self) -> None:

@@ -16,6 +16,8 @@ from daso.comm.means import Buffers, Row
 from daso.comm.mpi import load
 from daso.comm.throttle import LinkModel, emulated_link
 from daso.comm.topology import Topology
+from daso.errors import ConfigError
+from daso.plan.costs import payload_rounds, vote_rounds
 from daso.plan.header import Header, Tally
 from daso.plan.layout import message_chunks
 from daso.plan.options import Settings
@@ -34,10 +36,12 @@ def node_weights(node_sizes: Sequence[int]) -> list[int]:
     return [size // divisor for size in node_sizes]
 
 
-def _occupied_seconds(link: LinkModel, result: object) -> float:
-    """Return how long a link is occupied by work that sent so many bytes, or none."""
-    sent = getattr(result, "nbytes", result)
-    return link.seconds(sent if isinstance(sent, int) else 0)
+def _occupied_seconds(link: LinkModel, nodes: int, result: object) -> float:
+    """Return how long a link is occupied by work with such a result: an exchange, sums, a vote."""
+    if isinstance(result, int):  # bytes of averaged gradients
+        return link.seconds(result, payload_rounds(nodes))
+    sent = getattr(result, "nbytes", 0)
+    return link.seconds(sent, vote_rounds(nodes) + (payload_rounds(nodes) if sent else 0))
 
 
 class Links:
@@ -52,6 +56,12 @@ class Links:
 
     def __init__(self, topology: Topology, settings: Settings) -> None:
         self.place, self.settings = topology.place, settings
+        link = emulated_link()
+        if link is not None and settings.gradients.order != "buckets":
+            raise ConfigError(
+                f"over an imitated link gradients must go in buckets, which it holds one by one, "
+                f"not in order {settings.gradients.order!r}; leave Gradients(order=...) out"
+            )
         # Meetings, votes of exchanges and words beside them do not mix: ranks that are out of step
         # wait, each in its own, until the bell tells, instead of matching what is another's.
         self.world, self._votes = topology.world.Dup(), topology.world.Dup()
@@ -62,8 +72,7 @@ class Links:
         self._slots = [self.lane, *(self._lane_of(topology) for _ in range(1, self.abreast))]
         self.bell, self._roll = Bell(topology.world), topology.roll
         self.missing = self._roll.missing
-        link = emulated_link()
-        takes = None if link is None else partial(_occupied_seconds, link)
+        takes = None if link is None else partial(_occupied_seconds, link, self.place.nodes)
         self.engine = Engine(settings.exchange.stall_seconds, self.missing, self.late, takes=takes)
         self._rooms = [Buffers(window(self.place.nodes)) for _ in self._slots]
         self._gradient_means: dict[tuple[torch.dtype, int], Ordered] = {}

@@ -10,17 +10,18 @@ import torch
 from daso.comm.throttle import LinkModel, Stretch, throttled
 from daso.comm.topology import Topology, default
 from daso.errors import ConfigError
+from daso.plan.costs import payload_rounds
 from daso.plan.options import Exchange, Gradients, Settings
 from daso.plan.throttles import ThrottlePlan
 from daso.train.links import Links
 
-__all__ = ["MOST_OFF", "simulate_target"]
+__all__ = ["simulate_target"]
 
 MOST_OFF = 0.05  # of what a throttle is to bring about
 TRIES = 3
 CROSSES_SECONDS = 0.1  # a try of the link
 MOST_BYTES = 64 << 20
-COMPUTES_SECONDS = 0.02  # a try of computing
+COMPUTES_SECONDS = 0.05  # a try of computing
 
 
 @contextmanager
@@ -56,17 +57,16 @@ def simulate_target(plan: ThrottlePlan, topology: Topology | None = None) -> Ite
             if abs(part) > MOST_OFF
         )
         if problem:
-            problem = (
-                f"a throttle must be right to {MOST_OFF:.0%}, but {problem}; correct `current`"
-            )
+            rule = f"a throttle must be right to {MOST_OFF:.0%}"
+            problem = f"{rule}, but {problem}; correct `current`, or give ranks a core each"
         topology.agree(problem or None, ConfigError)
         yield
 
 
 def _link_off(link: LinkModel, topology: Topology) -> float:
     """Exchange for about a tenth of a second; return how far off that is, in parts."""
-    nodes, seconds = topology.place.nodes, max(CROSSES_SECONDS, 2 * link.latency_seconds)
-    sent = min(MOST_BYTES, (seconds - link.latency_seconds) * link.bytes_per_second)
+    nodes, seconds = topology.place.nodes, CROSSES_SECONDS
+    sent = min(MOST_BYTES, seconds * link.bytes_per_second)
     numel = max(1, int(sent / 4 / (2 * (nodes - 1) / nodes)))
     settings = Settings(wire="fp32", merge="auto", exchange=Exchange(), gradients=Gradients())
     links = Links(topology, settings)
@@ -83,16 +83,17 @@ def _crossing(links: Links, row: torch.Tensor, link: LinkModel) -> float:
         return 0.0
     ticket = links.engine.submit(links.gradient_mean(row))
     nbytes = links.engine.wait(ticket)
-    return ticket.seconds / link.seconds(nbytes) - 1
+    return ticket.seconds / link.seconds(nbytes, payload_rounds(links.place.nodes)) - 1
 
 
 def _compute_off(plan: ThrottlePlan) -> float:
-    """Stretch some computing; return how far off that is, in parts."""
+    """Stretch a known time, which takes no core; return how far off that is, in parts."""
     stretch, parts = Stretch(plan.compute_factor), []
+    stretch.after_step(time.perf_counter(), 0.0)
     for _ in range(TRIES):
         begun = time.perf_counter()
-        while (computed := time.perf_counter() - begun) < COMPUTES_SECONDS:
-            pass
+        time.sleep(COMPUTES_SECONDS)
+        computed = time.perf_counter() - begun
         stretch.after_step(begun, 0.0)
         parts.append((time.perf_counter() - begun) / (plan.compute_factor * computed) - 1)
     return statistics.median(parts)

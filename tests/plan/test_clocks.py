@@ -36,9 +36,17 @@ def test_offsets_are_right_to_half_the_trips_and_the_loop_closes(data):
     loop = close_loop(readings(ahead, trips, skews))
     slack = 1e-11 * size  # of adding floats of 1e3
     assert abs(loop.closure) <= loop.bound + slack
-    shared = abs(loop.closure) / 2  # what closing the loop may move beside
     for found, true, bound in zip(loop.offsets, ahead, loop.bounds, strict=True):
-        assert abs(found - true) <= bound + shared + slack
+        assert abs(found - true) <= bound + slack
+
+
+def test_bounds_are_reached_by_the_worst_of_links():
+    """Links up to a rank all off one way, the others all the other way."""
+    for rank in (1, 4, 9):
+        skews = [1.0] * rank + [-1.0] * (10 - rank)
+        loop = close_loop(readings([0.0] * 10, [1e-3] * 10, skews))
+        assert abs(loop.offsets[rank]) == pytest.approx(loop.bounds[rank], rel=1e-9)
+    assert loop.bounds[9] == pytest.approx(0.9e-3)
 
 
 @given(st.lists(TIMES, min_size=2, max_size=9), st.integers(0, 8), st.floats(-1, 1))
@@ -95,7 +103,7 @@ def test_many_loops_of_drifting_clocks():
             )
         )
     found = clocks(loops)
-    worst = max(loop.bounds[-1] + abs(loop.closure) / 2 for loop in loops)
+    worst = max(max(loop.bounds) for loop in loops)
     for time in (0.0, 3.3, 47.9, 90.0):
         for rank in range(size):
             own = time + starts[rank] + drifts[rank] * time

@@ -12,7 +12,6 @@ import torch
 
 import daso
 from daso import trace
-from daso.comm import recording as module
 from daso.comm.clock import ask_round
 from daso.comm.recording import Recording
 from daso.errors import ConfigError
@@ -64,7 +63,7 @@ def test_injected_offsets_and_drifts_are_found_to_what_the_trips_allow(topology,
     for middle in (begun, begun + 0.7, begun + 1.3):
         for rank in range(place.size):
             error = abs(found[rank].first(shown(rank, middle)) - shown(0, middle))
-            allowed = max(loop.bounds[rank] + abs(loop.closure) / 2 for loop in loops)
+            allowed = max(loop.bounds[rank] for loop in loops)
             assert error <= 2 * allowed + 2e-4 * lasted  # ranks do not ask at the same time
 
 
@@ -74,7 +73,7 @@ def test_the_real_clocks_of_one_machine_close(topology, place):
     loop = close_loop([Reading(*one) for one in ask_round(topology, STALL_SECONDS)])
     assert loop.sound
     for offset, bound in zip(loop.offsets, loop.bounds, strict=True):
-        assert abs(offset) <= bound + abs(loop.closure)
+        assert abs(offset) <= bound
     assert loop.bound < 0.1
 
 
@@ -139,7 +138,8 @@ def test_every_rank_is_in_the_file_with_its_steps_and_exchanges(topology, place,
         return
     sent = [{span.key for span in rank.spans if span.kind == SEND} for rank in timeline.ranks]
     assert all(keys == sent[0] for keys in sent)
-    assert {4, 8, 12} <= sent[0]
+    assert len(sent[0]) >= 3  # at steps 4, 8 and 12, and at the end
+    assert all(len([s for s in r.spans if s.kind == SEND]) == len(sent[0]) for r in timeline.ranks)
     for rank in timeline.ranks:
         assert {span.key for span in rank.spans if span.kind == MERGE} == sent[0]
         assert {s.key for s in rank.spans if s.kind == EXCHANGE and s.key >= 0} == sent[0]
@@ -154,19 +154,21 @@ def test_every_rank_is_in_the_file_with_its_steps_and_exchanges(topology, place,
 
 
 def test_no_merge_comes_before_what_it_merges_was_sent(topology, place, path):
-    """Clocks of one machine are the same, so that nothing has to be set right by much."""
+    """Ranks of one machine share a clock: there it is so before anything is set right."""
     train(topology, path, steps=20)
     timeline = everyones(topology, path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    spans = [span for line in lines for span in line.get("spans", [])]
     sent, merged = {}, {}
-    for rank in timeline.ranks:
-        for span in rank.spans:
-            if span.kind == SEND:
-                sent[span.key] = max(span.ends, sent.get(span.key, span.ends))
-            elif span.kind == MERGE:
-                merged[span.key] = min(span.begins, merged.get(span.key, span.begins))
+    for kind, _, key, begins, ends, _ in spans:
+        if kind == SEND:
+            sent[key] = max(ends, sent.get(key, ends))
+        elif kind == MERGE:
+            merged[key] = min(begins, merged.get(key, begins))
     assert set(merged) == set(sent)
-    assert all(merged[key] >= sent[key] for key in sent)
     assert (place.nodes > 1) == bool(sent)
+    assert all(merged[key] > sent[key] for key in sent)
+    assert timeline.moved == 0  # nor by what clocks are off
 
 
 def test_ranks_of_a_node_that_wait_for_each_other_are_told(topology, place, path):
@@ -211,21 +213,43 @@ def test_a_file_that_cannot_be_written_is_refused_on_all_ranks(topology, tmp_pat
 
 
 class Full:
-    def writelines(self, lines):
+    """A file on a full disk, whose buffer goes nowhere when it is closed either."""
+
+    def write(self, line):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self):
-        pass
+        self.write("")
 
 
-def test_an_error_ends_recording_without_others(topology, place, path):
+def test_a_rank_leaves_by_an_error_without_others(topology, place, path):
     """What a rank raises must reach its user at once, whatever other ranks do."""
-    with pytest.raises(ZeroDivisionError), Recording(path, topology, stall_seconds=STALL_SECONDS):
-        if place.rank == place.size - 1:
-            raise ZeroDivisionError
-        raise ZeroDivisionError
+    made = Recording(path, topology, stall_seconds=STALL_SECONDS)
+    last = place.rank == place.size - 1
+    made.__enter__()
+    if last:
+        error = ZeroDivisionError()
+        assert not made.__exit__(type(error), error, None)  # and waits for nobody
+        assert trace._recorder is None
+    topology.world.Barrier()
+    if not last:
+        trace.stop()
+        if made._file is not None:
+            made._file.close()
     topology.world.Barrier()
     if place.rank == 0:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert not any("spans" in line for line in lines)
-    assert module.trace._recorder is None
+
+
+def test_what_ends_while_a_mark_is_made_is_left_out(topology, place, path):
+    """Or it would end before it begins: what began before a mark begins there."""
+    with Recording(path, topology, stall_seconds=STALL_SECONDS) as recording:
+        early = time.perf_counter()
+        time.sleep(0.01)
+        recording.mark()
+        recording._recorder.add(STEP, early - 1, early, 1, 0)
+        recording._recorder.add(STEP, early, time.perf_counter(), 2, 0)
+    for rank in everyones(topology, path).ranks:
+        assert [span.key for span in rank.spans] == [2]
+        assert all(span.ends > span.begins for span in rank.spans)

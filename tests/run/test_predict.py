@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from daso.errors import ConfigError
-from daso.run.predict import read_run
+from daso.run.recorded import read_run
 
 
 def predict(*words):

@@ -124,6 +124,18 @@ def test_a_core_that_waits_for_the_link_has_time_for_the_exchange():
         assert found.step_seconds == EXACT(0.05 + exposed / 2)
 
 
+@given(st.floats(0.1, 3), st.floats(0.1, 3), st.integers(2, 200), st.floats(0, 1e-3))
+def test_fewer_cores_never_make_a_step_shorter(one, other, nodes, latency):
+    job = Job(1e6, 0.05, host_seconds=2e-9, gradient_seconds=3e-9, own_seconds=1e-9)
+    few, many = sorted((one, other))
+    for policy in (Fixed(1, 0), Fixed(4, 1)):
+        steps = [
+            simulate(job, Cluster(nodes, Link(1e9, latency), cores=c), policy, settings(), steps=40)
+            for c in (few, many)
+        ]
+        assert steps[0].step_seconds >= steps[1].step_seconds * (1 - 1e-9)
+
+
 @pytest.mark.parametrize("cores", [0, -1, math.nan, math.inf])
 def test_cores_are_a_number_above_0(cores):
     with pytest.raises(ConfigError, match="a number of cores above 0"):

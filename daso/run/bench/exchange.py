@@ -86,8 +86,9 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         world.Barrier()
         start = time.perf_counter()
         packed = kinds[name]() or 0.0
+        taken = time.perf_counter() - start
+        seconds[name].append(max(world.allgather(taken)))
         packing[name].append(max(world.allgather(packed)))
-        seconds[name].append(max(world.allgather(time.perf_counter() - start)))
         after = sent_bytes(topology)
         nbytes[name] = None if after is None or before is None else after - before
     engine.close()

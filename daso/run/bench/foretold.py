@@ -4,8 +4,10 @@ One run calibrates it: two hosts, links unshaped. From it come the step of compu
 exchange and what averaged gradients take of the processor, and drift. Nothing is fitted elsewhere.
 """
 
+import math
 import os
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,11 +19,13 @@ from daso.run.bench import train
 from daso.run.bench.hosts import Place
 from daso.run.bench.names import COMPUTE, OURS
 from daso.run.minicluster.rate import parse_rate
-from daso.sim.cluster import GRADIENTS, Cluster, Job, exchange_bytes
-from daso.sim.network import Link
+from daso.run.predict import TYPICAL_DRIFT
+from daso.run.report import versions
+from daso.sim.cluster import GRADIENTS, PORTIONS, Cluster, Job, exchange_bytes
+from daso.sim.network import Link, vote_seconds
 from daso.sim.run import simulate
 
-__all__ = ["CALIBRATION", "SETTINGS", "compare", "figures", "job_of", "table"]
+__all__ = ["CALIBRATION", "SETTINGS", "compare", "figures", "job_of", "pace", "table"]
 
 LATENCY_SECONDS = 1e-4  # of a message between two hosts
 CALIBRATION = ("none", 2)
@@ -55,8 +59,9 @@ WAYS: Mapping[str, Way] = {
 def job_of(found: Mapping[str, Any]) -> Job:
     """Return what the calibrating run tells of its job.
 
-    Its two ranks have a core each, so that all an exchange takes of the processor is in its steps;
-    its links take next to nothing.
+    On a machine of two cores its two ranks have one each, so that all an exchange takes of the
+    processor is in its steps; with more cores some of it is hidden, here and elsewhere. Its links
+    take next to nothing.
 
     Args:
         found: What `daso.run.bench.train.measure` returned.
@@ -70,13 +75,14 @@ def job_of(found: Mapping[str, Any]) -> Job:
         return max(0.0, taken)
 
     seen, nodes = rows[OURS]["report"]["seen"], len(found["nodes"])
+    votes = PORTIONS * vote_seconds(Link(math.inf, LATENCY_SECONDS), nodes)
     own: float = rows[OFTEN]["report"]["own_seconds"]
     return Job(
         parameters=count,
         step_seconds=step,
         host_seconds=max(0.0, 4 * work(OFTEN) - own) / count,
         own_seconds=own / count,
-        gradient_seconds=work(SYNCHRONOUS) / count,
+        gradient_seconds=max(0.0, work(SYNCHRONOUS) - votes) / count,
         lr=seen["lr"],
         drift=seen["drift"] / (1 - 1 / nodes),
     )
@@ -93,7 +99,7 @@ def compare(
         settings: Link and nodes of each.
         cores: Of the machine that all hosts share; counted if None.
     """
-    cores = cores or os.cpu_count() or 1
+    cores = cores or len(os.sched_getaffinity(0))
     job: Job | None = None
     calibrated: Mapping[str, Any] = {}
     for link, nodes in (CALIBRATION, *settings):
@@ -115,9 +121,23 @@ def compare(
         }
 
 
+def pace(nodes: int = 10_000, steps: int = 1000) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """Return what simulating so many nodes takes: for JSON, as text, and as a figure."""
+    job = Job(25.6e6, 0.1, jitter=0.02, drift=TYPICAL_DRIFT)
+    cluster, way = Cluster(nodes, Link(1.25e9, 2e-5)), WAYS[OURS]
+    settings = Settings(wire=way.wire, merge="auto", exchange=Exchange(), gradients=Gradients())
+    begun = time.process_time()
+    outcome = simulate(job, cluster, way.policy, settings, steps=steps)
+    seconds = time.process_time() - begun
+    text = f"{nodes:,} nodes, {steps:,} steps of {OURS} on virtual time: {seconds:.1f} s of a core"
+    figure = {"value": seconds, "unit": "s of a core", "conditions": text}
+    found = {"nodes": nodes, "steps": steps, "seconds": seconds, "outcome": asdict(outcome)}
+    return found | {"versions": versions("none")}, text, {f"simulate_{nodes}_nodes_seconds": figure}
+
+
 def _link(word: str) -> Link:
     bits = parse_rate(word)
-    return Link(float("inf") if bits is None else bits / 8, LATENCY_SECONDS)
+    return Link(math.inf if bits is None else bits / 8, LATENCY_SECONDS)
 
 
 def _row(

@@ -236,6 +236,8 @@ def _predict(chosen: argparse.Namespace) -> Measured:
     settings = foretold.SETTINGS[:3] if quick else foretold.SETTINGS
     seconds, settle = chosen.seconds or (2 if quick else 4), chosen.settle or (5 if quick else 15)
     plan = train.Plan(chosen.model, (), _rounds(chosen), seconds, settle, "")
+    one, text, figures = foretold.pace()
+    yield one, text + "\n", figures
     found: Found = []
     with hosts(max(nodes for _, nodes in settings)) as place:
         for one in foretold.compare(place, plan, settings):
