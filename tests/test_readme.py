@@ -129,6 +129,18 @@ def test_step_times_it_quotes_are_those_that_were_measured() -> None:
         assert ratios == [rows.get(name, "-") for rows in measured]
 
 
+def test_step_times_of_other_models_are_those_that_were_measured() -> None:
+    import json
+
+    runs = json.loads((ROOT / "scripts/figures/train_models.json").read_text())["runs"]
+    head = " | ".join(f"{run['plan']['model']}, {run['plan']['link']}" for run in runs)
+    lines = README.split(f"| | {head} |")[1].splitlines()[2:5]
+    for line in lines:
+        name, *ratios = [cell.strip() for cell in line.strip("|").split("|")]
+        rows = [{row["name"]: row["over_compute"] for row in run["rows"]} for run in runs]
+        assert ratios == [f"{row[name]:.2f}x" for row in rows]
+
+
 def test_keywords_it_lists_are_those_of_the_optimizer() -> None:
     import inspect
 

@@ -22,9 +22,8 @@ class Exchange:
     """How nodes exchange.
 
     Args:
-        reduce: ``"ordered"`` adds in node order, bit for bit reproducible;
-            ``"iallreduce"`` leaves the order to MPI, for the fp32 wire alone; ``"auto"`` takes
-            iallreduce where the wire is fp32 and ordered elsewhere.
+        reduce: ``"ordered"``, which ``"auto"`` takes, adds in node order, bit for bit reproducible;
+            ``"iallreduce"`` leaves the order to MPI, for gradients and the fp32 wire alone.
         chunk_bytes: Size of the messages an exchange is cut into, in bytes of the wire (of bf16,
             where that is chosen while training); less where they would hold more than 262,144
             numbers, or between more than 16 nodes. From devices no less than 2,097,152 numbers,
@@ -175,17 +174,18 @@ class Settings:
     @property
     def delta_reduce(self) -> Reduce:
         """How deltas are added between nodes, decided."""
-        if self.exchange.reduce != "auto":
-            return self.exchange.reduce
-        return "iallreduce" if self.wire == "fp32" else "ordered"
+        return self._reduce
 
     @property
     def gradient_reduce(self) -> Reduce:
         """How gradients, which cross in full precision, are added between nodes, decided."""
-        if self.exchange.reduce != "auto":
-            return self.exchange.reduce
-        # MPI's sum of a portion took 1.2 times as long beside backward (2 ranks on 2 cores).
-        return "ordered" if self.gradients.order == "priority" else "iallreduce"
+        return self._reduce
+
+    @property
+    def _reduce(self) -> Reduce:
+        # Over what a link can carry, MPICH's own sum takes 1.08 times with 2 nodes, but 2.80 with 3
+        # and 1.86 with 4; in rank order it is 1.06, 1.06 and 1.09 (scripts/figures/exchange.json).
+        return "ordered" if self.exchange.reduce == "auto" else self.exchange.reduce
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

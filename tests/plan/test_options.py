@@ -198,12 +198,12 @@ def test_mpi_may_not_add_16_bit_numbers_and_the_error_says_what_to_do():
 @pytest.mark.parametrize(
     ("reduce", "wire", "deltas", "gradients"),
     [
-        ("auto", "bf16", "ordered", "iallreduce"),
-        ("auto", "fp32", "iallreduce", "iallreduce"),
+        ("auto", "bf16", "ordered", "ordered"),
+        ("auto", "fp32", "ordered", "ordered"),
         ("ordered", "bf16", "ordered", "ordered"),
         ("ordered", "fp32", "ordered", "ordered"),
         ("iallreduce", "fp32", "iallreduce", "iallreduce"),
-        ("auto", "int4", "ordered", "iallreduce"),
+        ("auto", "int4", "ordered", "ordered"),
     ],
 )
 def test_how_to_add_is_decided_from_reduce_and_wire(reduce, wire, deltas, gradients):

@@ -25,7 +25,7 @@ from daso.sim.cluster import GRADIENTS, PORTIONS, Cluster, Job, exchange_bytes
 from daso.sim.network import Link, vote_seconds
 from daso.sim.run import simulate
 
-__all__ = ["CALIBRATION", "SETTINGS", "compare", "figures", "job_of", "pace", "table"]
+__all__ = ["CALIBRATION", "SETTINGS", "compare", "figures", "job_of", "judge", "pace", "table"]
 
 LATENCY_SECONDS = 1e-4  # of a message between two hosts
 CALIBRATION = ("none", 2)
@@ -71,8 +71,10 @@ def job_of(found: Mapping[str, Any]) -> Job:
     count: int = found["parameters"]
 
     def work(name: str) -> float:
-        taken: float = rows[name]["step_ms"] / 1e3 - step
-        return max(0.0, taken)
+        """Return what a step takes beside computing, as of the machine's usual speed."""
+        row = rows[name]
+        taken: float = row["step_ms"] / 1e3 - _base(row)
+        return max(0.0, taken) * step / _base(row)
 
     seen, nodes = rows[OURS]["report"]["seen"], len(found["nodes"])
     votes = PORTIONS * vote_seconds(Link(math.inf, LATENCY_SECONDS), nodes)
@@ -88,6 +90,11 @@ def job_of(found: Mapping[str, Any]) -> Job:
     )
 
 
+def _base(row: Mapping[str, Any]) -> float:
+    """Return the step of compute only, in seconds, beside the rounds of a contender."""
+    return float(statistics.median(one["base_seconds"] for one in row["rounds"]))
+
+
 def compare(
     place: Place, plan: train.Plan, settings: Sequence[tuple[str, int]], cores: int | None = None
 ) -> Iterator[dict[str, Any]]:
@@ -100,25 +107,38 @@ def compare(
         cores: Of the machine that all hosts share; counted if None.
     """
     cores = cores or len(os.sched_getaffinity(0))
-    job: Job | None = None
-    calibrated: Mapping[str, Any] = {}
+    first: Mapping[str, Any] | None = None
     for link, nodes in (CALIBRATION, *settings):
         named = replace(plan, names=tuple(WAYS), link=link)
         found = place.run("train", asdict(named), link=link, nodes=nodes, ranks=1)
-        measured = {row["name"]: row for row in found["rows"]}
-        if job is None:
-            job, calibrated = job_of(found), measured
-        cluster = Cluster(nodes, _link(link), cores=cores / nodes)
-        rows = [_row(name, job, cluster, measured[name], calibrated[name]) for name in WAYS]
-        yield {
-            "plan": found["plan"],
-            "nodes": found["nodes"],
-            "job": asdict(job),
-            "calibrates": (link, nodes) == CALIBRATION,
-            "rows": rows,
-            "measured": found,
-            "versions": found["versions"],
-        }
+        first = first or found
+        yield judge(first, found, cores)
+
+
+def judge(first: Mapping[str, Any], found: Mapping[str, Any], cores: int) -> dict[str, Any]:
+    """Return what was predicted of a setting beside what was measured.
+
+    How fast this machine computes changes from minute to minute, by more than predictions are off:
+    each is of the speed that compute only had beside the rounds it is held against.
+
+    Args:
+        first: What was measured of the setting that calibrates.
+        found: What was measured of this one.
+        cores: Of the machine that all hosts share.
+    """
+    job, link, nodes = job_of(first), found["plan"]["link"], len(found["nodes"])
+    cluster = Cluster(nodes, _link(link), cores=cores / nodes)
+    calibrated = {row["name"]: row for row in first["rows"]}
+    rows = {row["name"]: row for row in found["rows"]}
+    return {
+        "plan": found["plan"],
+        "nodes": found["nodes"],
+        "job": asdict(job),
+        "calibrates": found is first,
+        "rows": [_row(name, job, cluster, rows[name], calibrated[name]) for name in WAYS],
+        "measured": found,
+        "versions": found["versions"],
+    }
 
 
 def pace(nodes: int = 10_000, steps: int = 1000) -> tuple[dict[str, Any], str, dict[str, Any]]:
@@ -149,6 +169,14 @@ def _row(
 ) -> dict[str, Any]:
     way = WAYS[name]
     settings = Settings(wire=way.wire, merge="auto", exchange=Exchange(), gradients=Gradients())
+    speed = _base(measured) / (job.step_seconds * cluster.stretch)
+    job = replace(
+        job,
+        step_seconds=job.step_seconds * speed,
+        host_seconds=job.host_seconds * speed,
+        own_seconds=job.own_seconds * speed,
+        gradient_seconds=job.gradient_seconds * speed,
+    )
     outcome = simulate(job, cluster, way.policy, settings, steps=STEPS)
     synchronous = name == SYNCHRONOUS
     sent = exchange_bytes(job.parameters, GRADIENTS if synchronous else outcome.wire, cluster.nodes)
@@ -157,9 +185,10 @@ def _row(
         "name": name,
         "measured_ms": measured["step_ms"],
         "predicted_ms": 1e3 * outcome.step_seconds,
+        "compute_ms": 1e3 * _base(measured),
         # Two rules of thumb: it stays as it is here; all that crosses is waited for.
-        "unchanged_ms": calibrated["step_ms"],
-        "added_ms": 1e3 * (job.step_seconds + added),
+        "unchanged_ms": 1e3 * _base(measured) * calibrated["step_ms"] / (1e3 * _base(calibrated)),
+        "added_ms": 1e3 * (_base(measured) + added),
         "skip": outcome.skip,
         "wait": outcome.wait,
         "wire": outcome.wire,
@@ -188,7 +217,7 @@ def table(found: Mapping[str, Any]) -> str:
     for row in found["rows"]:
         errors = [_error(row, of) for of in ("predicted_ms", "unchanged_ms", "added_ms")]
         lines.append(
-            f"{row['name']:<24}{row['measured_ms']:>10.1f}{row['predicted_ms']:>11.1f}"
+            f"{row['name']:<24}{row['compute_ms']:>10.1f}{row['measured_ms']:>10.1f}{row['predicted_ms']:>11.1f}"
             f"{errors[0]:>8.1%}{errors[1]:>11.0%}{errors[2]:>8.0%}"
         )
     return "\n".join(lines)
