@@ -18,7 +18,7 @@ def row(name, step_ms, over):
 
 
 class Machine:
-    """Takes what one of two cores would by the model, and is slower by a tenth when it has calibrated.
+    """Takes what one of two cores would by the model, and a tenth more after it has calibrated.
 
     Links themselves take nothing here: what is predicted for them is too much.
     """
@@ -70,7 +70,8 @@ def test_a_machine_that_is_slower_for_a_while_does_not_make_predictions_wrong():
     """On a link that takes nothing, and 10 % slower at everything than when it was calibrated."""
     *_, found = foretold.compare(Machine(), PLAN, [("none", 2)], cores=2)
     for one in found["rows"]:
-        assert one["predicted_ms"] == EXACT(one["measured_ms"], rel=0.02)
+        if one["name"] != OURS:  # which takes nothing for exchanges here
+            assert one["predicted_ms"] == EXACT(one["measured_ms"], rel=0.01)
         assert one["unchanged_ms"] == EXACT(one["measured_ms"])
 
 
