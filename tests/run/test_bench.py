@@ -11,7 +11,7 @@ import torch
 
 from daso.comm.throttle import CopyLink
 from daso.errors import ConfigError
-from daso.run.bench import chunks, exchange, gpu, growth, memory, order, train
+from daso.run.bench import chunks, exchange, gpu, growth, memory, order, push, train
 from daso.run.bench.contenders import FIFO, INSIDE, PRIORITY
 from daso.run.bench.models import CASES, loss_of
 from daso.run.bench.names import COMPUTE
@@ -169,6 +169,23 @@ def test_the_bench_of_a_gpu_runs_on_pretended_ones(tmp_path):
     assert shared["exchanges"] == 2  # of 24 steps, 3 sent
     assert all(run["pack_over_copy"] > 0 for run in found["runs"])
     assert done.stdout.count("pretended, on a CPU") == 2
+
+
+def test_the_bench_of_pushes_pushes_in_slots_and_in_the_same_order(tmp_path):
+    path = tmp_path / "push.json"
+    words = ["--link=here", "--nodes=3", "--mebibytes=0.5", "--rounds=2", f"--json={path}"]
+    done = bench("push", *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["figures"].keys() == {"staggered_ratio_3"}
+    (run,) = found["runs"]
+    assert [row["name"] for row in run["rows"]] == ["same order", "slots", "all at once"]
+    assert all(second > 0 for row in run["rows"] for second in row["seconds"])
+    assert push.orders(4, 2) == {
+        "same order": [0, 1, 3],
+        "slots": [3, 0, 1],
+        "all at once": [3, 0, 1],
+    }
 
 
 def test_the_bench_of_recording_says_what_it_costs_and_how_far_clocks_are_off(tmp_path):

@@ -46,12 +46,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     gpu.add_argument("--model", choices=(*GPU_MODELS, "tiny"), help="one alone; tiny: no GPU")
     gpu.add_argument("--ranks", default="1,2", help="that share the GPU, by commas (1,2)")
     _add_to_accuracy(add("time-to-accuracy", "whole trainings beside DDP's"))
-    exchange = add("exchange", "one exchange between nodes against its link's limit")
-    _add_links(exchange, "1gbit")
-    exchange.add_argument("--nodes", default="2,3,4", help="hosts, separated by commas (2,3,4)")
-    node = add("node", "the mean of a buffer over the ranks of this machine")
-    node.add_argument("--ranks", type=int, default=2, help="how many (2)")
-    node.add_argument("--mebibytes", type=float, default=8, help="of the buffer, fp32 (8)")
+    _add_parts(add)
     _add_predict(add("predict", "what is predicted, beside what is then measured"))
     _add_trace(add("trace", "what recording costs, and how well clocks are compared"))
     guard = add("guard", "a short run of all, its ratios beside the recorded ones")
@@ -62,6 +57,20 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         help="folder of train.json, exchange.json and node.json (scripts/figures)",
     )
     axes.add_options(add("growth", "overhead and memory as all of it grows"))
+
+
+def _add_parts(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """Add benches of what crosses, without a model."""
+    exchange = add("exchange", "one exchange between nodes against its link's limit")
+    _add_links(exchange, "1gbit")
+    exchange.add_argument("--nodes", default="2,3,4", help="hosts, separated by commas (2,3,4)")
+    push = add("push", "all nodes send to all, in the same order and in slots")
+    _add_links(push, "1gbit")
+    push.add_argument("--nodes", default="4", help="hosts, separated by commas (4)")
+    push.add_argument("--mebibytes", type=float, default=4, help="of a message (4)")
+    node = add("node", "the mean of a buffer over the ranks of this machine")
+    node.add_argument("--ranks", type=int, default=2, help="how many (2)")
+    node.add_argument("--mebibytes", type=float, default=8, help="of the buffer, fp32 (8)")
 
 
 def _add_synchronous(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
