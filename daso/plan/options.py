@@ -184,7 +184,7 @@ class Settings:
     @property
     def _reduce(self) -> Reduce:
         # Over what a link can carry, MPICH's own sum takes 1.08 times with 2 nodes, but 2.80 with 3
-        # and 1.86 with 4; in rank order it is 1.06, 1.06 and 1.09 (scripts/figures/exchange.json).
+        # and 1.86 with 4; in rank order it is 1.05, 1.06 and 1.08 (scripts/figures/exchange.json).
         return "ordered" if self.exchange.reduce == "auto" else self.exchange.reduce
 
 

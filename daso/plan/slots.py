@@ -22,7 +22,7 @@ __all__ = [
     "slots",
 ]
 
-EXACT_RANKS = 8  # up to which all rings are tried: 2520
+EXACT_RANKS = 8  # up to which all rings are tried: 5040
 Matrix = Sequence[Sequence[float]]
 
 

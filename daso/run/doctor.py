@@ -171,7 +171,8 @@ def _nccl() -> dict[str, Any]:
 def _chosen() -> dict[str, Any]:
     return {
         "inside_node_cpu": "shared memory (MPI window), in place, rank order",
-        "between_nodes": "two-phase, fp32 sums in node order; Iallreduce for wire fp32",
+        "between_nodes": "sums in node order, 2 nodes swap and more add and return; MPI's own with "
+        "Exchange(reduce='iallreduce')",
         "python": sys.executable,
     }
 

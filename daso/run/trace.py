@@ -17,7 +17,7 @@ from daso.run.timeline import (
     shares,
 )
 
-__all__ = ["FILE", "add_parser", "render"]
+__all__ = ["FILE", "add_parser", "newest", "render"]
 
 FILE = "trace.jsonl"  # in a run folder
 SHOWN = 16  # ranks in a table; of more, those that are late or wait most
@@ -29,7 +29,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: Its parser.
     """
-    parser.add_argument("recording", type=Path, help="a run folder, or its trace.jsonl")
+    parser.add_argument("recording", type=Path, help="a run folder (its newest), or a trace.jsonl")
     parser.add_argument(
         "--chrome", type=Path, help="write events for ui.perfetto.dev or chrome://tracing"
     )
@@ -38,8 +38,14 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=lambda chosen, _: _main(chosen))
 
 
+def newest(folder: Path) -> Path:
+    """Return the newest recording of a run folder: of one that went on, that of its last part."""
+    found = folder.glob(FILE.replace(".", "*."))
+    return max(found, key=lambda path: path.stat().st_mtime, default=folder / FILE)
+
+
 def _main(chosen: argparse.Namespace) -> int:
-    path = chosen.recording / FILE if chosen.recording.is_dir() else chosen.recording
+    path = newest(chosen.recording) if chosen.recording.is_dir() else chosen.recording
     timeline = read_timeline(path)
     found, late = shares(timeline), late_ranks(timeline)
     if not found:

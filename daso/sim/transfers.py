@@ -21,18 +21,18 @@ def push_seconds(orders: Sequence[Sequence[int]], nbytes: float, link: Link) -> 
     """
     takes = link.latency_seconds + link.seconds(nbytes)
     free = [0.0] * len(orders)  # when each card can receive
-    ready = [(0.0, rank, 0) for rank in range(len(orders)) if orders[rank]]
+    ready = [(0.0, 0.0, rank, 0) for rank in range(len(orders)) if orders[rank]]
     heapq.heapify(ready)
     last = 0.0
     while ready:
-        at, rank, turn = heapq.heappop(ready)
+        at, came, rank, turn = heapq.heappop(ready)
         target = orders[rank][turn]
         if free[target] > at:  # taken: come again when it is free
-            heapq.heappush(ready, (free[target], rank, turn))
+            heapq.heappush(ready, (free[target], came, rank, turn))
             continue
         free[target] = last = at + takes
         if turn + 1 < len(orders[rank]):
-            heapq.heappush(ready, (at + takes, rank, turn + 1))
+            heapq.heappush(ready, (last, last, rank, turn + 1))
     return max([last, *free])
 
 

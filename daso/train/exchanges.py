@@ -56,6 +56,7 @@ class Flight:
     ahead: bool  # the node went where it will probably bring it
     keeps: bool  # the merge keeps local work
     wire: str
+    own_seconds: float  # that the training thread packed
 
 
 @dataclass(slots=True)
@@ -88,7 +89,7 @@ class Exchanges:
         self.settings, self.place = meeting.links.settings, meeting.topology.place
         self.rows = self._make_rows(node, outer)
         self._flight: Flight | None = None
-        self._node, self._own_seconds = node, 0.0  # of the training thread, for what is in flight
+        self._node = node
         self._known = Known(since=[0] * self.settings.exchange.fragments)
 
     def _make_rows(self, node: NodeGroup, outer: MakeOuter | None) -> dict[int, list[ParameterRow]]:
@@ -140,10 +141,11 @@ class Exchanges:
             for row in rows:
                 row.go_ahead()
         work = self._exchange(rows, self._header(batch), known.measured)
-        ticket = self.links.engine.submit(work, key=next(_numbers))
-        self._flight = Flight(ticket, batch, batches, fragment, ahead, keeps, wire)
-        trace.record(trace.SEND, begun, key=ticket.key)
-        self._own_seconds = time.perf_counter() - begun - (self._node.waited_seconds - waited)
+        number, own = next(_numbers), time.perf_counter() - begun
+        trace.record(trace.SEND, begun, key=number)
+        ticket = self.links.engine.submit(work, key=number)
+        own -= self._node.waited_seconds - waited
+        self._flight = Flight(ticket, batch, batches, fragment, ahead, keeps, wire, own)
 
     def _fragments_of(self, fragment: int | None) -> Sequence[int]:
         return range(len(self._known.since)) if fragment is None else [fragment]
@@ -238,7 +240,7 @@ class Exchanges:
             received=batch,
             fragment=flight.fragment,
             seconds=flight.ticket.seconds,
-            own_seconds=self._own_seconds + merging_seconds,
+            own_seconds=flight.own_seconds + merging_seconds,
             nbytes=outcome.nbytes,
             wire=flight.wire,
             **asdict(seen),
@@ -338,6 +340,7 @@ def _pack(flight: Flight) -> dict[str, Any]:
         "ahead": flight.ahead,
         "keeps": flight.keeps,
         "wire": flight.wire,
+        "own_seconds": flight.own_seconds,
     }
 
 
@@ -349,5 +352,5 @@ def _unpack(values: dict[str, Any]) -> Flight:
         "measured": Tally(**outcome["measured"]),
     }
     ticket = Ticket.over(Outcome(**outcome | parts), values["seconds"])
-    names = ("batch", "batches", "fragment", "ahead", "keeps", "wire")
+    names = ("batch", "batches", "fragment", "ahead", "keeps", "wire", "own_seconds")
     return Flight(ticket, *(values[name] for name in names))

@@ -3,11 +3,12 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daso.plan.clocks import Clock, Reading, clocks, close_loop
 
+checked = settings(derandomize=True, max_examples=100, deadline=None)
 TIMES = st.floats(-1e3, 1e3)
 
 
@@ -27,6 +28,7 @@ def readings(ahead, trips, skews):
     ]
 
 
+@checked
 @given(st.data())
 def test_offsets_are_right_to_half_the_trips_and_the_loop_closes(data):
     size = data.draw(st.integers(2, 9))
@@ -49,6 +51,7 @@ def test_bounds_are_reached_by_the_worst_of_links():
     assert loop.bounds[9] == pytest.approx(0.9e-3)
 
 
+@checked
 @given(st.lists(TIMES, min_size=2, max_size=9), st.integers(0, 8), st.floats(-1, 1))
 def test_a_single_lopsided_link_is_told_by_the_loop(times, link, skew):
     """All other links are even: then the loop is off by exactly what that link is."""
@@ -73,6 +76,7 @@ def test_a_corrupted_link_does_not_close_the_loop_and_its_offsets_are_not_taken(
     assert clocks([bad])[2].first(102.0) == pytest.approx(100.0 - 1e-3, abs=1e-9)  # nothing better
 
 
+@checked
 @given(st.floats(-100, 100), st.floats(-1e-4, 1e-4), st.lists(st.floats(0, 5e3), min_size=1))
 def test_an_even_drift_is_taken_off_between_before_and_after_loops(offset, drift, times):
     def shown(first):

@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daso.errors import ConfigError
@@ -17,7 +17,10 @@ from daso.plan.slots import (
     slots,
 )
 
+checked = settings(derandomize=True, max_examples=100, deadline=None)
 
+
+@checked
 @given(st.integers(1, 40))
 def test_every_slot_is_a_permutation_and_every_pair_meets_once(ranks):
     found = slots(ranks)
@@ -38,6 +41,7 @@ def links(ring, seconds):
     return [seconds[a][b] for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
 
 
+@checked
 @given(st.integers(2, 6), st.integers(0, 2**20))
 def test_no_other_ring_has_a_faster_slowest_link(ranks, seed):
     seconds = matrix(ranks, seed)
@@ -57,6 +61,7 @@ def test_one_slow_link_is_gone_round(ranks):
     assert max(links(ring, seconds)) == 1.0
 
 
+@checked
 @given(st.integers(9, 14), st.integers(0, 2**20))
 def test_with_many_ranks_no_stretch_that_is_reversed_makes_it_better(ranks, seed):
     seconds = matrix(ranks, seed)
@@ -73,6 +78,7 @@ def test_the_leader_is_nearest_to_the_farthest():
     assert leader([[0, 1], [1, 0]]) == 0  # of equals the first
 
 
+@checked
 @given(st.integers(2, 64), st.floats(1e-6, 1e-3), st.floats(1e-5, 1.0))
 def test_no_other_number_of_segments_is_faster(ranks, latency, seconds):
     best = best_segments(ranks, latency, seconds)

@@ -5,12 +5,13 @@ import random
 import statistics
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daso.errors import ConfigError
 from daso.plan.throttles import Machine, ThrottlePlan, estimate
 
+checked = settings(derandomize=True, max_examples=100, deadline=None)
 EXACT = pytest.approx
 RATES = st.floats(1e-3, 1e9)
 
@@ -41,6 +42,7 @@ def test_a_faster_link_is_slower_computing():
     assert plan.latency_seconds == EXACT(4e-5)
 
 
+@checked
 @given(machines(), machines())
 def test_nothing_is_to_be_faster_than_it_is_and_something_stays(current, target):
     plan = ThrottlePlan(current, target)
@@ -69,6 +71,7 @@ def length(tasks, edges, machine):
     return max(ends)
 
 
+@checked
 @given(machines(), machines(), st.integers(0, 2**32))
 def test_any_order_of_tasks_takes_a_ratio_of_what_it_takes_throttled(current, target, seed):
     rng = random.Random(seed)

@@ -216,8 +216,9 @@ def test_any_bucket_and_chunk_size_gives_the_same_bits(topology, size):
         assert run(size, max(size, 16), policy) == run(1 << 20, 1 << 20, policy)
 
 
+@pytest.mark.parametrize("order", ["buckets", "host"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_iallreduce_stays_near_the_oracle_and_identical(topology, dtype):
+def test_iallreduce_stays_near_the_oracle_and_identical(topology, dtype, order):
     build = seeded(lambda: Wide() if dtype == torch.float64 else mlp())
     for policy in (daso.Fixed(1, 0), daso.Fixed(3, 1)):
         oracle = Sequential(
@@ -231,6 +232,8 @@ def test_iallreduce_stays_near_the_oracle_and_identical(topology, dtype):
             policy=policy,
             wire="fp32",
             merge="daso",
+            exchange=daso.Exchange(reduce="iallreduce"),
+            gradients=daso.Gradients(order=order),
         ) as optimizer:
             for step in range(10):
                 optimizer.zero_grad()

@@ -59,7 +59,7 @@ def test_what_calibrates_is_predicted_as_it_was():
     assert rows[foretold.OFTEN]["unchanged_ms"] == 55.0
 
 
-def test_hosts_that_share_cores_take_as_many_times_as_long():
+def test_hosts_that_share_cores_are_predicted_from_what_computing_takes_there():
     *_, four = foretold.compare(Machine(), PLAN, [("none", 4)], cores=2)
     rows = {row["name"]: row for row in four["rows"]}
     assert rows[foretold.OFTEN]["predicted_ms"] == EXACT(121.0, rel=1e-3)
@@ -103,6 +103,8 @@ def test_a_table_has_predictions_beside_both_rules():
     lines = foretold.table(second).splitlines()
     assert lines[0] == "link 1gbit, 2 hosts"
     assert [line.split("  ")[0] for line in lines[2:]] == list(foretold.WAYS)
+    assert lines[1].split() == ["compute", "measured", "predicted", "error", "unchanged", "added"]
+    assert lines[2].split()[-6:-4] == ["55.0", "68.8"]
     assert lines[2].split()[-2] == "0%"  # unchanged, but for the speed of the machine
 
 

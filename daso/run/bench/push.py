@@ -115,8 +115,9 @@ def _predicted(name: str, ranks: int) -> float:
 def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the figure, named as everywhere."""
     seconds = {row["name"]: row["seconds"] for row in found["rows"]}
+    link = found["plan"]["link"]
     return {
-        f"staggered_ratio_{len(found['nodes'])}": {
+        f"staggered_ratio_{len(found['nodes'])}_{link}": {
             "value": statistics.median(over(seconds[SAME], seconds[SLOTS])),
             "unit": "ratio of seconds, the same order over slots",
             "conditions": table(found).splitlines()[0],

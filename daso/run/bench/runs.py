@@ -4,14 +4,11 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from daso.errors import ConfigError
 from daso.run.bench import asked, axes
 from daso.run.bench.names import COMPUTE, DDP, OURS
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["GPU_MODELS", "RUNS"]
 

@@ -193,7 +193,7 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     named = {
         "clock_error_over_half_rtt": {
             "value": worst / bound,
-            "unit": "largest error over half of all trips on the way, injected offset and drift",
+            "unit": "largest error of injected offset and drift, over what trips allow",
             "conditions": head,
         }
     }
