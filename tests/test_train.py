@@ -68,6 +68,24 @@ def test_a_recorded_run_is_told_by_daso_trace(tmp_path: Path) -> None:
     assert names >= {"step", "send", "merge", "exchange", "messages"}
 
 
+def test_a_run_that_goes_on_is_recorded_in_a_file_of_its_own(tmp_path: Path) -> None:
+    words = ["-n", "2", "--ranks-per-node=1", "--data.name=digits", "--checkpoint.every=10"]
+    begun = daso_train(*words, "--epochs=1", cwd=tmp_path)  # not recorded: that may change
+    assert begun.returncode == 0, begun.stderr
+    again = daso_train(*words, "--epochs=2", "--trace=true", "--resume", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert [path.name for path in (tmp_path / "runs/train").glob("trace*")] == ["trace-22.jsonl"]
+    command = [sys.executable, "-m", "daso", "trace", "runs/train"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    words = ["--name=alone", "--data.name=digits", "--epochs=1", "--trace=true"]
+    alone = daso_train(*words, cwd=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    assert "trace=true records what ranks do together" in alone.stderr
+
+
 def test_the_papers_schedule_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(
         'name = "paper"\nepochs = 4\n[data]\nname = "digits"\n'
