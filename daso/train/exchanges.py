@@ -4,7 +4,6 @@ One exchange is in flight at a time. Parameters are written here, by the trainin
 boundaries, and nowhere else.
 """
 
-import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -27,9 +26,6 @@ from daso.train.outer import MakeOuter
 from daso.train.rows import Measured, ParameterRow
 
 __all__ = ["Exchanges"]
-
-# Of exchanges in recordings: all ranks hand them in in one order, whatever models they are of.
-_numbers = itertools.count(1)
 
 DIGESTS = 2**48  # a digest travels in a float64 and must survive there exactly
 
@@ -141,7 +137,7 @@ class Exchanges:
             for row in rows:
                 row.go_ahead()
         work = self._exchange(rows, self._header(batch), known.measured)
-        number, own = next(_numbers), time.perf_counter() - begun
+        number, own = self.counts.send(), time.perf_counter() - begun
         trace.record(trace.SEND, begun, key=number)
         ticket = self.links.engine.submit(work, key=number)
         own -= self._node.waited_seconds - waited

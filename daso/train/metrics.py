@@ -28,6 +28,7 @@ class Counts:
 
     epoch: int = 0  # epochs finished
     exchanges: int = 0  # merged, and synchronous batches
+    sent: int = 0  # exchanges of parameters, for recordings: the same on every rank
     dropped: int = 0  # exchanges or steps dropped for values that are not finite
     drops_lately: int = 0  # without two good exchanges in a row between them
     good_in_a_row: int = 0
@@ -47,6 +48,11 @@ class Counts:
         now, exposed = time.perf_counter(), self.exposed_seconds
         self.step_seconds.append(max(0.0, now - self.stepped_at - exposed + self.exposed_before))
         self.stepped_at, self.exposed_before = now, exposed
+
+    def send(self) -> int:
+        """An exchange of parameters is sent; return its number, the same on every rank."""
+        self.sent += 1
+        return self.sent
 
     def good(self) -> None:
         """An exchange was merged, or a synchronous step taken."""
