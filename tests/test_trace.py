@@ -10,7 +10,8 @@ import pytest
 
 from daso import trace
 from daso.errors import DataError
-from daso.run.timeline import chrome_events, late_ranks, read_timeline, shares
+from daso.run.chrome import chrome_events
+from daso.run.timeline import late_ranks, read_timeline, shares
 from daso.trace import EXCHANGE, KINDS, MERGE, NODE, NODES, SEND, STEP, Recorder
 
 SECONDS = 30
@@ -232,3 +233,11 @@ def test_the_command_refuses_in_one_line(tmp_path, what):
     assert done.returncode == 2
     assert done.stderr.startswith("daso: a recording must ")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_is_read(tmp_path):
+    for words in ([f"--plot={tmp_path}/t.pdf"], [f"--plot={tmp_path}/none/t.png"]):
+        done = daso("trace", tmp_path, *words)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
+        assert "--plot must end in .png" in done.stderr or "folder that is there" in done.stderr

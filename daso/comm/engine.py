@@ -130,7 +130,7 @@ class Engine:
         takes: Callable[[object], float] | None = None,
         kind: int = trace.EXCHANGE,
     ) -> None:
-        self.takes, self._kind = takes, kind
+        self._takes, self._kind = takes, kind
         self.stall_seconds, self._missing, self._late = stall_seconds, missing, late
         self._queue: queue.Queue[Ticket[object] | None] = queue.Queue(QUEUE_LENGTH)
         self._mpi = load()
@@ -237,8 +237,8 @@ class Engine:
             ticket.started_at = time.perf_counter()
             try:
                 ticket.result = self._carry_out(ticket)
-                if self.takes is not None:
-                    self._hold(ticket, self.takes(ticket.result))
+                if self._takes is not None:
+                    self._hold(ticket, self._takes(ticket.result))
             except BaseException as error:  # it surfaces in the training thread
                 self._error = self._error or error
                 ticket.error = error

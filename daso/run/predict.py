@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from daso.plan.policy import Auto, Fixed
 from daso.plan.schedule import Policy
 from daso.plan.wires import BITS
 from daso.run.minicluster.rate import parse_rate
+from daso.run.outputs import may_write
 from daso.run.recorded import read_run
 from daso.sim.cluster import Cluster, Job
 from daso.sim.network import HEADERS, Link
@@ -66,7 +66,7 @@ def _main(chosen: argparse.Namespace) -> int:
     settings = Settings(wire=chosen.wire, merge="auto", exchange=Exchange(), gradients=Gradients())
     if chosen.steps < LEAST_STEPS:
         raise ConfigError(f"--steps must be at least {LEAST_STEPS}, not {chosen.steps}")
-    _may_write(chosen.json, chosen.plot)
+    may_write(chosen.json, chosen.plot)
     try:
         clusters = {
             name: [Cluster(count, link, cores=chosen.cores) for count in nodes]
@@ -108,18 +108,6 @@ def _predict(
         print(table(job, name, of_link), end="\n\n", flush=True)
         rows += of_link
     return rows
-
-
-def _may_write(json_path: Path | None, plot: Path | None) -> None:
-    """Raise now what would go wrong when all is predicted."""
-    for path in (json_path, plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"a file must lie in a folder that is there, not {path}")
-    if plot is not None:
-        if plot.suffix != ".png":
-            raise ConfigError(f"--plot must end in .png, not {plot}")
-        if find_spec("matplotlib") is None:
-            raise ConfigError("--plot needs matplotlib; `pip install 'daso[plot]'`")
 
 
 def _job(chosen: argparse.Namespace) -> tuple[Job, tuple[str, ...]]:

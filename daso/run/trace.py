@@ -7,11 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from daso.errors import ConfigError
+from daso.run.chrome import chrome_events
+from daso.run.outputs import may_write
 from daso.run.timeline import (
     Late,
     Share,
     Timeline,
-    chrome_events,
     late_ranks,
     read_timeline,
     shares,
@@ -45,6 +46,7 @@ def newest(folder: Path) -> Path:
 
 
 def _main(chosen: argparse.Namespace) -> int:
+    may_write(chosen.json, chosen.plot)
     path = newest(chosen.recording) if chosen.recording.is_dir() else chosen.recording
     timeline = read_timeline(path)
     found, late = shares(timeline), late_ranks(timeline)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from daso.errors import ConfigError
-from daso.plan.options import Settings
+from daso.plan.options import Exchange, Gradients, Settings
 from daso.plan.policy import Plateau
 from daso.plan.schedule import Act, Policy, Seen, State, after_batch, after_exchange
 from daso.sim.cluster import (
@@ -121,7 +121,13 @@ class _Nodes:
 
 
 def simulate(
-    job: Job, cluster: Cluster, policy: Policy, settings: Settings, *, steps: int, seed: int = 0
+    job: Job,
+    cluster: Cluster,
+    policy: Policy,
+    settings: Settings | None = None,
+    *,
+    steps: int,
+    seed: int = 0,
 ) -> Outcome:
     """Train for so many batches on virtual time.
 
@@ -129,7 +135,7 @@ def simulate(
         job: What is trained.
         cluster: On what.
         policy: Chooses skip and wait.
-        settings: Wires; the rest is not simulated.
+        settings: Wires, the rest is not simulated; None: those that are usual.
         steps: Batches.
         seed: Of the spread of step times.
 
@@ -141,6 +147,8 @@ def simulate(
     """
     if isinstance(policy, Plateau):
         raise ConfigError("a policy must not go by the loss of epochs to be predicted, as Plateau")
+    if settings is None:
+        settings = Settings(wire="auto", merge="auto", exchange=Exchange(), gradients=Gradients())
     nodes, state = _Nodes(job, cluster, settings, seed), policy.start()
     state = replace(state, sparse=settings.sparse)
     settled, before = steps // 4, (0.0, 0.0, 0.0)

@@ -14,13 +14,14 @@ import torch
 
 from daso import trace
 from daso.comm.dtypes import accumulator
-from daso.comm.engine import Ticket, Work
+from daso.comm.engine import Work
 from daso.comm.node import NodeGroup
 from daso.errors import ExchangeError
 from daso.plan.header import Header, Tally, culprit, decode_culprit
 from daso.plan.layout import fragments
 from daso.plan.schedule import Seen
 from daso.train.agree import zero_nonfinite
+from daso.train.flight import Flight, Outcome, pack, unpack
 from daso.train.meeting import Meeting
 from daso.train.outer import MakeOuter
 from daso.train.rows import Measured, ParameterRow
@@ -28,31 +29,6 @@ from daso.train.rows import Measured, ParameterRow
 __all__ = ["Exchanges"]
 
 DIGESTS = 2**48  # a digest travels in a float64 and must survive there exactly
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What an exchange gave."""
-
-    header: Header  # agreed by all ranks
-    tally: Tally  # summed over all ranks, about the exchange before
-    measured: Tally  # by this rank, about this exchange
-    nbytes: int  # sent by this rank
-    sound: bool  # this rank's own values were finite
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """An exchange under way."""
-
-    ticket: Ticket[Outcome]
-    batch: int  # batch after which it was sent
-    batches: int  # of work that it carries
-    fragment: int | None  # None: all of them
-    ahead: bool  # the node went where it will probably bring it
-    keeps: bool  # the merge keeps local work
-    wire: str
-    own_seconds: float  # that the training thread packed
 
 
 @dataclass(slots=True)
@@ -137,10 +113,10 @@ class Exchanges:
             for row in rows:
                 row.go_ahead()
         work = self._exchange(rows, self._header(batch), known.measured)
-        number, own = self.counts.send(), time.perf_counter() - begun
+        number = self.counts.send()
+        own = time.perf_counter() - begun - (self._node.waited_seconds - waited)
         trace.record(trace.SEND, begun, key=number)
         ticket = self.links.engine.submit(work, key=number)
-        own -= self._node.waited_seconds - waited
         self._flight = Flight(ticket, batch, batches, fragment, ahead, keeps, wire, own)
 
     def _fragments_of(self, fragment: int | None) -> Sequence[int]:
@@ -306,7 +282,7 @@ class Exchanges:
         return {
             "rows": [row.state() for row in self._at_rest()],
             "known": asdict(self._known),
-            "flight": flight and _pack(flight),
+            "flight": flight and pack(flight),
         }
 
     def _at_rest(self) -> list[ParameterRow]:
@@ -321,32 +297,4 @@ class Exchanges:
             row.load(values)
         known = state["known"]
         self._known = Known(**known | {"measured": Tally(**known["measured"])})
-        self._flight = None if state["flight"] is None else _unpack(state["flight"])
-
-
-def _pack(flight: Flight) -> dict[str, Any]:
-    """Return an exchange that is over between nodes as plain values."""
-    assert flight.ticket.result is not None, "an exchange is stored once it is over"
-    return {
-        "outcome": asdict(flight.ticket.result),
-        "seconds": flight.ticket.seconds,
-        "batch": flight.batch,
-        "batches": flight.batches,
-        "fragment": flight.fragment,
-        "ahead": flight.ahead,
-        "keeps": flight.keeps,
-        "wire": flight.wire,
-        "own_seconds": flight.own_seconds,
-    }
-
-
-def _unpack(values: dict[str, Any]) -> Flight:
-    outcome = values["outcome"]
-    parts = {
-        "header": Header(**outcome["header"]),
-        "tally": Tally(**outcome["tally"]),
-        "measured": Tally(**outcome["measured"]),
-    }
-    ticket = Ticket.over(Outcome(**outcome | parts), values["seconds"])
-    names = ("batch", "batches", "fragment", "ahead", "keeps", "wire", "own_seconds")
-    return Flight(ticket, *(values[name] for name in names))
+        self._flight = None if state["flight"] is None else unpack(state["flight"])

@@ -16,7 +16,8 @@ from daso.comm.clock import ask_round
 from daso.comm.recording import Recording
 from daso.errors import ConfigError
 from daso.plan.clocks import Reading, clocks, close_loop
-from daso.run.timeline import chrome_events, late_ranks, read_timeline, shares
+from daso.run.chrome import chrome_events
+from daso.run.timeline import late_ranks, read_timeline, shares
 from daso.trace import EXCHANGE, MERGE, MESSAGES, NODE, SEND, STEP
 
 pytestmark = pytest.mark.mpi

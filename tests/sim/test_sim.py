@@ -246,3 +246,9 @@ def test_many_nodes_are_gone_through_in_seconds():
 def test_what_cannot_be_is_refused(make, match):
     with pytest.raises(ConfigError, match=match):
         make()
+
+
+def test_settings_that_are_not_given_are_the_usual_ones():
+    job, cluster = Job(1e6, 0.02, drift=1e-4), Cluster(4, GIGABIT)
+    given_none = simulate(job, cluster, Auto(), steps=100)
+    assert given_none == simulate(job, cluster, Auto(), settings("auto"), steps=100)

@@ -1,0 +1,63 @@
+"""An exchange of parameters under way: what is known of it, and how a checkpoint keeps it."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from daso.comm.engine import Ticket
+from daso.plan.header import Header, Tally
+
+__all__ = ["Flight", "Outcome", "pack", "unpack"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an exchange gave."""
+
+    header: Header  # agreed by all ranks
+    tally: Tally  # summed over all ranks, about the exchange before
+    measured: Tally  # by this rank, about this exchange
+    nbytes: int  # sent by this rank
+    sound: bool  # this rank's own values were finite
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """An exchange under way."""
+
+    ticket: Ticket[Outcome]
+    batch: int  # batch after which it was sent
+    batches: int  # of work that it carries
+    fragment: int | None  # None: all of them
+    ahead: bool  # the node went where it will probably bring it
+    keeps: bool  # the merge keeps local work
+    wire: str
+    own_seconds: float  # that the training thread packed
+
+
+def pack(flight: Flight) -> dict[str, Any]:
+    """Return an exchange that is over between nodes as plain values."""
+    assert flight.ticket.result is not None, "an exchange is stored once it is over"
+    return {
+        "outcome": asdict(flight.ticket.result),
+        "seconds": flight.ticket.seconds,
+        "batch": flight.batch,
+        "batches": flight.batches,
+        "fragment": flight.fragment,
+        "ahead": flight.ahead,
+        "keeps": flight.keeps,
+        "wire": flight.wire,
+        "own_seconds": flight.own_seconds,
+    }
+
+
+def unpack(values: dict[str, Any]) -> Flight:
+    """Return what `pack` made plain."""
+    outcome = values["outcome"]
+    parts = {
+        "header": Header(**outcome["header"]),
+        "tally": Tally(**outcome["tally"]),
+        "measured": Tally(**outcome["measured"]),
+    }
+    ticket = Ticket.over(Outcome(**outcome | parts), values["seconds"])
+    names = ("batch", "batches", "fragment", "ahead", "keeps", "wire", "own_seconds")
+    return Flight(ticket, *(values[name] for name in names))
