@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from daso.plan.options import Exchange, Gradients
     from daso.plan.policy import Auto, Fixed, Plateau, Qsr
     from daso.train.attach import attach
+    from daso.train.eager import EagerServer
     from daso.train.optimizer import DASO
 
 __version__ = "0.1.0"
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DASO",
     "Auto",
+    "EagerServer",
     "Exchange",
     "Fixed",
     "Gradients",
@@ -37,6 +39,7 @@ __all__ = [
 _HOME = {
     "DASO": "daso.train.optimizer",
     "Auto": "daso.plan.policy",
+    "EagerServer": "daso.train.eager",
     "Exchange": "daso.plan.options",
     "Fixed": "daso.plan.policy",
     "Gradients": "daso.plan.options",

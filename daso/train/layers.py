@@ -8,16 +8,17 @@ came to is stepped by `LayerSteps.flush`, at the latest when the next backward b
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 
 from daso.errors import ConfigError
 from daso.train.buckets import GradientBuckets
 from daso.train.params import Trained
+from daso.train.subset import step_with, values_of
+from daso.train.uses import Hook, Uses
 
 __all__ = ["INSTEAD", "LayerSteps"]
 
@@ -35,32 +36,6 @@ class Due:
     dropped: bool = False  # a gradient was not finite
     begun: bool = False  # a forward has come to its first layer
     checked: bool = False  # that nobody wrote to gradients until the first layer's step
-
-
-@dataclass(slots=True)
-class Waits:
-    """Which parameters a module's forward waits for."""
-
-    seen: set[str] = field(default_factory=set)  # names of modules whose forward was called
-    params: dict[str, tuple[int, ...]] = field(default_factory=dict)  # indices, by module
-    nowhere: tuple[int, ...] = ()  # of parameters that no such module has: step() waits for them
-
-
-class Hook:
-    """A hook on a module that a copy of the module does not have: it would step this optimizer."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    @_disable_dynamo
-    def __call__(self, *_: Any) -> None:
-        self._call()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Hook, (_nothing,)
-
-
-def _nothing() -> None: ...
 
 
 class LayerSteps:
@@ -83,8 +58,7 @@ class LayerSteps:
     ) -> None:
         assert trained.module is not None, "the setup was checked"
         self._trained, self._buckets, self._drop, self._good = trained, buckets, drop, good
-        self._owners = _owners(trained)
-        self._waits = Waits(nowhere=tuple(range(len(trained.named))))
+        self._uses = Uses(trained.module, trained.named)
         self._due: Due | None = None
         self._stale: set[int] = set()  # not stepped yet when the backward that goes on began
         # Stepped in the middle of a forward because their gradients were there; what that forward
@@ -125,12 +99,12 @@ class LayerSteps:
             )
         tensors = [tensor for _, tensor in self._trained.named]
         self._due = Due(
-            values=[_values(group) for group in inner.param_groups],
+            values=values_of(inner.param_groups),
             pending=set(range(len(tensors))),
             had={index for index, tensor in enumerate(tensors) if tensor.grad is not None},
         )
         self._amid.clear()
-        self._apply(self._waits.nowhere, alone=True)
+        self._apply(self._uses.nowhere, alone=True)
 
     def begin(self) -> None:
         """Take what is left of the last step; a backward begins, or ends."""
@@ -174,38 +148,10 @@ class LayerSteps:
 
     def _before(self, name: str) -> None:
         """Step with what a module's forward needs."""
-        if name not in self._waits.seen:
-            self._learn(name)
-        params = self._waits.params.get(name, ())
+        params = self._uses.called(name)
         if self._due is not None:
             self._apply(params)
         self._amid.difference_update(params)
-
-    def _learn(self, name: str) -> None:
-        """Take up that a module's forward is called: parameters are waited for as far in as can be.
-
-        Some modules use parameters of modules inside without calling them, as MultiheadAttention.
-        """
-        self._waits.seen.add(name)
-        params: dict[str, list[int]] = {}
-        nowhere = []
-        for index, owners in enumerate(self._owners):
-            direct = [owner for owner in owners if owner in self._waits.seen]
-            around = direct or {self._around(owner) for owner in owners} or {None}
-            nowhere += [index] * (None in around)
-            for one in around:
-                if one is not None:
-                    params.setdefault(one, []).append(index)
-        self._waits.params = {one: tuple(indices) for one, indices in params.items()}
-        self._waits.nowhere = tuple(nowhere)
-
-    def _around(self, name: str) -> str | None:
-        """Return the innermost module around one whose forward is called."""
-        while name:
-            name = name.rpartition(".")[0]
-            if name in self._waits.seen:
-                return name
-        return None
 
     def _apply(self, params: Iterable[int], *, alone: bool = False) -> None:
         """Step with parameters that are not stepped yet, once their gradients have crossed.
@@ -261,46 +207,17 @@ class LayerSteps:
 
     def _step_with(self, due: Due, chosen: Iterable[int]) -> None:
         inner, params = self._trained.inner, {id(self._trained.named[at][1]) for at in chosen}
-        before = [dict(group) for group in inner.param_groups]
-        try:
-            for group, values in zip(inner.param_groups, due.values, strict=True):
-                group.update(values)
-                group["params"] = [p for p in group["params"] if id(p) in params]
-            # In an evaluation, state that is made now would be of no use in training.
-            device = self._trained.device.type
-            with torch.inference_mode(False), torch.autocast(device, enabled=False):
-                inner.step()
+
+        def check() -> None:
             for group, values in zip(inner.param_groups, due.values, strict=True):
                 _check_values(inner, group, values)
-        finally:
-            for group, old in zip(inner.param_groups, before, strict=True):
-                group.clear()
-                group.update(old)
+
+        step_with(inner, params, due.values, self._trained.device, check)
 
     def _zero(self, due: Due, chosen: Iterable[int]) -> None:
         if due.zero is not None:
             for index in chosen:
                 _zero(self._trained.named[index][1], due.zero)
-
-
-def _owners(trained: Trained) -> list[list[str]]:
-    """Return the names of the modules that have each parameter; none for a stranger."""
-    assert trained.module is not None
-    owners: dict[int, list[str]] = {}
-    for name, module in trained.module.named_modules():
-        for param in module._parameters.values():
-            if param is not None:
-                owners.setdefault(id(param), []).append(name)
-    return [owners.get(id(tensor), []) for _, tensor in trained.named]
-
-
-def _values(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's values; a scheduler may write to a tensor in place."""
-    return {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key != "params"
-    }
 
 
 def _check_values(

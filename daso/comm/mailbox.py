@@ -1,0 +1,229 @@
+"""Letters between ranks that nobody has to expect, cut into packets, the most urgent first.
+
+Two-sided messages: packets are sent without blocking, and taken up as they come. One thread moves
+them; any thread may post. A letter that was posted earlier does not hold up one that is needed
+sooner for longer than the packets that are under way.
+"""
+
+import heapq
+import itertools
+import pickle
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from daso.comm.dtypes import byte_buffer
+from daso.comm.mpi import load
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Letter", "Mailbox"]
+
+PACKET = 7  # tag
+HEAD = (
+    4  # numbers of 8 bytes before a packet's bytes: letter, all its bytes, offset, bytes of notes
+)
+HEAD_BYTES = 8 * HEAD
+UNDER_WAY = 3  # packets to a rank
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """What one rank tells another.
+
+    Args:
+        notes: Anything small that pickles.
+        payload: Bytes (nbytes,) on the host, not to be written to any more.
+        urgency: The smallest leaves first.
+        covers: Posted later to the same rank, a letter takes the place of one that has not begun to
+            leave and covers no more than it; empty: of none.
+    """
+
+    notes: Any
+    payload: torch.Tensor
+    urgency: int = 0
+    covers: frozenset[int] = frozenset()
+
+
+@dataclass(order=True, slots=True)
+class _Outgoing:
+    urgency: int
+    number: int
+    notes: bytes = field(compare=False)
+    letter: Letter = field(compare=False)
+    sent: int = field(default=0, compare=False)  # bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.notes) + self.letter.payload.numel()
+
+    def next_packet(self, most: int) -> torch.Tensor:
+        """Return the next bytes to send, with their head."""
+        size = min(most, self.nbytes - self.sent)
+        packet = torch.empty(HEAD_BYTES + size, dtype=torch.uint8)
+        head = packet[:HEAD_BYTES].view(torch.int64)
+        head.copy_(torch.tensor([self.number, self.nbytes, self.sent, len(self.notes)]))
+        self._copy(packet[HEAD_BYTES:])
+        self.sent += size
+        return packet
+
+    def _copy(self, room: torch.Tensor) -> None:
+        first = self.sent
+        of_notes = max(0, min(len(self.notes) - first, room.numel()))
+        if of_notes:
+            notes = torch.frombuffer(bytearray(self.notes[first : first + of_notes]), dtype=_BYTE)
+            room[:of_notes] = notes
+        start = max(0, first - len(self.notes))
+        room[of_notes:] = self.letter.payload[start : start + room.numel() - of_notes]
+
+
+_BYTE = torch.uint8
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """What is to go to one rank."""
+
+    waiting: list[_Outgoing] = field(default_factory=list)  # a heap
+    under_way: "deque[tuple[MPI.Request, torch.Tensor]]" = field(default_factory=deque)
+    nbytes: int = 0  # that have not left
+
+
+@dataclass(slots=True)
+class _Incoming:
+    row: torch.Tensor
+    notes: int
+    missing: int
+
+
+class Mailbox:
+    """One rank's letters to and from the others.
+
+    Args:
+        comm: Communicator of its own over all ranks; freed by whoever made it.
+        packet_bytes: Of a letter that cross in one message.
+    """
+
+    def __init__(self, comm: "MPI.Comm", packet_bytes: int) -> None:
+        self.comm, self.packet_bytes = comm, packet_bytes
+        self.rank: int = comm.Get_rank()
+        self.sent_bytes = 0  # to all, of letters
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._outboxes = {rank: _Outbox() for rank in range(comm.Get_size()) if rank != self.rank}
+        self._arriving: dict[int, deque[tuple[MPI.Request, torch.Tensor]]] = {
+            rank: deque() for rank in self._outboxes
+        }
+        self._open: dict[tuple[int, int], _Incoming] = {}
+        self._arrived: deque[tuple[int, Letter]] = deque()
+
+    def post(self, to: int, letter: Letter) -> None:
+        """Hand over a letter; any thread. Does not block.
+
+        Args:
+            to: A rank; not this one.
+            letter: For it.
+        """
+        notes = pickle.dumps(letter.notes)
+        notes += bytes(-len(notes) % 8)  # so that numbers behind them can be read where they lie
+        outgoing = _Outgoing(letter.urgency, next(self._numbers), notes, letter)
+        box = self._outboxes[to]
+        with self._lock:
+            if letter.covers:
+                self._replace(box, letter.covers)
+            heapq.heappush(box.waiting, outgoing)
+            box.nbytes += outgoing.nbytes
+
+    @staticmethod
+    def _replace(box: _Outbox, covers: frozenset[int]) -> None:
+        """Drop what has not begun to leave, and says less than a letter that comes now."""
+        stale = [
+            one
+            for one in box.waiting
+            if one.sent == 0 and one.letter.covers and one.letter.covers <= covers
+        ]
+        for one in stale:
+            box.waiting.remove(one)
+            box.nbytes -= one.nbytes
+        if stale:
+            heapq.heapify(box.waiting)
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes that were posted and have not left, to the rank to which there are most."""
+        return max((box.nbytes for box in self._outboxes.values()), default=0)
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything posted has left."""
+        return all(not box.nbytes for box in self._outboxes.values())
+
+    # --- by the thread that moves them -------------------------------------------------------
+
+    def move(self) -> bool:
+        """Send and receive as far as possible without blocking; one thread.
+
+        Returns:
+            Whether `take` has something.
+        """
+        for rank, box in self._outboxes.items():
+            self._send(rank, box)
+        self._receive()
+        return bool(self._arrived)
+
+    def take(self) -> Iterator[tuple[int, Letter]]:
+        """Yield what arrived, with who sent it: of one rank in the order in which it left."""
+        while self._arrived:
+            yield self._arrived.popleft()
+
+    def _send(self, rank: int, box: _Outbox) -> None:
+        gone = 0
+        while box.under_way and box.under_way[0][0].Test():
+            gone += box.under_way.popleft()[1].numel() - HEAD_BYTES
+        with self._lock:
+            box.nbytes -= gone
+            packets: list[torch.Tensor] = []
+            while box.waiting and len(box.under_way) + len(packets) < UNDER_WAY:
+                first = box.waiting[0]
+                packets.append(first.next_packet(self.packet_bytes))
+                if first.sent == first.nbytes:
+                    heapq.heappop(box.waiting)
+        for packet in packets:
+            self.sent_bytes += packet.numel() - HEAD_BYTES
+            box.under_way.append((self.comm.Isend(byte_buffer(packet), rank, PACKET), packet))
+
+    def _receive(self) -> None:
+        mpi = load()
+        status = mpi.Status()
+        while (message := self.comm.Improbe(mpi.ANY_SOURCE, PACKET, status)) is not None:
+            packet = torch.empty(status.Get_count(mpi.BYTE), dtype=torch.uint8)
+            request = message.Irecv(byte_buffer(packet))
+            self._arriving[status.Get_source()].append((request, packet))
+        for source, arriving in self._arriving.items():
+            while arriving and arriving[0][0].Test():
+                self._take_up(source, arriving.popleft()[1])
+
+    def _take_up(self, source: int, packet: torch.Tensor) -> None:
+        number, nbytes, offset, notes = packet[:HEAD_BYTES].view(torch.int64).tolist()
+        body = packet[HEAD_BYTES:]
+        if body.numel() == nbytes:
+            self._deliver(source, body, notes)
+            return
+        incoming = self._open.get((source, number))
+        if incoming is None:
+            row = torch.empty(nbytes, dtype=torch.uint8)
+            incoming = self._open[source, number] = _Incoming(row, notes, nbytes)
+        incoming.row[offset : offset + body.numel()] = body
+        incoming.missing -= body.numel()
+        if not incoming.missing:
+            del self._open[source, number]
+            self._deliver(source, incoming.row, incoming.notes)
+
+    def _deliver(self, source: int, row: torch.Tensor, notes: int) -> None:
+        told = pickle.loads(row[:notes].numpy().tobytes())
+        self._arrived.append((source, Letter(told, row[notes:])))

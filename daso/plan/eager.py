@@ -1,0 +1,253 @@
+"""What an eager parameter server decides: whose rows are whose, when they leave, how old they are.
+
+The mechanism is that of US11630994B2: parameters of a layer leave the node while backward goes on
+for the layers below, after every n-th layer, and n changes while backward runs. A bound on how far
+ranks may be apart is that of stale-synchronous parallel training (Ho et al., NIPS 2013).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from daso.errors import ConfigError
+from daso.plan.layout import Span, split
+
+__all__ = [
+    "FLOOR_BYTES",
+    "Apply",
+    "Log",
+    "Mode",
+    "Pace",
+    "Plan",
+    "Read",
+    "Send",
+    "age",
+    "aligned",
+    "first_pace",
+    "is_fresh",
+    "leaves",
+    "next_pace",
+    "rows_of",
+]
+
+Mode = Literal["owner", "block", "replica"]
+
+FLOOR_BYTES = 64 << 10  # a message of less is not worth its headers and polls
+QUIET_LAYERS = 2  # that found nothing on its way, until n shrinks
+ALIGNMENT = 8  # bytes: of every tensor in a message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The server's keywords as one record, checked when made.
+
+    Args:
+        mode: Who updates what; see `daso.EagerServer`.
+        staleness: Steps that a rank may be ahead of the slowest; None: any number.
+        every: Layers whose gradients leave together, or "auto".
+        damped: Divide the learning rate of a gradient by one more than its age.
+        log: Keep what `daso.train.replay` needs.
+        packet_bytes: Size of the packets into which messages are cut.
+        stall_seconds: How long to wait without a sign of the others.
+    """
+
+    mode: Mode
+    staleness: int | None
+    every: int | Literal["auto"]
+    damped: bool
+    log: bool
+    packet_bytes: int
+    stall_seconds: float
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}, not {self.mode!r}")
+        if self.staleness is not None and not _whole(self.staleness, 0):
+            raise ConfigError(
+                f"staleness must be a whole number of steps of at least 0, or None, not "
+                f"{self.staleness!r}"
+            )
+        if self.every != "auto" and not _whole(self.every, 1):
+            raise ConfigError(
+                f"every must be a whole number of layers of at least 1, or 'auto', not "
+                f"{self.every!r}"
+            )
+        if self.damped and (self.mode != "owner" or self.staleness == 0):
+            raise ConfigError(
+                "damped needs gradients that can be old: mode='owner' and a staleness other than "
+                f"0, not mode={self.mode!r} and staleness={self.staleness}"
+            )
+        if not _whole(self.packet_bytes, 1):
+            raise ConfigError(
+                f"packet_bytes must be a whole number of bytes of at least 1, not "
+                f"{self.packet_bytes!r}"
+            )
+        if not self.stall_seconds > 0:
+            raise ConfigError(f"stall_seconds must be positive, not {self.stall_seconds!r}")
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank updates all rows."""
+        return self.mode == "replica"
+
+    def contributors(self, rank: int, ranks: int) -> tuple[int, ...]:
+        """Return the ranks whose gradients an owner of rows takes in."""
+        return tuple(range(ranks)) if self.mode == "owner" else (rank,)
+
+    @property
+    def together(self) -> bool:
+        """Whether an owner waits for all gradients of a step, and takes their mean."""
+        return self.staleness == 0
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def rows_of(rows: int, ranks: int, *, whole: bool) -> tuple[Span, ...]:
+    """Return which rows of a tensor each rank updates.
+
+    Args:
+        rows: Length of the tensor's first axis.
+        ranks: World size.
+        whole: Every rank updates all rows.
+
+    Returns:
+        A span for each rank; some are empty where there are fewer rows than ranks.
+    """
+    return (Span(0, rows),) * ranks if whole else split(rows, ranks)
+
+
+def aligned(nbytes: Sequence[int]) -> tuple[Span, ...]:
+    """Put tensors one after the other in a message, so that each can be read where it lies.
+
+    Args:
+        nbytes: Of each tensor.
+
+    Returns:
+        The bytes of each.
+    """
+    spans, at = [], 0
+    for size in nbytes:
+        spans.append(Span(at, at + size))
+        at += -(-size // ALIGNMENT) * ALIGNMENT
+    return tuple(spans)
+
+
+def is_fresh(clock: float, step: int, staleness: int | None) -> bool:
+    """Return whether rows may be read for a step.
+
+    Args:
+        clock: Steps of all ranks that are in them.
+        step: Steps that the reader has taken.
+        staleness: Steps that they may lie behind; None: any number.
+    """
+    return staleness is None or clock >= step - staleness
+
+
+def age(version: int, read: int, ranks: int) -> float:
+    """Return how old a gradient is, in steps of all ranks.
+
+    Args:
+        version: Updates that rows have had.
+        read: Updates that they had where the gradient was computed.
+        ranks: Whose gradients make these updates.
+    """
+    return (version - read) / ranks
+
+
+# --- when gradients leave -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """After how many finished layers gradients leave.
+
+    Args:
+        layers: How many (n).
+        most: Layers of the model.
+        fixed: It stays.
+        quiet: Layers in a row that found nothing on its way.
+    """
+
+    layers: int
+    most: int
+    fixed: bool
+    quiet: int = 0
+
+
+def first_pace(every: int | Literal["auto"], layers: int) -> Pace:
+    """Return the pace of the first step of a model of so many layers."""
+    if every == "auto":
+        return Pace(1, layers, fixed=False)
+    return Pace(min(every, layers), layers, fixed=True)
+
+
+def next_pace(pace: Pace, *, backlog_bytes: int, layer_bytes: int) -> Pace:
+    """Return the pace after a layer: slower while more than a layer waits, faster while none does.
+
+    Args:
+        pace: Until now.
+        backlog_bytes: That were handed over and have not left.
+        layer_bytes: Of this layer's messages.
+    """
+    if pace.fixed:
+        return pace
+    if backlog_bytes > layer_bytes:
+        return replace(pace, layers=min(2 * pace.layers, pace.most), quiet=0)
+    if backlog_bytes:
+        return replace(pace, quiet=0)
+    if pace.quiet + 1 < QUIET_LAYERS:
+        return replace(pace, quiet=pace.quiet + 1)
+    return replace(pace, layers=max(1, pace.layers // 2), quiet=0)
+
+
+def leaves(pace: Pace, *, layers: int, nbytes: int) -> bool:
+    """Return whether finished layers leave now.
+
+    Args:
+        pace: After how many they do.
+        layers: Finished, and not sent.
+        nbytes: Of theirs to each other rank.
+    """
+    return layers >= pace.layers and (pace.fixed or nbytes >= FLOOR_BYTES)
+
+
+# --- what is logged -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A rank took up a layer's rows before it computed with them."""
+
+    step: int
+    layer: int
+    versions: tuple[int, ...]  # of each owner
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A rank handed over gradients of finished layers."""
+
+    step: int
+    layers: tuple[int, ...]
+    every: int  # n at that moment
+    values: tuple[Mapping[str, Any], ...]  # of each parameter group, as learning rates were
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """An owner made a new version of its rows of a layer."""
+
+    layer: int
+    version: int
+    of: tuple[tuple[int, int], ...]  # the gradients: rank and step of each, in the order of adding
+    digest: str  # of the rows afterwards
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """What one rank did, in order; of all ranks together a single process replays the training."""
+
+    rank: int
+    events: tuple[Read | Send | Apply, ...]

@@ -1,0 +1,296 @@
+"""The thread that serves one rank's rows: takes in gradients, publishes rows, receives others'.
+
+It runs as work of an `Engine`, from the first forward after a meeting of all ranks to the next
+meeting, and never touches live parameters: what it receives waits beside them until the
+training thread takes it up.
+"""
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import torch
+
+from daso import trace
+from daso.comm.dtypes import sum_buffer
+from daso.comm.engine import Engine, Ticket, Work
+from daso.comm.mailbox import Letter, Mailbox
+from daso.comm.mpi import load
+from daso.comm.topology import Topology
+from daso.errors import ExchangeError, StallError
+from daso.plan.eager import Plan, is_fresh
+from daso.train.server import Contribution, Rows, RowServer, first_rows, rows_in
+from daso.train.shares import Shares
+
+__all__ = ["Serving"]
+
+GRADIENTS, ROWS, LAST_STEP, LAST_ROWS = range(4)  # what letters are about
+LATEST = sys.maxsize  # urgency of what is to leave after everything else
+LOOK_SECONDS = 0.1  # how often who waits looks whether something failed
+
+
+class Serving:
+    """One rank's side of the server.
+
+    Args:
+        topology: Who is where.
+        shares: Which rows are whose.
+        plan: How gradients are taken in.
+        server: This rank's rows.
+
+    Collective over the world; blocking.
+    """
+
+    def __init__(self, topology: Topology, shares: Shares, plan: Plan, server: RowServer) -> None:
+        self.plan, self.server, self.shares = plan, server, shares
+        self.rank, self.ranks = topology.place.rank, topology.place.size
+        self.world, self._letters = topology.world.Dup(), topology.world.Dup()
+        self.mailbox = Mailbox(self._letters, plan.packet_bytes)
+        self._missing = topology.roll.missing
+        self.engine = Engine(
+            plan.stall_seconds, topology.roll.missing, topology.roll.answer, name="daso-server"
+        )
+        # By owner and layer: the version that was taken up last, and what came since; of owners
+        # that do not wait for this rank more than one may have come. All start from the same.
+        self._rows = [[deque([rows]) for rows in first_rows(server)] for _ in range(self.ranks)]
+        self.exposed_seconds = 0.0
+        self._news = threading.Condition()
+        self._sign_at = time.perf_counter()  # when somebody was heard of last
+        self._given: deque[Contribution] = deque()  # by the training thread
+        self._ticket: Ticket[None] | None = None
+        self._last: dict[int, int] = {}  # steps of each rank that takes no more until the meeting
+        self._pausing: int | None = None  # this rank's, before it is told to all
+        self._over: set[int] = set()  # ranks whose last rows came
+
+    # --- by the training thread --------------------------------------------------------------
+
+    def go_on(self) -> None:
+        """Serve, if that is not done already. Does not block."""
+        if self._ticket is None:
+            self._ticket = self.engine.submit(self._serve())
+
+    @property
+    def serves(self) -> bool:
+        """Whether the thread is at work: this rank's rows may change."""
+        return self._ticket is not None
+
+    def give(self, owner: int, contribution: Contribution, urgency: int) -> None:
+        """Hand over gradients; does not block.
+
+        Args:
+            owner: For whose rows.
+            contribution: Of this rank.
+            urgency: The smallest leaves first.
+        """
+        if owner == self.rank:
+            self._given.append(contribution)
+            return
+        one = contribution
+        notes = (GRADIENTS, one.step, one.layers, one.has, one.read, one.values)
+        self.mailbox.post(owner, Letter(notes, one.row, urgency))
+
+    def wait_for(self, layer: int, step: int) -> list[Rows]:
+        """Return all owners' rows of a layer, fresh enough for a step.
+
+        Args:
+            layer: Which.
+            step: Steps that this rank has taken since the last meeting.
+
+        Raises:
+            ExchangeError: Serving failed, or a rank takes no more steps and all must go together.
+            StallError: Nothing was heard for as long as may be.
+
+        Blocks as far as the bound on staleness says.
+        """
+        bound = self.plan.staleness
+
+        def late() -> list[int]:
+            clocks = enumerate(mine[layer][-1].clock for mine in self._rows)
+            return [rank for rank, clock in clocks if not is_fresh(clock, step, bound)]
+
+        if late():
+            self._wait(lambda: not late(), lambda: f"rows of world rank {late()}", step)
+        return [self._take(mine[layer], step) for mine in self._rows]
+
+    def _take(self, versions: deque[Rows], step: int) -> Rows:
+        """Return the newest version, or where all go together that of the step."""
+        if not self.plan.together:
+            return versions[-1]
+        while versions[0].clock < step:
+            versions.popleft()
+        return versions[0]
+
+    def last_rows(self, layer: int) -> list[Rows]:
+        """Return all owners' newest rows of a layer; while nobody serves."""
+        return [mine[layer][-1] for mine in self._rows]
+
+    def wait_for_room(self, most_bytes: int) -> None:
+        """Block until no more bytes than these have been handed over and have not left."""
+        if self.mailbox.backlog_bytes > most_bytes:
+            self._wait(lambda: self.mailbox.backlog_bytes <= most_bytes, lambda: "a free link")
+
+    def meet(self, steps: int) -> None:
+        """Let all gradients be taken in and all rows come; nobody serves afterwards.
+
+        Args:
+            steps: That this rank has taken since the last meeting.
+
+        Collective over the world; blocking.
+        """
+        self.go_on()
+        ticket = self._ticket
+        assert ticket is not None
+        self._pausing = steps
+        self._wait(lambda: self._is_over() or ticket.done(), lambda: "all ranks' last rows")
+        self.engine.wait(ticket)
+        self.engine.run(self._barrier())  # before anybody begins anew
+        self.server.begin()
+        for rows in chain.from_iterable(self._rows):
+            last = rows[-1]
+            rows.clear()
+            rows.append(Rows(last.version, 0.0, last.tensors))
+        self._ticket, self._pausing, self._last, self._over = None, None, {}, set()
+
+    def _barrier(self) -> Work[None]:
+        here = torch.zeros(1)
+        yield [self.world.Iallreduce(load().IN_PLACE, sum_buffer(here))]
+
+    def _wait(self, arrived: Callable[[], bool], what: Callable[[], str], step: int = 0) -> None:
+        start = time.perf_counter()
+        try:
+            with self.engine.hurried(self._ticket), self._news:
+                while not self._news.wait_for(arrived, LOOK_SECONDS):
+                    self._look(start, what, step)
+        finally:
+            self.exposed_seconds += time.perf_counter() - start
+            trace.record(trace.NODES, start)
+        self.engine.check()
+
+    def _look(self, start: float, what: Callable[[], str], step: int) -> None:
+        """Raise where waiting is in vain."""
+        self.engine.check()
+        if self.plan.together and self._pausing is None:
+            gone = {rank: steps for rank, steps in self._last.items() if steps <= step}
+            if gone:
+                rank, steps = next(iter(gone.items()))
+                raise ExchangeError(_uneven(rank, steps, self.rank, step + 1))
+        limit = self.plan.stall_seconds
+        if time.perf_counter() - max(start, self._sign_at) > limit:
+            raise StallError(
+                f"something must be heard of other ranks within {limit:g} s, but nothing was while "
+                f"rank {self.rank} waited for {what()}: {self._missing()}; look there, or raise "
+                f"stall_seconds"
+            )
+
+    def close(self) -> None:
+        """Stop the thread and give communicators back. Collective over the world; idempotent."""
+        if self.engine.close():
+            for comm in (self.world, self._letters):
+                if comm != load().COMM_NULL:
+                    comm.Free()
+
+    # --- by the thread that serves -----------------------------------------------------------
+
+    def _serve(self) -> Work[None]:
+        while not self._is_over():
+            yield self._stirs
+            changed: set[int] = set()
+            for source, letter in self.mailbox.take():
+                changed.update(self._open(source, letter))
+                self._sign_at = time.perf_counter()
+            while self._given:
+                changed.update(self.server.contribute(self._given.popleft()))
+            if changed:
+                self._publish(sorted(changed))
+            self._go_towards_the_end()
+            with self._news:
+                self._news.notify_all()
+
+    def _stirs(self) -> bool:
+        return (
+            self.mailbox.move()
+            or bool(self._given)
+            or (self._pausing is not None and (self.rank not in self._last or self._is_over()))
+        )
+
+    def _open(self, source: int, letter: Letter) -> Sequence[int]:
+        """Take in a letter; return layers of this rank that have a new version."""
+        about, *notes = letter.notes
+        if about == GRADIENTS:
+            step, layers, has, read, values = notes
+            start = time.perf_counter()
+            contribution = Contribution(source, step, layers, has, read, values, letter.payload)
+            changed = self.server.contribute(contribution)
+            trace.record(trace.SUMS, start, key=step)
+            return changed
+        if about == ROWS:
+            layers, versions = notes
+            self._keep(source, rows_in(self.shares, source, layers, versions, letter.payload))
+        elif about == LAST_STEP:
+            return self._note_last(source, *notes)
+        else:
+            self._over.add(source)
+        return ()
+
+    def _keep(self, owner: int, rows: dict[int, Rows]) -> None:
+        for layer, one in rows.items():
+            # Of one owner they come in the order in which they were made.
+            versions = self._rows[owner][layer]
+            versions.append(one)
+            if not self.plan.together:
+                versions.popleft()
+
+    def _note_last(self, rank: int, steps: int) -> Sequence[int]:
+        """Note that a rank takes no more steps; return layers whose clock this changes."""
+        self._last[rank] = steps
+        if self.plan.together or rank not in self.server.contributors:
+            return ()
+        self.server.finish(rank)
+        return range(len(self.shares.layers))
+
+    def _publish(self, layers: Sequence[int]) -> None:
+        """Let everybody have this rank's rows of layers."""
+        about = [(self.server.versions[layer], self.server.clock(layer)) for layer in layers]
+        row = self.server.packed(layers)
+        self._keep(self.rank, rows_in(self.shares, self.rank, layers, about, row))
+        clock = min(clock for _, clock in about)
+        urgency = 0 if clock == float("inf") else int(clock) * len(self.shares.layers) + layers[0]
+        # Where all go together each version is somebody's; else the newest is as good as all.
+        covers = frozenset(() if self.plan.together else layers)
+        letter = Letter((ROWS, tuple(layers), about), row, urgency, covers)
+        for rank in range(self.ranks):
+            if rank != self.rank:
+                self.mailbox.post(rank, letter)
+
+    def _go_towards_the_end(self) -> None:
+        # What was given was given before the pause: read in this order.
+        if self._pausing is not None and not self._given and self.rank not in self._last:
+            self._tell_all((LAST_STEP, self._pausing), LATEST - 1)
+            changed = self._note_last(self.rank, self._pausing)
+            if changed:
+                self._publish(changed)
+        if len(self._last) == self.ranks and self.rank not in self._over:
+            if not self.server.settled:
+                fewest, most = (find(self._last, key=self._last.__getitem__) for find in (min, max))
+                raise ExchangeError(_uneven(fewest, self._last[fewest], most, self._last[most]))
+            self._tell_all((LAST_ROWS,), LATEST)
+            self._over.add(self.rank)
+
+    def _tell_all(self, notes: tuple[int, ...], urgency: int) -> None:
+        for rank in range(self.ranks):
+            if rank != self.rank:
+                self.mailbox.post(rank, Letter(notes, torch.empty(0, dtype=torch.uint8), urgency))
+
+    def _is_over(self) -> bool:
+        return len(self._over) == self.ranks and self.mailbox.idle
+
+
+def _uneven(rank: int, steps: int, other: int, others_steps: int) -> str:
+    return (
+        f"every rank must take the same number of steps with staleness=0, but rank {rank} took "
+        f"{steps} and rank {other} is in number {others_steps}; give every rank the same number of "
+        f"batches, or allow staleness"
+    )

@@ -1,0 +1,138 @@
+"""Which rows of a model's parameters each rank updates, and how they lie in a message."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from daso.plan.eager import aligned, rows_of
+from daso.plan.layout import Span
+from daso.train.params import Named
+
+__all__ = ["Shares", "layers_of"]
+
+
+def layers_of(module: torch.nn.Module) -> tuple[list[str], Named, tuple[tuple[int, ...], ...]]:
+    """List the layers of a model: modules that have trained parameters of their own.
+
+    Args:
+        module: The model.
+
+    Returns:
+        The layers' names; names and trained parameters, each once; the indices of each layer's.
+    """
+    names: list[str] = []
+    named: list[tuple[str, torch.Tensor]] = []
+    layers: list[tuple[int, ...]] = []
+    seen: set[int] = set()
+    for prefix, one in module.named_modules():
+        mine = []
+        for name, param in one._parameters.items():
+            if param is not None and param.requires_grad and id(param) not in seen:
+                seen.add(id(param))
+                mine.append(len(named))
+                named.append((f"{prefix}.{name}".lstrip("."), param))
+        if mine:
+            names.append(prefix)
+            layers.append(tuple(mine))
+    return names, named, tuple(layers)
+
+
+class Shares:
+    """Rows of every parameter, by the rank that updates them.
+
+    Args:
+        named: Names and parameters, the same on every rank.
+        layers: Indices of each layer's parameters.
+        ranks: World size.
+        whole: Every rank updates all rows.
+    """
+
+    def __init__(
+        self, named: Named, layers: Sequence[Sequence[int]], ranks: int, *, whole: bool
+    ) -> None:
+        self.named, self.layers, self.ranks = named, layers, ranks
+        self._spans = [rows_of(_rows(p), ranks, whole=whole) for _, p in named]
+        self._nbytes = [
+            [self._share_nbytes(index, rank) for rank in range(ranks)]
+            for index in range(len(named))
+        ]
+
+    def _share_nbytes(self, index: int, rank: int) -> int:
+        tensor = self.named[index][1]
+        rows = _rows(tensor)
+        return tensor.nbytes // rows * self._spans[index][rank].numel if rows else 0
+
+    def of(self, rank: int, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a rank's rows of something shaped like a parameter (rows, ...), as a view."""
+        return _in_rows(tensor)[slice(*self._spans[index][rank])]
+
+    def params(self, layers: Iterable[int]) -> list[int]:
+        """Return the parameters of layers, in order."""
+        return [index for layer in layers for index in self.layers[layer]]
+
+    def nbytes(self, rank: int, layers: Iterable[int]) -> int:
+        """Return the bytes of a rank's rows of layers."""
+        return sum(self._nbytes[index][rank] for index in self.params(layers))
+
+    def pack(
+        self, rank: int, layers: Sequence[int], tensors: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """Copy a rank's rows into a row of bytes.
+
+        Args:
+            rank: Whose.
+            layers: Which, in order.
+            tensors: For each parameter of these a tensor of its shape, or of the rows alone; zeros
+                for None.
+
+        Returns:
+            The bytes (nbytes,), on the host.
+        """
+        params = self.params(layers)
+        spans = aligned([self._nbytes[index][rank] for index in params])
+        row = torch.empty(spans[-1].stop if spans else 0, dtype=torch.uint8)
+        with torch.no_grad():
+            for index, span, tensor in zip(params, spans, tensors, strict=True):
+                room = self._read(row, index, rank, span)
+                if tensor is None:
+                    room.zero_()
+                elif room.numel():
+                    whole = _rows(tensor) == _rows(self.named[index][1])
+                    room.copy_(self.of(rank, index, tensor) if whole else _in_rows(tensor))
+        return row
+
+    def unpack(
+        self, rank: int, layers: Sequence[int], row: torch.Tensor
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield each parameter of layers and a rank's rows of it (rows, ...): views of a message.
+
+        Args:
+            rank: Whose rows.
+            layers: Which, in order.
+            row: From `pack`.
+        """
+        params = self.params(layers)
+        spans = aligned([self._nbytes[index][rank] for index in params])
+        for index, span in zip(params, spans, strict=True):
+            yield index, self._read(row, index, rank, span)
+
+    def _read(self, row: torch.Tensor, index: int, rank: int, span: Span) -> torch.Tensor:
+        tensor = self.named[index][1]
+        shape = (self._spans[index][rank].numel, *_in_rows(tensor).shape[1:])
+        return row[slice(*span)].view(tensor.dtype).view(shape)
+
+    def stand_ins(self, rank: int) -> list[torch.nn.Parameter]:
+        """Return parameters of their own for a rank's rows, on the host, with the same values."""
+        return [
+            torch.nn.Parameter(self.of(rank, index, tensor.detach()).cpu().clone())
+            for index, (_, tensor) in enumerate(self.named)
+        ]
+
+
+def _in_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with a first axis, which a scalar does not have."""
+    return tensor if tensor.ndim else tensor.unsqueeze(0)
+
+
+def _rows(tensor: torch.Tensor) -> int:
+    return int(_in_rows(tensor).shape[0])
