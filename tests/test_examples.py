@@ -40,8 +40,22 @@ def test_the_transformer_learns(launch: tuple[str, ...]) -> None:
     assert losses[-1] < 5.5  # 8 bits would be knowing nothing
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_server_learns_as_well_as_all_in_step(ranks: int) -> None:
+    launch = ["daso", "run", "-n", str(ranks), "-m"] if ranks > 1 else []
+    words = ["daso.examples.server", "--data=digits", "--epochs=8", "--batch-size=16"]
+    found = {}
+    for staleness in ("0", "none"):
+        more = [] if staleness == "none" else [f"--staleness={staleness}"]
+        accuracies = re.findall(r"test accuracy (\S+)", run(*launch, *words, *more))
+        assert len(accuracies) == 8
+        found[staleness] = float(accuracies[-1])
+    assert min(found.values()) > 0.9
+    assert found["none"] > found["0"] - 0.03  # 360 images: ten of them
+
+
 def test_every_example_is_short_and_tested_here() -> None:
     programs = sorted(path.stem for path in EXAMPLES.glob("[!_]*.py"))
-    assert programs == ["cnn", "transformer"]
+    assert programs == ["cnn", "server", "transformer"]
     for name in programs:
         assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 200

@@ -16,11 +16,16 @@ import daso
 how = sys.argv[1]
 place = daso.init().place
 model = torch.nn.Linear(100, 100)
-optimizer = daso.DASO(
-    torch.optim.SGD(model.parameters(), lr=0.1),
-    module=model,
-    exchange=daso.Exchange(stall_seconds=3.0),
-)
+if sys.argv[2:] == ["server"]:
+    optimizer = daso.EagerServer(
+        model, lambda p: torch.optim.SGD(p, lr=0.1), staleness=5, stall_seconds=3.0
+    )
+else:
+    optimizer = daso.DASO(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        module=model,
+        exchange=daso.Exchange(stall_seconds=3.0),
+    )
 for step in range(10**9):
     if step == 50 and place.rank == 0:
         print("trouble at", time.time(), flush=True)
@@ -62,18 +67,23 @@ def left_over(marker: str, *, within: float = 5.0) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("how", "message", "door"),
     [
-        ("kill", "rank 1 ended first"),
-        ("raise", "rank 1 of 4"),
-        ("exit", "7"),
-        ("stall", "world rank 1 did not"),
+        ("kill", "rank 1 ended first", "daso"),
+        ("raise", "rank 1 of 4", "daso"),
+        ("exit", "7", "daso"),
+        ("stall", "world rank 1 did not", "daso"),
+        ("kill", "rank 1 ended first", "server"),
+        ("raise", "rank 1 of 4", "server"),
+        ("stall", "world rank 1 makes", "server"),
     ],
 )
-def test_one_rank_in_trouble_ends_the_job(tmp_path: Path, how: str, message: str) -> None:
+def test_one_rank_in_trouble_ends_the_job(
+    tmp_path: Path, how: str, message: str, door: str
+) -> None:
     program = tmp_path / f"train_{how}.py"
     program.write_text(PROGRAM)
-    words = ["run", "-n", "4", "--ranks-per-node", "2", str(program), how]
+    words = ["run", "-n", "4", "--ranks-per-node", "2", str(program), how, door]
     run = subprocess.run(
         [sys.executable, "-m", "daso", *words],
         capture_output=True,

@@ -11,6 +11,7 @@ import daso
 PUBLIC = [
     "DASO",
     "Auto",
+    "EagerServer",
     "Exchange",
     "Fixed",
     "Gradients",

@@ -1,8 +1,8 @@
 """Letters between ranks that nobody has to expect, cut into packets, the most urgent first.
 
-Two-sided messages: packets are sent without blocking, and taken up as they come. One thread moves
-them; any thread may post. A letter that was posted earlier does not hold up one that is needed
-sooner for longer than the packets that are under way.
+How packets cross is the business of `daso.comm.packets`. One thread moves them; any thread may
+post. A letter that was posted earlier does not hold up one that is needed sooner for longer than
+the packets that are under way.
 """
 
 import heapq
@@ -10,21 +10,16 @@ import itertools
 import pickle
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from daso.comm.dtypes import byte_buffer
-from daso.comm.mpi import load
+from daso.comm.packets import Packets
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
+__all__ = ["HEAD_BYTES", "Letter", "Mailbox"]
 
-__all__ = ["Letter", "Mailbox"]
-
-PACKET = 7  # tag
 HEAD = (
     4  # numbers of 8 bytes before a packet's bytes: letter, all its bytes, offset, bytes of notes
 )
@@ -90,7 +85,8 @@ class _Outbox:
     """What is to go to one rank."""
 
     waiting: list[_Outgoing] = field(default_factory=list)  # a heap
-    under_way: "deque[tuple[MPI.Request, torch.Tensor]]" = field(default_factory=deque)
+    under_way: deque[tuple[Callable[[], bool], int]] = field(default_factory=deque)  # and bytes
+    stuck: torch.Tensor | None = None  # a packet for which there was no room
     nbytes: int = 0  # that have not left
 
 
@@ -105,20 +101,17 @@ class Mailbox:
     """One rank's letters to and from the others.
 
     Args:
-        comm: Communicator of its own over all ranks; freed by whoever made it.
-        packet_bytes: Of a letter that cross in one message.
+        routes: How packets reach each other rank; given back by whoever made them.
+        packet_bytes: Of a letter that cross in one packet.
     """
 
-    def __init__(self, comm: "MPI.Comm", packet_bytes: int) -> None:
-        self.comm, self.packet_bytes = comm, packet_bytes
-        self.rank: int = comm.Get_rank()
+    def __init__(self, routes: Mapping[int, Packets], packet_bytes: int) -> None:
+        self.packet_bytes = packet_bytes
+        self._routes, self._ways = routes, set(routes.values())
         self.sent_bytes = 0  # to all, of letters
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._outboxes = {rank: _Outbox() for rank in range(comm.Get_size()) if rank != self.rank}
-        self._arriving: dict[int, deque[tuple[MPI.Request, torch.Tensor]]] = {
-            rank: deque() for rank in self._outboxes
-        }
+        self._outboxes = {rank: _Outbox() for rank in routes}
         self._open: dict[tuple[int, int], _Incoming] = {}
         self._arrived: deque[tuple[int, Letter]] = deque()
 
@@ -183,30 +176,37 @@ class Mailbox:
 
     def _send(self, rank: int, box: _Outbox) -> None:
         gone = 0
-        while box.under_way and box.under_way[0][0].Test():
-            gone += box.under_way.popleft()[1].numel() - HEAD_BYTES
+        while box.under_way and box.under_way[0][0]():
+            gone += box.under_way.popleft()[1]
+        if gone:
+            with self._lock:
+                box.nbytes -= gone
+        while len(box.under_way) < UNDER_WAY:
+            packet = box.stuck if box.stuck is not None else self._next_packet(box)
+            if packet is None:
+                return
+            left = self._routes[rank].start(rank, packet)
+            box.stuck = packet if left is None else None
+            if left is None:
+                return
+            nbytes = packet.numel() - HEAD_BYTES
+            self.sent_bytes += nbytes
+            box.under_way.append((left, nbytes))
+
+    def _next_packet(self, box: _Outbox) -> torch.Tensor | None:
         with self._lock:
-            box.nbytes -= gone
-            packets: list[torch.Tensor] = []
-            while box.waiting and len(box.under_way) + len(packets) < UNDER_WAY:
-                first = box.waiting[0]
-                packets.append(first.next_packet(self.packet_bytes))
-                if first.sent == first.nbytes:
-                    heapq.heappop(box.waiting)
-        for packet in packets:
-            self.sent_bytes += packet.numel() - HEAD_BYTES
-            box.under_way.append((self.comm.Isend(byte_buffer(packet), rank, PACKET), packet))
+            if not box.waiting:
+                return None
+            first = box.waiting[0]
+            packet = first.next_packet(self.packet_bytes)
+            if first.sent == first.nbytes:
+                heapq.heappop(box.waiting)
+            return packet
 
     def _receive(self) -> None:
-        mpi = load()
-        status = mpi.Status()
-        while (message := self.comm.Improbe(mpi.ANY_SOURCE, PACKET, status)) is not None:
-            packet = torch.empty(status.Get_count(mpi.BYTE), dtype=torch.uint8)
-            request = message.Irecv(byte_buffer(packet))
-            self._arriving[status.Get_source()].append((request, packet))
-        for source, arriving in self._arriving.items():
-            while arriving and arriving[0][0].Test():
-                self._take_up(source, arriving.popleft()[1])
+        for way in self._ways:
+            for source, packet in way.arrived():
+                self._take_up(source, packet)
 
     def _take_up(self, source: int, packet: torch.Tensor) -> None:
         number, nbytes, offset, notes = packet[:HEAD_BYTES].view(torch.int64).tolist()

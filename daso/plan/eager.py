@@ -21,6 +21,7 @@ __all__ = [
     "Plan",
     "Read",
     "Send",
+    "Transport",
     "age",
     "aligned",
     "first_pace",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 Mode = Literal["owner", "block", "replica"]
+Transport = Literal["messages", "windows"]
 
 FLOOR_BYTES = 64 << 10  # a message of less is not worth its headers and polls
 QUIET_LAYERS = 2  # that found nothing on its way, until n shrinks
@@ -46,6 +48,7 @@ class Plan:
         staleness: Steps that a rank may be ahead of the slowest; None: any number.
         every: Layers whose gradients leave together, or "auto".
         damped: Divide the learning rate of a gradient by one more than its age.
+        transport: How packets cross.
         log: Keep what `daso.train.replay` needs.
         packet_bytes: Size of the packets into which messages are cut.
         stall_seconds: How long to wait without a sign of the others.
@@ -55,6 +58,7 @@ class Plan:
     staleness: int | None
     every: int | Literal["auto"]
     damped: bool
+    transport: Transport
     log: bool
     packet_bytes: int
     stall_seconds: float
@@ -62,6 +66,10 @@ class Plan:
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}, not {self.mode!r}")
+        if self.transport not in get_args(Transport):
+            raise ConfigError(
+                f"transport must be one of {', '.join(get_args(Transport))}, not {self.transport!r}"
+            )
         if self.staleness is not None and not _whole(self.staleness, 0):
             raise ConfigError(
                 f"staleness must be a whole number of steps of at least 0, or None, not "

@@ -61,12 +61,13 @@ class LayerClient:
         }
         ranks, rank = serving.ranks, serving.rank
         self._owners = (rank,) if plan.mode != "owner" else tuple(range(ranks))
-        # Bytes of a layer to the rank to which there are most, with what this rank publishes of it.
+        # Bytes of a layer's gradients to the rank to which there are most.
         self._nbytes = [
             max((shares.nbytes(r, [layer]) for r in self._owners if r != rank), default=0)
-            + shares.nbytes(rank, [layer])
             for layer in range(most)
         ]
+        step_bytes = sum(self._nbytes) + shares.nbytes(rank, range(most))  # with rows it publishes
+        self._room_bytes = STEPS_WAITING * step_bytes
         self._loaded = [[0] * ranks for _ in range(most)]  # versions in the parameters
         self._taken: set[int] = set()  # layers that were taken up in this step
         self._missing: list[set[int]] = []  # of each layer, parameters without a gradient
@@ -173,7 +174,6 @@ class LayerClient:
         if self._values is None:
             self._values = values_of(self._groups())
         grads = [self._gradient(layer, at) for layer in layers for at in self.shares.layers[layer]]
-        urgency = (self.steps - self.met_at + 1) * len(self._names) + layers[0]
         for owner in self._owners:
             one = Contribution(
                 source=self.serving.rank,
@@ -185,7 +185,7 @@ class LayerClient:
                 row=self.shares.pack(owner, layers, grads),
                 base=self._base(owner, layers),
             )
-            self.serving.give(owner, one, urgency)
+            self.serving.give(owner, one)
         if self.plan.log:
             self.log.append(Send(self.steps, layers, self.pace.layers, tuple(self._values)))
 
@@ -216,20 +216,22 @@ class LayerClient:
         self._finished = sorted(left)
         if self._finished:
             self._send()
-        self._count_bad()
+        step, bad = self.steps, self._bad
         self.steps += 1
+        self.serving.step = self.steps - self.met_at
         self._begin()
+        self._count_bad(step, bad)
         self.serving.engine.check()
-        self.serving.wait_for_room(STEPS_WAITING * sum(self._nbytes))
+        self.serving.wait_for_room(self._room_bytes)
 
-    def _count_bad(self) -> None:
-        if not self._bad:
+    def _count_bad(self, step: int, bad: set[int]) -> None:
+        if not bad:
             self._bad_steps = 0
             return
         self.dropped += 1
         self._bad_steps += 1
-        name = self._names[min(self._bad)]
-        what = f"gradients of layer {name!r} are not finite in step {self.steps}"
+        name = self._names[min(bad)]
+        what = f"gradients of layer {name!r} are not finite in step {step}"
         if self._bad_steps >= DROPS_IN_A_ROW:
             raise NonFiniteError(
                 f"gradients must be finite, but {what} on rank {self.serving.rank}, as in "

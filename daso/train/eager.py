@@ -17,7 +17,7 @@ import torch
 from daso.comm.throttle import emulated_link
 from daso.comm.topology import Topology, default
 from daso.errors import CheckpointError, ConfigError
-from daso.plan.eager import Log, Mode, Plan
+from daso.plan.eager import Log, Mode, Plan, Transport
 from daso.train.agree import average_tensors
 from daso.train.client import LayerClient
 from daso.train.params import Trained, agree_layout, broadcast
@@ -65,6 +65,8 @@ class EagerServer(torch.optim.Optimizer):
         every: After how many finished layers gradients leave (n); ``"auto"`` follows what waits to
             be sent.
         damped: Divide the learning rate of a gradient by one more than its age in steps.
+        transport: ``"messages"``: two-sided. ``"windows"``: memory that ranks of a node share, and
+            one-sided puts between nodes; refused where these fail, or wait for their target.
         log: Keep in memory what `daso.train.replay` replays a training from.
         packet_bytes: Of a message that cross in one piece, in bytes: what is needed sooner waits
             for no more than a few of them.
@@ -91,6 +93,7 @@ class EagerServer(torch.optim.Optimizer):
         staleness: int | None = 0,
         every: int | Literal["auto"] = "auto",
         damped: bool = False,
+        transport: Transport = "messages",
         log: bool = False,
         packet_bytes: int = MiB // 4,
         stall_seconds: float = 300.0,
@@ -101,6 +104,7 @@ class EagerServer(torch.optim.Optimizer):
             staleness=staleness,
             every=every,
             damped=damped,
+            transport=transport,
             log=log,
             packet_bytes=packet_bytes,
             stall_seconds=stall_seconds,
@@ -224,13 +228,15 @@ class EagerServer(torch.optim.Optimizer):
         """Return what was chosen and what happened so far, on this rank.
 
         Returns:
-            Plain values: ``mode``, ``staleness``, ``every`` (layers, now), ``steps``, ``updates``
-            (of this rank's rows, over layers), ``dropped`` (steps), ``bytes_sent`` (to all ranks),
-            ``exposed_seconds`` (the training thread stood still for others).
+            Plain values: ``mode``, ``staleness``, ``transport``, ``every`` (layers, now),
+            ``steps``, ``updates`` (of this rank's rows, over layers), ``dropped`` (steps),
+            ``bytes_sent`` (to all ranks), ``exposed_seconds`` (the training thread stood still for
+            others).
         """
         return {
             "mode": self._plan.mode,
             "staleness": self._plan.staleness,
+            "transport": self._plan.transport,
             "every": self._client.pace.layers,
             "steps": self._client.steps,
             "updates": sum(self._serving.server.versions),

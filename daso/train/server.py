@@ -21,6 +21,7 @@ __all__ = ["Contribution", "MakeOptimizer", "RowServer", "Rows", "first_rows", "
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 Values = Sequence[Mapping[str, Any]]
+About = tuple[int, float, int]  # version, clock, behind
 HOST = torch.device("cpu")
 NEVER = float("inf")
 
@@ -56,6 +57,7 @@ class Rows:
 
     version: int  # updates that are in them
     clock: float  # steps of all contributors that are in them; infinity: all there will be
+    behind: int  # the contributor with fewest
     tensors: tuple[torch.Tensor, ...]  # of each parameter of the layer; not to be written to
 
 
@@ -97,6 +99,11 @@ class RowServer:
     def clock(self, layer: int) -> float:
         """Return how many steps of every contributor are in a layer; of those that go on."""
         return min(self._counts[layer].values())
+
+    def about(self, layer: int) -> About:
+        """Return a layer's version, its clock, and the contributor that is behind."""
+        counts = self._counts[layer]
+        return self.versions[layer], self.clock(layer), min(counts, key=counts.__getitem__)
 
     def finish(self, source: int) -> None:
         """Note that a rank takes no more steps: nobody waits for it."""
@@ -229,7 +236,7 @@ def rows_in(
     shares: Shares,
     owner: int,
     layers: Sequence[int],
-    about: Iterable[tuple[int, float]],
+    about: Iterable[About],
     row: torch.Tensor,
 ) -> dict[int, Rows]:
     """Return an owner's rows of layers as they lie in a message.
@@ -238,13 +245,13 @@ def rows_in(
         shares: Of the model.
         owner: Whose.
         layers: Which, in order.
-        about: Version and clock of each.
+        about: Of each, from `RowServer.about`.
         row: From `RowServer.packed`.
     """
     parts = iter(shares.unpack(owner, layers, row))
     return {
-        layer: Rows(version, clock, tuple(next(parts)[1] for _ in shares.layers[layer]))
-        for layer, (version, clock) in zip(layers, about, strict=True)
+        layer: Rows(*one, tuple(next(parts)[1] for _ in shares.layers[layer]))
+        for layer, one in zip(layers, about, strict=True)
     }
 
 
@@ -252,8 +259,8 @@ def first_rows(server: RowServer) -> list[Rows]:
     """Return an owner's rows of every layer before any update; whole ones alone are looked at."""
     layers = range(len(server.shares.layers))
     if not server.plan.whole:
-        return [Rows(0, 0.0, ()) for _ in layers]
-    about = [(0, 0.0)] * len(layers)
+        return [Rows(0, 0.0, 0, ()) for _ in layers]
+    about = [server.about(layer) for layer in layers]
     return [*rows_in(server.shares, server.rank, layers, about, server.packed(layers)).values()]
 
 

@@ -17,8 +17,9 @@ import torch
 from daso import trace
 from daso.comm.dtypes import sum_buffer
 from daso.comm.engine import Engine, Ticket, Work
-from daso.comm.mailbox import Letter, Mailbox
+from daso.comm.mailbox import HEAD_BYTES, Letter, Mailbox
 from daso.comm.mpi import load
+from daso.comm.packets import routes
 from daso.comm.topology import Topology
 from daso.errors import ExchangeError, StallError
 from daso.plan.eager import Plan, is_fresh
@@ -48,7 +49,9 @@ class Serving:
         self.plan, self.server, self.shares = plan, server, shares
         self.rank, self.ranks = topology.place.rank, topology.place.size
         self.world, self._letters = topology.world.Dup(), topology.world.Dup()
-        self.mailbox = Mailbox(self._letters, plan.packet_bytes)
+        most = plan.packet_bytes + HEAD_BYTES
+        self._routes = routes(topology, self._letters, plan.transport, most)
+        self.mailbox = Mailbox(self._routes, plan.packet_bytes)
         self._missing = topology.roll.missing
         self.engine = Engine(
             plan.stall_seconds, topology.roll.missing, topology.roll.answer, name="daso-server"
@@ -56,7 +59,9 @@ class Serving:
         # By owner and layer: the version that was taken up last, and what came since; of owners
         # that do not wait for this rank more than one may have come. All start from the same.
         self._rows = [[deque([rows]) for rows in first_rows(server)] for _ in range(self.ranks)]
+        self.step = 0  # that this rank takes, since the last meeting
         self.exposed_seconds = 0.0
+        self._clocks = [0.0] * len(shares.layers)  # of this rank's rows, as all were told
         self._news = threading.Condition()
         self._sign_at = time.perf_counter()  # when somebody was heard of last
         self._given: deque[Contribution] = deque()  # by the training thread
@@ -77,20 +82,19 @@ class Serving:
         """Whether the thread is at work: this rank's rows may change."""
         return self._ticket is not None
 
-    def give(self, owner: int, contribution: Contribution, urgency: int) -> None:
+    def give(self, owner: int, contribution: Contribution) -> None:
         """Hand over gradients; does not block.
 
         Args:
             owner: For whose rows.
             contribution: Of this rank.
-            urgency: The smallest leaves first.
         """
         if owner == self.rank:
             self._given.append(contribution)
             return
         one = contribution
         notes = (GRADIENTS, one.step, one.layers, one.has, one.read, one.values)
-        self.mailbox.post(owner, Letter(notes, one.row, urgency))
+        self.mailbox.post(owner, Letter(notes, one.row, self._urgency(self.step + 1, one.layers)))
 
     def wait_for(self, layer: int, step: int) -> list[Rows]:
         """Return all owners' rows of a layer, fresh enough for a step.
@@ -108,11 +112,15 @@ class Serving:
         bound = self.plan.staleness
 
         def late() -> list[int]:
-            clocks = enumerate(mine[layer][-1].clock for mine in self._rows)
-            return [rank for rank, clock in clocks if not is_fresh(clock, step, bound)]
+            rows = [mine[layer][-1] for mine in self._rows]
+            return [one.behind for one in rows if not is_fresh(one.clock, step, bound)]
+
+        def who() -> str:
+            ranks = ", ".join(map(str, sorted(set(late()))))
+            return f"what world rank {ranks} makes of step {step}"
 
         if late():
-            self._wait(lambda: not late(), lambda: f"rows of world rank {late()}", step)
+            self._wait(lambda: not late(), who, step)
         return [self._take(mine[layer], step) for mine in self._rows]
 
     def _take(self, versions: deque[Rows], step: int) -> Rows:
@@ -151,8 +159,9 @@ class Serving:
         for rows in chain.from_iterable(self._rows):
             last = rows[-1]
             rows.clear()
-            rows.append(Rows(last.version, 0.0, last.tensors))
+            rows.append(Rows(last.version, 0.0, last.behind, last.tensors))
         self._ticket, self._pausing, self._last, self._over = None, None, {}, set()
+        self.step, self._clocks = 0, [0.0] * len(self._clocks)
 
     def _barrier(self) -> Work[None]:
         here = torch.zeros(1)
@@ -188,6 +197,8 @@ class Serving:
     def close(self) -> None:
         """Stop the thread and give communicators back. Collective over the world; idempotent."""
         if self.engine.close():
+            for way in dict.fromkeys(self._routes.values()):
+                way.free()
             for comm in (self.world, self._letters):
                 if comm != load().COMM_NULL:
                     comm.Free()
@@ -197,14 +208,14 @@ class Serving:
     def _serve(self) -> Work[None]:
         while not self._is_over():
             yield self._stirs
-            changed: set[int] = set()
+            changed = []
             for source, letter in self.mailbox.take():
-                changed.update(self._open(source, letter))
+                changed.append((source, self._open(source, letter)))
                 self._sign_at = time.perf_counter()
             while self._given:
-                changed.update(self.server.contribute(self._given.popleft()))
-            if changed:
-                self._publish(sorted(changed))
+                mine = self.server.contribute(self._given.popleft())
+                changed.append((self.rank, mine))
+            self._publish_changes(changed)
             self._go_towards_the_end()
             with self._news:
                 self._news.notify_all()
@@ -237,10 +248,11 @@ class Serving:
 
     def _keep(self, owner: int, rows: dict[int, Rows]) -> None:
         for layer, one in rows.items():
-            # Of one owner they come in the order in which they were made.
             versions = self._rows[owner][layer]
-            versions.append(one)
-            if not self.plan.together:
+            if self.plan.together:
+                versions.append(one)  # in their order, as they were sent
+            elif one.version >= versions[-1].version:  # its clock may be new
+                versions.append(one)
                 versions.popleft()
 
     def _note_last(self, rank: int, steps: int) -> Sequence[int]:
@@ -251,31 +263,71 @@ class Serving:
         self.server.finish(rank)
         return range(len(self.shares.layers))
 
-    def _publish(self, layers: Sequence[int]) -> None:
-        """Let everybody have this rank's rows of layers."""
-        about = [(self.server.versions[layer], self.server.clock(layer)) for layer in layers]
+    def _publish_changes(self, changed: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Send new versions to those who need them: who brought the gradient, or all.
+
+        A rank takes up a layer once in a step. Where nobody waits, the answer to its gradient is
+        what it takes up in its next step; what comes between would only fill the link.
+        """
+        to: dict[int, set[int]] = {rank: set() for rank in range(self.ranks)}
+        for source, layers in changed:
+            for layer in layers:
+                to[self.rank].add(layer)
+                for rank in to if self._is_for_all(layer) else (source,):
+                    to[rank].add(layer)
+        alike: dict[frozenset[int], list[int]] = {}
+        for rank, mine in to.items():
+            alike.setdefault(frozenset(mine), []).append(rank)
+        for which, ranks in alike.items():
+            if which:
+                self._publish(sorted(which), ranks)
+
+    def _is_for_all(self, layer: int) -> bool:
+        if self.plan.together or self.server.contributors == (self.rank,):
+            return True
+        if self.plan.staleness is None:
+            return False
+        before, self._clocks[layer] = self._clocks[layer], self.server.clock(layer)
+        return self._clocks[layer] > before  # somebody may be waiting for that
+
+    def _publish(self, layers: Sequence[int], ranks: Sequence[int]) -> None:
+        """Let some ranks have this rank's rows of layers."""
+        if not self.plan.together:
+            self._send_rows(layers, ranks, self.step + 1)
+            return
+        steps: dict[int, list[int]] = {}  # each version is taken up, in its order
+        for layer in layers:
+            steps.setdefault(int(self.server.clock(layer)), []).append(layer)
+        for step, mine in sorted(steps.items()):
+            self._send_rows(mine, ranks, step)
+
+    def _send_rows(self, layers: Sequence[int], ranks: Sequence[int], step: int) -> None:
+        about = [self.server.about(layer) for layer in layers]
         row = self.server.packed(layers)
-        self._keep(self.rank, rows_in(self.shares, self.rank, layers, about, row))
-        clock = min(clock for _, clock in about)
-        urgency = 0 if clock == float("inf") else int(clock) * len(self.shares.layers) + layers[0]
-        # Where all go together each version is somebody's; else the newest is as good as all.
+        if self.rank in ranks:
+            self._keep(self.rank, rows_in(self.shares, self.rank, layers, about, row))
+        # Where nobody goes in step the newest is as good as all.
         covers = frozenset(() if self.plan.together else layers)
-        letter = Letter((ROWS, tuple(layers), about), row, urgency, covers)
-        for rank in range(self.ranks):
+        letter = Letter((ROWS, tuple(layers), about), row, self._urgency(step, layers), covers)
+        for rank in ranks:
             if rank != self.rank:
                 self.mailbox.post(rank, letter)
+
+    def _urgency(self, step: int, layers: Sequence[int]) -> int:
+        """Return how soon layers are needed that a step begins with: those of an earlier first."""
+        return step * len(self.shares.layers) + min(layers)
 
     def _go_towards_the_end(self) -> None:
         # What was given was given before the pause: read in this order.
         if self._pausing is not None and not self._given and self.rank not in self._last:
             self._tell_all((LAST_STEP, self._pausing), LATEST - 1)
-            changed = self._note_last(self.rank, self._pausing)
-            if changed:
-                self._publish(changed)
+            self._publish_changes([(self.rank, self._note_last(self.rank, self._pausing))])
         if len(self._last) == self.ranks and self.rank not in self._over:
             if not self.server.settled:
                 fewest, most = (find(self._last, key=self._last.__getitem__) for find in (min, max))
                 raise ExchangeError(_uneven(fewest, self._last[fewest], most, self._last[most]))
+            if not self.plan.together:  # where everybody has every version
+                self._publish(range(len(self.shares.layers)), range(self.ranks))
             self._tell_all((LAST_ROWS,), LATEST)
             self._over.add(self.rank)
 

@@ -1,5 +1,8 @@
 """The eager server: one process, bit for bit, where all go together; replayed where none waits."""
 
+import copy
+import math
+import threading
 import time
 from dataclasses import replace
 
@@ -7,9 +10,11 @@ import pytest
 import torch
 from ranks.test_sync import Odd, adamw, batch_loss, mlp, seeded
 from sequential import add
+from torch import nn
 
 import daso
 from daso.comm.topology import Topology
+from daso.errors import CheckpointError, ConfigError, LayoutError, NonFiniteError
 from daso.plan.eager import Plan
 from daso.train.replay import replay
 
@@ -161,9 +166,6 @@ def test_a_replay_gives_the_same_bits(topology, build, make, staleness, mode):
         )
         logs = topology.world.allgather(log)
 
-        def backward(one, rank, step):
-            batch_loss(one, rank, step).backward()
-
         plan = replace(PLAN, damped=damped, **how)
         found = replay(logs, seeded(build), make_flat, backward, plan=plan)
         assert same(params(found.model), params(model))
@@ -178,7 +180,250 @@ PLAN = Plan(
     staleness=0,
     every="auto",
     damped=False,
+    transport="messages",
     log=True,
     packet_bytes=1 << 18,
     stall_seconds=60.0,
 )
+
+
+# --- odd ones -------------------------------------------------------------------------------------
+
+
+def many():
+    return nn.Sequential(nn.Linear(6, 3), *(nn.Linear(3, 3) for _ in range(200)))
+
+
+class Attention(nn.Module):
+    """Uses parameters of a module inside without calling it."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.norm = nn.BatchNorm1d(6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x):
+        y, _ = self.attention(x.unsqueeze(1), x.unsqueeze(1), x.unsqueeze(1))
+        return self.last(self.norm(y.squeeze(1)))
+
+
+def wide_one():
+    return nn.Sequential(nn.Linear(6, 200_000), nn.ReLU(), nn.Linear(200_000, 3))
+
+
+@pytest.mark.parametrize("build", [many, Attention, wide_one], ids=lambda build: build.__name__)
+def test_400_tiny_tensors_one_huge_and_layers_that_are_not_called(topology, build):
+    steps = 2 if build is wide_one else 4
+    model, *_ = train(topology, build, sgd, steps=steps)
+    assert same(params(model), sequential(seeded(build), sgd, topology.place.size, steps, "owner"))
+
+
+@pytest.mark.parametrize("staleness", [0, None])
+def test_packets_cross_by_windows_too(topology, staleness):
+    model, report, log = train(
+        topology, Odd, sgd, steps=6, staleness=staleness, transport="windows", log=True
+    )
+    assert report["transport"] == "windows"
+    if staleness == 0:
+        expected = sequential(seeded(Odd), sgd, topology.place.size, 6, "owner")
+        assert same(params(model), expected)
+    else:
+        plan = replace(PLAN, staleness=None, transport="windows")
+        found = replay(topology.world.allgather(log), seeded(Odd), sgd, backward, plan=plan)
+        assert same(params(found.model), params(model))
+
+
+def backward(model, rank, step):
+    batch_loss(model, rank, step).backward()
+
+
+def test_training_goes_on_after_ranks_met_and_from_what_was_saved(topology):
+    rank, size = topology.place.rank, topology.place.size
+    make = lambda p: torch.optim.AdamW(p, lr=1e-2)  # noqa: E731
+    model = seeded(Odd)()
+    with daso.EagerServer(model, make, topology=topology) as server:
+        for step in range(3):
+            server.zero_grad()
+            batch_loss(model, rank, step).backward()
+            server.step()
+        with pytest.raises(CheckpointError, match="synchronize"):
+            server.state_dict()
+        server.synchronize()
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        saved = copy.deepcopy(server.state_dict())
+        for step in range(3, 6):
+            server.zero_grad()
+            batch_loss(model, rank, step).backward()
+            server.step()
+    other = seeded(Odd)()
+    other.load_state_dict(weights)
+    with daso.EagerServer(other, make, topology=topology) as server:
+        server.load_state_dict(saved)
+        assert server.report()["steps"] == 3
+        for step in range(3, 6):
+            server.zero_grad()
+            batch_loss(other, rank, step).backward()
+            server.step()
+    assert same(params(other), params(model))
+    assert same(params(model), sequential(seeded(Odd), make, size, 6, "owner"))
+
+
+def test_state_of_other_rows_is_refused(topology):
+    with daso.EagerServer(mlp(), sgd, topology=topology) as server:
+        saved = server.state_dict()
+        saved["share"] = {**saved["share"], "ranks": 99}
+        with pytest.raises(CheckpointError, match="99"):
+            server.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("staleness", [1, None])
+def test_ranks_may_take_different_numbers_of_steps(topology, staleness):
+    rank, size = topology.place.rank, topology.place.size
+    model = seeded(mlp)()
+    with daso.EagerServer(model, sgd, topology=topology, staleness=staleness, log=True) as server:
+        for _ in range(2):
+            for step in range(3 + 2 * rank):
+                server.zero_grad()
+                batch_loss(model, rank, step).backward()
+                server.step()
+            server.synchronize()
+        assert server.report()["steps"] == 2 * (3 + 2 * rank)
+        updates = 2 * len(server._client.shares.layers) * sum(3 + 2 * r for r in range(size))
+        assert server.report()["updates"] == updates
+    everyones = topology.world.allgather(params(model))
+    assert all(same(one, everyones[0]) for one in everyones)
+
+
+def test_accumulation_sends_the_sum_once(topology):
+    rank, size = topology.place.rank, topology.place.size
+    model = seeded(mlp)()
+    with daso.EagerServer(model, sgd, topology=topology) as server:
+        server.zero_grad()
+        with server.no_sync():
+            batch_loss(model, rank, 0).backward()
+        batch_loss(model, rank, 1).backward()
+        server.step()
+    expected = seeded(mlp)()
+    inner = sgd(expected.parameters())
+    total = [None] * len([*expected.parameters()])
+    for one in range(size):
+        expected.zero_grad()
+        batch_loss(expected, one, 0).backward()
+        batch_loss(expected, one, 1).backward()
+        total = [add(a, p.grad) for a, p in zip(total, expected.parameters(), strict=True)]
+    for p, grad in zip(expected.parameters(), total, strict=True):
+        p.grad = grad / size
+    inner.step()
+    assert same(params(model), params(expected))
+
+
+def test_a_second_backward_in_a_step_is_refused_with_the_remedy(topology):
+    model = seeded(mlp)()
+    with daso.EagerServer(model, sgd, topology=topology) as server:
+        batch_loss(model, 0, 0).backward()
+        with pytest.raises(ConfigError, match="no_sync"):
+            batch_loss(model, 0, 0).backward()
+        server.step()
+
+
+def test_gradients_that_are_not_finite_are_left_out_and_raise_in_the_end(topology):
+    rank = topology.place.rank
+    model = seeded(mlp)()
+    with daso.EagerServer(model, sgd, topology=topology) as server:
+        for step in range(3):
+            server.zero_grad()
+            loss = batch_loss(model, rank, step)
+            if rank == 0 and step == 0:
+                loss = loss * math.nan
+            loss.backward()
+            server.step()
+        assert server.report()["dropped"] == (1 if rank == 0 else 0)
+        server.synchronize()
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
+        # What a rank raises alone ends the job; here all do.
+        with pytest.raises(NonFiniteError, match="step"):
+            for step in range(3):
+                server.zero_grad()
+                (batch_loss(model, rank, step) * math.nan).backward()
+                server.step()
+
+
+def test_an_evaluation_leaves_parameters_alone(topology):
+    rank = topology.place.rank
+    model = seeded(mlp)()
+    with daso.EagerServer(model, sgd, topology=topology, staleness=None) as server:
+        server.zero_grad()
+        batch_loss(model, rank, 0).backward()
+        server.step()
+        before = [p.clone() for p in model.parameters()]
+        with torch.no_grad():
+            for _ in range(20):
+                batch_loss(model, rank, 1)
+                time.sleep(0.001)
+        assert same(before, params(model))
+
+
+def test_schedulers_drive_it(topology):
+    rank, size = topology.place.rank, topology.place.size
+    model = seeded(mlp)()
+    with daso.EagerServer(model, sgd, topology=topology) as server:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(server, 0.5)
+        for step in range(4):
+            server.zero_grad()
+            batch_loss(model, rank, step).backward()
+            server.step()
+            scheduler.step()
+        assert scheduler.get_last_lr() == [0.05 * 0.5**4]
+    expected = sequential(seeded(mlp), sgd, size, 4, "owner", lambda step: 0.05 * 0.5**step)
+    assert same(params(model), expected)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "text"), [({"mode": "all"}, "mode"), ({"every": -1}, "every")], ids=str
+)
+def test_bad_keywords_raise_before_anything_is_sent(topology, keywords, text):
+    with pytest.raises(ConfigError, match=text):
+        daso.EagerServer(mlp(), sgd, topology=topology, **keywords)
+
+
+def test_different_options_and_models_are_refused_on_all_ranks(topology):
+    if topology.place.size == 1:
+        return
+    last = topology.place.rank == topology.place.size - 1
+    with pytest.raises(ConfigError, match="same options"):
+        daso.EagerServer(mlp(), sgd, topology=topology, staleness=3 if last else 0)
+    with pytest.raises(LayoutError):
+        daso.EagerServer(many() if last else mlp(), sgd, topology=topology)
+
+
+def test_what_cannot_be_done_says_what_can(topology):
+    with daso.EagerServer(mlp(), sgd, topology=topology) as server:
+        with pytest.raises(ConfigError, match="closure"):
+            server.step(lambda: 0.0)
+        with pytest.raises(ConfigError, match="another one"):
+            server.add_param_group({"params": []})
+        with pytest.raises(ConfigError, match="copied"):
+            copy.deepcopy(server)
+    with pytest.raises(ConfigError, match="given"):
+        daso.EagerServer(mlp(), lambda _: sgd([nn.Parameter(torch.zeros(1))]), topology=topology)
+
+
+def test_nothing_stays_behind(topology):
+    before = threading.active_count()
+    for _ in range(3):
+        train(topology, mlp, sgd, steps=1)
+    assert threading.active_count() == before
+
+
+def test_bytes_on_the_wire_are_those_of_the_mode(topology):
+    size = topology.place.size
+    sent = {}
+    for mode in ("owner", "block", "replica"):
+        steps = 4
+        _, report, _ = train(topology, mlp, sgd, steps=steps, mode=mode, every=100)
+        sent[mode] = sum(topology.world.allgather(report["bytes_sent"])) / steps
+    numel = sum(p.numel() for p in mlp().parameters())
+    assert sent["owner"] >= 2 * (size - 1) * 4 * numel  # gradients there, rows back
+    assert sent["block"] >= (size - 1) * 4 * numel
+    assert sent["replica"] >= size * (size - 1) * 4 * numel

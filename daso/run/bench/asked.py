@@ -17,6 +17,7 @@ __all__ = [
     "measured",
     "named",
     "nodes",
+    "numbers",
     "places",
     "positive",
     "rate",
@@ -70,6 +71,17 @@ def nodes(text: str) -> list[int]:
     if not all(word.strip().isdecimal() and int(word) > 1 for word in words):
         raise ConfigError(f"--nodes must be numbers from 2 up such as 2,3,4, not {text!r}")
     return [int(word) for word in words]
+
+
+def numbers(name: str, text: str) -> list[float]:
+    """Return numbers from 1 up that were asked for, by commas."""
+    try:
+        found = [float(word) for word in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(1 <= one < 1e6 for one in found):
+        raise ConfigError(f"--{name} must be numbers from 1 up such as 3,1.5, not {text!r}")
+    return found
 
 
 def rate(link: str) -> float:

@@ -48,6 +48,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     _add_to_accuracy(add("time-to-accuracy", "whole trainings beside DDP's"))
     _add_parts(add)
     _add_predict(add("predict", "what is predicted, beside what is then measured"))
+    _add_server(add("server", "time to a loss where one rank is slower than the others"))
     _add_trace(add("trace", "what recording costs, and how well clocks are compared"))
     guard = add("guard", "a short run of all, its ratios beside the recorded ones")
     guard.add_argument(
@@ -97,6 +98,19 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, default="cnn")
     parser.add_argument("--seconds", type=float, default=0, help="of a round (4; quick 2)")
     parser.add_argument("--settle", type=float, default=0, help="before the first (15; quick 5)")
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    _add_links(parser, "1gbit")
+    parser.add_argument("--nodes", default="4", help="hosts, separated by commas (4)")
+    parser.add_argument("--slow", default="", help="times the last rank takes (3,1.5,1; quick 3)")
+    parser.add_argument("--only", action="append", help="a contender beside DDP, gloo; several")
+    parser.add_argument("--seeds", type=int, default=0, help="trainings of each (3; quick 1)")
+    parser.add_argument("--seconds", type=float, default=0, help="of each training (16; quick 12)")
+    parser.add_argument("--epochs", type=int, default=0, help="where accuracy counts (3; quick 1)")
+    parser.add_argument("--every", type=float, default=0.25, help="seconds between tests (0.25)")
+    parser.add_argument("--loss", type=float, default=0.6, help="that is to be reached (0.6)")
+    parser.add_argument("--plot", type=Path, help="draw losses to this PNG")
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +165,11 @@ def _main(chosen: argparse.Namespace, run: Any) -> int:
     if getattr(chosen, "plot", None):
         from daso.run.bench import draw
 
-        drawn = {"time-to-accuracy": draw.draw_courses, "growth": draw.draw_growth}
+        drawn = {
+            "time-to-accuracy": draw.draw_courses,
+            "growth": draw.draw_growth,
+            "server": draw.draw_losses,
+        }
         draw.save(drawn.get(chosen.bench, draw.draw)(found), chosen.plot)
     return 0
 

@@ -21,7 +21,7 @@ import daso
 from daso.comm.mpi import load
 from daso.comm.topology import Topology
 from daso.run.bench.models import Batch, Case, loss_of
-from daso.run.bench.names import COMPUTE, DDP, OURS
+from daso.run.bench.names import COMPUTE, DDP, OURS, UNBOUNDED
 
 __all__ = [
     "ALLREDUCE",
@@ -32,6 +32,7 @@ __all__ = [
     "ORDERS",
     "PERIOD",
     "PRIORITY",
+    "SERVERS",
     "Contender",
     "Daso",
     "Make",
@@ -294,4 +295,48 @@ INSIDE: Mapping[str, Make] = {
     "host, chunk updates": _hosted("chunk"),
     "buckets": _daso(policy=daso.Fixed(1, 0)),
     DDP: _ddp(),
+}
+
+
+class Eager(Plain):
+    """`daso.EagerServer` with some keywords."""
+
+    def __init__(self, case: Case, topology: Topology, **keywords: Any) -> None:
+        torch.manual_seed(0)
+        model = case.build()
+        self.server = daso.EagerServer(model, case.optimizer, topology=topology, **keywords)
+        super().__init__(model, self.server)
+
+    def finish(self) -> None:
+        """Take in all gradients, and average buffers."""
+        self.server.synchronize()
+
+    def report(self) -> Mapping[str, Any]:
+        """Return what was sent, and what is exposed."""
+        return self.server.report()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self.server.close()
+
+
+def _eager(**keywords: Any) -> Make:
+    def make(case: Case, topology: Topology) -> Contender:
+        return Eager(case, topology, **keywords)
+
+    return make
+
+
+# Where one rank may be slower than the others: all in step, or not.
+SERVERS: Mapping[str, Make] = {
+    DDP: CONTENDERS[DDP],
+    "DASO synchronous": CONTENDERS["DASO synchronous"],
+    OURS: CONTENDERS[OURS],
+    "eager, in step, n=1": _eager(every=1),
+    "eager, in step": _eager(),
+    "eager, 1 step apart": _eager(staleness=1),
+    "eager, 4 steps apart": _eager(staleness=4),
+    f"eager, {UNBOUNDED}": _eager(staleness=None),
+    "eager, blocks, unbounded": _eager(mode="block", staleness=None),
+    "eager, replicas, unbounded": _eager(mode="replica", staleness=None),
 }

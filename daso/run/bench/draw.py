@@ -12,7 +12,15 @@ from daso.trace import EXCHANGE, KINDS, MERGE, NODE, NODES, SEND, STEP
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "draw_courses", "draw_efficiency", "draw_growth", "draw_timeline", "save"]
+__all__ = [
+    "draw",
+    "draw_courses",
+    "draw_efficiency",
+    "draw_growth",
+    "draw_losses",
+    "draw_timeline",
+    "save",
+]
 
 SHOWN = 20  # points of accuracy below the level
 UNITS = {"parameters": (10**6, "M parameters"), "chunk_bytes": (2**20, "MiB of a chunk")}
@@ -127,6 +135,44 @@ def draw_courses(runs: Sequence[Mapping[str, Any]]) -> "Figure":
         fontsize=10,
     )
     axes.legend(fontsize=8)
+    return figure
+
+
+def draw_losses(runs: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Draw losses over seconds and over steps, a pair of panels for every slowness.
+
+    Args:
+        runs: What `daso bench server` found, as in its JSON under ``runs``.
+
+    Returns:
+        The figure.
+    """
+    from matplotlib.figure import Figure
+
+    drawn = [run for run in runs if run["plan"]["slow"]]
+    figure = Figure(figsize=(10, 0.8 + 3.2 * len(drawn)), layout="constrained")
+    panels = figure.subplots(len(drawn), 2, squeeze=False, sharey=True)
+    for (left, right), run in zip(panels, drawn, strict=True):
+        for color, row in enumerate(run["rows"]):
+            for number, course in enumerate(row["courses"]):
+                label = None if number else row["name"]
+                left.plot(course["seconds"], course["losses"], f"C{color}", lw=1.1, label=label)
+                right.plot(course["steps"], course["losses"], f"C{color}", lw=1.1)
+        left.set_xlabel("seconds of training")
+        right.set_xlabel("steps of rank 0")
+        left.set_ylabel("test loss")
+        left.set_yscale("log")
+        slow = run["plan"]["slow"]
+        left.set_title(
+            f"the last of {len(run['nodes'])} ranks takes {slow:g} times as long"
+            if slow > 1
+            else "all ranks alike",
+            fontsize=10,
+        )
+        for axes in (left, right):
+            axes.axhline(run["plan"]["loss"], color="0.3", linewidth=1)
+    lines, names = panels[0][0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside upper center", ncols=4, fontsize=8)
     return figure
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from daso.errors import ConfigError
 from daso.run.bench import asked, axes
-from daso.run.bench.names import COMPUTE, DDP, OURS
+from daso.run.bench.names import COMPUTE, DDP, OURS, UNBOUNDED
 
 __all__ = ["GPU_MODELS", "RUNS"]
 
@@ -149,6 +149,35 @@ def _push(chosen: argparse.Namespace) -> Measured:
         yield one, push.table(one) + "\n", push.figures(one)
 
 
+def _server(chosen: argparse.Namespace) -> Measured:
+    from daso.run.bench import server
+    from daso.run.bench.contenders import SERVERS
+
+    links, nodes, quick = asked.links(chosen.link), asked.nodes(chosen.nodes), chosen.quick
+    chosen.seeds = chosen.seeds or (1 if quick else 3)
+    chosen.epochs = chosen.epochs or (1 if quick else 3)
+    asked.positive(chosen, "seeds", "epochs")
+    asked.above_zero(chosen, "loss", "every")
+    asked.named(chosen.only or (), SERVERS)
+    names = tuple(dict.fromkeys([DDP, *(chosen.only or SERVERS)]))
+    slow = asked.numbers("slow", chosen.slow or ("3" if quick else "3,1.5,1"))
+    seconds = chosen.seconds or (12 if quick else 16)
+    both = (DDP, f"eager, {UNBOUNDED}")
+    for place, rates in asked.places(links, max(nodes)):
+        for link, count, times in product(rates, nodes, [*slow, 0.0]):
+            plan = server.Plan(
+                names=names if times else both,
+                slow=times,
+                seeds=chosen.seeds,
+                seconds=seconds if times else chosen.epochs,
+                every=chosen.every,
+                loss=chosen.loss,
+                link=link,
+            )
+            one = place.run("server", asdict(plan), link=link, nodes=count, ranks=1)
+            yield one, server.table(one) + "\n", server.figures(one)
+
+
 def _exchange(chosen: argparse.Namespace) -> Measured:
     from daso.run.bench import exchange
 
@@ -232,6 +261,7 @@ RUNS: Mapping[str, Callable[[argparse.Namespace], Measured]] = {
     "gpu": _gpu,
     "exchange": _exchange,
     "push": _push,
+    "server": _server,
     "node": _node,
     "predict": _predict,
     "trace": _trace,

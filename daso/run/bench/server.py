@@ -1,0 +1,316 @@
+"""Time to a loss where one rank is slower than the others: all in step, or nobody waiting.
+
+Layers take a known time and no core, so that four hosts fit on a machine with two; the last rank's
+take some times as long. What is tested are copies of world rank 0's model from the midst of a
+training, after it is over: nothing stands still for a test.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from daso.comm.topology import Topology
+from daso.data import ShardedSampler, load_fashion
+from daso.environment import data_folder
+from daso.run.bench.contenders import SERVERS, Contender, join_gloo
+from daso.run.bench.models import Batch, Case, loss_of, score
+from daso.run.bench.names import DDP, UNBOUNDED
+from daso.run.bench.paced import Paced
+from daso.run.bench.to_accuracy import warmed_cosine
+
+__all__ = ["Plan", "figures", "measure", "table"]
+
+BATCH = 64  # samples of a rank
+TESTS = 2000  # samples on which the loss is measured
+WIDTH, LAYERS = 512, 4
+FORWARD_SECONDS, BACKWARD_SECONDS = 0.004, 0.006  # of a layer, and no core
+LEARNING_RATE, MOMENTUM = 0.05, 0.9
+TRIED = 8  # steps by which contenders that go in step find out how many fit into their time
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured.
+
+    Args:
+        names: Of contenders; DDP's is the first.
+        slow: How many times as long the last rank's layers take; 0: layers take no time of their
+            own, and what counts is accuracy after so many epochs.
+        seeds: Trainings of each, with seeds from 0.
+        seconds: Of a training; with ``slow=0`` epochs.
+        every: Seconds from one copy of the model to the next.
+        loss: That is to be reached.
+        link: For people.
+    """
+
+    names: Sequence[str]
+    slow: float
+    seeds: int
+    seconds: float
+    every: float
+    loss: float
+    link: str
+
+
+def _model(slow: float) -> nn.Module:
+    """Return a perceptron for images of 28 x 28 pixels, whose layers take their time."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    width = 28 * 28
+    for _ in range(LAYERS):
+        layers += [nn.Linear(width, WIDTH), nn.ReLU()]
+        if slow:
+            layers.append(Paced(1, slow * FORWARD_SECONDS, slow * BACKWARD_SECONDS))
+        width = WIDTH
+    return nn.Sequential(*layers, nn.Linear(width, 10))
+
+
+def _case(slow: float, seed: int) -> Case:
+    def build() -> nn.Module:
+        torch.manual_seed(seed)
+        return _model(slow)
+
+    def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=LEARNING_RATE, momentum=MOMENTUM)
+
+    return Case(build, BATCH, text=False, optimizer=sgd)
+
+
+# --- on the ranks --------------------------------------------------------------------------------
+
+
+def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
+    """Train with every contender once for each seed.
+
+    Returns:
+        Rows for JSON, the same on every rank.
+
+    Collective over the world; blocking.
+    """
+    torch.set_num_threads(1)
+    join_gloo(topology)
+    samples, tests = _samples(train=True), _samples(train=False)
+    rows: list[dict[str, Any]] = [{"name": name, "courses": []} for name in plan.names]
+    for seed in range(plan.seeds):
+        for row in rows:
+            course = _epochs if plan.slow == 0 else _course
+            row["courses"].append(course(plan, row["name"], seed, samples, tests, topology))
+    dist.destroy_process_group()
+    numel = sum(p.numel() for p in _model(0).parameters())
+    sizes = list(topology.place.node_sizes)
+    return {"plan": asdict(plan), "parameters": numel, "nodes": sizes, "rows": rows}
+
+
+def _samples(*, train: bool) -> Batch:
+    images, labels = load_fashion(data_folder(), train=train).tensors
+    return images, labels
+
+
+def _contender(plan: Plan, name: str, seed: int, topology: Topology) -> Contender:
+    place = topology.place
+    last = place.rank == place.size - 1
+    return SERVERS[name](_case(plan.slow if last else min(plan.slow, 1.0), seed), topology)
+
+
+def _batches(samples: Batch, rank: int, seed: int) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    images, labels = samples
+    while True:
+        chosen = torch.randint(len(images), (BATCH,), generator=generator)
+        yield images[chosen], labels[chosen]
+
+
+def _course(
+    plan: Plan, name: str, seed: int, samples: Batch, tests: Batch, topology: Topology
+) -> dict[str, Any]:
+    """Train for some seconds, then test the copies."""
+    world, place = topology.world, topology.place
+    contender = _contender(plan, name, seed, topology)
+    batches = _batches(samples, place.rank, seed)
+    free = name.startswith("eager") and name.endswith(UNBOUNDED)
+    world.Barrier()
+    start, steps = time.perf_counter(), 0
+    most = 0  # steps, where all take the same number
+    copies: list[tuple[float, int, Mapping[str, torch.Tensor]]] = []
+
+    def seconds() -> float:
+        return time.perf_counter() - start
+
+    while seconds() < plan.seconds if free or not most else steps < most:
+        contender.step(next(batches))
+        steps += 1
+        if steps == TRIED and not free:
+            most = round(plan.seconds / max(world.allgather(seconds() / steps)))
+        if place.rank == 0 and seconds() >= plan.every * (len(copies) + 1):
+            weights = contender.model.state_dict()
+            copies.append((seconds(), steps, {key: one.clone() for key, one in weights.items()}))
+    taken = world.allgather(steps)
+    length = seconds()
+    contender.finish()
+    contender.close()
+    losses = _test(contender.model, copies, tests) if place.rank == 0 else []
+    losses = world.bcast(losses)
+    report = dict(contender.report())
+    return {
+        "seed": seed,
+        "seconds": [at for at, *_ in copies],
+        "steps": [at for _, at, _ in copies],
+        "losses": losses,
+        "steps_of_ranks": taken,
+        "lasted": length,
+        "report": {key: report[key] for key in sorted(report) if key in REPORTED},
+    }
+
+
+REPORTED = ("exposed_seconds", "every", "updates", "bytes_sent")
+
+
+@torch.no_grad()
+def _test(
+    model: nn.Module, copies: Sequence[tuple[float, int, Mapping[str, torch.Tensor]]], tests: Batch
+) -> list[float]:
+    """Return the loss of copies of a model; pauses are left out."""
+    bare = _model(0)
+    losses = []
+    for *_, weights in copies:
+        # Layers that only take time hold one number that says nothing.
+        chosen = [value for key, value in weights.items() if value.numel() > 1]
+        bare.load_state_dict(dict(zip(bare.state_dict(), chosen, strict=True)))
+        losses.append(float(loss_of(bare, tests[0][:TESTS], tests[1][:TESTS])))
+    del model
+    return losses
+
+
+def _epochs(
+    plan: Plan, name: str, seed: int, samples: Batch, tests: Batch, topology: Topology
+) -> dict[str, Any]:
+    """Train for some epochs, every rank as many steps, and count right answers."""
+    place = topology.place
+    contender = _contender(plan, name, seed, topology)
+    sampler = ShardedSampler(
+        len(samples[0]), rank=place.rank, size=place.size, batch_size=BATCH, seed=seed
+    )
+    total, steps = int(plan.seconds) * len(sampler), 0
+    topology.world.Barrier()
+    start = time.perf_counter()
+    for epoch in range(int(plan.seconds)):
+        sampler.set_epoch(epoch)
+        for chosen in sampler:
+            for group in contender.optimizer.param_groups:
+                group["lr"] = LEARNING_RATE * warmed_cosine(steps / total)
+            contender.step((samples[0][chosen], samples[1][chosen]))
+            steps += 1
+    contender.finish()
+    lasted = time.perf_counter() - start
+    contender.close()
+    percent = score(contender.model, *tests) if place.rank == 0 else 0.0
+    return {
+        "seed": seed,
+        "steps": steps,
+        "lasted": lasted,
+        "accuracy": topology.world.bcast(percent),
+    }
+
+
+# --- where the bench was started -----------------------------------------------------------------
+
+
+def _seconds_to(course: Mapping[str, Any], level: float) -> float | None:
+    """Return the seconds after which a copy had the loss; None where none had."""
+    pairs = zip(course["seconds"], course["losses"], strict=True)
+    return next((at for at, loss in pairs if loss <= level), None)
+
+
+def _ratios(found: Mapping[str, Any], name: str) -> list[float | None]:
+    """Return seconds to the loss over DDP's, for each seed."""
+    courses = {row["name"]: row["courses"] for row in found["rows"]}
+    level = found["plan"]["loss"]
+    pairs = zip(courses[name], courses[DDP], strict=True)
+    both = [(_seconds_to(mine, level), _seconds_to(other, level)) for mine, other in pairs]
+    return [None if mine is None or other is None else mine / other for mine, other in both]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return statistics.mean(there) if len(there) == len(values) else None
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Return the rows as aligned lines."""
+    plan = found["plan"]
+    if plan["slow"] == 0:
+        lines = [_head(found), f"{'':<24}{'accuracy %':>12}{'+-':>7}{'seconds':>10}"]
+        for row in found["rows"]:
+            finals = [course["accuracy"] for course in row["courses"]]
+            spread = f"{statistics.stdev(finals):.2f}" if len(finals) > 1 else "-"
+            took = statistics.mean(course["lasted"] for course in row["courses"])
+            mean = statistics.mean(finals)
+            lines.append(f"{row['name']:<24}{mean:>12.2f}{spread:>7}{took:>10.1f}")
+        return "\n".join(lines)
+    titles = ("s to loss", "x DDP", "steps/s", "slowest", "last loss")
+    lines = [_head(found), f"{'':<24}" + "".join(f"{title:>11}" for title in titles)]
+    for row in found["rows"]:
+        courses = row["courses"]
+        lasted = [course["lasted"] for course in courses]
+        rates = [
+            statistics.mean(
+                pick(course["steps_of_ranks"]) / took
+                for course, took in zip(courses, lasted, strict=True)
+            )
+            for pick in (max, min)
+        ]
+        cells = (
+            _text(_mean([_seconds_to(course, plan["loss"]) for course in courses]), 2),
+            _text(_mean(_ratios(found, row["name"])), 3),
+            *(f"{rate:.1f}" for rate in rates),
+            _text(statistics.mean(course["losses"][-1] for course in courses), 3),
+        )
+        lines.append(f"{row['name']:<24}" + "".join(f"{cell:>11}" for cell in cells))
+    return "\n".join(lines)
+
+
+def _text(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _head(found: Mapping[str, Any]) -> str:
+    plan = found["plan"]
+    what = f"Fashion-MNIST, perceptron of {found['parameters'] / 1e6:.2f} M parameters"
+    where = f"{len(found['nodes'])} nodes, link {plan['link']}, batch {BATCH}"
+    if plan["slow"] == 0:
+        return f"{what}, {where}, {plan['seconds']:g} epochs, mean of {plan['seeds']} seeds"
+    pause = 1e3 * LAYERS * (FORWARD_SECONDS + BACKWARD_SECONDS)
+    return (
+        f"{what}, layers that take {pause:.0f} ms and no core beside computing, on the last rank "
+        f"{plan['slow']:g} times as long, {where}, loss {plan['loss']:g} on {TESTS} test samples, "
+        f"mean of {plan['seeds']} seeds"
+    )
+
+
+def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the figures, named as everywhere; a loss never reached has none."""
+    plan = found["plan"]
+    courses = {row["name"]: row["courses"] for row in found["rows"]}
+    ours = f"eager, {UNBOUNDED}"
+    if ours not in courses:
+        return {}
+    conditions = f"{ours} against {DDP}: {_head(found)}"
+    if plan["slow"] == 0:
+        finals = {
+            name: statistics.mean(course["accuracy"] for course in courses[name])
+            for name in (DDP, ours)
+        }
+        unit = "points of final test accuracy below DDP"
+        gap = {"value": finals[DDP] - finals[ours], "unit": unit, "conditions": conditions}
+        return {"accuracy_gap": gap}
+    ratio = _mean(_ratios(found, ours))
+    if ratio is None:
+        return {}
+    kind = "homogeneous" if plan["slow"] == 1 else f"slow{plan['slow']:g}".replace(".", "_")
+    unit = f"ratio of seconds to a loss of {plan['loss']:g}, over DDP's"
+    return {f"time_to_loss_ratio_{kind}": {"value": ratio, "unit": unit, "conditions": conditions}}

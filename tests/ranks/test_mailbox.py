@@ -1,0 +1,137 @@
+"""Letters arrive once, whole, in the order of their urgency, whatever packets cross by."""
+
+import random
+import time
+
+import pytest
+import torch
+
+from daso.comm.mailbox import HEAD_BYTES, Letter, Mailbox
+from daso.comm.packets import Messages, PutMemory, SharedMemory, Slots
+
+pytestmark = pytest.mark.mpi
+
+KINDS = ["messages", "shared", "put"]
+
+
+def ways(kind, comm, most):
+    """Return a way between all ranks; they are on one host here, whatever nodes they pretend."""
+    everybody, rank = range(comm.Get_size()), comm.Get_rank()
+    if kind == "messages":
+        return Messages(comm)
+    memory = {"shared": SharedMemory, "put": PutMemory}[kind]
+    return Slots(lambda nbytes: memory(comm, nbytes), everybody, rank, most)
+
+
+@pytest.fixture(params=KINDS)
+def open_mailbox(request, topology):
+    comm = topology.world.Dup()
+    made = []
+
+    def open_with(packet_bytes):
+        way = ways(request.param, comm, packet_bytes + HEAD_BYTES)
+        made.append(way)
+        others = [r for r in range(comm.Get_size()) if r != comm.Get_rank()]
+        return Mailbox(dict.fromkeys(others, way), packet_bytes)
+
+    yield open_with
+    for way in made:
+        way.free()
+    comm.Free()
+
+
+def run(mailbox, topology, expected, seconds=20):
+    """Move until so many letters came and all have left here; return them by source."""
+    found = {rank: [] for rank in range(topology.place.size)}
+    end = time.monotonic() + seconds
+    while sum(map(len, found.values())) < expected or not mailbox.idle:
+        mailbox.move()
+        for source, letter in mailbox.take():
+            found[source].append(letter)
+        assert time.monotonic() < end, (found, mailbox.backlog_bytes)
+    # What others have posted must not wait for this rank.
+    everybody = topology.world.Ibarrier()
+    while not everybody.Test():
+        mailbox.move()
+    return found
+
+
+def letter(source, to, number):
+    made = random.Random(f"{source} {to} {number}")
+    size = made.choice([0, 1, 7, 100, 1000, 30_000])
+    payload = torch.tensor(bytearray(made.randbytes(size)), dtype=torch.uint8)
+    return Letter((source, to, number), payload, urgency=made.randrange(5))
+
+
+@pytest.mark.parametrize("packet_bytes", [1, 64, 1 << 18])
+def test_letters_arrive_once_and_whole(open_mailbox, topology, packet_bytes):
+    rank, size = topology.place.rank, topology.place.size
+    count = 3 if packet_bytes == 1 else 20
+    mailbox = open_mailbox(packet_bytes)
+    if packet_bytes == 1:
+        payload = torch.arange(50, dtype=torch.uint8)
+        sent = {
+            to: [Letter((rank, to, n), payload, n) for n in range(count)]
+            for to in others(rank, size)
+        }
+        theirs = {
+            s: [Letter((s, rank, n), payload, n) for n in range(count)] for s in others(rank, size)
+        }
+    else:
+        sent = {to: [letter(rank, to, n) for n in range(count)] for to in others(rank, size)}
+        theirs = {s: [letter(s, rank, n) for n in range(count)] for s in others(rank, size)}
+    for to, letters in sent.items():
+        for one in letters:
+            mailbox.post(to, one)
+    found = run(mailbox, topology, count * (size - 1))
+    for source, posted in theirs.items():
+        expected = sorted(posted, key=lambda one: one.urgency)
+        assert [one.notes for one in found[source]] == [one.notes for one in expected]
+        assert all(
+            torch.equal(a.payload, b.payload) for a, b in zip(found[source], expected, strict=True)
+        )
+
+
+def others(rank, size):
+    return [one for one in range(size) if one != rank]
+
+
+def test_what_is_needed_sooner_overtakes_what_is_on_its_way(open_mailbox, topology):
+    rank, size = topology.place.rank, topology.place.size
+    mailbox = open_mailbox(1000)
+    large = Letter("large", torch.zeros(200_000, dtype=torch.uint8), urgency=5)
+    for to in others(rank, size):
+        mailbox.post(to, large)
+    mailbox.move()
+    for to in others(rank, size):
+        mailbox.post(to, Letter("small", torch.zeros(10, dtype=torch.uint8), urgency=1))
+    found = run(mailbox, topology, 2 * (size - 1))
+    for source in others(rank, size):
+        assert [one.notes for one in found[source]] == ["small", "large"]
+
+
+def test_a_newer_letter_takes_the_place_of_one_that_has_not_left(open_mailbox, topology):
+    rank, size = topology.place.rank, topology.place.size
+    mailbox = open_mailbox(1000)
+    row = torch.zeros(10, dtype=torch.uint8)
+    for to in others(rank, size):
+        mailbox.post(to, Letter("old", row, covers=frozenset({1, 2})))
+        mailbox.post(to, Letter("other", row, covers=frozenset({1, 3})))
+        mailbox.post(to, Letter("kept", row))
+        mailbox.post(to, Letter("new", row, covers=frozenset({1, 2, 4})))
+    found = run(mailbox, topology, 3 * (size - 1))
+    for source in others(rank, size):
+        assert sorted(one.notes for one in found[source]) == ["kept", "new", "other"]
+
+
+def test_backlog_is_what_has_not_left(open_mailbox, topology):
+    rank, size = topology.place.rank, topology.place.size
+    mailbox = open_mailbox(1000)
+    assert mailbox.idle
+    for to in others(rank, size):
+        mailbox.post(to, Letter(None, torch.zeros(5000, dtype=torch.uint8)))
+    if size > 1:
+        assert mailbox.backlog_bytes >= 5000
+        assert not mailbox.idle
+    run(mailbox, topology, size - 1)
+    assert mailbox.backlog_bytes == 0
