@@ -109,7 +109,9 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=0, help="of each training (16; quick 12)")
     parser.add_argument("--epochs", type=int, default=0, help="where accuracy counts (3; quick 1)")
     parser.add_argument("--every", type=float, default=0.25, help="seconds between tests (0.25)")
-    parser.add_argument("--loss", type=float, default=0.6, help="that is to be reached (0.6)")
+    parser.add_argument("--loss", type=float, default=0.65, help="that is to be reached (0.65)")
+    parser.add_argument("--lr", type=float, default=0.1, help="learning rate of SGD (0.1)")
+    parser.add_argument("--momentum", type=float, default=0.0, help="of SGD (0)")
     parser.add_argument("--plot", type=Path, help="draw losses to this PNG")
 
 

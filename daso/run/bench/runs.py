@@ -157,21 +157,23 @@ def _server(chosen: argparse.Namespace) -> Measured:
     chosen.seeds = chosen.seeds or (1 if quick else 3)
     chosen.epochs = chosen.epochs or (1 if quick else 3)
     asked.positive(chosen, "seeds", "epochs")
-    asked.above_zero(chosen, "loss", "every")
+    asked.above_zero(chosen, "loss", "every", "lr")
     asked.named(chosen.only or (), SERVERS)
     names = tuple(dict.fromkeys([DDP, *(chosen.only or SERVERS)]))
     slow = asked.numbers("slow", chosen.slow or ("3" if quick else "3,1.5,1"))
     seconds = chosen.seconds or (12 if quick else 16)
-    both = (DDP, f"eager, {UNBOUNDED}")
+    accurate = (DDP, "eager, 1 step apart", f"eager, {UNBOUNDED}")
     for place, rates in asked.places(links, max(nodes)):
         for link, count, times in product(rates, nodes, [*slow, 0.0]):
             plan = server.Plan(
-                names=names if times else both,
+                names=names if times else accurate,
                 slow=times,
                 seeds=chosen.seeds,
                 seconds=seconds if times else chosen.epochs,
                 every=chosen.every,
                 loss=chosen.loss,
+                lr=chosen.lr,
+                momentum=chosen.momentum,
                 link=link,
             )
             one = place.run("server", asdict(plan), link=link, nodes=count, ranks=1)
