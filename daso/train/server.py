@@ -100,6 +100,10 @@ class RowServer:
         """Return how many steps of every contributor are in a layer; of those that go on."""
         return min(self._counts[layer].values())
 
+    def ahead(self, source: int, layer: int) -> float:
+        """Return how many steps a contributor is ahead of the slowest, in a layer."""
+        return self._counts[layer][source] - self.clock(layer)
+
     def about(self, layer: int) -> About:
         """Return a layer's version, its clock, and the contributor that is behind."""
         counts = self._counts[layer]

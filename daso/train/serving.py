@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -273,7 +273,7 @@ class Serving:
         for source, layers in changed:
             for layer in layers:
                 to[self.rank].add(layer)
-                for rank in to if self._is_for_all(layer) else (source,):
+                for rank in self._in_need(source, layer):
                     to[rank].add(layer)
         alike: dict[frozenset[int], list[int]] = {}
         for rank, mine in to.items():
@@ -282,13 +282,18 @@ class Serving:
             if which:
                 self._publish(sorted(which), ranks)
 
-    def _is_for_all(self, layer: int) -> bool:
+    def _in_need(self, source: int, layer: int) -> Iterable[int]:
+        """Return the ranks that need a version which a rank's gradient has made."""
+        everybody, bound = range(self.ranks), self.plan.staleness
         if self.plan.together or self.server.contributors == (self.rank,):
-            return True
-        if self.plan.staleness is None:
-            return False
+            return everybody
+        if bound is None:
+            return (source,)
         before, self._clocks[layer] = self._clocks[layer], self.server.clock(layer)
-        return self._clocks[layer] > before  # somebody may be waiting for that
+        if self._clocks[layer] > before:
+            return everybody  # somebody may be waiting for that
+        # Where the others are close behind, theirs will bring it.
+        return (source,) if self.server.ahead(source, layer) > 1 else ()
 
     def _publish(self, layers: Sequence[int], ranks: Sequence[int]) -> None:
         """Let some ranks have this rank's rows of layers."""
