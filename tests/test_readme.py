@@ -65,11 +65,19 @@ def train_one_step():
 
 def test_its_imitation_of_another_machine_runs_on_two_nodes(tmp_path: Path) -> None:
     path = tmp_path / "soon.py"
-    path.write_text(TRAINING + blocks("python")[1])
+    path.write_text(TRAINING + blocks("python")[2])
     run = run_daso("run", "-n", "2", "--ranks-per-node", "1", str(path))
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("emulated, not measured on the target") == 2
     assert "the link is held to 41.67 MB/s" in run.stdout
+
+
+def test_its_server_trains_on_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "serve.py"
+    path.write_text(blocks("python")[1] + "print('steps', server.report()['steps'])\n")
+    run = run_daso("run", "-n", "2", str(path))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("steps ") == 2
 
 
 def test_the_program_runs_alone(tmp_path: Path) -> None:

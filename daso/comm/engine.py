@@ -118,7 +118,7 @@ class Engine:
             work.
         name: Of the thread.
         takes: Says how many seconds work with a result takes at least, for links that are imitated.
-        kind: As what work is recorded.
+        kind: As what work is recorded; None: not at all.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Engine:
         late: Callable[[], None] | None = None,
         name: str = "daso-exchange",
         takes: Callable[[object], float] | None = None,
-        kind: int = trace.EXCHANGE,
+        kind: int | None = trace.EXCHANGE,
     ) -> None:
         self._takes, self._kind = takes, kind
         self.stall_seconds, self._missing, self._late = stall_seconds, missing, late
@@ -178,7 +178,7 @@ class Engine:
             self._abandoned = True  # ranks are out of step from here: nothing may follow
             raise StallError(
                 f"an exchange must finish within {self.stall_seconds:g} s, but it did not: {who}; "
-                f"look there, or raise Exchange.stall_seconds"
+                f"look there, or raise stall_seconds"
             )
         if ticket.error is not None:
             raise ExchangeError(f"an exchange failed: {ticket.error}") from ticket.error
@@ -243,7 +243,8 @@ class Engine:
                 self._error = self._error or error
                 ticket.error = error
             ticket.finished_at = time.perf_counter()
-            trace.record(self._kind, ticket.started_at, key=ticket.key)
+            if self._kind is not None:
+                trace.record(self._kind, ticket.started_at, key=ticket.key)
             ticket.finished.set()
 
     def _hold(self, ticket: Ticket[object], seconds: float) -> None:

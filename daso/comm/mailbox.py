@@ -71,13 +71,12 @@ class _Outgoing:
         first = self.sent
         of_notes = max(0, min(len(self.notes) - first, room.numel()))
         if of_notes:
-            notes = torch.frombuffer(bytearray(self.notes[first : first + of_notes]), dtype=_BYTE)
+            notes = torch.frombuffer(
+                bytearray(self.notes[first : first + of_notes]), dtype=torch.uint8
+            )
             room[:of_notes] = notes
         start = max(0, first - len(self.notes))
         room[of_notes:] = self.letter.payload[start : start + room.numel() - of_notes]
-
-
-_BYTE = torch.uint8
 
 
 @dataclass(slots=True)

@@ -280,24 +280,29 @@ def one_sided_seconds(comm: "MPI.Comm") -> float:
     """
     memory = PutMemory(comm, NUMBER)
     rank, size = comm.Get_rank(), comm.Get_size()
-    taken = 0.0
+    taken, failed = 0.0, None
     for turn in range(2):
         comm.Barrier()
         if rank % 2 == turn:
             start = time.perf_counter()
-            memory.write((rank + 1) % size, 0, torch.ones(NUMBER, dtype=torch.uint8))
+            try:
+                memory.write((rank + 1) % size, 0, torch.ones(NUMBER, dtype=torch.uint8))
+            except load().Exception as error:  # all ranks meet again before anybody raises
+                failed = error
             taken = time.perf_counter() - start
         else:
             time.sleep(BUSY_SECONDS)
     comm.Barrier()
     memory.free()
-    return float(comm.allreduce(taken, op=load().MAX))
+    if failed is not None:
+        raise failed
+    return taken
 
 
 def routes(
     topology: Topology, comm: "MPI.Comm", transport: str, most_bytes: int
-) -> dict[int, Packets]:
-    """Return how packets reach each other rank.
+) -> tuple[dict[int, Packets], list[Packets]]:
+    """Return how packets reach each other rank, and all ways in the order to free them in.
 
     Args:
         topology: Who is where.
@@ -313,18 +318,22 @@ def routes(
     place = topology.place
     others = [rank for rank in range(place.size) if rank != place.rank]
     if transport == "messages":
-        return dict.fromkeys(others, Messages(comm))
+        messages = Messages(comm)
+        return dict.fromkeys(others, messages), [messages]
     found: dict[int, Packets] = {}
+    ways: list[Packets] = []  # on every rank alike: freeing them is collective
     if place.nodes > 1:
         _check_one_sided(topology, comm)
         everybody = range(place.size)
         putting = Slots(lambda n: PutMemory(comm, n), everybody, place.rank, most_bytes)
         found = dict.fromkeys(others, putting)
+        ways.append(putting)
     mates = [rank for rank in range(place.size) if place.node_of[rank] == place.node]
-    if max(place.node_sizes) > 1:
+    if place.local_size > 1:
         shared = Slots(lambda n: SharedMemory(topology.node, n), mates, place.rank, most_bytes)
         found |= dict.fromkeys([rank for rank in mates if rank != place.rank], shared)
-    return found
+        ways.append(shared)
+    return found, ways
 
 
 def _check_one_sided(topology: Topology, comm: "MPI.Comm") -> None:
@@ -333,7 +342,7 @@ def _check_one_sided(topology: Topology, comm: "MPI.Comm") -> None:
         seconds = one_sided_seconds(comm)
     except load().Exception as error:
         problem = f"but {library()} has none here: {error}"
-    if seconds > SLOW_SECONDS:
+    if problem is None and seconds > SLOW_SECONDS:
         problem = (
             f"but with {library()} one took {seconds:.2f} s to a rank that was computing for "
             f"{BUSY_SECONDS:g} s"

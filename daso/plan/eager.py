@@ -258,4 +258,6 @@ class Log:
     """What one rank did, in order; of all ranks together a single process replays the training."""
 
     rank: int
+    plan: Plan
+    meetings: tuple[int, ...]  # steps that it had taken at each meeting of all ranks
     events: tuple[Read | Send | Apply, ...]

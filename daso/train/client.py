@@ -6,25 +6,26 @@ with those of the next layers, as many as the pace says.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from daso import trace
 from daso.errors import ConfigError, NonFiniteError
 from daso.plan.eager import Log, Plan, Read, Send, first_pace, leaves, next_pace
 from daso.train.server import Contribution, Rows, take_up
-from daso.train.serving import Serving
+from daso.train.serving import STEPS_WAITING, Serving
 from daso.train.shares import Shares
-from daso.train.subset import values_of
+from daso.train.subset import same_values, values_of
 from daso.train.uses import Hook, Uses
 
 __all__ = ["LayerClient"]
 
 logger = logging.getLogger("daso")
 DROPS_IN_A_ROW = 3  # steps with a gradient that is not finite, at which a rank raises
-STEPS_WAITING = 2  # whose messages may not have left when a step ends
 
 
 class LayerClient:
@@ -54,6 +55,7 @@ class LayerClient:
         self.met_at = 0  # steps at the last meeting of all ranks
         self.dropped = 0  # steps with a gradient that was not finite
         self.log: list[Read | Send] = []
+        self._meetings: list[int] = []  # steps at each
         most = len(names)
         self.pace = first_pace(plan.every, most)
         self._layer_of = {
@@ -61,13 +63,12 @@ class LayerClient:
         }
         ranks, rank = serving.ranks, serving.rank
         self._owners = (rank,) if plan.mode != "owner" else tuple(range(ranks))
-        # Bytes of a layer's gradients to the rank to which there are most.
+        # Bytes of a layer to the rank to which there are most.
         self._nbytes = [
-            max((shares.nbytes(r, [layer]) for r in self._owners if r != rank), default=0)
-            for layer in range(most)
+            max(shares.nbytes(r, [layer]) for r in range(ranks)) for layer in range(most)
         ]
-        step_bytes = sum(self._nbytes) + shares.nbytes(rank, range(most))  # with rows it publishes
-        self._room_bytes = STEPS_WAITING * step_bytes
+        # And its rows come back, or go out where gradients do not.
+        self._room_bytes = STEPS_WAITING * 2 * sum(self._nbytes)
         self._loaded = [[0] * ranks for _ in range(most)]  # versions in the parameters
         self._taken: set[int] = set()  # layers that were taken up in this step
         self._missing: list[set[int]] = []  # of each layer, parameters without a gradient
@@ -77,6 +78,7 @@ class LayerClient:
         self._keeps = False  # gradients, for accumulation
         self._bad: set[int] = set()  # layers whose gradient was not finite in this step
         self._bad_steps = 0  # in a row
+        self._stepped_at = time.perf_counter()
         self._uses = Uses(module, shares.named)
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(partial(self._ready, index))
@@ -86,6 +88,9 @@ class LayerClient:
             # Before the user's own, which may compute a weight (weight_norm, pruning).
             one.register_forward_pre_hook(Hook(partial(self._before, name)), prepend=True)
             for name, one in module.named_modules()
+        ]
+        self._hooks += [
+            one.register_load_state_dict_pre_hook(Hook(_refuse_loading)) for one in module.modules()
         ]
         self._begin()
 
@@ -99,6 +104,7 @@ class LayerClient:
     def _before(self, name: str) -> None:
         """Take up what a module's forward needs."""
         needed = self._uses.called(name)
+        self.serving.go_on()  # others may be training while this rank evaluates
         if not torch.is_grad_enabled():
             return  # an evaluation sees what training left
         if not self._taken:
@@ -107,6 +113,12 @@ class LayerClient:
             self._take_up(layer)
 
     def _take_up(self, layer: int) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            raise ConfigError(
+                f"parameters must not change while backward goes on, but layer "
+                f"{self._names[layer]!r} runs forward in it for the first time; use "
+                f"checkpoint(..., use_reentrant=False)"
+            )
         self.serving.go_on()
         self._taken.add(layer)
         self._load(layer, self.serving.wait_for(layer, self.steps - self.met_at))
@@ -126,6 +138,7 @@ class LayerClient:
             )
         self.serving.meet(self.steps - self.met_at)
         self.met_at = self.steps
+        self._meetings.append(self.steps)
         for layer in range(len(self._names)):
             self._load(layer, self.serving.last_rows(layer))
         self._begin()
@@ -140,11 +153,18 @@ class LayerClient:
         if self._keeps:
             return
         layer = self._layer_of[index]
+        if layer not in self._taken:
+            raise ConfigError(
+                f"parameters must be used by a module's forward, where the newest rows are taken "
+                f"up, but {self.shares.named[index][0]} got a gradient without one; call its module"
+            )
         if layer in self._sent or not self._missing[layer]:
             raise ConfigError(
                 f"a step must have one backward where gradients leave during it, but layer "
                 f"{self._names[layer]!r} got a second gradient; use no_sync() for all but the last"
             )
+        if self._values is None:  # all gradients of a step leave with the same
+            self._values = values_of(self._groups())
         self._missing[layer].discard(index)
         if not self._missing[layer]:
             self._finish(layer)
@@ -214,8 +234,17 @@ class LayerClient:
             if any(self.shares.named[at][1].grad is not None for at in self.shares.layers[layer]):
                 self._bad.update(() if self._is_finite(layer) else [layer])
         self._finished = sorted(left)
+        if self._values is not None and not same_values(self._groups(), self._values):
+            raise ConfigError(
+                "values of parameter groups must be set before backward, where gradients leave "
+                "with them, but they changed between backward and step; step schedulers after it"
+            )
         if self._finished:
             self._send()
+        for layer in set(range(len(self._names))) - self._taken:
+            self.serving.skip(layer, self.steps - self.met_at)
+        trace.record(trace.STEP, self._stepped_at, key=self.steps)
+        self._stepped_at = time.perf_counter()
         step, bad = self.steps, self._bad
         self.steps += 1
         self.serving.step = self.steps - self.met_at
@@ -242,10 +271,18 @@ class LayerClient:
 
     def logged(self) -> Log:
         """Return what this rank did, in the order of each thread."""
-        return Log(self.serving.rank, (*self.log, *self.serving.server.log))
+        events = (*self.log, *self.serving.server.log)
+        return Log(self.serving.rank, self.plan, tuple(self._meetings), events)
 
     def close(self) -> None:
         """Take the hooks off; idempotent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def _refuse_loading() -> None:
+    raise ConfigError(
+        "a model must be loaded before its EagerServer is made, which has rows of its own that "
+        "the next forward takes up; close the server, load, and make another one"
+    )

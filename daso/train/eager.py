@@ -328,6 +328,7 @@ class EagerServer(torch.optim.Optimizer):
 
     def abandon(self) -> None:
         """Stop the thread, whatever is under way; nothing collective: ranks may be missing."""
+        self._client.close()
         self._serving.engine.abandon()
 
     def __repr__(self) -> str:

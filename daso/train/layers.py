@@ -17,7 +17,7 @@ import torch
 from daso.errors import ConfigError
 from daso.train.buckets import GradientBuckets
 from daso.train.params import Trained
-from daso.train.subset import step_with, values_of
+from daso.train.subset import refuse_counting, step_with, values_of
 from daso.train.uses import Hook, Uses
 
 __all__ = ["INSTEAD", "LayerSteps"]
@@ -209,8 +209,7 @@ class LayerSteps:
         inner, params = self._trained.inner, {id(self._trained.named[at][1]) for at in chosen}
 
         def check() -> None:
-            for group, values in zip(inner.param_groups, due.values, strict=True):
-                _check_values(inner, group, values)
+            refuse_counting(inner, due.values, INSTEAD)
 
         step_with(inner, params, due.values, self._trained.device, check)
 
@@ -218,26 +217,6 @@ class LayerSteps:
         if due.zero is not None:
             for index in chosen:
                 _zero(self._trained.named[index][1], due.zero)
-
-
-def _check_values(
-    inner: torch.optim.Optimizer, group: dict[str, Any], values: dict[str, Any]
-) -> None:
-    if changed := values.keys() ^ (group.keys() - {"params"}):
-        _refuse_counting(inner, min(changed))
-    for key, value in values.items():
-        same = group[key] is value or (
-            not isinstance(value, torch.Tensor) and bool(group[key] == value)
-        )
-        if not same:
-            _refuse_counting(inner, key)
-
-
-def _refuse_counting(inner: torch.optim.Optimizer, key: str) -> None:
-    raise ConfigError(
-        f"an optimizer that steps layer by layer must leave its groups as they are, but "
-        f"{type(inner).__name__} counts in {key!r}; {INSTEAD}"
-    )
 
 
 def _zero(param: torch.Tensor, set_to_none: bool) -> None:

@@ -52,13 +52,19 @@ class _Rank:
     reads: dict[int, list[Read]]
     sends: dict[int, list[Send]]
     loaded: list[list[int]]
-    step: int = 0
+    meetings: Sequence[int]  # steps at each meeting
+    step: int  # the next
     # By step and layer.
     gradients: dict[tuple[int, int], "_Computed"] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
         return max(self.sends, default=-1) + 1
+
+    def between(self, meeting: int) -> tuple[int, int]:
+        """Return the first step after so many meetings, and that after the next."""
+        bounds = [min(self.sends, default=0), *self.meetings, self.steps]
+        return bounds[meeting], bounds[meeting + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +81,6 @@ def replay(
     build: Callable[[], torch.nn.Module],
     optimizer_factory: MakeOptimizer,
     backward: Backward,
-    *,
-    plan: Plan,
 ) -> Replayed:
     """Take a training again.
 
@@ -85,7 +89,6 @@ def replay(
         build: Makes the model as all ranks had it at the start.
         optimizer_factory: As given to the server.
         backward: Computes a rank's gradients of a step: (model, rank, step).
-        plan: The server's keywords.
 
     Returns:
         What came out.
@@ -93,7 +96,7 @@ def replay(
     Raises:
         ConfigError: A version has other bits than were logged, or the logs do not fit together.
     """
-    return _Replay(logs, build, optimizer_factory, backward, plan).run()
+    return _Replay(logs, build, optimizer_factory, backward).run()
 
 
 class _Replay:
@@ -103,9 +106,9 @@ class _Replay:
         build: Callable[[], torch.nn.Module],
         factory: MakeOptimizer,
         backward: Backward,
-        plan: Plan,
     ) -> None:
-        self._plan, self._backward, ranks = plan, backward, len(logs)
+        plan, ranks = logs[0].plan, len(logs)
+        self._plan, self._backward = plan, backward
         self._ranks = [_rank(log, build(), ranks, plan) for log in logs]
         self._owners = [
             RowServer(rank, one.shares, plan, factory) for rank, one in enumerate(self._ranks)
@@ -145,11 +148,11 @@ class _Replay:
         """Take the next step of a rank, if all that it read is there."""
         one = self._ranks[rank]
         reads = one.reads.get(one.step, [])
-        if one.step >= one.steps or not all(map(self._is_there, reads)):
+        if one.step not in one.sends or not all(map(self._is_there, reads)):
             return False
         for read in reads:
             self._load(one, read.layer, read.versions)
-            self._measure(read)
+            self._measure(one, read)
         for _, tensor in one.shares.named:
             tensor.grad = None
         self._backward(one.model, rank, one.step)
@@ -167,14 +170,20 @@ class _Replay:
         take_up(one.shares, layer, rows, one.loaded[layer], whole=self._plan.whole)
         one.loaded[layer] = list(versions)
 
-    def _measure(self, read: Read) -> None:
-        """Note how many steps of the slowest contributor rows were behind their reader."""
+    def _measure(self, one: _Rank, read: Read) -> None:
+        """Note how many steps of the slowest contributor rows were behind their reader.
+
+        Counted since the last meeting; who takes no more steps until the next is not behind.
+        """
+        meeting = sum(met <= read.step for met in one.meetings)
         for owner, version in enumerate(read.versions):
-            sources = self._owners[owner].contributors
-            steps = self._steps_in.get((owner, read.layer, version), dict.fromkeys(sources, 0))
-            going_on = [steps[s] for s in sources if steps[s] < self._ranks[s].steps]
-            if going_on:
-                self._oldest = max(self._oldest, read.step - min(going_on))
+            steps = self._steps_in.get((owner, read.layer, version), {})
+            for source in self._owners[owner].contributors:
+                first, last = self._ranks[source].between(meeting)
+                taken = max(0, steps.get(source, 0) - first)
+                if taken < last - first:
+                    behind = read.step - one.between(meeting)[0] - taken
+                    self._oldest = max(self._oldest, behind)
 
     def _computed(self, one: _Rank, layer: int, send: Send) -> _Computed:
         tensors = [one.shares.named[index][1] for index in one.shares.layers[layer]]
@@ -237,12 +246,9 @@ class _Replay:
         row = server.packed([layer])
         rows = rows_in(server.shares, owner, [layer], [server.about(layer)], row)
         self._rows[owner, layer, version] = rows[layer]
-        before = self._steps_in.get(
-            (owner, layer, version - 1), dict.fromkeys(server.contributors, 0)
-        )
-        after = dict(before)
+        after = dict(self._steps_in.get((owner, layer, version - 1), {}))
         for source, step in apply.of:
-            after[source] = max(after[source], step + 1)
+            after[source] = max(after.get(source, 0), step + 1)
         self._steps_in[owner, layer, version] = after
 
 
@@ -256,4 +262,6 @@ def _rank(log: Log, model: torch.nn.Module, ranks: int, plan: Plan) -> _Rank:
             sends.setdefault(event.step, []).append(event)
     _, named, layers = layers_of(model)
     shares = Shares(named, layers, ranks, whole=plan.whole)
-    return _Rank(model, shares, reads, sends, [[0] * ranks for _ in layers])
+    loaded = [[0] * ranks for _ in layers]
+    first = min(sends, default=0)
+    return _Rank(model, shares, reads, sends, loaded, log.meetings, first)

@@ -15,13 +15,14 @@ import torch
 from daso.comm.dtypes import accumulator
 from daso.plan.eager import Apply, Plan, age
 from daso.train.shares import Shares
-from daso.train.subset import step_with
+from daso.train.subset import refuse_counting, step_with
 
 __all__ = ["Contribution", "MakeOptimizer", "RowServer", "Rows", "first_rows", "rows_in", "take_up"]
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 Values = Sequence[Mapping[str, Any]]
 About = tuple[int, float, int]  # version, clock, behind
+INSTEAD = "use daso.DASO"
 HOST = torch.device("cpu")
 NEVER = float("inf")
 
@@ -115,11 +116,6 @@ class RowServer:
             for counts in self._counts:
                 counts[source] = NEVER
 
-    @property
-    def settled(self) -> bool:
-        """Whether no gradient waits for another."""
-        return not self._waiting
-
     def contribute(self, contribution: Contribution) -> list[int]:
         """Take in gradients.
 
@@ -208,7 +204,10 @@ class RowServer:
             return
         for index, grad in grads.items():
             self.stand_ins[index].grad = grad
-        step_with(self.inner, {id(self.stand_ins[index]) for index in grads}, values, HOST)
+        params = {id(self.stand_ins[index]) for index in grads}
+        step_with(
+            self.inner, params, values, HOST, lambda: refuse_counting(self.inner, values, INSTEAD)
+        )
         for index in grads:
             self.stand_ins[index].grad = None
 

@@ -26,9 +26,10 @@ from daso.plan.eager import Plan, is_fresh
 from daso.train.server import Contribution, Rows, RowServer, first_rows, rows_in
 from daso.train.shares import Shares
 
-__all__ = ["Serving"]
+__all__ = ["STEPS_WAITING", "Serving"]
 
 GRADIENTS, ROWS, LAST_STEP, LAST_ROWS = range(4)  # what letters are about
+STEPS_WAITING = 2  # whose gradients may wait here to be taken in
 LATEST = sys.maxsize  # urgency of what is to leave after everything else
 LOOK_SECONDS = 0.1  # how often who waits looks whether something failed
 
@@ -50,11 +51,12 @@ class Serving:
         self.rank, self.ranks = topology.place.rank, topology.place.size
         self.world, self._letters = topology.world.Dup(), topology.world.Dup()
         most = plan.packet_bytes + HEAD_BYTES
-        self._routes = routes(topology, self._letters, plan.transport, most)
-        self.mailbox = Mailbox(self._routes, plan.packet_bytes)
+        ways, self._ways = routes(topology, self._letters, plan.transport, most)
+        self.mailbox = Mailbox(ways, plan.packet_bytes)
         self._missing = topology.roll.missing
+        roll = topology.roll
         self.engine = Engine(
-            plan.stall_seconds, topology.roll.missing, topology.roll.answer, name="daso-server"
+            plan.stall_seconds, roll.missing, roll.answer, name="daso-server", kind=None
         )
         # By owner and layer: the version that was taken up last, and what came since; of owners
         # that do not wait for this rank more than one may have come. All start from the same.
@@ -113,7 +115,11 @@ class Serving:
 
         def late() -> list[int]:
             rows = [mine[layer][-1] for mine in self._rows]
-            return [one.behind for one in rows if not is_fresh(one.clock, step, bound)]
+            found = [one.behind for one in rows if not is_fresh(one.clock, step, bound)]
+            if self.plan.whole and rows[self.rank].clock < step:
+                # Its next gradient starts from what it computes with: with its last one in it.
+                found.append(self.rank)
+            return found
 
         def who() -> str:
             ranks = ", ".join(map(str, sorted(set(late()))))
@@ -131,14 +137,28 @@ class Serving:
             versions.popleft()
         return versions[0]
 
+    def skip(self, layer: int, step: int) -> None:
+        """Forget versions of a layer that a step had no use for; the newest stays."""
+        if self.plan.together:
+            for mine in self._rows:
+                versions = mine[layer]
+                while len(versions) > 1 and versions[0].clock < step:
+                    versions.popleft()
+
     def last_rows(self, layer: int) -> list[Rows]:
         """Return all owners' newest rows of a layer; while nobody serves."""
         return [mine[layer][-1] for mine in self._rows]
 
     def wait_for_room(self, most_bytes: int) -> None:
-        """Block until no more bytes than these have been handed over and have not left."""
-        if self.mailbox.backlog_bytes > most_bytes:
-            self._wait(lambda: self.mailbox.backlog_bytes <= most_bytes, lambda: "a free link")
+        """Block until no more bytes than these wait to leave, and gradients here to be taken in."""
+
+        def is_room() -> bool:
+            return self.mailbox.backlog_bytes <= most_bytes and len(
+                self._given
+            ) <= STEPS_WAITING * len(self.shares.layers)
+
+        if not is_room():
+            self._wait(is_room, lambda: "a free link")
 
     def meet(self, steps: int) -> None:
         """Let all gradients be taken in and all rows come; nobody serves afterwards.
@@ -196,8 +216,10 @@ class Serving:
 
     def close(self) -> None:
         """Stop the thread and give communicators back. Collective over the world; idempotent."""
+        if self.serves:  # ranks did not meet: what is under way ends here
+            self.engine.give_up()
         if self.engine.close():
-            for way in dict.fromkeys(self._routes.values()):
+            for way in self._ways:
                 way.free()
             for comm in (self.world, self._letters):
                 if comm != load().COMM_NULL:
@@ -212,7 +234,7 @@ class Serving:
             for source, letter in self.mailbox.take():
                 changed.append((source, self._open(source, letter)))
                 self._sign_at = time.perf_counter()
-            while self._given:
+            for _ in range(len(self._given)):  # no more: others wait too
                 mine = self.server.contribute(self._given.popleft())
                 changed.append((self.rank, mine))
             self._publish_changes(changed)
@@ -251,7 +273,7 @@ class Serving:
             versions = self._rows[owner][layer]
             if self.plan.together:
                 versions.append(one)  # in their order, as they were sent
-            elif one.version >= versions[-1].version:  # its clock may be new
+            elif (one.version, one.clock) >= (versions[-1].version, versions[-1].clock):
                 versions.append(one)
                 versions.popleft()
 
@@ -328,7 +350,7 @@ class Serving:
             self._tell_all((LAST_STEP, self._pausing), LATEST - 1)
             self._publish_changes([(self.rank, self._note_last(self.rank, self._pausing))])
         if len(self._last) == self.ranks and self.rank not in self._over:
-            if not self.server.settled:
+            if self.plan.together and len(set(self._last.values())) > 1:
                 fewest, most = (find(self._last, key=self._last.__getitem__) for find in (min, max))
                 raise ExchangeError(_uneven(fewest, self._last[fewest], most, self._last[most]))
             if not self.plan.together:  # where everybody has every version

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["step_with", "values_of"]
+from daso.errors import ConfigError
+
+__all__ = ["refuse_counting", "same_values", "step_with", "values_of"]
 
 Values = Sequence[Mapping[str, Any]]
 
@@ -20,6 +22,46 @@ def values_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         }
         for group in groups
     ]
+
+
+def same_values(groups: Sequence[Mapping[str, Any]], values: Values) -> bool:
+    """Return whether groups have the values that `values_of` found."""
+    return _first_change(groups, values) is None
+
+
+def refuse_counting(inner: torch.optim.Optimizer, values: Values, instead: str) -> None:
+    """Refuse an optimizer that keeps something in its groups, which is lost between such steps.
+
+    Args:
+        inner: The optimizer, as a step left it.
+        values: What its groups had before.
+        instead: What to do about it.
+
+    Raises:
+        ConfigError: It does.
+    """
+    key = _first_change(inner.param_groups, values)
+    if key is not None:
+        raise ConfigError(
+            f"an optimizer that steps layer by layer must leave its groups as they are, but "
+            f"{type(inner).__name__} counts in {key!r}; {instead}"
+        )
+
+
+def _first_change(groups: Sequence[Mapping[str, Any]], values: Values) -> str | None:
+    for group, mine in zip(groups, values, strict=True):
+        if changed := mine.keys() ^ (group.keys() - {"params"}):
+            return min(changed)
+        for key, value in mine.items():
+            if not _same(group[key], value):
+                return key
+    return None
+
+
+def _same(now: Any, before: Any) -> bool:
+    if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):
+        return torch.equal(now, before)
+    return now is before or bool(now == before)
 
 
 def step_with(

@@ -4,18 +4,23 @@ import copy
 import math
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 from ranks.test_sync import Odd, adamw, batch_loss, mlp, seeded
 from sequential import add
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import daso
 from daso.comm.topology import Topology
-from daso.errors import CheckpointError, ConfigError, LayoutError, NonFiniteError
-from daso.plan.eager import Plan
+from daso.errors import (
+    CheckpointError,
+    ConfigError,
+    ExchangeError,
+    LayoutError,
+    NonFiniteError,
+)
 from daso.train.replay import replay
 
 pytestmark = pytest.mark.mpi
@@ -109,20 +114,19 @@ def same(found, expected):
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("every", [1, 2, 100, "auto"])
-@pytest.mark.parametrize("packet_bytes", [1, 100, 1 << 20])
+@pytest.mark.parametrize(
+    ("every", "packet_bytes"), [(1, 33), (1, 1 << 20), (2, 100), (100, 100), ("auto", 1 << 20)]
+)
 @pytest.mark.parametrize(("build", "make"), [(mlp, adamw), (Odd, sgd)])
 def test_without_staleness_every_step_equals_one_process(
     topology, build, make, every, packet_bytes
 ):
-    if packet_bytes == 1 and (every != 1 or build is Odd):
-        packet_bytes = 33
     make_flat = (lambda p: torch.optim.AdamW(p, lr=1e-2)) if make is adamw else sgd
     model, report, _ = train(topology, build, make_flat, every=every, packet_bytes=packet_bytes)
     expected = sequential(seeded(build), make_flat, topology.place.size, 5, "owner")
     assert same(params(model), expected)
     assert report["steps"] == 5
-    assert report["bytes_sent"] == 0 or topology.place.size > 1
+    assert (report["bytes_sent"] > 0) == (topology.place.size > 1)
 
 
 @pytest.mark.parametrize("mode", ["block", "replica"])
@@ -166,25 +170,12 @@ def test_a_replay_gives_the_same_bits(topology, build, make, staleness, mode):
         )
         logs = topology.world.allgather(log)
 
-        plan = replace(PLAN, damped=damped, **how)
-        found = replay(logs, seeded(build), make_flat, backward, plan=plan)
+        found = replay(logs, seeded(build), make_flat, backward)
         assert same(params(found.model), params(model))
         total = sum(topology.world.allgather(report["updates"]))
         assert found.versions == total > 0
         if staleness is not None:
             assert found.oldest <= staleness
-
-
-PLAN = Plan(
-    mode="owner",
-    staleness=0,
-    every="auto",
-    damped=False,
-    transport="messages",
-    log=True,
-    packet_bytes=1 << 18,
-    stall_seconds=60.0,
-)
 
 
 # --- odd ones -------------------------------------------------------------------------------------
@@ -229,8 +220,7 @@ def test_packets_cross_by_windows_too(topology, staleness):
         expected = sequential(seeded(Odd), sgd, topology.place.size, 6, "owner")
         assert same(params(model), expected)
     else:
-        plan = replace(PLAN, staleness=None, transport="windows")
-        found = replay(topology.world.allgather(log), seeded(Odd), sgd, backward, plan=plan)
+        found = replay(topology.world.allgather(log), seeded(Odd), sgd, backward)
         assert same(params(found.model), params(model))
 
 
@@ -416,14 +406,117 @@ def test_nothing_stays_behind(topology):
     assert threading.active_count() == before
 
 
-def test_bytes_on_the_wire_are_those_of_the_mode(topology):
-    size = topology.place.size
-    sent = {}
-    for mode in ("owner", "block", "replica"):
-        steps = 4
-        _, report, _ = train(topology, mlp, sgd, steps=steps, mode=mode, every=100)
-        sent[mode] = sum(topology.world.allgather(report["bytes_sent"])) / steps
-    numel = sum(p.numel() for p in mlp().parameters())
-    assert sent["owner"] >= 2 * (size - 1) * 4 * numel  # gradients there, rows back
-    assert sent["block"] >= (size - 1) * 4 * numel
-    assert sent["replica"] >= size * (size - 1) * 4 * numel
+@pytest.mark.parametrize("staleness", [0, None])
+def test_bytes_on_the_wire_are_those_of_the_mode(topology, staleness):
+    size, steps = topology.place.size, 4
+    numel = sum(p.numel() for p in wide_one().parameters())
+    model_bytes = 4 * numel
+    expected = {  # gradients there and rows back; rows to all; all to all
+        "owner": 2 * (size - 1) * model_bytes,
+        "block": (size - 1) * model_bytes,
+        "replica": size * (size - 1) * model_bytes,
+    }
+    for mode, least in expected.items():
+        _, report, _ = train(topology, wide_one, sgd, steps=steps, mode=mode, staleness=staleness)
+        sent = sum(topology.world.allgather(report["bytes_sent"]))
+        most = (steps + 1) * least  # the last rows go to all once more
+        if staleness is None and mode != "owner":
+            assert sent <= most + 1e5 * size * size  # a newer version may replace one that waits
+        else:
+            assert steps * least <= sent <= most + 1e5 * size * size
+
+
+def test_windows_between_nodes_work_or_are_refused_with_the_remedy(topology):
+    """One-sided puts need a library that lets them pass while their target computes."""
+    rank, size = topology.place.rank, topology.place.size
+    apart = Topology(ranks_per_node=1)
+    try:
+        model, report, _ = train(apart, mlp, sgd, transport="windows")
+        assert report["transport"] == "windows"
+        assert same(params(model), sequential(seeded(mlp), sgd, size, 5, "owner"))
+    except ConfigError as error:
+        assert "transport='messages'" in str(error), rank
+    finally:
+        apart.free()
+
+
+def test_what_would_be_wrong_without_a_word_is_refused(topology):
+    rank = topology.place.rank
+    model = seeded(mlp)()
+    with daso.EagerServer(model, sgd, topology=topology) as server:
+        server.zero_grad()
+        x = torch.ones(2, 6)
+        with pytest.raises(ConfigError, match="call its module"):
+            nn.functional.linear(x, model[0].weight).sum().backward()
+        with pytest.raises(ConfigError, match="load"):
+            model.load_state_dict(model.state_dict())
+        batch_loss(model, rank, 0).backward()
+        server.param_groups[0]["lr"] = 7.0
+        with pytest.raises(ConfigError, match="before backward"):
+            server.step()
+        server.param_groups[0]["lr"] = 0.05
+        server.step()
+    model.load_state_dict(model.state_dict())  # it is free again
+
+
+def test_a_forward_that_is_run_again_in_backward_is_refused(topology):
+    rank = topology.place.rank
+
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            y = checkpoint(self.first, x.requires_grad_(), use_reentrant=True)
+            return self.last(y)
+
+    model = Again()
+    with daso.EagerServer(model, sgd, topology=topology) as server:
+        batch_loss(model, rank, 0).backward()  # the model itself took all up
+        server.step()
+        server.zero_grad()
+        with pytest.raises(ConfigError, match="use_reentrant=False"):
+            batch_loss(model, rank, 1).backward()
+        server.step()
+
+
+def test_layers_that_are_not_used_any_more_hold_no_memory(topology):
+    rank = topology.place.rank
+    model = seeded(Odd)()
+    with daso.EagerServer(model, sgd, topology=topology) as server:
+        for step in range(20):
+            server.zero_grad()
+            generator = torch.Generator().manual_seed(step + rank)
+            model(torch.randn(5, 6, generator=generator), sometimes=step == 0).sum().backward()
+            server.step()
+        kept = [len(versions) for mine in server._serving._rows for versions in mine]
+        assert max(kept) <= 3
+
+
+def test_it_closes_without_a_meeting_too(topology):
+    model = seeded(mlp)()
+    server = daso.EagerServer(model, sgd, topology=topology)
+    batch_loss(model, topology.place.rank, 0).backward()
+    server.step()
+    start = time.monotonic()
+    server.close()
+    server.close()
+    assert time.monotonic() - start < 5
+    assert not server._serving.engine._thread.is_alive()
+
+
+def test_without_staleness_uneven_steps_are_an_error_that_names_ranks(topology):
+    rank, size = topology.place.rank, topology.place.size
+    if size == 1:
+        return
+    model = seeded(mlp)()
+    server = daso.EagerServer(model, sgd, topology=topology, mode="block")
+    with pytest.raises(ExchangeError, match="same number of steps"):
+        for step in range(4 if rank == 0 else 3):
+            server.zero_grad()
+            batch_loss(model, rank, step).backward()
+            server.step()
+        server.synchronize()
+    server.abandon()
+    topology.world.Barrier()

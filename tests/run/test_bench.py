@@ -113,6 +113,9 @@ def bench(*words, timeout=100):
         (["time-to-accuracy", "--seeds=-1"], ["--seeds", "at least 1"]),
         (["time-to-accuracy", "--every=0"], ["--every", "at least 1"]),
         (["time-to-accuracy", "--link=fast"], ["rate of a link", "'fast'"]),
+        (["server", "--slow=0.5"], ["--slow", "from 1 up", "'0.5'"]),
+        (["server", "--loss=0"], ["--loss", "more than 0"]),
+        (["server", "--only=eager"], ["--only must be one of", "eager, unbounded"]),
     ],
 )
 def test_what_cannot_be_measured_is_told_in_one_line(words, parts):
@@ -186,6 +189,24 @@ def test_the_bench_of_pushes_pushes_in_slots_and_in_the_same_order(tmp_path):
         "slots": [3, 0, 1],
         "all at once": [3, 0, 1],
     }
+
+
+def test_the_bench_of_the_server_takes_seconds_to_a_loss(tmp_path):
+    path, plot = tmp_path / "server.json", tmp_path / "server.png"
+    words = ["--link=here", "--nodes=2", "--data=digits", "--slow=2", "--seconds=3", "--seeds=1"]
+    more = ["--epochs=1", "--loss=2.25", "--every=0.1", "--only=eager, unbounded"]
+    done = bench("server", *words, *more, f"--json={path}", f"--plot={plot}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert [run["plan"]["slow"] for run in found["runs"]] == [2, 0]
+    rows = {row["name"]: row["courses"][0] for row in found["runs"][0]["rows"]}
+    assert set(rows) == {"DDP, gloo", "eager, unbounded"}
+    fast, slow = rows["eager, unbounded"]["steps_of_ranks"]
+    assert fast > slow
+    assert len(set(rows["DDP, gloo"]["steps_of_ranks"])) == 1
+    assert {"time_to_loss_ratio_slow2", "accuracy_gap"} <= set(found["figures"])
+    assert plot.stat().st_size > 1000
+    assert "s to loss" in done.stdout
 
 
 def test_the_bench_of_recording_says_what_it_costs_and_how_far_clocks_are_off(tmp_path):

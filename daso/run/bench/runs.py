@@ -166,6 +166,7 @@ def _server(chosen: argparse.Namespace) -> Measured:
     for place, rates in asked.places(links, max(nodes)):
         for link, count, times in product(rates, nodes, [*slow, 0.0]):
             plan = server.Plan(
+                data=chosen.data,
                 names=names if times else accurate,
                 slow=times,
                 seeds=chosen.seeds,

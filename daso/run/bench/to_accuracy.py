@@ -33,7 +33,7 @@ from daso.run.bench.rounds import Clock
 if TYPE_CHECKING:
     from daso.run.bench.hosts import Place
 
-__all__ = ["KIND", "Plan", "compare", "measure", "warmed_cosine"]
+__all__ = ["KIND", "Plan", "compare", "measure", "samples_of", "warmed_cosine"]
 
 KIND = "time-to-accuracy"
 BATCH = 64  # samples of a rank
@@ -88,7 +88,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     """
     torch.set_num_threads(1)
     join_gloo(topology)
-    samples, tests = (_samples(plan.data, train=train) for train in (True, False))
+    samples, tests = (samples_of(plan.data, train=train) for train in (True, False))
     mine = slice(topology.place.rank, None, topology.place.size)  # of the tests
     share = tests[0][mine], tests[1][mine]
     courses = [_course(plan, seed, samples, share, topology) for seed in range(plan.seeds)]
@@ -102,7 +102,8 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     }
 
 
-def _samples(data: str, *, train: bool) -> Batch:
+def samples_of(data: str, *, train: bool) -> Batch:
+    """Return images of 28 x 28 pixels and labels: "fashion", or "digits" (few and easy)."""
     if data == "fashion":
         images, labels = load_fashion(data_folder(), train=train).tensors
         return images, labels
