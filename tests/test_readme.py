@@ -74,7 +74,7 @@ def test_its_imitation_of_another_machine_runs_on_two_nodes(tmp_path: Path) -> N
 
 def test_its_server_trains_on_ranks(tmp_path: Path) -> None:
     path = tmp_path / "serve.py"
-    path.write_text(blocks("python")[1] + "print('steps', server.report()['steps'])\n")
+    path.write_text(blocks("python")[1] + "print(f\"steps {server.report()['steps']}\")\n")
     run = run_daso("run", "-n", "2", str(path))
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("steps ") == 2

@@ -9,11 +9,27 @@ import time
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import daso
-from daso.data import ShardedSampler
-from daso.examples.cnn import CNN, accuracy, load
+from daso.data import ShardedSampler, find_fashion, load_digits, load_fashion
+
+
+def load(name: str, *, train: bool) -> Dataset[tuple[torch.Tensor, ...]]:
+    """Return Fashion-MNIST or scikit-learn's digits; "auto" takes the first where it is on disk."""
+    if name == "fashion" or (name == "auto" and find_fashion()):
+        return load_fashion(train=train)
+    return load_digits(train=train)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: Dataset[tuple[torch.Tensor, ...]]) -> float:
+    """Return the share of images that the model gets right."""
+    right = total = 0
+    for images, labels in DataLoader(data, batch_size=500):
+        right += int((model(images).argmax(1) == labels).sum())
+        total += len(labels)
+    return right / total
 
 
 def main() -> None:
@@ -38,7 +54,9 @@ def main() -> None:
         batch_size=options.batch_size,
     )
     slow_seconds = options.slow_ms / 1e3 if place.rank == place.size - 1 else 0.0
-    model = CNN(train[0][0].shape[-1])
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(train[0][0].numel(), 128), nn.ReLU(), nn.Linear(128, 10)
+    )
 
     def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=options.lr, momentum=0.9)

@@ -420,10 +420,11 @@ def test_bytes_on_the_wire_are_those_of_the_mode(topology, staleness):
         _, report, _ = train(topology, wide_one, sgd, steps=steps, mode=mode, staleness=staleness)
         sent = sum(topology.world.allgather(report["bytes_sent"]))
         most = (steps + 1) * least  # the last rows go to all once more
-        if staleness is None and mode != "owner":
-            assert sent <= most + 1e5 * size * size  # a newer version may replace one that waits
-        else:
-            assert steps * least <= sent <= most + 1e5 * size * size
+        assert sent <= most + 1e5 * size * size
+        if staleness == 0:
+            assert sent >= steps * least
+        elif mode == "owner":  # newer rows may replace some that wait, gradients never
+            assert sent >= steps * least / 2
 
 
 def test_windows_between_nodes_work_or_are_refused_with_the_remedy(topology):
@@ -488,7 +489,8 @@ def test_layers_that_are_not_used_any_more_hold_no_memory(topology):
         for step in range(20):
             server.zero_grad()
             generator = torch.Generator().manual_seed(step + rank)
-            model(torch.randn(5, 6, generator=generator), sometimes=step == 0).sum().backward()
+            x = torch.randn(5, 6, generator=generator)
+            model(x, sometimes=step == 0).tanh().mean().backward()
             server.step()
         kept = [len(versions) for mine in server._serving._rows for versions in mine]
         assert max(kept) <= 3

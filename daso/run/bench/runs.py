@@ -8,7 +8,7 @@ from typing import Any
 
 from daso.errors import ConfigError
 from daso.run.bench import asked, axes
-from daso.run.bench.names import COMPUTE, DDP, OURS, UNBOUNDED
+from daso.run.bench.names import COMPUTE, DDP, OURS
 
 __all__ = ["GPU_MODELS", "RUNS"]
 
@@ -162,7 +162,7 @@ def _server(chosen: argparse.Namespace) -> Measured:
     names = tuple(dict.fromkeys([DDP, *(chosen.only or SERVERS)]))
     slow = asked.numbers("slow", chosen.slow or ("3" if quick else "3,1.5,1"))
     seconds = chosen.seconds or (12 if quick else 16)
-    accurate = (DDP, "eager, 1 step apart", f"eager, {UNBOUNDED}")
+    accurate = (DDP, *server.GAPS.values())
     for place, rates in asked.places(links, max(nodes)):
         for link, count, times in product(rates, nodes, [*slow, 0.0]):
             plan = server.Plan(
