@@ -154,10 +154,42 @@ def test_keywords_it_lists_are_those_of_the_optimizer() -> None:
 
     import daso
 
-    table = README.split("## Choose")[1].split("## When")[0]
+    table = README.split("## Choose")[1].split("## Where")[0]
     listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     signature = inspect.signature(daso.DASO.__init__).parameters
     assert listed == [name for name in signature if name not in ("self", "inner")]
+    table = README.split("## Where some ranks are slower")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    signature = inspect.signature(daso.EagerServer.__init__).parameters
+    assert set(listed) < set(signature)
+
+
+def test_seconds_to_a_loss_are_those_that_were_measured() -> None:
+    import json
+
+    from daso.run.bench import server
+
+    names = {
+        "`staleness=None`": "eager, unbounded",
+        '`staleness=None`, `mode="block"`': "eager, blocks, unbounded",
+        '`staleness=None`, `mode="replica"`': "eager, replicas, unbounded",
+        "`staleness=4`": "eager, 4 steps apart",
+        "`staleness=1`": "eager, 1 step apart",
+        "`staleness=0`": "eager, in step",
+        "`daso.DASO`, `Auto`": "DASO Auto",
+        "`daso.DASO`, `Fixed(1, 0)`": "DASO synchronous",
+    }
+    runs = json.loads((ROOT / "scripts/figures/server.json").read_text())["runs"]
+    found = {}
+    for line in README.split("| | last rank 3 times as slow |")[1].splitlines()[2:10]:
+        name, *ratios = [cell.strip() for cell in line.strip("|").split("|")]
+        found[names[name]] = ratios
+    tables = [server.table(run) for run in runs if run["plan"]["slow"]]
+    assert len(found) == len(names)
+    for name, ratios in found.items():
+        rows = [next(x for x in table.splitlines() if x.startswith(f"{name} ")) for table in tables]
+        cells = [row.removeprefix(name).split()[1] for row in rows]
+        assert ratios == [f"{float(cell):.2f}" for cell in cells]
 
 
 def test_training_with_the_settings_it_shows(tmp_path: Path) -> None:

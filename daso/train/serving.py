@@ -246,8 +246,15 @@ class Serving:
         return (
             self.mailbox.move()
             or bool(self._given)
-            or (self._pausing is not None and (self.rank not in self._last or self._is_over()))
+            or (self._pausing is not None and self.rank not in self._last)
+            or self._is_over()
+            or (self._is_uneven() and self.mailbox.idle)
         )
+
+    def _is_uneven(self) -> bool:
+        """Return whether all ranks are told to have taken their last step, and not the same."""
+        steps = self._last.values()
+        return self.plan.together and len(steps) == self.ranks and len(set(steps)) > 1
 
     def _open(self, source: int, letter: Letter) -> Sequence[int]:
         """Take in a letter; return layers of this rank that have a new version."""
@@ -349,10 +356,11 @@ class Serving:
         if self._pausing is not None and not self._given and self.rank not in self._last:
             self._tell_all((LAST_STEP, self._pausing), LATEST - 1)
             self._publish_changes([(self.rank, self._note_last(self.rank, self._pausing))])
-        if len(self._last) == self.ranks and self.rank not in self._over:
-            if self.plan.together and len(set(self._last.values())) > 1:
+        if self._is_uneven():
+            if self.mailbox.idle:  # all others know it too
                 fewest, most = (find(self._last, key=self._last.__getitem__) for find in (min, max))
                 raise ExchangeError(_uneven(fewest, self._last[fewest], most, self._last[most]))
+        elif len(self._last) == self.ranks and self.rank not in self._over:
             if not self.plan.together:  # where everybody has every version
                 self._publish(range(len(self.shares.layers)), range(self.ranks))
             self._tell_all((LAST_ROWS,), LATEST)
