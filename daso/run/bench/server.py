@@ -23,7 +23,7 @@ from daso.run.bench.names import DDP, UNBOUNDED
 from daso.run.bench.paced import Paced
 from daso.run.bench.to_accuracy import samples_of, warmed_cosine
 
-__all__ = ["GAPS", "Plan", "figures", "measure", "table"]
+__all__ = ["GAPS", "Plan", "figures", "measure", "ratio_to", "table"]
 
 BATCH = 64  # samples of a rank
 TESTS = 2000  # samples on which the loss is measured
@@ -226,8 +226,12 @@ def _seconds_to(course: Mapping[str, Any], level: float) -> float | None:
     return next((at for at, loss in pairs if loss <= level), None)
 
 
+def ratio_to(found: Mapping[str, Any], name: str) -> float | None:
+    """Return seconds to the loss over DDP's, mean over seeds; None where one never had it."""
+    return _mean(_ratios(found, name))
+
+
 def _ratios(found: Mapping[str, Any], name: str) -> list[float | None]:
-    """Return seconds to the loss over DDP's, for each seed."""
     courses = {row["name"]: row["courses"] for row in found["rows"]}
     level = found["plan"]["loss"]
     pairs = zip(courses[name], courses[DDP], strict=True)
@@ -266,7 +270,7 @@ def table(found: Mapping[str, Any]) -> str:
         ]
         cells = (
             _text(_mean([_seconds_to(course, plan["loss"]) for course in courses]), 2),
-            _text(_mean(_ratios(found, row["name"])), 3),
+            _text(ratio_to(found, row["name"]), 3),
             *(f"{rate:.1f}" for rate in rates),
             _text(statistics.mean(course["losses"][-1] for course in courses), 3),
         )
@@ -317,7 +321,7 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if ours not in courses:
         return {}
     conditions = f"{ours} against {DDP}: {_head(found)}"
-    ratio = _mean(_ratios(found, ours))
+    ratio = ratio_to(found, ours)
     if ratio is None:
         return {}
     kind = "homogeneous" if plan["slow"] == 1 else f"slow{plan['slow']:g}".replace(".", "_")
