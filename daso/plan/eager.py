@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from daso.errors import ConfigError
 from daso.plan.layout import Span, split
+from daso.plan.wires import Wire
 
 __all__ = [
     "FLOOR_BYTES",
@@ -34,6 +35,7 @@ __all__ = [
 Mode = Literal["owner", "block", "replica"]
 Transport = Literal["messages", "windows"]
 
+WIRES = tuple(wire for wire in get_args(Wire) if wire not in ("auto", "fp32"))
 FLOOR_BYTES = 64 << 10  # a message of less is not worth its headers and polls
 QUIET_LAYERS = 2  # that found nothing on its way, until n shrinks
 ALIGNMENT = 8  # bytes: of every tensor in a message
@@ -48,6 +50,7 @@ class Plan:
         staleness: Steps that a rank may be ahead of the slowest; None: any number.
         every: Layers whose gradients leave together, or "auto".
         damped: Divide the learning rate of a gradient by one more than its age.
+        wire: How gradients cross; None: as they are.
         transport: How packets cross.
         log: Keep what `daso.train.replay` needs.
         packet_bytes: Size of the packets into which messages are cut.
@@ -58,18 +61,36 @@ class Plan:
     staleness: int | None
     every: int | Literal["auto"]
     damped: bool
+    wire: str | None
     transport: Transport
     log: bool
     packet_bytes: int
     stall_seconds: float
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}, not {self.mode!r}")
-        if self.transport not in get_args(Transport):
+        self._check_names()
+        self._check_numbers()
+        if self.damped and (self.mode != "owner" or self.staleness == 0):
             raise ConfigError(
-                f"transport must be one of {', '.join(get_args(Transport))}, not {self.transport!r}"
+                "damped needs gradients that can be old: mode='owner' and a staleness other than "
+                f"0, not mode={self.mode!r} and staleness={self.staleness}"
             )
+        if self.wire is not None and self.mode != "owner":
+            raise ConfigError(
+                f"wire is for gradients, which cross with mode='owner' alone, not with mode="
+                f"{self.mode!r}; leave it out"
+            )
+
+    def _check_names(self) -> None:
+        known = {"mode": get_args(Mode), "transport": get_args(Transport), "wire": (None, *WIRES)}
+        for name, choices in known.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}"
+                )
+
+    def _check_numbers(self) -> None:
         if self.staleness is not None and not _whole(self.staleness, 0):
             raise ConfigError(
                 f"staleness must be a whole number of steps of at least 0, or None, not "
@@ -79,11 +100,6 @@ class Plan:
             raise ConfigError(
                 f"every must be a whole number of layers of at least 1, or 'auto', not "
                 f"{self.every!r}"
-            )
-        if self.damped and (self.mode != "owner" or self.staleness == 0):
-            raise ConfigError(
-                "damped needs gradients that can be old: mode='owner' and a staleness other than "
-                f"0, not mode={self.mode!r} and staleness={self.staleness}"
             )
         if not _whole(self.packet_bytes, 1):
             raise ConfigError(

@@ -65,6 +65,9 @@ class EagerServer(torch.optim.Optimizer):
         every: After how many finished layers gradients leave (n); ``"auto"`` follows what waits to
             be sent.
         damped: Divide the learning rate of a gradient by one more than its age in steps.
+        wire: How gradients cross: ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"`` or ``"topk"``;
+            what it loses is part of the next gradient. Rows come back as they are. None: gradients
+            too.
         transport: ``"messages"``: two-sided. ``"windows"``: memory that ranks of a node share, and
             one-sided puts between nodes; refused where these fail, or wait for their target.
         log: Keep in memory what `daso.train.replay` replays a training from.
@@ -93,6 +96,7 @@ class EagerServer(torch.optim.Optimizer):
         staleness: int | None = 0,
         every: int | Literal["auto"] = "auto",
         damped: bool = False,
+        wire: str | None = None,
         transport: Transport = "messages",
         log: bool = False,
         packet_bytes: int = MiB // 4,
@@ -104,6 +108,7 @@ class EagerServer(torch.optim.Optimizer):
             staleness=staleness,
             every=every,
             damped=damped,
+            wire=wire,
             transport=transport,
             log=log,
             packet_bytes=packet_bytes,
@@ -228,14 +233,15 @@ class EagerServer(torch.optim.Optimizer):
         """Return what was chosen and what happened so far, on this rank.
 
         Returns:
-            Plain values: ``mode``, ``staleness``, ``transport``, ``every`` (layers, now),
-            ``steps``, ``updates`` (of this rank's rows, over layers), ``dropped`` (steps),
+            Plain values: ``mode``, ``staleness``, ``wire``, ``transport``, ``every`` (layers,
+            now), ``steps``, ``updates`` (of this rank's rows, over layers), ``dropped`` (steps),
             ``bytes_sent`` (to all ranks), ``exposed_seconds`` (the training thread stood still for
             others).
         """
         return {
             "mode": self._plan.mode,
             "staleness": self._plan.staleness,
+            "wire": self._plan.wire,
             "transport": self._plan.transport,
             "every": self._client.pace.layers,
             "steps": self._client.steps,

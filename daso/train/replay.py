@@ -22,6 +22,7 @@ from daso.train.server import (
     take_up,
 )
 from daso.train.shares import Shares, layers_of
+from daso.train.wired import Wired
 
 __all__ = ["Replayed", "replay"]
 
@@ -113,6 +114,7 @@ class _Replay:
         self._owners = [
             RowServer(rank, one.shares, plan, factory) for rank, one in enumerate(self._ranks)
         ]
+        self._wired = [Wired(one.shares, plan.wire) for one in self._ranks]
         self._todo = [[e for e in log.events if isinstance(e, Apply)] for log in logs]
         # By owner, layer and version.
         self._rows = {
@@ -237,9 +239,14 @@ class _Replay:
             has=one.has,
             read=(one.loaded[owner],),
             values=one.values,
-            row=shares.pack(owner, [layer], one.grads),
+            row=self._crossed(source, owner, layer, one),
             base=shares.pack(owner, [layer], one.base) if self._plan.whole else None,
         )
+
+    def _crossed(self, source: int, owner: int, layer: int, one: _Computed) -> torch.Tensor:
+        """Return gradients as they came to their owner."""
+        wired, row = self._wired[source], self._ranks[source].shares.pack(owner, [layer], one.grads)
+        return wired.decode(owner, [layer], wired.encode(owner, [layer], one.has, row))
 
     def _keep(self, owner: int, apply: Apply) -> None:
         server, layer, version = self._owners[owner], apply.layer, apply.version

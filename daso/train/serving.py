@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -25,6 +26,7 @@ from daso.errors import ExchangeError, StallError
 from daso.plan.eager import Plan, is_fresh
 from daso.train.server import Contribution, Rows, RowServer, first_rows, rows_in
 from daso.train.shares import Shares
+from daso.train.wired import Wired
 
 __all__ = ["STEPS_WAITING", "Serving"]
 
@@ -48,6 +50,7 @@ class Serving:
 
     def __init__(self, topology: Topology, shares: Shares, plan: Plan, server: RowServer) -> None:
         self.plan, self.server, self.shares = plan, server, shares
+        self._wired = Wired(shares, plan.wire)
         self.rank, self.ranks = topology.place.rank, topology.place.size
         self.world, self._letters = topology.world.Dup(), topology.world.Dup()
         most = plan.packet_bytes + HEAD_BYTES
@@ -91,12 +94,15 @@ class Serving:
             owner: For whose rows.
             contribution: Of this rank.
         """
-        if owner == self.rank:
-            self._given.append(contribution)
-            return
         one = contribution
+        payload = self._wired.encode(owner, one.layers, one.has, one.row)
+        if owner == self.rank:
+            # As others' are: what the wire loses is part of the next.
+            row = self._wired.decode(owner, one.layers, payload)
+            self._given.append(replace(one, row=row))
+            return
         notes = (GRADIENTS, one.step, one.layers, one.has, one.read, one.values)
-        self.mailbox.post(owner, Letter(notes, one.row, self._urgency(self.step + 1, one.layers)))
+        self.mailbox.post(owner, Letter(notes, payload, self._urgency(self.step + 1, one.layers)))
 
     def wait_for(self, layer: int, step: int) -> list[Rows]:
         """Return all owners' rows of a layer, fresh enough for a step.
@@ -262,7 +268,8 @@ class Serving:
         if about == GRADIENTS:
             step, layers, has, read, values = notes
             start = time.perf_counter()
-            contribution = Contribution(source, step, layers, has, read, values, letter.payload)
+            row = self._wired.decode(self.rank, layers, letter.payload)
+            contribution = Contribution(source, step, layers, has, read, values, row)
             changed = self.server.contribute(contribution)
             trace.record(trace.SUMS, start, key=step)
             return changed

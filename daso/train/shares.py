@@ -74,6 +74,11 @@ class Shares:
         """Return the bytes of a rank's rows of layers."""
         return sum(self._nbytes[index][rank] for index in self.params(layers))
 
+    def packed_nbytes(self, rank: int, layers: Iterable[int]) -> int:
+        """Return the bytes that `pack` makes of a rank's rows of layers."""
+        spans = aligned([self._nbytes[index][rank] for index in self.params(layers)])
+        return spans[-1].stop if spans else 0
+
     def pack(
         self, rank: int, layers: Sequence[int], tensors: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:

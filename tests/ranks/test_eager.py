@@ -228,6 +228,45 @@ def backward(model, rank, step):
     batch_loss(model, rank, step).backward()
 
 
+def rounded(source, step, index, grad, residuals):
+    """Round a gradient to bf16, with what was lost before."""
+    value = grad.float() + residuals.get((source, index), 0.0)
+    carried = value.to(torch.bfloat16).float()
+    residuals[source, index] = value - carried
+    return carried
+
+
+def test_gradients_on_a_16_bit_wire_lose_nothing_for_good(topology):
+    size, residuals = topology.place.size, {}
+    model, *_ = train(topology, mlp, sgd, steps=6, wire="bf16")
+    expected = seeded(mlp)()
+    inner = sgd(expected.parameters())
+    for step in range(6):
+        total = [None] * len(params(expected))
+        for source in range(size):
+            expected.zero_grad()
+            batch_loss(expected, source, step).backward()
+            grads = [
+                rounded(source, step, index, p.grad, residuals)
+                for index, p in enumerate(expected.parameters())
+            ]
+            total = [add(a, g) for a, g in zip(total, grads, strict=True)]
+        for p, grad in zip(expected.parameters(), total, strict=True):
+            p.grad = grad / size
+        inner.step()
+    assert same(params(model), params(expected))
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8", "int4", "topk"])
+def test_a_replay_rounds_as_the_wire_did(topology, wire):
+    model, report, log = train(
+        topology, Odd, sgd, steps=8, each=uneven, staleness=None, wire=wire, log=True
+    )
+    assert report["wire"] == wire
+    found = replay(topology.world.allgather(log), seeded(Odd), sgd, backward)
+    assert same(params(found.model), params(model))
+
+
 def test_training_goes_on_after_ranks_met_and_from_what_was_saved(topology):
     rank, size = topology.place.rank, topology.place.size
     make = lambda p: torch.optim.AdamW(p, lr=1e-2)  # noqa: E731

@@ -15,6 +15,7 @@ PLAN = {
     "staleness": None,
     "every": 1,
     "damped": False,
+    "wire": None,
     "transport": "messages",
     "log": True,
     "packet_bytes": 1,
