@@ -4,6 +4,7 @@ import copy
 import math
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from daso.errors import (
     LayoutError,
     NonFiniteError,
 )
+from daso.train.checkpoint import Checkpoints
 from daso.train.replay import replay
 
 pytestmark = pytest.mark.mpi
@@ -267,7 +269,8 @@ def test_a_replay_rounds_as_the_wire_did(topology, wire):
     assert same(params(found.model), params(model))
 
 
-def test_training_goes_on_after_ranks_met_and_from_what_was_saved(topology):
+def test_training_goes_on_after_ranks_met_and_from_what_was_saved(topology, tmp_path):
+    folder = Path(topology.world.bcast(str(tmp_path)))
     rank, size = topology.place.rank, topology.place.size
     make = lambda p: torch.optim.AdamW(p, lr=1e-2)  # noqa: E731
     model = seeded(Odd)()
@@ -279,16 +282,17 @@ def test_training_goes_on_after_ranks_met_and_from_what_was_saved(topology):
         with pytest.raises(CheckpointError, match="synchronize"):
             server.state_dict()
         server.synchronize()
-        weights = {name: value.clone() for name, value in model.state_dict().items()}
-        saved = copy.deepcopy(server.state_dict())
+        payload = {"model": model.state_dict(), "server": server.state_dict()}
+        Checkpoints(folder, topology).save(3, payload)
         for step in range(3, 6):
             server.zero_grad()
             batch_loss(model, rank, step).backward()
             server.step()
     other = seeded(Odd)()
-    other.load_state_dict(weights)
+    saved = Checkpoints(folder, topology).load().payload
+    other.load_state_dict(saved["model"])
     with daso.EagerServer(other, make, topology=topology) as server:
-        server.load_state_dict(saved)
+        server.load_state_dict(saved["server"])
         assert server.report()["steps"] == 3
         for step in range(3, 6):
             server.zero_grad()
