@@ -18,7 +18,10 @@ place = daso.init().place
 model = torch.nn.Linear(100, 100)
 if sys.argv[2:] == ["server"]:
     optimizer = daso.EagerServer(
-        model, lambda p: torch.optim.SGD(p, lr=0.1), staleness=5, stall_seconds=3.0
+        model,
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        staleness=5,
+        exchange=daso.Exchange(stall_seconds=3.0),
     )
 else:
     optimizer = daso.DASO(

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from daso.errors import ConfigError
 from daso.plan.layout import Span, split
+from daso.plan.options import Exchange
 from daso.plan.wires import Wire
 
 __all__ = [
@@ -52,9 +53,7 @@ class Plan:
         damped: Divide the learning rate of a gradient by one more than its age.
         wire: How gradients cross; None: as they are.
         transport: How packets cross.
-        log: Keep what `daso.train.replay` needs.
-        packet_bytes: Size of the packets into which messages are cut.
-        stall_seconds: How long to wait without a sign of the others.
+        exchange: How large packets are, how long to wait, and what happens to NaN.
     """
 
     mode: Mode
@@ -63,9 +62,7 @@ class Plan:
     damped: bool
     wire: str | None
     transport: Transport
-    log: bool
-    packet_bytes: int
-    stall_seconds: float
+    exchange: Exchange
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -101,13 +98,11 @@ class Plan:
                 f"every must be a whole number of layers of at least 1, or 'auto', not "
                 f"{self.every!r}"
             )
-        if not _whole(self.packet_bytes, 1):
+        if self.exchange.reduce == "iallreduce" or self.exchange.fragments != 1:
             raise ConfigError(
-                f"packet_bytes must be a whole number of bytes of at least 1, not "
-                f"{self.packet_bytes!r}"
+                f"an EagerServer adds in rank order and sends every layer by itself, so reduce and "
+                f"fragments of its exchange must be left alone, not {self.exchange!r}"
             )
-        if not self.stall_seconds > 0:
-            raise ConfigError(f"stall_seconds must be positive, not {self.stall_seconds!r}")
 
     @property
     def whole(self) -> bool:

@@ -54,6 +54,7 @@ class LayerClient:
         self.steps = 0  # since the start
         self.met_at = 0  # steps at the last meeting of all ranks
         self.dropped = 0  # steps with a gradient that was not finite
+        self.logs = False  # what it does
         self.log: list[Read | Send] = []
         self._meetings: list[int] = []  # steps at each
         most = len(names)
@@ -122,7 +123,7 @@ class LayerClient:
         self.serving.go_on()
         self._taken.add(layer)
         self._load(layer, self.serving.wait_for(layer, self.steps - self.met_at))
-        if self.plan.log:
+        if self.logs:
             self.log.append(Read(self.steps, layer, tuple(self._loaded[layer])))
 
     def _load(self, layer: int, rows: Sequence[Rows]) -> None:
@@ -206,7 +207,7 @@ class LayerClient:
                 base=self._base(owner, layers),
             )
             self.serving.give(owner, one)
-        if self.plan.log:
+        if self.logs:
             self.log.append(Send(self.steps, layers, self.pace.layers, tuple(self._values)))
 
     def _gradient(self, layer: int, index: int) -> torch.Tensor | None:
@@ -261,10 +262,11 @@ class LayerClient:
         self._bad_steps += 1
         name = self._names[min(bad)]
         what = f"gradients of layer {name!r} are not finite in step {step}"
-        if self._bad_steps >= DROPS_IN_A_ROW:
+        at_once = self.plan.exchange.nonfinite == "raise"
+        if at_once or self._bad_steps >= DROPS_IN_A_ROW:
             raise NonFiniteError(
-                f"gradients must be finite, but {what} on rank {self.serving.rank}, as in "
-                f"{self._bad_steps - 1} steps before; lower the learning rate, or look at that "
+                f"gradients must be finite, but {what} on rank {self.serving.rank} (in "
+                f"{self._bad_steps} steps in a row); lower the learning rate, or look at that "
                 f"rank's data"
             )
         logger.warning("%s on rank %d; they were left out", what, self.serving.rank)

@@ -18,6 +18,7 @@ from daso.comm.throttle import emulated_link
 from daso.comm.topology import Topology, default
 from daso.errors import CheckpointError, ConfigError
 from daso.plan.eager import Log, Mode, Plan, Transport
+from daso.plan.options import Exchange
 from daso.train.agree import average_tensors
 from daso.train.client import LayerClient
 from daso.train.params import Trained, agree_layout, broadcast
@@ -26,8 +27,6 @@ from daso.train.serving import Serving
 from daso.train.shares import Shares, layers_of
 
 __all__ = ["EagerServer"]
-
-MiB = 1 << 20
 
 
 class EagerServer(torch.optim.Optimizer):
@@ -70,11 +69,10 @@ class EagerServer(torch.optim.Optimizer):
             too.
         transport: ``"messages"``: two-sided. ``"windows"``: memory that ranks of a node share, and
             one-sided puts between nodes; refused where these fail, or wait for their target.
-        log: Keep in memory what `daso.train.replay` replays a training from.
-        packet_bytes: Of a message that cross in one piece, in bytes: what is needed sooner waits
-            for no more than a few of them.
-        stall_seconds: How long a rank waits without a sign of the others before it raises and names
-            who is missing.
+        exchange: ``chunk_bytes`` of a message cross in one piece: what is needed sooner waits for
+            no more than a few of them. A rank waits ``stall_seconds`` without a sign of the others
+            before it raises and names who is missing. ``nonfinite``: gradients of a layer that are
+            not finite are left out, and raise in the third step in a row; or at once.
 
     Raises:
         ConfigError: A keyword has no such value.
@@ -86,7 +84,7 @@ class EagerServer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = False
 
-    def __init__(  # noqa: PLR0913 - each is checked in one record
+    def __init__(  # noqa: PLR0913 - checked as one record
         self,
         model: torch.nn.Module,
         optimizer_factory: MakeOptimizer,
@@ -98,9 +96,7 @@ class EagerServer(torch.optim.Optimizer):
         damped: bool = False,
         wire: str | None = None,
         transport: Transport = "messages",
-        log: bool = False,
-        packet_bytes: int = MiB // 4,
-        stall_seconds: float = 300.0,
+        exchange: Exchange | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: groups and state are those of this rank's rows.
         plan = Plan(
@@ -110,9 +106,7 @@ class EagerServer(torch.optim.Optimizer):
             damped=damped,
             wire=wire,
             transport=transport,
-            log=log,
-            packet_bytes=packet_bytes,
-            stall_seconds=stall_seconds,
+            exchange=Exchange() if exchange is None else exchange,
         )
         if emulated_link() is not None:
             raise ConfigError(
@@ -226,7 +220,7 @@ class EagerServer(torch.optim.Optimizer):
             self._topology,
             serving.world,
             serving.engine.run,
-            self._plan.packet_bytes,
+            self._plan.exchange.chunk_bytes,
         )
 
     def report(self) -> dict[str, Any]:
@@ -251,8 +245,12 @@ class EagerServer(torch.optim.Optimizer):
             "exposed_seconds": self._serving.exposed_seconds,
         }
 
+    def keep_log(self) -> None:
+        """Keep in memory from now on what a training is replayed from; before the first step."""
+        self._client.logs = self._serving.server.logs = True
+
     def logged(self) -> Log:
-        """Return what this rank did, where ``log=True``: see `daso.train.replay`."""
+        """Return what this rank did since `keep_log`: see `daso.train.replay`."""
         return self._client.logged()
 
     def state_dict(self) -> dict[str, Any]:

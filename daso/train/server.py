@@ -88,6 +88,7 @@ class RowServer:
         self.inner = make(self.stand_ins)
         self.contributors = plan.contributors(rank, shares.ranks)
         self.versions = [0] * len(shares.layers)
+        self.logs = False  # its versions
         self.log: list[Apply] = []
         self._counts: list[dict[int, float]] = []  # of each layer: steps of each that are in it
         self._waiting: dict[tuple[int, int], dict[int, Gradient]] = {}  # by layer and step
@@ -217,7 +218,7 @@ class RowServer:
             source = gradient.of.source
             if self._counts[layer][source] != NEVER:
                 self._counts[layer][source] += 1
-        if self.plan.log:
+        if self.logs:
             of = tuple((one.of.source, one.of.step) for one in gradients)
             self.log.append(Apply(layer, self.versions[layer], of, self.digest(layer)))
 

@@ -53,13 +53,13 @@ class Serving:
         self._wired = Wired(shares, plan.wire)
         self.rank, self.ranks = topology.place.rank, topology.place.size
         self.world, self._letters = topology.world.Dup(), topology.world.Dup()
-        most = plan.packet_bytes + HEAD_BYTES
+        most = plan.exchange.chunk_bytes + HEAD_BYTES
         ways, self._ways = routes(topology, self._letters, plan.transport, most)
-        self.mailbox = Mailbox(ways, plan.packet_bytes)
+        self.mailbox = Mailbox(ways, plan.exchange.chunk_bytes)
         self._missing = topology.roll.missing
         roll = topology.roll
         self.engine = Engine(
-            plan.stall_seconds, roll.missing, roll.answer, name="daso-server", kind=None
+            plan.exchange.stall_seconds, roll.missing, roll.answer, name="daso-server", kind=None
         )
         # By owner and layer: the version that was taken up last, and what came since; of owners
         # that do not wait for this rank more than one may have come. All start from the same.
@@ -212,12 +212,12 @@ class Serving:
             if gone:
                 rank, steps = next(iter(gone.items()))
                 raise ExchangeError(_uneven(rank, steps, self.rank, step + 1))
-        limit = self.plan.stall_seconds
+        limit = self.plan.exchange.stall_seconds
         if time.perf_counter() - max(start, self._sign_at) > limit:
             raise StallError(
                 f"something must be heard of other ranks within {limit:g} s, but nothing was while "
                 f"rank {self.rank} waited for {what()}: {self._missing()}; look there, or raise "
-                f"stall_seconds"
+                f"Exchange.stall_seconds"
             )
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from daso.plan.eager import (
     next_pace,
     rows_of,
 )
+from daso.plan.options import Exchange
 
 GOOD = {
     "mode": "owner",
@@ -28,9 +29,7 @@ GOOD = {
     "damped": False,
     "wire": None,
     "transport": "messages",
-    "log": False,
-    "packet_bytes": 1,
-    "stall_seconds": 1.0,
+    "exchange": Exchange(),
 }
 
 
@@ -116,8 +115,8 @@ def test_small_layers_wait_for_others_unless_the_pace_was_given():
         {"transport": "pigeons"},
         {"wire": "auto"},
         {"wire": "bf16", "mode": "block"},
-        {"packet_bytes": 0},
-        {"stall_seconds": 0},
+        {"exchange": Exchange(fragments=2)},
+        {"exchange": Exchange(reduce="iallreduce")},
     ],
     ids=str,
 )

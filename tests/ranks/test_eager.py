@@ -98,6 +98,7 @@ def train(topology, build, make, steps=5, each=None, **how):
     model = seeded(build)()
     rank = topology.place.rank
     with daso.EagerServer(model, make, topology=topology, **how) as server:
+        server.keep_log()
         for step in range(steps):
             if each is not None:
                 each(server, step)
@@ -124,7 +125,8 @@ def test_without_staleness_every_step_equals_one_process(
     topology, build, make, every, packet_bytes
 ):
     make_flat = (lambda p: torch.optim.AdamW(p, lr=1e-2)) if make is adamw else sgd
-    model, report, _ = train(topology, build, make_flat, every=every, packet_bytes=packet_bytes)
+    packets = daso.Exchange(chunk_bytes=packet_bytes)
+    model, report, _ = train(topology, build, make_flat, every=every, exchange=packets)
     expected = sequential(seeded(build), make_flat, topology.place.size, 5, "owner")
     assert same(params(model), expected)
     assert report["steps"] == 5
@@ -168,7 +170,7 @@ def test_a_replay_gives_the_same_bits(topology, build, make, staleness, mode):
     how = {"mode": mode, "staleness": staleness}
     for damped in {False, mode == "owner" and staleness != 0}:
         model, report, log = train(
-            topology, build, make_flat, steps=8, each=uneven, log=True, damped=damped, **how
+            topology, build, make_flat, steps=8, each=uneven, damped=damped, **how
         )
         logs = topology.world.allgather(log)
 
@@ -215,7 +217,7 @@ def test_400_tiny_tensors_one_huge_and_layers_that_are_not_called(topology, buil
 @pytest.mark.parametrize("staleness", [0, None])
 def test_packets_cross_by_windows_too(topology, staleness):
     model, report, log = train(
-        topology, Odd, sgd, steps=6, staleness=staleness, transport="windows", log=True
+        topology, Odd, sgd, steps=6, staleness=staleness, transport="windows"
     )
     assert report["transport"] == "windows"
     if staleness == 0:
@@ -261,9 +263,7 @@ def test_gradients_on_a_16_bit_wire_lose_nothing_for_good(topology):
 
 @pytest.mark.parametrize("wire", ["bf16", "int8", "int4", "topk"])
 def test_a_replay_rounds_as_the_wire_did(topology, wire):
-    model, report, log = train(
-        topology, Odd, sgd, steps=8, each=uneven, staleness=None, wire=wire, log=True
-    )
+    model, report, log = train(topology, Odd, sgd, steps=8, each=uneven, staleness=None, wire=wire)
     assert report["wire"] == wire
     found = replay(topology.world.allgather(log), seeded(Odd), sgd, backward)
     assert same(params(found.model), params(model))
@@ -314,7 +314,7 @@ def test_state_of_other_rows_is_refused(topology):
 def test_ranks_may_take_different_numbers_of_steps(topology, staleness):
     rank, size = topology.place.rank, topology.place.size
     model = seeded(mlp)()
-    with daso.EagerServer(model, sgd, topology=topology, staleness=staleness, log=True) as server:
+    with daso.EagerServer(model, sgd, topology=topology, staleness=staleness) as server:
         for _ in range(2):
             for step in range(3 + 2 * rank):
                 server.zero_grad()
@@ -380,6 +380,15 @@ def test_gradients_that_are_not_finite_are_left_out_and_raise_in_the_end(topolog
                 server.zero_grad()
                 (batch_loss(model, rank, step) * math.nan).backward()
                 server.step()
+
+
+def test_gradients_that_are_not_finite_raise_at_once_where_that_is_asked_for(topology):
+    model = seeded(mlp)()
+    exchange = daso.Exchange(nonfinite="raise")
+    with daso.EagerServer(model, sgd, topology=topology, exchange=exchange) as server:
+        (batch_loss(model, 0, 0) * math.inf).backward()
+        with pytest.raises(NonFiniteError, match="in step 0"):
+            server.step()
 
 
 def test_an_evaluation_leaves_parameters_alone(topology):

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from daso.plan.eager import Plan
+from daso.plan.options import Exchange
 from daso.train.server import Contribution, RowServer
 from daso.train.shares import Shares, layers_of
 from daso.train.subset import values_of
@@ -17,9 +18,7 @@ PLAN = {
     "damped": False,
     "wire": None,
     "transport": "messages",
-    "log": True,
-    "packet_bytes": 1,
-    "stall_seconds": 1.0,
+    "exchange": Exchange(),
 }
 
 
@@ -33,7 +32,9 @@ def serving(rank=1, **keywords):
     plan = Plan(**{**PLAN, **keywords})
     _, named, layers = layers_of(model)
     shares = Shares(named, layers, RANKS, whole=plan.whole)
-    return model, RowServer(rank, shares, plan, sgd)
+    server = RowServer(rank, shares, plan, sgd)
+    server.logs = True
+    return model, server
 
 
 def contribution(server, model, source, step, *, read=0, base=None, grads=None):
