@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--data", choices=["auto", "fashion", "digits"], default="auto")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank")
-    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--lr", type=float, default=0.2)
     parser.add_argument("--staleness", type=int, help="steps that ranks may be apart (any number)")
     parser.add_argument("--slow-ms", type=float, default=0.0, help="more on the last rank per step")
     options = parser.parse_args()
@@ -59,7 +59,7 @@ def main() -> None:
     )
 
     def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=options.lr, momentum=0.9)
+        return torch.optim.SGD(params, lr=options.lr)
 
     with daso.EagerServer(model, sgd, staleness=options.staleness) as server:
         for epoch in range(options.epochs):
