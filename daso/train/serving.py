@@ -208,7 +208,7 @@ class Serving:
         """Raise where waiting is in vain."""
         self.engine.check()
         if self.plan.together and self._pausing is None:
-            gone = {rank: steps for rank, steps in self._last.items() if steps <= step}
+            gone = {rank: steps for rank, steps in dict(self._last).items() if steps <= step}
             if gone:
                 rank, steps = next(iter(gone.items()))
                 raise ExchangeError(_uneven(rank, steps, self.rank, step + 1))
