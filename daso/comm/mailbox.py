@@ -20,10 +20,7 @@ from daso.comm.packets import Packets
 
 __all__ = ["HEAD_BYTES", "Letter", "Mailbox"]
 
-HEAD = (
-    4  # numbers of 8 bytes before a packet's bytes: letter, all its bytes, offset, bytes of notes
-)
-HEAD_BYTES = 8 * HEAD
+HEAD_BYTES = 8 * 4  # before a packet's: number of the letter, its bytes, offset, bytes of notes
 UNDER_WAY = 3  # packets to a rank
 
 

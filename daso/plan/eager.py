@@ -5,7 +5,7 @@ for the layers below, after every n-th layer, and n changes while backward runs.
 ranks may be apart is that of stale-synchronous parallel training (Ho et al., NIPS 2013).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -25,7 +25,6 @@ __all__ = [
     "Send",
     "Transport",
     "age",
-    "aligned",
     "first_pace",
     "is_fresh",
     "leaves",
@@ -39,7 +38,6 @@ Transport = Literal["messages", "windows"]
 WIRES = tuple(wire for wire in get_args(Wire) if wire not in ("auto", "fp32"))
 FLOOR_BYTES = 64 << 10  # a message of less is not worth its headers and polls
 QUIET_LAYERS = 2  # that found nothing on its way, until n shrinks
-ALIGNMENT = 8  # bytes: of every tensor in a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,22 +133,6 @@ def rows_of(rows: int, ranks: int, *, whole: bool) -> tuple[Span, ...]:
         A span for each rank; some are empty where there are fewer rows than ranks.
     """
     return (Span(0, rows),) * ranks if whole else split(rows, ranks)
-
-
-def aligned(nbytes: Sequence[int]) -> tuple[Span, ...]:
-    """Put tensors one after the other in a message, so that each can be read where it lies.
-
-    Args:
-        nbytes: Of each tensor.
-
-    Returns:
-        The bytes of each.
-    """
-    spans, at = [], 0
-    for size in nbytes:
-        spans.append(Span(at, at + size))
-        at += -(-size // ALIGNMENT) * ALIGNMENT
-    return tuple(spans)
 
 
 def is_fresh(clock: float, step: int, staleness: int | None) -> bool:

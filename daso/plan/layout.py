@@ -18,6 +18,7 @@ __all__ = [
     "Piece",
     "Slot",
     "Span",
+    "aligned",
     "chunk_parts",
     "first_difference",
     "fit_buckets",
@@ -28,6 +29,9 @@ __all__ = [
     "pieces",
     "split",
 ]
+
+
+ALIGNMENT = 8  # bytes: of every tensor in a message
 
 
 class Span(NamedTuple):
@@ -274,3 +278,17 @@ def fit_buckets(nbytes: Sequence[int], capacity: int) -> tuple[tuple[int, ...], 
     if filling:
         buckets.append(tuple(filling))
     return tuple(buckets)
+
+
+def aligned(nbytes: Sequence[int]) -> tuple[Span, ...]:
+    """Put tensors one after the other in a message, so that each can be read where it lies.
+
+    Args:
+        nbytes: Of each tensor.
+
+    Returns:
+        The bytes of each.
+    """
+    sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in nbytes]
+    starts = accumulate(sizes, initial=0)
+    return tuple(Span(at, at + size) for at, size in zip(starts, nbytes, strict=False))

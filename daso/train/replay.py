@@ -97,6 +97,11 @@ def replay(
     Raises:
         ConfigError: A version has other bits than were logged, or the logs do not fit together.
     """
+    if [log.rank for log in logs] != [*range(len(logs))]:
+        raise ConfigError(
+            f"logs must be those of all ranks, in rank order, not of ranks "
+            f"{[log.rank for log in logs]}"
+        )
     return _Replay(logs, build, optimizer_factory, backward).run()
 
 

@@ -16,7 +16,6 @@ from itertools import chain
 import torch
 
 from daso import trace
-from daso.comm.dtypes import sum_buffer
 from daso.comm.engine import Engine, Ticket, Work
 from daso.comm.mailbox import HEAD_BYTES, Letter, Mailbox
 from daso.comm.mpi import load
@@ -190,8 +189,7 @@ class Serving:
         self.step, self._clocks = 0, [0.0] * len(self._clocks)
 
     def _barrier(self) -> Work[None]:
-        here = torch.zeros(1)
-        yield [self.world.Iallreduce(load().IN_PLACE, sum_buffer(here))]
+        yield [self.world.Ibarrier()]
 
     def _wait(self, arrived: Callable[[], bool], what: Callable[[], str], step: int = 0) -> None:
         start = time.perf_counter()

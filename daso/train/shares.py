@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from daso.plan.eager import aligned, rows_of
-from daso.plan.layout import Span
+from daso.plan.eager import rows_of
+from daso.plan.layout import Span, aligned
 from daso.train.params import Named
 
 __all__ = ["Shares", "layers_of"]

@@ -6,8 +6,7 @@ import torch
 
 from daso.comm.compress import Codec, codec_named, pieces
 from daso.comm.dtypes import accumulator
-from daso.plan.eager import aligned
-from daso.plan.layout import Span
+from daso.plan.layout import Span, aligned
 from daso.train.shares import Shares
 
 __all__ = ["Wired"]
@@ -56,7 +55,7 @@ class Wired:
         kept = torch.empty_like(wide)
         for start, stop in pieces(wide.numel()):
             fields = codec.fields(payload, wide.numel(), start, stop)
-            codec.encode(wide[start:stop].clone(), fields)
+            codec.encode(wide[start:stop], fields)
             codec.decode(fields, kept[start:stop])
         self._residuals[key] = torch.sub(wide, kept, out=kept)
 

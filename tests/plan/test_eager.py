@@ -1,7 +1,6 @@
 """Decisions of the eager server: who owns which rows, when gradients leave, how old rows may be."""
 
 import math
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -9,11 +8,9 @@ from hypothesis import strategies as st
 
 from daso.errors import ConfigError
 from daso.plan.eager import (
-    ALIGNMENT,
     FLOOR_BYTES,
     Plan,
     age,
-    aligned,
     first_pace,
     is_fresh,
     leaves,
@@ -44,14 +41,6 @@ def test_every_row_has_one_owner_and_shares_are_even(rows, ranks):
 @given(st.integers(0, 1000), st.integers(1, 40))
 def test_replicas_own_all_rows(rows, ranks):
     assert set(rows_of(rows, ranks, whole=True)) == {(0, rows)}
-
-
-@given(st.lists(st.integers(0, 1000)))
-def test_tensors_of_a_message_do_not_overlap_and_can_be_read_where_they_lie(sizes):
-    spans = aligned(sizes)
-    assert [span.numel for span in spans] == sizes
-    assert all(span.start % ALIGNMENT == 0 for span in spans)
-    assert all(a.stop <= b.start < a.stop + ALIGNMENT for a, b in pairwise(spans))
 
 
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 10))

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daso.plan.layout import (
+    ALIGNMENT,
     Layout,
     Slot,
     Span,
+    aligned,
     chunk_parts,
     first_difference,
     fit_buckets,
@@ -436,3 +438,12 @@ def test_every_tensor_has_a_flag_behind_it_and_nothing_else_lies_between(numels)
     assert [span.numel for span in spans] == numels
     taken = [at for span in spans for at in range(span.start, span.stop + 1)]
     assert taken == list(range(sum(numels) + len(numels)))
+
+
+@checked
+@given(st.lists(st.integers(0, 1000)))
+def test_tensors_of_a_message_do_not_overlap_and_can_be_read_where_they_lie(sizes):
+    spans = aligned(sizes)
+    assert [span.numel for span in spans] == sizes
+    assert all(span.start % ALIGNMENT == 0 for span in spans)
+    assert all(a.stop <= b.start < a.stop + ALIGNMENT for a, b in pairwise(spans))

@@ -302,8 +302,7 @@ class Eager(Plain):
     """`daso.EagerServer` with some keywords."""
 
     def __init__(self, case: Case, topology: Topology, **keywords: Any) -> None:
-        torch.manual_seed(0)
-        model = case.build()
+        model, _ = start(case)
         self.server = daso.EagerServer(model, case.optimizer, topology=topology, **keywords)
         super().__init__(model, self.server)
 
