@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from daso import errors, predict
+    from daso import errors, flow, predict
     from daso.comm.recording import Recording
     from daso.comm.topology import Topology, init
     from daso.plan.options import Exchange, Gradients
@@ -32,6 +32,7 @@ __all__ = [
     "Topology",
     "attach",
     "errors",
+    "flow",
     "init",
     "predict",
 ]
@@ -56,6 +57,8 @@ def __getattr__(name: str) -> object:
     """Import a public name on first use."""
     if name == "errors":
         return import_module("daso.errors")
+    if name == "flow":
+        return import_module("daso.flow")
     if name == "predict":
         return import_module("daso.predict")
     if name not in _HOME:

@@ -6,6 +6,7 @@ __all__ = [
     "DasoError",
     "DataError",
     "ExchangeError",
+    "FlowError",
     "LayoutError",
     "NonFiniteError",
     "StallError",
@@ -47,3 +48,7 @@ class DataError(DasoError, FileNotFoundError):
 
 class CheckpointError(DasoError):
     """A checkpoint cannot be written, or none of those found is sound."""
+
+
+class FlowError(DasoError):
+    """A flow is not put together as it must be, or one of its nodes failed."""

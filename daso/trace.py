@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 __all__ = [
+    "BACKWARD",
     "EXCHANGE",
+    "FORWARD",
     "KINDS",
     "MERGE",
     "MESSAGES",
@@ -31,9 +33,20 @@ __all__ = [
 
 # What a span can be: a whole batch; packing what is sent; merging what came; standing still for
 # other nodes, and for other ranks of the node; work between nodes of a thread beside training, and
-# messages of it; sums inside the node of another.
-KINDS = ("step", "send", "merge", "wait for nodes", "wait in node", "exchange", "messages", "sums")
-STEP, SEND, MERGE, NODES, NODE, EXCHANGE, MESSAGES, SUMS = range(len(KINDS))
+# messages of it; sums inside the node of another; a node of a flow at a message or at gradients.
+KINDS = (
+    "step",
+    "send",
+    "merge",
+    "wait for nodes",
+    "wait in node",
+    "exchange",
+    "messages",
+    "sums",
+    "forward",
+    "backward",
+)
+STEP, SEND, MERGE, NODES, NODE, EXCHANGE, MESSAGES, SUMS, FORWARD, BACKWARD = range(len(KINDS))
 SCHEMA = 1  # of recordings' files; goes up when a field changes its meaning
 NO_KEY = -1
 CAPACITY = 1 << 17  # spans: 5 MB

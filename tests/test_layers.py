@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "comm": {"daso.comm", "mpi4py", "cupy", "numpy", "torch"},
     "data": {"daso.data", "numpy", "torch", "sklearn"},
     "train": {"daso.train", "daso.comm", "daso.plan", "torch"},
+    "flow": {"daso.flow", "daso.comm", "daso.plan", "torch"},
     "run": {"daso", "torch", "jinja2", "matplotlib", "rich", "horovod", "torchft"},
     "examples": {"daso.data", "torch"} | {f"daso.{name}" for name in daso.__all__},
     "environment": set(),
@@ -34,9 +35,9 @@ MAY_IMPORT = {
 # Who may say `import daso`; what is then taken from it (daso.DASO) is held against the row.
 MAY_IMPORT_THE_ROOT = {"run", "examples"}
 
-# What `if TYPE_CHECKING:` excuses: mpi4py, in train, which passes on communicators that comm made
-# and has to name their type. Nothing else: any other import there counts as if it ran.
-EXCUSED_FOR_TYPES = {"train": {"mpi4py"}}
+# What `if TYPE_CHECKING:` excuses: mpi4py, in train and flow, which pass on communicators that
+# comm made and have to name their type. Nothing else: any other import there counts as if it ran.
+EXCUSED_FOR_TYPES = {"train": {"mpi4py"}, "flow": {"mpi4py"}}
 
 
 # Reads environment variables; and who hands them on, as a whole, to a process that it starts.

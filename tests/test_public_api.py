@@ -21,6 +21,7 @@ PUBLIC = [
     "Topology",
     "attach",
     "errors",
+    "flow",
     "init",
     "predict",
 ]

@@ -78,7 +78,7 @@ class Messages:
     def start(self, to: int, packet: torch.Tensor) -> Callable[[], bool]:
         """Begin to send a packet."""
         request = self._comm.Isend(byte_buffer(packet), to, PACKET)  # which holds the packet
-        return request.Test  # type: ignore[no-any-return]  # mpi4py's
+        return request.Test
 
     def arrived(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield what has arrived."""

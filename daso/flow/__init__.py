@@ -1,0 +1,13 @@
+"""Asynchronous model parallelism for models whose control flow depends on each instance.
+
+A `Graph` says what is computed, a `Runtime` trains it over all ranks. The mechanism is that of
+AMPNet (arXiv 1705.09786).
+"""
+
+from daso.flow.epoch import Epoch
+from daso.flow.graph import Graph, Item, Port
+from daso.flow.replay import replay
+from daso.flow.runtime import Runtime
+from daso.plan.flows import Updates
+
+__all__ = ["Epoch", "Graph", "Item", "Port", "Runtime", "Updates", "replay"]

@@ -1,0 +1,138 @@
+"""All layers of a flow on one rank: their parameters between ranks, and in checkpoints."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from daso.comm.dtypes import accumulator, byte_buffer
+from daso.flow.checks import Wiring
+from daso.flow.graph import MakeOptimizer, Node
+from daso.flow.weights import Weights
+from daso.plan.flows import Updates
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Layers", "mean_of", "tensors_of"]
+
+Ranks = tuple[tuple[int, ...], ...]
+
+
+class Layers:
+    """The layers of a flow, and this rank's weights of those that it computes.
+
+    Args:
+        wiring: The flow.
+        make: Makes the optimizer of one.
+        updates: When these take steps.
+        world: Communicator over all ranks.
+    """
+
+    def __init__(
+        self, wiring: Wiring, make: MakeOptimizer, updates: Updates, world: "MPI.Comm"
+    ) -> None:
+        self.nodes = [node for node in wiring.nodes if node.kind == "layer"]
+        self.updates, self._make, self._world = updates, make, world
+        self.ranks_of: Ranks = ()  # of every node of the flow, once they are settled
+        self.weights: dict[int, Weights] = {}
+        self.fetch(lambda _: 0)
+
+    def settle(self, ranks_of: Ranks) -> None:
+        """Take on this rank's layers."""
+        self.ranks_of = ranks_of
+        self.weights = {
+            node.index: Weights(node.call, node.optimizer or self._make, self.updates)
+            for node in self.nodes
+            if self._world.Get_rank() in ranks_of[node.index]
+        }
+
+    @torch.no_grad()
+    def fetch(self, root: Callable[[int], int]) -> None:
+        """Give every rank all parameters and buffers. Collective over the world; blocking.
+
+        Args:
+            root: Rank from which those of a node are taken.
+        """
+        for node in self.nodes:
+            for tensor in tensors_of(node.call):
+                row = tensor.detach().cpu().contiguous().clone()
+                self._world.Bcast(byte_buffer(row.view(-1)), root(node.index))
+                tensor.copy_(row)
+        for one in self.weights.values():
+            one.take_up()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Set replicas to their mean, added in rank order. Collective over the world; blocking."""
+        for node in self.nodes:
+            homes = self.ranks_of[node.index]
+            if len(homes) > 1:
+                for tensor in tensors_of(node.call):
+                    self._average(tensor, homes)
+                if node.index in self.weights:
+                    self.weights[node.index].take_up()
+
+    def _average(self, tensor: torch.Tensor, homes: tuple[int, ...]) -> None:
+        floats = tensor.is_floating_point()
+        wide = tensor.detach().to("cpu", accumulator(tensor.dtype) if floats else tensor.dtype)
+        rows = []
+        for rank in homes:
+            row = wide.contiguous().clone()
+            self._world.Bcast(byte_buffer(row.view(-1)), rank)
+            rows.append(row)
+        tensor.copy_(mean_of(rows))
+
+    # --- checkpoints -------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's layers and their optimizers, between epochs."""
+        states = {
+            node.name: {"module": node.call.state_dict(), **self.weights[node.index].state_dict()}
+            for node in self._own()
+        }
+        return {"ranks_of": [list(ranks) for ranks in self.ranks_of], "layers": states}
+
+    def unfit(self, state: Mapping[str, Any]) -> str | None:
+        """Return why a state cannot be gone on from; None if it can."""
+        homes, size = state["ranks_of"], self._world.Get_size()
+        if homes and (len(homes) != len(self.ranks_of or homes) or max(map(max, homes)) >= size):
+            return (
+                f"state must be that of the same flow on no more ranks than these, {size}, but it "
+                f"is of {len(homes)} nodes on {max(map(max, homes)) + 1} ranks"
+            )
+        names = {node.name for node in self.nodes}
+        if not set(state["layers"]) <= names:
+            return (
+                f"state must be that of the same flow, but it has layers "
+                f"{sorted(set(state['layers']) - names)}, which are not in this one"
+            )
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned on this rank."""
+        self.settle(tuple(map(tuple, state["ranks_of"])))
+        for node in self._own() if self.ranks_of else ():
+            saved = state["layers"][node.name]
+            node.call.load_state_dict(saved["module"])
+            self.weights[node.index].load_state_dict(saved)
+
+    def _own(self) -> Iterator[Node]:
+        return (node for node in self.nodes if node.index in self.weights)
+
+
+def mean_of(replicas: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the mean of a tensor's replicas, added in their order; of numbers, the first's."""
+    total = replicas[0]
+    if not total.is_floating_point():
+        return total
+    for one in replicas[1:]:
+        total = total + one
+    return total / len(replicas)
+
+
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters and buffers of a module that are not empty."""
+    found = [*module.parameters(), *module.buffers()]
+    return [tensor for tensor in found if tensor.numel()]

@@ -1,0 +1,186 @@
+"""Who computes which node: as the caller says, or after measuring what each one takes."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from daso.comm.topology import Place
+from daso.errors import FlowError
+from daso.flow.base import Pass
+from daso.flow.checks import Wiring
+from daso.flow.messages import Message
+from daso.flow.routes import Flatmap, Group
+from daso.flow.worker import Controller, Worker, behaviours
+from daso.plan.flows import Edge, Task, place
+
+__all__ = ["Measured", "measure", "placed", "said"]
+
+ALONE = Place(rank=0, size=1, local_rank=0, node=0, node_of=(0,))
+Said = Mapping[str, int | Sequence[int]]
+
+
+@dataclass(slots=True)
+class Measured:
+    """What some instances took, one after the other in this process.
+
+    Args:
+        tasks: Of each instance: what was computed, and what each waited for.
+        traffic: Bytes that crossed each pair of nodes.
+    """
+
+    tasks: list[list[Task]] = field(default_factory=list)
+    traffic: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
+
+    def seconds(self, nodes: int) -> list[float]:
+        """Return the time that each of so many nodes took in all."""
+        found = [0.0] * nodes
+        for tasks in self.tasks:
+            for task in tasks:
+                found[task.node] += task.seconds
+        return found
+
+    def edges(self) -> list[Edge]:
+        """Return what crosses between nodes."""
+        return [Edge(*pair, nbytes) for pair, nbytes in self.traffic.items()]
+
+
+class _Metered(Worker):
+    """A loop that measures."""
+
+    measured: Measured
+
+    def begin(self, measured: Measured) -> None:
+        """Measure from now on."""
+        self.measured = measured
+        self._causes: dict[tuple[int, bool, int, Any], set[int]] = {}
+        self._held: dict[tuple[int, Any], set[int]] = defaultdict(set)
+        self._now: set[int] = set()  # tasks behind what is sent at the moment
+
+    def compute(self, messages: Sequence[Message]) -> None:
+        """Compute and note how long it took."""
+        (message,) = messages
+        node, back, port, key, _, _ = message
+        causes = self._causes.pop((node, back, port, key), set())
+        tasks = self.measured.tasks[0]
+        number = len(tasks)
+        self._now = {number}
+        tasks.append(Task(node, back, 0.0, tuple(sorted(causes))))
+        start = time.perf_counter()
+        super().compute(messages)
+        tasks[number] = tasks[number]._replace(seconds=time.perf_counter() - start)
+
+    def _go_through(self, message: Message) -> None:
+        node, back, port, key, _, _ = message
+        causes = self._causes.pop((node, back, port, key), set())
+        self._now = self._behind(message, causes)
+        super()._go_through(message)
+
+    def _behind(self, message: Message, causes: set[int]) -> set[int]:
+        """Return the tasks behind what a node that shows the way will send for a message."""
+        node, back, _, key, _, _ = message
+        one = self.nodes.get(node)
+        if isinstance(one, Group) and not back:
+            self._held[node, key] = causes  # until its group is complete: see `_send_on`
+            return causes
+        if isinstance(one, Flatmap) and back:
+            key = one.parent(key)
+        held = self._held[node, key]
+        held |= causes
+        return held
+
+    def _send_on(self, node: int, emit: Any, after: int) -> None:
+        back, port, key, payload = emit
+        one = self.nodes.get(node)
+        if isinstance(one, Group) and not back:
+            self._now = set().union(*(self._held.pop((node, member)) for member in one.cache[key]))
+        to, into = (self._before if back else self._next)[node, port]
+        self._causes[to, back, into, key] = set(self._now)
+        self.measured.traffic[node, to] += sum(t.nbytes for t in payload if t is not None)
+        super()._send_on(node, emit, after)
+
+
+def measure(
+    wiring: Wiring, instances: Callable[[int], Any], count: int, most_seconds: float
+) -> Measured:
+    """Let some instances through a flow in this process, forward and backward, and change nothing.
+
+    Args:
+        wiring: The flow.
+        instances: By their numbers.
+        count: How many, at most.
+        most_seconds: After which no more are let in.
+
+    Returns:
+        What they took; the first is let through twice, and counts the second time.
+    """
+    kept = [(b, b.clone()) for node in _layers(wiring) for b in node.call.buffers()]
+    measured = Measured()
+    end = time.perf_counter() + most_seconds
+    with torch.random.fork_rng(devices=[]):
+        _let_through(wiring, instances, 0, Measured())
+        for number in range(count):
+            _let_through(wiring, instances, number, measured)
+            if time.perf_counter() > end:
+                break
+    for buffer, before in kept:
+        buffer.copy_(before)
+    return measured
+
+
+def _layers(wiring: Wiring) -> list[Any]:
+    return [node for node in wiring.nodes if node.kind == "layer"]
+
+
+def _let_through(
+    wiring: Wiring, instances: Callable[[int], Any], number: int, measured: Measured
+) -> None:
+    all_ = Pass(lambda _: instances(number), trains=True, seed=0)
+    nodes = behaviours(wiring, range(len(wiring.nodes)), all_, {})
+    controller = Controller(1, 1, wiring.nodes[wiring.source].call)
+    everywhere = [(0,)] * len(wiring.nodes)
+    worker = _Metered(wiring, nodes, everywhere, ALONE, None, all_, controller, lambda _: None)
+    one = Measured([[]], measured.traffic)
+    worker.begin(one)
+    worker.run()
+    measured.tasks += one.tasks
+
+
+def said(wiring: Wiring, placement: Said, ranks: int) -> dict[int, tuple[int, ...]]:
+    """Return the ranks of nodes as the caller says.
+
+    Raises:
+        FlowError: There is no such node, or rank.
+    """
+    found = {}
+    for name, wanted in placement.items():
+        node = wiring.named(name)
+        homes = (wanted,) if isinstance(wanted, int) else tuple(wanted)
+        if not homes or len(set(homes)) < len(homes) or not all(0 <= r < ranks for r in homes):
+            raise FlowError(
+                f"node {name!r} must be placed on different ranks from 0 to {ranks - 1}, not on "
+                f"{wanted!r}"
+            )
+        if len(homes) > 1 and wiring.nodes[node].kind != "layer":
+            raise FlowError(
+                f"a layer can be on several ranks, which have replicas of it, but {name!r} is a "
+                f"{wiring.nodes[node].kind}"
+            )
+        found[node] = homes
+    return found
+
+
+def placed(
+    wiring: Wiring,
+    measured: Measured,
+    ranks: int,
+    fixed: Mapping[int, tuple[int, ...]],
+    copies: Mapping[int, int],
+) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of every node."""
+    seconds = measured.seconds(len(wiring.nodes))
+    layers = {node.index for node in _layers(wiring)}
+    return place(seconds, measured.edges(), ranks, copies, wiring.source, fixed, layers)

@@ -1,0 +1,440 @@
+"""`daso.flow.Runtime`: trains a flow over all ranks, many instances at once."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+
+from daso.comm.mpi import load
+from daso.comm.packets import Messages
+from daso.comm.topology import Topology, default
+from daso.errors import CheckpointError, ConfigError, FlowError, StallError
+from daso.flow.base import Base, Pass
+from daso.flow.checks import wire
+from daso.flow.compute import Compute
+from daso.flow.epoch import Epoch, Part, digest_of, put_together, summed
+from daso.flow.graph import Graph, MakeOptimizer
+from daso.flow.layers import Layers
+from daso.flow.messages import Post
+from daso.flow.placement import Measured, Said, measure, placed, said
+from daso.flow.worker import Controller, Worker, behaviours
+from daso.plan.flows import Log, Updates, check_count
+from daso.plan.options import Exchange
+
+__all__ = ["Runtime"]
+
+MEASURED = 16  # instances by which nodes are placed
+MEASURED_SECONDS = 2.0
+PROGRESS_SECONDS = 1.0
+CACHED = 4  # times the instances under way
+
+
+class Runtime:
+    """Trains a flow: its nodes are spread over all ranks, and many instances are under way at once.
+
+    Each layer updates its own weights when it has gathered enough gradients, without a step in
+    common::
+
+        with daso.flow.Runtime(graph, lambda p: torch.optim.SGD(p, lr=0.1)) as runtime:
+            for _ in range(10):
+                print(runtime.train_epoch(instances).loss)
+
+    All ranks build the same graph; layers start from world rank 0's parameters. Those of a layer
+    are up to date on the ranks that compute it alone, until `synchronize`, or the end of ``with``.
+
+    Args:
+        graph: The flow.
+        optimizer_factory: Makes the optimizer of one layer from a list of its parameters.
+        topology: Who is where; found from MPI if None.
+        placement: Rank of nodes, by name, or several ranks of a layer: each has a replica, for
+            every so many-th instance. What is not named is placed by measuring some instances
+            before the first epoch; with ``"auto"`` everything is.
+        replicas: On how many ranks layers are, by name, where these are not chosen. Replicas are
+            averaged at the end of every epoch.
+        max_active_keys: Instances under way at once.
+        updates: When weights change.
+        seed: Of random numbers in layers with dropout: they depend on it, the epoch, the layer,
+            the instance and its state alone.
+        stall_seconds: How long a rank waits without a message before it raises and names who is
+            missing.
+
+    Raises:
+        ConfigError: A keyword has no such value, or ranks were given different ones.
+        FlowError: The graph can never work, or a name in a keyword is not in it.
+        TopologyError: MPI, launcher and ranks do not fit together.
+
+    Collective over the world; blocking.
+    """
+
+    def __init__(  # noqa: PLR0913 - checked here, each by itself
+        self,
+        graph: Graph,
+        optimizer_factory: MakeOptimizer,
+        *,
+        topology: Topology | None = None,
+        placement: Literal["auto"] | Said = "auto",
+        replicas: Mapping[str, int] | None = None,
+        max_active_keys: int = 16,
+        updates: Updates | None = None,
+        seed: int = 0,
+        stall_seconds: float = Exchange().stall_seconds,
+    ) -> None:
+        check_count("max_active_keys", max_active_keys)
+        self._topology = default() if topology is None else topology
+        self._wiring = wire(graph)
+        self._most, self._seed, self._stall_seconds = max_active_keys, seed, stall_seconds
+        ranks = self._topology.place.size
+        self._fixed = said(self._wiring, {} if placement == "auto" else placement, ranks)
+        self._copies = {self._wiring.named(name): n for name, n in (replicas or {}).items()}
+        updates = Updates() if updates is None else updates
+        self._check_same((self._most, updates, seed, self._fixed, self._copies))
+        self._world = self._topology.world.Dup()
+        self._letters = self._topology.world.Dup()
+        self._packets = Messages(self._letters)
+        self._layers = Layers(self._wiring, optimizer_factory, updates, self._world)
+        self.epoch = 0  # passes that trained
+        self._log: Log | None = None
+        self._logs = False
+        self._lines: Path | None = None
+        self._closed = False
+
+    def _check_same(self, keywords: Any) -> None:
+        nodes = [
+            (node.name, node.kind, node.inputs, node.outputs, _shapes(node.call))
+            for node in self._wiring.nodes
+        ]
+        digest = hashlib.sha256(repr((nodes, self._wiring.edges, keywords)).encode()).hexdigest()
+        problem = None
+        if digest != self._topology.world.bcast(digest):
+            problem = (
+                "every rank must build the same flow and be given the same keywords, but this "
+                "one's differ from rank 0's"
+            )
+        self._topology.agree(problem, ConfigError)
+
+    # --- epochs ------------------------------------------------------------------------------
+
+    def train_epoch(
+        self, instances: Sequence[Any], *, progress: Callable[[int, int], None] | None = None
+    ) -> Epoch:
+        """Let instances through the flow, in their order, and train with them.
+
+        Args:
+            instances: The same on every rank, in the same order. Each rank asks for those that
+                its nodes are told of, perhaps several times.
+            progress: Called on world rank 0 about once a second: instances finished, and all.
+
+        Returns:
+            What happened, the same on every rank.
+
+        Raises:
+            FlowError: A node failed, or waits for what cannot come; names it, instance and state.
+            StallError: No message came for as long as may be.
+
+        Collective over the world; blocking.
+        """
+        found = self._go_through(instances, progress, trains=True)
+        self.epoch += 1
+        return found
+
+    def evaluate(
+        self, instances: Sequence[Any], *, progress: Callable[[int, int], None] | None = None
+    ) -> Epoch:
+        """Let instances through the flow forward alone, with modules in evaluation mode.
+
+        Args:
+            instances: As for `train_epoch`.
+            progress: Likewise.
+
+        Returns:
+            What happened, the same on every rank.
+
+        Collective over the world; blocking.
+        """
+        with self._evaluating():
+            return self._go_through(instances, progress, trains=False)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        modules = [one for node in self._layers.nodes for one in node.call.modules()]
+        trained = [one for one in modules if one.training]
+        for one in modules:
+            one.training = False
+        try:
+            yield
+        finally:
+            for one in trained:
+                one.training = True
+
+    def _go_through(
+        self,
+        instances: Sequence[Any],
+        progress: Callable[[int, int], None] | None,
+        *,
+        trains: bool,
+    ) -> Epoch:
+        self._check_instances(instances)
+        self._place(instances)
+        place = self._topology.place
+        all_ = Pass(_asked(instances, CACHED * self._most), trains, self._seed_now())
+        controller = None
+        if place.rank == 0:
+            make = self._wiring.nodes[self._wiring.source].call
+            controller = Controller(self._most, len(instances), make)
+        nodes = self._behaviours(all_)
+        post = Post(self._packets, self._device()) if place.size > 1 else None
+        watch = _Watch(self._topology, self._stall_seconds, controller, progress)
+        worker = Worker(
+            self._wiring, nodes, self._layers.ranks_of, place, post, all_, controller, watch.look
+        )
+        watch.waiting = worker.waiting
+        worker.log = [] if self._logs and trains else None
+        before = self._counts()
+        start = time.perf_counter()
+        worker.run()
+        if trains:
+            self._settle(nodes, worker)
+        seconds = time.perf_counter() - start
+        part = Part(
+            *summed(all_.results),
+            seconds,
+            worker.busy_seconds,
+            0 if controller is None else controller.highest,
+            self._counts(before),
+            0 if post is None else post.drain(),
+        )
+        found = put_together(self.epoch, trains, len(instances), self._world.allgather(part))
+        self._write(found)
+        return found
+
+    def _seed_now(self) -> int:
+        return hash((self._seed, self.epoch))
+
+    def _settle(self, nodes: Mapping[int, Base], worker: Worker) -> None:
+        """Take in what is left of gradients, and let replicas meet."""
+        left = [one.node.name for one in nodes.values() if one.cache]
+        if left:
+            raise FlowError(
+                f"every message must come back once, but nodes {left} still wait for some: one of "
+                f"their messages did not come to a loss"
+            )
+        for one in nodes.values():
+            if isinstance(one, Compute):
+                one.settle()
+        self._layers.average()
+        if worker.log is not None:
+            digests = tuple((node, one.digest()) for node, one in self._layers.weights.items())
+            self._log = Log(
+                self._topology.place.rank,
+                self._layers.updates,
+                self._seed_now(),
+                self._layers.ranks_of,
+                tuple(worker.log),
+                digests,
+            )
+
+    def _check_instances(self, instances: Sequence[Any]) -> None:
+        count = len(instances)
+        problem = None if count else "an epoch must have one instance at least, not none"
+        self._topology.agree(problem, ConfigError)
+        ends = (count, *(digest_of(instances[place]) for place in (0, count - 1)))
+        if ends != self._world.bcast(ends):
+            problem = (
+                "every rank must be given the same instances in the same order, but their number, "
+                "the first or the last differs from rank 0's; shuffle with the same seed"
+            )
+        self._topology.agree(problem, FlowError)
+
+    def _counts(
+        self, before: tuple[int, int, int, int] = (0, 0, 0, 0)
+    ) -> tuple[int, int, int, int]:
+        """Return updates, gradients and their ages, of all layers since then; the highest age."""
+        updates = gradients = ages = highest = 0
+        for one in self._layers.weights.values():
+            updates += one.version
+            gradients += one.ages[0]
+            ages += one.ages[1]
+            highest, one.ages[2] = max(highest, one.ages[2]), 0
+        return updates - before[0], gradients - before[1], ages - before[2], highest
+
+    # --- nodes -------------------------------------------------------------------------------
+
+    def measure(self, instances: Sequence[Any], count: int = MEASURED) -> Measured:
+        """Return what nodes take for the first of some instances, in this process alone.
+
+        Args:
+            instances: As for `train_epoch`.
+            count: How many at most; fewer where they take seconds.
+        """
+        count = min(count, len(instances))
+        return measure(self._wiring, instances.__getitem__, count, MEASURED_SECONDS)
+
+    def _place(self, instances: Sequence[Any]) -> None:
+        """Settle who computes what, if that is not done yet."""
+        if self._layers.ranks_of:
+            return
+        place = self._topology.place
+        ranks_of: tuple[tuple[int, ...], ...] = ((0,),) * len(self._wiring.nodes)
+        if place.size > 1 and place.rank == 0:
+            measured = self.measure(instances)
+            ranks_of = placed(self._wiring, measured, place.size, self._fixed, self._copies)
+        self._layers.settle(self._world.bcast(ranks_of))
+
+    def _behaviours(self, all_: Pass) -> dict[int, Base]:
+        rank, layers = self._topology.place.rank, self._layers
+        here = [node for node, ranks in enumerate(layers.ranks_of) if rank in ranks]
+        return behaviours(self._wiring, here, all_, layers.weights)
+
+    def _device(self) -> torch.device:
+        for one in self._layers.weights.values():
+            for p in one.own:
+                return p.device
+        return torch.device("cpu")
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """Optimizers of this rank's layers by name, once they are placed: for schedulers."""
+        return {
+            self._wiring.nodes[node].name: one.optimizer
+            for node, one in self._layers.weights.items()
+            if one.optimizer is not None
+        }
+
+    @property
+    def placement(self) -> dict[str, tuple[int, ...]]:
+        """Ranks of every node by name, once they are placed."""
+        nodes = self._wiring.nodes
+        return {nodes[node].name: ranks for node, ranks in enumerate(self._layers.ranks_of)}
+
+    # --- beside epochs -----------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Give every rank the parameters and buffers of all layers.
+
+        Collective over the world; blocking.
+        """
+        ranks_of = self._layers.ranks_of
+        if ranks_of:
+            self._layers.fetch(lambda node: ranks_of[node][0])
+
+    def keep_log(self) -> None:
+        """Keep from now on what an epoch is replayed from, in memory; see `daso.flow.replay`."""
+        self._logs = True
+
+    def logged(self) -> Log:
+        """Return what this rank did in the last epoch that trained.
+
+        Raises:
+            ConfigError: `keep_log` was not called before it.
+        """
+        if self._log is None:
+            raise ConfigError("a log must be kept before it is read; call keep_log() first")
+        return self._log
+
+    def write_lines(self, path: Path) -> None:
+        """Append every epoch from now on to a file, as a line of JSON; on world rank 0 alone.
+
+        Args:
+            path: The file; made if it is not there.
+        """
+        self._lines = Path(path)
+
+    def _write(self, epoch: Epoch) -> None:
+        if self._lines is not None and self._topology.place.rank == 0:
+            with self._lines.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(epoch)) + "\n")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's layers and their optimizers, between epochs; save one on each rank."""
+        return {"epoch": self.epoch, **self._layers.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned on this rank.
+
+        Args:
+            state_dict: Of a flow with the same layers, in a world of the same size.
+
+        Raises:
+            CheckpointError: It is of another flow, or of more ranks.
+
+        Collective over the world; blocking.
+        """
+        self._topology.agree(self._layers.unfit(state_dict), CheckpointError)
+        self.epoch = int(state_dict["epoch"])
+        self._layers.load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """Give communicators back. Collective over the world; blocking; idempotent."""
+        if not self._closed:
+            self._closed = True
+            for comm in (self._world, self._letters):
+                if comm != load().COMM_NULL:
+                    comm.Free()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.synchronize()
+            self.close()
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Looks after a loop a few times a second.
+
+    Args:
+        topology: Whose ranks ask for each other.
+        stall_seconds: How long nothing may come.
+        controller: Where instances come in.
+        progress: The caller's.
+    """
+
+    topology: Topology
+    stall_seconds: float
+    controller: Controller | None
+    progress: Callable[[int, int], None] | None
+    waiting: Callable[[], list[str]] = list
+    told_at: float = field(default_factory=time.perf_counter)
+
+    def look(self, idle_seconds: float) -> None:
+        """Answer ranks that ask, tell the caller how far it is, raise where waiting is in vain."""
+        self.topology.roll.answer()
+        now = time.perf_counter()
+        one = self.controller
+        if self.progress is not None and one is not None and now > self.told_at + PROGRESS_SECONDS:
+            self.told_at = now
+            self.progress(one.finished, one.count)
+        if idle_seconds > self.stall_seconds:
+            waits = "; ".join(self.waiting()[:3]) or "no node of this rank waits for a part"
+            raise StallError(
+                f"a message must come within {self.stall_seconds:g} s, but none came to rank "
+                f"{self.topology.place.rank}: {self.topology.roll.missing()}; {waits}; look there, "
+                f"or raise stall_seconds"
+            )
+
+
+def _asked(instances: Sequence[Any], cached: int) -> Callable[[int], Any]:
+    if isinstance(instances, list | tuple):
+        return instances.__getitem__
+    return lru_cache(maxsize=cached)(instances.__getitem__)  # which may be slow
+
+
+def _shapes(call: Any) -> list[Any]:
+    if not isinstance(call, torch.nn.Module):
+        return []
+    return [(name, tuple(t.shape), str(t.dtype)) for name, t in call.state_dict().items()]

@@ -1,0 +1,229 @@
+"""What asynchronous model parallelism decides: when weights change, and who computes what.
+
+The mechanism is that of AMPNet (arXiv 1705.09786): instances of different shapes are under way at
+once, and each part of the model updates its own weights when it has gathered enough gradients.
+"""
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from daso.errors import ConfigError
+
+__all__ = [
+    "Did",
+    "Edge",
+    "Log",
+    "Task",
+    "Updates",
+    "age_factor",
+    "check_count",
+    "place",
+    "rank_of",
+]
+
+Unit = Literal["instance", "message"]
+Weights = Literal["current", "stashed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updates:
+    """When and how the parts of a flow update their weights.
+
+    Args:
+        min_update_interval: After how many gradients of its own a part takes an optimizer step,
+            with their mean.
+        unit: What counts as a gradient. ``"instance"``: all of a finished instance's together.
+            ``"message"``: each one, also in the middle of an instance's backward.
+        weights: What backward computes with. ``"current"``: the weights of that moment.
+            ``"stashed"``: those that forward computed with, of which copies are kept (PipeDream).
+        damped: Divide a gradient by one more than its age, in updates since its forward.
+
+    Raises:
+        ConfigError: An argument has no such value.
+    """
+
+    min_update_interval: int = 1
+    unit: Unit = "instance"
+    weights: Weights = "current"
+    damped: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("min_update_interval", self.min_update_interval)
+        for name, choices in (("unit", get_args(Unit)), ("weights", get_args(Weights))):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise unless a value is a whole number of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def age_factor(age: int, *, damped: bool) -> float:
+    """Return by what a gradient of this age, in updates, is multiplied."""
+    return 1 / (1 + age) if damped else 1.0
+
+
+# --- who computes what ----------------------------------------------------------------------------
+
+
+class Task(NamedTuple):
+    """One node computed something for an instance.
+
+    Args:
+        node: Which.
+        back: Gradients, or forward.
+        seconds: That it took.
+        after: Numbers of the tasks of this instance that it waited for.
+    """
+
+    node: int
+    back: bool
+    seconds: float
+    after: tuple[int, ...]
+
+
+class Edge(NamedTuple):
+    """What crosses from one node of a graph to another."""
+
+    source: int
+    target: int
+    weight: float  # how much
+
+
+def rank_of(ranks: Sequence[int], instance: int) -> int:
+    """Return which of a node's ranks has an instance: always the same, so that messages meet."""
+    return ranks[instance % len(ranks)]
+
+
+def place(
+    seconds: Sequence[float],
+    edges: Sequence[Edge],
+    ranks: int,
+    copies: Mapping[int, int],
+    first: int,
+    fixed: Mapping[int, tuple[int, ...]],
+    single: Container[int] = (),
+) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of every node: the longest first, each where least is to do so far.
+
+    Ties, and nodes that take next to no time, go where most of what they exchange is already
+    (longest processing time first; Graham, 1969).
+
+    Args:
+        seconds: That each node takes.
+        edges: What crosses between nodes.
+        ranks: How many there are.
+        copies: Of nodes that are on several ranks: on how many.
+        first: The node that is on rank 0: instances begin there.
+        fixed: Nodes whose ranks are settled.
+        single: Nodes that are on one rank unless ``copies`` or ``fixed`` says otherwise; the rest
+            may follow all replicas of another.
+
+    Raises:
+        ConfigError: There are more copies than ranks.
+    """
+    for node, count in copies.items():
+        if not 1 <= count <= ranks:
+            raise ConfigError(
+                f"a node can have one replica on each rank, 1 to {ranks} of them, not {count} of "
+                f"node {node}"
+            )
+    load = [0.0] * ranks
+    placed: dict[int, tuple[int, ...]] = {first: (0,), **fixed}
+    for node, homes in placed.items():
+        for rank in homes:
+            load[rank] += seconds[node] / len(homes)
+    near = _neighbours(edges, len(seconds))
+    negligible = NEGLIGIBLE * sum(seconds)
+    heavy = [
+        node
+        for node, taken in enumerate(seconds)
+        if (taken > negligible or node in copies) and node not in placed
+    ]
+    for node in sorted(heavy, key=lambda one: (-seconds[one], one)):
+        count = copies.get(node, 1)
+        pull = _pull(near[node], placed, ranks)
+        order = sorted(range(ranks), key=lambda rank: (_rounded(load[rank]), -pull[rank], rank))
+        placed[node] = tuple(sorted(order[:count]))
+        for rank in placed[node]:
+            load[rank] += seconds[node] / count
+    _follow(placed, near, len(seconds), ranks, single)
+    return tuple(placed[node] for node in range(len(seconds)))
+
+
+NEGLIGIBLE = 0.01  # of all time: where such a node is does not matter to the load
+DIGITS = 2  # of a load: loads that differ by less are equal
+
+
+def _rounded(load: float) -> float:
+    return float(f"{load:.{DIGITS - 1}e}")
+
+
+def _neighbours(edges: Sequence[Edge], nodes: int) -> list[list[tuple[int, float]]]:
+    near: list[list[tuple[int, float]]] = [[] for _ in range(nodes)]
+    for source, target, weight in edges:
+        near[source].append((target, weight))
+        near[target].append((source, weight))
+    return near
+
+
+def _pull(
+    near: Sequence[tuple[int, float]], placed: Mapping[int, Sequence[int]], ranks: int
+) -> list[float]:
+    """Return how much of what a node exchanges is on each rank."""
+    pull = [0.0] * ranks
+    for other, weight in near:
+        homes = placed.get(other, ())
+        for rank in homes:
+            pull[rank] += weight / len(homes)
+    return pull
+
+
+def _follow(
+    placed: dict[int, tuple[int, ...]],
+    near: Sequence[Sequence[tuple[int, float]]],
+    nodes: int,
+    ranks: int,
+    single: Container[int],
+) -> None:
+    """Place what takes no time: next to what it exchanges most with, as far as that is placed."""
+    left = [node for node in range(nodes) if node not in placed]
+    while left:
+        pulls = {node: _pull(near[node], placed, ranks) for node in left}
+        node = max(left, key=lambda one: (max(pulls[one]), -one))
+        left.remove(node)
+        # With all copies of the neighbour that pulls most: no message leaves its rank there.
+        best = max(
+            (other for other in near[node] if other[0] in placed),
+            key=lambda other: (other[1], -other[0]),
+            default=None,
+        )
+        homes = (0,) if best is None else placed[best[0]]
+        placed[node] = homes[:1] if node in single else homes
+
+
+# --- what is logged -------------------------------------------------------------------------------
+
+
+class Did(NamedTuple):
+    """A rank computed a node, or heard that an instance is finished."""
+
+    node: int  # -1: the instance is finished
+    back: bool
+    keys: tuple[tuple[int, ...], ...]  # of the messages: number of the instance, and its state
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """What one rank did in an epoch, in order; of those of all ranks together it is replayed."""
+
+    rank: int
+    updates: Updates
+    seed: int  # of random numbers in this epoch
+    ranks_of: tuple[tuple[int, ...], ...]  # of every node
+    did: tuple[Did, ...]
+    digests: tuple[tuple[int, str], ...]  # of the weights of this rank's nodes, after the epoch
