@@ -166,7 +166,7 @@ class Compute(Base):
         self.weights.publish(in_use=bool(self.cache))
 
 
-class Loss(Base):
+class Loss(Compute):
     """Where gradients begin."""
 
     def forward(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> Sequence[Emit]:

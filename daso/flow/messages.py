@@ -1,8 +1,12 @@
 """Messages of a flow between ranks: one buffer each, a head and the tensors behind it."""
 
 import struct
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -54,61 +58,56 @@ class Message(NamedTuple):
     after: int
 
 
-def pack(message: Message) -> torch.Tensor:
-    """Return a message as bytes (nbytes,) on the host; a copy."""
-    node, back, port, key, payload, after = message
-    numbers = [node, back, port, after, len(key), len(payload), *key]
+def pack(messages: Sequence[Message]) -> torch.Tensor:
+    """Return messages as bytes (nbytes,) on the host; a copy.
+
+    First how many numbers the head has, then the head, then the tensors' bytes.
+    """
+    numbers = [0, len(messages)]
     rows = []
-    for tensor in payload:
-        if tensor is None:
-            numbers += (ABSENT, 0, 0)
-            continue
-        numbers += (CODES[tensor.dtype], tensor.requires_grad, tensor.dim(), *tensor.shape)
-        rows.append(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8))
-    head = 8 * (len(numbers) + 1)
-    spans = aligned([len(row) for row in rows])
-    buffer = bytearray(head + (spans[-1].stop if spans else 0))
-    struct.pack_into(f"<{len(numbers) + 1}q", buffer, 0, head, *numbers)
-    packet = torch.frombuffer(buffer, dtype=torch.uint8)
+    for node, back, port, key, payload, after in messages:
+        numbers += (node, back, port, after, len(key), len(payload), *key)
+        for tensor in payload:
+            if tensor is None:
+                numbers += (ABSENT, 0, 0)
+                continue
+            numbers += (CODES[tensor.dtype], tensor.requires_grad, tensor.dim(), *tensor.shape)
+            rows.append(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8))
+    numbers[0] = len(numbers)
+    head = struct.pack(f"<{len(numbers)}q", *numbers)
+    spans = aligned([row.numel() for row in rows])
+    buffer = bytearray(len(head) + (spans[-1].stop if spans else 0))
+    view = memoryview(buffer)
+    view[: len(head)] = head
+    body = view[len(head) :]
     for (start, stop), row in zip(spans, rows, strict=True):
-        packet[head + start : head + stop] = row
-    return packet
+        body[start:stop] = row.numpy()
+    return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
-def unpack(packet: torch.Tensor, device: torch.device) -> Message:
-    """Return the message in bytes; a copy."""
-    head = int(packet[:8].view(torch.int64))
-    _, node, back, port, after, depth, width, *rest = packet[:head].view(torch.int64).tolist()
-    key, rest = tuple(rest[:depth]), rest[depth:]
-    found: list[torch.dtype | None] = []
-    wants, shapes, sizes = [], [], []
-    for _ in range(width):
-        code, wants_grad, dim = rest[:3]
-        shape, rest = rest[3 : 3 + dim], rest[3 + dim :]
-        dtype = None if code == ABSENT else DTYPES[code]
-        found.append(dtype)
-        wants.append(bool(wants_grad))
-        shapes.append(shape)
-        if dtype is not None:
-            sizes.append(_numel(shape) * dtype.itemsize)
-    spans = iter(aligned(sizes))
-    payload: list[torch.Tensor | None] = []
-    for dtype, wants_grad, shape in zip(found, wants, shapes, strict=True):
-        if dtype is None:
-            payload.append(None)
-            continue
-        start, stop = next(spans)
-        # In memory of its own: where numbers lie decides in which order some kernels add.
-        tensor = packet[head + start : head + stop].view(dtype).view(shape).to(device, copy=True)
-        payload.append(tensor.requires_grad_(wants_grad))
-    return Message(node, bool(back), port, key, tuple(payload), after)
-
-
-def _numel(shape: list[int]) -> int:
-    numel = 1
-    for length in shape:
-        numel *= length
-    return numel
+def unpack(packet: torch.Tensor, device: torch.device) -> Iterator[Message]:
+    """Yield the messages in bytes; copies."""
+    count = int(packet[:8].view(torch.int64))
+    numbers = iter(packet[: 8 * count].view(torch.int64).tolist()[1:])
+    take = partial(next, numbers)
+    body, at = packet[8 * count :], 0
+    for _ in range(take()):
+        node, back, port, after, depth, width = islice(numbers, 6)
+        key = tuple(islice(numbers, depth))
+        payload: list[torch.Tensor | None] = []
+        for _ in range(width):
+            code, wants_grad, dim = islice(numbers, 3)
+            shape = tuple(islice(numbers, dim))
+            if code == ABSENT:
+                payload.append(None)
+                continue
+            dtype = DTYPES[code]
+            nbytes = prod(shape) * dtype.itemsize
+            # In memory of its own: where numbers lie decides in which order some kernels add.
+            part = body[at : at + nbytes].view(dtype).view(shape)
+            payload.append(part.to(device, copy=True).requires_grad_(bool(wants_grad)))
+            at = aligned([at + nbytes, 0])[1].start
+        yield Message(node, bool(back), port, key, tuple(payload), after)
 
 
 class Post:
@@ -124,24 +123,33 @@ class Post:
 
     def __init__(self, packets: Packets, device: torch.device) -> None:
         self._packets, self._device = packets, device
-        self._leaving: list[Any] = []
+        self._waiting: dict[int, list[Message]] = defaultdict(list)
+        self._leaving: list[Callable[[], bool]] = []
         self.sent_bytes = 0
 
-    def send(self, rank: int, message: Message) -> None:
-        """Send a message; does not wait for the receiver."""
-        packet = pack(message)
-        left = self._packets.start(rank, packet)
-        assert left is not None  # messages always have room
-        self.sent_bytes += packet.numel()
-        if not left():
-            self._leaving.append(left)
+    def put(self, rank: int, message: Message) -> None:
+        """Put a message among those that leave next."""
+        self._waiting[rank].append(message)
+
+    def send(self) -> None:
+        """Let what was put leave, all for one rank at once; does not wait for the receivers."""
+        if not self._waiting:
+            return
+        for rank, messages in self._waiting.items():
+            packet = pack(messages)
+            left = self._packets.start(rank, packet)
+            assert left is not None  # messages always have room
+            self.sent_bytes += packet.numel()
+            if not left():
+                self._leaving.append(left)
+        self._waiting.clear()
 
     def arrived(self) -> Iterator[Message]:
         """Yield what came: of one rank in the order of sending."""
         if self._leaving:
             self._leaving = [left for left in self._leaving if not left()]
         for _, packet in self._packets.arrived():
-            yield unpack(packet, self._device)
+            yield from unpack(packet, self._device)
 
     def drain(self) -> int:
         """Wait until all that was sent has left, as the receivers' loops are over; return bytes."""

@@ -13,7 +13,7 @@ from daso.comm.topology import Place
 from daso.errors import ConfigError
 from daso.flow.base import Pass
 from daso.flow.checks import Wiring, wire
-from daso.flow.compute import Compute, Loss
+from daso.flow.compute import Compute
 from daso.flow.graph import Graph, MakeOptimizer
 from daso.flow.layers import mean_of, tensors_of
 from daso.flow.messages import FINISHED, OVER, Message, pack, unpack
@@ -33,9 +33,9 @@ class _Ways:
     def __init__(self, boxes: list[list[Message]]) -> None:
         self._boxes = boxes
 
-    def send(self, rank: int, message: Message) -> None:
+    def put(self, rank: int, message: Message) -> None:
         """Put a message into a rank's box."""
-        self._boxes[rank].append(unpack(pack(message), HOST))
+        self._boxes[rank] += unpack(pack([message]), HOST)
 
 
 class _Rank(Worker):
@@ -53,7 +53,7 @@ class _Rank(Worker):
         return self._at == len(self._did)
 
     def _enter(self, message: Message) -> None:
-        if isinstance(self.nodes.get(message.node), Compute | Loss):
+        if message.node in self._computes:
             self._there[message.node, message.back, message.key] = message
         else:
             self._passing.append(message)

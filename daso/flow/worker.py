@@ -5,8 +5,7 @@ import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,6 +118,8 @@ class Worker:
         self._shuffled = shuffled
         self._next = {(e.source, e.out): (e.target, e.into) for e in wiring.edges}
         self._before = {(e.target, e.into): (e.source, e.out) for e in wiring.edges}
+        self._routes = {n: one for n, one in nodes.items() if isinstance(one, Route)}
+        self._computes = {n: one for n, one in nodes.items() if isinstance(one, Compute)}
         self._most = {n.index: n.more for n in wiring.nodes if n.kind == "layer" and n.more > 1}
         self._ready: list[tuple[Any, int, Message]] = []  # a heap
         self._together: dict[int, deque[Message]] = {node: deque() for node in self._most}
@@ -140,7 +141,10 @@ class Worker:
         """
         with torch.no_grad():
             while not self._over:
-                if not self._take_step():
+                did = self._take_step()
+                if self._post is not None:
+                    self._post.send()
+                if not did:
                     self._wait()
 
     def _take_step(self) -> bool:
@@ -221,7 +225,7 @@ class Worker:
     def _enter(self, message: Message) -> None:
         """Queue what is to be computed; what only shows the way is done soon."""
         node = message.node
-        if not isinstance(self.nodes.get(node), Compute | Loss):
+        if node not in self._computes:
             self._passing.append(message)
             return
         if node in self._together and not message.back:
@@ -242,12 +246,14 @@ class Worker:
 
     def _go_through(self, message: Message) -> None:
         node, back, port, key, payload, after = message
-        one = self.nodes.get(node)
-        if not isinstance(one, Route):
+        one = self._routes.get(node)
+        if one is None:
             self._come_back(key[0])  # to the source
             return
-        with self._named(message):
+        try:
             emits = one.backward(port, key, payload) if back else one.forward(port, key, payload)
+        except Exception as error:
+            raise self._failure(message, error) from error
         for emit in emits:
             self._send_on(node, emit, after)
 
@@ -267,17 +273,17 @@ class Worker:
         """Compute messages of one node together; gradients one by one."""
         start = time.perf_counter()
         node, back = messages[0].node, messages[0].back
-        one = self.nodes[node]
-        assert isinstance(one, Compute | Loss)
+        one = self._computes[node]
         keys = [message.key for message in messages]
-        with self._named(messages[0]):
+        try:
             if back:
-                assert isinstance(one, Compute)
                 emits = one.backward(keys[0], messages[0].payload)
             else:
                 for key in keys:
                     self._order[node, key] = next(self._count)
                 emits = one.forward(keys, [message.payload for message in messages])
+        except Exception as error:
+            raise self._failure(messages[0], error) from error
         if self.log is not None:
             self.log.append(Did(node, back, tuple(keys)))
         after = max(message.after for message in messages)
@@ -289,31 +295,25 @@ class Worker:
         self._look_after(now, now)
         trace.record(trace.BACKWARD if back else trace.FORWARD, start, key=node)
 
-    @contextmanager
-    def _named(self, message: Message) -> Iterator[None]:
-        """Say which node failed, if one does."""
-        try:
-            yield
-        except DasoError:
-            raise
-        except Exception as error:
-            node = self._wiring.nodes[message.node]
-            way = "backward" if message.back else "forward"
-            raise FlowError(
-                f"{node.kind} {node.name!r} must not fail, but its {way} did, for instance "
-                f"{message.key[0]}, state {message.key[1:]}: {type(error).__name__}: {error}"
-            ) from error
+    def _failure(self, message: Message, error: Exception) -> Exception:
+        """Return what says which node failed."""
+        if isinstance(error, DasoError):
+            return error
+        node = self._wiring.nodes[message.node]
+        way = "backward" if message.back else "forward"
+        return FlowError(
+            f"{node.kind} {node.name!r} must not fail, but its {way} did, for instance "
+            f"{message.key[0]}, state {message.key[1:]}: {type(error).__name__}: {error}"
+        )
 
     def _send_on(self, node: int, emit: Emit, after: int) -> None:
         back, port, key, payload = emit
         to, into = (self._before if back else self._next)[node, port]
         message = Message(to, back, into, key, payload, after)
-        rank = rank_of(self._ranks_of[to], key[0])
-        if rank == self._rank:
+        if self._post is None or (rank := rank_of(self._ranks_of[to], key[0])) == self._rank:
             self._enter(message)
         else:
-            assert self._post is not None
-            self._post.send(rank, message)
+            self._post.put(rank, message)
 
     # --- instances ---------------------------------------------------------------------------
 
@@ -328,9 +328,8 @@ class Worker:
         self._finished += 1
         if self.log is not None:
             self.log.append(Did(FINISHED, False, ((number,),)))
-        for one in self.nodes.values():
-            if isinstance(one, Compute):
-                one.finish(number)
+        for one in self._computes.values():
+            one.finish(number)
         early, self._early = self._early, []
         for message in early:
             self._deliver(message)
@@ -339,7 +338,7 @@ class Worker:
         if self._post is not None:
             for rank in range(self._ranks):
                 if rank != self._rank:
-                    self._post.send(rank, Message(what, False, 0, key, (), 0))
+                    self._post.put(rank, Message(what, False, 0, key, (), 0))
 
 
 def behaviours(
@@ -359,7 +358,7 @@ def behaviours(
         if node.kind in ROUTES:
             found[index] = ROUTES[node.kind](node, all_)
         elif node.kind == "loss":
-            found[index] = Loss(node, all_)
+            found[index] = Loss(node, all_, None)
         elif node.kind != "source":
             found[index] = Compute(node, all_, weights.get(index))
     return found

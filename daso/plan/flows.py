@@ -111,7 +111,8 @@ def place(
     """Return the ranks of every node: the longest first, each where least is to do so far.
 
     Ties, and nodes that take next to no time, go where most of what they exchange is already
-    (longest processing time first; Graham, 1969).
+    (longest processing time first; Graham, 1969). So does, where a node has replicas, whatever
+    may: an instance then stays on its rank.
 
     Args:
         seconds: That each node takes.
@@ -139,10 +140,12 @@ def place(
             load[rank] += seconds[node] / len(homes)
     near = _neighbours(edges, len(seconds))
     negligible = NEGLIGIBLE * sum(seconds)
+    replicated = bool(copies) or any(len(homes) > 1 for homes in fixed.values())
     heavy = [
         node
         for node, taken in enumerate(seconds)
-        if (taken > negligible or node in copies) and node not in placed
+        if node not in placed
+        and (node in copies or (taken > negligible and (node in single or not replicated)))
     ]
     for node in sorted(heavy, key=lambda one: (-seconds[one], one)):
         count = copies.get(node, 1)
