@@ -72,7 +72,9 @@ class Messages:
     """
 
     def __init__(self, comm: "MPI.Comm") -> None:
-        self._comm = comm
+        mpi = load()
+        self._comm, self._anybody, self._byte = comm, mpi.ANY_SOURCE, mpi.BYTE
+        self._status = mpi.Status()
         self._arriving: dict[int, deque[tuple[MPI.Request, torch.Tensor]]] = {}
 
     def start(self, to: int, packet: torch.Tensor) -> Callable[[], bool]:
@@ -82,22 +84,20 @@ class Messages:
 
     def arrived(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield what has arrived."""
-        mpi = load()
-        status = mpi.Status()
-        while (message := self._probe(status)) is not None:
-            packet = torch.empty(status.Get_count(mpi.BYTE), dtype=torch.uint8)
+        status = self._status
+        while (message := self._probe()) is not None:
+            packet = torch.empty(status.Get_count(self._byte), dtype=torch.uint8)
             request = message.Irecv(byte_buffer(packet))
             self._arriving.setdefault(status.Get_source(), deque()).append((request, packet))
         for source, arriving in self._arriving.items():
             while arriving and arriving[0][0].Test():
                 yield source, arriving.popleft()[1]
 
-    def _probe(self, status: "MPI.Status") -> "MPI.Message | None":
-        source = load().ANY_SOURCE
+    def _probe(self) -> "MPI.Message | None":
         # A probe that finds nothing takes in what has come meanwhile (MPICH), for the next to find:
         # without it one message is found for each call, however many have come.
-        found = self._comm.Improbe(source, PACKET, status)
-        return found or self._comm.Improbe(source, PACKET, status)
+        found = self._comm.Improbe(self._anybody, PACKET, self._status)
+        return found or self._comm.Improbe(self._anybody, PACKET, self._status)
 
     def free(self) -> None:
         """Nothing is held."""

@@ -87,8 +87,8 @@ def _check_ends(nodes: Sequence[Node], edges: Sequence[Edge]) -> None:
         for port in range(len(node.outputs)):
             if (node.index, port) not in used:
                 raise FlowError(
-                    f"every message must come to a loss, but nothing takes those of port {port} "
-                    f"of {node.kind} {node.name!r}; connect it, or end it with a loss of 0"
+                    f"every message must come to an end, but nothing takes those of port {port} "
+                    f"of {node.kind} {node.name!r}; give it to a loss, or to drop()"
                 )
 
 

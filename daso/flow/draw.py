@@ -8,8 +8,8 @@ if TYPE_CHECKING:
 __all__ = ["dot", "listing", "mermaid"]
 
 COMPUTES = ("layer", "function", "loss")
-SHAPES = {"source": ("([", "])"), "loss": ("([", "])"), "cond": ("{", "}")}
-DOT_SHAPES = {"source": "oval", "loss": "oval", "cond": "diamond"}
+SHAPES = {"source": ("([", "])"), "loss": ("([", "])"), "drop": ("([", "])"), "cond": ("{", "}")}
+DOT_SHAPES = {"source": "oval", "loss": "oval", "drop": "oval", "cond": "diamond"}
 
 
 def _label(node: "Node") -> str:

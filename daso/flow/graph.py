@@ -37,6 +37,7 @@ KINDS = (
     "ungroup",
     "flatmap",
     "loss",
+    "drop",
 )
 
 
@@ -191,6 +192,15 @@ class Graph:
         port = self._joined(name, ports)
         self._fits(name, call, port.width, 1)
         self._add("loss", name, (port,), (), call)
+
+    def drop(self, port: Port, *, name: str = "drop") -> None:
+        """End here without a loss: no gradient comes from here.
+
+        Args:
+            port: Where messages come from.
+            name: For people.
+        """
+        self._add("drop", name, (port,), ())
 
     # --- ways --------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import islice
 from math import prod
 from typing import NamedTuple
@@ -12,7 +11,7 @@ import torch
 
 from daso.comm.packets import Packets
 from daso.flow.base import Key, Payload
-from daso.plan.layout import aligned
+from daso.plan.layout import ALIGNMENT, aligned
 
 __all__ = ["FINISHED", "OVER", "Message", "Post", "pack", "unpack"]
 
@@ -34,6 +33,7 @@ DTYPES = (
     torch.complex128,
 )
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+NUMBER = 8  # bytes
 ABSENT = -1  # code of a gradient that there is none of
 
 
@@ -74,24 +74,24 @@ def pack(messages: Sequence[Message]) -> torch.Tensor:
             numbers += (CODES[tensor.dtype], tensor.requires_grad, tensor.dim(), *tensor.shape)
             rows.append(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8))
     numbers[0] = len(numbers)
-    head = struct.pack(f"<{len(numbers)}q", *numbers)
+    head = struct.pack(f"<{len(numbers)}q", *numbers)  # a multiple of the alignment of tensors
     spans = aligned([row.numel() for row in rows])
     buffer = bytearray(len(head) + (spans[-1].stop if spans else 0))
-    view = memoryview(buffer)
-    view[: len(head)] = head
-    body = view[len(head) :]
+    buffer[: len(head)] = head
+    packet = torch.frombuffer(buffer, dtype=torch.uint8)
+    body = packet[len(head) :]
     for (start, stop), row in zip(spans, rows, strict=True):
-        body[start:stop] = row.numpy()
-    return torch.frombuffer(buffer, dtype=torch.uint8)
+        body[start:stop] = row
+    return packet
 
 
 def unpack(packet: torch.Tensor, device: torch.device) -> Iterator[Message]:
     """Yield the messages in bytes; copies."""
-    count = int(packet[:8].view(torch.int64))
-    numbers = iter(packet[: 8 * count].view(torch.int64).tolist()[1:])
-    take = partial(next, numbers)
-    body, at = packet[8 * count :], 0
-    for _ in range(take()):
+    memory = memoryview(packet.numpy())  # type: ignore[arg-type]  # of numpy's stubs
+    (count,) = struct.unpack_from("<q", memory)
+    numbers = iter(struct.unpack_from(f"<{count - 1}q", memory, NUMBER))
+    at = NUMBER * count
+    for _ in range(next(numbers)):
         node, back, port, after, depth, width = islice(numbers, 6)
         key = tuple(islice(numbers, depth))
         payload: list[torch.Tensor | None] = []
@@ -101,12 +101,13 @@ def unpack(packet: torch.Tensor, device: torch.device) -> Iterator[Message]:
             if code == ABSENT:
                 payload.append(None)
                 continue
-            dtype = DTYPES[code]
-            nbytes = prod(shape) * dtype.itemsize
+            dtype, numel = DTYPES[code], prod(shape)
             # In memory of its own: where numbers lie decides in which order some kernels add.
-            part = body[at : at + nbytes].view(dtype).view(shape)
-            payload.append(part.to(device, copy=True).requires_grad_(bool(wants_grad)))
-            at = aligned([at + nbytes, 0])[1].start
+            part = torch.empty(shape, dtype=dtype)
+            if numel:
+                part.view(-1).copy_(torch.frombuffer(memory, dtype=dtype, count=numel, offset=at))
+            payload.append(part.to(device).requires_grad_(bool(wants_grad)))
+            at += -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         yield Message(node, bool(back), port, key, tuple(payload), after)
 
 

@@ -59,6 +59,18 @@ class Phi(Route):
         return [(True, self.cache.pop(key), key, payload)]
 
 
+class Drop(Route):
+    """Messages end."""
+
+    def forward(self, _port: int, key: Key, payload: Payload) -> Sequence[Emit]:
+        """Go back without gradients."""
+        return [(True, 0, key, (None,) * len(payload))]
+
+    def backward(self, _port: int, _key: Key, _payload: Payload) -> Sequence[Emit]:
+        """Nothing comes back to an end."""
+        raise AssertionError(self.node.name)
+
+
 # --- states ---------------------------------------------------------------------------------------
 
 
@@ -341,4 +353,5 @@ ROUTES: dict[str, type[Route]] = {
     "group": Group,
     "concat": Concat,
     "split": Split,
+    "drop": Drop,
 }
