@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 import torch
@@ -68,8 +69,8 @@ class Base:
     def state(self, state: Any) -> State:
         """Return a state that a user's function gave, as numbers."""
         try:
-            return tuple(map(int, state))
-        except (TypeError, ValueError):
+            return tuple(map(index, state))
+        except TypeError:
             raise FlowError(
                 f"a state must be a tuple of whole numbers, but {self.node.kind} "
                 f"{self.node.name!r} was given {state!r}"

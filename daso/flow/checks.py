@@ -68,6 +68,8 @@ def _with_copies(graph: Graph) -> tuple[list[Node], list[Edge]]:
             continue
         width = nodes[source].outputs[out]
         name = f"copies of {nodes[source].name}" + (f" [{out}]" if out else "")
+        while name in {node.name for node in nodes}:
+            name += "'"
         node = Node(len(nodes), name, "broadcast", 1, (width,) * len(found))
         nodes.append(node)
         edges.append(Edge(source, out, node.index, 0))

@@ -74,7 +74,7 @@ class Compute(Base):
 
     def forward(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> Sequence[Emit]:
         """Compute for one message, or for several together; return the messages that leave."""
-        rows = [len(payload[0]) for payload in payloads] if len(keys) > 1 else []  # type: ignore[arg-type]
+        rows = [self._rows(payload) for payload in payloads] if len(keys) > 1 else []
         inputs = _joined(payloads) if rows else payloads[0]
         with torch.set_grad_enabled(self.all.trains):
             outputs = self._call(keys[0], inputs)
@@ -110,6 +110,15 @@ class Compute(Base):
                 f"say, {wanted}, but it returned {', '.join(type(one).__name__ for one in found)}"
             )
         return found
+
+    def _rows(self, payload: Payload) -> int:
+        found = {len(one) for one in payload if one is not None}
+        if len(found) != 1:
+            raise FlowError(
+                f"messages that are computed together must have as many rows in each tensor, but "
+                f"those of one for layer {self.node.name!r} are {sorted(found)}; give it batch=1"
+            )
+        return found.pop()
 
     def _check_rows(self, outputs: Sequence[torch.Tensor], rows: int) -> None:
         for output in outputs:

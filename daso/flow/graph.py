@@ -200,6 +200,7 @@ class Graph:
             port: Where messages come from.
             name: For people.
         """
+        self._check_ports(name, port)
         self._add("drop", name, (port,), ())
 
     # --- ways --------------------------------------------------------------------------------
@@ -215,6 +216,8 @@ class Graph:
             ways: How many there are.
             name: For people.
         """
+        check_count("ways", ways)
+        self._check_ports(_named(choose, name), port)
         return self._add("cond", _named(choose, name), (port,), (port.width,) * ways, choose)
 
     def phi(self, *ports: Port, name: str = "phi") -> Port:
@@ -226,6 +229,7 @@ class Graph:
         """
         if not ports:
             raise FlowError(f"node {name!r} must be given a port at least")
+        self._check_ports(name, *ports)
         for number, port in enumerate(ports):
             self._same_width(name, number, port, ports[0].width)
         return self._add("phi", name, ports, (ports[0].width,))[0]
@@ -237,6 +241,7 @@ class Graph:
             port: Where they come from.
             phi: As `phi` returned it.
         """
+        self._check_ports("phi", port, phi)
         node = self.nodes[phi.node]
         if node.kind != "phi":
             raise FlowError(
@@ -284,7 +289,7 @@ class Graph:
             port: Where messages come from.
             name: For people.
         """
-        return self._add("update", _named(change, name), (port,), (port.width,), change)[0]
+        return self._change("update", _named(change, name), port, change)
 
     def flatmap(
         self, states: Callable[[Item], Sequence[State]], port: Port, *, name: str | None = None
@@ -296,7 +301,7 @@ class Graph:
             port: Where messages come from.
             name: For people.
         """
-        return self._add("flatmap", _named(states, name), (port,), (port.width,), states)[0]
+        return self._change("flatmap", _named(states, name), port, states)
 
     def group(
         self,
@@ -314,7 +319,7 @@ class Graph:
             count: Returns how many messages a group has; the item is one of them.
             name: For people.
         """
-        return self._add("group", _named(by, name), (port,), (port.width,), by, count)[0]
+        return self._change("group", _named(by, name), port, by, count)
 
     def ungroup(
         self, states: Callable[[Item], Sequence[State]], port: Port, *, name: str | None = None
@@ -326,7 +331,7 @@ class Graph:
             port: Where messages come from.
             name: For people.
         """
-        return self._add("ungroup", _named(states, name), (port,), (port.width,), states)[0]
+        return self._change("ungroup", _named(states, name), port, states)
 
     # --- copies and parts --------------------------------------------------------------------
 
@@ -338,6 +343,8 @@ class Graph:
             copies: How many.
             name: For people.
         """
+        check_count("copies", copies)
+        self._check_ports(name, port)
         return self._add("broadcast", name, (port,), (port.width,) * copies)
 
     def split(
@@ -351,6 +358,9 @@ class Graph:
             dim: Which dimension is cut; None: the tensors are dealt out.
             name: For people.
         """
+        self._check_ports(name, port)
+        if not sizes or min(sizes) < 0:
+            raise FlowError(f"the sizes of split {name!r} must be 0 or more, not {tuple(sizes)}")
         if dim is None and sum(sizes) != port.width:
             raise FlowError(
                 f"the sizes of split {name!r} must add up to the tensors of a message there, "
@@ -369,6 +379,7 @@ class Graph:
         """
         if not ports:
             raise FlowError(f"node {name!r} must be given a port at least")
+        self._check_ports(name, *ports)
         if dim is not None:
             for number, port in enumerate(ports):
                 self._same_width(name, number, port, ports[0].width)
@@ -397,7 +408,19 @@ class Graph:
 
     # --- building ----------------------------------------------------------------------------
 
+    def _change(self, kind: str, name: str, port: Port, call: Any, more: Any = None) -> Port:
+        self._check_ports(name, port)
+        return self._add(kind, name, (port,), (port.width,), call, more)[0]
+
+    def _check_ports(self, name: str, *ports: Port) -> None:
+        for port in ports:
+            known = isinstance(port, Port) and 0 <= port.node < len(self.nodes)
+            widths = self.nodes[port.node].outputs if known else ()
+            if not known or widths[port.port : port.port + 1] != (port.width,):
+                raise FlowError(f"node {name!r} must be given ports of this graph, not {port!r}")
+
     def _joined(self, name: str, ports: Sequence[Port]) -> Port:
+        self._check_ports(name, *ports)
         if len(ports) == 1:
             return ports[0]
         return self.concat(*ports, name=f"{name} inputs")
@@ -434,8 +457,6 @@ class Graph:
     ) -> tuple[Port, ...]:
         index, name = len(self.nodes), self._free_name(name)
         for number, port in enumerate(ports):
-            if port.node >= index or not isinstance(port, Port):
-                raise FlowError(f"node {name!r} must be given ports of this graph, not {port!r}")
             self.edges.append(Edge(port.node, port.port, index, number))
         node = Node(index, name, kind, len(ports), outputs, call, more, optimizer)
         self.nodes.append(node)

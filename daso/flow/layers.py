@@ -33,6 +33,7 @@ class Layers:
     def __init__(
         self, wiring: Wiring, make: MakeOptimizer, updates: Updates, world: "MPI.Comm"
     ) -> None:
+        self._count = len(wiring.nodes)
         self.nodes = [node for node in wiring.nodes if node.kind == "layer"]
         self.updates, self._make, self._world = updates, make, world
         self.ranks_of: Ranks = ()  # of every node of the flow, once they are settled
@@ -97,10 +98,11 @@ class Layers:
     def unfit(self, state: Mapping[str, Any]) -> str | None:
         """Return why a state cannot be gone on from; None if it can."""
         homes, size = state["ranks_of"], self._world.Get_size()
-        if homes and (len(homes) != len(self.ranks_of or homes) or max(map(max, homes)) >= size):
+        if homes and (len(homes) != self._count or max(map(max, homes)) >= size):
             return (
-                f"state must be that of the same flow on no more ranks than these, {size}, but it "
-                f"is of {len(homes)} nodes on {max(map(max, homes)) + 1} ranks"
+                f"state must be that of the same flow, of {self._count} nodes on no more ranks "
+                f"than these, {size}, but it is of {len(homes)} nodes on "
+                f"{max(map(max, homes)) + 1} ranks"
             )
         names = {node.name for node in self.nodes}
         if not set(state["layers"]) <= names:
@@ -112,8 +114,11 @@ class Layers:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned on this rank."""
+        if not state["ranks_of"]:
+            self.ranks_of, self.weights = (), {}
+            return
         self.settle(tuple(map(tuple, state["ranks_of"])))
-        for node in self._own() if self.ranks_of else ():
+        for node in self._own():
             saved = state["layers"][node.name]
             node.call.load_state_dict(saved["module"])
             self.weights[node.index].load_state_dict(saved)

@@ -118,7 +118,12 @@ def measure(
     Returns:
         What they took; the first is let through twice, and counts the second time.
     """
-    kept = [(b, b.clone()) for node in _layers(wiring) for b in node.call.buffers()]
+    kept = [
+        (owner, name, buffer, buffer.clone())
+        for node in _layers(wiring)
+        for owner in node.call.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
     measured = Measured()
     end = time.perf_counter() + most_seconds
     with torch.random.fork_rng(devices=[]):
@@ -127,8 +132,9 @@ def measure(
             _let_through(wiring, instances, number, measured)
             if time.perf_counter() > end:
                 break
-    for buffer, before in kept:
+    for owner, name, buffer, before in kept:
         buffer.copy_(before)
+        setattr(owner, name, buffer)  # which the module may have replaced
     return measured
 
 
@@ -141,7 +147,7 @@ def _let_through(
 ) -> None:
     all_ = Pass(lambda _: instances(number), trains=True, seed=0)
     nodes = behaviours(wiring, range(len(wiring.nodes)), all_, {})
-    controller = Controller(1, 1, wiring.nodes[wiring.source].call)
+    controller = Controller(1, 1, wiring.nodes[wiring.source])
     everywhere = [(0,)] * len(wiring.nodes)
     worker = _Metered(wiring, nodes, everywhere, ALONE, None, all_, controller, lambda _: None)
     one = Measured([[]], measured.traffic)
@@ -164,6 +170,10 @@ def said(wiring: Wiring, placement: Said, ranks: int) -> dict[int, tuple[int, ..
             raise FlowError(
                 f"node {name!r} must be placed on different ranks from 0 to {ranks - 1}, not on "
                 f"{wanted!r}"
+            )
+        if node == wiring.source and homes != (0,):
+            raise FlowError(
+                f"the source must be on rank 0, where instances come in, not on {wanted!r}"
             )
         if len(homes) > 1 and wiring.nodes[node].kind != "layer":
             raise FlowError(

@@ -135,6 +135,7 @@ def _weights(wiring: Wiring, log: Log, make: MakeOptimizer) -> dict[int, Weights
     }
 
 
+@torch.no_grad()
 def _replay_epoch(
     wiring: Wiring,
     logs: Sequence[Log],
@@ -178,8 +179,8 @@ def _worker(
     here = [node for node, homes in enumerate(log.ranks_of) if log.rank in homes]
     all_ = Pass(instances.__getitem__, True, log.seed)
     count = len(instances)
-    make = wiring.nodes[wiring.source].call
-    controller = Controller(count, count, make) if log.rank == 0 else None
+    source = wiring.nodes[wiring.source]
+    controller = Controller(count, count, source) if log.rank == 0 else None
     place = Place(log.rank, len(boxes), log.rank, 0, (0,) * len(boxes))
     ways: Any = _Ways(boxes)
     found = behaviours(own, here, all_, weights)

@@ -2,6 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import index
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ class Cond(Route):
 
     def forward(self, _port: int, key: Key, payload: Payload) -> Sequence[Emit]:
         """Choose."""
-        way = int(self.node.call(self.item(key, payload)))
+        way = index(self.node.call(self.item(key, payload)))
         if not 0 <= way < len(self.node.outputs):
             raise FlowError(
                 f"cond {self.node.name!r} must choose one of its ways, 0 to "
@@ -267,8 +269,8 @@ class Concat(Route):
         dim = self.node.call
         if dim is None:
             self.keep(key, [len(row) for row in rows])
-            return [(False, 0, key, tuple(tensor for row in rows for tensor in row))]
-        self.keep(key, [row[0].shape[dim] for row in rows])  # type: ignore[union-attr]
+            return [(False, 0, key, _apart(tuple(tensor for row in rows for tensor in row)))]
+        self.keep(key, [[one.shape[dim] for one in same] for same in zip(*rows, strict=True)])
         return [
             (False, 0, key, tuple(_joined(tensors, dim) for tensors in zip(*rows, strict=True)))
         ]
@@ -278,7 +280,8 @@ class Concat(Route):
         sizes = self.cache.pop(key)
         if not self.all.trains:
             return [(True, one, key, ()) for one in range(self.node.inputs)]
-        parts = _parted(payload, sizes, self.node.call)
+        dim = self.node.call
+        parts = _dealt(payload, sizes) if dim is None else _cut(payload, sizes, dim)
         return [(True, one, key, part) for one, part in enumerate(parts)]
 
 
@@ -287,9 +290,13 @@ class Split(Route):
 
     def forward(self, _port: int, key: Key, payload: Payload) -> Sequence[Emit]:
         """Cut."""
-        parts = _parted(payload, self.node.more, self.node.call)
-        self.keep(key, ({}, payload))
+        parts = self._parts(payload)
+        self.keep(key, ({}, parts))
         return [(False, way, key, part) for way, part in enumerate(parts)]
+
+    def _parts(self, payload: Payload) -> list[Payload]:
+        dim, sizes = self.node.call, self.node.more
+        return _dealt(payload, sizes) if dim is None else _cut(payload, [sizes] * len(payload), dim)
 
     def backward(self, port: int, key: Key, payload: Payload) -> Sequence[Emit]:
         """Wait for all, put together."""
@@ -304,7 +311,7 @@ class Split(Route):
         rows = [parts[way] for way in range(len(self.node.outputs))]
         if dim is None:
             return [(True, 0, key, tuple(grad for row in rows for grad in row))]
-        cut = zip(*(_parted(sent, self.node.more, dim)), strict=True)
+        cut = zip(*sent, strict=True)
         whole = [
             _whole(list(grads), list(like), dim)
             for grads, like in zip(zip(*rows, strict=True), cut, strict=True)
@@ -312,18 +319,30 @@ class Split(Route):
         return [(True, 0, key, tuple(whole))]
 
 
-def _parted(payload: Payload, sizes: Sequence[int], dim: int | None) -> list[Payload]:
-    if dim is None:
-        ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
-        return [payload[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+def _apart(payload: Payload) -> Payload:
+    """Return tensors of which none is there twice: each is to have a gradient of its own."""
+    seen: set[int] = set()
+    found = []
+    for tensor in payload:
+        twice = tensor is not None and id(tensor) in seen
+        seen.add(id(tensor))
+        found.append(leaf(tensor) if twice and tensor is not None else tensor)
+    return tuple(found)
+
+
+def _dealt(payload: Payload, sizes: Sequence[int]) -> list[Payload]:
+    """Deal tensors out: so many to each part."""
+    ends = accumulate(sizes)
+    return [payload[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def _cut(payload: Payload, sizes: Sequence[Sequence[int]], dim: int) -> list[Payload]:
+    """Cut tensors, each into parts of its sizes."""
     cut = [
-        [None] * len(sizes)
+        [None] * len(lengths)
         if tensor is None
-        else [
-            part.detach().requires_grad_(tensor.requires_grad)
-            for part in tensor.split(list(sizes), dim)
-        ]
-        for tensor in payload
+        else [leaf(part, tensor) for part in tensor.split(list(lengths), dim)]
+        for tensor, lengths in zip(payload, sizes, strict=True)
     ]
     return [tuple(parts) for parts in zip(*cut, strict=True)]
 

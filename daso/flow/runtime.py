@@ -26,7 +26,7 @@ from daso.flow.layers import Layers
 from daso.flow.messages import Post
 from daso.flow.placement import Measured, Said, measure, placed, said
 from daso.flow.worker import Controller, Worker, behaviours
-from daso.plan.flows import Log, Updates, check_count
+from daso.plan.flows import Log, Updates, check_copies, check_count
 from daso.plan.options import Exchange
 
 __all__ = ["Runtime"]
@@ -94,6 +94,8 @@ class Runtime:
         ranks = self._topology.place.size
         self._fixed = said(self._wiring, {} if placement == "auto" else placement, ranks)
         self._copies = {self._wiring.named(name): n for name, n in (replicas or {}).items()}
+        for count in self._copies.values():
+            check_copies(count, ranks)
         updates = Updates() if updates is None else updates
         self._check_same((self._most, updates, seed, self._fixed, self._copies))
         self._world = self._topology.world.Dup()
@@ -181,14 +183,18 @@ class Runtime:
         *,
         trains: bool,
     ) -> Epoch:
+        if self._closed:
+            raise ConfigError("a runtime must be open to train, but close() was called")
         self._check_instances(instances)
         self._place(instances)
+        for weights in self._layers.weights.values():
+            weights.forget()  # of an epoch that failed
         place = self._topology.place
         all_ = Pass(_asked(instances, CACHED * self._most), trains, self._seed_now())
         controller = None
         if place.rank == 0:
-            make = self._wiring.nodes[self._wiring.source].call
-            controller = Controller(self._most, len(instances), make)
+            source = self._wiring.nodes[self._wiring.source]
+            controller = Controller(self._most, len(instances), source)
         nodes = self._behaviours(all_)
         post = Post(self._packets, self._device()) if place.size > 1 else None
         watch = _Watch(self._topology, self._stall_seconds, controller, progress)

@@ -27,4 +27,8 @@ def takes(call: Callable[..., Any]) -> tuple[int, int]:
 
 def draws(module: nn.Module) -> bool:
     """Return whether a module has dropout in it: it draws random numbers while it trains."""
-    return any(isinstance(one, nn.modules.dropout._DropoutNd) for one in module.modules())
+    return any(
+        isinstance(one, nn.modules.dropout._DropoutNd | nn.RReLU)
+        or (isinstance(one, nn.RNNBase | nn.MultiheadAttention) and one.dropout > 0)
+        for one in module.modules()
+    )

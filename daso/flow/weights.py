@@ -61,6 +61,8 @@ class Weights:
             version: Of the weights that forward computed with.
             instances: Whose.
         """
+        if all(grad is None for grad in grads):
+            return
         age = self.version - version
         self.ages[0] += 1
         self.ages[1] += age
@@ -97,21 +99,31 @@ class Weights:
 
     def step(self) -> None:
         """Take a step with the mean of what was gathered; nothing without a gradient."""
-        if self.optimizer is not None and self._gathered:
+        there = any(held is not None for held in self._sums)
+        if self.optimizer is not None and self._gathered and there:
             self._hand_over()
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.version += 1
-        self._sums = [None] * len(self.own)
-        self._owned = [False] * len(self.own)
-        self._gathered = 0
+        since = set(self._since)
+        self.forget()
+        self._since = since
 
     def _hand_over(self) -> None:
         for place, (twin, held) in enumerate(zip(self.twins, self._sums, strict=True)):
-            twin.grad = held
-            if held is not None and self._gathered > 1:
-                owned = self._owned[place]
-                twin.grad = held.div_(self._gathered) if owned else held / self._gathered
+            if held is None:
+                continue
+            # Optimizers may write to gradients; what autograd gave out may be others' too.
+            twin.grad = held if self._owned[place] else held.clone()
+            if self._gathered > 1:
+                twin.grad.div_(self._gathered)
+
+    def forget(self) -> None:
+        """Drop what was gathered, of an epoch that failed."""
+        self._sums = [None] * len(self.own)
+        self._owned = [False] * len(self.own)
+        self._gathered = 0
+        self._since.clear()
 
     @torch.no_grad()
     def publish(self, *, in_use: bool) -> None:

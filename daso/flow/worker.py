@@ -7,16 +7,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from operator import index
+from typing import Any, NoReturn
 
 import torch
 
 from daso import trace
 from daso.comm.topology import Place
 from daso.errors import DasoError, FlowError
-from daso.flow.base import Base, Emit, Key, Pass, Payload
+from daso.flow.base import Base, Emit, Key, Pass, Payload, leaf
 from daso.flow.checks import Wiring
 from daso.flow.compute import Compute, Loss
+from daso.flow.graph import Node
 from daso.flow.messages import FINISHED, OVER, Message, Post
 from daso.flow.routes import ROUTES, Route
 from daso.flow.weights import Weights
@@ -36,12 +38,12 @@ class Controller:
     Args:
         most: That may be under way.
         count: Of all instances.
-        make: The source's function.
+        source: The node.
     """
 
     most: int
     count: int
-    make: Callable[[Any], Any]
+    source: Node
     admitted: int = 0
     finished: int = 0
     highest: int = 0  # that were under way at once
@@ -60,19 +62,32 @@ class Controller:
         """Let the next instance in; return its messages."""
         number = self.admitted
         self.admitted += 1
-        made = self.make(instance)
-        first = made if isinstance(made, Mapping) else {(): made}
-        messages = [
-            ((number, *state), payload if isinstance(payload, tuple) else (payload,))
-            for state, payload in first.items()
-        ]
-        if not messages:
-            raise FlowError(
-                f"a source must make a message at least of every instance, but made none of "
-                f"number {number}"
-            )
+        messages = self._made(instance, number)
         self.waiting[number] = len(messages)
         self.highest = max(self.highest, len(self.waiting))
+        return messages
+
+    def _made(self, instance: Any, number: int) -> list[tuple[Key, Payload]]:
+        """Return what the source makes of an instance, checked."""
+        try:
+            made = self.source.call(instance)
+            first = made if isinstance(made, Mapping) else {(): made}
+            messages = [
+                ((number, *map(index, state)), _payload(payload))
+                for state, payload in first.items()
+            ]
+        except Exception as error:
+            raise FlowError(
+                f"source {self.source.name!r} must make tensors, or a dict from states to tensors, "
+                f"but it failed for instance {number}: {type(error).__name__}: {error}"
+            ) from error
+        wanted = self.source.outputs[0]
+        if not messages or any(len(payload) != wanted for _, payload in messages):
+            raise FlowError(
+                f"source {self.source.name!r} must make a message at least of every instance, with "
+                f"as many tensors as its outputs say, {wanted}, but of instance {number} it made "
+                f"messages with {[len(payload) for _, payload in messages]}"
+            )
         return messages
 
     def come_back(self, number: int) -> bool:
@@ -83,6 +98,14 @@ class Controller:
         del self.waiting[number]
         self.finished += 1
         return True
+
+
+def _payload(made: Any) -> Payload:
+    found = made if isinstance(made, tuple) else (made,)
+    for one in found:
+        if not isinstance(one, torch.Tensor):
+            raise TypeError(f"{one!r} is no tensor")
+    return tuple(map(leaf, found))
 
 
 class Worker:
@@ -253,7 +276,7 @@ class Worker:
         try:
             emits = one.backward(port, key, payload) if back else one.forward(port, key, payload)
         except Exception as error:
-            raise self._failure(message, error) from error
+            self._fail(message, error)
         for emit in emits:
             self._send_on(node, emit, after)
 
@@ -283,7 +306,7 @@ class Worker:
                     self._order[node, key] = next(self._count)
                 emits = one.forward(keys, [message.payload for message in messages])
         except Exception as error:
-            raise self._failure(messages[0], error) from error
+            self._fail(messages[0], error)
         if self.log is not None:
             self.log.append(Did(node, back, tuple(keys)))
         after = max(message.after for message in messages)
@@ -295,16 +318,16 @@ class Worker:
         self._look_after(now, now)
         trace.record(trace.BACKWARD if back else trace.FORWARD, start, key=node)
 
-    def _failure(self, message: Message, error: Exception) -> Exception:
-        """Return what says which node failed."""
+    def _fail(self, message: Message, error: Exception) -> NoReturn:
+        """Say which node failed."""
         if isinstance(error, DasoError):
-            return error
+            raise error
         node = self._wiring.nodes[message.node]
         way = "backward" if message.back else "forward"
-        return FlowError(
+        raise FlowError(
             f"{node.kind} {node.name!r} must not fail, but its {way} did, for instance "
             f"{message.key[0]}, state {message.key[1:]}: {type(error).__name__}: {error}"
-        )
+        ) from error
 
     def _send_on(self, node: int, emit: Emit, after: int) -> None:
         back, port, key, payload = emit
@@ -353,12 +376,12 @@ def behaviours(
         weights: Of layers that train here.
     """
     found: dict[int, Base] = {}
-    for index in indices:
-        node = wiring.nodes[index]
+    for number in indices:
+        node = wiring.nodes[number]
         if node.kind in ROUTES:
-            found[index] = ROUTES[node.kind](node, all_)
+            found[number] = ROUTES[node.kind](node, all_)
         elif node.kind == "loss":
-            found[index] = Loss(node, all_, None)
+            found[number] = Loss(node, all_, None)
         elif node.kind != "source":
-            found[index] = Compute(node, all_, weights.get(index))
+            found[number] = Compute(node, all_, weights.get(number))
     return found

@@ -17,6 +17,7 @@ __all__ = [
     "Task",
     "Updates",
     "age_factor",
+    "check_copies",
     "check_count",
     "place",
     "rank_of",
@@ -99,6 +100,14 @@ def rank_of(ranks: Sequence[int], instance: int) -> int:
     return ranks[instance % len(ranks)]
 
 
+def check_copies(count: object, ranks: int) -> None:
+    """Raise unless a layer can be on so many of these ranks."""
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= ranks:
+        raise ConfigError(
+            f"a layer can have one replica on each rank, 1 to {ranks} of them, not {count!r}"
+        )
+
+
 def place(
     seconds: Sequence[float],
     edges: Sequence[Edge],
@@ -127,19 +136,15 @@ def place(
     Raises:
         ConfigError: There are more copies than ranks.
     """
-    for node, count in copies.items():
-        if not 1 <= count <= ranks:
-            raise ConfigError(
-                f"a node can have one replica on each rank, 1 to {ranks} of them, not {count} of "
-                f"node {node}"
-            )
+    for count in copies.values():
+        check_copies(count, ranks)
     load = [0.0] * ranks
     placed: dict[int, tuple[int, ...]] = {first: (0,), **fixed}
     for node, homes in placed.items():
         for rank in homes:
             load[rank] += seconds[node] / len(homes)
     near = _neighbours(edges, len(seconds))
-    negligible = NEGLIGIBLE * sum(seconds)
+    negligible = NEGLIGIBLE * max(seconds, default=0.0)
     replicated = bool(copies) or any(len(homes) > 1 for homes in fixed.values())
     heavy = [
         node
@@ -158,7 +163,7 @@ def place(
     return tuple(placed[node] for node in range(len(seconds)))
 
 
-NEGLIGIBLE = 0.01  # of all time: where such a node is does not matter to the load
+NEGLIGIBLE = 0.02  # of the longest: where such a node is does not matter to the load
 DIGITS = 2  # of a load: loads that differ by less are equal
 
 

@@ -282,8 +282,18 @@ def test_a_port_that_nothing_takes_is_named():
     graph, start = started()
     taken, _ = graph.cond(choose, start, name="fork")
     graph.loss(total, taken)
-    with refused("port 1", "cond 'fork'", "a loss of 0"):
+    with refused("port 1", "cond 'fork'", "to drop()"):
         wire(graph)
+
+
+def test_messages_may_end_without_a_loss():
+    graph, start = started()
+    taken, other = graph.cond(choose, start)
+    graph.loss(total, taken)
+    graph.drop(other)
+    assert [node.kind for node in wire(graph).nodes] == ["source", "cond", "loss", "drop"]
+    assert 'n3(["drop"])' in graph.mermaid()
+    assert 'n3 [label="drop", shape=oval];' in graph.dot()
 
 
 def test_a_flow_has_a_source():

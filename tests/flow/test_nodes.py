@@ -611,6 +611,40 @@ def test_messages_go_along_the_edges_of_a_graph(running, most):
 
 
 @active
+@pytest.mark.parametrize("kind", ["copy", "part", "state", "all"])
+def test_what_is_dropped_brings_no_gradient(running, most, kind):
+    def build(graph, net, start):
+        y = graph.layer(net.a, start)
+        if kind == "copy":
+            graph.drop(graph.layer(net.b, y))
+        elif kind == "part":
+            y, rest = graph.split(y, [2, 1], dim=0)
+            graph.drop(rest)
+        elif kind == "state":
+            many = graph.flatmap(lambda item: [(0,), (1,), (2,)], y)
+            y, rest = graph.cond(lambda item: item.state != (1,), many)
+            graph.drop(rest)
+        else:
+            graph.drop(y)
+            y = graph.layer(net.c, start)
+        graph.loss(square, y)
+
+    def plain(net, one):
+        y = net.c(one.x) if kind == "all" else net.a(one.x)
+        return square(one, y[:2] if kind == "part" else y)
+
+    hold_against(running, build, plain, most=most)
+
+
+def test_a_flow_without_a_loss_has_none(running):
+    graph, start = started()
+    graph.drop(graph.layer(Net().a, start))
+    with running(graph) as runtime:
+        assert len(runtime.measure(ONES).tasks) == 3
+        assert (runtime.train_epoch(ONES).loss, runtime.evaluate(ONES).loss) == (0.0, 0.0)
+
+
+@active
 def test_several_losses(running, most):
     def build(graph, net, start):
         y = graph.layer(net.a, start)
@@ -1432,7 +1466,7 @@ class Plain(torch.optim.Optimizer):
 
     def step(self, closure=None):
         for p in self.param_groups[0]["params"]:
-            p -= p.grad
+            p.sub_(p.grad)
 
 
 def test_a_replay_lets_optimizers_write_to_parameters_as_training_does(running):
