@@ -54,8 +54,41 @@ def test_the_server_learns_as_well_as_all_in_step(ranks: int) -> None:
     assert found["none"] > found["0"] - 0.03  # 360 images: ten of them
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("words", "least"),
+    [
+        (["lists", "--lists=2000", "--epochs=4"], 0.8),
+        (["trees", "--trees=600", "--epochs=2"], 0.85),
+        (["graphs", "--graphs=200", "--epochs=2"], 0.95),
+        (["pipeline", "--data=digits", "--epochs=3"], 0.85),
+    ],
+    ids=lambda found: found[0] if isinstance(found, list) else "",
+)
+def test_flows_learn(words: list[str], least: float, ranks: int) -> None:
+    launch = ["daso", "run", "-n", str(ranks), "-m"] if ranks > 1 else []
+    found = re.findall(
+        r"test accuracy (\S+),", run(*launch, f"daso.examples.{words[0]}", *words[1:])
+    )
+    assert float(found[-1]) > least
+
+
+def test_a_flow_learns_numbers_of_molecules() -> None:
+    words = ["daso.examples.graphs", "--task=molecules", "--graphs=300", "--epochs=4"]
+    errors = [float(x) for x in re.findall(r"test error (\S+),", run(*words))]
+    assert errors[-1] < 0.6 * errors[0]
+
+
 def test_every_example_is_short_and_tested_here() -> None:
     programs = sorted(path.stem for path in EXAMPLES.glob("[!_]*.py"))
-    assert programs == ["cnn", "server", "transformer"]
+    assert programs == [
+        "cnn",
+        "graphs",
+        "lists",
+        "pipeline",
+        "server",
+        "transformer",
+        "trees",
+    ]
     for name in programs:
         assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 200

@@ -173,7 +173,8 @@ def said(wiring: Wiring, placement: Said, ranks: int) -> dict[int, tuple[int, ..
             )
         if node == wiring.source and homes != (0,):
             raise FlowError(
-                f"the source must be on rank 0, where instances come in, not on {wanted!r}"
+                f"the source, {name!r}, must be on rank 0, where instances come in, not on "
+                f"{wanted!r}"
             )
         if len(homes) > 1 and wiring.nodes[node].kind != "layer":
             raise FlowError(

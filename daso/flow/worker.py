@@ -69,6 +69,7 @@ class Controller:
 
     def _made(self, instance: Any, number: int) -> list[tuple[Key, Payload]]:
         """Return what the source makes of an instance, checked."""
+        wanted = self.source.outputs[0]
         try:
             made = self.source.call(instance)
             first = made if isinstance(made, Mapping) else {(): made}
@@ -78,10 +79,10 @@ class Controller:
             ]
         except Exception as error:
             raise FlowError(
-                f"source {self.source.name!r} must make tensors, or a dict from states to tensors, "
-                f"but it failed for instance {number}: {type(error).__name__}: {error}"
+                f"source {self.source.name!r} must make {wanted} tensors of an instance, or a dict "
+                f"to such from states, each a tuple of whole numbers, but failed for instance "
+                f"{number}: {type(error).__name__}: {error}"
             ) from error
-        wanted = self.source.outputs[0]
         if not messages or any(len(payload) != wanted for _, payload in messages):
             raise FlowError(
                 f"source {self.source.name!r} must make a message at least of every instance, with "

@@ -206,7 +206,7 @@ def test_a_port_that_no_node_of_this_graph_has_is_refused(port):
     # Of another graph, in which nodes of the same numbers have more ports or wider ones.
     graph, start = started()
     graph.loss(total, start)
-    with refused("'loss 2'", "ports of this graph", "Port(node="):
+    with refused("'loss'", "ports of this graph", "Port(node="):
         graph.loss(total, port)
 
 

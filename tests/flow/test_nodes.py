@@ -1791,7 +1791,7 @@ def test_a_source_makes_a_message(running):
     def take(one):
         return {} if one.n == 3 else one.x
 
-    failing(running, build, "a source", "none of number 2", ones=ONES, take=take)
+    failing(running, build, "source 'source'", "instance 2", ones=ONES, take=take)
 
 
 @pytest.mark.parametrize(

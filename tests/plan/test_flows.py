@@ -256,7 +256,7 @@ def test_where_a_node_has_replicas_what_may_is_with_them():
 
 @pytest.mark.parametrize("count", [0, -1, 4])
 def test_more_replicas_than_ranks_are_refused(count):
-    with pytest.raises(ConfigError, match=f"1 to 3 of them, not {count} of node 1"):
+    with pytest.raises(ConfigError, match=f"1 to 3 of them, not {count}"):
         place([0.0, 1.0], [], 3, {1: count}, 0, {})
 
 
