@@ -65,7 +65,7 @@ def train_one_step():
 
 def test_its_imitation_of_another_machine_runs_on_two_nodes(tmp_path: Path) -> None:
     path = tmp_path / "soon.py"
-    path.write_text(TRAINING + blocks("python")[2])
+    path.write_text(TRAINING + blocks("python")[3])
     run = run_daso("run", "-n", "2", "--ranks-per-node", "1", str(path))
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("emulated, not measured on the target") == 2
@@ -78,6 +78,19 @@ def test_its_server_trains_on_ranks(tmp_path: Path) -> None:
     run = run_daso("run", "-n", "2", str(path))
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("steps ") == 2
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_its_flow_learns(tmp_path: Path, ranks: str) -> None:
+    text = blocks("python")[2]
+    assert len(text.splitlines()) < 40
+    path = tmp_path / "flow.py"
+    path.write_text(text)
+    run = run_daso("run", "-n", ranks, str(path))
+    assert run.returncode == 0, run.stderr
+    losses = [float(x) for x in re.findall(r"loss (\S+),", run.stdout)]
+    assert len(losses) == 3 * int(ranks)
+    assert losses[-1] < losses[0]
 
 
 def test_the_program_runs_alone(tmp_path: Path) -> None:
