@@ -13,24 +13,12 @@ import os, signal, sys, time
 import torch
 import daso
 
-how = sys.argv[1]
+how, door = sys.argv[1], sys.argv[2]
 place = daso.init().place
-model = torch.nn.Linear(100, 100)
-if sys.argv[2:] == ["server"]:
-    optimizer = daso.EagerServer(
-        model,
-        lambda p: torch.optim.SGD(p, lr=0.1),
-        staleness=5,
-        exchange=daso.Exchange(stall_seconds=3.0),
-    )
-else:
-    optimizer = daso.DASO(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        module=model,
-        exchange=daso.Exchange(stall_seconds=3.0),
-    )
-for step in range(10**9):
-    if step == 40 and place.rank == 0:  # a server's ranks may be some steps apart
+
+
+def look(step):
+    if step == 20 and place.rank == 0:  # long before the trouble, or it is not heard any more
         print("trouble at", time.time(), flush=True)
     if step == 50 and place.rank == 1:
         if how == "kill":
@@ -41,6 +29,42 @@ for step in range(10**9):
             sys.exit(7)
         if how == "stall":
             time.sleep(600)
+
+
+class Layer(torch.nn.Linear):
+    steps = 0
+
+    def forward(self, x):
+        look(self.steps)
+        time.sleep(0.001)
+        self.steps += 1
+        return super().forward(x)
+
+
+if door == "flow":
+    graph = daso.flow.Graph()
+    found = graph.source(lambda one: torch.ones(1, 8))
+    for rank in range(place.size):
+        found = graph.layer(Layer(8, 8), found, name=f"layer {rank}")
+    graph.loss(lambda item, y: y.square().mean(), found)
+    runtime = daso.flow.Runtime(
+        graph,
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        placement={f"layer {rank}": rank for rank in range(place.size)},
+        stall_seconds=3.0,
+    )
+    runtime.train_epoch(range(10**6))
+model = torch.nn.Linear(100, 100)
+exchange = daso.Exchange(stall_seconds=3.0)
+if door == "server":
+    optimizer = daso.EagerServer(
+        model, lambda p: torch.optim.SGD(p, lr=0.1), staleness=5, exchange=exchange
+    )
+else:
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = daso.DASO(sgd, module=model, exchange=exchange)
+for step in range(10**9):
+    look(step)
     optimizer.zero_grad()
     model(torch.randn(8, 100)).square().mean().backward()
     optimizer.step()
@@ -79,6 +103,9 @@ def left_over(marker: str, *, within: float = 5.0) -> list[str]:
         ("kill", "rank 1 ended first", "server"),
         ("raise", "rank 1 of 4", "server"),
         ("stall", "world rank 1 makes", "server"),
+        ("kill", "rank 1 ended first", "flow"),
+        ("raise", "layer 'layer 1' must not fail", "flow"),
+        ("stall", "world rank 1 ", "flow"),
     ],
 )
 def test_one_rank_in_trouble_ends_the_job(
@@ -115,7 +142,7 @@ def test_plain_mpirun_ends_too_when_a_rank_raises(tmp_path: Path) -> None:
         os.environ, root=os.geteuid() == 0, cores=1
     )
     run = subprocess.run(
-        [str(find_mpirun()), "-n", "2", sys.executable, str(program), "raise"],
+        [str(find_mpirun()), "-n", "2", sys.executable, str(program), "raise", "daso"],
         capture_output=True,
         text=True,
         timeout=60,
@@ -133,7 +160,7 @@ def test_interrupting_ends_all_ranks(tmp_path: Path) -> None:
     program = tmp_path / "train_interrupt.py"
     program.write_text(PROGRAM)
     job = subprocess.Popen(
-        [sys.executable, "-m", "daso", "run", "-n", "2", str(program), "never"],
+        [sys.executable, "-m", "daso", "run", "-n", "2", str(program), "never", "daso"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -65,7 +65,7 @@ def train_one_step():
 
 def test_its_imitation_of_another_machine_runs_on_two_nodes(tmp_path: Path) -> None:
     path = tmp_path / "soon.py"
-    path.write_text(TRAINING + blocks("python")[3])
+    path.write_text(TRAINING + blocks("python")[4])
     run = run_daso("run", "-n", "2", "--ranks-per-node", "1", str(path))
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("emulated, not measured on the target") == 2
@@ -91,6 +91,30 @@ def test_its_flow_learns(tmp_path: Path, ranks: str) -> None:
     losses = [float(x) for x in re.findall(r"loss (\S+),", run.stdout)]
     assert len(losses) == 3 * int(ranks)
     assert losses[-1] < losses[0]
+
+
+def test_its_flows_on_two_nodes_end_with_the_same(tmp_path: Path) -> None:
+    head, _ = blocks("python")[2].split("updates = daso.flow.Updates")
+    path = tmp_path / "flows.py"
+    path.write_text(
+        "import zlib\n"
+        + head
+        + blocks("python")[3]
+        + """
+place = daso.init().place
+with runtime:
+    before = runtime.train_epoch(make_lists(300, seed=place.node)).loss
+    after = runtime.train_epoch(make_lists(300, seed=place.node)).loss
+params = [p for node in graph.nodes if node.kind == "layer" for p in node.call.parameters()]
+bits = [zlib.crc32(p.detach().numpy().tobytes()) for p in params]
+print(f"found {after < before} {bits}\\n", end="", flush=True)
+"""
+    )
+    run = run_daso("run", "-n", "4", "--ranks-per-node", "2", str(path))
+    assert run.returncode == 0, run.stderr
+    found = re.findall(r"found True (\[.*?\])", run.stdout)
+    assert len(found) == 4
+    assert len(set(found)) == 1
 
 
 def test_the_program_runs_alone(tmp_path: Path) -> None:
@@ -211,3 +235,31 @@ def test_training_with_the_settings_it_shows(tmp_path: Path) -> None:
     run = run_daso(*words)
     assert run.returncode == 0, run.stderr
     assert "ranks identical" in run.stdout
+
+
+def test_flows_are_as_fast_as_it_says() -> None:
+    import json
+
+    found = json.loads((ROOT / "scripts/figures/flow.json").read_text())
+    section = README.split("## Dynamic models")[1].split("\n## ")[0]
+    quoted = {
+        row.split(" | ")[0]: re.findall(r"([\d.]+)x", row)
+        for row in re.findall(r"^\| (.+) \|$", section, re.MULTILINE)
+    }
+    names = {
+        "flow, layers on both ranks, 32 under way": "flow, replicas, 32 at once",
+        "8 under way": "flow, replicas, 8 at once",
+        "1 under way": "flow, replicas, 1 at once",
+        "each layer on one rank, 32 under way": "flow, spread, 32 at once",
+        "on one rank, 32 under way": "flow, 1 rank, 32 at once",
+        "eager, 2 BLAS threads": "eager, 2 BLAS threads",
+        "`nn.GRU`, one by one": "nn.GRU, one by one",
+        "batches of lists of one length": "batches of one length",
+    }
+    runs = [{row["name"]: row["ratio"] for row in run["rows"]} for run in found["runs"][:4]]
+    for said, name in names.items():
+        assert quoted[said] == [f"{run[name]:.2f}" for run in runs if name in run], said
+    figures = {name: figure["value"] for name, figure in found["figures"].items()}
+    assert f"{figures['epochs_ratio']:.2f} times the epochs" in section
+    assert f"{figures['seconds_ratio']:.2f} times the seconds" in section
+    assert f"to {100 * figures['list_reduction_accuracy']:.1f} %" in section

@@ -9,11 +9,28 @@ from daso.comm.mpi import load
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["accumulator", "byte_buffer", "sum_buffer"]
+__all__ = ["CODES", "DTYPES", "accumulator", "byte_buffer", "sum_buffer"]
 
 # Types that MPI may add: MPI.SUM on 16-bit data is refused by MPICH and wrong, without an error,
 # in Open MPI (4.1 and 5.0 with bfloat16).
 MPI_NAMES = {torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int64: "INT64_T"}
+
+# Types by their numbers in messages that tell what is in them.
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

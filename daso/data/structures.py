@@ -4,6 +4,7 @@ They are problems like those of the AMPNet paper (arXiv 1705.09786), of which no
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,6 +126,8 @@ class Deduction:
         feared: Species that each species is afraid of.
         asked: Vertex of an individual.
         answer: Species that it is afraid of.
+        edges: Of each kind, from which vertices to which (2, edges): is a, is afraid of, and both
+            the other way around.
     """
 
     species: int
@@ -132,17 +135,12 @@ class Deduction:
     feared: tuple[int, ...]
     asked: int
     answer: int
+    edges: tuple[torch.Tensor, ...]
 
     @property
     def vertices(self) -> int:
         """How many there are."""
         return self.species + len(self.kinds)
-
-    def edges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return the edges of each kind: is a, is afraid of, and both the other way around."""
-        is_a = tuple((self.species + who, what) for who, what in enumerate(self.kinds))
-        afraid = tuple(enumerate(self.feared))
-        return is_a, afraid, *(tuple((b, a) for a, b in one) for one in (is_a, afraid))
 
 
 def make_deductions(count: int, seed: int) -> list[Deduction]:
@@ -162,7 +160,11 @@ def make_deductions(count: int, seed: int) -> list[Deduction]:
             for one in range(species)
         )
         who = draw.randrange(people)
-        made.append(Deduction(species, kinds, feared, species + who, feared[kinds[who]]))
+        is_a = torch.tensor([range(species, species + people), kinds])
+        afraid = torch.tensor([range(species), feared])
+        edges = (is_a, afraid, is_a.flip(0), afraid.flip(0))
+        answer = feared[kinds[who]]
+        made.append(Deduction(species, kinds, feared, species + who, answer, edges))
     return made
 
 
@@ -174,23 +176,18 @@ class Molecule:
         atoms: Kind of each.
         bonds: Two atoms and a kind.
         target: (1,).
+        edges: Of each kind of bond, in both directions: from which atoms to which (2, edges).
     """
 
     atoms: tuple[int, ...]
     bonds: tuple[tuple[int, int, int], ...]
     target: torch.Tensor
+    edges: tuple[torch.Tensor, ...]
 
     @property
     def vertices(self) -> int:
         """How many atoms there are."""
         return len(self.atoms)
-
-    def edges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return the edges of each kind of bond, in both directions."""
-        found: list[list[tuple[int, int]]] = [[] for _ in range(BONDS)]
-        for a, b, kind in self.bonds:
-            found[kind] += [(a, b), (b, a)]
-        return tuple(map(tuple, found))
 
 
 # Energies of bonds by kind, scaled by what two atoms bring along: the target is their sum, and a
@@ -222,5 +219,14 @@ def make_molecules(count: int, seed: int, *, atoms: int = 12) -> list[Molecule]:
             STRENGTHS[kind] * (1 + CHARGES[kinds[a]] * CHARGES[kinds[b]]) for a, b, kind in bonds
         )
         rings = len(bonds) - len(kinds) + 1
-        made.append(Molecule(kinds, bonds, torch.tensor([(energy + RING * rings) / 10])))
+        target = torch.tensor([(energy + RING * rings) / 10])
+        made.append(Molecule(kinds, bonds, target, _both_ways(bonds)))
     return made
+
+
+def _both_ways(bonds: Sequence[tuple[int, int, int]]) -> tuple[torch.Tensor, ...]:
+    """Return the edges of each kind of bond, in both directions."""
+    found: list[list[tuple[int, int]]] = [[] for _ in range(BONDS)]
+    for a, b, kind in bonds:
+        found[kind] += [(a, b), (b, a)]
+    return tuple(torch.tensor(one, dtype=torch.int64).view(-1, 2).T.contiguous() for one in found)

@@ -65,16 +65,18 @@ def build(task: str, width: int = 64, batch: int = 16) -> daso.flow.Graph:
     _, features, kinds, first, loss = TASKS[task]
 
     def used(item: daso.flow.Item) -> list[tuple[int, int]]:
-        return [(item.state[-1], kind) for kind in range(kinds) if item.instance.edges()[kind]]
+        return [
+            (item.state[-1], kind) for kind in range(kinds) if len(item.instance.edges[kind][0])
+        ]
 
     def kind_of(item: daso.flow.Item) -> int:
         return item.state[-1]
 
     def leave(item: daso.flow.Item, states: torch.Tensor) -> torch.Tensor:
-        return states[[a for a, _ in item.instance.edges()[item.state[-1]]]]
+        return states[item.instance.edges[item.state[-1]][0]]
 
     def come(item: daso.flow.Item, sent: torch.Tensor) -> torch.Tensor:
-        to = torch.tensor([b for _, b in item.instance.edges()[item.state[-1]]])
+        to = item.instance.edges[item.state[-1]][1]
         return sent.new_zeros(item.instance.vertices, sent.shape[1]).index_add(0, to, sent)
 
     def this_round(item: daso.flow.Item) -> tuple[int]:

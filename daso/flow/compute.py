@@ -71,9 +71,20 @@ class Compute(Base):
         super().__init__(node, all_)
         self.weights = weights
         self._draws = node.kind == "layer" and draws(node.call)
+        self.at: Key | None = None  # what the user's function is called for, if that is one message
 
     def forward(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> Sequence[Emit]:
         """Compute for one message, or for several together; return the messages that leave."""
+        if self.node.kind == "function":
+            return [
+                emit
+                for key, payload in zip(keys, payloads, strict=True)
+                for emit in self._forward([key], [payload])
+            ]
+        return self._forward(keys, payloads)
+
+    def _forward(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> Sequence[Emit]:
+        self.at = keys[0] if len(keys) == 1 else None
         rows = [self._rows(payload) for payload in payloads] if len(keys) > 1 else []
         inputs = _joined(payloads) if rows else payloads[0]
         with torch.set_grad_enabled(self.all.trains):
@@ -112,7 +123,7 @@ class Compute(Base):
         return found
 
     def _rows(self, payload: Payload) -> int:
-        found = {len(one) for one in payload if one is not None}
+        found = {one.shape[0] for one in payload if one is not None}
         if len(found) != 1:
             raise FlowError(
                 f"messages that are computed together must have as many rows in each tensor, but "
@@ -122,41 +133,53 @@ class Compute(Base):
 
     def _check_rows(self, outputs: Sequence[torch.Tensor], rows: int) -> None:
         for output in outputs:
-            if output.dim() == 0 or len(output) != rows:
+            if output.dim() == 0 or output.shape[0] != rows:
                 raise FlowError(
                     f"a layer that computes messages together must return a row for each that it "
                     f"is given, but {self.node.name!r} made a tensor of shape "
                     f"{tuple(output.shape)} of {rows} rows; give it batch=1"
                 )
 
-    def backward(self, key: Key, payload: Payload) -> Sequence[Emit]:
+    def backward(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> Sequence[Emit]:
         """Compute gradients once those of all messages of a batch are there.
 
         The weights' are kept, those of what came in go back.
         """
+        self.at = None
         if not self.all.trains:
-            return [(True, 0, key, ())]
+            return [(True, 0, key, ()) for key in keys]
+        if self.weights is not None:
+            # One after the other: what is still in the cache keeps its weights.
+            return [
+                emit
+                for key, payload in zip(keys, payloads, strict=True)
+                for batch in self._gathered(key, payload)
+                for emit in self._back_through(batch, self.weights)
+            ]
+        whole = [
+            batch
+            for key, payload in zip(keys, payloads, strict=True)
+            for batch in self._gathered(key, payload)
+        ]
+        parts = [(batch.inputs, batch.outputs, batch.together()) for batch in whole]
+        return [
+            emit
+            for batch, found in zip(whole, gradients_apart(parts), strict=True)
+            for emit in _dealt(batch, found)
+        ]
+
+    def _gathered(self, key: Key, payload: Payload) -> Sequence[_Batch]:
+        """Return the batch of which this was the last gradient; nothing if it was not."""
         batch = self.cache.pop(key)
         batch.grads[key] = payload
-        if len(batch.grads) < len(batch.keys):
-            return []
-        found, of_weights = gradients(batch.inputs, batch.outputs, batch.together(), batch.weights)
-        if self.weights is not None:
-            instances = [key[0] for key in batch.keys]
-            self.weights.add(of_weights, batch.version, instances)
-            self._publish()
-        if not batch.rows:
-            return [(True, 0, key, found)]
-        parts = [
-            [None] * len(batch.keys)
-            if grad is None
-            else [settled(one) for one in grad.split(batch.rows)]
-            for grad in found
-        ]
-        return [
-            (True, 0, one, tuple(part[place] for part in parts))
-            for place, one in enumerate(batch.keys)
-        ]
+        return [batch] if len(batch.grads) == len(batch.keys) else []
+
+    def _back_through(self, batch: _Batch, weights: Weights) -> Sequence[Emit]:
+        part = batch.inputs, batch.outputs, batch.together()
+        found, of_weights = gradients(*part, batch.weights)
+        weights.add(of_weights, batch.version, [key[0] for key in batch.keys])
+        self._publish()
+        return _dealt(batch, found)
 
     def finish(self, instance: int) -> None:
         """All that belongs to an instance is over, everywhere."""
@@ -170,6 +193,11 @@ class Compute(Base):
             self.weights.step()
             self._publish()
 
+    def take_up(self) -> None:
+        """Compute from now on with what others made of the weights."""
+        if self.weights is not None:
+            self.weights.publish(in_use=bool(self.cache), changed=True)
+
     def _publish(self) -> None:
         assert self.weights is not None
         self.weights.publish(in_use=bool(self.cache))
@@ -179,8 +207,20 @@ class Loss(Compute):
     """Where gradients begin."""
 
     def forward(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> Sequence[Emit]:
-        """Compute the loss and the gradients of what came."""
-        (key,), (payload,) = keys, payloads
+        """Compute losses and the gradients of what came."""
+        losses = [self._loss_of(key, payload) for key, payload in zip(keys, payloads, strict=True)]
+        if not self.all.trains:
+            return [(True, 0, key, ()) for key in keys]
+        parts = [
+            (payload, (loss,), (torch.ones_like(loss),))
+            for payload, loss in zip(payloads, losses, strict=True)
+        ]
+        self.at = None
+        found = gradients_apart(parts)
+        return [(True, 0, key, grads) for key, grads in zip(keys, found, strict=True)]
+
+    def _loss_of(self, key: Key, payload: Payload) -> torch.Tensor:
+        self.at = key
         with torch.set_grad_enabled(self.all.trains):
             found = self.node.call(self.item(key, payload), *payload)
         loss, more = found if isinstance(found, tuple) else (found, {})
@@ -191,15 +231,62 @@ class Loss(Compute):
             )
         reported = {name: float(one) for name, one in more.items()}
         self.all.results.append((key, float(loss), reported))
-        if not self.all.trains:
-            return [(True, 0, key, ())]
-        return [(True, 0, key, gradients(payload, (loss,), (torch.ones_like(loss),), ())[0])]
+        return loss
+
+
+def _dealt(batch: _Batch, found: Payload) -> Sequence[Emit]:
+    """Return the messages that go back from a batch."""
+    if not batch.rows:
+        return [(True, 0, batch.keys[0], found)]
+    parts = [
+        [None] * len(batch.keys)
+        if grad is None
+        else [settled(one) for one in grad.split(batch.rows)]
+        for grad in found
+    ]
+    return [
+        (True, 0, key, tuple(part[place] for part in parts)) for place, key in enumerate(batch.keys)
+    ]
+
+
+Part = tuple[Payload, Sequence[torch.Tensor], Payload]  # inputs, outputs, and their gradients
+
+
+def gradients_apart(parts: Sequence[Part]) -> list[Payload]:
+    """Return the gradients of the inputs of parts that share nothing, in one call of autograd.
+
+    What is then added is the same as in a call for each.
+    """
+    if len(parts) == 1:
+        return [gradients(*parts[0], ())[0]]
+    found: list[Payload] = []
+    for some in _without_shared(parts):
+        inputs = [one for part in some for one in part[0]]
+        outputs = [one for part in some for one in part[1]]
+        grads = [one for part in some for one in part[2]]
+        every = iter(gradients(inputs, outputs, grads, ())[0])
+        found += [tuple(next(every) for _ in part[0]) for part in some]
+    return found
+
+
+def _without_shared(parts: Sequence[Part]) -> list[list[Part]]:
+    """Cut parts, in their order, so that none of a piece has an input of another there."""
+    pieces: list[list[Part]] = [[]]
+    seen: set[int] = set()
+    for part in parts:
+        own = {id(one) for one in part[0]}
+        if own & seen:
+            pieces.append([])
+            seen = set()
+        pieces[-1].append(part)
+        seen |= own
+    return pieces
 
 
 def gradients(
-    inputs: Payload,
+    inputs: Sequence[torch.Tensor | None],
     outputs: Sequence[torch.Tensor],
-    grads: Payload,
+    grads: Sequence[torch.Tensor | None],
     weights: Sequence[torch.Tensor],
 ) -> tuple[Payload, Payload]:
     """Return the gradients of inputs and weights; None where there is none.

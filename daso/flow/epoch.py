@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from daso.comm.dtypes import byte_buffer
+
 __all__ = ["Epoch", "Part", "digest_of", "put_together"]
 
 
@@ -118,8 +120,7 @@ class _Told(pickle.Pickler):
         if not isinstance(obj, torch.Tensor):
             return None
         flat = obj.detach().cpu().contiguous().view(-1)
-        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-        return str(obj.dtype), tuple(obj.shape), data
+        return str(obj.dtype), tuple(obj.shape), byte_buffer(flat).tobytes()
 
 
 def digest_of(instance: Any) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from daso.errors import FlowError
+from daso.flow.draw import dot, listing, mermaid
 from daso.flow.signatures import draws, takes
 from daso.plan.flows import check_count
 
@@ -390,20 +391,14 @@ class Graph:
 
     def __str__(self) -> str:
         """Return one line for each node: what it is, and where its messages come from."""
-        from daso.flow.draw import listing
-
         return listing(self)
 
     def mermaid(self) -> str:
         """Return the graph as Mermaid text."""
-        from daso.flow.draw import mermaid
-
         return mermaid(self)
 
     def dot(self) -> str:
         """Return the graph as Graphviz text."""
-        from daso.flow.draw import dot
-
         return dot(self)
 
     # --- building ----------------------------------------------------------------------------

@@ -38,28 +38,37 @@ class Layers:
         self.updates, self._make, self._world = updates, make, world
         self.ranks_of: Ranks = ()  # of every node of the flow, once they are settled
         self.weights: dict[int, Weights] = {}
-        self.fetch(lambda _: 0)
 
     def settle(self, ranks_of: Ranks) -> None:
-        """Take on this rank's layers."""
+        """Take on this rank's layers; none while nobody knows whose they are."""
         self.ranks_of = ranks_of
         self.weights = {
             node.index: Weights(node.call, node.optimizer or self._make, self.updates)
             for node in self.nodes
-            if self._world.Get_rank() in ranks_of[node.index]
+            if ranks_of and self._world.Get_rank() in ranks_of[node.index]
         }
 
+    def twins(self) -> list[nn.Parameter]:
+        """Return what this rank's optimizers update, node by node."""
+        return [twin for _, one in sorted(self.weights.items()) for twin in one.twins]
+
+    def publish(self) -> None:
+        """Compute, between epochs, with what others made of the twins."""
+        for one in self.weights.values():
+            one.publish(in_use=False, changed=True)
+
     @torch.no_grad()
-    def fetch(self, root: Callable[[int], int]) -> None:
-        """Give every rank all parameters and buffers. Collective over the world; blocking.
+    def fetch(self, root: Callable[[int], int], comm: "MPI.Comm | None" = None) -> None:
+        """Give every rank all parameters and buffers. Collective over a communicator; blocking.
 
         Args:
             root: Rank from which those of a node are taken.
+            comm: That communicator; that of the flow's ranks if None.
         """
         for node in self.nodes:
             for tensor in tensors_of(node.call):
                 row = tensor.detach().cpu().contiguous().clone()
-                self._world.Bcast(byte_buffer(row.view(-1)), root(node.index))
+                (comm or self._world).Bcast(byte_buffer(row.view(-1)), root(node.index))
                 tensor.copy_(row)
         for one in self.weights.values():
             one.take_up()
@@ -71,19 +80,29 @@ class Layers:
             homes = self.ranks_of[node.index]
             if len(homes) > 1:
                 for tensor in tensors_of(node.call):
-                    self._average(tensor, homes)
+                    _average(tensor, self._world, homes)
                 if node.index in self.weights:
                     self.weights[node.index].take_up()
 
-    def _average(self, tensor: torch.Tensor, homes: tuple[int, ...]) -> None:
-        floats = tensor.is_floating_point()
-        wide = tensor.detach().to("cpu", accumulator(tensor.dtype) if floats else tensor.dtype)
-        rows = []
-        for rank in homes:
-            row = wide.contiguous().clone()
-            self._world.Bcast(byte_buffer(row.view(-1)), rank)
-            rows.append(row)
-        tensor.copy_(mean_of(rows))
+    @torch.no_grad()
+    def average_buffers(self, across: "MPI.Comm") -> None:
+        """Set buffers of this rank's layers to their mean over ranks that have the same layers.
+
+        Collective over the communicator; blocking.
+        """
+        for node in self._own():
+            for buffer in node.call.buffers():
+                _average(buffer, across, range(across.Get_size()))
+
+    def learning_rate(self) -> float:
+        """Return the highest of this rank's optimizers."""
+        groups = (
+            group
+            for one in self.weights.values()
+            if one.optimizer is not None
+            for group in one.optimizer.param_groups
+        )
+        return max((float(group.get("lr", 1.0)) for group in groups), default=1.0)
 
     # --- checkpoints -------------------------------------------------------------------------
 
@@ -113,11 +132,7 @@ class Layers:
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned on this rank."""
-        if not state["ranks_of"]:
-            self.ranks_of, self.weights = (), {}
-            return
-        self.settle(tuple(map(tuple, state["ranks_of"])))
+        """Go on from what `state_dict` returned on this rank, of layers settled likewise."""
         for node in self._own():
             saved = state["layers"][node.name]
             node.call.load_state_dict(saved["module"])
@@ -127,12 +142,25 @@ class Layers:
         return (node for node in self.nodes if node.index in self.weights)
 
 
+def _average(tensor: torch.Tensor, comm: "MPI.Comm", homes: Sequence[int]) -> None:
+    rows = []
+    for rank in homes:
+        row = tensor.detach().cpu().contiguous().clone()
+        comm.Bcast(byte_buffer(row.view(-1)), rank)
+        rows.append(row)
+    tensor.copy_(mean_of(rows))
+
+
 def mean_of(replicas: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the mean of a tensor's replicas, added in their order; of numbers, the first's."""
-    total = replicas[0]
-    if not total.is_floating_point():
-        return total
-    for one in replicas[1:]:
+    """Return the mean of a tensor's replicas, added in their order; of whole numbers, the first's.
+
+    Added and returned in fp32 or fp64.
+    """
+    first, *others = replicas
+    if not first.is_floating_point():
+        return first
+    total = first.to(accumulator(first.dtype))
+    for one in others:
         total = total + one
     return total / len(replicas)
 

@@ -9,32 +9,34 @@ from typing import NamedTuple
 
 import torch
 
+from daso.comm.dtypes import CODES, DTYPES
 from daso.comm.packets import Packets
 from daso.flow.base import Key, Payload
 from daso.plan.layout import ALIGNMENT, aligned
 
-__all__ = ["FINISHED", "OVER", "Message", "Post", "pack", "unpack"]
+__all__ = ["FINISHED", "NO_TICKET", "OVER", "Message", "Post", "Ticket", "pack", "unpack"]
 
 # Instead of a node: all of an instance is over; the pass is over.
 FINISHED, OVER = -1, -2
 
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
-CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 NUMBER = 8  # bytes
 ABSENT = -1  # code of a gradient that there is none of
+
+
+class Ticket(NamedTuple):
+    """What an instance is given when it is let in, and its messages carry.
+
+    Args:
+        lane: Which replicas it goes through.
+        after: How many instances each of the lane's ranks was told by then to be finished: what
+            these changed is to be seen by it.
+    """
+
+    lane: int
+    after: tuple[int, ...]
+
+
+NO_TICKET = Ticket(0, ())
 
 
 class Message(NamedTuple):
@@ -46,8 +48,7 @@ class Message(NamedTuple):
         port: At which it comes in; backward: at which it had left.
         key: Number of the instance and state.
         payload: Tensors.
-        after: How many instances were finished when this one was let in: what they changed is to
-            be seen by it.
+        ticket: Of the instance.
     """
 
     node: int
@@ -55,7 +56,7 @@ class Message(NamedTuple):
     port: int
     key: Key
     payload: Payload
-    after: int
+    ticket: Ticket
 
 
 def pack(messages: Sequence[Message]) -> torch.Tensor:
@@ -65,8 +66,8 @@ def pack(messages: Sequence[Message]) -> torch.Tensor:
     """
     numbers = [0, len(messages)]
     rows = []
-    for node, back, port, key, payload, after in messages:
-        numbers += (node, back, port, after, len(key), len(payload), *key)
+    for node, back, port, key, payload, (lane, after) in messages:
+        numbers += (node, back, port, lane, len(after), len(key), len(payload), *after, *key)
         for tensor in payload:
             if tensor is None:
                 numbers += (ABSENT, 0, 0)
@@ -92,7 +93,8 @@ def unpack(packet: torch.Tensor, device: torch.device) -> Iterator[Message]:
     numbers = iter(struct.unpack_from(f"<{count - 1}q", memory, NUMBER))
     at = NUMBER * count
     for _ in range(next(numbers)):
-        node, back, port, after, depth, width = islice(numbers, 6)
+        node, back, port, lane, told, depth, width = islice(numbers, 7)
+        ticket = Ticket(lane, tuple(islice(numbers, told)))
         key = tuple(islice(numbers, depth))
         payload: list[torch.Tensor | None] = []
         for _ in range(width):
@@ -108,7 +110,7 @@ def unpack(packet: torch.Tensor, device: torch.device) -> Iterator[Message]:
                 part.view(-1).copy_(torch.frombuffer(memory, dtype=dtype, count=numel, offset=at))
             payload.append(part.to(device).requires_grad_(bool(wants_grad)))
             at += -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        yield Message(node, bool(back), port, key, tuple(payload), after)
+        yield Message(node, bool(back), port, key, tuple(payload), ticket)
 
 
 class Post:

@@ -1,5 +1,6 @@
 """Who computes which node: as the caller says, or after measuring what each one takes."""
 
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +13,14 @@ from daso.comm.topology import Place
 from daso.errors import FlowError
 from daso.flow.base import Pass
 from daso.flow.checks import Wiring
-from daso.flow.messages import Message
+from daso.flow.controller import Controller
+from daso.flow.messages import Message, Ticket
 from daso.flow.routes import Flatmap, Group
-from daso.flow.worker import Controller, Worker, behaviours
-from daso.plan.flows import Edge, Task, place
+from daso.flow.weights import Weights
+from daso.flow.worker import Watch, Worker, behaviours
+from daso.plan.flows import Edge, Task, Updates, check_copies, place
 
-__all__ = ["Measured", "measure", "placed", "said"]
+__all__ = ["Measured", "copied", "measure", "placed", "said"]
 
 ALONE = Place(rank=0, size=1, local_rank=0, node=0, node_of=(0,))
 Said = Mapping[str, int | Sequence[int]]
@@ -93,15 +96,15 @@ class _Metered(Worker):
         held |= causes
         return held
 
-    def _send_on(self, node: int, emit: Any, after: int) -> None:
+    def _send_on(self, node: int, emit: Any, ticket: Ticket) -> None:
         back, port, key, payload = emit
         one = self.nodes.get(node)
         if isinstance(one, Group) and not back:
             self._now = set().union(*(self._held.pop((node, member)) for member in one.cache[key]))
-        to, into = (self._before if back else self._next)[node, port]
+        to, into = self._ways[node, back, port]
         self._causes[to, back, into, key] = set(self._now)
         self.measured.traffic[node, to] += sum(t.nbytes for t in payload if t is not None)
-        super()._send_on(node, emit, after)
+        super()._send_on(node, emit, ticket)
 
 
 def measure(
@@ -146,10 +149,13 @@ def _let_through(
     wiring: Wiring, instances: Callable[[int], Any], number: int, measured: Measured
 ) -> None:
     all_ = Pass(lambda _: instances(number), trains=True, seed=0)
-    nodes = behaviours(wiring, range(len(wiring.nodes)), all_, {})
+    # Their gradients are part of what layers take; nothing is done with them.
+    never = Updates(min_update_interval=sys.maxsize)
+    weights = {node.index: Weights(node.call, torch.optim.SGD, never) for node in _layers(wiring)}
+    nodes = behaviours(wiring, range(len(wiring.nodes)), all_, weights)
     controller = Controller(1, 1, wiring.nodes[wiring.source])
     everywhere = [(0,)] * len(wiring.nodes)
-    worker = _Metered(wiring, nodes, everywhere, ALONE, None, all_, controller, lambda _: None)
+    worker = _Metered(wiring, nodes, everywhere, ALONE, None, all_, controller, Watch())
     one = Measured([[]], measured.traffic)
     worker.begin(one)
     worker.run()
@@ -182,6 +188,27 @@ def said(wiring: Wiring, placement: Said, ranks: int) -> dict[int, tuple[int, ..
                 f"{wiring.nodes[node].kind}"
             )
         found[node] = homes
+    return found
+
+
+def copied(
+    wiring: Wiring, replicas: Mapping[str, int], fixed: Mapping[int, tuple[int, ...]], ranks: int
+) -> dict[int, int]:
+    """Return on how many ranks layers are, as the caller says.
+
+    Raises:
+        ConfigError: There are not so many ranks.
+        FlowError: There is no such layer, or its ranks are given too.
+    """
+    found = {wiring.named(name): count for name, count in replicas.items()}
+    for node, count in found.items():
+        check_copies(count, ranks)
+        name = wiring.nodes[node].name
+        if wiring.nodes[node].kind != "layer" or node in fixed:
+            raise FlowError(
+                f"replicas are of layers that placement does not place, but {name!r} is "
+                f"{'placed' if node in fixed else 'a ' + wiring.nodes[node].kind}"
+            )
     return found
 
 

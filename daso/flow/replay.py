@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from daso.comm.dtypes import accumulator
 from daso.comm.topology import Place
 from daso.errors import ConfigError
 from daso.flow.base import Pass
 from daso.flow.checks import Wiring, wire
 from daso.flow.compute import Compute
+from daso.flow.controller import Controller
 from daso.flow.graph import Graph, MakeOptimizer
 from daso.flow.layers import mean_of, tensors_of
 from daso.flow.messages import FINISHED, OVER, Message, pack, unpack
 from daso.flow.weights import Weights
-from daso.flow.worker import Controller, Worker, behaviours
-from daso.plan.flows import Did, Log
+from daso.flow.worker import Watch, Worker, behaviours
+from daso.plan.flows import Did, Log, count_lanes
 
 __all__ = ["replay"]
 
@@ -45,7 +45,7 @@ class _Rank(Worker):
         """Do this, from now on."""
         self._did, self._at, self._box = did, 0, box
         self._there: dict[tuple[int, bool, Key], Message] = {}
-        self._told: set[Key] = set()  # instances that are finished
+        self._heard: set[Key] = set()  # instances that are finished
 
     @property
     def is_done(self) -> bool:
@@ -69,7 +69,7 @@ class _Rank(Worker):
         box, self._box[:] = list(self._box), []
         for message in box:
             if message.node == FINISHED:
-                self._told.add(message.key)
+                self._heard.add(message.key)
             elif message.node != OVER:
                 self._enter(message)
         self._pass()
@@ -79,9 +79,9 @@ class _Rank(Worker):
 
     def _do(self, did: Did) -> bool:
         if did.node == FINISHED:
-            if did.keys[0] in self._told:
-                self._finish(did.keys[0][0])
-            return did.keys[0] in self._told
+            if did.keys[0] in self._heard:
+                super()._finish(did.keys[0][0])
+            return did.keys[0] in self._heard
         wanted = [(did.node, did.back, key) for key in did.keys]
         if not all(one in self._there for one in wanted):
             return False
@@ -89,10 +89,13 @@ class _Rank(Worker):
         return True
 
     def _come_back(self, number: int) -> None:
-        """Note that an instance is finished: the log says when that was heard of."""
+        """Count a message, and tell of an instance that is finished."""
         if self._controller is not None and self._controller.come_back(number):
-            self._told.add((number,))
-            self._tell(FINISHED, (number,))
+            self._tell_finished(number, self._controller.lane_of[number])
+
+    def _finish(self, number: int) -> None:
+        """Note it: the log says when that was heard of."""
+        self._heard.add((number,))
 
 
 def replay(
@@ -180,11 +183,12 @@ def _worker(
     all_ = Pass(instances.__getitem__, True, log.seed)
     count = len(instances)
     source = wiring.nodes[wiring.source]
-    controller = Controller(count, count, source) if log.rank == 0 else None
+    lanes = count_lanes(log.ranks_of)
+    controller = Controller(count, count, source, lanes, log.lanes) if log.rank == 0 else None
     place = Place(log.rank, len(boxes), log.rank, 0, (0,) * len(boxes))
     ways: Any = _Ways(boxes)
     found = behaviours(own, here, all_, weights)
-    worker = _Rank(own, found, log.ranks_of, place, ways, all_, controller, lambda _: None)
+    worker = _Rank(own, found, log.ranks_of, place, ways, all_, controller, Watch())
     worker.begin(log.did, boxes[log.rank])
     return worker
 
@@ -198,9 +202,7 @@ def _average(
             continue
         replicas = [tensors_of(weights[rank][index].module) for rank in homes]
         for tensors in zip(*replicas, strict=True):
-            floats = tensors[0].is_floating_point()
-            wide = accumulator(tensors[0].dtype) if floats else tensors[0].dtype
-            mean = mean_of([tensor.to(wide) for tensor in tensors])
+            mean = mean_of(tensors)
             for tensor in tensors:
                 tensor.copy_(mean)
         for rank in homes:

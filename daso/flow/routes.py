@@ -94,17 +94,17 @@ class _Adding(Route):
     """Sends several messages for one, and adds their gradients in the order of sending."""
 
     def _await(self, key: Key, width: int, parts: Sequence[Any]) -> None:
-        self.keep(key, (width, dict.fromkeys(parts)))
+        self.keep(key, (width, parts, {}))
 
     def _gather(self, key: Key, part: Any, payload: Payload) -> Sequence[Emit]:
-        width, parts = self.cache[key]
-        parts[part] = payload
-        if any(one is None for one in parts.values()):
+        width, parts, came = self.cache[key]
+        came[part] = payload
+        if len(came) < len(parts):
             return []
         del self.cache[key]
         if not self.all.trains:
             return [(True, 0, key, ())]
-        return [(True, 0, key, self._put_together(width, list(parts.values())))]
+        return [(True, 0, key, self._put_together(width, [came[one] for one in parts]))]
 
     def _put_together(self, width: int, parts: list[Payload]) -> Payload:
         # In the order in which autograd would: what was sent last comes back first.

@@ -2,38 +2,42 @@
 
 import hashlib
 import json
+import math
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
 from daso.comm.mpi import load
 from daso.comm.packets import Messages
 from daso.comm.topology import Topology, default
-from daso.errors import CheckpointError, ConfigError, FlowError, StallError
+from daso.errors import CheckpointError, ConfigError, FlowError
 from daso.flow.base import Base, Pass
+from daso.flow.beside import Beside, MakeBetween
 from daso.flow.checks import wire
 from daso.flow.compute import Compute
+from daso.flow.controller import Controller
 from daso.flow.epoch import Epoch, Part, digest_of, put_together, summed
 from daso.flow.graph import Graph, MakeOptimizer
 from daso.flow.layers import Layers
 from daso.flow.messages import Post
-from daso.flow.placement import Measured, Said, measure, placed, said
-from daso.flow.worker import Controller, Worker, behaviours
-from daso.plan.flows import Log, Updates, check_copies, check_count
+from daso.flow.placement import Measured, Said, copied, measure, placed, said
+from daso.flow.watch import Guard
+from daso.flow.worker import Worker, behaviours
+from daso.plan.flows import Log, Updates, check_count, count_lanes
 from daso.plan.options import Exchange
 
 __all__ = ["Runtime"]
 
 MEASURED = 16  # instances by which nodes are placed
 MEASURED_SECONDS = 2.0
-PROGRESS_SECONDS = 1.0
 CACHED = 4  # times the instances under way
 
 
@@ -61,6 +65,12 @@ class Runtime:
             averaged at the end of every epoch.
         max_active_keys: Instances under way at once.
         updates: When weights change.
+        shuffle: Each rank takes what waits in an order drawn at random from the seed, instead of
+            gradients first: to find out what a training owes to its order.
+        between_nodes: Makes every node compute a whole flow, with instances of its own, and keeps
+            these in step: wraps an optimizer over the ranks of a topology, as ``lambda moves,
+            across: daso.DASO(moves, topology=across)`` does. None: one flow over all ranks.
+        instances_per_batch: How many finished instances of each flow are a batch to it.
         seed: Of random numbers in layers with dropout: they depend on it, the epoch, the layer,
             the instance and its state alone.
         stall_seconds: How long a rank waits without a message before it raises and names who is
@@ -84,24 +94,34 @@ class Runtime:
         replicas: Mapping[str, int] | None = None,
         max_active_keys: int = 16,
         updates: Updates | None = None,
+        shuffle: bool = False,
+        between_nodes: MakeBetween | None = None,
+        instances_per_batch: int = 16,
         seed: int = 0,
         stall_seconds: float = Exchange().stall_seconds,
     ) -> None:
         check_count("max_active_keys", max_active_keys)
-        self._topology = default() if topology is None else topology
+        check_count("instances_per_batch", instances_per_batch)
+        self._whole = default() if topology is None else topology
+        self._between, self._each = between_nodes, instances_per_batch
+        if not self._whole.same(between_nodes is None):
+            raise ConfigError("between_nodes must be given to all ranks or to none, not to some")
+        self._topology = self._whole if between_nodes is None else _inside(self._whole)
+        self._beside: Beside | None = None
         self._wiring = wire(graph)
         self._most, self._seed, self._stall_seconds = max_active_keys, seed, stall_seconds
+        self._shuffle = shuffle
         ranks = self._topology.place.size
         self._fixed = said(self._wiring, {} if placement == "auto" else placement, ranks)
-        self._copies = {self._wiring.named(name): n for name, n in (replicas or {}).items()}
-        for count in self._copies.values():
-            check_copies(count, ranks)
+        self._copies = copied(self._wiring, replicas or {}, self._fixed, ranks)
         updates = Updates() if updates is None else updates
-        self._check_same((self._most, updates, seed, self._fixed, self._copies))
+        alike = (self._most, updates, shuffle, seed, self._fixed, self._copies, self._each)
+        self._check_same(alike)
         self._world = self._topology.world.Dup()
         self._letters = self._topology.world.Dup()
         self._packets = Messages(self._letters)
         self._layers = Layers(self._wiring, optimizer_factory, updates, self._world)
+        self._layers.fetch(lambda _: 0, self._whole.world)
         self.epoch = 0  # passes that trained
         self._log: Log | None = None
         self._logs = False
@@ -115,12 +135,12 @@ class Runtime:
         ]
         digest = hashlib.sha256(repr((nodes, self._wiring.edges, keywords)).encode()).hexdigest()
         problem = None
-        if digest != self._topology.world.bcast(digest):
+        if digest != self._whole.world.bcast(digest):
             problem = (
                 "every rank must build the same flow and be given the same keywords, but this "
                 "one's differ from rank 0's"
             )
-        self._topology.agree(problem, ConfigError)
+        self._whole.agree(problem, ConfigError)
 
     # --- epochs ------------------------------------------------------------------------------
 
@@ -130,12 +150,13 @@ class Runtime:
         """Let instances through the flow, in their order, and train with them.
 
         Args:
-            instances: The same on every rank, in the same order. Each rank asks for those that
-                its nodes are told of, perhaps several times.
+            instances: The same on every rank, in the same order; where nodes have flows of their
+                own, on every rank of a node, and as many on all nodes. Each rank asks for those
+                that its layers are told of, perhaps several times.
             progress: Called on world rank 0 about once a second: instances finished, and all.
 
         Returns:
-            What happened, the same on every rank.
+            What happened, in all flows together, the same on every rank.
 
         Raises:
             FlowError: A node failed, or waits for what cannot come; names it, instance and state.
@@ -188,44 +209,60 @@ class Runtime:
         self._check_instances(instances)
         self._place(instances)
         for weights in self._layers.weights.values():
-            weights.forget()  # of an epoch that failed
-        place = self._topology.place
+            weights.begin()
+        loop = self._loop(instances, progress, trains=trains)
+        before = self._counts()
+        start = time.perf_counter()
+        loop.worker.run()
+        if trains:
+            self._settle(loop, len(instances))
+        seconds = time.perf_counter() - start
+        part = Part(
+            *summed(loop.all.results),
+            seconds,
+            loop.worker.busy_seconds,
+            0 if loop.controller is None else loop.controller.highest,
+            self._counts(before),
+            0 if loop.post is None else loop.post.drain(),
+        )
+        flows = 1 if self._between is None else self._whole.place.nodes
+        parts = self._whole.world.allgather(part)
+        found = put_together(self.epoch, trains, flows * len(instances), parts)
+        self._write(found)
+        return found
+
+    def _loop(
+        self,
+        instances: Sequence[Any],
+        progress: Callable[[int, int], None] | None,
+        *,
+        trains: bool,
+    ) -> "_Loop":
+        place, ranks_of = self._topology.place, self._layers.ranks_of
         all_ = Pass(_asked(instances, CACHED * self._most), trains, self._seed_now())
         controller = None
         if place.rank == 0:
             source = self._wiring.nodes[self._wiring.source]
-            controller = Controller(self._most, len(instances), source)
+            controller = Controller(self._most, len(instances), source, count_lanes(ranks_of))
         nodes = self._behaviours(all_)
         post = Post(self._packets, self._device()) if place.size > 1 else None
-        watch = _Watch(self._topology, self._stall_seconds, controller, progress)
-        worker = Worker(
-            self._wiring, nodes, self._layers.ranks_of, place, post, all_, controller, watch.look
-        )
+        told = progress if self._whole.place.rank == 0 else None
+        beside = self._beside if trains else None
+        watch = Guard(self._whole, self._stall_seconds, controller, told, beside)
+        drawn = random.Random(hash((all_.seed, place.rank))) if self._shuffle else None
+        worker = Worker(self._wiring, nodes, ranks_of, place, post, all_, controller, watch, drawn)
         watch.waiting = worker.waiting
         worker.log = [] if self._logs and trains else None
-        before = self._counts()
-        start = time.perf_counter()
-        worker.run()
-        if trains:
-            self._settle(nodes, worker)
-        seconds = time.perf_counter() - start
-        part = Part(
-            *summed(all_.results),
-            seconds,
-            worker.busy_seconds,
-            0 if controller is None else controller.highest,
-            self._counts(before),
-            0 if post is None else post.drain(),
-        )
-        found = put_together(self.epoch, trains, len(instances), self._world.allgather(part))
-        self._write(found)
-        return found
+        return _Loop(worker, all_, controller, post)
 
     def _seed_now(self) -> int:
-        return hash((self._seed, self.epoch))
+        # Of dropout: each node's flow has instances of its own.
+        node = () if self._between is None else (self._whole.place.node,)
+        return hash((self._seed, self.epoch, *node))
 
-    def _settle(self, nodes: Mapping[int, Base], worker: Worker) -> None:
-        """Take in what is left of gradients, and let replicas meet."""
+    def _settle(self, loop: "_Loop", count: int) -> None:
+        """Take in what is left of gradients, and let replicas and other nodes meet."""
+        nodes, log = loop.worker.nodes, loop.worker.log
         left = [one.node.name for one in nodes.values() if one.cache]
         if left:
             raise FlowError(
@@ -235,29 +272,40 @@ class Runtime:
         for one in nodes.values():
             if isinstance(one, Compute):
                 one.settle()
+        if self._beside is not None:
+            losses = self._world.allgather(summed(loop.all.results)[0])
+            self._beside.end_epoch(math.fsum(losses) / count)
+            self._layers.publish()
         self._layers.average()
-        if worker.log is not None:
+        if log is not None:
             digests = tuple((node, one.digest()) for node, one in self._layers.weights.items())
             self._log = Log(
                 self._topology.place.rank,
                 self._layers.updates,
                 self._seed_now(),
                 self._layers.ranks_of,
-                tuple(worker.log),
+                () if loop.controller is None else tuple(loop.controller.lane_of),
+                tuple(log),
                 digests,
             )
 
     def _check_instances(self, instances: Sequence[Any]) -> None:
         count = len(instances)
         problem = None if count else "an epoch must have one instance at least, not none"
-        self._topology.agree(problem, ConfigError)
+        self._whole.agree(problem, ConfigError)
         ends = (count, *(digest_of(instances[place]) for place in (0, count - 1)))
+        first = self._whole.world.bcast(count)
         if ends != self._world.bcast(ends):
             problem = (
                 "every rank must be given the same instances in the same order, but their number, "
                 "the first or the last differs from rank 0's; shuffle with the same seed"
             )
-        self._topology.agree(problem, FlowError)
+        elif count != first:
+            problem = (
+                f"every node must be given as many instances as the first, but node "
+                f"{self._whole.place.node} was given {count}; leave some out"
+            )
+        self._whole.agree(problem, FlowError)
 
     def _counts(
         self, before: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -289,10 +337,21 @@ class Runtime:
             return
         place = self._topology.place
         ranks_of: tuple[tuple[int, ...], ...] = ((0,),) * len(self._wiring.nodes)
-        if place.size > 1 and place.rank == 0:
+        if place.size > 1 and self._whole.place.rank == 0:
             measured = self.measure(instances)
             ranks_of = placed(self._wiring, measured, place.size, self._fixed, self._copies)
-        self._layers.settle(self._world.bcast(ranks_of))
+        self._layers.settle(self._whole.world.bcast(ranks_of))
+        self._stand_beside()
+
+    def _stand_beside(self) -> None:
+        """Join the flows of other nodes, from node 0's parameters."""
+        if self._beside is not None:
+            self._beside.close()
+            self._beside = None
+        if self._between is not None and self._layers.ranks_of:
+            layers = self._layers
+            self._beside = Beside(self._between, layers, self._whole, self._each)
+            layers.publish()
 
     def _behaviours(self, all_: Pass) -> dict[int, Base]:
         rank, layers = self._topology.place.rank, self._layers
@@ -325,14 +384,30 @@ class Runtime:
     def synchronize(self) -> None:
         """Give every rank the parameters and buffers of all layers.
 
+        Where nodes have flows of their own, parameters become the mean of all.
+
         Collective over the world; blocking.
         """
         ranks_of = self._layers.ranks_of
+        if self._beside is not None:
+            self._beside.synchronize()
+            self._layers.publish()
+            self._layers.average()  # of replicas, each of which has met its own elsewhere
+            self._beside.settle()
         if ranks_of:
             self._layers.fetch(lambda node: ranks_of[node][0])
 
     def keep_log(self) -> None:
-        """Keep from now on what an epoch is replayed from, in memory; see `daso.flow.replay`."""
+        """Keep from now on what an epoch is replayed from, in memory; see `daso.flow.replay`.
+
+        Raises:
+            ConfigError: Nodes have flows of their own: what comes of the others is in no log.
+        """
+        if self._between is not None:
+            raise ConfigError(
+                "a log must hold all that was trained, but what comes of the flows of other nodes "
+                "is in none; leave between_nodes out"
+            )
         self._logs = True
 
     def logged(self) -> Log:
@@ -354,13 +429,14 @@ class Runtime:
         self._lines = Path(path)
 
     def _write(self, epoch: Epoch) -> None:
-        if self._lines is not None and self._topology.place.rank == 0:
+        if self._lines is not None and self._whole.place.rank == 0:
             with self._lines.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(epoch)) + "\n")
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's layers and their optimizers, between epochs; save one on each rank."""
-        return {"epoch": self.epoch, **self._layers.state_dict()}
+        beside = None if self._beside is None else self._beside.state_dict()
+        return {"epoch": self.epoch, "beside": beside, **self._layers.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned on this rank.
@@ -373,14 +449,32 @@ class Runtime:
 
         Collective over the world; blocking.
         """
-        self._topology.agree(self._layers.unfit(state_dict), CheckpointError)
+        self._whole.agree(self._unfit(state_dict), CheckpointError)
         self.epoch = int(state_dict["epoch"])
+        self._layers.settle(tuple(map(tuple, state_dict["ranks_of"])))
+        self._stand_beside()
         self._layers.load_state_dict(state_dict)
+        if self._beside is not None:
+            self._beside.load_state_dict(state_dict["beside"])
+
+    def _unfit(self, state: Mapping[str, Any]) -> str | None:
+        """Return why a state cannot be gone on from; None if it can."""
+        alone = state.get("beside") is None
+        if state["ranks_of"] and alone != (self._between is None):
+            return (
+                f"state must be that of a flow {'alone' if alone else 'between nodes'} to go on "
+                f"with one, but between_nodes is {'given' if alone else 'not'}"
+            )
+        return self._layers.unfit(state)
 
     def close(self) -> None:
         """Give communicators back. Collective over the world; blocking; idempotent."""
         if not self._closed:
             self._closed = True
+            if self._beside is not None:
+                self._beside.close()
+            if self._topology is not self._whole:
+                self._topology.free()
             for comm in (self._world, self._letters):
                 if comm != load().COMM_NULL:
                     comm.Free()
@@ -399,39 +493,29 @@ class Runtime:
             self.close()
 
 
-@dataclass(slots=True)
-class _Watch:
-    """Looks after a loop a few times a second.
+class _Loop(NamedTuple):
+    """One pass of this rank, and what it is told by."""
 
-    Args:
-        topology: Whose ranks ask for each other.
-        stall_seconds: How long nothing may come.
-        controller: Where instances come in.
-        progress: The caller's.
-    """
-
-    topology: Topology
-    stall_seconds: float
+    worker: Worker
+    all: Pass
     controller: Controller | None
-    progress: Callable[[int, int], None] | None
-    waiting: Callable[[], list[str]] = list
-    told_at: float = field(default_factory=time.perf_counter)
+    post: Post | None
 
-    def look(self, idle_seconds: float) -> None:
-        """Answer ranks that ask, tell the caller how far it is, raise where waiting is in vain."""
-        self.topology.roll.answer()
-        now = time.perf_counter()
-        one = self.controller
-        if self.progress is not None and one is not None and now > self.told_at + PROGRESS_SECONDS:
-            self.told_at = now
-            self.progress(one.finished, one.count)
-        if idle_seconds > self.stall_seconds:
-            waits = "; ".join(self.waiting()[:3]) or "no node of this rank waits for a part"
-            raise StallError(
-                f"a message must come within {self.stall_seconds:g} s, but none came to rank "
-                f"{self.topology.place.rank}: {self.topology.roll.missing()}; {waits}; look there, "
-                f"or raise stall_seconds"
-            )
+
+def _inside(topology: Topology) -> Topology:
+    """Return the topology of this rank's node alone. Collective over the world; blocking."""
+    sizes = topology.place.node_sizes
+    problem = None
+    if len(set(sizes)) > 1:
+        problem = (
+            f"flows that are beside each other must have as many ranks on every node, but the "
+            f"nodes have {list(sizes)}; start as many on each"
+        )
+    topology.agree(problem, ConfigError)
+    node = topology.world.Split(topology.place.node, topology.place.local_rank)
+    found = Topology(node, ranks_per_node=topology.place.local_size)
+    node.Free()
+    return found
 
 
 def _asked(instances: Sequence[Any], cached: int) -> Callable[[int], Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from daso.comm.dtypes import byte_buffer
 from daso.flow.graph import MakeOptimizer
 from daso.plan.flows import Updates, age_factor
 
@@ -45,6 +46,7 @@ class Weights:
         self.optimizer = make(self.twins) if self.twins else None
         self.version = 0  # steps taken
         self._published = 0  # version that forward computes with
+        self._apart = False  # whether it does with others than the user's parameters
         self.ages: list[int] = [0, 0, 0]  # gradients, sum of their ages, the highest
         self._sums: list[torch.Tensor | None] = [None] * len(self.own)
         self._owned = [False] * len(self.own)  # whether a sum may be written to
@@ -105,9 +107,12 @@ class Weights:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.version += 1
-        since = set(self._since)
-        self.forget()
-        self._since = since
+        self._clear()
+
+    def _clear(self) -> None:
+        self._sums = [None] * len(self.own)
+        self._owned = [False] * len(self.own)
+        self._gathered = 0
 
     def _hand_over(self) -> None:
         for place, (twin, held) in enumerate(zip(self.twins, self._sums, strict=True)):
@@ -118,23 +123,24 @@ class Weights:
             if self._gathered > 1:
                 twin.grad.div_(self._gathered)
 
-    def forget(self) -> None:
-        """Drop what was gathered, of an epoch that failed."""
-        self._sums = [None] * len(self.own)
-        self._owned = [False] * len(self.own)
-        self._gathered = 0
+    def begin(self) -> None:
+        """Begin an epoch: what one that failed has left is dropped."""
+        self._clear()
         self._since.clear()
+        self.publish(in_use=False)
 
     @torch.no_grad()
-    def publish(self, *, in_use: bool) -> None:
+    def publish(self, *, in_use: bool, changed: bool = False) -> None:
         """Let forward compute with what the last steps made of the weights, where they are stashed.
 
         Args:
             in_use: Whether backwards with the weights until now are to come.
+            changed: Whether others wrote to the twins.
         """
-        if not self._stashes or (self._published == self.version and in_use):
+        is_new = self._published != self.version or changed
+        if not self._stashes or not (is_new or (self._apart and not in_use)):
             return
-        self._published = self.version
+        self._published, self._apart = self.version, in_use
         if in_use:
             new = {
                 id(p): nn.Parameter(twin.clone())
@@ -158,8 +164,7 @@ class Weights:
         """Return a hash of the parameters and buffers, between epochs."""
         found = hashlib.sha256()
         for tensor in (*self.module.parameters(), *self.module.buffers()):
-            flat = tensor.detach().cpu().contiguous().view(-1)
-            found.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+            found.update(byte_buffer(tensor.detach().cpu().contiguous().view(-1)))
         return found.hexdigest()[:16]
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,108 +5,52 @@ import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import index
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 
 from daso import trace
 from daso.comm.topology import Place
 from daso.errors import DasoError, FlowError
-from daso.flow.base import Base, Emit, Key, Pass, Payload, leaf
+from daso.flow.base import Base, Emit, Key, Pass
 from daso.flow.checks import Wiring
 from daso.flow.compute import Compute, Loss
-from daso.flow.graph import Node
-from daso.flow.messages import FINISHED, OVER, Message, Post
+from daso.flow.controller import Controller
+from daso.flow.graph import Edge, Node
+from daso.flow.messages import FINISHED, NO_TICKET, OVER, Message, Post, Ticket
 from daso.flow.routes import ROUTES, Route
 from daso.flow.weights import Weights
-from daso.plan.flows import Did, rank_of
+from daso.plan.flows import Did, homes, rank_of
 
-__all__ = ["Controller", "Worker", "behaviours"]
+__all__ = ["Watch", "Worker", "behaviours"]
+
+Ready = tuple[float, int, Message]  # urgency: less is sooner; number
 
 SPINS = 200  # looks in vain before the thread sleeps between them
 NAP_SECONDS = 5e-5
 LOOK_SECONDS = 0.1
+TOGETHER = 16  # messages, at most, that functions and losses are given without a look around
 
 
-@dataclass(slots=True)
-class Controller:
-    """Lets instances in, no more at once than may be.
+class Watch:
+    """Looks after a loop; this one does nothing."""
 
-    Args:
-        most: That may be under way.
-        count: Of all instances.
-        source: The node.
-    """
+    hears_all = False  # whether every rank is told of every instance
 
-    most: int
-    count: int
-    source: Node
-    admitted: int = 0
-    finished: int = 0
-    highest: int = 0  # that were under way at once
-    waiting: dict[int, int] = field(default_factory=dict)  # messages of each, that are to come back
+    def look(self, idle_seconds: float) -> None:
+        """Do what is to be done a few times a second.
 
-    @property
-    def is_over(self) -> bool:
-        """Whether all instances are finished."""
-        return self.finished == self.count
+        Args:
+            idle_seconds: Since a message came.
+        """
 
-    def may_admit(self) -> bool:
-        """Whether the next instance may come in."""
-        return self.admitted < self.count and len(self.waiting) < self.most
+    def is_due(self) -> bool:
+        """Return whether it is time to exchange, after one more instance was finished."""
+        return False
 
-    def admit(self, instance: Any) -> list[tuple[Key, Payload]]:
-        """Let the next instance in; return its messages."""
-        number = self.admitted
-        self.admitted += 1
-        messages = self._made(instance, number)
-        self.waiting[number] = len(messages)
-        self.highest = max(self.highest, len(self.waiting))
-        return messages
-
-    def _made(self, instance: Any, number: int) -> list[tuple[Key, Payload]]:
-        """Return what the source makes of an instance, checked."""
-        wanted = self.source.outputs[0]
-        try:
-            made = self.source.call(instance)
-            first = made if isinstance(made, Mapping) else {(): made}
-            messages = [
-                ((number, *map(index, state)), _payload(payload))
-                for state, payload in first.items()
-            ]
-        except Exception as error:
-            raise FlowError(
-                f"source {self.source.name!r} must make {wanted} tensors of an instance, or a dict "
-                f"to such from states, each a tuple of whole numbers, but failed for instance "
-                f"{number}: {type(error).__name__}: {error}"
-            ) from error
-        if not messages or any(len(payload) != wanted for _, payload in messages):
-            raise FlowError(
-                f"source {self.source.name!r} must make a message at least of every instance, with "
-                f"as many tensors as its outputs say, {wanted}, but of instance {number} it made "
-                f"messages with {[len(payload) for _, payload in messages]}"
-            )
-        return messages
-
-    def come_back(self, number: int) -> bool:
-        """A message of an instance came back; return whether it was the last."""
-        self.waiting[number] -= 1
-        if self.waiting[number]:
-            return False
-        del self.waiting[number]
-        self.finished += 1
-        return True
-
-
-def _payload(made: Any) -> Payload:
-    found = made if isinstance(made, tuple) else (made,)
-    for one in found:
-        if not isinstance(one, torch.Tensor):
-            raise TypeError(f"{one!r} is no tensor")
-    return tuple(map(leaf, found))
+    def exchange(self) -> None:
+        """Exchange with other flows."""
 
 
 class Worker:
@@ -120,7 +64,7 @@ class Worker:
         post: To and from the others; None: there are none.
         all_: What is the same for all nodes.
         controller: On the rank where instances come in.
-        look: Called a few times a second, with the seconds since a message came.
+        watch: Looks after the loop.
         shuffled: Draws messages in an order of its own, instead of gradients first.
     """
 
@@ -133,25 +77,30 @@ class Worker:
         post: Post | None,
         all_: Pass,
         controller: Controller | None,
-        look: Callable[[float], None],
+        watch: "Watch",
         shuffled: random.Random | None = None,
     ) -> None:
         self.nodes, self._wiring, self._ranks_of = nodes, wiring, ranks_of
-        self._rank, self._ranks, self._post = place.rank, place.size, post
-        self._all, self._controller, self._look = all_, controller, look
+        self._rank, self._post = place.rank, post
+        self._all, self._controller, self._watch = all_, controller, watch
         self._shuffled = shuffled
-        self._next = {(e.source, e.out): (e.target, e.into) for e in wiring.edges}
-        self._before = {(e.target, e.into): (e.source, e.out) for e in wiring.edges}
+        # From a node, backward or not, by a port: to which, and its port.
+        self._ways = {(e.source, False, e.out): (e.target, e.into) for e in wiring.edges}
+        self._ways |= {(e.target, True, e.into): _behind_conds(wiring, e) for e in wiring.edges}
         self._routes = {n: one for n, one in nodes.items() if isinstance(one, Route)}
         self._computes = {n: one for n, one in nodes.items() if isinstance(one, Compute)}
-        self._most = {n.index: n.more for n in wiring.nodes if n.kind == "layer" and n.more > 1}
-        self._ready: list[tuple[Any, int, Message]] = []  # a heap
-        self._together: dict[int, deque[Message]] = {node: deque() for node in self._most}
+        self._most = {(n.index, back): most for n in wiring.nodes for back, most in _together(n)}
+        self._ready: list[Ready] = []  # a heap
+        self._together: dict[tuple[int, bool], deque[Ready]] = {one: deque() for one in self._most}
         self._passing: deque[Message] = deque()  # through nodes that only show the way
         self._count = itertools.count()
         self._order: dict[tuple[int, Key], int] = {}  # of forwards, as they were computed here
         self._finished = 0  # instances, as far as this rank was told
+        self._told = [0] * place.size  # how many instances each rank was told to be finished
+        self._homes_of: dict[int, Sequence[int]] = {}  # ranks of each lane
+        self._tickets: dict[int, Ticket] = {}  # of instances that are under way here
         self._early: list[Message] = []  # of instances that came in after one not yet told of
+        self._due = 0  # batches of instances that are full
         self._over = False
         self._looks_at = 0.0
         self.log: list[Did] | None = None
@@ -170,12 +119,16 @@ class Worker:
                     self._post.send()
                 if not did:
                     self._wait()
+            if self._due:
+                self._exchange()
 
     def _take_step(self) -> bool:
         """Do one thing, if there is one."""
         if self._post is not None:
             for message in self._post.arrived():
                 self._deliver(message)
+        if self._due:
+            self._exchange()
         if self._controller is not None and self._control(self._controller):
             return True
         if self._ready:
@@ -186,12 +139,14 @@ class Worker:
     def _control(self, controller: Controller) -> bool:
         """Let an instance in, or find that all are finished."""
         if controller.is_over:
-            self._tell(OVER, (0,))
+            for rank in range(1, len(self._told)):
+                self._put(rank, OVER, (0,))
             self._over = True
         elif controller.may_admit():
-            after = controller.finished
-            for key, payload in controller.admit(self._all.instances(controller.admitted)):
-                self._send_on(self._wiring.source, (False, 0, key, payload), after)
+            messages = controller.admit(self._all.instances(controller.admitted))
+            ticket = self._ticket(controller.lane_of[-1])
+            for key, payload in messages:
+                self._send_on(self._wiring.source, (False, 0, key, payload), ticket)
             self._pass()
         else:
             return False
@@ -217,7 +172,7 @@ class Worker:
     def _look_after(self, now: float, came_at: float) -> None:
         if now > self._looks_at:
             self._looks_at = now + LOOK_SECONDS
-            self._look(now - came_at)
+            self._watch.look(now - came_at)
 
     def waiting(self) -> list[str]:
         """Return what nodes of this rank wait for, for people."""
@@ -240,7 +195,7 @@ class Worker:
             self._over = True
         elif message.node == FINISHED:
             self._finish(message.key[0])
-        elif message.after > self._finished:
+        elif self._is_early(message.ticket):
             self._early.append(message)
         else:
             self._enter(message)
@@ -252,24 +207,24 @@ class Worker:
         if node not in self._computes:
             self._passing.append(message)
             return
-        if node in self._together and not message.back:
-            self._together[node].append(message)
-        heapq.heappush(self._ready, (self._urgency(message), next(self._count), message))
+        ready = (self._urgency(message), next(self._count), message)
+        if (waiting := self._together.get((node, message.back))) is not None:
+            waiting.append(ready)
+            if len(waiting) > 1:  # it is taken along with the first
+                return
+        heapq.heappush(self._ready, ready)
 
-    def _urgency(self, message: Message) -> Any:
-        if self._shuffled is not None:
-            return self._shuffled.random()
+    def _urgency(self, message: Message) -> float:
         # Gradients first, and of these what was computed last: as autograd does in one graph.
-        if message.back:
-            return -1 - self._order.pop((message.node, message.key), 0)
-        return 1
+        order = -1 - self._order.pop((message.node, message.key), 0) if message.back else 1
+        return order if self._shuffled is None else self._shuffled.random()
 
     def _pass(self) -> None:
         while self._passing:
             self._go_through(self._passing.popleft())
 
     def _go_through(self, message: Message) -> None:
-        node, back, port, key, payload, after = message
+        node, back, port, key, payload, ticket = message
         one = self._routes.get(node)
         if one is None:
             self._come_back(key[0])  # to the source
@@ -277,64 +232,66 @@ class Worker:
         try:
             emits = one.backward(port, key, payload) if back else one.forward(port, key, payload)
         except Exception as error:
-            self._fail(message, error)
+            self._fail([message], error)
         for emit in emits:
-            self._send_on(node, emit, after)
+            self._send_on(node, emit, ticket)
 
     def _take(self, message: Message) -> None:
-        """Compute a message, and those that wait for the same layer if it takes several."""
-        messages = [message]
-        if message.node in self._together and not message.back:
-            waiting = self._together[message.node]
-            messages = [
-                waiting.popleft() for _ in range(min(len(waiting), self._most[message.node]))
-            ]
-            if not messages:  # it was taken along before
-                return
+        """Compute a message, and those that wait for the same node if it takes several."""
+        messages, what = [message], (message.node, message.back)
+        if what in self._together:
+            waiting = self._together[what]
+            messages = [waiting.popleft()[2] for _ in range(min(len(waiting), self._most[what]))]
+            if waiting:
+                heapq.heappush(self._ready, waiting[0])
         self.compute(messages)
 
     def compute(self, messages: Sequence[Message]) -> None:
-        """Compute messages of one node together; gradients one by one."""
+        """Compute messages of one node together."""
         start = time.perf_counter()
         node, back = messages[0].node, messages[0].back
         one = self._computes[node]
         keys = [message.key for message in messages]
+        payloads = [message.payload for message in messages]
         try:
             if back:
-                emits = one.backward(keys[0], messages[0].payload)
+                emits = one.backward(keys, payloads)
             else:
-                for key in keys:
-                    self._order[node, key] = next(self._count)
-                emits = one.forward(keys, [message.payload for message in messages])
+                if not isinstance(one, Loss):  # to which nothing comes back
+                    self._order.update(((node, key), next(self._count)) for key in keys)
+                emits = one.forward(keys, payloads)
         except Exception as error:
-            self._fail(messages[0], error)
+            self._fail([m for m in messages if m.key == one.at] or messages, error)
         if self.log is not None:
             self.log.append(Did(node, back, tuple(keys)))
-        after = max(message.after for message in messages)
-        for emit in emits:
-            self._send_on(node, emit, after)
+        tickets = self._tickets
+        tickets.update((message.key[0], message.ticket) for message in messages)
+        for emit in emits:  # perhaps of messages that came before
+            self._send_on(node, emit, tickets[emit[2][0]])
         self._pass()
         now = time.perf_counter()
         self.busy_seconds += now - start
         self._look_after(now, now)
         trace.record(trace.BACKWARD if back else trace.FORWARD, start, key=node)
 
-    def _fail(self, message: Message, error: Exception) -> NoReturn:
-        """Say which node failed."""
+    def _fail(self, messages: Sequence[Message], error: Exception) -> NoReturn:
+        """Say which node failed, for one of these messages."""
         if isinstance(error, DasoError):
             raise error
+        message, *others = messages
+        more = f", or one of {len(others)} more that were computed with it" if others else ""
         node = self._wiring.nodes[message.node]
         way = "backward" if message.back else "forward"
         raise FlowError(
             f"{node.kind} {node.name!r} must not fail, but its {way} did, for instance "
-            f"{message.key[0]}, state {message.key[1:]}: {type(error).__name__}: {error}"
+            f"{message.key[0]}, state {message.key[1:]}{more}: {type(error).__name__}: {error}"
         ) from error
 
-    def _send_on(self, node: int, emit: Emit, after: int) -> None:
+    def _send_on(self, node: int, emit: Emit, ticket: Ticket) -> None:
         back, port, key, payload = emit
-        to, into = (self._before if back else self._next)[node, port]
-        message = Message(to, back, into, key, payload, after)
-        if self._post is None or (rank := rank_of(self._ranks_of[to], key[0])) == self._rank:
+        to, into = self._ways[node, back, port]
+        message = Message(to, back, into, key, payload, ticket)
+        if self._post is None or (rank := rank_of(self._ranks_of[to], ticket.lane)) == self._rank:
             self._enter(message)
         else:
             self._post.put(rank, message)
@@ -345,24 +302,75 @@ class Worker:
         controller = self._controller
         assert controller is not None
         if controller.come_back(number):
-            self._tell(FINISHED, (number,))
-            self._finish(number)
+            self._tell_finished(number, controller.lane_of[number])
+
+    def _tell_finished(self, number: int, lane: int) -> None:
+        """Tell the ranks that have to do with it."""
+        for rank in self._homes(lane):
+            self._told[rank] += 1
+            if rank == self._rank:
+                self._finish(number)
+            else:
+                self._put(rank, FINISHED, (number,))
+
+    def _homes(self, lane: int) -> Sequence[int]:
+        if lane not in self._homes_of:
+            everybody = range(len(self._told))
+            found = everybody if self._watch.hears_all else homes(self._ranks_of, lane)
+            self._homes_of[lane] = found
+        return self._homes_of[lane]
+
+    def _ticket(self, lane: int) -> Ticket:
+        return Ticket(lane, tuple(self._told[rank] for rank in self._homes(lane)))
+
+    def _is_early(self, ticket: Ticket) -> bool:
+        """Whether this rank is yet to be told of instances that a message comes after."""
+        return ticket.after[self._homes(ticket.lane).index(self._rank)] > self._finished
 
     def _finish(self, number: int) -> None:
         self._finished += 1
         if self.log is not None:
             self.log.append(Did(FINISHED, False, ((number,),)))
+        self._tickets.pop(number, None)
         for one in self._computes.values():
             one.finish(number)
+        self._due += self._watch.is_due()
         early, self._early = self._early, []
         for message in early:
             self._deliver(message)
 
-    def _tell(self, what: int, key: Key) -> None:
+    def _exchange(self) -> None:
+        """Let the flows of other nodes have part in what was learned; the other ranks go on."""
         if self._post is not None:
-            for rank in range(self._ranks):
-                if rank != self._rank:
-                    self._post.put(rank, Message(what, False, 0, key, (), 0))
+            self._post.send()  # or they would wait for this one, which waits for other nodes
+        for _ in range(self._due):
+            self._watch.exchange()
+        self._due = 0
+        for one in self._computes.values():
+            one.take_up()
+
+    def _put(self, rank: int, what: int, key: Key) -> None:
+        assert self._post is not None
+        self._post.put(rank, Message(what, False, 0, key, (), NO_TICKET))
+
+
+def _behind_conds(wiring: Wiring, edge: Edge) -> tuple[int, int]:
+    """Return where gradients go back to: a cond would only pass them on."""
+    while wiring.nodes[edge.source].kind == "cond":
+        edge = next(one for one in wiring.edges if one.target == edge.source)
+    return edge.source, edge.out
+
+
+def _together(node: Node) -> Sequence[tuple[bool, int]]:
+    """Return in which direction how many messages a node computes together at most.
+
+    Beside layers that may, those of which the gradients are the same, to the last bit.
+    """
+    if node.kind == "layer":
+        return [(False, node.more), (True, node.more)] if node.more > 1 else []
+    return {"loss": [(False, TOGETHER)], "function": [(False, TOGETHER), (True, TOGETHER)]}.get(
+        node.kind, []
+    )
 
 
 def behaviours(

@@ -4,6 +4,7 @@ The mechanism is that of AMPNet (arXiv 1705.09786): instances of different shape
 once, and each part of the model updates its own weights when it has gathered enough gradients.
 """
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -19,6 +20,9 @@ __all__ = [
     "age_factor",
     "check_copies",
     "check_count",
+    "choose_lane",
+    "count_lanes",
+    "homes",
     "place",
     "rank_of",
 ]
@@ -34,8 +38,8 @@ class Updates:
     Args:
         min_update_interval: After how many gradients of its own a part takes an optimizer step,
             with their mean.
-        unit: What counts as a gradient. ``"instance"``: all of a finished instance's together.
-            ``"message"``: each one, also in the middle of an instance's backward.
+        unit: What counts as a gradient. ``"instance"``: all of an instance's, when it is finished;
+            the step takes what has come by then of others under way too. ``"message"``: each one.
         weights: What backward computes with. ``"current"``: the weights of that moment.
             ``"stashed"``: those that forward computed with, of which copies are kept (PipeDream).
         damped: Divide a gradient by one more than its age, in updates since its forward.
@@ -95,9 +99,30 @@ class Edge(NamedTuple):
     weight: float  # how much
 
 
-def rank_of(ranks: Sequence[int], instance: int) -> int:
-    """Return which of a node's ranks has an instance: always the same, so that messages meet."""
-    return ranks[instance % len(ranks)]
+def rank_of(ranks: Sequence[int], lane: int) -> int:
+    """Return which of a node's ranks an instance of a lane goes to."""
+    return ranks[lane % len(ranks)]
+
+
+def count_lanes(ranks_of: Sequence[Sequence[int]]) -> int:
+    """Return in how many ways instances can go through replicas: each stays on one, its lane."""
+    return math.lcm(*(len(ranks) for ranks in ranks_of))
+
+
+def homes(ranks_of: Sequence[Sequence[int]], lane: int) -> tuple[int, ...]:
+    """Return the ranks that have to do with instances of a lane, in their order."""
+    return tuple(sorted({rank_of(ranks, lane) for ranks in ranks_of}))
+
+
+def choose_lane(under_way: Sequence[int], admitted: int) -> int:
+    """Return the lane of the next instance: where fewest are under way, else in turn.
+
+    Args:
+        under_way: Instances of each lane.
+        admitted: That were let in so far.
+    """
+    lanes = range(len(under_way))
+    return min(lanes, key=lambda lane: (under_way[lane], (lane - admitted) % len(lanes)))
 
 
 def check_copies(count: object, ranks: int) -> None:
@@ -159,7 +184,7 @@ def place(
         placed[node] = tuple(sorted(order[:count]))
         for rank in placed[node]:
             load[rank] += seconds[node] / count
-    _follow(placed, near, len(seconds), ranks, single)
+    _follow(placed, near, len(seconds), single)
     return tuple(placed[node] for node in range(len(seconds)))
 
 
@@ -195,23 +220,30 @@ def _follow(
     placed: dict[int, tuple[int, ...]],
     near: Sequence[Sequence[tuple[int, float]]],
     nodes: int,
-    ranks: int,
     single: Container[int],
 ) -> None:
     """Place what takes no time: next to what it exchanges most with, as far as that is placed."""
     left = [node for node in range(nodes) if node not in placed]
     while left:
-        pulls = {node: _pull(near[node], placed, ranks) for node in left}
-        node = max(left, key=lambda one: (max(pulls[one]), -one))
+        # What exchanges most goes first, with all copies of its neighbour: then no message leaves
+        # its rank there.
+        best = {node: _nearest(near[node], placed) for node in left}
+        node = max(left, key=lambda one: (best[one][0], -one))
         left.remove(node)
-        # With all copies of the neighbour that pulls most: no message leaves its rank there.
-        best = max(
-            (other for other in near[node] if other[0] in placed),
-            key=lambda other: (other[1], -other[0]),
-            default=None,
-        )
-        homes = (0,) if best is None else placed[best[0]]
+        _, other = best[node]
+        homes = (0,) if other is None else placed[other]
         placed[node] = homes[:1] if node in single else homes
+
+
+def _nearest(
+    near: Sequence[tuple[int, float]], placed: Mapping[int, Sequence[int]]
+) -> tuple[float, int | None]:
+    """Return how much a node exchanges with the placed one with which it exchanges most."""
+    return max(
+        ((weight, other) for other, weight in near if other in placed),
+        key=lambda one: (one[0], -one[1]),
+        default=(-1.0, None),
+    )
 
 
 # --- what is logged -------------------------------------------------------------------------------
@@ -233,5 +265,6 @@ class Log:
     updates: Updates
     seed: int  # of random numbers in this epoch
     ranks_of: tuple[tuple[int, ...], ...]  # of every node
+    lanes: tuple[int, ...]  # of every instance; on the rank where these come in
     did: tuple[Did, ...]
     digests: tuple[tuple[int, str], ...]  # of the weights of this rank's nodes, after the epoch

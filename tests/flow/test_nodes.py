@@ -1392,7 +1392,7 @@ def test_an_epoch_says_what_happened(running):
 
 
 def test_progress_is_told(running, monkeypatch):
-    monkeypatch.setattr("daso.flow.runtime.PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr("daso.flow.watch.PROGRESS_SECONDS", 0.0)
     monkeypatch.setattr("daso.flow.worker.LOOK_SECONDS", 0.0)
     graph, start = started()
     graph.loss(square, graph.layer(Net().a, start))
@@ -1917,6 +1917,39 @@ def test_a_function_that_fails_is_named_with_instance_and_state(running, kind):
             graph.loss(square, port)
 
     failing(running, build, f"{kind} 'breaks'", "instance 0, state (2, 4)", "KeyError: 'token'")
+
+
+@pytest.mark.parametrize("kind", ["function", "loss"])
+def test_one_that_fails_among_some_that_wait_together_is_named(running, kind):
+    def fail(item, x):
+        if item.instance == 3:
+            raise KeyError("token")
+        return x.sum() if kind == "loss" else x
+
+    graph, start = started(lambda one: torch.full((2,), float(one)).requires_grad_())
+    made = getattr(graph, kind)(fail, start, name="breaks")
+    if kind == "function":
+        graph.loss(square, made)
+    words = (f"{kind} 'breaks'", "its forward did", "instance 3, state ()", "KeyError: 'token'")
+    with running(graph, max_active_keys=8) as runtime, refused(*words):
+        runtime.train_epoch(range(6))
+
+
+def test_gradients_of_what_shares_a_tensor_are_its_own(running):
+    """A function is given the same tensor with several states, together."""
+    net = nn.Linear(2, 2)
+    graph, start = started(lambda one: torch.full((2,), float(one + 1)))
+    states = graph.flatmap(lambda item: [(n,) for n in range(3)], graph.layer(net, start))
+    scaled = graph.function(lambda item, x: x * (item.state[0] + 1), states)
+    graph.loss(lambda item, x: x.sum(), scaled)
+    before = [p.detach().clone() for p in net.parameters()]
+    never = Updates(min_update_interval=10**9)
+    with running(graph, max_active_keys=4, updates=never) as runtime:
+        runtime.train_epoch(range(4))
+    # Each instance's output gets 1 + 2 + 3; the mean over instances of input (n + 1) is 2.5.
+    weight, bias = (b - p.detach() for b, p in zip(before, net.parameters(), strict=True))
+    assert torch.allclose(weight, torch.full((2, 2), 6 * 2.5))
+    assert torch.allclose(bias, torch.full((2,), 6.0))
 
 
 def test_why_a_module_failed_is_kept(running):

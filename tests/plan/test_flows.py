@@ -7,7 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daso.errors import ConfigError
-from daso.plan.flows import DIGITS, Edge, Updates, age_factor, check_count, place, rank_of
+from daso.plan.flows import (
+    DIGITS,
+    Edge,
+    Updates,
+    age_factor,
+    check_count,
+    choose_lane,
+    count_lanes,
+    homes,
+    place,
+    rank_of,
+)
 
 checked = settings(derandomize=True, max_examples=200, deadline=None)
 
@@ -123,24 +134,24 @@ def test_every_node_is_placed_as_it_must_be(flow):
     placed = place(*flow)
     assert len(placed) == len(seconds)
     assert placed[first] == (0,)
-    for node, homes in enumerate(placed):
-        assert homes
-        assert len(set(homes)) == len(homes)
-        assert set(homes) <= set(range(ranks))
+    for node, where in enumerate(placed):
+        assert where
+        assert len(set(where)) == len(where)
+        assert set(where) <= set(range(ranks))
         if node in fixed:
-            assert homes == fixed[node]
+            assert where == fixed[node]
         elif node in copies:
-            assert len(homes) == copies[node]
+            assert len(where) == copies[node]
         elif node in single:
-            assert len(homes) == 1
+            assert len(where) == 1
     assert place(*flow) == placed
 
 
 def loads_of(placed, seconds, ranks):
     loads = [0] * ranks
-    for homes, taken in zip(placed, seconds, strict=True):
-        for rank in homes:
-            loads[rank] += taken / len(homes)
+    for where, taken in zip(placed, seconds, strict=True):
+        for rank in where:
+            loads[rank] += taken / len(where)
     return loads
 
 
@@ -262,3 +273,35 @@ def test_more_replicas_than_ranks_are_refused(count):
 
 def test_on_one_rank_everything_is_there():
     assert place([1.0, 5.0, 0.0], [Edge(0, 1, 1.0)], 1, {1: 1}, 0, {}) == ((0,),) * 3
+
+
+def test_lanes_are_the_ways_through_replicas():
+    ranks_of = [(0,), (0, 1), (2, 3, 4), (5,)]
+    assert count_lanes(ranks_of) == 6
+    assert homes(ranks_of, 0) == (0, 2, 5)
+    assert homes(ranks_of, 5) == (0, 1, 4, 5)
+    assert count_lanes([(0,), (1,)]) == 1
+
+
+def test_the_next_instance_takes_the_lane_with_fewest_or_the_next_in_turn():
+    assert [choose_lane([0, 0, 0], admitted) for admitted in range(5)] == [0, 1, 2, 0, 1]
+    assert choose_lane([2, 1, 3], 0) == 1
+    assert choose_lane([1, 0, 0], 2) == 2
+    assert choose_lane([5], 7) == 0
+
+
+def test_what_takes_no_time_follows_its_replicas_however_many():
+    # A loop of 10 turns around a cell, after a source that is on rank 0.
+    source, begin, phi, cell, after = range(5)
+    edges = [
+        Edge(source, begin, 1.0),
+        Edge(begin, phi, 1.0),
+        Edge(phi, cell, 10.0),
+        Edge(cell, after, 10.0),
+        Edge(after, phi, 9.0),
+    ]
+    seconds = [0.0, 0.0, 0.0, 1.0, 0.0]
+    for ranks in (2, 16, 100):
+        placed = place(seconds, edges, ranks, {cell: ranks}, source, {}, {cell})
+        everywhere = tuple(range(ranks))
+        assert placed[cell] == placed[phi] == placed[after] == everywhere

@@ -135,3 +135,24 @@ def test_backlog_is_what_has_not_left(open_mailbox, topology):
         assert not mailbox.idle
     run(mailbox, topology, size - 1)
     assert mailbox.backlog_bytes == 0
+
+
+def test_a_few_looks_find_all_messages_that_came(topology):
+    comm, size = topology.world.Dup(), topology.place.size
+    way = Messages(comm)
+    if topology.place.rank > 0:
+        sent = [way.start(0, torch.full((64,), n, dtype=torch.uint8)) for n in range(20)]
+        while not all(done() for done in sent):
+            time.sleep(0.001)
+    everybody = comm.Ibarrier()
+    looks, came = 0, {rank: [] for rank in range(1, size)}
+    time.sleep(0.1)
+    while topology.place.rank == 0 and looks < 4:
+        looks += 1
+        for source, packet in way.arrived():
+            came[source].append(int(packet[0]))
+    if topology.place.rank == 0:
+        assert all(numbers == [*range(20)] for numbers in came.values()), came
+    everybody.Wait()
+    way.free()
+    comm.Free()

@@ -11,8 +11,20 @@ import torch
 
 from daso.comm.throttle import CopyLink
 from daso.errors import ConfigError
-from daso.run.bench import chunks, exchange, gpu, growth, memory, order, push, train
+from daso.run.bench import (
+    chunks,
+    exchange,
+    flow,
+    flow_courses,
+    gpu,
+    growth,
+    memory,
+    order,
+    push,
+    train,
+)
 from daso.run.bench.contenders import FIFO, INSIDE, PRIORITY
+from daso.run.bench.flow_contenders import BATCHES, EAGER
 from daso.run.bench.models import CASES, loss_of
 from daso.run.bench.names import COMPUTE
 from daso.run.bench.rivals import EVERYBODY, RIVALS, Rival, installed, must_be_installed
@@ -113,6 +125,9 @@ def bench(*words, timeout=100):
         (["time-to-accuracy", "--seeds=-1"], ["--seeds", "at least 1"]),
         (["time-to-accuracy", "--every=0"], ["--every", "at least 1"]),
         (["time-to-accuracy", "--link=fast"], ["rate of a link", "'fast'"]),
+        (["flow", "--at-once=2,x"], ["--at-once", "'2,x'"]),
+        (["flow", "--width=0"], ["--width", "at least 1"]),
+        (["flow", "--samples=0"], ["--samples", "at least 1"]),
         (["server", "--slow=0.5"], ["--slow", "from 1 up", "'0.5'"]),
         (["server", "--loss=0"], ["--loss", "more than 0"]),
         (["server", "--only=eager"], ["--only must be one of", "eager, unbounded"]),
@@ -361,6 +376,62 @@ def test_the_case_without_gain_has_figures_of_its_own(here):
     assert train.figures(tiny).keys() == {"step_ratio_no_gain", "step_ratio_ddp_no_gain"}
     other = {**run, "plan": {**run["plan"], "model": "gpt"}}
     assert train.figures(other).keys() == {"step_ratio_gpt_here", "step_ratio_ddp_gpt_here"}
+
+
+def test_flows_train_beside_plain_programs(tmp_path):
+    path = tmp_path / "flow.json"
+    small = ["--width=16", "--at-once=1,4", "--count=20", "--rounds=2", "--samples=40"]
+    words = ["--task=lists", "--task=trees", "--learn", "--seeds=1", "--epochs=1", "--every=20"]
+    done = bench("flow", *words, *small, f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    lists, trees = found["runs"]
+    for run, plain in ((lists, 4), (trees, 2)):
+        names = [row["name"] for row in run["rows"]]
+        flows = [name for name in names if name.startswith("flow, ")]
+        assert (names[0], len(names) - len(flows), len(flows)) == (EAGER, plain, 7)
+        assert all(len(row["seconds"]) == 2 for row in run["rows"])
+        assert run["rows"][0]["ratio"] == 1
+        assert flow.table(run) in done.stdout
+        assert [row["layout"] for row in run["checked"]] == ["replicas", "spread"]
+        assert all(row["predicted"] > 0 for row in run["checked"])
+    names = [row["name"] for row in lists["courses"]["rows"]]
+    assert names == [EAGER, BATCHES, "flow, replicas, 1 at once", "flow, replicas, 4 at once"]
+    for row in lists["courses"]["rows"]:
+        assert [at["instances"] for at in row["courses"][0]] == [20, 40]
+    assert trees["courses"] is None
+    assert set(found["figures"]) == {
+        "throughput_ratio_2_ranks",
+        "simulated_speedup_16_workers",
+        "list_reduction_accuracy",  # 97 % was not reached: no epochs to it
+        "throughput_ratio_2_ranks_trees",
+        "simulated_speedup_16_workers_trees",
+    }
+
+
+def test_epochs_to_an_accuracy_are_counted():
+    def course(*accuracies):
+        return [
+            {"instances": 10 * n, "seconds": 2.0 * n, "accuracy": accuracy}
+            for n, accuracy in enumerate(accuracies, 1)
+        ]
+
+    ours = "flow, replicas, 4 at once"
+    rows = [
+        {"name": EAGER, "courses": [course(0.5, 0.98), course(0.98), course(0.5, 0.5, 0.97)]},
+        {"name": ours, "courses": [course(0.5, 0.5, 0.99, 0.9)] * 3},
+    ]
+    plan = {"target": 0.97, "samples": 20, "tests": 5, "seeds": 3, "epochs": 2}
+    found = {"plan": plan, "whole": ours, "rows": rows}
+    figures = flow_courses.figures(found, "here")
+    assert figures["epochs_ratio"]["value"] == pytest.approx(30 / 20)
+    assert figures["seconds_ratio"]["value"] == pytest.approx(6 / 4)
+    assert figures["list_reduction_accuracy"]["value"] == 0.9
+    lines = flow_courses.table(found).splitlines()
+    assert lines[2].split()[-3:] == ["1.00", "4.0", "0.980"]
+    rows[1]["courses"][0] = course(0.5)
+    assert set(flow_courses.figures(found, "here")) == {"list_reduction_accuracy"}
+    assert flow_courses.table(found).splitlines()[3].split()[-3:] == ["-", "-", "0.900"]
 
 
 def test_the_mean_inside_a_node_is_measured(tmp_path):

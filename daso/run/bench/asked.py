@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "above_zero",
+    "counts",
     "links",
     "measured",
     "named",
@@ -82,6 +83,14 @@ def numbers(name: str, text: str) -> list[float]:
     if not found or not all(1 <= one < 1e6 for one in found):
         raise ConfigError(f"--{name} must be numbers from 1 up such as 3,1.5, not {text!r}")
     return found
+
+
+def counts(name: str, text: str) -> list[int]:
+    """Return whole numbers from 1 up that were asked for, by commas."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise ConfigError(f"--{name} must be numbers such as 1,2, not {text!r}")
+    return [int(word) for word in words]
 
 
 def rate(link: str) -> float:

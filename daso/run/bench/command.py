@@ -49,6 +49,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     _add_parts(add)
     _add_predict(add("predict", "what is predicted, beside what is then measured"))
     _add_server(add("server", "time to a loss where one rank is slower than the others"))
+    _add_flow(add("flow", "instances of any shape, many at once, beside plain programs"))
     _add_trace(add("trace", "what recording costs, and how well clocks are compared"))
     guard = add("guard", "a short run of all, its ratios beside the recorded ones")
     guard.add_argument(
@@ -114,6 +115,22 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=float, default=0.1, help="learning rate of SGD (0.1)")
     parser.add_argument("--momentum", type=float, default=0.0, help="of SGD (0)")
     parser.add_argument("--plot", type=Path, help="draw losses to this PNG")
+
+
+def _add_flow(parser: argparse.ArgumentParser) -> None:
+    tasks = ("lists", "trees", "deductions", "molecules")
+    parser.add_argument("--task", choices=tasks, action="append", help="several (all)")
+    parser.add_argument("--ranks", type=int, default=2, help="of this machine (2)")
+    parser.add_argument("--width", type=int, default=128, help="of states (128)")
+    usual = "1,2,4,8,16,32"
+    parser.add_argument("--at-once", default=usual, help=f"instances under way ({usual})")
+    parser.add_argument("--interval", type=int, default=16, help="instances of an update (16)")
+    parser.add_argument("--count", type=int, default=0, help="instances a round (400; quick 200)")
+    parser.add_argument("--learn", action="store_true", help="train lists to 97 % too, for minutes")
+    parser.add_argument("--seeds", type=int, default=0, help="trainings of each (3; quick 1)")
+    parser.add_argument("--epochs", type=int, default=0, help="of a training (6; quick 2)")
+    parser.add_argument("--samples", type=int, default=8000, help="lists to learn from (8000)")
+    parser.add_argument("--every", type=int, default=1000, help="instances between tests (1000)")
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ from daso.comm.topology import init
 from daso.run.bench import (
     chunks,
     exchange,
+    flow,
     gpu,
     growth,
     memory,
@@ -26,6 +27,7 @@ from daso.run.report import versions
 BENCHES = {
     "chunks": chunks,
     "exchange": exchange,
+    "flow": flow,
     "gpu": gpu,
     "gradient-order": order,
     "growth": growth,

@@ -121,15 +121,14 @@ def _gpu(chosen: argparse.Namespace) -> Measured:
     from daso.run.bench import gpu
     from daso.run.bench.hosts import run_here
 
-    words, models = chosen.ranks.split(","), (chosen.model,) if chosen.model else GPU_MODELS
-    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise ConfigError(f"--ranks must be numbers such as 1,2, not {chosen.ranks!r}")
+    counts = asked.counts("ranks", chosen.ranks)
+    models = (chosen.model,) if chosen.model else GPU_MODELS
     if set(models) & set(GPU_MODELS) and not torch.cuda.is_available():
         raise ConfigError(
             "this bench needs a CUDA device, but torch sees none; --model=tiny pretends one"
         )
     steps = 8 if chosen.quick else 16
-    for model, ranks in product(models, map(int, words)):
+    for model, ranks in product(models, counts):
         plan = asdict(gpu.Plan(model, asked.rounds(chosen), steps))
         one = run_here("gpu", plan, ranks=ranks, ranks_per_node=1)
         yield one, gpu.table(one) + "\n", gpu.figures(one)
@@ -237,6 +236,42 @@ def _trace(chosen: argparse.Namespace) -> Measured:
         yield one, tracing.table(one) + "\n", tracing.figures(one)
 
 
+def _flow(chosen: argparse.Namespace) -> Measured:
+    from daso.run.bench import flow
+    from daso.run.bench.hosts import run_here
+    from daso.run.bench.plain import MAKERS
+
+    quick, tasks = chosen.quick, chosen.task or list(MAKERS)
+    for name in ("count", "epochs", "seeds"):
+        usual = {"count": (200, 400), "epochs": (2, 6), "seeds": (1, 3)}[name]
+        setattr(chosen, name, getattr(chosen, name) or usual[0 if quick else 1])
+    asked.positive(chosen, "ranks", "width", "interval", "count", "epochs", "seeds")
+    asked.positive(chosen, "samples", "every")
+    at_once = asked.counts("at-once", chosen.at_once)
+    courses = {
+        "at_once": at_once,
+        "samples": chosen.samples,
+        "tests": 1000,
+        "epochs": chosen.epochs,
+        "every": chosen.every,
+        "seeds": chosen.seeds,
+        "target": 0.97,
+    }
+    for task in tasks:
+        learns = chosen.learn and task == "lists"
+        plan = flow.Plan(
+            task,
+            chosen.width,
+            at_once,
+            chosen.interval,
+            chosen.count,
+            asked.rounds(chosen),
+            courses if learns else None,
+        )
+        one = run_here("flow", asdict(plan), ranks=chosen.ranks, ranks_per_node=chosen.ranks)
+        yield one, flow.table(one) + "\n", flow.figures(one)
+
+
 def _guard(chosen: argparse.Namespace) -> Measured:
     from daso.run.bench import guard
 
@@ -266,6 +301,7 @@ RUNS: Mapping[str, Callable[[argparse.Namespace], Measured]] = {
     "push": _push,
     "server": _server,
     "node": _node,
+    "flow": _flow,
     "predict": _predict,
     "trace": _trace,
     "guard": _guard,

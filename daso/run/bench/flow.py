@@ -1,0 +1,272 @@
+"""Instances a second where the control flow depends on the instance, and what more ranks would do.
+
+All contenders train the same layers with the same optimizer, and take as many steps for so many
+instances: where layers have replicas, each steps after its share of an update's. Rounds alternate;
+those of plain programs are one process's, while the other ranks rest.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+import daso
+from daso.comm.packets import Messages
+from daso.comm.topology import Topology
+from daso.flow.checks import wire
+from daso.flow.messages import NO_TICKET, Message, Post
+from daso.flow.placement import Measured, placed
+from daso.run.bench import flow_courses
+from daso.run.bench.flow_contenders import (
+    EAGER,
+    LAYOUTS,
+    Contender,
+    alone,
+    flow_name,
+    make_contender,
+    plain_names,
+    rest,
+    seeded,
+)
+from daso.run.bench.plain import MAKERS
+from daso.run.bench.rounds import over, take_turns
+from daso.sim.flows import Costs, run_flow
+
+__all__ = ["Plan", "figures", "measure", "table"]
+
+WARMED_BY = 64  # instances
+MEASURED = 64  # instances that are simulated again and again
+PINGS = 300
+SIMULATED = (1, 2, 4, 8, 16)  # ranks
+SIMULATED_INSTANCES = 40  # of each rank
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured.
+
+    Args:
+        task: One of `daso.run.bench.plain.MAKERS`.
+        width: Of states.
+        at_once: Instances under way, of every flow.
+        interval: Instances of an update.
+        count: Instances of a round.
+        rounds: Of every contender.
+        courses: Whole trainings; None: none.
+    """
+
+    task: str
+    width: int
+    at_once: Sequence[int]
+    interval: int
+    count: int
+    rounds: int
+    courses: Mapping[str, Any] | None
+
+    @property
+    def most(self) -> int:
+        """Instances under way, of flows that are there once."""
+        return max(self.at_once)
+
+    @property
+    def names(self) -> list[str]:
+        """Contenders."""
+        return [
+            *plain_names(self.task),
+            *(flow_name("replicas", most) for most in self.at_once),
+            *(flow_name(layout, self.most) for layout in ("spread", "1 rank")),
+            *(flow_name(layout, self.most, batched=False) for layout in LAYOUTS),
+        ]
+
+
+def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
+    """Measure, simulate, train.
+
+    Returns:
+        Rows for JSON, the same on every rank.
+
+    Collective over the world; blocking.
+    """
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"plan": asdict(plan), "ranks": topology.place.size}
+    found |= _speeds(plan, topology)
+    found["courses"] = None
+    if plan.courses:
+        courses = flow_courses.Plan(plan.task, plan.width, plan.interval, **plan.courses)
+        found["courses"] = flow_courses.measure(courses, topology)
+    return found
+
+
+def _speeds(plan: Plan, topology: Topology) -> dict[str, Any]:
+    instances = MAKERS[plan.task](plan.count, seed=1)
+    contenders: dict[str, Contender] = {}
+    for name in plan.names:
+        contenders[name] = one = make_contender(
+            plan.task, name, plan.width, plan.interval, 0, topology
+        )
+        one.train(instances[:WARMED_BY])
+    seconds: dict[str, list[float]] = {name: [] for name in plan.names}
+    for name in take_turns(plan.names, plan.rounds):
+        rest(topology)
+        start = time.perf_counter()
+        contenders[name].train(instances)
+        seconds[name].append(topology.world.bcast(time.perf_counter() - start))
+    for one in contenders.values():
+        one.close()
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "seconds": taken,
+            "per_second": plan.count / statistics.median(taken),
+            "ratio": statistics.median(over(seconds[EAGER], taken)),
+        }
+        for name, taken in seconds.items()
+    ]
+    foretold = _foretold(plan, {row["name"]: row["per_second"] for row in rows}, topology)
+    return {"rows": rows, **foretold}
+
+
+# --- simulated ------------------------------------------------------------------------------------
+
+
+def _foretold(plan: Plan, measured: Mapping[str, float], topology: Topology) -> dict[str, Any]:
+    """Return what simulations say of the measured ranks, and of more.
+
+    One setting calibrates them: one rank. Messages are not batched there, nor here.
+    """
+    message_seconds = _crossing_seconds(plan.width, topology)
+    graph = seeded(plan.task, plan.width, 1, 0)
+    own = alone(topology)
+    runtime = daso.flow.Runtime(graph, torch.optim.SGD, topology=own)
+    nodes = runtime.measure(MAKERS[plan.task](MEASURED, seed=1), MEASURED)
+    runtime.close()
+    own.free()
+    nodes = topology.world.bcast(nodes)
+    single = measured[flow_name("1 rank", plan.most, batched=False)]
+    sums = sum(task.seconds for tasks in nodes.tasks for task in tasks) / len(nodes.tasks)
+    costs = Costs(message_seconds=message_seconds, stretch=1 / single / sums)
+    wiring = wire(graph)
+
+    def speed(layout: str, ranks: int, most: int) -> float:
+        where = _where(wiring, nodes, layout, ranks)
+        count = SIMULATED_INSTANCES * ranks
+        course = run_flow(nodes.tasks, where, ranks, count=count, most=most, costs=costs)
+        return course.instances_per_second
+
+    ranks = topology.place.size
+    checked = [
+        {
+            "layout": layout,
+            "measured": measured[flow_name(layout, plan.most, batched=False)],
+            "predicted": speed(layout, ranks, plan.most),
+        }
+        for layout in LAYOUTS[:2]
+    ]
+    simulated = [
+        {
+            "layout": layout,
+            "ranks": many,
+            "per_second": speed(layout, many, max(plan.most, 4 * many)),
+        }
+        for layout in ("spread", "heaviest replicated", "replicas")
+        for many in SIMULATED
+    ]
+    rest(topology)
+    return {"costs": asdict(costs), "checked": checked, "simulated": simulated}
+
+
+def _where(wiring: Any, nodes: Measured, layout: str, ranks: int) -> Sequence[Sequence[int]]:
+    seconds = nodes.seconds(len(wiring.nodes))
+    layers = [node.index for node in wiring.nodes if node.kind == "layer"]
+    copied = {
+        "spread": [],
+        "heaviest replicated": [max(layers, key=lambda layer: seconds[layer])],
+        "replicas": layers,
+    }[layout]
+    return placed(wiring, nodes, ranks, {}, dict.fromkeys(copied, ranks))
+
+
+def _crossing_seconds(width: int, topology: Topology) -> float:
+    """Return what a message between two ranks takes of each, as they send one to and fro."""
+    comm = topology.world.Dup()
+    post = Post(Messages(comm), torch.device("cpu"))
+    message = Message(0, False, 0, (0, 0), (torch.zeros(1, width),), NO_TICKET)
+    rank, found = topology.place.rank, 0.0
+    if rank < 2 <= topology.place.size:
+        start = time.perf_counter()
+        for turn in range(2 * PINGS):
+            if turn % 2 == rank:
+                post.put(1 - rank, message)
+                post.send()
+            else:
+                while not list(post.arrived()):
+                    pass
+        found = (time.perf_counter() - start) / (2 * PINGS) / 2
+        post.drain()
+    rest(topology)
+    comm.Free()
+    seconds: float = topology.world.bcast(found)
+    return seconds
+
+
+# --- said -----------------------------------------------------------------------------------------
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Return the rows as aligned lines."""
+    plan, ranks = found["plan"], found["ranks"]
+    lines = [
+        f"{plan['task']}, width {plan['width']}, {ranks} ranks of one machine, an update every "
+        f"{plan['interval']} instances",
+        f"{'':<44}{'instances/s':>12}{'over eager':>12}",
+    ]
+    lines += [
+        f"{row['name']:<44}{row['per_second']:>12.0f}{row['ratio']:>11.2f}x"
+        for row in found["rows"]
+    ]
+    lines += ["", f"{'simulated, unbatched':<24}{'measured':>10}{'predicted':>11}{'error':>8}"]
+    for row in found["checked"]:
+        error = row["predicted"] / row["measured"] - 1
+        lines.append(
+            f"{row['layout']:<24}{row['measured']:>10.0f}{row['predicted']:>11.0f}{error:>8.1%}"
+        )
+    lines += ["", f"{'speedup on ranks':<24}" + "".join(f"{many:>8}" for many in SIMULATED)]
+    for layout in dict.fromkeys(row["layout"] for row in found["simulated"]):
+        of = {r["ranks"]: r["per_second"] for r in found["simulated"] if r["layout"] == layout}
+        lines.append(f"{layout:<24}" + "".join(f"{of[many] / of[1]:>7.2f}x" for many in SIMULATED))
+    if found["courses"]:
+        lines += ["", flow_courses.table(found["courses"])]
+    return "\n".join(lines)
+
+
+def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the figures; those of lists have no task in their names."""
+    plan = found["plan"]
+    rows = {row["name"]: row["ratio"] for row in found["rows"]}
+    of = {(row["layout"], row["ranks"]): row["per_second"] for row in found["simulated"]}
+    conditions = (
+        f"{plan['task']}, width {plan['width']}, {found['ranks']} ranks of one machine, Adam every "
+        f"{plan['interval']} instances (of all replicas together), {max(plan['at_once'])} under way"
+    )
+    replicas = flow_name("replicas", max(plan["at_once"]))
+    suffix = "" if plan["task"] == "lists" else f"_{plan['task']}"
+    named = {
+        "throughput_ratio_2_ranks": (
+            rows[replicas],
+            "x instances/s of eager torch, instance by instance in one process; layers on both",
+        ),
+        "simulated_speedup_16_workers": (
+            of["replicas", 16] / of["replicas", 1],
+            "x instances/s of one worker; simulated from measured nodes, layers on all 16",
+        ),
+    }
+    figures = {
+        name + suffix: {"value": value, "unit": unit, "conditions": conditions}
+        for name, (value, unit) in named.items()
+    }
+    if found["courses"]:
+        figures |= flow_courses.figures(found["courses"], conditions)
+    return figures
