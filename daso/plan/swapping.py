@@ -1,52 +1,93 @@
 """What becomes of each unit's activations between forward and backward: keep, swap or recompute.
 
-A unit is some layers of which the first costs much to compute (a convolution, a product of
-matrices) and the rest little. What it saves for backward stays where it is, goes to a second,
-larger memory and comes back, or is dropped and computed once more. Decided before forward from
-measured bytes and times (US12645941B2; PoocH, arXiv 1907.05013), on virtual time: computing is one
-resource, the way to the second memory another.
+A unit is some operations of which the first costs much to compute (a convolution, a product of
+matrices) and the rest little. Of what it saves for backward, its head is what the first made, and
+its tail what the others made of that. Both stay where they are, or go to a second, larger memory
+and come back, or the tail is dropped and computed once more; then its head stays, or goes and
+comes back. Decided before forward from measured bytes and times (US12645941B2; PoocH, arXiv
+1907.05013), on virtual time: computing is one resource, the way to the second memory another.
+
+What comes out is not only who goes, but also when: by which unit copies must have ended, and with
+which they begin to come back. Whoever follows it never has more bytes at once than were foretold,
+however fast copies are.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import product
 from typing import NamedTuple
 
 from daso.errors import ConfigError
 
 __all__ = [
+    "BOTH",
     "EXACT_MOST",
+    "KEEP",
     "POLICIES",
+    "RECOMPUTE",
+    "SWAP",
+    "WAYS",
     "Course",
+    "Group",
     "Link",
+    "Part",
     "Plan",
     "Unit",
     "choose",
+    "fate",
     "floor",
     "foretell",
+    "parts",
 ]
 
-KEEP, SWAP, RECOMPUTE = "keep", "swap", "recompute"
-WAYS = (KEEP, SWAP, RECOMPUTE)
-EXACT_MOST = 10  # units of which all plans are tried
+KEEP, SWAP, RECOMPUTE, BOTH = "keep", "swap", "recompute", "recompute_swap"
+WAYS = (KEEP, SWAP, RECOMPUTE, BOTH)
+EXACT_MOST = 7  # units of which all plans are tried
+
+
+class Group(NamedTuple):
+    """What a unit saves, and goes one way.
+
+    Args:
+        nbytes: How much.
+        leaves: Unit after whose forward no operation reads it.
+        returns: The last unit in whose backward it is read, or something recomputed from it;
+            backward comes to that first.
+    """
+
+    nbytes: int
+    leaves: int
+    returns: int
 
 
 class Unit(NamedTuple):
     """What is known of a unit.
 
     Args:
-        nbytes: Saved for backward, and free to go: it can come back or be recomputed.
-        fixed_bytes: Saved besides, that stays: what it would be recomputed from.
-        forward_seconds: Of all its layers.
+        head: What its first operation saves, and all else that cannot be recomputed.
+        tail: What can be recomputed from heads.
+        forward_seconds: Of all its operations.
         backward_seconds: Likewise.
-        recompute_seconds: Of what makes ``nbytes`` out of ``fixed_bytes``.
+        recompute_seconds: Of what makes its tail out of heads.
+        forward_bytes: That are there besides heads and tails during its forward, at most.
+        backward_bytes: Likewise, during its backward.
     """
 
-    nbytes: int
-    fixed_bytes: int
+    head: Group
+    tail: Group
     forward_seconds: float
     backward_seconds: float
     recompute_seconds: float
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+
+
+class Part(NamedTuple):
+    """One of the two groups of a unit."""
+
+    unit: int
+    name: str  # head or tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +108,26 @@ class Link:
 
 
 class Course(NamedTuple):
-    """What a plan would come to.
+    """What a plan would come to, and when copies begin and must have ended.
 
     Args:
         seconds: Forward and backward of all units.
-        peak_bytes: Of activations, at most.
+        peak_bytes: At most.
         swapped_bytes: To the second memory.
+        stalled_seconds: Of ``seconds``, in which nothing was computed.
+        there: Bytes, at most, in each moment: forward of the first unit to the last, then backward
+            of the last to the first. What leaves counts until it is waited for.
+        waits: What must have left before each moment.
+        fetches: What begins to come back before each moment.
     """
 
     seconds: float
     peak_bytes: int
     swapped_bytes: int
+    stalled_seconds: float
+    there: tuple[int, ...]
+    waits: tuple[tuple[Part, ...], ...]
+    fetches: tuple[tuple[Part, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +135,7 @@ class Plan:
     """What becomes of each unit.
 
     Args:
-        ways: ``"keep"``, ``"swap"`` or ``"recompute"``, of each.
+        ways: One of `WAYS`, of each.
         course: What that comes to.
     """
 
@@ -93,11 +143,38 @@ class Plan:
     course: Course
 
 
+def parts(units: Sequence[Unit]) -> Iterator[tuple[Part, Group]]:
+    """Iterate over all groups that are not empty, in the order of forward."""
+    for number, unit in enumerate(units):
+        for name in ("head", "tail"):
+            group: Group = getattr(unit, name)
+            if group.nbytes:
+                yield Part(number, name), group
+
+
+def fate(way: str, name: str) -> str:
+    """Return what becomes of one group of a unit: keep, swap or recompute."""
+    if way == BOTH:
+        return SWAP if name == "head" else RECOMPUTE
+    return KEEP if way == RECOMPUTE and name == "head" else way
+
+
 def floor(units: Sequence[Unit]) -> int:
-    """Return the bytes below which no plan can go: what stays of units so far, and one unit's."""
-    fixed = accumulate(unit.fixed_bytes for unit in units)
-    sums = (stay + unit.nbytes for stay, unit in zip(fixed, units, strict=True))
-    return max(sums, default=0)
+    """Return the bytes below which no plan can go: what a unit reads and makes, and works with."""
+    return max(_least(units), default=0)
+
+
+def _least(units: Sequence[Unit]) -> Iterator[int]:
+    """Iterate over the least of each unit's forward and backward."""
+    forward, backward = [0] * len(units), [0] * len(units)
+    for part, group in parts(units):
+        for number in range(part.unit, group.leaves + 1):
+            forward[number] += group.nbytes
+        for number in range(part.unit, group.returns + 1):
+            backward[number] += group.nbytes
+    for number, unit in enumerate(units):
+        yield forward[number] + unit.forward_bytes
+        yield backward[number] + unit.backward_bytes
 
 
 # --- on virtual time ------------------------------------------------------------------------------
@@ -108,47 +185,71 @@ class _Time:
 
     Args:
         units: All.
+        ways: Of each.
         capacity: Bytes that may be there at once.
         link: To the second memory.
     """
 
-    def __init__(self, units: Sequence[Unit], capacity: float, link: Link) -> None:
+    def __init__(
+        self, units: Sequence[Unit], ways: Sequence[str], capacity: float, link: Link
+    ) -> None:
         self.units, self.capacity, self.link = units, capacity, link
         self.now = 0.0  # of computing
         self.copied = 0.0  # when the last copy ends
-        self.there = self.peak = self.swapped = 0
-        self.leaving: list[tuple[float, int]] = []  # when copies end, and what they free
+        self.stalled = 0.0
+        self.there = self.swapped = 0
+        self.leaving: deque[tuple[Part, float, int]] = deque()  # when copies end, what they free
+        self.groups = dict(parts(units))
+        self.fates = {part: fate(ways[part.unit], part.name) for part in self.groups}
+        self.moments: list[int] = []
+        self.waits: list[list[Part]] = [[] for _ in range(2 * len(units))]
+        self.fetches: list[list[Part]] = [[] for _ in range(2 * len(units))]
 
-    def compute(self, seconds: float) -> None:
-        """Compute for some time."""
-        self.now += seconds
+    def wait(self, until: float) -> None:
+        """Compute nothing until then."""
+        if until > self.now:
+            self.stalled += until - self.now
+            self.now = until
 
-    def take(self, nbytes: int) -> bool:
-        """Make room and take it; return whether there can be so much."""
-        self.free()
+    def make_room(self, nbytes: int) -> bool:
+        """Wait for copies until there is room; return whether there can be.
+
+        What may have left counts unless it is waited for: copies may take longer than was foretold.
+        """
         while self.there + nbytes > self.capacity:
             if not self.leaving:
                 return False
-            self.now = max(self.now, self.leaving[0][0])  # wait for a copy
-            self.free()
-        self.there += nbytes
-        self.peak = max(self.peak, self.there)
+            self.end_copy()
         return True
 
-    def free(self) -> None:
-        """Forget what has left."""
-        while self.leaving and self.leaving[0][0] <= self.now:
-            self.there -= self.leaving.pop(0)[1]
+    def end_copy(self) -> None:
+        """Wait for the oldest copy."""
+        part, ends, freed = self.leaving.popleft()
+        self.wait(ends)
+        self.there -= freed
+        self.waits[len(self.moments)].append(part)
 
     def copy(self, nbytes: int) -> float:
         """Begin a copy as soon as the link is free; return when it ends."""
         self.copied = max(self.copied, self.now) + self.link.seconds(nbytes)
         return self.copied
 
-    def send(self, nbytes: int) -> None:
-        """Let a unit's leave."""
-        self.swapped += nbytes
-        self.leaving.append((self.copy(nbytes), nbytes))
+    def compute(self, seconds: float, working: int) -> None:
+        """Compute for some time, with bytes besides what is there."""
+        self.now += seconds
+        self.moments.append(self.there + working)
+
+    def course(self) -> Course:
+        """Return what it came to."""
+        return Course(
+            self.now,
+            max(self.moments, default=0),
+            self.swapped,
+            self.stalled,
+            tuple(self.moments),
+            tuple(map(tuple, self.waits)),
+            tuple(map(tuple, self.fetches)),
+        )
 
 
 def foretell(
@@ -159,49 +260,84 @@ def foretell(
     Args:
         units: In the order of forward.
         ways: Of each.
-        capacity: Bytes of activations that may be there at once.
+        capacity: Bytes that may be there at once.
         link: To the second memory.
     """
-    time = _Time(units, capacity, link)
-    for unit, way in zip(units, ways, strict=True):
-        if not time.take(unit.fixed_bytes + unit.nbytes):
-            return None
-        time.compute(unit.forward_seconds)
-        if way == SWAP:
-            time.send(unit.nbytes)
-        elif way == RECOMPUTE:
-            time.there -= unit.nbytes
-    return _back(time, units, ways)
+    time = _Time(units, ways, capacity, link)
+    if _forward(time) and _backward(time):
+        return time.course()
+    return None
 
 
-def _back(time: _Time, units: Sequence[Unit], ways: Sequence[str]) -> Course | None:
+def _forward(time: _Time) -> bool:
+    """Go through forward; return whether there is room."""
+    leaving = _by_unit(time, lambda group: group.leaves)
+    for number, unit in enumerate(time.units):
+        made = unit.head.nbytes + unit.tail.nbytes
+        if not time.make_room(made + unit.forward_bytes):
+            return False
+        time.there += made
+        time.compute(unit.forward_seconds, unit.forward_bytes)
+        for part in leaving[number]:
+            nbytes = time.groups[part].nbytes
+            if time.fates[part] == SWAP:
+                time.swapped += nbytes
+                time.leaving.append((part, time.copy(nbytes), nbytes))
+            elif time.fates[part] == RECOMPUTE:
+                time.there -= nbytes
+    return True
+
+
+def _by_unit(time: _Time, of: Callable[[Group], int]) -> list[list[Part]]:
+    found: list[list[Part]] = [[] for _ in time.units]
+    for part, group in time.groups.items():
+        found[of(group)].append(part)
+    return found
+
+
+def _backward(time: _Time) -> bool:
     """Go on with backward: what was swapped comes back as early as there is room."""
-    came: dict[int, float] = {}  # when each is there again
-    coming = [number for number in reversed(range(len(units))) if ways[number] == SWAP]
-    for number in reversed(range(len(units))):
-        unit, way = units[number], ways[number]
-        if way == RECOMPUTE and not time.take(unit.nbytes):
-            return None
-        while coming and (coming[0] == number or _has_room(time, ways, number, coming[0])):
-            one = coming.pop(0)
-            if not time.take(units[one].nbytes):
-                return None
-            came[one] = time.copy(units[one].nbytes)
-        if way == RECOMPUTE:
-            time.compute(unit.recompute_seconds)
-        time.now = max(time.now, came.get(number, 0.0))
-        time.compute(unit.backward_seconds)
-        time.there -= unit.nbytes + unit.fixed_bytes
-    return Course(time.now, time.peak, time.swapped)
+    returning = _by_unit(time, lambda group: group.returns)
+    swapped = (part for part, fate in time.fates.items() if fate == SWAP)
+    coming = deque(sorted(swapped, key=lambda part: (-time.groups[part].returns, -part.unit)))
+    came: dict[Part, float] = {}  # when each is there again
+    for number in reversed(range(len(time.units))):
+        unit = time.units[number]
+        while time.leaving and time.leaving[0][1] <= time.now:
+            time.end_copy()
+        again = [part for part in returning[number] if time.fates[part] == RECOMPUTE]
+        due = [part for part in returning[number] if time.fates[part] == SWAP]
+        due = [part for part in due if part not in came]
+        nbytes = sum(time.groups[part].nbytes for part in (*again, *due))
+        if not time.make_room(nbytes + unit.backward_bytes):
+            return False
+        time.there += nbytes
+        while coming and (coming[0] in due or _has_room(time, returning, number, coming[0])):
+            part = coming.popleft()
+            if part not in due:
+                time.there += time.groups[part].nbytes
+            came[part] = time.copy(time.groups[part].nbytes)
+            time.fetches[len(time.moments)].append(part)
+        time.wait(max((came[part] for part in returning[number] if part in came), default=0.0))
+        seconds = sum(time.units[part.unit].recompute_seconds for part in again)
+        time.compute(seconds + unit.backward_seconds, unit.backward_bytes)
+        time.there -= unit.head.nbytes + unit.tail.nbytes
+    return True
 
 
-def _has_room(time: _Time, ways: Sequence[str], at: int, early: int) -> bool:
-    """Return whether a unit may come back before it is needed, and leave room for those between."""
-    time.free()
-    between = (
-        time.units[number].nbytes for number in range(early + 1, at) if ways[number] == RECOMPUTE
-    )
-    return time.there + time.units[early].nbytes + max(between, default=0) <= time.capacity
+def _has_room(time: _Time, returning: Sequence[Sequence[Part]], at: int, early: Part) -> bool:
+    """Return whether a group may come back before it is needed, and leave room for all between."""
+    group = time.groups[early]
+    there = time.there + group.nbytes
+    for number in range(at, group.returns, -1):
+        unit = time.units[number]
+        if number < at:
+            again = (part for part in returning[number] if time.fates[part] == RECOMPUTE)
+            there += sum(time.groups[part].nbytes for part in again)
+        if there + unit.backward_bytes > time.capacity:
+            return False
+        there -= unit.head.nbytes + unit.tail.nbytes
+    return True
 
 
 # --- who decides ----------------------------------------------------------------------------------
@@ -230,19 +366,20 @@ def _kept_from_the_end(ways: Ways, try_: Try) -> Ways:
 
 
 def _patent(units: Sequence[Unit], try_: Try) -> Ways:
-    """Recompute the units with most to swap, as far as an allocation goes; swap the others.
+    """Recompute the units with most to recompute, as far as an allocation goes; swap the others.
 
-    The allocation is the one of some that comes out fastest.
+    The allocation is the one of some that comes out fastest; heads of those that are recomputed
+    stay or go.
     """
-    some = (one for one, unit in enumerate(units) if unit.nbytes)
-    order = sorted(some, key=lambda one: (-units[one].nbytes, one))
-    whole = sum(unit.nbytes for unit in units)
+    some = (one for one, unit in enumerate(units) if unit.tail.nbytes)
+    order = sorted(some, key=lambda one: (-units[one].tail.nbytes, one))
+    whole = sum(unit.tail.nbytes for unit in units)
     found: list[tuple[float, Ways]] = []
-    for part in range(ALLOCATIONS + 1):
+    for part, way in product(range(ALLOCATIONS + 1), (RECOMPUTE, BOTH)):
         ways, total = [SWAP] * len(units), 0
         for one in order:
-            if (total + units[one].nbytes) * ALLOCATIONS <= whole * part:
-                ways[one], total = RECOMPUTE, total + units[one].nbytes
+            if (total + units[one].tail.nbytes) * ALLOCATIONS <= whole * part:
+                ways[one], total = way, total + units[one].tail.nbytes
         kept = _kept_from_the_end(tuple(ways), try_)
         course = try_(kept)
         if course is not None:
@@ -250,7 +387,7 @@ def _patent(units: Sequence[Unit], try_: Try) -> Ways:
     return min(found)[1] if found else (SWAP,) * len(units)
 
 
-ALLOCATIONS = 8  # that are tried: so many parts of all that could be swapped
+ALLOCATIONS = 8  # that are tried: so many parts of all that could be recomputed
 
 
 def _pooch(units: Sequence[Unit], try_: Try) -> Ways:
@@ -260,24 +397,25 @@ def _pooch(units: Sequence[Unit], try_: Try) -> Ways:
     if not courses:
         return starts[0]
     seconds, ways = min(courses)
-    while True:
-        changed = [
-            (course.seconds, other)
-            for other in _one_changed(ways)
-            if (course := try_(other)) is not None and course.seconds < seconds
-        ]
-        if not changed:
-            return ways
-        seconds, ways = min(changed)
+    better = True
+    while better:
+        better = False
+        for other in _one_changed(ways):
+            course = try_(other)
+            if course is not None and course.seconds < seconds * (1 - WORTHWHILE):
+                seconds, ways, better = course.seconds, other, True
+                break
+    return ways
 
 
-def _one_changed(ways: Ways) -> Sequence[Ways]:
-    return [
-        (*ways[:number], other, *ways[number + 1 :])
-        for number, way in enumerate(ways)
-        for other in WAYS
-        if other != way
-    ]
+WORTHWHILE = 1e-6  # part of the time that a change must save
+
+
+def _one_changed(ways: Ways) -> Iterator[Ways]:
+    for number, way in enumerate(ways):
+        for other in WAYS:
+            if other != way:
+                yield (*ways[:number], other, *ways[number + 1 :])
 
 
 def _exact(units: Sequence[Unit], try_: Try) -> Ways:
@@ -296,6 +434,7 @@ STARTS: Mapping[str, Policy] = {
     "all_recompute": _all(RECOMPUTE),
     "keep_late_swap": _keep_late(SWAP),
     "keep_late_recompute": _keep_late(RECOMPUTE),
+    "keep_late_both": _keep_late(BOTH),
     "patent": _patent,
 }
 POLICIES: Mapping[str, Policy] = {
@@ -310,7 +449,7 @@ def choose(units: Sequence[Unit], capacity: float, link: Link, policy: str = "po
 
     Args:
         units: In the order of forward.
-        capacity: Bytes of activations that may be there at once.
+        capacity: Bytes that may be there at once.
         link: To the second memory.
         policy: One of `POLICIES`.
 
