@@ -72,6 +72,7 @@ class Unit(NamedTuple):
         recompute_seconds: Of what makes its tail out of heads.
         forward_bytes: That are there besides heads and tails during its forward, at most.
         backward_bytes: Likewise, during its backward.
+        recompute_bytes: That are there besides while its tail is made again.
     """
 
     head: Group
@@ -81,6 +82,7 @@ class Unit(NamedTuple):
     recompute_seconds: float
     forward_bytes: int = 0
     backward_bytes: int = 0
+    recompute_bytes: int = 0
 
 
 class Part(NamedTuple):
@@ -309,7 +311,8 @@ def _backward(time: _Time) -> bool:
         due = [part for part in returning[number] if time.fates[part] == SWAP]
         due = [part for part in due if part not in came]
         nbytes = sum(time.groups[part].nbytes for part in (*again, *due))
-        if not time.make_room(nbytes + unit.backward_bytes):
+        working = unit.backward_bytes + _again_bytes(time, again)
+        if not time.make_room(nbytes + working):
             return False
         time.there += nbytes
         while coming and (coming[0] in due or _has_room(time, returning, number, coming[0])):
@@ -320,9 +323,13 @@ def _backward(time: _Time) -> bool:
             time.fetches[len(time.moments)].append(part)
         time.wait(max((came[part] for part in returning[number] if part in came), default=0.0))
         seconds = sum(time.units[part.unit].recompute_seconds for part in again)
-        time.compute(seconds + unit.backward_seconds, unit.backward_bytes)
+        time.compute(seconds + unit.backward_seconds, working)
         time.there -= unit.head.nbytes + unit.tail.nbytes
     return True
+
+
+def _again_bytes(time: _Time, again: Sequence[Part]) -> int:
+    return max((time.units[part.unit].recompute_bytes for part in again), default=0)
 
 
 def _has_room(time: _Time, returning: Sequence[Sequence[Part]], at: int, early: Part) -> bool:
@@ -331,10 +338,10 @@ def _has_room(time: _Time, returning: Sequence[Sequence[Part]], at: int, early: 
     there = time.there + group.nbytes
     for number in range(at, group.returns, -1):
         unit = time.units[number]
+        again = [part for part in returning[number] if time.fates[part] == RECOMPUTE]
         if number < at:
-            again = (part for part in returning[number] if time.fates[part] == RECOMPUTE)
             there += sum(time.groups[part].nbytes for part in again)
-        if there + unit.backward_bytes > time.capacity:
+        if there + unit.backward_bytes + _again_bytes(time, again) > time.capacity:
             return False
         there -= unit.head.nbytes + unit.tail.nbytes
     return True

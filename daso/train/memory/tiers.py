@@ -1,0 +1,260 @@
+"""Second memories: where storages go between forward and backward."""
+
+import ctypes
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from daso.comm.copies import Copies
+from daso.comm.cuda import CudaCopies
+from daso.errors import ConfigError
+
+__all__ = ["FileTier", "HostTier", "Tier", "Wait", "measure", "open_tier"]
+
+Wait = Callable[[], None]
+SECONDS_BETWEEN_LOOKS = 5e-5
+
+
+class Tier(Protocol):
+    """A second memory. Copies to and from it do not block; they end in the order they began."""
+
+    def lease(self, nbytes: int) -> int:
+        """Take some of it; return where it begins."""
+        ...
+
+    def release(self, at: int, nbytes: int) -> None:
+        """Give what was taken back."""
+        ...
+
+    def out(self, source: torch.Tensor, at: int) -> Wait:
+        """Begin to copy a row of bytes there; return what blocks until it is.
+
+        Args:
+            source: (nbytes, uint8); must not be changed before.
+            at: Where it begins there.
+        """
+        ...
+
+    def back(self, target: torch.Tensor, at: int) -> Wait:
+        """Begin to copy from there into a row of bytes; return what blocks until it is.
+
+        Args:
+            target: (nbytes, uint8); must not be used before.
+            at: Where it begins there.
+        """
+        ...
+
+    def close(self) -> None:
+        """End all copies and give the memory back; idempotent."""
+        ...
+
+
+class _Leases:
+    """Parts of something that grows, given out and taken back.
+
+    Parts that were given back go to whoever asks for as many bytes, as one training step after the
+    other does.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._free: dict[int, list[int]] = {}
+
+    def lease(self, nbytes: int) -> int:
+        free = self._free.get(nbytes)
+        if free:
+            return free.pop()
+        self.size += nbytes
+        return self.size - nbytes
+
+    def release(self, at: int, nbytes: int) -> None:
+        self._free.setdefault(nbytes, []).append(at)
+
+
+class FileTier:
+    """A file, which has no name: it is gone with the process.
+
+    Args:
+        folder: In which it is made; should lie on a disk that is local and fast.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            handle, path = tempfile.mkstemp(prefix="daso-swap-", dir=folder)
+        except OSError as error:
+            raise ConfigError(
+                f"the second memory must be a folder that can be written to, but {folder} is not: "
+                f"{error.strerror}; name another with second='file:FOLDER'"
+            ) from error
+        os.unlink(path)  # noqa: PTH108 -- the name alone goes
+        self._file, self._folder = handle, folder
+        self._leases, self._worker = _Leases(), ThreadPoolExecutor(1, "daso-swap")
+
+    def lease(self, nbytes: int) -> int:
+        """Take some of it; return where it begins. Blocks until the disk has it."""
+        size = self._leases.size
+        at = self._leases.lease(nbytes)
+        if self._leases.size > size:
+            try:
+                os.posix_fallocate(self._file, size, self._leases.size - size)
+            except OSError as error:
+                raise ConfigError(
+                    f"the second memory needs {nbytes:,} bytes more in {self._folder}, which has "
+                    f"not as many: {error.strerror}; name another folder with second='file:FOLDER'"
+                ) from error
+        return at
+
+    def release(self, at: int, nbytes: int) -> None:
+        """Give what was taken back."""
+        self._leases.release(at, nbytes)
+
+    def out(self, source: torch.Tensor, at: int) -> Wait:
+        """Begin to copy a row of bytes to it."""
+        return _ends(self._worker.submit(self._write, source, at))
+
+    def back(self, target: torch.Tensor, at: int) -> Wait:
+        """Begin to copy from it into a row of bytes."""
+        return _ends(self._worker.submit(self._read, target, at))
+
+    def _write(self, source: torch.Tensor, at: int) -> None:
+        row = memoryview(_memory(source.cpu())).cast("B")
+        done = 0
+        while done < len(row):
+            done += os.pwrite(self._file, row[done:], at + done)
+
+    def _read(self, target: torch.Tensor, at: int) -> None:
+        there = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
+        row = memoryview(_memory(there)).cast("B")
+        done = 0
+        while done < len(row):
+            got = os.preadv(self._file, [row[done:]], at + done)
+            if not got:
+                raise OSError(f"the second memory in {self._folder} ended early")
+            done += got
+        if there is not target:
+            target.copy_(there)
+
+    def close(self) -> None:
+        """End all copies and give the file back."""
+        self._worker.shutdown()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class HostTier:
+    """Memory of the host: pinned where the model is on a GPU.
+
+    Args:
+        copies: What copies between a GPU and its host; None: a thread, from host to host.
+    """
+
+    def __init__(self, copies: Copies | None) -> None:
+        self._copies, self._leases = copies, _Leases()
+        self._worker = None if copies is not None else ThreadPoolExecutor(1, "daso-swap")
+        self._slabs: dict[int, torch.Tensor] = {}  # by where they begin
+
+    def lease(self, nbytes: int) -> int:
+        """Take some of it; return where it begins."""
+        at = self._leases.lease(nbytes)
+        if at not in self._slabs:
+            self._slabs[at] = (
+                torch.empty(nbytes, dtype=torch.uint8)
+                if self._copies is None
+                else self._copies.memory(nbytes)
+            )
+        return at
+
+    def release(self, at: int, nbytes: int) -> None:
+        """Give what was taken back."""
+        self._leases.release(at, nbytes)
+
+    def out(self, source: torch.Tensor, at: int) -> Wait:
+        """Begin to copy a row of bytes to it."""
+        there = self._row(at, source.numel())
+        if self._worker is not None:
+            return _ends(self._worker.submit(there.copy_, source))
+        assert self._copies is not None
+        return _arrives(self._copies.out(source, there))
+
+    def back(self, target: torch.Tensor, at: int) -> Wait:
+        """Begin to copy from it into a row of bytes."""
+        there = self._row(at, target.numel())
+        if self._worker is not None:
+            return _ends(self._worker.submit(target.copy_, there))
+        assert self._copies is not None
+        return _arrives(self._copies.back(there, target, in_turn=True))
+
+    def _row(self, at: int, nbytes: int) -> torch.Tensor:
+        start = max(one for one in self._slabs if one <= at)
+        return self._slabs[start][at - start : at - start + nbytes]
+
+    def close(self) -> None:
+        """End all copies and give the memory back."""
+        if self._worker is not None:
+            self._worker.shutdown()
+        self._slabs.clear()
+
+
+def _memory(row: torch.Tensor) -> "ctypes.Array[ctypes.c_char]":
+    """Return a row's bytes as a buffer; the row must live as long."""
+    found: ctypes.Array[ctypes.c_char] = (ctypes.c_char * row.numel()).from_address(row.data_ptr())
+    return found
+
+
+def _ends(copy: "Future[object]") -> Wait:
+    return lambda: (copy.result(), None)[1]
+
+
+def _arrives(arrived: Callable[[], bool]) -> Wait:
+    def wait() -> None:
+        while not arrived():
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+
+    return wait
+
+
+def open_tier(second: str, device: torch.device) -> Tier:
+    """Return a second memory.
+
+    Args:
+        second: ``"host"``, or ``"file:FOLDER"``.
+        device: Where the model is.
+
+    Raises:
+        ConfigError: It is neither, or the folder cannot be written to.
+    """
+    kind, _, folder = second.partition(":")
+    if kind == "file" and folder:
+        return FileTier(Path(folder))
+    if second == "host":
+        return HostTier(CudaCopies(device) if device.type == "cuda" else None)
+    raise ConfigError(f"second must be 'host' or 'file:FOLDER', not {second!r}")
+
+
+def measure(tier: Tier, device: torch.device, nbytes: int = 1 << 24) -> tuple[float, float]:
+    """Return bytes per second of a large copy, and seconds of a small one. Blocks.
+
+    Args:
+        tier: A second memory.
+        device: Where the model is.
+        nbytes: Of the large copy.
+    """
+    seconds = []
+    for size in (nbytes, 1024):
+        row, at = torch.zeros(size, dtype=torch.uint8, device=device), tier.lease(size)
+        tried = []
+        for _ in range(3):
+            start = time.perf_counter()
+            tier.out(row, at)()
+            tier.back(row, at)()
+            tried.append((time.perf_counter() - start) / 2)
+        seconds.append(sorted(tried)[1])
+        tier.release(at, size)
+    return nbytes / max(seconds[0] - seconds[1], 1e-9), seconds[1]
