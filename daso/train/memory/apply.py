@@ -1,0 +1,249 @@
+"""A plan of memory, made and carried out."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from daso.errors import ConfigError
+
+from daso.plan.swapping import Course, Link, Plan, choose, fate, floor
+from daso.train.memory.passes import Counts, Follower, Pass, Steps
+from daso.train.memory.profile import Loss, default_loss, profile
+from daso.train.memory.script import Script, write_script
+from daso.train.memory.static import Static, static_bytes
+from daso.train.memory.tiers import measure, open_tier
+
+logger = logging.getLogger("daso")
+
+__all__ = ["Applied", "MemoryPlan", "apply", "plan"]
+
+LEAST_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What becomes of what a model saves for backward, and what that comes to.
+
+    Args:
+        budget_bytes: That all may take.
+        static: Bytes that are there all the time.
+        link: Measured way to the second memory.
+        second: The second memory.
+        script: What the model does in a step.
+        chosen: What becomes of each unit.
+        plain: What it would come to if all were kept.
+        model: The model.
+    """
+
+    budget_bytes: int
+    static: Static
+    link: Link
+    second: str
+    script: Script = field(repr=False)
+    chosen: Plan = field(repr=False)
+    plain: Course = field(repr=False)
+    model: torch.nn.Module = field(repr=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes that all takes, at most, as planned."""
+        return self.static.total + self.chosen.course.peak_bytes
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes that all would take if all were kept."""
+        return self.static.total + self.plain.peak_bytes
+
+    @property
+    def slowdown(self) -> float:
+        """Foretold seconds of forward and backward over those if all were kept."""
+        return self.chosen.course.seconds / max(self.plain.seconds, 1e-12)
+
+    def bytes_of(self, way: str) -> int:
+        """Return the bytes that are kept, swapped or recomputed (``way``)."""
+        units = zip(self.script.units, self.chosen.ways, strict=True)
+        return sum(
+            group.nbytes
+            for unit, chosen in units
+            for name, group in (("head", unit.head), ("tail", unit.tail))
+            if fate(chosen, name) == way
+        )
+
+
+def plan(
+    model: torch.nn.Module,
+    batch: Any,
+    budget: int | str,
+    *,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    policy: str = "pooch",
+    second: str = "host",
+    units: Sequence[str] = (),
+) -> MemoryPlan:
+    """Decide what of a model's activations is kept, swapped or recomputed to fit a budget.
+
+    Goes through forward and backward twice; the model, its gradients, buffers and the random number
+    generators are afterwards what they were. Nothing crosses between ranks: each plans for itself.
+
+    Args:
+        model: The model, in the mode in which it is trained.
+        batch: What its forward is given: a tensor, a tuple of arguments, or a dict of named ones.
+        budget: Bytes that all may take: parameters, gradients, what the optimizer keeps, and
+            activations; a number, or text such as ``"8GiB"``.
+        loss: Makes one number of what the model gives; its sum by default.
+        optimizer: Whose memory counts too, that of `daso.DASO` included.
+        policy: One of `daso.plan.swapping.POLICIES`.
+        second: The second memory: ``"host"`` (pinned, for GPUs) or ``"file:FOLDER"``.
+        units: Names of modules that are kept, swapped or recomputed as wholes; by default units
+            begin with operations that cost much (convolutions, products of matrices).
+
+    Raises:
+        ConfigError: The budget is below what any plan needs, an argument is none of the above, or
+            the model does not do the same in every step.
+
+    Source: US12645941B2; PoocH, arXiv 1907.05013.
+    """
+    _check(model)
+    args, kwargs = arguments(batch)
+    whole = parse_bytes(budget)
+    device = next(model.parameters()).device
+    tier = open_tier(second, device)
+    try:
+        iteration = profile(
+            model, args, kwargs, loss or default_loss, tier, least=LEAST_BYTES, inside=units
+        )
+        link = Link(*measure(tier, device))
+    finally:
+        tier.close()
+    script = write_script(iteration, LEAST_BYTES)
+    static = static_bytes(model, optimizer, (args, kwargs))
+    least = static.total + floor(script.units)
+    if whole < least:
+        raise ConfigError(
+            f"budget must be at least {least:,} bytes for this model and batch "
+            f"({static.total:,} of them parameters, gradients and what the optimizer keeps), not "
+            f"{whole:,}; take a smaller batch"
+        )
+    chosen = choose(script.units, whole - static.total, link, policy)
+    plain = choose(script.units, float("inf"), link, "all_keep").course
+    return MemoryPlan(whole, static, link, second, script, chosen, plain, model)
+
+
+def _check(model: torch.nn.Module) -> None:
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise ConfigError(
+            "memory is planned for a model that is not compiled; pass the module that torch.compile "
+            "was given"
+        )
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ConfigError("the model must have parameters that are trained, and it has none")
+
+
+def arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return positional and named arguments of a model's forward."""
+    if isinstance(batch, Mapping):
+        return (), batch
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+UNITS_OF_BYTES = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+}
+
+
+def parse_bytes(text: int | str) -> int:
+    """Return a number of bytes, of text such as ``"8GiB"`` or ``"500 MB"``."""
+    if isinstance(text, int):
+        return text
+    number = text.strip().rstrip("KMGTiB ")
+    unit = text.strip()[len(number) :].strip()
+    try:
+        return int(float(number) * UNITS_OF_BYTES[unit])
+    except (KeyError, ValueError):
+        raise ConfigError(
+            f"budget must be bytes, such as 8GiB, 500MB or a number, not {text!r}"
+        ) from None
+
+
+class Applied:
+    """A plan that is carried out whenever its model is called, between ``with`` and its end.
+
+    Args:
+        made: The plan.
+    """
+
+    def __init__(self, made: MemoryPlan) -> None:
+        self._plan, self._counts = made, Counts()
+        self._steps = Steps(made.script, made.chosen)
+        self._hooks: list[Any] = []
+        self._entered: list[tuple[Pass, Any, Follower] | None] = []
+        self._said = False
+
+    def __enter__(self) -> "Applied":
+        model = self._plan.model
+        self._device = next(model.parameters()).device
+        self._tier = open_tier(self._plan.second, self._device)
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin, prepend=True),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._tier.close()
+
+    def report(self) -> Counts:
+        """Return what was done so far: passes, bytes swapped, tails made again, bytes there."""
+        return self._counts
+
+    def _begin(self, *_: object) -> None:
+        if not torch.is_grad_enabled() or not self._steps.follows:
+            self._entered.append(None)
+            return
+        one = Pass(self._steps, self._tier, self._counts, self._device)
+        hooks = torch.autograd.graph.saved_tensors_hooks(one.pack, one.unpack)
+        follower = Follower(one)
+        self._counts.passes += 1
+        self._entered.append((one, hooks, follower))
+        follower.__enter__()
+        hooks.__enter__()
+
+    def _end(self, *_: object) -> None:
+        entered = self._entered.pop()
+        if entered is None:
+            return
+        one, hooks, follower = entered
+        hooks.__exit__(None, None, None)
+        follower.__exit__(None, None, None)
+        one.end()
+        if one.strayed and not self._said:
+            self._said = True
+            logger.warning(STRAYED)
+
+
+STRAYED = (
+    "daso: this model did not do what its memory was planned for; what it saved from there on is "
+    "kept, and memory may go beyond the budget: plan again with the batch and the mode (train, "
+    "autocast) in which it is trained"
+)
+
+
+def apply(made: MemoryPlan) -> Applied:
+    """Return a context in which a plan is carried out, to go around the training loop.
+
+    In it every call of the model with gradients follows the plan. Losses, gradients, parameters and
+    buffers are those of plain training, bit for bit. Does not communicate.
+
+    Args:
+        made: What `plan` gave.
+    """
+    return Applied(made)
