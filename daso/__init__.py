@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from daso import errors, flow, predict
+    from daso import errors, flow, memory, predict
     from daso.comm.recording import Recording
     from daso.comm.topology import Topology, init
     from daso.plan.options import Exchange, Gradients
@@ -34,6 +34,7 @@ __all__ = [
     "errors",
     "flow",
     "init",
+    "memory",
     "predict",
 ]
 
@@ -59,6 +60,8 @@ def __getattr__(name: str) -> object:
         return import_module("daso.errors")
     if name == "flow":
         return import_module("daso.flow")
+    if name == "memory":
+        return import_module("daso.memory")
     if name == "predict":
         return import_module("daso.predict")
     if name not in _HOME:

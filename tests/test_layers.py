@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "environment": set(),
     "errors": set(),
     "trace": set(),
+    "memory": {"daso.train"},
     "predict": {"daso.plan", "daso.sim", "daso.train"},
     # The one module that imports by a computed name: public names, on first use.
     "__init__": {"daso", "import_module(_HOME[name])"},

@@ -23,6 +23,7 @@ PUBLIC = [
     "errors",
     "flow",
     "init",
+    "memory",
     "predict",
 ]
 HEAVY = {"torch", "mpi4py", "cupy", "numpy"}

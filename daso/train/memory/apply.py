@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from daso.errors import ConfigError
-
 from daso.plan.swapping import Course, Link, Plan, choose, fate, floor
 from daso.train.memory.passes import Counts, Follower, Pass, Steps
 from daso.train.memory.profile import Loss, default_loss, profile
@@ -136,8 +135,8 @@ def plan(
 def _check(model: torch.nn.Module) -> None:
     if isinstance(model, torch._dynamo.OptimizedModule):
         raise ConfigError(
-            "memory is planned for a model that is not compiled; pass the module that torch.compile "
-            "was given"
+            "memory is planned for a model that is not compiled; pass the module that "
+            "torch.compile was given"
         )
     if not any(param.requires_grad for param in model.parameters()):
         raise ConfigError("the model must have parameters that are trained, and it has none")
@@ -214,7 +213,7 @@ class Applied:
         follower = Follower(one)
         self._counts.passes += 1
         self._entered.append((one, hooks, follower))
-        follower.__enter__()
+        follower.__enter__()  # type: ignore[no-untyped-call]
         hooks.__enter__()
 
     def _end(self, *_: object) -> None:
@@ -223,7 +222,7 @@ class Applied:
             return
         one, hooks, follower = entered
         hooks.__exit__(None, None, None)
-        follower.__exit__(None, None, None)
+        follower.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         one.end()
         if one.strayed and not self._said:
             self._said = True

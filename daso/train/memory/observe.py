@@ -64,11 +64,9 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def counts(func: Any, args: Sequence[Any]) -> bool:
     """Return whether an operation has a number.
 
-    Casts of parameters have none: autocast keeps them for the next forward, which then does without.
+    Casts of parameters have none: autocast keeps them, and the next forward then does without.
     """
-    return not (
-        func is torch.ops.aten._to_copy.default and isinstance(args[0], torch.nn.Parameter)
-    )
+    return not (func is torch.ops.aten._to_copy.default and isinstance(args[0], torch.nn.Parameter))
 
 
 @dataclass
@@ -112,7 +110,7 @@ class Observer(TorchDispatchMode):
     """
 
     def __init__(self, before: Callable[[int, Any], None] | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Op] = []
         self.memory = Memory()
         self._before = before

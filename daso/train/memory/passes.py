@@ -318,7 +318,7 @@ class Follower(TorchDispatchMode):
     """
 
     def __init__(self, one: Pass) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._pass, self._steps = one, one.steps
         self._next = 0
 

@@ -28,7 +28,7 @@ class View(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "View":
         """Return a tensor's."""
-        return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def on(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor that lies so in the storage of another one."""
@@ -39,7 +39,7 @@ class View(NamedTuple):
 class _Saved(NamedTuple):
     """What autograd keeps while an iteration is watched."""
 
-    index: int  # among what was saved
+    number: int  # among what was saved
     view: View
     at: int  # in the second memory
     nbytes: int
@@ -88,7 +88,7 @@ class _Watch:
             last = self.observer.next - 1
             op = self.observer.ops[last] if last >= 0 else None
             by_last = op is not None and number in (*op.makes, *op.writes)
-            index = len(self.packs)
+            order = len(self.packs)
             self.packs.append(Pack(number, last if by_last else last + 1))
             seen = self.observer.memory.seen[number]
             if seen.born < 0 or seen.nbytes < self.least:
@@ -96,7 +96,7 @@ class _Watch:
             if number not in self.there:
                 self.there[number] = self.tier.lease(seen.nbytes)
                 self.tier.out(bytes_of(tensor.detach()), self.there[number])()
-            return _Saved(index, View.of(tensor), self.there[number], seen.nbytes)
+            return _Saved(order, View.of(tensor), self.there[number], seen.nbytes)
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """Give it back."""
@@ -104,7 +104,7 @@ class _Watch:
             found: torch.Tensor = saved
             return found
         with _disable_current_modes():
-            pack = self.packs[saved.index]
+            pack = self.packs[saved.number]
             if self.seen is not None:
                 unit = self.seen.unit(pack.op)
                 for number in range(self.unit - 1, unit - 1, -1):

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from daso.train.memory.observe import tensors_in
 from daso.train.memory.profile import View
-from daso.train.memory.script import SHAPES_ALONE, Closure, keeps_statistics
+from daso.train.memory.script import SHAPES_ALONE, Closure, keeps_statistics, name_of
 
 __all__ = ["Content", "Tail", "Taken"]
 
@@ -148,7 +148,7 @@ class Tail:
         if keeps_statistics(taken.func):
             # Running statistics changed in forward; they must not change again.
             leaves = [
-                new.clone() if isinstance(old, _Given) and old.held is new else new
+                old.held.clone() if isinstance(old, _Given) and old.held is not None else new
                 for old, new in zip(taken.leaves, leaves, strict=True)
             ]
         args, kwargs = tree_unflatten(leaves, taken.spec)
@@ -174,7 +174,7 @@ class Tail:
 
 
 def _reads_shapes_alone(func: Any) -> bool:
-    return func._schema.name.removeprefix("aten::") in SHAPES_ALONE
+    return name_of(func) in SHAPES_ALONE
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

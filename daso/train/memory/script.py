@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 from daso.plan.swapping import Group, Unit
 from daso.train.memory.observe import Observer, Op, Seen
 
-__all__ = ["Closure", "Iteration", "Pack", "Script", "is_heavy", "keeps_statistics", "write_script"]
+__all__ = [
+    "Closure",
+    "Iteration",
+    "Pack",
+    "Script",
+    "is_heavy",
+    "keeps_statistics",
+    "name_of",
+    "write_script",
+]
 
 HEAVY = (  # parts of names: that cost much to compute, for what they make
     "conv",
@@ -38,11 +47,17 @@ SHAPES_ALONE = ("empty_like", "new_empty", "new_empty_strided", "empty", "empty_
 MOST = 64  # operations of which one tensor is recomputed
 
 
+def name_of(func: Any) -> str:
+    """Return what an operation is called in torch."""
+    name: str = func._schema.name
+    return name.removeprefix("aten::")
+
+
 def is_heavy(func: Any) -> bool:
     """Return whether an operation costs much to compute, or nothing is known of it."""
     if func.namespace != "aten":
         return True
-    name = func._schema.name.removeprefix("aten::")
+    name = name_of(func)
     return any(
         name == part or name.strip("_").startswith(part) or (len(part) > 4 and part in name)
         for part in HEAVY
@@ -211,7 +226,7 @@ class _Closures:
             if not self._may_run_again(op) or len(ops) > MOST:
                 return False
             ops.add(number)
-            if op.func._schema.name.removeprefix("aten::") in SHAPES_ALONE:
+            if name_of(op.func) in SHAPES_ALONE:
                 continue
             if not all(self._need(r, number, ops, anchors, item) for r in {*op.reads} - {one}):
                 return False
@@ -265,7 +280,7 @@ def write_script(seen: Iteration, least: int) -> Script:
         {one: seen.seen[one].nbytes for one in items},
         closures,
         _units(seen, groups, closures),
-        [ops[first].func._schema.name.removeprefix("aten::") if ops else "" for first in seen.bounds],
+        [name_of(ops[first].func) if ops else "" for first in seen.bounds],
     )
 
 
@@ -383,4 +398,3 @@ def _work(seen: Iteration, items: set[int]) -> tuple[list[list[float]], list[lis
     for unit in range(count):  # a unit that nothing was seen of has what is there around it
         nbytes[1][unit] = nbytes[1][unit] or max(nbytes[1], default=0)
     return seconds, nbytes
-
