@@ -163,11 +163,12 @@ def parse_bytes(text: int | str) -> int:
     number = text.strip().rstrip("KMGTiB ")
     unit = text.strip()[len(number) :].strip()
     try:
-        return int(float(number) * UNITS_OF_BYTES[unit])
-    except (KeyError, ValueError):
-        raise ConfigError(
-            f"budget must be bytes, such as 8GiB, 500MB or a number, not {text!r}"
-        ) from None
+        nbytes = int(float(number) * UNITS_OF_BYTES[unit])
+    except (KeyError, ValueError, OverflowError):
+        nbytes = -1
+    if nbytes < 0:
+        raise ConfigError(f"budget must be bytes, such as 8GiB, 500MB or a number, not {text!r}")
+    return nbytes
 
 
 class Applied:
@@ -224,7 +225,7 @@ class Applied:
         hooks.__exit__(None, None, None)
         follower.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         one.end()
-        if one.strayed and not self._said:
+        if one.beyond and not self._said:
             self._said = True
             logger.warning(STRAYED)
 

@@ -24,7 +24,7 @@ class Counts:
 
     Args:
         passes: How many there were.
-        strayed: Passes in which the model did not do what was planned for.
+        strayed: Passes in which the model did not do what was planned for, or had more to save.
         swapped_bytes: To the second memory.
         made_again: Tails.
         resident_bytes: Of all that was saved and goes some way, now.
@@ -203,7 +203,7 @@ class Pass:
         self._tails = {unit: Tail(closure) for unit, closure in steps.closures.items()}
         self.unit = -1  # whose forward it is
         self.back = steps.count  # whose backward it is
-        self.strayed = False
+        self.strayed = self.beyond = False
         self._saved = 0
         self._swapped: dict[Part, list[weakref.ref[Held]]] = {}
         self._lease = tier.lease(steps.slab_bytes) if steps.slab_bytes else 0
@@ -249,7 +249,11 @@ class Pass:
     def stray(self) -> None:
         """Leave the plan: what is saved from here on stays."""
         self.strayed = True
-        self.counts.strayed += 1
+        self._count_as_strayed()
+
+    def _count_as_strayed(self) -> None:
+        self.counts.strayed += not self.beyond
+        self.beyond = True
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Take what autograd saves."""
@@ -275,7 +279,9 @@ class Pass:
         held.fill(tensor)
         for unit in self.steps.anchors.get(number, ()):
             self._tails[unit].anchor(number, held)
-        if way == SWAP and nbytes <= self.steps.script.nbytes[number]:
+        if nbytes > self.steps.script.nbytes[number]:
+            self._count_as_strayed()
+        elif way == SWAP:
             self._swapped.setdefault(part, []).append(weakref.ref(held))
         return held
 
