@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import daso
 from daso.errors import ConfigError
-from daso.plan.swapping import BOTH, KEEP, RECOMPUTE, SWAP, WAYS, Plan, floor, foretell
+from daso.plan.swapping import BOTH, KEEP, RECOMPUTE, SWAP, WAYS, Link, Plan, floor, foretell
 from daso.train.memory import passes
 from daso.train.memory.apply import parse_bytes
 from daso.train.memory.static import static_bytes
@@ -46,9 +46,9 @@ class Residual(nn.Module):
         self.out = nn.Linear(width, 10)
 
     def forward(self, x):
-        x = F.relu(self.norm(self.stem(x)))
+        x = functional.relu(self.norm(self.stem(x)))
         for block in self.blocks:
-            x = F.relu(block(x) + x)
+            x = functional.relu(block(x) + x)
         return self.out(x.mean((2, 3)))
 
 
@@ -86,7 +86,7 @@ class Skips(nn.Module):
         if self.training:
             self.mean.mul_(0.9).add_(first.detach().mean((0, 2, 3)), alpha=0.1)
         mid = torch.sigmoid(self.mid(first - self.mean.view(1, -1, 1, 1))) * first
-        x = F.gelu(self.up(torch.cat([mid, first], 1)))
+        x = functional.gelu(self.up(torch.cat([mid, first], 1)))
         return self.out((x * mid).mean((2, 3)))
 
 
@@ -99,7 +99,7 @@ class Checkpointed(nn.Module):
         self.mid = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GELU(), nn.Dropout(0.2))
 
     def forward(self, x):
-        x = F.gelu(self.first(x))
+        x = functional.gelu(self.first(x))
         x = checkpoint(self.mid, x, use_reentrant=False)
         return self.last(x.mean((2, 3)))
 
@@ -115,7 +115,7 @@ TARGETS = torch.randint(0, 10, (8,))
 
 
 def loss_of(output):
-    return F.cross_entropy(output.float(), TARGETS[: len(output)])
+    return functional.cross_entropy(output.float(), TARGETS[: len(output)])
 
 
 def made(name):
@@ -239,6 +239,23 @@ def test_what_is_there_is_what_was_planned(name):
                 with_grads = other.chosen.course.peak_bytes + plan.static.gradients
                 assert live_bytes(model, batch, other) <= with_grads, (capacity, ways)
     assert tried >= 3
+
+
+def test_plans_hold_however_fast_copies_were_foretold():
+    model, batch = made("residual")
+    plan, draw = planned(model, batch), random.Random(0)
+    units = plan.script.units
+    least, tried = floor(units), 0
+    for _ in range(60):
+        link = Link(draw.choice([1e7, 1e8, 1e9, 1e10]), draw.choice([1e-5, 1e-3]))
+        capacity = draw.randint(least, plan.plain.peak_bytes)
+        ways = [draw.choice(WAYS) for _ in units]
+        other = with_ways(replace(plan, link=link), ways, capacity)
+        if other is not None:
+            tried += 1
+            with_grads = other.chosen.course.peak_bytes + plan.static.gradients
+            assert live_bytes(model, batch, other) <= with_grads, (capacity, ways, link)
+    assert tried > 20
 
 
 def test_a_budget_holds_what_it_names():
@@ -419,9 +436,9 @@ def test_straying_in_the_middle_is_exact():
         extra = False
 
         def forward(self, x):
-            x = F.relu(self.norm(self.stem(x)))
+            x = functional.relu(self.norm(self.stem(x)))
             for number, block in enumerate(self.blocks):
-                x = F.relu(block(x) + x)
+                x = functional.relu(block(x) + x)
                 if self.extra and number == 1:
                     x = torch.tanh(x)
             return self.out(x.mean((2, 3)))

@@ -142,8 +142,18 @@ def _check(model: torch.nn.Module) -> None:
         raise ConfigError("the model must have parameters that are trained, and it has none")
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a model's forward was given, as it was: positional and named arguments."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
 def arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Return positional and named arguments of a model's forward."""
+    if isinstance(batch, Call):
+        return batch.args, batch.kwargs
     if isinstance(batch, Mapping):
         return (), batch
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}

@@ -2,6 +2,7 @@
 
 import weakref
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,8 +13,8 @@ from daso.plan.swapping import KEEP, RECOMPUTE, SWAP, Part, Plan, fate
 from daso.train.memory.observe import bytes_of, counts
 from daso.train.memory.profile import View
 from daso.train.memory.replay import Tail
-from daso.train.memory.script import Script
-from daso.train.memory.tiers import Tier, Wait
+from daso.train.memory.script import Closure, Script
+from daso.train.memory.tiers import Copying, Tier
 
 __all__ = ["Counts", "Follower", "Pass", "Steps"]
 
@@ -53,34 +54,29 @@ class Steps:
     """
 
     def __init__(self, script: Script, plan: Plan) -> None:
-        self.script, self.plan = script, plan
+        self.script, self.plan, self.count = script, plan, len(script.units)
         self.fates = {
             one: fate(plan.ways[unit], name) for one, (unit, name) in script.groups.items()
         }
         self.parts = {one: Part(*group) for one, group in script.groups.items()}
-        self.count = len(script.units)
-        self.sends: dict[int, list[Part]] = defaultdict(list)  # after whose forward
-        for part in dict.fromkeys(self.parts.values()):
-            if fate(plan.ways[part.unit], part.name) == SWAP:
-                self.sends[getattr(script.units[part.unit], part.name).leaves].append(part)
-        self.slab_bytes = 0  # in the second memory, of a pass
-        self.at: dict[int, int] = {}
+        self.swapped = defaultdict[Part, list[int]](list)  # storages
+        self.at: dict[int, int] = {}  # in the second memory, of a pass
+        self.slab_bytes = 0
         for one, way in self.fates.items():
             if way == SWAP:
+                self.swapped[self.parts[one]].append(one)
                 self.at[one] = self.slab_bytes
                 self.slab_bytes += -(-script.nbytes[one] // PAGE) * PAGE
+        self.sends = defaultdict[int, list[Part]](list)  # after whose forward
+        for part in self.swapped:
+            self.sends[getattr(script.units[part.unit], part.name).leaves].append(part)
         self.closures = {
             unit: closure
             for unit, closure in script.closures.items()
             if fate(plan.ways[unit], "tail") == RECOMPUTE
         }
-        self.noted = defaultdict[int, list[int]](list)  # units, by operation
-        self.anchors = defaultdict[int, list[int]](list)  # units, by storage
-        for unit, closure in self.closures.items():
-            for number in closure.ops:
-                self.noted[number].append(unit)
-            for one in closure.anchors:
-                self.anchors[one].append(unit)
+        self.noted = _users(self.closures, lambda closure: closure.ops)  # units, by operation
+        self.anchors = _users(self.closures, lambda closure: closure.anchors)  # by storage
 
     @property
     def follows(self) -> bool:
@@ -89,6 +85,17 @@ class Steps:
 
 
 PAGE = 4096
+
+
+def _users(
+    closures: Mapping[int, Closure], of: Callable[[Closure], Iterable[int]]
+) -> dict[int, list[int]]:
+    """Return the units whose closures have something, by that."""
+    found: dict[int, list[int]] = {}
+    for unit, closure in closures.items():
+        for one in of(closure):
+            found.setdefault(one, []).append(unit)
+    return found
 
 
 class Held:
@@ -117,8 +124,8 @@ class Held:
     def __init__(self, number: int, nbytes: int, owner: "Pass", tail: Tail | None) -> None:
         self.number, self.nbytes, self._owner, self._tail = number, nbytes, owner, tail
         self._base: torch.Tensor | None = None
-        self._leaving: Wait | None = None
-        self._coming: Wait | None = None
+        self._leaving: Copying | None = None
+        self._coming: Copying | None = None
         self._away = False
         self._version = 0
 
@@ -132,13 +139,14 @@ class Held:
         """Begin to copy it to the second memory."""
         assert self._base is not None
         self._leaving = self._owner.tier.out(bytes_of(self._base), self._owner.at(self.number))
+        self._owner.copies[self.number] = self._leaving
         self._owner.counts.swapped_bytes += self.nbytes
 
     def leave(self) -> None:
         """Go, when the copy to the second memory has ended; blocks until then."""
         if self._leaving is None:
             return
-        self._leaving()
+        self._leaving.wait()
         self._check()
         self._base, self._leaving, self._away = None, None, True
         self._owner.counts.add(-self.nbytes)
@@ -152,12 +160,17 @@ class Held:
 
     def come(self) -> None:
         """Begin to copy it back, unless it has not left."""
-        self._leaving = None
+        self._stay()
         if self._away:
             self._away = False
             row = torch.empty(self.nbytes, dtype=torch.uint8, device=self._owner.device)
             self.fill(row)
             self._coming = self._owner.tier.back(row, self._owner.at(self.number))
+
+    def _stay(self) -> None:
+        if self._leaving is not None:
+            self._leaving.drop()
+            self._leaving = None
 
     def content(self) -> torch.Tensor:
         """Return a tensor that lies in it; blocks until it is there."""
@@ -166,7 +179,7 @@ class Held:
             self._tail.make()
         self.come()
         if self._coming is not None:
-            self._coming()
+            self._coming.wait()
             self._coming = None
             assert self._base is not None
             self._version = self._base._version  # the copy itself changed it
@@ -175,6 +188,7 @@ class Held:
         return self._base
 
     def __del__(self) -> None:
+        self._stay()
         if self._base is not None:
             self._owner.counts.add(-self.nbytes)
 
@@ -206,6 +220,7 @@ class Pass:
         self.strayed = self.beyond = False
         self._saved = 0
         self._swapped: dict[Part, list[weakref.ref[Held]]] = {}
+        self.copies: dict[int, Copying] = {}  # to the second memory, by storage
         self._lease = tier.lease(steps.slab_bytes) if steps.slab_bytes else 0
         if steps.slab_bytes:
             weakref.finalize(self, tier.release, self._lease, steps.slab_bytes)
@@ -240,6 +255,9 @@ class Pass:
         for part in parts:
             for held in self._those(part):
                 held.leave()
+            for number in self.steps.swapped[part]:  # of what nobody needs any more, too
+                if number in self.copies:
+                    self.copies.pop(number).wait()
 
     def _those(self, part: Part) -> list[Held]:
         """Return what is still needed of what goes to the second memory together."""

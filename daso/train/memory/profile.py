@@ -95,7 +95,7 @@ class _Watch:
                 return tensor
             if number not in self.there:
                 self.there[number] = self.tier.lease(seen.nbytes)
-                self.tier.out(bytes_of(tensor.detach()), self.there[number])()
+                self.tier.out(bytes_of(tensor.detach()), self.there[number]).wait()
             return _Saved(order, View.of(tensor), self.there[number], seen.nbytes)
 
     def unpack(self, saved: Any) -> torch.Tensor:
@@ -112,7 +112,7 @@ class _Watch:
                 self.unit = min(self.unit, unit)
             device = next(iter(self.model.parameters())).device
             row = torch.empty(saved.nbytes, dtype=torch.uint8, device=device)
-            self.tier.back(row, saved.at)()
+            self.tier.back(row, saved.at).wait()
             return saved.view.on(row)
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Loss) -> Iteration:

@@ -5,7 +5,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -15,10 +15,29 @@ from daso.comm.copies import Copies
 from daso.comm.cuda import CudaCopies
 from daso.errors import ConfigError
 
-__all__ = ["FileTier", "HostTier", "Tier", "Wait", "measure", "open_tier"]
+__all__ = ["Copying", "FileTier", "HostTier", "Tier", "measure", "open_tier"]
 
-Wait = Callable[[], None]
 SECONDS_BETWEEN_LOOKS = 5e-5
+
+
+class Copying:
+    """A copy that goes on.
+
+    Args:
+        wait: Blocks until it has ended.
+        cell: The row, until it begins.
+    """
+
+    def __init__(self, wait: Callable[[], object], cell: list[torch.Tensor]) -> None:
+        self._wait, self._cell = wait, cell
+
+    def wait(self) -> None:
+        """Block until it has ended; then it holds its row no more."""
+        self._wait()
+
+    def drop(self) -> None:
+        """Do not copy, if it has not begun. Does not block."""
+        self._cell.clear()
 
 
 class Tier(Protocol):
@@ -32,8 +51,8 @@ class Tier(Protocol):
         """Give what was taken back."""
         ...
 
-    def out(self, source: torch.Tensor, at: int) -> Wait:
-        """Begin to copy a row of bytes there; return what blocks until it is.
+    def out(self, source: torch.Tensor, at: int) -> Copying:
+        """Begin to copy a row of bytes there; return the copy.
 
         Args:
             source: (nbytes, uint8); must not be changed before.
@@ -41,8 +60,8 @@ class Tier(Protocol):
         """
         ...
 
-    def back(self, target: torch.Tensor, at: int) -> Wait:
-        """Begin to copy from there into a row of bytes; return what blocks until it is.
+    def back(self, target: torch.Tensor, at: int) -> Copying:
+        """Begin to copy from there into a row of bytes; return the copy.
 
         Args:
             target: (nbytes, uint8); must not be used before.
@@ -114,13 +133,13 @@ class FileTier:
         """Give what was taken back."""
         self._leases.release(at, nbytes)
 
-    def out(self, source: torch.Tensor, at: int) -> Wait:
+    def out(self, source: torch.Tensor, at: int) -> Copying:
         """Begin to copy a row of bytes to it."""
-        return _ends(self._worker.submit(self._write, source, at))
+        return _begin(self._worker, lambda row: self._write(row, at), source)
 
-    def back(self, target: torch.Tensor, at: int) -> Wait:
+    def back(self, target: torch.Tensor, at: int) -> Copying:
         """Begin to copy from it into a row of bytes."""
-        return _ends(self._worker.submit(self._read, target, at))
+        return _begin(self._worker, lambda row: self._read(row, at), target)
 
     def _write(self, source: torch.Tensor, at: int) -> None:
         row = memoryview(_memory(source.cpu())).cast("B")
@@ -175,19 +194,19 @@ class HostTier:
         """Give what was taken back."""
         self._leases.release(at, nbytes)
 
-    def out(self, source: torch.Tensor, at: int) -> Wait:
+    def out(self, source: torch.Tensor, at: int) -> Copying:
         """Begin to copy a row of bytes to it."""
         there = self._row(at, source.numel())
         if self._worker is not None:
-            return _ends(self._worker.submit(there.copy_, source))
+            return _begin(self._worker, there.copy_, source)
         assert self._copies is not None
         return _arrives(self._copies.out(source, there))
 
-    def back(self, target: torch.Tensor, at: int) -> Wait:
+    def back(self, target: torch.Tensor, at: int) -> Copying:
         """Begin to copy from it into a row of bytes."""
         there = self._row(at, target.numel())
         if self._worker is not None:
-            return _ends(self._worker.submit(target.copy_, there))
+            return _begin(self._worker, lambda row: row.copy_(there), target)
         assert self._copies is not None
         return _arrives(self._copies.back(there, target, in_turn=True))
 
@@ -208,16 +227,25 @@ def _memory(row: torch.Tensor) -> "ctypes.Array[ctypes.c_char]":
     return found
 
 
-def _ends(copy: "Future[object]") -> Wait:
-    return lambda: (copy.result(), None)[1]
+def _begin(worker: Executor, copy: Callable[[torch.Tensor], object], row: torch.Tensor) -> Copying:
+    """Let a thread copy a row; return what blocks until it has, and holds the row no more."""
+    cell = [row]
+
+    def job() -> None:
+        try:
+            copy(cell.pop())
+        except IndexError:  # dropped
+            return
+
+    return Copying(worker.submit(job).result, cell)
 
 
-def _arrives(arrived: Callable[[], bool]) -> Wait:
+def _arrives(arrived: Callable[[], bool]) -> Copying:
     def wait() -> None:
         while not arrived():
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
-    return wait
+    return Copying(wait, [])
 
 
 def open_tier(second: str, device: torch.device) -> Tier:
@@ -252,8 +280,8 @@ def measure(tier: Tier, device: torch.device, nbytes: int = 1 << 24) -> tuple[fl
         tried = []
         for _ in range(3):
             start = time.perf_counter()
-            tier.out(row, at)()
-            tier.back(row, at)()
+            tier.out(row, at).wait()
+            tier.back(row, at).wait()
             tried.append((time.perf_counter() - start) / 2)
         seconds.append(sorted(tried)[1])
         tier.release(at, size)
