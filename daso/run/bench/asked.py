@@ -22,6 +22,7 @@ __all__ = [
     "places",
     "positive",
     "rate",
+    "rates",
     "rounds",
 ]
 
@@ -72,6 +73,17 @@ def nodes(text: str) -> list[int]:
     if not all(word.strip().isdecimal() and int(word) > 1 for word in words):
         raise ConfigError(f"--nodes must be numbers from 2 up such as 2,3,4, not {text!r}")
     return [int(word) for word in words]
+
+
+def rates(name: str, text: str) -> list[float]:
+    """Return rates in bytes per second that were asked for in GB/s, by commas; 0: as it is."""
+    try:
+        found = [float(word) for word in text.split(",")]
+    except ValueError:
+        found = [-1.0]
+    if not all(0 <= one < float("inf") for one in found):
+        raise ConfigError(f"--{name} must be GB/s such as 0,1,0.25, 0 for as it is, not {text!r}")
+    return [one * 1e9 for one in found]
 
 
 def numbers(name: str, text: str) -> list[float]:

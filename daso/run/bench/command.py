@@ -50,6 +50,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     _add_predict(add("predict", "what is predicted, beside what is then measured"))
     _add_server(add("server", "time to a loss where one rank is slower than the others"))
     _add_flow(add("flow", "instances of any shape, many at once, beside plain programs"))
+    _add_memory(add("memory", "training in less memory: time against budget, beside torch's ways"))
     _add_trace(add("trace", "what recording costs, and how well clocks are compared"))
     guard = add("guard", "a short run of all, its ratios beside the recorded ones")
     guard.add_argument(
@@ -131,6 +132,21 @@ def _add_flow(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=int, default=0, help="of a training (6; quick 2)")
     parser.add_argument("--samples", type=int, default=8000, help="lists to learn from (8000)")
     parser.add_argument("--every", type=int, default=1000, help="instances between tests (1000)")
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    models = ("resnet18", "gpt", "tiny")
+    parser.add_argument("--model", choices=models, action="append", help="several (resnet18, gpt)")
+    parser.add_argument(
+        "--budget",
+        default="5,30,60",
+        help="parts of the way from the least to all, in %%, by commas (5,30,60)",
+    )
+    parser.add_argument(
+        "--rate", default="0,1,0.25", help="of the second memory, in GB/s; 0: as it is (0,1,0.25)"
+    )
+    parser.add_argument("--steps", type=int, default=2, help="of a round (2)")
+    parser.add_argument("--folder", default="", help="for a file, to see the process's memory with")
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ from daso.comm.topology import init
 from daso.run.bench import (
     chunks,
     exchange,
+    fitting,
     flow,
     gpu,
     growth,
@@ -27,6 +28,7 @@ from daso.run.report import versions
 BENCHES = {
     "chunks": chunks,
     "exchange": exchange,
+    "fitting": fitting,
     "flow": flow,
     "gpu": gpu,
     "gradient-order": order,

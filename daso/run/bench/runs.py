@@ -272,6 +272,22 @@ def _flow(chosen: argparse.Namespace) -> Measured:
         yield one, flow.table(one) + "\n", flow.figures(one)
 
 
+def _memory(chosen: argparse.Namespace) -> Measured:
+    from daso.run.bench import fitting
+    from daso.run.bench.hosts import run_here
+
+    quick, rounds = chosen.quick, asked.rounds(chosen)
+    models = chosen.model or (["tiny"] if quick else ["resnet18", "gpt"])
+    asked.positive(chosen, "steps")
+    parts = [part / 100 for part in asked.counts("budget", chosen.budget)]
+    rates = asked.rates("rate", chosen.rate)
+    found: Found = []
+    for model in models:
+        plan = fitting.Plan(model, rounds, chosen.steps, parts, rates, True, chosen.folder)
+        found.append(run_here("fitting", asdict(plan), ranks=1, ranks_per_node=1))
+        yield found[-1], fitting.table(found[-1]) + "\n", fitting.figures(found)
+
+
 def _guard(chosen: argparse.Namespace) -> Measured:
     from daso.run.bench import guard
 
@@ -302,6 +318,7 @@ RUNS: Mapping[str, Callable[[argparse.Namespace], Measured]] = {
     "server": _server,
     "node": _node,
     "flow": _flow,
+    "memory": _memory,
     "predict": _predict,
     "trace": _trace,
     "guard": _guard,

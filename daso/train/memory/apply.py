@@ -13,7 +13,7 @@ from daso.train.memory.passes import Counts, Follower, Pass, Steps
 from daso.train.memory.profile import Loss, default_loss, profile
 from daso.train.memory.script import Script, write_script
 from daso.train.memory.static import Static, static_bytes
-from daso.train.memory.tiers import measure, open_tier
+from daso.train.memory.tiers import Second, measure, open_tier
 
 logger = logging.getLogger("daso")
 
@@ -40,7 +40,7 @@ class MemoryPlan:
     budget_bytes: int
     static: Static
     link: Link
-    second: str
+    second: Second
     script: Script = field(repr=False)
     chosen: Plan = field(repr=False)
     plain: Course = field(repr=False)
@@ -80,7 +80,7 @@ def plan(
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     policy: str = "pooch",
-    second: str = "host",
+    second: Second = "host",
     units: Sequence[str] = (),
 ) -> MemoryPlan:
     """Decide what of a model's activations is kept, swapped or recomputed to fit a budget.
@@ -96,7 +96,8 @@ def plan(
         loss: Makes one number of what the model gives; its sum by default.
         optimizer: Whose memory counts too, that of `daso.DASO` included.
         policy: One of `daso.plan.swapping.POLICIES`.
-        second: The second memory: ``"host"`` (pinned, for GPUs) or ``"file:FOLDER"``.
+        second: The second memory: ``"host"`` (pinned, for GPUs), ``"file:FOLDER"``, or what makes a
+            `daso.train.memory.tiers.Tier` for a device.
         units: Names of modules that are kept, swapped or recomputed as wholes; by default units
             begin with operations that cost much (convolutions, products of matrices).
 

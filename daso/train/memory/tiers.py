@@ -15,7 +15,7 @@ from daso.comm.copies import Copies
 from daso.comm.cuda import CudaCopies
 from daso.errors import ConfigError
 
-__all__ = ["Copying", "FileTier", "HostTier", "Tier", "measure", "open_tier"]
+__all__ = ["Copying", "FileTier", "HostTier", "Second", "Tier", "measure", "open_tier"]
 
 SECONDS_BETWEEN_LOOKS = 5e-5
 
@@ -196,21 +196,25 @@ class HostTier:
 
     def out(self, source: torch.Tensor, at: int) -> Copying:
         """Begin to copy a row of bytes to it."""
-        there = self._row(at, source.numel())
-        if self._worker is not None:
-            return _begin(self._worker, there.copy_, source)
-        assert self._copies is not None
+        there = self.row(at, source.numel())
+        if self._copies is None:
+            return self.begin(there.copy_, source)
         return _arrives(self._copies.out(source, there))
 
     def back(self, target: torch.Tensor, at: int) -> Copying:
         """Begin to copy from it into a row of bytes."""
-        there = self._row(at, target.numel())
-        if self._worker is not None:
-            return _begin(self._worker, lambda row: row.copy_(there), target)
-        assert self._copies is not None
+        there = self.row(at, target.numel())
+        if self._copies is None:
+            return self.begin(lambda row: row.copy_(there), target)
         return _arrives(self._copies.back(there, target, in_turn=True))
 
-    def _row(self, at: int, nbytes: int) -> torch.Tensor:
+    def begin(self, copy: Callable[[torch.Tensor], object], row: torch.Tensor) -> Copying:
+        """Let the thread copy a row, after those before."""
+        assert self._worker is not None
+        return _begin(self._worker, copy, row)
+
+    def row(self, at: int, nbytes: int) -> torch.Tensor:
+        """Return the bytes (nbytes, uint8) there."""
         start = max(one for one in self._slabs if one <= at)
         return self._slabs[start][at - start : at - start + nbytes]
 
@@ -248,16 +252,21 @@ def _arrives(arrived: Callable[[], bool]) -> Copying:
     return Copying(wait, [])
 
 
-def open_tier(second: str, device: torch.device) -> Tier:
+Second = str | Callable[[torch.device], Tier]
+
+
+def open_tier(second: Second, device: torch.device) -> Tier:
     """Return a second memory.
 
     Args:
-        second: ``"host"``, or ``"file:FOLDER"``.
+        second: ``"host"``, ``"file:FOLDER"``, or what makes one for a device.
         device: Where the model is.
 
     Raises:
         ConfigError: It is neither, or the folder cannot be written to.
     """
+    if not isinstance(second, str):
+        return second(device)
     kind, _, folder = second.partition(":")
     if kind == "file" and folder:
         return FileTier(Path(folder))
