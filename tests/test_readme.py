@@ -65,7 +65,7 @@ def train_one_step():
 
 def test_its_imitation_of_another_machine_runs_on_two_nodes(tmp_path: Path) -> None:
     path = tmp_path / "soon.py"
-    path.write_text(TRAINING + blocks("python")[4])
+    path.write_text(TRAINING + blocks("python")[5])
     run = run_daso("run", "-n", "2", "--ranks-per-node", "1", str(path))
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("emulated, not measured on the target") == 2
@@ -115,6 +115,16 @@ print(f"found {after < before} {bits}\\n", end="", flush=True)
     found = re.findall(r"found True (\[.*?\])", run.stdout)
     assert len(found) == 4
     assert len(set(found)) == 1
+
+
+def test_its_plan_of_memory_holds(tmp_path: Path) -> None:
+    path = tmp_path / "fit.py"
+    path.write_text(blocks("python")[4])
+    run = run_daso("run", "-n", "2", str(path))
+    assert run.returncode == 0, run.stderr
+    told = re.findall(r"(\d+) MiB plainly, (\d+) as planned", run.stdout)
+    assert len(told) == 2
+    assert all(int(planned) <= 48 < int(plainly) for plainly, planned in told)
 
 
 def test_the_program_runs_alone(tmp_path: Path) -> None:

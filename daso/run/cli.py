@@ -9,7 +9,7 @@ from pathlib import Path
 import daso
 from daso.environment import parse_ranks_per_node, read_launch
 from daso.errors import ConfigError, DasoError
-from daso.run import predict, queue, submit, trace
+from daso.run import memory, predict, queue, submit, trace
 from daso.run.bench import command as bench
 from daso.run.config import describe, read_config
 from daso.run.local import Local, launch
@@ -82,6 +82,11 @@ def _parser() -> argparse.ArgumentParser:
             "predict", help="what a schedule would cost on other nodes", allow_abbrev=False
         )
     )
+    memory.add_parser(
+        commands.add_parser(
+            "memory", help="what a script's model needs, and within a budget", allow_abbrev=False
+        )
+    )
     trace.add_parser(
         commands.add_parser(
             "trace", help="where a recorded run's time went, and who was late", allow_abbrev=False
@@ -94,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 OURS = ("-n", "--ranks", "--ranks-per-node")
+CUTS = {"submit": submit.cut, "memory": memory.cut}
 
 
 def _cut(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -106,12 +112,12 @@ def _cut(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
         words: The whole command line.
 
     Returns:
-        Our words; and the program of ``daso run`` or ``daso submit``, or the settings of
-        ``daso train``.
+        Our words; and the program of ``daso run``, ``daso submit`` or ``daso memory``, or the
+        settings of ``daso train``.
     """
-    if words[:1] == ["submit"]:
-        options, program = submit.cut(words[1:])
-        return ["submit", *options], program
+    if words and words[0] in CUTS:
+        options, program = CUTS[words[0]](words[1:])
+        return [words[0], *options], program
     if words[:1] == ["run"]:
         at = 1
         while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "--"):

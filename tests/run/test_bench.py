@@ -14,6 +14,7 @@ from daso.errors import ConfigError
 from daso.run.bench import (
     chunks,
     exchange,
+    fitting,
     flow,
     flow_courses,
     gpu,
@@ -540,3 +541,48 @@ def test_nothing_is_held_that_is_not_counted(tmp_path):
         assert grown == pytest.approx(counted, abs=0.8), done.stdout  # a buffer has 1 at least
     figure = found["figures"]["toolkit_bytes_per_parameter"]
     assert (rows[0]["wire"], rows[0]["bytes_per_parameter"]) == ("bf16", figure["value"])
+
+
+def test_training_in_less_memory(tmp_path):
+    path = tmp_path / "memory.json"
+    small = ["--quick", "--model=tiny", "--rounds=2", "--budget=50", "--rate=0,1"]
+    done = bench("memory", *small, f"--json={path}", f"--folder={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    (run,) = found["runs"]
+    assert [one["rate"] for one in run["budgets"]] == [0, 1e9]
+    for one in run["budgets"]:
+        rows = {row["name"]: row for row in one["rows"]}
+        assert set(rows) >= {"plain", "torch checkpoint", "all_swap", "patent", "pooch"}
+        assert rows["plain"]["ratio"] == 1
+        for row in rows.values():
+            assert len(row["seconds"]) == 2
+            if "policy" in row:
+                assert row["planned_bytes"] <= one["capacity_bytes"]
+                assert row["live_bytes"] <= row["planned_bytes"] + run["static_bytes"]
+        swapped = rows["all_swap"]["swapped_bytes"]
+        assert rows["pooch"]["swapped_bytes"] <= swapped
+    assert run["captured"]["arena"] >= run["captured"]["bound"]
+    assert set(run["resident"]) == {"plain", "file"}
+    assert fitting.table(run) in done.stdout
+    assert set(found["figures"]) == {
+        "hybrid_over_best_pure_worst",
+        "swapped_bytes_ratio",
+        "planned_peak_over_bound",
+        "captured_step_time_ratio",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--rate=fast"], "--rate must be GB/s"),
+        (["--rate=-1"], "--rate must be GB/s"),
+        (["--budget=0"], "--budget must be numbers"),
+        (["--steps=0"], "--steps must be at least 1"),
+    ],
+)
+def test_a_bench_of_memory_that_makes_no_sense(words, told):
+    done = bench("memory", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert told in done.stderr

@@ -90,6 +90,8 @@ def test_the_flags_of_every_command_are_these_and_no_others(capsys):
     assert flags(help_of(capsys, "run")) == ranks
     assert flags(help_of(capsys, "train")) == ranks | {"--resume"}
     assert flags(help_of(capsys, "doctor")) == {"-h", "--help", "--json"}
+    planned = {"--budget", "--second", "--policy", "--units", "--plot", "--json"}
+    assert flags(help_of(capsys, "memory")) == {"-h", "--help"} | planned
     assert flags(help_of(capsys, "trace")) == {"-h", "--help", "--chrome", "--json", "--plot"}
     assert flags(help_of(capsys, "status")) == {"-h", "--help", "--logs", "--site"}
     assert flags(help_of(capsys, "logs")) == {"-h", "--help", "--follow", "--logs", "--site"}
@@ -98,7 +100,7 @@ def test_the_flags_of_every_command_are_these_and_no_others(capsys):
 def test_help_lists_the_commands(capsys):
     text = help_of(capsys)
     lines = [line.split()[0] for line in text.splitlines() if line.startswith("    ")]
-    ours = "run train submit status logs bench predict trace doctor"
+    ours = "run train submit status logs bench predict memory trace doctor"
     assert lines == ours.split()
 
 
@@ -123,6 +125,7 @@ def test_the_installed_command_is_this_one():
     [
         *(["--help"], ["train", "--help"], ["train", "--nosuch=1"]),
         *(["submit", "--help"], ["submit", "--dry-run", "-m", "daso", "train"]),
+        *(["memory", "--help"], ["memory", "--polcy", "pooch", "train.py"]),
     ],
 )
 def test_help_and_refusals_load_neither_torch_nor_mpi(words):

@@ -423,7 +423,8 @@ def table(found: Mapping[str, Any]) -> str:
         step = found["captured"]
         lines.append(
             f"  one arena: {step['ratio']:.3f} of an ordinary step's time, "
-            f"{step['arena'] / MiB:.2f} MiB, bound {step['bound'] / MiB:.2f}, one by one {step['one_by_one'] / MiB:.2f}; "
+            f"{step['arena'] / MiB:.2f} MiB, bound {step['bound'] / MiB:.2f}, "
+            f"one by one {step['one_by_one'] / MiB:.2f}; "
             f"{step['direct'] + step['in_place']} of {step['ops']} operations allocate nothing"
         )
     if found["resident"] is not None:
