@@ -15,7 +15,7 @@ however fast copies are.
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import cycle, product
 from typing import NamedTuple
 
 from daso.errors import ConfigError
@@ -364,12 +364,19 @@ def _keep_late(way: str) -> Policy:
 
 
 def _kept_from_the_end(ways: Ways, try_: Try) -> Ways:
-    for number in reversed(range(len(ways))):
-        kept = (*ways[:number], KEEP, *ways[number + 1 :])
-        if try_(kept) is None:
-            break
-        ways = kept
-    return ways
+    """Return the ways with as many units kept as fit, the last ones; found by halving."""
+
+    def kept(count: int) -> Ways:
+        return ways[: len(ways) - count] + (KEEP,) * count
+
+    fits, too_many = 0, len(ways) + 1
+    while too_many - fits > 1:
+        count = (fits + too_many) // 2
+        if try_(kept(count)) is None:
+            too_many = count
+        else:
+            fits = count
+    return kept(fits)
 
 
 def _patent(units: Sequence[Unit], try_: Try) -> Ways:
@@ -404,25 +411,22 @@ def _pooch(units: Sequence[Unit], try_: Try) -> Ways:
     if not courses:
         return starts[0]
     seconds, ways = min(courses)
-    better = True
-    while better:
-        better = False
-        for other in _one_changed(ways):
-            course = try_(other)
-            if course is not None and course.seconds < seconds * (1 - WORTHWHILE):
-                seconds, ways, better = course.seconds, other, True
-                break
+    least = sum(unit.forward_seconds + unit.backward_seconds for unit in units)
+    tries, since = MOST_TRIES, 0  # since the last change that was for the better
+    for number, other in cycle(product(range(len(ways)), WAYS)):
+        # Nothing is faster than computing alone, and a whole turn without gain is the end.
+        if seconds <= least * (1 + WORTHWHILE) or since >= len(ways) * len(WAYS) or not tries:
+            return ways
+        changed = (*ways[:number], other, *ways[number + 1 :])
+        course = try_(changed) if other != ways[number] else None
+        tries, since = tries - (other != ways[number]), since + 1
+        if course is not None and course.seconds < seconds * (1 - WORTHWHILE):
+            seconds, ways, since = course.seconds, changed, 0
     return ways
 
 
 WORTHWHILE = 1e-6  # part of the time that a change must save
-
-
-def _one_changed(ways: Ways) -> Iterator[Ways]:
-    for number, way in enumerate(ways):
-        for other in WAYS:
-            if other != way:
-                yield (*ways[:number], other, *ways[number + 1 :])
+MOST_TRIES = 2000
 
 
 def _exact(units: Sequence[Unit], try_: Try) -> Ways:

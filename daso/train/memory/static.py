@@ -18,7 +18,7 @@ class Static(NamedTuple):
 
     Args:
         parameters: And buffers.
-        gradients: One of each trained parameter.
+        gradients: One of each trained parameter, and one of the largest while it is added.
         optimizer: What it keeps, or will.
         batch: What the model is given.
     """
@@ -45,7 +45,7 @@ def static_bytes(model: torch.nn.Module, optimizer: Any, batch: Any) -> Static:
     params = [param for param in model.parameters() if param.requires_grad]
     return Static(
         _bytes((*model.parameters(), *model.buffers())),
-        sum(param.nbytes for param in params),
+        sum(param.nbytes for param in params) + max(param.nbytes for param in params),
         0 if optimizer is None else _kept_bytes(optimizer),
         _bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)),
     )
