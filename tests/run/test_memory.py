@@ -23,6 +23,7 @@ model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(wide, wide), nn.
 batch = torch.randn(1024, wide)
 """
 PARAMETERS = 8 * (256 * 256 + 256)
+LARGEST = 4 * 256 * 256  # bytes: its gradient is there twice while it is added
 TRAIN = """
 optimizer = torch.optim.Adam(model.parameters())
 for _ in range(3):
@@ -116,7 +117,8 @@ def test_a_budget_gets_a_plan_with_a_row_for_each_unit_and_a_picture():
 def test_the_bytes_of_a_plan_add_up():
     told = found("--budget=20MiB", script(TRAIN))
     static, plan = told["static_bytes"], told["plan"]
-    assert static["parameters"] == static["gradients"] == 4 * PARAMETERS
+    assert static["parameters"] == 4 * PARAMETERS
+    assert static["gradients"] == 4 * PARAMETERS + LARGEST
     assert static["optimizer"] == 2 * 4 * PARAMETERS
     assert static["batch"] == 1024 * 256 * 4
     groups = sum(unit["head_bytes"] + unit["tail_bytes"] for unit in told["units"])
@@ -297,7 +299,7 @@ def test_frozen_parameters_have_no_gradients_and_are_told(capfd):
     assert main(["memory", path]) == 0
     told = found(path)["static_bytes"]
     assert told["parameters"] == 4 * PARAMETERS
-    assert told["gradients"] == 3.5 * PARAMETERS
+    assert told["gradients"] == 3.5 * PARAMETERS + LARGEST
     assert f"{PARAMETERS * 7 // 8:,} of them trained" in capfd.readouterr().out
 
 
