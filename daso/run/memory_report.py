@@ -112,7 +112,7 @@ def _head(found: Found) -> Iterator[str]:
     yield (
         f"static        {_mib(static.total)} MiB: parameters {_mib(static.parameters)}, gradients "
         f"{_mib(static.gradients)}, {found.optimizer or 'optimizer'} {_mib(static.optimizer)}, "
-        f"batch {_mib(static.batch)}"
+        f"batch {_mib(static.batch)}, casts {_mib(static.casts)}"
     )
     yield f"plain peak    {_mib(made.plain_bytes)} MiB"
     if found.planned:

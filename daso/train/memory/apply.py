@@ -1,6 +1,8 @@
 """A plan of memory, made and carried out."""
 
 import logging
+import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,7 +77,7 @@ class MemoryPlan:
 def plan(
     model: torch.nn.Module,
     batch: Any,
-    budget: int | str,
+    budget: float | str,
     *,
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -85,8 +87,9 @@ def plan(
 ) -> MemoryPlan:
     """Decide what of a model's activations is kept, swapped or recomputed to fit a budget.
 
-    Goes through forward and backward twice; the model, its gradients, buffers and the random number
-    generators are afterwards what they were. Nothing crosses between ranks: each plans for itself.
+    Goes through forward and backward twice; the model, its gradients, buffers and torch's default
+    random number generators are afterwards what they were. Nothing crosses between ranks: each
+    plans for itself.
 
     Args:
         model: The model, in the mode in which it is trained.
@@ -120,7 +123,7 @@ def plan(
     finally:
         tier.close()
     script = write_script(iteration, LEAST_BYTES)
-    static = static_bytes(model, optimizer, (args, kwargs))
+    static = static_bytes(model, optimizer, (args, kwargs), iteration.observer.casts)
     least = static.total + floor(script.units)
     if whole < least:
         raise ConfigError(
@@ -138,6 +141,11 @@ def _check(model: torch.nn.Module) -> None:
         raise ConfigError(
             "memory is planned for a model that is not compiled; pass the module that "
             "torch.compile was given"
+        )
+    if len({param.device for param in model.parameters()}) > 1:
+        raise ConfigError(
+            "memory is planned for a model on one device, but its parameters are on several; plan "
+            "for each part by itself"
         )
     if not any(param.requires_grad for param in model.parameters()):
         raise ConfigError("the model must have parameters that are trained, and it has none")
@@ -167,14 +175,12 @@ UNITS_OF_BYTES = {"": 1, "B": 1} | {
 }
 
 
-def parse_bytes(text: int | str) -> int:
+def parse_bytes(text: float | str) -> int:
     """Return a number of bytes, of text such as ``"8GiB"`` or ``"500 MB"``."""
-    if isinstance(text, int):
-        return text
-    number = text.strip().rstrip("KMGTiB ")
-    unit = text.strip()[len(number) :].strip()
+    words = str(text).strip()
+    number = words.rstrip("KMGTiB ")
     try:
-        nbytes = int(float(number) * UNITS_OF_BYTES[unit])
+        nbytes = int(float(number) * UNITS_OF_BYTES[words[len(number) :].strip()])
     except (KeyError, ValueError, OverflowError):
         nbytes = -1
     if nbytes < 0:
@@ -194,9 +200,12 @@ class Applied:
         self._steps = Steps(made.script, made.chosen)
         self._hooks: list[Any] = []
         self._entered: list[tuple[Pass, Any, Follower] | None] = []
+        self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
         self._said = False
 
     def __enter__(self) -> "Applied":
+        if self._hooks:
+            raise ConfigError("a plan is carried out once at a time: call daso.memory.apply again")
         model = self._plan.model
         self._device = next(model.parameters()).device
         self._tier = open_tier(self._plan.second, self._device)
@@ -210,7 +219,19 @@ class Applied:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._tier.close()
+        while self._entered:  # Ctrl-C in forward
+            self._end()
+        # What is still to be taken backward keeps the second memory until then.
+        self._left = len(self._passes)
+        for one in self._passes:
+            weakref.finalize(one, self._end_pass)
+        if not self._left:
+            self._tier.close()
+
+    def _end_pass(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._tier.close()
 
     def report(self) -> Counts:
         """Return what was done so far: passes, bytes swapped, tails made again, bytes there."""
@@ -220,11 +241,13 @@ class Applied:
         if not torch.is_grad_enabled() or not self._steps.follows:
             self._entered.append(None)
             return
+        self._entered.append(None)
         one = Pass(self._steps, self._tier, self._counts, self._device)
         hooks = torch.autograd.graph.saved_tensors_hooks(one.pack, one.unpack)
         follower = Follower(one)
+        self._passes.add(one)
         self._counts.passes += 1
-        self._entered.append((one, hooks, follower))
+        self._entered[-1] = one, hooks, follower
         follower.__enter__()  # type: ignore[no-untyped-call]
         hooks.__enter__()
 
@@ -235,6 +258,9 @@ class Applied:
         one, hooks, follower = entered
         hooks.__exit__(None, None, None)
         follower.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if sys.exc_info()[0] is not None:  # it stopped in the middle
+            one.drop()
+            return
         one.end()
         if one.beyond and not self._said:
             self._said = True
@@ -252,7 +278,8 @@ def apply(made: MemoryPlan) -> Applied:
     """Return a context in which a plan is carried out, to go around the training loop.
 
     In it every call of the model with gradients follows the plan. Losses, gradients, parameters and
-    buffers are those of plain training, bit for bit. Does not communicate.
+    buffers are those of plain training, bit for bit. The budget holds for one forward and its
+    backward at a time, without ``retain_graph``. Does not communicate.
 
     Args:
         made: What `plan` gave.

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Observer", "Op", "Seen", "bytes_of", "counts", "tensors_in"]
+__all__ = ["Observer", "Op", "Seen", "bytes_of", "counts", "has_storage", "tensors_in"]
 
 NEVER = 1 << 62  # died: it has not
 
@@ -24,6 +24,8 @@ class Op:
         reads: Storages of tensors among its arguments, in their order.
         makes: Storages of tensors among its results, in their order.
         writes: Storages that it says to change in place.
+        plain: Whether all its tensors lie in storages, none is sparse, and random numbers are the
+            default generator's.
         seconds: That it took.
     """
 
@@ -31,6 +33,7 @@ class Op:
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     writes: tuple[int, ...]
+    plain: bool
     seconds: float
 
 
@@ -49,9 +52,14 @@ class Seen:
     died: int = NEVER
 
 
+def has_storage(leaf: object) -> bool:
+    """Return whether something is a tensor that lies in a storage: not a sparse one."""
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+
+
 def tensors_in(tree: object) -> list[torch.Tensor]:
-    """Return the tensors of arguments or results, in their order."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    """Return the tensors of arguments or results that have storages, in their order."""
+    return [leaf for leaf in tree_leaves(tree) if has_storage(leaf)]
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,6 +121,7 @@ class Observer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Op] = []
         self.memory = Memory()
+        self.casts: dict[int, int] = {}  # bytes of parameters' casts, by storage
         self._before = before
 
     @property
@@ -131,7 +140,7 @@ class Observer(TorchDispatchMode):
         kwargs = kwargs or {}
         if not counts(func, args):
             found = func(*args, **kwargs)
-            self.number(found)
+            self.casts[self.number(found)] = found.untyped_storage().nbytes()
             return found
         number = self.next
         if self._before is not None:
@@ -147,7 +156,10 @@ class Observer(TorchDispatchMode):
         made = tuple(
             self.memory.number(tensor, number, lambda: self.next) for tensor in tensors_in(found)
         )
-        self.ops.append(Op(func, reads, made, writes, seconds))
+        leaves = tree_leaves((args, kwargs, found))
+        plain = all(has_storage(one) for one in leaves if isinstance(one, torch.Tensor))
+        plain = plain and not any(isinstance(one, torch.Generator) for one in leaves)
+        self.ops.append(Op(func, reads, made, writes, plain, seconds))
         return found
 
     def live(self, without: set[int]) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from daso.plan.swapping import KEEP, RECOMPUTE, SWAP, Part, Plan, fate
-from daso.train.memory.observe import bytes_of, counts
+from daso.train.memory.observe import bytes_of, counts, has_storage, tensors_in
 from daso.train.memory.profile import View
 from daso.train.memory.replay import Tail
 from daso.train.memory.script import Closure, Script
@@ -153,10 +153,7 @@ class Held:
 
     def _check(self) -> None:
         if self._base is not None and self._base._version != self._version:
-            raise RuntimeError(
-                f"what autograd saved must not change before backward, but a tensor of "
-                f"{self.nbytes:,} bytes was changed in place; change a copy of it"
-            )
+            raise RuntimeError(CHANGED.format(self.nbytes))
 
     def come(self) -> None:
         """Begin to copy it back, unless it has not left."""
@@ -193,6 +190,19 @@ class Held:
             self._owner.counts.add(-self.nbytes)
 
 
+CHANGED = (
+    "what autograd saved must not change before backward, but a tensor of {:,} bytes was modified "
+    "by an inplace operation; change a copy of it"
+)
+
+
+class Kept(NamedTuple):
+    """What autograd keeps of a tensor that stays as it is."""
+
+    tensor: torch.Tensor
+    version: int
+
+
 class Handle(NamedTuple):
     """What autograd keeps of a tensor."""
 
@@ -219,6 +229,8 @@ class Pass:
         self.back = steps.count  # whose backward it is
         self.strayed = self.beyond = False
         self._saved = 0
+        self._numbers: dict[int, int] = {}  # of storages, by address
+        self._outside: set[int] = set()  # that were met
         self._swapped: dict[Part, list[weakref.ref[Held]]] = {}
         self.copies: dict[int, Copying] = {}  # to the second memory, by storage
         self._lease = tier.lease(steps.slab_bytes) if steps.slab_bytes else 0
@@ -245,6 +257,32 @@ class Pass:
         if not self.strayed and self._saved != len(self.steps.script.packs):
             self.stray()
         self._tails.clear()  # they belong to what is made of them
+
+    def drop(self) -> None:
+        """Forget about forward, which failed."""
+        self._tails.clear()
+
+    def is_number(self, tensor: torch.Tensor, number: int) -> bool:
+        """Return whether a tensor lies in the storage that the plan means."""
+        if not has_storage(tensor):
+            return False
+        address = tensor.untyped_storage()._cdata
+        if number in self.steps.script.outside and number not in self._outside:
+            self._outside.add(number)
+            self._numbers[address] = number
+        return self._numbers.get(address) == number
+
+    def reads(self, tensors: list[torch.Tensor], number: int) -> bool:
+        """Return whether an operation reads what the plan means."""
+        expected = self.steps.script.reads[number]
+        return len(tensors) == len(expected) and all(map(self.is_number, tensors, expected))
+
+    def made(self, tensors: list[torch.Tensor], number: int) -> bool:
+        """Take what an operation made; return whether it is as much as the plan means."""
+        expected = self.steps.script.makes[number]
+        for tensor, one in zip(tensors, expected, strict=False):
+            self._numbers[tensor.untyped_storage()._cdata] = one
+        return len(tensors) == len(expected)
 
     def _send(self, unit: int) -> None:
         for part in self.steps.sends.get(unit, ()):
@@ -277,12 +315,15 @@ class Pass:
         """Take what autograd saves."""
         script, index = self.steps.script, self._saved
         self._saved += 1
-        if self.strayed or index >= len(script.packs) or script.packs[index] < 0:
-            return tensor
-        number = script.packs[index]
-        held = self.held.get(number)
-        if held is None:
-            with _disable_current_modes():  # what is done here is not the model's
+        number = -1 if self.strayed or index >= len(script.packs) else script.packs[index]
+        if number >= 0 and not self.is_number(tensor, number):
+            self.stray()
+            number = -1
+        with _disable_current_modes():  # what is done here is not the model's
+            if number < 0:  # stays as it is; itself would hold its own history
+                return Kept(tensor.detach(), tensor._version)
+            held = self.held.get(number)
+            if held is None:
                 held = self._hold(number, tensor)
         return Handle(held, View.of(tensor), script.users[index])
 
@@ -315,11 +356,12 @@ class Pass:
 
     # --- backward ---------------------------------------------------------------------------------
 
-    def unpack(self, saved: Any) -> torch.Tensor:
+    def unpack(self, saved: Handle | Kept) -> torch.Tensor:
         """Give autograd what it saved; blocks until it is there."""
-        if not isinstance(saved, Handle):
-            tensor: torch.Tensor = saved
-            return tensor
+        if isinstance(saved, Kept):
+            if saved.tensor._version != saved.version:
+                raise RuntimeError(CHANGED.format(saved.tensor.nbytes))
+            return saved.tensor
         for unit in range(self.back - 1, saved.user - 1, -1):
             self._moment(unit)
         self.back = min(self.back, saved.user)
@@ -358,6 +400,12 @@ class Follower(TorchDispatchMode):
         if number >= len(script.funcs) or script.funcs[number] is not func:
             self._pass.stray()
             return func(*args, **kwargs)
+        if not self._pass.reads(tensors_in((args, kwargs)), number):
+            self._pass.stray()
+            return func(*args, **kwargs)
         if number in script.begins:
             self._pass.begin(script.begins[number])
-        return self._pass.take(number, func, args, kwargs)
+        found = self._pass.take(number, func, args, kwargs)
+        if not self._pass.made(tensors_in(found), number):
+            self._pass.stray()
+        return found

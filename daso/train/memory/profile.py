@@ -8,11 +8,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from daso.errors import ConfigError
-from daso.train.memory.observe import Observer, bytes_of, tensors_in
+from daso.train.memory.observe import Observer, bytes_of, has_storage, tensors_in
 from daso.train.memory.script import Iteration, Pack, is_heavy
 from daso.train.memory.tiers import Tier
 
-__all__ = ["View", "profile", "unchanged"]
+__all__ = ["Loss", "View", "default_loss", "profile", "unchanged"]
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -62,6 +62,7 @@ class _Watch:
         self, model: torch.nn.Module, tier: Tier, least: int, inside: Sequence[str]
     ) -> None:
         self.model, self.tier, self.least, self.inside = model, tier, least, inside
+        self.device = next(model.parameters()).device
         self.observer = Observer(self.before)
         self.packs: list[Pack] = []
         self.bounds, self.moments = [0], dict[int, int]()
@@ -83,20 +84,28 @@ class _Watch:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Take what is saved."""
+        if not self._may_go(tensor):
+            self.packs.append(Pack(-1, self.observer.next))  # stays as it is
+            with _disable_current_modes():
+                return tensor.detach()  # itself would hold its own history
         with _disable_current_modes():
             number = self.observer.number(tensor)
             last = self.observer.next - 1
             op = self.observer.ops[last] if last >= 0 else None
             by_last = op is not None and number in (*op.makes, *op.writes)
             order = len(self.packs)
-            self.packs.append(Pack(number, last if by_last else last + 1))
+            self.packs.append(Pack(number, last if by_last else last + 1, by_last))
             seen = self.observer.memory.seen[number]
             if seen.born < 0 or seen.nbytes < self.least:
-                return tensor
+                return tensor.detach()
             if number not in self.there:
                 self.there[number] = self.tier.lease(seen.nbytes)
                 self.tier.out(bytes_of(tensor.detach()), self.there[number]).wait()
             return _Saved(order, View.of(tensor), self.there[number], seen.nbytes)
+
+    def _may_go(self, tensor: torch.Tensor) -> bool:
+        odd = not has_storage(tensor) or tensor.is_conj() or tensor.is_neg()
+        return not odd and tensor.device == self.device
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """Give it back."""
@@ -110,8 +119,7 @@ class _Watch:
                 for number in range(self.unit - 1, unit - 1, -1):
                     self.moments[number] = self.observer.next
                 self.unit = min(self.unit, unit)
-            device = next(iter(self.model.parameters())).device
-            row = torch.empty(saved.nbytes, dtype=torch.uint8, device=device)
+            row = torch.empty(saved.nbytes, dtype=torch.uint8, device=self.device)
             self.tier.back(row, saved.at).wait()
             return saved.view.on(row)
 
@@ -139,7 +147,7 @@ class _Watch:
             )
             grads = torch.autograd.grad(value, params, allow_unused=True)
         for grad in grads:
-            if grad is not None:
+            if has_storage(grad):
                 self.seen.grads.add(self.observer.number(grad))
         for number, at in self.there.items():
             self.tier.release(at, self.observer.memory.seen[number].nbytes)
@@ -175,15 +183,20 @@ def _units_of(model: torch.nn.Module, inside: Sequence[str], watch: _Watch) -> I
 
 @contextmanager
 def unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Leave a model's buffers and all random number generators as they were."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    """Leave a model's buffers and torch's default random number generators as they were."""
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     devices = {param.device for param in model.parameters() if param.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices=list(devices)):
             yield
     finally:
         with torch.no_grad():
-            for buffer, before in buffers:
+            for module, name, buffer, before in buffers:
+                module._buffers[name] = buffer  # forward may have put another one there
                 buffer.copy_(before)
 
 
@@ -224,6 +237,8 @@ def profile(
             "memory can be planned of a model that does the same in every step, but this one did "
             "something else the second time, with the same batch and the same random numbers"
         )
+    if first.observer.casts:  # which autocast may have kept for the second
+        second.observer.casts = first.observer.casts
     return second
 
 

@@ -88,7 +88,8 @@ class Tail:
         """
         leaves, spec = tree_flatten((args, kwargs))
         numbers = iter(reads)
-        device = next(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
+        tensors = (leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
+        device = next(tensors, torch.device(kwargs.get("device") or "cpu"))
         if _reads_shapes_alone(func):
             return Taken(number, func, [], spec, None, device)
         kept = [
@@ -106,7 +107,8 @@ class Tail:
             found: What it gave.
             makes: Numbers of storages of that.
         """
-        views = [View.of(tensor) for tensor in tensors_in(found)]
+        shapes = _reads_shapes_alone(taken.func)
+        views = [View.of(tensor) for tensor in tensors_in(found)] if shapes else []
         self._notes.append(_Note(taken, tuple(makes), views))
 
     def _given(self, tensor: torch.Tensor, storage: int) -> _Given:

@@ -75,10 +75,12 @@ class Pack(NamedTuple):
     Args:
         storage: Number of its storage.
         op: Operation whose backward reads it.
+        result: Whether that operation made it, or changed it.
     """
 
     storage: int
     op: int
+    result: bool = False
 
 
 @dataclass
@@ -157,6 +159,7 @@ class Script:
         funcs: What each operation of forward calls.
         reads: Storages that each reads, in the order of its arguments.
         makes: Storages of its results, in their order.
+        outside: Storages that were there before.
         begins: Units, by their first operation.
         packs: Storage of each tensor that is saved, in their order; -1 where it stays as it is.
         users: Unit whose backward reads it.
@@ -170,6 +173,7 @@ class Script:
     funcs: list[Any]
     reads: list[tuple[int, ...]]
     makes: list[tuple[int, ...]]
+    outside: set[int]
     begins: dict[int, int]
     packs: list[int]
     users: list[int]
@@ -215,26 +219,35 @@ class _Closures:
     def _need(self, one: int, before: int, ops: set[int], anchors: set[int], item: int) -> bool:
         """Add what makes a storage as it is before an operation; return whether that can be."""
         last = self.writers[one][-1] if self.writers[one] else -1
+        if self.seen.seen[one].born < 0:
+            return last < 0  # the next forward would change it before this one's backward
         if one != item and self._is_there(one, item):
             if one in self.items:
                 anchors.add(one)
             return last < before
-        for number in self.writers[one]:
-            if number >= before or number in ops:
-                continue
-            op = self.seen.ops[number]
-            if not self._may_run_again(op) or len(ops) > MOST:
-                return False
-            ops.add(number)
-            if name_of(op.func) in SHAPES_ALONE:
-                continue
-            if not all(self._need(r, number, ops, anchors, item) for r in {*op.reads} - {one}):
-                return False
-        return True
+        numbers = [number for number in self.writers[one] if number < before]
+        return all(self._run_again(number, one, ops, anchors, item) for number in numbers)
+
+    def _run_again(
+        self, number: int, one: int, ops: set[int], anchors: set[int], item: int
+    ) -> bool:
+        """Add an operation that makes a storage, with all it needs; return whether it may run."""
+        if number in ops:
+            return True
+        op = self.seen.ops[number]
+        if not self._may_run_again(op) or len(ops) > MOST:
+            return False
+        ops.add(number)
+        if name_of(op.func) in SHAPES_ALONE:
+            return True
+        reads = {*op.reads} - {one}
+        if keeps_statistics(op.func):
+            reads -= {*op.writes}
+        return all(self._need(read, number, ops, anchors, item) for read in reads)
 
     def _is_there(self, one: int, item: int) -> bool:
         """Return whether a storage is there when an item is recomputed."""
-        if self.seen.seen[one].born < 0 or one in self.heads:
+        if one in self.heads:
             return True
         if one in self.tails:  # of the same unit: made again with it
             return self._unit(one) != self._unit(item)
@@ -248,7 +261,7 @@ class _Closures:
             return False
         # Statistics of a norm are not changed again: it runs on copies of them.
         made_here = all(self.seen.seen[one].born >= 0 for one in op.writes)
-        return op.func.namespace == "aten" and (made_here or keeps_statistics(op.func))
+        return op.plain and op.func.namespace == "aten" and (made_here or keeps_statistics(op.func))
 
 
 def write_script(seen: Iteration, least: int) -> Script:
@@ -258,8 +271,9 @@ def write_script(seen: Iteration, least: int) -> Script:
         seen: The iteration.
         least: Storages of fewer bytes stay.
     """
-    saved = dict.fromkeys(pack.storage for pack in seen.packs)
-    items = [one for one in saved if _may_go(seen, one, least)]
+    changed = _changed_after_they_were_saved(seen)
+    saved = dict.fromkeys(pack.storage for pack in seen.packs if pack.storage >= 0)
+    items = [one for one in saved if one not in changed and _may_go(seen, one, least)]
     items.sort(key=lambda one: seen.seen[one].born)
     found = _Closures(seen, items)
     _make_heads_of_what_needs_tails(found, items)
@@ -273,6 +287,7 @@ def write_script(seen: Iteration, least: int) -> Script:
         [op.func for op in ops],
         [op.reads for op in ops],
         [op.makes for op in ops],
+        {number for number, storage in enumerate(seen.seen) if storage.born < 0},
         {first: number for number, first in enumerate(seen.bounds)},
         [pack.storage if pack.storage in groups else -1 for pack in seen.packs],
         [seen.unit(pack.op) for pack in seen.packs],
@@ -288,6 +303,18 @@ def _may_go(seen: Iteration, one: int, least: int) -> bool:
     """Return whether nobody but autograd holds a storage between forward and backward."""
     storage = seen.seen[one]
     return storage.born >= 0 and storage.nbytes >= least and storage.died <= seen.loss
+
+
+def _changed_after_they_were_saved(seen: Iteration) -> set[int]:
+    """Return storages of which autograd is to say in backward that they have changed."""
+    last: dict[int, int] = {}
+    for number, op in enumerate(seen.ops[: seen.forward]):
+        last |= dict.fromkeys(op.writes, number)
+    return {
+        pack.storage
+        for pack in seen.packs
+        if last.get(pack.storage, -1) > pack.op - (not pack.result)
+    }
 
 
 def _make_heads_of_what_needs_tails(found: _Closures, items: Sequence[int]) -> None:

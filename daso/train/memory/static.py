@@ -2,12 +2,14 @@
 
 import gc
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from daso.errors import ConfigError
+from daso.train.memory.observe import has_storage
 from daso.train.optimizer import DASO
 
 __all__ = ["Static", "static_bytes"]
@@ -21,12 +23,14 @@ class Static(NamedTuple):
         gradients: One of each trained parameter, and one of the largest while it is added.
         optimizer: What it keeps, or will.
         batch: What the model is given.
+        casts: Of parameters to another type, which autocast keeps.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     batch: int
+    casts: int = 0
 
     @property
     def total(self) -> int:
@@ -34,20 +38,24 @@ class Static(NamedTuple):
         return sum(self)
 
 
-def static_bytes(model: torch.nn.Module, optimizer: Any, batch: Any) -> Static:
+def static_bytes(
+    model: torch.nn.Module, optimizer: Any, batch: Any, casts: Mapping[int, int] | None = None
+) -> Static:
     """Return the bytes that a model, its gradients, its optimizer and a batch take.
 
     Args:
         model: The model.
         optimizer: A `torch.optim.Optimizer`, or None.
         batch: Tensors, in any structure.
+        casts: Bytes of parameters' casts, by storage.
     """
     params = [param for param in model.parameters() if param.requires_grad]
     return Static(
         _bytes((*model.parameters(), *model.buffers())),
         sum(param.nbytes for param in params) + max(param.nbytes for param in params),
         0 if optimizer is None else _kept_bytes(optimizer),
-        _bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)),
+        _bytes(leaf for leaf in tree_leaves(batch) if has_storage(leaf)),
+        sum((casts or {}).values()),
     )
 
 
@@ -100,11 +108,17 @@ CONTAINERS = (dict, list, tuple, set, deque)
 
 def _state_bytes(optimizer: Any, group: dict[str, Any], param: torch.Tensor) -> int:
     """Return what an optimizer will keep of a parameter, as it does of a small one like it."""
-    probe = torch.zeros(PROBE, dtype=param.dtype, requires_grad=True)
+    probe = torch.zeros(PROBE, dtype=param.dtype, device=param.device, requires_grad=True)
     options = {key: value for key, value in group.items() if key in optimizer.defaults}
-    one = type(optimizer)([{"params": [probe], **options}], lr=0.0)
     probe.grad = torch.zeros_like(probe)
-    one.step()
+    try:
+        one = type(optimizer)([{"params": [probe], **options}])
+        one.step()
+    except (TypeError, RuntimeError, ValueError, AssertionError) as error:
+        raise ConfigError(
+            f"what {type(optimizer).__name__} keeps must be known, but it could not be tried on a "
+            f"small parameter ({error}); take one step before you plan"
+        ) from error
     leaves = [leaf for leaf in tree_leaves([*one.state.values()]) if isinstance(leaf, torch.Tensor)]
     per_element = sum(leaf.nbytes for leaf in leaves if leaf.shape == probe.shape) // PROBE
     return per_element * param.numel()

@@ -237,9 +237,10 @@ def _begin(worker: Executor, copy: Callable[[torch.Tensor], object], row: torch.
 
     def job() -> None:
         try:
-            copy(cell.pop())
+            mine = [cell.pop()]
         except IndexError:  # dropped
             return
+        copy(mine.pop())  # and held by nothing here once it has ended
 
     return Copying(worker.submit(job).result, cell)
 
