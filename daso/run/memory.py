@@ -98,14 +98,14 @@ def _checked(chosen: argparse.Namespace) -> dict[str, Any]:
     """Return what to plan with; raise now what would go wrong when the script has run so far."""
     import torch
 
-    from daso.train.memory.apply import parse_bytes
+    from daso.train.memory.sizes import parse_bytes
     from daso.train.memory.tiers import open_tier
 
     kind, _, folder = chosen.second.partition(":")
     second = f"file:{Path(folder).absolute()}" if kind == "file" and folder else chosen.second
     open_tier(second, torch.device("cpu")).close()
     return {
-        "budget": None if chosen.budget is None else parse_bytes(chosen.budget),
+        "budget": None if chosen.budget is None else parse_bytes("budget", chosen.budget),
         "policy": chosen.policy,
         "second": second,
         "units": tuple(name.strip() for name in chosen.units.split(",") if name.strip()),

@@ -1,32 +1,53 @@
-"""What the toolkit holds of a model, in bytes per parameter: a buffer more would show here."""
+"""What is saved for backward lies in the neighbour's memory meanwhile, on every rank."""
+
+from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
-from daso.run.bench import memory
+import daso
+from daso.comm import topology as topologies
+from daso.errors import ConfigError
+from daso.plan.swapping import BOTH, SWAP, Plan, foretell
 
 pytestmark = pytest.mark.mpi
 
-CHUNK_BYTES = 1024  # what is held of chunks does not count beside 100,000 parameters
+
+@pytest.fixture
+def here(topology, monkeypatch):
+    """Make the topology the one that is taken when none is given."""
+    monkeypatch.setattr(topologies, "_default", [topology])
+    return topology
 
 
-def expected(place, wire):
-    """Return bytes per parameter of the rank that holds most, fp32 parameters."""
-    # A rank that is not the first of its node keeps its part of a sum of more than two rows.
-    sums = [4 / size for size in place.node_sizes if size > 2]
-    if place.nodes == 1:
-        return max(sums, default=0)
-    reference = shown = 4  # shown: where the node reads the merge
-    wires = {"bf16": 2, "int4": 0.5 + 4 / 128, "fp32": 0}  # fp32 crosses from where it is shown
-    # Of the mean, by the node that owns the part of a chunk; two nodes round nothing twice.
-    rounded = 4 / place.nodes if place.nodes > 2 else 0
-    rounded = 0 if wire == "fp32" else rounded
-    return (reference + shown + wires[wire] + rounded) / place.lanes
+def trained(rank, plan_with=None, second="host"):
+    torch.manual_seed(rank)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.2))]
+    model, x = nn.Sequential(*layers), torch.randn(128, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = daso.memory.plan(model, x, "1GiB", second=second)
+    units = plan.script.units
+    ways = (plan_with or "keep",) * len(units)
+    plan = replace(plan, chosen=Plan(ways, foretell(units, ways, float("inf"), plan.link)))
+    with daso.memory.apply(plan) as applied:
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+    return [param.detach() for param in model.parameters()], applied.report()
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int4", "fp32"])
-def test_no_more_is_held_than_the_design_says(topology, place, wire):
-    plan = memory.Plan([100_000, 300_000], 4, [wire], CHUNK_BYTES)
-    (row,) = memory.measure(plan, topology)["rows"]
-    assert row["bytes_per_parameter"] == pytest.approx(expected(place, wire), abs=0.1)
-    assert row["fixed_mib"] < 1
-    assert all(one["exchanges"] == (3 if place.nodes > 1 else 0) for one in row["sizes"])
+@pytest.mark.parametrize("way", [SWAP, BOTH])
+def test_training_is_the_same(here, way):
+    rank = here.place.rank
+    plain, _ = trained(rank)
+    found, report = trained(rank, way, "neighbour:64MiB")
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert report.swapped_bytes > 0
+    assert report.strayed == report.resident_bytes == 0
+
+
+def test_too_little_of_it_is_named(here):
+    with pytest.raises(ConfigError, match="the neighbour's has 4,096"):
+        trained(here.place.rank, SWAP, "neighbour:4KiB")

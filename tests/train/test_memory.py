@@ -24,7 +24,7 @@ import daso
 from daso.errors import ConfigError
 from daso.plan.swapping import BOTH, KEEP, RECOMPUTE, SWAP, WAYS, Link, Plan, floor, foretell
 from daso.train.memory import passes
-from daso.train.memory.apply import parse_bytes
+from daso.train.memory.sizes import parse_bytes
 from daso.train.memory.static import static_bytes
 
 
@@ -638,7 +638,7 @@ def test_a_budget_below_the_floor_names_it():
     [("8GiB", 8 << 30), ("500 MB", 500_000_000), ("1.5KiB", 1536), ("12", 12), (7, 7)],
 )
 def test_budgets_are_read(text, nbytes):
-    assert parse_bytes(text) == nbytes
+    assert parse_bytes("budget", text) == nbytes
 
 
 @pytest.mark.parametrize(
@@ -646,13 +646,14 @@ def test_budgets_are_read(text, nbytes):
 )
 def test_budgets_that_are_none(text):
     with pytest.raises(ConfigError, match="budget must be bytes"):
-        parse_bytes(text)
+        parse_bytes("budget", text)
 
 
 def test_what_cannot_be_planned_is_told(tmp_path):
     model, batch = made("residual")
     for options, told in [
-        ({"second": "disk"}, "second must be 'host' or 'file:FOLDER'"),
+        ({"second": "disk"}, "second must be 'host', 'file:FOLDER' or"),
+        ({"second": "neighbour:much"}, "second must be bytes"),
         ({"second": f"file:{tmp_path}/none"}, "must be a folder that can be written to"),
         ({"units": ["nobody"]}, "'nobody' is not"),
         ({"policy": "best"}, "policy must be one of"),

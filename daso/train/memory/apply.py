@@ -14,6 +14,7 @@ from daso.plan.swapping import Course, Link, Plan, choose, fate, floor
 from daso.train.memory.passes import Counts, Follower, Pass, Steps
 from daso.train.memory.profile import Loss, default_loss, profile
 from daso.train.memory.script import Script, write_script
+from daso.train.memory.sizes import parse_bytes
 from daso.train.memory.static import Static, static_bytes
 from daso.train.memory.tiers import Second, measure, open_tier
 
@@ -99,7 +100,9 @@ def plan(
         loss: Makes one number of what the model gives; its sum by default.
         optimizer: Whose memory counts too, that of `daso.DASO` included.
         policy: One of `daso.plan.swapping.POLICIES`.
-        second: The second memory: ``"host"`` (pinned, for GPUs), ``"file:FOLDER"``, or what makes a
+        second: The second memory: ``"host"`` (pinned, for GPUs), ``"file:FOLDER"``,
+            ``"neighbour:8GiB"`` (so much shared memory of the node's next rank; then `plan` and
+            `apply`'s ``with`` are collective over the node, and block), or what makes a
             `daso.train.memory.tiers.Tier` for a device.
         units: Names of modules that are kept, swapped or recomputed as wholes; by default units
             begin with operations that cost much (convolutions, products of matrices).
@@ -112,7 +115,7 @@ def plan(
     """
     _check(model)
     args, kwargs = arguments(batch)
-    whole = parse_bytes(budget)
+    whole = parse_bytes("budget", budget)
     device = next(model.parameters()).device
     tier = open_tier(second, device)
     try:
@@ -166,26 +169,6 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     if isinstance(batch, Mapping):
         return (), batch
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
-
-
-UNITS_OF_BYTES = {"": 1, "B": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("KMGT", 1)
-    for suffix, base in (("iB", 1024), ("B", 1000))
-}
-
-
-def parse_bytes(text: float | str) -> int:
-    """Return a number of bytes, of text such as ``"8GiB"`` or ``"500 MB"``."""
-    words = str(text).strip()
-    number = words.rstrip("KMGTiB ")
-    try:
-        nbytes = int(float(number) * UNITS_OF_BYTES[words[len(number) :].strip()])
-    except (KeyError, ValueError, OverflowError):
-        nbytes = -1
-    if nbytes < 0:
-        raise ConfigError(f"budget must be bytes, such as 8GiB, 500MB or a number, not {text!r}")
-    return nbytes
 
 
 class Applied:

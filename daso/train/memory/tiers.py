@@ -7,15 +7,30 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from daso.comm.copies import Copies
 from daso.comm.cuda import CudaCopies
+from daso.comm.topology import default
+from daso.comm.window import SharedWindow
 from daso.errors import ConfigError
+from daso.train.memory.sizes import parse_bytes
 
-__all__ = ["Copying", "FileTier", "HostTier", "Second", "Tier", "measure", "open_tier"]
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "Copying",
+    "FileTier",
+    "HostTier",
+    "NeighbourTier",
+    "Second",
+    "Tier",
+    "measure",
+    "open_tier",
+]
 
 SECONDS_BETWEEN_LOOKS = 5e-5
 
@@ -225,6 +240,38 @@ class HostTier:
         self._slabs.clear()
 
 
+class NeighbourTier(HostTier):
+    """Shared memory of the node's next rank.
+
+    Args:
+        node: Communicator of the node.
+        nbytes: Of every rank's.
+        copies: As for `HostTier`.
+
+    Collective over the node, as is `close`; blocking.
+    """
+
+    def __init__(self, node: "MPI.Comm", nbytes: int, copies: Copies | None) -> None:
+        super().__init__(copies)
+        self._nbytes, self._window = nbytes, SharedWindow(node, nbytes)
+        self._slabs[0] = self._window.segments[(node.Get_rank() + 1) % node.Get_size()]
+
+    def lease(self, nbytes: int) -> int:
+        """Take some of it; return where it begins."""
+        at = self._leases.lease(nbytes)
+        if self._leases.size > self._nbytes:
+            raise ConfigError(
+                f"the second memory must hold {self._leases.size:,} bytes, but the neighbour's has "
+                f"{self._nbytes:,}: ask for more with second='neighbour:SIZE'"
+            )
+        return at
+
+    def close(self) -> None:
+        """End all copies and give the memory back."""
+        super().close()
+        self._window.free()
+
+
 def _memory(row: torch.Tensor) -> "ctypes.Array[ctypes.c_char]":
     """Return a row's bytes as a buffer; the row must live as long."""
     found: ctypes.Array[ctypes.c_char] = (ctypes.c_char * row.numel()).from_address(row.data_ptr())
@@ -260,7 +307,7 @@ def open_tier(second: Second, device: torch.device) -> Tier:
     """Return a second memory.
 
     Args:
-        second: ``"host"``, ``"file:FOLDER"``, or what makes one for a device.
+        second: ``"host"``, ``"file:FOLDER"``, ``"neighbour:SIZE"``, or what makes one for a device.
         device: Where the model is.
 
     Raises:
@@ -271,9 +318,12 @@ def open_tier(second: Second, device: torch.device) -> Tier:
     kind, _, folder = second.partition(":")
     if kind == "file" and folder:
         return FileTier(Path(folder))
+    copies = CudaCopies(device) if device.type == "cuda" else None
     if second == "host":
-        return HostTier(CudaCopies(device) if device.type == "cuda" else None)
-    raise ConfigError(f"second must be 'host' or 'file:FOLDER', not {second!r}")
+        return HostTier(copies)
+    if kind == "neighbour" and folder:
+        return NeighbourTier(default().node, parse_bytes("second", folder), copies)
+    raise ConfigError(f"second must be 'host', 'file:FOLDER' or 'neighbour:SIZE', not {second!r}")
 
 
 def measure(tier: Tier, device: torch.device, nbytes: int = 1 << 24) -> tuple[float, float]:
