@@ -151,7 +151,17 @@ def test_commands_it_shows_are_known() -> None:
         for line in text.splitlines()
         if line.startswith("daso ")
     }
-    assert shown == {"run", "train", "submit", "status", "logs", "doctor", "predict", "trace"}
+    assert shown == {
+        "run",
+        "train",
+        "submit",
+        "status",
+        "logs",
+        "doctor",
+        "memory",
+        "predict",
+        "trace",
+    }
 
 
 def test_accuracies_it_quotes_are_those_that_were_measured() -> None:
