@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import daso
 from daso.comm.topology import Topology
+from daso.examples.transformer import Block
 from daso.plan.swapping import floor
 from daso.run.bench.models import CASES, Residual
 from daso.run.bench.rounds import over, take_turns
@@ -41,6 +42,7 @@ PLAIN, AGAIN = "plain", "torch checkpoint"
 PURE = ("all_swap", "all_recompute")
 HYBRID = "pooch"
 POLICIES = (*PURE, "patent", HYBRID)
+BLOCKS = (Residual, Block)  # that torch's checkpoint takes one by one
 MiB = 2**20
 
 
@@ -204,15 +206,13 @@ def _loss_for(targets: torch.Tensor) -> Callable[[Any], torch.Tensor]:
 @contextmanager
 def _checkpointed(model: nn.Module) -> Iterator[None]:
     """Compute every block once more in backward, by torch's own means."""
-    blocks = [
-        one for one in model.modules() if isinstance(one, (Residual, nn.TransformerEncoderLayer))
-    ]
-    for block in blocks or model.children():
+    blocks = [one for one in model.modules() if isinstance(one, BLOCKS)] or [*model.children()]
+    for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     try:
         yield
     finally:
-        for block in blocks or model.children():
+        for block in blocks:
             del block.forward
 
 
