@@ -283,3 +283,20 @@ def test_flows_are_as_fast_as_it_says() -> None:
     assert f"{figures['epochs_ratio']:.2f} times the epochs" in section
     assert f"{figures['seconds_ratio']:.2f} times the seconds" in section
     assert f"to {100 * figures['list_reduction_accuracy']:.1f} %" in section
+
+
+def test_times_in_less_memory_are_those_that_were_measured() -> None:
+    import json
+
+    found = json.loads((ROOT / "scripts/figures/memory.json").read_text())
+    section = README.split("## Bigger models")[1].split("\n## ")[0]
+    quoted = re.findall(r"^\| (\w+), ([\d.]+) MiB \| (.+) \|$", section, re.MULTILINE)
+    names = ["all_swap", "all_recompute", "pooch", "torch checkpoint"]
+    measured = {}
+    for run in found["runs"]:
+        for one in run["budgets"]:
+            rows = {row["name"]: f"{row['ratio']:.2f}x" for row in one["rows"]}
+            if one["rate"] == 0.25e9:
+                budget = f"{one['capacity_bytes'] / 2**20:.1f}"
+                measured[run["model"], budget] = [rows.get(name, "-") for name in names]
+    assert {(model, budget): row.split(" | ") for model, budget, row in quoted} == measured

@@ -206,14 +206,15 @@ def _loss_for(targets: torch.Tensor) -> Callable[[Any], torch.Tensor]:
 @contextmanager
 def _checkpointed(model: nn.Module) -> Iterator[None]:
     """Compute every block once more in backward, by torch's own means."""
-    blocks = [one for one in model.modules() if isinstance(one, BLOCKS)] or [*model.children()]
+    blocks: list[nn.Module] = [one for one in model.modules() if isinstance(one, BLOCKS)]
+    blocks = blocks or list(model.children())
     for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
     try:
         yield
     finally:
         for block in blocks:
-            del block.forward
+            del vars(block)["forward"]
 
 
 def _rivals(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> list[Contender]:
