@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import textwrap
+import time
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,6 +27,7 @@ from daso.plan.swapping import BOTH, KEEP, RECOMPUTE, SWAP, WAYS, Link, Plan, fl
 from daso.train.memory import passes
 from daso.train.memory.sizes import parse_bytes
 from daso.train.memory.static import static_bytes
+from daso.train.memory.tiers import HostTier
 
 
 class Residual(nn.Module):
@@ -241,9 +243,16 @@ def test_what_is_there_is_what_was_planned(name):
     assert tried >= 3
 
 
+class SlowTier(HostTier):
+    def out(self, source, at):
+        there = self.row(at, source.numel())
+        return self.begin(lambda row: (time.sleep(0.002), there.copy_(row)), source)
+
+
 def test_plans_hold_however_fast_copies_were_foretold():
     model, batch = made("residual")
-    plan, draw = planned(model, batch), random.Random(0)
+    plan = planned(model, batch, second=lambda _: SlowTier(None))
+    draw = random.Random(0)
     units = plan.script.units
     least, tried = floor(units), 0
     for _ in range(60):
