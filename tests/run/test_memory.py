@@ -361,7 +361,7 @@ def test_a_budget_below_the_floor_is_told_in_one_line(capfd):
     [
         (["--budget=lots", "train.py"], "budget must be bytes, such as 8GiB"),
         (["--budget=1e999GiB", "train.py"], "budget must be bytes"),
-        (["--second=disk", "train.py"], "second must be 'host' or 'file:FOLDER'"),
+        (["--second=disk", "train.py"], "second must be 'host', 'file:FOLDER' or"),
         (["--second=file:/nowhere", "train.py"], "/nowhere"),
         (["--json=/nowhere/x.json", "train.py"], "folder that is there"),
         (["--plot=x.pdf", "train.py"], "--plot must end in .png"),
