@@ -335,6 +335,10 @@ class Runtime:
         """Settle who computes what, if that is not done yet."""
         if self._layers.ranks_of:
             return
+        # An optimizer's first step imports it, for seconds: on all ranks now, while none waits for
+        # a message.
+        import torch._dynamo  # noqa: F401
+
         place = self._topology.place
         ranks_of: tuple[tuple[int, ...], ...] = ((0,),) * len(self._wiring.nodes)
         if place.size > 1 and self._whole.place.rank == 0:
