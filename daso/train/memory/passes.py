@@ -330,6 +330,9 @@ class Pass:
     def _hold(self, number: int, tensor: torch.Tensor) -> Held:
         part, way = self.steps.parts[number], self.steps.fates[number]
         nbytes = tensor.untyped_storage().nbytes()
+        larger = nbytes > self.steps.script.nbytes[number]
+        if larger:
+            self._count_as_strayed()
         tail = self._tails[part.unit] if way == RECOMPUTE else None
         self.held[number] = held = Held(number, nbytes, self, tail)
         if tail is not None:
@@ -338,9 +341,7 @@ class Pass:
         held.fill(tensor)
         for unit in self.steps.anchors.get(number, ()):
             self._tails[unit].anchor(number, held)
-        if nbytes > self.steps.script.nbytes[number]:
-            self._count_as_strayed()
-        elif way == SWAP:
+        if way == SWAP and not larger:
             self._swapped.setdefault(part, []).append(weakref.ref(held))
         return held
 

@@ -67,7 +67,6 @@ class _Watch:
         self.packs: list[Pack] = []
         self.bounds, self.moments = [0], dict[int, int]()
         self.there: dict[int, int] = {}  # where storages lie in the second memory
-        self.back: dict[int, torch.Tensor] = {}
         self.forward = True
         self.seen: Iteration | None = None
         self.unit = 0  # whose backward it is

@@ -339,8 +339,8 @@ def _by_unit(
     for unit in found.values():
         ops = [seen.ops[number] for number in unit.ops]
         unit.anchors -= unit.items
-        unit.makes = {one for op in ops for one in op.makes if one not in unit.anchors}
-        unit.makes = {one for one in unit.makes if seen.seen[one].born in unit.ops}
+        made = {one for op in ops for one in op.makes} - unit.anchors
+        unit.makes = {one for one in made if seen.seen[one].born in unit.ops}
         unit.seconds = sum(op.seconds for op in ops)
         _let_end(seen, unit)
     return found
