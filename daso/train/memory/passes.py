@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from daso.plan.layout import aligned
 from daso.plan.swapping import KEEP, RECOMPUTE, SWAP, Part, Plan, fate
 from daso.train.memory.observe import bytes_of, counts, has_storage, tensors_in
 from daso.train.memory.profile import View
@@ -60,13 +61,12 @@ class Steps:
         }
         self.parts = {one: Part(*group) for one, group in script.groups.items()}
         self.swapped = defaultdict[Part, list[int]](list)  # storages
-        self.at: dict[int, int] = {}  # in the second memory, of a pass
-        self.slab_bytes = 0
-        for one, way in self.fates.items():
-            if way == SWAP:
-                self.swapped[self.parts[one]].append(one)
-                self.at[one] = self.slab_bytes
-                self.slab_bytes += -(-script.nbytes[one] // PAGE) * PAGE
+        swapped = [one for one, way in self.fates.items() if way == SWAP]
+        for one in swapped:
+            self.swapped[self.parts[one]].append(one)
+        spans = aligned([script.nbytes[one] for one in swapped])
+        self.at = {one: span.start for one, span in zip(swapped, spans, strict=True)}
+        self.slab_bytes = spans[-1].stop if spans else 0  # in the second memory, of a pass
         self.sends = defaultdict[int, list[Part]](list)  # after whose forward
         for part in self.swapped:
             self.sends[getattr(script.units[part.unit], part.name).leaves].append(part)
@@ -82,9 +82,6 @@ class Steps:
     def follows(self) -> bool:
         """Whether anything goes."""
         return any(way != KEEP for way in self.fates.values())
-
-
-PAGE = 4096
 
 
 def _users(
