@@ -70,7 +70,7 @@ class _Link:
 
     def __init__(self, topology: Topology, stall_seconds: float) -> None:
         self._comm, self._roll, self._stall_seconds = topology.world, topology.roll, stall_seconds
-        self._row = torch.zeros(1, dtype=torch.float64)
+        self._row = torch.zeros(1, dtype=torch.float64, device="cpu")
 
     def ask(self, rank: int, now: Callable[[], float]) -> tuple[float, float, float]:
         best = (0.0, 0.0, float("inf"))

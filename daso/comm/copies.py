@@ -1,6 +1,6 @@
 """What a rank that computes on a device needs of it, to meet others on the host."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -38,6 +38,13 @@ class Copies(Protocol):
 
     def beside(self) -> AbstractContextManager[None]:
         """Let what this thread launches meanwhile run beside what other threads launch."""
+        ...
+
+    def lend(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let the thread whose work is copied out use tensors that were made `beside`.
+
+        Their memory is not given to others before what it launched is over.
+        """
         ...
 
     def mark(self) -> Arrived:

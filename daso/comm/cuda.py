@@ -1,7 +1,7 @@
 """A CUDA device beside its host: streams for copies, events that are asked, pinned memory."""
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ class CudaCopies:
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
         self._out, self._back, self._beside = (cuda.Stream(device) for _ in range(3))
+        self._training: Any = None  # the stream whose work is copied out
         self._pinned: list[int] = []  # addresses
 
     def out(self, source: torch.Tensor, target: torch.Tensor) -> Arrived:
@@ -37,7 +38,10 @@ class CudaCopies:
         self, stream: Any, source: torch.Tensor, target: torch.Tensor, *, in_turn: bool
     ) -> Arrived:
         if in_turn:
-            stream.wait_stream(self._cuda.current_stream(self._device))
+            launching = self._cuda.current_stream(self._device)
+            if launching != self._beside:
+                self._training = launching
+            stream.wait_stream(launching)
         with self._on(stream):
             target.copy_(source, non_blocking=True)
             there = source if source.is_cuda else target
@@ -50,6 +54,12 @@ class CudaCopies:
         """Let what this thread launches meanwhile run beside what other threads launch."""
         with self._on(self._beside):
             yield
+
+    def lend(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let the thread whose work is copied out use tensors that were made `beside`."""
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(self._training)
 
     @contextmanager
     def _on(self, stream: Any) -> Iterator[None]:
@@ -67,7 +77,7 @@ class CudaCopies:
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Return pinned host memory (nbytes, uint8)."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def pin(self, rows: Sequence[torch.Tensor]) -> None:
         """Let copies to and from rows on the host go as fast as from `memory`."""

@@ -57,9 +57,11 @@ class _Outgoing:
     def next_packet(self, most: int) -> torch.Tensor:
         """Return the next bytes to send, with their head."""
         size = min(most, self.nbytes - self.sent)
-        packet = torch.empty(HEAD_BYTES + size, dtype=torch.uint8)
+        packet = torch.empty(HEAD_BYTES + size, dtype=torch.uint8, device="cpu")
         head = packet[:HEAD_BYTES].view(torch.int64)
-        head.copy_(torch.tensor([self.number, self.nbytes, self.sent, len(self.notes)]))
+        head.copy_(
+            torch.tensor([self.number, self.nbytes, self.sent, len(self.notes)], device="cpu")
+        )
         self._copy(packet[HEAD_BYTES:])
         self.sent += size
         return packet
@@ -212,7 +214,7 @@ class Mailbox:
             return
         incoming = self._open.get((source, number))
         if incoming is None:
-            row = torch.empty(nbytes, dtype=torch.uint8)
+            row = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             incoming = self._open[source, number] = _Incoming(row, notes, nbytes)
         incoming.row[offset : offset + body.numel()] = body
         incoming.missing -= body.numel()

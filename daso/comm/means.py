@@ -126,7 +126,7 @@ class Buffers:
         """Return memory for chunk ``index``."""
         key = (f"{name} {dtype}", index % self.window)
         if key not in self._rows or self._rows[key].numel() < numel:
-            self._rows[key] = torch.empty(numel, dtype=dtype)
+            self._rows[key] = torch.empty(numel, dtype=dtype, device="cpu")
         return self._rows[key][:numel]
 
     def room(self, dtype: torch.dtype) -> torch.Tensor:
@@ -170,7 +170,7 @@ class Adder:
         """
         codec, start, numel = self.codec, span[0], span[1] - span[0]
         if start not in self.rounded and not codec.exact:
-            self.rounded[start] = torch.zeros(numel, dtype=dtype)
+            self.rounded[start] = torch.zeros(numel, dtype=dtype, device="cpu")
         rounded = self.rounded.get(start)
         for a, b in pieces(numel):
             mean = self.mean([codec.fields(one, numel, a, b) for one in versions], b - a, dtype)
@@ -230,7 +230,7 @@ def in_process(sources: Sequence[Source], adder: Adder, chunks: Chunks) -> int:
                 add_and_deliver(adder, versions, source, spans[0], own)
             nbytes += 2 * sum(sizes)
             continue
-        means = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        means = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         for owner, span in enumerate(spans):
             adder.add([one[owner] for one in payloads], means[owner], span, sources[0].dtype)
         for source, sent in zip(sources, payloads, strict=True):
@@ -262,7 +262,7 @@ def deliver(
         sent: What this rank sent of each span.
         room: Memory to work in (`PIECE`), of the row's type.
     """
-    row = torch.empty(PIECE, dtype=source.dtype) if room is None else room
+    row = torch.empty(PIECE, dtype=source.dtype, device="cpu") if room is None else room
     for (start, stop), one, own in zip(spans, means, sent, strict=True):
         for a, b in pieces(stop - start):
             codec.decode(codec.fields(one, stop - start, a, b), row[: b - a])

@@ -30,7 +30,7 @@ class Notes:
         self.rank: int = self.comm.Get_rank()
         self.others = [rank for rank in range(self.comm.Get_size()) if rank != self.rank]
         self._sending: list[tuple[MPI.Request, torch.Tensor]] = []
-        self._sent = torch.zeros(self.comm.Get_size(), dtype=torch.int64)  # by rank
+        self._sent = torch.zeros(self.comm.Get_size(), dtype=torch.int64, device="cpu")  # by rank
         self._received = torch.zeros_like(self._sent)
 
     def send(self, rank: int, tag: int, *numbers: int) -> None:
@@ -41,7 +41,7 @@ class Notes:
             tag: What kind of note, from 0 up.
             numbers: At most 4.
         """
-        row = torch.tensor([*numbers, *[0] * (NUMBERS - len(numbers))])
+        row = torch.tensor([*numbers, *[0] * (NUMBERS - len(numbers))], device="cpu")
         self._sending = [one for one in self._sending if not one[0].Test()]
         self._sending.append((self.comm.Isend(sum_buffer(row), rank, tag), row))
         self._sent[rank] += 1
@@ -55,7 +55,7 @@ class Notes:
         status = load().Status()
         while self.comm.Iprobe(status=status):
             source, tag = status.Get_source(), status.Get_tag()
-            row = torch.empty(NUMBERS, dtype=torch.int64)
+            row = torch.empty(NUMBERS, dtype=torch.int64, device="cpu")
             self.comm.Recv(sum_buffer(row), source, tag)
             self._received[source] += 1
             yield source, tag, row.tolist()

@@ -86,7 +86,7 @@ class Messages:
         """Yield what has arrived."""
         status = self._status
         while (message := self._probe()) is not None:
-            packet = torch.empty(status.Get_count(self._byte), dtype=torch.uint8)
+            packet = torch.empty(status.Get_count(self._byte), dtype=torch.uint8, device="cpu")
             request = message.Irecv(byte_buffer(packet))
             self._arriving.setdefault(status.Get_source(), deque()).append((request, packet))
         for source, arriving in self._arriving.items():
@@ -153,7 +153,7 @@ class SharedMemory:
 
     def free(self) -> None:
         """Give the memory back."""
-        self.own = torch.empty(0, dtype=torch.uint8)
+        self.own = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._window.free()
 
 
@@ -192,7 +192,7 @@ class PutMemory:
         """Give the memory back."""
         if self._window == load().WIN_NULL:
             return
-        self.own = torch.empty(0, dtype=torch.uint8)
+        self.own = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._window.Unlock_all()
         self._window.Free()
 
@@ -229,7 +229,7 @@ class Slots:
         return int(self._memory.own[at : at + NUMBER].view(torch.int64))
 
     def _write_number(self, to: int, at: int, number: int) -> None:
-        self._memory.write(to, at, torch.tensor([number]).view(torch.uint8))
+        self._memory.write(to, at, torch.tensor([number], device="cpu").view(torch.uint8))
 
     def start(self, to: int, packet: torch.Tensor) -> Callable[[], bool] | None:
         """Write a packet, if a slot is free."""
@@ -239,7 +239,7 @@ class Slots:
         if count - self._number(self._credit(peer)) >= SLOTS:
             return None
         at = self._place(self._me, count)
-        size = torch.tensor([packet.numel()]).view(torch.uint8)
+        size = torch.tensor([packet.numel()], device="cpu").view(torch.uint8)
         self._memory.write(peer, at + NUMBER, torch.cat([size, packet]))
         self._write_number(peer, at, count + 1)
         self._sent[peer] = count + 1
@@ -288,7 +288,9 @@ def one_sided_seconds(comm: "MPI.Comm") -> float:
         if rank % 2 == turn:
             start = time.perf_counter()
             try:
-                memory.write((rank + 1) % size, 0, torch.ones(NUMBER, dtype=torch.uint8))
+                memory.write(
+                    (rank + 1) % size, 0, torch.ones(NUMBER, dtype=torch.uint8, device="cpu")
+                )
             except load().Exception as error:  # all ranks meet again before anybody raises
                 failed = error
             taken = time.perf_counter() - start

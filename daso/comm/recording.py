@@ -125,7 +125,7 @@ class Recording(AbstractContextManager["Recording"]):
         if place.rank == 0:
             problem = self._put(line)
             for rank in range(1, place.size):
-                row = torch.empty(sizes[rank], dtype=torch.uint8)
+                row = torch.empty(sizes[rank], dtype=torch.uint8, device="cpu")
                 request = world.Irecv(byte_buffer(row), rank, SPANS)
                 finish(self._topology, request, self._stall_seconds)
                 problem = problem or self._put(row.numpy().tobytes().decode("utf-8"))

@@ -1,7 +1,7 @@
 """Parts of a machine that take a known time, for want of the real ones."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -118,13 +118,16 @@ class CopyLink:
         """Do nothing: threads of a CPU run beside each other."""
         yield
 
+    def lend(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do nothing: what a thread of a CPU computes is over."""
+
     def mark(self) -> Arrived:
         """Return what says at once that all is over."""
         return lambda: True
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Return memory (nbytes, uint8)."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def pin(self, rows: Sequence[torch.Tensor]) -> None:
         """Do nothing: it is all host memory."""

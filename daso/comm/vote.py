@@ -38,11 +38,11 @@ def gather(topology: Topology, value: Value, stall_seconds: float) -> list[Value
     Collective over the world; blocking.
     """
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = torch.empty(topology.place.size, dtype=torch.int64)
-    size = torch.tensor([mine.numel()])
+    sizes = torch.empty(topology.place.size, dtype=torch.int64, device="cpu")
+    size = torch.tensor([mine.numel()], device="cpu")
     world = topology.world
     finish(topology, world.Iallgather(sum_buffer(size), sum_buffer(sizes)), stall_seconds)
-    everyones = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+    everyones = torch.empty(int(sizes.sum()), dtype=torch.uint8, device="cpu")
     target = [byte_buffer(everyones), (sizes.tolist(), None)]
     finish(topology, world.Iallgatherv(byte_buffer(mine), target), stall_seconds)
     return [pickle.loads(part.numpy().tobytes()) for part in everyones.split(sizes.tolist())]
@@ -83,12 +83,12 @@ class Vote:
         self.comm, self._roll = topology.world.Dup(), topology.roll
         self._stall_seconds = stall_seconds
         self._request: MPI.Request | None = None
-        self._row = torch.zeros(0, dtype=torch.float64)
+        self._row = torch.zeros(0, dtype=torch.float64, device="cpu")
 
     def start(self, numbers: Sequence[float]) -> None:
         """Ask. Collective over the world; non-blocking."""
         assert self._request is None, "one vote at a time"
-        self._row = torch.tensor(numbers, dtype=torch.float64)
+        self._row = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         self._request = self.comm.Iallreduce(load().IN_PLACE, sum_buffer(self._row), op=load().MAX)
 
     def result(self) -> list[float]:

@@ -44,8 +44,8 @@ def load_digits(*, train: bool) -> TensorDataset:
 
 def _test_mask(targets: torch.Tensor) -> torch.Tensor:
     # The set is in order of its writers: without a shuffle the test would be on other hands.
-    order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0))
-    mask = torch.zeros(len(targets), dtype=torch.bool)
+    order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0), device="cpu")
+    mask = torch.zeros(len(targets), dtype=torch.bool, device="cpu")
     for digit in range(_CLASSES):
         mask[order[targets[order] == digit][:_TEST_PER_CLASS]] = True
     return mask

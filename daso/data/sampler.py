@@ -103,11 +103,11 @@ class ShardedSampler(Sampler[list[int]]):
 
     def _order(self) -> torch.Tensor:
         if self._seed is None:
-            return torch.arange(self._length)
+            return torch.arange(self._length, device="cpu")
         # Not seed + epoch: seed 0 in epoch 1 would repeat seed 1 in epoch 0.
         mixed = np.random.SeedSequence(self._seed, spawn_key=(self._epoch,)).generate_state(1)
         generator = torch.Generator().manual_seed(int(mixed[0]))
-        return torch.randperm(self._length, generator=generator)
+        return torch.randperm(self._length, generator=generator, device="cpu")
 
     def _batches(self, order: torch.Tensor, start: int) -> Iterator[list[int]]:
         for batch in range(start, len(self)):

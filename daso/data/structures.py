@@ -53,8 +53,8 @@ def make_lists(count: int, seed: int) -> list[Digits]:
         operation = draw.randrange(OPERATIONS)
         digits = [draw.randrange(10) for _ in range(draw.randint(1, LONGEST))]
         answers = (max(digits), min(digits), max(digits) - min(digits), len(digits) % 10)
-        tokens = torch.tensor([10 + operation, *digits])
-        made.append(Digits(tokens, torch.tensor([answers[operation]])))
+        tokens = torch.tensor([10 + operation, *digits], device="cpu")
+        made.append(Digits(tokens, torch.tensor([answers[operation]], device="cpu")))
     return made
 
 
@@ -113,7 +113,7 @@ def _expression(draw: random.Random, leaves: int) -> Expression:
 
     grow(leaves, -1, False)
     parts = (tuple(labels), tuple(parents), tuple(lefts), tuple(ends))
-    return Expression(*parts, torch.tensor(values))
+    return Expression(*parts, torch.tensor(values, device="cpu"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +160,8 @@ def make_deductions(count: int, seed: int) -> list[Deduction]:
             for one in range(species)
         )
         who = draw.randrange(people)
-        is_a = torch.tensor([range(species, species + people), kinds])
-        afraid = torch.tensor([range(species), feared])
+        is_a = torch.tensor([range(species, species + people), kinds], device="cpu")
+        afraid = torch.tensor([range(species), feared], device="cpu")
         edges = (is_a, afraid, is_a.flip(0), afraid.flip(0))
         answer = feared[kinds[who]]
         made.append(Deduction(species, kinds, feared, species + who, answer, edges))
@@ -219,7 +219,7 @@ def make_molecules(count: int, seed: int, *, atoms: int = 12) -> list[Molecule]:
             STRENGTHS[kind] * (1 + CHARGES[kinds[a]] * CHARGES[kinds[b]]) for a, b, kind in bonds
         )
         rings = len(bonds) - len(kinds) + 1
-        target = torch.tensor([(energy + RING * rings) / 10])
+        target = torch.tensor([(energy + RING * rings) / 10], device="cpu")
         made.append(Molecule(kinds, bonds, target, _both_ways(bonds)))
     return made
 
@@ -229,4 +229,7 @@ def _both_ways(bonds: Sequence[tuple[int, int, int]]) -> tuple[torch.Tensor, ...
     found: list[list[tuple[int, int]]] = [[] for _ in range(BONDS)]
     for a, b, kind in bonds:
         found[kind] += [(a, b), (b, a)]
-    return tuple(torch.tensor(one, dtype=torch.int64).view(-1, 2).T.contiguous() for one in found)
+    return tuple(
+        torch.tensor(one, dtype=torch.int64, device="cpu").view(-1, 2).T.contiguous()
+        for one in found
+    )

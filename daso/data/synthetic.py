@@ -30,9 +30,9 @@ def teacher_student(n: int, features: int, classes: int, *, seed: int) -> Tensor
         Inputs, float32 (n, features), mean 0 and variance 1; targets, int64 (n,).
     """
     task = _generator(_TASK_SEED)
-    hidden = torch.randn(features, _HIDDEN, generator=task, dtype=torch.float64)
-    output = torch.randn(_HIDDEN, classes, generator=task, dtype=torch.float64)
-    inputs = torch.randn(n, features, generator=_generator(seed))
+    hidden = torch.randn(features, _HIDDEN, generator=task, dtype=torch.float64, device="cpu")
+    output = torch.randn(_HIDDEN, classes, generator=task, dtype=torch.float64, device="cpu")
+    inputs = torch.randn(n, features, generator=_generator(seed), device="cpu")
     # In float64 the order of a sum, which depends on the number of threads, flips no label.
     scores = torch.tanh(inputs.double() @ hidden / math.sqrt(features)) @ output
     return TensorDataset(inputs, scores.argmax(dim=1))
@@ -51,12 +51,13 @@ def images(n: int, *, seed: int, size: int = 28, classes: int = 10) -> TensorDat
         Inputs, float32 (n, 1, size, size), of noise 0.5 and a blob 1 high; targets, int64 (n,).
     """
     generator = _generator(seed)
-    targets = torch.randint(classes, (n,), generator=generator)
-    jitter = torch.randn(n, 2, generator=generator) * size / 40  # (n, row and column)
-    noise = torch.randn(n, size, size, generator=generator) * _NOISE
+    targets = torch.randint(classes, (n,), generator=generator, device="cpu")
+    jitter = torch.randn(n, 2, generator=generator, device="cpu") * size / 40  # (n, row and column)
+    noise = torch.randn(n, size, size, generator=generator, device="cpu") * _NOISE
     angle = targets * (2 * math.pi / classes)
     centre = (size - 1) / 2 + 0.3 * size * torch.stack([angle.sin(), angle.cos()], dim=1) + jitter
-    profile = _bell(torch.arange(size) - centre.unsqueeze(2), width=size / 10)  # (n, 2, size)
+    at = torch.arange(size, device="cpu")
+    profile = _bell(at - centre.unsqueeze(2), width=size / 10)  # (n, 2, size)
     blob = profile[:, 0].unsqueeze(2) * profile[:, 1].unsqueeze(1)  # (n, size, size)
     return TensorDataset((blob + noise).unsqueeze(1), targets)
 
@@ -77,13 +78,16 @@ def tokens(n: int, context: int, vocabulary: int, *, seed: int) -> TensorDataset
         Inputs and targets, int64 (n, context) each; the target of a token is the one after it.
     """
     successors = torch.randint(
-        vocabulary, (vocabulary, len(_SUCCESSOR_ODDS)), generator=_generator(_TASK_SEED)
+        vocabulary,
+        (vocabulary, len(_SUCCESSOR_ODDS)),
+        generator=_generator(_TASK_SEED),
+        device="cpu",
     )
     generator = _generator(seed)
-    chain = torch.empty(n, context + 1, dtype=torch.int64)
-    chain[:, 0] = torch.randint(vocabulary, (n,), generator=generator)
-    odds = torch.tensor(_SUCCESSOR_ODDS, dtype=torch.float64).cumsum(0)
-    draws = torch.rand(n, context, generator=generator, dtype=torch.float64)
+    chain = torch.empty(n, context + 1, dtype=torch.int64, device="cpu")
+    chain[:, 0] = torch.randint(vocabulary, (n,), generator=generator, device="cpu")
+    odds = torch.tensor(_SUCCESSOR_ODDS, dtype=torch.float64, device="cpu").cumsum(0)
+    draws = torch.rand(n, context, generator=generator, dtype=torch.float64, device="cpu")
     choices = torch.bucketize(draws, odds[:-1], right=True)  # (n, context), 0..3
     for step in range(context):
         chain[:, step + 1] = successors[chain[:, step], choices[:, step]]

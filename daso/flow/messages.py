@@ -105,7 +105,7 @@ def unpack(packet: torch.Tensor, device: torch.device) -> Iterator[Message]:
                 continue
             dtype, numel = DTYPES[code], prod(shape)
             # In memory of its own: where numbers lie decides in which order some kernels add.
-            part = torch.empty(shape, dtype=dtype)
+            part = torch.empty(shape, dtype=dtype, device="cpu")
             if numel:
                 part.view(-1).copy_(torch.frombuffer(memory, dtype=dtype, count=numel, offset=at))
             payload.append(part.to(device).requires_grad_(bool(wants_grad)))

@@ -56,7 +56,8 @@ def average_tensors(
     for dtype in (torch.float32, torch.float64):
         members = [t for t in tensors if t.is_floating_point() and accumulator(t.dtype) == dtype]
         row = torch.cat(
-            [t.detach().reshape(-1).to("cpu", dtype) for t in members] or [torch.empty(0)]
+            [t.detach().reshape(-1).to("cpu", dtype) for t in members]
+            or [torch.empty(0, device="cpu")]
         )
         # The mean of differences from rank 0 leaves alone what is equal everywhere, to the bit.
         first = row.clone()

@@ -132,8 +132,8 @@ class Links:
     def agree(self, header: Header, tally: Tally) -> Work[tuple[Header, Tally]]:
         """Return what all ranks agree on: the header's elementwise maximum, the tally's sum."""
         mpi = load()
-        most = torch.tensor(header.encode(), dtype=torch.float64)
-        sums = torch.tensor(tally.encode(), dtype=torch.float64)
+        most = torch.tensor(header.encode(), dtype=torch.float64, device="cpu")
+        sums = torch.tensor(tally.encode(), dtype=torch.float64, device="cpu")
         yield [
             self._votes.Iallreduce(mpi.IN_PLACE, sum_buffer(most), op=mpi.MAX),
             self._votes.Iallreduce(mpi.IN_PLACE, sum_buffer(sums), op=mpi.SUM),
@@ -151,8 +151,8 @@ class Links:
         return self._gather(self.world, number)
 
     def _gather(self, comm: "MPI.Comm", number: float) -> Work[list[float]]:
-        mine = torch.tensor([number], dtype=torch.float64)
-        everyone = torch.empty(self.place.size, dtype=torch.float64)
+        mine = torch.tensor([number], dtype=torch.float64, device="cpu")
+        everyone = torch.empty(self.place.size, dtype=torch.float64, device="cpu")
         yield [comm.Iallgather(sum_buffer(mine), sum_buffer(everyone))]
         return everyone.tolist()
 

@@ -51,6 +51,11 @@ class Outer:
         self.optimizer.load_state_dict(state)
         return there
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return what the optimizer keeps, and the gradient."""
+        kept = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [self.grad, *(value for value in kept if torch.is_tensor(value))]
+
     def state(self) -> dict[str, Any]:
         """Return a copy of the optimizer's state_dict."""
         return copy.deepcopy(self.optimizer.state_dict())

@@ -254,13 +254,21 @@ class Part:
             self.shown.add_(self.reference)
         self.ahead = None
 
+    def rows(self) -> list[torch.Tensor]:
+        """Return everything that lives on from exchange to exchange."""
+        outer = [] if self.outer is None else self.outer.tensors()
+        return [*self._rows().values(), *outer]
+
+    def _rows(self) -> dict[str, torch.Tensor]:
+        names = ("reference", "shown", "residual", "snapshot", "ahead", "others")
+        rows = ((name, getattr(self, name)) for name in names)
+        return {name: row for name, row in rows if row is not None}
+
     # --- checkpoint --------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Return tensors and plain values; what is None is left out."""
-        names = ("reference", "shown", "residual", "snapshot", "ahead", "others")
-        rows = ((name, getattr(self, name)) for name in names)
-        state: dict[str, Any] = {k: t.clone() for k, t in rows if t is not None}
+        state: dict[str, Any] = {name: row.clone() for name, row in self._rows().items()}
         state |= {"keeps": self.keeps, "lossy": self.lossy}
         return state if self.outer is None else {**state, "outer": self.outer.state()}
 

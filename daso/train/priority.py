@@ -142,7 +142,7 @@ class _Turns:
     """World rank 0's words, one after the other."""
 
     def __init__(self, comm: "MPI.Comm") -> None:
-        self._comm, self._word = comm, torch.zeros(1, dtype=torch.int64)
+        self._comm, self._word = comm, torch.zeros(1, dtype=torch.int64, device="cpu")
         self.request: MPI.Request | None = None
 
     def ask(self, mine: int) -> None:

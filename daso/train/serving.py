@@ -374,7 +374,9 @@ class Serving:
     def _tell_all(self, notes: tuple[int, ...], urgency: int) -> None:
         for rank in range(self.ranks):
             if rank != self.rank:
-                self.mailbox.post(rank, Letter(notes, torch.empty(0, dtype=torch.uint8), urgency))
+                self.mailbox.post(
+                    rank, Letter(notes, torch.empty(0, dtype=torch.uint8, device="cpu"), urgency)
+                )
 
     def _is_over(self) -> bool:
         return len(self._over) == self.ranks and self.mailbox.idle

@@ -56,7 +56,7 @@ class Setup:
 
     def text(self) -> str:
         """Return what must be equal on all ranks, as text."""
-        outer = self.outer and repr(self.outer([torch.nn.Parameter(torch.zeros(1))]))
+        outer = self.outer and repr(self.outer([torch.nn.Parameter(torch.zeros(1, device="cpu"))]))
         return f"policy={self.policy!r}, outer={outer}, {self.settings!r}"
 
     def lasting(self) -> str:

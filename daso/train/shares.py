@@ -95,7 +95,7 @@ class Shares:
         """
         params = self.params(layers)
         spans = aligned([self._nbytes[index][rank] for index in params])
-        row = torch.empty(spans[-1].stop if spans else 0, dtype=torch.uint8)
+        row = torch.empty(spans[-1].stop if spans else 0, dtype=torch.uint8, device="cpu")
         with torch.no_grad():
             for index, span, tensor in zip(params, spans, tensors, strict=True):
                 room = self._read(row, index, rank, span)

@@ -87,7 +87,7 @@ class Row:
     ) -> None:
         self.named, self.dtype, nodes = named, dtype, len(named)
         numel = sum(tensor.numel() for _, tensor in named[0])
-        self.parts = [Part(torch.zeros(numel, dtype=dtype), way) for _ in named]
+        self.parts = [Part(torch.zeros(numel, dtype=dtype, device="cpu"), way) for _ in named]
         rounded: dict[int, torch.Tensor] = {}
         wires = settings.wires
         self.wired = {

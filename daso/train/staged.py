@@ -139,6 +139,7 @@ class Staged:
                 yield delivered  # the next piece takes the same room
         with copies.beside():
             measured = part.finish()
+            copies.lend(part.rows())  # some were made here
             found = copies.memory(measured.nbytes).view(measured.dtype)
             arrived = copies.out(measured, found)
         yield arrived

@@ -70,7 +70,7 @@ def _link_off(link: LinkModel, topology: Topology) -> float:
     settings = Settings(wire="fp32", merge="auto", exchange=Exchange(), gradients=Gradients())
     links = Links(topology, settings)
     try:
-        parts = [_crossing(links, torch.ones(numel), link) for _ in range(TRIES + 1)]
+        parts = [_crossing(links, torch.ones(numel, device="cpu"), link) for _ in range(TRIES + 1)]
     finally:
         links.close()
     return min(parts[1:])  # the first makes buffers, and whatever comes between only adds

@@ -42,7 +42,7 @@ class Wired:
             return row
         tensors = list(self._shares.unpack(owner, layers, row))
         spans = self._spans(tensors)
-        payload = torch.zeros(spans[-1].stop if spans else 0, dtype=torch.uint8)
+        payload = torch.zeros(spans[-1].stop if spans else 0, dtype=torch.uint8, device="cpu")
         for (index, tensor), span, there in zip(tensors, spans, has, strict=True):
             if there and tensor.numel():
                 self._encode((owner, index), tensor.reshape(-1), payload[slice(*span)])
@@ -63,11 +63,13 @@ class Wired:
         """Return gradients as `Shares.pack` made them, but for what was lost."""
         if self._wire is None:
             return payload
-        row = torch.zeros(self._shares.packed_nbytes(owner, layers), dtype=torch.uint8)
+        row = torch.zeros(
+            self._shares.packed_nbytes(owner, layers), dtype=torch.uint8, device="cpu"
+        )
         tensors = list(self._shares.unpack(owner, layers, row))
         for (_, tensor), span in zip(tensors, self._spans(tensors), strict=True):
             numel, codec = tensor.numel(), self._codec(tensor)
-            wide = torch.empty(numel, dtype=accumulator(tensor.dtype))
+            wide = torch.empty(numel, dtype=accumulator(tensor.dtype), device="cpu")
             for start, stop in pieces(numel):
                 fields = codec.fields(payload[slice(*span)], numel, start, stop)
                 codec.decode(fields, wide[start:stop])

@@ -24,7 +24,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+__all__ = ["DEVICES", "install", "pageable", "violations", "waits"]
+
 SOURCE = Path(__file__).parent / "device.cpp"
+USE = ("int64", "int", "uint64", "uint64", "int", "char_p")
 DEVICES = int(os.environ.get("DASO_PRETENDED_GPUS", "1"))
 
 
@@ -41,9 +44,12 @@ def build():
             made = Path(folder) / "made.so"
             include, lib = root / "include", root / "lib"
             subprocess.run(
-                [compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-w", str(SOURCE), "-o", made]
-                + [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
-                + [f"-L{lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}"],
+                [
+                    *(compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-w"),
+                    *(str(SOURCE), "-o", made),
+                    *(f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"),
+                    *(f"-L{lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}"),
+                ],
                 check=True,
             )
             made.rename(built)
@@ -60,8 +66,13 @@ def _load():
     lib.pretended_hooked.restype = ctypes.c_bool
     for name, kinds in {
         "launch": [ctypes.c_int64, ctypes.c_int],
-        "use": [ctypes.c_int64, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64]
-        + [ctypes.c_int, ctypes.c_char_p],
+        "use": [
+            ctypes.c_int64,
+            ctypes.c_int,
+            *[ctypes.c_uint64] * 2,
+            ctypes.c_int,
+            ctypes.c_char_p,
+        ],
         "pin": [ctypes.c_uint64, ctypes.c_uint64],
         "unpin": [ctypes.c_uint64],
     }.items():
@@ -142,14 +153,25 @@ def _on_stream(stream):
         torch._C._accelerator_setStream(before)
 
 
-@contextmanager
-def _on_device(device):
-    before = _index()
-    LIBRARY.pretended_set_device(_index(device))
-    try:
-        yield
-    finally:
-        LIBRARY.pretended_set_device(before)
+class Device:
+    """As `torch.cuda.device`."""
+
+    def __init__(self, device):
+        self._index = _index(device)
+
+    def __enter__(self):
+        self._before = _index()
+        LIBRARY.pretended_set_device(self._index)
+
+    def __exit__(self, *_):
+        LIBRARY.pretended_set_device(self._before)
+
+
+def _moved(storage, *, device, non_blocking=False):
+    """Copy a storage, as deepcopy and pickle do; torch's own makes one for a device it knows."""
+    row = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    row.set_(storage, 0, (storage.nbytes(),), (1,))
+    return row.to(device, copy=True).untyped_storage()
 
 
 def _registered(address, nbytes, flags):
@@ -190,7 +212,7 @@ def install():
         "device_count": lambda: DEVICES,
         "current_device": _index,
         "set_device": lambda device: lib.pretended_set_device(_index(device)),
-        "device": _on_device,
+        "device": Device,
         "Stream": Stream,
         "Event": Event,
         "current_stream": current_stream,
@@ -213,6 +235,8 @@ def install():
     }
     for name, one in there.items():
         setattr(torch.cuda, name, one)
+    torch.UntypedStorage.to = _moved
+    torch.UntypedStorage.clone = lambda storage: _moved(storage, device=storage.device)
     for name in ("cupy", "cupy.cuda"):
         sys.modules[name] = ModuleType(name)
         sys.modules[name].__spec__ = ModuleSpec(name, None)
@@ -234,10 +258,11 @@ def pytest_configure():
     install()
 
 
-@pytest.fixture(autouse=True)
-def _in_order():
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item):
     """Fail whoever leaves something undone in order."""
     violations()
-    yield
+    result = yield
     found = violations()
     assert not found, "\n".join(found[:20])
+    return result

@@ -251,6 +251,8 @@ void give_back(void* pointer) {
   world().ended.emplace_back(pointer, memory.nbytes);
   world().ended_bytes += memory.nbytes;
   all.erase(found);
+  if (world().ended_bytes > KEPT)  // torch's allocators, too, give nothing away that is in use
+    for (auto& [id, stream] : world().streams) drain(stream, UINT64_MAX);
   while (world().ended_bytes > KEPT && world().ended.size() > 1) {
     auto [old, nbytes] = world().ended.front();
     world().ended.pop_front();
@@ -628,6 +630,30 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
+// Its schema does not say that it writes the running statistics.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
+    const at::Tensor& input, const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& mean,
+    const std::optional<at::Tensor>& variance, bool training, double momentum, double epsilon) {
+  if (!inside) {
+    Lock lock(world().mutex);
+    auto& stream = current_stream(input.device().index());
+    drain(stream, UINT64_MAX);
+    launch(stream);
+    use(input, false, stream, "batch_norm");
+    for (const auto& one : {mean, variance})
+      if (one) use(*one, training, stream, "batch_norm");
+  }
+  Inside guard;
+  auto alias = [](const std::optional<at::Tensor>& one) {
+    return one && one->defined() ? std::optional<at::Tensor>(host_alias(*one)) : std::nullopt;
+  };
+  auto [out, saved_mean, saved_scale] = at::native_batch_norm(
+      host_alias(input), alias(weight), alias(bias), alias(mean), alias(variance), training, momentum, epsilon);
+  auto device = input.device();
+  return {out.to(device), saved_mean.to(device), saved_scale.to(device)};
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
@@ -642,6 +668,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("record_stream", &record_stream);
   m.impl("resize_", &resize_);
   m.impl("_fused_sdp_choice", &fused_sdp_choice);
+  m.impl("native_batch_norm", &batch_norm);
   m.impl("as_strided", [](const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
                           std::optional<c10::SymInt> offset) {
     return at::native::as_strided_tensorimpl(
@@ -663,6 +690,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
                self, source, offset.expect_int(), C10_AS_INTARRAYREF_SLOW(size),
                C10_AS_INTARRAYREF_SLOW(stride));
          });
+  m.impl("set_.source_Storage", [](at::Tensor& self, at::Storage source) -> at::Tensor& {
+    int64_t numel = source.nbytes() / self.element_size();
+    return at::native::set_storage_cpu_(self, source, 0, {numel}, {1});
+  });
   m.impl("set_.source_Tensor", [](at::Tensor& self, const at::Tensor& source) -> at::Tensor& {
     return at::native::set_tensor_(self, source);
   });

@@ -30,7 +30,9 @@ def flat(model):
 
 def bits(model):
     tensors = [*model.parameters(), *model.buffers()]
-    return b"".join(t.detach().contiguous().view(-1).view(torch.uint8).numpy() for t in tensors)
+    return b"".join(
+        t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy() for t in tensors
+    )
 
 
 def wrap(topology, model, *, lr=0.1, **options):

@@ -1,4 +1,9 @@
-"""Ranks that compute on devices: the same bodies as on CPUs, over copies that take their time."""
+"""Ranks that compute on devices: the same bodies as on CPUs, over copies that take their time.
+
+With ``-p pretended_cuda`` they compute on what torch takes for CUDA devices (tests/pretended_cuda).
+"""
+
+import sys
 
 import pytest
 import torch
@@ -14,8 +19,15 @@ pytestmark = pytest.mark.mpi
 @pytest.fixture(autouse=True)
 def device():
     """Let every rank compute as if on a device of its own."""
-    with pretend_device(CopyLink(1e9, 1e-4)):
+    if "pretended_cuda" not in sys.modules:
+        with pretend_device(CopyLink(1e9, 1e-4)):
+            yield
+        return
+    torch.set_default_device("cuda")  # of the models, and of the batches
+    try:
         yield
+    finally:
+        torch.set_default_device(None)
 
 
 # What holds on CPUs holds on devices.

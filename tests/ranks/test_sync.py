@@ -127,7 +127,7 @@ def compare(topology, make, make_inner, policy, *, steps=11, epochs=1, **options
 
 
 def flat_bytes(tensor):
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
 @pytest.mark.parametrize("make", [mlp, Odd, many])

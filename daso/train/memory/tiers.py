@@ -199,7 +199,7 @@ class HostTier:
         at = self._leases.lease(nbytes)
         if at not in self._slabs:
             self._slabs[at] = (
-                torch.empty(nbytes, dtype=torch.uint8)
+                torch.empty(nbytes, dtype=torch.uint8, device="cpu")
                 if self._copies is None
                 else self._copies.memory(nbytes)
             )
