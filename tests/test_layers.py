@@ -332,3 +332,35 @@ def test_the_whole_environment_may_be_handed_on_by_those_who_start_processes(lin
     assert environment_uses("daso.run.local", line) == []
     assert environment_uses("daso.run.doctor", line) == []
     assert environment_uses("daso.run.loop", line) == [1]
+
+
+FACTORIES = {
+    *("arange", "as_tensor", "empty", "full", "linspace", "ones", "rand", "randint", "randn"),
+    *("randperm", "tensor", "zeros"),
+}
+
+
+def undecided(source):
+    """Return the lines that make a tensor wherever torch's default device is."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and getattr(node.func.value, "id", None) == "torch"
+        and node.func.attr in FACTORIES
+        and not any(keyword.arg == "device" for keyword in node.keywords)
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name.split(".")[1:2] != ["run"] and "examples" not in name]
+)
+def test_tensors_are_made_on_the_device_that_is_named(name):
+    """A user may call `torch.set_default_device`; what MPI reads and writes stays on the host."""
+    assert undecided(SOURCES[name]) == []
+
+
+def test_a_planted_tensor_of_the_default_device_is_found():
+    planted = "a = torch.zeros(3)\nb = torch.zeros(3, device=a.device)\nc = torch.zeros_like(b)"
+    assert undecided(planted) == [1]

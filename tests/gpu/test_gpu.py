@@ -1,17 +1,21 @@
 """What only a device can show: the same numbers, no waiting, memory, several ranks on one GPU."""
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from ranks.test_sync import batch_loss, mlp, sgd
 from test_ranks import run_on
+from torch import nn
 
 import daso
+import daso.memory
 from daso.comm.cuda import CudaCopies
 from daso.comm.nccl import describe, library
 from daso.comm.node_nccl import NcclNode
+from daso.run.bench import gpu
 
 DEVICE = torch.device("cuda", 0)
 PRETENDED = () if torch.version.cuda else ("-p", "pretended_cuda")
@@ -108,6 +112,74 @@ def test_a_cuda_graph_of_forward_and_backward_can_be_replayed():
             optimizer.step()
             before = before or float(loss)
         assert float(loss) < before
+
+
+def wide():
+    torch.manual_seed(3)
+    return nn.Sequential(
+        *(nn.Linear(32, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 128), nn.GELU()),
+        *(nn.LayerNorm(128), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 10)),
+    ).to(DEVICE)
+
+
+@pytest.mark.parametrize("policy", ["all_swap", "all_recompute", "pooch"])
+def test_a_plan_for_less_memory_changes_no_bit(policy):
+    inputs = torch.randn(4096, 32).to(DEVICE)
+    ended = []
+    for budget in (None, "17MiB"):
+        model = wide()
+        inner = sgd(model)
+        within = nullcontext()
+        if budget is not None:
+            plan = daso.memory.plan(model, inputs, budget=budget, policy=policy)
+            assert plan.peak_bytes < plan.plain_bytes
+            within = daso.memory.apply(plan)
+        torch.manual_seed(5)
+        with within:
+            for _ in range(4):
+                inner.zero_grad()
+                model(inputs).square().mean().backward()
+                inner.step()
+        ended.append([p.detach().cpu() for p in model.parameters()])
+    assert all(map(torch.equal, *ended))
+
+
+def test_a_captured_step_changes_no_bit_and_never_waits():
+    model, plain = wide(), wide()
+    for one in (model, plain):
+        one[2].p = 0.0
+    inputs, targets = torch.randn(64, 32).to(DEVICE), torch.randint(10, (64,)).to(DEVICE)
+    inner, bare, loss = sgd(model), sgd(plain), nn.CrossEntropyLoss()
+    step = daso.memory.CapturedStep(model, loss, inputs, targets)
+    for turn in range(6):
+        inner.zero_grad()
+        torch.cuda.set_sync_debug_mode("error" if turn > 2 else "default")
+        try:
+            step(inputs, targets)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        inner.step()
+        bare.zero_grad()
+        loss(plain(inputs), targets).backward()
+        bare.step()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_the_bench_runs_on_a_small_model(monkeypatch):
+    noise = gpu.Shape(
+        lambda: nn.Linear(256, 10),
+        lambda: torch.randn(8, 256),
+        lambda: torch.randint(10, (8,)),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+    )
+    monkeypatch.setitem(gpu.MODELS, "small", noise)
+    topology = daso.Topology()
+    found = gpu.measure(gpu.Plan("small", 2, 3), topology)
+    topology.free()
+    assert found["device"] == torch.cuda.get_device_name(DEVICE)
+    assert set(gpu.figures(found)) == {"gpu_overhead_world_1_small", "gpu_pack_over_copy_small"}
+    assert "small, 0.0 M parameters" in gpu.table(found)
+    assert found["parameters"] == 2570
 
 
 def test_a_model_on_the_cpu_still_trains():

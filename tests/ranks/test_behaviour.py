@@ -202,12 +202,12 @@ def test_batchnorm_statistics_are_equal_and_the_mean_of_all_ranks(topology, plac
     model = small()
     with wrap(topology, model, policy=daso.Fixed(4, 1)) as optimizer:
         train(topology, model, optimizer, 5)
-        mine = model[1].running_mean.clone()
+        mine = model[1].running_mean.cpu().clone()
         everyone = topology.world.allgather(mine)
         assert place.size == 1 or not all(torch.equal(other, mine) for other in everyone)
         optimizer.synchronize()
         assert topology.same(bits(model))
-        torch.testing.assert_close(model[1].running_mean, torch.stack(everyone).mean(0))
+        torch.testing.assert_close(model[1].running_mean.cpu(), torch.stack(everyone).mean(0))
         assert model[1].num_batches_tracked == 5
 
 

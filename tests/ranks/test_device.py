@@ -11,19 +11,22 @@ from ranks import test_behaviour, test_odd_moments, test_state, test_sync
 from ranks.test_sync import Odd, Wide, adamw, compare, mlp, sgd
 
 import daso
+from daso.comm.choose import choose_device
 from daso.comm.throttle import CopyLink, pretend_device
 
 pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(autouse=True)
-def device():
+def device(topology):
     """Let every rank compute as if on a device of its own."""
     if "pretended_cuda" not in sys.modules:
         with pretend_device(CopyLink(1e9, 1e-4)):
             yield
         return
-    torch.set_default_device("cuda")  # of the models, and of the batches
+    mine = choose_device(topology)
+    torch.cuda.set_device(mine)
+    torch.set_default_device(mine)  # of the models, and of the batches
     try:
         yield
     finally:

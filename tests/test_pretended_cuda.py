@@ -1,0 +1,90 @@
+"""GPU paths where there is no GPU: on devices that torch's dispatcher believes in.
+
+What it finds: tensors that mix host and device, launches of two streams with nothing between them,
+memory given back too early, a host that waits, copies that are read before they are there. What it
+cannot show: times, a GPU's own rounding, NCCL and the driver. See tests/pretended_cuda.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_ranks import PYTEST, run_on
+
+HERE = Path(__file__).parent
+WITH = ("-p", "pretended_cuda")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there are real ones: see tests/gpu"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile the device with"),
+]
+
+
+def pytest_of(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "--color=no", *WITH, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+
+
+def test_the_device_finds_what_it_is_there_to_find() -> None:
+    run = pytest_of(str(HERE / "pretended_cuda" / "on_itself.py"))
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+
+
+@pytest.mark.timeout(520)
+def test_what_needs_a_device() -> None:
+    run = pytest_of(str(HERE / "gpu"), "-k", "not share_devices")
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout
+
+
+@pytest.mark.timeout(620)
+@pytest.mark.parametrize(("ranks", "gpus"), [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2)], ids=str)
+@pytest.mark.parametrize("tests", ["gpu/on_ranks.py", "ranks/test_device.py"])
+def test_ranks_on_devices(ranks: int, gpus: int, tests: str, monkeypatch) -> None:
+    """Over NCCL where each rank of a node has a device of its own, else by sums on the host."""
+    if tests == "ranks/test_device.py" and ranks == 4:
+        return  # takes long, and adds no kind of node
+    monkeypatch.setenv("DASO_PRETENDED_GPUS", str(gpus))
+    conftest = ("-p", "ranks.conftest") if tests.startswith("gpu") else ()
+    run = run_on(ranks, *PYTEST, *WITH, *conftest, "-x", str(HERE / tests), timeout=600)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-3000:]
+    assert "skipped" not in run.stdout
+
+
+TRAIN = """
+import pretended_cuda
+pretended_cuda.install()
+import sys, torch
+from daso.run import loop
+from daso.run.cli import main
+
+def watched(steps):
+    for at, _ in enumerate(steps):
+        torch.cuda.set_sync_debug_mode("default")
+        yield
+        if at > 2:  # buckets, rows and references are made
+            torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+real = loop._steps
+loop._steps = lambda *given: watched(real(*given))
+done = main(sys.argv[1:])
+assert not (found := pretended_cuda.violations()), found
+assert not pretended_cuda.pageable()
+sys.exit(done)
+"""
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [("1,1", 1), ("2", 2)])
+def test_training_from_the_command_line_never_waits(nodes, gpus, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("DASO_PRETENDED_GPUS", str(gpus))
+    monkeypatch.setenv("DASO_RANKS_PER_NODE", nodes)
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+    words = ("--data.name=digits", "--device=cuda", "--epochs=1", f"--runs={tmp_path}", "--name=x")
+    run = run_on(2, "-c", TRAIN, "train", *words, timeout=100)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
+    assert "ranks identical     yes" in run.stdout
+    assert (tmp_path / "x" / "summary.json").exists()
