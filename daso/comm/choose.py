@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from daso.comm import nccl
+from daso.comm.aware import memory_problem
 from daso.comm.copies import Copies
 from daso.comm.cuda import CudaCopies
 from daso.comm.node import NodeGroup
@@ -17,7 +18,7 @@ from daso.comm.topology import Topology
 from daso.environment import may_share_a_gpu
 from daso.errors import TopologyError
 
-__all__ = ["choose_device", "choose_node", "device_problem", "wants_nccl"]
+__all__ = ["agree_device", "choose_device", "choose_node", "device_problem", "wants_nccl"]
 
 Late = Callable[[], None]
 
@@ -56,6 +57,24 @@ def device_problem(topology: Topology, device: torch.device) -> str | None:
             f"one before wrapping its optimizer"
         )
     return None
+
+
+def agree_device(topology: Topology, device: torch.device, memory: str) -> None:
+    """Check that parameters on ``device`` can be trained, and cross from where they shall.
+
+    Args:
+        topology: Who is where.
+        device: Where this rank's parameters live.
+        memory: Of `daso.Exchange`.
+
+    Raises:
+        TopologyError: They cannot; the same on every rank.
+
+    Collective over the world; blocking.
+    """
+    topology.agree(device_problem(topology, device), TopologyError)
+    if memory == "device":
+        topology.agree(memory_problem(topology.world, device), TopologyError)
 
 
 def wants_nccl(topology: Topology, device: torch.device, order: str) -> bool:

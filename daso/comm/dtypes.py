@@ -54,5 +54,11 @@ def sum_buffer(flat: torch.Tensor) -> "tuple[Any, MPI.Datatype]":
 
 
 def byte_buffer(flat: torch.Tensor) -> Any:
-    """Return the memory of a contiguous CPU tensor as bytes, without a copy."""
+    """Return the memory of a contiguous tensor as bytes, without a copy.
+
+    Args:
+        flat: On the CPU; on a CUDA device for an MPI that takes such memory.
+    """
+    if flat.is_cuda:
+        return load().memory.fromaddress(flat.data_ptr(), flat.nbytes)
     return flat.view(torch.uint8).numpy() if flat.numel() else flat.new_empty(0).numpy()

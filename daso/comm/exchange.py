@@ -9,32 +9,53 @@ time, so that the link is busy while one is added.
 
 A row is read and written through a `Source` (`daso.comm.means`), which has encoded it when the
 exchange starts.
+
+Where MPI takes the memory of a device, what crosses is added there (`OnDevice`): beside training,
+and nothing crosses before what makes it is over.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from daso import trace
-from daso.comm.compress import Cast, Codec, pieces
+from daso.comm.compress import PIECE, Cast, Codec, pieces
+from daso.comm.copies import Arrived, Copies
 from daso.comm.dtypes import accumulator, byte_buffer, sum_buffer
-from daso.comm.means import Adder, Buffers, Chunks, Source, add_and_deliver, deliver, whole
+from daso.comm.means import CPU, Adder, Buffers, Chunks, Source, add_and_deliver, deliver, whole
 from daso.comm.mpi import load
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Ordered", "Pairwise", "TwoPhase", "iallreduce", "ordered"]
+__all__ = ["OnDevice", "Ordered", "Pairwise", "TwoPhase", "iallreduce", "ordered"]
 
-Requests = Generator[Sequence["MPI.Request"], None, int]
-Waits = Generator[Sequence["MPI.Request"], None, None]
+Requests = Generator["Sequence[MPI.Request] | Arrived", None, int]
+Waits = Generator["Sequence[MPI.Request] | Arrived", None, None]
 Finish = Callable[[int], Waits]
 
 SCATTER, RETURN, SWAP = 1, 2, 3  # tags: the two phases; whole chunks
 MESSAGES = 8  # under way to and from a rank, about
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """Where rows are added that MPI sends from a device.
+
+    Args:
+        device: Which.
+        copies: Lets launches run beside training, and tells when they are over.
+        piece: Numbers that are added at a time, a multiple of `PIECE`.
+    """
+
+    device: torch.device
+    copies: Copies
+    piece: int
 
 
 def window(peers: int) -> int:
@@ -113,6 +134,7 @@ def ordered(
     weights: Sequence[int],
     total: int,
     rounded: dict[int, torch.Tensor] | None = None,
+    where: OnDevice | None = None,
 ) -> "Ordered":
     """Return the way to take means in rank order over so many ranks.
 
@@ -122,13 +144,44 @@ def ordered(
         weights: Weight of each rank's row, in rank order.
         total: What the sum is divided by.
         rounded: What the owners of parts rounded away, by start of the part; kept by the caller.
+        where: Rows lie there and MPI takes its memory; None: on the host.
     """
     if len(weights) == 2:
-        return Pairwise(comm, codec, weights, total)
-    return TwoPhase(comm, codec, weights, total, rounded)
+        return Pairwise(comm, codec, weights, total, where)
+    return TwoPhase(comm, codec, weights, total, rounded, where)
 
 
-class Pairwise:
+class _Places:
+    """Where two ways to take means in rank order add, and when that is over."""
+
+    def __init__(
+        self,
+        comm: "MPI.Comm",
+        codec: Codec,
+        weights: Sequence[int],
+        total: int,
+        rounded: dict[int, torch.Tensor],
+        where: OnDevice | None,
+    ) -> None:
+        self.comm, self.codec = comm, codec
+        self._copies = None if where is None else where.copies
+        device, piece = (CPU, PIECE) if where is None else (where.device, where.piece)
+        self.adder = Adder(codec, weights, total, rounded, device, piece)
+        self.kept = Buffers(window(len(weights)), device)
+
+    def _beside(self) -> AbstractContextManager[None]:
+        """Let what is computed meanwhile run beside training."""
+        return nullcontext() if self._copies is None else self._copies.beside()
+
+    def _computed(self) -> Waits:
+        """Wait until that is over: MPI and others may take what it made, and write what it read."""
+        if self._copies is not None:
+            with self._copies.beside():
+                over = self._copies.mark()
+            yield over
+
+
+class Pairwise(_Places):
     """Two ranks send each other the whole row, and each adds both; buffers are kept.
 
     As many bytes as in two phases, in one: the mean is not rounded for the wire once more, and is
@@ -141,12 +194,18 @@ class Pairwise:
         codec: What crosses.
         weights: Weight of each rank's row, in rank order.
         total: What the sum is divided by.
+        where: As in `ordered`.
     """
 
-    def __init__(self, comm: "MPI.Comm", codec: Codec, weights: Sequence[int], total: int) -> None:
-        self.comm, self.codec = comm, codec
-        self.adder = Adder(codec, weights, total, {})
-        self.kept = Buffers(window(2))
+    def __init__(
+        self,
+        comm: "MPI.Comm",
+        codec: Codec,
+        weights: Sequence[int],
+        total: int,
+        where: OnDevice | None = None,
+    ) -> None:
+        super().__init__(comm, codec, weights, total, {}, where)
 
     def run(self, source: Source, chunks: Chunks) -> Requests:
         """Take the mean of a row; as `TwoPhase.run`."""
@@ -158,8 +217,9 @@ class Pairwise:
             (sent,) = source.payloads(self.codec, [spans[index]])
             other = self._other(spans[index], index)
             versions = [sent, other] if rank == 0 else [other, sent]
-            add_and_deliver(self.adder, versions, source, spans[index], sent)
-            yield from ()
+            with self._beside():
+                add_and_deliver(self.adder, versions, source, spans[index], sent)
+            yield from self._computed()
 
         yield from _in_window(
             len(spans), self.kept.window, lambda at: self._swap(source, spans[at], at), finish
@@ -177,7 +237,7 @@ class Pairwise:
         return [receive, self.comm.Isend(byte_buffer(sent), peer, SWAP)]
 
 
-class TwoPhase:
+class TwoPhase(_Places):
     """Send each peer its part, add in rank order, send the means back; buffers are kept.
 
     Peer to peer, because MPICH 5.0 moves 16 KiB of an Ialltoallv per `Test`: 9 MB between two ranks
@@ -191,6 +251,7 @@ class TwoPhase:
         weights: Weight of each rank's row, in rank order.
         total: What the sum is divided by.
         rounded: What the owners of parts rounded away, by start of the part; kept by the caller.
+        where: As in `ordered`.
     """
 
     def __init__(
@@ -200,10 +261,9 @@ class TwoPhase:
         weights: Sequence[int],
         total: int,
         rounded: dict[int, torch.Tensor] | None = None,
+        where: OnDevice | None = None,
     ) -> None:
-        self.comm, self.codec = comm, codec
-        self.adder = Adder(codec, weights, total, {} if rounded is None else rounded)
-        self.kept = Buffers(window(len(self.adder.weights)))
+        super().__init__(comm, codec, weights, total, {} if rounded is None else rounded, where)
 
     def run(self, source: Source, chunks: Chunks) -> Requests:
         """Take the mean of a row.
@@ -222,10 +282,15 @@ class TwoPhase:
         def take_back() -> Waits:
             index, requests = returning.popleft()
             yield requests
-            self._deliver(source, chunks[index], index)
+            with self._beside():
+                self._deliver(source, chunks[index], index)
+            yield from self._computed()
 
         def finish(index: int) -> Waits:
-            returning.append((index, self._add_and_return(source, chunks[index], index)))
+            with self._beside():
+                self._add(source, chunks[index], index)
+            yield from self._computed()
+            returning.append((index, self._return(chunks[index], index)))
             if len(returning) == self.kept.window:
                 yield from take_back()
 
@@ -275,19 +340,23 @@ class TwoPhase:
         sizes = self._sizes(parts)
         return torch.split(self.kept.row("back", index, sum(sizes), torch.uint8), sizes)
 
-    def _add_and_return(
-        self, source: Source, parts: Sequence[tuple[int, int]], index: int
-    ) -> "list[MPI.Request]":
-        """Add this rank's part and start sending the mean to every peer."""
+    def _add(self, source: Source, parts: Sequence[tuple[int, int]], index: int) -> None:
+        """Add this rank's part."""
         rank, versions = self.comm.Get_rank(), list(self._received(parts, index))
         versions[rank] = source.payloads(self.codec, parts)[rank]
+        mean = self._returned(parts, index)[rank]
+        self.adder.add(versions, mean, parts[rank], accumulator(source.dtype))
+
+    def _return(self, parts: Sequence[tuple[int, int]], index: int) -> "list[MPI.Request]":
+        """Start sending the mean of this rank's part to every peer."""
         returned = self._returned(parts, index)
-        self.adder.add(versions, returned[rank], parts[rank], accumulator(source.dtype))
-        return self._swap([returned[rank]] * len(parts), returned, tag=RETURN)
+        mine = returned[self.comm.Get_rank()]
+        return self._swap([mine] * len(parts), returned, tag=RETURN)
 
     def _deliver(self, source: Source, parts: Sequence[tuple[int, int]], index: int) -> None:
         means, sent = self._returned(parts, index), source.payloads(self.codec, parts)
-        deliver(self.codec, means, source, parts, sent, self.kept.room(source.dtype))
+        room = self.kept.room(source.dtype, self.adder.piece)
+        deliver(self.codec, means, source, parts, sent, room, self.adder.piece)
 
 
 Ordered = Pairwise | TwoPhase

@@ -27,6 +27,8 @@ __all__ = [
     "whole",
 ]
 
+CPU = torch.device("cpu")
+
 # One span (start, stop) for each peer, for each chunk; the spans of a chunk follow one another.
 Chunks = Sequence[Sequence[tuple[int, int]]]
 Spans = Sequence[tuple[int, int]]
@@ -116,22 +118,23 @@ class Buffers:
 
     Args:
         window: Chunks that are under way at most.
+        device: Where rows lie.
     """
 
-    def __init__(self, window: int = 1) -> None:
-        self.window = window
+    def __init__(self, window: int = 1, device: torch.device = CPU) -> None:
+        self.window, self.device = window, device
         self._rows: dict[tuple[str, int], torch.Tensor] = {}
 
     def row(self, name: str, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory for chunk ``index``."""
         key = (f"{name} {dtype}", index % self.window)
         if key not in self._rows or self._rows[key].numel() < numel:
-            self._rows[key] = torch.empty(numel, dtype=dtype, device="cpu")
+            self._rows[key] = torch.empty(numel, dtype=dtype, device=self.device)
         return self._rows[key][:numel]
 
-    def room(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory to work in (`PIECE`)."""
-        return self.row("room", 0, PIECE, dtype)
+    def room(self, dtype: torch.dtype, numel: int = PIECE) -> torch.Tensor:
+        """Return memory to work in (numel)."""
+        return self.row("room", 0, numel, dtype)
 
 
 class Adder:
@@ -142,14 +145,22 @@ class Adder:
         weights: Weight of each rank's row, in rank order.
         total: What the sum is divided by.
         rounded: What the owners of parts rounded away, by start of the part.
+        device: Where is added.
+        piece: Numbers that are added at a time, a multiple of `PIECE`.
     """
 
     def __init__(
-        self, codec: Codec, weights: Sequence[int], total: int, rounded: dict[int, torch.Tensor]
+        self,
+        codec: Codec,
+        weights: Sequence[int],
+        total: int,
+        rounded: dict[int, torch.Tensor],
+        device: torch.device = CPU,
+        piece: int = PIECE,
     ) -> None:
         self.codec, self.weights, self.total = codec, tuple(weights), total
-        self.rounded = rounded
-        self._buffer = Buffers().row
+        self.rounded, self.device, self.piece = rounded, device, piece
+        self._buffer = Buffers(device=device).row
 
     def add(
         self,
@@ -170,9 +181,9 @@ class Adder:
         """
         codec, start, numel = self.codec, span[0], span[1] - span[0]
         if start not in self.rounded and not codec.exact:
-            self.rounded[start] = torch.zeros(numel, dtype=dtype, device="cpu")
+            self.rounded[start] = torch.zeros(numel, dtype=dtype, device=self.device)
         rounded = self.rounded.get(start)
-        for a, b in pieces(numel):
+        for a, b in pieces(numel, self.piece):
             mean = self.mean([codec.fields(one, numel, a, b) for one in versions], b - a, dtype)
             fields = codec.fields(payload, numel, a, b)
             if rounded is not None:
@@ -187,7 +198,7 @@ class Adder:
 
         Args:
             versions: The ranks' fields of the piece.
-            numel: Numbers of the piece, at most `PIECE`.
+            numel: Numbers of the piece.
             dtype: In which is added, fp32 or fp64.
 
         Returns:
@@ -251,6 +262,7 @@ def deliver(
     spans: Spans,
     sent: Sequence[torch.Tensor],
     room: torch.Tensor | None = None,
+    piece: int = PIECE,
 ) -> None:
     """Give a row the mean of a chunk.
 
@@ -260,11 +272,12 @@ def deliver(
         source: The row.
         spans: Of the row.
         sent: What this rank sent of each span.
-        room: Memory to work in (`PIECE`), of the row's type.
+        room: Memory to work in (piece), of the row's type.
+        piece: Numbers that are given at a time.
     """
-    row = torch.empty(PIECE, dtype=source.dtype, device="cpu") if room is None else room
+    row = torch.empty(piece, dtype=source.dtype, device="cpu") if room is None else room
     for (start, stop), one, own in zip(spans, means, sent, strict=True):
-        for a, b in pieces(stop - start):
+        for a, b in pieces(stop - start, piece):
             codec.decode(codec.fields(one, stop - start, a, b), row[: b - a])
             fields = codec.fields(own, stop - start, a, b)
             source.deliver(start + a, start + b, row[: b - a], fields)
@@ -287,7 +300,7 @@ def add_and_deliver(
         sent: This rank's own of the versions.
     """
     codec, start, numel = adder.codec, span[0], span[1] - span[0]
-    for a, b in pieces(numel):
+    for a, b in pieces(numel, adder.piece):
         fields = [codec.fields(one, numel, a, b) for one in versions]
         mean = adder.mean(fields, b - a, accumulator(source.dtype))
         source.deliver(start + a, start + b, mean, codec.fields(sent, numel, a, b))

@@ -13,6 +13,7 @@ __all__ = ["Exchange", "Gradients", "Settings", "Wire"]
 
 Reduce = Literal["auto", "iallreduce", "ordered"]
 NonFinite = Literal["drop", "raise"]
+Memory = Literal["host", "device"]
 
 MiB = 1 << 20
 
@@ -35,6 +36,9 @@ class Exchange:
         stall_seconds: How long a rank waits for another before it raises and names who is late.
         fragments: Parts of the model that take turns: each exchange carries one, and each part is
             exchanged every fragments * skip batches (Streaming DiLoCo).
+        memory: From where parameters on CUDA devices cross: ``"host"``, pinned memory they are
+            copied to; ``"device"``, their own, with an MPI library that says it is able to. Deltas
+            are added there too, then. Gradients of synchronous phases cross from the host.
     """
 
     reduce: Reduce = "auto"
@@ -42,8 +46,15 @@ class Exchange:
     nonfinite: NonFinite = "drop"
     stall_seconds: float = 300.0
     fragments: int = 1
+    memory: Memory = "host"
 
     def __post_init__(self) -> None:
+        _check_choice("Exchange.memory", self.memory, get_args(Memory))
+        if self.memory == "device" and self.reduce == "iallreduce":
+            raise ConfigError(
+                "Exchange(memory='device') needs reduce='auto' or 'ordered' (MPI libraries that "
+                "send from devices cannot add there while others compute), not 'iallreduce'"
+            )
         _check_choice("Exchange.reduce", self.reduce, get_args(Reduce))
         _check_choice("Exchange.nonfinite", self.nonfinite, get_args(NonFinite))
         _check_bytes("Exchange.chunk_bytes", self.chunk_bytes)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from daso.comm.aware import cuda_aware
 from daso.comm.choose import choose_device, wants_nccl
 from daso.comm.mpi import check_wheels, library, load, wheels
 from daso.comm.topology import Topology, init
@@ -64,20 +65,9 @@ def _mpi(problems: list[str]) -> dict[str, Any]:
         "standard": ".".join(map(str, mpi.Get_version())),
         "mpi4py": version("mpi4py"),
         "threads": levels[mpi.Query_thread()],
-        "cuda_aware": _cuda_aware(),
+        "cuda_aware": cuda_aware(),
         "wheels": installed,
     }
-
-
-def _cuda_aware() -> bool | None:
-    """Ask the loaded library itself; None where it cannot be asked."""
-    import ctypes
-
-    for symbol in ("MPIX_Query_cuda_support",):
-        query = getattr(ctypes.CDLL(None), symbol, None)
-        if query is not None:
-            return bool(query())
-    return None
 
 
 def _launcher(problems: list[str], *, library: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from daso.comm.bell import Bell
 from daso.comm.compress import Cast, Codec
 from daso.comm.dtypes import sum_buffer
 from daso.comm.engine import Engine, Work
-from daso.comm.exchange import Ordered, iallreduce, ordered, window
+from daso.comm.exchange import OnDevice, Ordered, iallreduce, ordered, window
 from daso.comm.means import Buffers, Row
 from daso.comm.mpi import load
 from daso.comm.throttle import LinkModel, emulated_link
@@ -94,15 +94,18 @@ class Links:
         self._roll.answer()
         self.bell.late()
 
-    def ordered(self, codec: Codec, rounded: dict[int, torch.Tensor]) -> Ordered:
+    def ordered(
+        self, codec: Codec, rounded: dict[int, torch.Tensor], where: OnDevice | None = None
+    ) -> Ordered:
         """Return an exchange over this rank's lane in which every node counts by its ranks.
 
         Args:
             codec: What crosses.
             rounded: What the owners of parts round away; kept by the caller.
+            where: Rows lie there and cross from there; None: from the host.
         """
         weights = node_weights(self.place.node_sizes)
-        return ordered(self.lane, codec, weights, sum(weights), rounded)
+        return ordered(self.lane, codec, weights, sum(weights), rounded, where)
 
     def gradient_mean(self, total: torch.Tensor, slot: int = 0) -> Work[int]:
         """Replace sums over nodes by the mean over the world; full precision.

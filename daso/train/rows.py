@@ -13,7 +13,7 @@ import torch
 
 from daso.comm.compress import Cast, codec_named, dense_codec
 from daso.comm.engine import Work
-from daso.comm.exchange import iallreduce
+from daso.comm.exchange import OnDevice, iallreduce
 from daso.comm.means import cut
 from daso.comm.node import NodeGroup
 from daso.plan.layout import Span, message_chunks, pieces, split
@@ -72,16 +72,20 @@ class ParameterRow:
         self.span = self.spans[place.lane] if place.lane is not None else Span(0, 0)
         self.shared = node.share(self.spans, dtype)
         self.rounded: dict[int, torch.Tensor] = {}  # what this lane rounded away of means
-        wires = links.settings.wires
-        self.wired = {wire: links.ordered(codec_named(wire, dtype), self.rounded) for wire in wires}
-        self.dense = None
-        if links.settings.sparse:
-            self.dense = links.ordered(dense_codec(wires[0], dtype), self.rounded)
-        self.mean = self.wired[wires[0]]  # of the exchange that was started last
         share = place.local_size / place.size
         way, copies = Way(links.settings.eager, share, outer), node.copies
         self.part = Part(self.shared.mine, way, on_device=copies is not None)
-        self.crossing = crossing_of(self.part, copies)
+        where = None
+        if copies is not None and links.settings.exchange.memory == "device":
+            where = OnDevice(self.part.shown.device, copies, self.part.piece)
+        self.crossing = crossing_of(self.part, copies, direct=where is not None)
+        wires, rounded = links.settings.wires, self.rounded
+        codecs = {wire: codec_named(wire, dtype) for wire in wires}
+        self.wired = {wire: links.ordered(one, rounded, where) for wire, one in codecs.items()}
+        self.dense = None
+        if links.settings.sparse:
+            self.dense = links.ordered(dense_codec(wires[0], dtype), rounded, where)
+        self.mean = self.wired[wires[0]]  # of the exchange that was started last
         # One cut for all wires: what is rounded away lies in its parts.
         least = 1 if copies is None else LEAST
         message = message_numel(self.mean.codec, links.settings.exchange.chunk_bytes, least)
@@ -205,5 +209,5 @@ class ParameterRow:
         self.shared.wait_released()
         self.part.load(state)
         self.rounded.clear()
-        loaded = state["rounded"].items()  # owners add on the host
-        self.rounded.update({start: row.to("cpu", copy=True) for start, row in loaded})
+        loaded, there = state["rounded"].items(), self.mean.adder.device
+        self.rounded.update({start: row.to(there, copy=True) for start, row in loaded})

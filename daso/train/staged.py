@@ -1,6 +1,6 @@
 """Where what crosses between nodes lies: with the part itself, or, of a part on a device, the host.
 
-Both are a `daso.comm.means.Source` between `collect` and `finish`.
+All are a `daso.comm.means.Source` between `collect` and `finish`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from daso.comm.engine import Work
 from daso.comm.means import Outbox, Source, Spans
 from daso.train.part import Gather, Part
 
-__all__ = ["Crossing", "InPlace", "Staged", "crossing_of"]
+__all__ = ["Crossing", "Direct", "InPlace", "Staged", "crossing_of"]
 
 
 class Crossing(Source, Protocol):
@@ -37,14 +37,17 @@ class Crossing(Source, Protocol):
         ...
 
 
-def crossing_of(part: Part, copies: Copies | None) -> Crossing:
+def crossing_of(part: Part, copies: Copies | None, *, direct: bool = False) -> Crossing:
     """Return the way of a part between nodes.
 
     Args:
         part: On the CPU, or on a device.
         copies: How it comes to the host; None: it lies there.
+        direct: It need not come there to cross.
     """
-    return InPlace(part) if copies is None else Staged(part, copies)
+    if copies is None:
+        return InPlace(part)
+    return Direct(part, copies) if direct else Staged(part, copies)
 
 
 class InPlace:
@@ -74,6 +77,59 @@ class InPlace:
         return self.part.measured(self.part.finish().tolist())
 
 
+class Direct:
+    """A part on a device, which crosses from there and is moved beside the training stream.
+
+    Only what is read of an exchange comes to the host. Means are delivered by launches that run
+    `Copies.beside` training; the exchange sees to it that nothing crosses before it is made.
+
+    Args:
+        part: On the device.
+        copies: Between it and the host.
+    """
+
+    def __init__(self, part: Part, copies: Copies) -> None:
+        self.part, self.dtype, self._copies = part, part.dtype, copies
+        self.payloads, self.deliver = part.payloads, part.deliver
+        self._checks = copies.memory(0)
+        self._before: list[Arrived] = []  # what must be over before anything crosses
+
+    def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
+        """Encode what an exchange will carry; start a copy of what tells whether it is finite."""
+        self.part.send(codec, spans, gather, keeps=keeps)
+        self._checks, arrived = _out(self.part.checks(), self._copies)
+        self._before = [arrived, self._copies.mark()]
+
+    def seal(self) -> None:
+        """Let nothing cross before what was launched since is over."""
+        self._before.append(self._copies.mark())
+
+    def collect(self) -> Work[int | None]:
+        """Return the first element that is not finite, if any, once what crosses is made."""
+        yield from self._before
+        return self.part.first_nonfinite(self._checks.tolist())
+
+    def finish(self) -> Work[tuple[float, float]]:
+        """End the exchange."""
+        return (yield from _measured(self.part, self._copies))
+
+
+def _out(row: torch.Tensor, copies: Copies) -> tuple[torch.Tensor, Arrived]:
+    """Start a copy to new memory on the host; return that, and what tells when it is there."""
+    there = copies.memory(row.nbytes).view(row.dtype)
+    return there, copies.out(row, there)
+
+
+def _measured(part: Part, copies: Copies) -> Work[tuple[float, float]]:
+    """Let a part end an exchange beside the training stream; return what it measured."""
+    with copies.beside():
+        measured = part.finish()
+        copies.lend(part.rows())  # some were made here
+        found, arrived = _out(measured, copies)
+    yield arrived
+    return part.measured(found.tolist())
+
+
 class Staged:
     """A part on a device, which crosses from the host and is moved beside the training stream.
 
@@ -98,15 +154,13 @@ class Staged:
     def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
         """Encode what an exchange will carry, and start copies of it to the host."""
         self.part.send(codec, spans, gather, keeps=keeps)
-        sent, checks = self.part.outbox.memory, self.part.checks()
+        sent = self.part.outbox.memory
         if self._payloads.numel() < sent.numel():
             self._payloads = self._copies.memory(sent.numel())
-        self._checks = self._copies.memory(checks.nbytes).view(checks.dtype)
         self._outbox.open(codec, spans, self._payloads)
-        self._before = [
-            self._copies.out(sent, self._outbox.memory),
-            self._copies.out(checks, self._checks),
-        ]
+        crossing = self._copies.out(sent, self._outbox.memory)
+        self._checks, checked = _out(self.part.checks(), self._copies)
+        self._before = [crossing, checked]
 
     def seal(self) -> None:
         """Let nothing cross before what was launched since is over."""
@@ -137,10 +191,4 @@ class Staged:
                     part.deliver(first + a, first + b, mean, fields)
                     delivered = copies.mark()
                 yield delivered  # the next piece takes the same room
-        with copies.beside():
-            measured = part.finish()
-            copies.lend(part.rows())  # some were made here
-            found = copies.memory(measured.nbytes).view(measured.dtype)
-            arrived = copies.out(measured, found)
-        yield arrived
-        return part.measured(found.tolist())
+        return (yield from _measured(part, copies))

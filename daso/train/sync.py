@@ -11,11 +11,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from daso import trace
-from daso.comm.choose import choose_node, device_problem
+from daso.comm.choose import agree_device, choose_node
 from daso.comm.node import NodeGroup
 from daso.comm.throttle import Stretch, compute_factor
 from daso.comm.topology import Topology
-from daso.errors import ConfigError, NonFiniteError, TopologyError
+from daso.errors import ConfigError, NonFiniteError
 from daso.plan.options import Settings
 from daso.plan.schedule import Act, Seen, State
 from daso.train.buckets import GradientBuckets, Route
@@ -59,7 +59,7 @@ class Sync:
         outer: MakeOuter | None = None,
     ) -> None:
         agree_layout(trained, topology)
-        topology.agree(device_problem(topology, trained.device), TopologyError)
+        agree_device(topology, trained.device, settings.exchange.memory)
         broadcast(trained.tensors(), topology)
         self.trained, self.topology, self.settings = trained, topology, settings
         self.counts = counts

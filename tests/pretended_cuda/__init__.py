@@ -24,7 +24,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-__all__ = ["DEVICES", "install", "pageable", "violations", "waits"]
+__all__ = ["DEVICES", "install", "pageable", "taken_by_mpi", "violations", "waits"]
 
 SOURCE = Path(__file__).parent / "device.cpp"
 USE = ("int64", "int", "uint64", "uint64", "int", "char_p")
@@ -73,6 +73,7 @@ def _load():
             ctypes.c_int,
             ctypes.c_char_p,
         ],
+        "touch": [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_char_p],
         "pin": [ctypes.c_uint64, ctypes.c_uint64],
         "unpin": [ctypes.c_uint64],
     }.items():
@@ -103,6 +104,11 @@ def waits():
 def pageable():
     """Return how many copies were to go on by themselves, and could not: memory not pinned."""
     return LIBRARY.pretended_pageable()
+
+
+def taken_by_mpi(tensor):
+    """Note that somebody who knows of no streams takes a tensor's memory now."""
+    LIBRARY.pretended_touch(tensor.data_ptr(), tensor.nbytes, b"MPI")
 
 
 def _index(device=None):

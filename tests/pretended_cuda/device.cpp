@@ -741,6 +741,17 @@ void pretended_use(int64_t stream_id, int device, uint64_t address, uint64_t nby
   use((void*)address, nbytes, writes != 0, stream_of(stream_id, device), by);
 }
 
+// Memory of a device that somebody beside it reads or writes now, such as MPI.
+void pretended_touch(uint64_t address, uint64_t nbytes, const char* by) {
+  Lock lock(world().mutex);
+  auto found = memory_at(address);
+  if (found == world().memories.end()) return;
+  for (const auto& use : found->second.uses)
+    if (use.first < address + nbytes && address < use.last &&
+        !known(world().seen, use.stream, use.at))
+      world().violations.push_back(std::string(by) + " takes memory in use by " + told(use));
+}
+
 // Memory of the host that somebody pinned; the word is CUDA's: 712 where it is pinned already.
 int pretended_pin(uint64_t address, uint64_t nbytes) {
   Lock lock(world().mutex);

@@ -99,11 +99,13 @@ def compare(topology, make, make_inner, policy, *, steps=11, epochs=1, **options
     """Run both for some steps; compare after every step and at the end."""
     options.setdefault("merge", "daso")
     build, gradients = seeded(make), options.pop("gradients", daso.Gradients(bucket_bytes=256))
+    known = {name: value for name, value in options.items() if name != "memory"}
     oracle = Sequential(
-        build, make_inner, batch_loss, topology.place.node_sizes, policy=policy, **options
+        build, make_inner, batch_loss, topology.place.node_sizes, policy=policy, **known
     )
     model = build()
-    exchange = replace(ORDERED, fragments=options.pop("fragments", 1))
+    varied = {name: options.pop(name) for name in ("fragments", "memory") if name in options}
+    exchange = replace(ORDERED, **varied)
     settings = {"exchange": exchange, "gradients": gradients}
     with daso.DASO(
         make_inner(model), module=model, topology=topology, policy=policy, **settings, **options

@@ -1,0 +1,127 @@
+"""Deltas that cross from a device's own memory; tests/test_pretended_cuda.py starts it on ranks.
+
+MPI finds what is "on" a pretended device in the host's memory, as one that takes a device's would.
+"""
+
+import pytest
+import torch
+from ranks import test_device, test_odd_moments, test_state, test_sync
+from ranks.test_sync import Odd, Wide, adamw, compare, mlp, sgd
+
+import daso
+from daso.comm import aware, exchange
+from daso.errors import ConfigError, TopologyError
+from pretended_cuda import taken_by_mpi
+
+pytestmark = pytest.mark.mpi
+device = test_device.device
+
+
+@pytest.fixture(autouse=True)
+def mpi(monkeypatch):
+    """Let MPI say that it takes a device's memory, and find out when it comes too early."""
+    real = exchange.byte_buffer
+    taken = []
+
+    def checked(flat):
+        if flat.is_cuda:
+            taken_by_mpi(flat)
+            taken.append(flat.numel())
+        return real(flat)
+
+    monkeypatch.setattr(exchange, "byte_buffer", checked)
+    monkeypatch.setattr(aware, "cuda_aware", lambda: True)
+    return taken
+
+
+def direct(topology, taken, *args, **options):
+    report = compare(topology, *args, memory="device", **options)
+    assert bool(taken) == (report["exchanges"] > 0 and topology.place.lane is not None)
+    return report
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("skip", "wait", "merge", "fragments"),
+    [(4, 1, "daso", 1), (3, 3, "delta", 1), (2, 0, "delta", 1), (2, 2, "eager", 3), (1, 1, 0.5, 2)],
+)
+def test_skipping_equals_one_process(topology, mpi, skip, wait, merge, fragments, wire):
+    options = {"wire": wire, "merge": merge, "fragments": fragments}
+    direct(topology, mpi, mlp, sgd, daso.Fixed(skip, wait), **options)
+
+
+@pytest.mark.parametrize("make", [Odd, Wide])
+def test_odd_models_equal_one_process(topology, mpi, make):
+    policy = daso.Fixed(3, 1, warmup=2)
+    direct(topology, mpi, make, sgd, policy, wire="bf16", merge="delta", steps=7)
+
+
+@pytest.mark.parametrize(("skip", "wait"), [(4, 2), (2, 0)])
+def test_an_outer_optimizer_equals_one_process(topology, mpi, skip, wait):
+    options = {"outer": test_sync.nesterov, "wire": "bf16"}
+    direct(topology, mpi, mlp, adamw, daso.Fixed(skip, wait), **options)
+
+
+def test_many_pieces_and_messages_equal_one_process(topology, mpi, monkeypatch):
+    monkeypatch.setattr("daso.train.part.DEVICE_PIECE", 1 << 16)
+    monkeypatch.setattr("daso.train.rows.LEAST", 70_000)
+
+    def wide():
+        return torch.nn.Sequential(torch.nn.Linear(6, 30_000), torch.nn.Linear(30_000, 3))
+
+    direct(topology, mpi, wide, sgd, daso.Fixed(2, 1), wire="bf16", steps=4)
+
+
+class Direct(daso.Exchange):
+    """What tests that choose their own exchange are given instead."""
+
+    def __init__(self, **options):
+        super().__init__(**{"memory": "device", **options})
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    monkeypatch.setattr(daso, "Exchange", Direct)
+    monkeypatch.setattr(test_state, "ORDERED", Direct(reduce="ordered", chunk_bytes=512))
+
+
+@pytest.mark.usefixtures("everywhere")
+class TestElsewhere:
+    test_resumed = staticmethod(test_state.test_a_run_resumed_right_after_a_send_may_stop_there)
+    test_one_nan = staticmethod(
+        test_odd_moments.test_one_nan_costs_one_exchange_and_no_other_nodes_work
+    )
+
+
+@pytest.mark.parametrize(
+    ("says", "told"), [(False, "this one says no"), (None, "this one does not say")]
+)
+def test_a_library_that_is_not_able_to_is_refused(topology, monkeypatch, says, told):
+    monkeypatch.setattr(aware, "cuda_aware", lambda: says)
+    model = mlp()
+    with pytest.raises(TopologyError, match=f"{told}; take Exchange.memory='host'"):
+        daso.DASO(sgd(model), topology=topology, exchange=daso.Exchange(memory="device"))
+
+
+def test_a_library_that_says_more_than_is_true_is_found_out(topology, monkeypatch):
+    real = aware.byte_buffer
+
+    def stale(flat):
+        return real(flat if float(flat[1]) >= 0 else flat.clone())  # receives elsewhere
+
+    monkeypatch.setattr(aware, "byte_buffer", stale)
+    model = mlp()
+    with pytest.raises(TopologyError, match="arrived as something else; take Exchange"):
+        daso.DASO(sgd(model), topology=topology, exchange=daso.Exchange(memory="device"))
+
+
+def test_models_on_the_host_are_refused(topology):
+    with torch.device("cpu"):
+        model = mlp()
+    with pytest.raises(TopologyError, match="needs parameters on a CUDA device, not on cpu"):
+        daso.DASO(sgd(model), topology=topology, exchange=daso.Exchange(memory="device"))
+
+
+def test_mpis_own_sum_is_refused():
+    with pytest.raises(ConfigError, match="needs reduce='auto' or 'ordered'"):
+        daso.Exchange(memory="device", reduce="iallreduce")
