@@ -16,6 +16,12 @@ import torch
 from test_ranks import PYTEST, run_on
 
 HERE = Path(__file__).parent
+# Ranks and devices. More take long, and add no kind of node.
+CASES = [
+    *(("gpu/on_ranks.py", *sizes) for sizes in [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2)]),
+    *(("ranks/test_device.py", *sizes) for sizes in [(1, 1), (2, 1), (2, 2), (3, 3)]),
+    *(("pretended_cuda/on_ranks.py", *sizes) for sizes in [(2, 1), (3, 3)]),
+]
 WITH = ("-p", "pretended_cuda")
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there are real ones: see tests/gpu"),
@@ -41,14 +47,11 @@ def test_what_needs_a_device() -> None:
 
 
 @pytest.mark.timeout(620)
-@pytest.mark.parametrize(("ranks", "gpus"), [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2)], ids=str)
-@pytest.mark.parametrize("tests", ["gpu/on_ranks.py", "ranks/test_device.py"])
-def test_ranks_on_devices(ranks: int, gpus: int, tests: str, monkeypatch) -> None:
+@pytest.mark.parametrize(("tests", "ranks", "gpus"), CASES)
+def test_ranks_on_devices(tests: str, ranks: int, gpus: int, monkeypatch) -> None:
     """Over NCCL where each rank of a node has a device of its own, else by sums on the host."""
-    if tests == "ranks/test_device.py" and ranks == 4:
-        return  # takes long, and adds no kind of node
     monkeypatch.setenv("DASO_PRETENDED_GPUS", str(gpus))
-    conftest = ("-p", "ranks.conftest") if tests.startswith("gpu") else ()
+    conftest = () if tests.startswith("ranks") else ("-p", "ranks.conftest")
     run = run_on(ranks, *PYTEST, *WITH, *conftest, "-x", str(HERE / tests), timeout=600)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-3000:]
     assert "skipped" not in run.stdout

@@ -96,10 +96,12 @@ class Plan:
                 f"every must be a whole number of layers of at least 1, or 'auto', not "
                 f"{self.every!r}"
             )
-        if self.exchange.reduce == "iallreduce" or self.exchange.fragments != 1:
+        unused = Exchange(fragments=self.exchange.fragments, memory=self.exchange.memory)
+        if self.exchange.reduce == "iallreduce" or unused != Exchange():
             raise ConfigError(
-                f"an EagerServer adds in rank order and sends every layer by itself, so reduce and "
-                f"fragments of its exchange must be left alone, not {self.exchange!r}"
+                f"an EagerServer adds on the host in rank order and sends every layer by itself, "
+                f"so reduce, fragments and memory of its exchange must be left alone, not "
+                f"{self.exchange!r}"
             )
 
     @property

@@ -94,6 +94,7 @@ class ExchangeConfig:
     update: Literal["auto", "whole", "chunk"] = "auto"  # chunk: layer by layer
     nonfinite: Literal["drop", "raise"] = "drop"
     stall_seconds: float = 300.0
+    memory: Literal["host", "device"] = "host"  # device: a GPU's own, with an MPI that is able to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +154,7 @@ class Config:
                 nonfinite=exchange.nonfinite,
                 stall_seconds=exchange.stall_seconds,
                 fragments=exchange.fragments,
+                memory=exchange.memory,
             ),
             gradients=Gradients(
                 order=exchange.gradients,

@@ -102,6 +102,7 @@ class Setup:
             "merge": settings.merge,
             "outer": settings.outer,
             "fragments": settings.exchange.fragments,
+            "exchange_memory": settings.exchange.memory,
             "delta_reduce": settings.delta_reduce,
             "gradient_reduce": settings.gradient_reduce,
             "gradient_order": settings.gradients.order,

@@ -25,6 +25,7 @@ def test_the_defaults_are_written_down():
         "nonfinite": "drop",
         "stall_seconds": 300.0,
         "fragments": 1,
+        "memory": "host",
     }
     assert asdict(Gradients()) == {
         "bucket_bytes": 2**20,
@@ -193,6 +194,13 @@ def test_mpi_may_not_add_16_bit_numbers_and_the_error_says_what_to_do():
         with pytest.raises(ConfigError, match=text):
             make(wire=wire, merge="delta", exchange=exchange)
     assert make(wire="fp32", exchange=exchange).delta_reduce == "iallreduce"
+
+
+def test_mpi_may_not_add_in_a_devices_memory_and_the_error_says_what_to_do():
+    with pytest.raises(ConfigError, match=r"needs reduce='auto' or 'ordered' .* not 'iallreduce'"):
+        Exchange(memory="device", reduce="iallreduce")
+    with pytest.raises(ConfigError, match="memory must be one of host, device, not 'gpu'"):
+        Exchange(memory="gpu")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from ranks.test_sync import Odd, Wide, adamw, compare, mlp, sgd
 
 import daso
 from daso.comm import aware, exchange
-from daso.errors import ConfigError, TopologyError
+from daso.errors import TopologyError
 from pretended_cuda import taken_by_mpi
 
 pytestmark = pytest.mark.mpi
@@ -120,8 +120,3 @@ def test_models_on_the_host_are_refused(topology):
         model = mlp()
     with pytest.raises(TopologyError, match="needs parameters on a CUDA device, not on cpu"):
         daso.DASO(sgd(model), topology=topology, exchange=daso.Exchange(memory="device"))
-
-
-def test_mpis_own_sum_is_refused():
-    with pytest.raises(ConfigError, match="needs reduce='auto' or 'ordered'"):
-        daso.Exchange(memory="device", reduce="iallreduce")

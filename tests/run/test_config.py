@@ -58,6 +58,7 @@ KEYS = [
     "exchange.update",
     "exchange.nonfinite",
     "exchange.stall_seconds",
+    "exchange.memory",
     "checkpoint.every",
     "checkpoint.keep",
 ]
@@ -156,6 +157,8 @@ def test_the_settings_reach_the_records_of_the_optimizer():
         reduce="iallreduce", chunk_bytes=1024, nonfinite="raise", stall_seconds=7.0
     )
     assert made.gradients == Gradients(order="host", update="chunk", bucket_bytes=2048)
+    direct = read_config(None, ["--exchange.memory=device"]).settings()
+    assert direct.exchange == Exchange(memory="device")
 
 
 def test_no_size_of_buckets_is_one_to_be_searched():
@@ -392,7 +395,7 @@ def numbers(least):
 @st.composite
 def configs(draw):
     wire = draw(st.sampled_from(["bf16", "fp32"]))
-    reduces = ["auto", "ordered"] + ["iallreduce"] * (wire == "fp32")
+    reduce = draw(st.sampled_from(["auto", "ordered"] + ["iallreduce"] * (wire == "fp32")))
     warmup, cooldown = draw(st.integers(0, 5)), draw(st.integers(0, 5))
     skip = draw(st.integers(1, 100))
     policy = draw(st.sampled_from(list(USED_BY)))
@@ -428,11 +431,14 @@ def configs(draw):
         exchange=ExchangeConfig(
             wire=wire,
             merge=draw(st.sampled_from(["auto", "daso", "delta", "eager", "0.5"])),
-            reduce=draw(st.sampled_from(reduces)),
+            reduce=reduce,
             chunk_bytes=draw(st.integers(1, 2**40)),
             bucket_bytes=draw(st.integers(1, 2**40)),
             nonfinite=draw(st.sampled_from(["drop", "raise"])),
             stall_seconds=draw(numbers(1e-9)),
+            memory=draw(
+                st.sampled_from(["host"] if reduce == "iallreduce" else ["host", "device"])
+            ),
         ),
         checkpoint=CheckpointConfig(
             every=draw(st.integers(0, 2**40)), keep=draw(st.integers(1, 2**40))
