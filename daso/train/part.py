@@ -105,12 +105,12 @@ class Part:
         payloads = self.outbox.open(codec, spans, memory)
         for (start, stop), payload in zip(spans, payloads, strict=True):
             for a, b in pieces(stop - start, self.piece):
-                values = self._room[0, : b - a]
+                values, room = self._room[:, : b - a]
                 gather(start + a, start + b, values)
                 self._encode(codec, start + a, values, codec.fields(payload, stop - start, a, b))
                 # A sum is cheaper, where it can be read at once.
                 if self.on_device or not bool(values.sum().isfinite()):
-                    self._nonfinite.append((start + a, _first_nonfinite(values)))
+                    self._nonfinite.append((start + a, _first_nonfinite(values, room)))
 
     def checks(self) -> torch.Tensor:
         """Return, not read yet, what `first_nonfinite` needs of the exchange that was sent."""
@@ -284,10 +284,18 @@ class Part:
             self.outer.load(state["outer"])
 
 
-def _first_nonfinite(values: torch.Tensor) -> torch.Tensor:
-    """Return, not read yet, the place of the first number that is not finite; -1 where all are."""
-    wrong = values.isfinite().logical_not_()
-    return torch.where(wrong.any(), wrong.to(torch.uint8).argmax(), -1)
+def _first_nonfinite(values: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """Return, not read yet, the place of the first number that is not finite; -1 where all are.
+
+    In two passes: `isfinite` alone makes four.
+
+    Args:
+        values: Numbers (numel).
+        room: To work in (numel).
+    """
+    apart = torch.sub(values, values, out=room)  # zero, or NaN: for infinity too
+    place = apart.argmax()  # NaN is the greatest, and the first of equals is taken
+    return torch.where(apart.take(place).isnan(), place, -1)
 
 
 def _stack(numbers: list[torch.Tensor], none: torch.Tensor) -> torch.Tensor:

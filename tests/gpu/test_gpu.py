@@ -9,6 +9,7 @@ import torch
 from ranks.test_sync import batch_loss, mlp, sgd
 from test_ranks import run_on
 from torch import nn
+from train.test_part import check_first_nonfinite
 
 import daso
 import daso.memory
@@ -112,6 +113,10 @@ def test_a_cuda_graph_of_forward_and_backward_can_be_replayed():
             optimizer.step()
             before = before or float(loss)
         assert float(loss) < before
+
+
+def test_the_first_number_that_is_not_finite_is_found():
+    check_first_nonfinite(DEVICE)
 
 
 def wide():

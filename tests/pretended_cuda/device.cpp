@@ -93,6 +93,7 @@ struct Memory {
   std::vector<Use> uses;
 };
 
+constexpr size_t PAGE = 4096;
 constexpr size_t KEPT = size_t{1} << 28;  // bytes given back that nobody gets for a while
 
 struct World {
@@ -263,7 +264,9 @@ void give_back(void* pointer) {
 
 c10::DataPtr give(size_t nbytes, int device) {
   void* pointer = nullptr;
-  TORCH_CHECK(posix_memalign(&pointer, 512, std::max<size_t>(nbytes, 1)) == 0, "out of memory");
+  size_t aligned = device < 0 ? PAGE : 512;  // pinned memory shares no page with other memory
+  size_t room = (std::max<size_t>(nbytes, 1) + aligned - 1) / aligned * aligned;
+  TORCH_CHECK(posix_memalign(&pointer, aligned, room) == 0, "out of memory");
   std::memset(pointer, 0xFF, nbytes);
   Lock lock(world().mutex);
   world().memories[(uintptr_t)pointer] = Memory{nbytes, device, current_id(device), {}, {}};
