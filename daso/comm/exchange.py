@@ -173,6 +173,19 @@ class _Places:
         """Let what is computed meanwhile run beside training."""
         return nullcontext() if self._copies is None else self._copies.beside()
 
+    def _made(self, count: int, rows: Callable[[int], object]) -> Waits:
+        """Make what MPI will write on a device, and wait until whoever had that memory is done.
+
+        Args:
+            count: Of chunks.
+            rows: Makes those of one chunk.
+        """
+        if self._copies is not None:
+            with self._copies.beside():
+                for index in range(min(count, self.kept.window)):
+                    rows(index)
+            yield from self._computed()
+
     def _computed(self) -> Waits:
         """Wait until that is over: MPI and others may take what it made, and write what it read."""
         if self._copies is not None:
@@ -221,6 +234,7 @@ class Pairwise(_Places):
                 add_and_deliver(self.adder, versions, source, spans[index], sent)
             yield from self._computed()
 
+        yield from self._made(len(spans), lambda at: self._other(spans[at], at))
         yield from _in_window(
             len(spans), self.kept.window, lambda at: self._swap(source, spans[at], at), finish
         )
@@ -294,6 +308,9 @@ class TwoPhase(_Places):
             if len(returning) == self.kept.window:
                 yield from take_back()
 
+        yield from self._made(
+            len(chunks), lambda at: (self._received(chunks[at], at), self._returned(chunks[at], at))
+        )
         yield from _in_window(
             len(chunks),
             self.kept.window,

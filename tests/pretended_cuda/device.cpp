@@ -269,8 +269,13 @@ c10::DataPtr give(size_t nbytes, int device) {
   TORCH_CHECK(posix_memalign(&pointer, aligned, room) == 0, "out of memory");
   std::memset(pointer, 0xFF, nbytes);
   Lock lock(world().mutex);
-  world().memories[(uintptr_t)pointer] = Memory{nbytes, device, current_id(device), {}, {}};
+  auto& memory = world().memories[(uintptr_t)pointer];
+  memory = Memory{nbytes, device, current_id(device), {}, {}};
   if (device < 0) return {pointer, pointer, &give_back, at::kCPU};
+  // Whoever had it before may still use it, in what was launched on this stream so far.
+  auto& home = stream_of(memory.home, device);
+  if (auto at = home.clock[home.id]; at > 0)
+    memory.uses.push_back({(uintptr_t)pointer, (uintptr_t)pointer + nbytes, home.id, at, true, "its last owner"});
   auto& held = world().held[device];
   held += nbytes;
   world().most[device] = std::max(world().most[device], held);

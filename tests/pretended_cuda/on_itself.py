@@ -143,3 +143,14 @@ def test_bytes_are_counted():
     del row
     assert torch.cuda.memory_allocated(HERE) == before
     assert torch.cuda.max_memory_allocated(HERE) >= before + (4 << 20)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_memory_that_was_just_given_out_is_still_used_on_its_stream(waits):
+    torch.ones(4, device=HERE).add_(1)
+    fresh = torch.empty(4, device=HERE)
+    if waits:
+        torch.cuda.synchronize(HERE)
+    pretended_cuda.taken_by_mpi(fresh)
+    found = pretended_cuda.violations()
+    assert any("its last owner" in line for line in found) != waits
