@@ -335,8 +335,9 @@ def test_the_whole_environment_may_be_handed_on_by_those_who_start_processes(lin
 
 
 FACTORIES = {
-    *("arange", "as_tensor", "empty", "full", "linspace", "ones", "rand", "randint", "randn"),
-    *("randperm", "tensor", "zeros"),
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace"),
+    *("logspace", "normal", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor"),
+    *("tensor", "tril_indices", "triu_indices", "zeros"),
 }
 
 

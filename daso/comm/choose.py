@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from daso.comm import nccl
-from daso.comm.aware import memory_problem
+from daso.comm.aware import library_problem
 from daso.comm.copies import Copies
 from daso.comm.cuda import CudaCopies
 from daso.comm.node import NodeGroup
@@ -73,8 +73,8 @@ def agree_device(topology: Topology, device: torch.device, memory: str) -> None:
     Collective over the world; blocking.
     """
     topology.agree(device_problem(topology, device), TopologyError)
-    if memory == "device":
-        topology.agree(memory_problem(topology.world, device), TopologyError)
+    if memory == "device" and topology.place.nodes > 1:
+        topology.agree(library_problem(topology.world, device), TopologyError)
 
 
 def wants_nccl(topology: Topology, device: torch.device, order: str) -> bool:

@@ -40,10 +40,22 @@ class Copies(Protocol):
         """Let what this thread launches meanwhile run beside what other threads launch."""
         ...
 
-    def lend(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let the thread whose work is copied out use tensors that were made `beside`.
+    def attach(self) -> None:
+        """Let the calling thread be one of the device's from now on, for libraries that ask."""
+        ...
 
-        Their memory is not given to others before what it launched is over.
+    def here(self) -> object:
+        """Return what the calling thread launches on."""
+        ...
+
+    def lend(self, tensors: Iterable[torch.Tensor], to: object) -> None:
+        """Let others use tensors that were made `beside`.
+
+        Their memory is not given away before what is launched there until then is over.
+
+        Args:
+            tensors: On the device.
+            to: What they launch on, from `here`.
         """
         ...
 

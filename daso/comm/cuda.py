@@ -23,7 +23,6 @@ class CudaCopies:
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
         self._out, self._back, self._beside = (cuda.Stream(device) for _ in range(3))
-        self._training: Any = None  # the stream whose work is copied out
         self._pinned: list[int] = []  # addresses
 
     def out(self, source: torch.Tensor, target: torch.Tensor) -> Arrived:
@@ -38,10 +37,7 @@ class CudaCopies:
         self, stream: Any, source: torch.Tensor, target: torch.Tensor, *, in_turn: bool
     ) -> Arrived:
         if in_turn:
-            launching = self._cuda.current_stream(self._device)
-            if launching != self._beside:
-                self._training = launching
-            stream.wait_stream(launching)
+            stream.wait_stream(self._cuda.current_stream(self._device))
         with self._on(stream):
             target.copy_(source, non_blocking=True)
             there = source if source.is_cuda else target
@@ -55,11 +51,19 @@ class CudaCopies:
         with self._on(self._beside):
             yield
 
-    def lend(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let the thread whose work is copied out use tensors that were made `beside`."""
+    def attach(self) -> None:
+        """Make the device the calling thread's."""
+        self._cuda.set_device(self._device)
+
+    def here(self) -> object:
+        """Return the calling thread's stream."""
+        return self._cuda.current_stream(self._device)
+
+    def lend(self, tensors: Iterable[torch.Tensor], to: object) -> None:
+        """Let what is launched on a stream use tensors that were made `beside`."""
         for tensor in tensors:
             if tensor.is_cuda:
-                tensor.record_stream(self._training)
+                tensor.record_stream(to)  # type: ignore[arg-type]  # from `here`
 
     @contextmanager
     def _on(self, stream: Any) -> Iterator[None]:

@@ -9,7 +9,7 @@ from daso.comm.mpi import load
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["CODES", "DTYPES", "accumulator", "byte_buffer", "sum_buffer"]
+__all__ = ["CODES", "DTYPES", "accumulator", "byte_buffer", "device_buffer", "sum_buffer"]
 
 # Types that MPI may add: MPI.SUM on 16-bit data is refused by MPICH and wrong, without an error,
 # in Open MPI (4.1 and 5.0 with bfloat16).
@@ -54,11 +54,10 @@ def sum_buffer(flat: torch.Tensor) -> "tuple[Any, MPI.Datatype]":
 
 
 def byte_buffer(flat: torch.Tensor) -> Any:
-    """Return the memory of a contiguous tensor as bytes, without a copy.
-
-    Args:
-        flat: On the CPU; on a CUDA device for an MPI that takes such memory.
-    """
-    if flat.is_cuda:
-        return load().memory.fromaddress(flat.data_ptr(), flat.nbytes)
+    """Return the memory of a contiguous CPU tensor as bytes, without a copy."""
     return flat.view(torch.uint8).numpy() if flat.numel() else flat.new_empty(0).numpy()
+
+
+def device_buffer(flat: torch.Tensor) -> Any:
+    """Return the memory of a contiguous CUDA tensor, for an MPI that takes such memory."""
+    return load().memory.fromaddress(flat.data_ptr(), flat.nbytes)

@@ -26,7 +26,7 @@ import torch
 from daso import trace
 from daso.comm.compress import PIECE, Cast, Codec, pieces
 from daso.comm.copies import Arrived, Copies
-from daso.comm.dtypes import accumulator, byte_buffer, sum_buffer
+from daso.comm.dtypes import accumulator, byte_buffer, device_buffer, sum_buffer
 from daso.comm.means import CPU, Adder, Buffers, Chunks, Source, add_and_deliver, deliver, whole
 from daso.comm.mpi import load
 
@@ -165,6 +165,7 @@ class _Places:
     ) -> None:
         self.comm, self.codec = comm, codec
         self._copies = None if where is None else where.copies
+        self._buffer = byte_buffer if where is None else device_buffer
         device, piece = (CPU, PIECE) if where is None else (where.device, where.piece)
         self.adder = Adder(codec, weights, total, rounded, device, piece)
         self.kept = Buffers(window(len(weights)), device)
@@ -247,8 +248,8 @@ class Pairwise(_Places):
     def _swap(self, source: Source, span: tuple[int, int], index: int) -> "list[MPI.Request]":
         """Start sending a chunk to the other rank."""
         (sent,), peer = source.payloads(self.codec, [span]), 1 - self.comm.Get_rank()
-        receive = self.comm.Irecv(byte_buffer(self._other(span, index)), peer, SWAP)
-        return [receive, self.comm.Isend(byte_buffer(sent), peer, SWAP)]
+        receive = self.comm.Irecv(self._buffer(self._other(span, index)), peer, SWAP)
+        return [receive, self.comm.Isend(self._buffer(sent), peer, SWAP)]
 
 
 class TwoPhase(_Places):
@@ -336,8 +337,8 @@ class TwoPhase(_Places):
         rank, size = self.comm.Get_rank(), len(outgoing)
         # Each begins with the rank after it: in the same order all would send to one at a time.
         peers = [(rank + turn) % size for turn in range(1, size)]
-        receives = [self.comm.Irecv(byte_buffer(incoming[peer]), peer, tag) for peer in peers]
-        return receives + [self.comm.Isend(byte_buffer(outgoing[p]), p, tag) for p in peers]
+        receives = [self.comm.Irecv(self._buffer(incoming[peer]), peer, tag) for peer in peers]
+        return receives + [self.comm.Isend(self._buffer(outgoing[p]), p, tag) for p in peers]
 
     def _scatter(
         self, source: Source, parts: Sequence[tuple[int, int]], index: int

@@ -13,6 +13,7 @@ from daso.comm.compress import PIECE, Codec, Fields, pieces
 from daso.comm.dtypes import accumulator
 
 __all__ = [
+    "CPU",
     "Adder",
     "Buffers",
     "Chunks",

@@ -118,7 +118,13 @@ class CopyLink:
         """Do nothing: threads of a CPU run beside each other."""
         yield
 
-    def lend(self, tensors: Iterable[torch.Tensor]) -> None:
+    def attach(self) -> None:
+        """Do nothing: all threads are the CPU's."""
+
+    def here(self) -> object:
+        """Return nothing to tell it by."""
+
+    def lend(self, tensors: Iterable[torch.Tensor], to: object) -> None:
         """Do nothing: what a thread of a CPU computes is over."""
 
     def mark(self) -> Arrived:

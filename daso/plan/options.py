@@ -37,8 +37,9 @@ class Exchange:
         fragments: Parts of the model that take turns: each exchange carries one, and each part is
             exchanged every fragments * skip batches (Streaming DiLoCo).
         memory: From where parameters on CUDA devices cross: ``"host"``, pinned memory they are
-            copied to; ``"device"``, their own, with an MPI library that says it is able to. Deltas
-            are added there too, then. Gradients of synchronous phases cross from the host.
+            copied to; ``"device"``, their own, with an MPI library that says it is able to, and not
+            with ``reduce="iallreduce"``. Deltas are added there too, then. Gradients of synchronous
+            phases cross from the host.
     """
 
     reduce: Reduce = "auto"

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from daso import trace
+from daso.comm.aware import trial
 from daso.comm.dtypes import accumulator
 from daso.comm.engine import Work
 from daso.comm.node import NodeGroup
-from daso.errors import ExchangeError
+from daso.errors import ExchangeError, TopologyError
 from daso.plan.header import Header, Tally, culprit, decode_culprit
 from daso.plan.layout import fragments
 from daso.plan.schedule import Seen
@@ -59,10 +60,23 @@ class Exchanges:
     def __init__(self, meeting: Meeting, node: NodeGroup, outer: MakeOuter | None) -> None:
         self.meeting, self.links, self.counts = meeting, meeting.links, meeting.counts
         self.settings, self.place = meeting.links.settings, meeting.topology.place
+        if self.settings.exchange.memory == "device":
+            self._try_memory(node)
         self.rows = self._make_rows(node, outer)
         self._flight: Flight | None = None
         self._node = node
         self._known = Known(since=[0] * self.settings.exchange.fragments)
+
+    def _try_memory(self, node: NodeGroup) -> None:
+        """Let a row cross from this rank's device. Collective over the world; blocking.
+
+        Raises:
+            TopologyError: It arrived as something else; the same on every rank.
+        """
+        problem, links = None, self.links
+        if self.place.lane is not None and node.copies is not None:
+            problem = links.engine.run(trial(links.lane, self.meeting.trained.device, node.copies))
+        self.meeting.topology.agree(problem, TopologyError)
 
     def _make_rows(self, node: NodeGroup, outer: MakeOuter | None) -> dict[int, list[ParameterRow]]:
         """Make the rows of each fragment, one for each type they are added in."""

@@ -78,7 +78,7 @@ class ParameterRow:
         where = None
         if copies is not None and links.settings.exchange.memory == "device":
             where = OnDevice(self.part.shown.device, copies, self.part.piece)
-        self.crossing = crossing_of(self.part, copies, direct=where is not None)
+        self.crossing = crossing_of(self.part, copies, None if where is None else self.rounded)
         wires, rounded = links.settings.wires, self.rounded
         codecs = {wire: codec_named(wire, dtype) for wire in wires}
         self.wired = {wire: links.ordered(one, rounded, where) for wire, one in codecs.items()}

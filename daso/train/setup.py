@@ -62,14 +62,19 @@ class Setup:
     def lasting(self) -> str:
         """Return what must stay the same for a checkpoint to fit, as text.
 
-        How long ranks wait for each other may change, and how long the run shall be.
+        How long ranks wait for each other may change, how long the run shall be, and from which
+        memory deltas cross.
         """
-        exchange = replace(self.settings.exchange, stall_seconds=1.0, nonfinite="drop")
+        exchange = self.settings.exchange
+        exchange = replace(exchange, stall_seconds=1.0, nonfinite="drop", memory="host")
         policy = self.policy
         if isinstance(policy, Plateau):
             policy = replace(policy, epochs=1 + policy.warmup + policy.cooldown)
         settings = replace(self.settings, exchange=exchange)
-        return replace(self, policy=policy, settings=settings).text()
+        text = replace(self, policy=policy, settings=settings).text()
+        return text.replace(
+            ", memory='host'", ""
+        )  # as in checkpoints from before there was a choice
 
     def shape(self, inner: torch.optim.Optimizer, place: Place | None) -> dict[str, Any] | None:
         """Return what a checkpoint must have in common with a session to fit it exactly.

@@ -3,7 +3,7 @@
 All are a `daso.comm.means.Source` between `collect` and `finish`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -37,17 +37,19 @@ class Crossing(Source, Protocol):
         ...
 
 
-def crossing_of(part: Part, copies: Copies | None, *, direct: bool = False) -> Crossing:
+def crossing_of(
+    part: Part, copies: Copies | None, kept: Mapping[int, torch.Tensor] | None = None
+) -> Crossing:
     """Return the way of a part between nodes.
 
     Args:
         part: On the CPU, or on a device.
         copies: How it comes to the host; None: it lies there.
-        direct: It need not come there to cross.
+        kept: What else exchanges keep on the device, from which it crosses; None: from the host.
     """
     if copies is None:
         return InPlace(part)
-    return Direct(part, copies) if direct else Staged(part, copies)
+    return Staged(part, copies) if kept is None else Direct(part, copies, kept)
 
 
 class InPlace:
@@ -86,16 +88,19 @@ class Direct:
     Args:
         part: On the device.
         copies: Between it and the host.
+        kept: What else exchanges keep there.
     """
 
-    def __init__(self, part: Part, copies: Copies) -> None:
-        self.part, self.dtype, self._copies = part, part.dtype, copies
+    def __init__(self, part: Part, copies: Copies, kept: Mapping[int, torch.Tensor]) -> None:
+        self.part, self.dtype, self._copies, self._kept = part, part.dtype, copies, kept
         self.payloads, self.deliver = part.payloads, part.deliver
         self._checks = copies.memory(0)
+        self._training: object = None  # what the training thread launches on
         self._before: list[Arrived] = []  # what must be over before anything crosses
 
     def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
         """Encode what an exchange will carry; start a copy of what tells whether it is finite."""
+        self._training = self._copies.here()
         self.part.send(codec, spans, gather, keeps=keeps)
         self._checks, arrived = _out(self.part.checks(), self._copies)
         self._before = [arrived, self._copies.mark()]
@@ -106,12 +111,13 @@ class Direct:
 
     def collect(self) -> Work[int | None]:
         """Return the first element that is not finite, if any, once what crosses is made."""
+        self._copies.attach()  # the engine's thread, which calls MPI
         yield from self._before
         return self.part.first_nonfinite(self._checks.tolist())
 
     def finish(self) -> Work[tuple[float, float]]:
         """End the exchange."""
-        return (yield from _measured(self.part, self._copies))
+        return (yield from _measured(self.part, self._copies, self._training, self._kept))
 
 
 def _out(row: torch.Tensor, copies: Copies) -> tuple[torch.Tensor, Arrived]:
@@ -120,11 +126,13 @@ def _out(row: torch.Tensor, copies: Copies) -> tuple[torch.Tensor, Arrived]:
     return there, copies.out(row, there)
 
 
-def _measured(part: Part, copies: Copies) -> Work[tuple[float, float]]:
-    """Let a part end an exchange beside the training stream; return what it measured."""
+def _measured(
+    part: Part, copies: Copies, training: object, kept: Mapping[int, torch.Tensor]
+) -> Work[tuple[float, float]]:
+    """Let a part end an exchange beside training, on ``training``; return what it measured."""
     with copies.beside():
         measured = part.finish()
-        copies.lend(part.rows())  # some were made here
+        copies.lend([*part.rows(), *kept.values()], training)  # some were made here
         found, arrived = _out(measured, copies)
     yield arrived
     return part.measured(found.tolist())
@@ -149,10 +157,12 @@ class Staged:
         self._means = copies.memory(part.shown.nbytes).view(part.dtype)
         self._room = torch.empty_like(part.shown[: part.piece])
         self._checks = copies.memory(0)
+        self._training: object = None  # what the training thread launches on
         self._before: list[Arrived] = []  # what must have arrived before anything crosses
 
     def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
         """Encode what an exchange will carry, and start copies of it to the host."""
+        self._training = self._copies.here()
         self.part.send(codec, spans, gather, keeps=keeps)
         sent = self.part.outbox.memory
         if self._payloads.numel() < sent.numel():
@@ -191,4 +201,4 @@ class Staged:
                     part.deliver(first + a, first + b, mean, fields)
                     delivered = copies.mark()
                 yield delivered  # the next piece takes the same room
-        return (yield from _measured(part, copies))
+        return (yield from _measured(part, copies, self._training, {}))

@@ -37,7 +37,7 @@ def build():
     told = SOURCE.read_bytes() + (root / "version.py").read_bytes() + str(root).encode()
     name = f"daso-pretended-cuda-{os.getuid()}-{hashlib.sha256(told).hexdigest()[:16]}.so"
     built = Path(tempfile.gettempdir()) / name
-    if not built.exists():
+    if not built.exists() or built.stat().st_uid != os.getuid():
         compiler = os.environ.get("CXX") or shutil.which("g++")
         assert compiler, "the pretended device needs a C++ compiler (g++, or CXX)"
         with tempfile.TemporaryDirectory(dir=built.parent) as folder:
@@ -107,7 +107,8 @@ def pageable():
 
 
 def taken_by_mpi(tensor):
-    """Note that somebody who knows of no streams takes a tensor's memory now."""
+    """Note that somebody who knows of no streams takes a tensor's memory now, in this thread."""
+    assert _index() == tensor.device.index, "the thread that calls MPI is not the device's"
     LIBRARY.pretended_touch(tensor.data_ptr(), tensor.nbytes, b"MPI")
 
 
@@ -266,8 +267,9 @@ def pytest_configure():
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item):
-    """Fail whoever leaves something undone in order."""
-    violations()
+    """Fail whoever does something out of order, the teardown of the test before included."""
+    before = violations()
+    assert not before, "\n".join(["while an earlier test was torn down:", *before[:20]])
     result = yield
     found = violations()
     assert not found, "\n".join(found[:20])

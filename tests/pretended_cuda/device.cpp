@@ -27,6 +27,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <deque>
@@ -132,7 +133,7 @@ struct Lock {
 thread_local c10::DeviceIndex current_device = 0;
 thread_local std::map<int, int64_t> current_streams;
 thread_local bool inside = false;  // a kernel of ours
-thread_local int refuses_waits = 0;
+std::atomic<int> refuses_waits{0};
 
 struct Inside {
   bool before = inside;
@@ -375,10 +376,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto upto = one.at;
     on.late.push_back({at, [&other, upto] { drain(other, upto); }});
   }
-  bool over(const Event& event) const {
-    auto& late = stream_of(event.stream, 0).late;
-    return late.empty() || late.front().at > event.at;
-  }
   bool queryEvent(void* event) const override {
     Lock lock(world().mutex);
     if (event == nullptr || !((Event*)event)->recorded) return true;
@@ -577,7 +574,7 @@ int64_t fused_sdp_choice(
 // Their results' sizes depend on the data, or they give a truth: the host waits for them.
 const std::unordered_set<std::string> WAITING = {
     "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2",
-    "aten::unique_consecutive", "aten::unique_dim",
+    "aten::unique_consecutive", "aten::unique_dim", "aten::bincount", "aten::repeat_interleave",
 };
 // Take tensors from the host, too.
 const std::unordered_set<std::string> MIXING = {
@@ -616,7 +613,13 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   {
     Lock lock(world().mutex);
     auto& stream = current_stream(index);
-    if (WAITING.count(name)) wait_for(stream, name);
+    bool masked = false;  // by truths, whose number is the size of the result
+    if (MIXING.count(name))
+      for (const auto& value : arguments)
+        if (value.isOptionalTensorList())
+          for (const auto& one : value.toOptionalTensorVector())
+            masked = masked || (one && one->is_cuda() && one->scalar_type() == at::kBool);
+    if (WAITING.count(name) || masked) wait_for(stream, name);
     drain(stream, UINT64_MAX);
     launch(stream);
     for (const auto& [one, writes] : tensors)
@@ -771,7 +774,13 @@ int pretended_pin(uint64_t address, uint64_t nbytes) {
 
 int pretended_unpin(uint64_t address) {
   Lock lock(world().mutex);
-  return world().memories.erase(address) ? 0 : 713;
+  auto found = world().memories.find(address);
+  if (found == world().memories.end()) return 713;
+  for (const auto& use : found->second.uses)
+    if (!known(world().seen, use.stream, use.at))
+      world().violations.push_back("memory was unpinned while in use by " + told(use));
+  world().memories.erase(found);
+  return 0;
 }
 
 uint64_t pretended_held(int device, int most) {

@@ -20,23 +20,24 @@ device = test_device.device
 @pytest.fixture(autouse=True)
 def mpi(monkeypatch):
     """Let MPI say that it takes a device's memory, and find out when it comes too early."""
-    real = exchange.byte_buffer
+    real = exchange.device_buffer
     taken = []
 
     def checked(flat):
-        if flat.is_cuda:
-            taken_by_mpi(flat)
-            taken.append(flat.numel())
+        taken_by_mpi(flat)
+        taken.append(flat.numel())
         return real(flat)
 
-    monkeypatch.setattr(exchange, "byte_buffer", checked)
+    monkeypatch.setattr(exchange, "device_buffer", checked)
+    monkeypatch.setattr(aware, "device_buffer", checked)
     monkeypatch.setattr(aware, "cuda_aware", lambda: True)
     return taken
 
 
 def direct(topology, taken, *args, **options):
     report = compare(topology, *args, memory="device", **options)
-    assert bool(taken) == (report["exchanges"] > 0 and topology.place.lane is not None)
+    # Beside the two rows of the trial.
+    assert (len(taken) > 2) == (report["exchanges"] > 0 and topology.place.lane is not None)
     return report
 
 
@@ -80,9 +81,11 @@ class Direct(daso.Exchange):
 
 
 @pytest.fixture
-def everywhere(monkeypatch):
+def everywhere(monkeypatch, mpi, topology):
     monkeypatch.setattr(daso, "Exchange", Direct)
     monkeypatch.setattr(test_state, "ORDERED", Direct(reduce="ordered", chunk_bytes=512))
+    yield
+    assert (len(mpi) > 2) == (topology.place.nodes > 1 and topology.place.lane is not None)
 
 
 @pytest.mark.usefixtures("everywhere")
@@ -93,30 +96,69 @@ class TestElsewhere:
     )
 
 
-@pytest.mark.parametrize(
-    ("says", "told"), [(False, "this one says no"), (None, "this one does not say")]
-)
+def wrapped(topology, model):
+    return daso.DASO(
+        sgd(model), module=model, topology=topology, exchange=daso.Exchange(memory="device")
+    )
+
+
+@pytest.mark.parametrize(("says", "told"), [(False, "says no"), (None, "does not say")])
 def test_a_library_that_is_not_able_to_is_refused(topology, monkeypatch, says, told):
     monkeypatch.setattr(aware, "cuda_aware", lambda: says)
-    model = mlp()
-    with pytest.raises(TopologyError, match=f"{told}; take Exchange.memory='host'"):
-        daso.DASO(sgd(model), topology=topology, exchange=daso.Exchange(memory="device"))
+    if topology.place.nodes == 1:  # nothing will cross
+        wrapped(topology, mlp()).close()
+        return
+    with pytest.raises(TopologyError, match=f"this one {told}; take Exchange.memory='host'"):
+        wrapped(topology, mlp())
 
 
 def test_a_library_that_says_more_than_is_true_is_found_out(topology, monkeypatch):
-    real = aware.byte_buffer
+    if topology.place.nodes == 1:
+        return
+    real, rows = aware.device_buffer, []
 
-    def stale(flat):
-        return real(flat if float(flat[1]) >= 0 else flat.clone())  # receives elsewhere
+    def elsewhere(flat):
+        rows.append(torch.empty_like(flat) if not rows else flat)  # first is where it arrives
+        torch.cuda.synchronize()
+        return real(rows[-1])
 
-    monkeypatch.setattr(aware, "byte_buffer", stale)
-    model = mlp()
+    monkeypatch.setattr(aware, "device_buffer", elsewhere)
     with pytest.raises(TopologyError, match="arrived as something else; take Exchange"):
-        daso.DASO(sgd(model), topology=topology, exchange=daso.Exchange(memory="device"))
+        wrapped(topology, mlp())
 
 
 def test_models_on_the_host_are_refused(topology):
+    if topology.place.nodes == 1:
+        return
     with torch.device("cpu"):
         model = mlp()
     with pytest.raises(TopologyError, match="needs parameters on a CUDA device, not on cpu"):
-        daso.DASO(sgd(model), topology=topology, exchange=daso.Exchange(memory="device"))
+        wrapped(topology, model)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_a_run_goes_on_from_the_other_memory(topology, wire):
+    """What is saved where deltas cross from the host fits where they do not, and back."""
+    steps, ended = (3, 4, 4), []
+    for memories in [("host",) * 3, ("host", "device", "host")]:
+        torch.manual_seed(3)
+        model, saved, first = mlp(), None, 0
+        for memory, count in zip(memories, steps, strict=True):
+            with daso.DASO(
+                sgd(model),
+                module=model,
+                topology=topology,
+                policy=daso.Fixed(2, 1),
+                wire=wire,
+                exchange=daso.Exchange(memory=memory, chunk_bytes=512),
+            ) as optimizer:
+                if saved is not None:
+                    optimizer.load_state_dict(saved)
+                for step in range(first, first + count):
+                    optimizer.zero_grad()
+                    test_sync.batch_loss(model, topology.place.rank, step).backward()
+                    optimizer.step()
+                first += count
+                saved = optimizer.state_dict()
+        ended.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *ended))
