@@ -72,9 +72,8 @@ class Setup:
             policy = replace(policy, epochs=1 + policy.warmup + policy.cooldown)
         settings = replace(self.settings, exchange=exchange)
         text = replace(self, policy=policy, settings=settings).text()
-        return text.replace(
-            ", memory='host'", ""
-        )  # as in checkpoints from before there was a choice
+        # As in checkpoints from before there was a choice.
+        return text.replace(", memory='host'", "")
 
     def shape(self, inner: torch.optim.Optimizer, place: Place | None) -> dict[str, Any] | None:
         """Return what a checkpoint must have in common with a session to fit it exactly.
