@@ -17,7 +17,7 @@ __all__ = ["cuda_aware", "library_problem", "trial"]
 
 NUMBERS = 1 << 14  # that are sent on trial: more than what crosses in one eager message
 TAG = 9
-REMEDY = "take Exchange(memory='host'), or an MPI that was built with CUDA and where it is on"
+REMEDY = "take Exchange(memory='host'), or an MPI library with CUDA built in and switched on"
 
 
 def cuda_aware() -> bool | None:
