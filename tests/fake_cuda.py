@@ -84,6 +84,9 @@ class Cuda:
         assert device is not None
         return nullcontext()
 
+    def set_device(self, device):
+        assert device is not None
+
     def cudart(self):
         return self
 

@@ -147,12 +147,23 @@ def ordered(
         where: Rows lie there and MPI takes its memory; None: on the host.
     """
     if len(weights) == 2:
-        return Pairwise(comm, codec, weights, total, where)
-    return TwoPhase(comm, codec, weights, total, rounded, where)
+        return Pairwise(comm, codec, weights, total, {}, where)
+    return TwoPhase(comm, codec, weights, total, {} if rounded is None else rounded, where)
 
 
-class _Places:
-    """Where two ways to take means in rank order add, and when that is over."""
+class _InRankOrder:
+    """What both ways have: where they add, in memory that is kept, and when that is over.
+
+    Not to be run twice at the same time: what crosses beside it takes one of its own.
+
+    Args:
+        comm: Communicator of the engine.
+        codec: What crosses.
+        weights: Weight of each rank's row, in rank order.
+        total: What the sum is divided by.
+        rounded: What the owners of parts rounded away, by start of the part.
+        where: As in `ordered`.
+    """
 
     def __init__(
         self,
@@ -195,31 +206,12 @@ class _Places:
             yield over
 
 
-class Pairwise(_Places):
+class Pairwise(_InRankOrder):
     """Two ranks send each other the whole row, and each adds both; buffers are kept.
 
     As many bytes as in two phases, in one: the mean is not rounded for the wire once more, and is
     added where it is delivered.
-
-    Not to be run twice at the same time: what crosses beside it takes one of its own.
-
-    Args:
-        comm: Communicator of the engine, of two ranks.
-        codec: What crosses.
-        weights: Weight of each rank's row, in rank order.
-        total: What the sum is divided by.
-        where: As in `ordered`.
     """
-
-    def __init__(
-        self,
-        comm: "MPI.Comm",
-        codec: Codec,
-        weights: Sequence[int],
-        total: int,
-        where: OnDevice | None = None,
-    ) -> None:
-        super().__init__(comm, codec, weights, total, {}, where)
 
     def run(self, source: Source, chunks: Chunks) -> Requests:
         """Take the mean of a row; as `TwoPhase.run`."""
@@ -252,33 +244,12 @@ class Pairwise(_Places):
         return [receive, self.comm.Isend(self._buffer(sent), peer, SWAP)]
 
 
-class TwoPhase(_Places):
+class TwoPhase(_InRankOrder):
     """Send each peer its part, add in rank order, send the means back; buffers are kept.
 
     Peer to peer, because MPICH 5.0 moves 16 KiB of an Ialltoallv per `Test`: 9 MB between two ranks
     of one machine took 99 ms under the polling engine, and 0.6 ms as two messages.
-
-    Not to be run twice at the same time: what crosses beside it takes one of its own.
-
-    Args:
-        comm: Communicator of the engine.
-        codec: What crosses.
-        weights: Weight of each rank's row, in rank order.
-        total: What the sum is divided by.
-        rounded: What the owners of parts rounded away, by start of the part; kept by the caller.
-        where: As in `ordered`.
     """
-
-    def __init__(
-        self,
-        comm: "MPI.Comm",
-        codec: Codec,
-        weights: Sequence[int],
-        total: int,
-        rounded: dict[int, torch.Tensor] | None = None,
-        where: OnDevice | None = None,
-    ) -> None:
-        super().__init__(comm, codec, weights, total, {} if rounded is None else rounded, where)
 
     def run(self, source: Source, chunks: Chunks) -> Requests:
         """Take the mean of a row.

@@ -93,7 +93,6 @@ class Direct:
 
     def __init__(self, part: Part, copies: Copies, kept: Mapping[int, torch.Tensor]) -> None:
         self.part, self.dtype, self._copies, self._kept = part, part.dtype, copies, kept
-        self.payloads, self.deliver = part.payloads, part.deliver
         self._checks = copies.memory(0)
         self._training: object = None  # what the training thread launches on
         self._before: list[Arrived] = []  # what must be over before anything crosses
@@ -102,8 +101,13 @@ class Direct:
         """Encode what an exchange will carry; start a copy of what tells whether it is finite."""
         self._training = self._copies.here()
         self.part.send(codec, spans, gather, keeps=keeps)
-        self._checks, arrived = _out(self.part.checks(), self._copies)
-        self._before = [arrived, self._copies.mark()]
+        self._checks, arrived = self._out(self.part.checks())
+        self._before = [arrived]
+
+    def _out(self, row: torch.Tensor) -> tuple[torch.Tensor, Arrived]:
+        """Start a copy to new memory on the host; return that, and what tells when it is there."""
+        there = self._copies.memory(row.nbytes).view(row.dtype)
+        return there, self._copies.out(row, there)
 
     def seal(self) -> None:
         """Let nothing cross before what was launched since is over."""
@@ -115,30 +119,26 @@ class Direct:
         yield from self._before
         return self.part.first_nonfinite(self._checks.tolist())
 
+    def payloads(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:
+        """Return what was encoded of spans."""
+        return self.part.payloads(codec, spans)
+
+    def deliver(self, start: int, stop: int, mean: torch.Tensor, sent: Fields) -> None:
+        """Move the part by the mean delta of elements ``start`` to ``stop``."""
+        self.part.deliver(start, stop, mean, sent)
+
     def finish(self) -> Work[tuple[float, float]]:
         """End the exchange."""
-        return (yield from _measured(self.part, self._copies, self._training, self._kept))
+        part, copies = self.part, self._copies
+        with copies.beside():
+            measured = part.finish()
+            copies.lend([*part.rows(), *self._kept.values()], self._training)  # some were made here
+            found, arrived = self._out(measured)
+        yield arrived
+        return part.measured(found.tolist())
 
 
-def _out(row: torch.Tensor, copies: Copies) -> tuple[torch.Tensor, Arrived]:
-    """Start a copy to new memory on the host; return that, and what tells when it is there."""
-    there = copies.memory(row.nbytes).view(row.dtype)
-    return there, copies.out(row, there)
-
-
-def _measured(
-    part: Part, copies: Copies, training: object, kept: Mapping[int, torch.Tensor]
-) -> Work[tuple[float, float]]:
-    """Let a part end an exchange beside training, on ``training``; return what it measured."""
-    with copies.beside():
-        measured = part.finish()
-        copies.lend([*part.rows(), *kept.values()], training)  # some were made here
-        found, arrived = _out(measured, copies)
-    yield arrived
-    return part.measured(found.tolist())
-
-
-class Staged:
+class Staged(Direct):
     """A part on a device, which crosses from the host and is moved beside the training stream.
 
     Nothing waits for the device but the engine's thread, and that by asking: payloads and checks
@@ -151,35 +151,20 @@ class Staged:
     """
 
     def __init__(self, part: Part, copies: Copies) -> None:
-        self.part, self.dtype, self._copies = part, part.dtype, copies
+        super().__init__(part, copies, {})
         self._outbox = Outbox()  # on the host
         self._payloads = copies.memory(0)
         self._means = copies.memory(part.shown.nbytes).view(part.dtype)
         self._room = torch.empty_like(part.shown[: part.piece])
-        self._checks = copies.memory(0)
-        self._training: object = None  # what the training thread launches on
-        self._before: list[Arrived] = []  # what must have arrived before anything crosses
 
     def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
         """Encode what an exchange will carry, and start copies of it to the host."""
-        self._training = self._copies.here()
-        self.part.send(codec, spans, gather, keeps=keeps)
+        super().send(codec, spans, gather, keeps=keeps)
         sent = self.part.outbox.memory
         if self._payloads.numel() < sent.numel():
             self._payloads = self._copies.memory(sent.numel())
         self._outbox.open(codec, spans, self._payloads)
-        crossing = self._copies.out(sent, self._outbox.memory)
-        self._checks, checked = _out(self.part.checks(), self._copies)
-        self._before = [crossing, checked]
-
-    def seal(self) -> None:
-        """Let nothing cross before what was launched since is over."""
-        self._before.append(self._copies.mark())
-
-    def collect(self) -> Work[int | None]:
-        """Return the first element that is not finite, if any, once all is on the host."""
-        yield from self._before
-        return self.part.first_nonfinite(self._checks.tolist())
+        self._before.append(self._copies.out(sent, self._outbox.memory))
 
     def payloads(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:  # noqa: ARG002
         """Return what was encoded of spans, on the host."""
@@ -201,4 +186,4 @@ class Staged:
                     part.deliver(first + a, first + b, mean, fields)
                     delivered = copies.mark()
                 yield delivered  # the next piece takes the same room
-        return (yield from _measured(part, copies, self._training, {}))
+        return (yield from super().finish())

@@ -2,8 +2,8 @@
 
 `device.cpp` says what it does and checks; `install` puts it under torch and gives `torch.cuda` the
 functions that a build without CUDA lacks. As a pytest plugin (``-p pretended_cuda``) it runs tests
-that need a device where there is none, and fails those that leave violations behind. NCCL is
-`nccl.Nccl`, over MPI, in the books of the same device.
+that need a device where there is none, and fails those that leave violations behind. cupy's NCCL
+is `nccl`, over MPI, in the books of the same device.
 
 The machine has as many devices as ``DASO_PRETENDED_GPUS`` says, one unless it is set.
 """
@@ -27,6 +27,7 @@ import pytest
 __all__ = ["DEVICES", "install", "pageable", "taken_by_mpi", "violations", "waits"]
 
 SOURCE = Path(__file__).parent / "device.cpp"
+# Arguments of its function that tells who uses which memory.
 USE = ("int64", "int", "uint64", "uint64", "int", "char_p")
 DEVICES = int(os.environ.get("DASO_PRETENDED_GPUS", "1"))
 
@@ -66,13 +67,7 @@ def _load():
     lib.pretended_hooked.restype = ctypes.c_bool
     for name, kinds in {
         "launch": [ctypes.c_int64, ctypes.c_int],
-        "use": [
-            ctypes.c_int64,
-            ctypes.c_int,
-            *[ctypes.c_uint64] * 2,
-            ctypes.c_int,
-            ctypes.c_char_p,
-        ],
+        "use": [getattr(ctypes, f"c_{kind}") for kind in USE],
         "touch": [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_char_p],
         "pin": [ctypes.c_uint64, ctypes.c_uint64],
         "unpin": [ctypes.c_uint64],

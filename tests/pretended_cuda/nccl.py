@@ -21,7 +21,6 @@ TYPES = {
     "NCCL_BFLOAT16": torch.bfloat16,
 }
 
-
 available = True
 NCCL_SUM = "sum"
 NCCL_FLOAT32, NCCL_FLOAT64, NCCL_FLOAT16, NCCL_BFLOAT16 = TYPES
