@@ -26,6 +26,7 @@ FREE = {
     "tensorboard",
     "trace",
     "data.folder",
+    "exchange.memory",
     "exchange.stall_seconds",
     "checkpoint.every",
     "checkpoint.keep",

@@ -31,6 +31,7 @@ def other(key, default):
         "exchange.outer": "nesterov",
     }
     words |= {"exchange.gradients": "priority", "exchange.update": "whole"}
+    words |= {"exchange.memory": "device"}
     return words.get(key) or str(default + 1)
 
 
