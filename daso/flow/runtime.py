@@ -1,7 +1,6 @@
 """`daso.flow.Runtime`: trains a flow over all ranks, many instances at once."""
 
 import hashlib
-import json
 import math
 import random
 import time
@@ -33,6 +32,7 @@ from daso.flow.watch import Guard
 from daso.flow.worker import Worker, behaviours
 from daso.plan.flows import Log, Updates, check_count, count_lanes
 from daso.plan.options import Exchange
+from daso.plan.strict import strict_json
 
 __all__ = ["Runtime"]
 
@@ -427,6 +427,8 @@ class Runtime:
     def write_lines(self, path: Path) -> None:
         """Append every epoch from now on to a file, as a line of JSON; on world rank 0 alone.
 
+        A loss that is not finite is a string in it: "nan", "inf" or "-inf".
+
         Args:
             path: The file; made if it is not there.
         """
@@ -435,7 +437,7 @@ class Runtime:
     def _write(self, epoch: Epoch) -> None:
         if self._lines is not None and self._whole.place.rank == 0:
             with self._lines.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(epoch)) + "\n")
+                file.write(strict_json(asdict(epoch)) + "\n")
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's layers and their optimizers, between epochs; save one on each rank."""

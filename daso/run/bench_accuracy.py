@@ -10,7 +10,6 @@ takes, in batches.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -25,6 +24,7 @@ import torch
 
 from daso.comm.mpi import library
 from daso.examples.cnn import CNN
+from daso.plan.strict import strict_json
 from daso.run.bench.models import loss_of
 from daso.run.bench.simulations import (
     AUTO,
@@ -200,9 +200,8 @@ def main(words: Sequence[str] | None = None) -> int:
     made = figures(*first, ratio)
     if options.json:
         known = {"versions": versions(library()), "date": date.today().isoformat()}
-        options.json.write_text(
-            json.dumps({"figures": made, **known, "rows": rows}, indent=2) + "\n", encoding="utf-8"
-        )
+        text = strict_json({"figures": made, **known, "rows": rows}, indent=2)
+        options.json.write_text(text + "\n", encoding="utf-8")
     if options.plot:
         plot(rows, options.plot)
     return 0

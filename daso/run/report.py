@@ -1,7 +1,5 @@
 """What a run leaves behind and shows: log.jsonl, summary.json, progress and the closing table."""
 
-import json
-import math
 import platform
 import time
 from contextlib import AbstractContextManager
@@ -12,6 +10,7 @@ from typing import Any, Self, TextIO
 
 from daso.environment import terminal_columns
 from daso.errors import ConfigError
+from daso.plan.strict import strict_json
 
 __all__ = ["Progress", "RunFolder", "closing_table", "versions"]
 
@@ -54,7 +53,7 @@ class RunFolder:
     def event(self, kind: str, **what: object) -> None:
         """Write one event as one line."""
         line = {"schema": SCHEMA, "time": time.time(), "event": kind, **what}
-        self._log.write(json.dumps(_strict(line), allow_nan=False) + "\n")
+        self._log.write(strict_json(line) + "\n")
         self._log.flush()
         if self._board is not None and "step" in what:
             for key, value in what.items():
@@ -64,9 +63,7 @@ class RunFolder:
     def summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json, whole or not at all."""
         part = self.path / "summary.json.part"
-        part.write_text(
-            json.dumps(_strict(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8"
-        )
+        part.write_text(strict_json(summary, indent=2) + "\n", encoding="utf-8")
         part.replace(self.path / "summary.json")
 
     def close(self) -> None:
@@ -82,15 +79,6 @@ def _open_log(path: Path, *, resume: bool) -> TextIO:
     with path.open("r+b") as file:  # a run that was killed may leave half a line
         file.truncate(file.read().rfind(b"\n") + 1)
     return path.open("a", encoding="utf-8")
-
-
-def _strict(value: Any) -> Any:
-    """Replace numbers that JSON does not have by their names: "nan", "inf", "-inf"."""
-    if isinstance(value, dict):
-        return {key: _strict(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(one) for one in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _open_tensorboard(path: Path) -> Any:

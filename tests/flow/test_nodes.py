@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import math
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
@@ -1418,6 +1419,16 @@ def test_epochs_are_written_as_lines(running, tmp_path):
     earlier, *lines = map(json.loads, path.read_text().splitlines())
     assert earlier == {"earlier": 1}
     assert lines == [{**asdict(epoch), "busy": list(epoch.busy)} for epoch in epochs]
+
+
+def test_a_loss_that_is_not_finite_is_written_by_its_name(running, tmp_path):
+    graph, start = started()
+    graph.loss(lambda item, x: (square(item, x) * math.nan, {"n": item.instance.n}), start)
+    path = tmp_path / "epochs.jsonl"
+    with running(graph) as runtime:
+        runtime.write_lines(path)
+        assert math.isnan(runtime.evaluate(ONES).loss)
+    assert json.loads(path.read_text(), parse_constant=pytest.fail)["loss"] == "nan"
 
 
 # --- logs ----------------------------------------------------------------------------------------

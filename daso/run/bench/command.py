@@ -1,7 +1,6 @@
 """`daso bench`: starts hosts with links of a known rate, measures there, prints, writes JSON."""
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -9,6 +8,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from daso.plan.strict import strict_json
 from daso.run.bench import axes
 from daso.run.bench.runs import GPU_MODELS, RUNS
 
@@ -213,5 +213,5 @@ def _main(chosen: argparse.Namespace, run: Any) -> int:
 def _write(path: Path | None, figures: Mapping[str, Any], found: Found) -> None:
     if path is not None:
         known = {"versions": found[0]["versions"], "date": date.today().isoformat()}
-        text = json.dumps({"figures": figures, **known, "runs": found}, indent=1)
+        text = strict_json({"figures": figures, **known, "runs": found}, indent=1)
         path.write_text(text + "\n", encoding="utf-8")
