@@ -40,6 +40,7 @@ Waits = Generator["Sequence[MPI.Request] | Arrived", None, None]
 Finish = Callable[[int], Waits]
 
 SCATTER, RETURN, SWAP = 1, 2, 3  # tags: the two phases; whole chunks
+NOTHING = 4  # a tag that no message has
 MESSAGES = 8  # under way to and from a rank, about
 
 
@@ -203,7 +204,8 @@ class _InRankOrder:
         if self._copies is not None:
             with self._copies.beside():
                 over = self._copies.mark()
-            yield over
+            # Other chunks' messages move only while MPI is asked for something.
+            yield lambda: self.comm.Iprobe(tag=NOTHING) or over()
 
 
 class Pairwise(_InRankOrder):

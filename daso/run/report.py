@@ -19,8 +19,15 @@ SCHEMA = 1  # of log.jsonl; goes up when a field changes its meaning
 
 def versions(mpi: str) -> dict[str, str]:
     """Return the versions that a result depends on."""
-    names = ("daso", "torch", "mpi4py", "numpy")
-    return {"python": platform.python_version(), "mpi": mpi, **{n: version(n) for n in names}}
+    import torch  # not where commands are parsed; its own word names the build
+
+    installed = {name: version(name) for name in ("daso", "mpi4py", "numpy")}
+    return {
+        "python": platform.python_version(),
+        "mpi": mpi,
+        "torch": str(torch.__version__),
+        **installed,
+    }
 
 
 class RunFolder:

@@ -94,15 +94,26 @@ def agree_layout(trained: Trained, topology: Topology) -> None:
     raise AssertionError("digests differ where layouts do not")
 
 
+def _device_problem(named: Named) -> str | None:
+    first, there = named[0][0], named[0][1].device
+    for name, tensor in named:
+        if tensor.device != there:
+            return (
+                f"parameters of one rank must be on one device, but {first} is on {there} and "
+                f"{name} on {tensor.device}; move the whole model to one before wrapping its "
+                f"optimizer"
+            )
+    return None
+
+
 def _problem(named: Named, module: torch.nn.Module | None) -> str | None:
     if not named:
         return "an optimizer must train at least one parameter, but none requires a gradient"
     problems = (_tensor_problem(name, tensor) for name, tensor in named)
     if problem := next(filter(None, problems), None):
         return problem
-    devices = sorted({str(tensor.device) for _, tensor in named})
-    if len(devices) > 1:
-        return f"parameters of one rank must be on one device, not on {', '.join(devices)}"
+    if problem := _device_problem(named):
+        return problem
     for name, layer in module.named_modules() if module is not None else ():
         if getattr(layer, "sparse", False) is True:
             return (

@@ -60,7 +60,7 @@ class Manifest:
             "node_sizes": place.node_sizes,
             "node_of": self.node_of,
             "files": [asdict(entry) for entry in self.files],
-            "versions": {name: version(name) for name in ("daso", "torch")},
+            "versions": {"daso": version("daso"), "torch": str(torch.__version__)},
         }
         return json.dumps(lines, indent=2) + "\n"
 

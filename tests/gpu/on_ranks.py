@@ -10,6 +10,7 @@ from sequential import Sequential
 
 import daso
 from daso.comm.choose import choose_device
+from daso.errors import LayoutError, TopologyError
 
 pytestmark = pytest.mark.mpi
 
@@ -118,3 +119,45 @@ def test_nan_on_one_rank_drops_an_exchange_and_heals(topology, device, wire):
         optimizer.synchronize()
         assert optimizer.report()["dropped"] == 1
         assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def refusal(topology, model):
+    """Return what every rank is told when the model is wrapped; the same on all."""
+    with pytest.raises((LayoutError, TopologyError)) as refused:
+        daso.DASO(sgd(model), module=model, topology=topology)
+    assert topology.same(str(refused.value).encode())
+    return str(refused.value)
+
+
+def test_a_model_on_two_devices_is_refused_on_all_ranks(topology, device):
+    place, model = topology.place, mlp().to(device)
+    others = [torch.device("cuda", at) for at in range(torch.cuda.device_count())]
+    others = [other for other in others if other != device] or [torch.device("cpu")]
+    if place.size == 1:
+        return
+    if place.rank == place.size - 1:
+        model[2].to(others[0])
+    told = refusal(topology, model)
+    assert "0.weight is on cuda:" in told
+    assert "2.weight on" in told
+    assert "move the whole model to one" in told
+
+
+def test_a_layer_left_on_the_host_is_refused_on_all_ranks(topology, device):
+    model = mlp().to(device)
+    model[2].to("cpu")
+    if topology.place.size == 1:  # nothing is averaged, and any model trains
+        with daso.DASO(sgd(model), module=model, topology=topology) as optimizer:
+            before = model[2].bias.clone()
+            model[2](model[:2](torch.ones(1, 6, device=device)).cpu()).sum().backward()
+            optimizer.step()
+        assert not torch.equal(model[2].bias, before)
+        return
+    assert "2.weight on cpu; move the whole model to one" in refusal(topology, model)
+
+
+def test_a_model_left_on_the_host_by_one_rank_is_refused_on_all(topology, device):
+    place, model = topology.place, mlp()
+    if place.size > 1:
+        told = refusal(topology, model.to("cpu" if place.rank == place.size - 1 else device))
+        assert "on every rank, but they are on cpu here and on cuda on rank 0; move" in told

@@ -495,11 +495,16 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   const auto& there = self.is_cuda() ? self : source;
   auto& stream = current_stream(there.device().index());
   if (self.is_cuda() && source.is_cuda()) {
+    // Between two devices torch lets each one's stream wait for the other's, before and after.
+    auto& other = current_stream(source.device().index());
+    drain(other, UINT64_MAX);
     drain(stream, UINT64_MAX);
+    join(stream.clock, other.clock);
     launch(stream);
     use(source, false, stream, "copy_");
     use(self, true, stream, "copy_");
     copy_now(self, source);
+    join(other.clock, stream.clock);
     return self;
   }
   const auto& host = self.is_cuda() ? source : self;

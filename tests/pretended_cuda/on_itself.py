@@ -50,6 +50,16 @@ def test_tensors_of_two_devices_cannot_be_mixed():
     assert (torch.ones(3, device=HERE) * torch.tensor(2.0)).tolist() == [2, 2, 2]  # 0-dim: allowed
 
 
+def test_a_copy_between_devices_is_in_turn_on_both():
+    mine, theirs = torch.ones(1000, device=HERE), torch.empty(1000, device="cuda:1")
+    theirs.copy_(mine)
+    theirs += 1
+    mine.zero_()
+    del mine
+    assert theirs.tolist() == [2] * 1000
+    assert not pretended_cuda.violations()
+
+
 def test_hooks_of_backward_run_in_a_thread_of_their_own():
     seen = []
     weight = torch.ones(3, device=HERE, requires_grad=True)

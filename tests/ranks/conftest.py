@@ -6,16 +6,10 @@ from pathlib import Path
 
 import pytest
 from mpi4py import MPI
+from shapes import SHAPES
 
 from daso.comm.topology import Topology
 
-# Ways to cut a world into pretend nodes: one node, one rank each, equal, unequal.
-SHAPES = {
-    1: [(1,)],
-    2: [(2,), (1, 1)],
-    3: [(3,), (1, 1, 1), (2, 1), (1, 2)],
-    4: [(4,), (1, 1, 1, 1), (2, 2), (3, 1)],
-}
 WORLD = MPI.COMM_WORLD
 
 # Each rank has a folder for its temporary files: pytest deletes what earlier runs left, and two

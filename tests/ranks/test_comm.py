@@ -3,15 +3,17 @@ import time
 import numpy as np
 import pytest
 import torch
+from shapes import whatever_the_nodes
 
 from daso.comm.choose import choose_device
-from daso.comm.compress import Cast, codec_named
+from daso.comm.compress import PIECE, Cast, codec_named
 from daso.comm.engine import Engine
-from daso.comm.exchange import Pairwise, TwoPhase, iallreduce, ordered, window
-from daso.comm.means import Adder, Buffers, Row, cut, in_process
+from daso.comm.exchange import OnDevice, Pairwise, TwoPhase, iallreduce, ordered, window
+from daso.comm.means import CPU, Adder, Buffers, Row, cut, in_process
 from daso.comm.node_shm import ShmNode
 from daso.comm.notes import Notes
 from daso.comm.roll import RollCall
+from daso.comm.throttle import CopyLink
 from daso.errors import ExchangeError, StallError, TopologyError
 from daso.plan.layout import Span, chunk_parts, split
 from daso.plan.merge import ADOPT, KEEP
@@ -76,6 +78,7 @@ def test_node_sizes_that_do_not_add_up_are_refused_on_all_ranks(place):
 # --- exchange ----------------------------------------------------------------------------------
 
 
+@whatever_the_nodes
 @pytest.mark.parametrize("numel", [0, 1, 5, 1000, 10_001])
 @pytest.mark.parametrize("chunk", [1_000_000, 333, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -96,6 +99,33 @@ def test_an_ordered_mean_equals_the_sequential_one_bit_for_bit(
         assert sent == {2: 1000, 4: 2 * 3 * 250}[size] * dtype.itemsize
 
 
+class Late(CopyLink):
+    """A device that is not done before this rank has been sent the last of a message."""
+
+    def __init__(self, message):
+        super().__init__(1e9)
+        self.message = message
+
+    def mark(self):
+        return lambda: bool(self.message[-1] == 1)
+
+
+@whatever_the_nodes
+def test_messages_move_while_a_device_adds(topology, engine):
+    world, place = topology.world, topology.place
+    received, sent = np.zeros(1 << 24, np.uint8), np.ones(1 << 24, np.uint8)
+    peers = (place.rank - 1) % place.size, (place.rank + 1) % place.size
+    requests = [world.Irecv(received, peers[0], 99), world.Isend(sent, peers[1], 99)]
+    where = OnDevice(CPU, Late(received), PIECE)
+    exchange = ordered(world, Cast(torch.float32), [1] * place.size, place.size, where=where)
+    mine = torch.full((1000,), float(place.rank))
+    engine.run(exchange.run(Row(mine), chunk_parts(1000, place.size, 300)))
+    for request in requests:
+        request.Wait()
+    assert torch.equal(mine, torch.full((1000,), (place.size - 1) / 2))
+
+
+@whatever_the_nodes
 @pytest.mark.parametrize("chunk", [1_000_000, 100])
 def test_iallreduce_is_near_the_mean_and_the_same_on_all_ranks(topology, engine, chunk):
     place, size = topology.place, topology.place.size
@@ -110,6 +140,7 @@ def test_iallreduce_is_near_the_mean_and_the_same_on_all_ranks(topology, engine,
     assert topology.same(mine.numpy().tobytes())
 
 
+@whatever_the_nodes
 def test_iallreduce_keeps_more_chunks_apart_than_are_under_way(topology, engine):
     place, size = topology.place, topology.place.size
     kept, chunks = Buffers(window(size)), chunk_parts(1100, size, 100)
@@ -132,6 +163,7 @@ def encode(part, codec, chunks, peers, x, *, keeps):
     assert part.first_nonfinite(part.checks().tolist()) is None
 
 
+@whatever_the_nodes
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "int4", "topk"])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_small_wire_never_freezes_a_weight(topology, engine, wire, keeps):
@@ -159,6 +191,7 @@ def test_a_small_wire_never_freezes_a_weight(topology, engine, wire, keeps):
     assert topology.same(part.reference.numpy().tobytes())
 
 
+@whatever_the_nodes
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "int8", "int4", "topk"])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_many_rows_in_one_process_get_the_same_bits(topology, engine, wire, keeps):
@@ -212,6 +245,7 @@ def test_an_error_in_the_engine_surfaces_with_its_cause(engine):
         engine.check()
 
 
+@whatever_the_nodes
 def test_a_stalled_exchange_names_who_is_missing(topology):
     engine = Engine(0.2, lambda: "world ranks 7, 9 are asleep")
     request = topology.world.Irecv(np.zeros(1), source=topology.place.rank, tag=5)
@@ -225,6 +259,7 @@ def test_a_stalled_exchange_names_who_is_missing(topology):
     engine.close()
 
 
+@whatever_the_nodes
 def test_who_does_not_answer_is_missing_and_who_waits_is_not(topology, place):
     """Rank 0 asks; the last rank is busy elsewhere; all others wait, and answer."""
     last = place.size - 1

@@ -324,7 +324,9 @@ def allocated(run, values):
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.no_grad():
         run(values)
-        with torch.profiler.profile(profile_memory=True, activities=activities) as seen:
+        with torch.profiler.profile(
+            profile_memory=True, activities=activities, acc_events=True
+        ) as seen:
             run(values)
     return sum(max(0, event.self_cpu_memory_usage) for event in seen.events())
 

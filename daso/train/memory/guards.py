@@ -122,7 +122,7 @@ class Guard:
         return ""
 
     def _hooked(self, values: Sequence[torch.Tensor | None]) -> bool:
-        if any(self._hooks) or torch_module._has_any_global_hook():
+        if any(self._hooks) or _hooks_all_modules():
             return True
         return any(map(_has_hook, values[: self._tensors.nparams]))
 
@@ -178,9 +178,13 @@ class _Seen(NamedTuple):
         return "a tensor or module"
 
 
+def _hooks_all_modules() -> bool:
+    return any(getattr(torch_module, f"_global{kind}") for kind in HOOKS)
+
+
 def first_hook(whole: Whole) -> str:
     """Return what of a step has a hook; nothing if nothing has."""
-    if torch_module._has_any_global_hook():
+    if _hooks_all_modules():
         return "every module (a global hook)"
     for name, module in whole.named_modules():
         if any(getattr(module, kind) for kind in HOOKS):
