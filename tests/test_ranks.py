@@ -80,7 +80,8 @@ def test_a_failure_on_one_rank_fails_the_run(tmp_path: Path, cause: str) -> None
         + ("        assert 0\n" if cause == "assert" else "        time.sleep(50)\n")
     )
     start = time.monotonic()
-    run = run_on(2, *PYTEST, "--timeout=5", "-x", str(tmp_path), timeout=60)
+    finds = f"pythonpath={RANKS.parent}"
+    run = run_on(2, *PYTEST, "-o", finds, "--timeout=5", "-x", str(tmp_path), timeout=60)
     seconds = time.monotonic() - start
     assert run.returncode != 0
     if cause == "assert":
