@@ -42,9 +42,10 @@ class Notes:
             numbers: At most 4.
         """
         row = torch.tensor([*numbers, *[0] * (NUMBERS - len(numbers))], device="cpu")
-        self._sending = [one for one in self._sending if not one[0].Test()]
         self._sending.append((self.comm.Isend(sum_buffer(row), rank, tag), row))
         self._sent[rank] += 1
+        # Last, for it raises where an earlier note met a lost connection.
+        self._sending = [one for one in self._sending if not one[0].Test()]
 
     def arrived(self) -> Iterator[tuple[int, int, Sequence[int]]]:
         """Receive the notes that are here. Does not block.

@@ -55,17 +55,18 @@ class RollCall:
         Returns:
             For an error: ``"no answer from world rank 3 on host c"``.
         """
-        others = set(self._notes.others)
+        others, lost = set(self._notes.others), load().Exception
         with self._lock:
             self._here.clear()
             self._round += 1
             for rank in others:
-                self._notes.send(rank, ASKED, self._round)
+                with suppress(lost):  # of this connection: nobody answers there
+                    self._notes.send(rank, ASKED, self._round)
         end = time.perf_counter() + ANSWER_SECONDS
-        with suppress(load().Exception):  # of a connection that is lost: nobody answers there
-            while time.perf_counter() < end and not others <= self._here:
+        while time.perf_counter() < end and not others <= self._here:
+            with suppress(lost):  # MPI tells of any lost connection here; others may still answer
                 self.answer()
-                time.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         silent = sorted(others - self._here)
         if not silent:
             return "every rank answers, so the link is slow, or an exchange too large for it"
