@@ -60,9 +60,8 @@ class LayerSteps:
         self._trained, self._buckets, self._drop, self._good = trained, buckets, drop, good
         self._uses = Uses(trained.module, trained.named)
         self._due: Due | None = None
-        self._stale: set[int] = set()  # not stepped yet when the backward that goes on began
-        # Stepped in the middle of a forward because their gradients were there; what that forward
-        # did before it came to their module used the old ones.
+        # Stepped in the middle of a forward because their gradients were there, or when a backward
+        # began; what that forward did before it came to their module used the old ones.
         self._amid: set[int] = set()
         flush = Hook(self.flush)
         self._hooks = [
@@ -108,11 +107,12 @@ class LayerSteps:
 
     def begin(self) -> None:
         """Take what is left of the last step; a backward begins, or ends."""
-        self._stale = self._amid | (set() if self._due is None else self._due.pending)
+        pending = set() if self._due is None else set(self._due.pending)
         self.flush()
+        self._amid |= pending
 
     def _check(self, index: int, _: torch.Tensor) -> None:
-        if index in self._stale:
+        if index in self._amid or (self._due is not None and index in self._due.pending):
             raise ConfigError(
                 f"parameters must be used by a module's forward where no step waits for all "
                 f"gradients, but {self._trained.named[index][0]} was used before the step with "
