@@ -37,14 +37,17 @@ class Stream:
 
 
 class Event:
-    def __init__(self, stream=None):
-        self.after, self.stream = {}, stream
+    def __init__(self, *, enable_timing=False):
+        self.after, self.stream = {}, None
 
     def record(self, stream):
         self.after, self.stream = dict(stream.after), stream
 
     def query(self):
         return True
+
+    def elapsed_time(self, later):
+        return 0.0  # of copies that are made at once
 
 
 class Cuda:

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from daso.comm.stopwatch import Stamp
+
 __all__ = ["Arrived", "Copies"]
 
 Arrived = Callable[[], bool]
@@ -61,6 +63,10 @@ class Copies(Protocol):
 
     def mark(self) -> Arrived:
         """Return what tells when all that this thread launched so far, there, is over."""
+        ...
+
+    def stamp(self) -> Stamp:
+        """Launch a stamp of the time there; see `daso.comm.stopwatch`."""
         ...
 
     def memory(self, nbytes: int) -> torch.Tensor:

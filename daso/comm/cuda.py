@@ -9,7 +9,26 @@ import torch
 
 from daso.comm.copies import Arrived
 
-__all__ = ["CudaCopies", "pages"]
+__all__ = ["CudaCopies", "CudaStamp", "pages"]
+
+
+class CudaStamp:
+    """A moment of a stream; see `daso.comm.stopwatch.Stamp`.
+
+    Args:
+        event: Recorded there, with its time.
+    """
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def over(self) -> bool:
+        """Return whether the device has come past it."""
+        return bool(self._event.query())
+
+    def since(self, earlier: "CudaStamp") -> float:
+        """Return the seconds since another one of this device."""
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class CudaCopies:
@@ -73,11 +92,19 @@ class CudaCopies:
 
     def mark(self) -> Arrived:
         """Return what tells when all that this thread launched so far, there, is over."""
-        event = self._cuda.Event()
+        arrived: Arrived = self._recorded(enable_timing=False).query
+        return arrived
+
+    def stamp(self) -> CudaStamp:
+        """Launch a stamp of the device's time."""
+        return CudaStamp(self._recorded(enable_timing=True))
+
+    def _recorded(self, *, enable_timing: bool) -> Any:
+        """Return an event behind all that this thread launched so far."""
+        event = self._cuda.Event(enable_timing=enable_timing)
         with self._cuda.device(self._device):
             event.record(self._cuda.current_stream(self._device))
-        arrived: Arrived = event.query
-        return arrived
+        return event
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Return pinned host memory (nbytes, uint8)."""

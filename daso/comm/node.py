@@ -131,7 +131,12 @@ class NodeGroup(Protocol):
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds this rank stood still for others of the node."""
+        """Seconds the training thread waited for copies, and for others of the node."""
+        ...
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds of these in which this rank's device, or CPU, computed nothing."""
         ...
 
     def free(self) -> None:

@@ -14,6 +14,7 @@ from daso import trace
 from daso.comm.copies import Arrived, Copies
 from daso.comm.node import NodeBucket, NodeRow, NodeShare, Span, wait_until
 from daso.comm.node_shm import ShmNode, ShmShare
+from daso.comm.stopwatch import Stopwatch
 
 __all__ = ["HostBucket", "HostNode", "HostRow", "HostShare"]
 
@@ -107,7 +108,8 @@ class HostShare:
             node.wait(self._out)
             self._out = None
             staged.publish()
-        staged.wait()
+        with node.watch.waiting(trace.NODE):
+            staged.wait()
         others = [at for at in range(len(self.parts)) if at != node.rank]
         # In turn: an earlier merge that was launched may still read what is written here.
         coming = [node.copies.back(staged.parts[at], self.parts[at], in_turn=True) for at in others]
@@ -120,7 +122,8 @@ class HostShare:
 
     def wait_released(self) -> None:
         """Block until all ranks have read."""
-        self._staged.wait_released()
+        with self._node.watch.waiting(trace.NODE):
+            self._staged.wait_released()
 
 
 class OwnShare:
@@ -156,12 +159,18 @@ class HostNode:
         self.copies = copies
         self.name = f"sums on the host, from {device}"
         self.rank = host.rank
+        self.watch = Stopwatch(copies.stamp)
         self._host, self._device = host, device
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds this rank stood still for copies, and for others of the node."""
+        """Seconds the training thread waited for copies, and for others of the node."""
         return self._host.waited_seconds
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds of these in which the device had nothing to do."""
+        return self.watch.idle_seconds(trace.NODE)
 
     def row(self, numel: int, dtype: torch.dtype, most: int) -> HostRow:
         """Make a row for gradients."""
@@ -183,13 +192,14 @@ class HostNode:
     def wait(self, arrived: Arrived) -> None:
         """Block until something has arrived here."""
         host = self._host
-        host.waited_seconds += wait_until(
-            arrived,
-            lambda: "a copy, or another rank of the node, is late",
-            host.stall_seconds,
-            host.late,
-            trace.NODE,
-        )
+        with self.watch.waiting(trace.NODE):
+            host.waited_seconds += wait_until(
+                arrived,
+                lambda: "a copy, or another rank of the node, is late",
+                host.stall_seconds,
+                host.late,
+                trace.NODE,
+            )
 
     def free(self) -> None:
         """Give the memory back; tensors made from it must not be used afterwards."""

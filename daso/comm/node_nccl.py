@@ -23,6 +23,7 @@ from daso.comm.cuda import CudaCopies
 from daso.comm.dtypes import accumulator
 from daso.comm.nccl import start
 from daso.comm.node import Span, wait_until
+from daso.comm.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from daso.comm.topology import Topology
@@ -192,6 +193,7 @@ class NcclNode:
         if mine is None or problems:
             raise RuntimeError(problems[0])
         self.copies, self._stream = mine
+        self._watch = Stopwatch(self.copies.stamp)
         with cuda.device(device):
             self._comm = start(topology.node, nccl)
 
@@ -254,13 +256,19 @@ class NcclNode:
 
     def wait(self, arrived: Arrived) -> None:
         """Block until something has arrived on the host."""
-        self.waited_seconds += wait_until(
-            arrived, _late_sum, self._stall_seconds, self._late, trace.NODE
-        )
+        with self._watch.waiting(trace.NODE):
+            self.waited_seconds += wait_until(
+                arrived, _late_sum, self._stall_seconds, self._late, trace.NODE
+            )
 
     def keep_up(self, event: Any) -> None:
         """Block until the device is through with an event; this rank's own work counts too."""
         wait_until(event.query, _late_sum, self._stall_seconds, self._late)
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds of these waits in which the GPU had nothing to do."""
+        return self._watch.idle_seconds(trace.NODE)
 
     def free(self) -> None:
         """Destroy the communicator, before MPI ends; idempotent."""

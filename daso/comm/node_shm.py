@@ -219,6 +219,11 @@ class ShmNode:
         self.waited_seconds = 0.0
         self._windows: list[SharedWindow] = []
 
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds this rank stood still for others of the node."""
+        return self.waited_seconds
+
     def row(self, numel: int, dtype: torch.dtype, most: int) -> ShmRow:
         """Make a row for gradients."""
         window = self._window(numel * dtype.itemsize)

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 import torch
 
 from daso.comm.copies import Arrived, Copies
+from daso.comm.stopwatch import HostStamp
 from daso.errors import ConfigError
 
 __all__ = [
@@ -130,6 +131,10 @@ class CopyLink:
     def mark(self) -> Arrived:
         """Return what says at once that all is over."""
         return lambda: True
+
+    def stamp(self) -> HostStamp:
+        """Return the time now."""
+        return HostStamp()
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Return memory (nbytes, uint8)."""

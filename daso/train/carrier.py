@@ -28,7 +28,6 @@ class Carrier(ABC):
 
     def __init__(self, links: Links, counts: Counts) -> None:
         self.log: list[tuple[str, int]] | None = None  # what happened, for tests
-        self.node_seconds = 0.0  # the training thread stood still for sums inside the node
         self._links, self._counts = links, counts
         self._world = False  # this round is averaged over the world
         self._here: set[int] = set()  # places of buckets of this round that were handed over
@@ -82,19 +81,14 @@ class Carrier(ABC):
         """
         if place in self._back:
             return
-        begun = time.perf_counter()
-        with self._hurried(), self._came:
+        begun, kind = time.perf_counter(), trace.NODES if self._world else trace.NODE
+        with self._counts.watch.waiting(kind), self._hurried(), self._came:
             # Asleep, not polling: the other threads need this one's core and interpreter lock.
             while not self._came.wait_for(lambda: place in self._back, LATE_SECONDS):
                 self.check()
                 if time.perf_counter() - begun > self._links.engine.stall_seconds:
                     self._give_up(place)
-        waited = time.perf_counter() - begun
-        if self._world:
-            self._counts.exposed_seconds += waited
-        else:
-            self.node_seconds += waited
-        trace.record(trace.NODES if self._world else trace.NODE, begun)
+        trace.record(kind, begun)
 
     def _give_up(self, place: int) -> None:
         """Raise, naming who is late, and let nothing follow: ranks are out of step from here."""

@@ -146,17 +146,17 @@ class Exchanges:
             minus_batch=-batch,
             lr=max(map(float, rates)),
         )
-        if self.counts.step_seconds:
-            seconds = statistics.median(self.counts.step_seconds)
-            header = replace(header, minus_step_seconds=-seconds)
-            self.counts.step_seconds.clear()
+        if seconds := self.counts.watch.take_steps():
+            header = replace(header, minus_step_seconds=-statistics.median(seconds))
         if self.counts.exchange_seconds:
             header = replace(header, minus_exchange_seconds=-self.counts.exchange_seconds)
         return header
 
     def _exchange(self, rows: list[ParameterRow], header: Header, tally: Tally) -> Work[Outcome]:
         """Vote first; where all values are finite, move every row's reference by the mean delta."""
+        begun = time.perf_counter()
         code = yield from self._nonfinite(rows)
+        made_seconds = time.perf_counter() - begun
         header = replace(header, nonfinite=code)
         agreed, sums = yield from self.links.agree(header, tally)
         total = Measured()
@@ -164,7 +164,8 @@ class Exchanges:
             for row in rows:
                 total += yield from row.exchange()
         measured = Tally.measured(total.distance, total.norm, self._known.size)
-        return Outcome(agreed, sums, measured, total.nbytes, sound=header.nonfinite == 0.0)
+        sound = header.nonfinite == 0.0
+        return Outcome(agreed, sums, measured, total.nbytes, sound, made_seconds)
 
     def _nonfinite(self, rows: list[ParameterRow]) -> Work[float]:
         """Return the first value that is not finite of what rows send, as a number."""
@@ -199,7 +200,7 @@ class Exchanges:
         assert flight is not None, "the schedule receives only what was sent"
         outcome = self.meeting.wait(flight.ticket)
         came, waited = time.perf_counter(), self._node.waited_seconds
-        self.counts.exchange_seconds = flight.ticket.seconds
+        seconds = self.counts.exchange_seconds = flight.ticket.seconds - outcome.made_seconds
         self.counts.global_bytes_sent += outcome.nbytes
         if not outcome.header.aligned:
             header = outcome.header
@@ -225,7 +226,7 @@ class Exchanges:
             sent=flight.batch,
             received=batch,
             fragment=flight.fragment,
-            seconds=flight.ticket.seconds,
+            seconds=seconds,
             own_seconds=flight.own_seconds + merging_seconds,
             nbytes=outcome.nbytes,
             wire=flight.wire,

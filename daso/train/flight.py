@@ -18,6 +18,7 @@ class Outcome:
     measured: Tally  # by this rank, about this exchange
     nbytes: int  # sent by this rank
     sound: bool  # this rank's own values were finite
+    made_seconds: float = 0.0  # of the engine's, until a device had come so far as to send
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,12 +75,12 @@ class Meeting:
         self.links, self.counts = links, counts
 
     def wait(self, ticket: Ticket[Result]) -> Result:
-        """Block until work is over and return its result; the time counts as exposed."""
+        """Block until work is over and return its result; standing still is exposed time."""
         start = time.perf_counter()
         try:
-            return self.links.engine.wait(ticket)
+            with self.counts.watch.waiting(trace.NODES):
+                return self.links.engine.wait(ticket)
         finally:
-            self.counts.exposed_seconds += time.perf_counter() - start
             trace.record(trace.NODES, start, key=ticket.key)
 
     def gather(self, number: float) -> list[float]:
@@ -164,12 +164,12 @@ class Meeting:
 
     def _average(self, tensors: list[torch.Tensor]) -> None:
         start = time.perf_counter()
-        self.counts.global_bytes_sent += average_tensors(
-            tensors,
-            self.topology,
-            self.links.world,
-            self.links.engine.run,
-            self.links.settings.exchange.chunk_bytes,
-        )
-        self.counts.exposed_seconds += time.perf_counter() - start
+        with self.counts.watch.waiting(trace.NODES):
+            self.counts.global_bytes_sent += average_tensors(
+                tensors,
+                self.topology,
+                self.links.world,
+                self.links.engine.run,
+                self.links.settings.exchange.chunk_bytes,
+            )
         trace.record(trace.NODES, start)

@@ -5,6 +5,9 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from daso import trace
+from daso.comm.stopwatch import Stopwatch
+
 __all__ = ["Counts"]
 
 # What a checkpoint keeps: votes on too many drops, and totals.
@@ -16,7 +19,6 @@ KEPT = (
     "good_in_a_row",
     "global_bytes_sent",
     "exposed_seconds",
-    "exposed_before",
     "exchange_seconds",
     "scales_apart",
 )
@@ -33,21 +35,28 @@ class Counts:
     drops_lately: int = 0  # without two good exchanges in a row between them
     good_in_a_row: int = 0
     global_bytes_sent: int = 0  # to other nodes, by this rank
-    exposed_seconds: float = 0.0  # the training thread stood still for other nodes
-    exchange_seconds: float = 0.0  # the last exchange, start to end
-    # From step to step without what was exposed, since the last exchange was sent; bounded.
-    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
-    stepped_at: float = field(default_factory=time.perf_counter)
-    exposed_before: float = 0.0
+    # Steps, and standing still for others, but for what the node itself counts.
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    exposed_before: float = 0.0  # seconds, in nodes that were closed and runs that were resumed
+    exchange_seconds: float = 0.0  # the last exchange, from when what crosses was there to its end
+    stepped_at: float = field(default_factory=time.perf_counter)  # by the host
     scales_apart: bool = False  # nodes stepped with GradScalers of their own
     # The last exchanges, drops and joins; bounded, so that a long run does not grow.
     events: deque[dict[str, object]] = field(default_factory=lambda: deque(maxlen=10_000))
 
     def step(self) -> None:
         """A step was taken."""
-        now, exposed = time.perf_counter(), self.exposed_seconds
-        self.step_seconds.append(max(0.0, now - self.stepped_at - exposed + self.exposed_before))
-        self.stepped_at, self.exposed_before = now, exposed
+        self.stepped_at = time.perf_counter()
+        self.watch.step()
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds this rank computed nothing since it waited for others."""
+        return self.exposed_before + sum(map(self.watch.idle_seconds, (trace.NODES, trace.NODE)))
+
+    @exposed_seconds.setter
+    def exposed_seconds(self, seconds: float) -> None:
+        self.exposed_before += seconds - self.exposed_seconds
 
     def send(self) -> int:
         """An exchange of parameters is sent; return its number, the same on every rank."""

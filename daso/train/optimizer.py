@@ -338,8 +338,8 @@ class DASO(torch.optim.Optimizer):
 
         Returns:
             Plain values: ``batches``, ``in_flight`` (an exchange is on its way), ``exchanges``,
-            ``dropped``, ``global_bytes_sent`` (bytes, by this rank), ``exposed_seconds`` (training
-            thread stood still for other ranks), ``skip_history`` (batch, skip, wait), ``seen``
-            (agreed times in seconds, learning rate, drift), ``events``, and the choices.
+            ``dropped``, ``global_bytes_sent`` (bytes, by this rank), ``exposed_seconds`` (this
+            rank computed nothing since it waited for others), ``skip_history`` (batch, skip, wait),
+            ``seen`` (agreed times in seconds, learning rate, drift), ``events``, and the choices.
         """
         return self._session.report()

@@ -118,7 +118,7 @@ class Session:
         if self.setup.outer is not None and self.topology.place.rank == 0:
             logger.warning("parameters changed: the outer optimizer starts anew")
         sync.settle()
-        sync.counts.exposed_seconds += sync.node_seconds
+        sync.counts.exposed_before += sync.buckets.node.idle_seconds
         sync.close()
         self._open(sync.counts, *acts)
 
@@ -322,10 +322,10 @@ class Session:
 
         Returns:
             Plain values: ``batches``, ``in_flight`` (an exchange is on its way), ``exchanges``,
-            ``dropped``, ``global_bytes_sent`` (bytes, by this rank), ``exposed_seconds`` (training
-            thread stood still for other ranks), ``skip_history`` (batch, skip, wait), ``seen``
-            (agreed times in seconds, learning rate, drift), ``bucket_bytes`` (where gradients are
-            averaged), ``events``, and the choices.
+            ``dropped``, ``global_bytes_sent`` (bytes, by this rank), ``exposed_seconds`` (this
+            rank computed nothing since it waited for others), ``skip_history`` (batch, skip, wait),
+            ``seen`` (agreed times in seconds, learning rate, drift), ``bucket_bytes`` (where
+            gradients are averaged), ``events``, and the choices.
         """
         report = {
             **self._choices(),
@@ -343,7 +343,7 @@ class Session:
             "exchanges": counts.exchanges,
             "dropped": counts.dropped,
             "global_bytes_sent": counts.global_bytes_sent,
-            "exposed_seconds": counts.exposed_seconds + self._sync.node_seconds,
+            "exposed_seconds": self._sync.exposed_seconds,
             "bucket_bytes": self._sync.buckets.bucket_bytes,
             "events": list(counts.events),
         }

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from daso import trace
 from daso.comm.choose import agree_device, choose_node
 from daso.comm.node import NodeGroup
+from daso.comm.stopwatch import HostStamp
 from daso.comm.throttle import Stretch, compute_factor
 from daso.comm.topology import Topology
 from daso.errors import ConfigError, NonFiniteError
@@ -98,10 +99,13 @@ class Sync:
             raise
 
     def _choose_node(self) -> NodeGroup:
-        """Return the transport inside the node; where it cannot start, give back what is held."""
+        """Return the transport inside the node; where it cannot start, give back what is held.
+
+        Times are taken by the clock of what computes from here on.
+        """
         settings = self.settings
         try:
-            return choose_node(
+            node = choose_node(
                 self.topology,
                 self.trained.device,
                 settings.gradients.order,
@@ -112,6 +116,8 @@ class Sync:
             self._close_carrier()
             self.links.engine.close()
             raise
+        self.counts.watch.start(HostStamp if node.copies is None else node.copies.stamp)
+        return node
 
     def _layers(self) -> LayerSteps | None:
         """Return how steps are taken layer by layer; None where they are always whole."""
@@ -294,7 +300,7 @@ class Sync:
         """
         self.buckets.fresh = False
         stepped_at = self.counts.stepped_at
-        self._stretch.after_step(stepped_at, self.counts.exposed_seconds + self.node_seconds)
+        self._stretch.after_step(stepped_at, self.exposed_seconds)
         self.counts.step()
         trace.record(trace.STEP, stepped_at, key=state.batch)
         if acts or not state.synchronous:
@@ -349,10 +355,9 @@ class Sync:
         self.counts.load(state["counts"])
 
     @property
-    def node_seconds(self) -> float:
-        """Seconds that the training thread stood still for other ranks of the node."""
-        carried = 0.0 if self._carrier is None else self._carrier.node_seconds
-        return self.buckets.node.waited_seconds + carried
+    def exposed_seconds(self) -> float:
+        """Seconds that this rank computed nothing since it waited for others."""
+        return self.counts.exposed_seconds + self.buckets.node.idle_seconds
 
     def chosen(self) -> dict[str, str]:
         """Return what is chosen here, some of it anew while training goes on; for reports."""

@@ -3,6 +3,8 @@
 The worlds, and one verdict of all ranks, are those of tests/ranks/conftest.py.
 """
 
+import time
+
 import pytest
 import torch
 from ranks.test_sync import adamw, batch_loss, mlp, seeded, sgd
@@ -97,6 +99,41 @@ def test_no_step_waits_for_the_device_while_an_exchange_goes_on(topology, device
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert topology.place.nodes == 1 or optimizer.report()["exchanges"] >= 3
+
+
+CYCLES = 100_000_000  # a tenth of a second, or less
+
+
+def test_times_are_those_of_the_device_which_is_behind_its_host(topology, device):
+    """What the host waits for is not exposed while the device has work, nor is what it launches."""
+    model, place = mlp().to(device), topology.place
+    inputs = torch.randn(8, 6, device=device)
+    with daso.DASO(
+        sgd(model), module=model, topology=topology, policy=daso.Fixed(4, 2)
+    ) as optimizer:
+
+        def steps(count):
+            for _ in range(count):
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                with torch.cuda.device(device):
+                    torch.cuda._sleep(CYCLES)
+                optimizer.step()
+
+        steps(5)
+        torch.cuda.synchronize()
+        before, begun = optimizer.report()["exposed_seconds"], time.perf_counter()
+        steps(8)
+        torch.cuda.synchronize()
+        taken = time.perf_counter() - begun
+        report = optimizer.report()
+    if place.nodes == 1:
+        return
+    step, seen = taken / 8, report["seen"]
+    assert seen["step_seconds"] > 0.6 * step
+    if max(place.node_sizes) == 1:  # sums inside a node wait for ranks that share a device
+        assert seen["exchange_seconds"] < step
+        assert report["exposed_seconds"] - before < 0.2 * taken
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int4"])

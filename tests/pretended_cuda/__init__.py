@@ -29,6 +29,7 @@ __all__ = ["DEVICES", "install", "pageable", "taken_by_mpi", "violations", "wait
 SOURCE = Path(__file__).parent / "device.cpp"
 # Arguments of its function that tells who uses which memory.
 USE = ("int64", "int", "uint64", "uint64", "int", "char_p")
+CYCLES_PER_SECOND = 1e9
 DEVICES = int(os.environ.get("DASO_PRETENDED_GPUS", "1"))
 
 
@@ -65,8 +66,11 @@ def _load():
     lib.pretended_held.restype = ctypes.c_uint64
     lib.pretended_pageable.restype = ctypes.c_int64
     lib.pretended_hooked.restype = ctypes.c_bool
+    lib.pretended_elapsed.restype = ctypes.c_double
     for name, kinds in {
         "launch": [ctypes.c_int64, ctypes.c_int],
+        "elapsed": [ctypes.c_uint64, ctypes.c_uint64],
+        "sleep": [ctypes.c_int64, ctypes.c_int, ctypes.c_double],
         "use": [getattr(ctypes, f"c_{kind}") for kind in USE],
         "touch": [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_char_p],
         "pin": [ctypes.c_uint64, ctypes.c_uint64],
@@ -136,6 +140,9 @@ class Event(torch.Event):
     def __new__(cls, enable_timing=False, blocking=False, interprocess=False):
         return super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
 
+    def elapsed_time(self, later):  # torch's own takes no subclass
+        return LIBRARY.pretended_elapsed(self.event_id, later.event_id)
+
 
 def current_stream(device=None):
     stream = torch._C._accelerator_getStream(_index(device))
@@ -193,6 +200,10 @@ def _properties(device=None):
     )
 
 
+def _sleep(cycles):
+    LIBRARY.pretended_sleep(current_stream().stream_id, _index(), cycles / CYCLES_PER_SECOND)
+
+
 def _set_sync_debug_mode(mode):
     LIBRARY.pretended_refuse_waits(int(mode in ("error", 2)))
 
@@ -227,6 +238,7 @@ def install():
         "max_memory_allocated": lambda device=None: lib.pretended_held(_index(device), 1),
         "reset_peak_memory_stats": lambda device=None: lib.pretended_reset_most(_index(device)),
         "empty_cache": lambda: None,
+        "_sleep": _sleep,
         "set_sync_debug_mode": _set_sync_debug_mode,
         "cudart": lambda: registered,
         "check_error": _check_error,

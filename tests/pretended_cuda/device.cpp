@@ -14,6 +14,8 @@
 // Kernels run when they are launched, after what was launched on their stream; the books, not the
 // data, tell where an order is missing between kernels of two streams.
 //
+// Kernels take no time of the device but for `_sleep`, during which the host goes on.
+//
 // One clock of the host for all its threads: what one of them has seen the end of, no thread that
 // launches later can race with.
 
@@ -37,6 +39,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <unordered_set>
 #include <vector>
 
@@ -49,6 +52,9 @@ void PyEval_RestoreThread(void*);
 namespace {
 
 using Clock = std::map<int64_t, uint64_t>;  // of each stream: how far
+using Time = std::chrono::steady_clock::time_point;
+
+Time now() { return std::chrono::steady_clock::now(); }
 
 void join(Clock& clock, const Clock& other) {
   for (const auto& [stream, at] : other) {
@@ -67,6 +73,7 @@ struct Stream {
   c10::DeviceIndex device;
   Clock clock;
   std::deque<Item> late;
+  Time busy = Time::min();  // until then
 };
 
 struct Event {
@@ -75,7 +82,7 @@ struct Event {
   uint64_t at = 0;
   Clock clock;
   int asked = 0;
-  std::chrono::steady_clock::time_point time;
+  Time time;
 };
 
 struct Use {
@@ -215,9 +222,17 @@ void use(const at::Tensor& tensor, bool writes, Stream& stream, const std::strin
   use(tensor.const_data_ptr(), (last + 1) * tensor.element_size(), writes, stream, by);
 }
 
+void rest_until(Time time) {
+  if (time <= now()) return;
+  void* thread = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  std::this_thread::sleep_until(time);
+  if (thread != nullptr) PyEval_RestoreThread(thread);
+}
+
 void wait_for(Stream& stream, const std::string& by) {
   TORCH_CHECK(refuses_waits == 0, "called a synchronizing CUDA operation: ", by);
   ++world().waits[by];
+  rest_until(stream.busy);
   drain(stream, UINT64_MAX);
   join(world().seen, stream.clock);
 }
@@ -360,7 +375,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto& one = *(Event*)*event;
     auto& on = stream_of(stream.id(), stream.device_index());
     join(on.clock, world().seen);
-    one = Event{true, on.id, on.clock[on.id], on.clock, 0, std::chrono::steady_clock::now()};
+    one = Event{true, on.id, on.clock[on.id], on.clock, 0, std::max(on.busy, now())};
     one.asked = (int)(world().events++ % 3);  // so often it says that it is not over
   }
   void block(void* event, const c10::Stream& stream) const override {
@@ -370,6 +385,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto& on = stream_of(stream.id(), stream.device_index());
     join(on.clock, one.clock);
     if (one.stream == on.id) return;
+    on.busy = std::max(on.busy, one.time);
     auto at = launch(on);
     auto& other = stream_of(one.stream, on.device);
     auto upto = one.at;
@@ -379,6 +395,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock lock(world().mutex);
     if (event == nullptr || !((Event*)event)->recorded) return true;
     auto& one = *(Event*)event;
+    if (now() < one.time) return false;
     if (one.asked > 0) {
       --one.asked;
       return false;
@@ -393,6 +410,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override {
     Lock lock(world().mutex);
     auto& on = stream_of(stream.id(), stream.device_index());
+    if (now() < on.busy) return false;
     if (on.late.empty()) join(world().seen, on.clock);
     bool empty = on.late.empty();
     drain(on, UINT64_MAX);
@@ -406,6 +424,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock lock(world().mutex);
     TORCH_CHECK(refuses_waits == 0, "called a synchronizing CUDA operation: an event");
     ++world().waits["synchronize an event"];
+    if (event != nullptr) rest_until(((Event*)event)->time);
     if (event != nullptr && ((Event*)event)->recorded) finish(*(Event*)event);
   }
   void synchronizeDevice(c10::DeviceIndex device) const override {
@@ -413,6 +432,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     ++world().waits["synchronize a device"];
     for (auto& [id, stream] : world().streams)
       if (stream.device == device) {
+        rest_until(stream.busy);
         drain(stream, UINT64_MAX);
         join(world().seen, stream.clock);
       }
@@ -748,6 +768,23 @@ void pretended_launch(int64_t stream_id, int device) {
   auto& stream = stream_of(stream_id, device);
   drain(stream, UINT64_MAX);
   launch(stream);
+}
+
+// Milliseconds between two events; a device asks first whether both are past.
+double pretended_elapsed(uint64_t first, uint64_t second) {
+  Lock lock(world().mutex);
+  if (std::max(((Event*)first)->time, ((Event*)second)->time) > now())
+    world().violations.push_back("times of events were read that are not past");
+  return Guard().elapsedTime((void*)first, (void*)second, 0);
+}
+
+// A kernel that takes so long, and uses nothing.
+void pretended_sleep(int64_t stream_id, int device, double seconds) {
+  Lock lock(world().mutex);
+  auto& stream = stream_of(stream_id, device);
+  launch(stream);
+  auto taken = std::chrono::duration_cast<Time::duration>(std::chrono::duration<double>(seconds));
+  stream.busy = std::max(stream.busy, now()) + taken;
 }
 
 void pretended_use(int64_t stream_id, int device, uint64_t address, uint64_t nbytes, int writes, const char* by) {

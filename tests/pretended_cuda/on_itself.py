@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import time
 
 import pytest
 import torch
@@ -164,3 +165,21 @@ def test_memory_that_was_just_given_out_is_still_used_on_its_stream(waits):
     pretended_cuda.taken_by_mpi(fresh)
     found = pretended_cuda.violations()
     assert any("its last owner" in line for line in found) != waits
+
+
+def test_a_device_that_sleeps_is_behind_its_host():
+    begun, slept, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    start = time.perf_counter()
+    begun.record(torch.cuda.current_stream(HERE))
+    torch.cuda._sleep(int(0.2 * pretended_cuda.CYCLES_PER_SECOND))
+    slept.record(torch.cuda.current_stream(HERE))
+    beside = side()
+    beside.wait_event(slept)
+    ended.record(beside)
+    assert time.perf_counter() - start < 0.1
+    assert not slept.query() and not ended.query()
+    torch.cuda.synchronize(HERE)
+    assert time.perf_counter() - start >= 0.2
+    assert 200 <= begun.elapsed_time(slept) <= begun.elapsed_time(ended) < 300
+    while not (slept.query() and ended.query()):
+        pass

@@ -1,0 +1,117 @@
+"""How long a rank's steps take and how long it stands still, by the clock of what computes.
+
+A device is behind its host. While the host waits for others, the device does what was launched
+before, and stands still only once that is done; a step that took the host a moment to launch takes
+the device as long as ever. So a device is asked: stamps are launched where it waits, and between
+its steps, and read when it has come past them. Nobody waits for that.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from daso import trace
+
+__all__ = ["HostStamp", "Stamp", "Stopwatch"]
+
+MOST_STEPS = 1000  # that are kept until somebody takes them
+
+
+class Stamp(Protocol):
+    """The moment at which all that a thread had launched was over."""
+
+    def over(self) -> bool:
+        """Return whether that moment is past. Does not block."""
+        ...
+
+    def since(self, earlier: Any) -> float:
+        """Return the seconds since another stamp of the same clock; both are past."""
+        ...
+
+
+class HostStamp:
+    """Now: what a thread of a CPU launched is over."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def over(self) -> bool:
+        """Return True."""
+        return True
+
+    def since(self, earlier: "HostStamp") -> float:
+        """Return the seconds since another one."""
+        return self._at - earlier._at
+
+
+class Stopwatch:
+    """Takes the times of one rank.
+
+    Args:
+        stamp: Launches a stamp, on the calling thread's stream.
+    """
+
+    def __init__(self, stamp: Callable[[], Stamp] = HostStamp) -> None:
+        self._idle = {trace.NODE: 0.0, trace.NODES: 0.0}  # seconds
+        self._steps: deque[float] = deque(maxlen=MOST_STEPS)
+        # Launched and not read yet, in order: waits (for whom, from, to), ends of steps (None, -).
+        self._launched: deque[tuple[int | None, Stamp, Stamp]] = deque()
+        self.start(stamp)
+
+    def start(self, stamp: Callable[[], Stamp]) -> None:
+        """Begin a step, on another clock; what is not past by now is not taken."""
+        self._read()
+        self._launched.clear()
+        self._stamp = stamp
+        self._last: Stamp = stamp()
+        self._idle_since = 0.0  # of the step that goes on, for other nodes
+
+    @contextmanager
+    def waiting(self, kind: int) -> Iterator[None]:
+        """Let the calling thread wait meanwhile.
+
+        Args:
+            kind: For whom: `daso.trace.NODE` or ``NODES``.
+        """
+        begun = self._stamp()
+        try:
+            yield
+        finally:
+            self._launched.append((kind, begun, self._stamp()))
+
+    def step(self) -> None:
+        """End a step."""
+        ended = self._stamp()
+        self._launched.append((None, ended, ended))
+        self._read()
+
+    def idle_seconds(self, kind: int) -> float:
+        """Return for how long nothing was computed since others were waited for.
+
+        Args:
+            kind: For whom: `daso.trace.NODE` or ``NODES``.
+        """
+        self._read()
+        return self._idle[kind]
+
+    def take_steps(self) -> list[float]:
+        """Return the seconds of every step since the last call, without waits for other nodes."""
+        self._read()
+        steps = list(self._steps)
+        self._steps.clear()
+        return steps
+
+    def _read(self) -> None:
+        """Take up what is past."""
+        while self._launched and self._launched[0][2].over():
+            kind, begun, ended = self._launched.popleft()
+            if kind is None:
+                self._steps.append(max(0.0, ended.since(self._last) - self._idle_since))
+                self._last, self._idle_since = ended, 0.0
+                continue
+            idle = ended.since(begun)
+            self._idle[kind] += idle
+            if kind == trace.NODES:
+                self._idle_since += idle
