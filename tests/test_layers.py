@@ -18,7 +18,7 @@ FOR_ALL = {"daso.environment", "daso.errors", "daso.trace"}
 MAY_IMPORT = {
     "plan": {"daso.plan"},
     "sim": {"daso.sim", "daso.plan"},
-    "comm": {"daso.comm", "mpi4py", "cupy", "numpy", "torch"},
+    "comm": {"daso.comm", "mpi4py", "cupy", "numpy", "torch", "triton"},
     "data": {"daso.data", "numpy", "torch", "sklearn"},
     "train": {"daso.train", "daso.comm", "daso.plan", "torch"},
     "flow": {"daso.flow", "daso.comm", "daso.plan", "torch"},

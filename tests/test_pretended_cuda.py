@@ -21,6 +21,7 @@ CASES = [
     *(("gpu/on_ranks.py", *sizes) for sizes in [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2)]),
     *(("ranks/test_device.py", *sizes) for sizes in [(1, 1), (2, 1), (2, 2), (3, 3)]),
     *(("pretended_cuda/on_ranks.py", *sizes) for sizes in [(2, 1), (3, 3)]),
+    *(("pretended_cuda/on_kernels.py", *sizes) for sizes in [(2, 1), (3, 3)]),
 ]
 WITH = ("-p", "pretended_cuda")
 pytestmark = [

@@ -14,11 +14,13 @@ from math import prod
 from typing import NamedTuple
 
 __all__ = [
+    "Block",
     "Layout",
     "Piece",
     "Slot",
     "Span",
     "aligned",
+    "blocks",
     "chunk_parts",
     "first_difference",
     "fit_buckets",
@@ -215,6 +217,43 @@ def pieces(layout: Layout, span: Span) -> Iterator[Piece]:
                 Span(start - there.start, stop - there.start),
                 Span(start - span.start, stop - span.start),
             )
+
+
+class Block(NamedTuple):
+    """A few numbers that follow each other in a tensor, in a row and in a payload."""
+
+    slot: int  # index of the tensor
+    inside: int  # of the first number in the flattened tensor
+    at: int  # of it in the row
+    there: int  # of it in the memory of all payloads, in numbers
+    numel: int
+
+
+def blocks(
+    tensors: Sequence[Piece], payloads: Sequence[tuple[Span, int]], most: int
+) -> Iterator[Block]:
+    """Cut a row where tensors begin and where payloads do, and what is between into blocks.
+
+    Args:
+        tensors: What lies in the row, in order and without a gap.
+        payloads: Spans of the row, in order and without a gap, and where each one's payload begins
+            in the memory of all, in numbers.
+        most: Numbers of a block.
+
+    Yields:
+        Every number of the row once, in order.
+    """
+    parts = iter(payloads)
+    (_, stop), shift = Span(0, 0), 0
+    for slot, inside, (start, end) in tensors:
+        at = start
+        while at < end:
+            while at >= stop:
+                (begin, stop), there = next(parts)
+                shift = there - begin
+            numel = min(most, end - at, stop - at)
+            yield Block(slot, inside.start + at - start, at, at + shift, numel)
+            at += numel
 
 
 def fragments(numels: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:

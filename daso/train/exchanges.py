@@ -261,6 +261,11 @@ class Exchanges:
         """The wire of the next exchange."""
         return self._known.wire or self.settings.wires[0]
 
+    @property
+    def packing(self) -> str | None:
+        """How rows are packed on a device; None where they lie on the host."""
+        return next((row.packing for row in self._rows_of(None) if row.packing), None)
+
     def _drop(self, flight: Flight, outcome: Outcome) -> None:
         """Set the node whose value is not finite back to the reference; say whose it is."""
         self._known.timed = ""  # next to nothing crossed

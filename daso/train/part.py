@@ -13,6 +13,7 @@ import torch
 from daso.comm.compress import PIECE, Codec, Fields, pieces
 from daso.comm.means import Outbox
 from daso.plan.merge import ADOPT, Merge
+from daso.train.fused import Fused
 from daso.train.outer import MakeOuter, Outer
 
 __all__ = ["Gather", "Part", "Way", "merge_pairs", "message_numel"]
@@ -48,11 +49,19 @@ class Part:
         way: How exchanges are taken in.
         on_device: What is computed cannot be read at once without waiting; see
             `daso.train.staged`.
+        fused: Does it in one pass; None: torch does, in several.
     """
 
-    def __init__(self, shown: torch.Tensor, way: Way, *, on_device: bool = False) -> None:
+    def __init__(
+        self,
+        shown: torch.Tensor,
+        way: Way,
+        *,
+        on_device: bool = False,
+        fused: Fused | None = None,
+    ) -> None:
         self.shown, self.way, self.dtype = shown, way, shown.dtype
-        self.on_device = on_device
+        self.on_device, self._fused = on_device, fused
         self.piece = DEVICE_PIECE if on_device else PIECE
         self.reference = torch.zeros_like(shown)  # what the nodes agreed on last
         self.outer = None if way.outer is None else Outer(way.outer, self.reference)
@@ -103,6 +112,12 @@ class Part:
         # What loses nothing crosses from where the merge will be shown: each piece is read first.
         memory = self.shown.view(torch.uint8) if codec.exact and not self.way.eager else None
         payloads = self.outbox.open(codec, spans, memory)
+        if self._fused is not None and self._fused.handles(codec):
+            place = self._fused.pack(
+                *(codec, spans, self.outbox.memory, self.reference, self.residual, self.pending)
+            )
+            self._nonfinite = [(0, place)]
+            return
         for (start, stop), payload in zip(spans, payloads, strict=True):
             for a, b in pieces(stop - start, self.piece):
                 values, room = self._room[:, : b - a]
@@ -156,6 +171,9 @@ class Part:
             sent: What this node sent of it.
         """
         span, carried = slice(start, stop), self._room[1, : stop - start]
+        if self._takes_at_once(self.outbox.codec):
+            self._take(span, mean, *sent)
+            return
         self.outbox.codec.decode(sent, carried)
         if self.way.eager:
             self.others = torch.zeros_like(self.reference) if self.others is None else self.others
@@ -174,6 +192,19 @@ class Part:
             if self.residual is not None:
                 apart += self.residual[span]
             self.shown[span].copy_(apart)
+
+    def _takes_at_once(self, codec: Codec) -> bool:
+        plain = not self.way.eager and self.outer is None and self.pending is None
+        return plain and self._fused is not None and self._fused.handles(codec)
+
+    def _take(self, span: slice, mean: torch.Tensor, sent: torch.Tensor) -> None:
+        """Do what `deliver` does where there is nothing but a reference and what is shown."""
+        assert self._fused is not None
+        residual = None if self.residual is None else self.residual[span]
+        shown = self.shown[span] if self.keeps else None
+        distance, norm = self._fused.take(mean, sent, self.reference[span], residual, shown)
+        self._distances.append(distance)
+        self._norms.append(norm)
 
     def _residual(self) -> torch.Tensor:
         if self.residual is None:

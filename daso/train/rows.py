@@ -12,14 +12,17 @@ from typing import Any
 import torch
 
 from daso.comm.compress import Cast, codec_named, dense_codec
+from daso.comm.copies import Copies
 from daso.comm.engine import Work
 from daso.comm.exchange import OnDevice, iallreduce
 from daso.comm.means import cut
 from daso.comm.node import NodeGroup
 from daso.plan.layout import Span, message_chunks, pieces, split
 from daso.plan.merge import ADOPT, KEEP, Merge
+from daso.train.fused import Fused
 from daso.train.links import Links
 from daso.train.outer import MakeOuter
+from daso.train.packing import choose
 from daso.train.params import Named, flat_view, layout_of
 from daso.train.part import Part, Way, merge_pairs, message_numel
 from daso.train.staged import crossing_of
@@ -74,7 +77,9 @@ class ParameterRow:
         self.rounded: dict[int, torch.Tensor] = {}  # what this lane rounded away of means
         share = place.local_size / place.size
         way, copies = Way(links.settings.eager, share, outer), node.copies
-        self.part = Part(self.shared.mine, way, on_device=copies is not None)
+        self.packing: str | None = None  # how, where that is on a device
+        fused = self._fused(copies)
+        self.part = Part(self.shared.mine, way, on_device=copies is not None, fused=fused)
         where = None
         if copies is not None and links.settings.exchange.memory == "device":
             where = OnDevice(self.part.shown.device, copies, self.part.piece)
@@ -100,6 +105,22 @@ class ParameterRow:
         for piece in pieces(self.layout, span):
             tensor = flat_view(self.named[piece.slot][1])
             yield tensor[slice(*piece.inside)], row[slice(*piece.at)]
+
+    def _fused(self, copies: Copies | None) -> Fused | None:
+        """Return what packs this row in one pass, where it lies on a device and that is faster."""
+        row = self.shared.mine
+        if copies is None or not row.is_cuda or row.dtype != torch.float32:
+            return None
+        choice = choose(row.device, copies)
+        self.packing = choice.told
+        return None if choice.kernels is None else Fused(choice.kernels, self._lanes_views)
+
+    def _lanes_views(self) -> list[tuple[torch.Tensor, int]]:
+        """Return the parameters' elements in this lane's part, and where each begins in it."""
+        return [
+            (flat_view(self.named[piece.slot][1])[slice(*piece.inside)], piece.at.start)
+            for piece in pieces(self.layout, self.span)
+        ]
 
     def anchor(self) -> float:
         """Take the parameters, equal on all nodes, as the reference; return its squared norm."""

@@ -361,8 +361,12 @@ class Sync:
 
     def chosen(self) -> dict[str, str]:
         """Return what is chosen here, some of it anew while training goes on; for reports."""
-        node = {"node_transport": self.buckets.node.name}
-        return node if self.exchanges is None else {**node, "wire": self.exchanges.wire}
+        found = {"node_transport": self.buckets.node.name}
+        if self.exchanges is not None:
+            found["wire"] = self.exchanges.wire
+            if packing := self.exchanges.packing:
+                found["packing"] = packing
+        return found
 
     def close(self) -> bool:
         """Stop the threads and give everything back. Collective over the world; idempotent.

@@ -1,0 +1,124 @@
+"""Rows on devices packed by kernels of our own; tests/test_pretended_cuda.py starts it on ranks.
+
+Triton interprets them, in the books of the pretended device: who uses which memory on which stream.
+"""
+
+import ctypes
+import inspect
+
+import pytest
+import torch
+from ranks import test_device, test_odd_moments, test_state, test_sync
+from ranks.test_sync import Odd, Wide, adamw, compare, mlp, sgd
+
+import daso
+from daso.train import rows
+from daso.train.packing import Choice
+from pretended_cuda import LIBRARY
+
+pytestmark = pytest.mark.mpi
+device = test_device.device
+# What a kernel writes, and which constant says whether it uses what it is given at all.
+WRITES = {"wire", "first", "lost", "reference", "shown", "sums"}
+ASKED = {"residual": "RESIDUAL", "lost": "LOST", "shown": "SHOWN"}
+
+
+def host(tensor):
+    """Return memory that only pretends to be on a device."""
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    memory = (ctypes.c_byte * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+
+
+class Interpreted:
+    """A kernel that the device keeps books of."""
+
+    def __init__(self, kernel, *, packs):
+        self.kernel, self.launches = kernel, 0
+        self.names = list(inspect.signature(kernel.fn).parameters)
+        self.writes = WRITES - {"reference"} if packs else WRITES
+
+    def __getitem__(self, grid):
+        def launch(*given, **constants):
+            self.launches += 1
+            stream, index = torch.cuda.current_stream(), torch.cuda.current_device()
+            LIBRARY.pretended_launch(stream.stream_id, index)
+
+            def use(address, nbytes, name):
+                told = f"kernel: {name}".encode()
+                writes = int(name in self.writes)
+                LIBRARY.pretended_use(stream.stream_id, index, address, nbytes, writes, told)
+
+            for name, one in zip(self.names, given, strict=False):
+                if isinstance(one, torch.Tensor) and constants.get(ASKED.get(name), True):
+                    assert one.device.index == index, "launched on another device"
+                    use(one.data_ptr(), one.nbytes, name)
+                if name == "jobs":
+                    for address, _, _, numel in host(one).tolist():
+                        use(address, numel, "a parameter")  # its first bytes
+            mine = [host(one) if isinstance(one, torch.Tensor) else one for one in given]
+            self.kernel[grid](*mine, **constants)
+
+        return launch
+
+
+@pytest.fixture(scope="session")
+def kernels():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        from daso.comm import kernels
+
+        for name in ("_pack", "_take"):
+            patch.setattr(kernels, name, Interpreted(getattr(kernels, name), packs=name == "_pack"))
+        yield kernels
+
+
+@pytest.fixture(autouse=True)
+def everywhere(kernels, monkeypatch):
+    """Pack by kernels where there are any: not for int4, nor for fp64."""
+    monkeypatch.setattr(rows, "choose", lambda *_: Choice(kernels, "kernels, interpreted"))
+
+
+test_resumed = test_state.test_a_run_resumed_right_after_a_send_may_stop_there
+test_one_nan = test_odd_moments.test_one_nan_costs_one_exchange_and_no_other_nodes_work
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("skip", "wait", "merge", "fragments"),
+    [(4, 1, "daso", 1), (3, 3, "delta", 1), (2, 0, "delta", 1), (2, 2, "eager", 3), (1, 1, 0.5, 2)],
+)
+def test_skipping_equals_one_process(topology, kernels, skip, wait, merge, fragments, wire):
+    options = {"wire": wire, "merge": merge, "fragments": fragments}
+    packed, before = kernels._pack.launches, kernels._take.launches
+    report = compare(topology, mlp, sgd, daso.Fixed(skip, wait), **options)
+    if topology.place.nodes > 1:
+        assert report["packing"] == "kernels, interpreted"
+    if topology.place.nodes > 1 and topology.place.lane is not None:
+        assert kernels._pack.launches > packed
+        taken = kernels._take.launches > before
+        # Where parameters are not kept, what the wire lost is in a residual: torch takes it in.
+        assert taken == (merge != "eager" and (wire == "fp32" or (merge == "delta" and wait > 0)))
+
+
+@pytest.mark.parametrize("make", [Odd, Wide])
+def test_odd_models_equal_one_process(topology, make):
+    policy = daso.Fixed(3, 1, warmup=2)
+    compare(topology, make, sgd, policy, wire="bf16", merge="delta", steps=7)
+
+
+@pytest.mark.parametrize(("skip", "wait"), [(4, 2), (2, 0)])
+def test_an_outer_optimizer_equals_one_process(topology, skip, wait):
+    options = {"outer": test_sync.nesterov, "wire": "bf16"}
+    compare(topology, mlp, adamw, daso.Fixed(skip, wait), **options)
+
+
+def test_many_pieces_and_messages_equal_one_process(topology, monkeypatch):
+    monkeypatch.setattr("daso.train.part.DEVICE_PIECE", 1 << 16)
+    monkeypatch.setattr("daso.train.rows.LEAST", 70_000)
+
+    def wide():
+        return torch.nn.Sequential(torch.nn.Linear(6, 30_000), torch.nn.Linear(30_000, 3))
+
+    compare(topology, wide, sgd, daso.Fixed(2, 1), wire="bf16", steps=4)
