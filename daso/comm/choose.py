@@ -18,7 +18,14 @@ from daso.comm.topology import Topology
 from daso.environment import may_share_a_gpu
 from daso.errors import TopologyError
 
-__all__ = ["agree_device", "choose_device", "choose_node", "device_problem", "wants_nccl"]
+__all__ = [
+    "agree_device",
+    "choose_device",
+    "choose_node",
+    "device_problem",
+    "nccl_problem",
+    "wants_nccl",
+]
 
 Late = Callable[[], None]
 
@@ -134,8 +141,7 @@ def _nccl_node(
     cuda: Any = torch.cuda,
 ) -> NcclNode | None:
     """Start NCCL where it is wanted; raise the same on every rank where that fails on any."""
-    there: dict[str, Any] = nccl.describe() if wanted else {"available": True}
-    problem = None if there["available"] else _refusal(there["why"])
+    problem = nccl_problem() if wanted else None
     topology.agree(problem, TopologyError)
     node = None
     if wanted:
@@ -143,7 +149,9 @@ def _nccl_node(
             library = nccl.library()
             node = NcclNode(topology, device, stall_seconds, late, nccl=library, cuda=cuda)
         except Exception as error:  # NcclError, or what the driver says
-            problem = _refusal(f"it does not start: {error}")
+            problem = _refusal(
+                f"it does not start: {error}", "see what NCCL says with NCCL_DEBUG=WARN"
+            )
     try:
         topology.agree(problem, TopologyError)
     except TopologyError:
@@ -153,11 +161,16 @@ def _nccl_node(
     return node
 
 
-def _refusal(why: str) -> str:
+def nccl_problem() -> str | None:
+    """Return why NCCL cannot be loaded here, and the remedy; None where it can."""
+    there = nccl.describe()
+    return None if there["available"] else _refusal(there["why"], there["remedy"])
+
+
+def _refusal(why: str, remedy: str) -> str:
     return (
-        f"ranks of a node that have a GPU each need cupy's NCCL, but {why}; install cupy for this "
-        f"CUDA (pip install 'daso[cupy12]' or 'daso[cupy13]'), or average on the host: "
-        f"gradients=daso.Gradients(order='host')"
+        f"ranks of a node that have a GPU each need cupy's NCCL, but {why}; {remedy}, or average "
+        f"on the host: gradients=daso.Gradients(order='host')"
     )
 
 

@@ -1,22 +1,52 @@
 """NCCL as cupy brings it: what there is, and how a node's communicator starts."""
 
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["describe", "library", "start"]
+__all__ = ["describe", "library", "start", "told"]
 
 
+@functools.cache
 def describe() -> dict[str, Any]:
-    """Return whether NCCL can be loaded, and its version."""
+    """Return whether NCCL can be loaded, and its version; or why not, and the remedy."""
+    major = (torch.version.cuda or "12").partition(".")[0]
     try:
-        from cupy.cuda import nccl
-    except ImportError as error:
-        return {"available": False, "why": str(error)}
-    if not nccl.available:
-        return {"available": False, "why": "cupy was built without NCCL or finds no libnccl"}
-    return {"available": True, "version": nccl.get_version()}
+        import cupy
+    except Exception as error:  # also where what it needs does not load
+        remedy = f"install cupy for this CUDA: pip install 'daso[cupy{major}]'"
+        if major == "12":
+            remedy = "install cupy for this CUDA: pip install 'daso[cupy12]' or 'daso[cupy13]'"
+        return {"available": False, "why": told(error), "remedy": remedy}
+    found: dict[str, Any] = {"available": False, "cupy": cupy.__version__}
+    try:
+        with warnings.catch_warnings(record=True) as said:  # cupy warns of what does not load
+            warnings.simplefilter("always")
+            from cupy.cuda import nccl
+        if nccl.available:
+            return {**found, "available": True, "version": nccl.get_version()}
+        found["why"] = _lines(str(said[-1].message)) if said else "cupy finds no libnccl.so.2"
+    except Exception as error:
+        found["why"] = told(error)
+    remedy = f"install NCCL for torch's CUDA: pip install nvidia-nccl-cu{major}"
+    return {**found, "remedy": remedy}
+
+
+def told(error: Exception) -> str:
+    """Return an error's kind, and in one line what it says: some are a number, or nothing."""
+    return f"{type(error).__name__}: {_lines(str(error))}"
+
+
+def _lines(text: str) -> str:
+    return " ".join(text.split())[-500:]
 
 
 def library() -> Any:
@@ -26,25 +56,55 @@ def library() -> Any:
     return nccl
 
 
-def start(node: "MPI.Comm", nccl: Any) -> Any:
+def start(
+    node: "MPI.Comm", nccl: Any, within: Callable[[], AbstractContextManager[Any]], seconds: float
+) -> Any:
     """Return a communicator over the ranks of a node; needs neither address nor port.
 
     Args:
         node: Those ranks.
         nccl: From `library`.
+        within: Makes this rank's GPU that of the calling thread.
+        seconds: How long the others may take to start it too.
 
     Raises:
-        NcclError: It does not start.
+        RuntimeError: It does not start, or not in time: a rank of the node failed to.
 
     Collective over the node; blocking.
     """
-    name, error = None, None
+    name, problem = None, None
     if node.Get_rank() == 0:
         try:
             name = nccl.get_unique_id()
-        except Exception as caught:  # the others wait for a word
-            error = RuntimeError(str(caught))
-    name, error = node.bcast((name, error))
-    if error is not None:
-        raise error
-    return nccl.NcclCommunicator(node.Get_size(), name, node.Get_rank())
+        except Exception as error:  # the others wait for a word
+            problem = told(error)
+    name, problem = node.bcast((name, problem))
+    if problem is not None:
+        raise RuntimeError(problem)
+    return _in_time(
+        lambda: nccl.NcclCommunicator(node.Get_size(), name, node.Get_rank()), within, seconds
+    )
+
+
+def _in_time(
+    make: Callable[[], Any], within: Callable[[], AbstractContextManager[Any]], seconds: float
+) -> Any:
+    """Return what a call makes that waits for other ranks, which may never come."""
+    made: list[Any] = []
+    problems: list[str] = []
+
+    def run() -> None:
+        try:
+            with within():
+                made.append(make())
+        except Exception as error:
+            problems.append(told(error))
+
+    thread = threading.Thread(target=run, name="daso-nccl", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if made:
+        return made[0]
+    raise RuntimeError(
+        problems[0] if problems else f"not all ranks of the node started it within {seconds:g} s"
+    )

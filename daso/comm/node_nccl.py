@@ -165,7 +165,7 @@ class NcclNode:
         cuda: What launches on the device.
 
     Raises:
-        NcclError: It does not start.
+        RuntimeError: It does not start.
 
     Collective over the node; blocking.
     """
@@ -194,8 +194,7 @@ class NcclNode:
             raise RuntimeError(problems[0])
         self.copies, self._stream = mine
         self._watch = Stopwatch(self.copies.stamp)
-        with cuda.device(device):
-            self._comm = start(topology.node, nccl)
+        self._comm = start(topology.node, nccl, lambda: cuda.device(device), stall_seconds)
 
     def row(self, numel: int, dtype: torch.dtype, most: int) -> NcclRow:  # noqa: ARG002
         """Make a row for gradients."""
@@ -241,18 +240,22 @@ class NcclNode:
     def show(self, parts: Sequence[torch.Tensor]) -> None:
         """Launch what gives every rank part i of local rank i. Collective over the node."""
         self._nccl.groupStart()
-        for root, part in enumerate(parts):
-            if part.numel():
-                at, kind = part.data_ptr(), getattr(self._nccl, TYPES[part.dtype])
-                stream = self._stream.cuda_stream
-                self._comm.broadcast(at, at, part.numel(), kind, root, stream)
-        self._nccl.groupEnd()
+        try:
+            for root, part in enumerate(parts):
+                if part.numel():
+                    at, kind = part.data_ptr(), getattr(self._nccl, TYPES[part.dtype])
+                    stream = self._stream.cuda_stream
+                    self._comm.broadcast(at, at, part.numel(), kind, root, stream)
+        finally:  # in an open group nothing is launched any more
+            self._nccl.groupEnd()
 
     # --- on the host -------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise what NCCL says went wrong since, if anything."""
-        self._comm.check_async_error()
+        comm = self._comm  # another thread may end it
+        if comm is not None:
+            comm.check_async_error()
 
     def wait(self, arrived: Arrived) -> None:
         """Block until something has arrived on the host."""

@@ -12,12 +12,15 @@ from typing import Any
 import torch
 
 from daso.comm.aware import cuda_aware
-from daso.comm.choose import choose_device, wants_nccl
+from daso.comm.choose import choose_device, nccl_problem, wants_nccl
+from daso.comm.cuda import CudaCopies
 from daso.comm.mpi import check_wheels, library, load, wheels
+from daso.comm.nccl import describe
 from daso.comm.topology import Topology, init
 from daso.environment import find_mpirun, read_launch
 from daso.errors import DasoError
 from daso.run.local import Local
+from daso.train.packing import choose
 
 __all__ = ["examine", "render"]
 
@@ -120,6 +123,9 @@ def _nodes(problems: list[str]) -> dict[str, Any]:
         problems += [str(error)] if str(error) not in problems else []
         return {}
     place, device = topology.place, choose_device(topology)
+    if wants_nccl(topology, device, "buckets") and (problem := nccl_problem()):
+        problems.append(problem)
+    packing = {"packing": choose(device, CudaCopies(device)).told} if device.type == "cuda" else {}
     return {
         "world": place.size,
         "nodes": place.nodes,
@@ -128,6 +134,7 @@ def _nodes(problems: list[str]) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "device": str(device),
         "node_average": _average(topology, device),
+        **packing,
     }
 
 
@@ -143,6 +150,7 @@ def _torch() -> dict[str, Any]:
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
+        "triton": version("triton") if importlib.util.find_spec("triton") else None,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         if there
         else [],
@@ -151,10 +159,6 @@ def _torch() -> dict[str, Any]:
 
 def _nccl() -> dict[str, Any]:
     """Return what cupy says of NCCL; importing it does not need a GPU."""
-    if importlib.util.find_spec("cupy") is None:
-        return {"available": False, "why": "cupy is not installed"}
-    from daso.comm.nccl import describe
-
     return describe()
 
 

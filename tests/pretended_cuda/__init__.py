@@ -255,6 +255,7 @@ def install():
         sys.modules[name] = ModuleType(name)
         sys.modules[name].__spec__ = ModuleSpec(name, None)
         sys.modules[name].__path__ = []  # a package
+        sys.modules[name].__version__ = "pretended"
     sys.meta_path.insert(0, _Nccl())
 
 

@@ -32,7 +32,7 @@ def get_version():
 
 
 def get_unique_id():
-    return (MPI.COMM_WORLD.Get_rank(), next(_counter))
+    return f"{MPI.COMM_WORLD.Get_rank()} {next(_counter)}".encode().ljust(128, b"\0")
 
 
 def groupStart():  # noqa: N802 - cupy's name
@@ -58,7 +58,7 @@ class NcclCommunicator:
     grouped = None
 
     def __init__(self, size, name, rank):
-        world, (first, tag) = MPI.COMM_WORLD, name
+        world, (first, tag) = MPI.COMM_WORLD, map(int, name.rstrip(b"\0").split())
         mine = (rank, world.Get_rank(), torch.cuda.current_device())
         if world.Get_rank() == first:
             told = [mine, *(world.recv(tag=STARTING + 2 * tag) for _ in range(size - 1))]

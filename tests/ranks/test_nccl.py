@@ -192,7 +192,7 @@ def test_a_failure_to_start_is_the_same_error_everywhere(topology, monkeypatch, 
     monkeypatch.setattr(choose.nccl, "describe", lambda: {"available": True})
     monkeypatch.setattr(choose.nccl, "library", lambda: broken)
     monkeypatch.setattr(node_nccl, "CudaCopies", copies)
-    told = r"does not start: no route; .*order='host'"
+    told = r"does not start: (RuntimeError: )?no route; .*NCCL_DEBUG=WARN.*order='host'"
     with pytest.raises(daso.errors.TopologyError, match=told):
         choose._nccl_node(topology, DEVICE, 1.0, lambda: None, wanted=wanted, cuda=Cuda())
     started = wanted and where == "one" and place.local_rank < place.local_size - 1
@@ -200,9 +200,11 @@ def test_a_failure_to_start_is_the_same_error_everywhere(topology, monkeypatch, 
 
 
 def test_a_missing_library_is_the_same_error_everywhere(topology, monkeypatch):
-    missing = {"available": False, "why": "no cupy"}
+    missing = {"available": False, "why": "no cupy", "remedy": "get it"}
     monkeypatch.setattr(choose.nccl, "describe", lambda: missing)
     if not any(size > 1 for size in topology.place.node_sizes):
         return
-    with pytest.raises(daso.errors.TopologyError, match=r"NCCL, but no cupy; .*order='host'"):
+    with pytest.raises(
+        daso.errors.TopologyError, match=r"NCCL, but no cupy; get it, .*order='host'"
+    ):
         choose._nccl_node(topology, DEVICE, 1.0, lambda: None, wanted=topology.place.local_size > 1)

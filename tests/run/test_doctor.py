@@ -68,7 +68,7 @@ def test_without_json_it_is_lines_of_text():
         "no problems found",
     ]
     assert any(line.split() == ["pairs_with_library", "yes"] for line in lines)
-    for raw in ("None", "True", "False", "[", "{"):
+    for raw in ("None", "True", "False", "['", "[]", "[1", "{"):
         assert raw not in found.stdout
 
 
