@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from daso.comm.compress import codec_named
+from daso.comm.compress import codec_named, pieces
 from daso.comm.copies import Copies
 from daso.train.fused import Fused
 from daso.train.part import DEVICE_PIECE, Part, Way
@@ -22,7 +22,7 @@ from daso.train.part import DEVICE_PIECE, Part, Way
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["Choice", "choose", "once"]
+__all__ = ["Choice", "choose", "pack", "take", "views"]
 
 ROUNDS = 5
 CODEC = codec_named("bf16")
@@ -96,16 +96,17 @@ def _trial(kernels: "ModuleType", device: torch.device, clock: _Clock) -> float 
     seconds, ended = [], []
     for fused in (None, Fused(kernels, lambda: views(params))):
         part = Part(torch.zeros(sum(NUMELS), device=device), Way(), on_device=True, fused=fused)
-        once(part, params)
+        mean = torch.full((part.piece,), 1e-3, device=device)
         taken = []
-        for _ in range(ROUNDS):
+        for _ in range(1 + ROUNDS):
             begun = clock.stamp()
-            once(part, params)
+            pack(part, params)
+            take(part, mean)
             over = clock.stamp()
             while not over.over():
                 time.sleep(1e-4)
             taken.append(over.since(begun))
-        seconds.append(statistics.median(taken))
+        seconds.append(statistics.median(taken[1:]))
         numel = part.shown.numel()
         sent = CODEC.fields(part.outbox.memory, numel, 0, numel)
         ended.append((*sent, part.reference, part.shown))
@@ -120,9 +121,8 @@ def views(params: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
     return list(zip(params, starts, strict=False))
 
 
-def once(part: Part, params: Sequence[torch.Tensor]) -> None:
-    """Launch what one exchange does to a part that holds flat tensors, one after the other."""
-    spans = [(0, part.shown.numel())]
+def pack(part: Part, params: Sequence[torch.Tensor]) -> None:
+    """Launch what starts an exchange of a part that holds flat tensors, one after the other."""
 
     def gather(start: int, stop: int, row: torch.Tensor) -> None:
         pairs = [
@@ -135,12 +135,18 @@ def once(part: Part, params: Sequence[torch.Tensor]) -> None:
         ]
         torch._foreach_copy_([there for there, _ in pairs], [here for _, here in pairs])
 
-    part.send(CODEC, spans, gather, keeps=True)
+    part.send(CODEC, [(0, part.shown.numel())], gather, keeps=True)
     part.checks()
-    for (first, last), payload in part.outbox.items():
-        mean = torch.full((min(last - first, part.piece),), 1e-3, device=part.shown.device)
-        for a in range(first, last, part.piece):
-            b = min(a + part.piece, last)
-            fields = CODEC.fields(payload, last - first, a - first, b - first)
-            part.deliver(a, b, mean[: b - a], fields)
+
+
+def take(part: Part, mean: torch.Tensor) -> None:
+    """Launch what takes a mean in that lies on the device, once it was packed.
+
+    Args:
+        part: Of which all was packed.
+        mean: Of the first numbers (at least a piece of the part); taken for all others too.
+    """
+    ((_, numel), payload), *_ = part.outbox.items()
+    for a, b in pieces(numel, part.piece):
+        part.deliver(a, b, mean[: b - a], CODEC.fields(payload, numel, a, b))
     part.finish()

@@ -1,6 +1,7 @@
 """What only a device can show: the same numbers, no waiting, memory, several ranks on one GPU."""
 
 import copy
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from daso.comm.cuda import CudaCopies
 from daso.comm.nccl import describe, library
 from daso.comm.node_nccl import NcclNode
 from daso.run.bench import gpu
+from daso.train.packing import choose
 
 DEVICE = torch.device("cuda", 0)
 PRETENDED = () if torch.version.cuda else ("-p", "pretended_cuda")
@@ -77,6 +79,17 @@ def test_nccl_on_one_rank_gives_back_what_it_got():
             assert torch.equal(row.flat.cpu(), torch.arange(1000).to(dtype))
     node.free()
     topology.free()
+
+
+def test_kernels_are_tried_and_taken():
+    """They give torch's bits and are faster; where there is no GPU, it is said that they fail."""
+    told = choose(DEVICE, CudaCopies(DEVICE)).told
+    if PRETENDED:
+        assert told.startswith("torch's operations (kernels do not start: ")
+    else:
+        assert re.fullmatch(
+            r"kernels \(Triton .*\), 0\.\d\d of the time of torch's operations", told
+        )
 
 
 @pytest.mark.timeout(620)
@@ -182,7 +195,9 @@ def test_the_bench_runs_on_a_small_model(monkeypatch):
     found = gpu.measure(gpu.Plan("small", 2, 3), topology)
     topology.free()
     assert found["device"] == torch.cuda.get_device_name(DEVICE)
-    assert set(gpu.figures(found)) == {"gpu_overhead_world_1_small", "gpu_pack_over_copy_small"}
+    assert set(gpu.figures(found)) == {
+        f"gpu_{name}_small" for name in ("overhead_world_1", "pack_over_copy", "take_over_copy")
+    }
     assert "small, 0.0 M parameters" in gpu.table(found)
     assert found["parameters"] == 2570
 

@@ -186,7 +186,9 @@ def test_the_bench_of_a_gpu_runs_on_pretended_ones(tmp_path):
     assert alone["node_transport"] == "none"
     assert shared["node_transport"] == "sums on the host, from cpu"
     assert shared["exchanges"] == 2  # of 24 steps, 3 sent
-    assert all(run["pack_over_copy"] > 0 for run in found["runs"])
+    for run in found["runs"]:
+        assert run["over_copy"].keys() == {"torch"}
+        assert min(run["over_copy"]["torch"].values()) > 0
     assert done.stdout.count("pretended, on a CPU") == 2
 
 
@@ -252,11 +254,13 @@ def test_figures_of_a_gpu_are_named_by_the_model_and_said_of_whom():
         "seconds": {"bare": [1.0, 2.0, 1.0], "wrapped": [1.01, 2.04, 1.0]},
         "exposed_seconds": 0.02,
         "bytes_per_parameter": 10.5,
-        "pack_over_copy": 0.7,
+        "packs": "kernels",
+        "over_copy": {"torch": {"pack": 0.2, "take": 0.3}, "kernels": {"pack": 0.7, "take": 0.8}},
     }
     alone = gpu.figures(run)
     assert alone["gpu_overhead_world_1_gpt2"]["value"] == pytest.approx(1.01)
     assert alone["gpu_pack_over_copy_gpt2"]["value"] == 0.7
+    assert alone["gpu_take_over_copy_gpt2"]["value"] == 0.8
     shared = gpu.figures({**run, "nodes": [1, 1]})
     assert shared["gpu_exposed_share_gpt2"]["value"] == pytest.approx(0.02 / 1.01)
     assert shared["gpu_peak_bytes_per_parameter_gpt2"]["value"] == 10.5

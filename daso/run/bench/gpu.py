@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,18 +14,24 @@ from torch.nn.functional import cross_entropy
 
 import daso
 from daso.comm.choose import choose_device
-from daso.comm.compress import codec_named
+from daso.comm.cuda import CudaCopies
 from daso.comm.throttle import CopyLink, pretend_device
 from daso.comm.topology import Topology
 from daso.examples.transformer import ByteTransformer
 from daso.run.bench.models import tiny_mlp
 from daso.run.bench.rounds import over, take_turns
+from daso.train.fused import Fused
+from daso.train.packing import Choice, choose, pack, take, views
 from daso.train.part import Part, Way
 
 __all__ = ["MODELS", "PRETENDED", "Plan", "figures", "measure", "table"]
 
 PRETENDED = "tiny"  # the model that needs no GPU: it runs on a CPU that pretends to be one
 BARE, WRAPPED = "bare", "wrapped"
+TORCH, KERNELS = "torch", "kernels"
+# Bytes that must cross the device's memory for a number: parameter and reference are read, 16 bits
+# written; mean, 16 bits and reference read, reference and what is merged written.
+BYTES = {"pack": 4 + 4 + 2, "take": 4 + 2 + 4 + 4 + 4, "copy": 4 + 4}
 VOCABULARY = 50_257  # of GPT-2
 POLICY = daso.Fixed(8, 4)  # exchanges come in the rounds, whatever they measure
 MiB = 2**20
@@ -142,7 +149,7 @@ class Trainer:
     def __init__(self, shape: Shape, device: torch.device, topology: Topology | None) -> None:
         torch.manual_seed(0)
         self.device, self.model = device, shape.build().to(device)
-        self.parameters = sum(p.numel() for p in self.model.parameters())
+        self.numels = [p.numel() for p in self.model.parameters()]
         self._inputs, self._targets = shape.inputs().to(device), shape.targets().to(device)
         self.optimizer = shape.optimizer(list(self.model.parameters()))
         if topology is not None:
@@ -196,14 +203,14 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
             topology.world.Barrier()
             seconds[name].append(ways[name].round(plan.steps))
         report = wrapped.report()
-        parameters = ways[BARE].parameters
+        parameters, choice = sum(ways[BARE].numels), _choice(device)
         held = _held(shape, device, topology, plan.steps)
         wrapped.close()
     mine = {
         "seconds": seconds,
         "exposed_seconds": (report["exposed_seconds"] - exposed) / (plan.rounds * plan.steps),
         "bytes_per_parameter": held / parameters,
-        "pack_over_copy": _pack_over_copy(parameters, device, plan.rounds),
+        "over_copy": _over_copy(ways[BARE].numels, device, plan.rounds, choice),
     }
     ranks = topology.world.allgather(mine)
     slowest = max(ranks, key=lambda one: statistics.median(one["seconds"][WRAPPED]))
@@ -212,6 +219,8 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         "device": _name(device),
         "nodes": list(topology.place.node_sizes),
         "parameters": parameters,
+        "packing": choice.told,
+        "packs": TORCH if choice.kernels is None else KERNELS,
         "node_transport": report["node_transport"],
         "exchanges": report["exchanges"],
         **slowest,
@@ -240,28 +249,55 @@ def _held(shape: Shape, device: torch.device, topology: Topology, steps: int) ->
     return float(most[1] - most[0])
 
 
-def _pack_over_copy(numel: int, device: torch.device, rounds: int) -> float:
-    """Return the rate at which parameters are encoded for a bf16 wire over that of a copy.
+def _choice(device: torch.device) -> Choice:
+    if device.type != "cuda":
+        return Choice(None, "torch's operations (on a CPU)")
+    return choose(device, CudaCopies(device))
 
-    Of the bytes that must cross the device's memory: both fp32 rows are read, 16 bits are written.
+
+def _over_copy(
+    numels: list[int], device: torch.device, rounds: int, choice: Choice
+) -> dict[str, dict[str, float]]:
+    """Return the rates at which a model is packed for a bf16 wire, and a mean taken in.
+
+    Args:
+        numels: Of the model's tensors.
+        device: Where they lie.
+        rounds: Of everything, in turn.
+        choice: Kernels, where they are measured too.
+
+    Returns:
+        Over the rate of a copy, in bytes that must cross the device's memory: by torch's
+        operations and by kernels.
     """
-    part = Part(torch.zeros(numel, device=device), Way(), on_device=True)
-    source = torch.randn(numel, device=device)
-    target, codec = torch.empty_like(source), codec_named("bf16")
-
-    def pack() -> None:
-        part.send(codec, [(0, numel)], lambda a, b, row: row.copy_(source[a:b]), keeps=True)
-
-    taken: dict[str, list[float]] = {"pack": [], "copy": []}
+    params = [torch.randn(numel, device=device) for numel in numels]
+    made: dict[str, Fused | None] = {TORCH: None}
+    if choice.kernels is not None:
+        made[KERNELS] = Fused(choice.kernels, lambda: views(params))
+    source = torch.randn(sum(numels), device=device)
+    target = torch.empty_like(source)
+    calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
+    for name, fused in made.items():
+        part = Part(torch.zeros_like(source), Way(), on_device=True, fused=fused)
+        mean = torch.full((part.piece,), 1e-3, device=device)
+        calls[f"{name} pack"] = partial(pack, part, params)
+        calls[f"{name} take"] = partial(take, part, mean)
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
-        for name, call in (("pack", pack), ("copy", lambda: target.copy_(source))):
+        for name, call in calls.items():
             settle(device)
             start = time.perf_counter()
             call()
             settle(device)
-            taken[name].append(time.perf_counter() - start)
-    copied, packed = (statistics.median(taken[name][1:]) for name in ("copy", "pack"))
-    return ((4 + 4 + 2) * numel / packed) / (2 * 4 * numel / copied)
+            seconds[name].append(time.perf_counter() - start)
+    taken = {name: statistics.median(one[1:]) for name, one in seconds.items()}
+    return {
+        name: {
+            what: BYTES[what] / taken[f"{name} {what}"] / (BYTES["copy"] / taken["copy"])
+            for what in ("pack", "take")
+        }
+        for name in made
+    }
 
 
 def _name(device: torch.device) -> str:
@@ -277,8 +313,13 @@ def table(found: Mapping[str, Any]) -> str:
             f"  step: bare {bare:.2f} ms, wrapped {wrapped:.2f} ms, {_ratio(found):.4f} of it",
             f"  exposed {1e3 * found['exposed_seconds']:.3f} ms a step, "
             f"{found['exchanges']} exchanges, {found['node_transport']}",
-            f"  {found['bytes_per_parameter']:.2f} bytes per parameter more at the most; packing "
-            f"runs at {found['pack_over_copy']:.2f} of a copy's rate",
+            f"  {found['bytes_per_parameter']:.2f} bytes per parameter more at the most",
+            f"  packing: {found['packing']}",
+            *(
+                f"    {name}: packed at {one['pack']:.2f} of a copy's rate, taken in at "
+                f"{one['take']:.2f}"
+                for name, one in found["over_copy"].items()
+            ),
         ]
     )
 
@@ -303,9 +344,11 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         return {}
     model, told = found["plan"]["model"], _conditions(found)
     if len(found["nodes"]) == 1:
+        rates = found["over_copy"][found["packs"]]
         named = {
             "gpu_overhead_world_1": (_ratio(found), "ratio of step times, over the bare optimizer"),
-            "gpu_pack_over_copy": (found["pack_over_copy"], "ratio of rates, over a device copy"),
+            "gpu_pack_over_copy": (rates["pack"], "ratio of rates, over a device copy"),
+            "gpu_take_over_copy": (rates["take"], "ratio of rates, over a device copy"),
         }
     else:
         step = statistics.median(found["seconds"][WRAPPED])
