@@ -26,8 +26,9 @@ __all__ = ["Choice", "choose", "pack", "take", "views"]
 
 ROUNDS = 5
 CODEC = codec_named("bf16")
-# Of tensors on trial, which begin evenly and not.
-NUMELS = (DEVICE_PIECE // 2, 1_000, DEVICE_PIECE // 2 - 1_007, 7)
+# Of tensors on trial, which begin evenly and not; together a piece, and one that does not end so:
+# what is compiled for them need not be while training goes on.
+NUMELS = (DEVICE_PIECE // 2, 1_000, DEVICE_PIECE // 2 - 1_007, 7, 7)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from daso.plan.layout import (
     Slot,
     Span,
     aligned,
+    blocks,
     chunk_parts,
     first_difference,
     fit_buckets,
@@ -334,6 +335,45 @@ def test_pieces_in_numbers():
         (0, Span(3, 4), Span(0, 1)),
         (2, Span(0, 1), Span(1, 2)),
         (3, Span(0, 3), Span(2, 5)),
+    ]
+
+
+# --- blocks ------------------------------------------------------------------------------------
+
+
+@checked
+@given(layouts_with_span(), st.integers(1, 5), st.integers(1, 9), st.data())
+def test_blocks_hold_every_number_once_where_it_lies(known, parts, most, data):
+    layout, span = known
+    tensors = list(pieces(layout, span))
+    payloads, free = [], 0
+    for cut in split(span.numel, parts):  # what fills a payload's last word is nobody's
+        payloads.append((cut, free))
+        free += cut.numel + data.draw(st.integers(0, 3))
+    found = [
+        (block.slot, block.inside + i, block.at + i, block.there + i)
+        for block in blocks(tensors, payloads, most)
+        for i in range(block.numel)
+    ]
+    expected = [
+        (slot, inside, at, there + at - cut.start)
+        for at, (slot, inside) in enumerate(cells(layout)[slice(*span)])
+        for cut, there in payloads
+        if cut.start <= at < cut.stop
+    ]
+    assert found == expected
+    assert all(1 <= block.numel <= most for block in blocks(tensors, payloads, most))
+
+
+def test_blocks_in_numbers():
+    layout = lay_out([slot_of("a", (5,)), slot_of("b", (4,))])
+    tensors = list(pieces(layout, Span(1, 9)))
+    payloads = [(Span(0, 3), 0), (Span(3, 8), 4)]
+    assert [tuple(one) for one in blocks(tensors, payloads, 3)] == [
+        (0, 1, 0, 0, 3),
+        (0, 4, 3, 4, 1),
+        (1, 0, 4, 5, 3),
+        (1, 3, 7, 8, 1),
     ]
 
 

@@ -120,6 +120,17 @@ def payloads(model, wire, chunks, memory):
         at += nbytes
 
 
+@pytest.mark.parametrize("wire", WIRES)
+def test_what_the_wire_lost_before_goes_where_local_work_is_kept(kernels, wire):
+    model = Model(kernels, (3000, 500), TYPES[:2], 1)
+    model.exchange("bf16", 2, keeps=False)
+    assert all(part.residual.abs().max() > 0 for part in model.parts)
+    model.move()
+    one, other = model.exchange(wire, 2, keeps=True)
+    assert one[2] == pytest.approx(other[2], rel=1e-4)
+    same(model)
+
+
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("wire", WIRES)
 def test_the_first_number_that_is_not_finite_is_found(kernels, wire, wrong):
