@@ -11,6 +11,7 @@ __all__ = [
     "NonFiniteError",
     "StallError",
     "TopologyError",
+    "told",
 ]
 
 
@@ -52,3 +53,8 @@ class CheckpointError(DasoError):
 
 class FlowError(DasoError):
     """A flow is not put together as it must be, or one of its nodes failed."""
+
+
+def told(error: Exception) -> str:
+    """Return an error's kind, and in one line what it says: some say a number, or nothing."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[-500:]}"

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 __all__ = [
+    "EVEN",
     "PIECE",
     "Blockwise",
     "Cast",
@@ -24,6 +25,7 @@ __all__ = [
 Fields = tuple[torch.Tensor, ...]  # views of a payload; what is in each, the codec knows
 
 PIECE = 1 << 16  # numbers: a multiple of every codec's block; six rows of them are 1.5 MiB of fp32
+EVEN = 8  # numbers: where they begin at multiples, a thread of a device moves 16 bytes at once
 WORD = 4  # bytes: payloads are whole words, so that parts of a chunk start aligned
 
 

@@ -10,11 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK", "EVEN", "WIRES", "pack", "take", "version"]
+from daso.comm.compress import EVEN
+
+__all__ = ["BLOCK", "WIRES", "interpreted", "pack", "take", "version"]
 
 BLOCK = 2048  # numbers of a program
-EVEN = 8  # numbers: where everything starts at multiples, a thread reads and writes 16 bytes
-EXACT, BF16, FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+BF16, FP16 = tl.constexpr(1), tl.constexpr(2)  # of wires; any other is written as it is
+UNIT = tl.constexpr(EVEN)
 
 # Of each type that fp32 is rounded to: how kernels call it, and as what they write it.
 WIRES = {
@@ -28,6 +30,11 @@ NUMBERS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 def version() -> str:
     """Return Triton's version."""
     return str(triton.__version__)
+
+
+def interpreted() -> bool:
+    """Return whether Triton interprets kernels (TRITON_INTERPRET), on the host."""
+    return not isinstance(_pack, triton.runtime.JITFunction)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
@@ -80,8 +87,8 @@ def _pack(
     )
     here = address.to(tl.pointer_type(NUMBER))
     if ALIGNED:
-        here, place = tl.multiple_of(here, 16), tl.multiple_of(place, 8)
-        there, count = tl.multiple_of(there, 8), tl.multiple_of(count, 8)
+        here, place = tl.multiple_of(here, 16), tl.multiple_of(place, UNIT)
+        there, count = tl.multiple_of(there, UNIT), tl.multiple_of(count, UNIT)
     at = tl.arange(0, SIZE)
     mask = at < count
     values = tl.load(here + at, mask=mask, other=0.0).to(tl.float32)
@@ -98,12 +105,16 @@ def _pack(
         tl.atomic_min(first, place + lowest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _take(
-    mean, sent, reference, residual, shown, sums, numel,
-    WIRE: tl.constexpr, SHOWN: tl.constexpr, RESIDUAL: tl.constexpr, SIZE: tl.constexpr,
+    mean, sent, reference, residual, shown, sums, count,
+    WIRE: tl.constexpr, SHOWN: tl.constexpr, RESIDUAL: tl.constexpr, WHOLE: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
+    numel = count
+    if WHOLE:  # told as a product, it is known to be a multiple
+        numel = count * UNIT
     at = program.to(tl.int64) * SIZE + tl.arange(0, SIZE)
     mask = at < numel
     mean_delta = tl.load(mean + at, mask=mask, other=0.0)
@@ -112,9 +123,9 @@ def _take(
     tl.store(reference + at, moved, mask=mask)
     tl.store(sums + 2 * program, tl.sum(apart * apart, 0))
     tl.store(sums + 2 * program + 1, tl.sum(moved * moved, 0))
-    if RESIDUAL:
-        apart += tl.load(residual + at, mask=mask, other=0.0)
     if SHOWN:
+        if RESIDUAL:
+            apart += tl.load(residual + at, mask=mask, other=0.0)
         tl.store(shown + at, apart, mask=mask)
 
 
@@ -158,6 +169,7 @@ def pack(
             LOST=lost is not None,
             ALIGNED=aligned,
             SIZE=BLOCK,
+            enable_fp_fusion=False,
         )
 
 
@@ -182,7 +194,7 @@ def take(
     """
     kind, written = WIRES[sent.dtype]
     numel = mean.numel()
-    programs = -(-numel // BLOCK)
+    whole, programs = numel % EVEN == 0, -(-numel // BLOCK)
     sums = torch.empty(programs, 2, dtype=torch.float32, device=mean.device)
     with _on(mean.device):
         _take[(programs,)](
@@ -192,10 +204,12 @@ def take(
             reference if residual is None else residual,
             reference if shown is None else shown,
             sums,
-            numel,
+            numel // EVEN if whole else numel,
             WIRE=kind,
             SHOWN=shown is not None,
             RESIDUAL=residual is not None,
+            WHOLE=whole,
             SIZE=BLOCK,
+            enable_fp_fusion=False,
         )
     return sums.sum(0)

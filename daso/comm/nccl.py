@@ -9,22 +9,34 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from daso.errors import told
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["describe", "library", "start", "told"]
+__all__ = ["describe", "library", "start"]
+
+
+NOT_FOUND = "cupy finds no libnccl.so.2"
+# By the CUDA that torch was built with, as torch tells it.
+REMEDIES = {
+    "12": ("pip install 'daso[cupy12]'", "pip install nvidia-nccl-cu12"),
+    "13": ("pip install 'daso[cupy13]'", "pip install nvidia-nccl-cu13"),
+}
+OTHERWISE = (
+    "pip install 'daso[cupy12]' or 'daso[cupy13]', or cupy built for it",
+    "pip install nvidia-nccl-cu12 or nvidia-nccl-cu13, or NCCL built for it",
+)
 
 
 @functools.cache
 def describe() -> dict[str, Any]:
     """Return whether NCCL can be loaded, and its version; or why not, and the remedy."""
-    major = (torch.version.cuda or "12").partition(".")[0]
+    with_cupy, with_nccl = REMEDIES.get((torch.version.cuda or "").partition(".")[0], OTHERWISE)
     try:
         import cupy
     except Exception as error:  # also where what it needs does not load
-        remedy = f"install cupy for this CUDA: pip install 'daso[cupy{major}]'"
-        if major == "12":
-            remedy = "install cupy for this CUDA: pip install 'daso[cupy12]' or 'daso[cupy13]'"
+        remedy = f"install cupy for torch's CUDA: {with_cupy}"
         return {"available": False, "why": told(error), "remedy": remedy}
     found: dict[str, Any] = {"available": False, "cupy": cupy.__version__}
     try:
@@ -33,20 +45,10 @@ def describe() -> dict[str, Any]:
             from cupy.cuda import nccl
         if nccl.available:
             return {**found, "available": True, "version": nccl.get_version()}
-        found["why"] = _lines(str(said[-1].message)) if said else "cupy finds no libnccl.so.2"
+        found["why"] = " ".join(str(said[-1].message).split()) if said else NOT_FOUND
     except Exception as error:
         found["why"] = told(error)
-    remedy = f"install NCCL for torch's CUDA: pip install nvidia-nccl-cu{major}"
-    return {**found, "remedy": remedy}
-
-
-def told(error: Exception) -> str:
-    """Return an error's kind, and in one line what it says: some are a number, or nothing."""
-    return f"{type(error).__name__}: {_lines(str(error))}"
-
-
-def _lines(text: str) -> str:
-    return " ".join(text.split())[-500:]
+    return {**found, "remedy": f"install NCCL for torch's CUDA: {with_nccl}"}
 
 
 def library() -> Any:

@@ -191,6 +191,8 @@ class HostNode:
 
     def wait(self, arrived: Arrived) -> None:
         """Block until something has arrived here."""
+        if arrived():
+            return
         host = self._host
         with self.watch.waiting(trace.NODE):
             host.waited_seconds += wait_until(

@@ -186,14 +186,14 @@ class NcclNode:
         self._stall_seconds, self._late = stall_seconds, late
         problem, mine = None, None
         try:
-            mine = CudaCopies(device, cuda), cuda.Stream(device)
+            copies = CudaCopies(device, cuda)
+            mine = copies, cuda.Stream(device), Stopwatch(copies.stamp)
         except Exception as error:
             problem = str(error)
         problems = [one for one in topology.node.allgather(problem) if one is not None]
         if mine is None or problems:
             raise RuntimeError(problems[0])
-        self.copies, self._stream = mine
-        self._watch = Stopwatch(self.copies.stamp)
+        self.copies, self._stream, self._watch = mine
         self._comm = start(topology.node, nccl, lambda: cuda.device(device), stall_seconds)
 
     def row(self, numel: int, dtype: torch.dtype, most: int) -> NcclRow:  # noqa: ARG002
@@ -259,6 +259,8 @@ class NcclNode:
 
     def wait(self, arrived: Arrived) -> None:
         """Block until something has arrived on the host."""
+        if arrived():
+            return
         with self._watch.waiting(trace.NODE):
             self.waited_seconds += wait_until(
                 arrived, _late_sum, self._stall_seconds, self._late, trace.NODE

@@ -146,35 +146,40 @@ def _describe(slot: Slot) -> str:
     return f"{slot.name} {slot.shape} {slot.dtype} strides {slot.strides}"
 
 
-def split(span: Span | int, parts: int) -> tuple[Span, ...]:
+def split(span: Span | int, parts: int, even: int = 1) -> tuple[Span, ...]:
     """Cut a span into ``parts`` contiguous spans whose sizes differ by at most one element.
 
     Args:
         span: What to cut; an int means the row from 0.
         parts: How many; at least 1. Some are empty when there are fewer elements.
+        even: Cut at multiples of so many elements from the start of the span; sizes differ by as
+            many then.
 
     Returns:
         The spans in order; together they are exactly ``span``.
     """
     start, stop = (0, span) if isinstance(span, int) else span
-    size, longer = divmod(stop - start, parts)
-    cuts = [start + i * size + min(i, longer) for i in range(parts + 1)]
+    size, longer = divmod(-(-(stop - start) // even), parts)
+    cuts = [min(stop, start + even * (i * size + min(i, longer))) for i in range(parts + 1)]
     return tuple(Span(a, b) for a, b in pairwise(cuts))
 
 
-def chunk_parts(numel: int, parts: int, chunk: int) -> tuple[tuple[Span, ...], ...]:
+def chunk_parts(numel: int, parts: int, chunk: int, even: int = 1) -> tuple[tuple[Span, ...], ...]:
     """Cut a row into chunks and every chunk into one part per peer.
 
     Args:
         numel: Elements of the row.
         parts: Peers.
         chunk: Elements of a chunk at most; at least 1.
+        even: Cut at multiples of so many elements; a chunk may have up to as many more.
 
     Returns:
         For each chunk in order, its ``parts`` spans. No chunk for an empty row.
     """
     count = -(-numel // max(chunk, 1))
-    return tuple(split(piece, parts) for piece in split(numel, count)) if count else ()
+    if not count:
+        return ()
+    return tuple(split(piece, parts, even) for piece in split(numel, count, even))
 
 
 def _messages_of_chunk(peers: int) -> int:
@@ -185,15 +190,18 @@ def _messages_of_chunk(peers: int) -> int:
     return 1 if peers <= 2 else min(peers, 16)
 
 
-def message_chunks(message: int, numel: int, peers: int) -> tuple[tuple[Span, ...], ...]:
+def message_chunks(
+    message: int, numel: int, peers: int, even: int = 1
+) -> tuple[tuple[Span, ...], ...]:
     """Cut a row into chunks of messages of a size; see `chunk_parts`.
 
     Args:
         message: Elements of a message between two peers.
         numel: Elements of the row.
         peers: Ranks that take part.
+        even: As for `chunk_parts`.
     """
-    return chunk_parts(numel, peers, max(1, message) * _messages_of_chunk(peers))
+    return chunk_parts(numel, peers, max(1, message) * _messages_of_chunk(peers), even)
 
 
 def pieces(layout: Layout, span: Span) -> Iterator[Piece]:
@@ -220,7 +228,7 @@ def pieces(layout: Layout, span: Span) -> Iterator[Piece]:
 
 
 class Block(NamedTuple):
-    """A few numbers that follow each other in a tensor, in a row and in a payload."""
+    """Numbers that follow each other in a tensor, in a row and in a payload."""
 
     slot: int  # index of the tensor
     inside: int  # of the first number in the flattened tensor
@@ -229,16 +237,13 @@ class Block(NamedTuple):
     numel: int
 
 
-def blocks(
-    tensors: Sequence[Piece], payloads: Sequence[tuple[Span, int]], most: int
-) -> Iterator[Block]:
-    """Cut a row where tensors begin and where payloads do, and what is between into blocks.
+def blocks(tensors: Sequence[Piece], payloads: Sequence[tuple[Span, int]]) -> Iterator[Block]:
+    """Cut a row where tensors begin and where payloads do.
 
     Args:
         tensors: What lies in the row, in order and without a gap.
         payloads: Spans of the row, in order and without a gap, and where each one's payload begins
             in the memory of all, in numbers.
-        most: Numbers of a block.
 
     Yields:
         Every number of the row once, in order.
@@ -251,7 +256,7 @@ def blocks(
             while at >= stop:
                 (begin, stop), there = next(parts)
                 shift = there - begin
-            numel = min(most, end - at, stop - at)
+            numel = min(end, stop) - at
             yield Block(slot, inside.start + at - start, at, at + shift, numel)
             at += numel
 

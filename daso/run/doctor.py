@@ -1,11 +1,10 @@
 """`daso doctor`: what is there, what fits together, and what would be chosen."""
 
-import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,11 @@ import torch
 
 from daso.comm.aware import cuda_aware
 from daso.comm.choose import choose_device, nccl_problem, wants_nccl
-from daso.comm.cuda import CudaCopies
 from daso.comm.mpi import check_wheels, library, load, wheels
 from daso.comm.nccl import describe
 from daso.comm.topology import Topology, init
 from daso.environment import find_mpirun, read_launch
-from daso.errors import DasoError
+from daso.errors import DasoError, told
 from daso.run.local import Local
 from daso.train.packing import choose
 
@@ -123,9 +121,9 @@ def _nodes(problems: list[str]) -> dict[str, Any]:
         problems += [str(error)] if str(error) not in problems else []
         return {}
     place, device = topology.place, choose_device(topology)
-    if wants_nccl(topology, device, "buckets") and (problem := nccl_problem()):
+    average = _average(topology, device)
+    if average == "NCCL" and (problem := nccl_problem()):
         problems.append(problem)
-    packing = {"packing": choose(device, CudaCopies(device)).told} if device.type == "cuda" else {}
     return {
         "world": place.size,
         "nodes": place.nodes,
@@ -133,9 +131,20 @@ def _nodes(problems: list[str]) -> dict[str, Any]:
         "lanes": place.lanes,
         "cores": len(os.sched_getaffinity(0)),
         "device": str(device),
-        "node_average": _average(topology, device),
-        **packing,
+        "node_average": average,
+        **_packing(device, problems),
     }
+
+
+def _packing(device: torch.device, problems: list[str]) -> dict[str, str]:
+    """Return what packs rows on a device, which is tried there."""
+    if device.type == "cpu":
+        return {}
+    try:
+        return {"packing": choose(device).told}
+    except Exception as error:  # a device that others have for themselves, or that is full
+        problems.append(f"{device} must be free to compute on, but {told(error)}; see nvidia-smi")
+        return {}
 
 
 def _average(topology: Topology, device: torch.device) -> str:
@@ -150,11 +159,17 @@ def _torch() -> dict[str, Any]:
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": version("triton") if importlib.util.find_spec("triton") else None,
+        "triton": _triton(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         if there
         else [],
     }
+
+
+def _triton() -> str | None:
+    """Return its version; some torch bring it under another name."""
+    names = packages_distributions().get("triton", [])
+    return version(names[0]) if names else None
 
 
 def _nccl() -> dict[str, Any]:

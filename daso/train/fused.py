@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
-from daso.comm.compress import Cast, Codec
+from daso.comm.compress import EVEN, Cast, Codec
 from daso.plan.layout import Piece, Span, blocks
 
 if TYPE_CHECKING:
@@ -122,12 +122,38 @@ class Fused:
             Piece(slot, Span(0, view.numel()), Span(at, at + view.numel()))
             for slot, (view, at) in enumerate(views)
         ]
-        jobs: dict[tuple[torch.dtype, bool], list[tuple[int, int, int, int]]] = {}
-        even = self._kernels.EVEN
-        for slot, inside, at, place, numel in blocks(tensors, starts, self._kernels.BLOCK):
+        runs: dict[torch.dtype, list[tuple[int, int, int, int]]] = {}
+        for slot, inside, at, place, numel in blocks(tensors, starts):
             view = views[slot][0]
             address = view.data_ptr() + inside * view.element_size()
-            aligned = not (address % WIDTH or at % even or place % even or numel % even)
-            jobs.setdefault((view.dtype, aligned), []).append((address, at, place, numel))
-        for (number, aligned), rows in jobs.items():
-            yield Table(number, aligned, torch.tensor(rows, device="cpu").to(device))
+            runs.setdefault(view.dtype, []).append((address, at, place, numel))
+        for number, found in runs.items():
+            jobs = _cut(torch.tensor(found, device="cpu"), number.itemsize, self._kernels.BLOCK)
+            even = (jobs % torch.tensor([WIDTH, EVEN, EVEN, EVEN], device="cpu") == 0).all(1)
+            for aligned in (True, False):
+                if some := int((even == aligned).sum()):
+                    mine = torch.empty(
+                        some, 4, dtype=jobs.dtype, device="cpu", pin_memory=device.type == "cuda"
+                    )
+                    mine.copy_(jobs[even == aligned])
+                    yield Table(number, aligned, mine.to(device, non_blocking=True))
+
+
+def _cut(runs: torch.Tensor, itemsize: int, most: int) -> torch.Tensor:
+    """Cut runs of numbers into jobs.
+
+    Args:
+        runs: (runs, 4): as jobs, but with any number of numbers.
+        itemsize: Bytes of a number where it is read.
+        most: Numbers of a job.
+
+    Returns:
+        (jobs, 4).
+    """
+    counts = (runs[:, 3] + most - 1) // most
+    jobs = runs.repeat_interleave(counts, 0)
+    firsts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    past = (torch.arange(len(jobs), device="cpu") - firsts) * most  # in its run
+    jobs += past.unsqueeze(1) * torch.tensor([itemsize, 1, 1, -1], device="cpu")
+    jobs[:, 3].clamp_(max=most)
+    return jobs

@@ -41,7 +41,8 @@ def _occupied_seconds(link: LinkModel, nodes: int, result: object) -> float:
     if isinstance(result, int):  # bytes of averaged gradients
         return link.seconds(result, payload_rounds(nodes))
     sent = getattr(result, "nbytes", 0)
-    return link.seconds(sent, vote_rounds(nodes) + (payload_rounds(nodes) if sent else 0))
+    rounds = vote_rounds(nodes) + (payload_rounds(nodes) if sent else 0)
+    return float(getattr(result, "made_seconds", 0.0)) + link.seconds(sent, rounds)
 
 
 class Links:

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from daso.comm.compress import codec_named, pieces
-from daso.comm.copies import Copies
+from daso.comm.compress import EVEN, codec_named
+from daso.comm.cuda import CudaCopies
+from daso.errors import told
+from daso.plan.layout import split
 from daso.train.fused import Fused
 from daso.train.part import DEVICE_PIECE, Part, Way
 
@@ -26,9 +28,14 @@ __all__ = ["Choice", "choose", "pack", "take", "views"]
 
 ROUNDS = 5
 CODEC = codec_named("bf16")
-# Of tensors on trial, which begin evenly and not; together a piece, and one that does not end so:
-# what is compiled for them need not be while training goes on.
-NUMELS = (DEVICE_PIECE // 2, 1_000, DEVICE_PIECE // 2 - 1_007, 7, 7)
+TYPE = torch.float32
+# Tensors on trial, which begin evenly and not; six million numbers, in so many payloads.
+TENSORS = (
+    *((DEVICE_PIECE, TYPE), (1_000, torch.bfloat16), (DEVICE_PIECE // 2 - 1_007, TYPE)),
+    *((7, TYPE), (9, TYPE)),
+)
+SPANS = 3
+BACKLOG = 16  # products of matrices of as many numbers: some milliseconds of a fast device
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,76 +51,82 @@ class Choice:
     told: str
 
 
-def choose(device: torch.device, copies: Copies) -> Choice:
+@functools.cache
+def choose(device: torch.device) -> Choice:
     """Return what packs rows on a device. Blocks: it is tried, the first time in a process.
 
     Args:
         device: A CUDA device.
-        copies: Between it and the host.
     """
-    return _chosen(device, _Clock(copies))
-
-
-class _Clock:
-    """A device's, whoever asks: equal to all others, so that nothing is tried again for it."""
-
-    def __init__(self, copies: Copies) -> None:
-        self.stamp = copies.stamp
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Clock)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-@functools.cache
-def _chosen(device: torch.device, clock: _Clock) -> Choice:
-    try:
+    try:  # Triton needs a C compiler, Python's headers, a folder to write to
         from daso.comm import kernels
-    except ImportError as error:
-        return Choice(None, f"torch's operations ({error})")
-    try:
-        ratio = _trial(kernels, device, clock)
-    except Exception as error:  # Triton needs a C compiler, Python's headers, a folder to write to
-        return Choice(None, f"torch's operations (kernels do not start: {_line(error)})")
+
+        if kernels.interpreted():
+            return Choice(None, "torch's operations (Triton interprets: TRITON_INTERPRET)")
+        ratio = _trial(kernels, device)
+    except Exception as error:
+        return Choice(None, f"torch's operations (kernels do not start: {told(error)})")
     if ratio is None:
         return Choice(None, "torch's operations (kernels give other bits here)")
-    told = f"kernels (Triton {kernels.version()}), {ratio:.2f} of the time of torch's operations"
     if ratio >= 1:
         return Choice(None, f"torch's operations (kernels take {ratio:.2f} of their time)")
-    return Choice(kernels, told)
+    said = f"kernels (Triton {kernels.version()}), {ratio:.2f} of the time of torch's operations"
+    return Choice(kernels, said)
 
 
-def _line(error: Exception) -> str:
-    """Return an error's kind and the first line of what it says."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-def _trial(kernels: "ModuleType", device: torch.device, clock: _Clock) -> float | None:
+def _trial(kernels: "ModuleType", device: torch.device) -> float | None:
     """Return the time of kernels over that of torch's operations; None: they give other bits."""
+    copies = CudaCopies(device)
     # Not random: the user's numbers are drawn from the same generator.
-    params = [torch.arange(numel, device=device).mul(0.37).sin_() for numel in NUMELS]
-    seconds, ended = [], []
-    for fused in (None, Fused(kernels, lambda: views(params))):
-        part = Part(torch.zeros(sum(NUMELS), device=device), Way(), on_device=True, fused=fused)
-        mean = torch.full((part.piece,), 1e-3, device=device)
-        taken = []
-        for _ in range(1 + ROUNDS):
-            begun = clock.stamp()
-            pack(part, params)
+    params = [
+        torch.arange(numel, dtype=TYPE, device=device).mul_(0.37).sin_().to(dtype)
+        for numel, dtype in TENSORS
+    ]
+    numel = sum(p.numel() for p in params)
+    made = Fused(kernels, lambda: views(params))
+    parts = [
+        Part(torch.zeros(numel, dtype=TYPE, device=device), Way(), on_device=True) for _ in range(2)
+    ]
+    parts[1].fused = made
+    mean = torch.full((parts[0].piece,), 1e-3, dtype=TYPE, device=device)
+    for keeps in (False, False, True, True):  # with what the wire lost before, and without
+        for part in parts:
+            pack(part, params, keeps=keeps)
+        sent = [[fields[0] for *_, fields in part.sent()] for part in parts]
+        same = all(map(torch.equal, *sent))
+        for part in parts:
             take(part, mean)
-            over = clock.stamp()
-            while not over.over():
-                time.sleep(1e-4)
-            taken.append(over.since(begun))
-        seconds.append(statistics.median(taken[1:]))
-        numel = part.shown.numel()
-        sent = CODEC.fields(part.outbox.memory, numel, 0, numel)
-        ended.append((*sent, part.reference, part.shown))
-    if not all(map(torch.equal, *ended)):
-        return None
-    return seconds[1] / seconds[0]
+        pairs = [(part.reference, part.shown) for part in parts]
+        if not same or not all(map(torch.equal, *pairs)):
+            return None
+    return _time(parts, params, mean, copies)
+
+
+def _time(
+    parts: Sequence[Part], params: Sequence[torch.Tensor], mean: torch.Tensor, copies: CudaCopies
+) -> float:
+    """Return how long the second part takes over the first.
+
+    The device has enough to do when all of it is launched, as in training: what is asked is how
+    long it takes there, not how long launching takes.
+    """
+    side = int(max(p.numel() for p in params) ** 0.5)
+    square = params[0][: side * side].view(side, side).to(TYPE)
+    product = torch.empty_like(square)
+    for _ in range(BACKLOG):
+        torch.mm(square, square, out=product)
+    stamps = []
+    for _ in range(ROUNDS):
+        for part in parts:
+            begun = copies.stamp()
+            pack(part, params, keeps=True)
+            take(part, mean)
+            stamps.append((begun, copies.stamp()))
+    while not stamps[-1][1].over():
+        time.sleep(1e-4)
+    taken = [over.since(begun) for begun, over in stamps]
+    torchs, ours = (statistics.median(taken[at::2]) for at in (0, 1))
+    return ours / torchs
 
 
 def views(params: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
@@ -122,8 +135,14 @@ def views(params: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
     return list(zip(params, starts, strict=False))
 
 
-def pack(part: Part, params: Sequence[torch.Tensor]) -> None:
-    """Launch what starts an exchange of a part that holds flat tensors, one after the other."""
+def pack(part: Part, params: Sequence[torch.Tensor], *, keeps: bool) -> None:
+    """Launch what starts an exchange of a part that holds flat tensors, one after the other.
+
+    Args:
+        part: On a device.
+        params: On the same.
+        keeps: As for `Part.send`.
+    """
 
     def gather(start: int, stop: int, row: torch.Tensor) -> None:
         pairs = [
@@ -136,7 +155,7 @@ def pack(part: Part, params: Sequence[torch.Tensor]) -> None:
         ]
         torch._foreach_copy_([there for there, _ in pairs], [here for _, here in pairs])
 
-    part.send(CODEC, [(0, part.shown.numel())], gather, keeps=True)
+    part.send(CODEC, split(part.shown.numel(), SPANS, EVEN), gather, keeps=keeps)
     part.checks()
 
 
@@ -147,7 +166,6 @@ def take(part: Part, mean: torch.Tensor) -> None:
         part: Of which all was packed.
         mean: Of the first numbers (at least a piece of the part); taken for all others too.
     """
-    ((_, numel), payload), *_ = part.outbox.items()
-    for a, b in pieces(numel, part.piece):
-        part.deliver(a, b, mean[: b - a], CODEC.fields(payload, numel, a, b))
+    for start, stop, fields in part.sent():
+        part.deliver(start, stop, mean[: stop - start], fields)
     part.finish()

@@ -4,8 +4,9 @@ Nothing here knows of MPI or of other ranks: the same code runs between nodes, d
 `daso.train.rows`, and for many simulated nodes in one process, driven by `daso.train.simulated`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -49,19 +50,12 @@ class Part:
         way: How exchanges are taken in.
         on_device: What is computed cannot be read at once without waiting; see
             `daso.train.staged`.
-        fused: Does it in one pass; None: torch does, in several.
     """
 
-    def __init__(
-        self,
-        shown: torch.Tensor,
-        way: Way,
-        *,
-        on_device: bool = False,
-        fused: Fused | None = None,
-    ) -> None:
+    def __init__(self, shown: torch.Tensor, way: Way, *, on_device: bool = False) -> None:
         self.shown, self.way, self.dtype = shown, way, shown.dtype
-        self.on_device, self._fused = on_device, fused
+        self.on_device = on_device
+        self.fused: Fused | None = None  # does in one pass what torch does in several
         self.piece = DEVICE_PIECE if on_device else PIECE
         self.reference = torch.zeros_like(shown)  # what the nodes agreed on last
         self.outer = None if way.outer is None else Outer(way.outer, self.reference)
@@ -84,6 +78,26 @@ class Part:
         self._nonfinite: list[tuple[int, torch.Tensor]] = []
         numel = min(self.piece, -(-shown.numel() // PIECE) * PIECE)
         self._room = torch.empty(2, numel, dtype=shown.dtype, device=shown.device)
+
+    def rehearse(self, codecs: Sequence[Codec], spans: Spans, gather: Gather) -> None:
+        """Launch what exchanges will, before the first: nothing is made or compiled later.
+
+        Args:
+            codecs: All that may cross.
+            spans: As for `send`.
+            gather: As for `send`.
+        """
+        mean = torch.zeros_like(self._room[0])
+        for codec, keeps, lost_before in product(codecs, (False, True), (False, True)):
+            self.residual = torch.zeros_like(self.shown) if lost_before else None
+            self.send(codec, spans, gather, keeps=keeps)
+            if self._takes_at_once(codec):
+                for start, stop, fields in self.sent():
+                    self.deliver(start, stop, mean[: stop - start], fields)
+        self.residual = self.pending = None
+        self.keeps = self.lossy = False
+        self.shown.zero_()
+        self.reference.zero_()
 
     def anchor(self) -> None:
         """Forget what belonged to an earlier reference; the caller has written the new one.
@@ -112,8 +126,8 @@ class Part:
         # What loses nothing crosses from where the merge will be shown: each piece is read first.
         memory = self.shown.view(torch.uint8) if codec.exact and not self.way.eager else None
         payloads = self.outbox.open(codec, spans, memory)
-        if self._fused is not None and self._fused.handles(codec):
-            place = self._fused.pack(
+        if self.fused is not None and self.fused.handles(codec):
+            place = self.fused.pack(
                 *(codec, spans, self.outbox.memory, self.reference, self.residual, self.pending)
             )
             self._nonfinite = [(0, place)]
@@ -161,6 +175,13 @@ class Part:
         """Return what was encoded of spans."""
         return self.outbox.payloads(spans)
 
+    def sent(self) -> Iterator[tuple[int, int, Fields]]:
+        """Yield what is delivered at a time: where it begins and ends, and what was sent of it."""
+        for (first, last), payload in self.outbox.items():
+            for a, b in pieces(last - first, self.piece):
+                fields = self.outbox.codec.fields(payload, last - first, a, b)
+                yield first + a, first + b, fields
+
     def deliver(self, start: int, stop: int, mean: torch.Tensor, sent: Fields) -> None:
         """Move the reference by the mean delta, or keep it for the outer optimizer.
 
@@ -195,14 +216,14 @@ class Part:
 
     def _takes_at_once(self, codec: Codec) -> bool:
         plain = not self.way.eager and self.outer is None and self.pending is None
-        return plain and self._fused is not None and self._fused.handles(codec)
+        return plain and self.fused is not None and self.fused.handles(codec)
 
     def _take(self, span: slice, mean: torch.Tensor, sent: torch.Tensor) -> None:
         """Do what `deliver` does where there is nothing but a reference and what is shown."""
-        assert self._fused is not None
+        assert self.fused is not None
         residual = None if self.residual is None else self.residual[span]
         shown = self.shown[span] if self.keeps else None
-        distance, norm = self._fused.take(mean, sent, self.reference[span], residual, shown)
+        distance, norm = self.fused.take(mean, sent, self.reference[span], residual, shown)
         self._distances.append(distance)
         self._norms.append(norm)
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from daso.comm.compress import Cast, codec_named, dense_codec
-from daso.comm.copies import Copies
+from daso.comm.compress import EVEN, Cast, codec_named, dense_codec
 from daso.comm.engine import Work
 from daso.comm.exchange import OnDevice, iallreduce
 from daso.comm.means import cut
 from daso.comm.node import NodeGroup
+from daso.errors import told
 from daso.plan.layout import Span, message_chunks, pieces, split
 from daso.plan.merge import ADOPT, KEEP, Merge
 from daso.train.fused import Fused
@@ -71,15 +71,14 @@ class ParameterRow:
     ) -> None:
         self.named, place = named, links.place
         self.layout = layout_of(named)
-        self.spans = split(self.layout.numel, place.lanes)
+        even = 1 if node.copies is None else EVEN
+        self.spans = split(self.layout.numel, place.lanes, even)
         self.span = self.spans[place.lane] if place.lane is not None else Span(0, 0)
         self.shared = node.share(self.spans, dtype)
         self.rounded: dict[int, torch.Tensor] = {}  # what this lane rounded away of means
         share = place.local_size / place.size
         way, copies = Way(links.settings.eager, share, outer), node.copies
-        self.packing: str | None = None  # how, where that is on a device
-        fused = self._fused(copies)
-        self.part = Part(self.shared.mine, way, on_device=copies is not None, fused=fused)
+        self.part = Part(self.shared.mine, way, on_device=copies is not None)
         where = None
         if copies is not None and links.settings.exchange.memory == "device":
             where = OnDevice(self.part.shown.device, copies, self.part.piece)
@@ -95,10 +94,11 @@ class ParameterRow:
         least = 1 if copies is None else LEAST
         message = message_numel(self.mean.codec, links.settings.exchange.chunk_bytes, least)
         peers = len(self.mean.adder.weights)
-        self.chunks = message_chunks(message, self.span.numel, peers)
+        self.chunks = message_chunks(message, self.span.numel, peers, even)
         # MPI adds rows as they are, and takes chunks whole, as two peers do.
         self.summed = Cast(dtype, dtype) if links.settings.delta_reduce == "iallreduce" else None
         self.cuts = cut(self.chunks, peers if self.summed is None else 2)
+        self.packing = None if copies is None else self._fuse()  # how, where that is on a device
 
     def _views(self, span: Span, row: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pair the parameters' elements in a span with a row that holds that span."""
@@ -106,14 +106,33 @@ class ParameterRow:
             tensor = flat_view(self.named[piece.slot][1])
             yield tensor[slice(*piece.inside)], row[slice(*piece.at)]
 
-    def _fused(self, copies: Copies | None) -> Fused | None:
-        """Return what packs this row in one pass, where it lies on a device and that is faster."""
-        row = self.shared.mine
-        if copies is None or not row.is_cuda or row.dtype != torch.float32:
+    def _fuse(self) -> str | None:
+        """Let kernels pack this row where it lies on a device and they are faster; say what does.
+
+        They are launched once in all ways that training will.
+        """
+        row, part = self.shared.mine, self.part
+        if not row.is_cuda or row.dtype != torch.float32:
             return None
-        choice = choose(row.device, copies)
-        self.packing = choice.told
-        return None if choice.kernels is None else Fused(choice.kernels, self._lanes_views)
+        choice = choose(row.device)
+        if choice.kernels is None:
+            return choice.told
+        part.fused = Fused(choice.kernels, self._lanes_views)
+        means = [*self.wired.values(), *([] if self.dense is None else [self.dense])]
+        codecs = [self.summed] if self.summed is not None else [mean.codec for mean in means]
+        try:
+            part.rehearse(
+                [one for one in codecs if part.fused.handles(one)], self._spans, self._gather
+            )
+        except Exception as error:  # as in `choose`
+            part.fused = None
+            return f"torch's operations (kernels do not start: {told(error)})"
+        return choice.told
+
+    @property
+    def _spans(self) -> list[tuple[int, int]]:
+        """What has a payload of its own."""
+        return [span for parts in self.cuts for span in parts]
 
     def _lanes_views(self) -> list[tuple[torch.Tensor, int]]:
         """Return the parameters' elements in this lane's part, and where each begins in it."""
@@ -140,8 +159,7 @@ class ParameterRow:
         self.shared.wait_released()
         self.mean = self.dense if dense and self.dense is not None else self.wired[wire]
         codec = self.summed or self.mean.codec
-        spans = [span for parts in self.cuts for span in parts]
-        self.crossing.send(codec, spans, self._gather, keeps=keeps)
+        self.crossing.send(codec, self._spans, self._gather, keeps=keeps)
 
     def go_ahead(self) -> None:
         """Move the parameters to where the exchange will probably bring them.

@@ -112,6 +112,7 @@ class Session:
         _open_syncs.add(self._sync)
         anchor = () if self.schedule.synchronous else (Act.ANCHOR,)
         self._sync.perform((*acts, *anchor), self.schedule)
+        self._sync.start_watch()  # the first step does not hold the setup
 
     def _reopen(self, sync: Sync, *acts: Act) -> None:
         """Set up anew, as for other parameters; nothing may be in flight."""

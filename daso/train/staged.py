@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from daso.comm.compress import Codec, Fields, pieces
+from daso.comm.compress import Codec, Fields
 from daso.comm.copies import Arrived, Copies
 from daso.comm.engine import Work
 from daso.comm.means import Outbox, Source, Spans
@@ -176,14 +176,12 @@ class Staged(Direct):
 
     def finish(self) -> Work[tuple[float, float]]:
         """Move the part piece by piece, and end the exchange."""
-        part, copies, outbox = self.part, self._copies, self.part.outbox
-        for (first, last), payload in outbox.items():
-            for a, b in pieces(last - first, part.piece):
-                mean = self._room[: b - a]
-                yield copies.back(self._means[first + a : first + b], mean)
-                fields = outbox.codec.fields(payload, last - first, a, b)
-                with copies.beside():
-                    part.deliver(first + a, first + b, mean, fields)
-                    delivered = copies.mark()
-                yield delivered  # the next piece takes the same room
+        part, copies = self.part, self._copies
+        for start, stop, fields in part.sent():
+            mean = self._room[: stop - start]
+            yield copies.back(self._means[start:stop], mean)
+            with copies.beside():
+                part.deliver(start, stop, mean, fields)
+                delivered = copies.mark()
+            yield delivered  # the next piece takes the same room
         return (yield from super().finish())

@@ -99,13 +99,10 @@ class Sync:
             raise
 
     def _choose_node(self) -> NodeGroup:
-        """Return the transport inside the node; where it cannot start, give back what is held.
-
-        Times are taken by the clock of what computes from here on.
-        """
+        """Return the transport inside the node; where it cannot start, give back what is held."""
         settings = self.settings
         try:
-            node = choose_node(
+            return choose_node(
                 self.topology,
                 self.trained.device,
                 settings.gradients.order,
@@ -116,8 +113,6 @@ class Sync:
             self._close_carrier()
             self.links.engine.close()
             raise
-        self.counts.watch.start(HostStamp if node.copies is None else node.copies.stamp)
-        return node
 
     def _layers(self) -> LayerSteps | None:
         """Return how steps are taken layer by layer; None where they are always whole."""
@@ -128,6 +123,11 @@ class Sync:
         # Of gradients that stay in the node nobody looks whether they are finite.
         inside = isinstance(self._carrier, HostSums)
         return LayerSteps(self.trained, self.buckets) if inside else None
+
+    def start_watch(self) -> None:
+        """Begin a step, by the clock of what computes here."""
+        copies = self.buckets.node.copies
+        self.counts.watch.start(HostStamp if copies is None else copies.stamp)
 
     # --- gradients ---------------------------------------------------------------------------
 

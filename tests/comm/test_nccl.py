@@ -87,7 +87,22 @@ def test_a_library_that_does_not_load_is_told_with_the_remedy(described, make, w
     """As an answer, whatever cupy raises: on one rank alone an error would stop all others."""
     found = described(make)
     assert (found["available"], found["why"]) == (False, why)
-    assert found["remedy"].endswith("pip install nvidia-nccl-cu12")
+    remedy = found["remedy"]
+    assert remedy.startswith("install NCCL for torch's CUDA: pip install nvidia-nccl-cu12")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "ends"),
+    [
+        ("12.8", "pip install nvidia-nccl-cu12"),
+        ("13.0", "pip install nvidia-nccl-cu13"),
+        ("11.8", "or NCCL built for it"),
+        (None, "or NCCL built for it"),
+    ],
+)
+def test_the_remedy_is_for_the_cuda_that_torch_was_built_with(described, monkeypatch, cuda, ends):
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    assert described(warns)["remedy"].endswith(ends)
 
 
 def test_without_cupy_the_remedy_is_cupy(monkeypatch):

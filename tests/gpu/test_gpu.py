@@ -83,7 +83,7 @@ def test_nccl_on_one_rank_gives_back_what_it_got():
 
 def test_kernels_are_tried_and_taken():
     """They give torch's bits and are faster; where there is no GPU, it is said that they fail."""
-    told = choose(DEVICE, CudaCopies(DEVICE)).told
+    told = choose(DEVICE).told
     if PRETENDED:
         assert told.startswith("torch's operations (kernels do not start: ")
     else:

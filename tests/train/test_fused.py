@@ -46,9 +46,8 @@ class Model:
         self.views = [(p, at) for p, at in zip(self.params, starts, strict=False) if p.numel()]
         self.numel = sum(numels)
         made = Fused(kernels, lambda: self.views)
-        self.parts = [
-            Part(torch.zeros(self.numel), way, on_device=True, fused=one) for one in (None, made)
-        ]
+        self.parts = [Part(torch.zeros(self.numel), way, on_device=True) for _ in range(2)]
+        self.parts[1].fused = made
         reference = torch.randn(self.numel, generator=generator)
         for part in self.parts:
             part.reference.copy_(reference)
@@ -72,9 +71,8 @@ class Model:
             part.send(codec, spans, self.gather, keeps=keeps)
             found = part.first_nonfinite(part.checks().tolist())
             sent = part.outbox.memory.clone()
-            for (a, b), payload in part.outbox.items():
-                fields = codec.fields(payload, b - a, 0, b - a)
-                part.deliver(a, b, mean[a:b].clone(), fields)
+            for start, stop, fields in part.sent():
+                part.deliver(start, stop, mean[start:stop].clone(), fields)
             told.append((found, sent, part.measured(part.finish().tolist())))
         return told
 
@@ -131,6 +129,26 @@ def test_what_the_wire_lost_before_goes_where_local_work_is_kept(kernels, wire):
     same(model)
 
 
+@pytest.mark.parametrize("outer", [None, lambda p: torch.optim.Adam(p, 0.1)])
+def test_a_rehearsal_leaves_nothing_behind(kernels, outer):
+    models = [Model(kernels, (3000, 500), TYPES[:2], 1, Way(outer=outer)) for _ in range(2)]
+    spans = [tuple(span) for span in split(3500, 2)]
+    for part in models[0].parts:
+        reference = part.reference.clone()
+        part.rehearse([codec_named(wire) for wire in WIRES], spans, models[0].gather)
+        assert not part.shown.any()
+        assert not part.reference.any()
+        assert part.residual is None
+        part.reference.copy_(reference)
+    for model in models:
+        for keeps in (True, False, True):
+            model.move()
+            model.exchange("bf16", 2, keeps=keeps)
+        same(model)
+    mine, other = (model.parts[1].rows() for model in models)
+    assert all(map(torch.equal, mine, other))
+
+
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("wire", WIRES)
 def test_the_first_number_that_is_not_finite_is_found(kernels, wire, wrong):
@@ -163,7 +181,7 @@ def test_parameters_that_moved_are_found(kernels):
 
 
 def tables(model, wire, chunks):
-    made = model.parts[1]._fused
+    made = model.parts[1].fused
     spans = [tuple(span) for span in split(model.numel, chunks)]
     return made._tables(codec_named(wire), spans, torch.device("cpu"))
 
@@ -180,8 +198,8 @@ def test_blocks_that_begin_evenly_are_read_16_bytes_at_a_time(kernels):
 
 def test_a_wire_without_kernels_is_left_to_torch(kernels):
     model = Model(kernels, (4096,), TYPES[:1], 1)
-    assert not model.parts[1]._fused.handles(codec_named("int4"))
-    assert not model.parts[1]._fused.handles(codec_named("topk"))
+    assert not model.parts[1].fused.handles(codec_named("int4"))
+    assert not model.parts[1].fused.handles(codec_named("topk"))
     one, other = model.exchange("int4", 2, keeps=False)
     assert torch.equal(one[1], other[1])
     same(model)

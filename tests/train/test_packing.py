@@ -7,49 +7,62 @@ import pytest
 import torch
 
 import daso.comm
-from daso.comm.stopwatch import HostStamp
+from daso.comm.compress import EVEN
 from daso.train import packing
 from daso.train.packing import views
 
 CPU = torch.device("cpu")
 
 
-class Clock:
-    """Says that what kernels did took so many times as long."""
+class Copies:
+    """A device that says how long what was launched took: torch's operations 1, kernels more."""
 
     def __init__(self, ratio):
-        # The first of each is longer: kernels are compiled then.
-        self.taken = [time for one in (1.0, ratio) for time in [9.0] + [one] * packing.ROUNDS]
+        self.taken = [1.0, ratio] * packing.ROUNDS
         self.now, self.ends = 0.0, False
 
     def stamp(self):
         if self.ends:
             self.now += self.taken.pop(0)
         self.ends = not self.ends
-        made = HostStamp()
-        made._at = self.now
-        return made
+        return Moment(self.now)
 
 
-def kernels(wrong=0.0, error=None):
+class Moment:
+    def __init__(self, at):
+        self.at = at
+
+    def over(self):
+        return True
+
+    def since(self, earlier):
+        return self.at - earlier.at
+
+
+def kernels(wrong=0.0, error=None, interpreted=False):
     """Return a module that does with torch what kernels do."""
     made = ModuleType("kernels")
-    made.WIRES = {torch.bfloat16: None}
-    made.EVEN, made.BLOCK, made.version = 8, 2048, lambda: "3.x"
+    made.WIRES, made.BLOCK = {torch.bfloat16: None}, 2048
+    made.version, made.interpreted = lambda: "3.x", lambda: interpreted
 
     def pack(jobs, number, wire, reference, residual, lost, first, *, aligned):
         if error is not None:
             raise error
-        assert residual is None and lost is None
-        whole = torch.cat([p for p, _ in made.views])
+        whole = torch.cat([p.float() for p, _ in made.views])
         for _, at, there, numel in jobs.tolist():
+            assert not aligned or not (at % EVEN or there % EVEN or numel % EVEN)
             values = whole[at : at + numel] - reference[at : at + numel]
+            if residual is not None:
+                values += residual[at : at + numel]
             wire[there : there + numel] = values
+            if lost is not None:
+                lost[at : at + numel] = values - wire[there : there + numel].float()
 
     def take(mean, sent, reference, residual, shown):
         apart = mean - sent.float()
         reference += mean
-        shown.copy_(apart + wrong)
+        if shown is not None:
+            shown.copy_(apart + (wrong if residual is None else residual))
         return torch.stack([apart.dot(apart), reference.dot(reference)])
 
     made.pack, made.take = pack, take
@@ -59,7 +72,8 @@ def kernels(wrong=0.0, error=None):
 @pytest.fixture
 def chosen(monkeypatch):
     """Return what is chosen with certain kernels, and a clock."""
-    monkeypatch.setattr(packing, "NUMELS", (4096, 10, 3000, 7))
+    f32, b16 = torch.float32, torch.bfloat16
+    monkeypatch.setattr(packing, "TENSORS", ((4096, f32), (10, b16), (3000, f32), (7, f32)))
 
     def choose(made, ratio=0.5):
         real = packing.views
@@ -68,53 +82,67 @@ def chosen(monkeypatch):
             made.views = real(params)
             return made.views
 
+        monkeypatch.setattr(packing, "CudaCopies", lambda _: Copies(ratio))
         monkeypatch.setattr(packing, "views", noted)
         monkeypatch.setitem(sys.modules, "daso.comm.kernels", made)
         monkeypatch.setattr(daso.comm, "kernels", made, raising=False)
-        return packing._chosen.__wrapped__(CPU, Clock(ratio))
+        return packing.choose.__wrapped__(CPU)
 
     return choose
 
 
-def test_kernels_are_taken_where_they_are_faster(chosen):
-    made = kernels()
-    found = chosen(made, 0.41)
-    assert found.kernels is made
+def torchs(why):
+    return packing.Choice(None, f"torch's operations ({why})")
+
+
+@pytest.mark.parametrize("usual", [torch.float32, torch.bfloat16, torch.float64])
+def test_kernels_are_taken_where_they_are_faster(chosen, usual):
+    """Whatever type torch makes tensors of, unless it is told."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(usual)
+    try:
+        made = kernels()
+        found = chosen(made, 0.41)
+    finally:
+        torch.set_default_dtype(before)
     assert found.told == "kernels (Triton 3.x), 0.41 of the time of torch's operations"
+    assert found.kernels is made
 
 
 def test_kernels_that_are_slower_are_not_taken(chosen):
-    found = chosen(kernels(), 1.3)
-    assert found == packing.Choice(None, "torch's operations (kernels take 1.30 of their time)")
+    assert chosen(kernels(), 1.3) == torchs("kernels take 1.30 of their time")
 
 
 def test_kernels_that_give_other_bits_are_not_taken(chosen):
-    found = chosen(kernels(wrong=1e-6))
-    assert found == packing.Choice(None, "torch's operations (kernels give other bits here)")
+    assert chosen(kernels(wrong=1e-6)) == torchs("kernels give other bits here")
 
 
 def test_kernels_that_do_not_start_are_not_taken(chosen):
-    error = RuntimeError("Failed to find C compiler\nand more")
-    told = "torch's operations (kernels do not start: RuntimeError: Failed to find C compiler)"
-    assert chosen(kernels(error=error)) == packing.Choice(None, told)
+    error = RuntimeError("no C compiler\nand more")
+    why = "kernels do not start: RuntimeError: no C compiler and more"
+    assert chosen(kernels(error=error)) == torchs(why)
+
+
+def test_kernels_that_are_interpreted_are_not_taken(chosen):
+    """They would look for a device's memory on the host."""
+    assert chosen(kernels(interpreted=True)).told.endswith("(Triton interprets: TRITON_INTERPRET)")
 
 
 def test_without_triton_torch_packs(monkeypatch):
     monkeypatch.delattr(daso.comm, "kernels", raising=False)
     monkeypatch.setitem(sys.modules, "daso.comm.kernels", None)
-    found = packing._chosen.__wrapped__(CPU, Clock(1.0))
+    found = packing.choose.__wrapped__(CPU)
     assert found.kernels is None
-    assert found.told.startswith("torch's operations (import of daso.comm.kernels halted")
+    assert "import of daso.comm.kernels halted" in found.told
 
 
-def test_a_device_is_asked_once(monkeypatch):
+def test_a_device_is_asked_once(monkeypatch, chosen):
     tried = []
     monkeypatch.setattr(packing, "_trial", lambda *_: tried.append(1) or 2.0)
-    packing._chosen.cache_clear()
-    clocks = [packing._Clock(Clock(1.0)) for _ in range(2)]
-    assert len({packing._chosen(CPU, clock) for clock in clocks}) == 1
-    packing._chosen.cache_clear()
-    assert len(tried) == 1
+    packing.choose.cache_clear()
+    assert packing.choose(CPU) is packing.choose(CPU)
+    packing.choose.cache_clear()
+    assert len(tried) <= 1
 
 
 def test_tensors_lie_one_after_the_other():

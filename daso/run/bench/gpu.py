@@ -14,7 +14,6 @@ from torch.nn.functional import cross_entropy
 
 import daso
 from daso.comm.choose import choose_device
-from daso.comm.cuda import CudaCopies
 from daso.comm.throttle import CopyLink, pretend_device
 from daso.comm.topology import Topology
 from daso.examples.transformer import ByteTransformer
@@ -252,7 +251,7 @@ def _held(shape: Shape, device: torch.device, topology: Topology, steps: int) ->
 def _choice(device: torch.device) -> Choice:
     if device.type != "cuda":
         return Choice(None, "torch's operations (on a CPU)")
-    return choose(device, CudaCopies(device))
+    return choose(device)
 
 
 def _over_copy(
@@ -278,9 +277,10 @@ def _over_copy(
     target = torch.empty_like(source)
     calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
     for name, fused in made.items():
-        part = Part(torch.zeros_like(source), Way(), on_device=True, fused=fused)
+        part = Part(torch.zeros_like(source), Way(), on_device=True)
+        part.fused = fused
         mean = torch.full((part.piece,), 1e-3, device=device)
-        calls[f"{name} pack"] = partial(pack, part, params)
+        calls[f"{name} pack"] = partial(pack, part, params, keeps=True)
         calls[f"{name} take"] = partial(take, part, mean)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
