@@ -66,10 +66,10 @@ class Interpreted:
 
 @pytest.fixture(scope="session")
 def kernels():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        from daso.comm import kernels
+    from daso.comm import kernels
 
+    assert kernels.interpreted()
+    with pytest.MonkeyPatch.context() as patch:
         for name in ("_pack", "_take"):
             patch.setattr(kernels, name, Interpreted(getattr(kernels, name), packs=name == "_pack"))
         yield kernels
