@@ -26,7 +26,7 @@ PUBLIC = [
     "memory",
     "predict",
 ]
-HEAVY = {"torch", "mpi4py", "cupy", "numpy"}
+HEAVY = {"torch", "mpi4py", "cupy", "numpy", "triton"}
 
 
 def python(*words):

@@ -88,16 +88,18 @@ class Part:
             gather: As for `send`.
         """
         mean = torch.zeros_like(self._room[0])
-        for codec, keeps, lost_before in product(codecs, (False, True), (False, True)):
-            self.residual = torch.zeros_like(self.shown) if lost_before else None
-            self.send(codec, spans, gather, keeps=keeps)
-            if self._takes_at_once(codec):
-                for start, stop, fields in self.sent():
-                    self.deliver(start, stop, mean[: stop - start], fields)
-        self.residual = self.pending = None
-        self.keeps = self.lossy = False
-        self.shown.zero_()
-        self.reference.zero_()
+        try:
+            for codec, keeps, lost_before in product(codecs, (False, True), (False, True)):
+                self.residual = torch.zeros_like(self.shown) if lost_before else None
+                self.send(codec, spans, gather, keeps=keeps)
+                if self._takes_at_once(codec):
+                    for start, stop, fields in self.sent():
+                        self.deliver(start, stop, mean[: stop - start], fields)
+        finally:
+            self.residual = self.pending = None
+            self.keeps = self.lossy = False
+            self.shown.zero_()
+            self.reference.zero_()
 
     def anchor(self) -> None:
         """Forget what belonged to an earlier reference; the caller has written the new one.
