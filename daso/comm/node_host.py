@@ -161,6 +161,7 @@ class HostNode:
         self.rank = host.rank
         self.watch = Stopwatch(copies.stamp)
         self._host, self._device = host, device
+        host.recorded_as = None  # the watch records how long the device stands still
 
     @property
     def waited_seconds(self) -> float:
@@ -200,7 +201,6 @@ class HostNode:
                 lambda: "a copy, or another rank of the node, is late",
                 host.stall_seconds,
                 host.late,
-                trace.NODE,
             )
 
     def free(self) -> None:

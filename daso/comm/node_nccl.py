@@ -262,9 +262,7 @@ class NcclNode:
         if arrived():
             return
         with self._watch.waiting(trace.NODE):
-            self.waited_seconds += wait_until(
-                arrived, _late_sum, self._stall_seconds, self._late, trace.NODE
-            )
+            self.waited_seconds += wait_until(arrived, _late_sum, self._stall_seconds, self._late)
 
     def keep_up(self, event: Any) -> None:
         """Block until the device is through with an event; this rank's own work counts too."""

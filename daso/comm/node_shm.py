@@ -58,7 +58,7 @@ class Line:
             lambda: self.missing(stage, count),
             self.group.stall_seconds,
             self.group.late,
-            trace.NODE,
+            self.group.recorded_as,
         )
 
     def missing(self, stage: int, count: int) -> str:
@@ -217,6 +217,7 @@ class ShmNode:
         self.world_ranks: list[int] = topology.node.allgather(topology.place.rank)
         self.stall_seconds = stall_seconds
         self.waited_seconds = 0.0
+        self.recorded_as: int | None = trace.NODE  # of waits
         self._windows: list[SharedWindow] = []
 
     @property

@@ -2,15 +2,16 @@
 
 A device is behind its host. While the host waits for others, the device does what was launched
 before, and stands still only once that is done; a step that took the host a moment to launch takes
-the device as long as ever. So a device is asked: stamps are launched where it waits, and between
-its steps, and read when it has come past them. Nobody waits for that.
+the device as long as ever. So a device is asked: stamps are launched where its host waits, and
+between steps, and read when it has come past them. Nobody waits for that. How long a rank stood
+still is recorded too; see `daso.trace`.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from daso import trace
 
@@ -46,6 +47,16 @@ class HostStamp:
         return self._at - earlier._at
 
 
+class Launched(NamedTuple):
+    """Stamps that were not read yet, of a wait or of the end of a step."""
+
+    kind: int | None  # for whom was waited; None: a step ended
+    begun: Stamp
+    ended: Stamp
+    at: float = 0.0  # when the wait ended on the host; seconds, time.perf_counter
+    key: int = trace.NO_KEY
+
+
 class Stopwatch:
     """Takes the times of one rank.
 
@@ -56,8 +67,7 @@ class Stopwatch:
     def __init__(self, stamp: Callable[[], Stamp] = HostStamp) -> None:
         self._idle = {trace.NODE: 0.0, trace.NODES: 0.0}  # seconds
         self._steps: deque[float] = deque(maxlen=MOST_STEPS)
-        # Launched and not read yet, in order: waits (for whom, from, to), ends of steps (None, -).
-        self._launched: deque[tuple[int | None, Stamp, Stamp]] = deque()
+        self._launched: deque[Launched] = deque()  # in order
         self.start(stamp)
 
     def start(self, stamp: Callable[[], Stamp]) -> None:
@@ -69,22 +79,25 @@ class Stopwatch:
         self._idle_since = 0.0  # of the step that goes on, for other nodes
 
     @contextmanager
-    def waiting(self, kind: int) -> Iterator[None]:
+    def waiting(self, kind: int, key: int = trace.NO_KEY) -> Iterator[None]:
         """Let the calling thread wait meanwhile.
 
         Args:
             kind: For whom: `daso.trace.NODE` or ``NODES``.
+            key: Of the exchange that is waited for.
         """
         begun = self._stamp()
         try:
             yield
         finally:
-            self._launched.append((kind, begun, self._stamp()))
+            at = time.perf_counter()
+            self._launched.append(Launched(kind, begun, self._stamp(), at, key))
+            self._read()
 
     def step(self) -> None:
         """End a step."""
         ended = self._stamp()
-        self._launched.append((None, ended, ended))
+        self._launched.append(Launched(None, ended, ended))
         self._read()
 
     def idle_seconds(self, kind: int) -> float:
@@ -105,8 +118,8 @@ class Stopwatch:
 
     def _read(self) -> None:
         """Take up what is past."""
-        while self._launched and self._launched[0][2].over():
-            kind, begun, ended = self._launched.popleft()
+        while self._launched and self._launched[0].ended.over():
+            kind, begun, ended, at, key = self._launched.popleft()
             if kind is None:
                 self._steps.append(max(0.0, ended.since(self._last) - self._idle_since))
                 self._last, self._idle_since = ended, 0.0
@@ -115,3 +128,4 @@ class Stopwatch:
             self._idle[kind] += idle
             if kind == trace.NODES:
                 self._idle_since += idle
+            trace.record(kind, at - idle, ends=at, key=key)

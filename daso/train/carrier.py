@@ -88,7 +88,6 @@ class Carrier(ABC):
                 self.check()
                 if time.perf_counter() - begun > self._links.engine.stall_seconds:
                     self._give_up(place)
-        trace.record(kind, begun)
 
     def _give_up(self, place: int) -> None:
         """Raise, naming who is late, and let nothing follow: ranks are out of step from here."""

@@ -1,7 +1,6 @@
 """Where all ranks meet: what they check, wait for and average together, beside parameters."""
 
 import logging
-import time
 from typing import TypeVar
 
 import torch
@@ -76,12 +75,8 @@ class Meeting:
 
     def wait(self, ticket: Ticket[Result]) -> Result:
         """Block until work is over and return its result; standing still is exposed time."""
-        start = time.perf_counter()
-        try:
-            with self.counts.watch.waiting(trace.NODES):
-                return self.links.engine.wait(ticket)
-        finally:
-            trace.record(trace.NODES, start, key=ticket.key)
+        with self.counts.watch.waiting(trace.NODES, ticket.key):
+            return self.links.engine.wait(ticket)
 
     def gather(self, number: float) -> list[float]:
         """Return every rank's number, in rank order. Collective over the world; blocking."""
@@ -163,7 +158,6 @@ class Meeting:
             )
 
     def _average(self, tensors: list[torch.Tensor]) -> None:
-        start = time.perf_counter()
         with self.counts.watch.waiting(trace.NODES):
             self.counts.global_bytes_sent += average_tensors(
                 tensors,
@@ -172,4 +166,3 @@ class Meeting:
                 self.links.engine.run,
                 self.links.settings.exchange.chunk_bytes,
             )
-        trace.record(trace.NODES, start)

@@ -79,6 +79,28 @@ def test_waits_inside_the_node_are_part_of_a_step(device, watch):
     assert watch.take_steps() == pytest.approx([1.6])
 
 
+def test_what_is_recorded_is_how_long_nothing_was_done(device, watch):
+    recorder = trace.Recorder(10)
+    trace.start(recorder)
+    try:
+        with watch.waiting(trace.NODE):
+            device.pass_(0.25)
+        device.launch(1.0)
+        with watch.waiting(trace.NODES, key=7):
+            device.pass_(1.5)
+        assert [span.kind for span in recorder.take()[0]] == [trace.NODE, trace.NODES]
+        device.launch(1.0)
+        with watch.waiting(trace.NODES, key=8):
+            device.pass_(0.4)
+        assert recorder.take() == ([], 0)  # not past
+        device.pass_(10)
+        watch.step()
+        (span,) = recorder.take()[0]
+    finally:
+        trace.stop()
+    assert (span.kind, span.key, span.begins) == (trace.NODES, 8, span.ends)
+
+
 def test_waits_that_an_error_ends_count_too(device, watch):
     with pytest.raises(ZeroDivisionError), watch.waiting(trace.NODES):
         device.pass_(2)

@@ -11,6 +11,7 @@ from ranks.test_sync import adamw, batch_loss, mlp, seeded, sgd
 from sequential import Sequential
 
 import daso
+from daso import trace
 from daso.comm.choose import choose_device
 from daso.errors import LayoutError, TopologyError
 
@@ -123,10 +124,12 @@ def test_times_are_those_of_the_device_which_is_behind_its_host(topology, device
         steps(5)
         torch.cuda.synchronize()
         before, begun = optimizer.report()["exposed_seconds"], time.perf_counter()
+        trace.start(recorder := trace.Recorder())
         steps(8)
         torch.cuda.synchronize()
         taken = time.perf_counter() - begun
         report = optimizer.report()
+        trace.stop()
     if place.nodes == 1:
         return
     step, seen = taken / 8, report["seen"]
@@ -134,6 +137,9 @@ def test_times_are_those_of_the_device_which_is_behind_its_host(topology, device
     if max(place.node_sizes) == 1:  # sums inside a node wait for ranks that share a device
         assert seen["exchange_seconds"] < step
         assert report["exposed_seconds"] - before < 0.2 * taken
+        waits = [one for one in recorder.take()[0] if one.kind == trace.NODES]
+        assert len(waits) >= 2
+        assert sum(one.ends - one.begins for one in waits) < 0.2 * taken
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int4"])
