@@ -128,7 +128,8 @@ def test_times_are_those_of_the_device_which_is_behind_its_host(topology, device
         steps(8)
         torch.cuda.synchronize()
         taken = time.perf_counter() - begun
-        report = optimizer.report()
+        for _ in range(20):  # a pretended device says not at once what is over
+            report = optimizer.report()
         trace.stop()
     if place.nodes == 1:
         return
