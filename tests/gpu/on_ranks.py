@@ -92,7 +92,7 @@ def test_no_step_waits_for_the_device_while_an_exchange_goes_on(topology, device
                 optimizer.step()
 
         steps(5)  # buckets and references are made; the first exchange is on its way
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         alone = max(topology.place.node_sizes) == 1  # sums inside a node wait for other ranks
         torch.cuda.set_sync_debug_mode("error" if alone else "default")
         try:
@@ -122,11 +122,11 @@ def test_times_are_those_of_the_device_which_is_behind_its_host(topology, device
                 optimizer.step()
 
         steps(5)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         before, begun = optimizer.report()["exposed_seconds"], time.perf_counter()
         trace.start(recorder := trace.Recorder())
         steps(8)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         taken = time.perf_counter() - begun
         for _ in range(20):  # a pretended device says not at once what is over
             report = optimizer.report()
