@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,26 @@ def test_an_exchange_is_held_against_its_link(bench):
     assert 36.6 < rows["fp32"]["mbytes"] < 40
     assert 18.3 < rows["bf16"]["mbytes"] < 20
     assert found["figures"]["exchange_fp32_over_limit_2"]["value"] == rows["fp32"]["over_limit"]
+
+
+def test_a_bench_that_is_ended_leaves_nothing(cluster):
+    before, work = left(), sorted(Path("/var/tmp").glob("daso-bench-*"))
+    words = ["exchange", "--nodes=2", "--link=200mbit", "--rounds=50"]
+    command = [sys.executable, "-m", "daso", "bench", *words]
+    with subprocess.Popen(command, env=cluster.env, stderr=subprocess.PIPE, text=True) as bench:
+        folder = Path("/run") / f"daso-bench-{bench.pid}"
+        try:
+            ends = time.monotonic() + 60
+            while not sorted(Path("/var/tmp").glob("daso-bench-*")) > work:  # all hosts are there
+                assert bench.poll() is None
+                assert time.monotonic() < ends
+                time.sleep(0.1)
+            assert folder.exists()
+        finally:
+            bench.terminate()
+        said = bench.communicate(timeout=60)[1]
+    assert (bench.returncode, said) == (130, "daso: interrupted\n")
+    assert (left(), sorted(Path("/var/tmp").glob("daso-bench-*"))) == (before, work)
 
 
 def test_step_times_are_taken_on_every_link_that_is_named(bench):

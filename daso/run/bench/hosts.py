@@ -17,7 +17,7 @@ from daso.errors import ExchangeError
 from daso.run.client import library_of, offered, stream
 from daso.run.launcher import choose
 from daso.run.local import Local, launch
-from daso.run.minicluster.start import set_rate, take_down, up
+from daso.run.minicluster.start import interruptible, set_rate, take_down, up
 from daso.run.minicluster.text import Minicluster
 from daso.run.script import render
 from daso.run.sites import read_template
@@ -116,7 +116,7 @@ def run_here(kind: str, plan: Mapping[str, Any], *, ranks: int, ranks_per_node: 
 
 @contextmanager
 def hosts(count: int) -> Iterator[Hosts]:
-    """Start so many hosts, and leave nothing of them.
+    """Start so many hosts, and leave nothing of them, also when this program is ended (SIGTERM).
 
     Args:
         count: How many.
@@ -134,10 +134,11 @@ def hosts(count: int) -> Iterator[Hosts]:
         rate="none",
         share=tuple(sorted(seen)),
     )
-    up(cluster)
-    work = Path(tempfile.mkdtemp(prefix="daso-bench-", dir="/var/tmp"))
-    try:
-        yield Hosts(state, work)
-    finally:
-        take_down(cluster)
-        shutil.rmtree(work, ignore_errors=True)
+    with interruptible():
+        up(cluster)
+        work = Path(tempfile.mkdtemp(prefix="daso-bench-", dir="/var/tmp"))
+        try:
+            yield Hosts(state, work)
+        finally:
+            take_down(cluster)
+            shutil.rmtree(work, ignore_errors=True)

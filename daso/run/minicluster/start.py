@@ -36,7 +36,7 @@ from daso.run.minicluster.state import (
 )
 from daso.run.minicluster.text import CONTROL, Minicluster
 
-__all__ = ["set_rate", "states", "take_down", "up"]
+__all__ = ["interruptible", "set_rate", "states", "take_down", "up"]
 
 PACKAGES = {
     "slurm-wlm": ("slurmctld", "slurmd", "sinfo"),
