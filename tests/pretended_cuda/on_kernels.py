@@ -37,12 +37,14 @@ class Interpreted:
 
     def __init__(self, kernel, *, packs):
         self.kernel, self.launches = kernel, 0
+        self.jobs = {True: 0, False: 0}  # aligned, and not
         self.names = list(inspect.signature(kernel.fn).parameters)
         self.writes = WRITES - {"reference"} if packs else WRITES
 
     def __getitem__(self, grid):
         def launch(*given, **constants):
             self.launches += 1
+            self.jobs[constants.get("ALIGNED", True)] += grid[0]
             stream, index = torch.cuda.current_stream(), torch.cuda.current_device()
             LIBRARY.pretended_launch(stream.stream_id, index)
 
@@ -123,11 +125,15 @@ def test_an_outer_optimizer_equals_one_process(topology, skip, wait):
     compare(topology, mlp, adamw, daso.Fixed(skip, wait), **options)
 
 
-def test_many_pieces_and_messages_equal_one_process(topology, monkeypatch):
+def test_many_pieces_and_messages_equal_one_process(topology, kernels, monkeypatch):
     monkeypatch.setattr("daso.train.part.DEVICE_PIECE", 1 << 16)
     monkeypatch.setattr("daso.train.rows.LEAST", 70_000)
 
     def wide():
         return torch.nn.Sequential(torch.nn.Linear(6, 30_000), torch.nn.Linear(30_000, 3))
 
+    kernels._pack.jobs = {True: 0, False: 0}
     compare(topology, wide, sgd, daso.Fixed(2, 1), wire="bf16", steps=4)
+    jobs = kernels._pack.jobs
+    if topology.place.nodes > 1 and topology.place.lane is not None:
+        assert jobs[True] > 20 * jobs[False], "lanes and messages begin evenly"
