@@ -13,11 +13,11 @@ import torch
 
 from daso.comm.compress import PIECE, Codec, Fields, pieces
 from daso.comm.means import Outbox
-from daso.plan.merge import ADOPT, Merge
+from daso.plan.merge import Merge
 from daso.train.fused import Fused
 from daso.train.outer import MakeOuter, Outer
 
-__all__ = ["Gather", "Part", "Way", "merge_pairs", "message_numel"]
+__all__ = ["Gather", "Part", "Way", "message_numel"]
 
 # Numbers of a piece on a device, where what a pass costs is its launch.
 DEVICE_PIECE = PIECE << 6
@@ -365,30 +365,3 @@ def message_numel(codec: Codec, chunk_bytes: int, least: int = 1) -> int:
         least: Numbers of a message, whatever it takes.
     """
     return max(least, min(MOST, chunk_bytes * KIBI // codec.nbytes(KIBI)))
-
-
-def merge_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]], rule: Merge) -> None:
-    """Carry out a merge for pairs (x, c), c being g, or g - s where the rule says since_send.
-
-    Args:
-        pairs: Flat views of parameters and of what a part shows, of the same elements.
-        rule: What to do.
-    """
-    if not pairs:
-        return
-    here, there = [x for x, _ in pairs], [c for _, c in pairs]
-    if rule == ADOPT:
-        torch._foreach_copy_(here, there)
-    elif any(x.dtype != c.dtype for x, c in pairs):
-        _merge_wide(pairs, rule)
-    elif rule.since_send:
-        torch._foreach_add_(here, there)
-    else:
-        torch._foreach_lerp_(here, there, rule.pull)
-
-
-def _merge_wide(pairs: list[tuple[torch.Tensor, torch.Tensor]], rule: Merge) -> None:
-    """Merge 16-bit parameters: compute in the reference's type, round once."""
-    for x, c in pairs:
-        wide = x.to(c.dtype)
-        x.copy_(wide.add_(c) if rule.since_send else wide.lerp_(c, rule.pull))

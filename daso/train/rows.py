@@ -21,10 +21,11 @@ from daso.plan.layout import Span, message_chunks, pieces, split
 from daso.plan.merge import ADOPT, KEEP, Merge
 from daso.train.fused import Fused
 from daso.train.links import Links
+from daso.train.merging import merge_pairs
 from daso.train.outer import MakeOuter
 from daso.train.packing import choose
 from daso.train.params import Named, flat_view, layout_of
-from daso.train.part import Part, Way, merge_pairs, message_numel
+from daso.train.part import Part, Way, message_numel
 from daso.train.staged import crossing_of
 
 __all__ = ["Measured", "ParameterRow"]

@@ -29,9 +29,10 @@ from daso.plan.schedule import (
     after_exchange,
     drain,
 )
+from daso.train.merging import merge_pairs
 from daso.train.outer import MakeOuter
 from daso.train.params import Named, Trained, flat_view
-from daso.train.part import Gather, Part, Way, merge_pairs, message_numel
+from daso.train.part import Gather, Part, Way, message_numel
 
 __all__ = ["SimulatedNodes", "Times"]
 

@@ -2,22 +2,20 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 import daso
 from daso.comm.choose import choose_device
 from daso.comm.throttle import CopyLink, pretend_device
 from daso.comm.topology import Topology
-from daso.examples.transformer import ByteTransformer
-from daso.run.bench.models import tiny_mlp
+from daso.run.bench.gpu_models import MODELS, PRETENDED, Shape
 from daso.run.bench.rounds import over, take_turns
 from daso.train.fused import Fused
 from daso.train.packing import Choice, choose, pack, take, views
@@ -25,15 +23,12 @@ from daso.train.part import Part, Way
 
 __all__ = ["MODELS", "PRETENDED", "Plan", "figures", "measure", "table"]
 
-PRETENDED = "tiny"  # the model that needs no GPU: it runs on a CPU that pretends to be one
 BARE, WRAPPED = "bare", "wrapped"
 TORCH, KERNELS = "torch", "kernels"
 # Bytes that must cross the device's memory for a number: parameter and reference are read, 16 bits
 # written; mean, 16 bits and reference read, reference and what is merged written.
 BYTES = {"pack": 4 + 4 + 2, "take": 4 + 2 + 4 + 4 + 4, "copy": 4 + 4}
-VOCABULARY = 50_257  # of GPT-2
 POLICY = daso.Fixed(8, 4)  # exchanges come in the rounds, whatever they measure
-MiB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,97 +44,6 @@ class Plan:
     model: str
     rounds: int
     steps: int
-
-
-class Bottleneck(nn.Module):
-    """Three convolutions and a way past them (He et al. 2015; stride at the 3 x 3 one)."""
-
-    def __init__(self, inside: int, width: int, stride: int) -> None:
-        super().__init__()
-        outside = 4 * width
-        self.body = nn.Sequential(
-            *_convolution(inside, width, 1, 1),
-            nn.ReLU(),
-            *_convolution(width, width, 3, stride),
-            nn.ReLU(),
-            *_convolution(width, outside, 1, 1),
-        )
-        self.past: nn.Module = nn.Identity()
-        if stride > 1 or inside != outside:
-            self.past = nn.Sequential(*_convolution(inside, outside, 1, stride))
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Map (batch, inside, side, side) to (batch, outside, side / stride, side / stride)."""
-        y: torch.Tensor = torch.relu(self.body(images) + self.past(images))
-        return y
-
-
-def _convolution(inside: int, outside: int, side: int, stride: int) -> Iterator[nn.Module]:
-    yield nn.Conv2d(inside, outside, side, stride, padding=side // 2, bias=False)
-    yield nn.BatchNorm2d(outside)
-
-
-def resnet50() -> nn.Module:
-    """Return ResNet-50 for 1000 classes: 25.6 M parameters."""
-    blocks: list[nn.Module] = []
-    inside = 64
-    for stage, (width, count) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3))):
-        for at in range(count):
-            blocks.append(Bottleneck(inside, width, 2 if stage and not at else 1))
-            inside = 4 * width
-    return nn.Sequential(
-        *(*_convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1), *blocks),
-        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000)),
-    )
-
-
-def gpt2() -> nn.Module:
-    """Return a transformer of GPT-2's shape: 124 M parameters."""
-    model = ByteTransformer(context=1024, width=768, layers=12, heads=12)
-    model.token = nn.Embedding(VOCABULARY, 768)
-    model.head = nn.Linear(768, VOCABULARY, bias=False)
-    model.head.weight = model.token.weight
-    nn.init.normal_(model.token.weight, std=0.02)
-    return model
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A model, and one batch of noise for it."""
-
-    build: Callable[[], nn.Module]
-    inputs: Callable[[], torch.Tensor]
-    targets: Callable[[], torch.Tensor]
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
-def _sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
-
-
-def _adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-5)
-
-
-def _tokens() -> torch.Tensor:
-    return torch.randint(VOCABULARY, (8, 1024))
-
-
-MODELS = {
-    "resnet50": Shape(
-        resnet50,
-        lambda: torch.randn(64, 3, 224, 224),
-        lambda: torch.randint(1000, (64,)),
-        _sgd,
-    ),
-    "gpt2": Shape(gpt2, _tokens, _tokens, _adamw),
-    PRETENDED: Shape(
-        tiny_mlp,
-        lambda: torch.randn(64, 1, 28, 28),
-        lambda: torch.randint(10, (64,)),
-        _sgd,
-    ),
-}
 
 
 class Trainer:
