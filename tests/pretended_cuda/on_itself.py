@@ -171,15 +171,15 @@ def test_a_device_that_sleeps_is_behind_its_host():
     begun, slept, ended = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     start = time.perf_counter()
     begun.record(torch.cuda.current_stream(HERE))
-    torch.cuda._sleep(int(0.2 * pretended_cuda.CYCLES_PER_SECOND))
+    torch.cuda._sleep(int(0.5 * pretended_cuda.CYCLES_PER_SECOND))
     slept.record(torch.cuda.current_stream(HERE))
     beside = side()
     beside.wait_event(slept)
     ended.record(beside)
-    assert time.perf_counter() - start < 0.1
     assert not slept.query() and not ended.query()
+    assert time.perf_counter() - start < 0.5, "the host goes on"
     torch.cuda.synchronize(HERE)
-    assert time.perf_counter() - start >= 0.2
-    assert 200 <= begun.elapsed_time(slept) <= begun.elapsed_time(ended) < 300
+    assert time.perf_counter() - start >= 0.5
+    assert 500 <= begun.elapsed_time(slept) <= begun.elapsed_time(ended) < 1000
     while not (slept.query() and ended.query()):
         pass
