@@ -17,11 +17,12 @@ from daso.plan.merge import Merge
 from daso.train.fused import Fused
 from daso.train.outer import MakeOuter, Outer
 
-__all__ = ["Gather", "Part", "Way", "message_numel"]
+__all__ = ["LEAST", "Gather", "Part", "Way", "message_numel"]
 
 # Numbers of a piece on a device, where what a pass costs is its launch.
 DEVICE_PIECE = PIECE << 6
 
+LEAST = 1 << 21  # numbers of a message from a device, where each is encoded by launches of its own
 KIBI = 1024  # numbers by which a codec's rate is asked: headers of blocks do not count then
 MOST = 1 << 18  # numbers of a message: one that takes long to encode keeps the link waiting
 Gather = Callable[[int, int, torch.Tensor], object]  # writes parameters start to stop into a row

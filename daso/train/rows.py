@@ -25,12 +25,10 @@ from daso.train.merging import merge_pairs
 from daso.train.outer import MakeOuter
 from daso.train.packing import choose
 from daso.train.params import Named, flat_view, layout_of
-from daso.train.part import Part, Way, message_numel
+from daso.train.part import LEAST, Part, Way, message_numel
 from daso.train.staged import crossing_of
 
 __all__ = ["Measured", "ParameterRow"]
-
-LEAST = 1 << 21  # numbers of a message from a device, where each is encoded by launches of its own
 
 
 @dataclass(frozen=True, slots=True)

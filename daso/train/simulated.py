@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from daso.comm.compress import codec_named, dense_codec
+from daso.comm.compress import EVEN, codec_named, dense_codec
 from daso.comm.dtypes import accumulator
 from daso.comm.means import Adder, cut, in_process
 from daso.plan.header import Tally
@@ -32,7 +32,7 @@ from daso.plan.schedule import (
 from daso.train.merging import merge_pairs
 from daso.train.outer import MakeOuter
 from daso.train.params import Named, Trained, flat_view
-from daso.train.part import Gather, Part, Way, message_numel
+from daso.train.part import LEAST, Gather, Part, Way, message_numel
 
 __all__ = ["SimulatedNodes", "Times"]
 
@@ -42,10 +42,11 @@ Loss = Callable[[torch.nn.Module], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What policies see of the machine that is simulated."""
+    """What is known of the machine that is simulated, or whose run is replayed."""
 
     step_seconds: float = 1.0
     exchange_seconds: float = 1.0  # on the first wire that the settings allow
+    on_devices: bool = False  # rows are cut as on devices: what blocks of int8 and int4 are
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +82,17 @@ class Row:
         dtype: fp32 or fp64.
         way: How exchanges are taken in.
         settings: How to exchange.
+        on_devices: See `Times`.
     """
 
     def __init__(
-        self, named: Sequence[Named], dtype: torch.dtype, way: Way, settings: Settings
+        self,
+        named: Sequence[Named],
+        dtype: torch.dtype,
+        way: Way,
+        settings: Settings,
+        *,
+        on_devices: bool,
     ) -> None:
         self.named, self.dtype, nodes = named, dtype, len(named)
         numel = sum(tensor.numel() for _, tensor in named[0])
@@ -98,8 +106,10 @@ class Row:
         if settings.sparse:
             self.dense = Adder(dense_codec(wires[0], dtype), [1] * nodes, nodes, rounded)
         self.rounded = rounded
-        message = message_numel(self.wired[wires[0]].codec, settings.exchange.chunk_bytes)
-        self.chunks = message_chunks(message, numel, nodes)
+        least, even = (LEAST, EVEN) if on_devices else (1, 1)
+        codec = self.wired[wires[0]].codec
+        message = message_numel(codec, settings.exchange.chunk_bytes, least)
+        self.chunks = message_chunks(message, numel, nodes, even)
         self.spans = [span for parts in cut(self.chunks, nodes) for span in parts]
 
     def _pairs(self, node: int, row: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -153,7 +163,7 @@ class SimulatedNodes:
         policy: Chooses skip and wait.
         settings: How to exchange.
         outer: Makes an optimizer for the reference.
-        times: What the policy sees of the machine.
+        times: What is known of the machine; the policy sees it.
         wires: Wire of each exchange by the batch after which it was sent, as in the ``events`` of a
             run that is replayed; None: chosen by ``times`` where the settings leave it open.
     """
@@ -197,7 +207,8 @@ class SimulatedNodes:
             mine = [at for at in cut if accumulator(self.named[0][at][1].dtype) == dtype]
             if mine:
                 members = [[one[at] for at in mine] for one in self.named]
-                rows.append(Row(members, dtype, way, self.settings))
+                on_devices = self.times.on_devices
+                rows.append(Row(members, dtype, way, self.settings, on_devices=on_devices))
         return rows
 
     # --- training ----------------------------------------------------------------------------

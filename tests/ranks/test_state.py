@@ -10,7 +10,7 @@ import daso
 from daso.plan import options as plan_options
 from daso.plan.options import Settings
 from daso.plan.policy import Replay
-from daso.train.simulated import SimulatedNodes
+from daso.train.simulated import SimulatedNodes, Times
 
 pytestmark = pytest.mark.mpi
 
@@ -138,12 +138,17 @@ def test_one_process_replays_a_run_from_its_log(topology, place, monkeypatch, wi
     wires = [one["wire"] for one in optimizer.report()["events"] if one["kind"] == "exchange"]
     assert set(wires) == ({"bf16", "int4"} if wire == "auto" else {wire})
     settings = Settings(**how, gradients=daso.Gradients())
+    on_devices = optimizer.report()["node_transport"] != "shared memory"
     log = [one for one in optimizer.report()["events"] if one["kind"] == "exchange"]
     sent = {one["sent"]: one["wire"] for one in log}
     monkeypatch.undo()  # the log alone says which wire it was
     with torch.device("cpu"):  # wherever it ran
         nodes = SimulatedNodes(
-            *(build, sgd, place.size), policy=Replay(history), settings=settings, wires=sent
+            *(build, sgd, place.size),
+            policy=Replay(history),
+            settings=settings,
+            times=Times(on_devices=on_devices),
+            wires=sent,
         )
         for step in range(40):
             nodes.step([lambda m, r=r, s=step: batch_loss(m, r, s) for r in range(place.size)])
