@@ -1,7 +1,7 @@
 """Kernels for what an exchange does to a row on a CUDA device, each in one pass over memory.
 
 Written in Triton, which every torch with CUDA for Linux brings. Torch's own operations do the same
-in several passes; see `daso.train.fused`, which chooses. No bit differs but of sums.
+in several passes; `daso.train.packing` chooses. No bit differs but of sums.
 """
 
 from contextlib import AbstractContextManager, nullcontext
