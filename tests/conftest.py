@@ -1,9 +1,11 @@
-"""Tests that need several ranks run under mpirun, with --with-mpi: tests/test_ranks.py does it."""
+"""What every test of this project stands on; which tests run when: support/tiers.py."""
 
 import signal
 from pathlib import Path
 
-RANKS = ("ranks", "test_contract.py")
+pytest_plugins = ["worlds", "tiers"]
+
+HERE = Path(__file__).parent
 
 
 def pytest_configure() -> None:
@@ -13,6 +15,8 @@ def pytest_configure() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config) -> bool | None:
-    if collection_path.name in RANKS and not config.getoption("--with-mpi", default=False):
-        return True  # tests/test_ranks.py starts them; skipped lines would hide real skips
+    """Leave tests for ranks to mpirun, which tests/commands/test_ranks.py calls."""
+    with_mpi = config.getoption("--with-mpi", default=False)
+    if collection_path == HERE / "ranks" and not with_mpi:
+        return True
     return None

@@ -1,13 +1,13 @@
 """What several ranks do on GPUs, or on one GPU that they share; tests/gpu/test_gpu.py starts it.
 
-The worlds, and one verdict of all ranks, are those of tests/ranks/conftest.py.
+The worlds, and one verdict of all ranks, are those of tests/support/worlds.py.
 """
 
 import time
 
 import pytest
 import torch
-from ranks.test_sync import adamw, batch_loss, mlp, seeded, sgd
+from models import adamw, batch_loss, mlp, seeded, sgd
 from sequential import Sequential
 
 import daso
@@ -15,7 +15,7 @@ from daso import trace
 from daso.comm.choose import choose_device
 from daso.errors import LayoutError, TopologyError
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.real_mpi, pytest.mark.nodes((1, 1), (2,), (2, 1))]
 
 ORDERED = daso.Exchange(reduce="ordered", chunk_bytes=512)
 
@@ -108,8 +108,6 @@ CYCLES = 100_000_000  # a tenth of a second, or less
 def test_times_are_those_of_the_device_which_is_behind_its_host(topology, device):
     """What the host waits for is not exposed while the device has work, nor is what it launches."""
     model, place = mlp().to(device), topology.place
-    if place.nodes == 1:
-        return
     inputs = torch.randn(8, 6, device=device)
     with daso.DASO(
         sgd(model), module=model, topology=topology, policy=daso.Fixed(4, 2)
@@ -146,8 +144,6 @@ def test_times_are_those_of_the_device_which_is_behind_its_host(topology, device
 @pytest.mark.parametrize("wire", ["bf16", "int4"])
 def test_nan_on_one_rank_drops_an_exchange_and_heals(topology, device, wire):
     place = topology.place
-    if place.nodes == 1:
-        return
     torch.manual_seed(0)
     model = mlp().to(device)
     with daso.DASO(
@@ -177,8 +173,6 @@ def test_a_model_on_two_devices_is_refused_on_all_ranks(topology, device):
     place, model = topology.place, mlp().to(device)
     others = [torch.device("cuda", at) for at in range(torch.cuda.device_count())]
     others = [other for other in others if other != device] or [torch.device("cpu")]
-    if place.size == 1:
-        return
     if place.rank == place.size - 1:
         model[2].to(others[0])
     told = refusal(topology, model)
@@ -190,18 +184,10 @@ def test_a_model_on_two_devices_is_refused_on_all_ranks(topology, device):
 def test_a_layer_left_on_the_host_is_refused_on_all_ranks(topology, device):
     model = mlp().to(device)
     model[2].to("cpu")
-    if topology.place.size == 1:  # nothing is averaged, and any model trains
-        with daso.DASO(sgd(model), module=model, topology=topology) as optimizer:
-            before = model[2].bias.clone()
-            model[2](model[:2](torch.ones(1, 6, device=device)).cpu()).sum().backward()
-            optimizer.step()
-        assert not torch.equal(model[2].bias, before)
-        return
     assert "2.weight on cpu; move the whole model to one" in refusal(topology, model)
 
 
 def test_a_model_left_on_the_host_by_one_rank_is_refused_on_all(topology, device):
     place, model = topology.place, mlp()
-    if place.size > 1:
-        told = refusal(topology, model.to("cpu" if place.rank == place.size - 1 else device))
-        assert "on every rank, but they are on cpu here and on cuda on rank 0; move" in told
+    told = refusal(topology, model.to("cpu" if place.rank == place.size - 1 else device))
+    assert "on every rank, but they are on cpu here and on cuda on rank 0; move" in told

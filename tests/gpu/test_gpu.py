@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks.test_sync import batch_loss, mlp, sgd
-from test_ranks import run_on
+from models import batch_loss, mlp, sgd
+from on_mpi import run_on
 from torch import nn
-from train.test_part import check_first_nonfinite
+from unit.train.test_part import check_first_nonfinite
 
 import daso
 import daso.memory
@@ -95,7 +95,7 @@ def test_kernels_are_tried_and_taken():
 @pytest.mark.timeout(620)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_ranks_that_share_devices(ranks):
-    words = ("--with-mpi", "-q", "--timeout=120", *PRETENDED, "-p", "ranks.conftest", str(ON_RANKS))
+    words = ("--with-mpi", "-q", "--timeout=120", *PRETENDED, str(ON_RANKS))
     run = run_on(ranks, "-m", "pytest", *words, timeout=600)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
-from shapes import whatever_the_nodes
+from worlds import ANY
 
 from daso.comm.choose import choose_device
 from daso.comm.compress import PIECE, Cast, codec_named
@@ -79,7 +79,7 @@ def test_node_sizes_that_do_not_add_up_are_refused_on_all_ranks(place):
 # --- exchange ----------------------------------------------------------------------------------
 
 
-@whatever_the_nodes
+@pytest.mark.nodes(*ANY)
 @pytest.mark.parametrize("numel", [0, 1, 5, 1000, 10_001])
 @pytest.mark.parametrize("chunk", [1_000_000, 333, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -111,7 +111,7 @@ class Late(CopyLink):
         return lambda: bool(self.message[-1] == 1)
 
 
-@whatever_the_nodes
+@pytest.mark.nodes(*ANY)
 def test_messages_move_while_a_device_adds(topology, engine):
     world, place = topology.world, topology.place
     received, sent = np.zeros(1 << 24, np.uint8), np.ones(1 << 24, np.uint8)
@@ -126,7 +126,7 @@ def test_messages_move_while_a_device_adds(topology, engine):
     assert torch.equal(mine, torch.full((1000,), (place.size - 1) / 2))
 
 
-@whatever_the_nodes
+@pytest.mark.nodes(*ANY)
 @pytest.mark.parametrize("chunk", [1_000_000, 100])
 def test_iallreduce_is_near_the_mean_and_the_same_on_all_ranks(topology, engine, chunk):
     place, size = topology.place, topology.place.size
@@ -141,7 +141,7 @@ def test_iallreduce_is_near_the_mean_and_the_same_on_all_ranks(topology, engine,
     assert topology.same(mine.numpy().tobytes())
 
 
-@whatever_the_nodes
+@pytest.mark.nodes(*ANY)
 def test_iallreduce_keeps_more_chunks_apart_than_are_under_way(topology, engine):
     place, size = topology.place, topology.place.size
     kept, chunks = Buffers(window(size)), chunk_parts(1100, size, 100)
@@ -164,7 +164,7 @@ def encode(part, codec, chunks, peers, x, *, keeps):
     assert part.first_nonfinite(part.checks().tolist()) is None
 
 
-@whatever_the_nodes
+@pytest.mark.nodes(*ANY)
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "int4", "topk"])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_small_wire_never_freezes_a_weight(topology, engine, wire, keeps):
@@ -192,7 +192,7 @@ def test_a_small_wire_never_freezes_a_weight(topology, engine, wire, keeps):
     assert topology.same(part.reference.numpy().tobytes())
 
 
-@whatever_the_nodes
+@pytest.mark.nodes(*ANY)
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "int8", "int4", "topk"])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_many_rows_in_one_process_get_the_same_bits(topology, engine, wire, keeps):
@@ -246,7 +246,7 @@ def test_an_error_in_the_engine_surfaces_with_its_cause(engine):
         engine.check()
 
 
-@whatever_the_nodes
+@pytest.mark.nodes(*ANY)
 def test_a_stalled_exchange_names_who_is_missing(topology):
     engine = Engine(0.2, lambda: "world ranks 7, 9 are asleep")
     request = topology.world.Irecv(np.zeros(1), source=topology.place.rank, tag=5)
@@ -260,7 +260,7 @@ def test_a_stalled_exchange_names_who_is_missing(topology):
     engine.close()
 
 
-@whatever_the_nodes
+@pytest.mark.nodes(*ANY)
 @pytest.mark.parametrize("lost", [False, True])
 def test_who_does_not_answer_is_missing_and_who_waits_is_not(topology, place, lost, monkeypatch):
     """Rank 0 asks; the last rank is busy elsewhere; all others wait, and answer.

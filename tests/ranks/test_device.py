@@ -7,14 +7,15 @@ import sys
 
 import pytest
 import torch
-from ranks import test_behaviour, test_odd_moments, test_state, test_sync
-from ranks.test_sync import Odd, Wide, adamw, compare, mlp, sgd
+from world import test_behaviour, test_odd_moments, test_state, test_sync
+from compare import compare
+from models import Odd, Wide, adamw, mlp, sgd
 
 import daso
 from daso.comm.choose import choose_device
 from daso.comm.throttle import CopyLink, pretend_device
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.nodes((1, 1), (2,), (2, 1))]
 
 
 @pytest.fixture(autouse=True)

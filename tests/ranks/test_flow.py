@@ -11,23 +11,14 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from daso import flow
-from daso.comm.topology import Topology
 from daso.errors import ConfigError, FlowError
 from daso.plan.flows import homes
 from daso.run.bench.plain import LOSSES, MAKERS, build_flow, layers_of
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.nodes((2,), (4,))  # nodes make no difference to flows
 WORLD = MPI.COMM_WORLD
 WIDTH = 16
 NEVER = 10**9
-
-
-@pytest.fixture(scope="module")
-def topology():
-    """Nodes make no difference here: one way to cut the world is enough."""
-    made = Topology()
-    yield made
-    made.free()
 
 
 def sgd(params):
@@ -313,8 +304,6 @@ def test_a_runtime_goes_on_from_its_state(topology):
 
 
 def test_ranks_that_differ_are_told(topology):
-    if WORLD.size == 1:
-        return
     build, instances = FLOWS["lists"]
     with pytest.raises(ConfigError, match="same keywords"):
         flow.Runtime(build(), sgd, topology=topology, max_active_keys=2 + WORLD.rank)

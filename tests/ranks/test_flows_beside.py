@@ -13,9 +13,9 @@ from daso import flow
 from daso.comm.topology import Topology
 from daso.errors import CheckpointError, ConfigError, FlowError
 
-pytestmark = pytest.mark.mpi
 WORLD = MPI.COMM_WORLD
-EVEN = [size for size in (1, 2, 3, 4) if WORLD.size % size == 0 and size <= WORLD.size]
+pytestmark = pytest.mark.ranks(2, 4)
+EVEN = {2: [1, 2], 4: [2]}.get(WORLD.size, [])
 WIDTH, COUNT = 8, 24
 POLICIES = {
     "every batch": daso.Fixed(1, 0),
@@ -228,9 +228,9 @@ def test_a_state_of_a_flow_alone_is_refused_on_all_ranks(nodes):
             runtime.load_state_dict(state)
 
 
+@pytest.mark.parametrize("nodes", EVEN[-1:], indirect=True)
+@pytest.mark.ranks(2)
 def test_one_node_is_a_flow_alone(nodes):
-    if nodes.place.nodes > 1:
-        return
     ours = train(nodes, daso.Fixed(1, 0), max_active_keys=1, batch=2)
     parts = layers()
     with flow.Runtime(build(parts), sgd, topology=nodes, max_active_keys=1) as runtime:
@@ -273,9 +273,8 @@ def test_nodes_that_do_not_fit_are_told(nodes):
                 runtime.train_epoch(images(0, count=3 + nodes.place.node))
 
 
+@pytest.mark.ranks(4)
 def test_nodes_must_be_as_large():
-    if WORLD.size < 3:
-        return
     uneven = Topology(ranks_per_node=(WORLD.size - 1, 1))
     with pytest.raises(ConfigError, match="as many ranks on every node"):
         flow.Runtime(build(layers()), sgd, topology=uneven, between_nodes=daso.DASO)

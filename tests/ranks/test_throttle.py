@@ -55,8 +55,6 @@ def test_an_exchange_takes_no_less_than_its_link_does(topology, place):
         slow = train(topology, daso.Fixed(2, 0), seconds=0.0, steps=6)
     for one, other in zip(plain[2], slow[2], strict=True):
         assert torch.equal(one, other)
-    if place.nodes == 1:
-        return
     exchanges = [event for event in slow[1]["events"] if event["kind"] == "exchange"]
     assert len(exchanges) == 3
     for event in exchanges:
@@ -93,8 +91,6 @@ def test_a_target_is_told_by_what_is_throttled(topology, place):
 
 def test_a_target_is_told_by_computing_that_is_stretched(topology, place):
     """A link twice as fast, and computing as it is: by computing that takes twice as long."""
-    if place.nodes == 1:
-        return
     plan = ThrottlePlan(Machine(1.0, RATE), Machine(1.0, 2 * RATE))
     with simulate_target(plan, topology):
         took, *_ = train(topology, daso.Fixed(1000, 1), seconds=0.05, steps=26)
@@ -102,8 +98,6 @@ def test_a_target_is_told_by_computing_that_is_stretched(topology, place):
 
 
 def test_an_order_that_no_imitated_link_holds_is_refused(topology, place):
-    if place.nodes == 1:
-        return
     model = Sleeps(0.0)
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     with (
@@ -116,8 +110,6 @@ def test_an_order_that_no_imitated_link_holds_is_refused(topology, place):
 
 
 def test_a_link_that_is_not_what_it_was_said_to_be_is_refused(topology, place):
-    if place.nodes == 1:
-        return
     wrong = ThrottlePlan(Machine(1.0, 1e15), Machine(1.0, 1e15))
     with pytest.raises(ConfigError, match="a throttle must be right to 5%, but the link takes"):
         simulate_target(wrong, topology).__enter__()

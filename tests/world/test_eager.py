@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks.test_sync import Odd, adamw, batch_loss, mlp, seeded
+from models import Odd, adamw, batch_loss, mlp, seeded
 from sequential import add
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -25,17 +25,6 @@ from daso.errors import (
 )
 from daso.train.checkpoint import Checkpoints
 from daso.train.replay import replay
-
-pytestmark = pytest.mark.mpi
-
-
-@pytest.fixture(scope="module")
-def topology():
-    """Nodes make no difference here: one way to cut the world is enough."""
-    made = Topology()
-    yield made
-    made.free()
-
 
 def sgd(params):
     return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3)
@@ -215,6 +204,7 @@ def test_400_tiny_tensors_one_huge_and_layers_that_are_not_called(topology, buil
     assert same(params(model), sequential(seeded(build), sgd, topology.place.size, steps, "owner"))
 
 
+@pytest.mark.real_mpi
 @pytest.mark.parametrize("staleness", [0, None])
 def test_packets_cross_by_windows_too(topology, staleness):
     model, report, log = train(
@@ -270,8 +260,8 @@ def test_a_replay_rounds_as_the_wire_did(topology, wire):
     assert same(params(found.model), params(model))
 
 
-def test_training_goes_on_after_ranks_met_and_from_what_was_saved(topology, tmp_path):
-    folder = Path(topology.world.bcast(str(tmp_path)))
+def test_training_goes_on_after_ranks_met_and_from_what_was_saved(topology, shared_folder):
+    folder = shared_folder
     rank, size = topology.place.rank, topology.place.size
     make = lambda p: torch.optim.AdamW(p, lr=1e-2)  # noqa: E731
     model = seeded(Odd)()
@@ -431,8 +421,6 @@ def test_bad_keywords_raise_before_anything_is_sent(topology, keywords, text):
 
 
 def test_different_options_and_models_are_refused_on_all_ranks(topology):
-    if topology.place.size == 1:
-        return
     last = topology.place.rank == topology.place.size - 1
     with pytest.raises(ConfigError, match="same options"):
         daso.EagerServer(mlp(), sgd, topology=topology, staleness=3 if last else 0)
@@ -452,6 +440,7 @@ def test_what_cannot_be_done_says_what_can(topology):
         daso.EagerServer(mlp(), lambda _: sgd([nn.Parameter(torch.zeros(1))]), topology=topology)
 
 
+@pytest.mark.real_mpi
 def test_nothing_stays_behind(topology):
     before = threading.active_count()
     for _ in range(3):
@@ -459,6 +448,7 @@ def test_nothing_stays_behind(topology):
     assert threading.active_count() == before
 
 
+@pytest.mark.real_mpi
 @pytest.mark.parametrize("staleness", [0, None])
 def test_bytes_on_the_wire_are_those_of_the_mode(topology, staleness, monkeypatch):
     posted, post = [], Mailbox.post
@@ -491,6 +481,7 @@ def test_bytes_on_the_wire_are_those_of_the_mode(topology, staleness, monkeypatc
             assert sent >= steps * least / 2
 
 
+@pytest.mark.real_mpi
 def test_windows_between_nodes_work_or_are_refused_with_the_remedy(topology):
     """One-sided puts need a library that lets them pass while their target computes."""
     rank, size = topology.place.rank, topology.place.size
@@ -574,8 +565,6 @@ def test_it_closes_without_a_meeting_too(topology):
 
 def test_without_staleness_uneven_steps_are_an_error_that_names_ranks(topology):
     rank, size = topology.place.rank, topology.place.size
-    if size == 1:
-        return
     model = seeded(mlp)()
     server = daso.EagerServer(model, sgd, topology=topology, mode="block")
     with pytest.raises(ExchangeError, match="same number of steps"):

@@ -4,13 +4,11 @@ import math
 from itertools import cycle
 
 import pytest
-from ranks.test_sync import Odd, adamw, batch_loss, flat_bytes, mlp, seeded, sgd
+from models import Odd, adamw, batch_loss, flat_bytes, mlp, seeded, sgd
 
 import daso
 from daso.plan.chunks import ChunkSearch
 from daso.train import tuning
-
-pytestmark = pytest.mark.mpi
 
 BEST = 256  # bytes
 
@@ -62,6 +60,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.real_mpi
 @pytest.mark.parametrize("policy", [daso.Fixed(1, 0), daso.Fixed(2, 1)], ids=str)
 def test_all_ranks_find_the_same_size_after_the_same_batches(topology, monkeypatch, policy):
     place, clock = topology.place, Clock(topology.place.rank)

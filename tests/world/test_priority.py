@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from ranks.test_sync import Odd, adamw, batch_loss, compare, flat_bytes, mlp, seeded, sgd
+from compare import compare
+from models import Odd, adamw, batch_loss, flat_bytes, mlp, seeded, sgd
 from torch import nn
 from torch.nn.utils import prune
 
@@ -18,8 +19,6 @@ from daso.errors import ConfigError, NonFiniteError
 from daso.train.buckets import GradientBuckets
 from daso.train.links import ABREAST
 from daso.train.priority import Crossing
-
-pytestmark = pytest.mark.mpi
 
 ORDERS = ["layer", "lifo", "fifo"]
 FREE = {
@@ -251,6 +250,7 @@ def chain():
     return nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)), nn.Linear(6, 3))
 
 
+@pytest.mark.real_mpi
 def test_what_is_needed_sooner_overtakes_all_but_a_few(topology, logged):
     """When a portion is chosen, none that is needed sooner was ready one portion before."""
     train(topology, chain, sgd, steps=4, order="priority", bucket_bytes=32)
@@ -409,8 +409,6 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_the_third_time_raised(topo
         if topology.place.nodes > 1:  # on one node nobody looks: a NaN stays
             assert found == same
             assert after["dropped"] == before["dropped"] == len(bad)
-    if topology.place.nodes == 1:
-        return
     bad, model = [1, 2, 3], seeded(mlp)()
     optimizer = wrapped(topology, model, sgd, **free)
     with pytest.raises(NonFiniteError, match=r"drop number 3"), warnings.catch_warnings():
@@ -537,6 +535,7 @@ class Around(nn.Module):
         return self.last(h)
 
 
+@pytest.mark.real_mpi
 @pytest.mark.parametrize("added", [False, True])
 def test_a_gradient_that_comes_in_the_middle_of_a_forward_hides_no_early_use(
     topology, monkeypatch, free, added

@@ -8,8 +8,10 @@ import inspect
 
 import pytest
 import torch
-from ranks import test_device, test_odd_moments, test_sync
-from ranks.test_sync import Odd, adamw, compare, mlp, sgd
+from ranks import test_device
+from world import test_odd_moments, test_sync
+from compare import compare
+from models import Odd, adamw, mlp, sgd
 
 import daso
 from daso.train import rows
@@ -17,7 +19,7 @@ from daso.train.packing import Choice
 from daso.train.part import Part
 from pretended_cuda import LIBRARY
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.real_mpi, pytest.mark.nodes((1, 1), (2,), (2, 1))]
 device = test_device.device
 # What a kernel writes, and which constant says whether it uses what it is given at all.
 WRITES = {"wire", "first", "lost", "reference", "shown", "sums"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "daso" / "examples"
+EXAMPLES = Path(__file__).parents[2] / "daso" / "examples"
 
 
 def run(*words: str) -> str:

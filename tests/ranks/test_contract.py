@@ -29,7 +29,7 @@ import daso
 from daso.errors import ExchangeError, LayoutError, NonFiniteError
 
 pytest_plugins = ["contract"]
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 4)]
 
 SYNCHRONOUS = daso.Fixed(1, 0)
 BACKGROUND = daso.Fixed(4, 1)

@@ -4,15 +4,15 @@ import io
 
 import pytest
 import torch
-from ranks.test_sync import batch_loss, mlp, seeded, sgd
+from models import batch_loss, mlp, seeded, sgd
+
+from worlds import APART
 
 import daso
 from daso.plan import options as plan_options
 from daso.plan.options import Settings
 from daso.plan.policy import Replay
 from daso.train.simulated import SimulatedNodes, Times
-
-pytestmark = pytest.mark.mpi
 
 ORDERED = daso.Exchange(reduce="ordered", chunk_bytes=512)
 
@@ -119,11 +119,10 @@ def other_wire(now, _, *, numel):
     return "int4" if now == "bf16" else "bf16"
 
 
+@pytest.mark.nodes(*APART)  # simulated nodes have one rank each
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int4", "topk", "auto"])
 def test_one_process_replays_a_run_from_its_log(topology, place, monkeypatch, wire):
     monkeypatch.setattr(plan_options, "next_wire", other_wire)
-    if place.nodes < place.size or place.size == 1:
-        return  # simulated nodes have one rank each
     build, how = seeded(mlp), {"wire": wire, "merge": "delta", "exchange": ORDERED}
     model = build()
     policy = daso.Auto(drift=0.05, warmup=3)

@@ -9,6 +9,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
+from worlds import SEVERAL_NODES
+
 import daso
 from daso.errors import (
     ConfigError,
@@ -18,8 +20,6 @@ from daso.errors import (
     StallError,
     TopologyError,
 )
-
-pytestmark = pytest.mark.mpi
 
 PHASES = [daso.Fixed(1, 0), daso.Fixed(4, 0), daso.Fixed(4, 1), daso.Fixed(4, 4, warmup=50)]
 
@@ -344,6 +344,7 @@ def test_gradients_survive_closing(topology):
 # --- exchanges ---------------------------------------------------------------------------------
 
 
+@pytest.mark.real_mpi
 def test_only_the_training_thread_writes_parameters_and_only_inside_step(topology, place):
     model = small()
     with wrap(topology, model, policy=daso.Fixed(2, 2)) as optimizer:
@@ -491,10 +492,8 @@ def poison(model, topology, rank):
             model[3].weight[1, 2] = float("nan")
 
 
+@pytest.mark.nodes(*SEVERAL_NODES)
 def test_nan_on_one_node_drops_that_exchange_everywhere_and_heals(topology, place, caplog):  # [5]
-    if place.nodes == 1:
-        assert len(set(place.node_of)) == 1
-        return
     model = small()
     bad_node_ranks = [rank for rank, node in enumerate(place.node_of) if node == 1]
     with wrap(topology, model, policy=daso.Fixed(3, 1)) as optimizer:
@@ -513,9 +512,6 @@ def test_nan_on_one_node_drops_that_exchange_everywhere_and_heals(topology, plac
 
 
 def test_nan_raises_the_same_error_on_all_ranks_when_asked(topology, place):  # [5]
-    if place.nodes == 1:
-        assert len(set(place.node_of)) == 1
-        return
     model = small()
     exchange = daso.Exchange(nonfinite="raise")
     optimizer = wrap(topology, model, policy=daso.Fixed(2, 1), exchange=exchange)
@@ -530,9 +526,6 @@ def test_nan_raises_the_same_error_on_all_ranks_when_asked(topology, place):  # 
 
 
 def test_lasting_nan_ends_in_the_same_error_on_all_ranks(topology, place):
-    if place.nodes == 1:
-        assert len(set(place.node_of)) == 1
-        return
     model = small()
     optimizer = wrap(topology, model, policy=daso.Fixed(1, 1))
     with pytest.raises(NonFiniteError, match="drop number 3"):
@@ -546,9 +539,6 @@ def test_lasting_nan_ends_in_the_same_error_on_all_ranks(topology, place):
 
 
 def test_a_nan_gradient_in_a_synchronous_phase_drops_the_step_everywhere(topology, place):
-    if place.nodes == 1:
-        assert len(set(place.node_of)) == 1
-        return
     model = small()
     with wrap(topology, model, policy=daso.Fixed(1, 0)) as optimizer:
         before = flat(model)
@@ -563,9 +553,6 @@ def test_a_nan_gradient_in_a_synchronous_phase_drops_the_step_everywhere(topolog
 
 
 def test_training_can_go_on_in_step_after_an_error_that_all_ranks_got(topology, place):
-    if place.nodes == 1:
-        assert len(set(place.node_of)) == 1
-        return
     model = small()
     exchange = daso.Exchange(nonfinite="raise")
     optimizer = wrap(topology, model, policy=daso.Fixed(2, 0), exchange=exchange)
@@ -583,9 +570,6 @@ def test_training_can_go_on_in_step_after_an_error_that_all_ranks_got(topology, 
 
 
 def test_uneven_numbers_of_steps_are_named_on_all_ranks(topology, place):
-    if place.size == 1:
-        assert len(set(place.node_of)) == 1
-        return
     last = place.node == place.nodes - 1 and place.nodes > 1
     model = small()
     optimizer = wrap(topology, model, policy=daso.Fixed(4, 0))
@@ -600,9 +584,6 @@ def test_uneven_numbers_of_steps_are_named_on_all_ranks(topology, place):
 
 
 def test_options_that_differ_between_ranks_are_named_on_all(topology, place):
-    if place.size == 1:
-        assert len(set(place.node_of)) == 1
-        return
     policy = daso.Fixed(4 + (place.rank == place.size - 1), 1)
     with pytest.raises(ConfigError, match=r"skip=5.* here and .*skip=4.* on rank 0"):
         wrap(topology, small(), policy=policy)
@@ -610,9 +591,6 @@ def test_options_that_differ_between_ranks_are_named_on_all(topology, place):
 
 
 def test_optimizer_state_loaded_on_one_rank_only_is_refused_on_all(topology, place):
-    if place.size == 1:
-        assert len(set(place.node_of)) == 1
-        return
     model = small()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if place.rank == 0:
@@ -623,9 +601,6 @@ def test_optimizer_state_loaded_on_one_rank_only_is_refused_on_all(topology, pla
 
 
 def test_a_rank_that_stalls_in_the_first_backward_is_told(topology, place):
-    if place.size == 1:
-        assert len(set(place.node_of)) == 1
-        return
     model = small()
     exchange = daso.Exchange(stall_seconds=0.3)
     optimizer = wrap(topology, model, policy=daso.Fixed(1, 0), exchange=exchange)
@@ -641,9 +616,6 @@ def test_a_rank_that_stalls_in_the_first_backward_is_told(topology, place):
 
 
 def test_parameters_that_differ_between_ranks_are_named_on_all(topology, place):
-    if place.size == 1:
-        assert len(set(place.node_of)) == 1
-        return
     width = 5 if place.rank == place.size - 1 else 4
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, width))
     with pytest.raises(LayoutError, match=r"1\.weight \(5, 3\).* against 1\.weight \(4, 3\)"):
@@ -669,9 +641,6 @@ def test_parameters_that_cannot_be_exchanged_are_refused(topology, place, make, 
 
 
 def test_a_sparse_gradient_nobody_could_foresee_is_refused_in_backward(topology, place):
-    if place.size == 1:
-        assert len(set(place.node_of)) == 1
-        return
     weight = nn.Parameter(torch.zeros(4, 2))
     inner = torch.optim.SGD([weight], lr=0.1)
     optimizer = daso.DASO(inner, topology=topology)
@@ -730,8 +699,6 @@ def test_wrong_options_are_refused_before_anything_is_sent(topology, options, ma
 
 @pytest.mark.parametrize("early", ["first", "last"])
 def test_ranks_stuck_in_different_exchanges_are_told_who_stopped_first(topology, place, early):
-    if place.size == 1:
-        return
     model, who = small(), 0 if early == "first" else place.size - 1
     optimizer = wrap(topology, model, policy=daso.Fixed(4, 1))
     train(topology, model, optimizer, 5)

@@ -13,18 +13,14 @@ import pytest
 from doors import DOORS, INNERS
 from mpi4py import MPI
 
-# Every rank gives the same verdict, and one speaks.
-from ranks.conftest import WORLD, pytest_configure, pytest_runtest_call  # noqa: F401
-
 import daso
 
-SHAPES = {1: (1,), 2: (1, 1), 3: (2, 1), 4: (2, 2)}
 POINT = re.compile(r"test_contract\.py::test_(\d\d)_")
 
 
 @pytest.fixture(scope="session")
-def topology():
-    made = daso.init(ranks_per_node=SHAPES[WORLD.Get_size()])  # which copies look for
+def topology(request):
+    made = daso.init(ranks_per_node=request.param)  # which copies look for
     yield made
     made.free()
 
@@ -35,11 +31,6 @@ def alone():
     made = daso.Topology(MPI.COMM_SELF)
     yield made
     made.free()
-
-
-@pytest.fixture
-def place(topology):
-    return topology.place
 
 
 @pytest.fixture

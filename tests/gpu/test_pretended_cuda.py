@@ -13,15 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_ranks import PYTEST, run_on
+from on_mpi import run_tests, run_on
 
 HERE = Path(__file__).parent
+PRETENDED = HERE.parent / "support" / "pretended_cuda"
 # Ranks and devices. More take long, and add no kind of node.
 CASES = [
-    *(("gpu/on_ranks.py", *sizes) for sizes in [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2)]),
-    *(("ranks/test_device.py", *sizes) for sizes in [(1, 1), (2, 1), (2, 2), (3, 3)]),
-    *(("pretended_cuda/on_ranks.py", *sizes) for sizes in [(2, 1), (3, 3)]),
-    *(("pretended_cuda/on_kernels.py", *sizes) for sizes in [(2, 1), (3, 3)]),
+    *((HERE / "on_ranks.py", *sizes) for sizes in [(2, 1), (2, 2), (3, 3)]),
+    *((HERE.parent / "ranks" / "test_device.py", *sizes) for sizes in [(2, 1), (3, 3)]),
+    *((PRETENDED / "on_ranks.py", *sizes) for sizes in [(2, 1), (3, 3)]),
+    *((PRETENDED / "on_kernels.py", *sizes) for sizes in [(2, 1), (3, 3)]),
 ]
 WITH = ("-p", "pretended_cuda")
 pytestmark = [
@@ -39,7 +40,7 @@ def pytest_of(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_device_finds_what_it_is_there_to_find(monkeypatch) -> None:
     monkeypatch.setenv("DASO_PRETENDED_GPUS", "2")
-    run = pytest_of(str(HERE / "pretended_cuda" / "on_itself.py"))
+    run = pytest_of(str(PRETENDED / "on_itself.py"))
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
 
 
@@ -51,15 +52,17 @@ def test_what_needs_a_device() -> None:
 
 
 @pytest.mark.timeout(620)
-@pytest.mark.parametrize(("tests", "ranks", "gpus"), CASES)
-def test_ranks_on_devices(tests: str, ranks: int, gpus: int, monkeypatch) -> None:
+@pytest.mark.slow("a whole file of tests in one job")
+@pytest.mark.parametrize(
+    ("tests", "ranks", "gpus"), CASES, ids=lambda one: getattr(one, "stem", str(one))
+)
+def test_ranks_on_devices(tests: Path, ranks: int, gpus: int, record_property) -> None:
     """Over NCCL where each rank of a node has a device of its own, else by sums on the host."""
-    monkeypatch.setenv("DASO_PRETENDED_GPUS", str(gpus))
-    monkeypatch.setenv("TRITON_INTERPRET", str(int("kernels" in tests)))
-    conftest = () if tests.startswith("ranks") else ("-p", "ranks.conftest")
-    run = run_on(ranks, *PYTEST, *WITH, *conftest, "-x", str(HERE / tests), timeout=600)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-3000:]
-    assert "skipped" not in run.stdout
+    variables = {
+        "DASO_PRETENDED_GPUS": str(gpus),
+        "TRITON_INTERPRET": str(int("kernels" in tests.stem)),
+    }
+    run_tests(ranks, record_property, *WITH, str(tests), timeout=600, **variables)
 
 
 TRAIN = """
@@ -90,7 +93,7 @@ sys.exit(done)
 def test_training_from_the_command_line_never_waits(nodes, gpus, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("DASO_PRETENDED_GPUS", str(gpus))
     monkeypatch.setenv("DASO_RANKS_PER_NODE", nodes)
-    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(PRETENDED.parent), prepend=os.pathsep)
     words = ("--data.name=digits", "--device=cuda", "--epochs=1", f"--runs={tmp_path}", "--name=x")
     run = run_on(2, "-c", TRAIN, "train", *words, timeout=100)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]

@@ -12,7 +12,7 @@ from daso.run.script import render
 from daso.run.sites import FOLDER, known_sites, parse_site, read_site, read_template
 from daso.run.slurm import Job
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OFFERED = ("none", "pmix", "pmi2", "cray_shasta")
 REAL = ["horeka", "jsc", "lumi", "nersc", "olcf"]
 

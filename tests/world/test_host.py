@@ -7,17 +7,18 @@ from itertools import cycle
 
 import pytest
 import torch
-from ranks.test_priority import chain, plain, train, wrapped
-from ranks.test_sync import Odd, adamw, batch_loss, compare, mlp, seeded, sgd
+from world.test_priority import chain, plain, train, wrapped
+from compare import compare
+from models import Odd, adamw, batch_loss, mlp, seeded, sgd
 from torch import nn
+
+from worlds import INSIDE
 
 import daso
 from daso.comm.throttle import CopyLink, pretend_device
 from daso.errors import ConfigError, ExchangeError, StallError
 from daso.plan.costs import flow_shop_seconds
 from daso.train.host import HostSums
-
-pytestmark = pytest.mark.mpi
 
 UPDATES = ["whole", "chunk"]
 
@@ -125,9 +126,8 @@ class Log(list):
         super().append((*note, time.perf_counter()))
 
 
+@pytest.mark.real_mpi
 def test_chunks_come_back_while_backward_goes_on(topology, machine, told):
-    if topology.place.size == 1:
-        return  # one rank averages nothing
     model, rank = slow_chain(), topology.place.rank
     with wrapped(topology, model, sgd, order="host", bucket_bytes=1) as optimizer:
         for step in range(3):
@@ -140,6 +140,7 @@ def test_chunks_come_back_while_backward_goes_on(topology, machine, told):
     assert before, "the first layers' backward takes twice as long"
 
 
+@pytest.mark.real_mpi
 def test_no_parameter_changes_before_the_last_chunk_is_back(topology, machine, told):
     """One update for the whole model: until all sums are there, weights are the old ones."""
     model, rank = slow_chain(), topology.place.rank
@@ -163,10 +164,9 @@ def test_no_parameter_changes_before_the_last_chunk_is_back(topology, machine, t
         assert all(p._version > old for p, old in zip(params, versions, strict=True))
 
 
+@pytest.mark.nodes((2,), (2, 2))
 def test_a_sum_in_the_node_does_not_wait_for_an_exchange_between_nodes(topology):
     """The exchange's thread may be busy for many batches; gradients are averaged meanwhile."""
-    if topology.place.size == topology.place.nodes:
-        return  # needs nodes of several ranks
     model, rank = seeded(mlp)(), topology.place.rank
     gate = threading.Event()
     policy = daso.Fixed(8, 8)
@@ -186,9 +186,8 @@ def test_a_sum_in_the_node_does_not_wait_for_an_exchange_between_nodes(topology)
     optimizer.close()
 
 
+@pytest.mark.real_mpi
 def test_an_error_in_the_thread_that_adds_is_told_at_the_next_step(topology, monkeypatch):
-    if topology.place.size == 1:
-        return  # one rank averages nothing
     model, rank = seeded(chain)(), topology.place.rank
     optimizer = wrapped(topology, model, sgd, order="host")
     plain(model, optimizer, rank, 0)
@@ -203,10 +202,9 @@ def test_an_error_in_the_thread_that_adds_is_told_at_the_next_step(topology, mon
     optimizer.close()
 
 
+@pytest.mark.nodes(*INSIDE)
 def test_a_rank_that_stays_away_inside_a_node_is_named(topology):
     place = topology.place
-    if place.nodes > 1 or place.size == 1:
-        return  # needs one node of several ranks
     model = seeded(mlp)()
     exchange = daso.Exchange(stall_seconds=3.0)
     gradients = daso.Gradients(order="host")
@@ -233,8 +231,6 @@ def test_chunks_of_a_step_need_a_thread_of_their_own():
 
 def test_copies_sums_and_backward_overlap(topology):
     """They take longer than three machines one after another must, and less than one at a time."""
-    if topology.place.size == 1:
-        return  # one rank averages nothing
     link = CopyLink(math.inf, latency_seconds=5e-3)
     with pretend_device(link):
         model, rank = slow_chain(6), topology.place.rank

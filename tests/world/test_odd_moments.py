@@ -4,14 +4,13 @@ import time
 
 import pytest
 import torch
-from ranks.test_behaviour import bits, small, train, wrap
+from world.test_behaviour import bits, small, train, wrap
 from torch import nn
+
+from worlds import SEVERAL_NODES
 
 import daso
 from daso.errors import NonFiniteError
-
-pytestmark = pytest.mark.mpi
-
 
 def nesterov(params):
     return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
@@ -70,14 +69,13 @@ def test_scalers_that_went_apart_do_not_part_the_nodes(topology, place, later):
             assert topology.same(bits(model)), step
 
 
+@pytest.mark.nodes(*SEVERAL_NODES)
 @pytest.mark.parametrize("merge", ["delta", "eager"])
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("policy", [daso.Fixed(2, 1), daso.Fixed(2, 2)], ids=repr)
 def test_one_nan_costs_one_exchange_and_no_other_nodes_work(
     topology, place, policy, fragments, merge
 ):
-    if place.nodes == 1:  # NaN is the user's own then, as without daso
-        return
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     exchange = daso.Exchange(fragments=fragments)
     options = {"policy": policy, "merge": merge, "exchange": exchange}
@@ -93,9 +91,8 @@ def test_one_nan_costs_one_exchange_and_no_other_nodes_work(
     assert topology.same(bits(model))
 
 
+@pytest.mark.nodes(*SEVERAL_NODES)
 def test_a_node_that_went_ahead_of_a_dropped_exchange_goes_back_with_its_work(topology, place):
-    if place.nodes == 1:
-        return
     model = nn.Linear(4, 2)
     options = {"policy": daso.Fixed(4, 2), "outer": nesterov, "wire": "fp32"}
     with wrap(topology, model, **options) as optimizer:
@@ -130,8 +127,6 @@ def test_what_a_sparse_wire_holds_back_goes_out_when_nodes_agree(topology, place
 
 
 def test_after_too_many_drops_the_schedule_stands_where_it_says(topology, place):
-    if place.nodes == 1:
-        return
     model = nn.Linear(4, 2)
     exchange = daso.Exchange(nonfinite="raise")
     optimizer = wrap(topology, model, policy=daso.Fixed(2, 2), exchange=exchange)

@@ -24,7 +24,7 @@ def run(tmp_path, *words):
     )
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)

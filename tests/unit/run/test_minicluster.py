@@ -13,7 +13,7 @@ from daso.run.minicluster.rate import parse_rate
 from daso.run.minicluster.state import read_record, remove, write_record
 from daso.run.minicluster.text import CONTROL, Minicluster
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "minicluster"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "minicluster"
 TOKEN = "0123456789abcdef"
 
 

@@ -11,7 +11,7 @@ from daso.run.bench import guard
 from daso.run.bench.names import OURS
 from daso.run.minicluster import start
 
-RECORDED = Path(__file__).parents[2] / "scripts" / "figures"
+RECORDED = Path(__file__).parents[3] / "scripts" / "figures"
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,17 @@ MPI finds what is "on" a pretended device in the host's memory, as one that take
 
 import pytest
 import torch
-from ranks import test_device, test_odd_moments, test_state, test_sync
-from ranks.test_sync import Odd, Wide, adamw, compare, mlp, sgd
+from ranks import test_device
+from world import test_odd_moments, test_state, test_sync
+from compare import compare
+from models import Odd, Wide, adamw, mlp, sgd
 
 import daso
 from daso.comm import aware, exchange
 from daso.errors import TopologyError
 from pretended_cuda import taken_by_mpi
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.real_mpi, pytest.mark.nodes((1, 1), (2,), (2, 1))]
 device = test_device.device
 
 
@@ -113,8 +115,6 @@ def test_a_library_that_is_not_able_to_is_refused(topology, monkeypatch, says, t
 
 
 def test_a_library_that_says_more_than_is_true_is_found_out(topology, monkeypatch):
-    if topology.place.nodes == 1:
-        return
     real, rows = aware.device_buffer, []
 
     def elsewhere(flat):
@@ -128,8 +128,6 @@ def test_a_library_that_says_more_than_is_true_is_found_out(topology, monkeypatc
 
 
 def test_models_on_the_host_are_refused(topology):
-    if topology.place.nodes == 1:
-        return
     with torch.device("cpu"):
         model = mlp()
     with pytest.raises(TopologyError, match="needs parameters on a CUDA device, not on cpu"):

@@ -1,0 +1,57 @@
+"""Run what needs ranks under mpirun: plain `pytest` exercises MPI too."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from on_mpi import PYTEST, run_on, run_tests
+
+TESTS = Path(__file__).parents[1]
+RANKS, WORLD = TESTS / "ranks", TESTS / "world"
+CONTRACT = RANKS / "test_contract.py"
+POINTS = 47  # of the drop-in contract
+
+
+@pytest.mark.slow("hundreds of tests in one job")
+@pytest.mark.timeout(1260)
+@pytest.mark.parametrize(
+    "ranks",
+    [2, pytest.param(3, marks=pytest.mark.later("")), pytest.param(4, marks=pytest.mark.later(""))],
+)
+def test_on_ranks(ranks: int, record_property) -> None:
+    run_tests(ranks, record_property, str(WORLD), str(RANKS), f"--deselect={CONTRACT}")
+
+
+@pytest.mark.slow("hundreds of tests in one job")
+@pytest.mark.later("each point is tried on threads of")
+@pytest.mark.timeout(1260)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_drop_in_contract_on_ranks(ranks: int, record_property) -> None:
+    said = run_tests(ranks, record_property, str(CONTRACT))
+    (points,) = map(int, re.findall(r"^contract: (\d+) points hold$", said, re.MULTILINE))
+    assert points == POINTS
+
+
+@pytest.mark.parametrize("cause", ["assert", "hang"])
+def test_a_failure_on_one_rank_fails_the_run(tmp_path: Path, cause: str) -> None:
+    """The suite above must be able to fail, at once and on any rank."""
+    (tmp_path / "test_planted.py").write_text(
+        "import pytest, time\n"
+        "from mpi4py import MPI\n"
+        "@pytest.mark.real_mpi\n"
+        "def test_planted():\n"
+        "    if MPI.COMM_WORLD.Get_rank() == 1:\n"
+        + ("        assert 0\n" if cause == "assert" else "        time.sleep(50)\n")
+    )
+    start = time.monotonic()
+    finds = f"pythonpath={TESTS / 'support'}"
+    words = ["-o", finds, "-p", "worlds", "--timeout=5", "-x", str(tmp_path)]
+    run = run_on(2, *PYTEST, *words, timeout=60)
+    seconds = time.monotonic() - start
+    assert run.returncode != 0
+    if cause == "assert":
+        assert "failed on other ranks: {1: " in run.stdout + run.stderr
+    else:
+        # Hydra may lose what is said right before the end; the timeout shows in how long it took.
+        assert 5 < seconds < 45

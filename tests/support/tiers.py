@@ -1,0 +1,126 @@
+"""Two tiers of one suite, and what a run says of itself at its end.
+
+The everyday tier is what `pytest` runs; with ``--all`` everything is run. A test is left to ``--all``
+by where it lies (`LATER`) or by a marker that says why:
+
+    @pytest.mark.later("starts a job of four ranks for each case")
+    @pytest.mark.slow("SLURM's shortest time limit is a minute")  # may take more than 20 s
+
+Tests of ranks run in jobs of their own and write down there how they ended; the test that starts
+the job hands that on, so that they are counted and timed here.
+"""
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["RECORD", "hand_on"]
+
+TESTS = Path(__file__).parents[1]
+LATER = {"cluster": "needs hosts and SLURM", "gpu": "devices are simulated, or real"}
+LONGEST_SECONDS = 20.0
+RECORD = "DASO_TESTS_RECORD"  # names the file in which a job's tests are written down
+SLOWEST = 10
+
+_began = time.monotonic()
+_ended: list[tuple[str, str, float]] = []  # test, outcome, seconds
+_too_slow: list[str] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run everything, not the everyday tier")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "later(why): not in the everyday tier")
+    config.addinivalue_line("markers", "slow(why): may take more than 20 s")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to ``--all`` what is not of the everyday tier; start the longest lane first."""
+    for item in items:
+        if kind_of(item.nodeid) == "cluster":
+            item.add_marker(pytest.mark.xdist_group("cluster"))
+    if config.getoption("--all") or _named(config):
+        items.sort(key=lambda item: kind_of(item.nodeid) != "cluster")
+        return
+    left = [item for item in items if _is_later(item)]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]
+
+
+def _named(config: pytest.Config) -> bool:
+    """Return whether the caller names what is to run: then it runs."""
+    return any(Path(word.split("::")[0]).resolve() != TESTS for word in config.args)
+
+
+def _is_later(item: pytest.Item) -> bool:
+    return kind_of(item.nodeid) in LATER or item.get_closest_marker("later") is not None
+
+
+def kind_of(test: str) -> str:
+    """Return in which room of tests/ a test lies."""
+    parts = test.split("::")[0].split("/")
+    return parts[1] if parts[0] == "tests" and len(parts) > 2 else "others"
+
+
+# --- what a job's tests were ----------------------------------------------------------------------
+
+
+def hand_on(path: Path, record_property: Callable[[str, Any], None]) -> int:
+    """Give on what a job's tests wrote down; return how many passed."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    record_property("job", lines)
+    return sum(outcome == "passed" for _, outcome, _ in lines)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when != "call" and report.passed:
+        return
+    lines = [(report.nodeid, report.outcome, report.duration)]
+    if path := os.environ.get(RECORD):
+        _write_down(Path(path), lines)
+        return
+    for name, inner in report.user_properties:
+        lines += [tuple(one) for one in inner] if name == "job" else []
+    _ended.extend(lines)
+    if report.duration > LONGEST_SECONDS and "slow" not in report.keywords:
+        _too_slow.append(f"{report.nodeid}: {report.duration:.1f} s")
+
+
+def _write_down(path: Path, lines: list[Any]) -> None:
+    from worlds import is_first_rank
+
+    if is_first_rank():
+        with path.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say how long all took, how many of each kind ran, and which took longest."""
+    if os.environ.get(RECORD) or hasattr(config, "workerinput") or not _ended:
+        return
+    say = terminalreporter.write_line
+    counts = Counter(kind_of(test) for test, outcome, _ in _ended if outcome != "skipped")
+    tier = "everything" if config.getoption("--all") else "the everyday tier"
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    say("")
+    say(f"{tier}: {time.monotonic() - _began:.0f} s; tests that ran: {kinds}")
+    say("the slowest:")
+    for test, _, seconds in sorted(_ended, key=lambda one: -one[2])[:SLOWEST]:
+        say(f"  {seconds:6.1f} s  {test}")
+    for line in _too_slow:
+        say(f"FAILED: a test must end within {LONGEST_SECONDS:g} s or be marked slow: {line}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if _too_slow and exitstatus == 0 and not hasattr(session.config, "workerinput"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
