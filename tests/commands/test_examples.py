@@ -1,29 +1,21 @@
 """The example programs run and learn, alone and on ranks."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from jobs import started
 
 EXAMPLES = Path(__file__).parents[2] / "daso" / "examples"
 
 
 def run(*words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", *words],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DASO_DATA": ""},
-    )
+    done = started(*words, seconds=110, DASO_DATA="")
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+@pytest.mark.later("trains")
 @pytest.mark.parametrize("launch", [(), ("daso", "run", "-n", "4", "--ranks-per-node", "2", "-m")])
 def test_the_cnn_learns(launch: tuple[str, ...]) -> None:
     words = ["daso.examples.cnn", "--data=digits", "--epochs=6"]
@@ -32,6 +24,7 @@ def test_the_cnn_learns(launch: tuple[str, ...]) -> None:
     assert float(accuracies[-1]) > 0.9
 
 
+@pytest.mark.later("trains")
 @pytest.mark.parametrize("launch", [(), ("daso", "run", "-n", "3", "--ranks-per-node", "2", "-m")])
 def test_the_transformer_learns(launch: tuple[str, ...]) -> None:
     words = ["daso.examples.transformer", "--steps=100", "--batch-size=8"]
@@ -40,6 +33,7 @@ def test_the_transformer_learns(launch: tuple[str, ...]) -> None:
     assert losses[-1] < 5.5  # 8 bits would be knowing nothing
 
 
+@pytest.mark.later("trains")
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_server_learns_as_well_as_all_in_step(ranks: int) -> None:
     launch = ["daso", "run", "-n", str(ranks), "-m"] if ranks > 1 else []
@@ -54,6 +48,7 @@ def test_the_server_learns_as_well_as_all_in_step(ranks: int) -> None:
     assert found["none"] > found["0"] - 0.03  # 360 images: ten of them
 
 
+@pytest.mark.later("trains")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("words", "least"),
@@ -73,6 +68,7 @@ def test_flows_learn(words: list[str], least: float, ranks: int) -> None:
     assert float(found[-1]) > least
 
 
+@pytest.mark.later("trains")
 def test_a_flow_learns_numbers_of_molecules() -> None:
     words = ["daso.examples.graphs", "--task=molecules", "--graphs=300", "--epochs=6"]
     errors = [float(x) for x in re.findall(r"test error (\S+),", run(*words))]

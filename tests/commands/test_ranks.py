@@ -17,14 +17,18 @@ POINTS = 47  # of the drop-in contract
 @pytest.mark.timeout(1260)
 @pytest.mark.parametrize(
     "ranks",
-    [2, pytest.param(3, marks=pytest.mark.later("")), pytest.param(4, marks=pytest.mark.later(""))],
+    [
+        2,
+        pytest.param(3, marks=pytest.mark.later("other cuts into nodes")),
+        pytest.param(4, marks=pytest.mark.later("other cuts into nodes")),
+    ],
 )
 def test_on_ranks(ranks: int, record_property) -> None:
     run_tests(ranks, record_property, str(WORLD), str(RANKS), f"--deselect={CONTRACT}")
 
 
 @pytest.mark.slow("hundreds of tests in one job")
-@pytest.mark.later("each point is tried on threads of")
+@pytest.mark.later("starts programs of frameworks")
 @pytest.mark.timeout(1260)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_drop_in_contract_on_ranks(ranks: int, record_property) -> None:

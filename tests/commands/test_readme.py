@@ -1,12 +1,13 @@
 """The README's code runs as it stands, its files exist, its commands are real."""
 
-import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from jobs import started
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -16,17 +17,10 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def run_daso(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "daso", *words],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+run_daso = partial(started, "daso")
 
 
+@pytest.mark.later("starts ranks")
 @pytest.mark.parametrize("ranks_per_node", ["2", "4"])
 def test_the_program_runs_as_it_stands_on_four_ranks(tmp_path: Path, ranks_per_node: str) -> None:
     program = blocks("python")[0]
@@ -63,6 +57,7 @@ def train_one_step():
 """
 
 
+@pytest.mark.later("starts ranks")
 def test_its_imitation_of_another_machine_runs_on_two_nodes(tmp_path: Path) -> None:
     path = tmp_path / "soon.py"
     path.write_text(TRAINING + blocks("python")[5])
@@ -72,6 +67,7 @@ def test_its_imitation_of_another_machine_runs_on_two_nodes(tmp_path: Path) -> N
     assert "the link is held to 41.67 MB/s" in run.stdout
 
 
+@pytest.mark.later("starts ranks")
 def test_its_server_trains_on_ranks(tmp_path: Path) -> None:
     path = tmp_path / "serve.py"
     path.write_text(blocks("python")[1] + "print(f\"steps {server.report()['steps']}\")\n")
@@ -80,6 +76,7 @@ def test_its_server_trains_on_ranks(tmp_path: Path) -> None:
     assert run.stdout.count("steps ") == 2
 
 
+@pytest.mark.later("starts ranks")
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_its_flow_learns(tmp_path: Path, ranks: str) -> None:
     text = blocks("python")[2]
@@ -93,6 +90,7 @@ def test_its_flow_learns(tmp_path: Path, ranks: str) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.later("starts ranks")
 def test_its_flows_on_two_nodes_end_with_the_same(tmp_path: Path) -> None:
     head, _ = blocks("python")[2].split("updates = daso.flow.Updates")
     path = tmp_path / "flows.py"
@@ -117,6 +115,7 @@ print(f"found {after < before} {bits}\\n", end="", flush=True)
     assert len(set(found)) == 1
 
 
+@pytest.mark.later("starts ranks")
 def test_its_plan_of_memory_holds(tmp_path: Path) -> None:
     path = tmp_path / "fit.py"
     path.write_text(blocks("python")[4])
@@ -247,6 +246,7 @@ def test_seconds_to_a_loss_are_those_that_were_measured() -> None:
         assert ratios == [f"{server.ratio_to(run, name):.2f}" for run in slow]
 
 
+@pytest.mark.later("starts ranks")
 def test_training_with_the_settings_it_shows(tmp_path: Path) -> None:
     (line,) = [
         line for text in blocks("sh") for line in text.splitlines() if "--data.name=text" in line

@@ -112,6 +112,7 @@ def stop_at(step: int, job: subprocess.Popen[str], folder: Path) -> str:
     return out + err
 
 
+@pytest.mark.later("starts ranks again and again")
 @pytest.mark.parametrize("by", ["--resume", "SLURM"])
 def test_a_run_that_is_asked_to_end_saves_and_goes_on_to_the_same_bits(tmp_path, by) -> None:
     more = ["--epochs=40", f"--runs={tmp_path}"]  # it must not be over before it is asked
@@ -136,6 +137,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_to_the_same_bits(tmp_path,
     assert summary_of(folder)["model"] == summary_of(tmp_path / "whole")["model"]
 
 
+@pytest.mark.later("starts ranks again and again")
 def test_a_job_that_slurm_starts_anew_without_a_checkpoint_begins_anew(tmp_path) -> None:
     words = ["--data.name=digits", "--epochs=1", f"--runs={tmp_path}"]
     anew = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
@@ -152,6 +154,7 @@ def resume(folder: Path, *words: str) -> tuple[int, str]:
     return train(*COMMON, *words, f"--runs={folder.parent}", f"--name={folder.name}", "--resume")
 
 
+@pytest.mark.later("starts ranks again and again")
 def test_a_killed_run_ends_like_one_that_was_not(runs, tmp_path) -> None:
     folder = copy(runs, tmp_path)
     (step,) = saved(folder)[-1:]
@@ -171,6 +174,7 @@ def test_a_killed_run_ends_like_one_that_was_not(runs, tmp_path) -> None:
     assert there["skip_history"] == wanted["skip_history"]
 
 
+@pytest.mark.later("starts ranks again and again")
 def test_the_one_before_is_taken_when_the_newest_is_damaged(runs, tmp_path) -> None:
     folder = copy(runs, tmp_path)
     before, newest = saved(folder)[-2:]
@@ -186,6 +190,7 @@ def test_the_one_before_is_taken_when_the_newest_is_damaged(runs, tmp_path) -> N
     assert summary_of(folder)["test_accuracy"] > 0.95
 
 
+@pytest.mark.later("starts ranks again and again")
 def test_fewer_ranks_go_on_with_what_rank_0_saved(runs, tmp_path) -> None:
     folder = copy(runs, tmp_path)
     (step,) = saved(folder)[-1:]
@@ -201,6 +206,7 @@ def test_fewer_ranks_go_on_with_what_rank_0_saved(runs, tmp_path) -> None:
     assert saved(folder)[-1] == summary["steps"]
 
 
+@pytest.mark.later("starts ranks again and again")
 def test_what_cannot_go_on_says_why_and_changes_nothing(runs, tmp_path) -> None:
     folder = copy(runs, tmp_path)
     log = (folder / "log.jsonl").read_bytes()

@@ -1,12 +1,12 @@
 """`daso train` as a user types it, on ranks of this machine."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from jobs import started
 
 KEYS = {
     "data", "world", "nodes", "epochs", "steps", "seconds", "samples_per_second", "test_accuracy",
@@ -15,15 +15,7 @@ KEYS = {
 
 
 def daso_train(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "daso", "train", *words],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-    )
+    return started("daso", "train", *words, seconds=110, cwd=cwd, **env)
 
 
 def test_training_writes_a_summary_and_one_line_per_event(tmp_path: Path) -> None:
@@ -47,6 +39,7 @@ def test_training_writes_a_summary_and_one_line_per_event(tmp_path: Path) -> Non
     assert [event["event"] for event in events].count("epoch") == 6
 
 
+@pytest.mark.later("starts ranks")
 def test_a_recorded_run_is_told_by_daso_trace(tmp_path: Path) -> None:
     words = ["-n", "2", "--ranks-per-node=1", "--data.name=digits", "--epochs=3", "--trace=true"]
     run = daso_train(*words, cwd=tmp_path)
@@ -68,6 +61,7 @@ def test_a_recorded_run_is_told_by_daso_trace(tmp_path: Path) -> None:
     assert names >= {"step", "send", "merge", "exchange", "messages"}
 
 
+@pytest.mark.later("starts ranks")
 def test_a_run_that_goes_on_is_recorded_in_a_file_of_its_own(tmp_path: Path) -> None:
     words = ["-n", "2", "--ranks-per-node=1", "--data.name=digits", "--checkpoint.every=10"]
     begun = daso_train(*words, "--epochs=1", cwd=tmp_path)  # not recorded: that may change
@@ -86,6 +80,7 @@ def test_a_run_that_goes_on_is_recorded_in_a_file_of_its_own(tmp_path: Path) -> 
     assert "trace=true records what ranks do together" in alone.stderr
 
 
+@pytest.mark.later("starts ranks")
 def test_the_papers_schedule_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(
         'name = "paper"\nepochs = 4\n[data]\nname = "digits"\n'
@@ -99,6 +94,7 @@ def test_the_papers_schedule_from_a_file(tmp_path: Path) -> None:
     assert summary["identical"] is True
 
 
+@pytest.mark.later("starts ranks")
 def test_the_same_seed_gives_the_same_model_on_any_cut_into_nodes(tmp_path: Path) -> None:
     accuracies = []
     for cut in ("1", "2", "4"):
@@ -116,6 +112,7 @@ def test_the_same_seed_gives_the_same_model_on_any_cut_into_nodes(tmp_path: Path
     assert max(accuracies) - min(accuracies) < 0.01  # sums in another order, nothing else
 
 
+@pytest.mark.later("starts ranks")
 @pytest.mark.parametrize(
     ("words", "env", "says"),
     [

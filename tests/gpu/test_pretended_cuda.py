@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from on_mpi import run_tests, run_on
+from on_mpi import run_on, run_tests
 
 HERE = Path(__file__).parent
 PRETENDED = HERE.parent / "support" / "pretended_cuda"

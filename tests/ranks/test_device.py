@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import torch
-from world import test_behaviour, test_odd_moments, test_state, test_sync
 from compare import compare
 from models import Odd, Wide, adamw, mlp, sgd
+from world import test_behaviour, test_odd_moments, test_state, test_sync
 
 import daso
 from daso.comm.choose import choose_device

@@ -5,8 +5,8 @@ import ctypes
 import numpy as np
 import pytest
 import torch
-from fake_cuda import Copies, Cuda
 from compare import compare
+from fake_cuda import Copies, Cuda
 from models import adamw, batch_loss, mlp, sgd
 
 import daso

@@ -1,11 +1,12 @@
-"""Start programs from inside a rank: what a test needs a process of its own for."""
+"""Start programs and commands: `typed` in this process, `started` in one of its own."""
 
+import io
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +25,34 @@ def hidden_launcher() -> Iterator[None]:
     """Let a framework believe that this process is alone: it would start a process group else."""
     with mock.patch.dict(os.environ, outside(), clear=True):
         yield
+
+
+def typed(*words: object) -> subprocess.CompletedProcess[str]:
+    """Run a command of `daso` as it is typed, but in this process: it starts in no time."""
+    from daso.run.cli import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = main([str(word) for word in words])
+        except SystemExit as end:
+            code = end.code
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+
+def started(
+    *words: object, seconds: float = 100, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m WORDS`` as a user does, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", *map(str, words)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
 
 
 def run(command: Sequence[object], *, seconds: float = 50) -> subprocess.CompletedProcess[str]:

@@ -23,7 +23,7 @@ from unittest import mock
 
 import numpy as np
 
-__all__ = ["LIMIT_SECONDS", "MPI", "RankFailed", "run_ranks"]
+__all__ = ["LIMIT_SECONDS", "MPI", "RankFailedError", "run_ranks"]
 
 LIMIT_SECONDS = 20.0  # of a world
 EAGER_BYTES = 1 << 16  # a longer message is under way until its receiver takes it
@@ -31,7 +31,7 @@ ANY = -1
 NAP_SECONDS = 5e-5
 
 
-class RankFailed(Exception):
+class RankFailedError(Exception):
     """Another rank failed: what this one waits for will not come."""
 
 
@@ -59,7 +59,7 @@ def _away() -> Iterator[None]:
         _here.has_turn = True
         world = _here.world
         if world.failed and not _here.over:
-            raise RankFailed("another rank failed")
+            raise RankFailedError("another rank failed")
         if time.monotonic() > world.ends and not _here.over:
             raise TimeoutError(f"a world of threads must end within {LIMIT_SECONDS:g} s")
 
@@ -372,15 +372,13 @@ class Comm:
     # --- others of its kind -----------------------------------------------------------------------
 
     def Split(self, color: int | None = 0, key: int = 0) -> "Comm":  # noqa: N802
-        asked = self._gather("Split", (color, key, _Group))
-        if color is None:
-            return MPI.COMM_NULL
+        asked = self._gather("Split", (color, key))
         chosen = [rank for rank, one in enumerate(asked) if one[0] == color]
         chosen.sort(key=lambda rank: (asked[rank][1], rank))
         members = [self._all.members[rank] for rank in chosen]
         group = _Group(self._all.world, members) if self.rank == chosen[0] else None
         group = self._gather("Split, its ranks", group)[chosen[0]]
-        return Comm(group, chosen.index(self.rank))
+        return MPI.COMM_NULL if color is None else Comm(group, chosen.index(self.rank))
 
     def Split_type(self, _: Any) -> "Comm":  # noqa: N802
         return self.Split(0, self.rank)
@@ -396,7 +394,7 @@ class Comm:
 
     def Abort(self, code: int = 1) -> None:  # noqa: N802
         self._all.world.failed = True
-        raise RankFailed(f"rank {self.rank} aborted with {code}")
+        raise RankFailedError(f"rank {self.rank} aborted with {code}")
 
 
 class _Matched:
@@ -546,7 +544,7 @@ def run_ranks(ranks: int, body: Callable[[Comm], Any]) -> list[Any]:
             _real_join(one, LIMIT_SECONDS + 5)
         late = [one.name for one in threads if one.is_alive()]
     assert not late, f"did not end: {late}"
-    failed = {r: e for r, e in world.errors.items() if not isinstance(e, RankFailed)}
+    failed = {r: e for r, e in world.errors.items() if not isinstance(e, RankFailedError)}
     for rank in itertools.chain(failed, world.errors):
         error = world.errors[rank]
         error.add_note(f"on rank {rank} of {ranks}; others: {world.errors}")

@@ -1,7 +1,7 @@
 """Two tiers of one suite, and what a run says of itself at its end.
 
-The everyday tier is what `pytest` runs; with ``--all`` everything is run. A test is left to ``--all``
-by where it lies (`LATER`) or by a marker that says why:
+The everyday tier is what `pytest` runs; with ``--all`` everything is run. What is left to it lies
+in one of the rooms in `LATER`, or has a marker that says why:
 
     @pytest.mark.later("starts a job of four ranks for each case")
     @pytest.mark.slow("SLURM's shortest time limit is a minute")  # may take more than 20 s
@@ -67,7 +67,7 @@ def _is_later(item: pytest.Item) -> bool:
 
 def kind_of(test: str) -> str:
     """Return in which room of tests/ a test lies."""
-    parts = test.split("::")[0].split("/")
+    parts = test.split("::", maxsplit=1)[0].split("/")
     return parts[1] if parts[0] == "tests" and len(parts) > 2 else "others"
 
 

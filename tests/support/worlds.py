@@ -1,13 +1,13 @@
 """Tests between ranks: one body for a world of threads and for ranks that mpirun started.
 
 Every rank of a world runs a test that takes ``topology``. Without ``--with-mpi`` the ranks are
-threads of this process (`local_world`); with it, they are those of COMM_WORLD, and all give the same
-verdict. A marker says into which nodes the ranks are cut; without one it is `DEFAULT`:
+threads of this process (`local_world`); with it, they are those of COMM_WORLD, and all give the
+same verdict. A marker says into which nodes the ranks are cut; without one it is `DEFAULT`:
 
     @pytest.mark.nodes(*UNEVEN)
     @pytest.mark.real_mpi  # threads cannot run it, as all in tests/ranks
 
-Threads run the first of these cuts, real ranks the others (`real_mpi`: all), so that each runs once.
+Threads run the first of these cuts, real ranks the others (`real_mpi`: all): each runs once.
 """
 
 import os
@@ -21,7 +21,17 @@ from typing import Any
 import pytest
 from local_world import run_ranks
 
-__all__ = ["ANY", "APART", "EVERY", "INSIDE", "SEVERAL_NODES", "UNEVEN", "PerRank", "is_first_rank"]
+__all__ = [
+    "ANY",
+    "APART",
+    "EVERY",
+    "EVERYDAY",
+    "INSIDE",
+    "SEVERAL_NODES",
+    "UNEVEN",
+    "PerRank",
+    "is_first_rank",
+]
 
 Nodes = tuple[int, ...]  # ranks of each node
 
@@ -31,7 +41,8 @@ APART: list[Nodes] = [(1, 1), (1, 1, 1, 1)]  # a rank a node
 INSIDE: list[Nodes] = [(2,), (3,), (4,)]
 SEVERAL_NODES: list[Nodes] = [*DEFAULT, (2, 1)]
 UNEVEN: list[Nodes] = [(2, 1), (3, 1)]
-EVERY: list[Nodes] = [*DEFAULT, *INSIDE, *UNEVEN, (1, 1, 1), (1, 2), (1, 1, 1, 1)]
+EVERYDAY: Nodes = (2, 1)  # of every cut, the one that threads run
+EVERY: list[Nodes] = [*INSIDE, *UNEVEN, (1, 1, 1), (1, 2), (1, 1, 1, 1)]  # but for `DEFAULT`
 
 ELSEWHERE = (0,)
 RANKS = Path(__file__).parents[1] / "ranks"

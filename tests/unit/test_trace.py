@@ -1,20 +1,17 @@
 """Recording spans of a process, and what `daso trace` makes of a recording."""
 
 import json
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
+from jobs import typed
 
 from daso import trace
 from daso.errors import DataError
 from daso.run.chrome import chrome_events
 from daso.run.timeline import late_ranks, read_timeline, shares
 from daso.trace import EXCHANGE, KINDS, MERGE, NODE, NODES, SEND, STEP, Recorder
-
-SECONDS = 30
 
 
 @pytest.fixture
@@ -197,16 +194,11 @@ def test_what_is_no_recording_is_refused(tmp_path, text, says):
         read_timeline(path)
 
 
-def daso(*words):
-    command = [sys.executable, "-m", "daso", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-
-
 def test_the_command_prints_tables_and_writes_files(tmp_path):
     spans = [(STEP, 0, 1, 0.0, 1.0), (SEND, 0, 1, 0.1, 0.2), (MERGE, 0, 1, 0.5, 0.6)]
     written(tmp_path, clocks(0.0), of_rank(0, *spans), of_rank(1, *spans, lost=7), clocks(0.0))
     chrome, tables, plot = (tmp_path / name for name in ("t.json", "tables.json", "t.png"))
-    done = daso("trace", tmp_path, f"--chrome={chrome}", f"--json={tables}", f"--plot={plot}")
+    done = typed("trace", tmp_path, f"--chrome={chrome}", f"--json={tables}", f"--plot={plot}")
     assert done.returncode == 0, done.stderr
     assert "Who came last to 1 exchanges" in done.stdout
     assert "7 spans were lost" in done.stdout
@@ -221,7 +213,7 @@ def test_clocks_that_do_not_add_up_are_told(tmp_path):
     lopsided = {"clocks": [[0.0, 1e-3, 1e-6], [0.0, 0.0, 1e-6]]}
     spans = [(STEP, 0, 1, 0.0, 1.0)]
     written(tmp_path, lopsided, of_rank(0, *spans), of_rank(1, *spans))
-    done = daso("trace", tmp_path)
+    done = typed("trace", tmp_path)
     assert "1 of 1 comparisons of clocks do not add up" in done.stdout
 
 
@@ -229,7 +221,7 @@ def test_clocks_that_do_not_add_up_are_told(tmp_path):
 def test_the_command_refuses_in_one_line(tmp_path, what):
     if what == "no steps":
         written(tmp_path, of_rank(0), ranks=1)
-    done = daso("trace", tmp_path)
+    done = typed("trace", tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("daso: a recording must ")
     assert done.stderr.count("\n") == 1
@@ -237,7 +229,7 @@ def test_the_command_refuses_in_one_line(tmp_path, what):
 
 def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_is_read(tmp_path):
     for words in ([f"--plot={tmp_path}/t.pdf"], [f"--plot={tmp_path}/none/t.png"]):
-        done = daso("trace", tmp_path, *words)
+        done = typed("trace", tmp_path, *words)
         assert done.returncode == 2
         assert done.stderr.count("\n") == 1
         assert "--plot must end in .png" in done.stderr or "folder that is there" in done.stderr

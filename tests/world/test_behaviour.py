@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
-
 from worlds import SEVERAL_NODES
 
 import daso

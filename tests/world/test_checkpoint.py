@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from local_world import Comm
 from worlds import PerRank
 
@@ -19,6 +18,7 @@ from daso.comm.topology import Topology
 from daso.errors import CheckpointError, ConfigError
 from daso.train.checkpoint import Checkpoints
 from daso.train.rng import rng_state, set_rng_state
+
 
 @pytest.fixture
 def folder(shared_folder):

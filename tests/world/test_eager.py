@@ -4,11 +4,11 @@ import copy
 import math
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from models import Odd, adamw, batch_loss, mlp, seeded
+from pairwise import pairwise
 from sequential import add
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -25,6 +25,7 @@ from daso.errors import (
 )
 from daso.train.checkpoint import Checkpoints
 from daso.train.replay import replay
+
 
 def sgd(params):
     return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3)
@@ -152,10 +153,11 @@ def uneven(server, step):
     time.sleep(0.002 * ((server._serving.rank * 7 + step * 3) % 5))
 
 
-@pytest.mark.parametrize("mode", ["owner", "block", "replica"])
-@pytest.mark.parametrize("staleness", [0, 1, 4, None])
-@pytest.mark.parametrize(("build", "make"), [(mlp, adamw), (Odd, sgd)])
-def test_a_replay_gives_the_same_bits(topology, build, make, staleness, mode):
+@pairwise(
+    mode=["owner", "block", "replica"], staleness=[0, 1, 4, None], case=[(mlp, adamw), (Odd, sgd)]
+)
+def test_a_replay_gives_the_same_bits(topology, mode, staleness, case):
+    build, make = case
     make_flat = (lambda p: torch.optim.AdamW(p, lr=1e-2)) if make is adamw else sgd
     how = {"mode": mode, "staleness": staleness}
     for damped in {False, mode == "owner" and staleness != 0}:
@@ -564,7 +566,7 @@ def test_it_closes_without_a_meeting_too(topology):
 
 
 def test_without_staleness_uneven_steps_are_an_error_that_names_ranks(topology):
-    rank, size = topology.place.rank, topology.place.size
+    rank = topology.place.rank
     model = seeded(mlp)()
     server = daso.EagerServer(model, sgd, topology=topology, mode="block")
     with pytest.raises(ExchangeError, match="same number of steps"):

@@ -7,11 +7,11 @@ from itertools import cycle
 
 import pytest
 import torch
-from world.test_priority import chain, plain, train, wrapped
 from compare import compare
 from models import Odd, adamw, batch_loss, mlp, seeded, sgd
+from pairwise import pairwise
 from torch import nn
-
+from world.test_priority import chain, plain, train, wrapped
 from worlds import INSIDE
 
 import daso
@@ -33,10 +33,11 @@ def machine(request):
             yield
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("nbytes", [1, 100, 1 << 20, "search"])
-@pytest.mark.parametrize(("make", "inner"), [(mlp, adamw), (Odd, sgd)])
-def test_no_chunk_changes_a_bit(topology, machine, make, inner, nbytes, update):
+@pairwise(
+    case=[(mlp, adamw), (Odd, sgd)], nbytes=[1, 100, 1 << 20, "search"], update=["whole", "chunk"]
+)
+def test_no_chunk_changes_a_bit(topology, machine, case, nbytes, update):
+    make, inner = case
     same, before = train(topology, make, inner)
     found, report = train(topology, make, inner, order="host", bucket_bytes=nbytes, update=update)
     assert found == same

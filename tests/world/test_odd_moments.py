@@ -4,13 +4,13 @@ import time
 
 import pytest
 import torch
-from world.test_behaviour import bits, small, train, wrap
 from torch import nn
-
+from world.test_behaviour import bits, small, train, wrap
 from worlds import SEVERAL_NODES
 
 import daso
 from daso.errors import NonFiniteError
+
 
 def nesterov(params):
     return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)

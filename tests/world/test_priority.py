@@ -1,15 +1,16 @@
 """Gradients that cross in portions: whatever the order, the bits are those of synchronous steps."""
 
 import copy
+import itertools
 import pickle
 import warnings
 from contextlib import nullcontext
-from itertools import pairwise
 
 import pytest
 import torch
 from compare import compare
 from models import Odd, adamw, batch_loss, flat_bytes, mlp, seeded, sgd
+from pairwise import pairwise
 from torch import nn
 from torch.nn.utils import prune
 
@@ -90,17 +91,13 @@ def train(topology, make, inner, *, steps=4, policy=None, each=plain, **gradient
     return bits(model), report
 
 
-CUTS = [
-    *((100, portions, update) for portions in ORDERS for update in ("whole", "chunk")),
-    *((1, "layer", "chunk"), (1 << 20, "layer", "chunk"), (1 << 20, "fifo", "whole")),
-]
-
-
-@pytest.mark.parametrize(("nbytes", "portions", "update"), CUTS)
-@pytest.mark.parametrize(("make", "inner"), [(mlp, adamw), (Odd, sgd)])
-def test_no_order_and_no_cut_changes_a_bit(topology, make, inner, nbytes, portions, update):
-    if make is Odd and (nbytes == 1 or portions == "lifo"):
-        nbytes = 400  # it has many tensors; the small model has few
+@pairwise(
+    case=[(mlp, adamw, 1), (mlp, adamw, 100), (Odd, sgd, 400), (Odd, sgd, 1 << 20)],
+    portions=ORDERS,
+    update=["whole", "chunk"],
+)
+def test_no_order_and_no_cut_changes_a_bit(topology, case, portions, update):
+    make, inner, nbytes = case
     same, before = train(topology, make, inner)
     cut = {"bucket_bytes": nbytes, "portions": portions, "update": update}
     found, report = train(topology, make, inner, order="priority", **cut)
@@ -208,7 +205,7 @@ def test_a_step_takes_the_learning_rate_of_its_own_batch(topology, free):
 
     same, rates = scheduled()
     assert scheduled(**free) == (same, rates)
-    assert all(b == a / 2 for a, b in pairwise(rates))
+    assert all(b == a / 2 for a, b in itertools.pairwise(rates))
 
 
 def test_without_a_policy_all_batches_are_synchronous(topology, free):
@@ -487,8 +484,7 @@ def all_came(buckets, params):
     return set(params)
 
 
-@pytest.mark.parametrize("come", [waited_for, all_came])
-@pytest.mark.parametrize("each", [plain, accumulate, evaluate])
+@pairwise(come=[waited_for, all_came], each=[plain, accumulate, evaluate])
 def test_no_loop_depends_on_when_gradients_come(topology, monkeypatch, free, each, come):
     """Not either where a batch that is only added uses layers that those before did not."""
     same, _ = train(topology, Odd, sgd, each=each, steps=6)

@@ -4,8 +4,9 @@ import io
 
 import pytest
 import torch
-from models import batch_loss, mlp, seeded, sgd
-
+from compare import ORDERED
+from models import batch_loss, mlp, nesterov, seeded, sgd
+from pairwise import pairwise
 from worlds import APART
 
 import daso
@@ -13,12 +14,6 @@ from daso.plan import options as plan_options
 from daso.plan.options import Settings
 from daso.plan.policy import Replay
 from daso.train.simulated import SimulatedNodes, Times
-
-ORDERED = daso.Exchange(reduce="ordered", chunk_bytes=512)
-
-
-def nesterov(params):
-    return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def bits(model):
@@ -43,12 +38,10 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
-POLICIES = [daso.Fixed(1, 0), daso.Fixed(4, 3), daso.Fixed(3, 1, warmup=4)]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
+@pairwise(
+    policy=[daso.Fixed(1, 0), daso.Fixed(4, 3), daso.Fixed(3, 1, warmup=4)],
+    fragments=[1, 2],
+    options=[
         {"wire": "bf16", "merge": "daso"},
         {"wire": "int4", "merge": "delta"},
         {"wire": "topk", "merge": "delta"},
@@ -56,10 +49,7 @@ POLICIES = [daso.Fixed(1, 0), daso.Fixed(4, 3), daso.Fixed(3, 1, warmup=4)]
         {"wire": "bf16", "merge": "eager"},
         {"wire": "int8", "outer": nesterov},
     ],
-    ids=str,
 )
-@pytest.mark.parametrize("fragments", [1, 2])
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_a_run_resumed_anywhere_has_the_same_bits(topology, policy, fragments, options):
     exchange = daso.Exchange(reduce="ordered", chunk_bytes=512, fragments=fragments)
 
@@ -90,8 +80,9 @@ def test_a_run_resumed_anywhere_has_the_same_bits(topology, policy, fragments, o
             assert all(map(torch.equal, mine, before))
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "int4", "topk"])
-@pytest.mark.parametrize("outer", [None, nesterov])
+@pytest.mark.parametrize(
+    ("wire", "outer"), [("fp32", nesterov), ("bf16", None), ("int4", nesterov), ("topk", None)]
+)
 def test_a_run_resumed_right_after_a_send_may_stop_there(topology, wire, outer):
     def start(seed):
         torch.manual_seed(seed)

@@ -2,47 +2,54 @@
 
 import pytest
 import torch
-from compare import ORDERED, compare
+from compare import compare
 from models import Odd, Wide, adam, adamw, batch_loss, flat_bytes, many, mlp, nesterov, seeded, sgd
+from pairwise import pairwise
 from sequential import Sequential
 
 import daso
 
-@pytest.mark.parametrize("make", [mlp, Odd, many])
-@pytest.mark.parametrize("inner", [sgd, adamw])
+
+@pytest.mark.parametrize(
+    ("make", "inner"), [(mlp, sgd), (mlp, adamw), (Odd, sgd), (Odd, adamw), (many, sgd)]
+)
 def test_synchronous_steps_equal_one_process_bit_for_bit(topology, make, inner):
-    if make is many and inner is adamw:
-        inner = sgd
     report = compare(topology, make, inner, daso.Fixed(1, 0), steps=4)
     if topology.place.nodes > 1:
         assert report["exchanges"] == 4
 
 
-@pytest.mark.parametrize("merge", ["daso", "delta"])
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
-@pytest.mark.parametrize(("skip", "wait"), [(4, 1), (3, 3), (2, 0), (1, 1)])
-def test_skipping_equals_one_process_bit_for_bit(topology, skip, wait, wire, merge):
-    report = compare(topology, mlp, sgd, daso.Fixed(skip, wait), wire=wire, merge=merge)
-    if topology.place.nodes > 1:
-        assert report["exchanges"] >= 11 // skip - 1
+@pairwise(
+    policy=[daso.Fixed(4, 1), daso.Fixed(3, 3), daso.Fixed(2, 0), daso.Fixed(1, 1)],
+    wire=["fp32", "bf16"],
+    merge=["daso", "delta"],
+)
+def test_skipping_equals_one_process_bit_for_bit(topology, policy, wire, merge):
+    report = compare(topology, mlp, sgd, policy, wire=wire, merge=merge)
+    assert report["exchanges"] >= (11 // policy.skip - 1 if topology.place.nodes > 1 else 0)
 
 
-@pytest.mark.parametrize("fragments", [1, 3])
-@pytest.mark.parametrize("merge", ["auto", "delta", 0.25])
-@pytest.mark.parametrize("outer", [nesterov, adam])
-@pytest.mark.parametrize(("skip", "wait"), [(4, 1), (3, 3), (2, 0)])
-def test_an_outer_optimizer_equals_one_process(topology, skip, wait, outer, merge, fragments):
+@pairwise(
+    policy=[daso.Fixed(4, 1), daso.Fixed(3, 3), daso.Fixed(2, 0)],
+    outer=[nesterov, adam],
+    merge=["auto", "delta", 0.25],
+    fragments=[1, 3],
+)
+def test_an_outer_optimizer_equals_one_process(topology, policy, outer, merge, fragments):
     options = {"merge": merge, "outer": outer, "fragments": fragments, "wire": "bf16"}
-    compare(topology, mlp, sgd, daso.Fixed(skip, wait), **options)
+    compare(topology, mlp, sgd, policy, **options)
 
 
-@pytest.mark.parametrize("merge", ["eager", "daso", 0.0, 1.0])
-@pytest.mark.parametrize("fragments", [1, 2, 7])
-def test_fragments_that_take_turns_equal_one_process(topology, merge, fragments):
-    for wire in ("fp32", "bf16"):
-        options = {"merge": merge, "fragments": fragments, "wire": wire}
-        compare(topology, mlp, sgd, daso.Fixed(2, 2), **options)
-        compare(topology, Odd, sgd, daso.Fixed(3, 1, warmup=2), **options, steps=9)
+@pairwise(
+    case=[(mlp, daso.Fixed(2, 2), 11), (Odd, daso.Fixed(3, 1, warmup=2), 9)],
+    wire=["fp32", "bf16"],
+    merge=["eager", "daso", 0.0, 1.0],
+    fragments=[1, 2, 7],
+)
+def test_fragments_that_take_turns_equal_one_process(topology, case, wire, merge, fragments):
+    make, policy, steps = case
+    options = {"merge": merge, "fragments": fragments, "wire": wire}
+    compare(topology, make, sgd, policy, **options, steps=steps)
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])

@@ -8,10 +8,10 @@ import inspect
 
 import pytest
 import torch
-from ranks import test_device
-from world import test_odd_moments, test_sync
 from compare import compare
 from models import Odd, adamw, mlp, sgd
+from ranks import test_device
+from world import test_odd_moments, test_sync
 
 import daso
 from daso.train import rows

@@ -5,10 +5,10 @@ MPI finds what is "on" a pretended device in the host's memory, as one that take
 
 import pytest
 import torch
-from ranks import test_device
-from world import test_odd_moments, test_state, test_sync
 from compare import compare
 from models import Odd, Wide, adamw, mlp, sgd
+from ranks import test_device
+from world import test_odd_moments, test_state, test_sync
 
 import daso
 from daso.comm import aware, exchange

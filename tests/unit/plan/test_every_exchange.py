@@ -46,6 +46,7 @@ def walk(skip, wait, batches):
     return batches
 
 
+@pytest.mark.later("two million cases")
 def test_in_two_million_cases_each_exchange_is_received_once_and_none_is_left_in_flight():
     pairs = [(skip, wait) for skip in range(1, 65) for wait in range(skip + 1)]
     pairs.remove((1, 0))  # synchronous: nothing is sent

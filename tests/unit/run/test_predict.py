@@ -2,18 +2,16 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
+from jobs import started, typed
 
 from daso.errors import ConfigError
 from daso.run.recorded import read_run
 
 
 def predict(*words):
-    command = [sys.executable, "-m", "daso", "predict", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return typed("predict", *words)
 
 
 GIVEN = ("--parameters=25.6e6", "--step-ms=100", "--steps=400")
@@ -89,8 +87,7 @@ def test_a_run_that_went_on_elsewhere_tells_of_its_last_nodes(tmp_path):
 
 def test_a_run_of_this_machine_is_predicted_on_others(tmp_path):
     words = ["-n", "2", "--ranks-per-node=1", "--data.name=synthetic", "--epochs=1"]
-    command = [sys.executable, "-m", "daso", "train", *words, f"--runs={tmp_path}", "--name=x"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = started("daso", "train", *words, f"--runs={tmp_path}", "--name=x")
     assert done.returncode == 0, done.stderr
     done = predict(f"--from={tmp_path / 'x'}", "--nodes=2,64", "--link=1gbit", "--steps=400")
     assert done.returncode == 0, done.stderr

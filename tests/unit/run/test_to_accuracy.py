@@ -2,10 +2,9 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
+from jobs import started
 
 from daso.run.bench import courses
 from daso.run.bench.draw import draw_courses
@@ -90,13 +89,7 @@ def test_the_learning_rate_warms_up_and_ends_at_zero():
 
 
 def bench(*words):
-    return subprocess.run(
-        [sys.executable, "-m", "daso", "bench", "time-to-accuracy", *words],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    return started("daso", "bench", "time-to-accuracy", *words, seconds=250)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +104,7 @@ def here(tmp_path_factory):
     return done, json.loads((folder / "run.json").read_text())
 
 
+@pytest.mark.later("runs a bench")
 @pytest.mark.timeout(290)
 def test_both_train_to_the_end_and_reach_the_level(here):
     done, saved = here
@@ -128,6 +122,7 @@ def test_both_train_to_the_end_and_reach_the_level(here):
     assert "DDP, gloo trains on link here" in done.stderr
 
 
+@pytest.mark.later("runs a bench")
 @pytest.mark.timeout(290)
 def test_figures_say_what_was_measured_and_a_picture_shows_it(here):
     _, saved = here

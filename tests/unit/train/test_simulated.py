@@ -1,59 +1,31 @@
-"""Simulated nodes against the sequential program, bit for bit: as real ranks are in tests/ranks."""
+"""Simulated nodes against the sequential oracle, bit for bit: the whole product of options."""
+
+import itertools
 
 import pytest
 import torch
+from models import adam, batch_loss, mlp, nesterov, seeded, sgd
+from pairwise import pairwise
 from sequential import Sequential
-from torch import nn
 
 import daso
 from daso.plan.options import Settings
 from daso.train.simulated import SimulatedNodes
 
-
-def build():
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 3))
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+POLICIES = [daso.Fixed(1, 0), daso.Fixed(3, 1), daso.Fixed(2, 2, warmup=3), daso.Fixed(3, 0)]
+MERGES = ["daso", "delta", 0.5, "eager", "auto"]
+OUTERS = [None, nesterov, adam]
 
 
-def nesterov(params):
-    return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
-
-
-def batch_loss(model, rank, step):
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(5, 6, generator=generator)
-    y = torch.randint(0, 3, (5,), generator=generator)
-    return nn.functional.cross_entropy(model(x), y)
-
-
-@pytest.mark.parametrize("nodes", [3, 16])
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("merge", "outer", "fragments"),
-    [
-        ("daso", None, 1),
-        ("delta", None, 2),
-        (0.5, None, 3),
-        ("eager", None, 1),
-        ("auto", nesterov, 2),
-    ],
-)
-@pytest.mark.parametrize(
-    "policy", [daso.Fixed(1, 0), daso.Fixed(3, 1), daso.Fixed(2, 2, warmup=3)], ids=repr
-)
-def test_they_are_the_sequential_program(nodes, policy, wire, merge, outer, fragments):
-    exchange = daso.Exchange(fragments=fragments)
+def assert_equal(nodes, policy, wire, merge, outer, fragments):
     settings = Settings(
         wire=wire,
         merge=merge,
-        exchange=exchange,
+        exchange=daso.Exchange(fragments=fragments),
         gradients=daso.Gradients(),
         outer=outer is not None,
     )
+    build = seeded(mlp)
     simulated = SimulatedNodes(build, sgd, nodes, policy=policy, settings=settings, outer=outer)
     options = {"wire": wire, "merge": merge, "outer": outer, "fragments": fragments}
     oracle = Sequential(build, sgd, batch_loss, [1] * nodes, policy=policy, **options)
@@ -65,4 +37,16 @@ def test_they_are_the_sequential_program(nodes, policy, wire, merge, outer, frag
         oracle.end_epoch(1.0)
         for node in range(nodes):
             mine = simulated.models[node].parameters()
-            assert all(map(torch.equal, mine, oracle.params(node)))
+            assert all(map(torch.equal, mine, oracle.params(node))), (policy, wire, options)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_three_nodes_are_the_oracle_with_all_options(policy, wire):
+    for merge, outer, fragments in itertools.product(MERGES, OUTERS, (1, 2, 3)):
+        assert_equal(3, policy, wire, merge, outer, fragments)
+
+
+@pairwise(nodes=[2, 16], policy=POLICIES, wire=["fp32", "bf16"], merge=MERGES, outer=OUTERS)
+def test_other_numbers_of_nodes(nodes, policy, wire, merge, outer):
+    assert_equal(nodes, policy, wire, merge, outer, 2)

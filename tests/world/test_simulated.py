@@ -1,0 +1,59 @@
+"""Ranks against simulated nodes, which equal the sequential oracle: pairs of all options."""
+
+import pytest
+import torch
+from compare import ORDERED
+from models import adam, batch_loss, mlp, nesterov, seeded, sgd
+from pairwise import pairwise
+from worlds import APART
+
+import daso
+from daso.plan.options import Settings
+from daso.train.simulated import SimulatedNodes
+
+
+@pytest.mark.nodes(*APART)  # simulated nodes have one rank each
+@pairwise(
+    policy=[
+        daso.Fixed(1, 0),
+        daso.Fixed(3, 1),
+        daso.Fixed(2, 2, warmup=3),
+        daso.Fixed(3, 0),
+        daso.Plateau(2, warmup=1, cooldown=0),
+    ],
+    wire=["fp32", "bf16", "fp16", "int8", "int4", "topk"],
+    merge=["daso", "delta", 0.5, "eager", "auto"],
+    outer=[None, nesterov, adam],
+    fragments=[1, 2, 3],
+    only=lambda wire, merge, **_: wire != "topk" or merge in ("delta", "eager", "auto"),
+)
+def test_they_have_the_same_bits(topology, policy, wire, merge, outer, fragments):
+    place, build = topology.place, seeded(mlp)
+    exchange = daso.Exchange(reduce="ordered", chunk_bytes=ORDERED.chunk_bytes, fragments=fragments)
+    settings = Settings(
+        wire=wire,
+        merge=merge,
+        exchange=exchange,
+        gradients=daso.Gradients(),
+        outer=outer is not None,
+    )
+    simulated = SimulatedNodes(
+        build, sgd, place.size, policy=policy, settings=settings, outer=outer
+    )
+    model = build()
+    options = {"wire": wire, "merge": merge, "outer": outer, "exchange": exchange}
+    with daso.DASO(
+        sgd(model), module=model, topology=topology, policy=policy, **options
+    ) as optimizer:
+        for epoch in range(2):
+            for step in range(6 * epoch, 6 * epoch + 6):
+                optimizer.zero_grad()
+                batch_loss(model, place.rank, step).backward()
+                optimizer.step()
+                simulated.step(
+                    [lambda m, r=rank, s=step: batch_loss(m, r, s) for rank in range(place.size)]
+                )
+            optimizer.end_epoch(1.0)
+            simulated.end_epoch(1.0)
+            theirs = simulated.models[place.rank].parameters()
+            assert all(map(torch.equal, model.parameters(), theirs))
