@@ -186,6 +186,7 @@ def test_exit_code_75_starts_the_job_again_and_the_log_goes_on(daso, launcher):
     assert not list((daso.cluster.work / "runs/slurm").glob("requeue-*"))
 
 
+@pytest.mark.slow("SLURM waits before it starts a job again")
 def test_restarts_end_at_the_limit(daso):
     job = daso.submit("--max-restarts=2", "always75.py")
     log = daso.follow(job)
@@ -194,7 +195,8 @@ def test_restarts_end_at_the_limit(daso):
     assert daso.status(job) == ("FAILED", "2")
 
 
-@LAUNCHERS
+@pytest.mark.slow("SLURM's shortest limit is a minute")
+@pytest.mark.parametrize("launcher", [SRUN])
 def test_ranks_are_told_before_time_runs_out(daso, launcher):
     words = ["--nodes=2", "--time=1", "--signal-seconds=40", f"--launcher={launcher}", "told.py"]
     job = daso.submit(*words)
@@ -270,6 +272,7 @@ def test_folders_and_words_with_odd_letters(daso):
     assert (folder / "my logs" / f"hello-{job}.out").exists()
 
 
+@pytest.mark.slow("a job of four hosts trains")
 def test_training_through_the_tool_ends_with_equal_ranks(daso):
     settings = ["--data.name=digits", "--epochs=1", "--name=submitted"]
     job = daso.submit("--nodes=4", "-m", "daso", "train", *settings)
@@ -296,6 +299,7 @@ def plain(daso, name, **lines):
     return log.read_text()
 
 
+@pytest.mark.slow("the script of slurm/ looks at every node")
 def test_check_says_that_all_is_well(daso):
     log = plain(daso, "check")
     assert log.endswith("check: all is well\n"), log

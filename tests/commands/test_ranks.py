@@ -24,7 +24,7 @@ POINTS = 47  # of the drop-in contract
     ],
 )
 def test_on_ranks(ranks: int, record_property) -> None:
-    run_tests(ranks, record_property, str(WORLD), str(RANKS), f"--deselect={CONTRACT}")
+    run_tests(ranks, record_property, str(WORLD), str(RANKS), f"--ignore={CONTRACT}")
 
 
 @pytest.mark.slow("hundreds of tests in one job")

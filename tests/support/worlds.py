@@ -155,9 +155,11 @@ def topology(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.fixture
-def place(topology: Any) -> PerRank:
+def place(topology: Any) -> Any:
     """This rank's place in the topology."""
-    return PerRank(lambda topology: topology.place)
+    if isinstance(topology, tuple):
+        return PerRank(lambda topology: topology.place)
+    return topology.place
 
 
 @pytest.fixture

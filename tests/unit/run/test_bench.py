@@ -99,7 +99,6 @@ runs_a_bench = pytest.mark.later("runs a bench")
         (["train", "--link=fast"], ["rate of a link", "'fast'"]),
         (["train", "--nodes=0", "--link=here"], ["--nodes", "at least 1"]),
         (["train", "--only=DDP"], ["--only must be one of", "DDP, gloo"]),
-        (["train", "--rounds=-1"], ["--rounds"]),
         (["exchange", "--nodes=1"], ["--nodes", "from 2 up", "'1'"]),
         (["exchange", "--nodes=x"], ["--nodes", "'x'"]),
         (["node", "--mebibytes=0"], ["--mebibytes", "more than 0"]),
@@ -136,6 +135,14 @@ def test_what_cannot_be_measured_is_told_in_one_line(words, parts):
     assert done.stderr.startswith("daso: ")
     assert done.stderr.count("\n") == 1
     assert all(part in done.stderr for part in parts)
+
+
+def test_a_bench_that_makes_no_sense_starts_nothing_that_stays():
+    done = bench("train", "--rounds=-1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("daso: ")
+    assert "--rounds" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.fixture(scope="module")
