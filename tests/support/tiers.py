@@ -24,6 +24,7 @@ __all__ = ["RECORD", "hand_on"]
 
 TESTS = Path(__file__).parents[1]
 LATER = {"cluster": "needs hosts and SLURM", "gpu": "devices are simulated, or real"}
+TOGETHER = ("test_resume.py", "test_bench.py", "test_to_accuracy.py")  # with costly fixtures
 LONGEST_SECONDS = 20.0
 RECORD = "DASO_TESTS_RECORD"  # names the file in which a job's tests are written down
 SLOWEST = 10
@@ -42,18 +43,35 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow(why): may take more than 20 s")
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep on one worker what shares a cluster, or what its file prepares once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Lanes(LoadScopeScheduling):  # xdist's own groups do not hold with pytest 9.2
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", maxsplit=1)[0]
+            if kind_of(nodeid) == "cluster":
+                return "cluster"
+            return file if Path(file).name in TOGETHER else nodeid
+
+    return Lanes(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave to ``--all`` what is not of the everyday tier; start the longest lane first."""
-    for item in items:
-        if kind_of(item.nodeid) == "cluster":
-            item.add_marker(pytest.mark.xdist_group("cluster"))
+    """Leave to ``--all`` what is not of the everyday tier; start what takes longest first."""
+    items.sort(key=_turn)
     if config.getoption("--all") or _named(config):
-        items.sort(key=lambda item: kind_of(item.nodeid) != "cluster")
         return
     left = [item for item in items if _is_later(item)]
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in left]
+
+
+def _turn(item: pytest.Item) -> int:
+    if kind_of(item.nodeid) == "cluster":
+        return 0
+    return 1 if item.get_closest_marker("slow") else 2
 
 
 def _named(config: pytest.Config) -> bool:
