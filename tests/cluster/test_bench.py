@@ -18,7 +18,7 @@ def left():
 def bench(cluster, tmp_path):
     """A function that runs a bench and returns its runs."""
 
-    def run(*words, seconds=110):
+    def run(*words, seconds=250):
         path = tmp_path / "bench.json"
         command = [sys.executable, "-m", "daso", "bench", *words, f"--json={path}"]
         done = subprocess.run(
@@ -32,6 +32,8 @@ def bench(cluster, tmp_path):
     assert left() == before
 
 
+@pytest.mark.slow("a cluster comes up for the bench")
+@pytest.mark.timeout(290)
 def test_an_exchange_is_held_against_its_link(bench):
     found = bench("exchange", "--nodes=2", "--link=200mbit", "--rounds=2", "--quick")
     (run,) = found["runs"]
@@ -44,6 +46,8 @@ def test_an_exchange_is_held_against_its_link(bench):
     assert found["figures"]["exchange_fp32_over_limit_2"]["value"] == rows["fp32"]["over_limit"]
 
 
+@pytest.mark.slow("a cluster comes up for the bench")
+@pytest.mark.timeout(290)
 def test_a_bench_that_is_ended_leaves_nothing(cluster):
     before, work = left(), sorted(Path("/var/tmp").glob("daso-bench-*"))
     words = ["exchange", "--nodes=2", "--link=200mbit", "--rounds=50"]
@@ -51,10 +55,8 @@ def test_a_bench_that_is_ended_leaves_nothing(cluster):
     with subprocess.Popen(command, env=cluster.env, stderr=subprocess.PIPE, text=True) as bench:
         folder = Path("/run") / f"daso-bench-{bench.pid}"
         try:
-            ends = time.monotonic() + 60
             while not sorted(Path("/var/tmp").glob("daso-bench-*")) > work:  # all hosts are there
                 assert bench.poll() is None
-                assert time.monotonic() < ends
                 time.sleep(0.1)
             assert folder.exists()
         finally:
@@ -64,7 +66,8 @@ def test_a_bench_that_is_ended_leaves_nothing(cluster):
     assert (left(), sorted(Path("/var/tmp").glob("daso-bench-*"))) == (before, work)
 
 
-@pytest.mark.slow("a cluster comes up for the bench, with every contender once for each link")
+@pytest.mark.slow("a cluster comes up for each link")
+@pytest.mark.timeout(290)
 def test_step_times_are_taken_on_every_link_that_is_named(bench):
     words = ["--only=DASO Fixed(4, 1), bf16", "--only=DDP, gloo", "--rounds=1"]
     found = bench("train", *words, "--link=none,1gbit", "--seconds=0.5", "--settle=0.5")

@@ -16,6 +16,7 @@ def run(*words: str) -> str:
 
 
 @pytest.mark.later("trains")
+@pytest.mark.slow("trains")
 @pytest.mark.parametrize("launch", [(), ("daso", "run", "-n", "4", "--ranks-per-node", "2", "-m")])
 def test_the_cnn_learns(launch: tuple[str, ...]) -> None:
     words = ["daso.examples.cnn", "--data=digits", "--epochs=6"]
@@ -25,6 +26,7 @@ def test_the_cnn_learns(launch: tuple[str, ...]) -> None:
 
 
 @pytest.mark.later("trains")
+@pytest.mark.slow("trains")
 @pytest.mark.parametrize("launch", [(), ("daso", "run", "-n", "3", "--ranks-per-node", "2", "-m")])
 def test_the_transformer_learns(launch: tuple[str, ...]) -> None:
     words = ["daso.examples.transformer", "--steps=100", "--batch-size=8"]
@@ -34,6 +36,7 @@ def test_the_transformer_learns(launch: tuple[str, ...]) -> None:
 
 
 @pytest.mark.later("trains")
+@pytest.mark.slow("trains")
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_server_learns_as_well_as_all_in_step(ranks: int) -> None:
     launch = ["daso", "run", "-n", str(ranks), "-m"] if ranks > 1 else []
@@ -49,6 +52,7 @@ def test_the_server_learns_as_well_as_all_in_step(ranks: int) -> None:
 
 
 @pytest.mark.later("trains")
+@pytest.mark.slow("trains")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("words", "least"),
@@ -69,6 +73,7 @@ def test_flows_learn(words: list[str], least: float, ranks: int) -> None:
 
 
 @pytest.mark.later("trains")
+@pytest.mark.slow("trains")
 def test_a_flow_learns_numbers_of_molecules() -> None:
     words = ["daso.examples.graphs", "--task=molecules", "--graphs=300", "--epochs=6"]
     errors = [float(x) for x in re.findall(r"test error (\S+),", run(*words))]

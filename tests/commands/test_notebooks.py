@@ -26,6 +26,7 @@ def test_there_are_notebooks() -> None:
 
 
 @pytest.mark.later("runs a notebook")
+@pytest.mark.slow("runs a notebook")
 @pytest.mark.timeout(300)
 @each
 def test_it_runs(path: Path) -> None:

@@ -21,6 +21,7 @@ run_daso = partial(started, "daso")
 
 
 @pytest.mark.later("starts ranks")
+@pytest.mark.slow("starts ranks")
 @pytest.mark.parametrize("ranks_per_node", ["2", "4"])
 def test_the_program_runs_as_it_stands_on_four_ranks(tmp_path: Path, ranks_per_node: str) -> None:
     program = blocks("python")[0]
@@ -58,6 +59,7 @@ def train_one_step():
 
 
 @pytest.mark.later("starts ranks")
+@pytest.mark.slow("starts ranks")
 def test_its_imitation_of_another_machine_runs_on_two_nodes(tmp_path: Path) -> None:
     path = tmp_path / "soon.py"
     path.write_text(TRAINING + blocks("python")[5])
@@ -68,6 +70,7 @@ def test_its_imitation_of_another_machine_runs_on_two_nodes(tmp_path: Path) -> N
 
 
 @pytest.mark.later("starts ranks")
+@pytest.mark.slow("starts ranks")
 def test_its_server_trains_on_ranks(tmp_path: Path) -> None:
     path = tmp_path / "serve.py"
     path.write_text(blocks("python")[1] + "print(f\"steps {server.report()['steps']}\")\n")
@@ -77,6 +80,7 @@ def test_its_server_trains_on_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.later("starts ranks")
+@pytest.mark.slow("starts ranks")
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_its_flow_learns(tmp_path: Path, ranks: str) -> None:
     text = blocks("python")[2]
@@ -91,6 +95,7 @@ def test_its_flow_learns(tmp_path: Path, ranks: str) -> None:
 
 
 @pytest.mark.later("starts ranks")
+@pytest.mark.slow("starts ranks")
 def test_its_flows_on_two_nodes_end_with_the_same(tmp_path: Path) -> None:
     head, _ = blocks("python")[2].split("updates = daso.flow.Updates")
     path = tmp_path / "flows.py"
@@ -116,6 +121,7 @@ print(f"found {after < before} {bits}\\n", end="", flush=True)
 
 
 @pytest.mark.later("starts ranks")
+@pytest.mark.slow("starts ranks")
 def test_its_plan_of_memory_holds(tmp_path: Path) -> None:
     path = tmp_path / "fit.py"
     path.write_text(blocks("python")[4])
@@ -247,6 +253,7 @@ def test_seconds_to_a_loss_are_those_that_were_measured() -> None:
 
 
 @pytest.mark.later("starts ranks")
+@pytest.mark.slow("starts ranks")
 def test_training_with_the_settings_it_shows(tmp_path: Path) -> None:
     (line,) = [
         line for text in blocks("sh") for line in text.splitlines() if "--data.name=text" in line

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(290)
 SCHEDULE = [
     "--schedule.policy=fixed",
     "--schedule.skip=4",
@@ -35,7 +36,7 @@ def start(*words: str, env: dict[str, str] | None = None) -> subprocess.Popen[st
 def train(*words: str) -> tuple[int, str]:
     """Train to the end; return the exit code and what was said."""
     job = start(*words)
-    out, err = job.communicate(timeout=60)
+    out, err = job.communicate(timeout=250)
     return job.returncode, out + err
 
 
@@ -68,7 +69,7 @@ def processes(marker: str) -> list[int]:
 
 def kill_at(step: int, job: subprocess.Popen[str], folder: Path) -> None:
     """Kill all ranks, and their launcher, once a checkpoint of that step is there."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 250
     while (saved(folder) or [0])[-1] < step:
         assert job.poll() is None, job.communicate()
         assert time.monotonic() < deadline
@@ -101,17 +102,18 @@ def runs(tmp_path_factory) -> Path:
 
 def stop_at(step: int, job: subprocess.Popen[str], folder: Path) -> str:
     """Send SIGUSR1 to the launcher once that step is in the log; return what was said."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 250
     while not (folder / "log.jsonl").exists() or len(events(folder, "epoch")) * 11 < step:
         assert job.poll() is None, job.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.002)
     job.send_signal(signal.SIGUSR1)
-    out, err = job.communicate(timeout=30)
+    out, err = job.communicate(timeout=250)
     assert job.returncode == 75, out + err
     return out + err
 
 
+@pytest.mark.slow("starts ranks again and again")
 @pytest.mark.later("starts ranks again and again")
 @pytest.mark.parametrize("by", ["--resume", "SLURM"])
 def test_a_run_that_is_asked_to_end_saves_and_goes_on_to_the_same_bits(tmp_path, by) -> None:
@@ -127,7 +129,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_to_the_same_bits(tmp_path,
     assert code == 0, said
     if by == "SLURM":  # a job that was put back into the queue is the same command once more
         anew = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}
-        out, err = start(*words, "--name=asked", env=anew).communicate(timeout=60)
+        out, err = start(*words, "--name=asked", env=anew).communicate(timeout=250)
         assert "SLURM started job 7 anew: restart 2" in out, err
         assert events(folder, "resume")[0]["restarts"] == 2
     else:
@@ -137,11 +139,12 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_to_the_same_bits(tmp_path,
     assert summary_of(folder)["model"] == summary_of(tmp_path / "whole")["model"]
 
 
+@pytest.mark.slow("starts ranks again and again")
 @pytest.mark.later("starts ranks again and again")
 def test_a_job_that_slurm_starts_anew_without_a_checkpoint_begins_anew(tmp_path) -> None:
     words = ["--data.name=digits", "--epochs=1", f"--runs={tmp_path}"]
     anew = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
-    out, err = start(*words, env=anew).communicate(timeout=60)
+    out, err = start(*words, env=anew).communicate(timeout=250)
     assert "restart 1" in out, err
     assert summary_of(tmp_path / "train")["resumed_at"] is None
 
@@ -154,6 +157,7 @@ def resume(folder: Path, *words: str) -> tuple[int, str]:
     return train(*COMMON, *words, f"--runs={folder.parent}", f"--name={folder.name}", "--resume")
 
 
+@pytest.mark.slow("starts ranks again and again")
 @pytest.mark.later("starts ranks again and again")
 def test_a_killed_run_ends_like_one_that_was_not(runs, tmp_path) -> None:
     folder = copy(runs, tmp_path)
@@ -174,6 +178,7 @@ def test_a_killed_run_ends_like_one_that_was_not(runs, tmp_path) -> None:
     assert there["skip_history"] == wanted["skip_history"]
 
 
+@pytest.mark.slow("starts ranks again and again")
 @pytest.mark.later("starts ranks again and again")
 def test_the_one_before_is_taken_when_the_newest_is_damaged(runs, tmp_path) -> None:
     folder = copy(runs, tmp_path)
@@ -190,6 +195,7 @@ def test_the_one_before_is_taken_when_the_newest_is_damaged(runs, tmp_path) -> N
     assert summary_of(folder)["test_accuracy"] > 0.95
 
 
+@pytest.mark.slow("starts ranks again and again")
 @pytest.mark.later("starts ranks again and again")
 def test_fewer_ranks_go_on_with_what_rank_0_saved(runs, tmp_path) -> None:
     folder = copy(runs, tmp_path)
@@ -206,6 +212,7 @@ def test_fewer_ranks_go_on_with_what_rank_0_saved(runs, tmp_path) -> None:
     assert saved(folder)[-1] == summary["steps"]
 
 
+@pytest.mark.slow("starts ranks again and again")
 @pytest.mark.later("starts ranks again and again")
 def test_what_cannot_go_on_says_why_and_changes_nothing(runs, tmp_path) -> None:
     folder = copy(runs, tmp_path)

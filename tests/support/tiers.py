@@ -25,7 +25,7 @@ __all__ = ["RECORD", "hand_on"]
 TESTS = Path(__file__).parents[1]
 LATER = {"cluster": "needs hosts and SLURM", "gpu": "devices are simulated, or real"}
 TOGETHER = ("test_resume.py", "test_bench.py", "test_to_accuracy.py")  # with costly fixtures
-LONGEST_SECONDS = 20.0
+LONGEST_SECONDS = 20.0  # where each process has a core; in proportion where more of them run
 RECORD = "DASO_TESTS_RECORD"  # names the file in which a job's tests are written down
 SLOWEST = 10
 
@@ -109,7 +109,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     for name, inner in report.user_properties:
         lines += [tuple(one) for one in inner] if name == "job" else []
     _ended.extend(lines)
-    if report.duration > LONGEST_SECONDS and "slow" not in report.keywords:
+    busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    if report.duration > LONGEST_SECONDS * busy and "slow" not in report.keywords:
         _too_slow.append(f"{report.nodeid}: {report.duration:.1f} s")
 
 

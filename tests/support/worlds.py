@@ -73,6 +73,7 @@ def is_first_rank() -> bool:
 # --- which ranks, cut how -------------------------------------------------------------------------
 
 
+@pytest.hookimpl(trylast=True)  # once there is a reporter
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "nodes(*sizes): the nodes that ranks are cut into")
     config.addinivalue_line("markers", "real_mpi: not for ranks that are threads")

@@ -4,6 +4,7 @@ import copy
 import math
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from daso.errors import (
     LayoutError,
     NonFiniteError,
 )
+from daso.plan.eager import FLOOR_BYTES, Read, Send
 from daso.train.checkpoint import Checkpoints
 from daso.train.replay import replay
 
@@ -154,16 +156,22 @@ def uneven(server, step):
 
 
 @pairwise(
-    mode=["owner", "block", "replica"], staleness=[0, 1, 4, None], case=[(mlp, adamw), (Odd, sgd)]
+    mode=["owner", "block", "replica"],
+    staleness=[0, 1, 4, None],
+    case=[(mlp, adamw), (Odd, sgd)],
+    every=["auto", 1],
 )
-def test_a_replay_gives_the_same_bits(topology, mode, staleness, case):
+def test_a_replay_gives_the_same_bits(topology, mode, staleness, case, every):
     build, make = case
     make_flat = (lambda p: torch.optim.AdamW(p, lr=1e-2)) if make is adamw else sgd
-    how = {"mode": mode, "staleness": staleness}
+    how = {"mode": mode, "staleness": staleness, "every": every}
     for damped in {False, mode == "owner" and staleness != 0}:
         model, report, log = train(
             topology, build, make_flat, steps=8, each=uneven, damped=damped, **how
         )
+        sends = Counter(one.step for one in log.events if isinstance(one, Send))
+        # These models are below the floor: with "auto" nothing leaves before the end.
+        assert min(sends.values()) > 1 if every == 1 else set(sends.values()) == {1}
         logs = topology.world.allgather(log)
 
         found = replay(logs, seeded(build), make_flat, backward)
@@ -172,6 +180,121 @@ def test_a_replay_gives_the_same_bits(topology, mode, staleness, case):
         assert found.versions == total > 0
         if staleness is not None:
             assert found.oldest <= staleness
+
+
+# --- when they leave, and who waits for whom ------------------------------------------------------
+
+
+class Early(nn.Module):
+    """Of three layers: a thin one, one just below the floor to each owner, and one just above."""
+
+    def __init__(self, owners):
+        super().__init__()
+        self.thin = nn.Linear(6, 122 * owners, bias=False)
+        self.below = nn.Linear(122 * owners, 128, bias=False)
+        self.above = nn.Linear(128, 129 * owners, bias=False)
+
+    def forward(self, x):
+        self.early = self.thin(x).tanh()
+        return self.above(self.below(self.early).tanh())
+
+
+THIN, BELOW, ABOVE = range(3)
+
+
+@pytest.mark.parametrize("mode", ["owner", "block", "replica"])
+@pytest.mark.parametrize(
+    ("every", "early", "in_backward", "in_step"),
+    [
+        (1, [(ABOVE,), (BELOW,)], [(THIN,)], []),
+        (2, [(BELOW, ABOVE)], [], [(THIN,)]),
+        (100, [], [(THIN, BELOW, ABOVE)], []),
+        ("auto", [(ABOVE,)], [], [(THIN, BELOW)]),
+    ],
+)
+def test_layers_leave_while_backward_goes_on(topology, mode, every, early, in_backward, in_step):
+    """Those before backward comes to the first layer, those before it returns, and the rest."""
+    rank = topology.place.rank
+    owners = 1 if mode == "replica" else topology.place.size
+    model = seeded(lambda: Early(owners))()
+    thin, below, above = (one.weight.nbytes // owners for one in model.children())
+    assert thin + below < FLOOR_BYTES < above
+    with daso.EagerServer(model, sgd, topology=topology, mode=mode, every=every) as server:
+        server.keep_log()
+
+        def left():
+            return [one.layers for one in server.logged().events if isinstance(one, Send)]
+
+        seen = []
+        loss = batch_loss(model, rank, 0)
+        model.early.register_hook(lambda _: seen.append(left()))
+        loss.backward()
+        assert seen == [early]
+        assert left() == early + in_backward
+        server.step()
+        assert left() == early + in_backward + in_step
+
+
+@pytest.mark.parametrize("staleness", [1, 4])
+def test_a_rank_goes_as_far_ahead_of_the_slowest_as_it_may_and_waits_there(topology, staleness):
+    rank, world = topology.place.rank, topology.world
+    model, told = seeded(mlp)(), []
+    with daso.EagerServer(model, sgd, topology=topology, staleness=staleness) as server:
+        server.keep_log()
+        wait = server._serving._wait
+
+        def tell(arrived, what, step=0):
+            if rank and step and not told:
+                told.append(step)
+                world.send(step, 0)
+            wait(arrived, what, step)
+
+        server._serving._wait = tell
+        for step in range(staleness + 3):
+            server.zero_grad()
+            loss = batch_loss(model, rank, step)
+            if rank == 0 and step == 0:  # the slowest: until the others can go no further
+                told += [world.recv(source=other) for other in range(1, topology.place.size)]
+            loss.backward()
+            server.step()
+        server.synchronize()
+        log = server.logged()
+    assert set(told) == {staleness + 1}
+    found = replay(world.allgather(log), seeded(mlp), sgd, backward)
+    assert same(params(found.model), params(model))
+    assert found.oldest == staleness
+
+
+def test_a_replica_starts_each_step_from_what_it_made_of_its_last(topology):
+    """However long that takes: here, until somebody waits for it."""
+    rank, steps = topology.place.rank, 4
+    model, held = seeded(mlp)(), []
+    how = {"mode": "replica", "staleness": None}
+    with daso.EagerServer(model, sgd, topology=topology, **how) as server:
+        server.keep_log()
+        serving = server._serving
+        give, wait = serving.give, serving._wait
+
+        def give_all():
+            while held:
+                give(*held.pop(0))
+
+        def give_and_wait(*of):
+            give_all()
+            wait(*of)
+
+        serving.give = lambda *one: held.append(one)
+        serving._wait = give_and_wait
+        for step in range(steps):
+            server.zero_grad()
+            batch_loss(model, rank, step).backward()
+            server.step()
+        give_all()
+        server.synchronize()
+        reads = [one for one in server.logged().events if isinstance(one, Read)]
+    assert [(one.step, one.versions[rank]) for one in reads] == [
+        (step, step) for step in range(steps) for _ in range(2)
+    ]
 
 
 # --- odd ones -------------------------------------------------------------------------------------

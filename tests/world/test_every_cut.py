@@ -132,7 +132,7 @@ CASES = {
     ),
     "server, replayed": (
         test_eager.test_a_replay_gives_the_same_bits,
-        *("owner", None, (mlp, adamw)),
+        *("owner", None, (mlp, adamw), 1),
     ),
 }
 

@@ -1262,6 +1262,21 @@ def test_dropout_depends_on_the_seed_and_the_epoch(running):
     assert len({first, second, other}) == 3
 
 
+def test_dropout_draws_anew_for_each_state_of_an_instance(running):
+    drawn = {}
+
+    def see(item, x):
+        drawn[item.instance, item.state] = tuple((x != 0).tolist())
+        return x.sum()
+
+    graph, start = started(lambda _: torch.ones(64).requires_grad_())
+    states = graph.flatmap(lambda _: [(n,) for n in range(3)], start)
+    graph.loss(see, graph.layer(nn.Dropout(), states))
+    with running(graph) as runtime:
+        runtime.train_epoch(range(2))
+    assert len(drawn) == len(set(drawn.values())) == 6
+
+
 def test_dropout_leaves_the_callers_random_numbers_alone(running):
     graph, start = started()
     graph.loss(square, graph.layer(nn.Dropout(), start))
@@ -1784,6 +1799,19 @@ def test_a_join_to_which_one_way_never_comes_cannot_go_on(running):
         "state () of instance 2",
     )
     failing(running, build, *words, ones=ONES)
+
+
+@pytest.mark.parametrize("dim", [None, 0])
+def test_a_join_to_which_all_ways_came_keeps_nothing_and_waits_for_nothing(running, dim):
+    """Seen in what is told of an epoch that cannot go on: it names all that nodes hold."""
+    graph, start = started()
+    joined = graph.concat(start, start, dim=dim, name="joined")
+    stuck = graph.group(lambda _: (9,), joined, count=lambda _: 2, name="stuck")
+    graph.loss(square, stuck)
+    with running(graph) as runtime, pytest.raises(FlowError) as error:
+        runtime.train_epoch(ONES[:1])
+    assert "group 'stuck' has 1 of the messages" in str(error.value)
+    assert "joined" not in str(error.value)
 
 
 @pytest.mark.parametrize("way", [2, -1])

@@ -172,6 +172,22 @@ def test_who_needs_what_was_swapped_waits_until_it_is_back():
     assert seen(one, (SWAP,), 16, Link(4.0)) == (1 + 2 + 2 + 1, 16, 8)
 
 
+def test_every_copy_takes_its_latency_besides():
+    one = chain((8, 0, 1.0, 1.0, 0.0))
+    assert seen(one, (SWAP,), 16, Link(4.0, 0.5)) == (1 + 2.5 + 2.5 + 1, 16, 8)
+    # As many bytes in two copies: a latency for each, out and back.
+    two = chain((4, 4, 1.0, 1.0, 0.0))
+    assert seen(two, (SWAP,), 16, Link(4.0, 0.5)) == (1 + 3 + 3 + 1, 16, 8)
+
+
+def test_what_is_small_is_recomputed_where_copies_have_a_latency():
+    units = chain(*[(8, 0, 1.0, 1.0, 0.25)] * 4)
+    assert SWAP in choose(units, 24, Link(64.0)).ways
+    plan = choose(units, 24, Link(64.0, 4.0))
+    assert SWAP not in plan.ways
+    assert plan.course.seconds == 8.25
+
+
 def test_room_is_left_for_what_is_recomputed_between():
     units = chain((6, 0, 1.0, 1.0, 0.1), (6, 0, 1.0, 1.0, 0.1), (4, 0, 1.0, 1.0, 0.1))
     # The first may not come back so early that the second cannot be recomputed.

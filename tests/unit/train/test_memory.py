@@ -306,6 +306,46 @@ def test_what_has_left_is_read_by_nobody(monkeypatch):
         assert same(found, plain)
 
 
+AT_ONCE = Link(float("inf"))  # so that nothing measured decides what leaves and comes when
+
+
+class WatchedTier(HostTier):
+    """Counts copies that begin to come back."""
+
+    def __init__(self, begun):
+        super().__init__(None)
+        self.begun = begun
+
+    def back(self, target, at):
+        self.begun[-1] += 1
+        return super().back(target, at)
+
+
+def test_what_was_swapped_begins_to_come_back_when_that_was_planned(monkeypatch):
+    model, batch = made("residual")
+    begun = [0]  # copies: by the pass in a moment of backward, then by who reads, and so on
+    plan = replace(planned(model, batch, second=lambda _: WatchedTier(begun)), link=AT_ONCE)
+    units = plan.script.units
+    plan = with_ways(plan, [SWAP] * len(units), (floor(units) + plan.plain.peak_bytes) // 2)
+    moment = passes.Pass._moment
+
+    def noted(one, unit):
+        begun.append(0)
+        moment(one, unit)
+        begun.append(0)
+
+    monkeypatch.setattr(passes.Pass, "_moment", noted)
+    with daso.memory.apply(plan):
+        loss = loss_of(model(batch))
+        begun.clear()
+        loss.backward()
+    swapped = passes.Steps(plan.script, plan.chosen).swapped
+    fetches = plan.chosen.course.fetches[len(units) :]
+    assert sum(map(bool, fetches)) > 1
+    assert begun[::2] == [sum(len(swapped[part]) for part in parts) for parts in fetches]
+    assert not any(begun[1::2])
+
+
 def test_a_tail_that_was_dropped_is_made_of_what_it_says(monkeypatch):
     # The test of the tests: a tail made of something else is noticed.
     model, batch = made("residual")
