@@ -55,7 +55,7 @@ def test_a_bench_that_is_ended_leaves_nothing(cluster):
     with subprocess.Popen(command, env=cluster.env, stderr=subprocess.PIPE, text=True) as bench:
         folder = Path("/run") / f"daso-bench-{bench.pid}"
         try:
-            while not sorted(Path("/var/tmp").glob("daso-bench-*")) > work:  # all hosts are there
+            while not set(Path("/var/tmp").glob("daso-bench-*")) - set(work):  # all hosts are there
                 assert bench.poll() is None
                 time.sleep(0.1)
             assert folder.exists()

@@ -105,6 +105,7 @@ def test_no_step_waits_for_the_device_while_an_exchange_goes_on(topology, device
 CYCLES = 100_000_000  # a tenth of a second, or less
 
 
+@pytest.mark.nodes((1, 1), (2, 1))
 def test_times_are_those_of_the_device_which_is_behind_its_host(topology, device):
     """What the host waits for is not exposed while the device has work, nor is what it launches."""
     model, place = mlp().to(device), topology.place
@@ -141,6 +142,7 @@ def test_times_are_those_of_the_device_which_is_behind_its_host(topology, device
         assert sum(one.ends - one.begins for one in waits) < 0.2 * taken
 
 
+@pytest.mark.nodes((1, 1), (2, 1))
 @pytest.mark.parametrize("wire", ["bf16", "int4"])
 def test_nan_on_one_rank_drops_an_exchange_and_heals(topology, device, wire):
     place = topology.place

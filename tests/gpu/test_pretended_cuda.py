@@ -46,7 +46,7 @@ def test_the_device_finds_what_it_is_there_to_find(monkeypatch) -> None:
 
 @pytest.mark.timeout(520)
 def test_what_needs_a_device() -> None:
-    run = pytest_of(str(HERE / "gpu"), "-k", "not share_devices")
+    run = pytest_of(str(HERE / "test_gpu.py"), "-k", "not share_devices")
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert " passed" in run.stdout
 

@@ -114,6 +114,7 @@ def test_a_library_that_is_not_able_to_is_refused(topology, monkeypatch, says, t
         wrapped(topology, mlp())
 
 
+@pytest.mark.nodes((1, 1), (2, 1))
 def test_a_library_that_says_more_than_is_true_is_found_out(topology, monkeypatch):
     real, rows = aware.device_buffer, []
 
@@ -127,6 +128,7 @@ def test_a_library_that_says_more_than_is_true_is_found_out(topology, monkeypatc
         wrapped(topology, mlp())
 
 
+@pytest.mark.nodes((1, 1), (2, 1))
 def test_models_on_the_host_are_refused(topology):
     with torch.device("cpu"):
         model = mlp()
