@@ -66,6 +66,15 @@ def test_wrapping_changes_nothing_but_makes_all_ranks_equal_to_rank_0(topology, 
     optimizer.close()
 
 
+def test_frozen_layers_start_as_rank_0s_too(topology, place):
+    model = small(seed=place.rank)
+    model[0].requires_grad_(False)
+    before = bits(model)
+    with wrap(topology, model):
+        assert topology.same(bits(model))
+        assert place.rank > 0 or bits(model) == before
+
+
 def test_the_groups_and_state_are_the_inner_optimizers_own(topology):
     model = small()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -303,6 +312,34 @@ def test_accumulation_without_sync_averages_the_sum_once(topology, place):
         assert optimizer.report()["batches"] == 2
 
 
+def test_an_inner_no_sync_does_not_end_the_outer_one(topology, place):
+    model = nn.Linear(3, 1, bias=False)
+    with wrap(topology, model, policy=daso.Fixed(1, 0)) as optimizer:
+        with optimizer.no_sync():
+            with optimizer.no_sync():
+                (model.weight.sum() * (place.rank + 1.0)).backward()
+            (model.weight.sum() * (place.rank + 1.0)).backward()
+            alone = torch.full((1, 3), 2 * (place.rank + 1.0))
+            torch.testing.assert_close(model.weight.grad, alone)
+        optimizer.step()
+        expected = place.size + 1.0
+        torch.testing.assert_close(model.weight.grad, torch.full((1, 3), expected))
+
+
+def test_a_scaler_is_taken_off_the_gradients_of_all_groups(topology, place):
+    model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False))
+    groups = [{"params": layer.parameters()} for layer in model]
+    inner = torch.optim.SGD(groups, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with daso.DASO(inner, module=model, topology=topology, policy=daso.Fixed(1, 0)) as optimizer:
+        loss = sum(layer.weight.sum() for layer in model) * (place.rank + 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        expected = torch.full((1, 3), (place.size + 1) / 2)
+        for layer in model:
+            torch.testing.assert_close(layer.weight.grad, expected)
+
+
 def test_a_rank_that_did_no_backward_joins_with_zeros(topology, place):
     model = nn.Linear(3, 1, bias=False)
     nn.init.zeros_(model.weight)
@@ -446,6 +483,39 @@ def test_layers_unfrozen_and_frozen_mid_run_are_followed(topology, place):
         model[0].requires_grad_(False)
 
 
+def test_a_layer_frozen_mid_run_stays_as_nodes_agreed_on_it(topology, place):
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    with wrap(topology, model, lr=0.01, policy=daso.Fixed(2, 1)) as optimizer:
+        for step in range(8):
+            if step == 3:
+                model[1].requires_grad_(False)
+            optimizer.zero_grad()
+            model(torch.ones(2, 3) * (place.rank + 1.0)).sum().backward()
+            optimizer.step()
+            if step == 3:  # what the nodes did to it before has been merged
+                head = bits(model[1])
+                assert topology.same(head)
+            elif step > 3:
+                assert bits(model[1]) == head
+
+
+def test_drift_is_told_over_the_batches_in_which_nodes_drifted(topology, place):
+    """Here nodes part alike in all batches: drift is the same, whenever the next exchange comes."""
+    model = nn.Linear(8, 1, bias=False)
+    with wrap(topology, model, lr=0.01, policy=daso.Fixed(4, 0), wire="fp32") as optimizer:
+        for _ in range(9):
+            optimizer.zero_grad()
+            (model.weight.sum() * (-1.0) ** place.node).backward()
+            optimizer.step()
+        optimizer.synchronize()
+        events = [one for one in optimizer.report()["events"] if one["kind"] == "exchange"]
+    assert [one["sent"] for one in events] == [4, 8, 9]
+    _, drift, last = [one["drift"] for one in events]
+    assert drift > 0
+    assert last == pytest.approx(drift, rel=1e-3)
+
+
 def test_what_piles_up_after_a_backward_is_averaged_too(topology, place):
     model = nn.Linear(3, 1, bias=False)
     with wrap(topology, model, lr=1.0, policy=daso.Fixed(1, 0)) as optimizer:
@@ -508,6 +578,39 @@ def test_nan_on_one_node_drops_that_exchange_everywhere_and_heals(topology, plac
     assert flat(model).isfinite().all()
     assert model[1].running_mean.isfinite().all()
     assert topology.same(bits(model))
+
+
+def test_nan_in_numbers_of_another_type_is_found_too(topology, place):
+    model = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1).double()])
+    with wrap(topology, model, policy=daso.Fixed(2, 1)) as optimizer:
+        if place.node == 1:
+            nn.init.constant_(model[1].weight, float("nan"))
+        for _ in range(3):
+            optimizer.zero_grad()
+            sum(p.double().sum() for p in model.parameters()).backward()
+            optimizer.step()
+        (drop,) = [one for one in optimizer.report()["events"] if one["kind"] == "dropped"]
+    assert "parameter 1.weight" in drop["why"]
+    assert flat(model).isfinite().all()
+
+
+def test_buffers_are_mended_by_the_ranks_where_they_are_finite(topology, place):
+    model = nn.Linear(3, 1)
+    model.register_buffer("seen", torch.zeros(2))
+    with wrap(topology, model, policy=daso.Fixed(2, 0)) as optimizer:
+        model.seen.fill_(place.rank + 1.0)
+        if place.node == 0:
+            nn.init.constant_(model.weight, float("nan"))
+        if place.rank == 0:
+            model.seen[1] = float("nan")
+        for _ in range(2):
+            optimizer.zero_grad()
+            model.weight.sum().backward()
+            optimizer.step()
+        assert optimizer.report()["dropped"] == 1
+        others = sum(rank + 1.0 for rank in range(1, place.size)) / (place.size - 1)
+        mended = [1.0, others] if place.rank == 0 else [place.rank + 1.0] * 2
+        assert model.seen.tolist() == pytest.approx(mended)
 
 
 def test_nan_raises_the_same_error_on_all_ranks_when_asked(topology, place):  # [5]

@@ -18,6 +18,7 @@ from daso.comm.topology import Topology
 from daso.errors import CheckpointError, ConfigError
 from daso.train.checkpoint import Checkpoints
 from daso.train.rng import rng_state, set_rng_state
+from daso.train.saved import write_whole
 
 
 @pytest.fixture
@@ -363,6 +364,24 @@ def test_keeping_none_is_refused(folder, topology):
     assert "at least 1, not 0" in error_of(
         topology, lambda: Checkpoints(folder, topology, keep=0), ConfigError
     )
+
+
+def test_a_crash_in_the_middle_of_the_first_manifest_leaves_no_checkpoint(
+    folder, topology, shared_folder
+):
+    manifest, crashed = folder / "step-00000007" / "manifest.json", shared_folder / "crashed"
+
+    def write_half(file):
+        file.write(b'{"schema": 2')
+        file.flush()
+        shutil.copytree(folder, crashed)
+
+    def write():
+        manifest.parent.mkdir(parents=True)
+        write_whole(manifest, write_half)
+
+    on_rank(topology, 0, write)
+    assert Checkpoints(crashed, topology).load() is None
 
 
 @pytest.mark.real_mpi

@@ -70,6 +70,19 @@ def test_scalers_that_went_apart_do_not_part_the_nodes(topology, place, later):
             assert topology.same(bits(model)), step
 
 
+def test_inf_on_one_node_drops_the_step_everywhere_though_scalers_went_apart(topology, place):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    policy = daso.Plateau(3, warmup=0, cooldown=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    with wrap(topology, model, policy=policy, lr=0.01) as optimizer:
+        torch.manual_seed(place.rank)
+        scaled_steps(model, optimizer, scaler, place.rank, 4, blow=True)
+        optimizer.end_epoch(1.0)
+        scaled_steps(model, optimizer, scaler, place.rank, 2, blow=True)
+        assert topology.same(bits(model))
+        assert all(bool(param.isfinite().all()) for param in model.parameters())
+
+
 @pytest.mark.nodes(*SEVERAL_NODES)
 @pytest.mark.parametrize("merge", ["delta", "eager"])
 @pytest.mark.parametrize("fragments", [1, 2])

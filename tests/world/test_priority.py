@@ -191,16 +191,20 @@ def test_loops_of_all_kinds_see_what_they_saw(topology, free, make, inner, each)
     assert found == same
 
 
-def test_a_step_takes_the_learning_rate_of_its_own_batch(topology, free):
+@pytest.mark.parametrize("rate", [float, torch.tensor])
+def test_a_step_takes_the_learning_rate_of_its_own_batch(topology, free, rate):
+    def inner(model):  # a scheduler writes to a rate that is a tensor
+        return torch.optim.SGD(model.parameters(), lr=rate(0.05), momentum=0.9)
+
     def scheduled(**gradients):
         model = seeded(mlp)()
-        with wrapped(topology, model, sgd, **gradients) as optimizer:
+        with wrapped(topology, model, inner, **gradients) as optimizer:
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
             rates = []
             for step in range(6):
                 plain(model, optimizer, topology.place.rank, step)
                 scheduler.step()
-                rates.append(optimizer.param_groups[0]["lr"])
+                rates.append(float(optimizer.param_groups[0]["lr"]))
         return bits(model), rates
 
     same, rates = scheduled()
@@ -259,6 +263,17 @@ def test_what_is_needed_sooner_overtakes_all_but_a_few(topology, logged):
         check_abreast(log)
         if topology.place.rank == 0:
             check_inversions(log, portions)
+
+
+def test_a_portion_is_of_the_layer_that_the_next_forward_comes_to(topology):
+    model = seeded(chain)()
+    with wrapped(topology, model, sgd, order="priority", bucket_bytes=1) as optimizer:
+        plain(model, optimizer, topology.place.rank, 0)
+        rows = optimizer._session._sync.buckets.rows
+        first_needed = sorted(rows.buckets, key=lambda bucket: bucket.portion.layer)
+        layers = [min(bucket.params) // 2 for bucket in first_needed]  # a weight and a bias each
+    assert layers == sorted(layers)
+    assert set(layers) == set(range(len(model)))
 
 
 def check_abreast(log):

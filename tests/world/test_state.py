@@ -104,6 +104,26 @@ def test_a_run_resumed_right_after_a_send_may_stop_there(topology, wire, outer):
     assert all(map(torch.equal, bits(model), expected))
 
 
+def test_an_exchange_in_flight_belongs_to_the_rank_that_saved_it(topology, place):
+    def start():
+        model = seeded(mlp)()
+        options = {"policy": daso.Fixed(4, 3), "exchange": ORDERED}
+        return model, daso.DASO(sgd(model), module=model, topology=topology, **options)
+
+    model, optimizer = start()
+    with optimizer:
+        train(model, optimizer, place.rank, range(4))
+        assert optimizer.report()["in_flight"]
+        first = topology.world.bcast([model.state_dict(), optimizer.state_dict()])
+        saved = through_a_file(first)
+    model, optimizer = start()
+    with optimizer:
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        assert not optimizer.report()["in_flight"]
+        assert optimizer.report()["batches"] == 4
+
+
 def other_wire(now, _, *, numel):
     """Choose the other wire at every chance, so that both carry what the other rounded away."""
     assert numel
