@@ -92,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
             "trace", help="where a recorded run's time went, and who was late", allow_abbrev=False
         )
     )
-    doctor = commands.add_parser("doctor", help="look at MPI, torch, GPUs and nodes")
+    doctor = commands.add_parser(
+        "doctor", help="look at MPI, torch, GPUs and nodes", allow_abbrev=False
+    )
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)
     return parser

@@ -1,6 +1,7 @@
 """Recording spans of a process, and what `daso trace` makes of a recording."""
 
 import json
+import os
 import threading
 import time
 
@@ -11,6 +12,7 @@ from daso import trace
 from daso.errors import DataError
 from daso.run.chrome import chrome_events
 from daso.run.timeline import late_ranks, read_timeline, shares
+from daso.run.trace import newest
 from daso.trace import EXCHANGE, KINDS, MERGE, NODE, NODES, SEND, STEP, Recorder
 
 
@@ -125,6 +127,21 @@ def test_what_began_before_the_last_mark_begins_there(tmp_path):
     path = written(tmp_path, of_rank(0, (STEP, 0, 1, 0.0, 3.0), since=2.0), ranks=1)
     (one,) = shares(read_timeline(path))
     assert one.step_seconds == pytest.approx(1.0)
+
+
+def test_lost_spans_of_all_marks_are_added(tmp_path):
+    lines = [of_rank(0, lost=3), of_rank(1, lost=1), of_rank(0, lost=2), of_rank(1), of_rank(0)]
+    assert [rank.lost for rank in read_timeline(written(tmp_path, *lines)).ranks] == [5, 1]
+
+
+@pytest.mark.parametrize("last", ["trace.jsonl", "trace-70.jsonl", "trace-9.jsonl"])
+def test_a_run_folder_stands_for_its_newest_recording(tmp_path, last):
+    for at, name in enumerate(("trace.jsonl", "trace-70.jsonl", "trace-9.jsonl", "log.jsonl")):
+        (tmp_path / name).write_text("")
+        os.utime(tmp_path / name, (1000 + at, 1000 + at))
+    os.utime(tmp_path / last, (1500, 1500))
+    os.utime(tmp_path / "log.jsonl", (2000, 2000))
+    assert newest(tmp_path) == tmp_path / last
 
 
 def test_who_is_late_is_told_on_one_clock(tmp_path):

@@ -47,6 +47,12 @@ def test_every_size_goes_through_and_zero_stays_zero(wire, numel):
     assert bool((error <= bound).all())
 
 
+@pytest.mark.parametrize(("wire", "largest"), [("int8", 127.0), ("int4", 7.0)])
+def test_numbers_become_the_nearest_that_a_wire_has(wire, largest):
+    values = torch.tensor([largest, 0.6, -0.6, 1.4, -1.4, 5.9, -5.9, 0.0])  # a scale of 1
+    assert through(wire, values).tolist() == [largest, 1, -1, 1, -1, 6, -6, 0]
+
+
 @pytest.mark.parametrize("numel", [PIECE - 1, PIECE, PIECE + 1, 3 * PIECE, 3 * PIECE + 4097])
 @pytest.mark.parametrize("wire", WIRES)
 def test_piece_by_piece_gives_the_bytes_of_the_whole(wire, numel):

@@ -72,6 +72,14 @@ def test_only_what_the_device_has_nothing_to_do_is_idle(device, watch, waits, id
     assert watch.take_steps() == pytest.approx([1.1])  # without it
 
 
+def test_a_wait_is_taken_off_its_own_step_and_no_later_one(device, watch):
+    for waits in (1.5, 0.0, 0.0):
+        take(device, watch, waits=waits)
+    device.pass_(10)
+    assert watch.idle_seconds(trace.NODES) == pytest.approx(0.5)
+    assert watch.take_steps() == pytest.approx([1.1, 1.1, 1.0])
+
+
 def test_waits_inside_the_node_are_part_of_a_step(device, watch):
     take(device, watch, waits=1.5, kind=trace.NODE)
     device.pass_(10)

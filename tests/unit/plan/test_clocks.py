@@ -76,6 +76,15 @@ def test_a_corrupted_link_does_not_close_the_loop_and_its_offsets_are_not_taken(
     assert clocks([bad])[2].first(102.0) == pytest.approx(100.0 - 1e-3, abs=1e-9)  # nothing better
 
 
+@pytest.mark.parametrize(("part", "sound"), [(0.4, True), (0.5, True), (0.6, False), (1, False)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_loop_is_sound_up_to_half_of_all_trips(part, sound, sign):
+    """Of four trips of 0.25 s; numbers that floats hold."""
+    loop = close_loop([Reading(1.0, offset, 0.25) for offset in (sign * part, 2.0, -2.0, 0.0)])
+    assert loop.bound == 0.5
+    assert loop.sound == sound
+
+
 @checked
 @given(st.floats(-100, 100), st.floats(-1e-4, 1e-4), st.lists(st.floats(0, 5e3), min_size=1))
 def test_an_even_drift_is_taken_off_between_before_and_after_loops(offset, drift, times):

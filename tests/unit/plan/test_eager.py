@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from daso.errors import ConfigError
@@ -44,6 +44,11 @@ def test_replicas_own_all_rows(rows, ranks):
 
 
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 10))
+@example(clock=8, step=10, staleness=3)
+@example(clock=7, step=10, staleness=3)
+@example(clock=6, step=10, staleness=3)
+@example(clock=10, step=10, staleness=0)
+@example(clock=9, step=10, staleness=0)
 def test_rows_are_fresh_unless_they_lie_further_behind_than_may_be(clock, step, staleness):
     assert is_fresh(clock, step, staleness) == (step - clock <= staleness)
     assert is_fresh(clock, step, None)

@@ -12,6 +12,7 @@ from daso.comm.throttle import CopyLink
 from daso.errors import ConfigError
 from daso.run.bench import (
     chunks,
+    command,
     exchange,
     fitting,
     flow,
@@ -52,6 +53,24 @@ def test_ratios_are_taken_beside_compute_only():
     pairs = [(2, 1), (4, 2), (2, 1)]
     rounds = [Round(1, seconds, 0, None, 0, base) for seconds, base in pairs]
     assert median_of(rounds, "ratio") == 2
+
+
+def test_one_slow_round_does_not_move_a_figure():
+    rounds = [Round(1, seconds, 0, None, 0, 1) for seconds in (2, 90, 2, 3, 1)]
+    assert median_of(rounds, "ratio") == median_of(rounds, "seconds") == 2
+
+
+def test_a_figure_that_a_later_setting_makes_anew_counts(tmp_path, monkeypatch):
+    def run(chosen):
+        for value in (1, 2):
+            yield {"versions": {}, "value": value}, f"run {value}", {"all": value, f"{value}": 0}
+
+    monkeypatch.setitem(command.RUNS, "push", run)
+    path = tmp_path / "found.json"
+    assert typed("bench", "push", f"--json={path}").stdout == "run 1\nrun 2\n"
+    found = json.loads(path.read_text())
+    assert found["figures"] == {"all": 2, "1": 0, "2": 0}
+    assert [one["value"] for one in found["runs"]] == [1, 2]
 
 
 @pytest.mark.parametrize(("nodes", "share"), [(2, 1), (3, 4 / 3), (4, 1.5)])

@@ -147,6 +147,7 @@ def test_help_and_refusals_load_neither_torch_nor_mpi(words):
         (["trian"], "'trian'"),
         (["run", "--rnks=2", "train.py"], "--rnks=2"),
         (["doctor", "--jsn"], "--jsn"),
+        (["doctor", "--js"], "--js"),
         (["doctor", "now"], "now"),
         (["run", "-n", "two", "train.py"], "'two'"),
         (["train", "-n", "2.5"], "'2.5'"),

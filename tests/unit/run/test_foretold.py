@@ -75,6 +75,13 @@ def test_a_machine_that_is_slower_for_a_while_does_not_make_predictions_wrong():
         assert one["unchanged_ms"] == EXACT(one["measured_ms"])
 
 
+def test_a_rate_in_bits_is_an_eighth_of_it_in_bytes():
+    *_, found = foretold.compare(Machine(), PLAN, [("100mbit", 2)], cores=2)
+    rows = {row["name"]: row for row in found["rows"]}
+    often = rows[foretold.OFTEN]  # a million numbers of 2 bytes, every fourth step
+    assert often["added_ms"] - often["compute_ms"] == EXACT(2e6 * 8 / 1e8 / 4 * 1e3, rel=0.01)
+
+
 def test_errors_are_of_all_settings_but_the_calibrating_one():
     settings = [("1gbit", 2), ("none", 3), ("none", 4)]
     found = list(foretold.compare(Machine(), PLAN, settings, cores=2))

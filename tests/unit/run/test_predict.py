@@ -76,7 +76,7 @@ def test_a_run_tells_what_its_steps_and_exchanges_took(tmp_path):
 
 def test_a_run_that_went_on_elsewhere_tells_of_its_last_nodes(tmp_path):
     events = [
-        exchange(5.0, 5.0, 1e-3),
+        *[exchange(5.0, 5.0, 1e-3)] * 40,
         {"event": "resume", "parameters": 1000, "nodes": 8},
         *(exchange(0.1, 0.02, 7e-5, sent=at) for at in range(0, 80, 10)),
     ]

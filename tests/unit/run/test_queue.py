@@ -120,6 +120,11 @@ def test_accounting_is_read_as_sacct_prints_it():
             "daso: job 12 on n1, restart 3\nx\ndaso: job 12 ended with exit code 0\n",
             ("COMPLETED", "3", "None"),
         ),
+        (
+            "daso: job 12 on n1, restart 0\nx\ndaso: job 12 on n2, restart 1\nx\n"
+            "daso: job 12 ended with exit code 0\n",
+            ("COMPLETED", "1", "None"),
+        ),
         ("half a line daso: job 12 ended with exit code 0\n", ("COMPLETED", "-", "None")),
         ("daso: job 12 ended with exit code 7\n", ("FAILED", "-", "exit code 7")),
         ("daso: job 12 on n1, restart 0\nTraceback\n", None),
@@ -221,6 +226,15 @@ def test_status_lists_what_was_submitted_from_here(capsys, folder, answers):
     keep(folder, record(folder))
     assert main(["status"]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["12", "train", "RUNNING"]
+
+
+def test_status_lists_the_newest_jobs_of_many(capsys, folder, monkeypatch):
+    jobs = [str(job) for job in range(100, 100 + queue.NEWEST + 5)]
+    keep(folder, *(record(folder, job) for job in jobs))
+    monkeypatch.setattr(queue, "_look_up", lambda job, *_: [State(job=job, name="x", state="Y")])
+    assert main(["status"]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [row.split()[0] for row in rows] == jobs[5:]
 
 
 def test_logs_prints_the_log(capfdbinary, folder, answers):

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from daso.errors import ConfigError
 from daso.run.config import USED_BY, Config, read_config
-from daso.run.resume import FREE, _differs, _place
+from daso.run.resume import FREE, Saver, _differs, _place
 from daso.train.checkpoint import Loaded
 
 
@@ -100,3 +101,42 @@ def test_another_number_of_ranks_counts_the_same_samples(batch, world, size, pla
     assert sampler == {"epoch": 3, "batch": placed}
     assert total.item() == pytest.approx(2.0 * placed), "the mean of the batches stays"
     assert _place(replace(loaded, world=size), size) == (payload["sampler"], payload["total"])
+
+
+class Alone:
+    """A topology of one rank."""
+
+    place = SimpleNamespace(rank=0, size=1)
+    world = SimpleNamespace(bcast=lambda value: value)
+
+    def agree(self, problem, error):
+        assert problem is None
+
+
+@pytest.fixture
+def saver(tmp_path, monkeypatch):
+    """One that tells where it would begin."""
+    made = Saver(SimpleNamespace(config=Config(runs=str(tmp_path), name="x"), topology=Alone()))
+    monkeypatch.setattr(made, "resume", lambda: "resumed")
+    return made
+
+
+def checkpoint(saver, step):
+    folder = saver._folder / f"step-{step:08}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_a_job_that_slurm_started_anew_goes_on_where_it_left_a_checkpoint(saver, restarts):
+    assert saver.open(resume=False, restarts=restarts).step == 0
+    checkpoint(saver, 7)
+    assert saver.open(resume=False, restarts=restarts) == "resumed"
+
+
+def test_a_job_at_its_first_start_goes_on_only_when_it_is_told_to(saver):
+    assert saver.open(resume=False, restarts=0).step == 0
+    checkpoint(saver, 7)
+    with pytest.raises(ConfigError, match=r"has one of step 7; go on from it with --resume"):
+        saver.open(resume=False, restarts=0)
+    assert saver.open(resume=True, restarts=0) == "resumed"

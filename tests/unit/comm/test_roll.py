@@ -1,0 +1,65 @@
+"""Who is missing, on a clock of the test: answers come when the test lets them."""
+
+import time
+
+from local_world import run_ranks
+
+from daso.comm import roll
+from daso.comm.roll import RollCall
+
+
+class Clock:
+    """Time that goes on when somebody sleeps; others have their turn meanwhile."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        time.sleep(0)
+
+
+def test_a_late_answer_to_an_earlier_roll_call_is_none_to_the_next(monkeypatch):
+    monkeypatch.setattr(roll, "time", Clock())
+
+    def body(world):
+        call = RollCall(world, ["a", "b"])
+        found = []
+        for _ in range(2):
+            if world.rank == 0:
+                found.append(call.missing())
+            world.Barrier()
+            if world.rank == 1:
+                call.answer()  # nobody waits for it any more
+            world.Barrier()
+        call.free()
+        return found
+
+    assert run_ranks(2, body)[0] == ["no answer from world rank 1 on host b"] * 2
+
+
+def test_who_answers_in_time_is_there_at_every_roll_call(monkeypatch):
+    monkeypatch.setattr(roll, "time", Clock())
+    monkeypatch.setattr(roll, "ANSWER_SECONDS", float("inf"))
+
+    def body(world):
+        call = RollCall(world, ["a", "b"])
+        found = []
+        for _ in range(2):
+            if world.rank == 0:
+                found.append(call.missing())
+                world.Ibarrier().Wait()
+                continue
+            over = world.Ibarrier()
+            while not over.Test():
+                call.answer()
+                time.sleep(0)
+        call.free()
+        return found
+
+    first, second = run_ranks(2, body)[0]
+    assert first == second
+    assert first.startswith("every rank answers")

@@ -1,0 +1,47 @@
+"""Computing that is made to take longer, on a clock of the test."""
+
+import pytest
+
+from daso.comm import throttle
+from daso.comm.throttle import Stretch
+
+
+class Clock:
+    """Time that goes on when somebody sleeps."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(throttle, "time", made)
+    return made
+
+
+def taken(clock, stretch, *steps):
+    """Return the seconds of steps that compute and stand still for so long, stretched."""
+    found, stood = [], 0.0
+    for computes, stands in steps:
+        begun, stood = clock.now, stood + stands
+        clock.now += computes + stands
+        stretch.after_step(begun, stood)
+        found.append(clock.now - begun)
+    return found
+
+
+def test_computing_takes_as_many_times_as_long_but_in_the_first_step(clock):
+    assert taken(clock, Stretch(3.0), (1, 0), (1, 0), (2, 0)) == pytest.approx([1, 3, 6])
+    assert taken(clock, Stretch(1.0), (1, 0), (1, 0), (2, 0)) == pytest.approx([1, 1, 2])
+
+
+def test_standing_still_for_others_is_not_stretched(clock):
+    steps = taken(clock, Stretch(3.0), (1, 5), (1, 4), (2, 0), (0, 2), (1, 1))
+    assert steps == pytest.approx([6, 3 + 4, 6, 2, 3 + 1])
