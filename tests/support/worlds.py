@@ -7,13 +7,16 @@ same verdict. A marker says into which nodes the ranks are cut; without one it i
     @pytest.mark.nodes(*UNEVEN)
     @pytest.mark.real_mpi  # threads cannot run it, as all in tests/ranks
 
-Threads run the first of these cuts, real ranks the others (`real_mpi`: all): each runs once.
+Threads run the first of these cuts, real ranks the others (`real_mpi`: all): each runs once. Of a
+test with many cases, threads and two real ranks run all; on more ranks, where a case costs most,
+as many run as show each value of each parameter once on each cut.
 """
 
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ __all__ = [
     "SEVERAL_NODES",
     "UNEVEN",
     "PerRank",
+    "each_value",
     "is_first_rank",
 ]
 
@@ -45,6 +49,7 @@ EVERYDAY: Nodes = (2, 1)  # of every cut, the one that threads run
 EVERY: list[Nodes] = [*INSIDE, *UNEVEN, (1, 1, 1), (1, 2), (1, 1, 1, 1)]  # but for `DEFAULT`
 
 ELSEWHERE = (0,)
+ALL_CASES_ON = 2  # real ranks
 RANKS = Path(__file__).parents[1] / "ranks"
 
 
@@ -126,6 +131,8 @@ def _name(shape: Nodes) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what runs elsewhere: on other ranks, or on none."""
     mine = [item for item in items if _runs_here(item, on_mpi=_on_mpi(config))]
+    if _on_mpi(config) and _world().Get_size() > ALL_CASES_ON:
+        mine = _fewest(mine)
     config.hook.pytest_deselected(items=[item for item in items if item not in mine])
     items[:] = mine
 
@@ -137,6 +144,35 @@ def _runs_here(item: pytest.Item, *, on_mpi: bool) -> bool:
         sizes = item.get_closest_marker("ranks")
         return _is_real(item) and _world().Get_size() in (sizes.args if sizes else (2,))
     return shape != ELSEWHERE
+
+
+def _fewest(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Keep of each test the cases that show each value of each parameter on each cut."""
+    cases = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        cases[item.nodeid.split("[")[0]].append(item)
+    kept = set[pytest.Item]()
+    for of_one in cases.values():
+        shown = [_values(item) for item in of_one]
+        kept.update(of_one[index] for index in each_value(shown))
+    return [item for item in items if item in kept]
+
+
+def _values(item: pytest.Item) -> set[tuple[str, str, str]]:
+    """Return a case's values, each on this cut into nodes."""
+    params = item.callspec.params if hasattr(item, "callspec") else {"": ""}
+    nodes = repr(params.get("topology"))
+    return {(nodes, name, repr(value)) for name, value in params.items()}
+
+
+def each_value(cases: Sequence[set[Any]]) -> list[int]:
+    """Return which cases together have every value of all, taking what shows most first."""
+    missing, taken = set[Any]().union(*cases), []
+    while missing:
+        most = max(range(len(cases)), key=lambda index: len(cases[index] & missing))
+        missing -= cases[most]
+        taken.append(most)
+    return taken
 
 
 # --- running --------------------------------------------------------------------------------------

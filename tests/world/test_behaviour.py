@@ -162,7 +162,7 @@ def test_a_small_wire_never_freezes_a_weight(topology, policy, merge):  # [1]
         model = nn.Linear(1, 1, bias=False)
         nn.init.ones_(model.weight)
         with wrap(topology, model, lr=0.001, policy=policy, wire=wire, merge=merge) as optimizer:
-            for _ in range(200):
+            for _ in range(100):
                 optimizer.zero_grad()
                 model.weight.sum().backward()
                 optimizer.step()
@@ -170,7 +170,7 @@ def test_a_small_wire_never_freezes_a_weight(topology, policy, merge):  # [1]
     exact = ends["fp32"]
     assert ends == dict.fromkeys(ends, pytest.approx(exact, abs=2e-5))
     if merge == "delta" or policy.wait == 0:
-        assert ends == dict.fromkeys(ends, pytest.approx(0.8, abs=2e-5))
+        assert ends == dict.fromkeys(ends, pytest.approx(0.9, abs=2e-5))
 
 
 @pytest.mark.parametrize("policy", PHASES, ids=repr)
