@@ -23,6 +23,7 @@ import pytest
 __all__ = ["RECORD", "hand_on"]
 
 TESTS = Path(__file__).parents[1]
+ROOMS = {"unit", "world", "ranks", "commands", "gpu", "cluster"}
 LATER = {"cluster": "needs hosts and SLURM", "gpu": "devices are simulated, or real"}
 TOGETHER = ("test_resume.py", "test_bench.py", "test_to_accuracy.py")  # with costly fixtures
 LONGEST_SECONDS = 20.0  # where each process has a core; in proportion where more of them run
@@ -31,11 +32,12 @@ SLOWEST = 10
 
 _began = time.monotonic()
 _ended: list[tuple[str, str, float]] = []  # test, outcome, seconds
-_too_slow: list[str] = []
+_failed: list[str] = []  # what fails the run, though every test passed
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run everything, not the everyday tier")
+    parser.addoption("--every-room", action="store_true", help="fail where all of one were skipped")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -111,7 +113,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     _ended.extend(lines)
     busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     if report.duration > LONGEST_SECONDS * busy and "slow" not in report.keywords:
-        _too_slow.append(f"{report.nodeid}: {report.duration:.1f} s")
+        _failed.append(
+            f"a test must end within {LONGEST_SECONDS:g} s or be marked slow: "
+            f"{report.nodeid}: {report.duration:.1f} s"
+        )
 
 
 def _write_down(path: Path, lines: list[Any]) -> None:
@@ -135,11 +140,17 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     say("the slowest:")
     for test, _, seconds in sorted(_ended, key=lambda one: -one[2])[:SLOWEST]:
         say(f"  {seconds:6.1f} s  {test}")
-    for line in _too_slow:
-        say(f"FAILED: a test must end within {LONGEST_SECONDS:g} s or be marked slow: {line}")
+    for line in _failed:
+        say(f"FAILED: {line}")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if _too_slow and exitstatus == 0 and not hasattr(session.config, "workerinput"):
+    config = session.config
+    if exitstatus != 0 or hasattr(config, "workerinput"):
+        return
+    if config.getoption("--every-room"):
+        ran = {kind_of(test) for test, outcome, _ in _ended if outcome != "skipped"}
+        _failed.extend(f"of tests/{room}, none ran; -rs says why" for room in sorted(ROOMS - ran))
+    if _failed:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -20,8 +20,9 @@ __all__ = ["Verdict", "broken", "judge", "measure", "pace", "refuse", "table", "
 LINK, BITS_PER_SECOND = "1gbit", 1e9
 BENCHES = {"train": train, "exchange": exchange, "node": node}
 MARGIN = 1.15  # times the recorded ratio
-# Ratios to a rival of the same round, which no noise brings over 1 in every round.
-NEVER_OVER_1 = (f"step_ratio_over_ddp_{LINK}", "node_average_8mib_over_mpi")
+WORST = 2.0  # times the recorded ratio, where a figure is guarded
+# Ratios to a rival of the same round: at most 1, and not twice what they were. Noise hits both.
+GUARDED = (f"step_ratio_over_ddp_{LINK}", "node_average_8mib_over_mpi")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,13 @@ def judge(figure: str, recorded: Sequence[float], now: Sequence[float]) -> Verdi
 
 
 def broken(found: Iterable[Verdict]) -> list[Verdict]:
-    """Return the verdicts in which a rival beat us in every round where none ever may."""
-    return [one for one in found if one.figure in NEVER_OVER_1 and min(one.now) > 1]
+    """Return guarded verdicts in which a rival beat us, or we lost half of what we were ahead."""
+    return [one for one in found if one.figure in GUARDED and _median(one.now) > _most(one)]
+
+
+def _most(verdict: Verdict) -> float:
+    """Return what the median may be: where ranges over rounds meet, up to the rival."""
+    return min(1.0, WORST * _median(verdict.recorded)) if verdict.word == "slower" else 1.0
 
 
 def refuse(found: Iterable[Verdict]) -> None:
@@ -69,8 +75,8 @@ def refuse(found: Iterable[Verdict]) -> None:
     if worst := broken(found):
         ratios = "; ".join(f"{one.figure} was {_spread(one.now)}" for one in worst)
         raise ExchangeError(
-            f"a ratio to a rival must be at most 1 in one round at least, but {ratios}; run `daso "
-            f"bench train`, `exchange` or `node` for all rows"
+            f"the median ratio to a rival must be at most 1, and at most {WORST:g} times the recorded "
+            f"one, but {ratios}; run `daso bench train`, `exchange` or `node` for all rows"
         )
 
 

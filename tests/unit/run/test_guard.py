@@ -32,14 +32,27 @@ def test_a_ratio_is_another_one_beyond_both_spreads_and_a_margin(recorded, now, 
     assert guard.judge("any", recorded, now).word == word
 
 
-@pytest.mark.parametrize("figure", guard.NEVER_OVER_1)
-def test_only_a_rival_that_wins_every_round_is_refused(figure):
-    fine = [guard.judge(figure, [], [1.5, 0.9, 1.5]), guard.judge("any", [0.1], [2.0])]
-    guard.refuse(fine)
-    worse = guard.judge(figure, [], [1.5, 1.1, 1.2])
-    assert guard.broken([*fine, worse]) == [worse]
-    with pytest.raises(ExchangeError, match=f"{figure} was 1.100, 1.500; run"):
-        guard.refuse([*fine, worse])
+@pytest.mark.parametrize("figure", guard.GUARDED)
+@pytest.mark.parametrize(
+    ("recorded", "now", "refused"),
+    [
+        ([], [1.5, 0.9, 0.9], False),
+        ([], [1.5, 0.9, 1.1], True),
+        ([0.3, 0.4, 0.5], [0.6, 0.7, 0.75], False),  # slower, but not by as much
+        ([0.3, 0.4, 0.5], [0.6, 0.9, 0.95], True),
+        ([0.3, 0.4, 0.5], [0.45, 0.9, 0.95], False),  # a round was as ever
+        ([0.8], [0.99, 0.99], False),
+    ],
+)
+def test_a_rival_that_wins_or_a_lead_that_is_halved_is_refused(figure, recorded, now, refused):
+    others = guard.judge("any", [0.1], [2.0])
+    found = guard.judge(figure, recorded, now)
+    assert guard.broken([others, found]) == [found] * refused
+    if refused:
+        with pytest.raises(ExchangeError, match=f"but {figure} was {min(now):.3f}, "):
+            guard.refuse([others, found])
+    else:
+        guard.refuse([others, found])
 
 
 @pytest.fixture
@@ -58,7 +71,7 @@ def words(folder, taken):
 
 def test_recorded_runs_are_as_recorded(taken):
     found = words(RECORDED, taken)
-    assert set(guard.NEVER_OVER_1) < found.keys()
+    assert set(guard.GUARDED) < found.keys()
     assert {"step_ratio_1gbit", "exchange_fp32_over_limit_2"} < found.keys()
     assert set(found.values()) == {"as recorded"}
 

@@ -16,9 +16,8 @@ from daso.sim.cluster import (
     Job,
     exchange_bytes,
     exchange_seconds,
-    synchronous_seconds,
 )
-from daso.sim.network import HEADERS, Link, vote_seconds
+from daso.sim.network import Link, vote_seconds
 from daso.sim.run import simulate
 
 GIGABIT = Link(125e6, 2e-5)
@@ -71,9 +70,13 @@ def test_an_exchange_takes_what_was_measured_where_the_link_is_slow(rate, wire, 
 @pytest.mark.parametrize("nodes", [2, 3, 16])
 @pytest.mark.parametrize("wire", ["bf16", "int4"])
 def test_steps_wait_for_what_is_not_hidden_and_no_longer(skip, wait, nodes, wire):
+    """An exchange by hand: its bytes with their headers, and 20 us for each message in a row."""
     job, cluster = Job(1e7, 0.05), Cluster(nodes, GIGABIT)
     found = simulate(job, cluster, Fixed(skip, wait), settings(wire), steps=64 * skip)
-    exposed = max(0.0, exchange_seconds(job, cluster, wire) - wait * job.step_seconds) / skip
+    nbytes = 1e7 * {"bf16": 2, "int4": 4.25 / 8}[wire] * {2: 1, 3: 4 / 3, 16: 15 / 8}[nodes]
+    in_a_row = {2: 2 + 1, 3: 4 + 2, 16: 8 + 2}[nodes]  # a vote, then the payload
+    takes = nbytes * 1538 / 1448 / 125e6 + in_a_row * 2e-5
+    exposed = max(0.0, takes - wait * job.step_seconds) / skip
     assert found.step_seconds == EXACT(job.step_seconds + exposed, rel=1e-9)
     assert found.exposed_seconds == EXACT(exposed, rel=1e-9, abs=1e-12)
     assert found.bytes_per_step == EXACT(exchange_bytes(1e7, wire, nodes) / skip)
@@ -83,10 +86,8 @@ def test_steps_wait_for_what_is_not_hidden_and_no_longer(skip, wait, nodes, wire
 def test_synchronous_steps_take_what_the_chain_of_layers_takes():
     job, cluster = Job(1e7, 0.05), Cluster(4, GIGABIT)
     found = simulate(job, cluster, Fixed(1, 0), settings(), steps=100)
-    assert found.step_seconds == EXACT(synchronous_seconds(job, cluster))
-    crossing = 1.5 * 4e7 * HEADERS / 125e6
-    assert found.step_seconds == EXACT(0.05 / 3 + 0.1 / 3 / 16 + crossing, rel=0.02)
-    assert found.step_seconds > crossing + 0.05 / 3
+    crossing = 1.5 * 4e7 * 1538 / 1448 / 125e6 + 16 * 4 * 2e-5  # a vote with each of 16 portions
+    assert found.step_seconds == EXACT(0.05 / 3 + 0.1 / 3 / 16 + crossing)
     assert found.bytes_per_step == EXACT(6e7)
 
 
