@@ -25,8 +25,10 @@ __all__ = ["RECORD", "hand_on"]
 TESTS = Path(__file__).parents[1]
 ROOMS = {"unit", "world", "ranks", "commands", "gpu", "cluster"}
 LATER = {"cluster": "needs hosts and SLURM", "gpu": "devices are simulated, or real"}
+JOBS = ("test_ranks.py", "test_pretended_cuda.py")  # more ranks than cores: one job at a time
 TOGETHER = ("test_resume.py", "test_bench.py", "test_to_accuracy.py")  # with costly fixtures
 LONGEST_SECONDS = 20.0  # where each process has a core; in proportion where more of them run
+SLOW_SECONDS = 600  # for one that is marked slow, before it is taken for one that hangs
 RECORD = "DASO_TESTS_RECORD"  # names the file in which a job's tests are written down
 SLOWEST = 10
 
@@ -55,6 +57,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.split("::", maxsplit=1)[0]
             if kind_of(nodeid) == "cluster":
                 return "cluster"
+            if Path(file).name in JOBS:
+                return "jobs"
             return file if Path(file).name in TOGETHER else nodeid
 
     return Lanes(config, log)
@@ -63,6 +67,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave to ``--all`` what is not of the everyday tier; start what takes longest first."""
     items.sort(key=_turn)
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
     if config.getoption("--all") or _named(config):
         return
     left = [item for item in items if _is_later(item)]
@@ -71,7 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _turn(item: pytest.Item) -> int:
-    if kind_of(item.nodeid) == "cluster":
+    if kind_of(item.nodeid) == "cluster" or item.path.name in JOBS:
         return 0
     return 1 if item.get_closest_marker("slow") else 2
 

@@ -75,8 +75,8 @@ def refuse(found: Iterable[Verdict]) -> None:
     if worst := broken(found):
         ratios = "; ".join(f"{one.figure} was {_spread(one.now)}" for one in worst)
         raise ExchangeError(
-            f"the median ratio to a rival must be at most 1, and at most {WORST:g} times the recorded "
-            f"one, but {ratios}; run `daso bench train`, `exchange` or `node` for all rows"
+            f"the median ratio to a rival must be at most 1, and at most {WORST:g} times the "
+            f"recorded one, but {ratios}; run `daso bench train`, `exchange` or `node` for all rows"
         )
 
 
