@@ -61,6 +61,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return "jobs"
             return file if Path(file).name in TOGETHER else nodeid
 
+    config.option.loadscopereorder = False  # what is in `_turn` first starts first
     return Lanes(config, log)
 
 
