@@ -64,6 +64,9 @@ class Local:
             # Open MPI 5.0 prints an error per window otherwise, and goes on without it.
             "OMPI_MCA_osc": "^ucx",
         }
+        if self.ranks > cores:
+            # A rank that waits sleeps, and leaves its core to others; Open MPI sees to that itself.
+            ours["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"
         if root:
             ours |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         if self.ranks_per_node is not None:

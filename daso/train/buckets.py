@@ -60,6 +60,7 @@ class Round:
     moved: set[int] = field(default_factory=set)  # parameters whose gradient lies in its row
     started: int = 0  # buckets filled and started; buckets go in order
     added: int = 0  # of them, added
+    behind: bool = False  # another reducer may be at work until this backward is over
 
 
 class GradientBuckets:
@@ -72,7 +73,8 @@ class GradientBuckets:
         bucket_bytes: Bytes from which a bucket counts as full; see `cut`.
         same_order: Replaces an order (list of indices) by world rank 0's; collective over it.
         begin: Called when a backward begins whose gradients will be averaged.
-        behind_ddp: DDP averages the same gradients first: nothing starts before it is through.
+        behind: Tells, as a backward begins, whether another reducer may average the same gradients
+            first (DDP): then nothing starts before it is through.
         in_portions: Buckets are portions (see `daso.plan.slices`), which may cut a tensor.
     """
 
@@ -85,11 +87,11 @@ class GradientBuckets:
         bucket_bytes: int,
         same_order: Callable[[list[int]], list[int]],
         begin: Callable[[], None],
-        behind_ddp: bool = False,
+        behind: Callable[[], bool] = lambda: False,
         in_portions: bool = False,
     ) -> None:
         self.named, self.node, self.route = named, node, route
-        self._begin, self._behind_ddp = begin, behind_ddp
+        self._begin, self._behind = begin, behind
         self.bucket_bytes, self._same_order = bucket_bytes, same_order
         self.fresh = False  # a round was finished since somebody set this to False
         self._paused = False
@@ -115,7 +117,7 @@ class GradientBuckets:
     def _on_ready(self, index: int, tensor: torch.Tensor) -> None:
         if self._paused:
             return
-        ready = self._round.ready
+        now, ready = self._round, self._round.ready
         _check_gradient(self.named[index][0], tensor, again=index in ready)
         if self.route.alone:
             setattr(tensor.grad, OURS, True)
@@ -125,11 +127,12 @@ class GradientBuckets:
             # Called by autograd when this backward is over, as DDP and FSDP do it.
             queue = torch.autograd.Variable._execution_engine.queue_callback
             # DDP queues its own last: queue behind it, from a callback.
-            queue(partial(queue, self.finish_round) if self._behind_ddp else self.finish_round)
+            now.behind = self._behind()
+            queue(partial(queue, self.finish_round) if now.behind else self.finish_round)
             self._begin_carrying()
         ready[index] = None
         buckets = self.rows.buckets_of.get(index, [])
-        if self._behind_ddp or not buckets:
+        if now.behind or not buckets:
             return
         for bucket in buckets:
             bucket.missing.discard(index)

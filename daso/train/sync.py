@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from daso import trace
 from daso.comm.choose import agree_device, choose_node
@@ -78,7 +77,7 @@ class Sync:
             bucket_bytes=bucket_bytes,
             same_order=self.meeting.same_order,
             begin=self._begin_step,
-            behind_ddp=isinstance(trained.module, DistributedDataParallel),
+            behind=_another_reducer_may_be_at_work,
             in_portions=settings.gradients.order == "priority",
         )
         self.layers = self._layers()
@@ -404,6 +403,11 @@ def _carrier(links: Links, counts: Counts, settings: Settings) -> Carrier | None
     if gradients.order == "priority":
         return Crossing(links, counts, gradients.portions)
     return None
+
+
+def _another_reducer_may_be_at_work() -> bool:
+    """Return whether DDP may be around the model: that cannot be told from parameters."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _trainable(inner: torch.optim.Optimizer) -> list[int]:

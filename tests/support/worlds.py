@@ -9,12 +9,15 @@ same verdict. A marker says into which nodes the ranks are cut; without one it i
 
 Threads run the first of these cuts, real ranks the others (`real_mpi`: all): each runs once. Of a
 test with many cases, threads and two real ranks run all; on more ranks, where a case costs most,
-as many run as show each value of each parameter once on each cut.
+as many as show each value of each parameter once on each cut. Where another world runs them all
+(tests/world on threads, the contract on two ranks), it is one case of a test and cut, another one
+for each test, unless the test is marked `also_real`.
 """
 
 import os
 import sys
 import tempfile
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -82,6 +85,7 @@ def is_first_rank() -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "nodes(*sizes): the nodes that ranks are cut into")
     config.addinivalue_line("markers", "real_mpi: not for ranks that are threads")
+    config.addinivalue_line("markers", "also_real: on many real ranks each value, not one case")
     config.addinivalue_line("markers", "ranks(*sizes): for tests without nodes; without it: 2")
     if _on_mpi(config):
         _one_voice(config)
@@ -147,22 +151,28 @@ def _runs_here(item: pytest.Item, *, on_mpi: bool) -> bool:
 
 
 def _fewest(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Keep of each test the cases that show each value of each parameter on each cut."""
-    cases = defaultdict[str, list[pytest.Item]](list)
+    """Keep of each test, on each cut, one case, or as many as show each value."""
+    cases = defaultdict[tuple[str, str], list[pytest.Item]](list)
     for item in items:
-        cases[item.nodeid.split("[")[0]].append(item)
+        cases[item.nodeid.split("[")[0], repr(_params(item).get("topology"))].append(item)
     kept = set[pytest.Item]()
-    for of_one in cases.values():
-        shown = [_values(item) for item in of_one]
-        kept.update(of_one[index] for index in each_value(shown))
+    for (name, _), of_one in cases.items():
+        if _runs_elsewhere(of_one[0]):
+            kept.add(of_one[zlib.crc32(name.encode()) % len(of_one)])
+        else:
+            shown = [{(key, repr(value)) for key, value in _params(i).items()} for i in of_one]
+            kept.update(of_one[index] for index in each_value(shown))
     return [item for item in items if item in kept]
 
 
-def _values(item: pytest.Item) -> set[tuple[str, str, str]]:
-    """Return a case's values, each on this cut into nodes."""
-    params = item.callspec.params if hasattr(item, "callspec") else {"": ""}
-    nodes = repr(params.get("topology"))
-    return {(nodes, name, repr(value)) for name, value in params.items()}
+def _params(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {"": None}
+
+
+def _runs_elsewhere(item: pytest.Item) -> bool:
+    """Return whether all cases of this test run in a cheaper world."""
+    in_world = not _is_real(item) and item.get_closest_marker("also_real") is None
+    return in_world or item.path.name == "test_contract.py"
 
 
 def each_value(cases: Sequence[set[Any]]) -> list[int]:

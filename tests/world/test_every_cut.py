@@ -137,6 +137,7 @@ CASES = {
 }
 
 
+@pytest.mark.also_real
 @pytest.mark.nodes(EVERYDAY, *(one for one in EVERY if one != EVERYDAY))
 @pytest.mark.parametrize("case", CASES)
 def test_it_holds(topology, case):

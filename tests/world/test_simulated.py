@@ -12,6 +12,7 @@ from daso.plan.options import Settings
 from daso.train.simulated import SimulatedNodes
 
 
+@pytest.mark.also_real
 @pytest.mark.nodes(*APART)  # simulated nodes have one rank each
 @pairwise(
     policy=[

@@ -42,6 +42,12 @@ def test_more_ranks_than_cores_may_start():
     assert made["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
 
 
+@pytest.mark.parametrize(("ranks", "cores", "sleep"), [(2, 2, False), (3, 2, True)])
+def test_ranks_that_wait_leave_a_core_that_they_share(ranks, cores, sleep):
+    made = environment(local(ranks), cores=cores)
+    assert ("MPIR_CVAR_ENABLE_HEAVY_YIELD" in made) == sleep
+
+
 def test_what_the_user_set_stays():
     user = {
         "HOME": "/home/me",

@@ -1,0 +1,85 @@
+"""torch's DDP inside a node, made before or after the optimizer is wrapped, and named or not."""
+
+import pytest
+import torch
+from doors import batch, bits
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import daso
+
+pytestmark = pytest.mark.mpi
+STEPS = 50  # a race of some of them
+# Which module is given to DASO, and whether DDP comes first.
+ORDERS = {
+    "DDP": ("parallel", True),
+    "its model": ("model", True),
+    "none": ("nothing", True),
+    "DDP last": ("model", False),
+    "DDP last, none": ("nothing", False),
+}
+
+
+@pytest.fixture
+def node_group(topology, place, shared_folder, monkeypatch):
+    """A gloo process group over the ranks of this node."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = torch.distributed.FileStore(str(shared_folder / f"node {place.node}"), place.local_size)
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=place.local_rank, world_size=place.local_size
+    )
+    yield
+    topology.world.Barrier()  # a store may be removing its file
+    torch.distributed.destroy_process_group()
+
+
+def network():
+    """A model of which DDP makes several buckets; the last gradients are large."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 200), nn.Linear(200, 2))
+
+
+def parallel(model):
+    return DistributedDataParallel(model, bucket_cap_mb=0.05)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def train(optimizer, model, rank, first=0):
+    for step in range(first, first + STEPS):
+        optimizer.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+
+
+def trained(order, topology, policy):
+    """Return the parameters of a training under DDP and DASO."""
+    given, first = ORDERS[order]
+    model = network()
+    both = {"model": model, "nothing": None}
+    if first:
+        both["parallel"] = parallel(model)
+    with daso.DASO(sgd(model), module=both[given], topology=topology, policy=policy) as optimizer:
+        both.setdefault("parallel", None if first else parallel(model))
+        train(optimizer, both["parallel"], topology.place.rank)
+        optimizer.synchronize()
+    return bits(model)
+
+
+@pytest.mark.nodes((2,))
+@pytest.mark.parametrize("order", ORDERS)
+def test_in_one_node_every_order_is_ddp_alone(topology, place, node_group, order):
+    alone = network()
+    under = parallel(alone)
+    train(sgd(alone), under, place.rank)
+    assert trained(order, topology, daso.Fixed(1, 0)) == bits(alone)
+
+
+@pytest.mark.nodes((2, 2))
+@pytest.mark.parametrize("policy", [daso.Fixed(1, 0), daso.Fixed(4, 1)], ids=repr)
+def test_on_several_nodes_every_order_is_the_same(topology, node_group, policy):
+    ends = {order: trained(order, topology, policy) for order in ORDERS}
+    assert len(set(ends.values())) == 1, [order for order in ends if ends[order] != ends["DDP"]]
+    assert topology.same(ends["DDP"])
