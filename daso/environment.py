@@ -11,6 +11,7 @@ from pathlib import Path
 from daso.errors import ConfigError
 
 __all__ = [
+    "TORCHRUN",
     "Launch",
     "data_folder",
     "expand",
@@ -28,12 +29,15 @@ __all__ = [
     "terminal_columns",
 ]
 
+TORCHRUN = "torchrun"  # or a framework that starts ranks as it does
 # launcher: (world size, world rank). Only variables that a launcher sets for each rank count:
-# a batch script also sees SLURM_NTASKS, while it is one process.
+# a batch script also sees SLURM_NTASKS, while it is one process. Ranks of an MPI launcher may set
+# torchrun's for themselves: those come last.
 LAUNCHERS = {
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     "MPICH": ("PMI_SIZE", "PMI_RANK"),
     "SLURM": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    TORCHRUN: ("WORLD_SIZE", "RANK"),
 }
 
 
@@ -61,10 +65,14 @@ def read_launch(env: Mapping[str, str] | None = None) -> Launch:
     """
     env = os.environ if env is None else env
     pretend = parse_ranks_per_node(env.get("DASO_RANKS_PER_NODE", ""))
-    for launcher, (size, rank) in LAUNCHERS.items():
-        if env.get(size, "").isdecimal() and env.get(rank, "").isdecimal():
-            return Launch(launcher, int(env[size]), int(env[rank]), pretend)
-    return Launch(None, 1, 0, pretend)
+    found = [
+        Launch(launcher, int(env[size]), int(env[rank]), pretend)
+        for launcher, (size, rank) in LAUNCHERS.items()
+        if env.get(size, "").isdecimal() and env.get(rank, "").isdecimal()
+    ]
+    # One task of a SLURM step may have started torchrun: who started several started these.
+    several = [launch for launch in found if launch.size > 1]
+    return next(iter(several + found), Launch(None, 1, 0, pretend))
 
 
 def parse_ranks_per_node(text: str) -> tuple[int, ...] | None:

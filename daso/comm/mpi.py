@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
-from daso.environment import Launch, find_mpirun, mpi_is_chosen
+from daso.environment import TORCHRUN, Launch, find_mpirun, mpi_is_chosen
 from daso.errors import TopologyError
 
 if TYPE_CHECKING:
@@ -139,6 +139,15 @@ def check_launch(world: "MPI.Comm", launch: Launch) -> None:
     """
     if world.Get_size() == launch.size or launch.launcher is None:
         return
+    if launch.launcher == TORCHRUN:
+        if world.Get_size() > 1:  # its variables are those of a group of ranks
+            return
+        raise TopologyError(
+            f"ranks must be started by MPI's launcher, but torchrun (WORLD_SIZE={launch.size}) "
+            f"started this one, and MPI knows of no other: each would train alone; use "
+            f"`daso run -n {launch.size} PROGRAM`, mpirun or srun instead, or unset WORLD_SIZE "
+            f"and RANK"
+        )
     raise TopologyError(
         f"{launch.launcher} started {launch.size} ranks, but MPI ({library()}) sees "
         f"{world.Get_size()}: the launcher belongs to another MPI library; use "

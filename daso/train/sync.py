@@ -18,6 +18,7 @@ from daso.comm.topology import Topology
 from daso.errors import ConfigError, NonFiniteError
 from daso.plan.options import Settings
 from daso.plan.schedule import Act, Seen, State
+from daso.train import reducers
 from daso.train.buckets import GradientBuckets, Route
 from daso.train.carrier import Carrier
 from daso.train.exchanges import Exchanges
@@ -69,6 +70,7 @@ class Sync:
         self._batch = 0  # steps taken
         self._synchronous = False  # gradients are averaged between nodes
         self._by_layers = False  # steps are taken layer by layer
+        self._looked = False  # for DDP
         bucket_bytes, search = first_size(settings, sum(p.nbytes for _, p in trained.named))
         self.buckets = GradientBuckets(
             trained.named,
@@ -77,7 +79,7 @@ class Sync:
             bucket_bytes=bucket_bytes,
             same_order=self.meeting.same_order,
             begin=self._begin_step,
-            behind=_another_reducer_may_be_at_work,
+            behind=reducers.may_be_at_work,
             in_portions=settings.gradients.order == "priority",
         )
         self.layers = self._layers()
@@ -203,6 +205,13 @@ class Sync:
         """Raise what went wrong in other threads since, if anything."""
         (self._carrier or self.links.engine).check()
 
+    def _look_for_ddp(self) -> None:
+        """Refuse DDP over nodes at the first step: it may have been made after this."""
+        if not self._looked and self.topology.place.nodes > 1:
+            self._looked = True
+            params = (param for _, param in self.trained.named)
+            reducers.refuse_wide(params, self.topology.place.local_size)
+
     def _refuse(self, what: str, met: bool) -> None:
         if met:
             raise ConfigError(
@@ -226,6 +235,7 @@ class Sync:
         """
         self._begin_step()
         self._check()
+        self._look_for_ddp()
         if not self.buckets.fresh:
             self.buckets.finish_round()
         if self.layers is not None and self._by_layers:
@@ -403,11 +413,6 @@ def _carrier(links: Links, counts: Counts, settings: Settings) -> Carrier | None
     if gradients.order == "priority":
         return Crossing(links, counts, gradients.portions)
     return None
-
-
-def _another_reducer_may_be_at_work() -> bool:
-    """Return whether DDP may be around the model: that cannot be told from parameters."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _trainable(inner: torch.optim.Optimizer) -> list[int]:

@@ -1,5 +1,7 @@
 """torch's DDP inside a node, made before or after the optimizer is wrapped, and named or not."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from doors import batch, bits
@@ -7,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import daso
+from daso.errors import ConfigError
 
 pytestmark = pytest.mark.mpi
 STEPS = 50  # a race of some of them
@@ -20,17 +23,33 @@ ORDERS = {
 }
 
 
-@pytest.fixture
-def node_group(topology, place, shared_folder, monkeypatch):
-    """A gloo process group over the ranks of this node."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store = torch.distributed.FileStore(str(shared_folder / f"node {place.node}"), place.local_size)
-    torch.distributed.init_process_group(
-        "gloo", store=store, rank=place.local_rank, world_size=place.local_size
-    )
+@contextmanager
+def group(topology, folder, name, rank, size):
+    """A gloo process group, torch's default one."""
+    store = torch.distributed.FileStore(str(folder / name), size)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
     yield
     topology.world.Barrier()  # a store may be removing its file
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture
+def node_group(topology, place, shared_folder):
+    """Over the ranks of this node."""
+    name = f"node {place.node}"
+    with group(topology, shared_folder, name, place.local_rank, place.local_size):
+        yield
+
+
+@pytest.fixture
+def world_group(topology, place, shared_folder):
+    with group(topology, shared_folder, "world", place.rank, place.size):
+        yield
 
 
 def network():
@@ -66,6 +85,14 @@ def trained(order, topology, policy):
         train(optimizer, both["parallel"], topology.place.rank)
         optimizer.synchronize()
     return bits(model)
+
+
+@pytest.mark.nodes((1, 1), (2, 2))
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("policy", [daso.Fixed(1, 0), daso.Fixed(4, 1)], ids=repr)
+def test_ddp_over_nodes_is_refused_at_the_first_step(topology, world_group, order, policy):
+    with pytest.raises(ConfigError, match="DDP must average inside a node only, but the model's"):
+        trained(order, topology, policy)
 
 
 @pytest.mark.nodes((2,))

@@ -62,7 +62,7 @@ def test_without_them_as_in_a_batch_script_a_process_is_alone(env):
 
 
 def test_without_an_argument_the_process_is_asked(monkeypatch):
-    for name in (*MPICH, *OPEN_MPI, *STEP, "DASO_RANKS_PER_NODE"):
+    for name in (*MPICH, *OPEN_MPI, *STEP, "WORLD_SIZE", "RANK", "DASO_RANKS_PER_NODE"):
         monkeypatch.delenv(name, raising=False)
     assert read_launch() == Launch(None, 1, 0, None)
     monkeypatch.setenv("PMI_SIZE", "3")
@@ -177,6 +177,29 @@ def test_a_launcher_of_another_library_is_refused_with_what_to_use(
         assert remedy in message
 
 
+def test_torchrun_without_mpi_is_refused_with_what_to_type(without_mpi):
+    with pytest.raises(TopologyError) as caught:
+        check_launch(World(1), read_launch({"WORLD_SIZE": "2", "RANK": "1"}))
+    message = str(caught.value)
+    assert "torchrun (WORLD_SIZE=2)" in message
+    for remedy in ("`daso run -n 2 PROGRAM`", "mpirun", "srun", "unset WORLD_SIZE and RANK"):
+        assert remedy in message
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher", "size"),
+    [
+        ({**MPICH, "WORLD_SIZE": "2", "RANK": "0"}, "MPICH", int(MPICH["PMI_SIZE"])),
+        ({"PMI_SIZE": "1", "PMI_RANK": "0", "WORLD_SIZE": "2", "RANK": "0"}, "torchrun", 2),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, "torchrun", 1),  # a framework alone says so too
+        ({"WORLD_SIZE": "2"}, None, 1),
+    ],
+)
+def test_who_started_several_ranks_started_these(env, launcher, size):
+    found = read_launch(env)
+    assert (found.launcher, found.size) == (launcher, size)
+
+
 def test_a_refusal_without_any_mpirun_has_a_remedy_too(without_mpi, monkeypatch):
     monkeypatch.setattr("daso.comm.mpi.find_mpirun", lambda: None)
     with pytest.raises(TopologyError, match="its own mpirun") as caught:
@@ -191,6 +214,8 @@ def test_a_refusal_without_any_mpirun_has_a_remedy_too(without_mpi, monkeypatch)
         (1, Launch("SLURM", 1, 0, None)),
         (1, Launch(None, 1, 0, None)),
         (4, Launch(None, 1, 0, (2,))),  # a launcher that is not known
+        (1, Launch("torchrun", 1, 0, None)),
+        (4, Launch("torchrun", 2, 0, None)),  # MPI's, and groups of two of the program's own
     ],
 )
 def test_a_launch_that_fits_and_a_process_alone_pass(without_mpi, size, launch):
