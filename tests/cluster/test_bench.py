@@ -75,8 +75,9 @@ def test_step_times_are_taken_on_every_link_that_is_named(bench):
     assert [free["plan"]["link"], slow["plan"]["link"]] == ["none", "1gbit"]
     ddp = {row["name"]: row for row in slow["rows"]}["DDP, gloo"]
     assert ddp["step_ms"] > 146  # 18.3 MB at every step
-    assert 36.6 < ddp["mbytes"] < 40
-    assert {row["name"]: row for row in free["rows"]}["DDP, gloo"]["step_ms"] < ddp["step_ms"]
+    for run in (free, slow):  # whatever the link, the same leaves a host
+        (mbytes,) = (row["mbytes"] for row in run["rows"] if row["name"] == "DDP, gloo")
+        assert 36.6 < mbytes < 40
 
 
 @pytest.mark.timeout(290)
