@@ -65,14 +65,15 @@ def test_a_single_lopsided_link_is_told_by_the_loop(times, link, skew):
 
 def test_a_corrupted_link_does_not_close_the_loop_and_its_offsets_are_not_taken():
     good = close_loop(readings([0.0, 1.0, 2.0], [1e-5] * 3, [0.0] * 3))
-    one, two, three = readings([0.0, 1.0, 2.0], [1e-5] * 3, [0.0] * 3)
-    bad = close_loop([one, Reading(two.at + 50, two.offset + 1e-3, two.trip), three])
+    later = readings([0.0, 1.0, 2.0], [1e-5] * 3, [0.0, 200.0, 0.0])  # on rank 1: 1 ms off
+    bad = close_loop([Reading(one.at + 50, one.offset, one.trip) for one in later])
     assert good.sound
     assert not bad.sound
     assert bad.closure == pytest.approx(1e-3, abs=1e-9)
     # The loop that does not close is left, whatever it says.
-    first = clocks([good, bad])[2].first(102.0)
-    assert first == pytest.approx(100.0, abs=1e-9)
+    for at in (102.0, 152.0, 1002.0):  # also where the other loop was taken, and after it
+        first = clocks([good, bad])[2].first(at)
+        assert first == pytest.approx(at - 2.0, abs=1e-9)
     assert clocks([bad])[2].first(102.0) == pytest.approx(100.0 - 1e-3, abs=1e-9)  # nothing better
 
 
