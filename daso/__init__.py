@@ -65,8 +65,17 @@ def __getattr__(name: str) -> object:
     if name == "predict":
         return import_module("daso.predict")
     if name not in _HOME:
-        raise AttributeError(f"module 'daso' has no attribute {name!r}")
+        raise AttributeError(f"module 'daso' has no attribute {name!r}{_hint(name)}")
     return getattr(import_module(_HOME[name]), name)
+
+
+def _hint(name: str) -> str:
+    """Return which public name was probably meant, as the end of a message."""
+    import difflib
+
+    by_small = {public.lower(): public for public in __all__}
+    near = difflib.get_close_matches(name.lower(), by_small, 1)
+    return f"; did you mean {by_small[near[0]]!r}?" if near else ""
 
 
 def __dir__() -> list[str]:

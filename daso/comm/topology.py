@@ -7,8 +7,11 @@ lane reaches every node. Ranks beyond that have no lane.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
+
+from daso.checks import NONE, Rule, check, either, fits_call
 
 from daso.comm.mpi import abort_on_error, check_launch, check_wheels, load, wheels
 from daso.comm.roll import RollCall
@@ -73,14 +76,17 @@ class Topology:
     Collective over the world; blocking.
     """
 
+    @fits_call
     def __init__(
         self,
         world: "MPI.Comm | None" = None,
         *,
         ranks_per_node: int | Sequence[int] | None = None,
     ) -> None:
+        check("ranks_per_node", ranks_per_node, SIZES)
         check_wheels(wheels())
         mpi = load()
+        check("world", world, either(Rule("an MPI.Comm", partial(_is, mpi.Comm)), NONE))
         launch = read_launch()
         check_launch(mpi.COMM_WORLD, launch)
         sizes = launch.ranks_per_node if ranks_per_node is None else ranks_per_node
@@ -140,6 +146,20 @@ class Topology:
                 comm.Free()
 
 
+def _is(kind: type, value: object) -> bool:
+    return isinstance(value, kind)
+
+
+def _are_counts(value: object) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(type(one) is int for one in value)
+
+
+SIZES = Rule(
+    "a number of ranks, or the sizes of a host's nodes such as (3, 1), or None",
+    lambda value: value is None or type(value) is int or _are_counts(value),
+)
+
+
 def _pretend_group(
     rank: int, size: int, sizes: int | Sequence[int] | None
 ) -> tuple[int, str | None]:
@@ -151,6 +171,13 @@ def _pretend_group(
     if isinstance(sizes, int):
         if sizes < 1:
             return 0, f"ranks_per_node must be at least 1, not {sizes}"
+        if size % sizes:
+            whole, rest = divmod(size, sizes)
+            uneven = (*([sizes] * whole), rest)
+            return 0, (
+                f"ranks_per_node must divide the ranks of the host ({size}), not {sizes}; change "
+                f"it or DASO_RANKS_PER_NODE, or name the sizes: {uneven}"
+            )
         return rank // sizes, None
     if min(sizes) < 1 or sum(sizes) != size:
         return 0, (
@@ -163,6 +190,7 @@ def _pretend_group(
 _default: list[Topology] = []
 
 
+@fits_call
 def init(*, ranks_per_node: int | Sequence[int] | None = None) -> Topology:
     """Start MPI where needed and set the topology that `DASO` uses when none is given.
 

@@ -17,7 +17,7 @@ from torch import nn
 from daso.errors import FlowError
 from daso.flow.draw import dot, listing, mermaid
 from daso.flow.signatures import draws, takes
-from daso.plan.flows import check_count
+from daso.checks import check, whole
 
 __all__ = ["Edge", "Graph", "Item", "Node", "Port", "State"]
 
@@ -155,7 +155,7 @@ class Graph:
                 f"a layer must be a torch.nn.Module, not {module!r}; use function() for it"
             )
         name = type(module).__name__.lower() if name is None else name
-        check_count("batch", batch)
+        check("batch", batch, whole(1))
         if batch > 1 and draws(module):
             raise FlowError(
                 f"layer {name!r} draws random numbers (dropout), which depend on a message's state "
@@ -217,7 +217,7 @@ class Graph:
             ways: How many there are.
             name: For people.
         """
-        check_count("ways", ways)
+        check("ways", ways, whole(1))
         self._check_ports(_named(choose, name), port)
         return self._add("cond", _named(choose, name), (port,), (port.width,) * ways, choose)
 
@@ -344,7 +344,7 @@ class Graph:
             copies: How many.
             name: For people.
         """
-        check_count("copies", copies)
+        check("copies", copies, whole(1))
         self._check_ports(name, port)
         return self._add("broadcast", name, (port,), (port.width,) * copies)
 

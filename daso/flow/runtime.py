@@ -30,7 +30,17 @@ from daso.flow.messages import Post
 from daso.flow.placement import Measured, Said, copied, measure, placed, said
 from daso.flow.watch import Guard
 from daso.flow.worker import Worker, behaviours
-from daso.plan.flows import Log, Updates, check_count, count_lanes
+from daso.checks import (
+    NONE,
+    a_record,
+    check,
+    either,
+    fits_call,
+    flag,
+    positive,
+    whole,
+)
+from daso.plan.flows import Log, Updates, count_lanes
 from daso.plan.options import Exchange
 from daso.plan.strict import strict_json
 
@@ -84,6 +94,7 @@ class Runtime:
     Collective over the world; blocking.
     """
 
+    @fits_call
     def __init__(  # noqa: PLR0913 - checked here, each by itself
         self,
         graph: Graph,
@@ -100,8 +111,13 @@ class Runtime:
         seed: int = 0,
         stall_seconds: float = Exchange().stall_seconds,
     ) -> None:
-        check_count("max_active_keys", max_active_keys)
-        check_count("instances_per_batch", instances_per_batch)
+        check("max_active_keys", max_active_keys, whole(1))
+        check("instances_per_batch", instances_per_batch, whole(1))
+        check("stall_seconds", stall_seconds, positive())
+        check("seed", seed, whole(0, 2**63 - 1))
+        check("shuffle", shuffle, flag())
+        check("updates", updates, either(a_record(Updates), NONE))
+        check("topology", topology, either(a_record(Topology), NONE))
         self._whole = default() if topology is None else topology
         self._between, self._each = between_nodes, instances_per_batch
         if not self._whole.same(between_nodes is None):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from daso.errors import ConfigError
+from daso.checks import NONE, a_record, check, choice, either, flag, one_of, whole
 from daso.plan.layout import Span, split
 from daso.plan.options import Exchange
 from daso.plan.wires import Wire
@@ -77,25 +78,16 @@ class Plan:
             )
 
     def _check_names(self) -> None:
-        known = {"mode": get_args(Mode), "transport": get_args(Transport), "wire": (None, *WIRES)}
-        for name, choices in known.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}"
-                )
+        check("mode", self.mode, choice(*get_args(Mode)))
+        check("transport", self.transport, choice(*get_args(Transport)))
+        check("wire", self.wire, choice(None, *WIRES))
 
     def _check_numbers(self) -> None:
-        if self.staleness is not None and not _whole(self.staleness, 0):
-            raise ConfigError(
-                f"staleness must be a whole number of steps of at least 0, or None, not "
-                f"{self.staleness!r}"
-            )
-        if self.every != "auto" and not _whole(self.every, 1):
-            raise ConfigError(
-                f"every must be a whole number of layers of at least 1, or 'auto', not "
-                f"{self.every!r}"
-            )
+        steps, layers = whole(0, of=" of steps"), whole(1, of=" of layers")
+        check("staleness", self.staleness, either(steps, NONE))
+        check("every", self.every, either(layers, one_of("auto")))
+        check("damped", self.damped, flag())
+        check("exchange", self.exchange, a_record(Exchange))
         unused = Exchange(fragments=self.exchange.fragments, memory=self.exchange.memory)
         if self.exchange.reduce == "iallreduce" or unused != Exchange():
             raise ConfigError(
@@ -117,10 +109,6 @@ class Plan:
     def together(self) -> bool:
         """Whether an owner waits for all gradients of a step, and takes their mean."""
         return self.staleness == 0
-
-
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def rows_of(rows: int, ranks: int, *, whole: bool) -> tuple[Span, ...]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from daso.errors import ConfigError
+from daso.checks import check, choice, flag, record, whole
 
 __all__ = [
     "Did",
@@ -19,7 +20,6 @@ __all__ = [
     "Updates",
     "age_factor",
     "check_copies",
-    "check_count",
     "choose_lane",
     "count_lanes",
     "homes",
@@ -31,6 +31,7 @@ Unit = Literal["instance", "message"]
 Weights = Literal["current", "stashed"]
 
 
+@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updates:
     """When and how the parts of a flow update their weights.
@@ -54,17 +55,10 @@ class Updates:
     damped: bool = False
 
     def __post_init__(self) -> None:
-        check_count("min_update_interval", self.min_update_interval)
-        for name, choices in (("unit", get_args(Unit)), ("weights", get_args(Weights))):
-            value = getattr(self, name)
-            if value not in choices:
-                raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
-
-
-def check_count(name: str, value: object) -> None:
-    """Raise unless a value is a whole number of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+        check("min_update_interval", self.min_update_interval, whole(1))
+        check("unit", self.unit, choice(*get_args(Unit)))
+        check("weights", self.weights, choice(*get_args(Weights)))
+        check("damped", self.damped, flag())
 
 
 def age_factor(age: int, *, damped: bool) -> float:

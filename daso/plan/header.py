@@ -26,6 +26,7 @@ class Header:
     minus_step_seconds: float = -math.inf  # step to step without waiting: the fastest rank's
     minus_exchange_seconds: float = -math.inf  # of the exchange before: the rank's that came last
     lr: float = 0.0  # largest learning rate of the rank's groups
+    minus_lr: float = 0.0
 
     def encode(self) -> list[float]:
         """Return the numbers in a fixed order."""
@@ -50,6 +51,11 @@ class Header:
     def exchange_seconds(self) -> float:
         """Seconds of the exchange before, of the rank that came last; 0 if nobody measured."""
         return _finite(-self.minus_exchange_seconds)
+
+    @property
+    def same_lr(self) -> bool:
+        """Whether the largest learning rate is the same on every rank."""
+        return self.lr == -self.minus_lr
 
     @property
     def aligned(self) -> bool:

@@ -22,6 +22,7 @@ P the nodes:
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from daso.errors import ConfigError
 
@@ -30,13 +31,15 @@ __all__ = [
     "KEEP",
     "MERGES",
     "Merge",
+    "MergeName",
     "check_merge",
     "is_eager",
     "keeps_local",
     "merge_rule",
 ]
 
-MERGES = ("auto", "daso", "delta", "eager")
+MergeName = Literal["auto", "daso", "delta", "eager"]
+MERGES = get_args(MergeName)
 MOST_DRIFT = 0.1  # relative distance made while waiting, above which auto contracts
 
 

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from daso.errors import ConfigError
+from daso.checks import Rule, check, number, positive, record, whole
 from daso.plan.plateau import observe
 from daso.plan.schedule import Seen, State
 
@@ -19,6 +20,7 @@ __all__ = ["Auto", "Fixed", "Plateau", "Qsr", "Replay"]
 SLACK = 8  # `Auto` waits for skip // SLACK batches, and more where an exchange takes longer
 
 
+@record
 @dataclass(frozen=True, slots=True)
 class Fixed:
     """The same skip and wait all the time, after an optional synchronous warm-up.
@@ -34,9 +36,9 @@ class Fixed:
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        _check_int("Fixed.skip", self.skip, 1)
-        _check_int("Fixed.wait", self.wait, 0)
-        _check_int("Fixed.warmup", self.warmup, 0)
+        check("Fixed.skip", self.skip, whole(1))
+        check("Fixed.wait", self.wait, whole(0))
+        check("Fixed.warmup", self.warmup, whole(0))
         if self.wait > self.skip:
             raise ConfigError(
                 f"Fixed.wait must not exceed skip={self.skip} (one exchange is in flight at a "
@@ -62,12 +64,14 @@ class Fixed:
         return state
 
 
+@record
 @dataclass(frozen=True, slots=True)
 class Plateau:
     """The paper's schedule: warm-up, cycling, cool-down, by epochs and the loss.
 
     Warm-up and cool-down are synchronous. Cycling starts at ``max_skip`` with a wait of a quarter
-    of it. When the loss stalls, skip is halved and wait goes down by one, both at least 1; when it
+    of it (in the authors' program, Heat's DASO, the first cycle alone starts at skip 4, wait 1,
+    whatever the maximum is). When the loss stalls, skip is halved and wait goes down by one, both at least 1; when it
     stalls at skip 1 the cycle starts again from the top. The caller reports epochs with
     ``optimizer.end_epoch(loss)``. Coquelin et al. 2022, doi 10.1186/s40537-021-00556-1.
 
@@ -77,7 +81,8 @@ class Plateau:
         cooldown: Synchronous epochs at the end.
         max_skip: Largest number of batches between exchanges.
         threshold: Relative improvement of the loss that counts.
-        patience: Epochs in a row without improvement after which the loss has stalled.
+        patience: Epochs in a row without improvement with which the loss has stalled. Heat's DASO
+            and torch's ReduceLROnPlateau bear that many, and stall with the next: their 2 is 3 here.
     """
 
     epochs: int
@@ -89,12 +94,10 @@ class Plateau:
 
     def __post_init__(self) -> None:
         for name, least in (("epochs", 1), ("warmup", 0), ("cooldown", 0), ("max_skip", 1)):
-            _check_int(f"Plateau.{name}", getattr(self, name), least)
-        _check_int("Plateau.patience", self.patience, 1)
-        if not isinstance(self.threshold, int | float) or not 0 <= self.threshold < 1:
-            raise ConfigError(
-                f"Plateau.threshold must be a number in [0, 1), not {self.threshold!r}"
-            )
+            check(f"Plateau.{name}", getattr(self, name), whole(least))
+        check("Plateau.patience", self.patience, whole(1))
+        below_one = Rule("a number in [0, 1)", lambda one: number(0, 1).holds(one) and one < 1)
+        check("Plateau.threshold", self.threshold, below_one)
         if self.warmup + self.cooldown > self.epochs:
             raise ConfigError(
                 f"Plateau.warmup + cooldown must not exceed epochs={self.epochs}, not "
@@ -138,6 +141,7 @@ class Plateau:
         return replace(state, skip=skip, wait=min(skip, max(1, state.wait - 1)))
 
 
+@record
 @dataclass(frozen=True, slots=True)
 class Qsr:
     """Quadratic synchronization rule: the smaller the learning rate, the rarer the exchanges.
@@ -160,10 +164,10 @@ class Qsr:
     max_skip: int = 256
 
     def __post_init__(self) -> None:
-        _check_positive("Qsr.alpha", self.alpha)
-        _check_int("Qsr.skip", self.skip, 1)
-        _check_int("Qsr.wait", self.wait, 0)
-        _check_int("Qsr.max_skip", self.max_skip, 1)
+        check("Qsr.alpha", self.alpha, positive())
+        check("Qsr.skip", self.skip, whole(1))
+        check("Qsr.wait", self.wait, whole(0))
+        check("Qsr.max_skip", self.max_skip, whole(1))
         _check_order("Qsr.wait", self.wait, "skip", self.skip)
         _check_order("Qsr.skip", self.skip, "max_skip", self.max_skip)
         if self.skip == 1 and self.wait == 0:
@@ -191,6 +195,7 @@ class Qsr:
         return state
 
 
+@record
 @dataclass(frozen=True, slots=True)
 class Auto:
     """Exchanges as seldom as drift allows, and never so fast that anybody waits; needs no settings.
@@ -218,9 +223,9 @@ class Auto:
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        _check_positive("Auto.drift", self.drift)
-        _check_int("Auto.max_skip", self.max_skip, 1)
-        _check_int("Auto.warmup", self.warmup, 0)
+        check("Auto.drift", self.drift, positive())
+        check("Auto.max_skip", self.max_skip, whole(1))
+        check("Auto.warmup", self.warmup, whole(0))
 
     def start(self) -> State:
         """Return the state before the first batch."""
@@ -294,16 +299,6 @@ class Replay:
     def tune_epoch(self, state: State, loss: float) -> State:  # noqa: ARG002 - the protocol's
         """Change nothing: the log says it for the batch."""
         return state
-
-
-def _check_int(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
-
-
-def _check_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{name} must be a positive number, not {value!r}")
 
 
 def _check_order(name: str, value: int, other: str, limit: int) -> None:

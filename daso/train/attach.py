@@ -8,24 +8,28 @@ from torch._compile import _disable_dynamo
 
 from daso.comm.topology import Topology
 from daso.errors import ConfigError
-from daso.plan.options import Exchange, Gradients
+from daso.checks import fits_call
+from daso.plan.merge import MergeName
+from daso.plan.options import Exchange, Gradients, Wire
 from daso.plan.schedule import Policy
-from daso.train.optimizer import KEY, make_setup
+from daso.train.optimizer import KEY
 from daso.train.outer import MakeOuter
 from daso.train.scaling import NATIVE, Scaling
 from daso.train.session import Session
+from daso.train.setup import make_setup
 
 __all__ = ["Attached", "attach"]
 
 
+@fits_call
 def attach(  # noqa: PLR0913 - the keywords of DASO
     inner: torch.optim.Optimizer,
     *,
     module: torch.nn.Module | None = None,
     topology: Topology | None = None,
     policy: Policy | None = None,
-    wire: str = "auto",
-    merge: str | float = "auto",
+    wire: Wire = "auto",
+    merge: MergeName | float = "auto",
     outer: MakeOuter | None = None,
     exchange: Exchange | None = None,
     gradients: Gradients | None = None,
@@ -47,7 +51,7 @@ def attach(  # noqa: PLR0913 - the keywords of DASO
         gradients: As for `daso.DASO`.
 
     Returns:
-        A handle with ``synchronize``, ``no_sync``, ``end_epoch``, ``report`` and ``close``, and a
+        A handle with ``synchronize``, ``averaged``, ``no_sync``, ``end_epoch``, ``report`` and ``close``, and a
         context manager, like `daso.DASO`.
 
     Raises:
@@ -58,6 +62,8 @@ def attach(  # noqa: PLR0913 - the keywords of DASO
     Collective over the world; blocking.
     """
     setup = make_setup(
+        inner,
+        topology,
         module=module,
         policy=policy,
         wire=wire,
@@ -86,6 +92,7 @@ class Attached:
         self.inner, self._session = inner, session
         self.synchronize, self.end_epoch = session.synchronize, session.end_epoch
         self.no_sync, self.report = session.no_sync, session.report
+        self.averaged = session.averaged
         self._set_aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._loading: Any = None
         self._hooks = [

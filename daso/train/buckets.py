@@ -75,6 +75,8 @@ class GradientBuckets:
         begin: Called when a backward begins whose gradients will be averaged.
         behind: Tells, as a backward begins, whether another reducer may average the same gradients
             first (DDP): then nothing starts before it is through.
+        outdated: Tells, as a backward begins, whether parameters are laid out anew: then gradients
+            are left to the step, before which the caller sets up anew.
         in_portions: Buckets are portions (see `daso.plan.slices`), which may cut a tensor.
     """
 
@@ -88,10 +90,11 @@ class GradientBuckets:
         same_order: Callable[[list[int]], list[int]],
         begin: Callable[[], None],
         behind: Callable[[], bool] = lambda: False,
+        outdated: Callable[[], bool] = lambda: False,
         in_portions: bool = False,
     ) -> None:
         self.named, self.node, self.route = named, node, route
-        self._begin, self._behind = begin, behind
+        self._begin, self._behind, self._outdated = begin, behind, outdated
         self.bucket_bytes, self._same_order = bucket_bytes, same_order
         self.fresh = False  # a round was finished since somebody set this to False
         self._paused = False
@@ -123,6 +126,8 @@ class GradientBuckets:
             setattr(tensor.grad, OURS, True)
             return
         if not ready:
+            if self._outdated():
+                return
             self._begin()
             # Called by autograd when this backward is over, as DDP and FSDP do it.
             queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -258,6 +263,17 @@ class GradientBuckets:
             bucket.memory.wait()
             self.rows.settle(bucket)
 
+    def end_cut_off(self) -> None:
+        """Finish the round of a backward that raised, where one is left; between two of them.
+
+        The other ranks' backward raised too, or waits for these gradients. Collective as
+        `finish_round`; blocking.
+        """
+        if self._round.ready and torch._C._current_graph_task_id() == -1:
+            self.finish_round()
+            self.collect(range(len(self.named)))
+            self.fresh = False
+
     def cut(self, bucket_bytes: int) -> None:
         """Cut rows into buckets of another size; between two rounds.
 
@@ -305,5 +321,6 @@ def _check_gradient(name: str, tensor: torch.Tensor, *, again: bool) -> None:
     if again:
         raise LayoutError(
             f"a parameter must get its gradient once in a backward, but {name} got two; use "
-            f"checkpoint(..., use_reentrant=False)"
+            f"checkpoint(..., use_reentrant=False), or call optimizer.zero_grad() after a backward "
+            f"that raised"
         )

@@ -79,6 +79,7 @@ class LayerClient:
         self._keeps = False  # gradients, for accumulation
         self._bad: set[int] = set()  # layers whose gradient was not finite in this step
         self._bad_steps = 0  # in a row
+        self._left: dict[int, tuple[int, int]] = {}  # gradients as backward left them
         self._stepped_at = time.perf_counter()
         self._uses = Uses(module, shares.named)
         self._hooks = [
@@ -97,6 +98,7 @@ class LayerClient:
 
     def _begin(self) -> None:
         self._taken, self._sent, self._finished, self._bad = set(), set(), [], set()
+        self._left = {}
         self._values = None
         self._missing = [set(params) for params in self.shares.layers]
 
@@ -150,9 +152,10 @@ class LayerClient:
         """Let gradients pile up here, or leave again after the next backward."""
         self._keeps = keeps
 
-    def _ready(self, index: int, _: torch.Tensor) -> None:
+    def _ready(self, index: int, tensor: torch.Tensor) -> None:
         if self._keeps:
             return
+        self._left[index] = _stamp(tensor)
         layer = self._layer_of[index]
         if layer not in self._taken:
             raise ConfigError(
@@ -230,6 +233,7 @@ class LayerClient:
 
         Blocks while more than two steps' messages have not left.
         """
+        self._refuse_edits()
         left = set(range(len(self._names))) - self._sent
         for layer in left - set(self._finished):
             if any(self.shares.named[at][1].grad is not None for at in self.shares.layers[layer]):
@@ -253,6 +257,16 @@ class LayerClient:
         self._count_bad(step, bad)
         self.serving.engine.check()
         self.serving.wait_for_room(self._room_bytes)
+
+    def _refuse_edits(self) -> None:
+        """Refuse gradients that were changed since backward: they left in it."""
+        for index, stamp in self._left.items():
+            name, tensor = self.shares.named[index]
+            if tensor.grad is not None and _stamp(tensor) != stamp:
+                raise ConfigError(
+                    f"gradients must be left alone between backward and step, since they leave in "
+                    f"backward, but that of {name} was changed (clipping, scaling?); use daso.DASO"
+                )
 
     def _count_bad(self, step: int, bad: set[int]) -> None:
         if not bad:
@@ -281,6 +295,12 @@ class LayerClient:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def _stamp(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return what changes when somebody writes to a gradient, or puts another in its place."""
+    assert tensor.grad is not None, "a hook was called with it"
+    return tensor.grad.data_ptr(), tensor.grad._version
 
 
 def _refuse_loading() -> None:

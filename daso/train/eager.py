@@ -14,16 +14,20 @@ from typing import Any, Literal, Self
 
 import torch
 
+from daso.checks import NONE, a_record, check, either, fits_call
 from daso.comm.throttle import emulated_link
 from daso.comm.topology import Topology, default
+from daso.comm.vote import gather
 from daso.errors import CheckpointError, ConfigError
 from daso.plan.eager import Log, Mode, Plan, Transport
 from daso.plan.options import Exchange
 from daso.train.agree import average_tensors
 from daso.train.client import LayerClient
-from daso.train.params import Trained, agree_layout, broadcast
+from daso.train.params import Trained, agree_layout, start_equal
 from daso.train.server import MakeOptimizer, RowServer
 from daso.train.serving import Serving
+from daso.train.setup import FACTORY, MODULE
+from daso.train.shared import common_tensors
 from daso.train.shares import Shares, layers_of
 
 __all__ = ["EagerServer"]
@@ -84,6 +88,7 @@ class EagerServer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = False
 
+    @fits_call
     def __init__(  # noqa: PLR0913 - checked as one record
         self,
         model: torch.nn.Module,
@@ -98,6 +103,9 @@ class EagerServer(torch.optim.Optimizer):
         transport: Transport = "messages",
         exchange: Exchange | None = None,
     ) -> None:
+        check("model", model, MODULE)
+        check("optimizer_factory", optimizer_factory, FACTORY)
+        check("topology", topology, either(a_record(Topology), NONE))
         # Optimizer.__init__ is not called: groups and state are those of this rank's rows.
         plan = Plan(
             mode=mode,
@@ -125,6 +133,7 @@ class EagerServer(torch.optim.Optimizer):
         self._serving = Serving(self._topology, shares, plan, rows)
         self._client = LayerClient(model, names, shares, plan, self._serving, lambda: self._groups)
         self._closed = False
+        self._told: set[str] = set()  # names of buffers that are left alone
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
         _open.add(self)
@@ -141,7 +150,7 @@ class EagerServer(torch.optim.Optimizer):
             ConfigError,
         )
         agree_layout(trained, self._topology)
-        broadcast(trained.tensors(), self._topology)
+        start_equal(trained, self._topology, self._plan.exchange.stall_seconds)
 
     # --- as an optimizer ---------------------------------------------------------------------
 
@@ -204,6 +213,7 @@ class EagerServer(torch.optim.Optimizer):
 
     # --- beside steps ------------------------------------------------------------------------
 
+    @torch.inference_mode(mode=False)
     def synchronize(self) -> None:
         """Take in all gradients; make parameters and buffers bit-identical on all ranks.
 
@@ -216,12 +226,21 @@ class EagerServer(torch.optim.Optimizer):
         self._client.meet()
         serving = self._serving
         average_tensors(
-            [*self._model.buffers()],
+            self._common_buffers(),
             self._topology,
             serving.world,
             serving.engine.run,
             self._plan.exchange.chunk_bytes,
         )
+
+    def _common_buffers(self) -> list[torch.Tensor]:
+        """Return the buffers that all ranks share. Collective over the world; blocking."""
+
+        def everyones(mine: dict[str, str]) -> list[dict[str, str]]:
+            return gather(self._topology, mine, self._plan.exchange.stall_seconds)
+
+        says = self._topology.place.rank == 0
+        return common_tensors(self._model.named_buffers(), everyones, self._told, says=says)
 
     def report(self) -> dict[str, Any]:
         """Return what was chosen and what happened so far, on this rank.

@@ -23,7 +23,7 @@ from daso.plan.layout import fragments
 from daso.plan.schedule import Seen
 from daso.train.agree import zero_nonfinite
 from daso.train.flight import Flight, Outcome, pack, unpack
-from daso.train.meeting import Meeting
+from daso.train.meeting import Meeting, largest_rate
 from daso.train.outer import MakeOuter
 from daso.train.rows import Measured, ParameterRow
 
@@ -138,13 +138,14 @@ class Exchanges:
 
     def _header(self, batch: int) -> Header:
         digest = sum(row.layout.digest for row in self._rows_of(None)) % DIGESTS
-        rates = [group.get("lr", 0.0) for group in self.meeting.trained.inner.param_groups]
+        lr = largest_rate(self.meeting.trained.inner)
         header = Header(
             layout=digest,
             minus_layout=-digest,
             batch=batch,
             minus_batch=-batch,
-            lr=max(map(float, rates)),
+            lr=lr,
+            minus_lr=-lr,
         )
         if seconds := self.counts.watch.take_steps():
             header = replace(header, minus_step_seconds=-statistics.median(seconds))
@@ -194,6 +195,12 @@ class Exchanges:
             seen = self._receive(batch)
         return seen
 
+    def forget(self) -> None:
+        """Let the exchange in flight end, and leave what it brought. Blocking."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self.counts.global_bytes_sent += self.meeting.wait(flight.ticket).nbytes
+
     def _receive(self, batch: int) -> Seen | None:
         """Finish the exchange in flight; return what was agreed on if it was merged."""
         flight, self._flight = self._flight, None
@@ -238,6 +245,8 @@ class Exchanges:
     def _learn(self, flight: Flight, outcome: Outcome) -> Seen:
         """Return what an exchange told all ranks; remember what the next one shall tell."""
         known, header = self._known, outcome.header
+        if not header.same_lr:
+            self.meeting.tell_of_rates(-header.minus_lr, header.lr)
         drift = outcome.tally.drift(nodes=self.place.nodes, batches=known.batches)
         known.measured, known.batches = outcome.measured, flight.batches
         for one in self._fragments_of(flight.fragment):

@@ -63,7 +63,9 @@ class GradientRows:
         self.buckets: list[Bucket] = []  # in the order in which they fill
         self.buckets_of: dict[int, list[Bucket]] = {}  # several where a parameter is cut
         self._rows: list[Row] = []
-        self._views: dict[int, torch.Tensor] = {}  # in them, of each parameter's gradient
+        # In them, of each parameter's gradient. What becomes ``.grad`` is an alias of it: users may
+        # replace the memory behind a gradient (``.data``, ``model.double()``), and ours must stay.
+        self._views: dict[int, torch.Tensor] = {}
         self._place_of: dict[int, int] = {}  # of each parameter in the order of readiness
 
     def __bool__(self) -> bool:
@@ -164,7 +166,7 @@ class GradientRows:
             if moves:
                 torch._foreach_copy_([view for *_, view in moves], [grad for _, grad, _ in moves])
         for tensor, _, view in moves:
-            tensor.grad = view
+            tensor.grad = view.detach()
 
     def settle(self, bucket: Bucket) -> None:
         """Give parameters that only other ranks used their gradient; get ready for a new round."""
@@ -175,7 +177,7 @@ class GradientRows:
         for index, flag in zip(bucket.ending, flags, strict=True):
             tensor = self.named[index][1]
             if tensor.grad is None and flag > 0:
-                tensor.grad = self._views[index]
+                tensor.grad = self._views[index].detach()
 
     def first_nonfinite(self) -> str | None:
         """Return the name of the first parameter whose gradient is not finite, None if all are."""

@@ -16,6 +16,7 @@ import torch
 
 from daso.errors import ConfigError
 from daso.train.buckets import GradientBuckets
+from daso.train.misuse import has_hooks
 from daso.train.params import Trained
 from daso.train.subset import refuse_counting, step_with, values_of
 from daso.train.uses import Hook, Uses
@@ -86,7 +87,7 @@ class LayerSteps:
             ConfigError: Gradients were changed since backward, or the optimizer has hooks.
         """
         inner = self._trained.inner
-        if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
+        if has_hooks(inner):
             raise ConfigError(
                 f"an optimizer that steps layer by layer must have no hooks on its step, but "
                 f"{type(inner).__name__} has; {INSTEAD}"

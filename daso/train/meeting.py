@@ -19,14 +19,17 @@ from daso.train.agree import (
 )
 from daso.train.links import Links
 from daso.train.metrics import Counts
+from daso.train.misuse import fingerprint, fingerprint_of_gradients, first_nonfinite, is_alike
 from daso.train.params import Trained
+from daso.train.shared import common_tensors
 
-__all__ = ["Meeting", "agree_options"]
+__all__ = ["Meeting", "agree_options", "largest_rate"]
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
 logger = logging.getLogger("daso")
 
+LR = "learning rates"
 DROPS_LATELY = 3  # drops, without two good exchanges in a row between, at which all raise
 
 
@@ -72,6 +75,7 @@ class Meeting:
     def __init__(self, trained: Trained, topology: Topology, links: Links, counts: Counts) -> None:
         self.trained, self.topology = trained, topology
         self.links, self.counts = links, counts
+        self._told: set[str] = set()  # what was said: names of buffers that are left alone, `LR`
 
     def wait(self, ticket: Ticket[Result]) -> Result:
         """Block until work is over and return its result; standing still is exposed time."""
@@ -84,12 +88,84 @@ class Meeting:
 
     def same_order(self, order: list[int]) -> list[int]:
         """Return world rank 0's order. Collective over the world; blocking."""
-        self.gather(0.0)  # the bell is heard there
+        named = self.trained.named
+        self.look_for_same_batches(fingerprint_of_gradients(named, order))
         mine = order if self.topology.place.rank == 0 else []
         return self._everyones(mine)[0]
 
     def _everyones(self, value: Value) -> list[Value]:
         return gather(self.topology, value, self.links.settings.exchange.stall_seconds)
+
+    def look_for_same_batches(self, mine: float) -> None:
+        """Say it once where all ranks have the same gradients: they train on the same batches.
+
+        Args:
+            mine: Of this rank's first gradients, before any average; 0 where it has none.
+
+        Collective over the world; blocking.
+        """
+        prints = self.gather(mine)  # the bell is heard there
+        if self.leads and mine and is_alike(prints):
+            logger.warning(
+                "every rank must train on batches of its own, but the first gradients of all %d "
+                "ranks are the same bits; give each rank its part of the data "
+                "(torch.utils.data.DistributedSampler, or seed + rank)",
+                len(prints),
+            )
+
+    def equalize(self, *, expected: bool = False) -> bool:
+        """Make parameters bit-identical where they are not: their mean; return whether they were.
+
+        Args:
+            expected: They may differ: nothing is said.
+
+        Raises:
+            NonFiniteError: Values are not finite on some rank; names it and the parameter.
+
+        Collective over the world; blocking.
+        """
+        named = self.trained.named
+        if is_alike(self.gather(fingerprint(tensor for _, tensor in named))):
+            return True
+        self._refuse_nonfinite()
+        self.average([tensor for _, tensor in named])
+        self.counts.event("equalized")
+        if self.leads and not expected:
+            logger.warning(
+                "parameters must change only by the steps of daso's optimizer, and alike on every "
+                "rank, but they differed between ranks; all ranks have their mean now"
+            )
+        rates = self.gather(largest_rate(self.trained.inner))
+        if not is_alike(rates):
+            self.tell_of_rates(min(rates), max(rates))
+        return False
+
+    def tell_of_rates(self, lowest: float, highest: float) -> None:
+        """Say once that learning rates differ between ranks."""
+        if self.leads and LR not in self._told:
+            self._told.add(LR)
+            logger.warning(
+                "the learning rate must be the same on every rank, but it is %g to %g; let "
+                "schedulers follow the mean loss, which optimizer.end_epoch(loss) returns",
+                lowest,
+                highest,
+            )
+
+    def _refuse_nonfinite(self) -> None:
+        """Raise, on every rank alike, where parameters are not finite on some rank."""
+        named = self.trained.named
+        slots = [int(slot) for slot in self.gather(float(first_nonfinite(named)))]
+        if bad := [(rank, slot) for rank, slot in enumerate(slots) if slot >= 0]:
+            rank, slot = bad[0]
+            raise NonFiniteError(
+                f"parameters must be finite, but {named[slot][0]} on rank {rank} is not; lower the "
+                f"learning rate, clip gradients, or look at that rank's data"
+            )
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank says what all ranks know."""
+        return self.topology.place.rank == 0
 
     def agree_batch(self, batch: int) -> None:
         """Raise on every rank alike unless all have taken the same number of steps.
@@ -127,7 +203,7 @@ class Meeting:
         everyones = self._everyones([*state_tensors(inner, named)])
         drop_partial_state(inner, named, everyones)
         tensors = [*state_tensors(inner, named).values()]
-        self._average(tensors)
+        self.average(tensors)
         self.counts.event("join", tensors=len(tensors))
 
     def average_buffers(self) -> None:
@@ -135,20 +211,32 @@ class Meeting:
 
         Collective over the world; blocking.
         """
-        self._average(self.trained.buffers())
+        self.average(self._common_buffers())
+
+    def shared_tensors(self) -> list[torch.Tensor]:
+        """Return parameters, and the buffers that all ranks share.
+
+        Collective over the world; blocking.
+        """
+        return [*(tensor for _, tensor in self.trained.named), *self._common_buffers()]
+
+    def _common_buffers(self) -> list[torch.Tensor]:
+        """Return the buffers that all ranks share. Collective over the world; blocking."""
+        buffers = self.trained.buffers()
+        return common_tensors(buffers, self._everyones, self._told, says=self.leads)
 
     def mend_buffers(self) -> None:
         """Give buffers that are not finite here the mean of the ranks where they are.
 
         Collective over the world; blocking.
         """
-        mend_buffers(self.trained.buffers(), self._average)
+        mend_buffers(self._common_buffers(), self.average)
 
     def count_drop(self, what: str) -> None:
         """Note a drop; raise, on every rank alike, when there were too many."""
         lately = self.counts.drop()
         self.counts.event("dropped", why=what)
-        if self.topology.place.rank == 0:
+        if self.leads:
             logger.warning(what)
         limit = 1 if self.links.settings.exchange.nonfinite == "raise" else DROPS_LATELY
         if lately >= limit:
@@ -157,7 +245,8 @@ class Meeting:
                 f"lower the learning rate, clip gradients, or look at that rank's data"
             )
 
-    def _average(self, tensors: list[torch.Tensor]) -> None:
+    def average(self, tensors: list[torch.Tensor]) -> None:
+        """Set tensors to their means over all ranks. Collective over the world; blocking."""
         with self.counts.watch.waiting(trace.NODES):
             self.counts.global_bytes_sent += average_tensors(
                 tensors,
@@ -166,3 +255,8 @@ class Meeting:
                 self.links.engine.run,
                 self.links.settings.exchange.chunk_bytes,
             )
+
+
+def largest_rate(inner: torch.optim.Optimizer) -> float:
+    """Return the largest learning rate of an optimizer's groups; 0 where they have none."""
+    return max(float(group.get("lr", 0.0)) for group in inner.param_groups)

@@ -15,15 +15,17 @@ import torch
 from torch._compile import _disable_dynamo
 
 from daso.comm.topology import Topology
-from daso.plan.options import Exchange, Gradients, Settings
-from daso.plan.policy import Auto, Fixed
+from daso.checks import fits_call
+from daso.plan.options import Exchange, Gradients, Wire
+from daso.plan.merge import MergeName
 from daso.plan.schedule import Policy
+from daso.train.misuse import InnerSteps, stepping
 from daso.train.outer import MakeOuter
 from daso.train.scaling import Scaling
 from daso.train.session import Session
-from daso.train.setup import Setup
+from daso.train.setup import make_setup
 
-__all__ = ["DASO", "make_setup"]
+__all__ = ["DASO"]
 
 KEY = "daso"  # of our part of a state_dict
 
@@ -34,30 +36,6 @@ STATE_HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-
-
-def make_setup(
-    *,
-    module: torch.nn.Module | None,
-    policy: Policy | None,
-    wire: str,
-    merge: str | float,
-    outer: MakeOuter | None,
-    exchange: Exchange | None,
-    gradients: Gradients | None,
-) -> Setup:
-    """Return the keywords of a door, checked, as one record."""
-    settings = Settings(
-        wire=wire,
-        merge=merge,
-        exchange=Exchange() if exchange is None else exchange,
-        gradients=Gradients() if gradients is None else gradients,
-        outer=outer is not None,
-    )
-    if policy is None:
-        synchronous = settings.gradients.order == "priority" or not settings.whole
-        policy = Fixed(1, 0) if synchronous else Auto()
-    return Setup(module, policy, settings, outer)
 
 
 class DASO(torch.optim.Optimizer):
@@ -99,6 +77,7 @@ class DASO(torch.optim.Optimizer):
     # A GradScaler calls `step` also when it met inf: every attempt counts, on every rank.
     _step_supports_amp_scaling = True
 
+    @fits_call
     def __init__(  # noqa: PLR0913 - a ninth keyword would be a missing record
         self,
         inner: torch.optim.Optimizer,
@@ -106,13 +85,15 @@ class DASO(torch.optim.Optimizer):
         module: torch.nn.Module | None = None,
         topology: Topology | None = None,
         policy: Policy | None = None,
-        wire: str = "auto",
-        merge: str | float = "auto",
+        wire: Wire = "auto",
+        merge: MergeName | float = "auto",
         outer: MakeOuter | None = None,
         exchange: Exchange | None = None,
         gradients: Gradients | None = None,
     ) -> None:
         setup = make_setup(
+            inner,
+            topology,
             module=module,
             policy=policy,
             wire=wire,
@@ -126,6 +107,7 @@ class DASO(torch.optim.Optimizer):
     def _hold(self, inner: torch.optim.Optimizer, session: Session) -> None:
         # Optimizer.__init__ is not called: it would copy groups and state, and let them drift.
         self.inner, self._session = inner, session
+        self._inner_steps = InnerSteps(inner, session.warns)
         # Hooks on state_dict are the inner optimizer's, which makes and loads it.
         for name in STATE_HOOKS:
             setattr(self, name, getattr(inner, name))
@@ -217,7 +199,21 @@ class DASO(torch.optim.Optimizer):
         self._session.load(state_dict.get(KEY))
 
     def __repr__(self) -> str:
-        return f"DASO({self.inner!r})"
+        return f"{type(self).__name__}({self.inner!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what is not found here: the inner optimizer's own, as schedule-free's train() and
+        # eval(). Steps of its own would go past the exchanges.
+        inner = self.__dict__.get("inner")
+        if inner is None or name.startswith("__") or not hasattr(inner, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if "step" in name and callable(getattr(inner, name)):
+            raise AttributeError(
+                f"{type(self).__name__} takes steps of the inner optimizer by step() alone, not by "
+                f"{name}(); call optimizer.inner.{name}() where nothing shall be exchanged, or "
+                f"use daso.attach, which follows the inner optimizer's step()"
+            )
+        return getattr(inner, name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; all ranks must add the same.
@@ -254,7 +250,8 @@ class DASO(torch.optim.Optimizer):
         scaling, loss = Scaling.of(self), None
         go, closure = self._session.begin(closure, scaling)
         if go:
-            loss = self.inner.step() if closure is None else self.inner.step(closure)
+            with stepping(self.inner):
+                loss = self.inner.step() if closure is None else self.inner.step(closure)
         self._session.end()
         if self._optimizer_step_post_hooks:  # they see parameters after the step
             self._session.flush()
@@ -303,6 +300,17 @@ class DASO(torch.optim.Optimizer):
         """
         self._session.flush()
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Let the model be the mean of all ranks for a while, to evaluate it.
+
+        Inside ``with optimizer.averaged():`` parameters and buffers are what `synchronize` would
+        make them, on every rank; afterwards they are this rank's again, and what is in flight goes
+        on. Costs a blocking exchange in full precision, and a copy of the model.
+
+        Collective over the world; blocking, at its beginning.
+        """
+        return self._session.averaged()
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Let gradients pile up on this rank, for accumulation over several backward passes.
 
@@ -318,6 +326,7 @@ class DASO(torch.optim.Optimizer):
 
         Collective over the world; blocking; idempotent.
         """
+        self._inner_steps.close()
         self._session.close()
 
     def __enter__(self) -> Self:

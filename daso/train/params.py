@@ -7,10 +7,20 @@ import torch
 
 from daso.comm.dtypes import byte_buffer
 from daso.comm.topology import Topology
+from daso.comm.vote import gather
 from daso.errors import LayoutError
 from daso.plan.layout import Layout, Slot, first_difference, lay_out
+from daso.train.shared import common_tensors
 
-__all__ = ["Trained", "agree_layout", "broadcast", "flat_view", "layout_of", "view_like"]
+__all__ = [
+    "Trained",
+    "agree_layout",
+    "broadcast",
+    "flat_view",
+    "layout_of",
+    "start_equal",
+    "view_like",
+]
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -47,14 +57,17 @@ class Trained:
         """Where the parameters live."""
         return self.named[0][1].device
 
-    def buffers(self) -> list[torch.Tensor]:
-        """Return the model's buffers (BatchNorm statistics)."""
-        return list(self.module.buffers()) if self.module is not None else []
+    def buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the model's buffers (BatchNorm statistics) by name."""
+        return list(self.module.named_buffers()) if self.module is not None else []
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Return everything that must start equal: parameters, frozen ones too, and buffers."""
-        frozen = list(self.module.parameters()) if self.module is not None else []
-        return [*(tensor for _, tensor in self.named), *frozen, *self.buffers()]
+    def others(self) -> list[tuple[str, torch.Tensor]]:
+        """Return what must start equal beside what is trained: frozen parameters and buffers."""
+        if self.module is None:
+            return []
+        trained = {id(tensor) for _, tensor in self.named}
+        params = [one for one in self.module.named_parameters() if id(one[1]) not in trained]
+        return [*params, *self.buffers()]
 
 
 def layout_of(named: Named) -> Layout:
@@ -159,6 +172,25 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
 def view_like(row: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return a row (numel) in the shape and order of axes of ``tensor``, without a copy."""
     return row.as_strided(tensor.shape, tensor.stride(), row.storage_offset())
+
+
+def start_equal(trained: Trained, topology: Topology, stall_seconds: float) -> None:
+    """Give all ranks world rank 0's parameters, frozen ones and buffers.
+
+    Args:
+        trained: What must start equal.
+        topology: Whose world.
+        stall_seconds: How long to wait at most for the other ranks.
+
+    Collective over the world; blocking.
+    """
+
+    def everyones(mine: dict[str, str]) -> list[dict[str, str]]:
+        return gather(topology, mine, stall_seconds)
+
+    says = topology.place.rank == 0
+    others = common_tensors(trained.others(), everyones, set(), says=says)
+    broadcast([*(tensor for _, tensor in trained.named), *others], topology)
 
 
 def broadcast(tensors: Iterable[torch.Tensor], topology: Topology) -> None:

@@ -8,6 +8,7 @@ optimization (DASO)", J. Big Data 9:14 (2022), doi 10.1186/s40537-021-00556-1.
 """
 
 import atexit
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from daso.comm.topology import Place, Topology, default
+from daso.errors import ConfigError
 from daso.plan.schedule import (
     Act,
     Seen,
@@ -29,7 +31,7 @@ from daso.plan.schedule import (
 )
 from daso.train.meeting import agree_options
 from daso.train.metrics import Counts
-from daso.train.params import Trained
+from daso.train.params import Trained, agree_layout
 from daso.train.scaling import Scaling, is_probe
 from daso.train.setup import Setup
 from daso.train.sync import Sync
@@ -38,6 +40,9 @@ __all__ = ["Session"]
 
 logger = logging.getLogger("daso")
 Closure = Callable[[], Any]
+
+# Who evaluates may be in inference mode, where tensors are made that no other thread may write to.
+_as_in_training = torch.inference_mode(mode=False)
 
 
 class Session:
@@ -61,6 +66,7 @@ class Session:
         self._sync: Sync | None = None
         self._stale = False  # parameters were loaded from elsewhere: set up anew before going on
         self._probing = False
+        self._over: str | None = None  # why nothing may be done any more
 
     @classmethod
     def opened(
@@ -69,12 +75,25 @@ class Session:
         """Return a session that has agreed with all ranks. Collective over the world; blocking."""
         session = cls(inner, setup, topology)
         place = session.topology.place
-        if place.size > 1:
-            agree_options(Trained.by(inner, setup.module), session.topology, setup.text())
+        if place.size == 1:
+            return session
+        trained = Trained.by(inner, setup.module)
+        _take_over(trained, session.topology)
+        agree_options(trained, session.topology, setup.text())
         session._open(Counts())
-        if place.size > 1 and place.rank == 0:
-            logger.info("chosen: %s", session._choices())
+        if place.rank == 0:
+            session._tell_what_was_made()
         return session
+
+    def _tell_what_was_made(self) -> None:
+        place = self.topology.place
+        logger.info("%d ranks on %d nodes; chosen: %s", place.size, place.nodes, self._choices())
+        if place.nodes == 1:
+            logger.warning(
+                "%d ranks on 1 node: gradients are averaged at every batch, and nothing will cross "
+                "between nodes",
+                place.size,
+            )
 
     @classmethod
     def copied(
@@ -98,6 +117,11 @@ class Session:
             self._topology = default()
         return self._topology
 
+    def warns(self) -> bool:
+        """Return whether this rank says what is wrong with this training, which goes on."""
+        sync = self._sync
+        return sync is not None and sync.meeting.leads and not (self._over or sync.over)
+
     @property
     def _place(self) -> Place | None:
         """Who is where, if that was asked already."""
@@ -109,7 +133,7 @@ class Session:
         trained = Trained.by(self.inner, self.setup.module)
         settings = self.setup.settings
         self._sync = Sync(trained, self.topology, settings, counts, outer=self.setup.outer)
-        _open_syncs.add(self._sync)
+        _open_syncs[next(_numbers)] = self._sync
         anchor = () if self.schedule.synchronous else (Act.ANCHOR,)
         self._sync.perform((*acts, *anchor), self.schedule)
         self._sync.start_watch()  # the first step does not hold the setup
@@ -120,7 +144,7 @@ class Session:
             logger.warning("parameters changed: the outer optimizer starts anew")
         sync.settle()
         sync.counts.exposed_before += sync.buckets.node.idle_seconds
-        sync.close()
+        _close(sync)
         self._open(sync.counts, *acts)
 
     # --- one step ----------------------------------------------------------------------------
@@ -140,18 +164,28 @@ class Session:
 
         Collective over the world in the sense of the schedule.
         """
+        self._check_open()
         probes = is_probe(self.inner) if self._sync is None else self._sync.is_probe()
         self._probing = closure is None and probes
         if self._probing:
             return True, closure
         self._freshen()
-        self._follow_freezing()
+        self._follow_changes()
         if self._sync is None:
             return scaling.unscale(self.inner), closure
         if closure is not None:
             self._sync.before_closure()
             return True, self._averaged(closure)
         return self._sync.before_step(scaling), None
+
+    def _check_open(self) -> None:
+        """Refuse what comes after the end."""
+        over = self._over or (self._sync is not None and self._sync.over)
+        if over:
+            raise ConfigError(
+                f"an optimizer must be open to train and to synchronize, but this one {over}; wrap "
+                f"the inner optimizer again"
+            )
 
     def end(self) -> None:
         """Count a step, and start or finish an exchange when one is due.
@@ -185,22 +219,42 @@ class Session:
 
         return averaged
 
-    def _follow_freezing(self) -> None:
-        """Take up parameters that were frozen or unfrozen since the last step."""
-        if self._sync is not None and self._sync.outdated():
+    def _follow_changes(self) -> None:
+        """Take up parameters that were frozen, unfrozen or laid out anew since the last step."""
+        self._follow_layout()
+        if self._sync is not None and self._sync.refrozen():
             self.synchronize()
             self._reopen(self._sync)
 
+    def _follow_layout(self) -> None:
+        """Take up parameters that got another shape, type or order in memory.
+
+        What is in flight has the old one: it is left, and all ranks go on from their mean.
+        """
+        sync = self._sync
+        if sync is None or not sync.laid_out_anew():
+            return
+        sync.meeting.agree_batch(self.schedule.batch)
+        sync.forget()
+        agree_layout(sync.trained, self.topology)
+        sync.meeting.equalize(expected=True)
+        batch = self.schedule.batch
+        self._take(replace(self.schedule, sent=None, last=batch, agreed=batch))
+        self._reopen(sync)
+
     def flush(self) -> None:
-        """Take what is left of a step that is taken layer by layer; else nothing.
+        """Take what is left of a step that is taken layer by layer, or of a backward that raised.
 
         Collective over the world; blocking.
         """
         if self._sync is not None:
+            self._sync.buckets.end_cut_off()
             self._sync.flush()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Reset gradients, those that a step still needs once it is taken."""
+        if self._sync is not None:
+            self._sync.buckets.end_cut_off()
         layers = None if self._sync is None else self._sync.layers
         if layers is None or not layers.zero_grad(set_to_none):
             self.inner.zero_grad(set_to_none)
@@ -239,6 +293,7 @@ class Session:
 
     # --- beside steps ------------------------------------------------------------------------
 
+    @_as_in_training
     def add_param_group(self, add: Callable[[], None]) -> None:
         """Add parameters; all ranks must add the same.
 
@@ -247,6 +302,7 @@ class Session:
 
         Collective over the world; blocking: exchanges are drained and set up anew.
         """
+        self._check_open()
         if self._sync is None:
             add()
             return
@@ -254,6 +310,7 @@ class Session:
         add()
         self._reopen(self._sync)
 
+    @_as_in_training
     def end_epoch(self, loss: float | torch.Tensor) -> float:
         """Tell the schedule that an epoch is over; all nodes agree afterwards.
 
@@ -265,8 +322,10 @@ class Session:
 
         Collective over the world; blocking.
         """
+        self._check_open()
         self._freshen()
         self.flush()
+        self._follow_layout()
         mean = float(loss)
         if self._sync is not None:
             self._sync.meeting.agree_batch(self.schedule.batch)
@@ -274,6 +333,7 @@ class Session:
         self._perform(*after_epoch(self.setup.policy, self.schedule, mean))
         return mean
 
+    @_as_in_training
     def synchronize(self) -> None:
         """Finish what is in flight, and make parameters and buffers bit-identical on all ranks.
 
@@ -282,13 +342,43 @@ class Session:
 
         Collective over the world; blocking.
         """
+        self._check_open()
         self._freshen()
         self.flush()
-        if self._sync is not None:
-            self._sync.meeting.agree_batch(self.schedule.batch)
+        self._follow_layout()
+        if self._sync is None:
+            self._perform(*drain(self.schedule))
+            return
+        self._sync.meeting.agree_batch(self.schedule.batch)
         self._perform(*drain(self.schedule))
-        if self._sync is not None:
-            self._sync.meeting.average_buffers()
+        self._sync.equalize(self.schedule)
+        self._sync.meeting.average_buffers()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model be the mean of all ranks for a while; afterwards it is this rank's again.
+
+        Collective over the world; blocking, both at its beginning and its end.
+        """
+        self._check_open()
+        self._freshen()
+        self.flush()
+        self._follow_layout()
+        if self._sync is None:
+            yield
+            return
+        meeting = self._sync.meeting
+        with _as_in_training:
+            meeting.agree_batch(self.schedule.batch)
+            kept = [(tensor, tensor.detach().clone()) for tensor in meeting.shared_tensors()]
+        try:
+            with _as_in_training:
+                meeting.average([tensor for tensor, _ in kept])
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, mine in kept:
+                    tensor.copy_(mine)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -302,6 +392,7 @@ class Session:
         with self._sync.buckets.no_sync():
             yield
 
+    @_as_in_training
     def close(self) -> None:
         """Stop communicating and give memory back.
 
@@ -310,13 +401,12 @@ class Session:
 
         Collective over the world; blocking; idempotent.
         """
+        self._over = self._over or "was closed"
         if self._sync is not None:
             try:
-                self.flush()
+                self._sync.flush()
             finally:
-                sound = self._sync.close()
-            if sound:  # else threads may go on: they end with the process
-                _open_syncs.discard(self._sync)
+                _close(self._sync)
 
     def report(self) -> dict[str, Any]:
         """Return what was chosen and what happened so far, on this rank.
@@ -371,6 +461,7 @@ class Session:
     def _shape(self) -> dict[str, Any] | None:
         return self.setup.shape(self.inner, self._place)
 
+    @_as_in_training
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Go on from where `state` was saved.
 
@@ -427,11 +518,49 @@ class Session:
                 )
 
 
-_open_syncs: "weakref.WeakSet[Sync]" = weakref.WeakSet()
+_open_syncs: "weakref.WeakValueDictionary[int, Sync]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()  # in the order in which they were opened, the same on every rank
+
+
+def _take_over(trained: Trained, topology: Topology) -> None:
+    """End what averages these parameters already: hooks outlive an optimizer that was dropped.
+
+    Raises:
+        ConfigError: They were wrapped before on some ranks only; the same on every rank.
+
+    Collective over the world; blocking.
+    """
+    ours = {id(tensor) for _, tensor in trained.named}
+    before = [
+        sync
+        for _, sync in sorted(_open_syncs.items())
+        if sync.over is None and any(id(tensor) in ours for _, tensor in sync.trained.named)
+    ]
+    if not topology.same(len(before)):
+        raise ConfigError(
+            "parameters must be wrapped on every rank or on none, but on some ranks they are "
+            "wrapped already; close() that optimizer"
+        )
+    for sync in before:
+        if topology.place.rank == 0:
+            logger.warning("parameters were wrapped before: that one is closed, this one goes on")
+        sync.settle()
+        sync.forget()
+        sync.meeting.equalize(expected=True)
+        sync.meeting.join()
+        sync.over = "was closed when its parameters were wrapped again"
+        _close(sync)
+
+
+def _close(sync: Sync) -> None:
+    """Close, and forget it where it ended well: else threads may go on until the process ends."""
+    if sync.close():
+        for number in [number for number, one in _open_syncs.items() if one is sync]:
+            del _open_syncs[number]
 
 
 @atexit.register
 def _stop_engines() -> None:
     """Stop the threads before MPI is finalized; nothing collective: ranks may be missing."""
-    for sync in list(_open_syncs):
+    for sync in list(_open_syncs.values()):
         sync.abandon()

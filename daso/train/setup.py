@@ -6,15 +6,16 @@ from typing import Any
 import torch
 
 from daso.comm.mpi import library
-from daso.comm.topology import Place
+from daso.comm.topology import Place, Topology
 from daso.errors import ConfigError
-from daso.plan.options import Settings
-from daso.plan.policy import Auto, Plateau, Qsr
+from daso.checks import NONE, Rule, a_record, check, either
+from daso.plan.options import Exchange, Gradients, Settings
+from daso.plan.policy import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy, State
 from daso.train.outer import MakeOuter
 from daso.train.params import Trained, layout_of
 
-__all__ = ["Setup"]
+__all__ = ["FACTORY", "MODULE", "Setup", "make_setup"]
 
 FORMAT = 3  # of a stored exchange; goes up when a tensor changes its meaning
 
@@ -39,6 +40,15 @@ class Setup:
                 f"{self.settings.gradients!r} needs the model whose layers wait for their "
                 f"gradients, but there is none; pass module=, or update='whole'"
             )
+        if self.module is not None:
+            held = {id(param) for param in self.module.parameters()}
+            trained = [param for group in inner.param_groups for param in group["params"]]
+            if trained and not any(id(param) in held for param in trained):
+                raise ConfigError(
+                    f"module must hold the parameters that the optimizer trains, but none of the "
+                    f"{len(trained)} is in this {type(self.module).__name__}; pass the model whose "
+                    f"parameters() the optimizer was given"
+                )
         if isinstance(self.policy, Qsr) and not all("lr" in group for group in inner.param_groups):
             raise ConfigError(
                 f"Qsr needs a learning rate in every parameter group, but {type(inner).__name__} "
@@ -113,6 +123,64 @@ class Setup:
             "update": "whole" if settings.whole else "chunk",
             "policy": repr(self.policy),
         }
+
+
+def make_setup(
+    inner: object,
+    topology: object,
+    *,
+    module: torch.nn.Module | None,
+    policy: Policy | None,
+    wire: str,
+    merge: str | float,
+    outer: MakeOuter | None,
+    exchange: Exchange | None,
+    gradients: Gradients | None,
+) -> Setup:
+    """Return the keywords of a door, checked, as one record.
+
+    Raises:
+        ConfigError: One has no such value.
+    """
+    check("inner", inner, OPTIMIZER, "; make one first: torch.optim.AdamW(model.parameters())")
+    check("module", module, either(MODULE, NONE))
+    check("topology", topology, either(a_record(Topology), NONE))
+    check("policy", policy, either(POLICY, NONE), "; write policy=daso.Auto()")
+    check("outer", outer, either(FACTORY, NONE))
+    check("exchange", exchange, either(a_record(Exchange), NONE))
+    check("gradients", gradients, either(a_record(Gradients), NONE))
+    settings = Settings(
+        wire=wire,
+        merge=merge,
+        exchange=Exchange() if exchange is None else exchange,
+        gradients=Gradients() if gradients is None else gradients,
+        outer=outer is not None,
+    )
+    if policy is None:
+        synchronous = settings.gradients.order == "priority" or not settings.whole
+        policy = Fixed(1, 0) if synchronous else Auto()
+    return Setup(module, policy, settings, outer)
+
+
+def _is_optimizer(value: object) -> bool:
+    # Others' classes need not be torch's: what is called must be there.
+    parts = ("param_groups", "state", "step", "zero_grad", "state_dict")
+    ours = any(getattr(value, one, None) is not None for one in ("_session", "_serving"))
+    return not isinstance(value, type) and all(hasattr(value, one) for one in parts) and not ours
+
+
+def _is_policy(value: object) -> bool:
+    parts = ("start", "tune_batch", "tune_exchange", "tune_epoch")
+    return not isinstance(value, type) and all(callable(getattr(value, one, None)) for one in parts)
+
+
+OPTIMIZER = Rule("an optimizer of torch's kind, not wrapped yet", _is_optimizer)
+POLICY = Rule("daso.Auto(), daso.Fixed(...), daso.Plateau(...) or daso.Qsr(...)", _is_policy)
+MODULE = Rule("a torch.nn.Module", lambda value: isinstance(value, torch.nn.Module))
+FACTORY = Rule(
+    "a function that makes an optimizer from a list of parameters",
+    lambda value: callable(value) and not isinstance(value, torch.optim.Optimizer),
+)
 
 
 def _surroundings(place: Place) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from daso.errors import ConfigError
+from daso.train.misuse import stepping
 
 __all__ = ["refuse_counting", "same_values", "step_with", "values_of"]
 
@@ -86,7 +87,8 @@ def step_with(
             group.update(mine)
             group["params"] = [p for p in group["params"] if id(p) in params]
         # In an evaluation, state that is made now would be of no use in training.
-        with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+        off = torch.autocast(device.type, enabled=False)
+        with torch.inference_mode(False), off, stepping(inner):
             inner.step()
         if check is not None:
             check()

@@ -4,6 +4,7 @@ The optimizer in front of it only calls `before_step` and `after_step`. Paramete
 by the training thread, at step boundaries, and nowhere else.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,13 +29,17 @@ from daso.train.layers import INSTEAD, LayerSteps
 from daso.train.links import Links
 from daso.train.meeting import Meeting
 from daso.train.metrics import Counts
+from daso.train.misuse import fingerprint_of_gradients, has_batch_norm
 from daso.train.outer import MakeOuter
-from daso.train.params import Trained, agree_layout, broadcast
+from daso.train.params import Trained, agree_layout, layout_of, start_equal
 from daso.train.priority import Crossing
 from daso.train.scaling import Scaling, is_probe
 from daso.train.tuning import BucketTuner, first_size
+from daso.train.uses import Hook
 
 __all__ = ["Sync"]
+
+logger = logging.getLogger("daso")
 
 
 class Sync:
@@ -61,16 +66,17 @@ class Sync:
     ) -> None:
         agree_layout(trained, topology)
         agree_device(topology, trained.device, settings.exchange.memory)
-        broadcast(trained.tensors(), topology)
+        start_equal(trained, topology, settings.exchange.stall_seconds)
         self.trained, self.topology, self.settings = trained, topology, settings
         self.counts = counts
         self.links = Links(topology, settings)
         self.meeting = Meeting(trained, topology, self.links, self.counts)
         self._carrier = _carrier(self.links, counts, settings)
+        self.over: str | None = None  # why it can do nothing any more
         self._batch = 0  # steps taken
         self._synchronous = False  # gradients are averaged between nodes
         self._by_layers = False  # steps are taken layer by layer
-        self._looked = False  # for DDP
+        self._looked = False  # around
         bucket_bytes, search = first_size(settings, sum(p.nbytes for _, p in trained.named))
         self.buckets = GradientBuckets(
             trained.named,
@@ -80,13 +86,20 @@ class Sync:
             same_order=self.meeting.same_order,
             begin=self._begin_step,
             behind=reducers.may_be_at_work,
+            outdated=self.laid_out_anew,
             in_portions=settings.gradients.order == "priority",
         )
         self.layers = self._layers()
+        self._forward_hook = None
+        if trained.module is not None:
+            hook = Hook(self.buckets.end_cut_off)
+            self._forward_hook = trained.module.register_forward_pre_hook(hook, prepend=True)
         self._tuner = None
         if search is not None:
             self._tuner = BucketTuner(search, self.meeting, self._cut, self.buckets.rows.groups)
         self._trainable = _trainable(trained.inner)
+        self._layout = layout_of(trained.named).digest
+        self._addresses = self._where()
         self._stretch = Stretch(compute_factor())
         self.exchanges: Exchanges | None = None
         try:
@@ -205,12 +218,21 @@ class Sync:
         """Raise what went wrong in other threads since, if anything."""
         (self._carrier or self.links.engine).check()
 
-    def _look_for_ddp(self) -> None:
-        """Refuse DDP over nodes at the first step: it may have been made after this."""
-        if not self._looked and self.topology.place.nodes > 1:
-            self._looked = True
-            params = (param for _, param in self.trained.named)
-            reducers.refuse_wide(params, self.topology.place.local_size)
+    def _look_around(self) -> None:
+        """Look once, at the first step, at what may have been made after this; see `misuse`."""
+        if self._looked:
+            return
+        self._looked = True
+        place, named = self.topology.place, self.trained.named
+        if place.nodes > 1:
+            reducers.refuse_wide((param for _, param in named), place.local_size)
+        if self.buckets.route.alone:  # no average comes by that could look
+            self.meeting.look_for_same_batches(fingerprint_of_gradients(named, range(len(named))))
+        if self.trained.module is None and self.meeting.leads and has_batch_norm(named):
+            logger.warning(
+                "the statistics of BatchNorm must be averaged too, but daso was not given the "
+                "model that has them, so that they differ between ranks; pass module=model"
+            )
 
     def _refuse(self, what: str, met: bool) -> None:
         if met:
@@ -235,7 +257,7 @@ class Sync:
         """
         self._begin_step()
         self._check()
-        self._look_for_ddp()
+        self._look_around()
         if not self.buckets.fresh:
             self.buckets.finish_round()
         if self.layers is not None and self._by_layers:
@@ -283,9 +305,22 @@ class Sync:
             value = sum(values) / len(values)
         return loss.detach().clone().fill_(value) if isinstance(loss, torch.Tensor) else value
 
-    def outdated(self) -> bool:
+    def refrozen(self) -> bool:
         """Return whether parameters were added, frozen or unfrozen since this was made."""
         return self._trainable != _trainable(self.trained.inner)
+
+    def laid_out_anew(self) -> bool:
+        """Return whether parameters got another shape, type or order in memory since."""
+        addresses = self._where()
+        if addresses == self._addresses:
+            return False
+        if layout_of(self.trained.named).digest != self._layout:
+            return True
+        self._addresses = addresses
+        return False
+
+    def _where(self) -> list[int]:
+        return [tensor.data_ptr() for _, tensor in self.trained.named]
 
     def is_probe(self) -> bool:
         """Return whether the step to come is torch's own; see `daso.train.scaling.is_probe`."""
@@ -348,6 +383,26 @@ class Sync:
             return exchanges.receive(state.batch)
         return None
 
+    def equalize(self, state: State) -> None:
+        """Make parameters bit-identical on all ranks where something else than steps changed them.
+
+        Args:
+            state: The schedule's, with nothing in flight.
+
+        Collective over the world; blocking.
+        """
+        if self.meeting.equalize():
+            return
+        if state.synchronous:
+            self.meeting.join()
+        elif self.exchanges is not None:
+            self.exchanges.anchor(state.batch)
+
+    def forget(self) -> None:
+        """Let the exchange in flight end, and leave what it brought. Blocking."""
+        if self.exchanges is not None:
+            self.exchanges.forget()
+
     # --- checkpoint --------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
@@ -383,6 +438,7 @@ class Sync:
         Returns:
             Whether all work ended well; where it did not, threads may go on.
         """
+        self.over = self.over or "was closed"
         self._unhook()
         sound = self._close_carrier()
         sound = self.links.close() and sound  # until here an exchange in flight may go on
@@ -402,6 +458,8 @@ class Sync:
     def _unhook(self) -> None:
         if self.layers is not None:
             self.layers.close()
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
         self.buckets.close()
 
 

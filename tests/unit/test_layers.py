@@ -14,7 +14,7 @@ ROOT = Path(daso.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 
 # Besides the standard library and what is for all, a row may import what it lists.
-FOR_ALL = {"daso.environment", "daso.errors", "daso.trace"}
+FOR_ALL = {"daso.checks", "daso.environment", "daso.errors", "daso.trace"}
 MAY_IMPORT = {
     "plan": {"daso.plan"},
     "sim": {"daso.sim", "daso.plan"},
@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "run": {"daso", "torch", "jinja2", "matplotlib", "rich", "horovod", "torchft"},
     "examples": {"daso.data", "torch"} | {f"daso.{name}" for name in daso.__all__},
     "environment": set(),
+    "checks": set(),
     "errors": set(),
     "trace": set(),
     "memory": {"daso.train"},

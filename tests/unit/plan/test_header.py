@@ -35,7 +35,7 @@ def test_decoding_undoes_encoding(header):
 
 def test_the_numbers_have_a_fixed_order_and_are_floats():
     # All ranks reduce the same numbers in the same places.
-    header = Header(1, 2, 3, 4, 5, 6, 7, 8)
+    header = Header(1, 2, 3, 4, 5, 6, 7, 8, 9)
     assert [field.name for field in fields(Header)] == [
         "nonfinite",
         "layout",
@@ -45,8 +45,9 @@ def test_the_numbers_have_a_fixed_order_and_are_floats():
         "minus_step_seconds",
         "minus_exchange_seconds",
         "lr",
+        "minus_lr",
     ]
-    assert header.encode() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert header.encode() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert {type(number) for number in header.encode()} == {float}
 
 
@@ -151,8 +152,8 @@ def test_after_the_maximum_the_first_element_is_named_and_its_first_rank(size, d
 @checked
 @given(headers)
 def test_a_rank_with_nothing_to_say_changes_no_number_of_the_others(header):
-    # Layout and batch are said by every rank, and compared: there is no silence about them.
-    silent = {"layout": -math.inf, "minus_layout": -math.inf}
+    # These are said by every rank, and compared: there is no silence about them.
+    silent = {"layout": -math.inf, "minus_layout": -math.inf, "minus_lr": -math.inf}
     silent |= {"batch": -math.inf, "minus_batch": -math.inf}
     loud = replace(header, nonfinite=abs(header.nonfinite), lr=abs(header.lr))
     assert reduced([loud, Header(**silent)]) == loud

@@ -53,9 +53,9 @@ def test_gradients_are_frozen():
         Gradients().bucket_bytes = 1
 
 
-@pytest.mark.parametrize("record", [Exchange, Gradients, Settings])
+@pytest.mark.parametrize("record", [Exchange, Gradients])
 def test_records_take_keywords_only(record):
-    with pytest.raises(TypeError, match="takes 1 positional argument"):
+    with pytest.raises(ConfigError, match=f"{record.__name__} takes .* by name"):
         record("auto")
 
 
@@ -121,18 +121,10 @@ def test_the_bytes_of_a_chunk_must_be_a_whole_number(nbytes):
         Exchange(chunk_bytes=nbytes)
 
 
-@pytest.mark.parametrize("fragments", [True, 2.0, "2", None, math.nan])
+@pytest.mark.parametrize("fragments", [True, 2.0, "2", None, math.nan, 0, -3, 10**12])
 def test_fragments_must_be_a_whole_number(fragments):
-    text = f"Exchange.fragments must be a whole number, not {fragments!r}"
-    with pytest.raises(ConfigError, match=f"^{text}$"):
-        Exchange(fragments=fragments)
-
-
-@pytest.mark.parametrize("fragments", [0, -3])
-def test_there_is_at_least_one_fragment(fragments):
-    with pytest.raises(
-        ConfigError, match=f"^Exchange.fragments must be at least 1, not {fragments}"
-    ):
+    text = f"whole number of at least 1 and at most 100000, not {fragments!r}"
+    with pytest.raises(ConfigError, match=f"^Exchange.fragments must be a {text}$"):
         Exchange(fragments=fragments)
 
 

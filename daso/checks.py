@@ -1,0 +1,209 @@
+"""The one way in which public arguments are checked: rules with a text, and calls that must fit.
+
+Every message is rule, value, remedy, on one line; what people often type in another library's words
+is answered with ours.
+"""
+
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from daso.errors import ConfigError
+
+__all__ = [
+    "NONE",
+    "Rule",
+    "a_record",
+    "check",
+    "choice",
+    "either",
+    "fits_call",
+    "flag",
+    "number",
+    "one_of",
+    "positive",
+    "record",
+    "shown",
+    "whole",
+]
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+Kind = TypeVar("Kind")
+
+LONGEST = 100  # characters of a value in a message
+MOST = 10**12  # of any count, unless it has a rule of its own
+LONGEST_SECONDS = 10**9  # that threads can be told to wait, and more
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a value must be."""
+
+    text: str  # reads on from "must be "
+    holds: Callable[[Any], bool]
+
+
+def whole(least: int, most: int = MOST, of: str = "") -> Rule:
+    """Return the rule of a whole number.
+
+    Args:
+        least: Smallest that is allowed.
+        most: Largest; the text tells of it only if it is not what all counts have.
+        of: What is counted, as " of bytes".
+    """
+    limit = "" if most == MOST else f" and at most {most}"
+    return Rule(
+        f"a whole number{of} of at least {least}{limit}",
+        lambda value: type(value) is int and least <= value <= most,
+    )
+
+
+def number(least: float, most: float) -> Rule:
+    """Return the rule of a number between two, both included."""
+    return Rule(
+        f"a number from {least:g} to {most:g}", lambda value: _is_real(value, least, most)
+    )
+
+
+def positive(most: float = float(LONGEST_SECONDS)) -> Rule:
+    """Return the rule of a number above 0, as one of seconds."""
+    limit = "" if most == LONGEST_SECONDS else f" of at most {most:g}"
+    return Rule(
+        f"a positive number{limit}", lambda value: _is_real(value, 0.0, most) and value > 0
+    )
+
+
+def choice(*names: str | None) -> Rule:
+    """Return the rule of one name out of some."""
+    return Rule(
+        f"one of {', '.join(map(str, names))}",
+        lambda value: (value is None or isinstance(value, str)) and value in names,
+    )
+
+
+def flag() -> Rule:
+    """Return the rule of yes or no."""
+    return Rule("True or False", lambda value: isinstance(value, bool))
+
+
+def either(first: Rule, *others: Rule, text: str | None = None) -> Rule:
+    """Return the rule that one of some holds."""
+    rules = (first, *others)
+    return Rule(
+        text or ", or ".join(rule.text for rule in rules),
+        lambda value: any(rule.holds(value) for rule in rules),
+    )
+
+
+def one_of(*values: object, text: str = "") -> Rule:
+    """Return the rule of a value out of some, as None or a word beside numbers."""
+    return Rule(
+        text or " or ".join(map(repr, values)),
+        lambda value: any(value is one or (type(value) is str and value == one) for one in values),
+    )
+
+
+def a_record(kind: type) -> Rule:
+    """Return the rule of an object of a class, as ``daso.Exchange(...)``."""
+    return Rule(f"daso.{kind.__name__}(...)", lambda value: isinstance(value, kind))
+
+
+NONE = one_of(None, text="None")
+
+
+def _is_real(value: object, least: float, most: float) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return least <= value <= most
+
+
+def check(name: str, value: object, rule: Rule, remedy: str = "") -> None:
+    """Raise unless a rule holds for a value.
+
+    Raises:
+        ConfigError: Rule and value.
+    """
+    if not rule.holds(value):
+        raise ConfigError(f"{name} must be {rule.text}, not {shown(value)}{remedy}")
+
+
+def shown(value: object) -> str:
+    """Return a value as a message can have it: on one line, and not long."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # an object that cannot even be printed; numbers of too many digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+# What other libraries and earlier versions call it, or where people look for it.
+ELSEWHERE = {
+    "skip": "pass policy=daso.Fixed(skip=..., wait=...)",
+    "wait": "pass policy=daso.Fixed(skip=..., wait=...)",
+    "model": "pass module=",
+    "updates": "pass gradients=daso.Gradients(update=...)",
+    "stall_seconds": "pass exchange=daso.Exchange(stall_seconds=...)",
+    "timeout": "pass exchange=daso.Exchange(stall_seconds=...)",
+    "bucket_bytes": "pass gradients=daso.Gradients(bucket_bytes=...)",
+    "bucket_cap_mb": "pass gradients=daso.Gradients(bucket_bytes=...)",
+    "process_group": "pass topology=daso.Topology(...)",
+}
+
+
+def fits_call(call: Call) -> Call:
+    """Make a call whose arguments do not fit its signature a `ConfigError` that says which do.
+
+    Args:
+        call: A function, or a method ``__init__``.
+    """
+    signature = inspect.signature(call)
+    name = call.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(call)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ConfigError(_misfit(name, signature, kwargs, str(error))) from None
+        return call(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
+def record(kind: type[Kind]) -> type[Kind]:
+    """Make a record's constructor a call that fits, see `fits_call`."""
+    kind.__init__ = fits_call(kind.__init__)  # type: ignore[misc]
+    return kind
+
+
+def _misfit(
+    name: str, signature: inspect.Signature, kwargs: dict[str, Any], problem: str
+) -> str:
+    params = [one for one in signature.parameters.values() if one.name != "self"]
+    names = [one.name for one in params]
+    if strangers := [key for key in kwargs if key not in names]:
+        return f"{name} takes {', '.join(names)}, but not {strangers[0]!r}; {_hint(strangers[0], names)}"
+    if missing := re.search(r"missing a required (?:keyword-only )?argument: '(\w+)'", problem):
+        return f"{name} needs {missing[1]}, but it is missing; pass {missing[1]}="
+    by_name = [one.name for one in params if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    if "too many positional" in problem and by_name:
+        return (
+            f"{name} takes {', '.join(by_name)} by name, but one is given without; write "
+            f"{by_name[0]}=..."
+        )
+    return f"{name} takes {', '.join(names) or 'nothing'}, but {problem}; leave it out"
+
+
+def _hint(stranger: str, names: Sequence[str]) -> str:
+    known = ELSEWHERE.get(stranger)
+    if known is not None and re.search(r"\w+(?==)", known)[0] in names:  # type: ignore[index]
+        return known
+    if near := difflib.get_close_matches(stranger, names, 1):
+        return f"did you mean {near[0]!r}?"
+    return "leave it out"

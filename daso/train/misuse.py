@@ -1,0 +1,140 @@
+"""Notices uses of an optimizer that train wrongly without an error of torch's."""
+
+import gc
+import logging
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from daso.train.params import Named
+
+__all__ = [
+    "InnerSteps",
+    "fingerprint",
+    "fingerprint_of_gradients",
+    "first_nonfinite",
+    "has_hooks",
+    "has_batch_norm",
+    "is_alike",
+    "stepping",
+]
+
+logger = logging.getLogger("daso")
+
+FIRST = 8  # gradients that are looked at: those of the last layers
+
+
+_stepping: set[int] = set()  # ids of the optimizers that daso steps now
+
+
+@contextmanager
+def stepping(inner: torch.optim.Optimizer) -> Iterator[None]:
+    """Let steps of a wrapped optimizer count as its wrapper's."""
+    _stepping.add(id(inner))
+    try:
+        yield
+    finally:
+        _stepping.discard(id(inner))
+
+
+class InnerSteps:
+    """Says once that a wrapped optimizer was stepped past its wrapper: no rank hears of that.
+
+    Args:
+        inner: The user's optimizer.
+        warns: Asked whether this rank says it; not kept alive.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, warns: Callable[[], bool]) -> None:
+        self._warns: weakref.WeakMethod[Any] | None = weakref.WeakMethod(warns)
+        register = getattr(inner, "register_step_post_hook", None)
+        self._handle = register(self) if register is not None else None
+
+    @_disable_dynamo
+    def __call__(self, inner: torch.optim.Optimizer, *_: object) -> None:
+        """Look whose step it was."""
+        warns = None if self._warns is None else self._warns()
+        # torch.distributed.checkpoint steps with a learning rate of 0 to make state.
+        probes = all(float(group.get("lr", 1.0)) == 0 for group in inner.param_groups)
+        if id(inner) in _stepping or warns is None or probes or not warns():
+            return
+        self._warns = None
+        logger.warning(
+            "the optimizer that daso.DASO returned must be stepped, but the %s inside it was: "
+            "nothing is exchanged by that; call step() of what daso.DASO returned",
+            type(inner).__name__,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()  # a copy of the inner optimizer has no wrapper
+
+    def close(self) -> None:
+        """Take the hook off; idempotent."""
+        if self._handle is not None:
+            self._handle.remove()
+
+
+def has_hooks(inner: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has step hooks that are not ours."""
+    pre, post = inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks
+    return bool(pre) or any(not isinstance(hook, InnerSteps) for hook in post.values())
+
+
+def _nothing(*_: object) -> None: ...
+
+
+def fingerprint(tensors: Iterable[torch.Tensor]) -> float:
+    """Return a number that equal tensors share, bit for bit, and others hardly ever.
+
+    Args:
+        tensors: On any device.
+    """
+    crc = 0
+    for tensor in tensors:
+        if tensor.numel():
+            flat = tensor.detach().cpu().reshape(-1)
+            crc = zlib.crc32(flat.view(torch.uint8).numpy(), crc)
+    return float(crc)
+
+
+def fingerprint_of_gradients(named: Named, ready: Iterable[int]) -> float:
+    """Return a `fingerprint` of the first gradients that became ready; 0 where all are zero.
+
+    Args:
+        named: Names and parameters.
+        ready: Their indices in the order in which gradients became ready.
+    """
+    grads = [grad for index in ready if (grad := named[index][1].grad) is not None][:FIRST]
+    return fingerprint(grads) if any(bool(grad.any()) for grad in grads) else 0.0
+
+
+def is_alike(numbers: Sequence[float]) -> bool:
+    """Return whether all ranks have the same number."""
+    return all(number == numbers[0] for number in numbers)
+
+
+def first_nonfinite(named: Named) -> int:
+    """Return the index of the first tensor with NaN or infinity, or -1."""
+    for index, (_, tensor) in enumerate(named):
+        if not bool(tensor.detach().isfinite().all()):
+            return index
+    return -1
+
+
+def has_batch_norm(named: Named) -> bool:
+    """Return whether a BatchNorm that keeps statistics has any of these parameters.
+
+    Looks at all objects of the process: tens of milliseconds.
+    """
+    ours = {id(tensor) for _, tensor in named}
+    return any(
+        one.track_running_stats and any(id(param) in ours for param in one._parameters.values())
+        for one in gc.get_objects()
+        if issubclass(type(one), _BatchNorm)
+    )

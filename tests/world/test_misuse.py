@@ -1,0 +1,476 @@
+"""First wrong moves: noticed, refused, or made right; held against one process that adds in order."""
+
+import logging
+from contextlib import contextmanager
+
+import pytest
+import torch
+from sequential import Sequential
+from torch import nn
+from worlds import SEVERAL_NODES
+
+import daso
+from daso.errors import ConfigError, NonFiniteError
+
+RARE = daso.Fixed(3, 1)
+SYNC = daso.Fixed(1, 0)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 2)
+    )
+
+
+def batch_loss(model, rank, step):
+    generator = torch.Generator().manual_seed(97 * step + rank)
+    return model(torch.randn(4, 2, 4, 4, generator=generator)).square().mean()
+
+
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def wrap(topology, model, inner=None, **keywords):
+    inner = sgd(model) if inner is None else inner
+    return daso.DASO(inner, module=model, topology=topology, **keywords)
+
+
+def step(optimizer, model, place, number, edit=None, *, to_none=True):
+    optimizer.zero_grad(set_to_none=to_none)
+    batch_loss(model, place.rank, number).backward()
+    if edit is not None:
+        edit(model)
+    optimizer.step()
+
+
+def bits(model):
+    return [tensor.detach().clone() for tensor in model.parameters()]
+
+
+def equal(some, others):
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def alike(topology, tensors):
+    everyones = topology.world.allgather([tensor.detach().cpu().clone() for tensor in tensors])
+    return all(equal(everyones[0], other) for other in everyones[1:])
+
+
+def oracle(place, policy=SYNC, lr=0.1):
+    return Sequential(
+        network, lambda model: sgd(model, lr), batch_loss, place.node_sizes, policy=policy
+    )
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.WARNING, logger="daso")
+
+    def times(text):
+        return sum(text in record.getMessage() for record in caplog.records)
+
+    return times
+
+
+def on_rank_0(topology, count):
+    """What rank 0 counted: threads of one process share the log."""
+    return topology.world.bcast(count)
+
+
+# --- memory behind gradients and parameters ----------------------------------------------------
+
+
+def convert(model):
+    model.double()
+    model.float()
+
+
+def replace_data(model):
+    for p in model.parameters():
+        p.grad.data = p.grad.data.clone()
+
+
+def set_storage(model):
+    for p in model.parameters():
+        p.grad.set_(p.grad.clone())
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("order", ["buckets", "host"])
+@pytest.mark.parametrize("edit", [convert, replace_data, set_storage])
+def test_memory_behind_gradients_may_be_replaced(topology, place, edit, order, to_none):
+    model, one = network(), oracle(place)
+    with wrap(topology, model, policy=SYNC, gradients=daso.Gradients(order=order)) as optimizer:
+        for number in range(5):
+            step(optimizer, model, place, number, edit if number == 1 else None, to_none=to_none)
+        one.run(5)
+        assert equal(bits(model), one.params(0))
+
+
+@pytest.mark.parametrize("policy", [SYNC, RARE])
+def test_gradients_that_are_scaled_by_their_data_count(topology, place, policy):
+    def halve(model):
+        for p in model.parameters():
+            p.grad.data = p.grad.data * 0.5
+
+    model, one = network(), oracle(place, policy, lr=0.05)
+    with wrap(topology, model, policy=policy, wire="fp32", merge="daso") as optimizer:
+        for number in range(5):
+            step(optimizer, model, place, number, halve)
+        optimizer.synchronize()
+        one.run(5)
+        one.synchronize()
+        assert all(
+            torch.allclose(a, b, atol=1e-6) for a, b in zip(bits(model), one.params(0), strict=True)
+        )
+
+
+def test_gradients_replaced_where_they_cross_by_priority_are_refused(topology, place):
+    model = network()
+    optimizer = wrap(topology, model, gradients=daso.Gradients(order="priority"))
+    step(optimizer, model, place, 0)
+    with pytest.raises(ConfigError, match="left alone between backward and step"):
+        step(optimizer, model, place, 1, replace_data)
+    optimizer.close()
+
+
+def channels_last(model):
+    model.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("at", ["before", "between"])
+def test_another_order_in_memory_is_laid_out_anew(topology, place, at):
+    model, one = network(), oracle(place)
+    with wrap(topology, model, policy=SYNC) as optimizer:
+        for number in range(2):
+            step(optimizer, model, place, number)
+        if at == "before":
+            channels_last(model)
+        step(optimizer, model, place, 2, channels_last if at == "between" else None)
+        one.run(2)
+        if at == "before":
+            channels_last(one.models[0])
+        one.run(1)
+        assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+        close = [torch.allclose(a, b, atol=1e-6) for a, b in zip(bits(model), one.params(0))]
+        assert all(close)
+        assert alike(topology, model.parameters())
+
+
+@pytest.mark.parametrize("policy", [SYNC, RARE])
+def test_parameters_that_grow_are_laid_out_anew(topology, place, policy):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 2))
+    optimizer = wrap(topology, model, torch.optim.SGD(model.parameters(), 0.1), policy=policy)
+
+    def train(rows, first):
+        for number in range(first, first + 4):
+            generator = torch.Generator().manual_seed(97 * number + place.rank)
+            tokens = torch.randint(rows, (8,), generator=generator)
+            optimizer.zero_grad()
+            model(tokens).square().mean().backward()
+            optimizer.step()
+
+    train(6, 0)
+    old = model[0].weight.detach()
+    model[0].weight.data = torch.cat([old, torch.ones(2, 4)])
+    model[0].num_embeddings = 8
+    train(8, 4)
+    optimizer.synchronize()
+    assert alike(topology, model.parameters())
+    assert not torch.equal(model[0].weight[6:], torch.ones(2, 4))  # they are trained
+    optimizer.close()
+
+
+# --- who steps, with what ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [SYNC, RARE])
+def test_steps_of_the_inner_optimizer_are_told_once_and_synchronize_keeps_its_word(
+    topology, place, policy, said
+):
+    model = network()
+    inner = sgd(model)
+    optimizer = wrap(topology, model, inner, policy=policy)
+    for number in range(3):
+        inner.zero_grad()
+        batch_loss(model, place.rank, number).backward()
+        with torch.no_grad():
+            model[2].bias += place.rank  # as far as nodes go apart by themselves
+        inner.step()
+    optimizer.synchronize()
+    assert alike(topology, model.parameters())
+    assert on_rank_0(topology, said("SGD inside it was")) == 1
+    step(optimizer, model, place, 3)
+    optimizer.synchronize()
+    assert alike(topology, model.parameters())
+    optimizer.close()
+
+
+@pytest.mark.nodes((2, 1))
+def test_an_edit_on_one_rank_is_the_mean_after_synchronize(topology, place, said):
+    model = network()
+    with wrap(topology, model, policy=SYNC) as optimizer:
+        step(optimizer, model, place, 0)
+        before = model[4].bias.detach().clone()
+        if place.rank == 1:
+            with torch.no_grad():
+                model[4].bias += 3.0
+        optimizer.synchronize()
+        assert alike(topology, model.parameters())
+        assert torch.allclose(model[4].bias, before + 3.0 / place.size)
+        assert on_rank_0(topology, said("differed between ranks")) == 1
+        optimizer.synchronize()
+        assert on_rank_0(topology, said("differed between ranks")) == 1
+
+
+def test_nan_in_a_parameter_of_one_rank_names_both(topology, place):
+    model = network()
+    optimizer = wrap(topology, model, policy=SYNC)
+    step(optimizer, model, place, 0)
+    if place.rank == 1:
+        with torch.no_grad():
+            model[2].bias[3] = torch.nan
+    with pytest.raises(NonFiniteError, match="2.bias on rank 1 is not"):
+        optimizer.synchronize()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("policy", [SYNC, RARE])
+def test_learning_rates_that_differ_are_told_once(topology, place, policy, said):
+    model = network()
+    with wrap(topology, model, sgd(model, 0.1 + 0.1 * place.rank), policy=policy) as optimizer:
+        for number in range(8):
+            step(optimizer, model, place, number)
+        optimizer.synchronize()
+        assert alike(topology, model.parameters())
+    assert on_rank_0(topology, said("it is 0.1 to 0.2" if place.size == 2 else "it is 0.1")) == 1
+
+
+@pytest.mark.parametrize("policy", [SYNC, RARE])
+@pytest.mark.parametrize("same", [True, False])
+def test_the_same_batches_on_all_ranks_are_told(topology, place, policy, same, said):
+    model = network()
+    with wrap(topology, model, policy=policy) as optimizer:
+        for number in range(4):
+            optimizer.zero_grad()
+            batch_loss(model, 0 if same else place.rank, number).backward()
+            optimizer.step()
+    assert on_rank_0(topology, said("train on batches of its own")) == same
+
+
+# --- what is wrapped ---------------------------------------------------------------------------
+
+
+def test_a_module_with_other_parameters_is_refused(topology):
+    with pytest.raises(ConfigError, match="none of the 6 is in this Linear"):
+        daso.DASO(sgd(network()), module=nn.Linear(2, 2), topology=topology)
+
+
+def test_batch_norm_that_daso_was_not_given_is_told(topology, place, said):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with daso.DASO(sgd(model), topology=topology) as optimizer:
+        model(torch.randn(8, 4)).sum().backward()
+        optimizer.step()
+    assert on_rank_0(topology, said("pass module=model")) == 1
+
+
+def test_what_is_wrapped_already_is_refused_or_taken_over(topology, place, said):
+    model = network()
+    inner = sgd(model)
+    first = wrap(topology, model, inner, policy=RARE)
+    with pytest.raises(ConfigError, match="not wrapped yet"):
+        daso.DASO(first, topology=topology)
+    for number in range(4):
+        step(first, model, place, number)
+    second = wrap(topology, model, inner, policy=SYNC)
+    with pytest.raises(ConfigError, match="was closed when its parameters were wrapped again"):
+        first.step()
+    assert alike(topology, [*model.parameters(), *momenta(inner, model)])
+    one = oracle(place)
+    for node in range(place.nodes):  # goes on from here
+        for mine, theirs in zip(model.parameters(), one.params(node), strict=True):
+            theirs.data.copy_(mine)
+            one.inners[node].state[theirs] = {"momentum_buffer": inner.state[mine]["momentum_buffer"].clone()}
+    one.step_number = 4
+    for number in range(4, 8):
+        step(second, model, place, number)
+    one.run(4)
+    assert equal(bits(model), one.params(0))
+    assert on_rank_0(topology, said("this one goes on")) == 1
+    second.close()
+
+
+def momenta(inner, model):
+    return [inner.state[p]["momentum_buffer"] for p in model.parameters()]
+
+
+def test_a_head_and_then_all_of_a_model(topology, place):
+    model, one = network(), oracle(place)
+    head = daso.DASO(torch.optim.SGD(model[4].parameters(), 0.0), module=model, topology=topology)
+    for number in range(2):
+        step(head, model, place, number)
+    del head
+    with wrap(topology, model, policy=SYNC) as optimizer:
+        for number in range(3):
+            step(optimizer, model, place, number)
+    one.run(3)
+    assert equal(bits(model), one.params(0))
+
+
+def test_nothing_can_be_done_after_the_end(topology, place):
+    model = network()
+    with wrap(topology, model) as optimizer:
+        step(optimizer, model, place, 0)
+    for call in (optimizer.step, optimizer.synchronize, lambda: optimizer.end_epoch(1.0)):
+        with pytest.raises(ConfigError, match="this one was closed; wrap the inner"):
+            call()
+
+
+class TwoSteps(torch.optim.SGD):
+    """With methods of its own, as SAM and schedule-free optimizers have."""
+
+    mode = "train"
+
+    def eval(self):
+        self.mode = "eval"
+
+    def first_step(self):
+        raise AssertionError("it goes past the exchanges")
+
+
+def test_the_inner_optimizers_own_methods_are_there_but_for_steps(topology):
+    model = network()
+    with wrap(topology, model, TwoSteps(model.parameters(), lr=0.1)) as optimizer:
+        optimizer.eval()
+        assert optimizer.inner.mode == optimizer.mode == "eval"
+        with pytest.raises(AttributeError, match=r"optimizer.inner.first_step\(\)"):
+            optimizer.first_step()
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            _ = optimizer.nothing
+
+
+# --- evaluating --------------------------------------------------------------------------------
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+def test_a_model_is_the_mean_of_all_ranks_for_a_while(topology, place):
+    plain, model = network(), network()
+    with (
+        wrap(topology, plain, policy=daso.Fixed(4, 2)) as undisturbed,
+        wrap(topology, model, policy=daso.Fixed(4, 2)) as optimizer,
+    ):
+        for number in range(9):
+            step(undisturbed, plain, place, number)
+            step(optimizer, model, place, number)
+            mine = bits(model)
+            with torch.inference_mode(), optimizer.averaged():
+                assert alike(topology, model.parameters())
+                everyones = topology.world.allgather(mine)
+                mean = [torch.stack(some).mean(0) for some in zip(*everyones, strict=True)]
+                close = zip(mean, model.parameters(), strict=True)
+                assert all(torch.allclose(a, b, atol=1e-6) for a, b in close)
+            assert equal(mine, bits(model))
+        assert equal(bits(plain), bits(model))
+
+
+def test_synchronize_in_inference_mode(topology, place):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with wrap(topology, model, policy=RARE) as optimizer:
+        for number in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().sum().backward()
+            optimizer.step()
+            with torch.inference_mode():
+                optimizer.synchronize()
+            assert alike(topology, [*model.parameters(), *model.buffers()])
+
+
+class Caches(nn.Module):
+    """With buffers of all kinds."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("mean", torch.full((3,), float(rank)))
+        self.register_buffer("cache", torch.full((2 + rank,), float(rank)))
+        self.register_buffer("wide", torch.zeros(1).expand(3))
+        self.register_buffer("phases", torch.full((2,), complex(rank, 1)))
+        self.register_buffer("few", torch.eye(3).to_sparse())
+        self.register_buffer("shape", torch.empty(2, device="meta"))
+        with torch.inference_mode():
+            self.register_buffer("fixed", torch.full((2,), float(rank)))
+        if rank == 1:
+            self.register_buffer("own", torch.ones(2))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("policy", [SYNC, RARE])
+def test_buffers_that_ranks_do_not_share_are_named_and_left_alone(topology, place, policy, said):
+    model = Caches(place.rank)
+    with wrap(topology, model, policy=policy) as optimizer:
+        assert float(model.mean[0]) == 0.0  # as world rank 0's
+        model.mean.fill_(place.rank)
+        model.phases.fill_(complex(place.rank, 2))
+        for number in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().sum().backward()
+            optimizer.step()
+        optimizer.synchronize()
+        optimizer.synchronize()
+        half = (place.size - 1) / 2
+        assert torch.equal(model.mean, torch.full((3,), half))
+        assert torch.equal(model.phases, torch.full((2,), complex(half, 2)))
+        assert torch.equal(model.cache, torch.full((2 + place.rank,), float(place.rank)))
+    text = "cache is (2,) float32 on rank 0 and (3,) float32 on rank 1; wide is expanded"
+    assert on_rank_0(topology, said(text)) == 2  # when it is wrapped, and once later
+
+
+# --- a backward that raises --------------------------------------------------------------------
+
+
+class Fails(torch.autograd.Function):
+    """Raises in backward, half way through the model."""
+
+    @staticmethod
+    def forward(_, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_, grad):
+        raise RuntimeError("out of memory")
+
+
+@contextmanager
+def failing(model):
+    hook = model[2].register_forward_hook(lambda *parts: Fails.apply(parts[-1]))
+    yield
+    hook.remove()
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+@pytest.mark.parametrize("reset", ["optimizer", "model"])
+@pytest.mark.parametrize("policy", [SYNC, RARE])
+@pytest.mark.parametrize("order", ["buckets", "host"])
+def test_a_backward_that_raised_on_all_ranks_is_forgotten(topology, place, policy, reset, order):
+    model, one = network(), oracle(place, policy)
+    gradients = daso.Gradients(order=order, bucket_bytes=64)
+    options = {"policy": policy, "wire": "fp32", "merge": "daso", "gradients": gradients}
+    with wrap(topology, model, **options) as optimizer:
+        for number in range(6):
+            step(optimizer, model, place, number)
+            with failing(model), pytest.raises(RuntimeError, match="out of memory"):
+                batch_loss(model, place.rank, number).backward()
+            if reset == "optimizer":
+                optimizer.zero_grad()
+            else:
+                model.zero_grad()
+        optimizer.synchronize()
+        one.run(6)
+        one.synchronize()
+        assert equal(bits(model), one.params(0))
