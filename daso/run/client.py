@@ -10,7 +10,7 @@ from daso.environment import for_sbatch, merged
 from daso.errors import TopologyError
 from daso.run.launcher import read_offered
 
-__all__ = ["ask", "has_settings", "is_there", "library_of", "offered", "require", "stream"]
+__all__ = ["ask", "has_settings", "is_there", "library_of", "offered", "require"]
 
 SECONDS = 60  # a controller that is down answers after some time-outs of its own
 
@@ -92,20 +92,6 @@ def ask(
             f"{words[0]} must answer within {SECONDS} s, but it does not; see whether the "
             f"cluster's controller is up with `scontrol ping`"
         ) from error
-
-
-def stream(words: Sequence[str], *, client: Mapping[str, str]) -> int:
-    """Run a command of SLURM that prints where this process does.
-
-    Args:
-        words: The command line.
-        client: Environment that it needs besides this process's own.
-
-    Returns:
-        Its exit code.
-    """
-    require(words[0])
-    return subprocess.run(words, env=merged(os.environ, client), check=False).returncode
 
 
 def library_of(python: str) -> str | None:

@@ -6,6 +6,7 @@ missing; the last lines of pytest's output say how many ran.
 """
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -71,6 +72,13 @@ class Cluster:
         )
         assert not check or done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
         return done
+
+    def batch(self, *words: object, seconds: float = 100, **env: str) -> None:
+        """Run a batch job to its end; ``sbatch --wait`` sees that half a minute later."""
+        job = self.run(["sbatch", "--parsable", *words], **env).stdout.strip()
+        ended = re.compile(" JobState=(COMPLETED|FAILED|TIMEOUT|CANCELLED|NODE_FAIL) ")
+        show = ["scontrol", "show", "job", "-o", job]
+        self.until(lambda: bool(ended.search(self.run(show).stdout)), seconds=seconds)
 
     def minicluster(self, *words: object, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run `scripts/minicluster` on this cluster."""

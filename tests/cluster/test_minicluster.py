@@ -234,7 +234,7 @@ def test_hello(cluster, hosts):
 def test_a_batch_job_talks_to_slurm_from_its_host(cluster):
     script = cluster.work / "job.sh"
     script.write_text("#!/bin/sh\nsqueue -h -o '%i %T'\nsrun hostname\n")
-    cluster.run(["sbatch", "--wait", "--nodes=3", "--output=job.out", script])
+    cluster.batch("--nodes=3", "--output=job.out", script)
     first, *names = (cluster.work / "job.out").read_text().splitlines()
     assert re.fullmatch(r"\d+ RUNNING", first)
     assert sorted(names) == ["mini0", "mini1", "mini2"]

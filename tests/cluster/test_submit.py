@@ -294,7 +294,7 @@ def plain(daso, name, **lines):
     path.write_text(text)
     folder = str(Path(sys.executable).parent)
     env = {"PYTHONPATH": str(ROOT), "PATH": f"{folder}:{daso.cluster.env['PATH']}"}
-    daso.cluster.run(["sbatch", "--wait", path], check=False, seconds=110, **env)
+    daso.cluster.batch(path, seconds=110, **env)
     (log,) = daso.cluster.work.glob(f"{name}-*.out")
     return log.read_text()
 

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any, Protocol
 import daso
 from daso.environment import find_mpirun
 from daso.errors import ExchangeError
-from daso.run.client import library_of, offered, stream
+from daso.run.client import ask, library_of, offered
 from daso.run.launcher import choose
 from daso.run.local import Local, launch
 from daso.run.minicluster.start import interruptible, set_rate, take_down, up
@@ -22,10 +24,13 @@ from daso.run.minicluster.text import Minicluster
 from daso.run.script import render
 from daso.run.sites import read_template
 from daso.run.slurm import Job
+from daso.run.states import read_jobs
 
 __all__ = ["HERE", "Here", "Hosts", "Place", "hosts", "run_here"]
 
 HERE = "here"
+LOOK_SECONDS = 0.1  # between two looks for what the ranks found
+ASK_SECONDS = 3.0  # between two questions to SLURM, meanwhile
 RANKS = ("-m", "daso.run.bench.ranks")
 
 
@@ -91,10 +96,36 @@ class Hosts:
         template, name = read_template(None)
         script = self._work / "script"
         script.write_text(render(job, template, name=name), encoding="utf-8")
-        code = stream(["sbatch", "--wait", "--quiet", str(script)], client=self._client)
+        code = self._wait_for(script, out)
         if code != 0 and log.exists():
             print(log.read_text(encoding="utf-8", errors="replace"), file=sys.stderr)
         return _found(out, code)
+
+    def _wait_for(self, script: Path, out: Path) -> int:
+        """Submit a script, and return its exit code once the job has ended.
+
+        ``sbatch --wait`` asks less and less often: it ends up to half a minute later.
+        """
+        said = ask(["sbatch", "--parsable", str(script)], client=self._client)
+        if said.returncode != 0:
+            raise ExchangeError(f"sbatch must take the bench's job, but: {said.stderr.decode('utf-8', 'replace').strip()}")
+        job = said.stdout.decode().strip().split(";")[0]
+        while True:
+            state = read_jobs(
+                ask(["scontrol", "show", "job", "-o", job], client=self._client).stdout.decode()
+            )[0]
+            if state.ended:
+                return 0 if state.state == "COMPLETED" else _code_of(state.reason)
+            # Asking takes a core for a moment, beside ranks that are measured.
+            until = time.monotonic() + ASK_SECONDS
+            while not out.exists() and time.monotonic() < until:
+                time.sleep(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
+
+
+def _code_of(reason: str) -> int:
+    number = re.search(r"exit code (\d+)", reason)
+    return int(number[1]) if number else 1
 
 
 def _found(out: Path, code: int) -> Any:

@@ -46,11 +46,11 @@ def walk(skip, wait, batches):
     return batches
 
 
-@pytest.mark.later("two million cases")
-def test_in_two_million_cases_each_exchange_is_received_once_and_none_is_left_in_flight():
+@pytest.mark.later("half a million cases")
+def test_in_half_a_million_cases_each_exchange_is_received_once_and_none_is_left_in_flight():
     pairs = [(skip, wait) for skip in range(1, 65) for wait in range(skip + 1)]
     pairs.remove((1, 0))  # synchronous: nothing is sent
-    assert sum(walk(skip, wait, 940) for skip, wait in pairs) > 2_000_000
+    assert sum(walk(skip, wait, 240) for skip, wait in pairs) > 500_000
 
 
 def walk_fragments(skip, wait, fragments, batches):
