@@ -35,7 +35,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 Kind = TypeVar("Kind")
 
 LONGEST = 100  # characters of a value in a message
-MOST = 10**12  # of any count, unless it has a rule of its own
+MOST = 2**63 - 1  # of any count, unless it has a rule of its own
 LONGEST_SECONDS = 10**9  # that threads can be told to wait, and more
 
 
@@ -64,17 +64,13 @@ def whole(least: int, most: int = MOST, of: str = "") -> Rule:
 
 def number(least: float, most: float) -> Rule:
     """Return the rule of a number between two, both included."""
-    return Rule(
-        f"a number from {least:g} to {most:g}", lambda value: _is_real(value, least, most)
-    )
+    return Rule(f"a number from {least:g} to {most:g}", lambda value: _is_real(value, least, most))
 
 
 def positive(most: float = float(LONGEST_SECONDS)) -> Rule:
     """Return the rule of a number above 0, as one of seconds."""
     limit = "" if most == LONGEST_SECONDS else f" of at most {most:g}"
-    return Rule(
-        f"a positive number{limit}", lambda value: _is_real(value, 0.0, most) and value > 0
-    )
+    return Rule(f"a positive number{limit}", lambda value: _is_real(value, 0.0, most) and value > 0)
 
 
 def choice(*names: str | None) -> Rule:
@@ -178,17 +174,16 @@ def fits_call(call: Call) -> Call:
 
 def record(kind: type[Kind]) -> type[Kind]:
     """Make a record's constructor a call that fits, see `fits_call`."""
-    kind.__init__ = fits_call(kind.__init__)  # type: ignore[misc]
+    setattr(kind, "__init__", fits_call(kind.__init__))  # noqa: B010 - types forbid to assign it
     return kind
 
 
-def _misfit(
-    name: str, signature: inspect.Signature, kwargs: dict[str, Any], problem: str
-) -> str:
+def _misfit(name: str, signature: inspect.Signature, kwargs: dict[str, Any], problem: str) -> str:
     params = [one for one in signature.parameters.values() if one.name != "self"]
     names = [one.name for one in params]
     if strangers := [key for key in kwargs if key not in names]:
-        return f"{name} takes {', '.join(names)}, but not {strangers[0]!r}; {_hint(strangers[0], names)}"
+        known, stranger = ", ".join(names), strangers[0]
+        return f"{name} takes {known}, but not {stranger!r}; {_hint(stranger, names)}"
     if missing := re.search(r"missing a required (?:keyword-only )?argument: '(\w+)'", problem):
         return f"{name} needs {missing[1]}, but it is missing; pass {missing[1]}="
     by_name = [one.name for one in params if one.kind is inspect.Parameter.KEYWORD_ONLY]

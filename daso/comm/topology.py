@@ -12,7 +12,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from daso.checks import NONE, Rule, check, either, fits_call
-
 from daso.comm.mpi import abort_on_error, check_launch, check_wheels, load, wheels
 from daso.comm.roll import RollCall
 from daso.environment import note_process, read_launch
@@ -151,7 +150,9 @@ def _is(kind: type, value: object) -> bool:
 
 
 def _are_counts(value: object) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(type(one) is int for one in value)
+    return (
+        isinstance(value, list | tuple) and bool(value) and all(type(one) is int for one in value)
+    )
 
 
 SIZES = Rule(

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from daso.checks import check, whole
 from daso.errors import FlowError
 from daso.flow.draw import dot, listing, mermaid
 from daso.flow.signatures import draws, takes
-from daso.checks import check, whole
 
 __all__ = ["Edge", "Graph", "Item", "Node", "Port", "State"]
 

@@ -14,6 +14,16 @@ from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
+from daso.checks import (
+    NONE,
+    a_record,
+    check,
+    either,
+    fits_call,
+    flag,
+    positive,
+    whole,
+)
 from daso.comm.mpi import load
 from daso.comm.packets import Messages
 from daso.comm.topology import Topology, default
@@ -30,16 +40,6 @@ from daso.flow.messages import Post
 from daso.flow.placement import Measured, Said, copied, measure, placed, said
 from daso.flow.watch import Guard
 from daso.flow.worker import Worker, behaviours
-from daso.checks import (
-    NONE,
-    a_record,
-    check,
-    either,
-    fits_call,
-    flag,
-    positive,
-    whole,
-)
 from daso.plan.flows import Log, Updates, count_lanes
 from daso.plan.options import Exchange
 from daso.plan.strict import strict_json
@@ -111,13 +111,10 @@ class Runtime:
         seed: int = 0,
         stall_seconds: float = Exchange().stall_seconds,
     ) -> None:
-        check("max_active_keys", max_active_keys, whole(1))
-        check("instances_per_batch", instances_per_batch, whole(1))
-        check("stall_seconds", stall_seconds, positive())
-        check("seed", seed, whole(0, 2**63 - 1))
-        check("shuffle", shuffle, flag())
-        check("updates", updates, either(a_record(Updates), NONE))
         check("topology", topology, either(a_record(Topology), NONE))
+        check("updates", updates, either(a_record(Updates), NONE))
+        _check_numbers(max_active_keys, instances_per_batch, seed, stall_seconds)
+        check("shuffle", shuffle, flag())
         self._whole = default() if topology is None else topology
         self._between, self._each = between_nodes, instances_per_batch
         if not self._whole.same(between_nodes is None):
@@ -550,3 +547,12 @@ def _shapes(call: Any) -> list[Any]:
     if not isinstance(call, torch.nn.Module):
         return []
     return [(name, tuple(t.shape), str(t.dtype)) for name, t in call.state_dict().items()]
+
+
+def _check_numbers(
+    max_active_keys: object, instances_per_batch: object, seed: object, stall_seconds: object
+) -> None:
+    check("max_active_keys", max_active_keys, whole(1))
+    check("instances_per_batch", instances_per_batch, whole(1))
+    check("seed", seed, whole(0, 2**63 - 1))
+    check("stall_seconds", stall_seconds, positive())

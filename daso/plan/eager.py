@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from daso.errors import ConfigError
 from daso.checks import NONE, a_record, check, choice, either, flag, one_of, whole
+from daso.errors import ConfigError
 from daso.plan.layout import Span, split
 from daso.plan.options import Exchange
 from daso.plan.wires import Wire

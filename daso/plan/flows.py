@@ -9,8 +9,8 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from daso.errors import ConfigError
 from daso.checks import check, choice, flag, record, whole
+from daso.errors import ConfigError
 
 __all__ = [
     "Did",

@@ -10,8 +10,8 @@
 import math
 from dataclasses import dataclass, replace
 
-from daso.errors import ConfigError
 from daso.checks import Rule, check, number, positive, record, whole
+from daso.errors import ConfigError
 from daso.plan.plateau import observe
 from daso.plan.schedule import Seen, State
 
@@ -70,9 +70,9 @@ class Plateau:
     """The paper's schedule: warm-up, cycling, cool-down, by epochs and the loss.
 
     Warm-up and cool-down are synchronous. Cycling starts at ``max_skip`` with a wait of a quarter
-    of it (in the authors' program, Heat's DASO, the first cycle alone starts at skip 4, wait 1,
-    whatever the maximum is). When the loss stalls, skip is halved and wait goes down by one, both at least 1; when it
-    stalls at skip 1 the cycle starts again from the top. The caller reports epochs with
+    of it. When the loss stalls, skip is halved and wait goes down by one, both at least 1; when it
+    stalls at skip 1 the cycle starts again from the top. (In the authors' program, Heat's DASO, the
+    first cycle starts at skip 4, wait 1, whatever the maximum is.) The caller reports epochs with
     ``optimizer.end_epoch(loss)``. Coquelin et al. 2022, doi 10.1186/s40537-021-00556-1.
 
     Args:
@@ -82,7 +82,7 @@ class Plateau:
         max_skip: Largest number of batches between exchanges.
         threshold: Relative improvement of the loss that counts.
         patience: Epochs in a row without improvement with which the loss has stalled. Heat's DASO
-            and torch's ReduceLROnPlateau bear that many, and stall with the next: their 2 is 3 here.
+            and torch's ReduceLROnPlateau bear that many and stall with the next: 2 there is 3 here.
     """
 
     epochs: int

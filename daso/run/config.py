@@ -10,9 +10,10 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from daso.errors import ConfigError
+from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Settings, Wire
 from daso.plan.policy import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy
@@ -180,12 +181,12 @@ class Config:
         )
 
 
-def _merge(text: str) -> str | float:
-    """Return a merge's name, or the number that the text is."""
+def _merge(text: str) -> MergeName | float:
+    """Return a merge's name, or the number that the text is; the settings check both."""
     try:
         return float(text)
     except ValueError:
-        return text
+        return cast(MergeName, text)
 
 
 def read_config(path: Path | None, words: Sequence[str]) -> Config:

@@ -6,9 +6,9 @@ from typing import Any, Self
 import torch
 from torch._compile import _disable_dynamo
 
+from daso.checks import fits_call
 from daso.comm.topology import Topology
 from daso.errors import ConfigError
-from daso.checks import fits_call
 from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Wire
 from daso.plan.schedule import Policy
@@ -51,8 +51,8 @@ def attach(  # noqa: PLR0913 - the keywords of DASO
         gradients: As for `daso.DASO`.
 
     Returns:
-        A handle with ``synchronize``, ``averaged``, ``no_sync``, ``end_epoch``, ``report`` and ``close``, and a
-        context manager, like `daso.DASO`.
+        A handle with ``synchronize``, ``averaged``, ``no_sync``, ``end_epoch``, ``report`` and
+        ``close``, and a context manager, like `daso.DASO`.
 
     Raises:
         ConfigError: A keyword has no such value.

@@ -15,6 +15,7 @@ other threads average them, and each is collected by itself. Where gradients cro
 (`daso.train.priority`), every portion is a bucket of its own, a large tensor several.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from daso.train.carrier import Carrier
 from daso.train.gradients import Bucket, Finish, GradientRows
 from daso.train.params import Named
 
-__all__ = ["Between", "GradientBuckets", "Route"]
+__all__ = ["Beginning", "Between", "GradientBuckets", "Route"]
 
 OURS = "made_in_a_backward_that_daso_saw"  # attribute of a gradient that is in no bucket
 
@@ -61,6 +62,40 @@ class Round:
     started: int = 0  # buckets filled and started; buckets go in order
     added: int = 0  # of them, added
     behind: bool = False  # another reducer may be at work until this backward is over
+    backward: Callable[[], object] = object  # returns None once it is over, come what may
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether its backward raised."""
+        return bool(self.ready) and self.backward() is None
+
+
+class Ending:
+    """What autograd calls when a backward is over, and forgets when it raised."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self) -> None:
+        """Do what is due then."""
+        self._call()
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What is asked as a backward begins.
+
+    Args:
+        begin: Called where its gradients will be averaged.
+        behind: Tells whether another reducer may average the same gradients first (DDP): then
+            nothing starts before it is through.
+        outdated: Tells whether parameters are laid out anew: then gradients are left to the step,
+            before which the caller sets up anew.
+    """
+
+    begin: Callable[[], None]
+    behind: Callable[[], bool]
+    outdated: Callable[[], bool]
 
 
 class GradientBuckets:
@@ -72,11 +107,7 @@ class GradientBuckets:
         route: Where they are averaged; may be replaced between two rounds.
         bucket_bytes: Bytes from which a bucket counts as full; see `cut`.
         same_order: Replaces an order (list of indices) by world rank 0's; collective over it.
-        begin: Called when a backward begins whose gradients will be averaged.
-        behind: Tells, as a backward begins, whether another reducer may average the same gradients
-            first (DDP): then nothing starts before it is through.
-        outdated: Tells, as a backward begins, whether parameters are laid out anew: then gradients
-            are left to the step, before which the caller sets up anew.
+        beginning: Asked as a backward begins.
         in_portions: Buckets are portions (see `daso.plan.slices`), which may cut a tensor.
     """
 
@@ -88,13 +119,11 @@ class GradientBuckets:
         *,
         bucket_bytes: int,
         same_order: Callable[[list[int]], list[int]],
-        begin: Callable[[], None],
-        behind: Callable[[], bool] = lambda: False,
-        outdated: Callable[[], bool] = lambda: False,
+        beginning: Beginning,
         in_portions: bool = False,
     ) -> None:
         self.named, self.node, self.route = named, node, route
-        self._begin, self._behind, self._outdated = begin, behind, outdated
+        self._beginning = beginning
         self.bucket_bytes, self._same_order = bucket_bytes, same_order
         self.fresh = False  # a round was finished since somebody set this to False
         self._paused = False
@@ -120,32 +149,44 @@ class GradientBuckets:
     def _on_ready(self, index: int, tensor: torch.Tensor) -> None:
         if self._paused:
             return
+        if self._round.cut_off:
+            self._forget_round()
         now, ready = self._round, self._round.ready
         _check_gradient(self.named[index][0], tensor, again=index in ready)
         if self.route.alone:
             setattr(tensor.grad, OURS, True)
             return
         if not ready:
-            if self._outdated():
+            if self._beginning.outdated():
                 return
-            self._begin()
-            # Called by autograd when this backward is over, as DDP and FSDP do it.
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            # DDP queues its own last: queue behind it, from a callback.
-            now.behind = self._behind()
-            queue(partial(queue, self.finish_round) if now.behind else self.finish_round)
-            self._begin_carrying()
+            self._begin(now)
         ready[index] = None
+        if not now.behind:
+            self._fill(index)
+
+    def _fill(self, index: int) -> None:
+        """Start what is full now that this gradient is there."""
         buckets = self.rows.buckets_of.get(index, [])
-        if now.behind or not buckets:
-            return
         for bucket in buckets:
             bucket.missing.discard(index)
-        if self.route.carrier is None:
+        if self.route.carrier is not None:
+            self._start_carried(buckets)
+        elif buckets:
             self._start_filled()
             self._add_started()
-        else:
-            self._start_carried(buckets)
+
+    def _begin(self, now: Round) -> None:
+        """Begin a round, which ends with this backward."""
+        self._beginning.begin()
+        # Called by autograd when this backward is over, as DDP and FSDP do it.
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        # DDP queues its own last: queue behind it, from a callback.
+        now.behind = self._beginning.behind()
+        finish = self.finish_round
+        ending = Ending(partial(queue, finish) if now.behind else finish)
+        now.backward = weakref.ref(ending)
+        queue(ending)
+        self._begin_carrying()
 
     def _begin_carrying(self) -> None:
         """Begin a round of the carrier's; all of the last one was collected."""
@@ -264,15 +305,25 @@ class GradientBuckets:
             self.rows.settle(bucket)
 
     def end_cut_off(self) -> None:
-        """Finish the round of a backward that raised, where one is left; between two of them.
+        """Finish the round of a backward that raised, where one is left.
 
         The other ranks' backward raised too, or waits for these gradients. Collective as
         `finish_round`; blocking.
         """
-        if self._round.ready and torch._C._current_graph_task_id() == -1:
+        if self._round.cut_off:
             self.finish_round()
             self.collect(range(len(self.named)))
             self.fresh = False
+
+    def _forget_round(self) -> None:
+        """Finish the round of a backward that raised without the gradients that are there now."""
+        grads = [tensor.grad for _, tensor in self.named]
+        kept = [g.clone() if g is not None and self.owns(g) else g for g in grads]
+        for _, tensor in self.named:
+            tensor.grad = None
+        self.end_cut_off()
+        for (_, tensor), grad in zip(self.named, kept, strict=True):
+            tensor.grad = grad
 
     def cut(self, bucket_bytes: int) -> None:
         """Cut rows into buckets of another size; between two rounds.
@@ -321,6 +372,5 @@ def _check_gradient(name: str, tensor: torch.Tensor, *, again: bool) -> None:
     if again:
         raise LayoutError(
             f"a parameter must get its gradient once in a backward, but {name} got two; use "
-            f"checkpoint(..., use_reentrant=False), or call optimizer.zero_grad() after a backward "
-            f"that raised"
+            f"checkpoint(..., use_reentrant=False)"
         )

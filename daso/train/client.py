@@ -79,7 +79,6 @@ class LayerClient:
         self._keeps = False  # gradients, for accumulation
         self._bad: set[int] = set()  # layers whose gradient was not finite in this step
         self._bad_steps = 0  # in a row
-        self._left: dict[int, tuple[int, int]] = {}  # gradients as backward left them
         self._stepped_at = time.perf_counter()
         self._uses = Uses(module, shares.named)
         self._hooks = [
@@ -98,7 +97,7 @@ class LayerClient:
 
     def _begin(self) -> None:
         self._taken, self._sent, self._finished, self._bad = set(), set(), [], set()
-        self._left = {}
+        self._left: dict[int, tuple[int, int]] = {}  # gradients as backward left them
         self._values = None
         self._missing = [set(params) for params in self.shares.layers]
 

@@ -19,8 +19,8 @@ __all__ = [
     "fingerprint",
     "fingerprint_of_gradients",
     "first_nonfinite",
-    "has_hooks",
     "has_batch_norm",
+    "has_hooks",
     "is_alike",
     "stepping",
 ]
@@ -99,7 +99,7 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> float:
     for tensor in tensors:
         if tensor.numel():
             flat = tensor.detach().cpu().reshape(-1)
-            crc = zlib.crc32(flat.view(torch.uint8).numpy(), crc)
+            crc = zlib.crc32(flat.view(torch.uint8).numpy().data, crc)
     return float(crc)
 
 

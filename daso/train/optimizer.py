@@ -14,10 +14,10 @@ from typing import Any, Self
 import torch
 from torch._compile import _disable_dynamo
 
-from daso.comm.topology import Topology
 from daso.checks import fits_call
-from daso.plan.options import Exchange, Gradients, Wire
+from daso.comm.topology import Topology
 from daso.plan.merge import MergeName
+from daso.plan.options import Exchange, Gradients, Wire
 from daso.plan.schedule import Policy
 from daso.train.misuse import InnerSteps, stepping
 from daso.train.outer import MakeOuter

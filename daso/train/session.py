@@ -222,7 +222,7 @@ class Session:
     def _follow_changes(self) -> None:
         """Take up parameters that were frozen, unfrozen or laid out anew since the last step."""
         self._follow_layout()
-        if self._sync is not None and self._sync.refrozen():
+        if self._sync is not None and self._sync.changes.refrozen():
             self.synchronize()
             self._reopen(self._sync)
 
@@ -232,7 +232,7 @@ class Session:
         What is in flight has the old one: it is left, and all ranks go on from their mean.
         """
         sync = self._sync
-        if sync is None or not sync.laid_out_anew():
+        if sync is None or not sync.changes.laid_out_anew():
             return
         sync.meeting.agree_batch(self.schedule.batch)
         sync.forget()

@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
+from daso.checks import NONE, Rule, a_record, check, either
 from daso.comm.mpi import library
 from daso.comm.topology import Place, Topology
 from daso.errors import ConfigError
-from daso.checks import NONE, Rule, a_record, check, either
-from daso.plan.options import Exchange, Gradients, Settings
+from daso.plan.merge import MergeName
+from daso.plan.options import Exchange, Gradients, Settings, Wire
 from daso.plan.policy import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy, State
 from daso.train.outer import MakeOuter
@@ -125,14 +126,14 @@ class Setup:
         }
 
 
-def make_setup(
+def make_setup(  # noqa: PLR0913 - the keywords of the doors
     inner: object,
     topology: object,
     *,
     module: torch.nn.Module | None,
     policy: Policy | None,
-    wire: str,
-    merge: str | float,
+    wire: Wire,
+    merge: MergeName | float,
     outer: MakeOuter | None,
     exchange: Exchange | None,
     gradients: Gradients | None,

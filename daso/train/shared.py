@@ -81,7 +81,9 @@ def _described(tensor: torch.Tensor) -> str:
         return f"{UNFIT}sparse, nested or quantized"
     if tensor.is_conj() or tensor.is_neg():
         return f"{UNFIT}a conjugated or negated view"
-    if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    if any(
+        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
         return f"{UNFIT}expanded"
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 

@@ -20,8 +20,9 @@ from daso.errors import ConfigError, NonFiniteError
 from daso.plan.options import Settings
 from daso.plan.schedule import Act, Seen, State
 from daso.train import reducers
-from daso.train.buckets import GradientBuckets, Route
+from daso.train.buckets import Beginning, GradientBuckets, Route
 from daso.train.carrier import Carrier
+from daso.train.changes import Changes
 from daso.train.exchanges import Exchanges
 from daso.train.gradients import Finish
 from daso.train.host import HostSums
@@ -31,11 +32,10 @@ from daso.train.meeting import Meeting
 from daso.train.metrics import Counts
 from daso.train.misuse import fingerprint_of_gradients, has_batch_norm
 from daso.train.outer import MakeOuter
-from daso.train.params import Trained, agree_layout, layout_of, start_equal
+from daso.train.params import Trained, agree_layout, start_equal
 from daso.train.priority import Crossing
 from daso.train.scaling import Scaling, is_probe
 from daso.train.tuning import BucketTuner, first_size
-from daso.train.uses import Hook
 
 __all__ = ["Sync"]
 
@@ -68,7 +68,7 @@ class Sync:
         agree_device(topology, trained.device, settings.exchange.memory)
         start_equal(trained, topology, settings.exchange.stall_seconds)
         self.trained, self.topology, self.settings = trained, topology, settings
-        self.counts = counts
+        self.counts, self.changes = counts, Changes(trained)
         self.links = Links(topology, settings)
         self.meeting = Meeting(trained, topology, self.links, self.counts)
         self._carrier = _carrier(self.links, counts, settings)
@@ -84,22 +84,15 @@ class Sync:
             self._route(between=False),
             bucket_bytes=bucket_bytes,
             same_order=self.meeting.same_order,
-            begin=self._begin_step,
-            behind=reducers.may_be_at_work,
-            outdated=self.laid_out_anew,
+            beginning=Beginning(
+                self._begin_step, reducers.may_be_at_work, self.changes.laid_out_anew
+            ),
             in_portions=settings.gradients.order == "priority",
         )
         self.layers = self._layers()
-        self._forward_hook = None
-        if trained.module is not None:
-            hook = Hook(self.buckets.end_cut_off)
-            self._forward_hook = trained.module.register_forward_pre_hook(hook, prepend=True)
         self._tuner = None
         if search is not None:
             self._tuner = BucketTuner(search, self.meeting, self._cut, self.buckets.rows.groups)
-        self._trainable = _trainable(trained.inner)
-        self._layout = layout_of(trained.named).digest
-        self._addresses = self._where()
         self._stretch = Stretch(compute_factor())
         self.exchanges: Exchanges | None = None
         try:
@@ -305,23 +298,6 @@ class Sync:
             value = sum(values) / len(values)
         return loss.detach().clone().fill_(value) if isinstance(loss, torch.Tensor) else value
 
-    def refrozen(self) -> bool:
-        """Return whether parameters were added, frozen or unfrozen since this was made."""
-        return self._trainable != _trainable(self.trained.inner)
-
-    def laid_out_anew(self) -> bool:
-        """Return whether parameters got another shape, type or order in memory since."""
-        addresses = self._where()
-        if addresses == self._addresses:
-            return False
-        if layout_of(self.trained.named).digest != self._layout:
-            return True
-        self._addresses = addresses
-        return False
-
-    def _where(self) -> list[int]:
-        return [tensor.data_ptr() for _, tensor in self.trained.named]
-
     def is_probe(self) -> bool:
         """Return whether the step to come is torch's own; see `daso.train.scaling.is_probe`."""
         if not is_probe(self.trained.inner):
@@ -458,8 +434,6 @@ class Sync:
     def _unhook(self) -> None:
         if self.layers is not None:
             self.layers.close()
-        if self._forward_hook is not None:
-            self._forward_hook.remove()
         self.buckets.close()
 
 
@@ -471,9 +445,3 @@ def _carrier(links: Links, counts: Counts, settings: Settings) -> Carrier | None
     if gradients.order == "priority":
         return Crossing(links, counts, gradients.portions)
     return None
-
-
-def _trainable(inner: torch.optim.Optimizer) -> list[int]:
-    """Return which parameters an optimizer trains."""
-    params = (param for group in inner.param_groups for param in group["params"])
-    return [id(param) for param in params if param.requires_grad]

@@ -29,7 +29,9 @@ from daso.errors import ConfigError
 def test_a_count_is_a_whole_number_of_at_least_one(count):
     check("copies", count, whole(1))
     for bad in (1 - count, float(count), str(count), None, True, MOST + count):
-        with pytest.raises(ConfigError, match="^copies must be a whole number of at least 1, not "):
+        with pytest.raises(
+            ConfigError, match=r"^copies must be a whole number of at least 1, not "
+        ):
             check("copies", bad, whole(1))
 
 
@@ -88,7 +90,7 @@ class Options:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: door(), "door needs inner, but it is missing; pass inner="),
+        (door, "door needs inner, but it is missing; pass inner="),
         (
             lambda: door(1, 2),
             "door takes skip_all, policy by name, but one is given without; write skip_all=...",
@@ -103,7 +105,7 @@ class Options:
             "door takes inner, skip_all, policy, but not 'polcy'; did you mean 'policy'?",
         ),
         (lambda: door(1, x=2), "door takes inner, skip_all, policy, but not 'x'; leave it out"),
-        (lambda: Options(), "Options needs size, but it is missing; pass size="),
+        (Options, "Options needs size, but it is missing; pass size="),
         (lambda: Options(1, "b", 3), "Options takes size, kind, but too many positional"),
         (
             lambda: Options(1, size=2),
@@ -128,7 +130,7 @@ def test_a_call_that_fits_is_passed_on():
         ("Daso", "has no attribute 'Daso'; did you mean 'DASO'?"),
         ("fixed", "has no attribute 'fixed'; did you mean 'Fixed'?"),
         ("Policy", "has no attribute 'Policy'"),
-        ("data", "has no attribute 'data'"),
+        ("server", "has no attribute 'server'"),
     ],
 )
 def test_a_public_name_that_is_typed_wrongly_is_answered(name, message):

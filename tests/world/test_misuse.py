@@ -1,4 +1,4 @@
-"""First wrong moves: noticed, refused, or made right; held against one process that adds in order."""
+"""First wrong moves: noticed, refused, or made right, as one process that adds in order does it."""
 
 import logging
 from contextlib import contextmanager
@@ -155,7 +155,9 @@ def test_another_order_in_memory_is_laid_out_anew(topology, place, at):
             channels_last(one.models[0])
         one.run(1)
         assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
-        close = [torch.allclose(a, b, atol=1e-6) for a, b in zip(bits(model), one.params(0))]
+        close = [
+            torch.allclose(a, b, atol=1e-6) for a, b in zip(bits(model), one.params(0), strict=True)
+        ]
         assert all(close)
         assert alike(topology, model.parameters())
 
@@ -234,7 +236,7 @@ def test_nan_in_a_parameter_of_one_rank_names_both(topology, place):
     if place.rank == 1:
         with torch.no_grad():
             model[2].bias[3] = torch.nan
-    with pytest.raises(NonFiniteError, match="2.bias on rank 1 is not"):
+    with pytest.raises(NonFiniteError, match=r"2\.bias on rank 1 is not"):
         optimizer.synchronize()
     optimizer.close()
 
@@ -294,7 +296,9 @@ def test_what_is_wrapped_already_is_refused_or_taken_over(topology, place, said)
     for node in range(place.nodes):  # goes on from here
         for mine, theirs in zip(model.parameters(), one.params(node), strict=True):
             theirs.data.copy_(mine)
-            one.inners[node].state[theirs] = {"momentum_buffer": inner.state[mine]["momentum_buffer"].clone()}
+            one.inners[node].state[theirs] = {
+                "momentum_buffer": inner.state[mine]["momentum_buffer"].clone()
+            }
     one.step_number = 4
     for number in range(4, 8):
         step(second, model, place, number)
@@ -380,7 +384,7 @@ def test_a_model_is_the_mean_of_all_ranks_for_a_while(topology, place):
 def test_synchronize_in_inference_mode(topology, place):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with wrap(topology, model, policy=RARE) as optimizer:
-        for number in range(3):
+        for _number in range(3):
             optimizer.zero_grad()
             model(torch.randn(8, 4)).square().sum().backward()
             optimizer.step()
@@ -417,7 +421,7 @@ def test_buffers_that_ranks_do_not_share_are_named_and_left_alone(topology, plac
         assert float(model.mean[0]) == 0.0  # as world rank 0's
         model.mean.fill_(place.rank)
         model.phases.fill_(complex(place.rank, 2))
-        for number in range(4):
+        for _number in range(4):
             optimizer.zero_grad()
             model(torch.randn(8, 4)).square().sum().backward()
             optimizer.step()
@@ -454,7 +458,7 @@ def failing(model):
 
 
 @pytest.mark.nodes(*SEVERAL_NODES)
-@pytest.mark.parametrize("reset", ["optimizer", "model"])
+@pytest.mark.parametrize("reset", ["optimizer", "model", "zeros"])
 @pytest.mark.parametrize("policy", [SYNC, RARE])
 @pytest.mark.parametrize("order", ["buckets", "host"])
 def test_a_backward_that_raised_on_all_ranks_is_forgotten(topology, place, policy, reset, order):
@@ -463,13 +467,18 @@ def test_a_backward_that_raised_on_all_ranks_is_forgotten(topology, place, polic
     options = {"policy": policy, "wire": "fp32", "merge": "daso", "gradients": gradients}
     with wrap(topology, model, **options) as optimizer:
         for number in range(6):
-            step(optimizer, model, place, number)
+            if number:
+                batch_loss(model, place.rank, number).backward()
+                optimizer.step()
+            else:
+                step(optimizer, model, place, number)
+            model.zero_grad()
             with failing(model), pytest.raises(RuntimeError, match="out of memory"):
                 batch_loss(model, place.rank, number).backward()
             if reset == "optimizer":
                 optimizer.zero_grad()
             else:
-                model.zero_grad()
+                model.zero_grad(set_to_none=reset == "model")
         optimizer.synchronize()
         one.run(6)
         one.synchronize()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from daso.errors import ConfigError
+from daso.plan.options import Wire
 
 __all__ = ["add_options", "run"]
 
@@ -20,7 +21,7 @@ GROWTH = (  # axis, what its numbers are, the usual ones and those of --quick
 )
 MILLIONS = ("parameters", "memory")
 RANKS, TENSORS = 2, 10  # where they do not grow
-WIRES = ("bf16", "int4", "fp32")  # whose memory is measured; --quick: the first
+WIRES: tuple[Wire, ...] = ("bf16", "int4", "fp32")  # whose memory is measured; --quick: the first
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +102,7 @@ def _grown(axis: str, sizes: Sequence[float], millions: float, rounds: int) -> d
     return {**runs[-1], "rows": [row for run in runs for row in run["rows"]]}
 
 
-def _memory(millions: Sequence[float], wires: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _memory(millions: Sequence[float], wires: Sequence[Wire]) -> Iterator[dict[str, Any]]:
     """Measure memory where every rank is a node, then in two nodes of two ranks."""
     from daso.plan.options import Exchange
     from daso.run.bench.hosts import run_here

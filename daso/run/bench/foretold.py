@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from daso.plan.options import Exchange, Gradients, Settings
+from daso.plan.options import Exchange, Gradients, Settings, Wire
 from daso.plan.policy import Auto, Fixed
 from daso.plan.schedule import Policy
 from daso.run.bench import train
@@ -46,7 +46,7 @@ class Way:
     """A way to train that is predicted, and measured by the contender of that name."""
 
     policy: Policy
-    wire: str
+    wire: Wire
 
 
 SYNCHRONOUS, OFTEN = "DASO synchronous", "DASO Fixed(4, 1), bf16"

@@ -108,7 +108,8 @@ class Hosts:
         """
         said = ask(["sbatch", "--parsable", str(script)], client=self._client)
         if said.returncode != 0:
-            raise ExchangeError(f"sbatch must take the bench's job, but: {said.stderr.decode('utf-8', 'replace').strip()}")
+            why = said.stderr.decode("utf-8", "replace").strip()
+            raise ExchangeError(f"sbatch must take the bench's job, but: {why}")
         job = said.stdout.decode().strip().split(";")[0]
         while True:
             state = read_jobs(

@@ -17,6 +17,7 @@ import torch
 import daso
 from daso.comm.topology import Topology
 from daso.comm.window import SharedWindow
+from daso.plan.options import Wire
 
 __all__ = [
     "Plan",
@@ -48,7 +49,7 @@ class Plan:
 
     parameters: Sequence[int]
     tensors: int
-    wires: Sequence[str]
+    wires: Sequence[Wire]
     chunk_bytes: int
 
 
@@ -171,7 +172,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     return {"plan": asdict(plan), "nodes": list(topology.place.node_sizes), "rows": rows}
 
 
-def _row(wire: str, plan: Plan, topology: Topology) -> dict[str, Any]:
+def _row(wire: Wire, plan: Plan, topology: Topology) -> dict[str, Any]:
     sizes = sorted(plan.parameters)
     _one(wire, sizes[0], plan, topology)  # what is made once for all models
     found = [_one(wire, numel, plan, topology) for numel in sizes]
@@ -192,7 +193,7 @@ def _row(wire: str, plan: Plan, topology: Topology) -> dict[str, Any]:
     }
 
 
-def _one(wire: str, numel: int, plan: Plan, topology: Topology) -> dict[str, Any]:
+def _one(wire: Wire, numel: int, plan: Plan, topology: Topology) -> dict[str, Any]:
     """Train one model, and say what the toolkit holds of it once nothing is on its way."""
     gc.collect()
     place, world = topology.place, topology.world

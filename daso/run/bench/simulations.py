@@ -13,7 +13,8 @@ from daso.data import ShardedSampler, find_fashion, load_digits, load_fashion, l
 from daso.environment import data_folder
 from daso.examples.cnn import CNN
 from daso.examples.transformer import ByteTransformer
-from daso.plan.options import Exchange, Gradients, Settings
+from daso.plan.merge import MergeName
+from daso.plan.options import Exchange, Gradients, Settings, Wire
 from daso.plan.policy import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy
 from daso.run.bench.models import loss_of, score
@@ -50,8 +51,8 @@ class Setting:
 
     name: str
     policy: Callable[[int, float], Policy]  # of epochs and peak learning rate
-    wire: str = "int4"
-    merge: str | float = "auto"
+    wire: Wire = "int4"
+    merge: MergeName | float = "auto"
     outer: MakeOuter | None = None
 
     def settings(self) -> Settings:

@@ -244,7 +244,7 @@ def test_an_empty_section_that_does_not_exist_is_refused(tmp_path, text):
         ("--schedule.drift=0", "drift must be a positive number", "0.0"),
         ("--exchange.merge=mean", "merge must be one of auto, daso", "'mean'"),
         ("--exchange.merge=1.5", "or a number between 0 and 1", "1.5"),
-        ("--exchange.fragments=0", "fragments must be at least 1", "0"),
+        ("--exchange.fragments=0", "fragments must be a whole number of at least 1", "0"),
         ("--schedule.warmup=-1", "warmup must be a whole number of at least 0", "-1"),
         ("--exchange.chunk_bytes=0", "chunk_bytes must be a whole number of bytes", "0"),
         ("--exchange.bucket_bytes=-1", "bucket_bytes must be a whole number of bytes", "-1"),
@@ -388,8 +388,8 @@ def test_the_defaults_that_describe_shows_are_valid_words():
     assert read_config(None, words) == Config()
 
 
-def numbers(least):
-    return st.floats(least, allow_nan=False, allow_infinity=False)
+def numbers(least, most=None):
+    return st.floats(least, most, allow_nan=False, allow_infinity=False)
 
 
 @st.composite
@@ -435,7 +435,7 @@ def configs(draw):
             chunk_bytes=draw(st.integers(1, 2**40)),
             bucket_bytes=draw(st.integers(1, 2**40)),
             nonfinite=draw(st.sampled_from(["drop", "raise"])),
-            stall_seconds=draw(numbers(1e-9)),
+            stall_seconds=draw(numbers(1e-9, 1e9)),
             memory=draw(
                 st.sampled_from(["host"] if reduce == "iallreduce" else ["host", "device"])
             ),
