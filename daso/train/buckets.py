@@ -318,6 +318,11 @@ class GradientBuckets:
     def _forget_round(self) -> None:
         """Finish the round of a backward that raised without the gradients that are there now."""
         grads = [tensor.grad for _, tensor in self.named]
+        if self.route.carrier is not None and any(g is not None and self.owns(g) for g in grads):
+            raise ConfigError(
+                "after a backward that raised gradients must be reset by optimizer.zero_grad(), or "
+                "set to None, where other threads average them, but they were not"
+            )
         kept = [g.clone() if g is not None and self.owns(g) else g for g in grads]
         for _, tensor in self.named:
             tensor.grad = None
