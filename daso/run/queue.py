@@ -7,8 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+from daso.environment import expand
 from daso.errors import ConfigError
 from daso.run.client import ask, is_there
 from daso.run.sites import read_site
@@ -59,15 +61,16 @@ def _records(folder: Path) -> dict[str, Record]:
     path = folder / RECORDS
     if not path.exists():
         return {}
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     records = [_record(line, f"{path}:{at}") for at, line in enumerate(lines, 1) if line.strip()]
     return {record.job: record for record in records}
 
 
 def _record(line: str, where: str) -> Record:
     try:
-        return Record(**json.loads(line))
-    except (TypeError, ValueError) as error:
+        record = Record(**json.loads(line))
+        return replace(record, client={key: expand(text) for key, text in record.client.items()})
+    except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"every line must be the record of a job, but {where}: {error}; mend or remove that "
             f"line (a full disk may have cut it off)"

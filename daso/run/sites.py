@@ -1,6 +1,7 @@
 """Site profiles: TOML files with what a cluster needs, and the files that come with daso."""
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,12 +27,14 @@ class Site:
         defaults: Values of options, which flags override.
         launcher: What starts ranks here: a choice of ``--launcher``.
         client: Environment of sbatch, scontrol and the like.
+        told: The same as the profile says it, with names of variables, which may be secret.
     """
 
     name: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     launcher: str = "auto"
     client: Mapping[str, str] = field(default_factory=dict)
+    told: Mapping[str, str] = field(default_factory=dict)
 
 
 def known_sites() -> list[str]:
@@ -61,7 +64,8 @@ def read_site(wanted: str | None) -> Site:
             f"leave --site and DASO_SITE out for none"
         )
     path = Path(wanted) if is_file else FOLDER / "sites" / f"{wanted}.toml"
-    return parse_site(path.stem, _read(path, "a site profile"), str(path))
+    # The name is a comment of the batch script: a line break would end it.
+    return parse_site(re.sub(r"[^\w.+-]", "-", path.stem), _read(path, "a site profile"), str(path))
 
 
 def read_template(path: Path | None) -> tuple[str, str]:
@@ -122,7 +126,7 @@ def parse_site(name: str, text: str, where: str) -> Site:
     if environment:
         defaults["environment"] = tuple(f"{key}={value}" for key, value in environment.items())
     expanded = {key: expand(value) for key, value in client.items()}
-    return Site(name=name, defaults=defaults, launcher=str(launcher), client=expanded)
+    return Site(name=name, defaults=defaults, launcher=str(launcher), client=expanded, told=client)
 
 
 def _convert(key: str, value: Any, kind: Any, where: str) -> Any:

@@ -103,7 +103,8 @@ class Job:
     def _check_lines(self) -> None:
         if any("\0" in word for word in self.program):
             raise ConfigError("a program's words must be text without zero bytes; leave them out")
-        if "\n" in f"{self.chdir}{self.logs}{self.python}{self.container}":
+        names = f"{self.chdir}{self.logs}{self.python}{self.container}{self.mpirun}{self.site}"
+        if re.search(r"[\x00-\x1f\x7f\x85\u2028\u2029]", names):
             raise ConfigError("names of files and folders must be single lines; rename them")
         for name in ("module", "setup", "environment", "srun", "extra"):
             pattern, rule = LINE_FORMS[name]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TextIO, get_type_hints
 
 from daso.environment import find_mpirun
 from daso.errors import ConfigError
@@ -36,7 +36,7 @@ class Record:
     script: str
     site: str
     submitted: str
-    client: dict[str, str] = field(default_factory=dict)
+    client: dict[str, str] = field(default_factory=dict)  # as the site's profile says it
 
 
 FLAGS = ("--dry-run", "--help", "-h")  # options without a value, besides the boolean ones
@@ -199,13 +199,22 @@ def _folder(job: Job) -> Path:
     folder = job.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / RECORDS).open("a", encoding="utf-8"):
+        with _open_records(folder):
             pass
     except OSError as error:
         raise ConfigError(
             f"--logs must be a folder to write in, but {folder}: {error.strerror}; give another"
         ) from error
     return folder
+
+
+def _open_records(folder: Path) -> TextIO:
+    """Open the records of jobs to add to them: for this user alone, a profile may hold secrets."""
+
+    def private(path: str, flags: int) -> int:
+        return os.open(path, flags, mode=0o600)
+
+    return open(folder / RECORDS, "a", encoding="utf-8", opener=private)
 
 
 def _sbatch(job: Job, text: str, site: Site) -> str:
@@ -227,9 +236,9 @@ def _keep(job: Job, text: str, *, number: str, folder: Path, site: Site) -> Reco
         script=str(script),
         site=site.name,
         submitted=datetime.now(UTC).isoformat(timespec="seconds"),
-        client=dict(site.client),
+        client=dict(site.told),
     )
-    with (folder / RECORDS).open("a", encoding="utf-8") as file:
+    with _open_records(folder) as file:
         file.write(json.dumps(asdict(record)) + "\n")
     return record
 

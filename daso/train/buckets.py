@@ -318,16 +318,15 @@ class GradientBuckets:
     def _forget_round(self) -> None:
         """Finish the round of a backward that raised without the gradients that are there now."""
         grads = [tensor.grad for _, tensor in self.named]
-        if self.route.carrier is not None and any(g is not None and self.owns(g) for g in grads):
+        if any(grad is not None and self.owns(grad) for grad in grads):
             raise ConfigError(
                 "after a backward that raised gradients must be reset by optimizer.zero_grad(), or "
-                "set to None, where other threads average them, but they were not"
+                "set to None (they may be on their way to other ranks), but they were not"
             )
-        kept = [g.clone() if g is not None and self.owns(g) else g for g in grads]
         for _, tensor in self.named:
             tensor.grad = None
         self.end_cut_off()
-        for (_, tensor), grad in zip(self.named, kept, strict=True):
+        for (_, tensor), grad in zip(self.named, grads, strict=True):
             tensor.grad = grad
 
     def cut(self, bucket_bytes: int) -> None:

@@ -27,7 +27,9 @@ def test_the_cnn_learns(launch: tuple[str, ...]) -> None:
 
 @pytest.mark.later("trains")
 @pytest.mark.slow("trains")
-@pytest.mark.parametrize("launch", [(), ("daso", "run", "-n", "3", "--ranks-per-node", "2", "-m")])
+@pytest.mark.parametrize(
+    "launch", [(), ("daso", "run", "-n", "3", "--ranks-per-node", "2,1", "-m")]
+)
 def test_the_transformer_learns(launch: tuple[str, ...]) -> None:
     words = ["daso.examples.transformer", "--steps=100", "--batch-size=8"]
     losses = [float(x) for x in re.findall(r"(\S+) bits per byte", run(*launch, *words))]

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -48,10 +49,15 @@ def read_record(folder: Path) -> Minicluster | None:
         ConfigError: The folder holds something else.
     """
     try:
-        found = json.loads((folder / RECORD).read_text())
-        return Minicluster(**{**found, "share": tuple(found["share"])})
+        _check_trusted(folder)
+        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        cluster = Minicluster(**{**found, "share": tuple(found["share"])})
+        _check_folder(cluster, folder)
+        return cluster  # noqa: TRY300 - there is none where it is not found
     except FileNotFoundError:
         pass
+    except ConfigError:
+        raise
     except (LookupError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{folder / RECORD} must be minicluster's own, but {error!r}; set DASO_MINICLUSTER to "
@@ -65,10 +71,39 @@ def read_record(folder: Path) -> Minicluster | None:
     return None
 
 
+def _check_folder(cluster: Minicluster, folder: Path) -> None:
+    """Refuse a record that names another folder than its own: root removes what it names."""
+    if cluster.folder != str(folder):
+        raise ConfigError(
+            f"{folder / RECORD} must be of the cluster in its own folder, but names "
+            f"{cluster.folder}; set DASO_MINICLUSTER to another folder"
+        )
+
+
+def _check_trusted(folder: Path) -> None:
+    """Refuse a state folder in which another than root may have written: root acts by it.
+
+    Raises:
+        ConfigError: Naming what others own, or can write to.
+    """
+    if os.geteuid() != 0:
+        return
+    for path in (folder, folder / RECORD):
+        about = path.lstat()
+        if about.st_uid != 0 or about.st_mode & 0o022 or stat.S_ISLNK(about.st_mode):
+            raise ConfigError(
+                f"what root acts by must belong to root, and nobody else may write to it, but "
+                f"{path} has owner {about.st_uid} and mode {stat.S_IMODE(about.st_mode):o}; set "
+                f"DASO_MINICLUSTER to another folder"
+            )
+
+
 def write_record(folder: Path, cluster: Minicluster) -> None:
     """Write the record, whole or not at all."""
     new = folder / f"{RECORD}.new"
-    new.write_text(json.dumps(asdict(cluster)))
+    new.unlink(missing_ok=True)
+    new.touch(mode=0o600, exist_ok=False)
+    new.write_text(json.dumps(asdict(cluster)), encoding="utf-8")
     new.replace(folder / RECORD)
 
 

@@ -1,7 +1,9 @@
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,14 @@ TOKEN = "0123456789abcdef"
 
 def cluster(**changes):
     return Minicluster(**{"folder": "/run/it", "token": TOKEN, "hosts": 3, "subnet": 9, **changes})
+
+
+@pytest.fixture
+def state():
+    """A folder that may hold a cluster's state: not in /tmp."""
+    folder = Path(tempfile.mkdtemp(prefix="daso-state-", dir="/var/tmp"))
+    yield folder
+    shutil.rmtree(folder)
 
 
 # --- rates ----------------------------------------------------------------------------------------
@@ -161,9 +171,43 @@ def test_every_host_is_a_port_of_the_bridge():
 # --- the record and the folder --------------------------------------------------------------------
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path):
-    write_record(tmp_path, cluster(share=("/tmp/a",)))
-    assert read_record(tmp_path) == cluster(share=("/tmp/a",))
+def test_a_record_is_read_as_it_was_written(state):
+    one = cluster(folder=str(state), share=("/tmp/a",))
+    write_record(state, one)
+    assert read_record(state) == one
+    assert (state / "record.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_record_of_another_folder_is_refused_and_nothing_is_removed(state, monkeypatch, capsys):
+    """Root would remove the folder that it names."""
+    victim, folder = state / "victim", state / "here"
+    for one in (victim, folder):
+        one.mkdir()
+    (victim / "thesis.tex").touch()
+    write_record(folder, cluster(folder=str(victim)))
+    for command in ("down", "status", "env"):
+        assert main([command], folder=str(folder)) == 2
+        assert f"in its own folder, but names {victim}" in capsys.readouterr().err
+    assert (victim / "thesis.tex").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="others' files are root's to make")
+@pytest.mark.parametrize("what", ["folder", "record.json"])
+@pytest.mark.parametrize("how", ["owner", "mode", "link"])
+def test_what_others_may_have_written_is_no_record_for_root(state, what, how):
+    folder = state / "here"
+    folder.mkdir()
+    write_record(folder, cluster(folder=str(folder)))
+    path = folder if what == "folder" else folder / what
+    if how == "owner":
+        os.chown(path, 65534, 65534)
+    elif how == "mode":
+        path.chmod(0o777)
+    else:
+        path.rename(state / "elsewhere")
+        path.symlink_to(state / "elsewhere")
+    with pytest.raises(ConfigError, match="must belong to root, and nobody else may write to it"):
+        read_record(folder)
 
 
 @pytest.mark.parametrize("made", [[], ["record.json.new"]])
@@ -238,9 +282,10 @@ def test_where_nothing_is_up_it_says_so(command, capsys):
     assert "no cluster is up in /run/no-such-minicluster" in capsys.readouterr().out
 
 
-def test_a_removal_that_is_cut_off_leaves_the_record_and_can_be_repeated(tmp_path, monkeypatch):
+def test_a_removal_that_is_cut_off_leaves_the_record_and_can_be_repeated(state, monkeypatch):
     """Without the record, `down` would take what is left for somebody else's, and refuse."""
-    folder, one = tmp_path / "state", cluster()
+    folder = state / "here"
+    one = cluster(folder=str(folder))
     folder.mkdir()
     write_record(folder, one)
     for name in (*one.names, CONTROL):
@@ -274,12 +319,12 @@ def test_somebody_who_is_not_root_is_told(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("words", [["down"], ["status"], ["rate", "1gbit"], ["cut", "mini0"]])
-def test_somebody_who_is_not_root_is_told_of_a_cluster_too(words, tmp_path, monkeypatch, capsys):
-    write_record(tmp_path, cluster())
+def test_somebody_who_is_not_root_is_told_of_a_cluster_too(words, state, monkeypatch, capsys):
+    write_record(state, cluster(folder=str(state)))
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert main(words, folder=str(tmp_path)) == 1
+    assert main(words, folder=str(state)) == 1
     assert "must run as root" in capsys.readouterr().err
-    assert (tmp_path / "record.json").exists()
+    assert (state / "record.json").exists()
 
 
 def test_missing_programs_are_named_with_their_packages(monkeypatch, capsys):

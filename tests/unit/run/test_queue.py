@@ -222,6 +222,18 @@ def test_a_record_that_is_none_is_named_with_its_line(capsys, folder, line):
         assert "jobs.jsonl:2: " in refused(capsys, *words)
 
 
+def test_records_that_are_not_text_are_refused_in_one_line(capsys, folder):
+    (folder / "jobs.jsonl").write_bytes(b"\xff\xfe\x00")
+    assert "jobs.jsonl:1: " in refused(capsys, "status")
+
+
+def test_variables_of_a_profile_are_looked_up_when_they_are_needed(folder, monkeypatch):
+    """A token is not kept in the records of jobs."""
+    monkeypatch.setenv("SLURM_JWT_HERE", "secret")
+    keep(folder, record(folder, SLURM_JWT="${SLURM_JWT_HERE}"))
+    assert queue._records(folder)["12"].client == {"SLURM_JWT": "secret"}
+
+
 def test_status_lists_what_was_submitted_from_here(capsys, folder, answers):
     keep(folder, record(folder))
     assert main(["status"]) == 0

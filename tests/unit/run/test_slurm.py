@@ -246,6 +246,36 @@ def run_script(job, tmp_path, program, env=None):
 
 SRUN = "srun() {{ {}; }}\n"
 
+# Ends a comment, a directive, a quoted word or a command, and then runs a program.
+ESCAPES = ("{}", "\n{}\n", "\r\n{}\n", "$({})", "`{}`", "';{};'", '";{};"', "\u2028{}", "; {} #")
+OWN_SHELL = ("setup",)  # lines of shell are what it is for
+
+
+@pytest.mark.parametrize("escape", ESCAPES)
+@pytest.mark.parametrize("launcher", [PMI2, MPIRUN])
+def test_no_field_of_a_job_becomes_a_command(tmp_path, escape, launcher):
+    """Whatever a name, a path, a site's profile or a program's word holds."""
+    (tmp_path / "runs/slurm").mkdir(parents=True)
+    mark = tmp_path / "mark"
+    bad = escape.format(f"touch {mark}")
+    texts = [one.name for one in fields(Job) if one.type is str] + ["chdir"]
+    lists = [one.name for one in fields(Job) if one.type == tuple[str, ...]]
+    made = 0
+    for name in (*texts, *lists):
+        if name in OWN_SHELL:
+            continue
+        value = Path(bad) if name == "chdir" else bad
+        for one in ((value,), ("--x=" + bad,), ("X=" + bad,)) if name in lists else (value,):
+            try:
+                job = replace(replace(PLAIN, chdir=tmp_path, launcher=launcher), **{name: one})
+            except ConfigError as error:
+                assert "\n" not in str(error)
+                continue
+            made += 1
+            run_script(job, tmp_path, "srun() { :; }\nmpirun() { :; }\nmodule() { :; }\n")
+            assert not mark.exists(), (name, one)
+    assert made > 2  # some fields take any text
+
 
 @pytest.fixture
 def job(tmp_path):
