@@ -1,7 +1,11 @@
 """What every test of this project stands on; which tests run when: support/tiers.py."""
 
+import os
 import signal
 from pathlib import Path
+
+# As scripts/test has it: with more threads torch adds in another order, and bits differ.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = ["worlds", "tiers"]
 
