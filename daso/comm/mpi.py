@@ -1,7 +1,9 @@
 """The door to MPI: nothing here runs before somebody calls `load`."""
 
+import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -28,6 +30,7 @@ __all__ = [
 # MPICH 5.0's mpiexec drops what a rank printed just before it aborts.
 DRAIN_SECONDS = 0.3
 WAIT_POLL_SECONDS = 0.01
+ABORT_SECONDS = 5.0  # for MPI_Abort to end this process
 
 
 def load() -> "ModuleType":
@@ -174,7 +177,12 @@ def abort_on_error() -> None:
             before(kind, error, trace)
             print(f"daso: {where} failed: {kind.__name__}: {error}", file=sys.stderr, flush=True)
         time.sleep(DRAIN_SECONDS)
-        world.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+        # Where a host is cut off, MPI_Abort stays until the link is mended.
+        end = threading.Timer(ABORT_SECONDS, os._exit, [code])
+        end.daemon = True
+        end.start()
+        world.Abort(code)
 
     hook.by_daso = True  # type: ignore[attr-defined]
     sys.excepthook = hook

@@ -154,6 +154,7 @@ def wait_until(
     stall_seconds: float,
     late: Callable[[], None],
     kind: int | None = None,
+    what: str = "take part in a step",
 ) -> float:
     """Block until ``arrived()``, giving the core away in between.
 
@@ -163,6 +164,7 @@ def wait_until(
         stall_seconds: How long to wait at most.
         late: Called again and again once it takes long; see `daso.comm.bell`.
         kind: As what it is recorded; None: not at all.
+        what: What all ranks must do, for the error.
 
     Returns:
         Seconds waited.
@@ -185,8 +187,8 @@ def wait_until(
             late()
         if waited > stall_seconds:
             raise StallError(
-                f"all ranks must take part in a step within {stall_seconds:g} s: {missing()}; "
-                f"look there, or raise Exchange.stall_seconds"
+                f"all ranks must {what} within {stall_seconds:g} s: {missing()}; look there, or "
+                f"raise Exchange.stall_seconds"
             )
     if kind is not None:
         trace.record(kind, start)

@@ -10,6 +10,7 @@ from typing import Self, TextIO
 import torch
 
 from daso import trace
+from daso.checks import NONE, Rule, a_record, check, either, fits_call, positive, whole
 from daso.comm.clock import ask_round
 from daso.comm.dtypes import byte_buffer
 from daso.comm.topology import Topology, default
@@ -18,6 +19,8 @@ from daso.errors import ConfigError
 
 __all__ = ["Recording"]
 
+MOST_SPANS = 10**8
+FILE = Rule("the path of a file", lambda one: isinstance(one, str | Path) and bool(str(one)))
 SPANS = 3  # tag, beside those of `daso.comm.clock`
 
 
@@ -37,6 +40,7 @@ class Recording(AbstractContextManager["Recording"]):
     the file ends with the last mark.
     """
 
+    @fits_call
     def __init__(
         self,
         path: str | Path,
@@ -45,9 +49,11 @@ class Recording(AbstractContextManager["Recording"]):
         capacity: int = trace.CAPACITY,
         stall_seconds: float = 300.0,
     ) -> None:
+        check("path", path, FILE)
+        check("topology", topology, either(a_record(Topology), NONE))
+        check("capacity", capacity, whole(1, MOST_SPANS, " of spans"))
+        check("stall_seconds", stall_seconds, positive())
         self.path, self._given = Path(path), topology
-        if capacity < 1:
-            raise ConfigError(f"capacity must be at least 1 span, not {capacity}")
         self._recorder = trace.Recorder(capacity)
         self._stall_seconds = stall_seconds
         self._since = 0.0  # seconds, time.perf_counter: what began before is not of a batch

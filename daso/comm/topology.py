@@ -5,22 +5,47 @@ local rank l of every node; there are as many lanes as the smallest node has ran
 lane reaches every node. Ranks beyond that have no lane.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import torch
+
 from daso.checks import NONE, Rule, check, either, fits_call
+from daso.comm.dtypes import sum_buffer
 from daso.comm.mpi import abort_on_error, check_launch, check_wheels, load, wheels
+from daso.comm.node import wait_until
 from daso.comm.roll import RollCall
 from daso.environment import note_process, read_launch
-from daso.errors import TopologyError
+from daso.errors import ExchangeError, StallError, TopologyError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Place", "Topology", "default", "init"]
+__all__ = ["MEETINGS", "Place", "Topology", "default", "init"]
+
+# What ranks do together outside of steps.
+MEETINGS = (
+    "wrap an optimizer",
+    "close an optimizer",
+    "make a daso.EagerServer",
+    "close a daso.EagerServer",
+    "make a flow's Runtime",
+    "begin an epoch of a flow",
+    "close a flow's Runtime",
+    "save a checkpoint",
+    "load a checkpoint",
+    "free a daso.Topology",
+)
+STALL_SECONDS = 300.0  # where nobody says another: that of Exchange
+GRACE_SECONDS = 5.0  # for rank 0, which can say who is missing
+POLL_SECONDS = 1e-3
+SIGN = 31_337  # tag; the world may be used by others
+
+_unfinished: list[object] = []  # after a stall: MPI may still write to what a request was given
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +116,9 @@ class Topology:
         sizes = launch.ranks_per_node if ranks_per_node is None else ranks_per_node
         abort_on_error()
         note_process(mpi.COMM_WORLD.Get_rank())
-        self.world: MPI.Comm = (mpi.COMM_WORLD if world is None else world).Dup()
+        everybody = mpi.COMM_WORLD if world is None else world
+        _wait_for_all(everybody)
+        self.world: MPI.Comm = everybody.Dup()
         host = self.world.Split_type(mpi.COMM_TYPE_SHARED)
         self.host_rank: int = host.Get_rank()  # pretend nodes of a host do not change it
         group, problem = _pretend_group(self.host_rank, host.Get_size(), sizes)
@@ -114,6 +141,39 @@ class Topology:
             node=heads.index(first),
             node_of=tuple(heads.index(head) for head in firsts),
         )
+
+    def meet(self, what: str, stall_seconds: float) -> None:
+        """Wait until every rank has come to the same place of the program.
+
+        MPI's own collectives wait for ever for a rank that never comes: whatever ranks do together
+        outside of steps begins here.
+
+        Args:
+            what: What all do there together: one of `MEETINGS`.
+            stall_seconds: How long to wait at most.
+
+        Raises:
+            StallError: They did not all come; names who is missing.
+            ExchangeError: Others came to another place; names it.
+
+        Collective over the world; blocking.
+        """
+        if self.place.size == 1:
+            return
+        mine = torch.tensor([MEETINGS.index(what)], device="cpu")
+        places = torch.empty(self.place.size, dtype=torch.int64, device="cpu")
+        request = self.world.Iallgather(sum_buffer(mine), sum_buffer(places))
+        try:
+            wait_until(request.Test, self.roll.missing, stall_seconds, self.roll.answer, what=what)
+        except StallError:
+            _unfinished.append((request, mine, places))  # MPI may still write to them
+            raise
+        for rank, place in enumerate(places.tolist()):
+            if place != int(mine):
+                raise ExchangeError(
+                    f"all ranks must come to the same place of the program, but this rank is about "
+                    f"to {what}, and rank {rank} to {MEETINGS[place]}; let all ranks do the same"
+                )
 
     def agree(self, problem: str | None, kind: type[Exception]) -> None:
         """Raise the same error on every rank when any rank has a problem.
@@ -139,10 +199,43 @@ class Topology:
     def free(self) -> None:
         """Give the communicators back. Collective over the world; blocking; idempotent."""
         mpi = load()
+        if self.world != mpi.COMM_NULL:
+            self.meet("free a daso.Topology", STALL_SECONDS)
         self.roll.free()
         for comm in (self.lane, self.node, self.world):
             if comm != mpi.COMM_NULL:
                 comm.Free()
+
+
+def _wait_for_all(world: "MPI.Comm") -> None:
+    """Wait until every rank has begun: nobody answers who is missing before all have.
+
+    Raises:
+        TopologyError: They did not all come; on rank 0 it names them.
+
+    Collective over the world; blocking.
+    """
+    if world.Get_size() == 1:
+        return
+    rank, token = world.Get_rank(), torch.zeros(1, dtype=torch.int64, device="cpu")
+    others = range(1, world.Get_size()) if rank == 0 else ()
+    tokens = torch.zeros(world.Get_size(), 1, dtype=torch.int64, device="cpu")
+    signs = {one: world.Irecv(sum_buffer(tokens[one]), one, SIGN) for one in others}
+    sent = None if rank == 0 else world.Isend(sum_buffer(token), 0, SIGN)
+    everybody, start = world.Ibarrier(), time.monotonic()
+    late_seconds = STALL_SECONDS + (0 if rank == 0 else GRACE_SECONDS)  # rank 0 knows more
+    while not everybody.Test():
+        time.sleep(POLL_SECONDS)
+        if time.monotonic() - start > late_seconds:
+            _unfinished.append((everybody, sent, signs, token, tokens))
+            missing = [str(one) for one, sign in signs.items() if not sign.Test()]
+            who = f"world rank {', '.join(missing)}" if missing else "some rank"
+            raise TopologyError(
+                f"every rank must call daso.init(), or make what needs it, within "
+                f"{STALL_SECONDS:g} s, but {who} did not; look there"
+            )
+    while not all(one.Test() for one in (*signs.values(), *([] if sent is None else [sent]))):
+        time.sleep(POLL_SECONDS)
 
 
 def _is(kind: type, value: object) -> bool:

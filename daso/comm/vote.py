@@ -15,7 +15,7 @@ from daso.errors import StallError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Vote", "finish", "gather"]
+__all__ = ["Vote", "finish", "gather", "gather_in_node"]
 
 Value = TypeVar("Value")
 
@@ -46,6 +46,22 @@ def gather(topology: Topology, value: Value, stall_seconds: float) -> list[Value
     target = [byte_buffer(everyones), (sizes.tolist(), None)]
     finish(topology, world.Iallgatherv(byte_buffer(mine), target), stall_seconds)
     return [pickle.loads(part.numpy().tobytes()) for part in everyones.split(sizes.tolist())]
+
+
+def gather_in_node(topology: Topology, number: float, stall_seconds: float) -> list[float]:
+    """Return the number of every rank of this node, in rank order.
+
+    Raises:
+        StallError: They did not all come in time; names who is missing.
+
+    Collective over the node; blocking.
+    """
+    mine = torch.tensor([number], dtype=torch.float64, device="cpu")
+    everyones = torch.empty(topology.place.local_size, dtype=torch.float64, device="cpu")
+    request = topology.node.Iallgather(sum_buffer(mine), sum_buffer(everyones))
+    finish(topology, request, stall_seconds)
+    numbers: list[float] = everyones.tolist()
+    return numbers
 
 
 def finish(topology: Topology, request: "MPI.Request", stall_seconds: float) -> None:

@@ -116,6 +116,7 @@ class Runtime:
         _check_numbers(max_active_keys, instances_per_batch, seed, stall_seconds)
         check("shuffle", shuffle, flag())
         self._whole = default() if topology is None else topology
+        self._whole.meet("make a flow's Runtime", stall_seconds)
         self._between, self._each = between_nodes, instances_per_batch
         if not self._whole.same(between_nodes is None):
             raise ConfigError("between_nodes must be given to all ranks or to none, not to some")
@@ -303,6 +304,7 @@ class Runtime:
             )
 
     def _check_instances(self, instances: Sequence[Any]) -> None:
+        self._whole.meet("begin an epoch of a flow", self._stall_seconds)
         count = len(instances)
         problem = None if count else "an epoch must have one instance at least, not none"
         self._whole.agree(problem, ConfigError)
@@ -490,6 +492,7 @@ class Runtime:
         """Give communicators back. Collective over the world; blocking; idempotent."""
         if not self._closed:
             self._closed = True
+            self._whole.meet("close a flow's Runtime", self._stall_seconds)
             if self._beside is not None:
                 self._beside.close()
             if self._topology is not self._whole:

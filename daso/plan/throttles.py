@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from daso.checks import a_record, check, number, positive, record
 from daso.errors import ConfigError
 
 __all__ = ["Estimate", "Machine", "ThrottlePlan", "estimate"]
@@ -23,6 +24,7 @@ BLOCKS = 12  # into which steps are cut: means of many steps in a row are about 
 QUANTILE = 2.201  # 0.975 of Student's t with 11 degrees of freedom
 
 
+@record
 @dataclass(frozen=True, slots=True)
 class Machine:
     """What counts of the nodes of a machine.
@@ -39,15 +41,12 @@ class Machine:
     latency_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("compute", "link_bytes_per_second"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be a number above 0, not {getattr(self, name)}")
-        if not 0 <= self.latency_seconds < math.inf:
-            raise ConfigError(
-                f"latency_seconds must be a number of at least 0, not {self.latency_seconds}"
-            )
+        check("compute", self.compute, positive(1e30))
+        check("link_bytes_per_second", self.link_bytes_per_second, positive(1e18))
+        check("latency_seconds", self.latency_seconds, number(0, 1e6))
 
 
+@record
 @dataclass(frozen=True, slots=True)
 class ThrottlePlan:
     """How to slow the current machine down to imitate another one.
@@ -64,6 +63,8 @@ class ThrottlePlan:
     target: Machine
 
     def __post_init__(self) -> None:
+        check("current", self.current, a_record(Machine))
+        check("target", self.target, a_record(Machine))
         if self.current.latency_seconds > 0 and self.target.latency_seconds == 0:
             raise ConfigError(
                 f"latency_seconds of the target must be above 0 where the current machine's is "

@@ -5,16 +5,27 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import daso
+from daso.checks import shown
 from daso.environment import parse_ranks_per_node, read_launch
 from daso.errors import ConfigError, DasoError
 from daso.run import memory, predict, queue, submit, trace
 from daso.run.bench import command as bench
-from daso.run.config import describe, read_config
+from daso.run.config import describe, read_config, takes_value
 from daso.run.local import Local, launch
 
 __all__ = ["main"]
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the words."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the program."""
+        one_line = " ".join(message.split())
+        self.exit(2, f"daso: {one_line}; `{self.prog} --help` shows how\n")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -46,9 +57,7 @@ def _speaks() -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="daso", description=daso.__doc__.splitlines()[0], allow_abbrev=False
-    )
+    parser = Parser(prog="daso", description=daso.__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"daso {daso.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(
@@ -126,10 +135,26 @@ def _cut(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
             at += 2 if words[at] in OURS else 1
         return words[:at], tuple(words[at + 1 :] if words[at : at + 1] == ["--"] else words[at:])
     if words[:1] == ["train"]:
-        ours = (*OURS, "--help", "--resume")
-        settings = [w for w in words if w.startswith("--") and w.partition("=")[0] not in ours]
-        return [word for word in words if word not in settings], tuple(settings)
+        return _cut_train(words)
     return words, ()
+
+
+def _cut_train(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Part options from settings, ``--key=value`` or ``--key value``."""
+    ours, settings, at = words[:1], list[str](), 1
+    while at < len(words):
+        word, at = words[at], at + 1
+        if not word.startswith("--") or word.partition("=")[0] in (*OURS, "--help", "--resume"):
+            ours.append(word)
+            if word in OURS and at < len(words):
+                ours.append(words[at])
+                at += 1
+            continue
+        settings.append(word)
+        if takes_value(word) and at < len(words) and not words[at].startswith("--"):
+            settings.append(words[at])
+            at += 1
+    return ours, tuple(settings)
 
 
 def _add_ranks(parser: argparse.ArgumentParser, default: int) -> None:
@@ -159,6 +184,11 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
     parse_ranks_per_node(options.ranks_per_node or "")
     ranks, pretend = options.ranks, options.ranks_per_node
+    if program and not program[0].startswith("-") and not Path(program[0]).is_file():
+        raise ConfigError(
+            f"the program must be a script that is there, but there is no {shown(program[0])} in "
+            f"{Path.cwd()}; mend its path, or run a module with -m"
+        )
     return launch(Local(ranks=ranks, ranks_per_node=pretend, program=tuple(program)))
 
 

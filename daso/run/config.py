@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
+from daso.checks import Rule, check, number, whole
 from daso.errors import ConfigError
 from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Settings, Wire
 from daso.plan.policy import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy
 
-__all__ = ["Config", "describe", "read_config"]
+__all__ = ["Config", "describe", "read_config", "takes_value"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +42,13 @@ class OptimizerConfig:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("lr", "momentum", "weight_decay"):
-            value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise ConfigError(f"optimizer.{name} must be a number of at least 0, not {value}")
+        check("optimizer.lr", self.lr, number(0, MOST_RATE))
+        check("optimizer.momentum", self.momentum, BELOW_ONE)
+        check("optimizer.weight_decay", self.weight_decay, number(0, MOST_RATE))
 
 
+MOST_RATE = 1e4  # of a learning rate; more is a slip of the hand
+BELOW_ONE = Rule("a number in [0, 1)", lambda one: number(0, 1).holds(one) and one < 1)
 USED_BY = {
     "auto": ("warmup", "drift"),
     "fixed": ("skip", "wait", "warmup"),
@@ -97,6 +99,10 @@ class ExchangeConfig:
     stall_seconds: float = 300.0
     memory: Literal["host", "device"] = "host"  # device: a GPU's own, with an MPI that is able to
 
+    def __post_init__(self) -> None:
+        check("exchange.outer_lr", self.outer_lr, number(0, MOST_RATE))
+        check("exchange.outer_momentum", self.outer_momentum, BELOW_ONE)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
@@ -106,11 +112,25 @@ class CheckpointConfig:
     keep: int = 3  # older ones are removed
 
     def __post_init__(self) -> None:
-        for name, least in (("every", 0), ("keep", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(
-                    f"checkpoint.{name} must be at least {least}, not {getattr(self, name)}"
-                )
+        check("checkpoint.every", self.every, whole(0))
+        check("checkpoint.keep", self.keep, whole(1))
+
+
+MOST_COUNT = 10**9
+SEED = Rule(  # what torch takes
+    "a whole number of at most 64 bits", lambda one: type(one) is int and -(2**63) <= one < 2**64
+)
+LONGEST_NAME = 200  # characters; file systems take 255 bytes
+NAME = Rule(
+    f"the name of a folder: at most {LONGEST_NAME} printable characters without /, and not . or ..",
+    lambda one: (
+        one.isprintable()
+        and "/" not in one
+        and one not in ("", ".", "..")
+        and len(one.encode()) <= LONGEST_NAME
+    ),
+)
+PATH = Rule("the path of a folder, printable", lambda one: bool(one) and one.isprintable())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +151,13 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
-        for name, value in (("epochs", self.epochs), ("data.batch_size", self.data.batch_size)):
-            if value < 1:
-                raise ConfigError(f"{name} must be at least 1, not {value}")
+        check("epochs", self.epochs, whole(1, MOST_COUNT))
+        check("seed", self.seed, SEED)
+        check("data.batch_size", self.data.batch_size, whole(1, MOST_COUNT))
+        check("data.context", self.data.context, whole(1, MOST_COUNT))
+        # Else a run would write outside of `runs`.
+        check("name", self.name, NAME, "; choose another --name=NAME")
+        check("runs", self.runs, PATH, "; choose another --runs=FOLDER")
         self.settings()
         self.policy()
 
@@ -205,7 +229,7 @@ def read_config(path: Path | None, words: Sequence[str]) -> Config:
     values: dict[str, object] = {}
     if path is not None:
         values.update(_flatten(_read_toml(path)))
-    values.update(_read_word(word) for word in words)
+    values.update(_read_word(word) for word in _joined(words))
     config: Config = _build(Config, values)
     return config
 
@@ -233,11 +257,36 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield path, value
 
 
+def _joined(words: Sequence[str]) -> Iterator[str]:
+    """Join ``--epochs 3`` to ``--epochs=3``, and take ``--trace`` for ``--trace=true``."""
+    kinds = {key: annotation for key, annotation, _ in _keys(Config)}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if takes_value(word) and rest and not rest[0].startswith("--"):
+            yield f"{word}={rest.pop(0)}"
+        elif kinds.get(word.removeprefix("--").replace("-", "_")) is bool:
+            yield f"{word}=true"
+        else:
+            yield word
+
+
 def _read_word(word: str) -> tuple[str, object]:
+    known = {key for key, _, _ in _keys(Config)}
+    name = word.removeprefix("--").replace("-", "_")
+    if word.startswith("--") and "=" not in word and name not in known:
+        return name, ""  # told with what it may be meant for
     if not word.startswith("--") or "=" not in word:
         raise ConfigError(f"settings must look like --key=value, not {word!r}; {_valid()}")
     key, _, value = word.removeprefix("--").partition("=")
     return key.replace("-", "_"), value
+
+
+def takes_value(word: str) -> bool:
+    """Return whether a setting's value is the next word: not ``--key=value``, and no switch."""
+    kinds = {key: annotation for key, annotation, _ in _keys(Config)}
+    key = word.removeprefix("--").replace("-", "_")
+    return word.startswith("--") and "=" not in word and kinds.get(key) is not bool
 
 
 SECTIONS = tuple(one.name for one in fields(Config) if is_dataclass(one.default_factory))

@@ -1,11 +1,13 @@
 """Start ranks on this machine: the mpirun line, and the environment that goes with it."""
 
+import ctypes
 import os
 import select
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from daso.errors import TopologyError
 __all__ = ["Local", "launch"]
 
 POLL_MILLISECONDS = 100
+INTERRUPT_SECONDS = 1.0  # after Ctrl-C, for mpirun to end by itself
+PR_SET_PDEATHSIG = 1
 CHECKPOINTED = 75  # exit code; `daso.train.stopping` says what it means, and needs torch
 
 
@@ -115,7 +119,8 @@ def launch(local: Local) -> int:
 
 def _start(command: list[str], env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
     try:
-        return subprocess.Popen(command, env=env)
+        # Nothing but a system call happens between fork and exec.
+        return subprocess.Popen(command, env=env, preexec_fn=_end_with_parent)  # noqa: PLW1509
     except OSError as error:
         raise TopologyError(
             f"mpirun must be a program that starts, but {command[0]}: {error.strerror}; set "
@@ -130,18 +135,35 @@ def _shell_code(code: int) -> int:
 
 @contextmanager
 def _signals_to(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """Leave Ctrl-C to mpirun, which gets it too; pass SIGTERM and SIGUSR1 on."""
+    """Pass signals on to mpirun; Ctrl-C it gets itself, and is told only where it goes on."""
 
     def pass_on(number: int, _: FrameType | None) -> None:
         process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    def interrupt(*_: object) -> None:
+        later = threading.Timer(INTERRUPT_SECONDS, _interrupt, [process])
+        later.daemon = True
+        later.start()
+
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.signal(number, pass_on) for number in numbers}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _interrupt(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+
+
+def _end_with_parent() -> None:
+    """Let mpirun end when this program is killed, which can pass on nothing then; Linux alone."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _watch(process: "subprocess.Popen[bytes]", folder: Path) -> str:

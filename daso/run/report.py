@@ -1,8 +1,12 @@
 """What a run leaves behind and shows: log.jsonl, summary.json, progress and the closing table."""
 
+import fcntl
+import logging
 import platform
+import sys
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +17,8 @@ from daso.errors import ConfigError
 from daso.plan.strict import strict_json
 
 __all__ = ["Progress", "RunFolder", "closing_table", "versions"]
+
+logger = logging.getLogger("daso")
 
 SCHEMA = 1  # of log.jsonl; goes up when a field changes its meaning
 
@@ -43,49 +49,92 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, *, tensorboard: bool = False, resume: bool = False) -> None:
-        self.path = path
+        self.path, self._whole = path, True
         try:
             path.mkdir(parents=True, exist_ok=True)
+            self._log = _open_log(path / "log.jsonl", resume=resume)
             boards = [] if resume else path.glob("tensorboard/events.out.tfevents.*")
             for old in [path / "summary.json", *boards]:
                 old.unlink(missing_ok=True)
-            self._board = _open_tensorboard(path) if tensorboard else None
-            self._log = _open_log(path / "log.jsonl", resume=resume)
+            self._board = self._open_board() if tensorboard else None
         except OSError as error:
             raise ConfigError(
                 f"the run folder must be writable, but {path}: {error.strerror}; choose another "
                 f"with --runs=FOLDER"
             ) from error
 
+    def _open_board(self) -> Any:
+        try:
+            return _open_tensorboard(self.path)
+        except BaseException:
+            self._log.close()
+            raise
+
     def event(self, kind: str, **what: object) -> None:
-        """Write one event as one line."""
+        """Write one event as one line; where that fails, say so once: training goes on."""
         line = {"schema": SCHEMA, "time": time.time(), "event": kind, **what}
-        self._log.write(strict_json(line) + "\n")
-        self._log.flush()
+        with self._noted():
+            self._log.write(strict_json(line) + "\n")
+            self._log.flush()
         if self._board is not None and "step" in what:
             for key, value in what.items():
                 if isinstance(value, float):
-                    self._board.add_scalar(key, value, what["step"])
+                    with self._noted():
+                        self._board.add_scalar(key, value, what["step"])
 
     def summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json, whole or not at all."""
-        part = self.path / "summary.json.part"
-        part.write_text(strict_json(summary, indent=2) + "\n", encoding="utf-8")
-        part.replace(self.path / "summary.json")
+        """Write summary.json, whole or not at all; where that fails, print it."""
+        text, part = strict_json(summary, indent=2) + "\n", self.path / "summary.json.part"
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(self.path / "summary.json")
+        except OSError as error:
+            self._note(error)
+            print(text, end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Close the files; idempotent."""
-        self._log.close()
+        with self._noted():
+            self._log.close()
         if self._board is not None:
-            self._board.close()
+            with self._noted():
+                self._board.close()
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Let what is written to disk fail without ending the run."""
+        try:
+            yield
+        except (OSError, ValueError) as error:  # ValueError: of a file that is closed
+            self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        if self._whole:
+            self._whole = False
+            why = getattr(error, "strerror", None) or error
+            logger.warning("%s: %s; training goes on without its log", self.path, why)
 
 
 def _open_log(path: Path, *, resume: bool) -> TextIO:
-    if not resume or not path.exists():
-        return path.open("w", encoding="utf-8")
-    with path.open("r+b") as file:  # a run that was killed may leave half a line
-        file.truncate(file.read().rfind(b"\n") + 1)
-    return path.open("a", encoding="utf-8")
+    """Open a run's log, which is this process's alone until it is closed.
+
+    Raises:
+        ConfigError: Another run writes to it.
+    """
+    log = path.open("a", encoding="utf-8")
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        log.close()
+        raise ConfigError(
+            f"one run at a time may write to a run folder, but another writes to {path}; choose "
+            f"another --name=NAME, or wait for it"
+        ) from error
+    except OSError:  # a file system without locks
+        pass
+    # A run that was killed may leave half a line.
+    log.truncate(path.read_bytes().rfind(b"\n") + 1 if resume else 0)
+    return log
 
 
 def _open_tensorboard(path: Path) -> Any:

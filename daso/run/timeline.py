@@ -67,7 +67,7 @@ def read_timeline(path: Path) -> Timeline:
                 f"record it anew"
             )
         return _timeline(head, lines)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise DataError(
             f"a recording must be what `daso train --trace=true` writes, but {path} is not; name a "
             f"run folder, or its trace.jsonl"

@@ -1,9 +1,9 @@
 """Nodes that train: what a step and an exchange take of them."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from daso.checks import Rule, a_record, check, number, positive, record, whole
 from daso.errors import ConfigError
 from daso.plan.costs import Layers, payload_rounds, step_seconds
 from daso.plan.wires import BITS
@@ -22,8 +22,10 @@ __all__ = [
 GRADIENTS = "fp32"  # synchronous ones cross in full precision
 PORTIONS = 16  # into which backward is cut for what crosses beside it
 FORWARD = 1 / 3  # of a step's computing; backward takes the rest
+MOST_PARAMETERS, MOST_NODES, MOST_CORES, MOST_RATE = 1e15, 1_000_000, 1e6, 1e6
 
 
+@record
 @dataclass(frozen=True, slots=True)
 class Job:
     """A model and what training it costs a node.
@@ -52,18 +54,17 @@ class Job:
     drift: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "step_seconds"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be a number above 0, not {getattr(self, name)}")
-        for name in ("host_seconds", "own_seconds", "gradient_seconds", "lr", "drift"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(
-                    f"{name} must be a number of at least 0, not {getattr(self, name)}"
-                )
-        if not 0 <= self.jitter < 1:
-            raise ConfigError(f"jitter must be a part of a step from 0 to 1, not {self.jitter}")
+        check("parameters", self.parameters, positive(MOST_PARAMETERS))
+        check("step_seconds", self.step_seconds, positive())
+        for name in ("host_seconds", "own_seconds", "gradient_seconds"):
+            check(name, getattr(self, name), number(0, 1))
+        for name in ("lr", "drift"):
+            check(name, getattr(self, name), number(0, MOST_RATE))
+        below_one = Rule("a part of a step from 0 to 1", lambda one: number(0, 0.999).holds(one))
+        check("jitter", self.jitter, below_one)
 
 
+@record
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Nodes and what joins them.
@@ -82,12 +83,12 @@ class Cluster:
     cores: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.nodes < 1:
-            raise ConfigError(f"a cluster must have at least 1 node, not {self.nodes}")
-        if not 0 < self.cores < math.inf:
-            raise ConfigError(f"a rank must have a number of cores above 0, not {self.cores}")
+        check("nodes", self.nodes, whole(1, MOST_NODES))
+        check("link", self.link, a_record(Link))
+        check("cores", self.cores, positive(MOST_CORES))
+        check("slower", self.slower, Rule("factors by node", lambda one: isinstance(one, Mapping)))
         for node, factor in self.slower.items():
-            if not (0 <= node < self.nodes and 0 < factor < math.inf):
+            if not (whole(0, self.nodes - 1).holds(node) and positive().holds(factor)):
                 raise ConfigError(
                     f"a slower node must be one of 0 to {self.nodes - 1} with a factor above 0, "
                     f"not {node} with {factor}"

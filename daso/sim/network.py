@@ -1,7 +1,9 @@
 """Links between nodes."""
 
+import math
 from dataclasses import dataclass
 
+from daso.checks import Rule, check, either, number, positive, record
 from daso.plan.costs import vote_rounds
 
 __all__ = ["HEADERS", "Link", "vote_seconds"]
@@ -10,6 +12,7 @@ __all__ = ["HEADERS", "Link", "vote_seconds"]
 HEADERS = 1538 / 1448
 
 
+@record
 @dataclass(frozen=True, slots=True)
 class Link:
     """What joins a node to a switch that is never full; both ways at once.
@@ -23,6 +26,13 @@ class Link:
     bytes_per_second: float
     latency_seconds: float = 0.0
     headers: float = HEADERS
+
+    def __post_init__(self) -> None:
+        infinite = Rule("infinite", lambda one: isinstance(one, float) and one == math.inf)
+        rate = either(positive(1e18), infinite, text="a number above 0")
+        check("bytes_per_second", self.bytes_per_second, rate)
+        check("latency_seconds", self.latency_seconds, number(0, 1e6))
+        check("headers", self.headers, number(1, 100))
 
     def seconds(self, nbytes: float) -> float:
         """Return how long so many bytes of payload occupy the link."""

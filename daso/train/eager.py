@@ -122,6 +122,7 @@ class EagerServer(torch.optim.Optimizer):
             )
         self._topology = default() if topology is None else topology
         self._model, self._plan = model, plan
+        self._topology.meet("make a daso.EagerServer", plan.exchange.stall_seconds)
         names, named, layers = layers_of(model)
         self._agree(named)
         place = self._topology.place

@@ -56,7 +56,7 @@ class Links:
     """
 
     def __init__(self, topology: Topology, settings: Settings) -> None:
-        self.place, self.settings = topology.place, settings
+        self.place, self.settings, self._topology = topology.place, settings, topology
         link = emulated_link()
         if link is not None and settings.gradients.order != "buckets":
             raise ConfigError(
@@ -170,9 +170,14 @@ class Links:
         Returns:
             Whether all exchanges had ended well; otherwise nothing is freed, since ranks may be
             missing.
+
+        Raises:
+            StallError: Not all ranks came; names who is missing.
         """
         if not self.engine.close() or self.bell.given_up:
             return False
+        stall_seconds = self.settings.exchange.stall_seconds
+        self._topology.meet("close an optimizer", stall_seconds)
         mpi = load()
         for comm in (*self._slots, self.world, self._votes, self._asides, self.turns):
             if comm != mpi.COMM_NULL:

@@ -1,6 +1,7 @@
 """Where all ranks meet: what they check, wait for and average together, beside parameters."""
 
 import logging
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from daso.train.links import Links
 from daso.train.metrics import Counts
 from daso.train.misuse import fingerprint, fingerprint_of_gradients, first_nonfinite, is_alike
 from daso.train.params import Trained
+from daso.train.reducers import may_be_at_work
 from daso.train.shared import common_tensors
 
 __all__ = ["Meeting", "agree_options", "largest_rate"]
@@ -88,22 +90,24 @@ class Meeting:
 
     def same_order(self, order: list[int]) -> list[int]:
         """Return world rank 0's order. Collective over the world; blocking."""
-        named = self.trained.named
-        self.look_for_same_batches(fingerprint_of_gradients(named, order))
+        self.look_for_same_batches(order)
         mine = order if self.topology.place.rank == 0 else []
         return self._everyones(mine)[0]
 
     def _everyones(self, value: Value) -> list[Value]:
         return gather(self.topology, value, self.links.settings.exchange.stall_seconds)
 
-    def look_for_same_batches(self, mine: float) -> None:
+    def look_for_same_batches(self, order: Sequence[int]) -> None:
         """Say it once where all ranks have the same gradients: they train on the same batches.
 
         Args:
-            mine: Of this rank's first gradients, before any average; 0 where it has none.
+            order: Parameters (indices) in the order in which gradients became ready, which nobody
+                has averaged yet: where DDP may have, nothing is said.
 
         Collective over the world; blocking.
         """
+        ddp = may_be_at_work()
+        mine = 0.0 if ddp else fingerprint_of_gradients(self.trained.named, order)
         prints = self.gather(mine)  # the bell is heard there
         if self.leads and mine and is_alike(prints):
             logger.warning(

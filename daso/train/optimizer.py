@@ -6,7 +6,7 @@ It holds the user's optimizer and delegates everything to it; only `step` does m
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch._compile import _disable_dynamo
 
-from daso.checks import fits_call
+from daso.checks import Rule, check, fits_call
 from daso.comm.topology import Topology
 from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Wire
@@ -28,6 +28,10 @@ from daso.train.setup import make_setup
 __all__ = ["DASO"]
 
 KEY = "daso"  # of our part of a state_dict
+STATE_DICT = Rule(
+    "what an optimizer's state_dict() returns, with 'state' and 'param_groups'",
+    lambda value: isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys(),
+)
 
 # Where torch keeps hooks on state_dict and load_state_dict.
 STATE_HOOKS = (
@@ -194,6 +198,7 @@ class DASO(torch.optim.Optimizer):
 
         Collective over the world; blocking.
         """
+        check("state_dict", state_dict, STATE_DICT)
         self._session.flush()
         self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != KEY})
         self._session.load(state_dict.get(KEY))

@@ -137,6 +137,11 @@ def _problem(named: Named, module: torch.nn.Module | None) -> str | None:
 
 
 def _tensor_problem(name: str, tensor: torch.Tensor) -> str | None:
+    if hasattr(tensor, "placements"):  # not imported: torch.distributed may not be there
+        return (
+            f"parameters must be plain tensors, but {name} is a {type(tensor).__name__} (of FSDP2, "
+            f"or of tensor parallelism); give daso.DASO a model that is not sharded"
+        )
     if tensor.is_complex():
         return f"parameters must be real, but {name} is {tensor.dtype}; use torch.view_as_real"
     if not _is_dense(tensor):

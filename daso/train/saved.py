@@ -9,13 +9,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from daso.comm.topology import Place
-from daso.errors import CheckpointError
+from daso.errors import CheckpointError, told
 
 __all__ = [
     "MANIFEST",
@@ -82,7 +83,7 @@ class Manifest:
             made = cls(int(lines["step"]), tuple(map(int, lines["node_of"])), files)
         except OSError as error:
             raise CheckpointError(cause(path, error)) from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path} must be a manifest, but: {error!r}") from error
         if made.step != step or not files or len(files) != len(made.node_of):
             raise CheckpointError(
@@ -122,19 +123,30 @@ def write_payload(path: Path, payload: dict[str, Any]) -> Entry:
 def read_payload(path: Path, entry: Entry) -> tuple[dict[str, Any], str | None]:
     """Read a rank's file; return it, or what is wrong with it."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            return {}, f"{path} must be a file"
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != entry.size:
-                return {}, f"{path} must have {entry.size} bytes, not {size}"
-            if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
-                return {}, f"{path} must hold what was saved, but its hash is another"
-            file.seek(0)
+            if problem := _damage(path, file, entry):
+                return {}, problem
             payload: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        if isinstance(payload, dict):
             return payload, None
+        return {}, f"{path} must hold a dict, not a {type(payload).__name__}"
     except OSError as error:
         return {}, cause(path, error)
     except Exception as error:  # whatever it is, the other ranks wait for this one's vote
-        return {}, f"{path} must be readable by torch {torch.__version__}, but: {error}"
+        return {}, f"{path} must be readable by torch {torch.__version__}, but: {told(error)}"
+
+
+def _damage(path: Path, file: BufferedReader, entry: Entry) -> str | None:
+    """Return in what a file is not what was written; leave it at its beginning."""
+    size = os.fstat(file.fileno()).st_size
+    if size != entry.size:
+        return f"{path} must have {entry.size} bytes, not {size}"
+    if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
+        return f"{path} must hold what was saved, but its hash is another"
+    file.seek(0)
+    return None
 
 
 def write_whole(path: Path, what: bytes | Callable[[BinaryIO], object]) -> None:

@@ -51,6 +51,7 @@ class Serving:
         self.plan, self.server, self.shares = plan, server, shares
         self._wired = Wired(shares, plan.wire)
         self.rank, self.ranks = topology.place.rank, topology.place.size
+        self._topology = topology
         self.world, self._letters = topology.world.Dup(), topology.world.Dup()
         most = plan.exchange.chunk_bytes + HEAD_BYTES
         ways, self._ways = routes(topology, self._letters, plan.transport, most)
@@ -222,7 +223,8 @@ class Serving:
         """Stop the thread and give communicators back. Collective over the world; idempotent."""
         if self.serves:  # ranks did not meet: what is under way ends here
             self.engine.give_up()
-        if self.engine.close():
+        if self.engine.close() and self.world != load().COMM_NULL:
+            self._topology.meet("close a daso.EagerServer", self.plan.exchange.stall_seconds)
             for way in self._ways:
                 way.free()
             for comm in (self.world, self._letters):

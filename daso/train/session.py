@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from daso.checks import Rule, check, shown
 from daso.comm.topology import Place, Topology, default
-from daso.errors import ConfigError
+from daso.errors import CheckpointError, ConfigError
 from daso.plan.schedule import (
     Act,
     Seen,
@@ -40,6 +41,15 @@ __all__ = ["Session"]
 
 logger = logging.getLogger("daso")
 Closure = Callable[[], Any]
+LOSS = Rule(
+    "a number, or a tensor of one",
+    lambda one: (
+        one.numel() == 1 and not one.is_complex()
+        if isinstance(one, torch.Tensor)
+        else isinstance(one, int | float) or hasattr(one, "__float__")
+    ),
+)
+PARTS = {"schedule", "history", "shape", "sync"}  # of a session's state
 
 # Who evaluates may be in inference mode, where tensors are made that no other thread may write to.
 _as_in_training = torch.inference_mode(mode=False)
@@ -77,6 +87,7 @@ class Session:
         place = session.topology.place
         if place.size == 1:
             return session
+        session._meet()
         trained = Trained.by(inner, setup.module)
         _take_over(trained, session.topology)
         agree_options(trained, session.topology, setup.text())
@@ -84,6 +95,10 @@ class Session:
         if place.rank == 0:
             session._tell_what_was_made()
         return session
+
+    def _meet(self) -> None:
+        """Wait for all ranks to come here. Collective over the world; blocking."""
+        self.topology.meet("wrap an optimizer", self.setup.settings.exchange.stall_seconds)
 
     def _tell_what_was_made(self) -> None:
         place = self.topology.place
@@ -265,6 +280,7 @@ class Session:
             return
         self._stale = False
         if self._sync is None:
+            self._meet()
             self._open(Counts())
         else:
             self._reopen(self._sync, Act.JOIN)
@@ -322,6 +338,7 @@ class Session:
 
         Collective over the world; blocking.
         """
+        check("loss", loss, LOSS)
         self._check_open()
         self._freshen()
         self.flush()
@@ -474,6 +491,11 @@ class Session:
 
         Collective over the world; blocking.
         """
+        if state is not None and not (isinstance(state, Mapping) and state.keys() >= PARTS):
+            raise CheckpointError(
+                f"the part 'daso' of a state_dict must have {', '.join(sorted(PARTS))}, but it is "
+                f"{shown(state)}; leave it out to load the inner optimizer's alone"
+            )
         sync, fits = self._sync, state is not None and state["shape"] == self._shape()
         if sync is not None:
             fits = fits and state is not None and state["sync"] is not None

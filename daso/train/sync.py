@@ -16,6 +16,7 @@ from daso.comm.node import NodeGroup
 from daso.comm.stopwatch import HostStamp
 from daso.comm.throttle import Stretch, compute_factor
 from daso.comm.topology import Topology
+from daso.comm.vote import gather_in_node
 from daso.errors import ConfigError, NonFiniteError
 from daso.plan.options import Settings
 from daso.plan.schedule import Act, Seen, State
@@ -30,7 +31,7 @@ from daso.train.layers import INSTEAD, LayerSteps
 from daso.train.links import Links
 from daso.train.meeting import Meeting
 from daso.train.metrics import Counts
-from daso.train.misuse import fingerprint_of_gradients, has_batch_norm
+from daso.train.misuse import has_batch_norm
 from daso.train.outer import MakeOuter
 from daso.train.params import Trained, agree_layout, start_equal
 from daso.train.priority import Crossing
@@ -220,7 +221,7 @@ class Sync:
         if place.nodes > 1:
             reducers.refuse_wide((param for _, param in named), place.local_size)
         if self.buckets.route.alone:  # no average comes by that could look
-            self.meeting.look_for_same_batches(fingerprint_of_gradients(named, range(len(named))))
+            self.meeting.look_for_same_batches(range(len(named)))
         if self.trained.module is None and self.meeting.leads and has_batch_norm(named):
             logger.warning(
                 "the statistics of BatchNorm must be averaged too, but daso was not given the "
@@ -294,7 +295,7 @@ class Sync:
         if self._synchronous:
             value = self.meeting.mean(value)
         else:
-            values = self.topology.node.allgather(value)
+            values = gather_in_node(self.topology, value, self.settings.exchange.stall_seconds)
             value = sum(values) / len(values)
         return loss.detach().clone().fill_(value) if isinstance(loss, torch.Tensor) else value
 

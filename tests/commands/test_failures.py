@@ -1,6 +1,7 @@
 """One rank raises, is killed, leaves or stalls: the whole job is gone soon, and says why."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -157,10 +158,8 @@ def test_plain_mpirun_ends_too_when_a_rank_raises(tmp_path: Path) -> None:
     assert left_over(str(program)) == []
 
 
-def test_interrupting_ends_all_ranks(tmp_path: Path) -> None:
-    import signal
-
-    program = tmp_path / "train_interrupt.py"
+def started(program: Path) -> "subprocess.Popen[str]":
+    """A job of two ranks, once they train."""
     program.write_text(PROGRAM)
     job = subprocess.Popen(
         [sys.executable, "-m", "daso", "run", "-n", "2", str(program), "never", "daso"],
@@ -172,7 +171,28 @@ def test_interrupting_ends_all_ranks(tmp_path: Path) -> None:
     )
     assert job.stdout is not None
     assert "trouble at" in job.stdout.readline()
+    return job
+
+
+def test_interrupting_ends_all_ranks(tmp_path: Path) -> None:
+    program = tmp_path / "train_interrupt.py"
+    job = started(program)
     os.killpg(job.pid, signal.SIGINT)  # what Ctrl-C does
     job.communicate(timeout=20)
     assert job.returncode != 0
     assert left_over(str(program)) == []
+
+
+@pytest.mark.later("four jobs")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
+def test_ending_daso_run_alone_ends_all_ranks(tmp_path: Path, name: str) -> None:
+    """Signals that a terminal, a batch system or a person sends to this one process."""
+    program = tmp_path / f"train_until_{name}.py"
+    job = started(program)
+    job.send_signal(signal.Signals[name])
+    job.communicate(timeout=20)
+    assert job.returncode != 0
+    deadline = time.monotonic() + 10
+    while left := left_over(str(program)):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)

@@ -86,7 +86,7 @@ def test_the_papers_schedule_from_a_file(tmp_path: Path) -> None:
         'name = "paper"\nepochs = 4\n[data]\nname = "digits"\n'
         '[schedule]\npolicy = "plateau"\nwarmup = 1\ncooldown = 1\n[exchange]\nmerge = "delta"\n'
     )
-    run = daso_train("-n", "3", "--ranks-per-node", "2", "run.toml", cwd=tmp_path)
+    run = daso_train("-n", "3", "--ranks-per-node", "2,1", "run.toml", cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     summary = json.loads((tmp_path / "runs/paper/summary.json").read_text())
     assert [entry[1:] for entry in summary["skip_history"]] == [[1, 0], [4, 1], [1, 0]]

@@ -97,11 +97,12 @@ def test_ddp_over_nodes_is_refused_at_the_first_step(topology, world_group, orde
 
 @pytest.mark.nodes((2,))
 @pytest.mark.parametrize("order", ORDERS)
-def test_in_one_node_every_order_is_ddp_alone(topology, place, node_group, order):
+def test_in_one_node_every_order_is_ddp_alone(topology, place, node_group, order, caplog):
     alone = network()
     under = parallel(alone)
     train(sgd(alone), under, place.rank)
     assert trained(order, topology, daso.Fixed(1, 0)) == bits(alone)
+    assert "batches of its own" not in caplog.text  # DDP has made gradients equal
 
 
 @pytest.mark.nodes((2, 2))

@@ -7,7 +7,7 @@ __all__ = ["parse_bytes"]
 UNITS_OF_BYTES = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("KMGT", 1)
-    for suffix, base in (("iB", 1024), ("B", 1000))
+    for suffix, base in (("iB", 1024), ("B", 1000), ("", 1024))
 }
 
 
@@ -16,7 +16,7 @@ def parse_bytes(name: str, text: float | str) -> int:
 
     Args:
         name: What it is of, to be told.
-        text: Such as ``"8GiB"`` or ``"500 MB"``, or a number.
+        text: Such as ``"8GiB"`` or ``"500 MB"``, or a number; ``"8G"`` is 8 GiB, as SLURM has it.
 
     Raises:
         ConfigError: It is neither.

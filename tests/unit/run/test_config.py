@@ -237,10 +237,15 @@ def test_an_empty_section_that_does_not_exist_is_refused(tmp_path, text):
         ("--data.name=mnist", "auto, fashion, digits, text, synthetic", "'mnist'"),
         ("--exchange.wire=fp17", "exchange.wire must be one of auto, fp32", "'fp17'"),
         ("--schedule.policy=", "schedule.policy must be one of auto, fixed, plateau, qsr", "''"),
-        ("--epochs=0", "epochs must be at least 1", "0"),
-        ("--data.batch_size=-2", "data.batch_size must be at least 1", "-2"),
-        ("--checkpoint.every=-1", "checkpoint.every must be at least 0", "-1"),
-        ("--checkpoint.keep=0", "checkpoint.keep must be at least 1", "0"),
+        ("--epochs=0", "epochs must be a whole number of at least 1", "0"),
+        ("--name=..", "name must be the name of a folder", "'..'"),
+        ("--name=a/../../b", "name must be the name of a folder", "'a/../../b'"),
+        ("--name=/etc/daso", "name must be the name of a folder", "'/etc/daso'"),
+        ("--name=", "name must be the name of a folder", "''"),
+        ("--runs=a\nb", "runs must be the path of a folder", r"'a\nb'"),
+        ("--data.batch_size=-2", "data.batch_size must be a whole number of at least 1", "-2"),
+        ("--checkpoint.every=-1", "checkpoint.every must be a whole number of at least 0", "-1"),
+        ("--checkpoint.keep=0", "checkpoint.keep must be a whole number of at least 1", "0"),
         ("--schedule.drift=0", "drift must be a positive number", "0.0"),
         ("--exchange.merge=mean", "merge must be one of auto, daso", "'mean'"),
         ("--exchange.merge=1.5", "or a number between 0 and 1", "1.5"),
@@ -392,6 +397,9 @@ def numbers(least, most=None):
     return st.floats(least, most, allow_nan=False, allow_infinity=False)
 
 
+printable = st.text(st.sampled_from("aZ09 ._-=+äß漢\"'#[]{}\\"), min_size=1, max_size=40)
+
+
 @st.composite
 def configs(draw):
     wire = draw(st.sampled_from(["bf16", "fp32"]))
@@ -409,8 +417,8 @@ def configs(draw):
         "drift": draw(st.floats(1e-6, 1e6)),
     }
     return Config(
-        name=draw(st.text()),
-        runs=draw(st.text()),
+        name=draw(printable.filter(lambda one: one not in (".", ".."))),
+        runs=draw(printable),
         epochs=draw(st.integers(max(1, warmup + cooldown), 2**40)),
         seed=draw(st.integers(-(2**63), 2**64 - 1)),  # what torch.manual_seed takes
         tensorboard=draw(st.booleans()),
@@ -423,9 +431,9 @@ def configs(draw):
         ),
         optimizer=OptimizerConfig(
             name=draw(st.sampled_from(["sgd", "adamw"])),
-            lr=draw(numbers(0)),
-            momentum=draw(st.floats(0, 1)),
-            weight_decay=draw(numbers(0)),
+            lr=draw(numbers(0, 1e4)),
+            momentum=draw(st.floats(0, 1, exclude_max=True)),
+            weight_decay=draw(numbers(0, 1e4)),
         ),
         schedule=ScheduleConfig(policy=policy, **{name: values[name] for name in USED_BY[policy]}),
         exchange=ExchangeConfig(

@@ -211,7 +211,8 @@ while :; do sleep 0.05; done
 
 
 def start(tmp_path):
-    words = [sys.executable, "-m", "daso", "run", "train.py"]
+    (tmp_path / "train.py").touch()
+    words = [sys.executable, "-m", "daso", "run", str(tmp_path / "train.py")]
     pipe = subprocess.PIPE
     daso = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     until = time.monotonic() + 20

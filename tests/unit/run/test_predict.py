@@ -110,7 +110,7 @@ def test_a_run_of_this_machine_is_predicted_on_others(tmp_path):
         ([*GIVEN, "--steps=100"], "--steps must be at least 400"),
         ([*GIVEN, "--json=/nowhere/x.json"], "folder that is there"),
         ([*GIVEN, "--plot=x.foo"], "--plot must end in .png"),
-        (["--parameters=0", "--step-ms=1"], "parameters must be a number above 0"),
+        (["--parameters=0", "--step-ms=1"], "parameters must be a positive number"),
         (["--from=/nowhere"], "--from needs the folder of a run"),
     ],
 )

@@ -139,7 +139,7 @@ def test_fewer_cores_never_make_a_step_shorter(one, other, nodes, latency):
 
 @pytest.mark.parametrize("cores", [0, -1, math.nan, math.inf])
 def test_cores_are_a_number_above_0(cores):
-    with pytest.raises(ConfigError, match="a number of cores above 0"):
+    with pytest.raises(ConfigError, match="cores must be a positive number"):
         Cluster(2, GIGABIT, cores=cores)
 
 
@@ -237,10 +237,10 @@ def test_many_nodes_are_gone_through_in_seconds():
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: Job(0, 1), "parameters must be a number above 0"),
-        (lambda: Job(1, math.inf), "step_seconds must be a number above 0"),
+        (lambda: Job(0, 1), "parameters must be a positive number"),
+        (lambda: Job(1, math.inf), "step_seconds must be a positive number"),
         (lambda: Job(1, 1, jitter=-1), "jitter must be a part of a step"),
-        (lambda: Cluster(0, GIGABIT), "at least 1 node"),
+        (lambda: Cluster(0, GIGABIT), "nodes must be a whole number of at least 1"),
         (lambda: Cluster(2, GIGABIT, slower={2: 1.0}), "one of 0 to 1"),
     ],
 )

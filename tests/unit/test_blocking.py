@@ -1,0 +1,78 @@
+"""MPI's own collectives wait for ever: each stands behind a meeting that does not."""
+
+import ast
+from pathlib import Path
+
+import daso
+from daso.comm.topology import MEETINGS
+
+ROOT = Path(daso.__file__).parent
+BLOCKING = {
+    *("bcast", "allgather", "Barrier", "Bcast", "allreduce", "Allreduce", "Allgather", "Waitall"),
+    *("Split", "Split_type", "Allocate", "Allocate_shared"),
+}
+INIT = "daso.init()"  # which waits for all ranks by itself
+STEP = "a step"  # in which all ranks have just waited for each other
+WRAP, SERVE, FLOW = "wrap an optimizer", "make a daso.EagerServer", "make a flow's Runtime"
+EPOCH, LOAD = "begin an epoch of a flow", "load a checkpoint"
+CLOSE = "close an optimizer"
+
+# Where a rank may block in MPI, and where all ranks have met right before.
+AFTER = {
+    "comm/aware.py: library_problem": WRAP,
+    "comm/choose.py: device_problem": WRAP,
+    "comm/choose.py: wants_nccl": WRAP,
+    "comm/nccl.py: start": WRAP,
+    "comm/node_nccl.py: NcclNode.__init__": WRAP,
+    "comm/node_shm.py: ShmNode.__init__": WRAP,
+    "comm/notes.py: Notes.free": CLOSE,
+    "comm/packets.py: PutMemory.__init__": SERVE,
+    "comm/packets.py: one_sided_seconds": SERVE,
+    "comm/topology.py: Topology.__init__": INIT,
+    "comm/topology.py: Topology._find_place": INIT,
+    "comm/topology.py: Topology.agree": WRAP,
+    "comm/topology.py: Topology.same": WRAP,
+    "comm/window.py: SharedWindow.__init__": STEP,
+    "flow/beside.py: Beside.__init__": FLOW,
+    "flow/beside.py: Beside.end_epoch": EPOCH,
+    "flow/layers.py: Layers.fetch": FLOW,
+    "flow/layers.py: _average": EPOCH,
+    "flow/runtime.py: Runtime._check_instances": EPOCH,
+    "flow/runtime.py: Runtime._check_same": FLOW,
+    "flow/runtime.py: Runtime._go_through": EPOCH,
+    "flow/runtime.py: Runtime._place": EPOCH,
+    "flow/runtime.py: Runtime._settle": EPOCH,
+    "flow/runtime.py: _inside": FLOW,
+    "run/resume.py: Saver.open": WRAP,
+    "train/checkpoint.py: Checkpoints._listed": LOAD,
+    "train/checkpoint.py: Checkpoints._load": LOAD,
+    "train/eager.py: EagerServer._agree": SERVE,
+    "train/exchanges.py: Exchanges._drop": STEP,
+    "train/meeting.py: agree_options": WRAP,
+    "train/params.py: agree_layout": WRAP,
+    "train/params.py: broadcast": WRAP,
+    "train/session.py: Session._start_anew": STEP,
+}
+
+
+def places(node, name=""):
+    """Names of the functions with calls that block in MPI."""
+    for child in ast.iter_child_nodes(node):
+        inner = name
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            inner = f"{name}.{child.name}".lstrip(".")
+        called = child.func if isinstance(child, ast.Call) else None
+        if isinstance(called, ast.Attribute) and called.attr in BLOCKING:
+            yield name
+        yield from places(child, inner)
+
+
+def test_whatever_blocks_in_mpi_stands_behind_a_meeting():
+    found = set()
+    for path in ROOT.rglob("*.py"):
+        file = path.relative_to(ROOT)
+        if file.parts[0] != "examples" and file.parts[:2] != ("run", "bench"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            found |= {f"{file}: {name}" for name in places(tree)}
+    assert found == set(AFTER)
+    assert set(AFTER.values()) - {INIT, STEP} <= set(MEETINGS)

@@ -1,0 +1,368 @@
+"""Nonsense from a fixed seed: refused in one line by an error of ours, or legal by a table.
+
+``DASO_FUZZ`` is how many inputs are tried of each kind; 20,000 in all are for a person to try.
+"""
+
+import inspect
+import math
+import os
+import random
+import string
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import typed
+
+import daso
+from daso.comm.topology import Place
+from daso.errors import DasoError
+from daso.run.config import read_config
+from daso.run.sites import parse_site
+from daso.run.timeline import read_timeline
+from daso.train.saved import Entry, Manifest, read_payload, write_payload
+
+INFINITE = math.inf
+EACH = int(os.environ.get("DASO_FUZZ", "250"))
+ODD = [
+    *(None, True, False, 0, 1, -1, 2, 3, 10**6, 10**30, -(10**30), 0.0, -0.0, 0.5, 1.0, 2.5, -3.5),
+    *(math.nan, INFINITE, -math.inf, 1e308, 1e-308, "", "x", "auto", "4", "a\nb", "\0", "é" * 300),
+    *(b"x", (), (1,), (1, 2), [], [3, 1], {}, {"a": 1}, object, object(), len, daso.Fixed, 1j),
+    *(range(3), torch.zeros(2), torch.nn.Linear(1, 1), Path("x"), daso.Fixed(), daso.Exchange()),
+]
+
+Number = int | float
+
+
+def whole(least, most=2**63 - 1):
+    return lambda one: type(one) is int and least <= one <= most
+
+
+def real(least, most):
+    return lambda one: type(one) in (int, float) and least <= one <= most
+
+
+def above(least, most):
+    return lambda one: real(least, most)(one) and one > least
+
+
+def named(*names):
+    return lambda one: (one is None or isinstance(one, str)) and one in names
+
+
+def one_of(*rules):
+    return lambda one: any(rule(one) for rule in rules)
+
+
+BYTES = whole(1)
+FLAG = lambda one: isinstance(one, bool)  # noqa: E731 - a row of the table
+# What a record may hold, field by field, in words of this test: the oracle.
+LEGAL = {
+    daso.Fixed: {"skip": whole(1), "wait": whole(0), "warmup": whole(0)},
+    daso.Plateau: {
+        **dict.fromkeys(("epochs", "max_skip", "patience"), whole(1)),
+        **dict.fromkeys(("warmup", "cooldown"), whole(0)),
+        "threshold": lambda one: real(0, 1)(one) and one < 1,
+    },
+    daso.Qsr: {
+        "alpha": above(0, 1e9),
+        "skip": whole(1),
+        "wait": whole(0),
+        "max_skip": whole(1),
+    },
+    daso.Auto: {"drift": above(0, 1e9), "max_skip": whole(1), "warmup": whole(0)},
+    daso.Exchange: {
+        "reduce": named("auto", "iallreduce", "ordered"),
+        "chunk_bytes": BYTES,
+        "nonfinite": named("drop", "raise"),
+        "stall_seconds": above(0, 1e9),
+        "fragments": whole(1, 100_000),
+        "memory": named("host", "device"),
+    },
+    daso.Gradients: {
+        "bucket_bytes": one_of(BYTES, named("search")),
+        "order": named("buckets", "priority", "host"),
+        "update": named("auto", "whole", "chunk"),
+        "portions": named("layer", "lifo", "fifo"),
+    },
+    daso.flow.Updates: {
+        "min_update_interval": whole(1),
+        "unit": named("instance", "message"),
+        "weights": named("current", "stashed"),
+        "damped": FLAG,
+    },
+    daso.predict.Link: {
+        "bytes_per_second": lambda one: above(0, 1e18)(one) or one is INFINITE,
+        "latency_seconds": real(0, 1e6),
+        "headers": real(1, 100),
+    },
+    daso.predict.Job: {
+        "parameters": above(0, 1e15),
+        "step_seconds": above(0, 1e9),
+        **dict.fromkeys(("host_seconds", "own_seconds", "gradient_seconds"), real(0, 1)),
+        "jitter": real(0, 0.999),
+        **dict.fromkeys(("lr", "drift"), real(0, 1e6)),
+    },
+    daso.predict.Cluster: {
+        "nodes": whole(1, 1_000_000),
+        "link": lambda one: isinstance(one, daso.predict.Link),
+        "slower": lambda one: isinstance(one, dict),
+        "cores": above(0, 1e6),
+    },
+    daso.predict.Machine: {
+        "compute": above(0, 1e30),
+        "link_bytes_per_second": above(0, 1e18),
+        "latency_seconds": real(0, 1e6),
+    },
+    daso.predict.ThrottlePlan: dict.fromkeys(
+        ("current", "target"), lambda one: isinstance(one, daso.predict.Machine)
+    ),
+}
+
+
+MACHINE = daso.predict.Machine(1.0, 1e9)
+# What a record cannot do without.
+SANE = {
+    daso.Plateau: {"epochs": 9},
+    daso.Qsr: {"alpha": 0.1},
+    daso.predict.Link: {"bytes_per_second": 1e9},
+    daso.predict.Job: {"parameters": 1e6, "step_seconds": 0.1},
+    daso.predict.Cluster: {"nodes": 4, "link": daso.predict.Link(1e9)},
+    daso.predict.Machine: {"compute": 1.0, "link_bytes_per_second": 1e9},
+    daso.predict.ThrottlePlan: {"current": MACHINE, "target": MACHINE},
+}
+
+
+def refused(call):
+    """Return what a call returns, or None where an error of ours refused it in one line."""
+    try:
+        return call()
+    except DasoError as error:
+        assert len(str(error).splitlines()) == 1, str(error)
+        assert len(str(error)) > 20
+        return None
+
+
+@pytest.mark.parametrize("kind", LEGAL, ids=lambda kind: kind.__name__)
+def test_a_record_holds_what_it_may_and_nothing_else(kind):
+    rows, dice = LEGAL[kind], random.Random(kind.__name__)
+    made = 0
+    for _ in range(EACH):
+        chosen = SANE.get(kind, {}) | {
+            name: dice.choice(ODD) for name in rows if dice.random() < 0.3
+        }
+        if dice.random() < 0.1:
+            chosen[dice.choice(["foo", "skp", "Skip", ""])] = 1
+        given = [dice.choice(ODD)] if dice.random() < 0.05 else []
+        one = refused(lambda given=given, chosen=chosen: kind(*given, **chosen))
+        if one is not None:
+            made += 1
+            for name, is_legal in rows.items():
+                assert is_legal(getattr(one, name)), (name, getattr(one, name))
+    assert made
+
+
+def doors():
+    """Calls of what trains, with arguments of which some are odd; on one rank."""
+    model = torch.nn.Linear(3, 2)
+
+    def inner():
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    yield daso.DASO, {"inner": inner, "module": lambda: model}
+    yield daso.attach, {"inner": inner, "module": lambda: model}
+    yield (
+        daso.EagerServer,
+        {
+            "model": lambda: torch.nn.Linear(3, 2),
+            "optimizer_factory": lambda: lambda params: torch.optim.SGD(params, lr=0.1),
+        },
+    )
+    yield daso.Topology, {}
+
+
+@pytest.mark.parametrize(
+    ("door", "right"), [*doors()], ids=lambda one: getattr(one, "__name__", "")
+)
+def test_a_door_opens_or_says_in_one_line_why_not(door, right):
+    dice = random.Random(door.__name__)
+    names = [name for name in inspect.signature(door).parameters if name not in ("self", "args")]
+    for _ in range(EACH // 4):
+        given = {name: make() for name, make in right.items() if dice.random() < 0.9}
+        given |= {name: dice.choice(ODD) for name in names if dice.random() < 0.2}
+        if dice.random() < 0.1:
+            given[dice.choice(["skip", "model_", "policies"])] = 3
+        opened = refused(lambda given=given: door(**given))
+        if hasattr(opened, "close"):
+            opened.close()
+
+
+WORDS = [
+    *(
+        "",
+        "--",
+        "-",
+        "=",
+        "--=",
+        "--=x",
+        "nan",
+        "inf",
+        "-inf",
+        "-1",
+        "0",
+        "9" * 30,
+        "1e308",
+        "1e-9",
+    ),
+    *("a/b", "..", "\n", "\0", "é", "x" * 5000, "[", "{}", "'", '"', "\\", "true", "none", "1,2"),
+]
+KEYS = [
+    *("epochs", "seed", "name", "runs", "device", "trace", "data.name", "data.batch_size"),
+    *("optimizer.lr", "optimizer.momentum", "optimizer.name", "schedule.policy", "schedule.skip"),
+    *("schedule.wait", "schedule.drift", "schedule.warmup", "exchange.wire", "exchange.merge"),
+    *("exchange.outer_lr", "exchange.outer_momentum", "exchange.stall_seconds", "checkpoint.every"),
+    *("exchange.fragments", "exchange.chunk_bytes", "exchange.bucket_bytes", "checkpoint.keep"),
+    *("nothing", "schedule", "exchange.nothing"),
+]
+
+
+def is_sane(config):
+    """Whether numbers of a configuration are ones that can train."""
+    rates = [config.optimizer.lr, config.optimizer.weight_decay, config.schedule.drift]
+    return (
+        config.epochs >= 1
+        and config.data.batch_size >= 1
+        and all(0 <= one < 1e6 for one in rates)
+        and 0 <= config.optimizer.momentum < 1
+        and 0 <= config.exchange.outer_lr < 1e6
+        and 0 <= config.exchange.outer_momentum < 1
+        and 0 < config.exchange.stall_seconds <= 1e9
+        and "/" not in config.name
+    )
+
+
+def test_settings_as_words_or_toml():
+    dice = random.Random("settings")
+    for _ in range(EACH):
+        pairs = [(dice.choice(KEYS), dice.choice(WORDS)) for _ in range(dice.randint(1, 3))]
+        words = [f"--{key}={word}" if dice.random() < 0.9 else word for key, word in pairs]
+        config = refused(lambda words=words: read_config(None, words))
+        assert config is None or is_sane(config), words
+
+
+def test_settings_from_a_file(tmp_path):
+    dice, path = random.Random("toml"), tmp_path / "x.toml"
+    for _ in range(EACH):
+        lines = [f"{dice.choice(KEYS)} = {dice.choice(WORDS)}" for _ in range(dice.randint(1, 3))]
+        path.write_bytes("\n".join(lines).encode() + dice.randbytes(dice.choice([0, 0, 0, 3])))
+        config = refused(lambda: read_config(path, []))
+        assert config is None or is_sane(config), lines
+
+
+def test_profiles_of_sites():
+    dice = random.Random("sites")
+    keys = ["nodes", "time", "mem", "module", "setup", "launcher", "extra", "client", "python", "x"]
+    for _ in range(EACH):
+        lines = [f"{dice.choice(keys)} = {dice.choice(WORDS)!r}" for _ in range(dice.randint(1, 3))]
+        refused(lambda lines=lines: parse_site("x", "\n".join(lines), "x.toml"))
+
+
+COMMANDS = {
+    "predict": ["nodes", "parameters", "steps", "bandwidth", "step-ms", "seed", "policy", "json"],
+    "submit": [
+        "nodes",
+        "time",
+        "mem",
+        "name",
+        "array",
+        "account",
+        "signal-seconds",
+        "site",
+        "logs",
+    ],
+    "memory": ["budget", "model", "batch", "rate"],
+    "trace": ["json", "plot", "batch"],
+    "logs": ["logs"],
+    "status": ["logs"],
+    "run": ["n", "ranks-per-node"],
+    "nothing": ["x"],
+}
+
+
+def test_command_lines(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    dice = random.Random("commands")
+    for _ in range(EACH):
+        command = dice.choice(list(COMMANDS))
+        # The last word is never right, so that nothing starts.
+        flags = [f"--{dice.choice(COMMANDS[command])}={dice.choice(WORDS)}" for _ in range(2)]
+        done = typed(command, *flags, *(["--dry-run"] if command == "submit" else []), "--no-such")
+        assert done.returncode == 2, (command, flags, done)
+        assert done.stderr.startswith("daso"), done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
+
+
+def damaged(dice, data):
+    """Bytes cut off, changed, doubled, or others altogether."""
+    at = dice.randrange(len(data) + 1)
+    return dice.choice(
+        [
+            data[:at],
+            data[:at] + dice.randbytes(4) + data[at + 4 :],
+            data[:at] + data,
+            dice.randbytes(64),
+            b"",
+            "".join(dice.choices(string.printable, k=80)).encode(),
+        ]
+    )
+
+
+def test_checkpoints(tmp_path):
+    dice, path = random.Random("checkpoints"), tmp_path / "rank-00000.pt"
+    path.parent.mkdir(exist_ok=True)
+    write_payload(path, {"model": torch.ones(4), "step": 3})
+    data = path.read_bytes()
+    for _ in range(EACH):
+        bad = damaged(dice, data)
+        path.write_bytes(bad)
+        # As if it had been saved so: else its hash tells.
+        payload, problem = read_payload(path, Entry(sha256(bad).hexdigest(), len(bad)))
+        assert isinstance(payload, dict)
+        assert problem is None or len(problem.splitlines()) == 1
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    torch.save([1, 2], tmp_path / "list")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    for name in ("list", "fifo", "folder", "none"):
+        path = tmp_path / name
+        data = path.read_bytes() if path.is_file() else b""
+        payload, problem = read_payload(path, Entry(sha256(data).hexdigest(), len(data)))
+        assert payload == {}
+        assert problem.startswith(str(path))
+        assert len(problem.splitlines()) == 1
+
+
+def test_manifests(tmp_path):
+    dice, path = random.Random("manifests"), tmp_path / "manifest.json"
+    text = Manifest(3, (0, 0), (Entry("a" * 64, 5), Entry("b" * 64, 6))).text(PLACE).encode()
+    for _ in range(EACH):
+        path.write_bytes(damaged(dice, text))
+        refused(lambda: Manifest.read(path, 3))
+
+
+PLACE = Place(rank=0, size=2, local_rank=0, node=0, node_of=(0, 0))
+TRACE = (
+    b'{"schema": 1, "ranks": [{"node": 0, "host": "a"}, {"node": 1, "host": "b"}]}\n'
+    b'{"rank": 0, "spans": [[0, 0.0, 1.0, 3, 0]]}\n'
+)
+
+
+def test_traces(tmp_path):
+    dice, path = random.Random("traces"), tmp_path / "trace.jsonl"
+    for _ in range(EACH):
+        path.write_bytes(damaged(dice, TRACE))
+        refused(lambda: read_timeline(path))

@@ -1,0 +1,68 @@
+"""Where all ranks meet outside of steps, one that never comes is named within the stall limit."""
+
+import pytest
+import torch
+from torch import nn
+
+import daso
+from daso.comm import roll, topology
+from daso.comm.topology import MEETINGS
+from daso.errors import ExchangeError, StallError
+from daso.plan.options import Exchange
+from daso.train import checkpoint
+from daso.train.checkpoint import Checkpoints
+
+LIMIT = 0.5
+SHORT = Exchange(stall_seconds=LIMIT)
+
+
+def wrap(topology, model):
+    return daso.DASO(torch.optim.SGD(model.parameters(), 0.1), topology=topology, exchange=SHORT)
+
+
+def serve(topology, model):
+    make = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731 - passed on
+    return daso.EagerServer(model, make, topology=topology, exchange=SHORT)
+
+
+def nothing(*_):
+    return lambda: None
+
+
+# What all ranks do first, giving what one of them then does alone.
+MEET = {
+    "wrap an optimizer": lambda top, model, _: lambda: wrap(top, model),
+    "close an optimizer": lambda top, model, _: wrap(top, model).close,
+    "make a daso.EagerServer": lambda top, model, _: lambda: serve(top, model),
+    "close a daso.EagerServer": lambda top, model, _: serve(top, model).close,
+    "save a checkpoint": lambda top, _, path: lambda: Checkpoints(path, top).save(1, {}),
+    "load a checkpoint": lambda top, _, path: Checkpoints(path, top).load,
+    "free a daso.Topology": lambda top, *_: type(top).free.__get__(top),
+}
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(roll, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(topology, "STALL_SECONDS", LIMIT)
+    monkeypatch.setattr(checkpoint, "Exchange", lambda: SHORT)
+
+
+@pytest.mark.parametrize("what", MEET)
+def test_who_never_comes_is_named(topology, place, shared_folder, what):
+    act = MEET[what](topology, nn.Linear(3, 2), shared_folder)
+    topology.free = nothing()  # a program ends there
+    if place.rank == 0:
+        text = f"all ranks must {what} within {LIMIT:g} s: no answer from world rank 1"
+        with pytest.raises(StallError, match=text):
+            act()
+
+
+def test_ranks_that_come_to_different_places_are_told_where_the_others_are(topology, place):
+    mine, other = ("save a checkpoint", "wrap an optimizer")[:: 1 - 2 * place.rank]
+    with pytest.raises(ExchangeError, match=f"about to {mine}, and rank . to {other}"):
+        topology.meet(mine, 5.0)
+
+
+def test_all_are_in_the_table():
+    assert set(MEET) <= set(MEETINGS)
