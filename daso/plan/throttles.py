@@ -43,7 +43,7 @@ class Machine:
     def __post_init__(self) -> None:
         check("compute", self.compute, positive(1e30))
         check("link_bytes_per_second", self.link_bytes_per_second, positive(1e18))
-        check("latency_seconds", self.latency_seconds, number(0, 1e6))
+        check("latency_seconds", self.latency_seconds, number(0, 1e12))
 
 
 @record

@@ -116,7 +116,7 @@ class CheckpointConfig:
         check("checkpoint.keep", self.keep, whole(1))
 
 
-MOST_COUNT = 10**9
+MOST_COUNT = 2**40
 SEED = Rule(  # what torch takes
     "a whole number of at most 64 bits", lambda one: type(one) is int and -(2**63) <= one < 2**64
 )

@@ -11,9 +11,38 @@ from typing import Any
 
 import torch
 
-__all__ = ["MakeOuter", "Outer"]
+from daso.checks import shown
+from daso.errors import ConfigError, told
+
+__all__ = ["MakeOuter", "Outer", "made"]
 
 MakeOuter = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def made(name: str, make: Callable[[Any], Any], params: Any) -> torch.optim.Optimizer:
+    """Return what a user's function makes of parameters.
+
+    Args:
+        name: Of the argument that it was given as.
+        make: Makes an optimizer.
+        params: Of these.
+
+    Raises:
+        ConfigError: It raises, or makes something else.
+    """
+    try:
+        optimizer = make(params)
+    except Exception as error:
+        raise ConfigError(
+            f"{name} must make an optimizer from a list of parameters, but {told(error)}; pass a "
+            f"function such as lambda p: torch.optim.SGD(p, lr=0.7)"
+        ) from error
+    if not all(hasattr(optimizer, one) for one in ("param_groups", "state", "step")):
+        raise ConfigError(
+            f"{name} must make an optimizer from a list of parameters, but it made "
+            f"{shown(optimizer)}; pass a function such as lambda p: torch.optim.SGD(p, lr=0.7)"
+        )
+    return optimizer  # type: ignore[no-any-return]
 
 
 class Outer:
@@ -28,7 +57,7 @@ class Outer:
     def __init__(self, make: MakeOuter, reference: torch.Tensor) -> None:
         self.param = torch.nn.Parameter(reference)  # the same memory
         self.grad = torch.zeros_like(reference)  # the mean delta, negated
-        self.optimizer = make([self.param])
+        self.optimizer = made("outer", make, [self.param])
 
     def step(self) -> None:
         """Take one step with ``grad``."""

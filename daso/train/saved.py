@@ -123,7 +123,7 @@ def write_payload(path: Path, payload: dict[str, Any]) -> Entry:
 def read_payload(path: Path, entry: Entry) -> tuple[dict[str, Any], str | None]:
     """Read a rank's file; return it, or what is wrong with it."""
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe has no end
             return {}, f"{path} must be a file"
         with path.open("rb") as file:
             if problem := _damage(path, file, entry):

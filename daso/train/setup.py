@@ -13,7 +13,7 @@ from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Settings, Wire
 from daso.plan.policy import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy, State
-from daso.train.outer import MakeOuter
+from daso.train.outer import MakeOuter, made
 from daso.train.params import Trained, layout_of
 
 __all__ = ["FACTORY", "MODULE", "Setup", "make_setup"]
@@ -67,7 +67,8 @@ class Setup:
 
     def text(self) -> str:
         """Return what must be equal on all ranks, as text."""
-        outer = self.outer and repr(self.outer([torch.nn.Parameter(torch.zeros(1, device="cpu"))]))
+        one = torch.nn.Parameter(torch.zeros(1, device="cpu"))
+        outer = self.outer and repr(made("outer", self.outer, [one]))
         return f"policy={self.policy!r}, outer={outer}, {self.settings!r}"
 
     def lasting(self) -> str:

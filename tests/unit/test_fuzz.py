@@ -113,7 +113,7 @@ LEGAL = {
     daso.predict.Machine: {
         "compute": above(0, 1e30),
         "link_bytes_per_second": above(0, 1e18),
-        "latency_seconds": real(0, 1e6),
+        "latency_seconds": real(0, 1e12),
     },
     daso.predict.ThrottlePlan: dict.fromkeys(
         ("current", "target"), lambda one: isinstance(one, daso.predict.Machine)

@@ -93,9 +93,9 @@ def test_a_latency_that_is_not_given_is_refused_where_there_is_one():
 
 @pytest.mark.parametrize("wrong", [0, -1, math.nan, math.inf])
 def test_rates_are_numbers_above_0(wrong):
-    with pytest.raises(ConfigError, match="compute must be a number above 0"):
+    with pytest.raises(ConfigError, match="compute must be a positive number"):
         Machine(wrong, 1)
-    with pytest.raises(ConfigError, match="link_bytes_per_second must be a number above 0"):
+    with pytest.raises(ConfigError, match="link_bytes_per_second must be a positive number"):
         Machine(1, wrong)
 
 

@@ -33,6 +33,7 @@ def other(key, default):
     }
     words |= {"exchange.gradients": "priority", "exchange.update": "whole"}
     words |= {"exchange.memory": "device"}
+    words |= {"optimizer.momentum": "0.5", "exchange.outer_momentum": "0.5"}
     return words.get(key) or str(default + 1)
 
 
