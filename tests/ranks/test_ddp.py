@@ -80,10 +80,14 @@ def trained(order, topology, policy):
     both = {"model": model, "nothing": None}
     if first:
         both["parallel"] = parallel(model)
-    with daso.DASO(sgd(model), module=both[given], topology=topology, policy=policy) as optimizer:
-        both.setdefault("parallel", None if first else parallel(model))
+    optimizer = daso.DASO(sgd(model), module=both[given], topology=topology, policy=policy)
+    try:
+        if "parallel" not in both:
+            both["parallel"] = parallel(model)
         train(optimizer, both["parallel"], topology.place.rank)
         optimizer.synchronize()
+    finally:  # where DDP is refused, on all ranks
+        optimizer.close()
     return bits(model)
 
 

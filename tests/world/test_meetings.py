@@ -12,6 +12,8 @@ from daso.plan.options import Exchange
 from daso.train import checkpoint
 from daso.train.checkpoint import Checkpoints
 
+# Threads alone: of real ranks the topology would be of no use to the tests behind these.
+pytestmark = pytest.mark.nodes((1, 1))
 LIMIT = 0.5
 SHORT = Exchange(stall_seconds=LIMIT)
 
