@@ -81,7 +81,8 @@ class Gradients:
             a ``policy`` are all batches): a layer's forward waits for its own, and the optimizer's
             step for that layer is taken then. Until then, or `DASO.flush`, parameters have their
             old values; clipping, GradScaler and closures need all gradients at once, and
-            ``"whole"``. ``"auto"``: ``"chunk"`` with ``"priority"``, which gains little without,
+            ``"whole"``. Gradients that are changed are refused, but for writes through ``.data``,
+            of which torch keeps no count. ``"auto"``: ``"chunk"`` with ``"priority"``, which gains little without,
             elsewhere ``"whole"``.
         portions: Which of the portions that are ready crosses next: ``"layer"``, the one needed
             first; ``"lifo"``, ready last; ``"fifo"``, ready first.
