@@ -82,8 +82,8 @@ class Gradients:
             step for that layer is taken then. Until then, or `DASO.flush`, parameters have their
             old values; clipping, GradScaler and closures need all gradients at once, and
             ``"whole"``. Gradients that are changed are refused, but for writes through ``.data``,
-            of which torch keeps no count. ``"auto"``: ``"chunk"`` with ``"priority"``, which gains little without,
-            elsewhere ``"whole"``.
+            of which torch keeps no count. ``"auto"``: ``"chunk"`` with ``"priority"``, which gains
+            little without, elsewhere ``"whole"``.
         portions: Which of the portions that are ready crosses next: ``"layer"``, the one needed
             first; ``"lifo"``, ready last; ``"fifo"``, ready first.
         bucket_bytes: Size from which a bucket of gradients counts as full and is averaged while
