@@ -17,17 +17,17 @@ from daso.errors import ConfigError
 __all__ = [
     "NONE",
     "Rule",
-    "a_record",
     "check",
     "choice",
     "either",
-    "fits_call",
     "flag",
+    "format_value",
+    "instance_of",
     "number",
     "one_of",
     "positive",
-    "record",
-    "shown",
+    "validate_call",
+    "validated_record",
     "whole",
 ]
 
@@ -103,7 +103,7 @@ def one_of(*values: object, text: str = "") -> Rule:
     )
 
 
-def a_record(kind: type) -> Rule:
+def instance_of(kind: type) -> Rule:
     """Return the rule of an object of a class, as ``daso.Exchange(...)``."""
     return Rule(f"daso.{kind.__name__}(...)", lambda value: isinstance(value, kind))
 
@@ -124,10 +124,10 @@ def check(name: str, value: object, rule: Rule, remedy: str = "") -> None:
         ConfigError: Rule and value.
     """
     if not rule.holds(value):
-        raise ConfigError(f"{name} must be {rule.text}, not {shown(value)}{remedy}")
+        raise ConfigError(f"{name} must be {rule.text}, not {format_value(value)}{remedy}")
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Return a value as a message can have it: on one line, and not long."""
     try:
         text = " ".join(repr(value).split())
@@ -152,7 +152,7 @@ ELSEWHERE = {
 }
 
 
-def fits_call(call: Call) -> Call:
+def validate_call(call: Call) -> Call:
     """Make a call whose arguments do not fit its signature a `ConfigError` that says which do.
 
     Args:
@@ -172,9 +172,9 @@ def fits_call(call: Call) -> Call:
     return checked  # type: ignore[return-value]
 
 
-def record(kind: type[Kind]) -> type[Kind]:
-    """Make a record's constructor a call that fits, see `fits_call`."""
-    setattr(kind, "__init__", fits_call(kind.__init__))  # noqa: B010 - types forbid to assign it
+def validated_record(kind: type[Kind]) -> type[Kind]:
+    """Make a record's constructor a call that fits, see `validate_call`."""
+    setattr(kind, "__init__", validate_call(kind.__init__))  # noqa: B010 - types forbid to assign it
     return kind
 
 

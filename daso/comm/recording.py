@@ -10,7 +10,7 @@ from typing import Self, TextIO
 import torch
 
 from daso import trace
-from daso.checks import NONE, Rule, a_record, check, either, fits_call, positive, whole
+from daso.checks import NONE, Rule, check, either, instance_of, positive, validate_call, whole
 from daso.comm.clock import ask_round
 from daso.comm.dtypes import byte_buffer
 from daso.comm.topology import Topology, default
@@ -40,7 +40,7 @@ class Recording(AbstractContextManager["Recording"]):
     the file ends with the last mark.
     """
 
-    @fits_call
+    @validate_call
     def __init__(
         self,
         path: str | Path,
@@ -50,7 +50,7 @@ class Recording(AbstractContextManager["Recording"]):
         stall_seconds: float = 300.0,
     ) -> None:
         check("path", path, FILE)
-        check("topology", topology, either(a_record(Topology), NONE))
+        check("topology", topology, either(instance_of(Topology), NONE))
         check("capacity", capacity, whole(1, MOST_SPANS, " of spans"))
         check("stall_seconds", stall_seconds, positive())
         self.path, self._given = Path(path), topology

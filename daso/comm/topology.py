@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from daso.checks import NONE, Rule, check, either, fits_call
+from daso.checks import NONE, Rule, check, either, validate_call
 from daso.comm.dtypes import sum_buffer
 from daso.comm.mpi import abort_on_error, check_launch, check_wheels, load, wheels
 from daso.comm.node import wait_until
@@ -25,10 +25,10 @@ from daso.errors import ExchangeError, StallError, TopologyError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MEETINGS", "Place", "Topology", "default", "init"]
+__all__ = ["RENDEZVOUS", "Place", "Topology", "default", "init"]
 
 # What ranks do together outside of steps.
-MEETINGS = (
+RENDEZVOUS = (
     "wrap an optimizer",
     "close an optimizer",
     "make a daso.EagerServer",
@@ -100,7 +100,7 @@ class Topology:
     Collective over the world; blocking.
     """
 
-    @fits_call
+    @validate_call
     def __init__(
         self,
         world: "MPI.Comm | None" = None,
@@ -142,14 +142,14 @@ class Topology:
             node_of=tuple(heads.index(head) for head in firsts),
         )
 
-    def meet(self, what: str, stall_seconds: float) -> None:
+    def rendezvous(self, what: str, stall_seconds: float) -> None:
         """Wait until every rank has come to the same place of the program.
 
         MPI's own collectives wait for ever for a rank that never comes: whatever ranks do together
         outside of steps begins here.
 
         Args:
-            what: What all do there together: one of `MEETINGS`.
+            what: What all do there together: one of `RENDEZVOUS`.
             stall_seconds: How long to wait at most.
 
         Raises:
@@ -160,7 +160,7 @@ class Topology:
         """
         if self.place.size == 1:
             return
-        mine = torch.tensor([MEETINGS.index(what)], device="cpu")
+        mine = torch.tensor([RENDEZVOUS.index(what)], device="cpu")
         places = torch.empty(self.place.size, dtype=torch.int64, device="cpu")
         request = self.world.Iallgather(sum_buffer(mine), sum_buffer(places))
         try:
@@ -172,7 +172,7 @@ class Topology:
             if place != int(mine):
                 raise ExchangeError(
                     f"all ranks must come to the same place of the program, but this rank is about "
-                    f"to {what}, and rank {rank} to {MEETINGS[place]}; let all ranks do the same"
+                    f"to {what}, and rank {rank} to {RENDEZVOUS[place]}; let all ranks do the same"
                 )
 
     def agree(self, problem: str | None, kind: type[Exception]) -> None:
@@ -200,7 +200,7 @@ class Topology:
         """Give the communicators back. Collective over the world; blocking; idempotent."""
         mpi = load()
         if self.world != mpi.COMM_NULL:
-            self.meet("free a daso.Topology", STALL_SECONDS)
+            self.rendezvous("free a daso.Topology", STALL_SECONDS)
         self.roll.free()
         for comm in (self.lane, self.node, self.world):
             if comm != mpi.COMM_NULL:
@@ -284,7 +284,7 @@ def _pretend_group(
 _default: list[Topology] = []
 
 
-@fits_call
+@validate_call
 def init(*, ranks_per_node: int | Sequence[int] | None = None) -> Topology:
     """Start MPI where needed and set the topology that `DASO` uses when none is given.
 

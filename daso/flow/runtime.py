@@ -16,12 +16,12 @@ import torch
 
 from daso.checks import (
     NONE,
-    a_record,
     check,
     either,
-    fits_call,
     flag,
+    instance_of,
     positive,
+    validate_call,
     whole,
 )
 from daso.comm.mpi import load
@@ -94,7 +94,7 @@ class Runtime:
     Collective over the world; blocking.
     """
 
-    @fits_call
+    @validate_call
     def __init__(  # noqa: PLR0913 - checked here, each by itself
         self,
         graph: Graph,
@@ -111,12 +111,12 @@ class Runtime:
         seed: int = 0,
         stall_seconds: float = Exchange().stall_seconds,
     ) -> None:
-        check("topology", topology, either(a_record(Topology), NONE))
-        check("updates", updates, either(a_record(Updates), NONE))
+        check("topology", topology, either(instance_of(Topology), NONE))
+        check("updates", updates, either(instance_of(Updates), NONE))
         _check_numbers(max_active_keys, instances_per_batch, seed, stall_seconds)
         check("shuffle", shuffle, flag())
         self._whole = default() if topology is None else topology
-        self._whole.meet("make a flow's Runtime", stall_seconds)
+        self._whole.rendezvous("make a flow's Runtime", stall_seconds)
         self._between, self._each = between_nodes, instances_per_batch
         if not self._whole.same(between_nodes is None):
             raise ConfigError("between_nodes must be given to all ranks or to none, not to some")
@@ -304,7 +304,7 @@ class Runtime:
             )
 
     def _check_instances(self, instances: Sequence[Any]) -> None:
-        self._whole.meet("begin an epoch of a flow", self._stall_seconds)
+        self._whole.rendezvous("begin an epoch of a flow", self._stall_seconds)
         count = len(instances)
         problem = None if count else "an epoch must have one instance at least, not none"
         self._whole.agree(problem, ConfigError)
@@ -492,7 +492,7 @@ class Runtime:
         """Give communicators back. Collective over the world; blocking; idempotent."""
         if not self._closed:
             self._closed = True
-            self._whole.meet("close a flow's Runtime", self._stall_seconds)
+            self._whole.rendezvous("close a flow's Runtime", self._stall_seconds)
             if self._beside is not None:
                 self._beside.close()
             if self._topology is not self._whole:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from daso.checks import NONE, a_record, check, choice, either, flag, one_of, whole
+from daso.checks import NONE, check, choice, either, flag, instance_of, one_of, whole
 from daso.errors import ConfigError
 from daso.plan.layout import Span, split
 from daso.plan.options import Exchange
@@ -87,7 +87,7 @@ class Plan:
         check("staleness", self.staleness, either(steps, NONE))
         check("every", self.every, either(layers, one_of("auto")))
         check("damped", self.damped, flag())
-        check("exchange", self.exchange, a_record(Exchange))
+        check("exchange", self.exchange, instance_of(Exchange))
         unused = Exchange(fragments=self.exchange.fragments, memory=self.exchange.memory)
         if self.exchange.reduce == "iallreduce" or unused != Exchange():
             raise ConfigError(

@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from daso.checks import check, choice, flag, record, whole
+from daso.checks import check, choice, flag, validated_record, whole
 from daso.errors import ConfigError
 
 __all__ = [
@@ -31,7 +31,7 @@ Unit = Literal["instance", "message"]
 Weights = Literal["current", "stashed"]
 
 
-@record
+@validated_record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updates:
     """When and how the parts of a flow update their weights.

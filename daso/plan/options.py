@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from daso.checks import check, choice, either, one_of, positive, record, whole
+from daso.checks import check, choice, either, one_of, positive, validated_record, whole
 from daso.errors import ConfigError
 from daso.plan.merge import Merge, MergeName, check_merge, is_eager, keeps_local, merge_rule
 from daso.plan.schedule import Seen
@@ -20,7 +20,7 @@ MiB = 1 << 20
 MOST_FRAGMENTS = 100_000
 
 
-@record
+@validated_record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
     """How nodes exchange.
@@ -66,7 +66,7 @@ class Exchange:
         check("Exchange.fragments", self.fragments, whole(1, MOST_FRAGMENTS))
 
 
-@record
+@validated_record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
     """How gradients are averaged: inside a node, and between nodes in synchronous phases.

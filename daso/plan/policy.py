@@ -10,7 +10,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from daso.checks import Rule, check, number, positive, record, whole
+from daso.checks import Rule, check, number, positive, validated_record, whole
 from daso.errors import ConfigError
 from daso.plan.plateau import observe
 from daso.plan.schedule import Seen, State
@@ -20,7 +20,7 @@ __all__ = ["Auto", "Fixed", "Plateau", "Qsr", "Replay"]
 SLACK = 8  # `Auto` waits for skip // SLACK batches, and more where an exchange takes longer
 
 
-@record
+@validated_record
 @dataclass(frozen=True, slots=True)
 class Fixed:
     """The same skip and wait all the time, after an optional synchronous warm-up.
@@ -64,7 +64,7 @@ class Fixed:
         return state
 
 
-@record
+@validated_record
 @dataclass(frozen=True, slots=True)
 class Plateau:
     """The paper's schedule: warm-up, cycling, cool-down, by epochs and the loss.
@@ -141,7 +141,7 @@ class Plateau:
         return replace(state, skip=skip, wait=min(skip, max(1, state.wait - 1)))
 
 
-@record
+@validated_record
 @dataclass(frozen=True, slots=True)
 class Qsr:
     """Quadratic synchronization rule: the smaller the learning rate, the rarer the exchanges.
@@ -195,7 +195,7 @@ class Qsr:
         return state
 
 
-@record
+@validated_record
 @dataclass(frozen=True, slots=True)
 class Auto:
     """Exchanges as seldom as drift allows, and never so fast that anybody waits; needs no settings.

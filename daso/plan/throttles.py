@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from daso.checks import a_record, check, number, positive, record
+from daso.checks import check, instance_of, number, positive, validated_record
 from daso.errors import ConfigError
 
 __all__ = ["Estimate", "Machine", "ThrottlePlan", "estimate"]
@@ -24,7 +24,7 @@ BLOCKS = 12  # into which steps are cut: means of many steps in a row are about 
 QUANTILE = 2.201  # 0.975 of Student's t with 11 degrees of freedom
 
 
-@record
+@validated_record
 @dataclass(frozen=True, slots=True)
 class Machine:
     """What counts of the nodes of a machine.
@@ -46,7 +46,7 @@ class Machine:
         check("latency_seconds", self.latency_seconds, number(0, 1e12))
 
 
-@record
+@validated_record
 @dataclass(frozen=True, slots=True)
 class ThrottlePlan:
     """How to slow the current machine down to imitate another one.
@@ -63,8 +63,8 @@ class ThrottlePlan:
     target: Machine
 
     def __post_init__(self) -> None:
-        check("current", self.current, a_record(Machine))
-        check("target", self.target, a_record(Machine))
+        check("current", self.current, instance_of(Machine))
+        check("target", self.target, instance_of(Machine))
         if self.current.latency_seconds > 0 and self.target.latency_seconds == 0:
             raise ConfigError(
                 f"latency_seconds of the target must be above 0 where the current machine's is "

@@ -1,6 +1,7 @@
 """The `daso` command. Parses first; torch and MPI are imported only by what needs them."""
 
 import argparse
+import errno
 import json
 import sys
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import daso
-from daso.checks import shown
+from daso.checks import format_value
 from daso.environment import parse_ranks_per_node, read_launch
 from daso.errors import ConfigError, DasoError
 from daso.run import memory, predict, queue, submit, trace
@@ -38,14 +39,26 @@ def main(words: Sequence[str] | None = None) -> int:
         Exit code: 0 done, 1 `doctor` found problems, 2 wrong use, 75 asked to end and saved.
     """
     ours, theirs = _cut(sys.argv[1:] if words is None else list(words))
+    for word in ours:
+        if word.startswith("-") and word.endswith("=--"):  # argparse would make a list of it
+            return _refuse(f"{word.removesuffix('=--')} must have a value, not --; give one")
     options = _parser().parse_args(ours)
     try:
         code: int = options.run(options, theirs)
     except DasoError as error:
-        if _speaks():  # every rank got the same error
-            print(f"daso: {error}", file=sys.stderr)
-        return 2
+        return _refuse(str(error))
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return _refuse(f"no file can have the name {format_value(error.filename)}; shorten it")
     return code
+
+
+def _refuse(why: str) -> int:
+    """Print an error, the same on every rank, in one line; return the exit code of wrong use."""
+    if _speaks():
+        print(f"daso: {' '.join(why.splitlines())}", file=sys.stderr)  # names may hold line breaks
+    return 2
 
 
 def _speaks() -> bool:
@@ -150,10 +163,9 @@ def _cut_train(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
                 ours.append(words[at])
                 at += 1
             continue
-        settings.append(word)
         if takes_value(word) and at < len(words) and not words[at].startswith("--"):
-            settings.append(words[at])
-            at += 1
+            word, at = f"{word}={words[at]}", at + 1
+        settings.append(word)
     return ours, tuple(settings)
 
 
@@ -186,8 +198,8 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
     ranks, pretend = options.ranks, options.ranks_per_node
     if program and not program[0].startswith("-") and not Path(program[0]).is_file():
         raise ConfigError(
-            f"the program must be a script that is there, but there is no {shown(program[0])} in "
-            f"{Path.cwd()}; mend its path, or run a module with -m"
+            f"the program must be a script that is there, but there is no "
+            f"{format_value(program[0])} in {Path.cwd()}; mend its path, or run a module with -m"
         )
     return launch(Local(ranks=ranks, ranks_per_node=pretend, program=tuple(program)))
 

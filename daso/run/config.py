@@ -229,7 +229,7 @@ def read_config(path: Path | None, words: Sequence[str]) -> Config:
     values: dict[str, object] = {}
     if path is not None:
         values.update(_flatten(_read_toml(path)))
-    values.update(_read_word(word) for word in _joined(words))
+    values.update(_read_word(word) for word in words)
     config: Config = _build(Config, values)
     return config
 
@@ -257,25 +257,11 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield path, value
 
 
-def _joined(words: Sequence[str]) -> Iterator[str]:
-    """Join ``--epochs 3`` to ``--epochs=3``, and take ``--trace`` for ``--trace=true``."""
-    kinds = {key: annotation for key, annotation, _ in _keys(Config)}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if takes_value(word) and rest and not rest[0].startswith("--"):
-            yield f"{word}={rest.pop(0)}"
-        elif kinds.get(word.removeprefix("--").replace("-", "_")) is bool:
-            yield f"{word}=true"
-        else:
-            yield word
-
-
 def _read_word(word: str) -> tuple[str, object]:
-    known = {key for key, _, _ in _keys(Config)}
+    kinds = {key: annotation for key, annotation, _ in _keys(Config)}
     name = word.removeprefix("--").replace("-", "_")
-    if word.startswith("--") and "=" not in word and name not in known:
-        return name, ""  # told with what it may be meant for
+    if word.startswith("--") and "=" not in word and kinds.get(name, bool) is bool:
+        return name, "true"  # a switch; or unknown, which is told with what it may be meant for
     if not word.startswith("--") or "=" not in word:
         raise ConfigError(f"settings must look like --key=value, not {word!r}; {_valid()}")
     key, _, value = word.removeprefix("--").partition("=")

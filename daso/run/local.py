@@ -20,7 +20,7 @@ from daso.errors import TopologyError
 __all__ = ["Local", "launch"]
 
 POLL_MILLISECONDS = 100
-INTERRUPT_SECONDS = 1.0  # after Ctrl-C, for mpirun to end by itself
+INTERRUPT_SECONDS = 5.0  # after Ctrl-C, for mpirun and programs that save to end by themselves
 PR_SET_PDEATHSIG = 1
 CHECKPOINTED = 75  # exit code; `daso.train.stopping` says what it means, and needs torch
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from daso.checks import Rule, a_record, check, number, positive, record, whole
+from daso.checks import Rule, check, instance_of, number, positive, validated_record, whole
 from daso.errors import ConfigError
 from daso.plan.costs import Layers, payload_rounds, step_seconds
 from daso.plan.wires import BITS
@@ -25,7 +25,7 @@ FORWARD = 1 / 3  # of a step's computing; backward takes the rest
 MOST_PARAMETERS, MOST_NODES, MOST_CORES, MOST_RATE = 1e15, 1_000_000, 1e6, 1e6
 
 
-@record
+@validated_record
 @dataclass(frozen=True, slots=True)
 class Job:
     """A model and what training it costs a node.
@@ -64,7 +64,7 @@ class Job:
         check("jitter", self.jitter, below_one)
 
 
-@record
+@validated_record
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Nodes and what joins them.
@@ -84,7 +84,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         check("nodes", self.nodes, whole(1, MOST_NODES))
-        check("link", self.link, a_record(Link))
+        check("link", self.link, instance_of(Link))
         check("cores", self.cores, positive(MOST_CORES))
         check("slower", self.slower, Rule("factors by node", lambda one: isinstance(one, Mapping)))
         for node, factor in self.slower.items():

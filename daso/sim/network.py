@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from daso.checks import Rule, check, either, number, positive, record
+from daso.checks import Rule, check, either, number, positive, validated_record
 from daso.plan.costs import vote_rounds
 
 __all__ = ["HEADERS", "Link", "vote_seconds"]
@@ -12,7 +12,7 @@ __all__ = ["HEADERS", "Link", "vote_seconds"]
 HEADERS = 1538 / 1448
 
 
-@record
+@validated_record
 @dataclass(frozen=True, slots=True)
 class Link:
     """What joins a node to a switch that is never full; both ways at once.

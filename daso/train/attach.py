@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch
 from torch._compile import _disable_dynamo
 
-from daso.checks import fits_call
+from daso.checks import validate_call
 from daso.comm.topology import Topology
 from daso.errors import ConfigError
 from daso.plan.merge import MergeName
@@ -21,7 +21,7 @@ from daso.train.setup import make_setup
 __all__ = ["Attached", "attach"]
 
 
-@fits_call
+@validate_call
 def attach(  # noqa: PLR0913 - the keywords of DASO
     inner: torch.optim.Optimizer,
     *,

@@ -31,7 +31,7 @@ from daso.train.carrier import Carrier
 from daso.train.gradients import Bucket, Finish, GradientRows
 from daso.train.params import Named
 
-__all__ = ["Beginning", "Between", "GradientBuckets", "Route"]
+__all__ = ["BackwardCallbacks", "Between", "GradientBuckets", "Route"]
 
 OURS = "made_in_a_backward_that_daso_saw"  # attribute of a gradient that is in no bucket
 
@@ -65,12 +65,12 @@ class Round:
     backward: Callable[[], object] = object  # returns None once it is over, come what may
 
     @property
-    def cut_off(self) -> bool:
+    def aborted(self) -> bool:
         """Whether its backward raised."""
         return bool(self.ready) and self.backward() is None
 
 
-class Ending:
+class FinishCallback:
     """What autograd calls when a backward is over, and forgets when it raised."""
 
     def __init__(self, call: Callable[[], None]) -> None:
@@ -82,7 +82,7 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class BackwardCallbacks:
     """What is asked as a backward begins.
 
     Args:
@@ -107,7 +107,7 @@ class GradientBuckets:
         route: Where they are averaged; may be replaced between two rounds.
         bucket_bytes: Bytes from which a bucket counts as full; see `cut`.
         same_order: Replaces an order (list of indices) by world rank 0's; collective over it.
-        beginning: Asked as a backward begins.
+        callbacks: Called as a backward begins.
         in_portions: Buckets are portions (see `daso.plan.slices`), which may cut a tensor.
     """
 
@@ -119,11 +119,11 @@ class GradientBuckets:
         *,
         bucket_bytes: int,
         same_order: Callable[[list[int]], list[int]],
-        beginning: Beginning,
+        callbacks: BackwardCallbacks,
         in_portions: bool = False,
     ) -> None:
         self.named, self.node, self.route = named, node, route
-        self._beginning = beginning
+        self._callbacks = callbacks
         self.bucket_bytes, self._same_order = bucket_bytes, same_order
         self.fresh = False  # a round was finished since somebody set this to False
         self._paused = False
@@ -149,15 +149,15 @@ class GradientBuckets:
     def _on_ready(self, index: int, tensor: torch.Tensor) -> None:
         if self._paused:
             return
-        if self._round.cut_off:
-            self._forget_round()
+        if self._round.aborted:
+            self._discard_aborted_round()
         now, ready = self._round, self._round.ready
         _check_gradient(self.named[index][0], tensor, again=index in ready)
         if self.route.alone:
             setattr(tensor.grad, OURS, True)
             return
         if not ready:
-            if self._beginning.outdated():
+            if self._callbacks.outdated():
                 return
             self._begin(now)
         ready[index] = None
@@ -177,13 +177,13 @@ class GradientBuckets:
 
     def _begin(self, now: Round) -> None:
         """Begin a round, which ends with this backward."""
-        self._beginning.begin()
+        self._callbacks.begin()
         # Called by autograd when this backward is over, as DDP and FSDP do it.
         queue = torch.autograd.Variable._execution_engine.queue_callback
         # DDP queues its own last: queue behind it, from a callback.
-        now.behind = self._beginning.behind()
+        now.behind = self._callbacks.behind()
         finish = self.finish_round
-        ending = Ending(partial(queue, finish) if now.behind else finish)
+        ending = FinishCallback(partial(queue, finish) if now.behind else finish)
         now.backward = weakref.ref(ending)
         queue(ending)
         self._begin_carrying()
@@ -304,18 +304,18 @@ class GradientBuckets:
             bucket.memory.wait()
             self.rows.settle(bucket)
 
-    def end_cut_off(self) -> None:
+    def finish_aborted_round(self) -> None:
         """Finish the round of a backward that raised, where one is left.
 
         The other ranks' backward raised too, or waits for these gradients. Collective as
         `finish_round`; blocking.
         """
-        if self._round.cut_off:
+        if self._round.aborted:
             self.finish_round()
             self.collect(range(len(self.named)))
             self.fresh = False
 
-    def _forget_round(self) -> None:
+    def _discard_aborted_round(self) -> None:
         """Finish the round of a backward that raised without the gradients that are there now."""
         grads = [tensor.grad for _, tensor in self.named]
         if any(grad is not None and self.owns(grad) for grad in grads):
@@ -325,7 +325,7 @@ class GradientBuckets:
             )
         for _, tensor in self.named:
             tensor.grad = None
-        self.end_cut_off()
+        self.finish_aborted_round()
         for (_, tensor), grad in zip(self.named, grads, strict=True):
             tensor.grad = grad
 

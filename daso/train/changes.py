@@ -4,10 +4,10 @@ import torch
 
 from daso.train.params import Trained, layout_of
 
-__all__ = ["Changes"]
+__all__ = ["ParameterChanges"]
 
 
-class Changes:
+class ParameterChanges:
     """What became of parameters since this was made.
 
     Args:
@@ -18,13 +18,14 @@ class Changes:
         self._trained = trained
         self._trainable = _trainable(trained.inner)
         self._digest = layout_of(trained.named).digest
+        self._tensors = [tensor for _, tensor in trained.named]
         self._addresses = self._where()
 
-    def refrozen(self) -> bool:
+    def trainable_changed(self) -> bool:
         """Return whether parameters were added, frozen or unfrozen."""
         return self._trainable != _trainable(self._trained.inner)
 
-    def laid_out_anew(self) -> bool:
+    def layout_changed(self) -> bool:
         """Return whether parameters got another shape, type or order in memory."""
         addresses = self._where()  # asked at every step: cheaper than layouts
         if addresses == self._addresses:
@@ -35,7 +36,7 @@ class Changes:
         return False
 
     def _where(self) -> list[int]:
-        return [tensor.data_ptr() for _, tensor in self._trained.named]
+        return list(map(torch.Tensor.data_ptr, self._tensors))
 
 
 def _trainable(inner: torch.optim.Optimizer) -> list[int]:

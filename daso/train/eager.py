@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from daso.checks import NONE, a_record, check, either, fits_call
+from daso.checks import NONE, check, either, instance_of, validate_call
 from daso.comm.throttle import emulated_link
 from daso.comm.topology import Topology, default
 from daso.comm.vote import gather
@@ -88,7 +88,7 @@ class EagerServer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = False
 
-    @fits_call
+    @validate_call
     def __init__(  # noqa: PLR0913 - checked as one record
         self,
         model: torch.nn.Module,
@@ -105,7 +105,7 @@ class EagerServer(torch.optim.Optimizer):
     ) -> None:
         check("model", model, MODULE)
         check("optimizer_factory", optimizer_factory, FACTORY)
-        check("topology", topology, either(a_record(Topology), NONE))
+        check("topology", topology, either(instance_of(Topology), NONE))
         # Optimizer.__init__ is not called: groups and state are those of this rank's rows.
         plan = Plan(
             mode=mode,
@@ -122,7 +122,7 @@ class EagerServer(torch.optim.Optimizer):
             )
         self._topology = default() if topology is None else topology
         self._model, self._plan = model, plan
-        self._topology.meet("make a daso.EagerServer", plan.exchange.stall_seconds)
+        self._topology.rendezvous("make a daso.EagerServer", plan.exchange.stall_seconds)
         names, named, layers = layers_of(model)
         self._agree(named)
         place = self._topology.place

@@ -177,7 +177,7 @@ class Links:
         if not self.engine.close() or self.bell.given_up:
             return False
         stall_seconds = self.settings.exchange.stall_seconds
-        self._topology.meet("close an optimizer", stall_seconds)
+        self._topology.rendezvous("close an optimizer", stall_seconds)
         mpi = load()
         for comm in (*self._slots, self.world, self._votes, self._asides, self.turns):
             if comm != mpi.COMM_NULL:

@@ -20,7 +20,7 @@ from daso.train.agree import (
 )
 from daso.train.links import Links
 from daso.train.metrics import Counts
-from daso.train.misuse import fingerprint, fingerprint_of_gradients, first_nonfinite, is_alike
+from daso.train.misuse import checksum, first_nonfinite, gradient_checksum, is_alike
 from daso.train.params import Trained
 from daso.train.reducers import may_be_at_work
 from daso.train.shared import common_tensors
@@ -107,7 +107,7 @@ class Meeting:
         Collective over the world; blocking.
         """
         ddp = may_be_at_work()
-        mine = 0.0 if ddp else fingerprint_of_gradients(self.trained.named, order)
+        mine = 0.0 if ddp else gradient_checksum(self.trained.named, order)
         prints = self.gather(mine)  # the bell is heard there
         if self.leads and mine and is_alike(prints):
             logger.warning(
@@ -129,7 +129,7 @@ class Meeting:
         Collective over the world; blocking.
         """
         named = self.trained.named
-        if is_alike(self.gather(fingerprint(tensor for _, tensor in named))):
+        if is_alike(self.gather(checksum(tensor for _, tensor in named))):
             return True
         self._refuse_nonfinite()
         self.average([tensor for _, tensor in named])

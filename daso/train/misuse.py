@@ -16,9 +16,9 @@ from daso.train.params import Named
 
 __all__ = [
     "InnerSteps",
-    "fingerprint",
-    "fingerprint_of_gradients",
+    "checksum",
     "first_nonfinite",
+    "gradient_checksum",
     "has_batch_norm",
     "has_hooks",
     "is_alike",
@@ -59,10 +59,12 @@ class InnerSteps:
     @_disable_dynamo
     def __call__(self, inner: torch.optim.Optimizer, *_: object) -> None:
         """Look whose step it was."""
-        warns = None if self._warns is None else self._warns()
+        if id(inner) in _stepping or self._warns is None:  # first: a rate may be on a device
+            return
+        warns = self._warns()
         # torch.distributed.checkpoint steps with a learning rate of 0 to make state.
         probes = all(float(group.get("lr", 1.0)) == 0 for group in inner.param_groups)
-        if id(inner) in _stepping or warns is None or probes or not warns():
+        if warns is None or probes or not warns():
             return
         self._warns = None
         logger.warning(
@@ -89,7 +91,7 @@ def has_hooks(inner: torch.optim.Optimizer) -> bool:
 def _nothing(*_: object) -> None: ...
 
 
-def fingerprint(tensors: Iterable[torch.Tensor]) -> float:
+def checksum(tensors: Iterable[torch.Tensor]) -> float:
     """Return a number that equal tensors share, bit for bit, and others hardly ever.
 
     Args:
@@ -103,15 +105,15 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> float:
     return float(crc)
 
 
-def fingerprint_of_gradients(named: Named, ready: Iterable[int]) -> float:
-    """Return a `fingerprint` of the first gradients that became ready; 0 where all are zero.
+def gradient_checksum(named: Named, ready: Iterable[int]) -> float:
+    """Return a `checksum` of the first gradients that became ready; 0 where all are zero.
 
     Args:
         named: Names and parameters.
         ready: Their indices in the order in which gradients became ready.
     """
     grads = [grad for index in ready if (grad := named[index][1].grad) is not None][:FIRST]
-    return fingerprint(grads) if any(bool(grad.any()) for grad in grads) else 0.0
+    return checksum(grads) if any(bool(grad.any()) for grad in grads) else 0.0
 
 
 def is_alike(numbers: Sequence[float]) -> bool:

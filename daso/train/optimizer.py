@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch._compile import _disable_dynamo
 
-from daso.checks import Rule, check, fits_call
+from daso.checks import Rule, check, validate_call
 from daso.comm.topology import Topology
 from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Wire
@@ -81,7 +81,7 @@ class DASO(torch.optim.Optimizer):
     # A GradScaler calls `step` also when it met inf: every attempt counts, on every rank.
     _step_supports_amp_scaling = True
 
-    @fits_call
+    @validate_call
     def __init__(  # noqa: PLR0913 - a ninth keyword would be a missing record
         self,
         inner: torch.optim.Optimizer,

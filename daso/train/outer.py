@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from daso.checks import shown
+from daso.checks import format_value
 from daso.errors import ConfigError, told
 
-__all__ = ["MakeOuter", "Outer", "made"]
+__all__ = ["MakeOuter", "Outer", "build_optimizer"]
 
 MakeOuter = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
-def made(name: str, make: Callable[[Any], Any], params: Any) -> torch.optim.Optimizer:
+def build_optimizer(name: str, make: Callable[[Any], Any], params: Any) -> torch.optim.Optimizer:
     """Return what a user's function makes of parameters.
 
     Args:
@@ -40,7 +40,7 @@ def made(name: str, make: Callable[[Any], Any], params: Any) -> torch.optim.Opti
     if not all(hasattr(optimizer, one) for one in ("param_groups", "state", "step")):
         raise ConfigError(
             f"{name} must make an optimizer from a list of parameters, but it made "
-            f"{shown(optimizer)}; pass a function such as lambda p: torch.optim.SGD(p, lr=0.7)"
+            f"{format_value(optimizer)}; pass a function such as lambda p: torch.optim.SGD(p, 0.7)"
         )
     return optimizer  # type: ignore[no-any-return]
 
@@ -57,7 +57,7 @@ class Outer:
     def __init__(self, make: MakeOuter, reference: torch.Tensor) -> None:
         self.param = torch.nn.Parameter(reference)  # the same memory
         self.grad = torch.zeros_like(reference)  # the mean delta, negated
-        self.optimizer = made("outer", make, [self.param])
+        self.optimizer = build_optimizer("outer", make, [self.param])
 
     def step(self) -> None:
         """Take one step with ``grad``."""

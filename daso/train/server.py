@@ -14,7 +14,7 @@ import torch
 
 from daso.comm.dtypes import accumulator
 from daso.plan.eager import Apply, Plan, age
-from daso.train.outer import made
+from daso.train.outer import build_optimizer
 from daso.train.shares import Shares
 from daso.train.subset import refuse_counting, step_with
 
@@ -86,7 +86,7 @@ class RowServer:
     def __init__(self, rank: int, shares: Shares, plan: Plan, make: MakeOptimizer) -> None:
         self.rank, self.shares, self.plan = rank, shares, plan
         self.stand_ins = shares.stand_ins(rank)
-        self.inner = made("optimizer_factory", make, self.stand_ins)
+        self.inner = build_optimizer("optimizer_factory", make, self.stand_ins)
         self.contributors = plan.contributors(rank, shares.ranks)
         self.versions = [0] * len(shares.layers)
         self.logs = False  # its versions

@@ -224,7 +224,7 @@ class Serving:
         if self.serves:  # ranks did not meet: what is under way ends here
             self.engine.give_up()
         if self.engine.close() and self.world != load().COMM_NULL:
-            self._topology.meet("close a daso.EagerServer", self.plan.exchange.stall_seconds)
+            self._topology.rendezvous("close a daso.EagerServer", self.plan.exchange.stall_seconds)
             for way in self._ways:
                 way.free()
             for comm in (self.world, self._letters):

@@ -7,10 +7,7 @@ Coquelin et al., "Accelerating neural network training with distributed asynchro
 optimization (DASO)", J. Big Data 9:14 (2022), doi 10.1186/s40537-021-00556-1.
 """
 
-import atexit
-import itertools
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -18,7 +15,7 @@ from typing import Any
 
 import torch
 
-from daso.checks import Rule, check, shown
+from daso.checks import Rule, check, format_value
 from daso.comm.topology import Place, Topology, default
 from daso.errors import CheckpointError, ConfigError
 from daso.plan.schedule import (
@@ -30,6 +27,7 @@ from daso.plan.schedule import (
     after_exchange,
     drain,
 )
+from daso.train import registry
 from daso.train.meeting import agree_options
 from daso.train.metrics import Counts
 from daso.train.params import Trained, agree_layout
@@ -89,7 +87,7 @@ class Session:
             return session
         session._meet()
         trained = Trained.by(inner, setup.module)
-        _take_over(trained, session.topology)
+        registry.take_over(trained, session.topology)
         agree_options(trained, session.topology, setup.text())
         session._open(Counts())
         if place.rank == 0:
@@ -98,7 +96,7 @@ class Session:
 
     def _meet(self) -> None:
         """Wait for all ranks to come here. Collective over the world; blocking."""
-        self.topology.meet("wrap an optimizer", self.setup.settings.exchange.stall_seconds)
+        self.topology.rendezvous("wrap an optimizer", self.setup.settings.exchange.stall_seconds)
 
     def _tell_what_was_made(self) -> None:
         place = self.topology.place
@@ -148,7 +146,7 @@ class Session:
         trained = Trained.by(self.inner, self.setup.module)
         settings = self.setup.settings
         self._sync = Sync(trained, self.topology, settings, counts, outer=self.setup.outer)
-        _open_syncs[next(_numbers)] = self._sync
+        registry.add(self._sync)
         anchor = () if self.schedule.synchronous else (Act.ANCHOR,)
         self._sync.perform((*acts, *anchor), self.schedule)
         self._sync.start_watch()  # the first step does not hold the setup
@@ -159,7 +157,7 @@ class Session:
             logger.warning("parameters changed: the outer optimizer starts anew")
         sync.settle()
         sync.counts.exposed_before += sync.buckets.node.idle_seconds
-        _close(sync)
+        registry.close(sync)
         self._open(sync.counts, *acts)
 
     # --- one step ----------------------------------------------------------------------------
@@ -237,7 +235,7 @@ class Session:
     def _follow_changes(self) -> None:
         """Take up parameters that were frozen, unfrozen or laid out anew since the last step."""
         self._follow_layout()
-        if self._sync is not None and self._sync.changes.refrozen():
+        if self._sync is not None and self._sync.changes.trainable_changed():
             self.synchronize()
             self._reopen(self._sync)
 
@@ -247,7 +245,7 @@ class Session:
         What is in flight has the old one: it is left, and all ranks go on from their mean.
         """
         sync = self._sync
-        if sync is None or not sync.changes.laid_out_anew():
+        if sync is None or not sync.changes.layout_changed():
             return
         sync.meeting.agree_batch(self.schedule.batch)
         sync.forget()
@@ -263,13 +261,13 @@ class Session:
         Collective over the world; blocking.
         """
         if self._sync is not None:
-            self._sync.buckets.end_cut_off()
+            self._sync.buckets.finish_aborted_round()
             self._sync.flush()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Reset gradients, those that a step still needs once it is taken."""
         if self._sync is not None:
-            self._sync.buckets.end_cut_off()
+            self._sync.buckets.finish_aborted_round()
         layers = None if self._sync is None else self._sync.layers
         if layers is None or not layers.zero_grad(set_to_none):
             self.inner.zero_grad(set_to_none)
@@ -423,7 +421,7 @@ class Session:
             try:
                 self._sync.flush()
             finally:
-                _close(self._sync)
+                registry.close(self._sync)
 
     def report(self) -> dict[str, Any]:
         """Return what was chosen and what happened so far, on this rank.
@@ -494,7 +492,7 @@ class Session:
         if state is not None and not (isinstance(state, Mapping) and state.keys() >= PARTS):
             raise CheckpointError(
                 f"the part 'daso' of a state_dict must have {', '.join(sorted(PARTS))}, but it is "
-                f"{shown(state)}; leave it out to load the inner optimizer's alone"
+                f"{format_value(state)}; leave it out to load the inner optimizer's alone"
             )
         sync, fits = self._sync, state is not None and state["shape"] == self._shape()
         if sync is not None:
@@ -538,51 +536,3 @@ class Session:
                     "%d steps with nothing in flight, and all ranks take rank 0's parameters",
                     batch,
                 )
-
-
-_open_syncs: "weakref.WeakValueDictionary[int, Sync]" = weakref.WeakValueDictionary()
-_numbers = itertools.count()  # in the order in which they were opened, the same on every rank
-
-
-def _take_over(trained: Trained, topology: Topology) -> None:
-    """End what averages these parameters already: hooks outlive an optimizer that was dropped.
-
-    Raises:
-        ConfigError: They were wrapped before on some ranks only; the same on every rank.
-
-    Collective over the world; blocking.
-    """
-    ours = {id(tensor) for _, tensor in trained.named}
-    before = [
-        sync
-        for _, sync in sorted(_open_syncs.items())
-        if sync.over is None and any(id(tensor) in ours for _, tensor in sync.trained.named)
-    ]
-    if not topology.same(len(before)):
-        raise ConfigError(
-            "parameters must be wrapped on every rank or on none, but on some ranks they are "
-            "wrapped already; close() that optimizer"
-        )
-    for sync in before:
-        if topology.place.rank == 0:
-            logger.warning("parameters were wrapped before: that one is closed, this one goes on")
-        sync.settle()
-        sync.forget()
-        sync.meeting.equalize(expected=True)
-        sync.meeting.join()
-        sync.over = "was closed when its parameters were wrapped again"
-        _close(sync)
-
-
-def _close(sync: Sync) -> None:
-    """Close, and forget it where it ended well: else threads may go on until the process ends."""
-    if sync.close():
-        for number in [number for number, one in _open_syncs.items() if one is sync]:
-            del _open_syncs[number]
-
-
-@atexit.register
-def _stop_engines() -> None:
-    """Stop the threads before MPI is finalized; nothing collective: ranks may be missing."""
-    for sync in list(_open_syncs.values()):
-        sync.abandon()

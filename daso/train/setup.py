@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from daso.checks import NONE, Rule, a_record, check, either
+from daso.checks import NONE, Rule, check, either, instance_of
 from daso.comm.mpi import library
 from daso.comm.topology import Place, Topology
 from daso.errors import ConfigError
@@ -13,7 +13,7 @@ from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Settings, Wire
 from daso.plan.policy import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy, State
-from daso.train.outer import MakeOuter, made
+from daso.train.outer import MakeOuter, build_optimizer
 from daso.train.params import Trained, layout_of
 
 __all__ = ["FACTORY", "MODULE", "Setup", "make_setup"]
@@ -68,7 +68,7 @@ class Setup:
     def text(self) -> str:
         """Return what must be equal on all ranks, as text."""
         one = torch.nn.Parameter(torch.zeros(1, device="cpu"))
-        outer = self.outer and repr(made("outer", self.outer, [one]))
+        outer = self.outer and repr(build_optimizer("outer", self.outer, [one]))
         return f"policy={self.policy!r}, outer={outer}, {self.settings!r}"
 
     def lasting(self) -> str:
@@ -146,11 +146,11 @@ def make_setup(  # noqa: PLR0913 - the keywords of the doors
     """
     check("inner", inner, OPTIMIZER, "; make one first: torch.optim.AdamW(model.parameters())")
     check("module", module, either(MODULE, NONE))
-    check("topology", topology, either(a_record(Topology), NONE))
+    check("topology", topology, either(instance_of(Topology), NONE))
     check("policy", policy, either(POLICY, NONE), "; write policy=daso.Auto()")
     check("outer", outer, either(FACTORY, NONE))
-    check("exchange", exchange, either(a_record(Exchange), NONE))
-    check("gradients", gradients, either(a_record(Gradients), NONE))
+    check("exchange", exchange, either(instance_of(Exchange), NONE))
+    check("gradients", gradients, either(instance_of(Gradients), NONE))
     settings = Settings(
         wire=wire,
         merge=merge,

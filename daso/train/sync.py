@@ -21,9 +21,9 @@ from daso.errors import ConfigError, NonFiniteError
 from daso.plan.options import Settings
 from daso.plan.schedule import Act, Seen, State
 from daso.train import reducers
-from daso.train.buckets import Beginning, GradientBuckets, Route
+from daso.train.buckets import BackwardCallbacks, GradientBuckets, Route
 from daso.train.carrier import Carrier
-from daso.train.changes import Changes
+from daso.train.changes import ParameterChanges
 from daso.train.exchanges import Exchanges
 from daso.train.gradients import Finish
 from daso.train.host import HostSums
@@ -69,7 +69,7 @@ class Sync:
         agree_device(topology, trained.device, settings.exchange.memory)
         start_equal(trained, topology, settings.exchange.stall_seconds)
         self.trained, self.topology, self.settings = trained, topology, settings
-        self.counts, self.changes = counts, Changes(trained)
+        self.counts, self.changes = counts, ParameterChanges(trained)
         self.links = Links(topology, settings)
         self.meeting = Meeting(trained, topology, self.links, self.counts)
         self._carrier = _carrier(self.links, counts, settings)
@@ -85,8 +85,8 @@ class Sync:
             self._route(between=False),
             bucket_bytes=bucket_bytes,
             same_order=self.meeting.same_order,
-            beginning=Beginning(
-                self._begin_step, reducers.may_be_at_work, self.changes.laid_out_anew
+            callbacks=BackwardCallbacks(
+                self._begin_step, reducers.may_be_at_work, self.changes.layout_changed
             ),
             in_portions=settings.gradients.order == "priority",
         )

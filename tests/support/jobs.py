@@ -31,13 +31,14 @@ def typed(*words: object) -> subprocess.CompletedProcess[str]:
     """Run a command of `daso` as it is typed, but in this process: it starts in no time."""
     from daso.run.cli import main
 
-    out, err = io.StringIO(), io.StringIO()
+    out, err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
             code = main([str(word) for word in words])
         except SystemExit as end:
             code = end.code
-    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+    out.seek(0)
+    return subprocess.CompletedProcess(words, code, out.read(), err.getvalue())
 
 
 def started(

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import daso
-from daso.comm.topology import MEETINGS
+from daso.comm.topology import RENDEZVOUS
 
 ROOT = Path(daso.__file__).parent
 BLOCKING = {
@@ -75,4 +75,4 @@ def test_whatever_blocks_in_mpi_stands_behind_a_meeting():
             tree = ast.parse(path.read_text(encoding="utf-8"))
             found |= {f"{file}: {name}" for name in places(tree)}
     assert found == set(AFTER)
-    assert set(AFTER.values()) - {INIT, STEP} <= set(MEETINGS)
+    assert set(AFTER.values()) - {INIT, STEP} <= set(RENDEZVOUS)

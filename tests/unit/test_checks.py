@@ -13,13 +13,13 @@ from daso.checks import (
     check,
     choice,
     either,
-    fits_call,
     flag,
+    format_value,
     number,
     one_of,
     positive,
-    record,
-    shown,
+    validate_call,
+    validated_record,
     whole,
 )
 from daso.errors import ConfigError
@@ -56,7 +56,7 @@ def test_each_rule_says_what_a_value_must_be(rule, good, bad, text):
     with pytest.raises(ConfigError) as error:
         check("it", bad, rule)
     assert str(error.value).startswith("it must be ")
-    assert f"{text}, not {shown(bad)}" in str(error.value)
+    assert f"{text}, not {format_value(bad)}" in str(error.value)
 
 
 class Unprintable:
@@ -66,21 +66,21 @@ class Unprintable:
 
 @given(st.recursive(st.text() | st.integers() | st.floats(), st.lists))
 def test_a_value_is_shown_on_one_short_line(value):
-    assert len(shown(value).splitlines()) <= 1
-    assert len(shown(value)) <= 100
+    assert len(format_value(value).splitlines()) <= 1
+    assert len(format_value(value)) <= 100
 
 
 def test_what_cannot_be_printed_is_named_by_its_type():
-    assert shown(Unprintable()) == "a Unprintable"
-    assert shown(10**5000) == "a int"
+    assert format_value(Unprintable()) == "a Unprintable"
+    assert format_value(10**5000) == "a int"
 
 
-@fits_call
+@validate_call
 def door(inner, *, skip_all=False, policy=None):
     return inner, skip_all, policy
 
 
-@record
+@validated_record
 @dataclass(frozen=True)
 class Options:
     size: int

@@ -6,7 +6,7 @@ from torch import nn
 
 import daso
 from daso.comm import roll, topology
-from daso.comm.topology import MEETINGS
+from daso.comm.topology import RENDEZVOUS
 from daso.errors import ExchangeError, StallError
 from daso.plan.options import Exchange
 from daso.train import checkpoint
@@ -63,8 +63,8 @@ def test_who_never_comes_is_named(topology, place, shared_folder, what):
 def test_ranks_that_come_to_different_places_are_told_where_the_others_are(topology, place):
     mine, other = ("save a checkpoint", "wrap an optimizer")[:: 1 - 2 * place.rank]
     with pytest.raises(ExchangeError, match=f"about to {mine}, and rank . to {other}"):
-        topology.meet(mine, 5.0)
+        topology.rendezvous(mine, 5.0)
 
 
 def test_all_are_in_the_table():
-    assert set(MEET) <= set(MEETINGS)
+    assert set(MEET) <= set(RENDEZVOUS)

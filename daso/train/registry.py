@@ -1,0 +1,73 @@
+"""The models that are kept in step now: a parameter belongs to one optimizer, the latest.
+
+Hooks on parameters outlive an optimizer that was dropped without `close`.
+"""
+
+import atexit
+import itertools
+import logging
+import weakref
+
+from daso.comm.topology import Topology
+from daso.errors import ConfigError
+from daso.train.params import Trained
+from daso.train.sync import Sync
+
+__all__ = ["add", "close", "take_over"]
+
+logger = logging.getLogger("daso")
+
+_open_syncs: "weakref.WeakValueDictionary[int, Sync]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()  # in the order in which they were opened, the same on every rank
+
+
+def add(sync: Sync) -> None:
+    """Register a model until `close`, or the end of the process."""
+    _open_syncs[next(_numbers)] = sync
+
+
+def take_over(trained: Trained, topology: Topology) -> None:
+    """Close the optimizers that average any of these parameters already.
+
+    Raises:
+        ConfigError: They were wrapped before on some ranks only; the same on every rank.
+
+    Collective over the world; blocking.
+    """
+    ours = {id(tensor) for _, tensor in trained.named}
+    earlier = [
+        sync
+        for _, sync in sorted(_open_syncs.items())
+        if sync.over is None and any(id(tensor) in ours for _, tensor in sync.trained.named)
+    ]
+    if not topology.same(len(earlier)):
+        raise ConfigError(
+            "parameters must be wrapped on every rank or on none, but on some ranks they are "
+            "wrapped already; close() that optimizer"
+        )
+    for sync in earlier:
+        if topology.place.rank == 0:
+            logger.warning("parameters were wrapped before: that one is closed, this one goes on")
+        sync.settle()
+        sync.forget()
+        sync.meeting.equalize(expected=True)
+        sync.meeting.join()
+        sync.over = "was closed when its parameters were wrapped again"
+        close(sync)
+
+
+def close(sync: Sync) -> None:
+    """Close a model, and forget it where that ended well: else threads may go on.
+
+    Collective over the world; blocking; idempotent.
+    """
+    if sync.close():
+        for number in [number for number, one in _open_syncs.items() if one is sync]:
+            del _open_syncs[number]
+
+
+@atexit.register
+def _stop_engines() -> None:
+    """Stop the threads before MPI is finalized; nothing collective: ranks may be missing."""
+    for sync in list(_open_syncs.values()):
+        sync.abandon()
