@@ -4,7 +4,7 @@ import math
 
 __all__ = ["batches_to_next_vote"]
 
-SECONDS = 2.0  # from vote to vote; a request waits for two of them at most
+SECONDS = 0.5  # from vote to vote; a request waits for two of them at most
 MOST_BATCHES = 64
 
 

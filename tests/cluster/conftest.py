@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from jobs import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "minicluster"
@@ -73,7 +74,7 @@ class Cluster:
         assert not check or done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
         return done
 
-    def batch(self, *words: object, seconds: float = 100, **env: str) -> None:
+    def batch(self, *words: object, seconds: float = HANG_SECONDS, **env: str) -> None:
         """Run a batch job to its end; ``sbatch --wait`` sees that half a minute later."""
         job = self.run(["sbatch", "--parsable", *words], **env).stdout.strip()
         ended = re.compile(" JobState=(COMPLETED|FAILED|TIMEOUT|CANCELLED|NODE_FAIL) ")
@@ -142,7 +143,7 @@ def cluster() -> Iterator[Cluster]:
         assert up.returncode == 0, up.stderr
         yield found
     finally:
-        guard.communicate(timeout=60)
+        guard.communicate(timeout=HANG_SECONDS)
         assert guard.returncode == 0
 
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from jobs import HANG_SECONDS
 
 
 def left():
@@ -33,7 +34,6 @@ def bench(cluster, tmp_path):
 
 
 @pytest.mark.slow("a cluster comes up for the bench")
-@pytest.mark.timeout(290)
 def test_an_exchange_is_held_against_its_link(bench):
     found = bench("exchange", "--nodes=2", "--link=200mbit", "--rounds=2", "--quick")
     (run,) = found["runs"]
@@ -47,7 +47,6 @@ def test_an_exchange_is_held_against_its_link(bench):
 
 
 @pytest.mark.slow("a cluster comes up for the bench")
-@pytest.mark.timeout(290)
 def test_a_bench_that_is_ended_leaves_nothing(cluster):
     before, work = left(), sorted(Path("/var/tmp").glob("daso-bench-*"))
     words = ["exchange", "--nodes=2", "--link=200mbit", "--rounds=50"]
@@ -61,13 +60,12 @@ def test_a_bench_that_is_ended_leaves_nothing(cluster):
             assert folder.exists()
         finally:
             bench.terminate()
-        said = bench.communicate(timeout=60)[1]
+        said = bench.communicate(timeout=HANG_SECONDS)[1]
     assert (bench.returncode, said) == (130, "daso: interrupted\n")
     assert (left(), sorted(Path("/var/tmp").glob("daso-bench-*"))) == (before, work)
 
 
 @pytest.mark.slow("a cluster comes up for each link")
-@pytest.mark.timeout(290)
 def test_step_times_are_taken_on_every_link_that_is_named(bench):
     words = ["--only=DASO Fixed(4, 1), bf16", "--only=DDP, gloo", "--rounds=1"]
     found = bench("train", *words, "--link=none,1gbit", "--seconds=0.5", "--settle=0.5")
@@ -80,7 +78,6 @@ def test_step_times_are_taken_on_every_link_that_is_named(bench):
         assert 36.6 < mbytes < 40
 
 
-@pytest.mark.timeout(290)
 @pytest.mark.slow("two contenders are trained to the end")
 def test_time_to_accuracy_is_that_of_the_link(bench):
     words = ["--data=digits", "--quick", "--rounds=1", "--seconds=0.1", "--settle=0.1"]

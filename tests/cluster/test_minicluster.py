@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from jobs import HANG_SECONDS
 
 from daso.run.minicluster.command import main
 from daso.run.minicluster.processes import ClusterError
@@ -174,7 +175,7 @@ def test_ending_it_half_way_takes_down_what_there_is(folder, number):
             assert up.poll() is None
             time.sleep(0.001)
         up.send_signal(number)
-        _, said = up.communicate(timeout=30)
+        _, said = up.communicate(timeout=HANG_SECONDS)
         assert (up.returncode, said) == (130, "minicluster: interrupted\n")
 
 

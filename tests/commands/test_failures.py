@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from jobs import HANG_SECONDS
 
 PROGRAM = """
 import os, signal, sys, time
@@ -122,7 +123,7 @@ def test_one_rank_in_trouble_ends_the_job(
         [sys.executable, "-m", "daso", *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_SECONDS,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -149,7 +150,7 @@ def test_plain_mpirun_ends_too_when_a_rank_raises(tmp_path: Path) -> None:
         [str(find_mpirun()), "-n", "2", sys.executable, str(program), "raise", "daso"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_SECONDS,
         check=False,
         env=env,
     )
@@ -178,7 +179,7 @@ def test_interrupting_ends_all_ranks(tmp_path: Path) -> None:
     program = tmp_path / "train_interrupt.py"
     job = started(program)
     os.killpg(job.pid, signal.SIGINT)  # what Ctrl-C does
-    job.communicate(timeout=20)
+    job.communicate(timeout=HANG_SECONDS)
     assert job.returncode != 0
     assert left_over(str(program)) == []
 
@@ -190,7 +191,7 @@ def test_ending_daso_run_alone_ends_all_ranks(tmp_path: Path, name: str) -> None
     program = tmp_path / f"train_until_{name}.py"
     job = started(program)
     job.send_signal(signal.Signals[name])
-    job.communicate(timeout=20)
+    job.communicate(timeout=HANG_SECONDS)
     assert job.returncode != 0
     deadline = time.monotonic() + 10
     while left := left_over(str(program)):

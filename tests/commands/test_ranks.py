@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+from jobs import HANG_SECONDS
 from on_mpi import PYTEST, run_on, run_tests
 
 TESTS = Path(__file__).parents[1]
@@ -14,7 +15,7 @@ POINTS = 47  # of the drop-in contract
 
 
 @pytest.mark.slow("hundreds of tests in one job")
-@pytest.mark.timeout(1260)
+@pytest.mark.timeout(2460)
 @pytest.mark.parametrize(
     "ranks",
     [
@@ -29,7 +30,7 @@ def test_on_ranks(ranks: int, record_property) -> None:
 
 @pytest.mark.slow("hundreds of tests in one job")
 @pytest.mark.later("starts programs of frameworks")
-@pytest.mark.timeout(1260)
+@pytest.mark.timeout(2460)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_drop_in_contract_on_ranks(ranks: int, record_property) -> None:
     said = run_tests(ranks, record_property, str(CONTRACT))
@@ -51,7 +52,7 @@ def test_a_failure_on_one_rank_fails_the_run(tmp_path: Path, cause: str) -> None
     start = time.monotonic()
     finds = f"pythonpath={TESTS / 'support'}"
     words = ["-o", finds, "-p", "worlds", "--timeout=5", "-x", str(tmp_path)]
-    run = run_on(2, *PYTEST, *words, timeout=60)
+    run = run_on(2, *PYTEST, *words, timeout=HANG_SECONDS)
     seconds = time.monotonic() - start
     assert run.returncode != 0
     if cause == "assert":

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from jobs import started
+from jobs import HANG_SECONDS, started
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -136,7 +136,11 @@ def test_the_program_runs_alone(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(blocks("python")[0])
     run = subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     assert "0 exchanges" in run.stdout

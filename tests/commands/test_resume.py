@@ -11,15 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
+from jobs import HANG_SECONDS
 
-pytestmark = pytest.mark.timeout(290)
 SCHEDULE = [
     "--schedule.policy=fixed",
     "--schedule.skip=4",
     "--schedule.wait=1",
     "--exchange.reduce=ordered",
 ]
-COMMON = ["--data.name=digits", "--epochs=12", *SCHEDULE]
+EPOCHS = 16  # long enough to be asked in the middle of it, on any machine
+COMMON = ["--data.name=digits", f"--epochs={EPOCHS}", *SCHEDULE]
 RANKS = ["-n", "4", "--ranks-per-node=2"]
 
 
@@ -36,7 +37,7 @@ def start(*words: str, env: dict[str, str] | None = None) -> subprocess.Popen[st
 def train(*words: str) -> tuple[int, str]:
     """Train to the end; return the exit code and what was said."""
     job = start(*words)
-    out, err = job.communicate(timeout=250)
+    out, err = job.communicate(timeout=HANG_SECONDS)
     return job.returncode, out + err
 
 
@@ -108,7 +109,7 @@ def stop_at(step: int, job: subprocess.Popen[str], folder: Path) -> str:
         assert time.monotonic() < deadline
         time.sleep(0.002)
     job.send_signal(signal.SIGUSR1)
-    out, err = job.communicate(timeout=250)
+    out, err = job.communicate(timeout=HANG_SECONDS)
     assert job.returncode == 75, out + err
     return out + err
 
@@ -126,7 +127,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_to_the_same_bits(runs, tmp
     assert not (folder / "summary.json").exists()
     if by == "SLURM":  # a job that was put back into the queue is the same command once more
         anew = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}
-        out, err = start(*words, "--name=asked", env=anew).communicate(timeout=250)
+        out, err = start(*words, "--name=asked", env=anew).communicate(timeout=HANG_SECONDS)
         assert "SLURM started job 7 anew: restart 2" in out, err
         assert events(folder, "resume")[0]["restarts"] == 2
     else:
@@ -141,7 +142,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_to_the_same_bits(runs, tmp
 def test_a_job_that_slurm_starts_anew_without_a_checkpoint_begins_anew(tmp_path) -> None:
     words = ["--data.name=digits", "--epochs=1", f"--runs={tmp_path}"]
     anew = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
-    out, err = start(*words, env=anew).communicate(timeout=250)
+    out, err = start(*words, env=anew).communicate(timeout=HANG_SECONDS)
     assert "restart 1" in out, err
     assert summary_of(tmp_path / "train")["resumed_at"] is None
 
@@ -168,7 +169,7 @@ def test_a_killed_run_ends_like_one_that_was_not(runs, tmp_path) -> None:
     assert (event["step"], event["saved_by"], event["same_world"]) == (step, 4, True)
     assert summary_of(folder)["resumed_at"] == step
     assert len(events(folder, "start")) == 1
-    assert {event["epoch"] for event in events(folder, "epoch")} == set(range(1, 13))
+    assert {event["epoch"] for event in events(folder, "epoch")} == set(range(1, EPOCHS + 1))
     there, wanted = summary_of(folder), summary_of(runs / "whole")
     for key in ("model", "loss", "test_accuracy", "steps", "identical", "exchanges", "dropped"):
         assert there[key] == wanted[key], key
@@ -205,7 +206,7 @@ def test_fewer_ranks_go_on_with_what_rank_0_saved(runs, tmp_path) -> None:
     assert (summary["world"], summary["identical"]) == (2, True)
     assert summary["test_accuracy"] > 0.95
     # 11 steps an epoch on 4 ranks and 22 on 2, where a batch is half as large.
-    assert summary["steps"] == step + 12 * 22 - (step // 11 * 22 + step % 11 * 2)
+    assert summary["steps"] == step + EPOCHS * 22 - (step // 11 * 22 + step % 11 * 2)
     assert saved(folder)[-1] == summary["steps"]
 
 

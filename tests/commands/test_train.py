@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import started
+from jobs import HANG_SECONDS, started
 
 KEYS = {
     "data", "world", "nodes", "epochs", "steps", "seconds", "samples_per_second", "test_accuracy",
@@ -46,7 +46,7 @@ def test_a_recorded_run_is_told_by_daso_trace(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     command = [sys.executable, "-m", "daso", "trace", "runs/train", "--chrome=events.json"]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=110, check=False, cwd=tmp_path
+        command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "runs/train/summary.json").read_text())
@@ -71,7 +71,7 @@ def test_a_run_that_goes_on_is_recorded_in_a_file_of_its_own(tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "runs/train").glob("trace*")] == ["trace-22.jsonl"]
     command = [sys.executable, "-m", "daso", "trace", "runs/train"]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=110, check=False, cwd=tmp_path
+        command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     words = ["--name=alone", "--data.name=digits", "--epochs=1", "--trace=true"]

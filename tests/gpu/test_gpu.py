@@ -92,11 +92,11 @@ def test_kernels_are_tried_and_taken():
         )
 
 
-@pytest.mark.timeout(620)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_ranks_that_share_devices(ranks):
     words = ("--with-mpi", "-q", "--timeout=120", *PRETENDED, str(ON_RANKS))
-    run = run_on(ranks, "-m", "pytest", *words, timeout=600)
+    run = run_on(ranks, "-m", "pytest", *words, timeout=880)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
 
 

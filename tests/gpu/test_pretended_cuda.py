@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from jobs import HANG_SECONDS
 from on_mpi import run_on, run_tests
 
 HERE = Path(__file__).parent
@@ -35,7 +36,9 @@ pytestmark = [
 
 def pytest_of(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "--color=no", *WITH, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False
+    )
 
 
 def test_the_device_finds_what_it_is_there_to_find(monkeypatch) -> None:
@@ -44,14 +47,14 @@ def test_the_device_finds_what_it_is_there_to_find(monkeypatch) -> None:
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
 
 
-@pytest.mark.timeout(520)
+@pytest.mark.timeout(900)
 def test_what_needs_a_device() -> None:
     run = pytest_of(str(HERE / "test_gpu.py"), "-k", "not share_devices")
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert " passed" in run.stdout
 
 
-@pytest.mark.timeout(620)
+@pytest.mark.timeout(900)
 @pytest.mark.slow("a whole file of tests in one job")
 @pytest.mark.parametrize(
     ("tests", "ranks", "gpus"), CASES, ids=lambda one: getattr(one, "stem", str(one))
@@ -62,7 +65,7 @@ def test_ranks_on_devices(tests: Path, ranks: int, gpus: int, record_property) -
         "DASO_PRETENDED_GPUS": str(gpus),
         "TRITON_INTERPRET": str(int("kernels" in tests.stem)),
     }
-    run_tests(ranks, record_property, *WITH, str(tests), timeout=600, **variables)
+    run_tests(ranks, record_property, *WITH, str(tests), timeout=880, **variables)
 
 
 TRAIN = """
@@ -95,7 +98,7 @@ def test_training_from_the_command_line_never_waits(nodes, gpus, tmp_path, monke
     monkeypatch.setenv("DASO_RANKS_PER_NODE", nodes)
     monkeypatch.setenv("PYTHONPATH", str(PRETENDED.parent), prepend=os.pathsep)
     words = ("--data.name=digits", "--device=cuda", "--epochs=1", f"--runs={tmp_path}", "--name=x")
-    run = run_on(2, "-c", TRAIN, "train", *words, timeout=100)
+    run = run_on(2, "-c", TRAIN, "train", *words, timeout=HANG_SECONDS)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-3000:]
     assert "ranks identical     yes" in run.stdout
     assert (tmp_path / "x" / "summary.json").exists()

@@ -13,6 +13,7 @@ from unittest import mock
 
 LAUNCHERS = ("PMI", "PMIX", "OMPI_", "PRTE_", "HYD", "MPI", "SLURM_", "DASO_")
 TAG = 4747
+HANG_SECONDS = 250.0  # what takes longer hangs; no measure of speed, on any machine
 
 
 def outside() -> dict[str, str]:
@@ -42,7 +43,7 @@ def typed(*words: object) -> subprocess.CompletedProcess[str]:
 
 
 def started(
-    *words: object, seconds: float = 100, cwd: Path | None = None, **variables: str
+    *words: object, seconds: float = HANG_SECONDS, cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python -m WORDS`` as a user does, in a process of its own."""
     return subprocess.run(
@@ -56,7 +57,9 @@ def started(
     )
 
 
-def run(command: Sequence[object], *, seconds: float = 50) -> subprocess.CompletedProcess[str]:
+def run(
+    command: Sequence[object], *, seconds: float = HANG_SECONDS
+) -> subprocess.CompletedProcess[str]:
     """Run a command as if no launcher had started us."""
     env = {**outside(), "OMP_NUM_THREADS": "1"}
     words = [str(word) for word in command]

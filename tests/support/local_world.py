@@ -25,7 +25,7 @@ import numpy as np
 
 __all__ = ["LIMIT_SECONDS", "MPI", "RankFailedError", "run_ranks"]
 
-LIMIT_SECONDS = 20.0  # of a world
+LIMIT_SECONDS = 60.0  # of a world
 EAGER_BYTES = 1 << 16  # a longer message is under way until its receiver takes it
 ANY = -1
 NAP_SECONDS = 5e-5

@@ -21,7 +21,7 @@ PYTEST = (
     "--with-mpi",
     "-q",
     "--color=no",
-    "--timeout=60",
+    "--timeout=180",
     "--timeout-method=thread",
     "--no-header",
 )
@@ -54,7 +54,7 @@ def run_tests(
     ranks: int,
     record_property: Callable[[str, Any], None],
     *words: str,
-    timeout: float = 1200,
+    timeout: float = 2400,
     **variables: str,
 ) -> str:
     """Run tests on ranks; return what was printed, and hand on how each ended.

@@ -28,7 +28,7 @@ LATER = {"cluster": "needs hosts and SLURM", "gpu": "devices are simulated, or r
 JOBS = ("test_ranks.py", "test_pretended_cuda.py")  # more ranks than cores: one job at a time
 TOGETHER = ("test_resume.py", "test_bench.py", "test_to_accuracy.py")  # with costly fixtures
 LONGEST_SECONDS = 20.0  # where each process has a core; in proportion where more of them run
-SLOW_SECONDS = 600  # for one that is marked slow, before it is taken for one that hangs
+SLOW_SECONDS = 900  # for one that is marked slow, before it is taken for one that hangs
 RECORD = "DASO_TESTS_RECORD"  # names the file in which a job's tests are written down
 SLOWEST = 10
 

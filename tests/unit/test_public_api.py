@@ -5,6 +5,7 @@ import sys
 from importlib import import_module
 
 import pytest
+from jobs import HANG_SECONDS
 
 import daso
 
@@ -31,7 +32,7 @@ HEAVY = {"torch", "mpi4py", "cupy", "numpy", "triton"}
 
 def python(*words):
     run = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *words], capture_output=True, text=True, timeout=HANG_SECONDS, check=False
     )
     assert run.returncode == 0, run.stderr
     return run

@@ -7,6 +7,7 @@ from math import prod
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jobs import HANG_SECONDS
 
 from daso.plan.layout import (
     ALIGNMENT,
@@ -183,7 +184,7 @@ def test_the_digest_is_the_same_in_every_process():
             env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(filter(None, sys.path))},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG_SECONDS,
             check=True,
         )
         assert int(run.stdout) == here

@@ -9,9 +9,18 @@ from daso.plan.stopping import MOST_BATCHES, SECONDS, batches_to_next_vote
 
 @pytest.mark.parametrize(
     ("step_seconds", "batches"),
-    [(0.0, 1), (-1.0, 1), (math.nan, 1), (math.inf, 1), (5.0, 1), (0.5, 4), (0.3, 7), (1e-9, 64)],
+    [
+        (0.0, 1),
+        (-1.0, 1),
+        (math.nan, 1),
+        (math.inf, 1),
+        (5.0, 1),
+        (0.125, 4),
+        (0.075, 7),
+        (1e-9, 64),
+    ],
 )
-def test_votes_are_about_two_seconds_apart(step_seconds, batches):
+def test_votes_are_about_half_a_second_apart(step_seconds, batches):
     assert batches_to_next_vote(step_seconds) == batches
 
 

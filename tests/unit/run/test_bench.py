@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from jobs import started, typed
+from jobs import HANG_SECONDS, started, typed
 
 from daso.comm.throttle import CopyLink
 from daso.errors import ConfigError
@@ -105,7 +105,7 @@ def test_batches_differ_between_ranks_and_not_between_runs():
     assert not torch.equal(one, other)
 
 
-def bench(*words, timeout=100):
+def bench(*words, timeout=HANG_SECONDS):
     return started("daso", "bench", *words, seconds=timeout)
 
 
@@ -572,9 +572,7 @@ def test_nothing_is_held_that_is_not_counted(tmp_path):
     """Growth of the processes is what was counted; tests/ranks/test_memory.py says what that is."""
     path = tmp_path / "memory.json"
     for _ in range(3):  # what an allocator keeps comes on top in some runs, and not in all
-        done = bench(
-            *("growth", "--quick", "--only=memory", "--memory=4,20", f"--json={path}"), timeout=280
-        )
+        done = bench(*("growth", "--quick", "--only=memory", "--memory=4,20", f"--json={path}"))
         assert done.returncode == 0, done.stderr
         found = json.loads(path.read_text())
         assert [run["nodes"] for run in found["runs"]] == [[1, 1], [2, 2]]

@@ -8,7 +8,6 @@ from daso.run.bench.simulations import AUTO, QUICK, SETTINGS, Trial
 from daso.run.bench_accuracy import main
 
 
-@pytest.mark.timeout(240)
 def test_a_small_bench_writes_its_table_figures_and_plot(tmp_path, monkeypatch, capsys):
     trial = Trial("digits", nodes=4, epochs=1, samples=600)
     monkeypatch.setattr(bench_accuracy, "trials", lambda *, quick: [(trial, QUICK)])

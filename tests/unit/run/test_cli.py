@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from jobs import HANG_SECONDS
 
 import daso
 from daso.environment import find_mpirun
@@ -57,7 +58,7 @@ def trained(monkeypatch):
     return kept
 
 
-def command(*words, env=None, timeout=60):
+def command(*words, env=None, timeout=HANG_SECONDS):
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
     words = [sys.executable, "-m", "daso", *words]
     return subprocess.run(
@@ -138,7 +139,7 @@ def test_help_and_refusals_load_neither_torch_nor_mpi(words):
         "print('loaded', sorted({'torch', 'mpi4py', 'mpi4py.MPI'} & set(sys.modules)))"
     )
     words = [sys.executable, "-c", script, *words]
-    run = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(words, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
     assert run.stdout.splitlines()[-1] == "loaded []"
 
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from jobs import HANG_SECONDS
 
 from daso.environment import find_mpirun
 from daso.run.doctor import render
@@ -16,7 +17,12 @@ def run(*words, **env):
     outside = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
     outside |= {"OMP_NUM_THREADS": "1", "DASO_MPIRUN": str(find_mpirun())}
     return subprocess.run(
-        list(words), env=outside | env, capture_output=True, text=True, timeout=60, check=False
+        list(words),
+        env=outside | env,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
     )
 
 

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from jobs import HANG_SECONDS
 
 from daso.errors import DasoError, TopologyError
 from daso.run.local import Local, _watch, launch
@@ -226,7 +227,7 @@ def test_signals_of_a_batch_system_are_passed_on_to_mpirun(mpirun, tmp_path, nam
     mpirun(WAITING)
     with start(tmp_path) as daso:
         daso.send_signal(getattr(signal, f"SIG{name}"))
-        out, err = daso.communicate(timeout=20)
+        out, err = daso.communicate(timeout=HANG_SECONDS)
     assert daso.returncode == code
     assert out == f"got {name}\n"
     assert err == f"daso: the job ended with exit code {code}\n"
@@ -236,7 +237,7 @@ def test_ctrl_c_ends_mpirun_and_leaves_no_traceback(mpirun, tmp_path):
     mpirun(WAITING)
     with start(tmp_path) as daso:
         os.killpg(daso.pid, signal.SIGINT)
-        out, err = daso.communicate(timeout=20)
+        out, err = daso.communicate(timeout=HANG_SECONDS)
     assert daso.returncode == 130
     assert out == "got INT\n"
     assert err == "daso: the job ended with exit code 130\n"

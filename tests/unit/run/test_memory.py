@@ -11,6 +11,7 @@ from textwrap import dedent
 
 import pytest
 import torch
+from jobs import HANG_SECONDS
 
 from daso.run.cli import main
 from daso.run.memory import cut
@@ -55,7 +56,7 @@ def command(*words):
     words = [sys.executable, "-m", "daso", "memory", *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        words, env=environment, capture_output=True, text=True, timeout=60, check=False
+        words, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False
     )
 
 
@@ -456,5 +457,5 @@ def test_ctrl_c_ends_it_in_one_line():
         assert started.stderr.readline() == "waiting\n"
         time.sleep(0.1)
         started.send_signal(signal.SIGINT)
-        _, err = started.communicate(timeout=30)
+        _, err = started.communicate(timeout=HANG_SECONDS)
     assert (started.returncode, err) == (130, "daso: interrupted\n")

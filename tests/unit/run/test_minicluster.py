@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from jobs import HANG_SECONDS
 
 from daso.errors import ConfigError
 from daso.run.minicluster import start
@@ -342,7 +343,7 @@ def test_the_script_needs_no_virtual_environment():
         [sys.executable, "-I", "-S", SCRIPT, "--help"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert run.returncode == 0, run.stderr

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from jobs import HANG_SECONDS
 from jobs import run as run_outside
 
 from daso.comm.mpi import wait_for_all
@@ -19,7 +20,7 @@ def run(tmp_path, *words):
         env={"DASO_REQUEUE": str(tmp_path / "marks" / "requeue"), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_SECONDS,
         check=False,
     )
 

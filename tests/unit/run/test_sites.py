@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from jobs import HANG_SECONDS
 
 from daso.errors import ConfigError
 from daso.run.launcher import choose
@@ -78,7 +79,7 @@ def test_a_wheel_has_the_files(tmp_path):
         cwd=source,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_SECONDS,
         check=False,
     )
     if "No module named 'setuptools'" in run.stderr:
@@ -88,7 +89,12 @@ def test_a_wheel_has_the_files(tmp_path):
     shutil.unpack_archive(wheel, tmp_path / "installed", "zip")
     words = [sys.executable, "-c", "from daso.run import sites as s; print(*s.known_sites())"]
     run = subprocess.run(
-        words, cwd=tmp_path / "installed", capture_output=True, text=True, timeout=60, check=False
+        words,
+        cwd=tmp_path / "installed",
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
     )
     assert run.stdout.split() == known_sites(), run.stderr
 

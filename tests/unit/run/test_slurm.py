@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jobs import HANG_SECONDS
 
 from daso.errors import ConfigError
 from daso.run.launcher import Launcher
@@ -238,7 +239,7 @@ def run_script(job, tmp_path, program, env=None):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=HANG_SECONDS,
         check=False,
     )
     return run.returncode, run.stdout.splitlines(), run.stderr

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs import HANG_SECONDS
 
 from daso.run.cli import main
 from daso.run.launcher import Launcher
@@ -151,7 +152,7 @@ def test_a_template_of_ones_own_is_used(capfdbinary):
 
 def test_words_that_are_no_utf_8_pass_through(tmp_path):
     words = [sys.executable, "-m", "daso", "submit", "--dry-run", "train.py", b"caf\xe9"]
-    run = subprocess.run(words, capture_output=True, timeout=60, check=False)
+    run = subprocess.run(words, capture_output=True, timeout=HANG_SECONDS, check=False)
     assert run.returncode == 0, run.stderr
     assert b"train.py 'caf\xe9'" in run.stdout
 

@@ -105,7 +105,6 @@ def here(tmp_path_factory):
 
 
 @pytest.mark.later("runs a bench")
-@pytest.mark.timeout(290)
 def test_both_train_to_the_end_and_reach_the_level(here):
     done, saved = here
     (run,) = saved["runs"]
@@ -123,7 +122,6 @@ def test_both_train_to_the_end_and_reach_the_level(here):
 
 
 @pytest.mark.later("runs a bench")
-@pytest.mark.timeout(290)
 def test_figures_say_what_was_measured_and_a_picture_shows_it(here):
     _, saved = here
     names = {"time_to_accuracy_ratio_here_digits", "accuracy_gap_here_digits"}

@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs import HANG_SECONDS
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("tests", "interprets"), [("on_interpreter", "1"), ("on_compiler", "0")])
 def test_kernels(tests, interprets, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_INTERPRET", interprets)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     told = Path(__file__).parent / f"{tests}.py"
     words = [sys.executable, "-m", "pytest", "-q", "--color=no", str(told)]
-    run = subprocess.run(words, capture_output=True, text=True, timeout=280, check=False)
+    run = subprocess.run(words, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
     assert run.returncode == 0, run.stdout[-6000:]
     assert " passed" in run.stdout
     assert "skipped" not in run.stdout

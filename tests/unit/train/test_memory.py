@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from jobs import HANG_SECONDS
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
@@ -930,7 +931,11 @@ def test_a_full_disk_is_named(tmp_path):
     program = textwrap.dedent(FULL).format(folder=tmp_path)
     program = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n" + program
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
     )
     assert done.returncode == 1
     assert "the second memory needs" in done.stderr
