@@ -65,25 +65,34 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Sums over all ranks, relative to a size that all ranks know, in units of 2**-30."""
+    """Sums over all ranks, relative to a size that all ranks know, in whole units."""
 
-    distance: float = 0.0  # squared, of this rank's part from the mean of all nodes
-    norm: float = 0.0  # squared, of this rank's part of the reference
+    distance: float = 0.0  # squared, of this rank's part from the mean of all nodes; in `STEPS`
+    norm: float = 0.0  # squared, of this rank's part of the reference; in `SIZES`
+    moved: float = 0.0  # squared length of this rank's part of the mean delta; in `STEPS`
 
     @classmethod
-    def measured(cls, distance: float, norm: float, size: float) -> "Tally":
+    def measured(cls, distance: float, norm: float, moved: float, size: float) -> "Tally":
         """Return a rank's share.
 
         Args:
             distance: Squared distance of this rank's part of its node from the mean of all nodes.
             norm: Squared norm of this rank's part of the reference.
+            moved: Squared norm of this rank's part of the mean delta.
             size: A number near the squared norm of the whole reference, the same on all ranks.
         """
-        return cls(_share(distance, size), _share(norm, size))
+        return cls(
+            _share(distance, size, STEPS), _share(norm, size, SIZES), _share(moved, size, STEPS)
+        )
+
+    def __add__(self, other: "Tally") -> "Tally":
+        """Return the sums over the ranks of both."""
+        pairs = zip(self.encode(), other.encode(), strict=True)
+        return Tally(*(mine + theirs for mine, theirs in pairs))
 
     def encode(self) -> list[float]:
         """Return the numbers in a fixed order."""
-        return [self.distance, self.norm]
+        return [self.distance, self.norm, self.moved]
 
     def drift(self, *, nodes: int, batches: int) -> float:
         """Return the mean square drift of one batch, relative to the reference's norm.
@@ -101,17 +110,18 @@ class Tally:
         """
         if nodes < 2 or batches < 1 or self.norm <= 0:
             return 0.0
-        return max(self.distance, 0.5) / batches / self.norm
+        return max(self.distance, 0.5) * (SIZES / STEPS) / batches / self.norm
 
 
-SHARES = 2.0**30
+SIZES = 2.0**30  # units in what is as large as the parameters
+STEPS = 2.0**36  # units in what steps change, a few millionths of that and more
 MOST_SHARES = 2.0**42  # of one rank: 2048 ranks' sum is exact
 
 
-def _share(value: float, size: float) -> float:
+def _share(value: float, size: float, units: float) -> float:
     if not (value >= 0 and 0 < size < math.inf):  # NaN too: nothing was measured
         return 0.0
-    return float(round(min(value / size * SHARES, MOST_SHARES)))
+    return float(round(min(value / size * units, MOST_SHARES)))
 
 
 def _finite(value: float) -> float:

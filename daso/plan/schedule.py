@@ -17,6 +17,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from daso.plan.plateau import PlateauState
+from daso.plan.restoration import next_gain
 
 __all__ = [
     "Act",
@@ -53,6 +54,7 @@ class Seen:
     # Mean square distance of a node from the mean of all nodes, made in one batch, relative to the
     # mean square of the parameters.
     drift: float = 0.0
+    lacked: float = 0.0  # what the mean step of the nodes lacks; see `daso.plan.restoration`
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class State:
     sends: int = 0  # exchanges of one fragment so far
     agreed: int = 0  # batch up to which all work was put into an exchange
     fragments: int = 1  # parts of the parameters that take turns
+    gain: float = 1.0  # of the inner optimizer's rate between exchanges
     sparse: bool = False  # an exchange leaves work behind; one of everything does not
     plateau: PlateauState = field(default_factory=PlateauState)
     seen: Seen = field(default_factory=Seen)
@@ -76,6 +79,11 @@ class State:
     def synchronous(self) -> bool:
         """Whether gradients are averaged over all ranks at every batch."""
         return self.skip == 1 and self.wait == 0
+
+    @property
+    def step_gain(self) -> float:
+        """What the inner optimizer's rate is multiplied by in the next step."""
+        return 1.0 if self.synchronous else self.gain
 
     @property
     def fragment(self) -> int:
@@ -142,7 +150,7 @@ def after_exchange(policy: Policy, state: State, seen: Seen) -> tuple[tuple[Act,
         The acts and the next state.
     """
     acts, state = _turn(state, policy.tune_exchange(state, seen))
-    return acts, replace(state, seen=seen)
+    return acts, replace(state, seen=seen, gain=next_gain(state.gain, seen.lacked))
 
 
 def after_epoch(policy: Policy, state: State, loss: float) -> tuple[tuple[Act, ...], State]:

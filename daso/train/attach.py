@@ -14,6 +14,7 @@ from daso.plan.options import Exchange, Gradients, Wire
 from daso.plan.schedule import Policy
 from daso.train.optimizer import KEY
 from daso.train.outer import MakeOuter
+from daso.train.restoration import Restoration
 from daso.train.scaling import NATIVE, Scaling
 from daso.train.session import Session
 from daso.train.setup import make_setup
@@ -95,6 +96,7 @@ class Attached:
         self.averaged = session.averaged
         self._set_aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._loading: Any = None
+        self._restoration: Restoration | None = None  # of the step under way
         self._hooks = [
             inner.register_step_pre_hook(self._before_step),
             inner.register_step_post_hook(self._after_step),
@@ -118,10 +120,15 @@ class Attached:
             self._set_aside = [(p, p.grad) for p in params if p.grad is not None]
             for param, _ in self._set_aside:
                 param.grad = None
+        self._restoration = self._session.restoration
+        if self._restoration is not None:
+            self._restoration.begin(self._session.schedule.step_gain)
         return None if averaged is closure else ((inner,), {"closure": averaged})
 
     @_disable_dynamo
     def _after_step(self, *_: Any) -> None:
+        if self._restoration is not None:
+            self._restoration.end()
         for param, grad in self._set_aside:
             param.grad = grad
         self._set_aside = []

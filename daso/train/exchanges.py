@@ -20,11 +20,13 @@ from daso.comm.node import NodeGroup
 from daso.errors import ExchangeError, TopologyError
 from daso.plan.header import Header, Tally, culprit, decode_culprit
 from daso.plan.layout import fragments
+from daso.plan.restoration import lacking
 from daso.plan.schedule import Seen
 from daso.train.agree import zero_nonfinite
 from daso.train.flight import Flight, Outcome, pack, unpack
 from daso.train.meeting import Meeting, largest_rate
 from daso.train.outer import MakeOuter
+from daso.train.restoration import restoration_of
 from daso.train.rows import Measured, ParameterRow
 
 __all__ = ["Exchanges"]
@@ -63,6 +65,7 @@ class Exchanges:
         if self.settings.exchange.memory == "device":
             self._try_memory(node)
         self.rows = self._make_rows(node, outer)
+        self.restoration = restoration_of(meeting.trained.inner, self.settings, says=meeting.leads)
         self._flight: Flight | None = None
         self._node = node
         self._known = Known(since=[0] * self.settings.exchange.fragments)
@@ -164,7 +167,7 @@ class Exchanges:
         if not agreed.nonfinite and agreed.aligned and self.place.lane is not None:
             for row in rows:
                 total += yield from row.exchange()
-        measured = Tally.measured(total.distance, total.norm, self._known.size)
+        measured = Tally.measured(total.distance, total.norm, total.moved, self._known.size)
         sound = header.nonfinite == 0.0
         return Outcome(agreed, sums, measured, total.nbytes, sound, made_seconds)
 
@@ -248,13 +251,26 @@ class Exchanges:
         if not header.same_lr:
             self.meeting.tell_of_rates(-header.minus_lr, header.lr)
         drift = outcome.tally.drift(nodes=self.place.nodes, batches=known.batches)
+        lacked = self._lacked(outcome.tally)
         known.measured, known.batches = outcome.measured, flight.batches
         for one in self._fragments_of(flight.fragment):
             known.since[one] = flight.batch
         known.drift = drift
-        seen = Seen(header.step_seconds, header.exchange_seconds, header.lr, drift)
+        seen = Seen(header.step_seconds, header.exchange_seconds, header.lr, drift, lacked)
         self._choose_wire(flight, seen)
         return seen
+
+    def _lacked(self, tally: Tally) -> float:
+        """Return what the mean step of the nodes lacked in the exchange before; 0: nothing."""
+        if self.restoration is None:
+            return 0.0
+        return lacking(
+            tally.distance,
+            tally.moved,
+            nodes=self.place.nodes,
+            batches=self._known.batches,
+            momentum=self.restoration.momentum,
+        )
 
     def _choose_wire(self, flight: Flight, seen: Seen) -> None:
         """Choose the wire of the next exchange, where the seconds are those of one like this."""

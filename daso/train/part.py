@@ -72,10 +72,11 @@ class Part:
         self.snapshot: torch.Tensor | None = None
         self.ahead: torch.Tensor | None = None
         self.others: torch.Tensor | None = None
-        # Of the last exchange, piece by piece: squared distances from the mean of all nodes and
-        # squared norms of the reference; where what was sent is not finite first, or -1.
+        # Of the last exchange, piece by piece: squared distances from the mean of all nodes,
+        # squared norms of the reference and the mean delta; where it is not finite first, or -1.
         self._distances: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
+        self._moved: list[torch.Tensor] = []
         self._nonfinite: list[tuple[int, torch.Tensor]] = []
         numel = min(self.piece, -(-shown.numel() // PIECE) * PIECE)
         self._room = torch.empty(2, numel, dtype=shown.dtype, device=shown.device)
@@ -120,7 +121,7 @@ class Part:
             gather: Reads parameters.
             keeps: The merge will keep local work.
         """
-        self._distances, self._norms, self._nonfinite = [], [], []
+        self._distances, self._norms, self._moved, self._nonfinite = [], [], [], []
         self.keeps, self.pending = keeps and not self.way.eager, None
         self.lossy = not codec.exact
         if self.lossy and not self.keeps:
@@ -195,6 +196,7 @@ class Part:
             sent: What this node sent of it.
         """
         span, carried = slice(start, stop), self._room[1, : stop - start]
+        self._moved.append(mean.dot(mean))
         if self._takes_at_once(self.outbox.codec):
             self._take(span, mean, *sent)
             return
@@ -247,20 +249,22 @@ class Part:
         if self.outer is not None:
             self.outer.step()
             self._norms = [self.reference.dot(self.reference)]
-        return _stack([*self._distances, *self._norms], self.shown.new_zeros(0))
+        sums = [*self._distances, *self._norms, *self._moved]
+        return _stack(sums, self.shown.new_zeros(0))
 
-    def measured(self, found: Sequence[float]) -> tuple[float, float]:
+    def measured(self, found: Sequence[float]) -> tuple[float, float, float]:
         """Return what an exchange told of this node.
 
         Args:
             found: From `finish`.
 
         Returns:
-            Squared distance of what this node did from the mean of all nodes, squared norm of the
-            reference.
+            Squared distance of what this node did from the mean of all nodes, squared norms of the
+            reference and of the mean delta.
         """
-        cut = len(self._distances)
-        return sum(found[:cut]), sum(found[cut:])
+        first = len(self._distances)
+        second = first + len(self._norms)
+        return sum(found[:first]), sum(found[first:second]), sum(found[second:])
 
     # --- merging -----------------------------------------------------------------------------
 

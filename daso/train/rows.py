@@ -38,11 +38,15 @@ class Measured:
     nbytes: int = 0  # sent by this rank
     distance: float = 0.0  # squared, of this rank's part from the mean of all nodes
     norm: float = 0.0  # squared, of this rank's part of the reference
+    moved: float = 0.0  # squared length of this rank's part of the mean delta
 
     def __add__(self, other: "Measured") -> "Measured":
         """Return what two rows gave together."""
         return Measured(
-            self.nbytes + other.nbytes, self.distance + other.distance, self.norm + other.norm
+            self.nbytes + other.nbytes,
+            self.distance + other.distance,
+            self.norm + other.norm,
+            self.moved + other.moved,
         )
 
 
@@ -234,8 +238,7 @@ class ParameterRow:
             weight, total = mean.adder.weights[mean.comm.Get_rank()], mean.adder.total
             comm, kept = mean.comm, mean.kept
             nbytes = yield from iallreduce(comm, self.crossing, self.cuts, weight, total, kept)
-        distance, norm = yield from self.crossing.finish()
-        return Measured(nbytes, distance, norm)
+        return Measured(nbytes, *(yield from self.crossing.finish()))
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs; nothing may be under way."""

@@ -9,7 +9,7 @@ optimization (DASO)", J. Big Data 9:14 (2022), doi 10.1186/s40537-021-00556-1.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from daso.train import registry
 from daso.train.meeting import agree_options
 from daso.train.metrics import Counts
 from daso.train.params import Trained, agree_layout
+from daso.train.restoration import Restoration
 from daso.train.scaling import Scaling, is_probe
 from daso.train.setup import Setup
 from daso.train.sync import Sync
@@ -190,6 +191,17 @@ class Session:
             self._sync.before_closure()
             return True, self._averaged(closure)
         return self._sync.before_step(scaling), None
+
+    @property
+    def restoration(self) -> Restoration | None:
+        """What makes steps longer between exchanges; None where nothing does."""
+        exchanges = None if self._sync is None else self._sync.exchanges
+        return None if exchanges is None else exchanges.restoration
+
+    def restored(self) -> AbstractContextManager[None]:
+        """Let the inner optimizer step as much longer as the mean over nodes is too short."""
+        restoration = self.restoration
+        return restoration.longer(self.schedule.step_gain) if restoration else nullcontext()
 
     def _check_open(self) -> None:
         """Refuse what comes after the end."""
@@ -430,7 +442,8 @@ class Session:
             Plain values: ``batches``, ``in_flight`` (an exchange is on its way), ``exchanges``,
             ``dropped``, ``global_bytes_sent`` (bytes, by this rank), ``exposed_seconds`` (this
             rank computed nothing since it waited for others), ``skip_history`` (batch, skip, wait),
-            ``seen`` (agreed times in seconds, learning rate, drift), ``bucket_bytes`` (where
+            ``gain`` (of the inner learning rate between exchanges), ``seen`` (agreed times in
+            seconds, learning rate, drift), ``bucket_bytes`` (where
             gradients are averaged), ``events``, and the choices.
         """
         report = {
@@ -438,6 +451,7 @@ class Session:
             "batches": self.schedule.batch,
             "in_flight": self.schedule.sent is not None,
             "skip_history": self._history,
+            "gain": self.schedule.gain,
             "seen": asdict(self.schedule.seen),
         }
         if self._sync is None:

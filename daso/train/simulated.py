@@ -7,6 +7,7 @@ Values that are not finite are not looked for.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from daso.plan.header import Tally
 from daso.plan.layout import fragments, message_chunks
 from daso.plan.merge import ADOPT, Merge
 from daso.plan.options import Settings
+from daso.plan.restoration import lacking
 from daso.plan.schedule import (
     Act,
     Policy,
@@ -33,6 +35,7 @@ from daso.train.merging import merge_pairs
 from daso.train.outer import MakeOuter
 from daso.train.params import Named, Trained, flat_view
 from daso.train.part import LEAST, Gather, Part, Way, message_numel
+from daso.train.restoration import restoration_of
 
 __all__ = ["SimulatedNodes", "Times"]
 
@@ -127,8 +130,8 @@ class Row:
 
     def send(
         self, wire: str, *, dense: bool, ahead: bool, keeps: bool
-    ) -> tuple[int, list[tuple[float, float]]]:
-        """Exchange deltas; return all nodes' bytes, and each node's squared distance and norm."""
+    ) -> tuple[int, list[tuple[float, float, float]]]:
+        """Exchange deltas; return all nodes' bytes, and what each node's `Part` measured."""
         adder = self.dense if dense and len(self.wired) == 1 else self.wired[wire]
         for node, part in enumerate(self.parts):
             gather = self._gather(node)
@@ -191,6 +194,7 @@ class SimulatedNodes:
         pairs = zip(self.inners, self.models, strict=True)
         self.named = [Trained.by(inner, model).named for inner, model in pairs]
         self.rows = [self._rows(cut, way) for cut in self._cuts()]
+        self.restorations = [restoration_of(inner, settings, says=False) for inner in self.inners]
         self.global_bytes_sent = 0  # by all nodes
         self.events: list[dict[str, Any]] = []
         self._flight: Flight | None = None
@@ -230,8 +234,9 @@ class SimulatedNodes:
             total += float(loss.detach())
         if self.state.synchronous:
             self._average_gradients()
-        for inner in self.inners:
-            inner.step()
+        for inner, restoration in zip(self.inners, self.restorations, strict=True):
+            with restoration.longer(self.state.step_gain) if restoration else nullcontext():
+                inner.step()
         self._act(*after_batch(self.policy, self.state))
         return total / len(self.models)
 
@@ -300,22 +305,39 @@ class SimulatedNodes:
         sent = range(len(known.since)) if fragment is None else [fragment]
         batches = batch - min(known.since[one] for one in sent)
         drift = known.measured.drift(nodes=len(self.models), batches=known.batches)
-        ahead, distance, norm = self.settings.eager and wait > 0, 0.0, 0.0
+        ahead = self.settings.eager and wait > 0
+        measured = [[0.0, 0.0, 0.0] for _ in self.models]
         keeps = wait > 0 and self.settings.keeps(wait=wait, drift=known.drift)
         for row in self._rows_of(fragment):
             nbytes, found = row.send(wire, dense=fragment is None, ahead=ahead, keeps=keeps)
             self.global_bytes_sent += nbytes
-            distance += sum(one for one, _ in found)
-            norm += sum(one for _, one in found)
+            measured = [
+                [a + b for a, b in zip(*pair, strict=True)]
+                for pair in zip(measured, found, strict=True)
+            ]
         rates = [group.get("lr", 0.0) for inner in self.inners for group in inner.param_groups]
         times = self.times
         taken = times.exchange_seconds * _many_bytes(wire) / _many_bytes(self.settings.wires[0])
-        seen = Seen(times.step_seconds, taken, max(map(float, rates)), drift)
+        lr = max(map(float, rates))
+        seen = Seen(times.step_seconds, taken, lr, drift, self._lacked())
         self._flight = Flight(batch, fragment, seen, keeps, wire)
-        known.measured = Tally.measured(distance, norm, known.size)
+        known.measured = sum((Tally.measured(*one, known.size) for one in measured), Tally())
         known.batches = batches
         for one in sent:
             known.since[one] = batch
+
+    def _lacked(self) -> float:
+        """Return what the mean step of the nodes lacked in the exchange before; 0: nothing."""
+        known, restoration = self._known, self.restorations[0]
+        if restoration is None:
+            return 0.0
+        return lacking(
+            known.measured.distance,
+            known.measured.moved,
+            nodes=len(self.models),
+            batches=known.batches,
+            momentum=restoration.momentum,
+        )
 
     def _receive(self, batch: int) -> Seen:
         flight, self._flight = self._flight, None

@@ -32,7 +32,7 @@ class Crossing(Source, Protocol):
         """Return the first element that is not finite, if any, once what crosses is there."""
         ...
 
-    def finish(self) -> Work[tuple[float, float]]:
+    def finish(self) -> Work[tuple[float, float, float]]:
         """Move the part by what was delivered; return what `Part.measured` says of it."""
         ...
 
@@ -73,7 +73,7 @@ class InPlace:
         yield from ()
         return self._nonfinite
 
-    def finish(self) -> Work[tuple[float, float]]:
+    def finish(self) -> Work[tuple[float, float, float]]:
         """End the exchange."""
         yield from ()
         return self.part.measured(self.part.finish().tolist())
@@ -127,7 +127,7 @@ class Direct:
         """Move the part by the mean delta of elements ``start`` to ``stop``."""
         self.part.deliver(start, stop, mean, sent)
 
-    def finish(self) -> Work[tuple[float, float]]:
+    def finish(self) -> Work[tuple[float, float, float]]:
         """End the exchange."""
         part, copies = self.part, self._copies
         with copies.beside():
@@ -174,7 +174,7 @@ class Staged(Direct):
         """Keep the mean delta of elements ``start`` to ``stop`` on the host until `finish`."""
         self._means[start:stop].copy_(mean)
 
-    def finish(self) -> Work[tuple[float, float]]:
+    def finish(self) -> Work[tuple[float, float, float]]:
         """Move the part piece by piece, and end the exchange."""
         part, copies = self.part, self._copies
         for start, stop, fields in part.sent():

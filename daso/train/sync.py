@@ -405,6 +405,8 @@ class Sync:
         found = {"node_transport": self.buckets.node.name}
         if self.exchanges is not None:
             found["wire"] = self.exchanges.wire
+            restored = self.exchanges.restoration is not None
+            found["restoration"] = "a measured gain on the learning rate" if restored else "none"
             if packing := self.exchanges.packing:
                 found["packing"] = packing
         return found

@@ -1,6 +1,7 @@
 """`scripts/minicluster` itself: what it makes, and that nothing is left of it."""
 
 import json
+import math
 import os
 import random
 import re
@@ -12,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from jobs import HANG_SECONDS
+from jobs import HANG_SECONDS, slowness
 
 from daso.run.minicluster.command import main
 from daso.run.minicluster.processes import ClusterError
@@ -351,9 +352,17 @@ print(time.perf_counter() - began)
 """
 
 
-def seconds_to_send(cluster, nbytes, *, hosts=("mini0", "mini1")):
-    """Return how long a transfer takes; the best of three, for this machine has other work."""
-    return min(_send(cluster, nbytes, *hosts) for _ in range(3))
+def seconds_to_send(cluster, nbytes, expected=0.0, *, hosts=("mini0", "mini1")):
+    """Return how long a transfer takes: the best of many, for this machine has other work.
+
+    Tried until it takes hardly longer than expected; all of them count if one is too fast.
+    """
+    best = math.inf
+    for _ in range(12 if expected else 3):
+        best = min(best, _send(cluster, nbytes, *hosts))
+        if best < 1.1 * expected:
+            break
+    return best
 
 
 def _send(cluster, nbytes, source, target):
@@ -365,8 +374,9 @@ def _send(cluster, nbytes, source, target):
 
 def test_a_transfer_takes_what_the_rate_says(cluster):
     cluster.rate("100mbit")
-    shaped = seconds_to_send(cluster, 5_000_000)
-    assert shaped == pytest.approx(5_000_000 * 8 / 100e6, rel=0.15)
+    expected = 5_000_000 * 8 / 100e6
+    shaped = seconds_to_send(cluster, 5_000_000, expected)
+    assert shaped == pytest.approx(expected, rel=0.15)
     cluster.rate("none")
     assert seconds_to_send(cluster, 5_000_000) < shaped / 10
 
@@ -375,13 +385,15 @@ def test_a_transfer_takes_what_the_rate_says(cluster):
 def test_other_rates(cluster, mbit):
     cluster.rate(f"{mbit}mbit")
     nbytes = max(mbit * 20_000, 1_000_000)  # 160 ms, or much more than passes at once
-    assert seconds_to_send(cluster, nbytes) == pytest.approx(nbytes * 8e-6 / mbit, rel=0.2)
+    expected = nbytes * 8e-6 / mbit
+    assert seconds_to_send(cluster, nbytes, expected) == pytest.approx(expected, rel=0.2)
 
 
 def test_every_link_has_the_rate_in_both_directions(cluster):
     cluster.rate("50mbit")
     for hosts in (("mini2", "mini3"), ("mini3", "mini2")):
-        assert seconds_to_send(cluster, 1_000_000, hosts=hosts) == pytest.approx(0.16, rel=0.2)
+        seconds = seconds_to_send(cluster, 1_000_000, 0.16, hosts=hosts)
+        assert seconds == pytest.approx(0.16, rel=0.2)
 
 
 @pytest.mark.slow("SLURM takes half a minute to find a host down")
@@ -408,4 +420,4 @@ def test_a_job_may_put_itself_back_and_starts_again_soon(cluster):
     times = r"^(\d+) 0$(?:.|\n)*^(\d+) 1$"
     cluster.until(lambda: out.exists() and re.search(times, out.read_text(), re.MULTILINE))
     first, second = re.search(times, out.read_text(), re.MULTILINE).groups()
-    assert int(second) - int(first) < 15
+    assert int(second) - int(first) < 15 * slowness()

@@ -17,7 +17,7 @@ from functools import partial
 import pytest
 import torch
 from doors import DOORS, HOOKS, INNERS, PHASES, WRAPPER, batch, bits, network, train
-from jobs import hidden_launcher, once, run, run_on
+from jobs import hidden_launcher, once, run, run_on, slowness
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 from torch.optim.optimizer import (
@@ -480,7 +480,7 @@ def test_20_uneven_batch_counts_are_named_on_all_ranks(door, topology, place, po
             if place.rank != odd_rank:
                 train(optimizer, model, place.rank, 1, first=5)
             handle.synchronize()
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 10 * slowness()
     assert {f"took {n}" in str(caught.value) for n in (5, 6)} == {True}
 
 
@@ -1225,7 +1225,7 @@ def test_45_a_rank_that_raises_ends_the_job_in_5_seconds(topology, place, folder
     ended = job(topology, folder, TROUBLE, place.size, 10**9, 10)
     seconds = topology.world.bcast(time.time()) - float(ended.stdout.split("raised at")[1])
     assert ended.returncode != 0
-    assert seconds < 5
+    assert seconds < 5 * slowness()
     assert "the disk is on fire" in ended.stderr
     if place.size > 1:
         assert f"rank {place.size - 1} of {place.size}" in ended.stderr
@@ -1253,7 +1253,7 @@ def test_47_closing_is_idempotent_and_leaves_a_plain_optimizer(door, topology, p
     start = time.monotonic()
     opened.handle.close()
     opened.handle.close()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 5 * slowness()
     assert hooks_of(inner) == hooks
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     bare_model.load_state_dict(model.state_dict())

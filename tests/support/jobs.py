@@ -16,6 +16,11 @@ TAG = 4747
 HANG_SECONDS = 250.0  # what takes longer hangs; no measure of speed, on any machine
 
 
+def slowness() -> float:
+    """Return how many times longer things take here than alone: limits in seconds are of that."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def outside() -> dict[str, str]:
     """Return the environment without what a launcher told this rank."""
     return {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}

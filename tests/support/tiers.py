@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import slowness
 
 __all__ = ["RECORD", "hand_on"]
 
@@ -119,8 +120,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     for name, inner in report.user_properties:
         lines += [tuple(one) for one in inner] if name == "job" else []
     _ended.extend(lines)
-    busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-    if report.duration > LONGEST_SECONDS * busy and "slow" not in report.keywords:
+    if report.duration > LONGEST_SECONDS * slowness() and "slow" not in report.keywords:
         _failed.append(
             f"a test must end within {LONGEST_SECONDS:g} s or be marked slow: "
             f"{report.nodeid}: {report.duration:.1f} s"

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from jobs import slowness
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
@@ -811,5 +812,5 @@ def test_ranks_stuck_in_different_exchanges_are_told_who_stopped_first(topology,
         if place.rank != who:
             train(topology, model, optimizer, 3, first=5)  # the others send after 8 steps
         optimizer.synchronize()
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 20 * slowness()
     optimizer.close()  # does not wait for anybody

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from compare import ORDERED
-from models import adam, batch_loss, mlp, nesterov, seeded, sgd
+from models import adam, adamw, batch_loss, mlp, nesterov, seeded, sgd
 from pairwise import pairwise
 from worlds import APART
 
@@ -15,6 +15,7 @@ from daso.train.simulated import SimulatedNodes
 @pytest.mark.also_real
 @pytest.mark.nodes(*APART)  # simulated nodes have one rank each
 @pairwise(
+    make=[sgd, adamw],
     policy=[
         daso.Fixed(1, 0),
         daso.Fixed(3, 1),
@@ -28,7 +29,7 @@ from daso.train.simulated import SimulatedNodes
     fragments=[1, 2, 3],
     only=lambda wire, merge, **_: wire != "topk" or merge in ("delta", "eager", "auto"),
 )
-def test_they_have_the_same_bits(topology, policy, wire, merge, outer, fragments):
+def test_they_have_the_same_bits(topology, make, policy, wire, merge, outer, fragments):
     place, build = topology.place, seeded(mlp)
     exchange = daso.Exchange(reduce="ordered", chunk_bytes=ORDERED.chunk_bytes, fragments=fragments)
     settings = Settings(
@@ -39,12 +40,12 @@ def test_they_have_the_same_bits(topology, policy, wire, merge, outer, fragments
         outer=outer is not None,
     )
     simulated = SimulatedNodes(
-        build, sgd, place.size, policy=policy, settings=settings, outer=outer
+        build, make, place.size, policy=policy, settings=settings, outer=outer
     )
     model = build()
     options = {"wire": wire, "merge": merge, "outer": outer, "exchange": exchange}
     with daso.DASO(
-        sgd(model), module=model, topology=topology, policy=policy, **options
+        make(model), module=model, topology=topology, policy=policy, **options
     ) as optimizer:
         for epoch in range(2):
             for step in range(6 * epoch, 6 * epoch + 6):
@@ -58,3 +59,6 @@ def test_they_have_the_same_bits(topology, policy, wire, merge, outer, fragments
             simulated.end_epoch(1.0)
             theirs = simulated.models[place.rank].parameters()
             assert all(map(torch.equal, model.parameters(), theirs))
+            assert optimizer.report()["gain"] == simulated.state.gain
+    restored = make is adamw and outer is None and wire != "topk" and policy != daso.Fixed(1, 0)
+    assert (simulated.state.gain > 1) == restored

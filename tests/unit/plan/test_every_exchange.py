@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from daso.plan.header import Header, Tally
 from daso.plan.policy import Auto, Fixed, Plateau, Qsr
+from daso.plan.restoration import lacking
 from daso.plan.schedule import Act, Seen, State, after_batch, after_epoch, after_exchange, drain
 
 checked = settings(derandomize=True, max_examples=100, deadline=None)
@@ -254,7 +255,12 @@ def test_a_file_without_one_of_the_numbers_is_refused():
 # --- all ranks ---------------------------------------------------------------------------------
 
 of_a_rank = st.tuples(
-    st.floats(1e-3, 10.0), st.floats(1e-3, 10.0), st.floats(0, 1), st.floats(0, 1), st.floats(1, 2)
+    st.floats(1e-3, 10.0),
+    st.floats(1e-3, 10.0),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.floats(1, 2),
+    st.floats(0, 1),
 )
 of_an_exchange = st.tuples(of_a_rank, of_a_rank, of_a_rank)
 
@@ -263,14 +269,14 @@ def agreed(said, order):
     """What a rank sees when MPI reduces in this order."""
     most, sums = Header(), Tally()
     for rank in order:
-        step, exchange, lr, distance, norm = said[rank]
+        step, exchange, lr, distance, norm, moved = said[rank]
         header = Header(minus_step_seconds=-step, minus_exchange_seconds=-exchange, lr=lr)
         pairs = zip(most.encode(), header.encode(), strict=True)
         most = Header.decode([max(pair) for pair in pairs])
-        share = Tally.measured(distance, norm, 2.0)
-        sums = Tally(sums.distance + share.distance, sums.norm + share.norm)
+        sums += Tally.measured(distance, norm, moved, 2.0)
     drift = sums.drift(nodes=len(said), batches=3)
-    return Seen(most.step_seconds, most.exchange_seconds, most.lr, drift)
+    lacked = lacking(sums.distance, sums.moved, nodes=len(said), batches=3, momentum=0.9)
+    return Seen(most.step_seconds, most.exchange_seconds, most.lr, drift, lacked)
 
 
 @checked

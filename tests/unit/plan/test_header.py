@@ -172,13 +172,13 @@ def test_a_header_is_frozen():
 # --- tally -------------------------------------------------------------------------------------
 
 amounts = st.one_of(st.floats(0, 1e6), st.sampled_from([0.0, 1e300, math.inf, math.nan, -1.0]))
-shares = st.lists(st.tuples(amounts, amounts), min_size=1, max_size=64)
+shares = st.lists(st.tuples(amounts, amounts, amounts), min_size=1, max_size=64)
 MOST = 2.0**42  # of one rank
 
 
 def summed(shares):
     """What an elementwise sum over the world leaves, added in the order given."""
-    total = [0.0, 0.0]
+    total = [0.0, 0.0, 0.0]
     for share in shares:
         total = [a + b for a, b in zip(total, share.encode(), strict=True)]
     return Tally(*total)
@@ -187,7 +187,7 @@ def summed(shares):
 @checked
 @given(shares, st.floats(1e-3, 1e9), st.randoms(use_true_random=False))
 def test_the_sum_over_ranks_is_exact_and_the_same_in_every_order(shares, size, random):
-    ranks = [Tally.measured(distance, norm, size) for distance, norm in shares]
+    ranks = [Tally.measured(*share, size) for share in shares]
     exact = [sum(map(int, column)) for column in zip(*(r.encode() for r in ranks), strict=True)]
     for _ in range(3):
         assert summed(ranks).encode() == exact
@@ -195,33 +195,33 @@ def test_the_sum_over_ranks_is_exact_and_the_same_in_every_order(shares, size, r
 
 
 @checked
-@given(amounts, amounts, st.one_of(st.floats(1e-300, 1e300), amounts))
-def test_a_share_is_a_whole_number_from_0_to_the_most(distance, norm, size):
-    for number in Tally.measured(distance, norm, size).encode():
+@given(st.tuples(amounts, amounts, amounts), st.one_of(st.floats(1e-300, 1e300), amounts))
+def test_a_share_is_a_whole_number_from_0_to_the_most(share, size):
+    for number in Tally.measured(*share, size).encode():
         assert type(number) is float
         assert number.is_integer()
         assert 0 <= number <= MOST
 
 
 def test_shares_saturate_so_that_the_sum_of_2048_ranks_is_exact():
-    share = Tally.measured(1e300, math.inf, 1e-300)
-    assert share.encode() == [MOST, MOST]
-    one = Tally(distance=1.0, norm=1.0)
+    share = Tally.measured(1e300, math.inf, 1e300, 1e-300)
+    assert share.encode() == [MOST] * 3
+    one = Tally(distance=1.0, norm=1.0, moved=1.0)
     for ranks in ([share] * 2047 + [one], [one] + [share] * 2047):
-        assert summed(ranks).encode() == [2047 * 2**42 + 1] * 2
-    assert summed([share] * 2048).encode() == [2**53] * 2
+        assert summed(ranks).encode() == [2047 * 2**42 + 1] * 3
+    assert summed([share] * 2048).encode() == [2**53] * 3
 
 
 @pytest.mark.parametrize("value", [math.nan, -1.0, -math.inf])
 def test_what_is_no_size_of_anything_counts_as_0(value):
-    assert Tally.measured(value, value, 1.0) == Tally()
-    assert Tally.measured(1.0, 1.0, value) == Tally()
+    assert Tally.measured(value, value, value, 1.0) == Tally()
+    assert Tally.measured(1.0, 1.0, 1.0, value) == Tally()
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, math.inf])
 @pytest.mark.parametrize("size", [0.0, math.inf])
 def test_a_size_that_measures_nothing_gives_0_and_does_not_raise(value, size):
-    assert Tally.measured(value, value, size) == Tally()
+    assert Tally.measured(value, value, value, size) == Tally()
 
 
 NODES = [
@@ -247,7 +247,7 @@ def test_drift_is_the_mean_square_distance_of_nodes_from_their_mean_by_the_refer
             lane = range(start, stop)
             distance = sum((node[i] - means[i]) ** 2 for i in lane)
             norm = sum(REFERENCE[i] ** 2 for i in lane)
-            ranks.append(Tally.measured(distance, norm, size=20.0))
+            ranks.append(Tally.measured(distance, norm, 0.0, size=20.0))
     variances = [statistics.pvariance(column) for column in zip(*values, strict=True)]
     size = sum(one**2 for one in REFERENCE)
     drift = summed(ranks).drift(nodes=nodes, batches=batches)
@@ -256,7 +256,7 @@ def test_drift_is_the_mean_square_distance_of_nodes_from_their_mean_by_the_refer
 
 @pytest.mark.parametrize("size", [0.01, 1.0, 20.0, 1e3])
 def test_drift_does_not_depend_on_the_size_that_ranks_agreed_on(size):
-    ranks = [Tally.measured(0.5, 10.0, size)] * 2
+    ranks = [Tally.measured(0.5, 10.0, 0.5, size)] * 2
     assert summed(ranks).drift(nodes=2, batches=1) == pytest.approx(0.05, rel=1e-4)
 
 
@@ -277,7 +277,7 @@ def test_without_a_measurement_drift_is_0(tally, nodes, batches):
 @pytest.mark.parametrize("distance", [0.0, 1e-12, 4e-10])
 @pytest.mark.parametrize("nodes", [2, 64])
 def test_a_distance_too_small_to_count_is_told_from_no_measurement(distance, nodes):
-    ranks = [Tally.measured(distance, 1.0, 1.0)] * nodes
+    ranks = [Tally.measured(distance, 1.0, 0.0, 1.0)] * nodes
     assert 0 < summed(ranks).drift(nodes=nodes, batches=1) < 1e-9
 
 

@@ -203,7 +203,7 @@ def test_without_a_measured_drift_skip_stays():
 
 
 def test_nodes_that_hardly_drift_let_skip_grow():
-    tally = Tally.measured(1e-13, 1.0, 1.0)  # too small to count, as in fine-tuning
+    tally = Tally.measured(1e-13, 1.0, 0.0, 1.0)  # too small to count, as in fine-tuning
     drift = tally.drift(nodes=2, batches=1)
     assert tuned(Auto(), 1, 1, Seen(1.0, 0.5, 1e-6, drift)).skip == 2
 

@@ -1,0 +1,71 @@
+"""How much longer an optimizer that normalises has to step where nodes average what it did.
+
+Adam and its kin divide by the size of their gradients, noise included. A node alone sees the noise
+of its own batch; all nodes together would see less of it. So the mean of what P nodes did points
+the right way, and is shorter than the step of one big batch: up to sqrt(P) times, where gradients
+are all noise. Averaging more often does not mend that; a longer step does.
+
+With m = |mean delta|^2, d = the mean of |delta - mean delta|^2 over nodes, n the batches in a delta
+and b the momentum, the noise of n steps that share a momentum adds up as
+
+    c(n) = (1 - b) / (1 + b) * (1 + 2 * sum over j < n of (1 - j / n) * b^j)
+
+so that of one step's squared length the noise is N = d * P / ((P - 1) * n * c(n)), the signal is
+S = max(0, m - d / (P - 1)) / n^2, and the step lacks the factor sqrt((S + N) / (S + N / P)). (The
+square root rule of Malladi et al. 2022, arXiv 2205.10287, and Wang et al. 2024, arXiv 2402.18824,
+with the noise measured.) Plain SGD is linear in its gradients and lacks nothing.
+"""
+
+import math
+
+__all__ = ["lacking", "next_gain", "noise_kept"]
+
+RATE = 0.3  # of the way to what was measured, that the gain goes with each exchange
+
+
+def noise_kept(batches: int, momentum: float) -> float:
+    """Return c(n): the noise of n steps with a momentum over that of n steps without.
+
+    Args:
+        batches: n, at least 1.
+        momentum: b, from 0 up to, not including, 1.
+    """
+    b, n = momentum, batches
+    if b == 0.0:
+        return 1.0
+    # The sum over 0 < j < n of (1 - j / n) * b^j, worked out.
+    inner = b / (1 - b) - b * (1 - b**n) / (n * (1 - b) ** 2)
+    return (1 - b) / (1 + b) * (1 + 2 * inner)
+
+
+def lacking(distance: float, moved: float, *, nodes: int, batches: int, momentum: float) -> float:
+    """Return the factor that the mean of all nodes' steps lacks to that of one big batch.
+
+    Args:
+        distance: Sum over nodes of the squared distance of a node's delta from the mean delta.
+        moved: Sum over nodes of the squared length of the mean delta, in the same unit.
+        nodes: P, how many.
+        batches: n, steps in a delta.
+        momentum: b, what the inner optimizer keeps of its momentum from step to step.
+
+    Returns:
+        A number from 1 to sqrt(nodes); 0 where nothing was measured.
+    """
+    if nodes < 2 or batches < 1 or not 0 < distance + moved < math.inf:
+        return 0.0
+    d, m = distance / nodes, moved / nodes
+    noise = d * nodes / ((nodes - 1) * batches * noise_kept(batches, momentum))
+    signal = max(0.0, m - d / (nodes - 1)) / batches**2
+    if not 0 < signal + noise / nodes < math.inf:
+        return 0.0
+    return min(max(1.0, math.sqrt((signal + noise) / (signal + noise / nodes))), math.sqrt(nodes))
+
+
+def next_gain(gain: float, lacked: float) -> float:
+    """Return the factor for the rate of the steps to come.
+
+    Args:
+        gain: What it is.
+        lacked: From `lacking`; 0 leaves it as it is.
+    """
+    return gain + RATE * (lacked - gain) if lacked else gain
