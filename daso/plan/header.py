@@ -27,6 +27,8 @@ class Header:
     minus_exchange_seconds: float = -math.inf  # of the exchange before: the rank's that came last
     lr: float = 0.0  # largest learning rate of the rank's groups
     minus_lr: float = 0.0
+    # Of a core that training wanted, for the exchange before: the rank's that lost most.
+    own_seconds: float = 0.0
 
     def encode(self) -> list[float]:
         """Return the numbers in a fixed order."""

@@ -10,13 +10,14 @@
 import math
 from dataclasses import dataclass, replace
 
-from daso.checks import Rule, check, number, positive, validated_record, whole
+from daso.checks import NONE, Rule, check, either, number, positive, validated_record, whole
 from daso.errors import ConfigError
 from daso.plan.plateau import observe
 from daso.plan.schedule import Seen, State
 
 __all__ = ["Auto", "Fixed", "Plateau", "Qsr", "Replay"]
 
+DRIFT, NORMALIZED_DRIFT = 0.025, 0.005  # that `Auto` allows; the latter with a restored step
 SLACK = 8  # `Auto` waits for skip // SLACK batches, and more where an exchange takes longer
 
 
@@ -198,34 +199,42 @@ class Qsr:
 @validated_record
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """Exchanges as seldom as drift allows, and never so fast that anybody waits; needs no settings.
+    """Exchanges as often as nobody waits for it, and as drift asks for; needs no settings.
 
     Wait is the number of batches that an exchange takes, by times measured on all ranks, and at
     least an eighth of skip: ranks are not equally fast at every moment, and the faster one is not
-    to stand still for that. Skip is the number of batches in which nodes drift apart by ``drift``:
-    the root mean square distance of a node from the mean of all nodes, relative to that of the
-    parameters from zero (consensus distance, Kong et al. 2021, arXiv 2102.04828). It is measured at
-    every exchange and expected to grow with the learning rate. Where gradient noise drives nodes
-    apart, its square grows as lr**2 * skip, so a fixed ``drift`` gives the quadratic rule of `Qsr`
-    without its alpha; where nodes see different data it grows faster, and skip comes down.
+    to stand still for that. Skip is never below wait. Above it, skip is what keeps the work of
+    exchanges, of a core that training wants too, within ``budget`` of the steps' time: on GPUs next
+    to nothing. Where that would be seldom, skip is no more than the batches in which nodes drift
+    apart by ``drift``: the root mean square distance of a node from the mean of all nodes, relative
+    to that of the parameters from zero (consensus distance, Kong et al. 2021, arXiv 2102.04828). It
+    is measured at every exchange and expected to grow with the learning rate. Where gradient noise
+    drives nodes apart, its square grows as lr**2 * skip, so a fixed ``drift`` gives the quadratic
+    rule of `Qsr` without its alpha; where nodes see different data it grows faster, and skip comes
+    down.
 
     Skip begins at 1 and at most doubles with each exchange, so that the first, steepest steps are
-    averaged often. It is never below wait.
+    averaged often.
 
     Args:
-        drift: Relative distance between nodes to aim at, right before an exchange.
+        drift: Relative distance between nodes to aim at, right before an exchange, where exchanges
+            cost more than ``budget``. None: 0.025, or 0.005 where the inner optimizer normalizes:
+            its steps are longer between exchanges (`daso.plan.restoration`), noise with them.
         max_skip: Most batches between exchanges.
         warmup: Synchronous batches at the start.
+        budget: Part of the steps' time that exchanges may take from training.
     """
 
-    drift: float = 0.025
+    drift: float | None = None
     max_skip: int = 128
     warmup: int = 0
+    budget: float = 0.01
 
     def __post_init__(self) -> None:
-        check("Auto.drift", self.drift, positive())
+        check("Auto.drift", self.drift, either(positive(), NONE))
         check("Auto.max_skip", self.max_skip, whole(1))
         check("Auto.warmup", self.warmup, whole(0))
+        check("Auto.budget", self.budget, positive())
 
     def start(self) -> State:
         """Return the state before the first batch."""
@@ -241,7 +250,8 @@ class Auto:
         """Choose wait and skip for the round that begins."""
         most = min(2 * state.wait, self.max_skip)
         wait = min(self._wait(state, seen), most)
-        skip = max(wait, min(self._skip(state, seen), self.max_skip))
+        affordable = min(self._affordable(seen), 2 * state.skip)
+        skip = max(wait, min(affordable, self._skip(state, seen), self.max_skip))
         wait = min(max(wait, skip // SLACK), most)
         return replace(state, skip=skip, wait=wait)
 
@@ -253,6 +263,13 @@ class Auto:
         batches = min(1.2 * seen.exchange_seconds / seen.step_seconds, self.max_skip)
         return max(1, math.ceil(batches))
 
+    def _affordable(self, seen: Seen) -> int:
+        """Batches between exchanges whose work is within budget; many if unmeasured."""
+        if seen.step_seconds <= 0 or seen.own_seconds <= 0:
+            return self.max_skip
+        most = min(seen.own_seconds / (self.budget * seen.step_seconds), self.max_skip)
+        return max(1, math.ceil(most))
+
     def _skip(self, state: State, seen: Seen) -> int:
         """Go half of the way, in logarithms, from skip to what drift allows; at most double it."""
         before = state.seen
@@ -260,7 +277,8 @@ class Auto:
         growth = ratio * ratio  # `ratio**2` would raise where it overflows; this is infinite
         if not seen.drift * growth > 0:
             return state.skip
-        allowed = self.drift**2 / (seen.drift * growth) / state.fragments
+        drift = self.drift or (NORMALIZED_DRIFT if seen.lacked else DRIFT)
+        allowed = drift**2 / (seen.drift * growth) / state.fragments
         # Half of the way, because drift that grows with skip itself would swing for ever otherwise.
         half = math.sqrt(state.skip * min(allowed, 4.0 * state.skip))
         return max(1, math.ceil(half) if math.ceil(half) <= allowed else math.floor(half))

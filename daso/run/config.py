@@ -50,7 +50,7 @@ class OptimizerConfig:
 MOST_RATE = 1e4  # of a learning rate; more is a slip of the hand
 BELOW_ONE = Rule("a number in [0, 1)", lambda one: number(0, 1).holds(one) and one < 1)
 USED_BY = {
-    "auto": ("warmup", "drift"),
+    "auto": ("warmup", "drift", "budget"),
     "fixed": ("skip", "wait", "warmup"),
     "plateau": ("skip", "warmup", "cooldown"),
     "qsr": ("skip", "wait", "alpha"),
@@ -67,7 +67,8 @@ class ScheduleConfig:
     warmup: int = 0  # synchronous batches (auto, fixed) or epochs (plateau) at the start
     cooldown: int = 0  # synchronous epochs at the end (plateau)
     alpha: float = 0.1  # learning rate at which the quadratic rule gives 1 batch (qsr)
-    drift: float = Auto().drift  # relative distance between nodes to aim at (auto)
+    drift: float = 0.0  # relative distance between nodes to aim at; 0: by the optimizer (auto)
+    budget: float = Auto().budget  # part of a step's time that exchanges may take (auto)
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -97,6 +98,7 @@ class ExchangeConfig:
     update: Literal["auto", "whole", "chunk"] = "auto"  # chunk: layer by layer
     nonfinite: Literal["drop", "raise"] = "drop"
     stall_seconds: float = 300.0
+    restoration: Literal["auto", "on", "off"] = "auto"  # longer steps of Adam and its kin
     memory: Literal["host", "device"] = "host"  # device: a GPU's own, with an MPI that is able to
 
     def __post_init__(self) -> None:
@@ -180,6 +182,7 @@ class Config:
                 stall_seconds=exchange.stall_seconds,
                 fragments=exchange.fragments,
                 memory=exchange.memory,
+                restoration=exchange.restoration,
             ),
             gradients=Gradients(
                 order=exchange.gradients,
@@ -192,7 +195,7 @@ class Config:
         """Return the schedule's policy."""
         schedule = self.schedule
         if schedule.policy == "auto":
-            return Auto(schedule.drift, warmup=schedule.warmup)
+            return Auto(schedule.drift or None, warmup=schedule.warmup, budget=schedule.budget)
         if schedule.policy == "fixed":
             return Fixed(schedule.skip, schedule.wait, schedule.warmup)
         if schedule.policy == "qsr":

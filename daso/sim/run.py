@@ -113,7 +113,8 @@ class _Nodes:
         self.exposed += sum(late)
         self.times = [at + wait + self._own for at, wait in zip(self.times, late, strict=True)]
         nodes = self.cluster.nodes
-        seen = Seen(flight.fastest, self._taken, self.job.lr, self.job.drift * (1 - 1 / nodes))
+        drift, own = self.job.drift * (1 - 1 / nodes), 2 * self._own + self._lost
+        seen = Seen(flight.fastest, self._taken, self.job.lr, drift, own)
         # What the node that came last saw of it, which is told with the next one.
         self._taken = flight.ends - flight.begins
         self.wire = self.settings.next_wire(self.wire, seen, numel=int(self.job.parameters))

@@ -4,6 +4,7 @@ One exchange is in flight at a time. Parameters are written here, by the trainin
 boundaries, and nowhere else.
 """
 
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -42,10 +43,21 @@ class Known:
     since: list[int] = field(default_factory=list)  # batch of the last send of each fragment
     measured: Tally = field(default_factory=Tally)  # by this rank, about the last exchange
     batches: int = 0  # of work that the last exchange carried
+    own_seconds: float = 0.0  # of a core that training wanted, for the last exchange
     drift: float = 0.0  # that all ranks agreed on last; see `daso.plan.schedule.Seen`
     wire: str = ""  # of the next exchange; empty: the settings' first
     timed: str = ""  # wire of the last one; empty where it was dropped
     timed_numel: int = 0  # numbers that it carried
+
+
+def spare_cores(ranks: int, threads: int) -> bool:
+    """Return whether cores are left on which exchanges go on beside training.
+
+    Args:
+        ranks: Of this node, which may share the cores that this one may use.
+        threads: That each rank computes with.
+    """
+    return len(os.sched_getaffinity(0)) > ranks * threads
 
 
 class Exchanges:
@@ -68,6 +80,9 @@ class Exchanges:
         self.restoration = restoration_of(meeting.trained.inner, self.settings, says=meeting.leads)
         self._flight: Flight | None = None
         self._node = node
+        self._core_is_shared = meeting.trained.device.type == "cpu" and not spare_cores(
+            self.place.local_size, torch.get_num_threads()
+        )
         self._known = Known(since=[0] * self.settings.exchange.fragments)
 
     def _try_memory(self, node: NodeGroup) -> None:
@@ -103,8 +118,8 @@ class Exchanges:
     def anchor(self, batch: int) -> None:
         """Take the parameters, equal everywhere, as the reference."""
         norms = [row.anchor() for row in self._rows_of(None)]
-        size, wire = self.meeting.gather(sum(norms))[0] or 1.0, self._known.wire
-        self._known = Known(size=size, wire=wire)
+        size, known = self.meeting.gather(sum(norms))[0] or 1.0, self._known
+        self._known = Known(size=size, wire=known.wire, own_seconds=known.own_seconds)
         self._known.since = [batch] * self.settings.exchange.fragments
 
     def send(self, batch: int, fragment: int | None, *, wait: int) -> None:
@@ -149,6 +164,7 @@ class Exchanges:
             minus_batch=-batch,
             lr=lr,
             minus_lr=-lr,
+            own_seconds=self._known.own_seconds,
         )
         if seconds := self.counts.watch.take_steps():
             header = replace(header, minus_step_seconds=-statistics.median(seconds))
@@ -158,7 +174,7 @@ class Exchanges:
 
     def _exchange(self, rows: list[ParameterRow], header: Header, tally: Tally) -> Work[Outcome]:
         """Vote first; where all values are finite, move every row's reference by the mean delta."""
-        begun = time.perf_counter()
+        begun, busy = time.perf_counter(), time.thread_time()
         code = yield from self._nonfinite(rows)
         made_seconds = time.perf_counter() - begun
         header = replace(header, nonfinite=code)
@@ -169,7 +185,8 @@ class Exchanges:
                 total += yield from row.exchange()
         measured = Tally.measured(total.distance, total.norm, total.moved, self._known.size)
         sound = header.nonfinite == 0.0
-        return Outcome(agreed, sums, measured, total.nbytes, sound, made_seconds)
+        busy_seconds = time.thread_time() - busy if self._core_is_shared else 0.0
+        return Outcome(agreed, sums, measured, total.nbytes, sound, made_seconds, busy_seconds)
 
     def _nonfinite(self, rows: list[ParameterRow]) -> Work[float]:
         """Return the first value that is not finite of what rows send, as a number."""
@@ -230,6 +247,8 @@ class Exchanges:
             row.merge(rule)
         trace.record(trace.MERGE, came, key=flight.ticket.key, nbytes=outcome.nbytes)
         merging_seconds = time.perf_counter() - came - (self._node.waited_seconds - waited)
+        own_seconds = flight.own_seconds + merging_seconds
+        self._known.own_seconds = own_seconds + outcome.busy_seconds
         self.counts.good()
         self.counts.event(
             "exchange",
@@ -237,10 +256,9 @@ class Exchanges:
             received=batch,
             fragment=flight.fragment,
             seconds=seconds,
-            own_seconds=flight.own_seconds + merging_seconds,
             nbytes=outcome.nbytes,
             wire=flight.wire,
-            **asdict(seen),
+            **asdict(seen) | {"own_seconds": own_seconds},
             **asdict(rule),
         )
         return seen
@@ -256,7 +274,14 @@ class Exchanges:
         for one in self._fragments_of(flight.fragment):
             known.since[one] = flight.batch
         known.drift = drift
-        seen = Seen(header.step_seconds, header.exchange_seconds, header.lr, drift, lacked)
+        seen = Seen(
+            header.step_seconds,
+            header.exchange_seconds,
+            header.lr,
+            drift,
+            header.own_seconds,
+            lacked,
+        )
         self._choose_wire(flight, seen)
         return seen
 

@@ -49,6 +49,7 @@ class Times:
 
     step_seconds: float = 1.0
     exchange_seconds: float = 1.0  # on the first wire that the settings allow
+    own_seconds: float = 0.0  # of a core that training wanted, for an exchange
     on_devices: bool = False  # rows are cut as on devices: what blocks of int8 and int4 are
 
 
@@ -319,9 +320,10 @@ class SimulatedNodes:
         times = self.times
         taken = times.exchange_seconds * _many_bytes(wire) / _many_bytes(self.settings.wires[0])
         lr = max(map(float, rates))
-        seen = Seen(times.step_seconds, taken, lr, drift, self._lacked())
+        seen = Seen(times.step_seconds, taken, lr, drift, times.own_seconds, self._lacked())
         self._flight = Flight(batch, fragment, seen, keeps, wire)
-        known.measured = sum((Tally.measured(*one, known.size) for one in measured), Tally())
+        shares = (Tally.measured(a, b, c, known.size) for a, b, c in measured)
+        known.measured = sum(shares, Tally())
         known.batches = batches
         for one in sent:
             known.since[one] = batch

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from daso.errors import ConfigError
 from daso.plan.header import Tally
-from daso.plan.policy import Auto, Fixed, Plateau, Qsr
+from daso.plan.policy import DRIFT, NORMALIZED_DRIFT, Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import Act, Seen, State, after_batch, after_exchange
 
 checked = settings(derandomize=True, max_examples=100, deadline=None)
@@ -198,6 +198,41 @@ def test_no_number_is_too_small_or_too_large_for_auto(lr, drift, before):
         assert 1 <= state.wait <= state.skip <= 32
 
 
+@pytest.mark.parametrize(
+    ("own", "skip"),
+    [(0.001, 1), (0.01, 1), (0.021, 3), (0.11, 11), (0.4, 32), (1e9, 32), (0.0, 32)],
+)
+def test_exchanges_are_as_frequent_as_their_work_is_within_budget(own, skip):
+    """A step takes a second; nodes hardly drift; skip was 16."""
+    seen = Seen(1.0, 0.5, 0.1, DRIFT**2 / 1e6, own_seconds=own)
+    assert tuned(Auto(), 16, 1, seen, before=Seen(lr=0.1)).skip == skip
+    assert tuned(Auto(budget=0.02), 16, 1, seen, before=Seen(lr=0.1)).skip == (
+        32 if own == 0 else min(32, max(1, math.ceil(own / 0.02)))
+    )
+
+
+def test_what_exchanges_cost_counts_by_the_steps_time():
+    seen = Seen(0.1, 0.05, 0.1, DRIFT**2 / 1e6, own_seconds=0.0095)
+    assert tuned(Auto(), 8, 1, seen, before=Seen(lr=0.1)).skip == 10
+
+
+def test_drift_bounds_what_is_dear_and_wait_comes_first():
+    dear = Seen(1.0, 0.5, 0.1, DRIFT**2 / 4.5, own_seconds=1.0)
+    assert tuned(Auto(), 4, 1, dear, before=Seen(lr=0.1)).skip == 4
+    slow = replace(dear, exchange_seconds=6.0)
+    assert tuned(Auto(), 8, 8, slow, before=Seen(lr=0.1)).skip == 8
+
+
+def test_a_restored_step_may_drift_less():
+    seen = Seen(1.0, 0.5, 0.1, DRIFT**2 / 64, own_seconds=1.0)
+    before = Seen(lr=0.1)
+    assert tuned(Auto(), 64, 1, seen, before=before).skip == 64
+    bound = NORMALIZED_DRIFT**2 / DRIFT**2 * 64
+    found = tuned(Auto(), 64, 1, replace(seen, lacked=1.5), before=before)
+    assert found.skip == tuned(Auto(NORMALIZED_DRIFT), 64, 1, seen, before=before).skip
+    assert bound < found.skip < 64
+
+
 def test_without_a_measured_drift_skip_stays():
     assert tuned(Auto(), 16, 1, Seen(1.0, 0.5, 0.1, 0.0)).skip == 16
 
@@ -218,7 +253,7 @@ def test_skip_is_never_below_wait():
 def test_auto_reaches_the_skip_that_noise_allows_in_a_few_exchanges_and_stays(start):
     policy, few = Auto(), 2 * math.log2(128)  # up by doubling, then half of the rest each time
     for allowed in range(1, 150):
-        seen = Seen(1.0, 0.5, 0.1, drift=policy.drift**2 / (allowed + 0.5))
+        seen = Seen(1.0, 0.5, 0.1, drift=DRIFT**2 / (allowed + 0.5))
         state, chosen = State(skip=start, wait=1), []
         while state.skip not in chosen[-1:]:
             chosen.append(state.skip)
@@ -240,7 +275,7 @@ def test_before_an_exchange_nodes_are_apart_by_the_drift_aimed_at(drift, skip):
 @pytest.mark.parametrize("fragments", [2, 3, 5])
 def test_fragments_share_the_batches_that_drift_allows(fragments):
     policy = Auto()
-    rate = policy.drift**2 / 60.5
+    rate = DRIFT**2 / 60.5
     _, last = trained(policy, 40, lambda batches, lr: rate, fragments=fragments)[-1]
     assert last == 60 // fragments  # each fragment is exchanged every 60 batches
 
@@ -250,7 +285,7 @@ def test_fragments_share_the_batches_that_drift_allows(fragments):
 def test_where_drift_grows_with_skip_itself_skip_settles_instead_of_swinging(start, seconds):
     policy, least = Auto(), math.ceil(1.2 * seconds)
     for target in [*range(1, 20), 31, 50, 64, 99, 128]:
-        rate = policy.drift**2 / target**2
+        rate = DRIFT**2 / target**2
         chosen = trained(policy, 60, lambda b, lr, r=rate: r * b, skip=start, seconds=seconds)
         settled = {skip for _, skip in chosen[-15:]}
         assert all(abs(skip - max(target, least)) <= 1 for skip in settled)
@@ -258,7 +293,7 @@ def test_where_drift_grows_with_skip_itself_skip_settles_instead_of_swinging(sta
 
 def noise(policy, allowed):
     """Drift of gradient noise: grows as the square of the rate; ``allowed`` batches at rate 1."""
-    return lambda batches, lr: policy.drift**2 / (allowed + 0.5) * lr**2
+    return lambda batches, lr: DRIFT**2 / (allowed + 0.5) * lr**2
 
 
 def test_half_the_rate_makes_skip_four_times_as_long():
@@ -274,7 +309,7 @@ def test_half_the_rate_makes_skip_four_times_as_long():
 
 
 def test_a_rate_that_jumps_up_shortens_skip_at_once_before_drift_is_measured():
-    before = Seen(1.0, 0.5, lr=0.1, drift=Auto().drift ** 2 / 64)
+    before = Seen(1.0, 0.5, lr=0.1, drift=DRIFT**2 / 64)
     calm = tuned(Auto(), 64, 1, before, before=before)
     jump = tuned(Auto(), 64, 1, replace(before, lr=0.4), before=before)
     assert (calm.skip, jump.skip) == (64, 16)
@@ -289,7 +324,7 @@ def test_twice_the_rate_makes_skip_a_quarter_and_never_less_on_the_way():
 
 
 def test_a_rate_that_was_0_tells_nothing_about_growth():
-    seen = Seen(1.0, 0.5, lr=0.1, drift=Auto().drift ** 2 / 16)
+    seen = Seen(1.0, 0.5, lr=0.1, drift=DRIFT**2 / 16)
     assert tuned(Auto(), 16, 1, seen, before=Seen(lr=0.0)).skip == 16
 
 
@@ -406,7 +441,7 @@ def test_the_defaults_are_written_down():
         epochs=9, warmup=4, cooldown=4, max_skip=4, threshold=0.05, patience=2
     )
     assert Qsr(0.4) == Qsr(alpha=0.4, skip=4, wait=1, max_skip=256)
-    assert Auto() == Auto(drift=0.025, max_skip=128, warmup=0)
+    assert Auto() == Auto(drift=None, max_skip=128, warmup=0, budget=0.01)
 
 
 def test_plateau_takes_the_edges_of_its_ranges():
@@ -441,9 +476,10 @@ def test_qsr_refuses_with_rule_value_and_remedy(values, match):
 @pytest.mark.parametrize(
     ("values", "match"),
     [
-        ({"drift": 0.0}, "Auto.drift must be a positive number, not 0.0"),
-        ({"drift": math.nan}, "Auto.drift must be a positive number, not nan"),
-        ({"drift": None}, "Auto.drift must be a positive number, not None"),
+        ({"drift": 0.0}, "Auto.drift must be a positive number, or None, not 0.0"),
+        ({"drift": math.nan}, "Auto.drift must be a positive number, or None, not nan"),
+        ({"budget": 0.0}, "Auto.budget must be a positive number, not 0.0"),
+        ({"budget": None}, "Auto.budget must be a positive number, not None"),
         ({"max_skip": 0}, "Auto.max_skip must be a whole number of at least 1, not 0"),
         ({"max_skip": 1.5}, "Auto.max_skip must be a whole number of at least 1, not 1.5"),
         ({"warmup": -1}, "Auto.warmup must be a whole number of at least 0, not -1"),

@@ -18,13 +18,13 @@ def seen(batches):
 @pytest.mark.parametrize(
     ("now", "batches", "then"),
     [
-        ("bf16", 1.2, "bf16"),
-        ("bf16", 3.9, "bf16"),
-        ("bf16", 4.1, "int4"),
+        ("bf16", 0.1, "bf16"),
+        ("bf16", 0.79, "bf16"),
+        ("bf16", 0.81, "int4"),
         ("bf16", 100, "int4"),
         ("int4", 100, "int4"),
-        ("int4", 1.0, "int4"),  # 3.8 with bf16
-        ("int4", 0.5, "bf16"),  # 1.9
+        ("int4", 0.11, "int4"),  # 0.41 with bf16
+        ("int4", 0.1, "bf16"),  # 0.38
     ],
 )
 def test_slow_links_get_fewer_bits(now, batches, then):

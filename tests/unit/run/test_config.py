@@ -45,6 +45,7 @@ KEYS = [
     "schedule.cooldown",
     "schedule.alpha",
     "schedule.drift",
+    "schedule.budget",
     "exchange.wire",
     "exchange.merge",
     "exchange.outer",
@@ -58,6 +59,7 @@ KEYS = [
     "exchange.update",
     "exchange.nonfinite",
     "exchange.stall_seconds",
+    "exchange.restoration",
     "exchange.memory",
     "checkpoint.every",
     "checkpoint.keep",
@@ -246,7 +248,8 @@ def test_an_empty_section_that_does_not_exist_is_refused(tmp_path, text):
         ("--data.batch_size=-2", "data.batch_size must be a whole number of at least 1", "-2"),
         ("--checkpoint.every=-1", "checkpoint.every must be a whole number of at least 0", "-1"),
         ("--checkpoint.keep=0", "checkpoint.keep must be a whole number of at least 1", "0"),
-        ("--schedule.drift=0", "drift must be a positive number", "0.0"),
+        ("--schedule.drift=-1", "drift must be a positive number", "-1.0"),
+        ("--schedule.budget=0", "budget must be a positive number", "0.0"),
         ("--exchange.merge=mean", "merge must be one of auto, daso", "'mean'"),
         ("--exchange.merge=1.5", "or a number between 0 and 1", "1.5"),
         ("--exchange.fragments=0", "fragments must be a whole number of at least 1", "0"),
@@ -415,6 +418,7 @@ def configs(draw):
         "cooldown": cooldown,
         "alpha": draw(st.floats(1e-6, 1e6)),
         "drift": draw(st.floats(1e-6, 1e6)),
+        "budget": draw(st.floats(1e-6, 1e6)),
     }
     return Config(
         name=draw(printable.filter(lambda one: one not in (".", ".."))),
