@@ -28,6 +28,7 @@ from daso.plan.strict import strict_json
 from daso.run.bench.models import loss_of
 from daso.run.bench.simulations import (
     AUTO,
+    DRIFT,
     EXCHANGE,
     SETTINGS,
     SYNCHRONOUS,
@@ -66,22 +67,46 @@ def overhead(steps: int) -> float:
     return statistics.median(wrapped_seconds) / statistics.median(bare)
 
 
-def summarize(trial: Trial, found: dict[str, list[Result]]) -> list[dict[str, Any]]:
-    """Return one row for each setting: means over seeds, against synchronous training."""
-    best = statistics.mean(one.score for one in found[SYNCHRONOUS])
+Found = dict[tuple[str, float], list[Result]]  # by setting and peak learning rate, of all seeds
+
+
+def best_rates(found: Found) -> dict[str, tuple[float, list[Result]]]:
+    """Return for each setting the peak rate at which it ended best, and its runs with that."""
+    best: dict[str, tuple[float, list[Result]]] = {}
+    for (name, peak), results in found.items():
+        if name not in best or _mean(results) > _mean(best[name][1]):
+            best[name] = peak, results
+    return best
+
+
+def _mean(results: Sequence[Result]) -> float:
+    return statistics.mean(one.score for one in results)
+
+
+def summarize(trial: Trial, found: Found) -> list[dict[str, Any]]:
+    """Return one row for each setting at its best rate, against synchronous training at its own.
+
+    ``gap_error`` is the standard error of the mean difference between runs of the same seed.
+    """
+    best = best_rates(found)
+    level = [one.score for one in best[SYNCHRONOUS][1]]
     rows = []
-    for name, results in found.items():
+    for name, (peak, results) in best.items():
         scores = [one.score for one in results]
+        gaps = [theirs - mine for theirs, mine in zip(level, scores, strict=True)]
         rows.append(
             {
                 "trial": str(trial),
                 "setting": name,
+                "peak": peak,
                 "score": statistics.mean(scores),
                 "spread": statistics.stdev(scores) if len(scores) > 1 else 0.0,
-                "gap": best - statistics.mean(scores),
+                "gap": statistics.mean(gaps),
+                "gap_error": statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0,
                 "loss": statistics.mean(one.loss for one in results),
                 "bytes_ratio": statistics.mean(one.ddp_nbytes / one.nbytes for one in results),
                 "exchanges": statistics.mean(one.exchanges for one in results),
+                "gain": statistics.mean(one.gain for one in results),
                 "steps": results[0].steps,
                 "seeds": len(results),
                 "scores": scores,
@@ -90,46 +115,56 @@ def summarize(trial: Trial, found: dict[str, list[Result]]) -> list[dict[str, An
     return rows
 
 
-def figures(trial: Trial, rows: list[dict[str, Any]], ratio: float) -> dict[str, dict[str, Any]]:
-    """Return the figures of the first trial, named as everywhere."""
+def figures(trial: Trial, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the figures of a trial, named as everywhere."""
+    by_name = {row["setting"]: row for row in rows}
     conditions = (
         f"{trial.data}, {trial.model}, {trial.nodes} simulated nodes x batch {trial.batch}, "
-        f"{trial.epochs} epochs of {trial.samples} samples, cosine from {trial.peak}, "
-        f"{rows[0]['seeds']} seeds, an exchange takes {EXCHANGE} batches; against "
-        f"fp32 gradients averaged at every batch"
+        f"{rows[0]['steps']} steps, cosine from the best of {trial.peaks} for each setting, "
+        f"{rows[0]['seeds']} seeds, an exchange takes {EXCHANGE} batches; against fp32 gradients "
+        f"averaged at every batch"
     )
-    text = "_text" if trial.text else ""
-    by_name = {row["setting"]: row for row in rows}
-    auto, suffix = by_name[AUTO], f"{trial.nodes}_nodes{text}"
+    text = "text_" if trial.text else ""
+    auto, suffix = by_name[AUTO], f"{text}{trial.nodes}_nodes"
     seldom = [row for row in rows if row["bytes_ratio"] >= 100]
     found = {
         f"accuracy_gap_auto_{suffix}": (auto["gap"], "points below synchronous", AUTO),
         f"bytes_ratio_auto_{suffix}": (auto["bytes_ratio"], "times fewer bytes", AUTO),
     }
+    if DRIFT in by_name:
+        before = by_name[DRIFT]["gap"]
+        found[f"accuracy_gap_before_{suffix}"] = (before, "points below synchronous", DRIFT)
     if seldom:
         best = min(seldom, key=lambda row: float(row["gap"]))
         name = best["setting"]
-        found[f"bytes_ratio_best{text}"] = (best["bytes_ratio"], "times fewer bytes", name)
-        found[f"accuracy_gap_best{text}"] = (best["gap"], "points below synchronous", name)
-    made = {
+        found[f"bytes_ratio_best_{suffix}"] = (best["bytes_ratio"], "times fewer bytes", name)
+        found[f"accuracy_gap_best_{suffix}"] = (best["gap"], "points below synchronous", name)
+    return {
         name: {"value": value, "unit": unit, "conditions": f"{setting}: {conditions}"}
         for name, (value, unit, setting) in found.items()
     }
-    made["overhead_world_1"] = {
-        "value": ratio,
-        "unit": "ratio of step times, wrapped over bare",
-        "conditions": "CNN of width 16, batch 32, one rank, medians of steps that alternate",
+
+
+def overhead_figure(ratio: float) -> dict[str, dict[str, Any]]:
+    """Return what the wrapper costs one rank, as a figure."""
+    return {
+        "overhead_world_1": {
+            "value": ratio,
+            "unit": "ratio of step times, wrapped over bare",
+            "conditions": "CNN of width 16, batch 32, one rank, medians of steps that alternate",
+        }
     }
-    return made
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return rows as aligned lines."""
-    names = ("right %", "+-", "gap", "fewer bytes", "exchanges")
-    lines = [f"{'setting':<38}" + "{:>9}{:>6}{:>7}{:>13}{:>11}".format(*names)]
+    names = ("right %", "+-", "gap", "+-", "loss", "rate", "gain", "fewer bytes", "exchanges")
+    layout = "{:>9}{:>6}{:>7}{:>6}{:>8}{:>8}{:>6}{:>13}{:>11}"
+    lines = [f"{'setting':<50}" + layout.format(*names)]
     for row in rows:
         lines.append(
-            f"{row['setting']:<38}{row['score']:>9.2f}{row['spread']:>6.2f}{row['gap']:>7.2f}"
+            f"{row['setting']:<50}{row['score']:>9.2f}{row['spread']:>6.2f}{row['gap']:>7.2f}"
+            f"{row['gap_error']:>6.2f}{row['loss']:>8.3f}{row['peak']:>8g}{row['gain']:>6.2f}"
             f"{row['bytes_ratio']:>12.1f}x{row['exchanges']:>11.0f}"
         )
     return "\n".join(lines)
@@ -168,6 +203,13 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def write(path: Path, made: dict[str, dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+    """Write figures and rows, and of which versions they are."""
+    known = {"versions": versions(library()), "date": date.today().isoformat()}
+    text = strict_json({"figures": made, **known, "rows": rows}, indent=2)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Run the bench.
 
@@ -180,28 +222,32 @@ def main(words: Sequence[str] | None = None) -> int:
     options = _options(words)
     # Not by fork: what threads of torch hold is held for ever in a forked child.
     pool = ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"))
-    rows, first = [], None
+    rows: list[dict[str, Any]] = []
+    made: dict[str, dict[str, Any]] = {}
     chosen = [one for one in trials(quick=options.quick) if options.only in str(one[0])]
     for trial, names in chosen:
-        seeds = range(options.seeds or (1 if options.quick else 3))
-        runs = [(name, seed) for seed in seeds for name in names]
+        seeds = range(options.seeds or (1 if options.quick else trial.seeds))
+        cells = [(name, peak) for name in names for peak in trial.peaks]
+        runs = [(name, seed, peak) for seed in seeds for name, peak in cells]
         jobs = {one: pool.submit(run, trial, *one) for one in runs}
-        found = {name: [jobs[name, seed].result() for seed in seeds] for name in names}
+        found = {
+            (name, peak): [jobs[name, seed, peak].result() for seed in seeds]
+            for name, peak in cells
+        }
         mine = summarize(trial, found)
-        first = first or (trial, mine)
+        made |= figures(trial, mine)
         rows += mine
         print(f"\n{trial}, {mine[0]['steps']} steps, {len(seeds)} seeds\n{table(mine)}", flush=True)
+        if options.json:
+            write(options.json, made, rows)
     pool.shutdown()
-    if first is None:
+    if not rows:
         print(f"no trial has {options.only!r} in its name", file=sys.stderr)
         return 2
     ratio = overhead(steps=300 if options.quick else 1000)
     print(f"\nwrapped over bare optimizer, one rank: {ratio:.4f}")
-    made = figures(*first, ratio)
     if options.json:
-        known = {"versions": versions(library()), "date": date.today().isoformat()}
-        text = strict_json({"figures": made, **known, "rows": rows}, indent=2)
-        options.json.write_text(text + "\n", encoding="utf-8")
+        write(options.json, made | overhead_figure(ratio), rows)
     if options.plot:
         plot(rows, options.plot)
     return 0
@@ -211,7 +257,7 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench_accuracy", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one seed, few epochs: minutes")
     parser.add_argument("--only", default="", help="trials whose name has this in it, as text")
-    parser.add_argument("--seeds", type=int, default=0, help="runs of each setting (3)")
+    parser.add_argument("--seeds", type=int, default=0, help="runs of each setting (1 to 5)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--json", type=Path, help="write figures and rows to this file")
     parser.add_argument("--plot", type=Path, help="draw accuracy against bytes to this PNG")

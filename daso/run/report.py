@@ -3,6 +3,7 @@
 import fcntl
 import logging
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -33,7 +34,18 @@ def versions(mpi: str) -> dict[str, str]:
         "mpi": mpi,
         "torch": str(torch.__version__),
         **installed,
+        **commit_of(Path(__file__).parent),
     }
+
+
+def commit_of(folder: Path) -> dict[str, str]:
+    """Return the commit that a checkout is of, as ``commit``; nothing outside one."""
+    words = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        found = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):  # no git, or installed from a wheel
+        return {}
+    return {"commit": found.stdout.strip()}
 
 
 class RunFolder:

@@ -14,7 +14,7 @@ from daso.environment import data_folder
 from daso.examples.cnn import CNN
 from daso.examples.transformer import ByteTransformer
 from daso.plan.merge import MergeName
-from daso.plan.options import Exchange, Gradients, Settings, Wire
+from daso.plan.options import Exchange, Gradients, Restore, Settings, Wire
 from daso.plan.policy import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy
 from daso.run.bench.models import loss_of, score
@@ -23,6 +23,7 @@ from daso.train.simulated import SimulatedNodes, Times
 
 __all__ = [
     "AUTO",
+    "DRIFT",
     "EXCHANGE",
     "QUICK",
     "SETTINGS",
@@ -35,8 +36,11 @@ __all__ = [
 ]
 
 EXCHANGE = 0.5  # batches that an exchange takes: it is hidden, and merged one batch late
+OWN = 0.002  # batches that it takes of the training thread: beside a GPU, next to nothing
 TEXT_BYTES = 1_100_000  # of Python's library
 SYNCHRONOUS, AUTO = "synchronous, fp32", "Auto, int4"
+DRIFT = "Auto as rare as drift allows, not restored, int4"
+DILOCO = "Fixed(32, 1), outer Nesterov, int4"
 Pairs = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -54,13 +58,15 @@ class Setting:
     wire: Wire = "int4"
     merge: MergeName | float = "auto"
     outer: MakeOuter | None = None
+    restoration: Restore = "auto"
+    own: float = OWN  # batches
 
     def settings(self) -> Settings:
         """Return it as the optimizer takes it."""
         return Settings(
             wire=self.wire,
             merge=self.merge,
-            exchange=Exchange(),
+            exchange=Exchange(restoration=self.restoration),
             gradients=Gradients(),
             outer=self.outer is not None,
         )
@@ -80,12 +86,15 @@ def plateau(epochs: int, _: float) -> Policy:
 SETTINGS = (
     Setting(SYNCHRONOUS, fixed(1, 0), "fp32"),
     Setting(AUTO, lambda *_: Auto()),
+    # What the default was until 2026-11: an exchange counts as so dear that drift alone decides.
+    Setting(DRIFT, lambda *_: Auto(0.025), restoration="off", own=1e9),
     Setting("Qsr, int4", lambda _, peak: Qsr(1.5 * peak, skip=2, max_skip=64)),
     Setting("Plateau (DASO paper), bf16", plateau, "bf16", "daso"),
     Setting("Fixed(4, 1), delta, bf16", fixed(4, 1), "bf16", "delta"),
     Setting("Fixed(16, 1), int4", fixed(16, 1)),
-    Setting("Fixed(32, 1), outer Nesterov, int4", fixed(32, 1), outer=nesterov),
+    Setting(DILOCO, fixed(32, 1), outer=nesterov),
 )
+TEXT = (SYNCHRONOUS, AUTO, DRIFT, "Fixed(4, 1), delta, bf16", DILOCO)
 QUICK = (SYNCHRONOUS, AUTO, "Plateau (DASO paper), bf16", "Fixed(16, 1), int4")
 
 
@@ -98,6 +107,7 @@ class Trial:
     epochs: int
     samples: int
     batch: int = 16  # samples per node and step
+    seeds: int = 3
 
     @property
     def text(self) -> bool:
@@ -105,29 +115,29 @@ class Trial:
         return self.data == "text"
 
     @property
-    def peak(self) -> float:
-        """Peak learning rate; a cosine takes it to zero."""
-        return 0.005 if self.text else 0.05
+    def peaks(self) -> tuple[float, ...]:
+        """Peak learning rates, of which every setting's best counts; a cosine takes it to zero."""
+        return (0.003, 0.006) if self.text else (0.05,)
 
     @property
     def model(self) -> str:
         """What is trained, and by what."""
         if self.text:
-            return "byte-level transformer of width 32, AdamW"
+            return "byte-level transformer of width 64, AdamW"
         return "CNN of width 8 with BatchNorm, SGD with momentum 0.9"
 
     def build(self, seed: int) -> torch.nn.Module:
         """Make the model."""
         torch.manual_seed(seed)
         if self.text:
-            return ByteTransformer(64, width=32)
+            return ByteTransformer(64)
         return CNN(8 if self.data == "digits" else 28, width=8)
 
     def inner(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """Make the inner optimizer."""
         if self.text:
-            return torch.optim.AdamW(model.parameters(), lr=self.peak)
-        return torch.optim.SGD(model.parameters(), lr=self.peak, momentum=0.9)
+            return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
+        return torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
 
     def __str__(self) -> str:
         return f"{self.data}, {self.nodes} nodes"
@@ -142,6 +152,7 @@ class Result:
     nbytes: int  # between nodes, by all of them
     ddp_nbytes: int  # what averaging fp32 gradients at every batch sends
     exchanges: int
+    gain: float  # at the end
     steps: int
     seconds: float
 
@@ -165,7 +176,7 @@ def _whole(data: Any, most: int) -> Pairs:
     return torch.stack([x for x, _ in rows]), torch.stack([torch.as_tensor(y) for _, y in rows])
 
 
-def run(trial: Trial, name: str, seed: int) -> Result:
+def run(trial: Trial, name: str, seed: int, peak: float) -> Result:
     """Train once; in a process of its own."""
     torch.set_num_threads(1)
     start, (train, test) = time.perf_counter(), load(trial.data, trial.samples)
@@ -174,12 +185,12 @@ def run(trial: Trial, name: str, seed: int) -> Result:
         lambda: trial.build(seed),
         trial.inner,
         trial.nodes,
-        policy=setting.policy(trial.epochs, trial.peak),
+        policy=setting.policy(trial.epochs, peak),
         settings=setting.settings(),
         outer=setting.outer,
-        times=Times(1.0, EXCHANGE),
+        times=Times(1.0, EXCHANGE, setting.own),
     )
-    losses = [_epoch(trial, nodes, train, seed, epoch) for epoch in range(trial.epochs)]
+    losses = [_epoch(trial, nodes, train, seed, epoch, peak) for epoch in range(trial.epochs)]
     numel = sum(p.numel() for p in nodes.models[0].parameters())
     steps = nodes.state.batch
     return Result(
@@ -188,12 +199,15 @@ def run(trial: Trial, name: str, seed: int) -> Result:
         nbytes=nodes.global_bytes_sent,
         ddp_nbytes=steps * 2 * (trial.nodes - 1) * 4 * numel,
         exchanges=len(nodes.events),
+        gain=nodes.state.gain,
         steps=steps,
         seconds=time.perf_counter() - start,
     )
 
 
-def _epoch(trial: Trial, nodes: SimulatedNodes, train: Pairs, seed: int, epoch: int) -> float:
+def _epoch(
+    trial: Trial, nodes: SimulatedNodes, train: Pairs, seed: int, epoch: int, peak: float
+) -> float:
     """Train one epoch; return the mean loss."""
     inputs, targets = train
     samplers = [
@@ -204,7 +218,7 @@ def _epoch(trial: Trial, nodes: SimulatedNodes, train: Pairs, seed: int, epoch: 
         sampler.set_epoch(epoch)
     total, length = 0.0, len(samplers[0])
     for number, batches in enumerate(zip(*samplers, strict=True)):
-        rate = _rate(trial, (epoch * length + number) / (trial.epochs * length))
+        rate = _rate(peak, (epoch * length + number) / (trial.epochs * length))
         for inner in nodes.inners:
             inner.param_groups[0]["lr"] = rate
         total += nodes.step([_loss(inputs[one], targets[one]) for one in batches])
@@ -213,9 +227,9 @@ def _epoch(trial: Trial, nodes: SimulatedNodes, train: Pairs, seed: int, epoch: 
     return total / length
 
 
-def _rate(trial: Trial, done: float) -> float:
+def _rate(peak: float, done: float) -> float:
     """Return the learning rate: 2 % linear warm-up, then a cosine to zero."""
-    return trial.peak * min(1.0, done / 0.02 + 0.05) * (1 + math.cos(math.pi * done)) / 2
+    return peak * min(1.0, done / 0.02 + 0.05) * (1 + math.cos(math.pi * done)) / 2
 
 
 def _loss(inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[torch.nn.Module], torch.Tensor]:
@@ -231,5 +245,5 @@ def trials(*, quick: bool) -> Iterator[tuple[Trial, tuple[str, ...]]]:
         return
     yield Trial(images, nodes=16, epochs=20, samples=15_000), everything
     yield Trial(images, nodes=2, epochs=8, samples=6_000), QUICK
-    # A byte-level model leaves the frequencies of bytes behind after some 500 steps.
-    yield Trial("text", nodes=16, epochs=4, samples=16_000, batch=4), QUICK
+    for nodes, seeds in ((2, 5), (4, 3), (8, 2), (16, 1)):  # 1,000 steps each
+        yield Trial("text", nodes, 4, samples=1000 * nodes, batch=4, seeds=seeds), TEXT
