@@ -6,7 +6,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -40,12 +40,18 @@ def versions(mpi: str) -> dict[str, str]:
 
 def commit_of(folder: Path) -> dict[str, str]:
     """Return the commit that a checkout is of, as ``commit``; nothing outside one."""
-    words = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
+    git = ["git", "-C", str(folder)]
     try:
-        found = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):  # no git, or installed from a wheel
+        if not _said([*git, "ls-files", "."]):  # installed into an environment in a checkout
+            return {}
+        return {"commit": _said([*git, "describe", "--always", "--dirty", "--abbrev=12"])}
+    except (OSError, subprocess.SubprocessError):  # no git, or no checkout
         return {}
-    return {"commit": found.stdout.strip()}
+
+
+def _said(words: Sequence[str]) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()
 
 
 class RunFolder:

@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from daso.errors import ConfigError
-from daso.run.report import SCHEMA, Progress, RunFolder, closing_table, versions
+from daso.run.report import SCHEMA, Progress, RunFolder, closing_table, commit_of, versions
 
 SUMMARY = {
     "data": "digits",
@@ -334,6 +335,23 @@ def test_ranks_that_differ_are_shouted():
 
 def test_the_versions_name_everything_a_result_depends_on():
     found = versions("MPICH 5.0.2")
-    assert set(found) == {"python", "mpi", "daso", "torch", "mpi4py", "numpy"}
+    assert set(found) - {"commit"} == {"python", "mpi", "daso", "torch", "mpi4py", "numpy"}
     assert found["mpi"] == "MPICH 5.0.2"
     assert all(isinstance(value, str) and value for value in found.values())
+
+
+def test_results_name_the_commit_of_a_checkout_and_of_nothing_else(tmp_path):
+    assert commit_of(tmp_path) == {}
+    folder = tmp_path / "project" / "package"
+    folder.mkdir(parents=True)
+    git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "one"]):
+        subprocess.run([*git, *words], check=True)
+    (folder / "module.py").touch()
+    assert commit_of(folder) == {}  # not of this checkout
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "two"], check=True)
+    clean = commit_of(folder)["commit"]
+    assert re.fullmatch("[0-9a-f]{12}", clean)
+    (folder / "module.py").write_text("changed")
+    assert commit_of(folder) == {"commit": f"{clean}-dirty"}
