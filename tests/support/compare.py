@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from models import batch_loss, flat_bytes, seeded
 from sequential import Sequential
@@ -41,6 +42,8 @@ def compare(topology, make, make_inner, policy, *, steps=11, epochs=1, **options
             for step in range(steps):
                 optimizer.zero_grad()
                 batch_loss(model, topology.place.rank, epoch * steps + step).backward()
+                oracle.gain = optimizer.report()["gain"]
+                assert oracle.gain == pytest.approx(oracle.gain_measured, rel=1e-4)
                 optimizer.step()
                 optimizer.flush()
                 oracle.run(1)

@@ -47,6 +47,8 @@ class Sequential:
         self.step_number = 0
         self.cuts = cut([p.numel() for p in self.params(0)], fragments)
         self.make_outer, self.outer = outer, None
+        self.gain = 1.0  # of learning rates; what it has to be is measured here as well
+        self.gain_measured = 1.0
         self.anchor(0)
         self.outer = self.outer_of(self.reference)
         self.snapshot: list[list[torch.Tensor]] = []
@@ -61,9 +63,18 @@ class Sequential:
         for _ in range(steps):
             self.gradients()
             for inner in self.inners:
-                inner.step()
+                self.step_longer(inner, 1.0 if self.state.synchronous else self.gain)
             self.step_number += 1
             self.act(*after_batch(self.policy, self.state))
+
+    def step_longer(self, inner: torch.optim.Optimizer, gain: float) -> None:
+        kept = [(group["lr"], group["weight_decay"]) for group in inner.param_groups]
+        for group, (rate, decay) in zip(inner.param_groups, kept, strict=True):
+            if gain != 1.0:
+                group["lr"], group["weight_decay"] = rate * gain, decay / gain
+        inner.step()
+        for group, (rate, decay) in zip(inner.param_groups, kept, strict=True):
+            group["lr"], group["weight_decay"] = rate, decay
 
     def end_epoch(self, loss: float) -> None:
         self.act(*after_epoch(self.policy, self.state, loss))
@@ -100,7 +111,9 @@ class Sequential:
             getattr(self, act.value)(state.batch)
         self.state = state
 
-    def anchor(self, _: int) -> None:
+    def anchor(self, batch: int) -> None:
+        self.since = [batch] * len(self.cuts)  # the last send of each fragment
+        self.last: tuple[float, float, int] | None = None  # what the last exchange was like
         self.reference = [wide(p).clone() for p in self.params(0)]
         self.residual = [[torch.zeros_like(g) for g in self.reference] for _ in self.models]
         self.rounded = [torch.zeros_like(g) for g in self.reference]
@@ -158,10 +171,34 @@ class Sequential:
     def receive(self, batch: int) -> None:
         if len(self.models) == 1:
             return
+        apart = moved = 0.0
         for index in self.sending:
-            self.receive_tensor(index, batch - self.sent)
+            mean, sent = self.receive_tensor(index, batch - self.sent)
+            apart += sum(float((one - mean).double().square().sum()) for one in sent)
+            moved += float(mean.double().square().sum())
+        self.measure(apart / len(self.models), moved)
 
-    def receive_tensor(self, index: int, waited: int) -> None:
+    def measure(self, apart: float, moved: float) -> None:
+        """Move the gain by what the exchange before was like, as the header tells it."""
+        if self.last is not None and self.normalizes():
+            n, b = self.last[2], self.inners[0].defaults["betas"][0]
+            lag = sum((1 - j / n) * b**j for j in range(1, n))
+            noise = self.last[0] / (n * (1 - b) / (1 + b) * (1 + 2 * lag))
+            nodes = len(self.models)
+            noise *= nodes / (nodes - 1)
+            signal = max(0.0, self.last[1] - self.last[0] / (nodes - 1)) / n**2
+            lacked = ((signal + noise) / (signal + noise / nodes)) ** 0.5
+            self.gain_measured += 0.3 * (min(max(lacked, 1.0), nodes**0.5) - self.gain_measured)
+        fragments = [f for f, cut in enumerate(self.cuts) if set(cut) <= set(self.sending)]
+        self.last = apart, moved, self.sent - min(self.since[f] for f in fragments)
+        for fragment in fragments:
+            self.since[fragment] = self.sent
+
+    def normalizes(self) -> bool:
+        return self.make_outer is None and isinstance(self.inners[0], torch.optim.Adam)
+
+    def receive_tensor(self, index: int, waited: int):
+        """Take in one tensor; return its mean delta, and what each node sent."""
         smallest = min(self.node_sizes)
         whole = all(size % smallest == 0 for size in self.node_sizes)
         weights = [size // smallest for size in self.node_sizes] if whole else self.node_sizes
@@ -182,6 +219,7 @@ class Sequential:
             if self.keeps:
                 self.settle(index, node, wide(p), waited)
             p.data.copy_(self.merged(wide(p), index, node, waited))
+        return carried, carried_by
 
     def mean_delta(self, index: int, weights: Sequence[int]):
         """What crosses: the mean, what each node sent, and the residual that was in it."""

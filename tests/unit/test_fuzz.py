@@ -71,7 +71,12 @@ LEGAL = {
         "wait": whole(0),
         "max_skip": whole(1),
     },
-    daso.Auto: {"drift": above(0, 1e9), "max_skip": whole(1), "warmup": whole(0)},
+    daso.Auto: {
+        "drift": lambda one: one is None or above(0, 1e9)(one),
+        "max_skip": whole(1),
+        "warmup": whole(0),
+        "budget": above(0, 1e9),
+    },
     daso.Exchange: {
         "reduce": named("auto", "iallreduce", "ordered"),
         "chunk_bytes": BYTES,
@@ -79,6 +84,7 @@ LEGAL = {
         "stall_seconds": above(0, 1e9),
         "fragments": whole(1, 100_000),
         "memory": named("host", "device"),
+        "restoration": named("auto", "on", "off"),
     },
     daso.Gradients: {
         "bucket_bytes": one_of(BYTES, named("search")),

@@ -536,6 +536,7 @@ def test_a_state_holds_nothing_else():
         "sends",
         "agreed",
         "fragments",
+        "gain",
         "sparse",
         "plateau",
         "seen",
