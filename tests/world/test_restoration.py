@@ -1,0 +1,140 @@
+"""Steps made longer between exchanges, on ranks; its bits: compare.py and test_simulated.py."""
+
+import copy
+
+import pytest
+import torch
+from compare import ORDERED
+from models import adamw, batch_loss, bits, mlp, seeded, sgd
+from worlds import INSIDE, SEVERAL_NODES
+
+import daso
+
+OFF = daso.Exchange(restoration="off")
+pytestmark = pytest.mark.nodes(*SEVERAL_NODES)
+
+
+def wrapped(topology, inner, model, **options):
+    options = {"policy": daso.Fixed(2, 1), "exchange": ORDERED, **options}
+    return daso.DASO(inner, module=model, topology=topology, **options)
+
+
+def steps(topology, optimizer, model, numbers, rates=None):
+    for step in numbers:
+        optimizer.zero_grad()
+        batch_loss(model, topology.place.rank, step).backward()
+        optimizer.step()
+        if rates is not None:
+            rates.append([group["lr"] for group in optimizer.param_groups])
+
+
+def rates_inside(inner):
+    """List what the optimizer itself steps with, as it does."""
+    inside = []
+    inner.register_step_pre_hook(lambda one, *_: inside.append(one.param_groups[0]["lr"]))
+    return inside
+
+
+def test_hooks_step_as_the_wrapper_does_and_rates_are_the_users(topology):
+    build, seen, gains, rates = seeded(mlp), [], [], []
+    for door in ("wrapper", "hooks"):
+        model = build()
+        inner = adamw(model)
+        if door == "wrapper":
+            optimizer = handle = wrapped(topology, inner, model)
+        else:
+            optimizer, options = inner, {"policy": daso.Fixed(2, 1), "exchange": ORDERED}
+            handle = daso.attach(inner, module=model, topology=topology, **options)
+        inside = rates_inside(inner)
+        steps(topology, optimizer, model, range(9), rates)
+        gains.append(handle.report()["gain"])
+        handle.synchronize()
+        seen.append(bits(model))
+        handle.close()
+        assert inside[0] == 0.01 < inside[-1]
+    assert seen[0] == seen[1]
+    assert gains[0] == gains[1] > 1
+    assert rates == [[0.01]] * 18
+
+
+def test_a_run_that_is_loaded_in_the_middle_has_the_same_gain_and_bits(topology):
+    build, found = seeded(mlp), []
+    for cut in (None, 6):
+        model = build()
+        optimizer = wrapped(topology, adamw(model), model)
+        steps(topology, optimizer, model, range(cut or 12))
+        if cut is not None:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            optimizer.close()
+            model = build()
+            optimizer = wrapped(topology, adamw(model), model)
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            steps(topology, optimizer, model, range(cut, 12))
+        found.append((optimizer.report()["gain"], bits(model)))
+        optimizer.close()
+    assert found[0] == found[1]
+    assert found[0][0] > 1
+
+
+def test_a_synchronous_phase_steps_as_one_program_and_takes_the_gain_up_again(topology):
+    model = seeded(mlp)()
+    policy = daso.Plateau(4, warmup=1, cooldown=1, max_skip=2)
+    inner = adamw(model)
+    with wrapped(topology, inner, model, policy=policy) as optimizer:
+        inside = rates_inside(inner)
+        for epoch in range(4):
+            steps(topology, optimizer, model, range(6 * epoch, 6 * epoch + 6))
+            optimizer.end_epoch(1.0)
+        assert optimizer.report()["gain"] > 1
+    assert inside[:6] == inside[18:] == [0.01] * 6
+    assert max(inside) > 0.01
+
+
+def test_a_dropped_exchange_leaves_the_gain(topology):
+    model = seeded(mlp)()
+    with wrapped(topology, adamw(model), model) as optimizer:
+        steps(topology, optimizer, model, range(6))
+        before = optimizer.report()["gain"]
+        if topology.place.rank == 0:
+            with torch.no_grad():
+                model[0].weight[0, 0] = float("nan")
+        steps(topology, optimizer, model, range(6, 8))
+        assert optimizer.report()["dropped"] == 0
+        at_most = optimizer.report()["gain"]  # of the exchange that was on its way
+        steps(topology, optimizer, model, range(8, 9))
+        report = optimizer.report()
+    assert (report["dropped"], report["gain"]) == (1, at_most)
+    assert before > 1
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "how"),
+    [
+        (adamw, {}, "a measured gain on the learning rate"),
+        (adamw, {"exchange": OFF}, "none"),
+        (adamw, {"outer": lambda p: torch.optim.SGD(p, lr=0.7)}, "none"),
+        (adamw, {"wire": "topk"}, "none"),
+        (sgd, {}, "none"),
+    ],
+)
+def test_what_is_restored_is_reported(topology, make, options, how):
+    model = seeded(mlp)()
+    with wrapped(topology, make(model), model, **options) as optimizer:
+        steps(topology, optimizer, model, range(9))
+        report = optimizer.report()
+    assert report["restoration"] == how
+    assert (report["gain"] > 1) == (how != "none")
+    seen = [event["lacked"] for event in report["events"] if event["kind"] == "exchange"]
+    assert any(seen) == (how != "none")
+
+
+@pytest.mark.nodes(*INSIDE)
+def test_inside_a_node_steps_are_the_users(topology):
+    model = seeded(mlp)()
+    inner = adamw(model)
+    with wrapped(topology, inner, model) as optimizer:
+        inside = rates_inside(inner)
+        steps(topology, optimizer, model, range(6))
+        assert "restoration" not in optimizer.report()
+    assert inside == [0.01] * 6
