@@ -255,6 +255,18 @@ class Auto:
         wait = min(max(wait, skip // SLACK), most)
         return replace(state, skip=skip, wait=wait)
 
+    def why(self, state: State) -> str:
+        """Return what keeps skip from being 1, in words: of the last exchange's numbers."""
+        seen = state.seen
+        if state.skip == 1:
+            return "exchanges cost next to nothing" if seen.step_seconds > 0 else "it began"
+        if state.skip <= state.wait:
+            return "an exchange takes so many batches"
+        work = f"an exchange takes {1e3 * seen.own_seconds:.3g} ms of training"
+        if self._affordable(seen) <= state.skip:
+            return f"{work}: {100 * self.budget:g} % of so many batches"
+        return f"{work}; nodes drift apart by as much as they may in so many batches"
+
     def _wait(self, state: State, seen: Seen) -> int:
         """Batches that an exchange takes, with a fifth to spare; as it is if unmeasured."""
         # No step is measured between two exchanges after the same batch (a drain, a repeat).

@@ -308,7 +308,7 @@ def _summary(run: Run, point: Point, figures: dict[str, float]) -> dict[str, Any
     mine = (report["global_bytes_sent"], report["exposed_seconds"])
     reports = gather(run.topology, mine, run.config.exchange.stall_seconds)
     model = digest(run.task.model)
-    chosen = ("exchanges", "dropped", "skip_history", "wire", "merge", "policy")
+    chosen = ("exchanges", "dropped", "skip_history", "skip_because", "wire", "merge", "policy")
     return {
         "data": run.task.data,
         "world": place.size,
@@ -323,5 +323,7 @@ def _summary(run: Run, point: Point, figures: dict[str, float]) -> dict[str, Any
         "identical": run.topology.same(model),
         "model": model,
         **{key: report[key] for key in chosen},
+        "restoration": report.get("restoration", "none"),
+        "gain": report["gain"],
         "versions": versions(report["mpi"]),
     }

@@ -223,6 +223,12 @@ def _open_bar(columns: int) -> Any:
     return Bar(*parts, console=Console(force_terminal=True, width=columns))
 
 
+def _restored(summary: dict[str, Any]) -> str:
+    if summary["restoration"] == "none":
+        return "as given"
+    return f"times {summary['gain']:.2f} between exchanges (measured, to restore the mean step)"
+
+
 def closing_table(summary: dict[str, Any]) -> str:
     """Return the summary's main figures as aligned lines.
 
@@ -237,6 +243,8 @@ def closing_table(summary: dict[str, Any]) -> str:
         ("test accuracy", f"{summary['test_accuracy']:.4f}"),
         ("global exchanges", str(summary["exchanges"])),
         ("sent between nodes", f"{summary['global_bytes_sent'] / 1e6:.1f} MB by all ranks"),
+        ("batches per exchange", f"{summary['skip_history'][-1][1]}: {summary['skip_because']}"),
+        ("learning rate", _restored(summary)),
         ("exposed", f"{summary['exposed_seconds']:.2f} s waiting for other ranks (worst rank)"),
         ("ranks identical", "yes, bit for bit" if summary["identical"] else "NO"),
     ]

@@ -442,8 +442,8 @@ class Session:
             Plain values: ``batches``, ``in_flight`` (an exchange is on its way), ``exchanges``,
             ``dropped``, ``global_bytes_sent`` (bytes, by this rank), ``exposed_seconds`` (this
             rank computed nothing since it waited for others), ``skip_history`` (batch, skip, wait),
-            ``gain`` (of the inner learning rate between exchanges), ``seen`` (agreed times in
-            seconds, learning rate, drift), ``bucket_bytes`` (where
+            ``skip_because`` (in words), ``gain`` (of the inner learning rate between exchanges),
+            ``seen`` (agreed times in seconds, learning rate, drift), ``bucket_bytes`` (where
             gradients are averaged), ``events``, and the choices.
         """
         report = {
@@ -451,6 +451,7 @@ class Session:
             "batches": self.schedule.batch,
             "in_flight": self.schedule.sent is not None,
             "skip_history": self._history,
+            "skip_because": self._why(),
             "gain": self.schedule.gain,
             "seen": asdict(self.schedule.seen),
         }
@@ -467,6 +468,11 @@ class Session:
             "bucket_bytes": self._sync.buckets.bucket_bytes,
             "events": list(counts.events),
         }
+
+    def _why(self) -> str:
+        """Return why skip is what it is."""
+        why = getattr(self.setup.policy, "why", None)
+        return "the policy's" if why is None else str(why(self.schedule))
 
     def _choices(self) -> dict[str, Any]:
         """Return what was chosen, by the keywords and by what there is."""

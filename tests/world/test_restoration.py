@@ -138,3 +138,50 @@ def test_inside_a_node_steps_are_the_users(topology):
         steps(topology, optimizer, model, range(6))
         assert "restoration" not in optimizer.report()
     assert inside == [0.01] * 6
+
+
+def two_optimizers(model):
+    """Muon for matrices, AdamW for the rest, as people train transformers with Muon."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    return torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)
+
+
+def test_two_optimizers_of_one_model_each_have_a_gain_of_their_own(topology):
+    model = seeded(mlp)()
+    inners = two_optimizers(model)
+    wrappers = [wrapped(topology, inner, model) for inner in inners]
+    for step in range(12):
+        for one in wrappers:
+            one.zero_grad()
+        batch_loss(model, topology.place.rank, step).backward()
+        for one in wrappers:
+            one.step()
+    gains = [one.report()["gain"] for one in wrappers]
+    for one in wrappers:
+        one.synchronize()
+    assert topology.same(bits(model))
+    assert all(1 < gain <= topology.place.nodes**0.5 for gain in gains)
+    assert gains[0] != gains[1]
+    for one in wrappers:
+        one.close()
+
+
+def test_two_optimizers_in_step_are_one_big_batch(topology):
+    model, alone = seeded(mlp)(), seeded(mlp)()
+    wrappers = [
+        wrapped(topology, inner, model, policy=daso.Fixed(1, 0)) for inner in two_optimizers(model)
+    ]
+    place, theirs = topology.place, two_optimizers(alone)
+    for step in range(6):
+        for one in (*wrappers, *theirs):
+            one.zero_grad()
+        batch_loss(model, place.rank, step).backward()
+        losses = [batch_loss(alone, rank, step) for rank in range(place.size)]
+        (sum(losses) / place.size).backward()
+        for one in (*wrappers, *theirs):
+            one.step()
+    for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+    for one in wrappers:
+        one.close()

@@ -223,6 +223,27 @@ def test_drift_bounds_what_is_dear_and_wait_comes_first():
     assert tuned(Auto(), 8, 8, slow, before=Seen(lr=0.1)).skip == 8
 
 
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        (State(skip=1, wait=1), "it began"),
+        (State(skip=1, wait=1, seen=Seen(1.0)), "exchanges cost next to nothing"),
+        (State(skip=6, wait=6, seen=Seen(1.0, 5.0)), "an exchange takes so many batches"),
+        (
+            State(skip=8, wait=1, seen=Seen(1.0, 0.5, own_seconds=0.08)),
+            "an exchange takes 80 ms of training: 1 % of so many batches",
+        ),
+        (
+            State(skip=4, wait=1, seen=Seen(1.0, 0.5, own_seconds=0.08)),
+            "an exchange takes 80 ms of training; nodes drift apart by as much as they may in so "
+            "many batches",
+        ),
+    ],
+)
+def test_auto_says_why_skip_is_what_it_is(state, why):
+    assert Auto().why(state) == why
+
+
 def test_a_restored_step_may_drift_less():
     seen = Seen(1.0, 0.5, 0.1, DRIFT**2 / 64, own_seconds=1.0)
     before = Seen(lr=0.1)

@@ -22,6 +22,10 @@ SUMMARY = {
     "samples_per_second": 1800.4,
     "test_accuracy": 0.97654,
     "exchanges": 33,
+    "skip_history": [[0, 1, 1], [9, 4, 1]],
+    "skip_because": "an exchange takes so many batches",
+    "restoration": "none",
+    "gain": 1.0,
     "global_bytes_sent": 12_345_678,
     "exposed_seconds": 0.126,
     "identical": True,
@@ -312,6 +316,8 @@ def test_the_closing_table_is_complete():
         "test accuracy": "0.9765",
         "global exchanges": "33",
         "sent between nodes": "12.3 MB by all ranks",
+        "batches per exchange": "4: an exchange takes so many batches",
+        "learning rate": "as given",
         "exposed": "0.13 s waiting for other ranks (worst rank)",
         "ranks identical": "yes, bit for bit",
     }
@@ -326,6 +332,12 @@ def test_the_closing_table_is_aligned():
     assert len(starts) == 1
     assert all(line.startswith("  ") for line in lines)
     assert all(line == line.rstrip() for line in lines)
+
+
+def test_a_gain_on_the_learning_rate_is_told():
+    restored = SUMMARY | {"restoration": "a measured gain", "gain": 1.3789}
+    (line,) = [line for line in closing_table(restored).splitlines() if "learning rate" in line]
+    assert line.split(maxsplit=2)[2].startswith("times 1.38 between exchanges")
 
 
 def test_ranks_that_differ_are_shouted():
