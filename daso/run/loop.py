@@ -126,7 +126,7 @@ def _train(
         folder.event(
             "end", **{key: summary[key] for key in ("seconds", "test_accuracy", "identical")}
         )
-        print(closing_table(summary) + f"\n  {'written to':<18}  {folder.path}/", flush=True)
+        print(closing_table(summary, folder.path), flush=True)
     return summary
 
 

@@ -229,11 +229,12 @@ def _restored(summary: dict[str, Any]) -> str:
     return f"times {summary['gain']:.2f} between exchanges (measured, to restore the mean step)"
 
 
-def closing_table(summary: dict[str, Any]) -> str:
+def closing_table(summary: dict[str, Any], folder: Path | None = None) -> str:
     """Return the summary's main figures as aligned lines.
 
     Args:
         summary: As in summary.json.
+        folder: Where the run was written to.
     """
     rows = [
         ("data", summary["data"]),
@@ -248,5 +249,7 @@ def closing_table(summary: dict[str, Any]) -> str:
         ("exposed", f"{summary['exposed_seconds']:.2f} s waiting for other ranks (worst rank)"),
         ("ranks identical", "yes, bit for bit" if summary["identical"] else "NO"),
     ]
+    if folder is not None:
+        rows.append(("written to", f"{folder}/"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)

@@ -324,7 +324,8 @@ def test_the_closing_table_is_complete():
 
 
 def test_the_closing_table_is_aligned():
-    lines = closing_table(SUMMARY).splitlines()
+    lines = closing_table(SUMMARY, Path("runs/one")).splitlines()
+    assert lines[-1].split("  ")[-1] == "runs/one/"
     names = [line.strip().split("  ", 1)[0] for line in lines]
     values = [line.strip().split("  ", 1)[1].strip() for line in lines]
     starts = {line.index(value, 2 + len(name)) for line, name, value in zip(
