@@ -1,6 +1,7 @@
 """What a run leaves behind and shows: log.jsonl, summary.json, progress and the closing table."""
 
 import fcntl
+import itertools
 import logging
 import platform
 import subprocess
@@ -58,7 +59,7 @@ class RunFolder:
     """The folder of one run; only world rank 0 makes one.
 
     Args:
-        path: The folder; made with its parents. An earlier run's files in it are replaced.
+        path: The folder; made with its parents. That of an earlier run is kept under another name.
         tensorboard: Write TensorBoard files of the same numbers.
         resume: Go on with the files of a run that was cut off, instead.
 
@@ -69,11 +70,11 @@ class RunFolder:
     def __init__(self, path: Path, *, tensorboard: bool = False, resume: bool = False) -> None:
         self.path, self._whole = path, True
         try:
+            if not resume:
+                _keep_earlier(path)
             path.mkdir(parents=True, exist_ok=True)
-            self._log = _open_log(path / "log.jsonl", resume=resume)
-            boards = [] if resume else path.glob("tensorboard/events.out.tfevents.*")
-            for old in [path / "summary.json", *boards]:
-                old.unlink(missing_ok=True)
+            self._log = _open_log(path / "log.jsonl")
+            (path / "summary.json").unlink(missing_ok=True)
             self._board = self._open_board() if tensorboard else None
         except OSError as error:
             raise ConfigError(
@@ -133,7 +134,19 @@ class RunFolder:
             logger.warning("%s: %s; training goes on without its log", self.path, why)
 
 
-def _open_log(path: Path, *, resume: bool) -> TextIO:
+def _keep_earlier(path: Path) -> None:
+    """Give the folder of an earlier run another name, and say so; nothing of it is lost."""
+    log = path / "log.jsonl"
+    if not log.exists() or not log.stat().st_size:
+        return
+    _open_log(log).close()  # nobody writes to it
+    names = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
+    kept = next(name for name in names if not name.exists())
+    path.rename(kept)
+    logger.warning("%s was of an earlier run, which is %s now", path, kept)
+
+
+def _open_log(path: Path) -> TextIO:
     """Open a run's log, which is this process's alone until it is closed.
 
     Raises:
@@ -151,7 +164,7 @@ def _open_log(path: Path, *, resume: bool) -> TextIO:
     except OSError:  # a file system without locks
         pass
     # A run that was killed may leave half a line.
-    log.truncate(path.read_bytes().rfind(b"\n") + 1 if resume else 0)
+    log.truncate(path.read_bytes().rfind(b"\n") + 1)
     return log
 
 

@@ -63,8 +63,6 @@ def test_two_runs_do_not_write_to_one_folder(folder):
     folder.close()
     RunFolder(folder.path, resume=True).close()
     assert len(logged(folder)) == 1
-    RunFolder(folder.path).close()
-    assert logged(folder) == []
 
 
 def test_a_log_that_cannot_be_written_is_told_once_and_the_summary_is_printed(
@@ -140,13 +138,28 @@ def test_a_disk_that_fills_up_leaves_the_old_summary(folder, monkeypatch):
     assert strict((folder.path / "summary.json").read_text()) == SUMMARY
 
 
-def test_an_earlier_runs_files_are_replaced(tmp_path):
-    for seed in (1, 2):
-        made = RunFolder(tmp_path, tensorboard=True)
+def test_an_earlier_run_keeps_its_files_under_another_name(tmp_path, caplog):
+    for seed in (1, 2, 3):
+        made = RunFolder(tmp_path / "one", tensorboard=True)
         made.event("start", step=0, seed=seed, loss=1.0)
+        made.summary(SUMMARY | {"seed": seed})
         made.close()
-    assert [line["seed"] for line in logged(made)] == [2]
-    assert len(list(tmp_path.rglob("events.out.tfevents*"))) == 1
+    for name, seed in {"one": 3, "one-1": 1, "one-2": 2}.items():
+        folder = tmp_path / name
+        assert strict((folder / "log.jsonl").read_text())["seed"] == seed
+        assert strict((folder / "summary.json").read_text())["seed"] == seed
+        assert len(list(folder.rglob("events.out.tfevents*"))) == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/one was of an earlier run, which is {tmp_path}/one-{number} now"
+        for number in (1, 2)
+    ]
+
+
+def test_a_folder_in_which_nothing_was_logged_is_taken_as_it_is(tmp_path):
+    RunFolder(tmp_path / "one").close()
+    (tmp_path / "one" / "notes.txt").write_text("mine")
+    RunFolder(tmp_path / "one").close()
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["log.jsonl", "notes.txt"]
 
 
 @pytest.mark.parametrize("torn", ["", '{"schema": 1, "half a li', "x" * 5000])
