@@ -24,6 +24,8 @@ from daso.sim.run import Outcome, simulate
 __all__ = ["TYPICAL_DRIFT", "add_parser"]
 
 LEAST_STEPS = 400  # Auto takes about 250 to find its place
+MOST_STEPS = 10**8  # of all nodes together: about a minute for each policy
+SCALES = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}  # after a number of parameters
 FASTEST = 1600 * 10**9  # bits per second
 SYNCHRONOUS = "synchronous, as DDP"
 POLICIES = ("synchronous", "fixed:4:1", "auto")
@@ -37,7 +39,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         parser: Its parser.
     """
     parser.add_argument("--from", dest="run_folder", type=Path, help="a run of daso train")
-    parser.add_argument("--parameters", type=float, help="of the model, e.g. 25.6e6")
+    parser.add_argument("--parameters", type=count, help="of the model, e.g. 25.6M or 25.6e6")
     parser.add_argument("--step-ms", type=float, help="of computing a batch, on one node")
     parser.add_argument("--nodes", default="2,8,32,128", help="by commas (2,8,32,128)")
     parser.add_argument("--link", default="10gbit", help="of each node, by commas (10gbit)")
@@ -58,6 +60,20 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=lambda chosen, _: _main(chosen))
 
 
+def count(word: str) -> float:
+    """Return how many a word says: ``25.6M``, ``7B`` or ``25.6e6``.
+
+    Raises:
+        argparse.ArgumentTypeError: It says no number.
+    """
+    scale = SCALES.get(word[-1:], 1.0)
+    try:
+        return float(word if scale == 1.0 else word[:-1]) * scale
+    except ValueError as error:
+        rule = f"must be a number such as 25.6M or 25.6e6, not {word!r}"
+        raise argparse.ArgumentTypeError(rule) from error
+
+
 def _main(chosen: argparse.Namespace) -> int:
     job, said = _job(chosen)
     nodes = list(dict.fromkeys(_whole(word, "--nodes") for word in chosen.nodes.split(",")))
@@ -66,6 +82,11 @@ def _main(chosen: argparse.Namespace) -> int:
     settings = Settings(wire=chosen.wire, merge="auto", exchange=Exchange(), gradients=Gradients())
     if chosen.steps < LEAST_STEPS:
         raise ConfigError(f"--steps must be at least {LEAST_STEPS}, not {chosen.steps}")
+    if chosen.steps * max(nodes) > MOST_STEPS:
+        raise ConfigError(
+            f"--steps times --nodes must be at most {MOST_STEPS} (each step of each node is gone "
+            f"through), not {chosen.steps} times {max(nodes)}"
+        )
     may_write(chosen.json, chosen.plot)
     try:
         clusters = {

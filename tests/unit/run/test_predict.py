@@ -7,6 +7,7 @@ import pytest
 from jobs import started, typed
 
 from daso.errors import ConfigError
+from daso.run.predict import count
 from daso.run.recorded import read_run
 
 
@@ -108,6 +109,8 @@ def test_a_run_of_this_machine_is_predicted_on_others(tmp_path):
         ([*GIVEN, "--faster-compute=0"], "--faster-compute"),
         ([*GIVEN, "--jitter=2"], "jitter must be a part"),
         ([*GIVEN, "--steps=100"], "--steps must be at least 400"),
+        ([*GIVEN, "--steps=" + "9" * 30], "--steps times --nodes must be at most 100000000"),
+        ([*GIVEN, "--parameters=xM"], "must be a number such as 25.6M or 25.6e6, not 'xM'"),
         ([*GIVEN, "--json=/nowhere/x.json"], "folder that is there"),
         ([*GIVEN, "--plot=x.foo"], "--plot must end in .png"),
         (["--parameters=0", "--step-ms=1"], "parameters must be a positive number"),
@@ -128,3 +131,10 @@ def test_what_cannot_be_predicted_is_told_in_one_line(words, match):
 def test_a_run_without_exchanges_tells_nothing(tmp_path, events):
     with pytest.raises(ConfigError, match="at least 4 exchanges"):
         read_run(log_of(tmp_path / "run", events))
+
+
+@pytest.mark.parametrize(
+    ("word", "number"), [("25.6M", 25.6e6), ("7B", 7e9), ("350k", 350e3), ("25.6e6", 25.6e6)]
+)
+def test_parameters_are_given_as_people_write_them(word, number):
+    assert count(word) == pytest.approx(number)
