@@ -122,6 +122,15 @@ class Exchanges:
         self._known = Known(size=size, wire=known.wire, own_seconds=known.own_seconds)
         self._known.since = [batch] * self.settings.exchange.fragments
 
+    @property
+    def measured(self) -> tuple[Tally, int]:
+        """What the next exchange will tell of the last one: this rank's share, its batches."""
+        return self._known.measured, self._known.batches
+
+    @measured.setter
+    def measured(self, measured: tuple[Tally, int]) -> None:
+        self._known.measured, self._known.batches = measured
+
     def send(self, batch: int, fragment: int | None, *, wait: int) -> None:
         """Start an exchange.
 

@@ -126,6 +126,7 @@ class DASO(torch.optim.Optimizer):
             "inner": self.inner,
             "setup": self._session.setup,
             "schedule": self._session.schedule,
+            "measured": self._session.measured,
             "pre": self._optimizer_step_pre_hooks,
             "post": self._optimizer_step_post_hooks,
         }
@@ -139,7 +140,11 @@ class DASO(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         session = Session.copied(
-            state["inner"], state["setup"], state["schedule"], state.get("topology")
+            state["inner"],
+            state["setup"],
+            state["schedule"],
+            state["measured"],
+            state.get("topology"),
         )
         self._hold(state["inner"], session)
         self._optimizer_step_pre_hooks = state["pre"]

@@ -18,6 +18,7 @@ import torch
 from daso.checks import Rule, check, format_value
 from daso.comm.topology import Place, Topology, default
 from daso.errors import CheckpointError, ConfigError
+from daso.plan.header import Tally
 from daso.plan.schedule import (
     Act,
     Seen,
@@ -28,6 +29,7 @@ from daso.plan.schedule import (
     drain,
 )
 from daso.train import registry
+from daso.train.exchanges import Exchanges
 from daso.train.meeting import agree_options
 from daso.train.metrics import Counts
 from daso.train.params import Trained, agree_layout
@@ -74,6 +76,7 @@ class Session:
         self._history = [(0, self.schedule.skip, self.schedule.wait)]
         self._sync: Sync | None = None
         self._stale = False  # parameters were loaded from elsewhere: set up anew before going on
+        self._measured: tuple[Tally, int] | None = None  # by the original, where this is a copy
         self._probing = False
         self._over: str | None = None  # why nothing may be done any more
 
@@ -115,11 +118,12 @@ class Session:
         inner: torch.optim.Optimizer,
         setup: Setup,
         schedule: State,
+        measured: tuple[Tally, int] | None,
         topology: Topology | None,
     ) -> "Session":
         """Return the session of a copy of an optimizer; it opens at the first step."""
         session = cls(inner, setup, topology)
-        batch = schedule.batch
+        batch, session._measured = schedule.batch, measured
         session.schedule = replace(schedule, sent=None, last=batch, agreed=batch)
         session._stale = True
         return session
@@ -195,8 +199,16 @@ class Session:
     @property
     def restoration(self) -> Restoration | None:
         """What makes steps longer between exchanges; None where nothing does."""
-        exchanges = None if self._sync is None else self._sync.exchanges
-        return None if exchanges is None else exchanges.restoration
+        return None if self._exchanges is None else self._exchanges.restoration
+
+    @property
+    def measured(self) -> tuple[Tally, int] | None:
+        """What the next exchange will tell of the last one; a copy goes on from it."""
+        return self._measured if self._exchanges is None else self._exchanges.measured
+
+    @property
+    def _exchanges(self) -> Exchanges | None:
+        return None if self._sync is None else self._sync.exchanges
 
     def restored(self) -> AbstractContextManager[None]:
         """Let the inner optimizer step as much longer as the mean over nodes is too short."""
@@ -292,6 +304,8 @@ class Session:
         if self._sync is None:
             self._meet()
             self._open(Counts())
+            if self._measured is not None and self._exchanges is not None:
+                self._exchanges.measured = self._measured
         else:
             self._reopen(self._sync, Act.JOIN)
 
