@@ -90,6 +90,8 @@ class _Copy:
 
 def _copied(inner: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
     """Return a deep copy, of all attributes: torch's own has groups, state and defaults alone."""
+    if any(isinstance(value, torch.nn.Module) for value in vars(inner).values()):
+        raise TypeError("a model is not copied for a look at its optimizer")
     made = type(inner).__new__(type(inner))
     memo[id(inner)] = made
     vars(made).update(copy.deepcopy(vars(inner), memo))

@@ -107,6 +107,12 @@ def test_what_cannot_be_told_is_not_guessed(make):
     assert kinds_of(make()) is None
 
 
+def test_a_model_that_an_optimizer_holds_is_not_copied():
+    optimizer = O.AdamW(params())
+    optimizer.model = torch.nn.Linear(2, 2)
+    assert kinds_of(optimizer) is None
+
+
 def test_a_kind_is_frozen():
     with pytest.raises(AttributeError):
         OptimizerKind().momentum = 0.9
