@@ -3,7 +3,7 @@
 - `Fixed`: the same all the time.
 - `Plateau`: the paper's phases, by epochs and the loss.
 - `Qsr`: skip from the learning rate.
-- `Auto`: wait from measured times, skip from measured drift and the learning rate.
+- `Auto`: wait from measured times, skip from what exchanges cost; drift bounds it.
 - `Replay`: what another policy decided in a run, from its log.
 """
 

@@ -54,9 +54,7 @@ class Seen:
     # Mean square distance of a node from the mean of all nodes, made in one batch, relative to the
     # mean square of the parameters.
     drift: float = 0.0
-    own_seconds: float = (
-        0.0  # of a core that training wanted, for an exchange; the most of any rank
-    )
+    own_seconds: float = 0.0  # that an exchange takes from training, of the rank that loses most
     lacked: float = 0.0  # what the mean step of the nodes lacks; see `daso.plan.restoration`
 
 
