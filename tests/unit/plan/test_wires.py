@@ -1,5 +1,7 @@
 """Which wire is taken where the user leaves it open."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +31,21 @@ def seen(batches):
 )
 def test_slow_links_get_fewer_bits(now, batches, then):
     assert next_wire(now, seen(batches), numel=FEW) == then
+
+
+@pytest.mark.parametrize(
+    ("own", "batches", "then"),
+    [
+        (0.0005, 0.9, "int4"),  # half a batch apart: the link is what makes exchanges rarer
+        (0.002, 1.9, "bf16"),  # two batches apart for their work
+        (0.002, 2.1, "int4"),
+        (0.02, 3.9, "bf16"),  # twenty apart; merged late
+        (0.02, 4.1, "int4"),
+    ],
+)
+def test_where_the_work_of_exchanges_makes_them_rare_they_take_their_time(own, batches, then):
+    told = replace(seen(batches), own_seconds=own)
+    assert next_wire("bf16", told, numel=FEW) == then
 
 
 @given(st.sampled_from(["bf16", "int4"]), st.floats(0, 1e3), st.floats(0, 1e3))
