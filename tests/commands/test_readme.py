@@ -179,12 +179,35 @@ def test_accuracies_it_quotes_are_those_that_were_measured() -> None:
     found = json.loads((ROOT / "scripts/figures/accuracy.json").read_text())
     rows = {row["setting"]: row for row in found["rows"] if row["trial"] == "fashion, 16 nodes"}
     section = README.split("## What seldom exchanges cost")[1].split("\n## ")[0]
-    quoted = re.findall(r"^\| (.+) \| (\S+) ± (\S+) \| (\S+) \| (\S+)x \|$", section, re.MULTILINE)
+    row = r"^\| ([^|]+) \| (\S+) ± (\S+) \| (\S+) \| (\S+)x \|$"
+    quoted = re.findall(row, section, re.MULTILINE)
     assert {name for name, *_ in quoted} == set(rows)
     for name, score, spread, gap, ratio in quoted:
         row = rows[name]
         assert (score, spread) == (f"{row['score']:.2f}", f"{row['spread']:.2f}")
         assert (gap, ratio) == (f"{row['gap']:.2f}", f"{row['bytes_ratio']:.1f}")
+
+
+def test_accuracies_of_the_transformer_are_those_that_were_measured() -> None:
+    import json
+
+    found = json.loads((ROOT / "scripts/figures/accuracy-text.json").read_text())["rows"]
+    (head,) = re.findall(r"^\| setting \| (2 nodes, .*) \|$", README, re.MULTILINE)
+    *columns, last = head.split(" | ")
+    assert last == "fewer bytes, 16 nodes"
+    rows = {(row["setting"], row["trial"]): row for row in found}
+    lines = README.split(head)[1].splitlines()[2:7]
+    assert len({setting for setting, _ in rows}) == len(lines)
+    for line in lines:
+        name, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        for column, cell in zip(columns, cells, strict=False):
+            nodes, seeds = re.fullmatch(r"(\d+) nodes, (\d+) seeds?", column).groups()
+            row = rows[name, f"text, {nodes} nodes"]
+            error = f" ± {row['gap_error']:.2f}" if row["seeds"] > 1 else ""
+            synchronous = f"{row['score']:.2f} % right"
+            assert cell in (synchronous, f"{row['gap']:.2f}{error}")
+            assert row["seeds"] == int(seeds)
+        assert cells[-1] == f"{row['bytes_ratio']:.1f}x"
 
 
 def test_step_times_it_quotes_are_those_that_were_measured() -> None:
