@@ -485,6 +485,8 @@ class Session:
 
     def _why(self) -> str:
         """Return why skip is what it is."""
+        if self._exchanges is None:
+            return "nothing crosses between nodes"
         why = getattr(self.setup.policy, "why", None)
         return "the policy's" if why is None else str(why(self.schedule))
 
