@@ -44,11 +44,11 @@ class Exchange:
             copied to; ``"device"``, their own, with an MPI library that says it is able to, and not
             with ``reduce="iallreduce"``. Deltas are added there too, then. Gradients of synchronous
             phases cross from the host.
-        restoration: Whether an inner optimizer that divides by the size of its gradients (Adam and
-            its kin) steps longer between exchanges, by as much as the mean of all nodes' steps is
-            shorter than the step of one big batch; see `daso.plan.restoration`. ``"auto"``: where
-            a few steps of a copy of it show that it does; never with ``outer``, which has a gain of
-            its own, or ``wire="topk"``. Learning rates in ``param_groups`` stay what they are.
+        step_restoration: Whether an inner optimizer that divides by the size of its gradients (as
+            Adam does) steps longer between exchanges, by as much as the mean of all nodes' steps is
+            shorter than the step of one big batch; see `daso.plan.step_restoration`. ``"auto"``:
+            where a few steps of a copy of it show that it does; never with ``outer``, which has a
+            gain of its own, or ``wire="topk"``. Learning rates in ``param_groups`` stay the user's.
     """
 
     reduce: Reduce = "auto"
@@ -57,7 +57,7 @@ class Exchange:
     stall_seconds: float = 300.0
     fragments: int = 1
     memory: Memory = "host"
-    restoration: Restore = "auto"
+    step_restoration: Restore = "auto"
 
     def __post_init__(self) -> None:
         check("Exchange.memory", self.memory, choice(*get_args(Memory)))
@@ -66,7 +66,7 @@ class Exchange:
                 "Exchange(memory='device') needs reduce='auto' or 'ordered' (MPI libraries that "
                 "send from devices cannot add there while others compute), not 'iallreduce'"
             )
-        check("Exchange.restoration", self.restoration, choice(*get_args(Restore)))
+        check("Exchange.restoration", self.step_restoration, choice(*get_args(Restore)))
         check("Exchange.reduce", self.reduce, choice(*get_args(Reduce)))
         check("Exchange.nonfinite", self.nonfinite, choice(*get_args(NonFinite)))
         check("Exchange.chunk_bytes", self.chunk_bytes, whole(1, of=" of bytes"))
@@ -190,9 +190,9 @@ class Settings:
         return merge_rule(self.merge, waited=waited, nodes=nodes, keeps=keeps)
 
     @property
-    def may_restore(self) -> bool:
+    def may_restore_steps(self) -> bool:
         """Whether steps of an optimizer that normalizes are made longer between exchanges."""
-        return self.exchange.restoration != "off" and not self.outer and not self.sparse
+        return self.exchange.step_restoration != "off" and not self.outer and not self.sparse
 
     @property
     def sparse(self) -> bool:

@@ -14,6 +14,7 @@ from daso.checks import NONE, Rule, check, either, number, positive, validated_r
 from daso.errors import ConfigError
 from daso.plan.plateau import observe
 from daso.plan.schedule import Seen, State
+from daso.plan.wires import BUDGET
 
 __all__ = ["Auto", "Fixed", "Plateau", "Qsr", "Replay"]
 
@@ -219,7 +220,7 @@ class Auto:
     Args:
         drift: Relative distance between nodes to aim at, right before an exchange, where exchanges
             cost more than ``budget``. None: 0.025, or 0.005 where the inner optimizer normalizes:
-            its steps are longer between exchanges (`daso.plan.restoration`), noise with them.
+            its steps are longer between exchanges (`daso.plan.step_restoration`), noise with them.
         max_skip: Most batches between exchanges.
         warmup: Synchronous batches at the start.
         budget: Part of the steps' time that exchanges may take from training.
@@ -228,7 +229,7 @@ class Auto:
     drift: float | None = None
     max_skip: int = 128
     warmup: int = 0
-    budget: float = 0.01
+    budget: float = BUDGET
 
     def __post_init__(self) -> None:
         check("Auto.drift", self.drift, either(positive(), NONE))
@@ -261,11 +262,11 @@ class Auto:
         if state.skip == 1:
             return "exchanges cost next to nothing" if seen.step_seconds > 0 else "it began"
         if state.skip <= state.wait:
-            return "an exchange takes so many batches"
+            return "an exchange takes that many batches"
         work = f"an exchange takes {1e3 * seen.own_seconds:.3g} ms of training"
         if self._affordable(seen) <= state.skip:
-            return f"{work}: {100 * self.budget:g} % of so many batches"
-        return f"{work}; nodes drift apart by as much as they may in so many batches"
+            return f"{work}: {100 * self.budget:g} % of that many batches"
+        return f"{work}; nodes drift apart by as much as they may in that many batches"
 
     def _wait(self, state: State, seen: Seen) -> int:
         """Batches that an exchange takes, with a fifth to spare; as it is if unmeasured."""
@@ -277,10 +278,8 @@ class Auto:
 
     def _affordable(self, seen: Seen) -> int:
         """Batches between exchanges whose work is within budget; many if unmeasured."""
-        if seen.step_seconds <= 0 or seen.own_seconds <= 0:
-            return self.max_skip
-        most = min(seen.own_seconds / (self.budget * seen.step_seconds), self.max_skip)
-        return max(1, math.ceil(most))
+        batches = min(seen.affordable_skip(self.budget), self.max_skip)
+        return max(1, math.ceil(batches)) if batches else self.max_skip
 
     def _skip(self, state: State, seen: Seen) -> int:
         """Go half of the way, in logarithms, from skip to what drift allows; at most double it."""
@@ -289,7 +288,7 @@ class Auto:
         growth = ratio * ratio  # `ratio**2` would raise where it overflows; this is infinite
         if not seen.drift * growth > 0:
             return state.skip
-        drift = self.drift or (NORMALIZED_DRIFT if seen.lacked else DRIFT)
+        drift = self.drift or (NORMALIZED_DRIFT if seen.required_gain else DRIFT)
         allowed = drift**2 / (seen.drift * growth) / state.fragments
         # Half of the way, because drift that grows with skip itself would swing for ever otherwise.
         half = math.sqrt(state.skip * min(allowed, 4.0 * state.skip))

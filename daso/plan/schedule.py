@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from daso.plan.plateau import PlateauState
-from daso.plan.restoration import next_gain
+from daso.plan.step_restoration import next_gain
 
 __all__ = [
     "Act",
@@ -55,7 +55,16 @@ class Seen:
     # mean square of the parameters.
     drift: float = 0.0
     own_seconds: float = 0.0  # that an exchange takes from training, of the rank that loses most
-    lacked: float = 0.0  # what the mean step of the nodes lacks; see `daso.plan.restoration`
+    required_gain: float = 0.0  # see `daso.plan.step_restoration`
+
+    def affordable_skip(self, budget: float) -> float:
+        """Return how many batches apart exchanges are within budget; 0 if that was not measured.
+
+        Args:
+            budget: Part of the steps' time that exchanges may take from training.
+        """
+        most = budget * self.step_seconds
+        return self.own_seconds / most if most > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +99,18 @@ class State:
     def fragment(self) -> int:
         """The fragment that the last exchange of one fragment carried."""
         return (self.sends - 1) % self.fragments
+
+    @classmethod
+    def lacking(cls, values: Any) -> list[str]:
+        """Return the fields that values of a checkpoint do not have: another version wrote it."""
+        values = values if isinstance(values, Mapping) else {}
+        parts = ((cls, values), (PlateauState, values.get("plateau")), (Seen, values.get("seen")))
+        return [
+            one.name
+            for part, its in parts
+            for one in fields(part)
+            if not isinstance(its, Mapping) or one.name not in its
+        ]
 
     @classmethod
     def load(cls, values: Mapping[str, Any]) -> "State":
@@ -151,7 +172,7 @@ def after_exchange(policy: Policy, state: State, seen: Seen) -> tuple[tuple[Act,
         The acts and the next state.
     """
     acts, state = _turn(state, policy.tune_exchange(state, seen))
-    return acts, replace(state, seen=seen, gain=next_gain(state.gain, seen.lacked))
+    return acts, replace(state, seen=seen, gain=next_gain(state.gain, seen.required_gain))
 
 
 def after_epoch(policy: Policy, state: State, loss: float) -> tuple[tuple[Act, ...], State]:

@@ -16,7 +16,7 @@ BITS = {"fp32": 32.0, WIDE: 16.0, "fp16": 16.0, "int8": 8.25, NARROW: 4.25, "top
 # merge that comes very late costs more accuracy than 4 bits do (Fashion-MNIST, 2 simulated nodes, 3
 # epochs, one seed, synchronous 92.07 %: bf16 after 15 batches 90.92, int4 after 5 91.36).
 SOON, LATE = 0.8, 4.0
-BUDGET = 0.01  # of steps' time for the work of exchanges, as `Auto` has it
+BUDGET = 0.01  # part of the steps' time that exchanges may take from training
 FEW = 1 << 19  # numbers: an exchange of fewer takes long for other reasons than its bytes
 
 
@@ -36,8 +36,7 @@ def next_wire(now: str, seen: Seen, *, numel: int) -> str:
     if seen.step_seconds <= 0 or seen.exchange_seconds <= 0 or numel < FEW:
         return now
     batches = seen.exchange_seconds / seen.step_seconds * BITS[WIDE] / BITS[now]
-    affordable = seen.own_seconds / (BUDGET * seen.step_seconds)  # batches from one to the next
-    most = min(max(SOON, affordable), LATE)
+    most = min(max(SOON, seen.affordable_skip(BUDGET)), LATE)
     if now == WIDE:
         return NARROW if batches > most else WIDE
     return WIDE if batches < most / 2 else NARROW

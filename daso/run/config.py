@@ -98,7 +98,7 @@ class ExchangeConfig:
     update: Literal["auto", "whole", "chunk"] = "auto"  # chunk: layer by layer
     nonfinite: Literal["drop", "raise"] = "drop"
     stall_seconds: float = 300.0
-    restoration: Literal["auto", "on", "off"] = "auto"  # longer steps of Adam and its kin
+    step_restoration: Literal["auto", "on", "off"] = "auto"  # longer steps of Adam and its kin
     memory: Literal["host", "device"] = "host"  # device: a GPU's own, with an MPI that is able to
 
     def __post_init__(self) -> None:
@@ -182,7 +182,7 @@ class Config:
                 stall_seconds=exchange.stall_seconds,
                 fragments=exchange.fragments,
                 memory=exchange.memory,
-                restoration=exchange.restoration,
+                step_restoration=exchange.step_restoration,
             ),
             gradients=Gradients(
                 order=exchange.gradients,

@@ -323,7 +323,7 @@ def _summary(run: Run, point: Point, figures: dict[str, float]) -> dict[str, Any
         "identical": run.topology.same(model),
         "model": model,
         **{key: report[key] for key in chosen},
-        "restoration": report.get("restoration", "none"),
+        "step_restoration": report.get("step_restoration", "none"),
         "gain": report["gain"],
         "versions": versions(report["mpi"]),
     }

@@ -237,7 +237,7 @@ def _open_bar(columns: int) -> Any:
 
 
 def _restored(summary: dict[str, Any]) -> str:
-    if summary["restoration"] == "none":
+    if summary["step_restoration"] == "none":
         return "as given"
     return f"times {summary['gain']:.2f} between exchanges (measured, to restore the mean step)"
 

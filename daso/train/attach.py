@@ -14,10 +14,10 @@ from daso.plan.options import Exchange, Gradients, Wire
 from daso.plan.schedule import Policy
 from daso.train.optimizer import KEY
 from daso.train.outer import MakeOuter
-from daso.train.restoration import Restoration
 from daso.train.scaling import NATIVE, Scaling
 from daso.train.session import Session
 from daso.train.setup import make_setup
+from daso.train.step_restoration import StepRestoration
 
 __all__ = ["Attached", "attach"]
 
@@ -96,7 +96,7 @@ class Attached:
         self.averaged = session.averaged
         self._set_aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._loading: Any = None
-        self._restoration: Restoration | None = None  # of the step under way
+        self._restoration: StepRestoration | None = None  # of the step under way
         self._hooks = [
             inner.register_step_pre_hook(self._before_step),
             inner.register_step_post_hook(self._after_step),
@@ -110,6 +110,7 @@ class Attached:
 
     @_disable_dynamo
     def _before_step(self, inner: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        self._unscale_lr()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         scaling = Scaling.of(inner)
         go, averaged = self._session.begin(closure, scaling)
@@ -120,19 +121,23 @@ class Attached:
             self._set_aside = [(p, p.grad) for p in params if p.grad is not None]
             for param, _ in self._set_aside:
                 param.grad = None
-        self._restoration = self._session.restoration
+        self._restoration = self._session.step_restoration
         if self._restoration is not None:
             self._restoration.begin(self._session.schedule.step_gain)
         return None if averaged is closure else ((inner,), {"closure": averaged})
 
     @_disable_dynamo
     def _after_step(self, *_: Any) -> None:
-        if self._restoration is not None:
-            self._restoration.end()
+        self._unscale_lr()
         for param, grad in self._set_aside:
             param.grad = grad
         self._set_aside = []
         self._session.end()
+
+    def _unscale_lr(self) -> None:
+        """Put the user's learning rates back, also those of a step that raised."""
+        if self._restoration is not None:
+            self._restoration.end()
 
     def _add_state(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         state_dict[KEY] = self._session.state()

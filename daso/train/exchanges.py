@@ -21,14 +21,13 @@ from daso.comm.node import NodeGroup
 from daso.errors import ExchangeError, TopologyError
 from daso.plan.header import Header, Tally, culprit, decode_culprit
 from daso.plan.layout import fragments
-from daso.plan.restoration import lacking
 from daso.plan.schedule import Seen
 from daso.train.agree import zero_nonfinite
 from daso.train.flight import Flight, Outcome, pack, unpack
 from daso.train.meeting import Meeting, largest_rate
 from daso.train.outer import MakeOuter
-from daso.train.restoration import restoration_of
 from daso.train.rows import Measured, ParameterRow
+from daso.train.step_restoration import make_step_restoration
 
 __all__ = ["Exchanges"]
 
@@ -77,7 +76,9 @@ class Exchanges:
         if self.settings.exchange.memory == "device":
             self._try_memory(node)
         self.rows = self._make_rows(node, outer)
-        self.restoration = restoration_of(meeting.trained.inner, self.settings, says=meeting.leads)
+        self.step_restoration = make_step_restoration(
+            meeting.trained.inner, self.settings, says=meeting.leads
+        )
         self._flight: Flight | None = None
         self._node = node
         self._core_is_shared = meeting.trained.device.type == "cpu" and not spare_cores(
@@ -278,7 +279,11 @@ class Exchanges:
         if not header.same_lr:
             self.meeting.tell_of_rates(-header.minus_lr, header.lr)
         drift = outcome.tally.drift(nodes=self.place.nodes, batches=known.batches)
-        lacked = self._lacked(outcome.tally)
+        gain = 0.0
+        if self.step_restoration is not None:
+            gain = self.step_restoration.required_gain(
+                outcome.tally, nodes=self.place.nodes, batches=known.batches
+            )
         known.measured, known.batches = outcome.measured, flight.batches
         for one in self._fragments_of(flight.fragment):
             known.since[one] = flight.batch
@@ -289,22 +294,10 @@ class Exchanges:
             header.lr,
             drift,
             header.own_seconds,
-            lacked,
+            gain,
         )
         self._choose_wire(flight, seen)
         return seen
-
-    def _lacked(self, tally: Tally) -> float:
-        """Return what the mean step of the nodes lacked in the exchange before; 0: nothing."""
-        if self.restoration is None:
-            return 0.0
-        return lacking(
-            tally.distance,
-            tally.moved,
-            nodes=self.place.nodes,
-            batches=self._known.batches,
-            momentum=self.restoration.momentum,
-        )
 
     def _choose_wire(self, flight: Flight, seen: Seen) -> None:
         """Choose the wire of the next exchange, where the seconds are those of one like this."""

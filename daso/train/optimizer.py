@@ -260,7 +260,7 @@ class DASO(torch.optim.Optimizer):
         scaling, loss = Scaling.of(self), None
         go, closure = self._session.begin(closure, scaling)
         if go:
-            with stepping(self.inner), self._session.restored():
+            with stepping(self.inner), self._session.scaled_lr():
                 loss = self.inner.step() if closure is None else self.inner.step(closure)
         self._session.end()
         if self._optimizer_step_post_hooks:  # they see parameters after the step

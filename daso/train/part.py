@@ -5,7 +5,7 @@ Nothing here knows of MPI or of other ranks: the same code runs between nodes, d
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -36,6 +36,25 @@ class Way:
     eager: bool = False  # a node goes ahead when it sends
     share: float = 1.0  # this node's weight in the mean of all nodes
     outer: MakeOuter | None = None
+
+
+@dataclass(slots=True)
+class Sums:
+    """What an exchange measures piece by piece, not read yet."""
+
+    distances: list[torch.Tensor] = field(default_factory=list)  # squared, from the mean of nodes
+    norms: list[torch.Tensor] = field(default_factory=list)  # squared, of the reference
+    moved: list[torch.Tensor] = field(default_factory=list)  # squared, of the mean delta
+
+    def stacked(self, like: torch.Tensor) -> torch.Tensor:
+        """Return all of them in one tensor."""
+        return _stack([*self.distances, *self.norms, *self.moved], like.new_zeros(0))
+
+    def totals(self, numbers: Sequence[float]) -> tuple[float, float, float]:
+        """Return the sum of each kind of what `stacked` returned."""
+        first = len(self.distances)
+        second = first + len(self.norms)
+        return sum(numbers[:first]), sum(numbers[first:second]), sum(numbers[second:])
 
 
 class Part:
@@ -72,11 +91,8 @@ class Part:
         self.snapshot: torch.Tensor | None = None
         self.ahead: torch.Tensor | None = None
         self.others: torch.Tensor | None = None
-        # Of the last exchange, piece by piece: squared distances from the mean of all nodes,
-        # squared norms of the reference and the mean delta; where it is not finite first, or -1.
-        self._distances: list[torch.Tensor] = []
-        self._norms: list[torch.Tensor] = []
-        self._moved: list[torch.Tensor] = []
+        self._sums = Sums()  # of the last exchange
+        # Where what was sent is not finite first, piece by piece, or -1.
         self._nonfinite: list[tuple[int, torch.Tensor]] = []
         numel = min(self.piece, -(-shown.numel() // PIECE) * PIECE)
         self._room = torch.empty(2, numel, dtype=shown.dtype, device=shown.device)
@@ -121,7 +137,7 @@ class Part:
             gather: Reads parameters.
             keeps: The merge will keep local work.
         """
-        self._distances, self._norms, self._moved, self._nonfinite = [], [], [], []
+        self._sums, self._nonfinite = Sums(), []
         self.keeps, self.pending = keeps and not self.way.eager, None
         self.lossy = not codec.exact
         if self.lossy and not self.keeps:
@@ -173,7 +189,7 @@ class Part:
             values, carried, out=carried if self.pending is None else self.pending[span]
         )
         if codec.sparse:  # most of what nodes are apart by; elsewhere next to nothing
-            self._distances.append(lost.dot(lost))
+            self._sums.distances.append(lost.dot(lost))
 
     def payloads(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:  # noqa: ARG002
         """Return what was encoded of spans."""
@@ -196,7 +212,7 @@ class Part:
             sent: What this node sent of it.
         """
         span, carried = slice(start, stop), self._room[1, : stop - start]
-        self._moved.append(mean.dot(mean))
+        self._sums.moved.append(mean.dot(mean))
         if self._takes_at_once(self.outbox.codec):
             self._take(span, mean, *sent)
             return
@@ -205,7 +221,7 @@ class Part:
             self.others = torch.zeros_like(self.reference) if self.others is None else self.others
             torch.mul(carried, -self.way.share, out=self.others[span]).add_(mean)
         apart = torch.sub(mean, carried, out=self._room[0, : stop - start])
-        self._distances.append(apart.dot(apart))
+        self._sums.distances.append(apart.dot(apart))
         if self.pending is not None:
             self._residual()[span].copy_(self.pending[span])
         if self.outer is not None:
@@ -213,7 +229,7 @@ class Part:
             torch.add(carried, self.reference[span], out=apart).neg_()
         else:
             moved = torch.add(self.reference[span], mean, out=self.reference[span])
-            self._norms.append(moved.dot(moved))
+            self._sums.norms.append(moved.dot(moved))
         if self.keeps:
             if self.residual is not None:
                 apart += self.residual[span]
@@ -229,8 +245,8 @@ class Part:
         residual = None if self.residual is None else self.residual[span]
         shown = self.shown[span] if self.keeps else None
         distance, norm = self.fused.take(mean, sent, self.reference[span], residual, shown)
-        self._distances.append(distance)
-        self._norms.append(norm)
+        self._sums.distances.append(distance)
+        self._sums.norms.append(norm)
 
     def _residual(self) -> torch.Tensor:
         if self.residual is None:
@@ -248,9 +264,8 @@ class Part:
             self.residual = None  # it is in what is shown, or was sent
         if self.outer is not None:
             self.outer.step()
-            self._norms = [self.reference.dot(self.reference)]
-        sums = [*self._distances, *self._norms, *self._moved]
-        return _stack(sums, self.shown.new_zeros(0))
+            self._sums.norms = [self.reference.dot(self.reference)]
+        return self._sums.stacked(self.shown)
 
     def measured(self, found: Sequence[float]) -> tuple[float, float, float]:
         """Return what an exchange told of this node.
@@ -262,9 +277,7 @@ class Part:
             Squared distance of what this node did from the mean of all nodes, squared norms of the
             reference and of the mean delta.
         """
-        first = len(self._distances)
-        second = first + len(self._norms)
-        return sum(found[:first]), sum(found[first:second]), sum(found[second:])
+        return self._sums.totals(found)
 
     # --- merging -----------------------------------------------------------------------------
 

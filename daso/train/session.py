@@ -33,9 +33,9 @@ from daso.train.exchanges import Exchanges
 from daso.train.meeting import agree_options
 from daso.train.metrics import Counts
 from daso.train.params import Trained, agree_layout
-from daso.train.restoration import Restoration
 from daso.train.scaling import Scaling, is_probe
 from daso.train.setup import Setup
+from daso.train.step_restoration import StepRestoration
 from daso.train.sync import Sync
 
 __all__ = ["Session"]
@@ -197,9 +197,9 @@ class Session:
         return self._sync.before_step(scaling), None
 
     @property
-    def restoration(self) -> Restoration | None:
+    def step_restoration(self) -> StepRestoration | None:
         """What makes steps longer between exchanges; None where nothing does."""
-        return None if self._exchanges is None else self._exchanges.restoration
+        return None if self._exchanges is None else self._exchanges.step_restoration
 
     @property
     def measured(self) -> tuple[Tally, int] | None:
@@ -210,10 +210,10 @@ class Session:
     def _exchanges(self) -> Exchanges | None:
         return None if self._sync is None else self._sync.exchanges
 
-    def restored(self) -> AbstractContextManager[None]:
+    def scaled_lr(self) -> AbstractContextManager[None]:
         """Let the inner optimizer step as much longer as the mean over nodes is too short."""
-        restoration = self.restoration
-        return restoration.longer(self.schedule.step_gain) if restoration else nullcontext()
+        restoration = self.step_restoration
+        return restoration.scaled(self.schedule.step_gain) if restoration else nullcontext()
 
     def _check_open(self) -> None:
         """Refuse what comes after the end."""
@@ -529,6 +529,12 @@ class Session:
             raise CheckpointError(
                 f"the part 'daso' of a state_dict must have {', '.join(sorted(PARTS))}, but it is "
                 f"{format_value(state)}; leave it out to load the inner optimizer's alone"
+            )
+        if state is not None and (lacks := State.lacking(state["schedule"])):
+            raise CheckpointError(
+                f"the part 'daso' of a state_dict must be of this version of daso, but its "
+                f"schedule lacks {', '.join(lacks)}; leave it out to load the inner optimizer's "
+                f"alone"
             )
         sync, fits = self._sync, state is not None and state["shape"] == self._shape()
         if sync is not None:

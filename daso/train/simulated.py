@@ -20,7 +20,6 @@ from daso.plan.header import Tally
 from daso.plan.layout import fragments, message_chunks
 from daso.plan.merge import ADOPT, Merge
 from daso.plan.options import Settings
-from daso.plan.restoration import lacking
 from daso.plan.schedule import (
     Act,
     Policy,
@@ -35,7 +34,7 @@ from daso.train.merging import merge_pairs
 from daso.train.outer import MakeOuter
 from daso.train.params import Named, Trained, flat_view
 from daso.train.part import LEAST, Gather, Part, Way, message_numel
-from daso.train.restoration import restoration_of
+from daso.train.step_restoration import make_step_restoration
 
 __all__ = ["SimulatedNodes", "Times"]
 
@@ -195,7 +194,9 @@ class SimulatedNodes:
         pairs = zip(self.inners, self.models, strict=True)
         self.named = [Trained.by(inner, model).named for inner, model in pairs]
         self.rows = [self._rows(cut, way) for cut in self._cuts()]
-        self.restorations = [restoration_of(inner, settings, says=False) for inner in self.inners]
+        self.step_restorations = [
+            make_step_restoration(inner, settings, says=False) for inner in self.inners
+        ]
         self.global_bytes_sent = 0  # by all nodes
         self.events: list[dict[str, Any]] = []
         self._flight: Flight | None = None
@@ -235,8 +236,8 @@ class SimulatedNodes:
             total += float(loss.detach())
         if self.state.synchronous:
             self._average_gradients()
-        for inner, restoration in zip(self.inners, self.restorations, strict=True):
-            with restoration.longer(self.state.step_gain) if restoration else nullcontext():
+        for inner, restoration in zip(self.inners, self.step_restorations, strict=True):
+            with restoration.scaled(self.state.step_gain) if restoration else nullcontext():
                 inner.step()
         self._act(*after_batch(self.policy, self.state))
         return total / len(self.models)
@@ -320,26 +321,18 @@ class SimulatedNodes:
         times = self.times
         taken = times.exchange_seconds * _many_bytes(wire) / _many_bytes(self.settings.wires[0])
         lr = max(map(float, rates))
-        seen = Seen(times.step_seconds, taken, lr, drift, times.own_seconds, self._lacked())
+        gain = 0.0
+        if (restoration := self.step_restorations[0]) is not None:
+            gain = restoration.required_gain(
+                known.measured, nodes=len(self.models), batches=known.batches
+            )
+        seen = Seen(times.step_seconds, taken, lr, drift, times.own_seconds, gain)
         self._flight = Flight(batch, fragment, seen, keeps, wire)
         shares = (Tally.measured(a, b, c, known.size) for a, b, c in measured)
         known.measured = sum(shares, Tally())
         known.batches = batches
         for one in sent:
             known.since[one] = batch
-
-    def _lacked(self) -> float:
-        """Return what the mean step of the nodes lacked in the exchange before; 0: nothing."""
-        known, restoration = self._known, self.restorations[0]
-        if restoration is None:
-            return 0.0
-        return lacking(
-            known.measured.distance,
-            known.measured.moved,
-            nodes=len(self.models),
-            batches=known.batches,
-            momentum=restoration.momentum,
-        )
 
     def _receive(self, batch: int) -> Seen:
         flight, self._flight = self._flight, None

@@ -405,8 +405,10 @@ class Sync:
         found = {"node_transport": self.buckets.node.name}
         if self.exchanges is not None:
             found["wire"] = self.exchanges.wire
-            restored = self.exchanges.restoration is not None
-            found["restoration"] = "a measured gain on the learning rate" if restored else "none"
+            restored = self.exchanges.step_restoration is not None
+            found["step_restoration"] = (
+                "a measured gain on the learning rate" if restored else "none"
+            )
             if packing := self.exchanges.packing:
                 found["packing"] = packing
         return found

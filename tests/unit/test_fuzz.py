@@ -84,7 +84,7 @@ LEGAL = {
         "stall_seconds": above(0, 1e9),
         "fragments": whole(1, 100_000),
         "memory": named("host", "device"),
-        "restoration": named("auto", "on", "off"),
+        "step_restoration": named("auto", "on", "off"),
     },
     daso.Gradients: {
         "bucket_bytes": one_of(BYTES, named("search")),

@@ -58,7 +58,7 @@ class Setting:
     wire: Wire = "int4"
     merge: MergeName | float = "auto"
     outer: MakeOuter | None = None
-    restoration: Restore = "auto"
+    step_restoration: Restore = "auto"
     own: float = OWN  # batches
 
     def settings(self) -> Settings:
@@ -66,7 +66,7 @@ class Setting:
         return Settings(
             wire=self.wire,
             merge=self.merge,
-            exchange=Exchange(restoration=self.restoration),
+            exchange=Exchange(step_restoration=self.step_restoration),
             gradients=Gradients(),
             outer=self.outer is not None,
         )
@@ -87,7 +87,7 @@ SETTINGS = (
     Setting(SYNCHRONOUS, fixed(1, 0), "fp32"),
     Setting(AUTO, lambda *_: Auto()),
     # What the default was until 2026-11: an exchange counts as so dear that drift alone decides.
-    Setting(DRIFT, lambda *_: Auto(0.025), restoration="off", own=1e9),
+    Setting(DRIFT, lambda *_: Auto(0.025), step_restoration="off", own=1e9),
     Setting("Qsr, int4", lambda _, peak: Qsr(1.5 * peak, skip=2, max_skip=64)),
     Setting("Plateau (DASO paper), bf16", plateau, "bf16", "daso"),
     Setting("Fixed(4, 1), delta, bf16", fixed(4, 1), "bf16", "delta"),
@@ -245,5 +245,5 @@ def trials(*, quick: bool) -> Iterator[tuple[Trial, tuple[str, ...]]]:
         return
     yield Trial(images, nodes=16, epochs=20, samples=15_000), everything
     yield Trial(images, nodes=2, epochs=8, samples=6_000), QUICK
-    for nodes, seeds in ((2, 5), (4, 3), (8, 2), (16, 1)):  # 1,000 steps each
+    for nodes, seeds in ((2, 5), (4, 3), (8, 2), (16, 1)):  # 1,000 steps, as far as the text goes
         yield Trial("text", nodes, 4, samples=1000 * nodes, batch=4, seeds=seeds), TEXT

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from daso.plan.header import Header, Tally
 from daso.plan.policy import Auto, Fixed, Plateau, Qsr
-from daso.plan.restoration import lacking
 from daso.plan.schedule import Act, Seen, State, after_batch, after_epoch, after_exchange, drain
+from daso.plan.step_restoration import required_gain
 
 checked = settings(derandomize=True, max_examples=100, deadline=None)
 
@@ -275,7 +275,7 @@ def agreed(said, order):
         most = Header.decode([max(pair) for pair in pairs])
         sums += Tally.measured(distance, norm, moved, 2.0)
     drift = sums.drift(nodes=len(said), batches=3)
-    lacked = lacking(sums.distance, sums.moved, nodes=len(said), batches=3, momentum=0.9)
+    lacked = required_gain(sums.distance, sums.moved, nodes=len(said), batches=3, momentum=0.9)
     return Seen(most.step_seconds, most.exchange_seconds, most.lr, drift, lacked)
 
 

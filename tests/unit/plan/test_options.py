@@ -26,7 +26,7 @@ def test_the_defaults_are_written_down():
         "stall_seconds": 300.0,
         "fragments": 1,
         "memory": "host",
-        "restoration": "auto",
+        "step_restoration": "auto",
     }
     assert asdict(Gradients()) == {
         "bucket_bytes": 2**20,

@@ -228,14 +228,14 @@ def test_drift_bounds_what_is_dear_and_wait_comes_first():
     [
         (State(skip=1, wait=1), "it began"),
         (State(skip=1, wait=1, seen=Seen(1.0)), "exchanges cost next to nothing"),
-        (State(skip=6, wait=6, seen=Seen(1.0, 5.0)), "an exchange takes so many batches"),
+        (State(skip=6, wait=6, seen=Seen(1.0, 5.0)), "an exchange takes that many batches"),
         (
             State(skip=8, wait=1, seen=Seen(1.0, 0.5, own_seconds=0.08)),
-            "an exchange takes 80 ms of training: 1 % of so many batches",
+            "an exchange takes 80 ms of training: 1 % of that many batches",
         ),
         (
             State(skip=4, wait=1, seen=Seen(1.0, 0.5, own_seconds=0.08)),
-            "an exchange takes 80 ms of training; nodes drift apart by as much as they may in so "
+            "an exchange takes 80 ms of training; nodes drift apart by as much as they may in that "
             "many batches",
         ),
     ],
@@ -249,7 +249,7 @@ def test_a_restored_step_may_drift_less():
     before = Seen(lr=0.1)
     assert tuned(Auto(), 64, 1, seen, before=before).skip == 64
     bound = NORMALIZED_DRIFT**2 / DRIFT**2 * 64
-    found = tuned(Auto(), 64, 1, replace(seen, lacked=1.5), before=before)
+    found = tuned(Auto(), 64, 1, replace(seen, required_gain=1.5), before=before)
     assert found.skip == tuned(Auto(NORMALIZED_DRIFT), 64, 1, seen, before=before).skip
     assert bound < found.skip < 64
 

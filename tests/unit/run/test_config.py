@@ -59,7 +59,7 @@ KEYS = [
     "exchange.update",
     "exchange.nonfinite",
     "exchange.stall_seconds",
-    "exchange.restoration",
+    "exchange.step_restoration",
     "exchange.memory",
     "checkpoint.every",
     "checkpoint.keep",

@@ -23,8 +23,8 @@ SUMMARY = {
     "test_accuracy": 0.97654,
     "exchanges": 33,
     "skip_history": [[0, 1, 1], [9, 4, 1]],
-    "skip_because": "an exchange takes so many batches",
-    "restoration": "none",
+    "skip_because": "an exchange takes that many batches",
+    "step_restoration": "none",
     "gain": 1.0,
     "global_bytes_sent": 12_345_678,
     "exposed_seconds": 0.126,
@@ -329,7 +329,7 @@ def test_the_closing_table_is_complete():
         "test accuracy": "0.9765",
         "global exchanges": "33",
         "sent between nodes": "12.3 MB by all ranks",
-        "batches per exchange": "4: an exchange takes so many batches",
+        "batches per exchange": "4: an exchange takes that many batches",
         "learning rate": "as given",
         "exposed": "0.13 s waiting for other ranks (worst rank)",
         "ranks identical": "yes, bit for bit",
@@ -349,7 +349,7 @@ def test_the_closing_table_is_aligned():
 
 
 def test_a_gain_on_the_learning_rate_is_told():
-    restored = SUMMARY | {"restoration": "a measured gain", "gain": 1.3789}
+    restored = SUMMARY | {"step_restoration": "a measured gain", "gain": 1.3789}
     (line,) = [line for line in closing_table(restored).splitlines() if "learning rate" in line]
     assert line.split(maxsplit=2)[2].startswith("times 1.38 between exchanges")
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from lion_pytorch import Lion
 
-from daso.train.optimizer_kind import OptimizerKind, kinds_of
+from daso.train import optimizer_probe
+from daso.train.optimizer_probe import OptimizerTraits, probe_optimizer
 
 O = torch.optim  # noqa: E741
 
@@ -43,28 +44,36 @@ NORMALIZES = {
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_what_is_linear_in_its_gradients_lacks_nothing(name):
-    assert not any(kind.normalizes for kind in kinds_of(LINEAR[name]()))
+    assert not any(kind.normalizes for kind in probe_optimizer(LINEAR[name]()))
 
 
 @pytest.mark.parametrize("name", NORMALIZES)
 def test_what_divides_by_the_size_of_gradients_is_told_by_its_steps(name):
-    make, decays_by_rate, momentum = NORMALIZES[name]
-    for kind in kinds_of(make()):
-        assert (kind.normalizes, kind.decays_by_rate) == (True, decays_by_rate)
+    make, decays_by_lr, momentum = NORMALIZES[name]
+    for kind in probe_optimizer(make()):
+        assert (kind.normalizes, kind.decays_by_lr) == (True, decays_by_lr)
         assert kind.momentum == momentum
 
 
 def test_each_group_is_looked_at():
     first, second = params()
     groups = [{"params": [first]}, {"params": [second], "betas": (0.5, 0.9)}]
-    assert [kind.momentum for kind in kinds_of(O.AdamW(groups))] == [0.9, 0.5]
+    assert [kind.momentum for kind in probe_optimizer(O.AdamW(groups))] == [0.9, 0.5]
 
 
-def test_running_means_are_found_by_how_they_fade():
-    adamw, muon = O.AdamW(params(), amsgrad=True), O.Muon(MATRIX)
-    assert dict(kinds_of(adamw)[0].moments) == {"exp_avg": 0.9, "exp_avg_sq": 0.999}
-    assert dict(kinds_of(muon)[0].moments) == {"momentum_buffer": 0.95}
-    assert dict(kinds_of(O.Adafactor(params()))[0].moments) == {}  # rows and columns
+def test_hundreds_of_groups_are_looked_at_with_three_copies(monkeypatch):
+    """As where every layer has a learning rate of its own."""
+    made = []
+    before = optimizer_probe._Copy.__init__
+
+    def counted(self, *args, **options):
+        made.append(self)
+        before(self, *args, **options)
+
+    monkeypatch.setattr(optimizer_probe._Copy, "__init__", counted)
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2))]} for _ in range(300)]
+    assert len(probe_optimizer(O.AdamW(groups))) == 300
+    assert len(made) == 3
 
 
 def test_nothing_of_the_users_is_touched():
@@ -77,7 +86,7 @@ def test_nothing_of_the_users_is_touched():
     before = copy.deepcopy(optimizer.state_dict())
     values = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
     random = torch.get_rng_state()
-    assert kinds_of(optimizer)[0].normalizes
+    assert probe_optimizer(optimizer)[0].normalizes
     assert torch.equal(random, torch.get_rng_state())
     assert optimizer.state_dict() == before
     assert all(map(torch.equal, values, optimizer.param_groups[0]["params"]))
@@ -98,21 +107,21 @@ class Wrapper(O.Optimizer):
 
 def test_an_optimizer_inside_another_is_copied_with_it():
     inner = O.AdamW(params())
-    assert kinds_of(Wrapper(inner))[0].normalizes
+    assert probe_optimizer(Wrapper(inner))[0].normalizes
     assert not inner.state
 
 
 @pytest.mark.parametrize("make", [lambda: O.LBFGS(params()), lambda: O.SparseAdam(params())])
 def test_what_cannot_be_told_is_not_guessed(make):
-    assert kinds_of(make()) is None
+    assert probe_optimizer(make()) is None
 
 
 def test_a_model_that_an_optimizer_holds_is_not_copied():
     optimizer = O.AdamW(params())
     optimizer.model = torch.nn.Linear(2, 2)
-    assert kinds_of(optimizer) is None
+    assert probe_optimizer(optimizer) is None
 
 
 def test_a_kind_is_frozen():
     with pytest.raises(AttributeError):
-        OptimizerKind().momentum = 0.9
+        OptimizerTraits().momentum = 0.9

@@ -1,4 +1,4 @@
-"""How much longer an optimizer that normalises has to step where nodes average what it did.
+"""How much longer an optimizer that normalizes has to step where nodes average what it did.
 
 Adam and its kin divide by the size of their gradients, noise included. A node alone sees the noise
 of its own batch; all nodes together would see less of it. So the mean of what P nodes did points
@@ -11,20 +11,20 @@ and b the momentum, the noise of n steps that share a momentum adds up as
     c(n) = (1 - b) / (1 + b) * (1 + 2 * sum over j < n of (1 - j / n) * b^j)
 
 so that of one step's squared length the noise is N = d * P / ((P - 1) * n * c(n)), the signal is
-S = max(0, m - d / (P - 1)) / n^2, and the step lacks the factor sqrt((S + N) / (S + N / P)). (The
+S = max(0, m - d / (P - 1)) / n^2, and the step needs the gain sqrt((S + N) / (S + N / P)). (The
 square root rule of Malladi et al. 2022, arXiv 2205.10287, and Wang et al. 2024, arXiv 2402.18824,
-with the noise measured.) Plain SGD is linear in its gradients and lacks nothing.
+with the noise measured.) Plain SGD is linear in its gradients and needs none.
 """
 
 import math
 
-__all__ = ["lacking", "next_gain", "noise_kept"]
+__all__ = ["momentum_noise", "next_gain", "required_gain"]
 
-RATE = 0.3  # of the way to what was measured, that the gain goes with each exchange
+SMOOTHING = 0.3  # part of the way to what was measured that the gain goes with each exchange
 
 
-def noise_kept(batches: int, momentum: float) -> float:
-    """Return c(n): the noise of n steps with a momentum over that of n steps without.
+def momentum_noise(batches: int, momentum: float) -> float:
+    """Return c(n): the variance of n steps with a momentum over that of n steps without.
 
     Args:
         batches: n, at least 1.
@@ -38,8 +38,10 @@ def noise_kept(batches: int, momentum: float) -> float:
     return (1 - b) / (1 + b) * (1 + 2 * inner)
 
 
-def lacking(distance: float, moved: float, *, nodes: int, batches: int, momentum: float) -> float:
-    """Return the factor that the mean of all nodes' steps lacks to that of one big batch.
+def required_gain(
+    distance: float, moved: float, *, nodes: int, batches: int, momentum: float
+) -> float:
+    """Return the gain that makes the mean of all nodes' steps as long as one big batch's.
 
     Args:
         distance: Sum over nodes of the squared distance of a node's delta from the mean delta.
@@ -54,18 +56,18 @@ def lacking(distance: float, moved: float, *, nodes: int, batches: int, momentum
     if nodes < 2 or batches < 1 or not 0 < distance + moved < math.inf:
         return 0.0
     d, m = distance / nodes, moved / nodes
-    noise = d * nodes / ((nodes - 1) * batches * noise_kept(batches, momentum))
+    noise = d * nodes / ((nodes - 1) * batches * momentum_noise(batches, momentum))
     signal = max(0.0, m - d / (nodes - 1)) / batches**2
     if not 0 < signal + noise / nodes < math.inf:
         return 0.0
     return min(max(1.0, math.sqrt((signal + noise) / (signal + noise / nodes))), math.sqrt(nodes))
 
 
-def next_gain(gain: float, lacked: float) -> float:
+def next_gain(gain: float, required: float) -> float:
     """Return the factor for the rate of the steps to come.
 
     Args:
         gain: What it is.
-        lacked: From `lacking`; 0 leaves it as it is.
+        required: From `required_gain`; 0 leaves it as it is.
     """
-    return gain + RATE * (lacked - gain) if lacked else gain
+    return gain + SMOOTHING * (required - gain) if required else gain

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daso.plan.restoration import RATE, lacking, next_gain, noise_kept
+from daso.plan.step_restoration import SMOOTHING, momentum_noise, next_gain, required_gain
 
 
 def variance(batches, momentum, steps=4000):
@@ -20,21 +20,23 @@ def variance(batches, momentum, steps=4000):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.95])
 @pytest.mark.parametrize("batches", [1, 2, 4, 16])
-def test_noise_kept_is_the_variance_of_a_sum_of_running_means(batches, momentum):
-    assert noise_kept(batches, momentum) * batches == pytest.approx(
+def test_momentum_noise_is_the_variance_of_a_sum_of_running_means(batches, momentum):
+    assert momentum_noise(batches, momentum) * batches == pytest.approx(
         variance(batches, momentum), rel=1e-6
     )
 
 
 @pytest.mark.parametrize(("batches", "kept"), [(1, 1 / 19), (2, 0.1), (4, 0.1855)])
-def test_noise_kept_of_adams_momentum(batches, kept):
-    assert noise_kept(batches, 0.9) == pytest.approx(kept, rel=1e-9)
+def test_momentum_noise_of_adams_momentum(batches, kept):
+    assert momentum_noise(batches, 0.9) == pytest.approx(kept, rel=1e-9)
 
 
 @given(st.integers(1, 500), st.floats(0, 0.999))
 def test_the_longer_the_more_of_the_noise_is_kept_and_never_more_than_all(batches, momentum):
-    assert 0 < noise_kept(batches, momentum) <= noise_kept(batches + 1, momentum) * (1 + 1e-9)
-    assert noise_kept(batches, momentum) <= 1 + 1e-9
+    assert (
+        0 < momentum_noise(batches, momentum) <= momentum_noise(batches + 1, momentum) * (1 + 1e-9)
+    )
+    assert momentum_noise(batches, momentum) <= 1 + 1e-9
 
 
 @given(
@@ -46,17 +48,17 @@ def test_the_longer_the_more_of_the_noise_is_kept_and_never_more_than_all(batche
 )
 def test_what_is_lacking_follows_from_signal_and_noise(signal, noise, nodes, batches, momentum):
     """Deltas of steps with this signal and noise, as they are on average."""
-    apart = noise * batches * noise_kept(batches, momentum)  # of one node from the truth
+    apart = noise * batches * momentum_noise(batches, momentum)  # of one node from the truth
     distance = (nodes - 1) * apart  # sum over nodes, from their mean
     moved = nodes * signal * batches**2 + apart
     expected = math.sqrt((signal + noise) / (signal + noise / nodes))
-    found = lacking(distance, moved, nodes=nodes, batches=batches, momentum=momentum)
+    found = required_gain(distance, moved, nodes=nodes, batches=batches, momentum=momentum)
     assert found == pytest.approx(expected, rel=1e-6)
 
 
 @given(st.floats(0, 1e300), st.floats(0, 1e300), st.integers(2, 4096), st.integers(1, 4096))
 def test_it_is_from_1_to_the_root_of_nodes(distance, moved, nodes, batches):
-    found = lacking(distance, moved, nodes=nodes, batches=batches, momentum=0.9)
+    found = required_gain(distance, moved, nodes=nodes, batches=batches, momentum=0.9)
     assert found == 0.0 or 1 <= found <= math.sqrt(nodes)
     assert found or not 1e-200 < distance + moved < 1e200
 
@@ -66,12 +68,12 @@ def test_it_is_from_1_to_the_root_of_nodes(distance, moved, nodes, batches):
     [(0, 0, 2, 1), (1, 1, 1, 1), (1, 1, 2, 0), (math.inf, 1, 2, 1), (math.nan, 1, 2, 1)],
 )
 def test_where_nothing_was_measured_it_is_0_and_the_gain_stays(distance, moved, nodes, batches):
-    assert lacking(distance, moved, nodes=nodes, batches=batches, momentum=0.9) == 0.0
+    assert required_gain(distance, moved, nodes=nodes, batches=batches, momentum=0.9) == 0.0
     assert next_gain(1.5, 0.0) == 1.5
 
 
 def test_the_gain_goes_a_part_of_the_way_at_each_exchange():
-    assert next_gain(1.0, 2.0) == 1 + RATE
+    assert next_gain(1.0, 2.0) == 1 + SMOOTHING
     gain = 1.0
     for _ in range(60):
         gain = next_gain(gain, 2.0)

@@ -7,8 +7,8 @@ import torch
 
 import daso
 from daso.plan.options import Settings
-from daso.train.optimizer_kind import OptimizerKind, kinds_of
-from daso.train.restoration import Restoration, restoration_of
+from daso.train.optimizer_probe import OptimizerTraits, probe_optimizer
+from daso.train.step_restoration import StepRestoration, make_step_restoration
 
 
 def adamw(**options):
@@ -24,7 +24,7 @@ def settings(restoration="auto", **options):
         **{
             "wire": "auto",
             "merge": "auto",
-            "exchange": daso.Exchange(restoration=restoration),
+            "exchange": daso.Exchange(step_restoration=restoration),
             "gradients": daso.Gradients(),
             **options,
         }
@@ -37,8 +37,8 @@ def rates(inner):
 
 def test_rates_are_longer_inside_and_what_decay_takes_stays():
     inner = adamw()
-    restoration = Restoration(inner, kinds_of(inner))
-    with restoration.longer(2.0):
+    restoration = StepRestoration(inner, probe_optimizer(inner))
+    with restoration.scaled(2.0):
         assert rates(inner) == [(0.2, 0.05), (0.4, 0.25)]
     assert rates(inner) == [(0.1, 0.1), (0.2, 0.5)]
 
@@ -49,7 +49,7 @@ def test_a_step_is_the_gain_times_longer_and_decays_as_before():
         inner = adamw(weight_decay=0.0)
         (first,) = inner.param_groups[0]["params"]
         first.grad = torch.full((4,), 3.0)
-        with Restoration(inner, kinds_of(inner)).longer(gain):
+        with StepRestoration(inner, probe_optimizer(inner)).scaled(gain):
             inner.step()
         moved.append(1 - first.detach())
     assert torch.allclose(moved[1], 2 * moved[0])
@@ -57,14 +57,14 @@ def test_a_step_is_the_gain_times_longer_and_decays_as_before():
 
 def test_what_decays_through_the_gradient_keeps_its_decay():
     inner = torch.optim.Adam([torch.nn.Parameter(torch.ones(4))], lr=0.1, weight_decay=0.1)
-    with Restoration(inner, kinds_of(inner)).longer(2.0):
+    with StepRestoration(inner, probe_optimizer(inner)).scaled(2.0):
         assert rates(inner) == [(0.2, 0.1)]
 
 
 def test_a_rate_on_a_device_is_the_same_tensor_afterwards():
     rate = torch.tensor(0.1)
     inner = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))], lr=rate)
-    with Restoration(inner, kinds_of(inner)).longer(2.0):
+    with StepRestoration(inner, probe_optimizer(inner)).scaled(2.0):
         assert float(inner.param_groups[0]["lr"]) == pytest.approx(0.2)
     assert inner.param_groups[0]["lr"] is rate
     assert float(rate) == pytest.approx(0.1)
@@ -72,8 +72,8 @@ def test_a_rate_on_a_device_is_the_same_tensor_afterwards():
 
 def test_a_step_that_raises_leaves_rates_as_they_were():
     inner = adamw()
-    restoration = Restoration(inner, kinds_of(inner))
-    with pytest.raises(RuntimeError), restoration.longer(2.0):
+    restoration = StepRestoration(inner, probe_optimizer(inner))
+    with pytest.raises(RuntimeError), restoration.scaled(2.0):
         raise RuntimeError
     assert rates(inner) == [(0.1, 0.1), (0.2, 0.5)]
     restoration.begin(3.0)  # hooks of a step that raised: its end was not called
@@ -86,19 +86,19 @@ def test_a_step_that_raises_leaves_rates_as_they_were():
 
 def test_a_group_without_a_rate_and_one_that_is_linear_are_left_alone():
     inner = adamw()
-    linear = [OptimizerKind(), OptimizerKind(normalizes=True)]
-    with Restoration(inner, linear).longer(2.0):
+    linear = [OptimizerTraits(), OptimizerTraits(normalizes=True)]
+    with StepRestoration(inner, linear).scaled(2.0):
         assert rates(inner) == [(0.1, 0.1), (0.4, 0.5)]
     del inner.param_groups[1]["lr"]
-    with Restoration(inner, linear).longer(2.0):
+    with StepRestoration(inner, linear).scaled(2.0):
         assert inner.param_groups[0]["lr"] == 0.1
 
 
 def test_momentum_is_the_mean_over_parameters_that_are_normalized():
     inner = adamw()
     inner.add_param_group({"params": [torch.nn.Parameter(torch.ones(12))], "betas": (0.5, 0.9)})
-    kinds = [OptimizerKind(), *kinds_of(inner)[1:]]
-    assert Restoration(inner, kinds).momentum == pytest.approx((4 * 0.9 + 12 * 0.5) / 16)
+    kinds = [OptimizerTraits(), *probe_optimizer(inner)[1:]]
+    assert StepRestoration(inner, kinds).momentum == pytest.approx((4 * 0.9 + 12 * 0.5) / 16)
 
 
 @pytest.mark.parametrize(
@@ -113,22 +113,22 @@ def test_momentum_is_the_mean_over_parameters_that_are_normalized():
     ],
 )
 def test_where_steps_are_restored(options, restores):
-    found = restoration_of(adamw(), settings(**options), says=True)
+    found = make_step_restoration(adamw(), settings(**options), says=True)
     assert (found is not None) == restores
 
 
 def test_a_linear_optimizer_is_left_alone():
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(4))], lr=0.1, momentum=0.9)
-    assert restoration_of(sgd, settings(), says=True) is None
+    assert make_step_restoration(sgd, settings(), says=True) is None
 
 
 def test_one_whose_kind_cannot_be_told_is_said_and_can_be_named(caplog):
     lbfgs = torch.optim.LBFGS([torch.nn.Parameter(torch.ones(4))])
     with caplog.at_level(logging.WARNING, "daso"):
-        assert restoration_of(lbfgs, settings(), says=False) is None
+        assert make_step_restoration(lbfgs, settings(), says=False) is None
         assert not caplog.records
-        assert restoration_of(lbfgs, settings(), says=True) is None
-    assert "pass exchange=daso.Exchange(restoration='on') if it does" in caplog.text
-    restoration = restoration_of(lbfgs, settings("on"), says=True)
-    with restoration.longer(2.0):
+        assert make_step_restoration(lbfgs, settings(), says=True) is None
+    assert "pass exchange=daso.Exchange(step_restoration='on') if it does" in caplog.text
+    restoration = make_step_restoration(lbfgs, settings("on"), says=True)
+    with restoration.scaled(2.0):
         assert lbfgs.param_groups[0]["lr"] == 2.0

@@ -1,6 +1,7 @@
 """Steps made longer between exchanges, on ranks; its bits: compare.py and test_simulated.py."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from models import adamw, batch_loss, bits, mlp, seeded, sgd
 from worlds import INSIDE, SEVERAL_NODES
 
 import daso
+from daso.errors import CheckpointError
 
-OFF = daso.Exchange(restoration="off")
+OFF = daso.Exchange(step_restoration="off")
 pytestmark = pytest.mark.nodes(*SEVERAL_NODES)
 
 
@@ -77,6 +79,37 @@ def test_a_run_that_is_loaded_in_the_middle_has_the_same_gain_and_bits(topology)
     assert found[0][0] > 1
 
 
+def test_a_checkpoint_of_another_version_is_refused_by_what_it_lacks(topology):
+    model = seeded(mlp)()
+    with wrapped(topology, adamw(model), model) as optimizer:
+        state = optimizer.state_dict()
+        del state["daso"]["schedule"]["gain"]
+        with pytest.raises(CheckpointError, match="its schedule lacks gain; leave it out to load"):
+            optimizer.load_state_dict(state)
+        state["daso"]["schedule"] = None
+        with pytest.raises(CheckpointError, match="its schedule lacks batch, epoch"):
+            optimizer.load_state_dict(state)
+
+
+def test_hooks_put_the_rate_back_after_a_step_that_raised(topology):
+    model = seeded(mlp)()
+    inner = adamw(model)
+    handle = daso.attach(
+        inner, module=model, topology=topology, policy=daso.Fixed(2, 1), exchange=ORDERED
+    )
+    steps(topology, inner, model, range(6))
+    with mock.patch.object(inner, "_init_group", side_effect=RuntimeError):
+        batch_loss(model, topology.place.rank, 6).backward()
+        with pytest.raises(RuntimeError):
+            inner.step()
+    assert inner.param_groups[0]["lr"] > 0.01  # nothing of ours was called since
+    inside = rates_inside(inner)
+    steps(topology, inner, model, range(6, 7))
+    assert inside == [pytest.approx(0.01 * handle.report()["gain"], rel=0.2)]
+    assert inner.param_groups[0]["lr"] == 0.01
+    handle.close()
+
+
 def test_a_synchronous_phase_steps_as_one_program_and_takes_the_gain_up_again(topology):
     model = seeded(mlp)()
     policy = daso.Plateau(4, warmup=1, cooldown=1, max_skip=2)
@@ -123,9 +156,9 @@ def test_what_is_restored_is_reported(topology, make, options, how):
     with wrapped(topology, make(model), model, **options) as optimizer:
         steps(topology, optimizer, model, range(9))
         report = optimizer.report()
-    assert report["restoration"] == how
+    assert report["step_restoration"] == how
     assert (report["gain"] > 1) == (how != "none")
-    seen = [event["lacked"] for event in report["events"] if event["kind"] == "exchange"]
+    seen = [event["required_gain"] for event in report["events"] if event["kind"] == "exchange"]
     assert any(seen) == (how != "none")
 
 
@@ -136,7 +169,7 @@ def test_inside_a_node_steps_are_the_users(topology):
     with wrapped(topology, inner, model) as optimizer:
         inside = rates_inside(inner)
         steps(topology, optimizer, model, range(6))
-        assert "restoration" not in optimizer.report()
+        assert "step_restoration" not in optimizer.report()
     assert inside == [0.01] * 6
 
 

@@ -1,0 +1,137 @@
+"""What an optimizer does with gradients, found by letting a copy of it step a few numbers."""
+
+import copy
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["OptimizerTraits", "probe_optimizer"]
+
+SHAPE = (4, 4)  # of the parameters of a copy; some optimizers take matrices alone
+GRADIENT_SCALE = 8.0  # with gradients this much larger a linear optimizer steps as much farther
+STEPS = 10  # RAdam begins as plain momentum
+LR, WEIGHT_DECAY = 0.5, 0.25
+HOOKS = ("pre_hooks", "post_hooks")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTraits:
+    """How an optimizer steps the parameters of a group."""
+
+    normalizes: bool = False  # its step does not grow with gradients
+    decays_by_lr: bool = False  # decoupled weight decay: takes lr * weight_decay of a weight
+    momentum: float = 0.0  # decay of its running mean of gradients, from step to step
+
+
+def probe_optimizer(inner: torch.optim.Optimizer) -> list[OptimizerTraits] | None:
+    """Return the traits of each parameter group; None where they cannot be told.
+
+    Args:
+        inner: The user's optimizer; neither it nor torch's random state is changed.
+    """
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        try:
+            return _probe(inner)
+        except Exception:  # a closure is needed, a size, a device: whatever an optimizer may want
+            return None
+
+
+def _probe(inner: torch.optim.Optimizer) -> list[OptimizerTraits]:
+    generator = torch.Generator("cpu").manual_seed(0)
+    gradient = torch.randn(SHAPE, generator=generator, device="cpu")
+    zero = torch.zeros(SHAPE, device="cpu")
+    plain, scaled = _Copy(inner, weight_decay=0.0), _Copy(inner, weight_decay=0.0)
+    for _ in range(STEPS):
+        steps, scaled_steps = plain.step(gradient), scaled.step(gradient * GRADIENT_SCALE)
+    before = plain.states()
+    plain.step(zero)
+    momenta = [_momentum(*states) for states in zip(before, plain.states(), strict=True)]
+    decays = _Copy(inner, weight_decay=WEIGHT_DECAY).step(zero)
+    return [
+        OptimizerTraits(
+            normalizes=0 < float(far.norm()) < math.sqrt(GRADIENT_SCALE) * float(near.norm()),
+            decays_by_lr="weight_decay" in group
+            and torch.allclose(decay, torch.full_like(decay, -LR * WEIGHT_DECAY), rtol=1e-3),
+            momentum=momentum,
+        )
+        for group, near, far, momentum, decay in zip(
+            inner.param_groups, steps, scaled_steps, momenta, decays, strict=True
+        )
+    ]
+
+
+class _Copy:
+    """A copy of an optimizer, with one parameter of our own in each group.
+
+    Args:
+        inner: The optimizer.
+        weight_decay: Of groups that have one.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, weight_decay: float) -> None:
+        if any(isinstance(value, torch.nn.Module) for value in vars(inner).values()):
+            raise TypeError("a model is not copied for a look at its optimizer")
+        self.params = [
+            torch.nn.Parameter(torch.ones(SHAPE, device="cpu")) for _ in inner.param_groups
+        ]
+        groups: list[dict[str, Any]] = []
+        memo: dict[int, Any] = {}
+        for param, group in zip(self.params, inner.param_groups, strict=True):
+            groups.append({**group, "params": [param], **_on_host(group, weight_decay)})
+            # Whatever else holds a parameter of the user's, a copy of it holds ours.
+            memo |= {id(theirs): param for theirs in group["params"]}
+        memo |= {id(inner.param_groups): groups, id(inner.state): defaultdict(dict)}
+        memo |= {
+            id(value): OrderedDict() for name, value in vars(inner).items() if name.endswith(HOOKS)
+        }
+        # Not copy.deepcopy(inner): torch's copies have groups, state and defaults alone.
+        self.optimizer = type(inner).__new__(type(inner))
+        memo[id(inner)] = self.optimizer
+        vars(self.optimizer).update(copy.deepcopy(vars(inner), memo))
+
+    def step(self, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """Take a step with this gradient of every parameter; return how each changed."""
+        before = [param.detach().clone() for param in self.params]
+        for param in self.params:
+            param.grad = gradient.clone()
+        type(self.optimizer).step(self.optimizer)  # not what a scheduler put in its place
+        return [param.detach() - old for param, old in zip(self.params, before, strict=True)]
+
+    def states(self) -> list[dict[str, torch.Tensor]]:
+        """Return for each parameter copies of its state that has its shape."""
+        return [
+            {
+                key: value.detach().clone()
+                for key, value in self.optimizer.state.get(param, {}).items()
+                if isinstance(value, torch.Tensor)
+                and value.shape == param.shape
+                and value.is_floating_point()
+            }
+            for param in self.params
+        ]
+
+
+def _on_host(group: Mapping[str, Any], weight_decay: float) -> dict[str, Any]:
+    """Return settings of a group for a few numbers on the host."""
+    settings = {"lr": LR, "weight_decay": weight_decay, "capturable": False, "fused": None}
+    return {key: value for key, value in settings.items() if key in group}
+
+
+def _momentum(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> float:
+    """Return the decay of the running mean of gradients: of a state with both signs."""
+    signed = [key for key in before if key in after and bool((before[key] < 0).any())]
+    decays = [_decay(before[key], after[key]) for key in signed]
+    return min((decay for decay in decays if decay is not None), default=0.0)
+
+
+def _decay(before: torch.Tensor, after: torch.Tensor) -> float | None:
+    """Return what is left of a running mean whose next number was 0; None: it is none."""
+    nonzero = before != 0
+    ratios = after[nonzero] / before[nonzero]
+    decay = round(float(ratios.double().mean()), 5)
+    even = torch.allclose(ratios, torch.full_like(ratios, decay), rtol=1e-3)
+    return decay if even and 0 < decay < 1 else None
