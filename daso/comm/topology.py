@@ -5,12 +5,13 @@ local rank l of every node; there are as many lanes as the smallest node has ran
 lane reaches every node. Ranks beyond that have no lane.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -45,6 +46,9 @@ GRACE_SECONDS = 5.0  # for rank 0, which can say who is missing
 POLL_SECONDS = 1e-3
 SIGN = 31_337  # tag; the world may be used by others
 
+MANY = 10  # open topologies of which something is said
+
+logger = logging.getLogger("daso")
 _unfinished: list[object] = []  # after a stall: MPI may still write to what a request was given
 
 
@@ -100,6 +104,8 @@ class Topology:
     Collective over the world; blocking.
     """
 
+    open_now: ClassVar[int] = 0  # made in this process and not freed
+
     @validate_call
     def __init__(
         self,
@@ -129,6 +135,8 @@ class Topology:
         color = mpi.UNDEFINED if self.place.lane is None else self.place.lane
         self.lane: MPI.Comm = self.world.Split(color, self.place.node)
         self.roll = RollCall(self.world, self.world.allgather(mpi.Get_processor_name()))
+        Topology.open_now += 1
+        _tell_of_many(self.place, Topology.open_now)
 
     def _find_place(self) -> Place:
         first = self.node.bcast(self.world.Get_rank())
@@ -201,10 +209,21 @@ class Topology:
         mpi = load()
         if self.world != mpi.COMM_NULL:
             self.rendezvous("free a daso.Topology", STALL_SECONDS)
+            Topology.open_now -= 1
         self.roll.free()
         for comm in (self.lane, self.node, self.world):
             if comm != mpi.COMM_NULL:
                 comm.Free()
+
+
+def _tell_of_many(place: Place, number: int) -> None:
+    """Say it where many topologies are open: MPI has some 2,000 communicators in all."""
+    if number % MANY == 0 and place.rank == 0:
+        logger.warning(
+            "%d topologies are open, and each holds communicators, of which MPI has few: make one "
+            "and pass it on (topology=), or free() those that are not used",
+            number,
+        )
 
 
 def _wait_for_all(world: "MPI.Comm") -> None:
@@ -281,7 +300,7 @@ def _pretend_group(
     return next(group for group, stop in enumerate(accumulate(sizes)) if rank < stop), None
 
 
-_default: list[Topology] = []
+_default: dict[Any, Topology] = {}  # at most one, by the sizes that were asked for
 
 
 @validate_call
@@ -292,14 +311,22 @@ def init(*, ranks_per_node: int | Sequence[int] | None = None) -> Topology:
         ranks_per_node: As for `Topology`.
 
     Returns:
-        The topology.
+        The topology; the same one where it is asked for again.
 
     Collective over the world; blocking.
     """
-    _default[:] = [Topology(ranks_per_node=ranks_per_node)]
-    return _default[0]
+    sizes = read_launch().ranks_per_node if ranks_per_node is None else ranks_per_node
+    if not _is_open(_default.get(repr(sizes))):
+        made = Topology(ranks_per_node=ranks_per_node)
+        _default.clear()
+        _default[repr(sizes)] = made
+    return default()
+
+
+def _is_open(topology: Topology | None) -> bool:
+    return topology is not None and topology.world != load().COMM_NULL
 
 
 def default() -> Topology:
     """Return the topology set by `init`, made now if there is none yet."""
-    return _default[0] if _default else init()
+    return next((one for one in _default.values() if _is_open(one)), None) or init()

@@ -5,12 +5,12 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 
@@ -26,7 +26,9 @@ from daso.checks import (
 )
 from daso.comm.mpi import load
 from daso.comm.packets import Messages
+from daso.comm.reclaim import forget, keep, reclaim
 from daso.comm.topology import Topology, default
+from daso.comm.vote import gather
 from daso.errors import CheckpointError, ConfigError, FlowError
 from daso.flow.base import Base, Pass
 from daso.flow.beside import Beside, MakeBetween
@@ -43,6 +45,9 @@ from daso.flow.worker import Worker, behaviours
 from daso.plan.flows import Log, Updates, count_lanes
 from daso.plan.options import Exchange
 from daso.plan.strict import strict_json
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = ["Runtime"]
 
@@ -116,11 +121,9 @@ class Runtime:
         _check_numbers(max_active_keys, instances_per_batch, seed, stall_seconds)
         check("shuffle", shuffle, flag())
         self._whole = default() if topology is None else topology
-        self._whole.rendezvous("make a flow's Runtime", stall_seconds)
         self._between, self._each = between_nodes, instances_per_batch
-        if not self._whole.same(between_nodes is None):
-            raise ConfigError("between_nodes must be given to all ranks or to none, not to some")
-        self._topology = self._whole if between_nodes is None else _inside(self._whole)
+        self._held = ExitStack()  # what close() gives back
+        self._topology = self._flow_topology(stall_seconds)
         self._beside: Beside | None = None
         self._wiring = wire(graph)
         self._most, self._seed, self._stall_seconds = max_active_keys, seed, stall_seconds
@@ -133,6 +136,8 @@ class Runtime:
         self._check_same(alike)
         self._world = self._topology.world.Dup()
         self._letters = self._topology.world.Dup()
+        self._held.callback(_free, self._world, self._letters)
+        keep(self, self._whole, self._held.close)
         self._packets = Messages(self._letters)
         self._layers = Layers(self._wiring, optimizer_factory, updates, self._world)
         self._layers.fetch(lambda _: 0, self._whole.world)
@@ -141,6 +146,19 @@ class Runtime:
         self._logs = False
         self._lines: Path | None = None
         self._closed = False
+
+    def _flow_topology(self, stall_seconds: float) -> Topology:
+        """Return the topology of one flow. Collective over the world; blocking."""
+        whole = self._whole
+        whole.rendezvous("make a flow's Runtime", stall_seconds)
+        reclaim(whole, lambda mine: gather(whole, mine, stall_seconds))
+        if not whole.same(self._between is None):
+            raise ConfigError("between_nodes must be given to all ranks or to none, not to some")
+        if self._between is None:
+            return whole
+        inside = _inside(whole)
+        self._held.callback(inside.free)
+        return inside
 
     def _check_same(self, keywords: Any) -> None:
         nodes = [
@@ -370,6 +388,7 @@ class Runtime:
         if self._between is not None and self._layers.ranks_of:
             layers = self._layers
             self._beside = Beside(self._between, layers, self._whole, self._each)
+            self._held.callback(self._beside.close)
             layers.publish()
 
     def _behaviours(self, all_: Pass) -> dict[int, Base]:
@@ -493,13 +512,8 @@ class Runtime:
         if not self._closed:
             self._closed = True
             self._whole.rendezvous("close a flow's Runtime", self._stall_seconds)
-            if self._beside is not None:
-                self._beside.close()
-            if self._topology is not self._whole:
-                self._topology.free()
-            for comm in (self._world, self._letters):
-                if comm != load().COMM_NULL:
-                    comm.Free()
+            self._held.close()
+            forget(self)
 
     def __enter__(self) -> Self:
         return self
@@ -513,6 +527,13 @@ class Runtime:
         if kind is None:
             self.synchronize()
             self.close()
+
+
+def _free(*comms: "MPI.Comm") -> None:
+    """Give communicators back. Collective over their ranks; idempotent."""
+    for comm in comms:
+        if comm != load().COMM_NULL:
+            comm.Free()
 
 
 class _Loop(NamedTuple):

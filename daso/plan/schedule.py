@@ -91,6 +91,11 @@ class State:
         return self.skip == 1 and self.wait == 0
 
     @property
+    def alike(self) -> bool:
+        """Whether all nodes hold the same parameters now."""
+        return self.synchronous or (self.sent is None and self.agreed == self.batch)
+
+    @property
     def step_gain(self) -> float:
         """What the inner optimizer's rate is multiplied by in the next step."""
         return 1.0 if self.synchronous else self.gain

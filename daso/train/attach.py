@@ -12,7 +12,6 @@ from daso.errors import ConfigError
 from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Wire
 from daso.plan.schedule import Policy
-from daso.train.optimizer import KEY
 from daso.train.outer import MakeOuter
 from daso.train.scaling import NATIVE, Scaling
 from daso.train.session import Session
@@ -140,11 +139,11 @@ class Attached:
             self._restoration.end()
 
     def _add_state(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        state_dict[KEY] = self._session.state()
+        state_dict.update(self._session.state_dict(state_dict))
 
     def _take_state(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        self._loading = state_dict.get(KEY)
-        return {k: v for k, v in state_dict.items() if k != KEY}
+        inner, self._loading = self._session.load_state_dict(state_dict)
+        return inner
 
     def _load_state(self, _: torch.optim.Optimizer) -> None:
         state, self._loading = self._loading, None

@@ -29,6 +29,7 @@ from daso.errors import ConfigError, LayoutError
 from daso.plan.layout import Span, split
 from daso.train.carrier import Carrier
 from daso.train.gradients import Bucket, Finish, GradientRows
+from daso.train.hooks import GradientHook
 from daso.train.params import Named
 
 __all__ = ["BackwardCallbacks", "Between", "GradientBuckets", "Route"]
@@ -131,7 +132,7 @@ class GradientBuckets:
         self._round = Round()
         self._versions: list[int] = []  # of rows, when the last round was handed over
         self._hooks = [
-            tensor.register_post_accumulate_grad_hook(partial(self._on_ready, index))
+            tensor.register_post_accumulate_grad_hook(GradientHook(self._on_ready, index))
             for index, (_, tensor) in enumerate(named)
         ]
 

@@ -9,12 +9,14 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
 
 from daso.checks import NONE, check, either, instance_of, validate_call
+from daso.comm.reclaim import forget, keep, reclaim
 from daso.comm.throttle import emulated_link
 from daso.comm.topology import Topology, default
 from daso.comm.vote import gather
@@ -23,6 +25,7 @@ from daso.plan.eager import Log, Mode, Plan, Transport
 from daso.plan.options import Exchange
 from daso.train.agree import average_tensors
 from daso.train.client import LayerClient
+from daso.train.one_copy import is_saving_one_copy
 from daso.train.params import Trained, agree_layout, start_equal
 from daso.train.server import MakeOptimizer, RowServer
 from daso.train.serving import Serving
@@ -122,7 +125,9 @@ class EagerServer(torch.optim.Optimizer):
             )
         self._topology = default() if topology is None else topology
         self._model, self._plan = model, plan
-        self._topology.rendezvous("make a daso.EagerServer", plan.exchange.stall_seconds)
+        limit = plan.exchange.stall_seconds
+        self._topology.rendezvous("make a daso.EagerServer", limit)
+        reclaim(self._topology, lambda mine: gather(self._topology, mine, limit))
         names, named, layers = layers_of(model)
         self._agree(named)
         place = self._topology.place
@@ -130,14 +135,15 @@ class EagerServer(torch.optim.Optimizer):
         rows = RowServer(place.rank, shares, plan, optimizer_factory)
         self._topology.agree(_problem(rows), ConfigError)
         # What schedulers and people change; the serving thread has groups of its own.
-        self._groups = [dict(group) for group in rows.inner.param_groups]
+        groups = self._groups = [dict(group) for group in rows.inner.param_groups]
         self._serving = Serving(self._topology, shares, plan, rows)
-        self._client = LayerClient(model, names, shares, plan, self._serving, lambda: self._groups)
+        self._client = LayerClient(model, names, shares, plan, self._serving, lambda: groups)
         self._closed = False
         self._told: set[str] = set()  # names of buffers that are left alone
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
-        _open.add(self)
+        _open.add(self._serving)
+        keep(self, self._topology, partial(_close, self._client, self._serving))
 
     def _agree(self, named: Any) -> None:
         trained = Trained(None, self._model, named)  # type: ignore[arg-type]  # it has none yet
@@ -163,6 +169,12 @@ class EagerServer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]  # read only
         """State of the optimizer of this rank's rows, which its serving thread changes."""
+        if is_saving_one_copy():
+            raise CheckpointError(
+                "torch.distributed.checkpoint keeps one copy for all ranks, but an EagerServer's "
+                "state is that of each rank's own rows; save state_dict() of each rank by "
+                "torch.save"
+            )
         return self._serving.server.inner.state
 
     @property
@@ -346,9 +358,8 @@ class EagerServer(torch.optim.Optimizer):
         """
         if not self._closed:
             self._closed = True
-            self._client.close()
-            self._serving.close()
-            _open.discard(self)
+            forget(self)
+            _close(self._client, self._serving)
 
     def abandon(self) -> None:
         """Stop the thread, whatever is under way; nothing collective: ranks may be missing."""
@@ -383,11 +394,18 @@ def _problem(rows: RowServer) -> str | None:
     return None
 
 
-_open: "weakref.WeakSet[EagerServer]" = weakref.WeakSet()
+_open: "weakref.WeakSet[Serving]" = weakref.WeakSet()
+
+
+def _close(client: LayerClient, serving: Serving) -> None:
+    """Take the hooks off and stop serving. Collective over the world; blocking."""
+    client.close()
+    serving.close()
+    _open.discard(serving)
 
 
 @atexit.register
 def _stop_threads() -> None:
     """Stop the threads before MPI is finalized; nothing collective: ranks may be missing."""
-    for server in list(_open):
-        server.abandon()
+    for serving in list(_open):
+        serving.engine.abandon()

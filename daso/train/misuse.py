@@ -53,6 +53,7 @@ class InnerSteps:
 
     def __init__(self, inner: torch.optim.Optimizer, warns: Callable[[], bool]) -> None:
         self._warns: weakref.WeakMethod[Any] | None = weakref.WeakMethod(warns)
+        self._warned = warns()  # and where what daso.DASO returned was dropped at once
         register = getattr(inner, "register_step_post_hook", None)
         self._handle = register(self) if register is not None else None
 
@@ -64,12 +65,13 @@ class InnerSteps:
         warns = self._warns()
         # torch.distributed.checkpoint steps with a learning rate of 0 to make state.
         probes = all(float(group.get("lr", 1.0)) == 0 for group in inner.param_groups)
-        if warns is None or probes or not warns():
+        if probes or not (self._warned if warns is None else warns()):
             return
         self._warns = None
         logger.warning(
-            "the optimizer that daso.DASO returned must be stepped, but the %s inside it was: "
+            "the optimizer that daso.DASO returned must be stepped, but %sthe %s inside it was: "
             "nothing is exchanged by that; call step() of what daso.DASO returned",
+            "it was dropped, and " if warns is None else "",
             type(inner).__name__,
         )
 

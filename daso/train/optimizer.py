@@ -27,7 +27,6 @@ from daso.train.setup import make_setup
 
 __all__ = ["DASO"]
 
-KEY = "daso"  # of our part of a state_dict
 STATE_DICT = Rule(
     "what an optimizer's state_dict() returns, with 'state' and 'param_groups'",
     lambda value: isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys(),
@@ -190,7 +189,7 @@ class DASO(torch.optim.Optimizer):
         saving changes nothing; each rank saves its own.
         """
         self._session.flush()
-        return {**self.inner.state_dict(), KEY: self._session.state()}
+        return self._session.state_dict(self.inner.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class or of the inner optimizer; load the model's first.
@@ -205,8 +204,9 @@ class DASO(torch.optim.Optimizer):
         """
         check("state_dict", state_dict, STATE_DICT)
         self._session.flush()
-        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != KEY})
-        self._session.load(state_dict.get(KEY))
+        inner, ours = self._session.load_state_dict(state_dict)
+        self.inner.load_state_dict(inner)
+        self._session.load(ours)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
@@ -289,15 +289,19 @@ class DASO(torch.optim.Optimizer):
         """
         return self._session.end_epoch(loss)
 
-    def synchronize(self) -> None:
+    def synchronize(self, *, optimizer_state: bool = False) -> None:
         """Finish what is in flight, and make parameters and buffers bit-identical on all ranks.
 
         Call it before evaluating, saving, and at the end. Parameters become the mean of all nodes,
         the module's floating buffers (BatchNorm statistics) the mean of all ranks.
 
+        Args:
+            optimizer_state: Make the inner optimizer's state (its moments) the mean of all ranks
+                too, as `torch.distributed.checkpoint` needs, which saves one copy for all.
+
         Collective over the world; blocking.
         """
-        self._session.synchronize()
+        self._session.synchronize(optimizer_state=optimizer_state)
 
     def flush(self) -> None:
         """Take what is left of the last step, where layers take theirs one by one; else nothing.

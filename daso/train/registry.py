@@ -7,13 +7,14 @@ import atexit
 import itertools
 import logging
 import weakref
+from collections.abc import Callable
 
 from daso.comm.topology import Topology
 from daso.errors import ConfigError
 from daso.train.params import Trained
 from daso.train.sync import Sync
 
-__all__ = ["add", "close", "take_over"]
+__all__ = ["add", "close", "closing", "take_over"]
 
 logger = logging.getLogger("daso")
 
@@ -64,6 +65,20 @@ def close(sync: Sync) -> None:
     if sync.close():
         for number in [number for number, one in _open_syncs.items() if one is sync]:
             del _open_syncs[number]
+
+
+def closing(sync: Sync) -> Callable[[], None]:
+    """Return what closes a model, or what is left of it; does not keep it alive."""
+    reference, rest = weakref.ref(sync), sync.without_model()
+
+    def end() -> None:
+        alive = reference()
+        if alive is None:
+            rest()
+        else:
+            close(alive)
+
+    return end
 
 
 @atexit.register

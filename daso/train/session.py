@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from daso.checks import Rule, check, format_value
+from daso.comm.reclaim import forget, keep, reclaim
 from daso.comm.topology import Place, Topology, default
+from daso.comm.vote import gather
 from daso.errors import CheckpointError, ConfigError
 from daso.plan.header import Tally
 from daso.plan.schedule import (
@@ -32,6 +34,7 @@ from daso.train import registry
 from daso.train.exchanges import Exchanges
 from daso.train.meeting import agree_options
 from daso.train.metrics import Counts
+from daso.train.one_copy import KEY, OneCopy, is_saving_one_copy, packed, refuse, unpacked
 from daso.train.params import Trained, agree_layout
 from daso.train.scaling import Scaling, is_probe
 from daso.train.setup import Setup
@@ -79,6 +82,8 @@ class Session:
         self._measured: tuple[Tally, int] | None = None  # by the original, where this is a copy
         self._probing = False
         self._over: str | None = None  # why nothing may be done any more
+        self._joined = 0  # batch at which all nodes had the same optimizer state
+        self._one_copy: OneCopy | None = None
 
     @classmethod
     def opened(
@@ -90,6 +95,7 @@ class Session:
         if place.size == 1:
             return session
         session._meet()
+        session._reclaim()
         trained = Trained.by(inner, setup.module)
         registry.take_over(trained, session.topology)
         agree_options(trained, session.topology, setup.text())
@@ -101,6 +107,11 @@ class Session:
     def _meet(self) -> None:
         """Wait for all ranks to come here. Collective over the world; blocking."""
         self.topology.rendezvous("wrap an optimizer", self.setup.settings.exchange.stall_seconds)
+
+    def _reclaim(self) -> None:
+        """Close optimizers that were dropped on all ranks. Collective over the world; blocking."""
+        limit = self.setup.settings.exchange.stall_seconds
+        reclaim(self.topology, lambda mine: gather(self.topology, mine, limit))
 
     def _tell_what_was_made(self) -> None:
         place = self.topology.place
@@ -152,6 +163,9 @@ class Session:
         settings = self.setup.settings
         self._sync = Sync(trained, self.topology, settings, counts, outer=self.setup.outer)
         registry.add(self._sync)
+        keep(self, self.topology, registry.closing(self._sync))
+        if self._one_copy is None and self.setup.module is not None:
+            self._one_copy = OneCopy(self.setup.module, self._differs, self.warns)
         anchor = () if self.schedule.synchronous else (Act.ANCHOR,)
         self._sync.perform((*acts, *anchor), self.schedule)
         self._sync.start_watch()  # the first step does not hold the setup
@@ -163,6 +177,7 @@ class Session:
         sync.settle()
         sync.counts.exposed_before += sync.buckets.node.idle_seconds
         registry.close(sync)
+        forget(self)
         self._open(sync.counts, *acts)
 
     # --- one step ----------------------------------------------------------------------------
@@ -375,11 +390,15 @@ class Session:
         return mean
 
     @_as_in_training
-    def synchronize(self) -> None:
+    def synchronize(self, *, optimizer_state: bool = False) -> None:
         """Finish what is in flight, and make parameters and buffers bit-identical on all ranks.
 
         Call it before evaluating, saving, and at the end. Parameters become the mean of all nodes,
         the module's floating buffers (BatchNorm statistics) the mean of all ranks.
+
+        Args:
+            optimizer_state: Make the inner optimizer's state (its moments) the mean of all ranks
+                too, as `torch.distributed.checkpoint` needs, which saves one copy for all.
 
         Collective over the world; blocking.
         """
@@ -394,6 +413,13 @@ class Session:
         self._perform(*drain(self.schedule))
         self._sync.equalize(self.schedule)
         self._sync.meeting.average_buffers()
+        if optimizer_state:
+            self._sync.meeting.join()
+            self._joined = self.schedule.batch
+
+    def _differs(self) -> bool:
+        """Return whether nodes hold different parameters now."""
+        return self._exchanges is not None and not self.schedule.alike
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -443,11 +469,14 @@ class Session:
         Collective over the world; blocking; idempotent.
         """
         self._over = self._over or "was closed"
+        if self._one_copy is not None:
+            self._one_copy.close()
         if self._sync is not None:
             try:
                 self._sync.flush()
             finally:
                 registry.close(self._sync)
+                forget(self)
 
     def report(self) -> dict[str, Any]:
         """Return what was chosen and what happened so far, on this rank.
@@ -497,16 +526,46 @@ class Session:
 
     # --- checkpoint --------------------------------------------------------------------------
 
+    def state_dict(self, inner: dict[str, Any]) -> dict[str, Any]:
+        """Return the inner optimizer's state_dict with this rank's own part.
+
+        Args:
+            inner: The inner optimizer's; not changed.
+
+        Raises:
+            CheckpointError: torch.distributed.checkpoint asks, and nodes' states differ.
+        """
+        if self._sync is None or not is_saving_one_copy():
+            return {**inner, KEY: self.state()}
+        joined = self.schedule.synchronous or self._joined == self.schedule.batch
+        if self._exchanges is not None and not (joined and self.schedule.alike):
+            refuse("parameters and optimizer state", "synchronize(optimizer_state=True)")
+        return packed(inner, self._state_without_sync())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Return the inner optimizer's part of a state_dict, and what `load` takes.
+
+        Raises:
+            CheckpointError: It is no state_dict of this class or of the inner optimizer.
+        """
+        bare, shared = unpacked(state_dict)
+        return {k: v for k, v in bare.items() if k != KEY}, state_dict.get(KEY, shared)
+
     def state(self) -> dict[str, Any]:
         """Return what this rank needs to go on to the same bits: plain values and tensors.
 
         An exchange in flight is waited for and stored, not merged: saving changes nothing.
         """
+        sync = None if self._sync is None or self._stale else self._sync.state()
+        return {**self._state_without_sync(), "sync": sync}
+
+    def _state_without_sync(self) -> dict[str, Any]:
+        """Return what all ranks have alike of `state`."""
         return {
             "schedule": asdict(self.schedule),
             "history": [list(entry) for entry in self._history],
             "shape": self._shape(),
-            "sync": None if self._sync is None or self._stale else self._sync.state(),
+            "sync": None,
         }
 
     def _shape(self) -> dict[str, Any] | None:
@@ -574,7 +633,8 @@ class Session:
             self._stale = self._sync.counts.scales_apart = True
             if self.topology.place.rank == 0:
                 logger.warning(
-                    "state of another world, model or setup was loaded: the schedule goes on after "
-                    "%d steps with nothing in flight, and all ranks take rank 0's parameters",
+                    "state of another world, model or setup, or one for all ranks, was loaded: the "
+                    "schedule goes on after %d steps with nothing in flight, and all ranks take "
+                    "rank 0's parameters",
                     batch,
                 )

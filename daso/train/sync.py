@@ -5,7 +5,8 @@ by the training thread, at step boundaries, and nowhere else.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -421,12 +422,13 @@ class Sync:
         """
         self.over = self.over or "was closed"
         self._unhook()
-        sound = self._close_carrier()
-        sound = self.links.close() and sound  # until here an exchange in flight may go on
-        if sound:
-            self.buckets.node.free()
+        sound = self.without_model()()
         self.exchanges = None
         return sound
+
+    def without_model(self) -> Callable[[], bool]:
+        """Return what closes all that is not the model's, and does not keep this alive."""
+        return partial(_close, self._carrier, self.links, self.buckets.node)
 
     def _close_carrier(self) -> bool:
         return self._carrier is None or self._carrier.close()
@@ -440,6 +442,18 @@ class Sync:
         if self.layers is not None:
             self.layers.close()
         self.buckets.close()
+
+
+def _close(carrier: Carrier | None, links: Links, node: NodeGroup) -> bool:
+    """Stop the threads and free communicators; return whether all work ended well.
+
+    Collective over the world; blocking; idempotent.
+    """
+    sound = carrier is None or carrier.close()
+    sound = links.close() and sound  # until here an exchange in flight may go on
+    if sound:
+        node.free()
+    return sound
 
 
 def _carrier(links: Links, counts: Counts, settings: Settings) -> Carrier | None:

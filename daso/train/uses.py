@@ -1,32 +1,12 @@
 """Which parameters a module's forward needs, learned from which modules are called."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch._compile import _disable_dynamo
 
 from daso.train.params import Named
 
-__all__ = ["Hook", "Uses"]
-
-
-class Hook:
-    """A hook on a module that a copy of the module does not have: it is this training's."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    @_disable_dynamo
-    def __call__(self, *_: Any) -> None:
-        """Do what it is for."""
-        self._call()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Hook, (_nothing,)
-
-
-def _nothing() -> None: ...
+__all__ = ["Uses"]
 
 
 class Uses:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.mpi
 @pytest.fixture
 def here(topology, monkeypatch):
     """Make the topology the one that is taken when none is given."""
-    monkeypatch.setattr(topologies, "_default", [topology])
+    monkeypatch.setattr(topologies, "_default", {"": topology})
     return topology
 
 

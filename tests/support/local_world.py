@@ -505,7 +505,7 @@ def _in_memory() -> Iterator[None]:
             (threading.Condition, "wait", _wait_for_notice),
             (threading.Thread, "join", _join),
             (sys, "excepthook", sys.excepthook),
-            (topology, "_default", []),
+            (topology, "_default", {}),
         ]:
             stack.enter_context(mock.patch.object(target, name, value, create=name == "MPI"))
         before = sys.modules.get("mpi4py.MPI")  # not patch.dict: it would forget what is imported

@@ -212,6 +212,15 @@ def test_steps_of_the_inner_optimizer_are_told_once_and_synchronize_keeps_its_wo
     optimizer.close()
 
 
+def test_steps_of_the_inner_optimizer_are_told_where_the_wrapper_was_dropped(topology, place, said):
+    model = network()
+    inner = sgd(model)
+    wrap(topology, model, inner)
+    for number in range(3):
+        step(inner, model, place, number)
+    assert on_rank_0(topology, said("it was dropped, and the SGD inside it was")) == 1
+
+
 @pytest.mark.nodes((2, 1))
 def test_an_edit_on_one_rank_is_the_mean_after_synchronize(topology, place, said):
     model = network()

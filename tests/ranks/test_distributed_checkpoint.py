@@ -1,0 +1,96 @@
+"""torch.distributed.checkpoint keeps one copy for all ranks: refused where nodes hold others."""
+
+import logging
+
+import pytest
+import torch
+from doors import DOORS, bits, train
+from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+
+import daso
+from daso.errors import CheckpointError
+
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("world_group")]
+RARE = daso.Fixed(4, 2)
+doors = pytest.mark.parametrize("door", DOORS, ids=lambda door: door.name)
+REMEDY = r"one copy for all ranks.* call optimizer\.synchronize\(optimizer_state=True\) before"
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def states(model, optimizer):
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+@doors
+def test_what_nodes_hold_apart_is_refused(door, topology, place):
+    model = network()
+    with door(adam(model), module=model, topology=topology, policy=RARE) as (optimizer, handle):
+        states(model, optimizer)  # before the first step all are alike
+        train(optimizer, model, place.rank, 6)
+        nodes_differ = place.nodes > 1
+        for attempt in (get_model_state_dict, lambda model: states(model, optimizer)):
+            if nodes_differ:
+                with pytest.raises(CheckpointError, match="one copy for all ranks"):
+                    attempt(model)
+            else:
+                attempt(model)
+        handle.synchronize()
+        get_model_state_dict(model)
+        if nodes_differ:  # moments are those of a node yet
+            with pytest.raises(CheckpointError, match=REMEDY):
+                states(model, optimizer)
+        handle.synchronize(optimizer_state=True)
+        states(model, optimizer)
+
+
+@doors
+def test_one_copy_is_loaded_on_all_ranks_with_the_count(door, topology, place, shared_folder):
+    model, again = network(), network(seed=1)
+    with door(adam(model), module=model, topology=topology, policy=RARE) as (optimizer, handle):
+        train(optimizer, model, place.rank, 6)
+        handle.synchronize(optimizer_state=True)
+        saved = states(model, optimizer)
+        assert topology.same(bits(saved))
+        checkpoint.save(saved, checkpoint_id=shared_folder / "one copy")
+        expected = bits(model), bits(optimizer.state_dict()["state"])
+    with door(adam(again), module=again, topology=topology, policy=RARE) as (optimizer, handle):
+        target = states(again, optimizer)
+        checkpoint.load(target, checkpoint_id=shared_folder / "one copy")
+        set_state_dict(
+            again,
+            optimizer,
+            model_state_dict=target["model"],
+            optim_state_dict=target["optimizer"],
+        )
+        assert (bits(again), bits(optimizer.state_dict()["state"])) == expected
+        assert handle.report()["batches"] == 6
+        assert "daso" not in optimizer.param_groups[0]
+        train(optimizer, again, place.rank, 5, first=6)
+        handle.synchronize()
+        assert topology.same(bits(again))
+
+
+def test_a_state_that_may_be_mixed_is_told_once(topology, place, caplog):
+    model = network()
+    with daso.DASO(adam(model), module=model, topology=topology, policy=RARE) as optimizer:
+        train(optimizer, model, place.rank, 2)
+        with caplog.at_level(logging.WARNING, logger="daso"):
+            model.state_dict()
+            model.state_dict()
+    said = [one for one in caplog.messages if "this node's parameters" in one]
+    assert len(said) == (place.nodes > 1 and place.rank == 0)

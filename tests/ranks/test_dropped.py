@@ -1,0 +1,106 @@
+"""What users drop without close() is closed by the next one: communicators are few."""
+
+import logging
+import threading
+
+import pytest
+import torch
+from doors import batch
+from torch import nn
+
+import daso
+from daso.comm.reclaim import COLLECT_FROM
+from daso.comm.topology import MANY
+
+pytestmark = pytest.mark.mpi
+ROUNDS = 3 * COLLECT_FROM
+
+
+def wrapped(topology):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, daso.DASO(optimizer, module=model, topology=topology, policy=daso.Fixed(3, 1))
+
+
+def attached(topology):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    daso.attach(optimizer, module=model, topology=topology, policy=daso.Fixed(3, 1))
+    return model, optimizer  # which keeps its hooks: a cycle
+
+
+def server(topology):
+    model = nn.Linear(4, 2)
+    return model, daso.EagerServer(model, lambda p: torch.optim.SGD(p, 0.1), topology=topology)
+
+
+def by_priority(topology):
+    model = nn.Sequential(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = daso.Gradients(order="priority")
+    return model, daso.DASO(optimizer, module=model, topology=topology, gradients=gradients)
+
+
+def threads():
+    """Threads of daso."""
+    return sum(one.name.startswith("daso") for one in threading.enumerate())
+
+
+@pytest.mark.parametrize("make", [wrapped, attached, server, by_priority])
+def test_threads_and_communicators_of_dropped_optimizers_are_given_back(topology, place, make):
+    if place.nodes == 1 and make is by_priority:
+        pytest.skip("gradients cross between nodes in portions")
+    before, counts = threads(), []
+    for number in range(ROUNDS):
+        model, optimizer = make(topology)
+        counts.append(threads() - before)
+        model(batch(number, place.rank)).sum().backward()
+        optimizer.step()
+        del model, optimizer
+    each, most = counts[0], max(counts)
+    assert each > 0
+    assert most <= each * (COLLECT_FROM + 2)
+    last = wrapped(topology)[1]
+    last.close()
+
+
+def test_what_one_rank_holds_yet_goes_on_everywhere(topology, place):
+    wrapped(topology)[1].close()  # and those of tests before
+    before = threads()
+    _, held = wrapped(topology)
+    late = held if place.rank == 0 else None
+    del held
+    with wrapped(topology)[1]:
+        assert threads() == before + 2
+    del late
+    with wrapped(topology)[1]:
+        assert threads() == before + 1  # the one that rank 0 held is closed
+
+
+def test_a_flow_that_was_dropped_gives_its_communicators_back(topology):
+    def runtime():
+        graph = daso.flow.Graph()
+        row = graph.source(lambda _: torch.zeros(1, 2))
+        graph.loss(lambda _, y: y.square().mean(), graph.layer(nn.Linear(2, 2), row))
+        return daso.flow.Runtime(graph, lambda p: torch.optim.SGD(p, 0.1), topology=topology)
+
+    comm = runtime()._world
+    made = runtime()
+    assert not comm
+    made.close()
+
+
+def test_init_is_one_topology_and_many_are_told(topology, place, caplog, monkeypatch):
+    from daso.comm import topology as topologies
+
+    monkeypatch.setattr(topologies, "_default", {})
+    assert daso.init(ranks_per_node=1) is daso.init(ranks_per_node=1)
+    made = [daso.init(ranks_per_node=1)]
+    with caplog.at_level(logging.WARNING, logger="daso"):
+        made += [daso.Topology(ranks_per_node=1) for _ in range(MANY)]
+    said = [one for one in caplog.messages if "topologies are open" in one]
+    assert len(said) == (place.rank == 0)
+    for one in made:
+        one.free()
+    assert daso.init(ranks_per_node=1) is not made[0]
+    daso.init(ranks_per_node=1).free()
