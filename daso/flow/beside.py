@@ -54,6 +54,8 @@ class Moves(torch.optim.Optimizer):
         params: They share memory with those that others move.
     """
 
+    is_linear = True  # a step grows with its gradients: daso need not try
+
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 1.0})
         self._params = list(params)
@@ -176,7 +178,8 @@ class Beside:
             self._moves.settle()
 
     def close(self) -> None:
-        """Give back what is held. Collective over the world; blocking."""
+        """Give back what is held. Collective over the world; blocking; idempotent."""
         if self._between is not None:
             self._between.close()
+            self._between = None
         self._topology.free()

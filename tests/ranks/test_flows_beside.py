@@ -239,7 +239,7 @@ def test_one_node_is_a_flow_alone(nodes):
     assert all(torch.equal(a, b) for a, b in zip(ours, parameters(parts), strict=True))
 
 
-def test_it_goes_on_from_its_state(nodes):
+def test_it_goes_on_from_its_state(nodes, caplog):
     def between(moves, across):
         return daso.DASO(moves, topology=across, policy=daso.Fixed(4, 1), wire="fp32")
 
@@ -259,6 +259,7 @@ def test_it_goes_on_from_its_state(nodes):
         runtime.train_epoch(mine)
     for a, b in zip(parameters(whole), parameters(other), strict=True):
         assert torch.equal(a, b)
+    assert "could not be told" not in caplog.text  # of an optimizer that no user made
 
 
 def test_nodes_that_do_not_fit_are_told(nodes):
