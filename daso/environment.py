@@ -1,10 +1,13 @@
 """Where am I: what launcher and user said through the environment, read here alone."""
 
+import ctypes
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +17,8 @@ __all__ = [
     "TORCHRUN",
     "Launch",
     "data_folder",
+    "end_with_parent",
+    "end_with_starter",
     "expand",
     "find_mpirun",
     "for_sbatch",
@@ -29,6 +34,8 @@ __all__ = [
     "terminal_columns",
 ]
 
+PR_SET_PDEATHSIG = 1
+PROXY = "hydra_pmi_proxy"  # of MPICH and Intel MPI
 TORCHRUN = "torchrun"  # or a framework that starts ranks as it does
 # launcher: (world size, world rank). Only variables that a launcher sets for each rank count:
 # a batch script also sees SLURM_NTASKS, while it is one process. Ranks of an MPI launcher may set
@@ -107,6 +114,26 @@ def note_process(rank: int, env: Mapping[str, str] | None = None) -> None:
     folder = (os.environ if env is None else env).get("DASO_PROCESSES")
     if folder and Path(folder).is_dir():
         (Path(folder) / str(rank)).write_text(str(os.getpid()))
+
+
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Let this process get a signal when its parent is killed, which can pass on nothing then.
+
+    Args:
+        number: The signal. Linux alone.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def end_with_starter() -> None:
+    """Let this rank end where what mpiexec started it by is killed: MPICH's mpiexec sees nothing.
+
+    Others (srun, Open MPI) end their ranks by themselves.
+    """
+    with suppress(OSError):
+        if Path(f"/proc/{os.getppid()}/comm").read_text(encoding="utf-8").strip() == PROXY:
+            end_with_parent(signal.SIGKILL)
 
 
 def may_share_a_gpu(env: Mapping[str, str] | None = None) -> bool:

@@ -20,7 +20,7 @@ from daso.comm.dtypes import sum_buffer
 from daso.comm.mpi import abort_on_error, check_launch, check_wheels, load, wheels
 from daso.comm.node import wait_until
 from daso.comm.roll import RollCall
-from daso.environment import note_process, read_launch
+from daso.environment import end_with_starter, note_process, read_launch
 from daso.errors import ExchangeError, StallError, TopologyError
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ class Topology:
         sizes = launch.ranks_per_node if ranks_per_node is None else ranks_per_node
         abort_on_error()
         note_process(mpi.COMM_WORLD.Get_rank())
+        end_with_starter()
         everybody = mpi.COMM_WORLD if world is None else world
         _wait_for_all(everybody)
         self.world: MPI.Comm = everybody.Dup()

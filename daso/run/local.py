@@ -1,6 +1,5 @@
 """Start ranks on this machine: the mpirun line, and the environment that goes with it."""
 
-import ctypes
 import os
 import select
 import signal
@@ -9,19 +8,19 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from daso.environment import find_mpirun, terminal_columns
+from daso.environment import end_with_parent, find_mpirun, terminal_columns
 from daso.errors import TopologyError
 
 __all__ = ["Local", "launch"]
 
 POLL_MILLISECONDS = 100
 INTERRUPT_SECONDS = 5.0  # after Ctrl-C, for mpirun and programs that save to end by themselves
-PR_SET_PDEATHSIG = 1
+ORPHANED_SECONDS = 2.0  # for mpirun to end once what started the ranks has
 CHECKPOINTED = 75  # exit code; `daso.train.stopping` says what it means, and needs torch
 
 
@@ -120,7 +119,7 @@ def launch(local: Local) -> int:
 def _start(command: list[str], env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
     try:
         # Nothing but a system call happens between fork and exec.
-        return subprocess.Popen(command, env=env, preexec_fn=_end_with_parent)  # noqa: PLW1509
+        return subprocess.Popen(command, env=env, preexec_fn=end_with_parent)  # noqa: PLW1509
     except OSError as error:
         raise TopologyError(
             f"mpirun must be a program that starts, but {command[0]}: {error.strerror}; set "
@@ -160,16 +159,11 @@ def _interrupt(process: "subprocess.Popen[bytes]") -> None:
         process.send_signal(signal.SIGINT)
 
 
-def _end_with_parent() -> None:
-    """Let mpirun end when this program is killed, which can pass on nothing then; Linux alone."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def _watch(process: "subprocess.Popen[bytes]", folder: Path) -> str:
     """Wait for mpirun to end, and see which rank ends first.
 
     A killed rank cannot speak, MPICH's mpiexec does not say its rank, and ends the others at once.
+    Where what it starts ranks by is killed, it waits for ever.
 
     Args:
         process: mpirun.
@@ -178,19 +172,88 @@ def _watch(process: "subprocess.Popen[bytes]", folder: Path) -> str:
     Returns:
         A phrase for the message, empty when no rank was seen to end.
     """
-    poll, ranks, first = select.poll(), dict[int, str](), ""
-    while process.poll() is None:
-        for path in folder.iterdir():
-            if path.name not in ranks.values() and (pid := path.read_text()):
-                with suppress(ProcessLookupError):
-                    descriptor = os.pidfd_open(int(pid))
-                    ranks[descriptor] = path.name
-                    poll.register(descriptor, select.POLLIN)
-        ended = [ranks[descriptor] for descriptor, _ in poll.poll(POLL_MILLISECONDS)]
-        if ended:
-            first = f"; rank {' and rank '.join(ended)} ended first"
-            break
-    process.wait()
-    for descriptor in ranks:
-        os.close(descriptor)
-    return first
+    first = ""
+    with ExitStack() as stack:
+        seen = _Processes(stack, process.pid)
+        while process.poll() is None:
+            for path in folder.iterdir():
+                if path.name not in seen.ranks.values() and (pid := path.read_text()):
+                    seen.add(path.name, int(pid))
+            ended, orphaned = seen.ended()
+            if orphaned and not first and len(ended) in (0, len(seen.ranks)):
+                first = "; what mpirun starts ranks by was killed"
+            elif ended and not first:
+                first = f"; rank {' and rank '.join(ended)} ended first"
+            if orphaned and _goes_on(process, ORPHANED_SECONDS):
+                seen.kill_ranks()
+                process.kill()
+                return first
+    code = process.wait()
+    return first if code >= 0 else f"; {signal.Signals(-code).name} ended mpirun"
+
+
+class _Processes:
+    """The ranks of this machine, and what mpirun started them by (MPICH: hydra_pmi_proxy).
+
+    Args:
+        stack: Closes what is opened here.
+        mpirun: Process id.
+    """
+
+    def __init__(self, stack: ExitStack, mpirun: int) -> None:
+        self._stack, self._mpirun, self._poll = stack, mpirun, select.poll()
+        self.ranks: dict[int, str] = {}  # by descriptor
+        self._starters: dict[int, int] = {}  # process ids, by descriptor
+
+    def add(self, rank: str, pid: int) -> None:
+        """Look at a rank from now on."""
+        descriptor = self._open(pid)
+        if descriptor is None:
+            return
+        self.ranks[descriptor] = rank
+        starter = _parent_of(pid)
+        if starter not in (0, 1, self._mpirun, *self._starters.values()):
+            descriptor = self._open(starter)
+            if descriptor is not None:
+                self._starters[descriptor] = starter
+
+    def _open(self, pid: int) -> int | None:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return None
+        self._stack.callback(os.close, descriptor)
+        self._poll.register(descriptor, select.POLLIN)
+        return descriptor
+
+    def ended(self) -> tuple[list[str], bool]:
+        """Return the ranks that ended since the last call, and whether a starter did."""
+        ends = [descriptor for descriptor, _ in self._poll.poll(POLL_MILLISECONDS)]
+        for descriptor in ends:
+            self._poll.unregister(descriptor)
+        ranks = [self.ranks[one] for one in ends if one in self.ranks]
+        return ranks, any(one in self._starters for one in ends)
+
+    def kill_ranks(self) -> None:
+        """End the ranks: nobody else does."""
+        for descriptor in self.ranks:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+
+
+def _parent_of(pid: int) -> int:
+    """Return the process id of a process's parent; 0 where it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    return int(text.rpartition(")")[2].split()[1])
+
+
+def _goes_on(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
+    """Return whether a process is there after so long."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return True
+    return False

@@ -184,6 +184,60 @@ def test_interrupting_ends_all_ranks(tmp_path: Path) -> None:
     assert left_over(str(program)) == []
 
 
+@pytest.mark.parametrize("whose", ["mpirun", "proxy"])
+def test_killing_what_started_the_ranks_ends_the_job(tmp_path: Path, whose: str) -> None:
+    program = tmp_path / f"train_{whose}.py"
+    job = started(program)
+    mpirun = child_of(job.pid)
+    proxy = child_of(mpirun)
+    if whose == "proxy" and str(program) in command_of(proxy):
+        pytest.skip("this mpirun starts ranks by itself")
+    os.kill(mpirun if whose == "mpirun" else proxy, signal.SIGKILL)
+    said = job.communicate(timeout=HANG_SECONDS)[1]
+    assert job.returncode != 0
+    assert f"the job ended with exit code {job.returncode}" in said
+    causes = {"mpirun": "SIGKILL ended mpirun", "proxy": "what mpirun starts ranks by was killed"}
+    assert causes[whose] in said
+    wait_for_none_left(program)
+
+
+def test_ranks_of_plain_mpirun_end_with_what_started_them(tmp_path: Path) -> None:
+    from daso.environment import find_mpirun
+
+    program = tmp_path / "train_orphaned.py"
+    program.write_text(PROGRAM)
+    mpirun = subprocess.Popen(
+        [str(find_mpirun()), "-n", "2", sys.executable, str(program), "never", "daso"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1"}
+        | {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+    )
+    assert mpirun.stdout is not None
+    assert "trouble at" in mpirun.stdout.readline()
+    os.kill(child_of(mpirun.pid), signal.SIGKILL)  # one rank, where mpirun starts them by itself
+    wait_for_none_left(program, but=mpirun.pid)
+    mpirun.kill()  # MPICH's sees nothing
+    mpirun.communicate(timeout=HANG_SECONDS)
+
+
+def child_of(pid: int) -> int:
+    """A process that another one started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(children[0])
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def wait_for_none_left(program: Path, but: int = 0) -> None:
+    deadline = time.monotonic() + 10 * slowness()
+    while left := [pid for pid in left_over(str(program)) if int(pid) != but]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
 @pytest.mark.later("four jobs")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
 def test_ending_daso_run_alone_ends_all_ranks(tmp_path: Path, name: str) -> None:
@@ -193,7 +247,4 @@ def test_ending_daso_run_alone_ends_all_ranks(tmp_path: Path, name: str) -> None
     job.send_signal(signal.Signals[name])
     job.communicate(timeout=HANG_SECONDS)
     assert job.returncode != 0
-    deadline = time.monotonic() + 10
-    while left := left_over(str(program)):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    wait_for_none_left(program)

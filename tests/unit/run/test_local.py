@@ -161,7 +161,8 @@ def test_the_exit_code_is_passed_on_and_told(mpirun, capfd, code):
 def test_death_by_a_signal_is_told_as_a_shell_does(mpirun, capfd, number):
     mpirun(f"ulimit -c 0; kill -{int(number)} $$")
     assert launch(local()) == 128 + number
-    assert capfd.readouterr().err == f"daso: the job ended with exit code {128 + number}\n"
+    said = f"daso: the job ended with exit code {128 + number}; {number.name} ended mpirun\n"
+    assert capfd.readouterr().err == said
 
 
 def test_what_ranks_print_comes_before_the_closing_line(mpirun, capfd):
