@@ -42,6 +42,7 @@ POLL_SECONDS = 1e-4
 RELAXED_SECONDS = 2e-3
 RELAXATION = 0.01
 QUEUE_LENGTH = 256
+MOVING = 0.75  # of the stall limit without a message, above which somebody is missing
 
 
 def _arrival(
@@ -137,6 +138,7 @@ class Engine:
         self._error: BaseException | None = None
         self._closed = False
         self._abandoned = False
+        self._moved_at = 0.0  # when a message came or left last
         self._awaited: Ticket[object] | None = None  # by the training thread, which stands still
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
@@ -174,7 +176,7 @@ class Engine:
         """
         self._awaited = ticket  # type: ignore[assignment]  # as in `submit`
         if not ticket.finished.wait(self.stall_seconds):
-            who = self._missing()  # while the thread still answers others who ask the same
+            who = self._cause()  # while the thread still answers others who ask the same
             self._abandoned = True  # ranks are out of step from here: nothing may follow
             raise StallError(
                 f"an exchange must finish within {self.stall_seconds:g} s, but it did not: {who}; "
@@ -183,6 +185,16 @@ class Engine:
         if ticket.error is not None:
             raise ExchangeError(f"an exchange failed: {ticket.error}") from ticket.error
         return ticket.result  # type: ignore[return-value]  # set with finished
+
+    def _cause(self) -> str:
+        """Return what holds up the work: for an error."""
+        quiet_seconds = time.perf_counter() - self._moved_at
+        if quiet_seconds > MOVING * self.stall_seconds:
+            return self._missing()
+        return (
+            f"messages come, the last one {quiet_seconds:.1f} s ago, so the link is slow, or the "
+            f"exchange too large for it"
+        )
 
     @contextmanager
     def hurried(self, ticket: Ticket[Result] | None) -> Iterator[None]:
@@ -285,4 +297,5 @@ class Engine:
                 self._nap(ticket, max(before, time.perf_counter() - start))
                 if self._late is not None and time.perf_counter() - start > LATE_SECONDS:
                     self._late()
-            before = max(time.perf_counter() - start, before / 2)
+            self._moved_at = time.perf_counter()
+            before = max(self._moved_at - start, before / 2)

@@ -7,7 +7,7 @@ else for longer than a step should take.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -49,8 +49,11 @@ class RollCall:
                 elif numbers[0] == self._round:  # and no late answer to what was asked before
                     self._here.add(source)
 
-    def missing(self) -> str:
+    def missing(self, absent: Sequence[int] = ()) -> str:
         """Ask everybody, wait for answers for a few seconds, and say who gave none.
+
+        Args:
+            absent: Ranks that may answer, and yet are known not to have come.
 
         Returns:
             For an error: ``"no answer from world rank 3 on host c"``.
@@ -68,10 +71,15 @@ class RollCall:
                 self.answer()
             time.sleep(POLL_SECONDS)
         silent = sorted(others - self._here)
+        if not silent and absent:
+            return f"every rank answers, but world rank {self._names(absent)} did not come"
         if not silent:
             return "every rank answers, so the link is slow, or an exchange too large for it"
-        names = ", ".join(f"{rank} on host {self.hosts[rank]}" for rank in silent)
-        return f"no answer from world rank {names}"
+        names = self._names(silent)
+        return f"no answer from world rank {names}, which hangs, or the link to it does"
+
+    def _names(self, ranks: Iterable[int]) -> str:
+        return ", ".join(f"{rank} on host {self.hosts[rank]}" for rank in ranks)
 
     def free(self) -> None:
         """Give the communicator back. Collective over the world; blocking; idempotent."""

@@ -56,7 +56,6 @@ class Serving:
         most = plan.exchange.chunk_bytes + HEAD_BYTES
         ways, self._ways = routes(topology, self._letters, plan.transport, most)
         self.mailbox = Mailbox(ways, plan.exchange.chunk_bytes)
-        self._missing = topology.roll.missing
         roll = topology.roll
         self.engine = Engine(
             plan.exchange.stall_seconds, roll.missing, roll.answer, name="daso-server", kind=None
@@ -215,9 +214,15 @@ class Serving:
         if time.perf_counter() - max(start, self._sign_at) > limit:
             raise StallError(
                 f"something must be heard of other ranks within {limit:g} s, but nothing was while "
-                f"rank {self.rank} waited for {what()}: {self._missing()}; look there, or raise "
+                f"rank {self.rank} waited for {what()}: {self._late()}; look there, or raise "
                 f"Exchange.stall_seconds"
             )
+
+    def _late(self) -> str:
+        """Return who is late: for an error."""
+        meets = self._pausing is not None  # and the others' threads answer for them
+        absent = [rank for rank in range(self.ranks) if rank not in self._last] if meets else []
+        return self._topology.roll.missing(absent)
 
     def close(self) -> None:
         """Stop the thread and give communicators back. Collective over the world; idempotent."""

@@ -24,6 +24,7 @@ from daso.errors import (
     ExchangeError,
     LayoutError,
     NonFiniteError,
+    StallError,
 )
 from daso.plan.eager import FLOOR_BYTES, Read, Send
 from daso.train.checkpoint import Checkpoints
@@ -701,3 +702,19 @@ def test_without_staleness_uneven_steps_are_an_error_that_names_ranks(topology):
         server.synchronize()
     server.abandon()
     topology.world.Barrier()
+
+
+@pytest.mark.parametrize("staleness", [0, None])
+def test_a_rank_that_does_not_come_to_synchronize_is_named(topology, place, staleness):
+    """Its serving thread answers, and says nothing of where the training thread is."""
+    model = seeded(mlp)()
+    exchange = daso.Exchange(stall_seconds=0.3)
+    server = daso.EagerServer(model, sgd, topology=topology, staleness=staleness, exchange=exchange)
+    batch_loss(model, place.rank, 0).backward()
+    server.step()
+    if place.rank == 0:
+        text = "rank 0 waited for all ranks' last rows: every rank answers, but world rank 1 on"
+        with pytest.raises(StallError, match=text):
+            server.synchronize()
+    topology.world.Barrier()
+    server.abandon()

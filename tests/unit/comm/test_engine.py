@@ -1,10 +1,13 @@
 """The engine polls as often as the link needs, and no more: on a clock of the test."""
 
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from daso.comm import engine as module
+from daso.errors import StallError
 
 
 class Clock:
@@ -68,3 +71,21 @@ def test_messages_of_a_fast_link_do_not_wait_for_a_poll(carry_out):
     # A sleep of 2 ms for each would take four times as long as the messages.
     assert sum(one.end is not None and one.polls >= 3 for one in rest) > 80
     assert max(one.polls for one in rest) < 10
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_slow_link_is_no_missing_rank(moves):
+    ends = threading.Event()
+    engine = module.Engine(0.4, lambda: "no answer from world rank 1")
+
+    def work():
+        while moves:
+            yield lambda: time.sleep(0.01) or True  # one message after the other
+        yield ends.is_set
+
+    ticket = engine.submit(work())
+    text = r"messages come, .* so the link is slow" if moves else "no answer from"
+    with pytest.raises(StallError, match=text):
+        engine.wait(ticket)
+    ends.set()
+    engine.close()

@@ -7,6 +7,8 @@ from local_world import run_ranks
 from daso.comm import roll
 from daso.comm.roll import RollCall
 
+MAYBE = "which hangs, or the link to it does"
+
 
 class Clock:
     """Time that goes on when somebody sleeps; others have their turn meanwhile."""
@@ -38,7 +40,7 @@ def test_a_late_answer_to_an_earlier_roll_call_is_none_to_the_next(monkeypatch):
         call.free()
         return found
 
-    assert run_ranks(2, body)[0] == ["no answer from world rank 1 on host b"] * 2
+    assert run_ranks(2, body)[0] == [f"no answer from world rank 1 on host b, {MAYBE}"] * 2
 
 
 def test_who_answers_in_time_is_there_at_every_roll_call(monkeypatch):
@@ -50,7 +52,7 @@ def test_who_answers_in_time_is_there_at_every_roll_call(monkeypatch):
         found = []
         for _ in range(2):
             if world.rank == 0:
-                found.append(call.missing())
+                found += [call.missing(), call.missing(absent=[1])]
                 world.Ibarrier().Wait()
                 continue
             over = world.Ibarrier()
@@ -60,6 +62,6 @@ def test_who_answers_in_time_is_there_at_every_roll_call(monkeypatch):
         call.free()
         return found
 
-    first, second = run_ranks(2, body)[0]
-    assert first == second
-    assert first.startswith("every rank answers")
+    slow = "every rank answers, so the link is slow, or an exchange too large for it"
+    absent = "every rank answers, but world rank 1 on host b did not come"
+    assert run_ranks(2, body)[0] == [slow, absent] * 2
