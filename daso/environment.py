@@ -22,6 +22,7 @@ __all__ = [
     "expand",
     "find_mpirun",
     "for_sbatch",
+    "is_first_to_end",
     "may_share_a_gpu",
     "merged",
     "mpi_is_chosen",
@@ -173,6 +174,23 @@ def note_requeue(env: Mapping[str, str] | None = None) -> None:
     path = (os.environ if env is None else env).get("DASO_REQUEUE")
     if path and Path(path).parent.is_dir():
         Path(path).touch()
+
+
+def is_first_to_end(env: Mapping[str, str] | None = None) -> bool:
+    """Return whether no rank of this job of `daso submit` was seen to end without a word before.
+
+    Args:
+        env: Environment to read; the process's own if None. DASO_REQUEUE names a file beside which
+            the first one leaves another.
+    """
+    path = (os.environ if env is None else env).get("DASO_REQUEUE")
+    if not path:
+        return False
+    try:
+        os.close(os.open(f"{path}-first", os.O_CREAT | os.O_EXCL))
+    except OSError:
+        return False
+    return True
 
 
 def terminal_columns(env: Mapping[str, str] | None = None) -> int | None:

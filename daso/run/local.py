@@ -220,7 +220,7 @@ class _Processes:
     def _open(self, pid: int) -> int | None:
         try:
             descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
+        except OSError:  # it has ended; Linux before 5.3 cannot
             return None
         self._stack.callback(os.close, descriptor)
         self._poll.register(descriptor, select.POLLIN)

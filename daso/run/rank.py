@@ -9,6 +9,7 @@ SLURM's signal before the time limit may come up to a minute early, before the p
 when it is over; it kills then. So it is listened to from the start (`daso.train.stopping` asks).
 """
 
+import atexit
 import runpy
 import signal
 import sys
@@ -17,6 +18,7 @@ from types import FrameType
 
 from daso.comm.mpi import wait_for_all
 from daso.environment import note_requeue
+from daso.run import exit_monitor
 
 __all__ = ["run"]
 
@@ -45,6 +47,8 @@ def run(words: list[str]) -> None:
         SystemExit: The program ended so.
     """
     signal.signal(signal.SIGUSR1, Remember())
+    ends_by_itself = exit_monitor.start()
+    atexit.register(ends_by_itself)
     try:
         if words[0] == "-m":
             sys.argv[:] = words[1:]
@@ -58,6 +62,10 @@ def run(words: list[str]) -> None:
         if end.code == REQUEUE:
             wait_for_all(WAIT_SECONDS)
             note_requeue()
+        ends_by_itself()
+        raise
+    except BaseException:  # mpi4py says it, and ends the job
+        ends_by_itself()
         raise
 
 

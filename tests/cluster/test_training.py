@@ -81,9 +81,12 @@ def test_a_rank_that_is_killed_in_training_ends_the_job(daso):
     job = daso.submit("--nodes=2", *words, "--name=victim")
     until_it_trains(daso, "victim", job)
     start = time.monotonic()
-    daso.cluster.on("mini1", "pkill", "-9", "-f", "daso.run.rank.*name=victim")
+    # The oldest: beside each rank another process of that name watches it.
+    daso.cluster.on("mini1", "pkill", "-9", "-o", "-f", "daso.run.rank.*name=victim")
     log = daso.follow(job)
     seconds = time.monotonic() - start
     assert seconds < 15 * slowness(), f"gone after {seconds:.1f} s"
     assert re.search(r"ended with exit code [1-9]", log), log[-2000:]
+    said = re.findall(r"daso: rank \d of 2 on mini\d ended without a word: it was killed", log)
+    assert len(said) == 1, log[-2000:]
     assert daso.status(job)[0] == "FAILED"

@@ -79,7 +79,7 @@ def test_a_slow_link_is_no_missing_rank(moves):
     engine = module.Engine(0.4, lambda: "no answer from world rank 1")
 
     def work():
-        while moves:
+        while moves and not ends.is_set():
             yield lambda: time.sleep(0.01) or True  # one message after the other
         yield ends.is_set
 

@@ -53,6 +53,26 @@ def test_only_the_code_that_asks_for_it_is_noted(tmp_path, code):
     assert (tmp_path / "marks" / "requeue").exists() == (code == 75)
 
 
+@pytest.mark.parametrize(
+    ("ends", "says"),
+    [
+        ("os.kill(os.getpid(), 9)", True),
+        ("os.kill(os.getpid(), 11)", True),
+        ("os._exit(3)", True),
+        ("sys.exit(3)", False),
+        ("1 / 0", False),
+        ("pass", False),
+    ],
+)
+def test_a_rank_that_is_killed_is_named(tmp_path, ends, says):
+    (tmp_path / "ends.py").write_text(f"import os, sys\n{ends}\n")
+    found = run(tmp_path, "ends.py")
+    assert ("of 1 on" in found.stderr and "ended without a word" in found.stderr) == says
+    assert (tmp_path / "marks" / "requeue-first").exists() == says
+    again = run(tmp_path, "ends.py").stderr  # as by another rank, which the first one takes along
+    assert "ended without a word" not in again
+
+
 def test_an_error_keeps_its_traceback(tmp_path):
     (tmp_path / "bad.py").write_text("1 / 0\n")
     found = run(tmp_path, "bad.py")
