@@ -28,6 +28,7 @@ __all__ = [
     "mpi_is_chosen",
     "note_process",
     "note_requeue",
+    "read_cpu_mask",
     "read_launch",
     "site_name",
     "slurm_job",
@@ -35,6 +36,8 @@ __all__ = [
     "terminal_columns",
 ]
 
+# Rank within its host, as launchers say it.
+LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 PR_SET_PDEATHSIG = 1
 PROXY = "hydra_pmi_proxy"  # of MPICH and Intel MPI
 TORCHRUN = "torchrun"  # or a framework that starts ranks as it does
@@ -174,6 +177,32 @@ def note_requeue(env: Mapping[str, str] | None = None) -> None:
     path = (os.environ if env is None else env).get("DASO_REQUEUE")
     if path and Path(path).parent.is_dir():
         Path(path).touch()
+
+
+def read_cpu_mask(env: Mapping[str, str] | None = None) -> set[int] | None:
+    """Return the cores that this rank shall run on; None where nothing is said.
+
+    Args:
+        env: Environment to read; the process's own if None. DASO_CPU_MASKS has one mask for each
+            rank of a node, in hexadecimal, as ``srun --cpu-bind=mask_cpu:`` takes them.
+
+    Raises:
+        ConfigError: The masks are no numbers.
+    """
+    found = os.environ if env is None else env
+    masks, rank = found.get("DASO_CPU_MASKS"), None
+    for name in LOCAL_RANKS:
+        rank = found.get(name) if rank is None else rank
+    if not masks or rank is None or not rank.isdigit():
+        return None
+    words = masks.split(",")
+    try:
+        mask = int(words[int(rank) % len(words)], 16)
+    except ValueError:
+        raise ConfigError(
+            f"DASO_CPU_MASKS must be numbers in hexadecimal, by commas, not {masks!r}; mend them"
+        ) from None
+    return {core for core in range(mask.bit_length()) if mask >> core & 1}
 
 
 def is_first_to_end(env: Mapping[str, str] | None = None) -> bool:

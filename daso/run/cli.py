@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import daso
 from daso.checks import format_value
@@ -22,6 +22,14 @@ __all__ = ["main"]
 
 class Parser(argparse.ArgumentParser):
     """Says in one line what is wrong with the words."""
+
+    # argparse lets the whole command's parser say it, which does not know the right --help.
+    def parse_known_args(self, *words: Any, **keywords: Any) -> Any:
+        """Refuse words that this command does not know."""
+        options, rest = super().parse_known_args(*words, **keywords)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return options, rest
 
     def error(self, message: str) -> NoReturn:
         """End the program."""

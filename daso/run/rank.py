@@ -10,6 +10,7 @@ when it is over; it kills then. So it is listened to from the start (`daso.train
 """
 
 import atexit
+import os
 import runpy
 import signal
 import sys
@@ -17,7 +18,8 @@ from pathlib import Path
 from types import FrameType
 
 from daso.comm.mpi import wait_for_all
-from daso.environment import note_requeue
+from daso.environment import note_requeue, read_cpu_mask
+from daso.errors import ConfigError
 from daso.run import exit_monitor
 
 __all__ = ["run"]
@@ -47,6 +49,7 @@ def run(words: list[str]) -> None:
         SystemExit: The program ended so.
     """
     signal.signal(signal.SIGUSR1, Remember())
+    _bind()
     ends_by_itself = exit_monitor.start()
     atexit.register(ends_by_itself)
     try:
@@ -67,6 +70,20 @@ def run(words: list[str]) -> None:
     except BaseException:  # mpi4py says it, and ends the job
         ends_by_itself()
         raise
+
+
+def _bind() -> None:
+    """Keep to the cores that srun would have bound this rank to."""
+    cores = read_cpu_mask()
+    if cores is None:
+        return
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        raise ConfigError(
+            f"CPU masks must name cores that this job has, but {sorted(cores)} are not: "
+            f"{error.strerror}; take the masks out, or ask for whole nodes"
+        ) from error
 
 
 if __name__ == "__main__":

@@ -170,8 +170,22 @@ class Job:
     def variables(self) -> list[str]:
         """Return what is exported, as words of a shell; the site's and the user's come last."""
         ours = self.launcher.environment(root=self.root)
+        if self.launcher.by_mpirun and (masks := self._cpu_masks()):
+            ours |= {"DASO_CPU_MASKS": masks}
         pairs = [*ours.items(), *(line.split("=", 1) for line in self.environment)]
         return [f"{name}={quote(value)}" for name, value in pairs]
+
+    def _cpu_masks(self) -> str:
+        """Return the masks that srun would bind ranks to, in hexadecimal, by commas."""
+        given = [word.removeprefix(MASKS) for word in self.srun if word.startswith(MASKS)]
+        return given[-1] if given else ""
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Options of srun that say nothing here, where mpirun starts the ranks."""
+        if not self.launcher.by_mpirun:
+            return ()
+        return tuple(word for word in self.srun if not word.startswith((MASKS, UNBOUND)))
 
     def command(self) -> list[str]:
         """Return the words that start the ranks.
@@ -189,6 +203,7 @@ class Job:
         return [*launch, *inside, *python, *self.program]
 
 
+MASKS, UNBOUND = "--cpu-bind=mask_cpu:", "--cpu-bind=none"
 LEAST = {
     "nodes": 1,
     "tasks_per_node": 1,

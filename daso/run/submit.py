@@ -39,6 +39,25 @@ class Record:
     client: dict[str, str] = field(default_factory=dict)  # as the site's profile says it
 
 
+# What sbatch calls them.
+SBATCH = {
+    "name": ("-J", "--job-name"),
+    "nodes": ("-N",),
+    "tasks_per_node": ("--ntasks-per-node",),
+    "cpus_per_task": ("-c",),
+    "time": ("-t",),
+    "partition": ("-p",),
+    "account": ("-A",),
+    "qos": ("-q",),
+    "constraint": ("-C",),
+    "array": ("-a",),
+    "dependency": ("-d",),
+}
+# sbatch's words for all nodes together, by the option for each.
+TOTALS = {
+    "tasks_per_node": (("-n", "--ntasks"), "ranks"),
+    "gpus_per_node": (("-G", "--gpus"), "GPUs"),
+}
 FLAGS = ("--dry-run", "--help", "-h")  # options without a value, besides the boolean ones
 
 
@@ -57,7 +76,8 @@ def cut(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     flags = {*FLAGS, *map(flag, switches), *(flag(f"no_{name}") for name in switches)}
     ours, at = list[str](), 0
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "--"):
-        alone = words[at] in flags or "=" in words[at] or at + 1 == len(words)
+        joined = "=" in words[at] or re.match(r"-[A-Za-z].", words[at])  # --nodes=2, -N2
+        alone = words[at] in flags or joined or at + 1 == len(words)
         ours.append(words[at] if alone else f"{words[at]}={words[at + 1]}")
         at += 1 if alone else 2
     return ours, tuple(words[at + 1 :] if words[at : at + 1] == ["--"] else words[at:])
@@ -91,7 +111,11 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         elif hints[name] == tuple[str, ...]:
             parser.add_argument(flag(name), action="append", metavar=metavar, help=text)
         else:
-            parser.add_argument(flag(name), type=hints[name], metavar=metavar, help=text)
+            flags, kind = (*SBATCH.get(name, ()), flag(name)), hints[name]
+            parser.add_argument(*flags, dest=name, type=kind, metavar=metavar, help=text)
+    for flags, noun in TOTALS.values():
+        text = f"{noun} of all nodes together"
+        parser.add_argument(*flags, type=int, metavar="N", help=text)
     parser.set_defaults(run=submit)
 
 
@@ -112,6 +136,12 @@ def submit(chosen: argparse.Namespace, program: Sequence[str]) -> int:
     template, name = read_template(chosen.template)
     job = _job(vars(chosen), site, tuple(program))
     text = render(job, template, name=name)
+    if job.ignored:
+        print(
+            f"daso: mpirun starts the ranks, so options of srun are left out: "
+            f"{' '.join(job.ignored)}; --launcher=srun keeps them",
+            file=sys.stderr,
+        )
     if chosen.dry_run:
         print(f"daso: {job.size}, {job.launcher}: {job.launcher.why}", file=sys.stderr)
         sys.stdout.flush()
@@ -148,6 +178,7 @@ def _job(flags: Mapping[str, Any], site: Site, program: tuple[str, ...]) -> Job:
             values[name] = (*values.get(name, ()), *given)
         elif given is not None:
             values[name] = given
+    values |= _totals(flags, values.get("nodes", 1))
     _check_program(program, container=bool(values.get("container")))
     here = not values.get("python") and not values.get("container")
     if here:
@@ -161,6 +192,28 @@ def _job(flags: Mapping[str, Any], site: Site, program: tuple[str, ...]) -> Job:
         site=site.name,
         mpirun=str(find_mpirun() or "mpirun") if here else "mpirun",
     )
+
+
+def _totals(flags: Mapping[str, Any], nodes: int) -> dict[str, int]:
+    """Return what each node has, where flags say what all have together."""
+    values = dict[str, int]()
+    for name, (words, noun) in TOTALS.items():
+        total = flags[words[-1].removeprefix("--")]
+        if total is None:
+            continue
+        each = total // max(1, nodes)
+        if each < 1 or total != each * nodes:
+            raise ConfigError(
+                f"all nodes must have as many {noun}, but {total} on {nodes} nodes are not; change "
+                f"--nodes, or say how many each has"
+            )
+        if flags[name] not in (None, each):
+            raise ConfigError(
+                f"{words[-1]} and {flag(name)} must say the same, but {total} in all are {each} on "
+                f"each node, not {flags[name]}; leave one out"
+            )
+        values[name] = each
+    return values
 
 
 def _check_program(program: Sequence[str], *, container: bool) -> None:

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import time
@@ -13,11 +14,12 @@ from daso.comm.mpi import wait_for_all
 SHOW = "import sys; print(__name__, sys.argv, sys.path[0]); sys.exit(int(sys.argv[1]))\n"
 
 
-def run(tmp_path, *words):
+def run(tmp_path, *words, **variables):
     return subprocess.run(
         [sys.executable, "-m", "mpi4py", "-m", "daso.run.rank", *words],
         cwd=tmp_path,
-        env={"DASO_REQUEUE": str(tmp_path / "marks" / "requeue"), "PYTHONPATH": str(ROOT)},
+        env={"DASO_REQUEUE": str(tmp_path / "marks" / "requeue"), "PYTHONPATH": str(ROOT)}
+        | variables,
         capture_output=True,
         text=True,
         timeout=HANG_SECONDS,
@@ -71,6 +73,30 @@ def test_a_rank_that_is_killed_is_named(tmp_path, ends, says):
     assert (tmp_path / "marks" / "requeue-first").exists() == says
     again = run(tmp_path, "ends.py").stderr  # as by another rank, which the first one takes along
     assert "ended without a word" not in again
+
+
+@pytest.mark.parametrize(
+    ("masks", "local_rank", "cores"),
+    [("1,2", "0", {0}), ("1,2", "1", {1}), ("0x3", "5", {0, 1}), ("1", None, None)],
+)
+def test_a_rank_keeps_to_its_cores(tmp_path, masks, local_rank, cores):
+    here = os.sched_getaffinity(0)
+    if not (cores or here) <= here:
+        pytest.skip("these cores are not here")
+    (tmp_path / "cores.py").write_text("import os; print(sorted(os.sched_getaffinity(0)))\n")
+    local = {} if local_rank is None else {"MPI_LOCALRANKID": local_rank}
+    found = run(tmp_path, "cores.py", DASO_CPU_MASKS=masks, **local)
+    assert found.stdout == f"{sorted(here if cores is None else cores)}\n", found.stderr
+
+
+@pytest.mark.parametrize(
+    ("masks", "says"),
+    [("x", "in hexadecimal, by commas, not 'x'"), ("1" + "0" * 60, "cores that this job has")],
+)
+def test_masks_that_do_not_fit_are_refused(tmp_path, masks, says):
+    found = run(tmp_path, "show.py", "0", DASO_CPU_MASKS=masks, MPI_LOCALRANKID="0")
+    assert found.returncode != 0
+    assert says in found.stderr
 
 
 def test_an_error_keeps_its_traceback(tmp_path):

@@ -82,9 +82,10 @@ def test_help_names_every_option_and_its_default(capsys):
         main(["submit", "--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    listed = {word for word in re.findall(r"^  (?:-h, )?(--[\w-]+)", text, re.MULTILINE)}
+    listed = set(re.findall(r"(?<=[ ,] )--[\w-]+", re.sub(r"^ {12,}.*", "", text, flags=re.M)))
     ours = {f"--{name.replace('_', '-')}" for name in options()}
-    assert listed == ours | {"--help", "--dry-run", "--site", "--template", "--launcher"}
+    known = {"--help", "--dry-run", "--site", "--template", "--launcher", "--ntasks", "--gpus"}
+    assert listed >= ours | known
     joined = " ".join(text.split())
     assert "before the time limit; default: 120" in joined
     assert "horeka, jsc, lumi, minicluster, nersc" in joined
@@ -101,6 +102,30 @@ def test_a_dry_run_prints_the_script_alone_and_says_what_was_chosen_beside_it(ca
     assert re.match(r"daso: 2 nodes x 1 rank, (srun|mpirun).*: the MPI library is ", err)
     assert err.count("\n") == 1
     assert not Path("runs").exists()
+
+
+def test_words_of_sbatch_are_known(capfdbinary):
+    words = (
+        "-N 2 -n8 --gpus=4 -c 3 -p small -A me -t 10 -J name -q high -C fast -a 0-3 -d afterok:1"
+    )
+    out, _ = dry(capfdbinary, *words.split(), "train.py", "-n", "5")
+    for line in (
+        *("nodes=2", "ntasks-per-node=4", "gpus-per-node=2", "cpus-per-task=3", "partition=small"),
+        *("account=me", "time=10", "job-name=name", "qos=high", "constraint=fast", "array=0-3"),
+        "dependency=afterok:1",
+    ):
+        assert f"#SBATCH --{line}\n" in out
+    assert "train.py -n 5\n" in out
+    assert "--ntasks-per-node=3\n" in dry(capfdbinary, "--ntasks-per-node", "3", "train.py")[0]
+
+
+def test_masks_of_cpus_are_kept_where_mpirun_starts_the_ranks(capfdbinary):
+    out, err = dry(capfdbinary, "--site=lumi", "--launcher=mpirun", "-A", "me", "train.py")
+    assert "export DASO_CPU_MASKS=fe000000000000,fe00000000000000,fe0000," in out
+    assert "left out" not in err
+    out, err = dry(capfdbinary, "--launcher=mpirun", "--srun=--cpu-bind=cores", "train.py")
+    assert "DASO_CPU_MASKS" not in out
+    assert "options of srun are left out: --cpu-bind=cores; --launcher=srun keeps them" in err
 
 
 def test_the_job_runs_where_it_is_submitted(capfdbinary, tmp_path):
@@ -169,6 +194,9 @@ def test_words_that_are_no_utf_8_pass_through(tmp_path):
         (["nosuch.py"], ["no nosuch.py", "mend its path"]),
         (["--time", "half", "train.py"], ["--time", "'half'", "0:30:00 for half an hour"]),
         (["--nodes", "0", "train.py"], ["--nodes", "at least 1", "not 0"]),
+        (["-N2", "-n", "5", "train.py"], ["as many ranks", "5 on 2 nodes", "--nodes"]),
+        (["--gpus=1", "-N", "2", "train.py"], ["as many GPUs", "1 on 2 nodes"]),
+        (["-n4", "--tasks-per-node=3", "train.py"], ["--ntasks and --tasks-per-node", "not 3"]),
         (["--site", "mars", "train.py"], ["horeka, jsc", "'mars'"]),
         (["--site", "mars.toml", "train.py"], ["mars.toml", "No such file"]),
         (["--template", "no.j2", "train.py"], ["no.j2", "No such file"]),
