@@ -105,17 +105,15 @@ def test_a_dry_run_prints_the_script_alone_and_says_what_was_chosen_beside_it(ca
 
 
 def test_words_of_sbatch_are_known(capfdbinary):
-    words = (
-        "-N 2 -n8 --gpus=4 -c 3 -p small -A me -t 10 -J name -q high -C fast -a 0-3 -d afterok:1"
-    )
-    out, _ = dry(capfdbinary, *words.split(), "train.py", "-n", "5")
+    words = "-N 2 -n8 --gpus=4 -c 3 -p small -A me -t 10 -J name -q high -C fast -a 0-3"
+    out, _ = dry(capfdbinary, *words.split(), "-d", "afterok:1", "train.py", "-n", "5")
     for line in (
         *("nodes=2", "ntasks-per-node=4", "gpus-per-node=2", "cpus-per-task=3", "partition=small"),
         *("account=me", "time=10", "job-name=name", "qos=high", "constraint=fast", "array=0-3"),
         "dependency=afterok:1",
     ):
         assert f"#SBATCH --{line}\n" in out
-    assert "train.py -n 5\n" in out
+    assert "daso.run.rank train.py -n 5" in out
     assert "--ntasks-per-node=3\n" in dry(capfdbinary, "--ntasks-per-node", "3", "train.py")[0]
 
 
@@ -217,12 +215,14 @@ def test_a_missing_key_of_a_template_is_told(capsys):
     assert "partition, " in err
 
 
-@pytest.mark.parametrize("words", [["--nodes", "two"], ["--nods=2"], ["--nodes"]])
+@pytest.mark.parametrize("words", [["--nodes", "two"], ["--nods=2"], ["--nodes"], ["-x"]])
 def test_words_that_are_no_options_are_named(capsys, words):
     with pytest.raises(SystemExit) as caught:
         main(["submit", *words, "train.py"] if words != ["--nodes"] else ["submit", *words])
     assert caught.value.code == 2
-    assert words[0].split("=")[0] in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert words[0].split("=")[0] in err
+    assert "`daso submit --help` shows how" in err
 
 
 SINFO = "mini*|4|3\nmini*|16|1\nbig|64+|8\n"
