@@ -42,6 +42,8 @@ from daso.train.optimizer import DASO
 
 __all__ = ["main"]
 
+DESCRIPTION = "What seldom exchanges cost in accuracy, on simulated nodes."
+
 
 def overhead(steps: int) -> float:
     """Return the step time of the wrapped optimizer over the bare one's, on one rank.
@@ -254,7 +256,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _options(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench_accuracy", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="bench_accuracy", description=DESCRIPTION)
     parser.add_argument("--quick", action="store_true", help="one seed, few epochs: minutes")
     parser.add_argument("--only", default="", help="trials whose name has this in it, as text")
     parser.add_argument("--seeds", type=int, default=0, help="runs of each setting (1 to 5)")

@@ -3,6 +3,7 @@
 import argparse
 import errno
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from daso.run.config import describe, read_config, takes_value
 from daso.run.local import Local, launch
 
 __all__ = ["main"]
+
+DESCRIPTION = "Hierarchical asynchronous data-parallel training for PyTorch over MPI."
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,6 +49,7 @@ def main(words: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0 done, 1 `doctor` found problems, 2 wrong use, 75 asked to end and saved.
     """
+    _open_standard_streams()
     ours, theirs = _cut(sys.argv[1:] if words is None else list(words))
     for word in ours:
         if word.startswith("-") and word.endswith("=--"):  # argparse would make a list of it
@@ -60,6 +64,16 @@ def main(words: Sequence[str] | None = None) -> int:
             raise
         return _refuse(f"no file can have the name {format_value(error.filename)}; shorten it")
     return code
+
+
+def _open_standard_streams() -> None:
+    """Let what a shell closed (``>&-``) lead nowhere: the next file would take its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
+            setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8"))  # noqa: PTH123, SIM115
 
 
 def _refuse(why: str) -> int:
@@ -78,7 +92,7 @@ def _speaks() -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="daso", description=daso.__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="daso", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"daso {daso.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(

@@ -5,10 +5,14 @@ them.
 """
 
 import difflib
+import re
+import shutil
+import textwrap
 import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -24,17 +28,31 @@ __all__ = ["Config", "describe", "read_config", "takes_value"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Which data, and how much of it at a time."""
+    """Which data, and how much of it at a time.
+
+    Args:
+        name: Data set; auto: fashion where it is found, else digits.
+        folder: Where to look; empty: DASO_DATA, then the usual place.
+        batch_size: Samples per rank and step.
+        context: Bytes per window of text.
+    """
 
     name: Literal["auto", "fashion", "digits", "text", "synthetic"] = "auto"
-    folder: str = ""  # where to look; empty: DASO_DATA, then the usual place
-    batch_size: int = 32  # samples per rank and step
-    context: int = 64  # bytes per window of text
+    folder: str = ""
+    batch_size: int = 32
+    context: int = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """The inner optimizer."""
+    """The inner optimizer.
+
+    Args:
+        name: Inner optimizer.
+        lr: Peak learning rate.
+        momentum: Momentum (sgd).
+        weight_decay: Weight decay.
+    """
 
     name: Literal["sgd", "adamw"] = "sgd"
     lr: float = 0.05
@@ -59,16 +77,27 @@ USED_BY = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
-    """When nodes exchange."""
+    """When nodes exchange.
+
+    Args:
+        policy: Chooses skip and wait.
+        skip: Batches between exchanges; plateau: the largest, qsr: the smallest.
+        wait: Batches an exchange may take (fixed, qsr).
+        warmup: Synchronous batches (auto, fixed) or epochs (plateau) at the start.
+        cooldown: Synchronous epochs at the end (plateau).
+        alpha: Learning rate at which the quadratic rule gives 1 batch (qsr).
+        drift: Relative distance between nodes to aim at; 0: by the optimizer (auto).
+        budget: Part of a step's time that exchanges may take (auto).
+    """
 
     policy: Literal["auto", "fixed", "plateau", "qsr"] = "auto"
-    skip: int = 4  # batches between exchanges; plateau: the largest, qsr: the smallest
-    wait: int = 1  # batches an exchange may take (fixed, qsr)
-    warmup: int = 0  # synchronous batches (auto, fixed) or epochs (plateau) at the start
-    cooldown: int = 0  # synchronous epochs at the end (plateau)
-    alpha: float = 0.1  # learning rate at which the quadratic rule gives 1 batch (qsr)
-    drift: float = 0.0  # relative distance between nodes to aim at; 0: by the optimizer (auto)
-    budget: float = Auto().budget  # part of a step's time that exchanges may take (auto)
+    skip: int = 4
+    wait: int = 1
+    warmup: int = 0
+    cooldown: int = 0
+    alpha: float = 0.1
+    drift: float = 0.0
+    budget: float = Auto().budget
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -83,23 +112,42 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeConfig:
-    """How nodes exchange."""
+    """How nodes exchange.
+
+    Args:
+        wire: Type or code of what crosses between nodes.
+        merge: How a node takes a mean in: auto, daso, delta, eager, or the weight of local
+            parameters.
+        outer: Optimizer of the reference; nesterov: DiLoCo.
+        outer_lr: The outer optimizer's learning rate.
+        outer_momentum: The outer optimizer's momentum.
+        fragments: Parts of the model that take turns.
+        reduce: Who adds fp32: MPI's iallreduce, or ordered, to the same bits everywhere.
+        chunk_bytes: Bytes of a message between nodes.
+        bucket_bytes: Bytes of a bucket of gradients inside a node; 0: searched while training.
+        gradients: In which order gradients cross, and where they are added.
+        update: Steps of the whole model, or layer by layer (chunk).
+        nonfinite: What NaN and infinity in an exchange do.
+        stall_seconds: How long to wait for ranks that do not come.
+        step_restoration: Longer steps of Adam and its kin between exchanges.
+        memory: What crosses lies on the host, or on the device itself, with an MPI that is able to.
+    """
 
     wire: Wire = "auto"
-    merge: str = "auto"  # auto | daso | delta | eager | the weight of local parameters
-    outer: Literal["none", "nesterov"] = "none"  # nesterov: DiLoCo
+    merge: str = "auto"
+    outer: Literal["none", "nesterov"] = "none"
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
-    fragments: int = 1  # parts of the model that take turns
+    fragments: int = 1
     reduce: Literal["auto", "iallreduce", "ordered"] = "auto"
     chunk_bytes: int = Exchange().chunk_bytes
-    bucket_bytes: int = 1 << 20  # of gradients; 0: searched while training
-    gradients: Literal["buckets", "priority", "host"] = "buckets"  # in which order, and where added
-    update: Literal["auto", "whole", "chunk"] = "auto"  # chunk: layer by layer
+    bucket_bytes: int = 1 << 20
+    gradients: Literal["buckets", "priority", "host"] = "buckets"
+    update: Literal["auto", "whole", "chunk"] = "auto"
     nonfinite: Literal["drop", "raise"] = "drop"
     stall_seconds: float = 300.0
-    step_restoration: Literal["auto", "on", "off"] = "auto"  # longer steps of Adam and its kin
-    memory: Literal["host", "device"] = "host"  # device: a GPU's own, with an MPI that is able to
+    step_restoration: Literal["auto", "on", "off"] = "auto"
+    memory: Literal["host", "device"] = "host"
 
     def __post_init__(self) -> None:
         check("exchange.outer_lr", self.outer_lr, number(0, MOST_RATE))
@@ -108,16 +156,22 @@ class ExchangeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """When to save the run."""
+    """When to save the run.
 
-    every: int = 0  # steps from one checkpoint to the next, and one at the end; 0: none
-    keep: int = 3  # older ones are removed
+    Args:
+        every: Steps from one checkpoint to the next, and one at the end; 0: none.
+        keep: Checkpoints that are kept; older ones are removed.
+    """
+
+    every: int = 0
+    keep: int = 3
 
     def __post_init__(self) -> None:
         check("checkpoint.every", self.every, whole(0))
         check("checkpoint.keep", self.keep, whole(1))
 
 
+MOST_COLUMNS = 100
 MOST_COUNT = 2**40
 SEED = Rule(  # what torch takes
     "a whole number of at most 64 bits", lambda one: type(one) is int and -(2**63) <= one < 2**64
@@ -137,15 +191,30 @@ PATH = Rule("the path of a folder, printable", lambda one: bool(one) and one.isp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """One training run."""
+    """One training run.
 
-    name: str = "train"  # the run folder is runs/NAME
-    runs: str = "runs"  # where run folders are made
+    Args:
+        name: The run folder is runs/NAME.
+        runs: Where run folders are made.
+        epochs: Passes over the data.
+        seed: Of parameters, and of the order of samples.
+        device: What computes; auto: a GPU where ranks see one.
+        tensorboard: Write TensorBoard files too.
+        trace: Record what every rank does, for `daso trace`.
+        data: Which data.
+        optimizer: The inner optimizer.
+        schedule: When nodes exchange.
+        exchange: How nodes exchange.
+        checkpoint: When the run is saved.
+    """
+
+    name: str = "train"
+    runs: str = "runs"
     epochs: int = 3
     seed: int = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU where ranks see one
-    tensorboard: bool = False  # write TensorBoard files too
-    trace: bool = False  # record what every rank does, for `daso trace`
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    tensorboard: bool = False
+    trace: bool = False
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -281,8 +350,13 @@ def takes_value(word: str) -> bool:
 SECTIONS = tuple(one.name for one in fields(Config) if is_dataclass(one.default_factory))
 
 
-def _valid() -> str:
-    return "valid keys: " + ", ".join(key for key, _, _ in _keys(Config))
+def _valid(key: str = "") -> str:
+    """Return the keys of the section that a key may be of, else those of no section."""
+    section = key.partition(".")[0]
+    keys = [key for key, _, _ in _keys(Config)]
+    near = [one for one in keys if one.startswith(f"{section}.")]
+    valid = near or [*(one for one in keys if "." not in one), *(f"{one}.*" for one in SECTIONS)]
+    return f"valid keys: {', '.join(valid)}; `daso train --help` says what they mean"
 
 
 def _keys(kind: type[Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -301,7 +375,7 @@ def _build(kind: type[Any], values: Mapping[str, object]) -> Any:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(f"unknown key {key!r}; {hint}{_valid()}")
+            raise ConfigError(f"unknown key {key!r}; {hint}{_valid(key)}")
     return _fill(kind, "", {k: _convert(k, v, known[k]) for k, v in values.items()})
 
 
@@ -348,10 +422,30 @@ def _convert_bool(key: str, value: object) -> bool:
 
 
 def describe() -> str:
-    """Return one line per key: name, default, kind."""
+    """Return what each key means, its default and what it may be, as wide as the terminal."""
+    columns = min(MOST_COLUMNS, shutil.get_terminal_size().columns)
     rows = []
+    meanings = dict(_meanings(Config))
     for key, annotation, default in _keys(Config):
         choices = " | ".join(map(str, get_args(annotation))) or annotation.__name__
-        rows.append((f"  --{key}={default}", choices))
-    width = max(len(left) for left, _ in rows)
-    return "\n".join(f"{left:<{width}}  {right}" for left, right in rows)
+        rows.append((f"  --{key}={default}", f"{meanings.get(key, '')}({choices})"))
+    width = max(len(left) for left, _ in rows) + 2
+    wrapped = textwrap.TextWrapper(max(40, columns - width), break_long_words=False)
+    return "\n".join(
+        f"{left:<{width}}{line}"
+        for first, text in rows
+        for left, line in zip_longest([first], wrapped.wrap(text), fillvalue="")
+    )
+
+
+def _meanings(kind: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """List (key, meaning) of all fields, from docstrings; none where Python left them out (-OO)."""
+    hints = get_type_hints(kind)
+    text = " ".join((kind.__doc__ or "").partition("Args:")[2].split())
+    names = "|".join(one.name for one in fields(kind))
+    parts = re.split(rf"(?:^|(?<=\. ))({names}): ", text)[1:]
+    for name, meaning in zip(parts[::2], parts[1::2], strict=True):
+        if is_dataclass(hints[name]):
+            yield from _meanings(hints[name], f"{prefix}{name}.")
+        else:
+            yield prefix + name, f"{meaning.strip().removesuffix('.')} "

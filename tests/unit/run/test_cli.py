@@ -107,6 +107,26 @@ def test_help_lists_the_commands(capsys):
     assert lines == ours.split()
 
 
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+def test_closed_streams_and_python_without_docstrings(tmp_path, closed):
+    """``daso run x >&-``, and PYTHONOPTIMIZE=2 on ranks too."""
+    program = tmp_path / "notes.py"
+    program.write_text(
+        "import pathlib, daso\nrank = daso.init().place.rank\nprint('to nowhere')\n"
+        "pathlib.Path(__file__).with_name(f'rank-{rank}').write_text('was here')\n"
+    )
+    shut = " ".join(f"{number}>&-" for number in closed)
+    command = f"{sys.executable} -m daso run -n 2 {program} {shut}"
+    run = subprocess.run(
+        ["bash", "-c", command],
+        env={**os.environ, "DASO_MPIRUN": str(REAL_MPIRUN), "PYTHONOPTIMIZE": "2"},
+        timeout=HANG_SECONDS,
+        check=False,
+    )
+    assert run.returncode == 0
+    assert {path.name for path in tmp_path.glob("rank-*")} == {"rank-0", "rank-1"}
+
+
 def test_help_of_train_lists_every_setting_as_describe_does(capsys):
     assert help_of(capsys, "train").rstrip().endswith(describe())
 

@@ -202,13 +202,16 @@ def test_an_unknown_key_is_named_with_the_near_and_the_valid_ones(key, near):
     message = refused(None, f"--{key}=3")
     assert repr(key) in message
     assert f"did you mean {near}" in message or f"did you mean data.{near}" in message
-    assert all(valid in message for valid in KEYS)
+    section = key.partition(".")[0] if "." in key else ""
+    ours = [one for one in KEYS if one.startswith(section + ".") or not (section or "." in one)]
+    assert f"valid keys: {', '.join(ours)}" in message
 
 
 def test_an_unknown_key_like_no_other_gets_no_guess():
     message = refused(None, "--zzzzzz=3")
     assert "did you mean" not in message
-    assert all(valid in message for valid in KEYS)
+    assert "valid keys: name, runs, epochs" in message
+    assert "optimizer.*" in message
 
 
 def test_an_unknown_key_in_a_file_is_refused_too(tmp_path):
@@ -377,23 +380,34 @@ def test_a_word_that_is_no_setting_is_told_how_one_looks(word):
     assert repr(word) in message
 
 
-def test_describe_lists_every_key_once_with_default_and_choices():
-    lines = describe().splitlines()
-    assert [line.split("=")[0].strip() for line in lines] == [f"--{key}" for key in KEYS]
+def described():
+    """Each key's line of the help, with what is below it."""
+    return re.split(r"\n(?=  --)", describe())
+
+
+def test_describe_lists_every_key_once_with_meaning_default_and_choices():
+    entries = described()
+    assert [entry.split("=")[0].strip() for entry in entries] == [f"--{key}" for key in KEYS]
     defaults = dict(items(Config()))
-    for key, line in zip(KEYS, lines, strict=True):
-        assert line.split("=", 1)[1].startswith(str(defaults[key]))
-    assert any(line.endswith("auto | fixed | plateau | qsr") for line in lines)
+    for key, entry in zip(KEYS, entries, strict=True):
+        assert entry.split("=", 1)[1].startswith(str(defaults[key]))
+        meaning = " ".join(entry.split()[1:])
+        assert re.fullmatch(r"[A-Z].{5,} \(.+\)", meaning), entry
+    joined = " ".join(describe().split())
+    assert "Chooses skip and wait (auto | fixed | plateau | qsr)" in joined
 
 
-def test_describe_gives_every_kind_in_one_column():
-    kinds = [re.search(r"\S+( \| \S+)*$", line) for line in describe().splitlines()]
-    assert len({kind.start() for kind in kinds}) == 1
+@pytest.mark.parametrize("columns", ["60", "80", "200"])
+def test_describe_is_as_wide_as_the_terminal(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = describe().splitlines()
+    assert max(map(len, lines)) <= max(80, min(100, int(columns)))
+    starts = {line.index(line.split()[1]) for line in lines if line.startswith("  --")}
+    assert len(starts) == 1
 
 
 def test_the_defaults_that_describe_shows_are_valid_words():
-    words = [line.split("  ")[1] for line in describe().splitlines()]
-    assert read_config(None, words) == Config()
+    assert read_config(None, [entry.split()[0] for entry in described()]) == Config()
 
 
 def numbers(least, most=None):
