@@ -182,7 +182,7 @@ def _unit_lines(found: Found) -> Iterator[str]:
     ]
     if len(rows) > SHOWN:
         rows = [_folded(list(same)) for _, same in groupby(rows, key=lambda row: row.way)]
-    wide = max(len(row.name) for row in rows) + 2
+    wide = max(len("begins with"), *(len(row.name) for row in rows)) + 2
     yield (
         f"{'unit':>9}  {'begins with':<{wide}}{'way':<16}{'head MiB':>9}{'tail MiB':>10}"
         f"{'forward ms':>12}{'backward ms':>13}{'recompute ms':>14}"

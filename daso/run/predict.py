@@ -205,7 +205,7 @@ def table(job: Job, link: str, rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         f"{job.parameters / 1e6:.1f} M parameters, {1e3 * job.step_seconds:.1f} ms of computing a "
         f"step (spread {job.jitter:.1%}), link {link}",
-        f"{'nodes':>6}  {'':<21}{'ms/step':>10}{'efficiency':>12}{'waiting':>9}{'MB/step':>10}"
+        f"{'nodes':>6}  {'':<21}{'ms/step':>10}{'efficiency':>12}{'wait ms':>9}{'MB/step':>10}"
         f"  skip, wait",
     ]
     for row in rows:

@@ -4,11 +4,12 @@ from daso.errors import ConfigError
 
 __all__ = ["parse_bytes"]
 
-UNITS_OF_BYTES = {"": 1, "B": 1} | {
+UNITS_OF_BYTES = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
-    for power, letter in enumerate("KMGT", 1)
-    for suffix, base in (("iB", 1024), ("B", 1000), ("", 1024))
+    for power, letter in enumerate("kmgt", 1)
+    for suffix, base in (("ib", 1024), ("b", 1000), ("", 1024))
 }
+MOST_BYTES = 2**60
 
 
 def parse_bytes(name: str, text: float | str) -> int:
@@ -21,12 +22,14 @@ def parse_bytes(name: str, text: float | str) -> int:
     Raises:
         ConfigError: It is neither.
     """
-    words = str(text).strip()
-    number = words.rstrip("KMGTiB ")
+    words = str(text).strip().lower()
+    number = words.rstrip("kmgtib ")
     try:
-        nbytes = int(float(number) * UNITS_OF_BYTES[words[len(number) :].strip()])
+        nbytes = float(number) * UNITS_OF_BYTES[words[len(number) :].strip()]
     except (KeyError, ValueError, OverflowError):
-        nbytes = -1
-    if nbytes < 0:
-        raise ConfigError(f"{name} must be bytes, such as 8GiB, 500MB or a number, not {text!r}")
-    return nbytes
+        nbytes = 0.0
+    if not 1 <= nbytes <= MOST_BYTES:
+        raise ConfigError(
+            f"{name} must be bytes from 1 to 2^60, such as 8GiB, 500MB or a number, not {text!r}"
+        )
+    return int(nbytes)

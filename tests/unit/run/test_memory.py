@@ -107,6 +107,8 @@ def test_a_budget_gets_a_plan_with_a_row_for_each_unit_and_a_picture():
     told = json.loads(Path("x.json").read_text())
     assert "budget        20.00 MiB" in done.stdout
     lines = done.stdout.splitlines()
+    header = lines[lines.index("") + 1].split()
+    assert header[:4] == ["unit", "begins", "with", "way"]
     rows = [line.split() for line in lines[lines.index("") + 2 :]]
     rows = rows[: rows.index([])]
     assert [row[:3] for row in rows] == [

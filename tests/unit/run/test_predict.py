@@ -27,6 +27,10 @@ def test_a_table_for_every_link_and_what_stands_behind_it(tmp_path):
     assert done.stdout.count("25.6 M parameters, 100.0 ms of computing a step") == 2
     assert "on 16 nodes: Auto (within 1 %" in done.stdout
     assert "Predicted, not measured." in done.stdout
+    columns = [line for line in done.stdout.splitlines() if "efficiency" in line]
+    assert [line.split() for line in columns] == [
+        [*"nodes ms/step efficiency wait ms MB/step skip, wait".split()]
+    ] * 2
     found = json.loads(path.read_text())
     assert len(found["rows"]) == 2 * 2 * 3
     by = {(row["link"], row["nodes"], row["policy"]): row for row in found["rows"]}

@@ -685,14 +685,18 @@ def test_a_budget_below_the_floor_names_it():
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("8GiB", 8 << 30), ("500 MB", 500_000_000), ("1.5KiB", 1536), ("12", 12), (7, 7)],
+    [
+        *(("8GiB", 8 << 30), ("500 MB", 500_000_000), ("1.5KiB", 1536), ("12", 12), (7, 7)),
+        *(("8G", 8 << 30), ("8gib", 8 << 30), ("1e9", 10**9), ("1048576tib", 1 << 60)),
+    ],
 )
 def test_budgets_are_read(text, nbytes):
     assert parse_bytes("budget", text) == nbytes
 
 
 @pytest.mark.parametrize(
-    "text", [True, -5, None, "lots", "8Gib", "", "GiB", "8 G B", "-3GiB", "nan"]
+    "text",
+    [True, -5, None, "lots", "", "GiB", "8 G B", "-3GiB", "nan", 0, "0.5", "1e308", "1048577TiB"],
 )
 def test_budgets_that_are_none(text):
     with pytest.raises(ConfigError, match="budget must be bytes"):
