@@ -9,7 +9,7 @@ UNITS_OF_BYTES = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", 1)
     for suffix, base in (("ib", 1024), ("b", 1000), ("", 1024))
 }
-MOST_BYTES = 2**60
+MOST_BYTES = 2**62
 
 
 def parse_bytes(name: str, text: float | str) -> int:
@@ -30,6 +30,6 @@ def parse_bytes(name: str, text: float | str) -> int:
         nbytes = 0.0
     if not 1 <= nbytes <= MOST_BYTES:
         raise ConfigError(
-            f"{name} must be bytes from 1 to 2^60, such as 8GiB, 500MB or a number, not {text!r}"
+            f"{name} must be bytes, such as 8GiB, 500MB or a number, from 1 to 2^62, not {text!r}"
         )
     return int(nbytes)

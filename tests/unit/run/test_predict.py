@@ -29,7 +29,7 @@ def test_a_table_for_every_link_and_what_stands_behind_it(tmp_path):
     assert "Predicted, not measured." in done.stdout
     columns = [line for line in done.stdout.splitlines() if "efficiency" in line]
     assert [line.split() for line in columns] == [
-        [*"nodes ms/step efficiency wait ms MB/step skip, wait".split()]
+        [*["nodes", "ms/step", "efficiency", "wait", "ms", "MB/step", "skip,", "wait"]]
     ] * 2
     found = json.loads(path.read_text())
     assert len(found["rows"]) == 2 * 2 * 3
