@@ -7,6 +7,8 @@ commands work on a login node.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from daso.environment import read_ignored_signals
+
 if TYPE_CHECKING:
     from daso import errors, flow, memory, predict
     from daso.comm.recording import Recording
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from daso.train.attach import attach
     from daso.train.eager import EagerServer
     from daso.train.optimizer import DASO
+
+if read_ignored_signals()[1]:  # perhaps a worker of a rank
+    import_module("daso.workers")
 
 __version__ = "0.1.0"
 

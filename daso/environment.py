@@ -26,9 +26,11 @@ __all__ = [
     "may_share_a_gpu",
     "merged",
     "mpi_is_chosen",
+    "note_ignored_signals",
     "note_process",
     "note_requeue",
     "read_cpu_mask",
+    "read_ignored_signals",
     "read_launch",
     "site_name",
     "slurm_job",
@@ -203,6 +205,34 @@ def read_cpu_mask(env: Mapping[str, str] | None = None) -> set[int] | None:
             f"DASO_CPU_MASKS must be numbers in hexadecimal, by commas, not {masks!r}; mend them"
         ) from None
     return {core for core in range(mask.bit_length()) if mask >> core & 1}
+
+
+def note_ignored_signals(numbers: Iterable[int]) -> None:
+    """Tell worker processes that this one starts from now on which signals are not for them.
+
+    Args:
+        numbers: Of the signals; none takes an earlier word back.
+    """
+    words = [str(int(number)) for number in sorted(numbers)]
+    os.environ.pop("DASO_WORKERS_IGNORE", None)
+    if words:
+        os.environ["DASO_WORKERS_IGNORE"] = ",".join([str(os.getpid()), *words])
+
+
+def read_ignored_signals(env: Mapping[str, str] | None = None) -> tuple[int, frozenset[int]]:
+    """Return who started this process, and the signals that `note_ignored_signals` named there.
+
+    Args:
+        env: Environment to read; the process's own if None.
+
+    Returns:
+        Process id, and numbers of signals; 0 and none where nothing is said.
+    """
+    words = (os.environ if env is None else env).get("DASO_WORKERS_IGNORE", "").split(",")
+    if not all(word.isdigit() for word in words):
+        return 0, frozenset()
+    pid, *numbers = map(int, words)
+    return pid, frozenset(numbers)
 
 
 def is_first_to_end(env: Mapping[str, str] | None = None) -> bool:

@@ -22,6 +22,7 @@ from daso.comm.node import wait_until
 from daso.comm.roll import RollCall
 from daso.environment import end_with_starter, note_process, read_launch
 from daso.errors import ExchangeError, StallError, TopologyError
+from daso.workers import is_worker
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -115,6 +116,7 @@ class Topology:
     ) -> None:
         check("ranks_per_node", ranks_per_node, SIZES)
         check_wheels(wheels())
+        _refuse_workers()
         mpi = load()
         check("world", world, either(Rule("an MPI.Comm", partial(_is, mpi.Comm)), NONE))
         launch = read_launch()
@@ -215,6 +217,20 @@ class Topology:
         for comm in (self.lane, self.node, self.world):
             if comm != mpi.COMM_NULL:
                 comm.Free()
+
+
+def _refuse_workers() -> None:
+    """Refuse MPI in a worker process of a rank, which has no place in the world.
+
+    Raises:
+        TopologyError: This is one.
+    """
+    if is_worker() and read_launch().launcher is not None:
+        raise TopologyError(
+            "MPI must be started by ranks alone, but this is a worker process of one (of a "
+            "DataLoader?), which runs the program again; put what trains behind "
+            "`if __name__ == '__main__':`"
+        )
 
 
 def _tell_of_many(place: Place, number: int) -> None:

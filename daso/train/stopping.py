@@ -9,6 +9,7 @@ from typing import Self
 from daso.comm.topology import Topology
 from daso.comm.vote import Vote
 from daso.plan.stopping import batches_to_next_vote
+from daso.workers import ignore_in_workers
 
 __all__ = ["CHECKPOINTED", "StopRequest"]
 
@@ -34,6 +35,9 @@ class StopRequest:
         signals: What to listen for; the handlers that were there come back at the end.
         stall_seconds: How long a vote is waited for at most.
 
+    Worker processes (of a DataLoader) that start meanwhile ignore these signals; those that begin
+    as a new Python do where their program imports daso.
+
     Collective over the world, as a context manager too; blocking. Main thread only.
     """
 
@@ -49,6 +53,7 @@ class StopRequest:
         self._between = self._left = 1  # batches: from vote to vote; to the next
         self._begun = time.perf_counter()
         self._before = {number: signal.signal(number, self._hear) for number in signals}
+        ignore_in_workers(signals)
         for number, handler in self._before.items():
             if getattr(handler, "heard", False):  # it came before anybody listened (daso.run.rank)
                 self._heard = float(number)
@@ -84,6 +89,8 @@ class StopRequest:
     def _restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._before:
+            ignore_in_workers(())
         self._before = {}
 
     def __enter__(self) -> Self:

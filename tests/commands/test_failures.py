@@ -74,20 +74,20 @@ for step in range(10**9):
 """
 
 
-def alive(marker: str) -> list[str]:
-    """List processes whose command line holds the marker."""
-    found = []
+def alive(marker: str) -> dict[int, str]:
+    """List processes whose command line holds the marker: their numbers and command lines."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
         if any(marker in word for word in words):
-            found.append(" ".join(words))
+            found[int(path.parent.name)] = " ".join(words)
     return found
 
 
-def left_over(marker: str, *, within: float = 5.0) -> list[str]:
+def left_over(marker: str, *, within: float = 5.0) -> dict[int, str]:
     """List what is still there after a moment: mpirun may return before its last rank is gone."""
     deadline = time.monotonic() + within
     while (found := alive(marker)) and time.monotonic() < deadline:
@@ -131,7 +131,7 @@ def test_one_rank_in_trouble_ends_the_job(
     assert run.returncode != 0
     assert message in run.stdout + run.stderr
     assert seconds < 10 * slowness(), f"gone after {seconds:.1f} s"
-    assert left_over(str(program)) == []
+    assert left_over(str(program)) == {}
     if how == "raise":
         assert "the disk is on fire" in run.stderr
 
@@ -156,7 +156,7 @@ def test_plain_mpirun_ends_too_when_a_rank_raises(tmp_path: Path) -> None:
     )
     assert run.returncode != 0
     assert "rank 1 of 2" in run.stderr
-    assert left_over(str(program)) == []
+    assert left_over(str(program)) == {}
 
 
 def started(program: Path) -> "subprocess.Popen[str]":
@@ -181,7 +181,7 @@ def test_interrupting_ends_all_ranks(tmp_path: Path) -> None:
     os.killpg(job.pid, signal.SIGINT)  # what Ctrl-C does
     job.communicate(timeout=HANG_SECONDS)
     assert job.returncode != 0
-    assert left_over(str(program)) == []
+    assert left_over(str(program)) == {}
 
 
 @pytest.mark.parametrize("whose", ["mpirun", "proxy"])
@@ -221,6 +221,92 @@ def test_ranks_of_plain_mpirun_end_with_what_started_them(tmp_path: Path) -> Non
     mpirun.communicate(timeout=HANG_SECONDS)
 
 
+LOADING = """
+import signal, sys, time
+import torch
+import daso
+from daso.train.stopping import StopRequest
+from torch.utils.data import DataLoader, TensorDataset
+
+def main():
+    topology = daso.init()
+    model = torch.nn.Linear(5, 5)
+    optimizer = daso.DASO(torch.optim.SGD(model.parameters(), lr=0.01), module=model)
+    data = TensorDataset(torch.randn(100_000, 5))
+    loader = DataLoader(data, num_workers=1, multiprocessing_context=sys.argv[1])
+    with StopRequest(topology, signals=(signal.SIGTERM,)) as stop:
+        for step, (x,) in enumerate(loader):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            time.sleep(0.005)
+            if step == 20:
+                print("loading", flush=True)
+            if stop.after_step():
+                break
+    optimizer.synchronize()
+    print("saved", flush=True)
+
+GUARD
+"""
+
+
+@pytest.mark.parametrize(
+    "way", ["fork", *(pytest.param(one, marks=later) for one in ("spawn", "forkserver"))]
+)
+def test_what_asks_ranks_to_end_spares_their_workers(tmp_path: Path, way: str) -> None:
+    """SLURM signals all processes of a rank."""
+    program = tmp_path / "train_loading.py"
+    program.write_text(LOADING.replace("GUARD", "if __name__ == '__main__':\n    main()"))
+    words = ["run", "-n", "2", "--ranks-per-node", "1", str(program), way]
+    job = subprocess.Popen(
+        [sys.executable, "-m", "daso", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert job.stdout is not None
+    assert [job.stdout.readline() for _ in range(2)] == ["loading\n"] * 2
+    run = f"{sys.executable} -m mpi4py"
+    ranks = [pid for pid, words in alive(str(program)).items() if words.startswith(run)]
+    below = [pid for rank in ranks for pid in descendants(rank)]
+    assert len(below) >= 4
+    for pid in below:
+        os.kill(pid, signal.SIGTERM)
+    out, err = job.communicate(timeout=HANG_SECONDS)
+    assert out == "saved\n" * 2, err
+    assert job.returncode == 0
+    wait_for_none_left(program)
+
+
+def test_a_program_without_a_guard_is_told_what_its_workers_lack(tmp_path: Path) -> None:
+    program = tmp_path / "train_unguarded.py"
+    program.write_text(LOADING.replace("GUARD", "main()"))
+    words = ["run", "-n", "2", "--ranks-per-node", "1", str(program), "spawn"]
+    run = subprocess.run(
+        [sys.executable, "-m", "daso", *words],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode != 0
+    assert "put what trains behind `if __name__ == '__main__':`" in run.stderr
+    wait_for_none_left(program)
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and those that it started, and theirs."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").glob("*/children"))
+        children = [int(word) for task in tasks for word in task.read_text().split()]
+    except OSError:  # it has ended
+        return []
+    return [pid, *(one for child in children for one in descendants(child))]
+
+
 def child_of(pid: int) -> int:
     """A process that another one started."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -233,7 +319,7 @@ def command_of(pid: int) -> str:
 
 def wait_for_none_left(program: Path, but: int = 0) -> None:
     deadline = time.monotonic() + 10 * slowness()
-    while left := [pid for pid in left_over(str(program)) if int(pid) != but]:
+    while left := {pid: words for pid, words in alive(str(program)).items() if pid != but}:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 

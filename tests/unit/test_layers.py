@@ -14,7 +14,7 @@ ROOT = Path(daso.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 
 # Besides the standard library and what is for all, a row may import what it lists.
-FOR_ALL = {"daso.checks", "daso.environment", "daso.errors", "daso.trace"}
+FOR_ALL = {"daso.checks", "daso.environment", "daso.errors", "daso.trace", "daso.workers"}
 MAY_IMPORT = {
     "plan": {"daso.plan"},
     "sim": {"daso.sim", "daso.plan"},
@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "checks": set(),
     "errors": set(),
     "trace": set(),
+    "workers": set(),
     "memory": {"daso.train"},
     "predict": {"daso.plan", "daso.sim", "daso.train"},
     # The one module that imports by a computed name: public names, on first use.

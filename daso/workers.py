@@ -1,0 +1,66 @@
+"""What a process that a rank starts with multiprocessing (a DataLoader worker) must know.
+
+SLURM and people signal all processes of a rank, workers too. What asks a rank to save and end would
+kill its workers at once, and the rank by that.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable
+from multiprocessing import forkserver
+
+from daso.environment import note_ignored_signals, read_ignored_signals
+
+__all__ = ["ignore_in_workers", "is_worker", "shield_this_process"]
+
+
+def is_worker() -> bool:
+    """Return whether this process is a worker of another one."""
+    # Where a worker begins as a new Python and runs the program's main module, by private name.
+    begins = getattr(multiprocessing.current_process(), "_inheriting", False)
+    return begins or multiprocessing.parent_process() is not None
+
+
+def _serves_forks() -> bool:
+    """Return whether this process forks workers for another one."""
+    return sys.argv[:1] == ["-c"] and "multiprocessing.forkserver" in sys.modules
+
+
+def ignore_in_workers(numbers: Iterable[int]) -> None:
+    """Let workers that are started from now on ignore these signals, but for their rank's own.
+
+    Args:
+        numbers: Of the signals; none: as before.
+    """
+    note_ignored_signals(numbers)
+    known = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
+    if __name__ not in known:
+        forkserver.set_forkserver_preload([*known, __name__])
+
+
+def shield_this_process() -> None:
+    """Ignore signals in a worker; SIGTERM of its own rank ends it, as multiprocessing expects.
+
+    torch sets handlers of its own in DataLoader workers, so signals are blocked, not handled.
+    """
+    rank, numbers = read_ignored_signals()
+    if not numbers or os.getpid() == rank:
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    listen = threading.Thread(target=_listen, args=(numbers, rank), name="daso-worker", daemon=True)
+    listen.start()
+
+
+def _listen(numbers: frozenset[int], rank: int) -> None:
+    while True:
+        heard = signal.sigwaitinfo(numbers)
+        if heard.si_signo == signal.SIGTERM and heard.si_pid in (rank, os.getppid()):
+            os._exit(0)
+
+
+os.register_at_fork(after_in_child=shield_this_process)
+if is_worker() or _serves_forks():  # a new Python
+    shield_this_process()
