@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from daso.errors import ConfigError
@@ -29,6 +29,7 @@ __all__ = [
     "note_ignored_signals",
     "note_process",
     "note_requeue",
+    "promises",
     "read_cpu_mask",
     "read_ignored_signals",
     "read_launch",
@@ -78,14 +79,24 @@ def read_launch(env: Mapping[str, str] | None = None) -> Launch:
     """
     env = os.environ if env is None else env
     pretend = parse_ranks_per_node(env.get("DASO_RANKS_PER_NODE", ""))
-    found = [
-        Launch(launcher, int(env[size]), int(env[rank]), pretend)
-        for launcher, (size, rank) in LAUNCHERS.items()
-        if env.get(size, "").isdecimal() and env.get(rank, "").isdecimal()
-    ]
+    found = [replace(launch, ranks_per_node=pretend) for launch in promises(env)]
     # One task of a SLURM step may have started torchrun: who started several started these.
     several = [launch for launch in found if launch.size > 1]
     return next(iter(several + found), Launch(None, 1, 0, pretend))
+
+
+def promises(env: Mapping[str, str] | None = None) -> list[Launch]:
+    """Return what each launcher said; some may be left over of a launcher further out.
+
+    Args:
+        env: Environment to read; the process's own if None.
+    """
+    env = os.environ if env is None else env
+    return [
+        Launch(launcher, int(env[size]), int(env[rank]), None)
+        for launcher, (size, rank) in LAUNCHERS.items()
+        if env.get(size, "").isdecimal() and env.get(rank, "").isdecimal()
+    ]
 
 
 def parse_ranks_per_node(text: str) -> tuple[int, ...] | None:

@@ -24,6 +24,15 @@ ORPHANED_SECONDS = 2.0  # for mpirun to end once what started the ranks has
 CHECKPOINTED = 75  # exit code; `daso.train.stopping` says what it means, and needs torch
 
 
+# What a launcher told this process, were it a rank, or a shell that was started by one.
+OF_A_RANK = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL")
+NOT_BY_SLURM = {
+    "HYDRA_LAUNCHER": "fork",
+    "HYDRA_RMK": "user",
+    **{f"{kind}_MCA_{part}": "^slurm" for kind in ("OMPI", "PRTE") for part in ("plm", "ras")},
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
     """Ranks on this machine.
@@ -75,7 +84,10 @@ class Local:
         if self.ranks_per_node is not None:
             ours["DASO_RANKS_PER_NODE"] = self.ranks_per_node
         forced = {"DASO_RANKS_PER_NODE"}
-        return {**ours, **env, **{key: ours[key] for key in forced & ours.keys()}}
+        here = {name: value for name, value in env.items() if not name.startswith(OF_A_RANK)}
+        if any(name.startswith("SLURM_") for name in env):  # these ranks are of this machine alone
+            here |= NOT_BY_SLURM
+        return {**ours, **here, **{key: ours[key] for key in forced & ours.keys()}}
 
 
 def launch(local: Local) -> int:

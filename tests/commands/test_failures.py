@@ -267,7 +267,8 @@ def test_what_asks_ranks_to_end_spares_their_workers(tmp_path: Path, way: str) -
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert job.stdout is not None
-    assert [job.stdout.readline() for _ in range(2)] == ["loading\n"] * 2
+    said = [job.stdout.readline() for _ in range(2)]  # of two ranks, perhaps in one line
+    assert "".join(said).count("loading") == 2
     run = f"{sys.executable} -m mpi4py"
     ranks = [pid for pid, words in alive(str(program)).items() if words.startswith(run)]
     below = [pid for rank in ranks for pid in descendants(rank)]
@@ -275,7 +276,7 @@ def test_what_asks_ranks_to_end_spares_their_workers(tmp_path: Path, way: str) -
     for pid in below:
         os.kill(pid, signal.SIGTERM)
     out, err = job.communicate(timeout=HANG_SECONDS)
-    assert out == "saved\n" * 2, err
+    assert out.count("saved") == 2, err
     assert job.returncode == 0
     wait_for_none_left(program)
 

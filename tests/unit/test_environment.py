@@ -24,8 +24,11 @@ STEP = {"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "6", "SLURM_PROCID": "2"}
 
 
 class World:
-    def __init__(self, size):
-        self.size = size
+    def __init__(self, size, rank=0):
+        self.size, self.rank = size, rank
+
+    def Get_rank(self):  # noqa: N802 - as mpi4py has it
+        return self.rank
 
     def Get_size(self):  # noqa: N802 - as mpi4py has it
         return self.size
@@ -220,6 +223,15 @@ def test_a_refusal_without_any_mpirun_has_a_remedy_too(without_mpi, monkeypatch)
 )
 def test_a_launch_that_fits_and_a_process_alone_pass(without_mpi, size, launch):
     check_launch(World(size), launch)
+
+
+def test_a_launcher_that_fits_counts_beside_what_another_one_left(without_mpi, monkeypatch):
+    for name, value in {**OPEN_MPI, **MPICH}.items():  # of 8, and of 4 ranks
+        monkeypatch.setenv(name, value)
+    check_launch(World(4, rank=3), read_launch())
+    for wrong in (World(4, rank=2), World(3, rank=3)):
+        with pytest.raises(TopologyError, match="belongs to another MPI library"):
+            check_launch(wrong, read_launch())
 
 
 def test_two_wheels_are_refused_unless_one_is_chosen(monkeypatch):

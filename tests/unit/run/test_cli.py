@@ -127,6 +127,26 @@ def test_closed_streams_and_python_without_docstrings(tmp_path, closed):
     assert {path.name for path in tmp_path.glob("rank-*")} == {"rank-0", "rank-1"}
 
 
+def test_what_other_launchers_left_in_the_environment_is_no_matter(tmp_path):
+    """A shell within a job, or within a rank: Open MPI's variables, PMI's and SLURM's."""
+    program = tmp_path / "who.py"
+    program.write_text("import daso; place = daso.init().place; print(place.rank, place.size)\n")
+    slurm = {"JOB_ID": "77", "JOBID": "77", "NNODES": "2", "NTASKS": "2", "TASKS_PER_NODE": "1(x2)"}
+    slurm |= dict.fromkeys(("NODELIST", "JOB_NODELIST"), "far[0-1]")
+    left = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0", "PMI_FD": "9"}
+    left |= {f"SLURM_{name}": value for name, value in slurm.items()}
+    run = subprocess.run(
+        [sys.executable, "-m", "daso", "run", "-n", "2", str(program)],
+        env={**os.environ, "DASO_MPIRUN": str(REAL_MPIRUN), **left},
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert sorted("".join(run.stdout.split())) == ["0", "1", "2", "2"]
+
+
 def test_help_of_train_lists_every_setting_as_describe_does(capsys):
     assert help_of(capsys, "train").rstrip().endswith(describe())
 
