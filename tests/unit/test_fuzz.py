@@ -308,6 +308,64 @@ def test_command_lines(tmp_path, monkeypatch):
     assert codes == {0, 2}
 
 
+# Small words with which `daso predict` is done in no time; one of them is made odd.
+PREDICT = {
+    "parameters": "1e6",
+    "step-ms": "10",
+    "nodes": "2",
+    "steps": "400",
+    "link": "1gbit",
+    "latency-us": "20",
+    "jitter": "0.02",
+    "drift": "1e-5",
+    "cores": "2",
+    "policy": "fixed:4:1",
+    "wire": "int4",
+    "faster-compute": "1",
+}
+
+
+def test_predictions_to_their_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    dice, codes = random.Random("predict"), set()
+    for _ in range(EACH // 2):
+        chosen = PREDICT | {dice.choice(list(PREDICT)): dice.choice(TYPED)}
+        done = typed("predict", *(f"--{name}={word}" for name, word in chosen.items()))
+        codes.add(done.returncode)
+        if done.returncode == 0:
+            assert "nan" not in done.stdout, chosen
+            assert "inf" not in done.stdout.replace("infini", ""), chosen
+        else:
+            assert done.returncode == 2
+            assert done.stderr.startswith("daso"), (chosen, done.stderr)
+            assert done.stderr.count("\n") == 1, (chosen, done.stderr)
+    assert codes == {0, 2}
+
+
+MEMORY = """
+import torch
+model = torch.nn.Linear(8, 4)
+model(torch.ones(2, 8)).sum().backward()
+"""
+
+
+def test_plans_of_memory_to_their_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(MEMORY)
+    dice, codes = random.Random("memory"), set()
+    policies = ["all_keep", "pooch", "exact"]
+    for _ in range(EACH // 10):
+        name = dice.choice(["budget", "second", "policy", "units"])
+        odd = dice.choice([[], [f"--{name}={dice.choice(TYPED)}"]])
+        done = typed("memory", f"--policy={dice.choice(policies)}", *odd, "train.py")
+        codes.add(done.returncode)
+        if done.returncode != 0:
+            assert done.returncode == 2
+            assert done.stderr.startswith("daso"), (odd, done.stderr)
+            assert done.stderr.count("\n") == 1, (odd, done.stderr)
+    assert codes == {0, 2}
+
+
 def damaged(dice, data):
     """Bytes cut off, changed, doubled, or others altogether."""
     at = dice.randrange(len(data) + 1)
