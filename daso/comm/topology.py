@@ -7,7 +7,8 @@ lane reaches every node. Ranks beyond that have no lane.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -21,13 +22,13 @@ from daso.comm.mpi import abort_on_error, check_launch, check_wheels, load, whee
 from daso.comm.node import wait_until
 from daso.comm.roll import RollCall
 from daso.environment import end_with_starter, note_process, read_launch
-from daso.errors import ExchangeError, StallError, TopologyError
+from daso.errors import ConfigError, DasoError, ExchangeError, StallError, TopologyError
 from daso.workers import is_worker
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["RENDEZVOUS", "Place", "Topology", "default", "init"]
+__all__ = ["RENDEZVOUS", "Place", "Topology", "default", "errors_on_all_ranks", "init"]
 
 # What ranks do together outside of steps.
 RENDEZVOUS = (
@@ -217,6 +218,32 @@ class Topology:
         for comm in (self.lane, self.node, self.world):
             if comm != mpi.COMM_NULL:
                 comm.Free()
+
+
+@contextmanager
+def errors_on_all_ranks(topology: object, what: str, stall_seconds: float) -> Iterator[None]:
+    """Raise an error of daso's that some rank meets inside on all ranks.
+
+    Args:
+        topology: Whose ranks; else those of the topology set by `init`, and else this rank alone.
+        what: What all do there together: one of `RENDEZVOUS`.
+        stall_seconds: How long to wait for them at most.
+
+    Collective over the world; blocking, at its end.
+    """
+    problem: DasoError | None = None
+    try:
+        yield
+    except DasoError as error:
+        problem = error
+    where = topology if isinstance(topology, Topology) else next(iter(_default.values()), None)
+    if where is None or not _is_open(where) or where.place.size == 1:
+        if problem is not None:
+            raise problem
+        return
+    where.rendezvous(what, stall_seconds)
+    text = None if problem is None else str(problem)
+    where.agree(text, ConfigError if problem is None else type(problem))
 
 
 def _refuse_workers() -> None:

@@ -27,7 +27,7 @@ from daso.checks import (
 from daso.comm.mpi import load
 from daso.comm.packets import Messages
 from daso.comm.reclaim import forget, keep, reclaim
-from daso.comm.topology import Topology, default
+from daso.comm.topology import Topology, default, errors_on_all_ranks
 from daso.comm.vote import gather
 from daso.errors import CheckpointError, ConfigError, FlowError
 from daso.flow.base import Base, Pass
@@ -116,16 +116,16 @@ class Runtime:
         seed: int = 0,
         stall_seconds: float = Exchange().stall_seconds,
     ) -> None:
-        check("topology", topology, either(instance_of(Topology), NONE))
-        check("updates", updates, either(instance_of(Updates), NONE))
-        _check_numbers(max_active_keys, instances_per_batch, seed, stall_seconds)
-        check("shuffle", shuffle, flag())
+        limit = stall_seconds if positive().holds(stall_seconds) else Exchange().stall_seconds
+        with errors_on_all_ranks(topology, "make a flow's Runtime", limit):
+            _check_records(topology, updates, shuffle)
+            _check_numbers(max_active_keys, instances_per_batch, seed, stall_seconds)
+            self._wiring = wire(graph)
         self._whole = default() if topology is None else topology
         self._between, self._each = between_nodes, instances_per_batch
         self._held = ExitStack()  # what close() gives back
         self._topology = self._flow_topology(stall_seconds)
         self._beside: Beside | None = None
-        self._wiring = wire(graph)
         self._most, self._seed, self._stall_seconds = max_active_keys, seed, stall_seconds
         self._shuffle = shuffle
         ranks = self._topology.place.size
@@ -571,6 +571,12 @@ def _shapes(call: Any) -> list[Any]:
     if not isinstance(call, torch.nn.Module):
         return []
     return [(name, tuple(t.shape), str(t.dtype)) for name, t in call.state_dict().items()]
+
+
+def _check_records(topology: object, updates: object, shuffle: object) -> None:
+    check("topology", topology, either(instance_of(Topology), NONE))
+    check("updates", updates, either(instance_of(Updates), NONE))
+    check("shuffle", shuffle, flag())
 
 
 def _check_numbers(

@@ -7,7 +7,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from daso.checks import validate_call
-from daso.comm.topology import Topology
+from daso.comm.topology import Topology, errors_on_all_ranks
 from daso.errors import ConfigError
 from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Wire
@@ -15,7 +15,7 @@ from daso.plan.schedule import Policy
 from daso.train.outer import MakeOuter
 from daso.train.scaling import NATIVE, Scaling
 from daso.train.session import Session
-from daso.train.setup import make_setup
+from daso.train.setup import make_setup, stall_limit
 from daso.train.step_restoration import StepRestoration
 
 __all__ = ["Attached", "attach"]
@@ -61,22 +61,24 @@ def attach(  # noqa: PLR0913 - the keywords of DASO
 
     Collective over the world; blocking.
     """
-    setup = make_setup(
-        inner,
-        topology,
-        module=module,
-        policy=policy,
-        wire=wire,
-        merge=merge,
-        outer=outer,
-        exchange=exchange,
-        gradients=gradients,
-    )
-    if not setup.settings.whole:
-        raise ConfigError(
-            f"an optimizer that is attached must step as a whole, but {setup.settings.gradients!r} "
-            f"has it step layer by layer; wrap it with daso.DASO, or pass update='whole'"
+    with errors_on_all_ranks(topology, "wrap an optimizer", stall_limit(exchange)):
+        setup = make_setup(
+            inner,
+            topology,
+            module=module,
+            policy=policy,
+            wire=wire,
+            merge=merge,
+            outer=outer,
+            exchange=exchange,
+            gradients=gradients,
         )
+        if not setup.settings.whole:
+            raise ConfigError(
+                f"an optimizer that is attached must step as a whole, but "
+                f"{setup.settings.gradients!r} has it step layer by layer; wrap it with daso.DASO, "
+                f"or pass update='whole'"
+            )
     return Attached(inner, Session.opened(inner, setup, topology))
 
 

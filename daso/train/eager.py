@@ -18,7 +18,7 @@ import torch
 from daso.checks import NONE, check, either, instance_of, validate_call
 from daso.comm.reclaim import forget, keep, reclaim
 from daso.comm.throttle import emulated_link
-from daso.comm.topology import Topology, default
+from daso.comm.topology import Topology, default, errors_on_all_ranks
 from daso.comm.vote import gather
 from daso.errors import CheckpointError, ConfigError
 from daso.plan.eager import Log, Mode, Plan, Transport
@@ -29,7 +29,7 @@ from daso.train.one_copy import is_saving_one_copy
 from daso.train.params import Trained, agree_layout, start_equal
 from daso.train.server import MakeOptimizer, RowServer
 from daso.train.serving import Serving
-from daso.train.setup import FACTORY, MODULE
+from daso.train.setup import FACTORY, MODULE, stall_limit
 from daso.train.shared import common_tensors
 from daso.train.shares import Shares, layers_of
 
@@ -106,23 +106,24 @@ class EagerServer(torch.optim.Optimizer):
         transport: Transport = "messages",
         exchange: Exchange | None = None,
     ) -> None:
-        check("model", model, MODULE)
-        check("optimizer_factory", optimizer_factory, FACTORY)
-        check("topology", topology, either(instance_of(Topology), NONE))
         # Optimizer.__init__ is not called: groups and state are those of this rank's rows.
-        plan = Plan(
-            mode=mode,
-            staleness=staleness,
-            every=every,
-            damped=damped,
-            wire=wire,
-            transport=transport,
-            exchange=Exchange() if exchange is None else exchange,
-        )
-        if emulated_link() is not None:
-            raise ConfigError(
-                "over an imitated link a model must be trained with daso.DASO, not EagerServer"
+        with errors_on_all_ranks(topology, "make a daso.EagerServer", stall_limit(exchange)):
+            check("model", model, MODULE)
+            check("optimizer_factory", optimizer_factory, FACTORY)
+            check("topology", topology, either(instance_of(Topology), NONE))
+            plan = Plan(
+                mode=mode,
+                staleness=staleness,
+                every=every,
+                damped=damped,
+                wire=wire,
+                transport=transport,
+                exchange=Exchange() if exchange is None else exchange,
             )
+            if emulated_link() is not None:
+                raise ConfigError(
+                    "over an imitated link a model must be trained with daso.DASO, not EagerServer"
+                )
         self._topology = default() if topology is None else topology
         self._model, self._plan = model, plan
         limit = plan.exchange.stall_seconds

@@ -15,7 +15,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from daso.checks import Rule, check, validate_call
-from daso.comm.topology import Topology
+from daso.comm.topology import Topology, errors_on_all_ranks
 from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Wire
 from daso.plan.schedule import Policy
@@ -23,7 +23,7 @@ from daso.train.misuse import InnerSteps, stepping
 from daso.train.outer import MakeOuter
 from daso.train.scaling import Scaling
 from daso.train.session import Session
-from daso.train.setup import make_setup
+from daso.train.setup import make_setup, stall_limit
 
 __all__ = ["DASO"]
 
@@ -94,17 +94,18 @@ class DASO(torch.optim.Optimizer):
         exchange: Exchange | None = None,
         gradients: Gradients | None = None,
     ) -> None:
-        setup = make_setup(
-            inner,
-            topology,
-            module=module,
-            policy=policy,
-            wire=wire,
-            merge=merge,
-            outer=outer,
-            exchange=exchange,
-            gradients=gradients,
-        )
+        with errors_on_all_ranks(topology, "wrap an optimizer", stall_limit(exchange)):
+            setup = make_setup(
+                inner,
+                topology,
+                module=module,
+                policy=policy,
+                wire=wire,
+                merge=merge,
+                outer=outer,
+                exchange=exchange,
+                gradients=gradients,
+            )
         self._hold(inner, Session.opened(inner, setup, topology))
 
     def _hold(self, inner: torch.optim.Optimizer, session: Session) -> None:

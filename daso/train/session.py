@@ -74,7 +74,6 @@ class Session:
         self, inner: torch.optim.Optimizer, setup: Setup, topology: Topology | None
     ) -> None:
         self.inner, self.setup, self._topology = inner, setup, topology
-        setup.check(inner)
         self.schedule = setup.start()
         self._history = [(0, self.schedule.skip, self.schedule.wait)]
         self._sync: Sync | None = None

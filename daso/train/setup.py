@@ -161,7 +161,14 @@ def make_setup(  # noqa: PLR0913 - the keywords of the doors
     if policy is None:
         synchronous = settings.gradients.order == "priority" or not settings.whole
         policy = Fixed(1, 0) if synchronous else Auto()
-    return Setup(module, policy, settings, outer)
+    setup = Setup(module, policy, settings, outer)
+    setup.check(inner)  # type: ignore[arg-type]  # it is one
+    return setup
+
+
+def stall_limit(exchange: object) -> float:
+    """Return how long ranks wait for each other: the default where that cannot be told."""
+    return exchange.stall_seconds if isinstance(exchange, Exchange) else Exchange().stall_seconds
 
 
 def _is_optimizer(value: object) -> bool:

@@ -531,3 +531,33 @@ def test_gradients_changed_before_a_servers_step_are_refused(topology, place, ed
     with pytest.raises(ConfigError, match=r"that of .* was changed .* use daso.DASO"):
         server.step()
     server.close()
+
+
+@pytest.mark.parametrize(
+    ("door", "wrong"),
+    [
+        ("DASO", {"policy": 4}),
+        ("DASO", {"module": nn.Linear(2, 2)}),
+        ("attach", {"wire": "fp8"}),
+        ("EagerServer", {"mode": "owned"}),
+        ("Runtime", {"seed": -1}),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_the_same_error_on_all(topology, place, door, wrong):
+    model, keywords = network(), wrong if place.rank == 1 else {}
+
+    def make(**keywords):
+        if door == "EagerServer":
+            return daso.EagerServer(model, lambda p: torch.optim.SGD(p, 0.1), **keywords)
+        if door == "Runtime":
+            graph = daso.flow.Graph()
+            row = graph.source(lambda _: torch.zeros(1, 2))
+            graph.loss(lambda _, y: y.square().mean(), graph.layer(nn.Linear(2, 2), row))
+            return daso.flow.Runtime(graph, lambda p: torch.optim.SGD(p, 0.1), **keywords)
+        return getattr(daso, door)(sgd(model), **{"module": model} | keywords)
+
+    with pytest.raises(ConfigError, match=r"^rank 1: ") as caught:
+        make(topology=topology, **keywords)
+    assert topology.same(str(caught.value))
+    made = make(topology=topology)  # ranks are in step
+    made.close()
