@@ -22,13 +22,16 @@ __all__ = [
     "expand",
     "find_mpirun",
     "for_sbatch",
+    "has_marks",
     "is_first_to_end",
+    "is_proxy",
     "may_share_a_gpu",
     "merged",
     "mpi_is_chosen",
     "note_ignored_signals",
     "note_process",
     "note_requeue",
+    "parent_of",
     "promises",
     "read_cpu_mask",
     "read_ignored_signals",
@@ -148,9 +151,33 @@ def end_with_starter() -> None:
 
     Others (srun, Open MPI) end their ranks by themselves.
     """
-    with suppress(OSError):
-        if Path(f"/proc/{os.getppid()}/comm").read_text(encoding="utf-8").strip() == PROXY:
-            end_with_parent(signal.SIGKILL)
+    if is_proxy(os.getppid()):
+        end_with_parent(signal.SIGKILL)
+
+
+def is_proxy(pid: int) -> bool:
+    """Return whether a process is what MPICH's mpiexec starts ranks by.
+
+    Args:
+        pid: Its number.
+    """
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() == PROXY
+    except OSError:
+        return False
+
+
+def parent_of(pid: int) -> int:
+    """Return the number of a process's parent; 0 where it has ended.
+
+    Args:
+        pid: Its number.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    return int(text.rpartition(")")[2].split()[1])
 
 
 def may_share_a_gpu(env: Mapping[str, str] | None = None) -> bool:
@@ -244,6 +271,15 @@ def read_ignored_signals(env: Mapping[str, str] | None = None) -> tuple[int, fro
         return 0, frozenset()
     pid, *numbers = map(int, words)
     return pid, frozenset(numbers)
+
+
+def has_marks(env: Mapping[str, str] | None = None) -> bool:
+    """Return whether a batch script of `daso submit` started this rank, and reads its marks.
+
+    Args:
+        env: Environment to read; the process's own if None.
+    """
+    return bool((os.environ if env is None else env).get("DASO_REQUEUE"))
 
 
 def is_first_to_end(env: Mapping[str, str] | None = None) -> bool:

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 
 from daso.environment import note_ignored_signals, read_ignored_signals
 
@@ -26,7 +26,7 @@ def is_worker() -> bool:
 
 def _serves_forks() -> bool:
     """Return whether this process forks workers for another one."""
-    return sys.argv[:1] == ["-c"] and "multiprocessing.forkserver" in sys.modules
+    return "multiprocessing.forkserver" in " ".join(sys.orig_argv)
 
 
 def ignore_in_workers(numbers: Iterable[int]) -> None:
@@ -61,6 +61,7 @@ def _listen(numbers: frozenset[int], rank: int) -> None:
             os._exit(0)
 
 
-os.register_at_fork(after_in_child=shield_this_process)
+# Of multiprocessing alone: what other forks run may have to be ended by a signal.
+util.register_after_fork(shield_this_process, lambda shield: shield())
 if is_worker() or _serves_forks():  # a new Python
     shield_this_process()

@@ -42,7 +42,7 @@ POLL_SECONDS = 1e-4
 RELAXED_SECONDS = 2e-3
 RELAXATION = 0.01
 QUEUE_LENGTH = 256
-MOVING = 0.75  # of the stall limit without a message, above which somebody is missing
+SLOW = 0.25  # of the stall limit: who sent a message so lately is slow
 
 
 def _arrival(
@@ -186,15 +186,19 @@ class Engine:
             raise ExchangeError(f"an exchange failed: {ticket.error}") from ticket.error
         return ticket.result  # type: ignore[return-value]  # set with finished
 
+    @property
+    def sound(self) -> bool:
+        """Whether no work failed, and nobody gave up."""
+        return self._error is None and not self._abandoned
+
     def _cause(self) -> str:
         """Return what holds up the work: for an error."""
         quiet_seconds = time.perf_counter() - self._moved_at
-        if quiet_seconds > MOVING * self.stall_seconds:
-            return self._missing()
-        return (
-            f"messages come, the last one {quiet_seconds:.1f} s ago, so the link is slow, or the "
-            f"exchange too large for it"
-        )
+        missing = self._missing()
+        if quiet_seconds > SLOW * self.stall_seconds:
+            return missing
+        # On a slow link answers wait behind what is sent.
+        return f"{missing} (messages come, the last one {quiet_seconds:.1f} s ago: a slow link)"
 
     @contextmanager
     def hurried(self, ticket: Ticket[Result] | None) -> Iterator[None]:

@@ -4,62 +4,80 @@ No rank closes alone: the next one to be made closes those that are garbage on a
 """
 
 import gc
-import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["forget", "keep", "reclaim"]
+__all__ = ["Closer", "forget", "keep", "reclaim"]
 
 COLLECT_FROM = 8  # open at a time, before garbage in cycles is looked for: it takes 0.1 s
+Word = tuple[dict[int, object], set[int]]  # of a rank: states of its garbage, and what it holds
+
+
+@dataclass(frozen=True, slots=True)
+class Closer:
+    """How to close what users dropped; must not keep it alive.
+
+    Args:
+        close: Collective; called where all ranks are in the same state.
+        abandon: On this rank alone, where they are not.
+        state: Returns what must be equal on all ranks to close together; None: it failed.
+    """
+
+    close: Callable[[], object]
+    abandon: Callable[[], object]
+    state: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What is to close once its owner is garbage."""
-
     owner: "weakref.ref[object]"
-    within: object  # over whose ranks
-    close: Callable[[], object]  # collective; does not keep the owner alive
+    within: object
+    closer: Closer
 
 
-_kept: dict[int, _Kept] = {}
-_numbers = itertools.count()  # in the order in which they were made, the same on every rank
+_kept: dict[tuple[int, int], _Kept] = {}  # by topology and number
 
 
-def keep(owner: object, within: object, close: Callable[[], object]) -> None:
+def keep(owner: object, within: object, number: int, closer: Closer) -> None:
     """Note what to close once its owner is garbage on all ranks.
 
     Args:
         owner: The user's object.
         within: The topology whose ranks made it together.
-        close: Collective over these; must not keep the owner alive.
+        number: From `reclaim`, the same on all ranks.
+        closer: How.
     """
-    _kept[next(_numbers)] = _Kept(weakref.ref(owner), within, close)
+    _kept[id(within), number] = _Kept(weakref.ref(owner), within, closer)
 
 
 def forget(owner: object) -> None:
     """Forget what was closed by its user; idempotent."""
-    for number in [number for number, one in _kept.items() if one.owner() is owner]:
-        del _kept[number]
+    for key in [key for key, kept in _kept.items() if kept.owner() is owner]:
+        del _kept[key]
 
 
-def reclaim(within: object, gather: Callable[[list[bool]], list[list[bool]]]) -> None:
+def reclaim(within: object, gather: Callable[[Word], list[Word]]) -> int:
     """Close what is garbage on all ranks.
 
     Args:
         within: As for `keep`.
         gather: Returns every rank's value, in rank order.
 
+    Returns:
+        A number for what is made next, the same on all ranks.
+
     Collective over these ranks; blocking.
     """
-    ours = {number: one for number, one in _kept.items() if one.within is within}
-    if not ours:
-        return
+    ours = {number: kept for (_, number), kept in _kept.items() if kept.within is within}
     if len(ours) >= COLLECT_FROM:
         gc.collect()
-    garbage = [one.owner() is None for one in ours.values()]
-    everyones = gather(garbage)
-    for position, number in enumerate(list(ours)):
-        if all(position < len(flags) and flags[position] for flags in everyones):
-            _kept.pop(number).close()
+    garbage = {number: one.closer.state() for number, one in ours.items() if one.owner() is None}
+    words = gather((garbage, ours.keys() - garbage.keys()))
+    held = set().union(*(holds for _, holds in words))
+    for number in sorted(garbage.keys() - held):
+        closer = _kept.pop((id(within), number)).closer
+        states = [states.get(number) for states, _ in words]
+        alike = states[0] is not None and all(state == states[0] for state in states)
+        (closer.close if alike else closer.abandon)()
+    return 1 + max((number for states, holds in words for number in (*states, *holds)), default=0)

@@ -21,7 +21,7 @@ from daso.comm.dtypes import sum_buffer
 from daso.comm.mpi import abort_on_error, check_launch, check_wheels, load, wheels
 from daso.comm.node import wait_until
 from daso.comm.roll import RollCall
-from daso.environment import end_with_starter, note_process, read_launch
+from daso.environment import TORCHRUN, end_with_starter, note_process, read_launch
 from daso.errors import ConfigError, DasoError, ExchangeError, StallError, TopologyError
 from daso.workers import is_worker
 
@@ -252,7 +252,7 @@ def _refuse_workers() -> None:
     Raises:
         TopologyError: This is one.
     """
-    if is_worker() and read_launch().launcher is not None:
+    if is_worker() and read_launch().launcher not in (None, TORCHRUN):
         raise TopologyError(
             "MPI must be started by ranks alone, but this is a worker process of one (of a "
             "DataLoader?), which runs the program again; put what trains behind "
@@ -359,11 +359,12 @@ def init(*, ranks_per_node: int | Sequence[int] | None = None) -> Topology:
 
     Collective over the world; blocking.
     """
-    sizes = read_launch().ranks_per_node if ranks_per_node is None else ranks_per_node
-    if not _is_open(_default.get(repr(sizes))):
-        made = Topology(ranks_per_node=ranks_per_node)
+    given = read_launch().ranks_per_node if ranks_per_node is None else ranks_per_node
+    sizes = (given,) if isinstance(given, int) else given and tuple(given)
+    if not _is_open(_default.get(sizes)):
+        topology = Topology(ranks_per_node=ranks_per_node)
         _default.clear()
-        _default[repr(sizes)] = made
+        _default[sizes] = topology
     return default()
 
 

@@ -26,7 +26,7 @@ from daso.checks import (
 )
 from daso.comm.mpi import load
 from daso.comm.packets import Messages
-from daso.comm.reclaim import forget, keep, reclaim
+from daso.comm.reclaim import Closer, forget, keep, reclaim
 from daso.comm.topology import Topology, default, errors_on_all_ranks
 from daso.comm.vote import gather
 from daso.errors import CheckpointError, ConfigError, FlowError
@@ -137,7 +137,7 @@ class Runtime:
         self._world = self._topology.world.Dup()
         self._letters = self._topology.world.Dup()
         self._held.callback(_free, self._world, self._letters)
-        keep(self, self._whole, self._held.close)
+        keep(self, self._whole, self._number, Closer(self._held.close, int, int))
         self._packets = Messages(self._letters)
         self._layers = Layers(self._wiring, optimizer_factory, updates, self._world)
         self._layers.fetch(lambda _: 0, self._whole.world)
@@ -151,7 +151,7 @@ class Runtime:
         """Return the topology of one flow. Collective over the world; blocking."""
         whole = self._whole
         whole.rendezvous("make a flow's Runtime", stall_seconds)
-        reclaim(whole, lambda mine: gather(whole, mine, stall_seconds))
+        self._number = reclaim(whole, lambda word: gather(whole, word, stall_seconds))
         if not whole.same(self._between is None):
             raise ConfigError("between_nodes must be given to all ranks or to none, not to some")
         if self._between is None:

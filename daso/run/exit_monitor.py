@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from daso.environment import is_first_to_end, read_launch
+from daso.environment import has_marks, is_first_to_end, read_launch
 
 __all__ = ["start"]
 
@@ -27,6 +27,8 @@ def start() -> Callable[[], None]:
     Returns:
         What tells that this process ends by itself; idempotent.
     """
+    if not has_marks():
+        return lambda: None
     try:
         rank = os.pidfd_open(os.getpid())
     except OSError:  # Linux before 5.3
@@ -66,14 +68,17 @@ def _watch(rank: int, reader: int) -> None:
     launch = read_launch()
     _let_go_of_the_launcher({rank, reader, STDERR})
     ends = select.poll()
-    for descriptor in (rank, reader):
-        ends.register(descriptor, select.POLLIN)
-    seen = {descriptor for descriptor, event in ends.poll() if event & select.POLLIN}
-    if reader in seen or not is_first_to_end():
+    ends.register(rank, select.POLLIN)
+    ends.poll()
+    os.set_blocking(reader, False)
+    with suppress(BlockingIOError):
+        if os.read(reader, 1):
+            return
+    if not is_first_to_end():
         return
     text = (
-        f"daso: rank {launch.rank} of {launch.size} on {os.uname().nodename} ended without a word: "
-        f"it was killed (was there too little memory?), or crashed\n"
+        f"daso: rank {launch.rank} of {launch.size} on {os.uname().nodename} exited without "
+        f"reporting: it was killed (was there too little memory?), crashed, or called os._exit\n"
     )
     os.write(STDERR, text.encode())
 

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from daso.environment import end_with_parent, find_mpirun, terminal_columns
+from daso.environment import (
+    end_with_parent,
+    find_mpirun,
+    is_proxy,
+    parent_of,
+    terminal_columns,
+)
 from daso.errors import TopologyError
 
 __all__ = ["Local", "launch"]
@@ -25,7 +31,10 @@ CHECKPOINTED = 75  # exit code; `daso.train.stopping` says what it means, and ne
 
 
 # What a launcher told this process, were it a rank, or a shell that was started by one.
-OF_A_RANK = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL")
+OF_A_RANK = (
+    *("OMPI_COMM_WORLD_", "PMI_RANK", "PMI_SIZE", "PMI_FD", "PMI_PORT", "PMI_ID"),
+    *("PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
 NOT_BY_SLURM = {
     "HYDRA_LAUNCHER": "fork",
     "HYDRA_RMK": "user",
@@ -86,7 +95,7 @@ class Local:
         forced = {"DASO_RANKS_PER_NODE"}
         here = {name: value for name, value in env.items() if not name.startswith(OF_A_RANK)}
         if any(name.startswith("SLURM_") for name in env):  # these ranks are of this machine alone
-            here |= NOT_BY_SLURM
+            here = {**NOT_BY_SLURM, **here}
         return {**ours, **here, **{key: ours[key] for key in forced & ours.keys()}}
 
 
@@ -186,7 +195,7 @@ def _watch(process: "subprocess.Popen[bytes]", folder: Path) -> str:
     """
     first = ""
     with ExitStack() as stack:
-        seen = _Processes(stack, process.pid)
+        seen = _Processes(stack)
         while process.poll() is None:
             for path in folder.iterdir():
                 if path.name not in seen.ranks.values() and (pid := path.read_text()):
@@ -196,7 +205,8 @@ def _watch(process: "subprocess.Popen[bytes]", folder: Path) -> str:
                 first = "; what mpirun starts ranks by was killed"
             elif ended and not first:
                 first = f"; rank {' and rank '.join(ended)} ended first"
-            if orphaned and _goes_on(process, ORPHANED_SECONDS):
+            # It may still print what ranks said, to a reader that is slow.
+            if orphaned and _goes_on(process, ORPHANED_SECONDS) and _is_read():
                 seen.kill_ranks()
                 process.kill()
                 return first
@@ -209,11 +219,10 @@ class _Processes:
 
     Args:
         stack: Closes what is opened here.
-        mpirun: Process id.
     """
 
-    def __init__(self, stack: ExitStack, mpirun: int) -> None:
-        self._stack, self._mpirun, self._poll = stack, mpirun, select.poll()
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack, self._poll = stack, select.poll()
         self.ranks: dict[int, str] = {}  # by descriptor
         self._starters: dict[int, int] = {}  # process ids, by descriptor
 
@@ -223,8 +232,8 @@ class _Processes:
         if descriptor is None:
             return
         self.ranks[descriptor] = rank
-        starter = _parent_of(pid)
-        if starter not in (0, 1, self._mpirun, *self._starters.values()):
+        starter = parent_of(pid)
+        if is_proxy(starter) and starter not in self._starters.values():
             descriptor = self._open(starter)
             if descriptor is not None:
                 self._starters[descriptor] = starter
@@ -253,13 +262,12 @@ class _Processes:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
 
 
-def _parent_of(pid: int) -> int:
-    """Return the process id of a process's parent; 0 where it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except OSError:
-        return 0
-    return int(text.rpartition(")")[2].split()[1])
+def _is_read() -> bool:
+    """Return whether what is printed here can be written at once."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, select.POLLOUT)
+    return len(poll.poll(0)) == 2
 
 
 def _goes_on(process: "subprocess.Popen[bytes]", seconds: float) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from daso.comm.mpi import wait_for_all
-from daso.environment import note_requeue, read_cpu_mask
+from daso.environment import is_first_to_end, note_requeue, read_cpu_mask
 from daso.errors import ConfigError
 from daso.run import exit_monitor
 
@@ -65,9 +65,12 @@ def run(words: list[str]) -> None:
         if end.code == REQUEUE:
             wait_for_all(WAIT_SECONDS)
             note_requeue()
+        elif end.code:
+            is_first_to_end()  # others are killed for it
         ends_by_itself()
         raise
     except BaseException:  # mpi4py says it, and ends the job
+        is_first_to_end()
         ends_by_itself()
         raise
 

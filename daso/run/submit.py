@@ -204,8 +204,8 @@ def _totals(flags: Mapping[str, Any], nodes: int) -> dict[str, int]:
         each = total // max(1, nodes)
         if each < 1 or total != each * nodes:
             raise ConfigError(
-                f"all nodes must have as many {noun}, but {total} on {nodes} nodes are not; change "
-                f"--nodes, or say how many each has"
+                f"{words[-1]} must be a multiple of --nodes, but {total} {noun} do not go evenly "
+                f"on {nodes} nodes; change one, or say how many each node has"
             )
         if flags[name] not in (None, each):
             raise ConfigError(

@@ -129,6 +129,8 @@ class GradientBuckets:
         self.fresh = False  # a round was finished since somebody set this to False
         self._paused = False
         self.rows = GradientRows(named, node, in_portions=in_portions)
+        # Gradients outlive an optimizer that is dropped, and the node's memory that they lie in.
+        weakref.finalize(self, self.rows.release).atexit = False
         self._round = Round()
         self._versions: list[int] = []  # of rows, when the last round was handed over
         self._hooks = [
@@ -146,7 +148,6 @@ class GradientBuckets:
             self._paused = before
             self.fresh = False  # what piled up is not averaged yet
 
-    @_disable_dynamo
     def _on_ready(self, index: int, tensor: torch.Tensor) -> None:
         if self._paused:
             return

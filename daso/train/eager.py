@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 import torch
 
 from daso.checks import NONE, check, either, instance_of, validate_call
-from daso.comm.reclaim import forget, keep, reclaim
+from daso.comm.reclaim import Closer, forget, keep, reclaim
 from daso.comm.throttle import emulated_link
 from daso.comm.topology import Topology, default, errors_on_all_ranks
 from daso.comm.vote import gather
@@ -128,7 +128,7 @@ class EagerServer(torch.optim.Optimizer):
         self._model, self._plan = model, plan
         limit = plan.exchange.stall_seconds
         self._topology.rendezvous("make a daso.EagerServer", limit)
-        reclaim(self._topology, lambda mine: gather(self._topology, mine, limit))
+        number = reclaim(self._topology, lambda word: gather(self._topology, word, limit))
         names, named, layers = layers_of(model)
         self._agree(named)
         place = self._topology.place
@@ -144,7 +144,7 @@ class EagerServer(torch.optim.Optimizer):
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
         _open.add(self._serving)
-        keep(self, self._topology, partial(_close, self._client, self._serving))
+        keep(self, self._topology, number, _closer(self._client, self._serving))
 
     def _agree(self, named: Any) -> None:
         trained = Trained(None, self._model, named)  # type: ignore[arg-type]  # it has none yet
@@ -403,6 +403,19 @@ def _close(client: LayerClient, serving: Serving) -> None:
     client.close()
     serving.close()
     _open.discard(serving)
+
+
+def _closer(client: LayerClient, serving: Serving) -> Closer:
+    """Return how to close a server that was dropped."""
+
+    def abandon() -> None:
+        client.close()
+        serving.engine.abandon()
+
+    def state() -> object:
+        return serving.engine.sound or None
+
+    return Closer(partial(_close, client, serving), abandon, state)
 
 
 @atexit.register

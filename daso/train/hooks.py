@@ -6,7 +6,7 @@ from typing import Any
 
 from torch._compile import _disable_dynamo
 
-__all__ = ["GradientHook", "Hook"]
+__all__ = ["GradientHook", "Hook", "nothing"]
 
 
 class Hook:
@@ -21,10 +21,11 @@ class Hook:
         self._call()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Hook, (_nothing,)
+        return Hook, (nothing,)
 
 
-def _nothing() -> None: ...
+def nothing() -> None:
+    """Do nothing."""
 
 
 class GradientHook:

@@ -12,6 +12,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from daso.train.hooks import Hook, nothing
 from daso.train.params import Named
 
 __all__ = [
@@ -76,7 +77,7 @@ class InnerSteps:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()  # a copy of the inner optimizer has no wrapper
+        return Hook, (nothing,)  # a copy of the inner optimizer has no wrapper
 
     def close(self) -> None:
         """Take the hook off; idempotent."""
@@ -88,9 +89,6 @@ def has_hooks(inner: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer has step hooks that are not ours."""
     pre, post = inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks
     return bool(pre) or any(not isinstance(hook, InnerSteps) for hook in post.values())
-
-
-def _nothing(*_: object) -> None: ...
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> float:

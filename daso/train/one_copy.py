@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from daso.errors import CheckpointError
+from daso.train.hooks import Hook, nothing
 
 __all__ = ["KEY", "OneCopy", "is_saving_one_copy", "packed", "refuse", "unpacked"]
 
 logger = logging.getLogger("daso")
 SAVER = "torch.distributed.checkpoint"  # modules whose calls want one copy of all ranks
+LOADER = f"{SAVER}.state_dict_loader"
 LOADS = {"_load_optim_state_dict", "_load_model_state_dict"}  # ask what there is, to overwrite it
 KEY = "daso"  # of our part of a state_dict
 
@@ -28,9 +31,10 @@ def is_saving_one_copy() -> bool:
     """Return whether torch.distributed.checkpoint asks for a state now, to save it."""
     frame, saves = sys._getframe(1), False
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(SAVER):
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(SAVER):
             saves = True
-            if frame.f_code.co_name in LOADS:
+            if frame.f_code.co_name in LOADS or module == LOADER:
                 return False
         frame = frame.f_back  # type: ignore[assignment]
     return saves
@@ -56,6 +60,7 @@ class OneCopy:
         inside = (getattr(module, name, None) for name in ("module", "_orig_mod"))
         models = (module, *(one for one in inside if isinstance(one, torch.nn.Module)))
         self._handles = [one.register_state_dict_pre_hook(self) for one in models]
+        weakref.finalize(apart.__self__, _remove, self._handles).atexit = False  # type: ignore[attr-defined]
 
     def __call__(self, *_: object) -> None:
         """Look at who asks for the model's state."""
@@ -75,12 +80,16 @@ class OneCopy:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()  # a copy of the model has no optimizer
+        return Hook, (nothing,)  # a copy of the model has no optimizer
 
     def close(self) -> None:
         """Take the hook off; idempotent."""
-        for handle in self._handles:
-            handle.remove()
+        _remove(self._handles)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def refuse(what: str, remedy: str) -> None:
@@ -120,6 +129,3 @@ def unpacked(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Any]:
 
 def _is_one_world() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _nothing(*_: object) -> None: ...

@@ -7,14 +7,14 @@ import atexit
 import itertools
 import logging
 import weakref
-from collections.abc import Callable
 
+from daso.comm.reclaim import Closer
 from daso.comm.topology import Topology
 from daso.errors import ConfigError
 from daso.train.params import Trained
 from daso.train.sync import Sync
 
-__all__ = ["add", "close", "closing", "take_over"]
+__all__ = ["add", "close", "closer_of", "take_over"]
 
 logger = logging.getLogger("daso")
 
@@ -67,9 +67,9 @@ def close(sync: Sync) -> None:
             del _open_syncs[number]
 
 
-def closing(sync: Sync) -> Callable[[], None]:
-    """Return what closes a model, or what is left of it; does not keep it alive."""
-    reference, rest = weakref.ref(sync), sync.without_model()
+def closer_of(sync: Sync) -> Closer:
+    """Return what closes a model, or what is left of it."""
+    reference, links, rest = weakref.ref(sync), sync.links, sync.without_model()
 
     def end() -> None:
         alive = reference()
@@ -78,7 +78,10 @@ def closing(sync: Sync) -> Callable[[], None]:
         else:
             close(alive)
 
-    return end
+    def state() -> object:
+        return links.bell.steps if links.engine.sound else None
+
+    return Closer(end, links.engine.abandon, state)
 
 
 @atexit.register

@@ -81,6 +81,7 @@ class Session:
         self._measured: tuple[Tally, int] | None = None  # by the original, where this is a copy
         self._probing = False
         self._over: str | None = None  # why nothing may be done any more
+        self._number = 0  # among those that are open
         self._joined = 0  # batch at which all nodes had the same optimizer state
         self._one_copy: OneCopy | None = None
 
@@ -110,7 +111,7 @@ class Session:
     def _reclaim(self) -> None:
         """Close optimizers that were dropped on all ranks. Collective over the world; blocking."""
         limit = self.setup.settings.exchange.stall_seconds
-        reclaim(self.topology, lambda mine: gather(self.topology, mine, limit))
+        self._number = reclaim(self.topology, lambda word: gather(self.topology, word, limit))
 
     def _tell_what_was_made(self) -> None:
         place = self.topology.place
@@ -162,7 +163,7 @@ class Session:
         settings = self.setup.settings
         self._sync = Sync(trained, self.topology, settings, counts, outer=self.setup.outer)
         registry.add(self._sync)
-        keep(self, self.topology, registry.closing(self._sync))
+        keep(self, self.topology, self._number, registry.closer_of(self._sync))
         if self._one_copy is None and self.setup.module is not None:
             self._one_copy = OneCopy(self.setup.module, self._differs, self.warns)
         anchor = () if self.schedule.synchronous else (Act.ANCHOR,)
@@ -317,6 +318,7 @@ class Session:
         self._stale = False
         if self._sync is None:
             self._meet()
+            self._reclaim()
             self._open(Counts())
             if self._measured is not None and self._exchanges is not None:
                 self._exchanges.measured = self._measured
@@ -418,7 +420,7 @@ class Session:
 
     def _differs(self) -> bool:
         """Return whether nodes hold different parameters now."""
-        return self._exchanges is not None and not self.schedule.alike
+        return self._exchanges is not None and (self._stale or not self.schedule.alike)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -537,7 +539,7 @@ class Session:
         if self._sync is None or not is_saving_one_copy():
             return {**inner, KEY: self.state()}
         joined = self.schedule.synchronous or self._joined == self.schedule.batch
-        if self._exchanges is not None and not (joined and self.schedule.alike):
+        if self._exchanges is not None and (self._differs() or not joined):
             refuse("parameters and optimizer state", "synchronize(optimizer_state=True)")
         return packed(inner, self._state_without_sync())
 
@@ -594,6 +596,7 @@ class Session:
                 f"schedule lacks {', '.join(lacks)}; leave it out to load the inner optimizer's "
                 f"alone"
             )
+        self._joined = -1
         sync, fits = self._sync, state is not None and state["shape"] == self._shape()
         if sync is not None:
             fits = fits and state is not None and state["sync"] is not None

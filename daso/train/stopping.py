@@ -8,6 +8,7 @@ from typing import Self
 
 from daso.comm.topology import Topology
 from daso.comm.vote import Vote
+from daso.environment import read_ignored_signals
 from daso.plan.stopping import batches_to_next_vote
 from daso.workers import ignore_in_workers
 
@@ -53,7 +54,8 @@ class StopRequest:
         self._between = self._left = 1  # batches: from vote to vote; to the next
         self._begun = time.perf_counter()
         self._before = {number: signal.signal(number, self._hear) for number in signals}
-        ignore_in_workers(signals)
+        self._ignored_before = read_ignored_signals()[1]  # of another one around this
+        ignore_in_workers({*self._ignored_before, *signals})
         for number, handler in self._before.items():
             if getattr(handler, "heard", False):  # it came before anybody listened (daso.run.rank)
                 self._heard = float(number)
@@ -90,7 +92,7 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._before:
-            ignore_in_workers(())
+            ignore_in_workers(self._ignored_before)
         self._before = {}
 
     def __enter__(self) -> Self:

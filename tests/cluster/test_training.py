@@ -87,6 +87,6 @@ def test_a_rank_that_is_killed_in_training_ends_the_job(daso):
     seconds = time.monotonic() - start
     assert seconds < 15 * slowness(), f"gone after {seconds:.1f} s"
     assert re.search(r"ended with exit code [1-9]", log), log[-2000:]
-    said = re.findall(r"daso: rank \d of 2 on mini\d ended without a word: it was killed", log)
+    said = re.findall(r"daso: rank \d of 2 on mini\d exited without reporting: it was killed", log)
     assert len(said) == 1, log[-2000:]
     assert daso.status(job)[0] == "FAILED"

@@ -201,6 +201,20 @@ def test_killing_what_started_the_ranks_ends_the_job(tmp_path: Path, whose: str)
     wait_for_none_left(program)
 
 
+@pytest.mark.later("waits for a slow reader")
+def test_what_is_read_slowly_is_printed_to_its_end(tmp_path: Path) -> None:
+    program = tmp_path / "much.py"
+    program.write_text("import daso\ndaso.init()\nprint('x' * 160_000)\n")
+    command = (
+        f"{sys.executable} -m daso run -n 2 {program} | (sleep 7; wc -c); exit ${{PIPESTATUS[0]}}"
+    )
+    run = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=HANG_SECONDS, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) == 2 * 160_001
+
+
 def test_ranks_of_plain_mpirun_end_with_what_started_them(tmp_path: Path) -> None:
     from daso.environment import find_mpirun
 

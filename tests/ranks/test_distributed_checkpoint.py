@@ -1,5 +1,7 @@
 """torch.distributed.checkpoint keeps one copy for all ranks: refused where nodes hold others."""
 
+import copy
+import io
 import logging
 
 import pytest
@@ -94,3 +96,42 @@ def test_a_state_that_may_be_mixed_is_told_once(topology, place, caplog):
             model.state_dict()
     said = [one for one in caplog.messages if "this node's parameters" in one]
     assert len(said) == (place.nodes > 1 and place.rank == 0)
+
+
+class Application:
+    """What torch.distributed.checkpoint asks for a state, and gives one."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def state_dict(self):
+        return {"model": get_model_state_dict(self.model)}
+
+    def load_state_dict(self, state):
+        self.model.load_state_dict(state["model"])
+
+
+def test_loading_overwrites_what_nodes_hold_apart(topology, place, shared_folder):
+    model = network()
+    with daso.DASO(adam(model), module=model, topology=topology, policy=RARE) as optimizer:
+        application = {"application": Application(model)}
+        checkpoint.save(application, checkpoint_id=shared_folder / "whole")
+        saved = bits(model)
+        train(optimizer, model, place.rank, 2)
+        checkpoint.load(application, checkpoint_id=shared_folder / "whole")
+        assert bits(model) == saved
+
+
+def test_a_copy_of_a_model_has_its_state_alone(topology, place):
+    model = network()
+    with daso.DASO(adam(model), module=model, topology=topology, policy=RARE) as optimizer:
+        train(optimizer, model, place.rank, 2)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for copied in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            assert bits(copied.state_dict()) == bits(model.state_dict())
+    hooks = len(model._state_dict_pre_hooks)
+    for _ in range(2):  # dropped ones leave none behind
+        daso.DASO(adam(model), module=model, topology=topology, policy=RARE)
+    assert len(model._state_dict_pre_hooks) <= hooks + 1

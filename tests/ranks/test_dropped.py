@@ -78,6 +78,32 @@ def test_what_one_rank_holds_yet_goes_on_everywhere(topology, place):
         assert threads() == before + 1  # the one that rank 0 held is closed
 
 
+def test_gradients_outlive_a_dropped_optimizer(topology, place):
+    """They lie in memory of the node, which is given back."""
+    model = nn.Linear(200, 200)
+    daso.DASO(torch.optim.SGD(model.parameters(), 0.1), module=model, topology=topology)
+    for step in range(3):
+        model(torch.full((2, 200), step + 1.0 + place.rank)).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    for _ in range(2):
+        wrapped(topology)[1].close()
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(p.grad, grad)
+
+
+def test_dropped_in_different_states_they_are_not_closed_together(topology, place):
+    """A rank took a step more, as after an error that all caught: its exchange is under way."""
+    model, optimizer = wrapped(topology)
+    for step in range(3 if place.rank == 0 else 2):
+        if place.rank == 0 and step >= 2 and place.local_size > 1:
+            break  # inside a node a step is in common
+        model(batch(step, place.rank)).sum().backward()
+        optimizer.step()
+    del optimizer, model
+    with wrapped(topology)[1]:
+        pass
+
+
 def test_a_flow_that_was_dropped_gives_its_communicators_back(topology):
     def runtime():
         graph = daso.flow.Graph()

@@ -192,8 +192,11 @@ def test_words_that_are_no_utf_8_pass_through(tmp_path):
         (["nosuch.py"], ["no nosuch.py", "mend its path"]),
         (["--time", "half", "train.py"], ["--time", "'half'", "0:30:00 for half an hour"]),
         (["--nodes", "0", "train.py"], ["--nodes", "at least 1", "not 0"]),
-        (["-N2", "-n", "5", "train.py"], ["as many ranks", "5 on 2 nodes", "--nodes"]),
-        (["--gpus=1", "-N", "2", "train.py"], ["as many GPUs", "1 on 2 nodes"]),
+        (["-N2", "-n", "5", "train.py"], ["--ntasks must be a multiple", "5 ranks"]),
+        (
+            ["--gpus=1", "-N", "2", "train.py"],
+            ["--gpus must be a multiple", "1 GPUs", "on 2 nodes"],
+        ),
         (["-n4", "--tasks-per-node=3", "train.py"], ["--ntasks and --tasks-per-node", "not 3"]),
         (["--site", "mars", "train.py"], ["horeka, jsc", "'mars'"]),
         (["--site", "mars.toml", "train.py"], ["mars.toml", "No such file"]),
