@@ -1,5 +1,6 @@
 """What users drop without close() is closed by the next one: communicators are few."""
 
+import gc
 import logging
 import threading
 
@@ -81,9 +82,14 @@ def test_what_one_rank_holds_yet_goes_on_everywhere(topology, place):
 def test_gradients_outlive_a_dropped_optimizer(topology, place):
     """They lie in memory of the node, which is given back."""
     model = nn.Linear(200, 200)
-    daso.DASO(torch.optim.SGD(model.parameters(), 0.1), module=model, topology=topology)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = daso.DASO(inner, module=model, topology=topology)
     for step in range(3):
+        optimizer.zero_grad()
         model(torch.full((2, 200), step + 1.0 + place.rank)).sum().backward()
+        optimizer.step()
+    del optimizer
+    gc.collect()
     expected = [p.grad.clone() for p in model.parameters()]
     for _ in range(2):
         wrapped(topology)[1].close()
