@@ -79,14 +79,15 @@ def test_what_one_rank_holds_yet_goes_on_everywhere(topology, place):
         assert threads() == before + 1  # the one that rank 0 held is closed
 
 
+@pytest.mark.nodes((2,))
 def test_gradients_outlive_a_dropped_optimizer(topology, place):
     """They lie in memory of the node, which is given back."""
-    model = nn.Linear(200, 200)
+    model = nn.Linear(500, 500)
     inner = torch.optim.SGD(model.parameters(), 0.1)
     optimizer = daso.DASO(inner, module=model, topology=topology)
     for step in range(3):
         optimizer.zero_grad()
-        model(torch.full((2, 200), step + 1.0 + place.rank)).sum().backward()
+        model(torch.full((2, 500), step + 1.0 + place.rank)).sum().backward()
         optimizer.step()
     del optimizer
     gc.collect()

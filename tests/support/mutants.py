@@ -12,6 +12,7 @@ A fault that its test lets pass is named, and the exit code is 1. What each entr
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -112,6 +113,8 @@ def verdict(mutant: Mutant) -> str:
             return "killed"  # a test that hangs fails the suite, too
     if run.returncode == FAILED:
         return "killed"
+    if run.returncode in (signal.SIGSEGV, 128 + signal.SIGSEGV):
+        return "killed"  # a crash fails the suite, too
     return "SURVIVED" if run.returncode == 0 else f"DID NOT RUN: {run.stdout[-300:]}"
 
 
