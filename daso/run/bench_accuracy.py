@@ -227,7 +227,9 @@ def main(words: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     made: dict[str, dict[str, Any]] = {}
     chosen = [one for one in trials(quick=options.quick) if options.only in str(one[0])]
-    for trial, names in chosen:
+    for trial, everything in chosen:
+        wanted = (SYNCHRONOUS, AUTO, *(options.setting or everything))
+        names = [name for name in everything if name in wanted]
         seeds = range(options.seeds or (1 if options.quick else trial.seeds))
         cells = [(name, peak) for name in names for peak in trial.peaks]
         runs = [(name, seed, peak) for seed in seeds for name, peak in cells]
@@ -260,6 +262,12 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one seed, few epochs: minutes")
     parser.add_argument("--only", default="", help="trials whose name has this in it, as text")
     parser.add_argument("--seeds", type=int, default=0, help="runs of each setting (1 to 5)")
+    parser.add_argument(
+        "--setting",
+        action="append",
+        choices=[setting.name for setting in SETTINGS],
+        help="run this one beside synchronous training and Auto, not all; may be repeated",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--json", type=Path, help="write figures and rows to this file")
     parser.add_argument("--plot", type=Path, help="draw accuracy against bytes to this PNG")

@@ -17,6 +17,9 @@ def test_a_small_bench_writes_its_table_figures_and_plot(tmp_path, monkeypatch, 
     assert main(words) == 0
     said = capsys.readouterr().out
     assert all(name in said for name in QUICK)
+    assert main([*words, "--setting", AUTO]) == 0
+    said = capsys.readouterr().out
+    assert [name in said for name in QUICK] == [name in (AUTO, QUICK[0]) for name in QUICK]
     found = json.loads(files["json"].read_text())
     auto, synchronous = (
         next(row for row in found["rows"] if row["setting"] == name) for name in (AUTO, QUICK[0])
