@@ -65,7 +65,7 @@ def run(words: list[str]) -> None:
         if end.code == REQUEUE:
             wait_for_all(WAIT_SECONDS)
             note_requeue()
-        elif end.code:
+        if end.code:
             is_first_to_end()  # others are killed for it
         ends_by_itself()
         raise

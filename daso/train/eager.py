@@ -413,7 +413,7 @@ def _closer(client: LayerClient, serving: Serving) -> Closer:
         serving.engine.abandon()
 
     def state() -> object:
-        return serving.engine.sound or None
+        return serving.serves if serving.engine.sound else None  # who serves ends by giving up
 
     return Closer(partial(_close, client, serving), abandon, state)
 

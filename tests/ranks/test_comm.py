@@ -279,7 +279,8 @@ def test_who_does_not_answer_is_missing_and_who_waits_is_not(topology, place, lo
 
         monkeypatch.setattr(roll._notes, "arrived", look)
         said = roll.missing()
-        missing = f"no answer from world rank {last} on host host{last}"
+        who = f"{last} on host host{last}"
+        missing = f"no answer from world rank {who}, which hangs, or the link to it does"
         assert said == missing if last else said.startswith("every rank answers")
     elif place.rank < last:
         end = time.perf_counter() + 4.0
