@@ -1,6 +1,7 @@
 """The README's code runs as it stands, its files exist, its commands are real."""
 
 import re
+import statistics
 import subprocess
 import sys
 from functools import partial
@@ -208,6 +209,28 @@ def test_accuracies_of_the_transformer_are_those_that_were_measured() -> None:
             assert cell in (synchronous, f"{row['gap']:.2f}{error}")
             assert row["seeds"] == int(seeds)
         assert cells[-1] == f"{row['bytes_ratio']:.1f}x"
+
+
+def test_accuracies_of_five_seeds_are_those_that_were_measured() -> None:
+    import json
+
+    found = json.loads((ROOT / "scripts/figures/accuracy-text-seeds.json").read_text())
+    for nodes, before, after in ((8, "ends ", " points below\non 8"), (16, "and ", " on 16")):
+        runs = {
+            (run["setting"], run["peak"], run["seed"]): run["score"]
+            for run in found["runs"]
+            if run["nodes"] == nodes
+        }
+        seeds = range(5)
+        gaps = [
+            runs["synchronous, fp32", 0.006, seed] - runs["Auto, int4", 0.003, seed]
+            for seed in seeds
+        ]
+        error = statistics.stdev(gaps) / len(gaps) ** 0.5
+        quoted = f"{statistics.mean(gaps):.2f} ± {error:.2f}"
+        assert f"{before}{quoted}{after}" in README
+        figure = found["figures"][f"accuracy_gap_auto_text_{nodes}_nodes_5_seeds"]
+        assert figure["value"] == pytest.approx(statistics.mean(gaps))
 
 
 def test_step_times_it_quotes_are_those_that_were_measured() -> None:
