@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Closer", "forget", "keep", "reclaim"]
+__all__ = ["Closer", "count_open", "forget", "keep", "reclaim"]
 
 COLLECT_FROM = 8  # open at a time, before garbage in cycles is looked for: it takes 0.1 s
 Word = tuple[dict[int, object], set[int]]  # of a rank: states of its garbage, and what it holds
@@ -49,6 +49,15 @@ def keep(owner: object, within: object, number: int, closer: Closer) -> None:
         closer: How.
     """
     _kept[id(within), number] = _Kept(weakref.ref(owner), within, closer)
+
+
+def count_open(within: object) -> int:
+    """Return how many were made by a topology's ranks and are not closed yet.
+
+    Args:
+        within: As for `keep`.
+    """
+    return sum(kept.within is within for kept in _kept.values())
 
 
 def forget(owner: object) -> None:

@@ -29,7 +29,6 @@ from daso.errors import ConfigError, LayoutError
 from daso.plan.layout import Span, split
 from daso.train.carrier import Carrier
 from daso.train.gradients import Bucket, Finish, GradientRows
-from daso.train.hooks import GradientHook
 from daso.train.params import Named
 
 __all__ = ["BackwardCallbacks", "Between", "GradientBuckets", "Route"]
@@ -129,12 +128,10 @@ class GradientBuckets:
         self.fresh = False  # a round was finished since somebody set this to False
         self._paused = False
         self.rows = GradientRows(named, node, in_portions=in_portions)
-        # Gradients outlive an optimizer that is dropped, and the node's memory that they lie in.
-        weakref.finalize(self, self.rows.release).atexit = False
         self._round = Round()
         self._versions: list[int] = []  # of rows, when the last round was handed over
         self._hooks = [
-            tensor.register_post_accumulate_grad_hook(GradientHook(self._on_ready, index))
+            tensor.register_post_accumulate_grad_hook(partial(self._on_ready, index))
             for index, (_, tensor) in enumerate(named)
         ]
 
@@ -148,6 +145,7 @@ class GradientBuckets:
             self._paused = before
             self.fresh = False  # what piled up is not averaged yet
 
+    @_disable_dynamo
     def _on_ready(self, index: int, tensor: torch.Tensor) -> None:
         if self._paused:
             return

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from daso.checks import Rule, check, format_value
-from daso.comm.reclaim import forget, keep, reclaim
+from daso.comm.reclaim import count_open, forget, keep, reclaim
 from daso.comm.topology import Place, Topology, default
 from daso.comm.vote import gather
 from daso.errors import CheckpointError, ConfigError
@@ -53,6 +53,7 @@ LOSS = Rule(
         else isinstance(one, int | float) or hasattr(one, "__float__")
     ),
 )
+MANY = 10  # open optimizers of which something is said
 PARTS = {"schedule", "history", "shape", "sync"}  # of a session's state
 
 # Who evaluates may be in inference mode, where tensors are made that no other thread may write to.
@@ -112,6 +113,13 @@ class Session:
         """Close optimizers that were dropped on all ranks. Collective over the world; blocking."""
         limit = self.setup.settings.exchange.stall_seconds
         self._number = reclaim(self.topology, lambda word: gather(self.topology, word, limit))
+        number = 1 + count_open(self.topology)
+        if number % MANY == 0 and self.topology.place.rank == 0:
+            logger.warning(
+                "%d optimizers are open, and each holds communicators, of which MPI has few, and a "
+                "thread: close() those that are not used",
+                number,
+            )
 
     def _tell_what_was_made(self) -> None:
         place = self.topology.place

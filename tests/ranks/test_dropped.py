@@ -26,8 +26,8 @@ def wrapped(topology):
 def attached(topology):
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    daso.attach(optimizer, module=model, topology=topology, policy=daso.Fixed(3, 1))
-    return model, optimizer  # which keeps its hooks: a cycle
+    handle = daso.attach(optimizer, module=model, topology=topology, policy=daso.Fixed(3, 1))
+    return model, optimizer, handle
 
 
 def server(topology):
@@ -47,7 +47,7 @@ def threads():
     return sum(one.name.startswith("daso") for one in threading.enumerate())
 
 
-@pytest.mark.parametrize("make", [wrapped, attached, server, by_priority])
+@pytest.mark.parametrize("make", [wrapped, server, by_priority])
 def test_threads_and_communicators_of_dropped_optimizers_are_given_back(topology, place, make):
     if place.nodes == 1 and make is by_priority:
         pytest.skip("gradients cross between nodes in portions")
@@ -77,6 +77,18 @@ def test_what_one_rank_holds_yet_goes_on_everywhere(topology, place):
     del late
     with wrapped(topology)[1]:
         assert threads() == before + 1  # the one that rank 0 held is closed
+
+
+def test_optimizers_that_keep_themselves_are_told_at_the_tenth(topology, place, caplog):
+    """Hooks of daso.attach keep an optimizer, its model and its threads."""
+    wrapped(topology)[1].close()
+    with caplog.at_level(logging.WARNING, logger="daso"):
+        held = [attached(topology) for _ in range(10)]
+    said = [one for one in caplog.messages if "optimizers are open" in one]
+    assert len(said) == (place.rank == 0)
+    for _, optimizer, handle in held:
+        optimizer.zero_grad()
+        handle.close()
 
 
 @pytest.mark.nodes((2,))
