@@ -1,13 +1,10 @@
 """Where am I: what launcher and user said through the environment, read here alone."""
 
-import ctypes
 import os
 import re
 import shutil
-import signal
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,21 +14,17 @@ __all__ = [
     "TORCHRUN",
     "Launch",
     "data_folder",
-    "end_with_parent",
-    "end_with_starter",
     "expand",
     "find_mpirun",
     "for_sbatch",
     "has_marks",
     "is_first_to_end",
-    "is_proxy",
     "may_share_a_gpu",
     "merged",
     "mpi_is_chosen",
     "note_ignored_signals",
     "note_process",
     "note_requeue",
-    "parent_of",
     "promises",
     "read_cpu_mask",
     "read_ignored_signals",
@@ -44,8 +37,6 @@ __all__ = [
 
 # Rank within its host, as launchers say it.
 LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
-PR_SET_PDEATHSIG = 1
-PROXY = "hydra_pmi_proxy"  # of MPICH and Intel MPI
 TORCHRUN = "torchrun"  # or a framework that starts ranks as it does
 # launcher: (world size, world rank). Only variables that a launcher sets for each rank count:
 # a batch script also sees SLURM_NTASKS, while it is one process. Ranks of an MPI launcher may set
@@ -134,50 +125,6 @@ def note_process(rank: int, env: Mapping[str, str] | None = None) -> None:
     folder = (os.environ if env is None else env).get("DASO_PROCESSES")
     if folder and Path(folder).is_dir():
         (Path(folder) / str(rank)).write_text(str(os.getpid()))
-
-
-def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Let this process get a signal when its parent is killed, which can pass on nothing then.
-
-    Args:
-        number: The signal. Linux alone.
-    """
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-
-
-def end_with_starter() -> None:
-    """Let this rank end where what mpiexec started it by is killed: MPICH's mpiexec sees nothing.
-
-    Others (srun, Open MPI) end their ranks by themselves.
-    """
-    if is_proxy(os.getppid()):
-        end_with_parent(signal.SIGKILL)
-
-
-def is_proxy(pid: int) -> bool:
-    """Return whether a process is what MPICH's mpiexec starts ranks by.
-
-    Args:
-        pid: Its number.
-    """
-    try:
-        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() == PROXY
-    except OSError:
-        return False
-
-
-def parent_of(pid: int) -> int:
-    """Return the number of a process's parent; 0 where it has ended.
-
-    Args:
-        pid: Its number.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except OSError:
-        return 0
-    return int(text.rpartition(")")[2].split()[1])
 
 
 def may_share_a_gpu(env: Mapping[str, str] | None = None) -> bool:
@@ -283,7 +230,7 @@ def has_marks(env: Mapping[str, str] | None = None) -> bool:
 
 
 def is_first_to_end(env: Mapping[str, str] | None = None) -> bool:
-    """Return whether no rank of this job of `daso submit` was seen to end without a word before.
+    """Return whether no rank of this job of `daso submit` exited without reporting before.
 
     Args:
         env: Environment to read; the process's own if None. DASO_REQUEUE names a file beside which

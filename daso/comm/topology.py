@@ -21,8 +21,9 @@ from daso.comm.dtypes import sum_buffer
 from daso.comm.mpi import abort_on_error, check_launch, check_wheels, load, wheels
 from daso.comm.node import wait_until
 from daso.comm.roll import RollCall
-from daso.environment import TORCHRUN, end_with_starter, note_process, read_launch
+from daso.environment import TORCHRUN, note_process, read_launch
 from daso.errors import ConfigError, DasoError, ExchangeError, StallError, TopologyError
+from daso.processes import end_with_starter
 from daso.workers import is_worker
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Topology:
     Collective over the world; blocking.
     """
 
-    open_now: ClassVar[int] = 0  # made in this process and not freed
+    _open_now: ClassVar[int] = 0  # made in this process and not freed
 
     @validate_call
     def __init__(
@@ -139,8 +140,8 @@ class Topology:
         color = mpi.UNDEFINED if self.place.lane is None else self.place.lane
         self.lane: MPI.Comm = self.world.Split(color, self.place.node)
         self.roll = RollCall(self.world, self.world.allgather(mpi.Get_processor_name()))
-        Topology.open_now += 1
-        _tell_of_many(self.place, Topology.open_now)
+        Topology._open_now += 1
+        _tell_of_many(self.place, Topology._open_now)
 
     def _find_place(self) -> Place:
         first = self.node.bcast(self.world.Get_rank())
@@ -213,7 +214,7 @@ class Topology:
         mpi = load()
         if self.world != mpi.COMM_NULL:
             self.rendezvous("free a daso.Topology", STALL_SECONDS)
-            Topology.open_now -= 1
+            Topology._open_now -= 1
         self.roll.free()
         for comm in (self.lane, self.node, self.world):
             if comm != mpi.COMM_NULL:

@@ -13,14 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from daso.environment import (
-    end_with_parent,
-    find_mpirun,
-    is_proxy,
-    parent_of,
-    terminal_columns,
-)
+from daso.environment import find_mpirun, terminal_columns
 from daso.errors import TopologyError
+from daso.processes import end_with_parent, is_proxy, parent_of
 
 __all__ = ["Local", "launch"]
 

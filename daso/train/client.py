@@ -16,7 +16,7 @@ import torch
 from daso import trace
 from daso.errors import ConfigError, NonFiniteError
 from daso.plan.eager import Log, Plan, Read, Send, first_pace, leaves, next_pace
-from daso.train.hooks import GradientHook, Hook
+from daso.train.hooks import Hook
 from daso.train.server import Contribution, Rows, take_up
 from daso.train.serving import STEPS_WAITING, Serving
 from daso.train.shares import Shares
@@ -83,7 +83,7 @@ class LayerClient:
         self._stepped_at = time.perf_counter()
         self._uses = Uses(module, shares.named)
         self._hooks = [
-            tensor.register_post_accumulate_grad_hook(GradientHook(self._ready, index))
+            tensor.register_post_accumulate_grad_hook(partial(self._ready, index))
             for index, (_, tensor) in enumerate(shares.named)
         ]
         self._hooks += [

@@ -1,16 +1,15 @@
-"""Hooks on modules and parameters that end with the training they are of."""
+"""Hooks on modules that a copy of the module does not have."""
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch._compile import _disable_dynamo
 
-__all__ = ["GradientHook", "Hook", "nothing"]
+__all__ = ["Hook", "nothing"]
 
 
 class Hook:
-    """A hook on a module that a copy of the module does not have: it is this training's."""
+    """Calls a function of this training, and nothing in a copy of the module."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
@@ -26,24 +25,3 @@ class Hook:
 
 def nothing() -> None:
     """Do nothing."""
-
-
-class GradientHook:
-    """A hook on a parameter's gradient that does not keep its training alive.
-
-    Python's garbage collection does not look through torch's autograd nodes, which hold it.
-
-    Args:
-        call: A method; gets the arguments, and the parameter.
-        args: First arguments.
-    """
-
-    def __init__(self, call: Callable[..., None], *args: Any) -> None:
-        self._call, self._args = weakref.WeakMethod(call), args
-
-    @_disable_dynamo
-    def __call__(self, param: Any) -> None:
-        """Do what it is for, if that training goes on."""
-        call = self._call()
-        if call is not None:
-            call(*self._args, param)

@@ -16,7 +16,7 @@ import torch
 
 from daso.errors import ConfigError
 from daso.train.buckets import GradientBuckets
-from daso.train.hooks import GradientHook, Hook
+from daso.train.hooks import Hook
 from daso.train.misuse import has_hooks
 from daso.train.params import Trained
 from daso.train.subset import refuse_counting, step_with, values_of
@@ -67,7 +67,7 @@ class LayerSteps:
         self._amid: set[int] = set()
         flush = Hook(self.flush)
         self._hooks = [
-            tensor.register_post_accumulate_grad_hook(GradientHook(self._check, index))
+            tensor.register_post_accumulate_grad_hook(partial(self._check, index))
             for index, (_, tensor) in enumerate(trained.named)
         ]
         for name, module in trained.module.named_modules():

@@ -7,6 +7,7 @@ import atexit
 import itertools
 import logging
 import weakref
+from functools import partial
 
 from daso.comm.reclaim import Closer
 from daso.comm.topology import Topology
@@ -68,20 +69,8 @@ def close(sync: Sync) -> None:
 
 
 def closer_of(sync: Sync) -> Closer:
-    """Return what closes a model, or what is left of it."""
-    reference, links, rest = weakref.ref(sync), sync.links, sync.without_model()
-
-    def end() -> None:
-        alive = reference()
-        if alive is None:
-            rest()
-        else:
-            close(alive)
-
-    def state() -> object:
-        return links.bell.steps if links.engine.sound else None
-
-    return Closer(end, links.engine.abandon, state)
+    """Return how to close a model whose optimizer was dropped: hooks keep it alive until then."""
+    return Closer(partial(close, sync), sync.abandon, sync.sound_steps)
 
 
 @atexit.register

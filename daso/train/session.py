@@ -544,7 +544,7 @@ class Session:
         Raises:
             CheckpointError: torch.distributed.checkpoint asks, and nodes' states differ.
         """
-        if self._sync is None or not is_saving_one_copy():
+        if not is_saving_one_copy():
             return {**inner, KEY: self.state()}
         joined = self.schedule.synchronous or self._joined == self.schedule.batch
         if self._exchanges is not None and (self._differs() or not joined):

@@ -5,8 +5,7 @@ by the training thread, at step boundaries, and nowhere else.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from daso.comm.stopwatch import HostStamp
 from daso.comm.throttle import Stretch, compute_factor
 from daso.comm.topology import Topology
 from daso.comm.vote import gather_in_node
-from daso.errors import ConfigError, NonFiniteError
+from daso.errors import ConfigError, ExchangeError, NonFiniteError
 from daso.plan.options import Settings
 from daso.plan.schedule import Act, Seen, State
 from daso.train import reducers
@@ -422,13 +421,20 @@ class Sync:
         """
         self.over = self.over or "was closed"
         self._unhook()
-        sound = self.without_model()()
+        sound = self._close_carrier()
+        sound = self.links.close() and sound  # until here an exchange in flight may go on
+        if sound:
+            self.buckets.node.free()
         self.exchanges = None
         return sound
 
-    def without_model(self) -> Callable[[], bool]:
-        """Return what closes all that is not the model's, and does not keep this alive."""
-        return partial(_close, self._carrier, self.links, self.buckets.node)
+    def sound_steps(self) -> int | None:
+        """Return the steps taken, if nothing failed here; None if something did."""
+        try:
+            self._check()
+        except ExchangeError:
+            return None
+        return self.links.bell.steps
 
     def _close_carrier(self) -> bool:
         return self._carrier is None or self._carrier.close()
@@ -442,18 +448,6 @@ class Sync:
         if self.layers is not None:
             self.layers.close()
         self.buckets.close()
-
-
-def _close(carrier: Carrier | None, links: Links, node: NodeGroup) -> bool:
-    """Stop the threads and free communicators; return whether all work ended well.
-
-    Collective over the world; blocking; idempotent.
-    """
-    sound = carrier is None or carrier.close()
-    sound = links.close() and sound  # until here an exchange in flight may go on
-    if sound:
-        node.free()
-    return sound
 
 
 def _carrier(links: Links, counts: Counts, settings: Settings) -> Carrier | None:

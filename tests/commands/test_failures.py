@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import HANG_SECONDS, slowness
+from jobs import HANG_SECONDS, run_on, slowness
 
 PROGRAM = """
 import os, signal, sys, time
@@ -298,15 +298,7 @@ def test_what_asks_ranks_to_end_spares_their_workers(tmp_path: Path, way: str) -
 def test_a_program_without_a_guard_is_told_what_its_workers_lack(tmp_path: Path) -> None:
     program = tmp_path / "train_unguarded.py"
     program.write_text(LOADING.replace("GUARD", "main()"))
-    words = ["run", "-n", "2", "--ranks-per-node", "1", str(program), "spawn"]
-    run = subprocess.run(
-        [sys.executable, "-m", "daso", *words],
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    run = run_on(2, program, "spawn")
     assert run.returncode != 0
     assert "put what trains behind `if __name__ == '__main__':`" in run.stderr
     wait_for_none_left(program)

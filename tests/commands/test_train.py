@@ -134,5 +134,5 @@ def test_a_typo_starts_nothing_and_lists_the_keys(tmp_path: Path) -> None:
     run = daso_train("-n", "4", "--epoch=3", cwd=tmp_path)
     assert run.returncode == 2
     assert "did you mean epochs?" in run.stderr
-    assert "optimizer.lr" in run.stderr
+    assert "valid keys: name, runs, epochs" in run.stderr
     assert not (tmp_path / "runs").exists()

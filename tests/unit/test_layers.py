@@ -14,7 +14,10 @@ ROOT = Path(daso.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 
 # Besides the standard library and what is for all, a row may import what it lists.
-FOR_ALL = {"daso.checks", "daso.environment", "daso.errors", "daso.trace", "daso.workers"}
+FOR_ALL = {
+    *("daso.checks", "daso.environment", "daso.errors", "daso.processes", "daso.trace"),
+    "daso.workers",
+}
 MAY_IMPORT = {
     "plan": {"daso.plan"},
     "sim": {"daso.sim", "daso.plan"},
@@ -27,6 +30,7 @@ MAY_IMPORT = {
     "environment": set(),
     "checks": set(),
     "errors": set(),
+    "processes": set(),
     "trace": set(),
     "workers": set(),
     "memory": {"daso.train"},

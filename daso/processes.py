@@ -1,0 +1,56 @@
+"""Parents of processes: who started a rank, and what happens to it when that is killed. Linux."""
+
+import ctypes
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["end_with_parent", "end_with_starter", "is_proxy", "parent_of"]
+
+PR_SET_PDEATHSIG = 1
+PROXY = "hydra_pmi_proxy"  # of MPICH and Intel MPI
+
+
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Let this process get a signal when its parent is killed, which can pass on nothing then.
+
+    Args:
+        number: The signal.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def end_with_starter() -> None:
+    """Let this rank end where what mpiexec started it by is killed: MPICH's mpiexec sees nothing.
+
+    Others (srun, Open MPI) end their ranks by themselves.
+    """
+    if is_proxy(os.getppid()):
+        end_with_parent(signal.SIGKILL)
+
+
+def is_proxy(pid: int) -> bool:
+    """Return whether a process is what MPICH's mpiexec starts ranks by.
+
+    Args:
+        pid: Its number.
+    """
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() == PROXY
+    except OSError:
+        return False
+
+
+def parent_of(pid: int) -> int:
+    """Return the number of a process's parent; 0 where it has ended.
+
+    Args:
+        pid: Its number.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    return int(text.rpartition(")")[2].split()[1])
