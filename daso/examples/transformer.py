@@ -55,7 +55,8 @@ class ByteTransformer(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
         self.head.weight = self.token.weight  # tied, as in GPT-2
-        nn.init.normal_(self.token.weight, std=0.02)
+        for table in (self.token, self.position):
+            nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map bytes (batch, context) to scores (batch, context, 256)."""

@@ -29,6 +29,7 @@ class Header:
     minus_lr: float = 0.0
     # Of a core that training wanted, for the exchange before: the rank's that lost most.
     own_seconds: float = 0.0
+    minus_exposed_seconds: float = -math.inf  # of a synchronous step: the rank's that waited least
 
     def encode(self) -> list[float]:
         """Return the numbers in a fixed order."""
@@ -53,6 +54,11 @@ class Header:
     def exchange_seconds(self) -> float:
         """Seconds of the exchange before, of the rank that came last; 0 if nobody measured."""
         return _finite(-self.minus_exchange_seconds)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds of a synchronous step that each rank stood still; 0 if nobody measured."""
+        return _finite(-self.minus_exposed_seconds)
 
     @property
     def same_lr(self) -> bool:

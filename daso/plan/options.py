@@ -8,7 +8,7 @@ from daso.errors import ConfigError
 from daso.plan.merge import Merge, MergeName, check_merge, is_eager, keeps_local, merge_rule
 from daso.plan.schedule import Seen
 from daso.plan.slices import Order
-from daso.plan.wires import NARROW, WIDE, Wire, next_wire
+from daso.plan.wires import BITS, NARROW, WIDE, GradientWire, Wire, next_wire
 
 __all__ = ["Exchange", "Gradients", "Settings", "Wire"]
 
@@ -99,14 +99,25 @@ class Gradients:
             keeps the fastest, and starts anew when batches come to take much longer or shorter. No
             bit of a sum in rank order depends on it (``Exchange(reduce="ordered")``, or two nodes
             at most). With ``"priority"`` the size of portions; it cannot be searched there.
+        wire: What gradients cross between nodes in, in synchronous phases: ``"fp32"``, ``"bf16"``,
+            ``"int8"`` or ``"int4"`` with a scale per 128 numbers. What these round away is kept and
+            added to the next gradient (error feedback; Seide et al. 2014). ``"auto"``: fp32, and
+            int4 where `Auto` averages gradients because backward hides it.
     """
 
     bucket_bytes: int | Literal["search"] = 1 * MiB
     order: Literal["buckets", "priority", "host"] = "buckets"
     update: Literal["auto", "whole", "chunk"] = "auto"
     portions: Order = "layer"
+    wire: GradientWire = "auto"
 
     def __post_init__(self) -> None:
+        check("Gradients.wire", self.wire, choice(*get_args(GradientWire)))
+        if self.wire not in ("auto", "fp32") and self.order != "buckets":
+            raise ConfigError(
+                f"Gradients.wire must be 'auto' or 'fp32' with order={self.order!r} (portions "
+                f"cross in full precision), not {self.wire!r}; leave order out"
+            )
         check("Gradients.order", self.order, choice("buckets", "priority", "host"))
         check("Gradients.update", self.update, choice("auto", "whole", "chunk"))
         check("Gradients.portions", self.portions, choice(*get_args(Order)))
@@ -159,6 +170,11 @@ class Settings:
                 f"Exchange.reduce='iallreduce' needs wire='fp32' (MPI adds 16-bit numbers wrongly "
                 f"or not at all), not {self.wire!r}; use reduce='auto'"
             )
+        if self.exchange.reduce == "iallreduce" and self.gradients.wire not in ("auto", "fp32"):
+            raise ConfigError(
+                f"Exchange.reduce='iallreduce' needs Gradients.wire='fp32' (MPI adds 16-bit "
+                f"numbers wrongly or not at all), not {self.gradients.wire!r}; use reduce='auto'"
+            )
 
     @property
     def whole(self) -> bool:
@@ -208,6 +224,32 @@ class Settings:
     def gradient_reduce(self) -> Reduce:
         """How gradients, which cross in full precision, are added between nodes, decided."""
         return self._reduce
+
+    def gradient_wire(self, *, hidden: bool) -> str:
+        """Return what gradients cross between nodes in.
+
+        Args:
+            hidden: In a phase that is synchronous because backward hides it.
+        """
+        wire = self.gradients.wire
+        return wire if wire != "auto" else NARROW if hidden else "fp32"
+
+    @property
+    def may_hide(self) -> bool:
+        """Whether `Auto` may average gradients because backward hides it."""
+        ordered = self.gradients.order == "buckets" and self.gradient_reduce != "iallreduce"
+        return ordered and self.exchange.fragments == 1 and self.may_restore_steps
+
+    def gradient_seconds(self, exchange_seconds: float, wire: str) -> float:
+        """Return about how long gradients would take between nodes; 0: they cannot be hidden.
+
+        Args:
+            exchange_seconds: Of an exchange of all parameters.
+            wire: What it crossed in; empty where that is not known.
+        """
+        if not wire or not self.may_hide:
+            return 0.0
+        return exchange_seconds * BITS[self.gradient_wire(hidden=True)] / BITS[wire]
 
     @property
     def _reduce(self) -> Reduce:

@@ -19,6 +19,11 @@ from daso.plan.wires import BUDGET
 __all__ = ["Auto", "Fixed", "Plateau", "Qsr", "Replay"]
 
 DRIFT, NORMALIZED_DRIFT = 0.025, 0.005  # that `Auto` allows; the latter with a restored step
+OVERLAP = 0.5  # of a step: behind which gradients are averaged while backward goes on
+EXPOSED = 0.05  # of a step that synchronous training may stand still where that saves accuracy
+EARLY = 100  # batches at the start, which decide most: then it may stand still longer
+HOPELESS = 5.0  # of a step, as long as that
+AGAIN = 1000  # batches after which synchronous training is tried again
 SLACK = 8  # `Auto` waits for skip // SLACK batches, and more where an exchange takes longer
 
 
@@ -217,6 +222,13 @@ class Auto:
     Skip begins at 1 and at most doubles with each exchange, so that the first, steepest steps are
     averaged often.
 
+    Adam and its kin lose accuracy by averages that come after their step, most of it in the first
+    batches. So with such an inner optimizer training begins synchronous, with gradients on a narrow
+    wire (``Gradients(wire=...)``), for a hundred batches where that takes less than six times as
+    long, and stays so while steps stand still for less than a twentieth of their time: while
+    backward hides it. Where it does not, exchanges go on as above, and where one comes to take less
+    than half a step, it is tried again a thousand batches later.
+
     Args:
         drift: Relative distance between nodes to aim at, right before an exchange, where exchanges
             cost more than ``budget``. None: 0.025, or 0.005 where the inner optimizer normalizes:
@@ -249,6 +261,10 @@ class Auto:
 
     def tune_exchange(self, state: State, seen: Seen) -> State:
         """Choose wait and skip for the round that begins."""
+        if state.hidden:
+            return self._while_hidden(state, seen)
+        if self._can_hide(state, seen):
+            return replace(state, skip=1, wait=0, hidden=True)
         most = min(2 * state.wait, self.max_skip)
         wait = min(self._wait(state, seen), most)
         affordable = min(self._affordable(seen), 2 * state.skip)
@@ -259,6 +275,8 @@ class Auto:
     def why(self, state: State) -> str:
         """Return what keeps skip from being 1, in words: of the last exchange's numbers."""
         seen = state.seen
+        if state.hidden:
+            return "nodes average gradients while backward goes on"
         if state.skip == 1:
             return "exchanges cost next to nothing" if seen.step_seconds > 0 else "it began"
         if state.skip <= state.wait:
@@ -267,6 +285,27 @@ class Auto:
         if self._affordable(seen) <= state.skip:
             return f"{work}: {100 * self.budget:g} % of that many batches"
         return f"{work}; nodes drift apart by as much as they may in that many batches"
+
+    def begin(self, state: State) -> State:
+        """Return the state before the first batch, with an optimizer that loses by exchanges."""
+        return state if self.warmup else replace(state, skip=1, wait=0, hidden=True)
+
+    def _can_hide(self, state: State, seen: Seen) -> bool:
+        """Tell whether synchronous training costs next to no time, and accuracy without it."""
+        return (
+            state.batch >= state.hide_again
+            and seen.required_gain > 0
+            and 0 < seen.gradient_seconds <= OVERLAP * seen.step_seconds
+            and seen.own_seconds <= EXPOSED * seen.step_seconds
+        )
+
+    def _while_hidden(self, state: State, seen: Seen) -> State:
+        """Leave synchronous training where it stands still for others."""
+        most = EXPOSED if state.batch >= EARLY else HOPELESS
+        if seen.exposed_seconds <= most * seen.step_seconds:
+            return state
+        again = state.batch + AGAIN
+        return replace(state, skip=1, wait=1, hidden=False, hide_again=again)
 
     def _wait(self, state: State, seen: Seen) -> int:
         """Batches that an exchange takes, with a fifth to spare; as it is if unmeasured."""
@@ -305,20 +344,23 @@ class Replay:
 
     Args:
         history: ``report()["skip_history"]`` of the run: (batch, skip, wait), first for batch 0.
+        hidden: Batches from which on the run was synchronous because backward hid it: of `Auto`,
+            those with skip 1 and wait 0 but for its warm-up.
     """
 
     history: tuple[tuple[int, int, int], ...]
+    hidden: tuple[int, ...] = ()
 
     def start(self) -> State:
         """Return the state before the first batch."""
         _, skip, wait = self.history[0]
-        return State(skip=skip, wait=wait)
+        return State(skip=skip, wait=wait, hidden=0 in self.hidden)
 
     def tune_batch(self, state: State) -> State:
         """Do after a batch what was done after it."""
         for batch, skip, wait in self.history[1:]:
             if batch == state.batch:
-                state = replace(state, skip=skip, wait=wait)
+                state = replace(state, skip=skip, wait=wait, hidden=batch in self.hidden)
         return state
 
     def tune_exchange(self, state: State, seen: Seen) -> State:  # noqa: ARG002 - the protocol's

@@ -17,9 +17,10 @@ from enum import Enum
 from typing import Any, Protocol
 
 from daso.plan.plateau import PlateauState
-from daso.plan.step_restoration import next_gain
+from daso.plan.step_restoration import next_gain, next_noise_share, shared_gain
 
 __all__ = [
+    "MEASURE_EVERY",
     "Act",
     "Policy",
     "Seen",
@@ -27,8 +28,13 @@ __all__ = [
     "after_batch",
     "after_epoch",
     "after_exchange",
+    "begin",
     "drain",
 ]
+
+
+MEASURE_EVERY = 50  # batches of a synchronous phase that lasts while averaging is hidden
+MEASURE_FIRST = (2, 5)  # batches of a run after which that is measured too
 
 
 class Act(Enum):
@@ -39,6 +45,7 @@ class Act(Enum):
     SEND_ALL = "send_all"  # start an exchange of all that is not agreed yet
     RECEIVE = "receive"  # finish the exchange in flight and merge it
     JOIN = "join"  # nodes go in step from here: average the inner optimizer's state
+    MEASURE = "measure"  # agree on how long synchronous steps stand still for others
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,11 @@ class Seen:
     drift: float = 0.0
     own_seconds: float = 0.0  # that an exchange takes from training, of the rank that loses most
     required_gain: float = 0.0  # see `daso.plan.step_restoration`
+    # Of averaging gradients between nodes on the wire they would cross in, estimated; 0: they
+    # cannot be averaged while backward goes on.
+    gradient_seconds: float = 0.0
+    # Of a synchronous step, in which the rank that waited least stood still for other nodes.
+    exposed_seconds: float = 0.0
 
     def affordable_skip(self, budget: float) -> float:
         """Return how many batches apart exchanges are within budget; 0 if that was not measured.
@@ -81,7 +93,13 @@ class State:
     agreed: int = 0  # batch up to which all work was put into an exchange
     fragments: int = 1  # parts of the parameters that take turns
     gain: float = 1.0  # of the inner optimizer's rate between exchanges
+    # Of the inner optimizer's memory of squares, see `daso.plan.step_restoration`: its decay, and
+    # the share of it that saw the noise of single nodes.
+    memory: float = 0.0
+    noise_share: float = 1.0
     sparse: bool = False  # an exchange leaves work behind; one of everything does not
+    hidden: bool = False  # synchronous because averaging gradients is hidden behind backward
+    hide_again: int = 0  # batch from which that may be tried again
     plateau: PlateauState = field(default_factory=PlateauState)
     seen: Seen = field(default_factory=Seen)
 
@@ -98,7 +116,7 @@ class State:
     @property
     def step_gain(self) -> float:
         """What the inner optimizer's rate is multiplied by in the next step."""
-        return 1.0 if self.synchronous else self.gain
+        return shared_gain(self.gain, self.noise_share)
 
     @property
     def fragment(self) -> int:
@@ -145,6 +163,22 @@ class Policy(Protocol):
         ...
 
 
+def begin(policy: Policy, state: State, *, memory: float, may_hide: bool) -> State:
+    """Return the state in which training begins, or goes on, with an inner optimizer.
+
+    Args:
+        policy: Chooses skip and wait; one with a method ``begin`` is asked before the first batch.
+        state: The policy's, or that of a run that goes on.
+        memory: Of the optimizer, see `State`.
+        may_hide: Whether it loses accuracy by exchanges, and gradients could be averaged instead.
+    """
+    state, choose = replace(state, memory=memory), getattr(policy, "begin", None)
+    if not may_hide or choose is None or state.batch or state.epoch:
+        return state
+    began: State = choose(state)
+    return began
+
+
 def after_batch(policy: Policy, state: State) -> tuple[tuple[Act, ...], State]:
     """Return the acts that are due after one more batch, in order, and the next state.
 
@@ -155,10 +189,15 @@ def after_batch(policy: Policy, state: State) -> tuple[tuple[Act, ...], State]:
     Returns:
         The acts and the next state. A send is received exactly once, before the next send.
     """
-    state = replace(state, batch=state.batch + 1)
-    if state.synchronous:
-        state = replace(state, agreed=state.batch, last=state.batch)
-        acts: tuple[Act, ...] = ()
+    batch, synchronous = state.batch + 1, state.synchronous
+    share = next_noise_share(
+        state.noise_share, batch=batch, memory=state.memory, synchronous=synchronous
+    )
+    state = replace(state, batch=batch, noise_share=share)
+    if synchronous:
+        state = replace(state, agreed=batch, last=batch)
+        measures = state.hidden and (batch % MEASURE_EVERY == 0 or batch in MEASURE_FIRST)
+        acts: tuple[Act, ...] = (Act.MEASURE,) if measures else ()
     else:
         acts, state = _exchange(state)
     more, state = _turn(state, policy.tune_batch(state))
@@ -166,12 +205,13 @@ def after_batch(policy: Policy, state: State) -> tuple[tuple[Act, ...], State]:
 
 
 def after_exchange(policy: Policy, state: State, seen: Seen) -> tuple[tuple[Act, ...], State]:
-    """Return the acts after an exchange was merged, and the state for the batches to come.
+    """Return the acts after ranks agreed on measurements, and the state for the batches to come.
 
     Args:
         policy: Chooses skip and wait.
-        state: The state after the acts of the batch in which the exchange was received.
-        seen: What all ranks agreed on with it.
+        state: The state after the acts of the batch in which an exchange was received, or after
+            which ranks measured.
+        seen: What all ranks agreed on then.
 
     Returns:
         The acts and the next state.

@@ -14,11 +14,16 @@ so that of one step's squared length the noise is N = d * P / ((P - 1) * n * c(n
 S = max(0, m - d / (P - 1)) / n^2, and the step needs the gain sqrt((S + N) / (S + N / P)). (The
 square root rule of Malladi et al. 2022, arXiv 2205.10287, and Wang et al. 2024, arXiv 2402.18824,
 with the noise measured.) Plain SGD is linear in its gradients and needs none.
+
+That is so once the running mean of squares, by which the optimizer divides, has seen the noise of
+single nodes. After synchronous steps it remembers that of all of them: then the step is as long as
+it should be, and only a share of the gain is needed, the share of that memory which single nodes
+made.
 """
 
 import math
 
-__all__ = ["momentum_noise", "next_gain", "required_gain"]
+__all__ = ["momentum_noise", "next_gain", "next_noise_share", "required_gain", "shared_gain"]
 
 SMOOTHING = 0.3  # part of the way to what was measured that the gain goes with each exchange
 
@@ -61,6 +66,26 @@ def required_gain(
     if not 0 < signal + noise / nodes < math.inf:
         return 0.0
     return min(max(1.0, math.sqrt((signal + noise) / (signal + noise / nodes))), math.sqrt(nodes))
+
+
+def next_noise_share(share: float, *, batch: int, memory: float, synchronous: bool) -> float:
+    """Return which share of a running mean of squares saw the noise of single nodes.
+
+    Args:
+        share: Before this batch.
+        batch: Its number, from 1: a running mean is corrected for how few it has seen.
+        memory: Decay of the running mean from step to step, from 0 up to, not including, 1.
+        synchronous: Whether its gradient was the mean over all nodes.
+    """
+    kept = 1.0 - (1.0 - memory) / (1.0 - memory**batch)
+    return share * kept if synchronous else 1.0 - (1.0 - share) * kept
+
+
+def shared_gain(gain: float, share: float) -> float:
+    """Return the gain where only a share of the memory saw the noise of single nodes."""
+    if share in (0.0, 1.0):  # to the bit
+        return gain if share else 1.0
+    return math.sqrt(1.0 + (gain * gain - 1.0) * share)
 
 
 def next_gain(gain: float, required: float) -> float:

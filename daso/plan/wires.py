@@ -4,9 +4,10 @@ from typing import Literal
 
 from daso.plan.schedule import Seen
 
-__all__ = ["BITS", "NARROW", "WIDE", "Wire", "next_wire"]
+__all__ = ["BITS", "NARROW", "WIDE", "GradientWire", "Wire", "next_wire"]
 
 Wire = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "topk"]
+GradientWire = Literal["auto", "fp32", "bf16", "int8", "int4"]
 
 WIDE, NARROW = "bf16", "int4"
 # Of a number: int8 and int4 have a scale for each 128, topk a place and a number for 1 of 64.

@@ -22,6 +22,7 @@ from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Settings, Wire
 from daso.plan.policy import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy
+from daso.plan.wires import GradientWire
 
 __all__ = ["Config", "describe", "read_config", "takes_value"]
 
@@ -126,6 +127,7 @@ class ExchangeConfig:
         chunk_bytes: Bytes of a message between nodes.
         bucket_bytes: Bytes of a bucket of gradients inside a node; 0: searched while training.
         gradients: In which order gradients cross, and where they are added.
+        gradient_wire: What gradients cross between nodes in, where they are averaged there.
         update: Steps of the whole model, or layer by layer (chunk).
         nonfinite: What NaN and infinity in an exchange do.
         stall_seconds: How long to wait for ranks that do not come.
@@ -143,6 +145,7 @@ class ExchangeConfig:
     chunk_bytes: int = Exchange().chunk_bytes
     bucket_bytes: int = 1 << 20
     gradients: Literal["buckets", "priority", "host"] = "buckets"
+    gradient_wire: GradientWire = "auto"
     update: Literal["auto", "whole", "chunk"] = "auto"
     nonfinite: Literal["drop", "raise"] = "drop"
     stall_seconds: float = 300.0
@@ -255,6 +258,7 @@ class Config:
             ),
             gradients=Gradients(
                 order=exchange.gradients,
+                wire=exchange.gradient_wire,
                 update=exchange.update,
                 bucket_bytes=exchange.bucket_bytes or "search",
             ),

@@ -35,9 +35,9 @@ __all__ = ["BackwardCallbacks", "Between", "GradientBuckets", "Route"]
 
 OURS = "made_in_a_backward_that_daso_saw"  # attribute of a gradient that is in no bucket
 
-# Hands a part's sum over this node to the exchange between nodes. The call it gives back blocks
-# until the sum is replaced by the mean over the world.
-Between = Callable[[torch.Tensor], Finish]
+# Hands a part's sum over this node, and the bucket it is of, to the exchange between nodes. The
+# call it gives back blocks until the sum is replaced by the mean over the world.
+Between = Callable[[torch.Tensor, Bucket], Finish]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,7 @@ class GradientBuckets:
         self._callbacks = callbacks
         self.bucket_bytes, self._same_order = bucket_bytes, same_order
         self.fresh = False  # a round was finished since somebody set this to False
+        self.order: list[int] = []  # of parameters in rows, once these are made
         self._paused = False
         self.rows = GradientRows(named, node, in_portions=in_portions)
         self._round = Round()
@@ -262,7 +263,7 @@ class GradientBuckets:
             if self.route.between is None:
                 bucket.memory.deliver(self.route.local_size)
             else:  # delivered behind all others, in one order on every rank
-                bucket.finish = self.route.between(total) if total.numel() else _nothing
+                bucket.finish = self.route.between(total, bucket) if total.numel() else _nothing
             self._round.added += 1
 
     @_disable_dynamo
@@ -346,7 +347,21 @@ class GradientBuckets:
         Collective over the world; blocking.
         """
         rest = [index for index in reversed(range(len(self.named))) if index not in set(ready)]
-        self.rows.make(self._same_order([*ready, *rest]), self.bucket_bytes)
+        order = self._same_order([*ready, *rest])
+        self.order = self.order or order
+        self.rows.make(self.order, self.bucket_bytes)
+
+    def restore_order(self, order: Sequence[int]) -> None:
+        """Lay gradients in the order of an earlier run; between two rounds.
+
+        Args:
+            order: What ``order`` was there; empty where nothing was averaged yet.
+
+        Does not communicate, but all ranks must do it alike.
+        """
+        if order and list(order) != self.order:
+            self.rows.release()
+            self.order = list(order)
 
     def untouched(self) -> bool:
         """Return whether nobody wrote to gradients since the last round was handed over."""

@@ -47,6 +47,8 @@ class Known:
     wire: str = ""  # of the next exchange; empty: the settings' first
     timed: str = ""  # wire of the last one; empty where it was dropped
     timed_numel: int = 0  # numbers that it carried
+    # Batch after which ranks measured last in this phase, and seconds exposed until then.
+    marked: tuple[int, float] | None = None
 
 
 def spare_cores(ranks: int, threads: int) -> bool:
@@ -57,6 +59,16 @@ def spare_cores(ranks: int, threads: int) -> bool:
         threads: That each rank computes with.
     """
     return len(os.sched_getaffinity(0)) > ranks * threads
+
+
+def _check_aligned(header: Header) -> None:
+    """Raise, on every rank alike, unless all ranks are after the same step."""
+    if not header.aligned:
+        raise ExchangeError(
+            f"ranks must exchange the same parameters after the same number of steps, but they "
+            f"were at steps {-header.minus_batch:.0f} to {header.batch:.0f}; give every rank "
+            f"the same number of batches and let every rank call step() for each"
+        )
 
 
 class Exchanges:
@@ -131,6 +143,26 @@ class Exchanges:
     @measured.setter
     def measured(self, measured: tuple[Tally, int]) -> None:
         self._known.measured, self._known.batches = measured
+
+    def measure(self, batch: int) -> Seen:
+        """Return what all ranks agree on about synchronous steps since the last call.
+
+        Args:
+            batch: Batches counted so far.
+
+        Collective over the world; blocking.
+        """
+        known, exposed = self._known, self.counts.watch.idle_seconds(trace.NODES)
+        header = self._header(batch)
+        if known.marked is not None and known.marked[0] < batch:
+            since, before = known.marked
+            header = replace(header, minus_exposed_seconds=-(exposed - before) / (batch - since))
+        agreed, _ = self.meeting.wait(self.links.engine.submit(self.links.agree(header, Tally())))
+        _check_aligned(agreed)
+        known.marked = batch, self.counts.watch.idle_seconds(trace.NODES)
+        seen = Seen(agreed.step_seconds, lr=agreed.lr, exposed_seconds=agreed.exposed_seconds)
+        self.counts.event("measured", batch=batch, **asdict(seen))
+        return seen
 
     def send(self, batch: int, fragment: int | None, *, wait: int) -> None:
         """Start an exchange.
@@ -239,13 +271,7 @@ class Exchanges:
         came, waited = time.perf_counter(), self._node.waited_seconds
         seconds = self.counts.exchange_seconds = flight.ticket.seconds - outcome.made_seconds
         self.counts.global_bytes_sent += outcome.nbytes
-        if not outcome.header.aligned:
-            header = outcome.header
-            raise ExchangeError(
-                f"ranks must exchange the same parameters after the same number of steps, but they "
-                f"were at steps {-header.minus_batch:.0f} to {header.batch:.0f}; give every rank "
-                f"the same number of batches and let every rank call step() for each"
-            )
+        _check_aligned(outcome.header)
         if outcome.header.nonfinite:
             self._drop(flight, outcome)
             return None
@@ -295,6 +321,7 @@ class Exchanges:
             drift,
             header.own_seconds,
             gain,
+            self.settings.gradient_seconds(header.exchange_seconds, known.timed),
         )
         self._choose_wire(flight, seen)
         return seen
@@ -368,5 +395,6 @@ class Exchanges:
         for row, values in zip(self._at_rest(), state["rows"], strict=True):
             row.load(values)
         known = state["known"]
-        self._known = Known(**known | {"measured": Tally(**known["measured"])})
+        fresh = {"measured": Tally(**known["measured"]), "marked": None}
+        self._known = Known(**known | fresh)
         self._flight = None if state["flight"] is None else unpack(state["flight"])

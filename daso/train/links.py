@@ -21,6 +21,7 @@ from daso.plan.costs import payload_rounds, vote_rounds
 from daso.plan.header import Header, Tally
 from daso.plan.layout import message_chunks
 from daso.plan.options import Settings
+from daso.train.gradient_compression import GradientCompressor
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -107,6 +108,23 @@ class Links:
         """
         weights = node_weights(self.place.node_sizes)
         return ordered(self.lane, codec, weights, sum(weights), rounded, where)
+
+    def compressor(self, wire: str) -> GradientCompressor:
+        """Return what takes means of gradients over the world on a narrow wire.
+
+        Args:
+            wire: "bf16", "int8" or "int4".
+        """
+        place = self.place
+        return GradientCompressor(
+            wire,
+            nodes=place.nodes,
+            chunk_bytes=self.settings.exchange.chunk_bytes,
+            ordered=lambda codec, rounded: ordered(
+                self.lane, codec, [1] * place.nodes, place.size, rounded
+            ),
+            mean=self.gradient_mean,
+        )
 
     def gradient_mean(self, total: torch.Tensor, slot: int = 0) -> Work[int]:
         """Replace sums over nodes by the mean over the world; full precision.

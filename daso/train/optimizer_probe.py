@@ -25,6 +25,7 @@ class OptimizerTraits:
     normalizes: bool = False  # its step does not grow with gradients
     decays_by_lr: bool = False  # decoupled weight decay: takes lr * weight_decay of a weight
     momentum: float = 0.0  # decay of its running mean of gradients, from step to step
+    memory: float = 0.0  # decay of its running mean of squares, which it divides by
 
 
 def probe_optimizer(inner: torch.optim.Optimizer) -> list[OptimizerTraits] | None:
@@ -52,17 +53,18 @@ def _probe(inner: torch.optim.Optimizer) -> list[OptimizerTraits]:
         steps, scaled_steps = plain.step(gradient), scaled.step(gradient * GRADIENT_SCALE)
     before = plain.states()
     plain.step(zero)
-    momenta = [_momentum(*states) for states in zip(before, plain.states(), strict=True)]
+    states = list(zip(before, plain.states(), strict=True))
     decays = _Copy(inner, weight_decay=WEIGHT_DECAY).step(zero)
     return [
         OptimizerTraits(
             normalizes=0 < float(far.norm()) < math.sqrt(GRADIENT_SCALE) * float(near.norm()),
             decays_by_lr="weight_decay" in group
             and torch.allclose(decay, torch.full_like(decay, -LR * WEIGHT_DECAY), rtol=1e-3),
-            momentum=momentum,
+            momentum=min(_decays(*changed, signed=True), default=0.0),
+            memory=max(_decays(*changed, signed=False), default=0.0),
         )
-        for group, near, far, momentum, decay in zip(
-            inner.param_groups, steps, scaled_steps, momenta, decays, strict=True
+        for group, near, far, changed, decay in zip(
+            inner.param_groups, steps, scaled_steps, states, decays, strict=True
         )
     ]
 
@@ -124,11 +126,13 @@ def _on_host(group: Mapping[str, Any], weight_decay: float) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key in group}
 
 
-def _momentum(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> float:
-    """Return the decay of the running mean of gradients: of a state with both signs."""
-    signed = [key for key in before if key in after and bool((before[key] < 0).any())]
-    decays = [_decay(before[key], after[key]) for key in signed]
-    return min((decay for decay in decays if decay is not None), default=0.0)
+def _decays(
+    before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], *, signed: bool
+) -> list[float]:
+    """Return the decays of running means: of states with both signs, or of those without."""
+    keys = [key for key in before if key in after and bool((before[key] < 0).any()) == signed]
+    decays = [_decay(before[key], after[key]) for key in keys]
+    return [decay for decay in decays if decay is not None]
 
 
 def _decay(before: torch.Tensor, after: torch.Tensor) -> float | None:

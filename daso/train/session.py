@@ -28,6 +28,7 @@ from daso.plan.schedule import (
     after_batch,
     after_epoch,
     after_exchange,
+    begin,
     drain,
 )
 from daso.train import registry
@@ -174,9 +175,19 @@ class Session:
         keep(self, self.topology, self._number, registry.closer_of(self._sync))
         if self._one_copy is None and self.setup.module is not None:
             self._one_copy = OneCopy(self.setup.module, self._differs, self.warns)
+        self._begin()
         anchor = () if self.schedule.synchronous else (Act.ANCHOR,)
         self._sync.perform((*acts, *anchor), self.schedule)
         self._sync.start_watch()  # the first step does not hold the setup
+
+    def _begin(self) -> None:
+        """Tell the schedule what the inner optimizer is like."""
+        restoration = self.step_restoration
+        memory = 0.0 if restoration is None else restoration.memory
+        may_hide = restoration is not None and self.setup.settings.may_hide
+        self.schedule = begin(self.setup.policy, self.schedule, memory=memory, may_hide=may_hide)
+        if self.schedule.batch == 0:
+            self._history = [(0, self.schedule.skip, self.schedule.wait)]
 
     def _reopen(self, sync: Sync, *acts: Act) -> None:
         """Set up anew, as for other parameters; nothing may be in flight."""

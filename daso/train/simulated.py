@@ -28,12 +28,14 @@ from daso.plan.schedule import (
     after_batch,
     after_epoch,
     after_exchange,
+    begin,
     drain,
 )
 from daso.train.merging import merge_pairs
 from daso.train.outer import MakeOuter
 from daso.train.params import Named, Trained, flat_view
 from daso.train.part import LEAST, Gather, Part, Way, message_numel
+from daso.train.simulated_gradients import SimulatedGradients
 from daso.train.step_restoration import make_step_restoration
 
 __all__ = ["SimulatedNodes", "Times"]
@@ -50,6 +52,7 @@ class Times:
     exchange_seconds: float = 1.0  # on the first wire that the settings allow
     own_seconds: float = 0.0  # of a core that training wanted, for an exchange
     on_devices: bool = False  # rows are cut as on devices: what blocks of int8 and int4 are
+    exposed_seconds: float = 0.0  # of a synchronous step, in which a node stands still
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +190,6 @@ class SimulatedNodes:
         self.inners = [make_inner(model) for model in self.models]
         self.policy, self.settings, self.times = policy, settings, times or Times()
         self._wires = wires or {}
-        self.state = replace(
-            policy.start(), fragments=settings.exchange.fragments, sparse=settings.sparse
-        )
         way = Way(settings.eager, 1 / nodes, outer)
         pairs = zip(self.inners, self.models, strict=True)
         self.named = [Trained.by(inner, model).named for inner, model in pairs]
@@ -197,10 +197,19 @@ class SimulatedNodes:
         self.step_restorations = [
             make_step_restoration(inner, settings, says=False) for inner in self.inners
         ]
+        restoration = self.step_restorations[0]
+        self.state = begin(
+            policy,
+            replace(policy.start(), fragments=len(self.rows), sparse=settings.sparse),
+            memory=0.0 if restoration is None else restoration.memory,
+            may_hide=restoration is not None and settings.may_hide,
+        )
         self.global_bytes_sent = 0  # by all nodes
         self.events: list[dict[str, Any]] = []
         self._flight: Flight | None = None
         self._known = Known()
+        wire = settings.gradient_wire(hidden=True)
+        self._compressed = SimulatedGradients(self.named, wire, settings)
         if not self.state.synchronous:
             self._anchor(0)
 
@@ -236,6 +245,8 @@ class SimulatedNodes:
             total += float(loss.detach())
         if self.state.synchronous:
             self._average_gradients()
+        else:
+            self._compressed.forget()
         for inner, restoration in zip(self.inners, self.step_restorations, strict=True):
             with restoration.scaled(self.state.step_gain) if restoration else nullcontext():
                 inner.step()
@@ -253,6 +264,9 @@ class SimulatedNodes:
 
     def _average_gradients(self) -> None:
         """Replace gradients by their mean over nodes, added in node order."""
+        if self.settings.gradient_wire(hidden=self.state.hidden) != "fp32":
+            self.global_bytes_sent += self._compressed.average()
+            return
         count = len(self.named)
         for index in range(len(self.named[0])):
             tensors = [one[index][1] for one in self.named]
@@ -286,9 +300,17 @@ class SimulatedNodes:
             self._send(state.batch, None, wait=0)
         elif act is Act.RECEIVE:
             return self._receive(state.batch)
+        elif act is Act.MEASURE:
+            return self._measure()
         elif act is Act.JOIN:
             _average([list(_state_tensors(inner)) for inner in self.inners])
         return None
+
+    def _measure(self) -> Seen:
+        """Return what nodes agree on about synchronous steps."""
+        rates = [group.get("lr", 0.0) for inner in self.inners for group in inner.param_groups]
+        times, lr = self.times, max(map(float, rates))
+        return Seen(times.step_seconds, lr=lr, exposed_seconds=times.exposed_seconds)
 
     # --- exchanges ---------------------------------------------------------------------------
 
@@ -326,7 +348,8 @@ class SimulatedNodes:
             gain = restoration.required_gain(
                 known.measured, nodes=len(self.models), batches=known.batches
             )
-        seen = Seen(times.step_seconds, taken, lr, drift, times.own_seconds, gain)
+        gradients = self.settings.gradient_seconds(taken, wire)
+        seen = Seen(times.step_seconds, taken, lr, drift, times.own_seconds, gain, gradients)
         self._flight = Flight(batch, fragment, seen, keeps, wire)
         shares = (Tally.measured(a, b, c, known.size) for a, b, c in measured)
         known.measured = sum(shares, Tally())

@@ -39,8 +39,8 @@ class StepRestoration:
             sum(param.numel() for param in group["params"]) * trait.normalizes
             for group, trait in zip(inner.param_groups, traits, strict=True)
         ]
-        momenta = (trait.momentum * size for trait, size in zip(traits, weights, strict=True))
-        self.momentum = sum(momenta) / max(1, sum(weights))  # the mean over parameters
+        self.momentum = _mean([trait.momentum for trait in traits], weights)
+        self.memory = _mean([trait.memory for trait in traits], weights)
 
     def required_gain(self, tally: Tally, *, nodes: int, batches: int) -> float:
         """Return the gain that an exchange would have needed; 0: it was not measured.
@@ -81,6 +81,12 @@ class StepRestoration:
             yield
         finally:
             self.end()
+
+
+def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    """Return the weighted mean."""
+    total = sum(value * weight for value, weight in zip(values, weights, strict=True))
+    return total / max(1, sum(weights))
 
 
 def make_step_restoration(

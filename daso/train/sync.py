@@ -18,6 +18,7 @@ from daso.comm.throttle import Stretch, compute_factor
 from daso.comm.topology import Topology
 from daso.comm.vote import gather_in_node
 from daso.errors import ConfigError, ExchangeError, NonFiniteError
+from daso.plan.layout import split
 from daso.plan.options import Settings
 from daso.plan.schedule import Act, Seen, State
 from daso.train import reducers
@@ -25,7 +26,7 @@ from daso.train.buckets import BackwardCallbacks, GradientBuckets, Route
 from daso.train.carrier import Carrier
 from daso.train.changes import ParameterChanges
 from daso.train.exchanges import Exchanges
-from daso.train.gradients import Finish
+from daso.train.gradients import Bucket, Finish
 from daso.train.host import HostSums
 from daso.train.layers import INSTEAD, LayerSteps
 from daso.train.links import Links
@@ -75,9 +76,10 @@ class Sync:
         self._carrier = _carrier(self.links, counts, settings)
         self.over: str | None = None  # why it can do nothing any more
         self._batch = 0  # steps taken
-        self._synchronous = False  # gradients are averaged between nodes
-        self._by_layers = False  # steps are taken layer by layer
-        self._looked = False  # around
+        # Whether gradients are averaged between nodes, and on a narrow wire; steps are taken layer
+        # by layer; and whether this looked around.
+        self._synchronous = self._compresses = self._by_layers = self._looked = False
+        self.compressor = self.links.compressor(settings.gradient_wire(hidden=True))
         bucket_bytes, search = first_size(settings, sum(p.nbytes for _, p in trained.named))
         self.buckets = GradientBuckets(
             trained.named,
@@ -144,6 +146,9 @@ class Sync:
         self.counts.epoch, self._batch = state.epoch, state.batch
         self.links.bell.steps = state.batch
         self._synchronous = state.synchronous and self.topology.place.nodes > 1
+        self._compresses = self.settings.gradient_wire(hidden=state.hidden) != "fp32"
+        if not (self._synchronous and self._compresses):
+            self.compressor.forget()
         self._by_layers = state.synchronous and self.layers is not None
         # Nodes whose GradScalers went apart average between them after unscaling.
         apart = self.counts.scales_apart and self.layers is None
@@ -159,9 +164,21 @@ class Sync:
         inside = carrier if isinstance(carrier, HostSums) else None
         return Route(place.local_size, place.local_size, carrier=inside, whole=whole, alone=alone)
 
-    def _average_between(self, total: torch.Tensor) -> Finish:
-        """Start the mean over the world of a part that holds the sum over this node."""
-        ticket = self.links.engine.submit(self.links.gradient_mean(total))
+    def _average_between(self, total: torch.Tensor, bucket: Bucket) -> Finish:
+        """Start the mean over the world of a part that holds the sum over this node.
+
+        Args:
+            total: The part (numel).
+            bucket: Of which it is this rank's.
+        """
+        work = self.links.gradient_mean(total)
+        if self._compresses:
+            place = self.topology.place
+            start, stop = split(bucket.memory.flat.numel(), place.lanes)[place.local_rank]
+            flags = [at - start for at in bucket.places if start <= at < stop]
+            row = bucket.memory.flat.dtype
+            work = self.compressor.mean(total, (row, bucket.portion.span.start + start), flags)
+        ticket = self.links.engine.submit(work)
 
         def finish() -> None:
             self.counts.global_bytes_sent += self.meeting.wait(ticket)
@@ -187,6 +204,7 @@ class Sync:
         """Cut buckets anew, between two rounds. Collective over the world; blocking."""
         self.flush()
         self.buckets.cut(bucket_bytes)
+        self.compressor.forget()
 
     def flush(self) -> None:
         """Take what is left of a step that is taken layer by layer. Collective over the world."""
@@ -259,6 +277,8 @@ class Sync:
             self.layers.step()
             return False
         finite = scaling.unscale(self.trained.inner)
+        if not finite:
+            self.compressor.forget()
         self.counts.scales_apart |= scaling.active and not self._synchronous
         if self._synchronous and self.counts.scales_apart:
             self._average_unscaled()
@@ -277,6 +297,7 @@ class Sync:
         if name is None:
             self.counts.good()
             return True
+        self.compressor.forget()
         self.meeting.count_drop(f"the mean gradient of {name} is not finite; this step is dropped")
         return False
 
@@ -358,6 +379,8 @@ class Sync:
             exchanges.send(state.batch, None, wait=0)
         elif act is Act.RECEIVE:
             return exchanges.receive(state.batch)
+        elif act is Act.MEASURE:
+            return exchanges.measure(state.batch)
         return None
 
     def equalize(self, state: State) -> None:
@@ -387,6 +410,7 @@ class Sync:
         return {
             "exchanges": None if self.exchanges is None else self.exchanges.state(),
             "counts": self.counts.state(),
+            "gradients": self.compressor.state() | {"order": self.buckets.order},
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -394,6 +418,8 @@ class Sync:
         if self.exchanges is not None:
             self.exchanges.load(state["exchanges"])
         self.counts.load(state["counts"])
+        self.buckets.restore_order(state["gradients"]["order"])
+        self.compressor.load(state["gradients"])
 
     @property
     def exposed_seconds(self) -> float:
@@ -405,6 +431,7 @@ class Sync:
         found = {"node_transport": self.buckets.node.name}
         if self.exchanges is not None:
             found["wire"] = self.exchanges.wire
+            found["gradient_wire"] = self.compressor.wire if self._compresses else "fp32"
             restored = self.exchanges.step_restoration is not None
             found["step_restoration"] = (
                 "a measured gain on the learning rate" if restored else "none"

@@ -12,6 +12,7 @@ import torch
 
 from daso.plan.layout import fragments as cut
 from daso.plan.schedule import Policy, after_batch, after_epoch, drain
+from daso.plan.step_restoration import shared_gain
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -43,12 +44,14 @@ class Sequential:
         self.inners = [make_inner(model) for model in self.models]
         self.batch_loss, self.node_sizes = batch_loss, node_sizes
         self.policy, self.wire, self.merge = policy, WIRES[wire], merge
-        self.state = replace(policy.start(), fragments=fragments)
+        self.memory = self.inners[0].param_groups[0].get("betas", (0.0, 0.0))[1]
+        self.state = replace(policy.start(), fragments=fragments, memory=self.memory)
         self.step_number = 0
         self.cuts = cut([p.numel() for p in self.params(0)], fragments)
         self.make_outer, self.outer = outer, None
         self.gain = 1.0  # of learning rates; what it has to be is measured here as well
         self.gain_measured = 1.0
+        self.noise = 1.0  # share of squares in the optimizers' memory that nodes saw alone
         self.anchor(0)
         self.outer = self.outer_of(self.reference)
         self.snapshot: list[list[torch.Tensor]] = []
@@ -63,9 +66,20 @@ class Sequential:
         for _ in range(steps):
             self.gradients()
             for inner in self.inners:
-                self.step_longer(inner, 1.0 if self.state.synchronous else self.gain)
+                self.step_longer(inner, self.step_gain())
             self.step_number += 1
+            self.remember()
             self.act(*after_batch(self.policy, self.state))
+
+    def step_gain(self) -> float:
+        gain = shared_gain(self.gain, self.state.noise_share)
+        assert abs(gain - (1 + (self.gain**2 - 1) * self.noise) ** 0.5) < 1e-9
+        return gain
+
+    def remember(self) -> None:
+        """Weigh every batch so far as a running mean that is corrected for its beginning does."""
+        kept = 1 - (1 - self.memory) / (1 - self.memory**self.step_number)
+        self.noise = kept * self.noise + (1 - kept) * (not self.state.synchronous)
 
     def step_longer(self, inner: torch.optim.Optimizer, gain: float) -> None:
         kept = [(group["lr"], group["weight_decay"]) for group in inner.param_groups]

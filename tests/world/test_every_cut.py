@@ -106,7 +106,7 @@ CASES = {
     # state
     "resumed": (
         test_state.test_a_run_resumed_anywhere_has_the_same_bits,
-        *(daso.Fixed(4, 3), 2, {"wire": "int4", "merge": "delta"}),
+        *(daso.Fixed(3, 1, warmup=4), 2, "int4", {"wire": "int4", "merge": "delta"}),
     ),
     "resumed in flight": (
         test_state.test_a_run_resumed_right_after_a_send_may_stop_there,

@@ -24,26 +24,31 @@ from daso.train.simulated import SimulatedNodes
         daso.Plateau(2, warmup=1, cooldown=0),
     ],
     wire=["fp32", "bf16", "fp16", "int8", "int4", "topk"],
+    gradient_wire=["fp32", "bf16", "int8", "int4"],
     merge=["daso", "delta", 0.5, "eager", "auto"],
     outer=[None, nesterov, adam],
     fragments=[1, 2, 3],
     only=lambda wire, merge, **_: wire != "topk" or merge in ("delta", "eager", "auto"),
 )
-def test_they_have_the_same_bits(topology, make, policy, wire, merge, outer, fragments):
+def test_they_have_the_same_bits(
+    topology, make, policy, wire, gradient_wire, merge, outer, fragments
+):
     place, build = topology.place, seeded(mlp)
     exchange = daso.Exchange(reduce="ordered", chunk_bytes=ORDERED.chunk_bytes, fragments=fragments)
+    gradients = daso.Gradients(wire=gradient_wire)
     settings = Settings(
         wire=wire,
         merge=merge,
         exchange=exchange,
-        gradients=daso.Gradients(),
+        gradients=gradients,
         outer=outer is not None,
     )
     simulated = SimulatedNodes(
         build, make, place.size, policy=policy, settings=settings, outer=outer
     )
     model = build()
-    options = {"wire": wire, "merge": merge, "outer": outer, "exchange": exchange}
+    options = {"wire": wire, "merge": merge, "outer": outer}
+    options |= {"exchange": exchange, "gradients": gradients}
     with daso.DASO(
         make(model), module=model, topology=topology, policy=policy, **options
     ) as optimizer:

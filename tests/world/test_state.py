@@ -41,6 +41,7 @@ def through_a_file(state):
 @pairwise(
     policy=[daso.Fixed(1, 0), daso.Fixed(4, 3), daso.Fixed(3, 1, warmup=4)],
     fragments=[1, 2],
+    gradient_wire=["fp32", "bf16", "int4"],
     options=[
         {"wire": "bf16", "merge": "daso"},
         {"wire": "int4", "merge": "delta"},
@@ -50,13 +51,17 @@ def through_a_file(state):
         {"wire": "int8", "outer": nesterov},
     ],
 )
-def test_a_run_resumed_anywhere_has_the_same_bits(topology, policy, fragments, options):
+def test_a_run_resumed_anywhere_has_the_same_bits(
+    topology, policy, fragments, gradient_wire, options
+):
     exchange = daso.Exchange(reduce="ordered", chunk_bytes=512, fragments=fragments)
 
     def start(seed):
         torch.manual_seed(seed)
         model = mlp()
+        gradients = daso.Gradients(wire=gradient_wire, bucket_bytes=256)
         options_of_all = {"topology": topology, "policy": policy, "exchange": exchange}
+        options_of_all["gradients"] = gradients
         return model, daso.DASO(sgd(model), module=model, **options_of_all, **options)
 
     rank = topology.place.rank

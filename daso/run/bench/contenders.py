@@ -224,6 +224,12 @@ CONTENDERS: Mapping[str, Make] = {
     "DASO Auto, int4": _daso(wire="int4"),
     "DASO Fixed(4, 1), bf16": _daso(policy=daso.Fixed(4, 1), wire="bf16"),
     "DASO synchronous": _daso(policy=daso.Fixed(1, 0)),
+    **{
+        f"DASO synchronous, {wire}": _daso(
+            policy=daso.Fixed(1, 0), gradients=daso.Gradients(wire=wire)
+        )
+        for wire in ("int8", "int4")
+    },
     DDP: _ddp(),
     "DDP, gloo, fp16": _ddp(default_hooks.fp16_compress_hook),
     f"PostLocalSGD, every {PERIOD}": _post_local_sgd,

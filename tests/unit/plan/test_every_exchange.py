@@ -15,7 +15,13 @@ from daso.plan.step_restoration import required_gain
 
 checked = settings(derandomize=True, max_examples=100, deadline=None)
 
-SEND, SEND_ALL, RECEIVE = Act.SEND, Act.SEND_ALL, Act.RECEIVE
+SEND, SEND_ALL, RECEIVE, MEASURE = Act.SEND, Act.SEND_ALL, Act.RECEIVE, Act.MEASURE
+# By the last act after measurements: whether all were in step before, and are afterwards.
+TURNS = {
+    (): [(False, False), (True, True)],
+    (Act.JOIN,): [(False, True)],
+    (Act.ANCHOR,): [(True, False)],
+}
 
 # --- every skip, wait and length ---------------------------------------------------------------
 
@@ -114,6 +120,11 @@ class Training:
         self.waits = []  # since the exchange in flight was sent
 
     def _perform(self, acts, state):
+        self._carry_out(acts, state)
+        if RECEIVE in acts or MEASURE in acts:
+            self._learn()
+
+    def _carry_out(self, acts, state):
         self.state = state
         self.log.append((state.batch, acts))
         for act in acts:
@@ -128,13 +139,13 @@ class Training:
                 self.sends += 1
         self.waits.append(state.wait)
         assert (self.flight is None) == (state.sent is None)
-        if RECEIVE in acts:
-            self._learn()
+        assert not (state.synchronous and self.flight is not None)
 
     def _learn(self):
-        seen = next(self.told)
-        acts, self.state = after_exchange(self.policy, self.state, seen)
-        assert acts == ()
+        seen, before = next(self.told), self.state.synchronous
+        acts, state = after_exchange(self.policy, self.state, seen)
+        assert (before, state.synchronous) in TURNS[acts[-1:]]
+        self._carry_out(acts, state)
         assert self.state.seen == seen
         self.waits.append(self.state.wait)
 
@@ -199,9 +210,9 @@ autos = st.builds(
 )
 policies = st.one_of(fixed(), plateaus, quadratic(), autos)
 amounts = st.one_of(st.sampled_from([0.0, 1e-300, 1e300]), st.floats(1e-6, 10.0))
-measured = st.lists(st.builds(Seen, amounts, amounts, amounts, amounts), min_size=1, max_size=12)
+measured = st.lists(st.builds(Seen, *[amounts] * 8), min_size=1, max_size=12)
 whole = st.one_of(
-    st.tuples(st.just("batches"), st.integers(1, 40)),
+    st.tuples(st.just("batches"), st.one_of(st.integers(1, 40), st.integers(100, 140))),
     st.tuples(st.just("epoch"), st.sampled_from([0.5, 1.0, 2.0])),
     st.just(("drain", None)),
 )

@@ -35,7 +35,7 @@ def test_decoding_undoes_encoding(header):
 
 def test_the_numbers_have_a_fixed_order_and_are_floats():
     # All ranks reduce the same numbers in the same places.
-    header = Header(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
+    header = Header(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
     assert [field.name for field in fields(Header)] == [
         "nonfinite",
         "layout",
@@ -47,8 +47,9 @@ def test_the_numbers_have_a_fixed_order_and_are_floats():
         "lr",
         "minus_lr",
         "own_seconds",
+        "minus_exposed_seconds",
     ]
-    assert header.encode() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert header.encode() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
     assert {type(number) for number in header.encode()} == {float}
 
 

@@ -33,6 +33,7 @@ def test_the_defaults_are_written_down():
         "order": "buckets",
         "update": "auto",
         "portions": "layer",
+        "wire": "auto",
     }
     assert not make().outer
 

@@ -9,8 +9,19 @@ from hypothesis import strategies as st
 
 from daso.errors import ConfigError
 from daso.plan.header import Tally
-from daso.plan.policy import DRIFT, NORMALIZED_DRIFT, Auto, Fixed, Plateau, Qsr
-from daso.plan.schedule import Act, Seen, State, after_batch, after_exchange
+from daso.plan.policy import (
+    AGAIN,
+    DRIFT,
+    EARLY,
+    EXPOSED,
+    HOPELESS,
+    NORMALIZED_DRIFT,
+    Auto,
+    Fixed,
+    Plateau,
+    Qsr,
+)
+from daso.plan.schedule import MEASURE_EVERY, Act, Seen, State, after_batch, after_exchange, begin
 
 checked = settings(derandomize=True, max_examples=100, deadline=None)
 
@@ -229,6 +240,7 @@ def test_drift_bounds_what_is_dear_and_wait_comes_first():
         (State(skip=1, wait=1), "it began"),
         (State(skip=1, wait=1, seen=Seen(1.0)), "exchanges cost next to nothing"),
         (State(skip=6, wait=6, seen=Seen(1.0, 5.0)), "an exchange takes that many batches"),
+        (State(hidden=True), "nodes average gradients while backward goes on"),
         (
             State(skip=8, wait=1, seen=Seen(1.0, 0.5, own_seconds=0.08)),
             "an exchange takes 80 ms of training: 1 % of that many batches",
@@ -242,6 +254,83 @@ def test_drift_bounds_what_is_dear_and_wait_comes_first():
 )
 def test_auto_says_why_skip_is_what_it_is(state, why):
     assert Auto().why(state) == why
+
+
+# Exchanges that are cheap, of an optimizer that normalizes, on a link that hides gradients.
+FAST = Seen(1.0, 0.5, 0.1, 1e-6, own_seconds=0.01, required_gain=2.0, gradient_seconds=0.5)
+BEFORE = State(batch=20, skip=1, wait=1, sent=20, last=20, sends=4, agreed=20)
+
+
+@pytest.mark.parametrize(
+    ("state", "seen", "hides"),
+    [
+        ({}, {}, True),
+        ({"hide_again": 20}, {}, True),
+        ({"hide_again": 21}, {}, False),
+        ({}, {"required_gain": 0.0}, False),
+        ({}, {"gradient_seconds": 0.0}, False),
+        ({}, {"gradient_seconds": 0.501}, False),
+        ({}, {"step_seconds": 0.9}, False),
+        ({}, {"own_seconds": EXPOSED}, True),
+        ({}, {"own_seconds": 1.01 * EXPOSED}, False),
+    ],
+)
+def test_auto_averages_gradients_where_that_is_hidden_and_saves_accuracy(state, seen, hides):
+    state = replace(BEFORE, **state)
+    acts, after = after_exchange(Auto(), state, replace(FAST, **seen))
+    assert after.hidden == after.synchronous == hides
+    assert acts == ((Act.RECEIVE, Act.JOIN) if hides else ())
+    assert hides == (after.sent is None)
+
+
+def test_it_does_so_until_steps_stand_still_and_tries_again_later():
+    policy = Auto()
+    state = begin(policy, policy.start(), memory=0.999, may_hide=True)
+    measured = []
+    for _ in range(3 * MEASURE_EVERY):
+        acts, state = after_batch(policy, state)
+        if acts:
+            assert acts == (Act.MEASURE,)
+            measured.append(state.batch)
+            most = EXPOSED if state.batch >= EARLY else HOPELESS
+            seen = Seen(1.0, exposed_seconds=most)
+            assert after_exchange(policy, state, seen) == ((), replace(state, seen=seen))
+            late = Seen(1.0, exposed_seconds=1.01 * most)
+            assert after_exchange(policy, state, late)[0] == (Act.ANCHOR,)
+    assert measured == [2, 5, 50, 100, 150]
+    late = Seen(1.0, exposed_seconds=1.01 * EXPOSED)
+    acts, state = after_exchange(policy, state, late)
+    assert acts == (Act.ANCHOR,)
+    assert (state.skip, state.wait, state.hidden) == (1, 1, False)
+    assert state.hide_again == state.batch + AGAIN
+
+
+@pytest.mark.parametrize(
+    ("policy", "may_hide", "state", "hides"),
+    [
+        (Auto(), True, {}, True),
+        (Auto(), False, {}, False),
+        (Auto(warmup=3), True, {}, False),
+        (Auto(), True, {"batch": 1}, False),
+        (Auto(), True, {"epoch": 1}, False),
+        (Fixed(2, 1), True, {}, False),
+        (Fixed(1, 0), True, {}, False),
+    ],
+)
+def test_only_auto_begins_in_step_and_only_before_the_first_batch(policy, may_hide, state, hides):
+    before = replace(policy.start(), **state)
+    after = begin(policy, before, memory=0.99, may_hide=may_hide)
+    assert after.memory == 0.99
+    assert after.hidden == hides
+    if not hides:
+        assert after == replace(before, memory=0.99)
+
+
+def test_other_synchronous_phases_are_not_measured():
+    state = Fixed(1, 0).start()
+    for _ in range(2 * MEASURE_EVERY):
+        acts, state = after_batch(Fixed(1, 0), state)
+        assert acts == ()
 
 
 def test_a_restored_step_may_drift_less():

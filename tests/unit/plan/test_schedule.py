@@ -537,7 +537,11 @@ def test_a_state_holds_nothing_else():
         "agreed",
         "fragments",
         "gain",
+        "memory",
+        "noise_share",
         "sparse",
+        "hidden",
+        "hide_again",
         "plateau",
         "seen",
     ]

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daso.plan.step_restoration import SMOOTHING, momentum_noise, next_gain, required_gain
+from daso.plan.step_restoration import (
+    SMOOTHING,
+    momentum_noise,
+    next_gain,
+    next_noise_share,
+    required_gain,
+    shared_gain,
+)
 
 
 def variance(batches, momentum, steps=4000):
@@ -78,3 +85,26 @@ def test_the_gain_goes_a_part_of_the_way_at_each_exchange():
     for _ in range(60):
         gain = next_gain(gain, 2.0)
     assert gain == pytest.approx(2.0)
+
+
+# --- the memory of squares ---------------------------------------------------------------------
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=60), st.sampled_from([0.0, 0.5, 0.99, 0.999]))
+def test_the_share_of_noise_is_that_of_a_running_mean_corrected_for_its_beginning(alone, memory):
+    share, mean, total = 1.0, 0.0, 0.0
+    for batch, one in enumerate(alone, start=1):
+        share = next_noise_share(share, batch=batch, memory=memory, synchronous=not one)
+        mean = memory * mean + (1 - memory) * one  # what each batch adds to Adam's v
+        total = memory * total + (1 - memory)
+        assert share == pytest.approx(mean / total, abs=1e-9)
+    if all(alone) or not any(alone):
+        assert share == float(alone[0])  # to the bit
+
+
+@given(st.floats(1, 100), st.floats(0, 1))
+def test_a_share_of_the_gain_makes_up_for_the_mean_of_both_squares(gain, share):
+    # Divided by the root of a mean of P times the noise and of the noise of all.
+    squares = share * gain**2 + (1 - share)
+    assert shared_gain(gain, share) == pytest.approx(squares**0.5)
+    assert (shared_gain(gain, 1.0), shared_gain(gain, 0.0)) == (gain, 1.0)

@@ -56,6 +56,7 @@ KEYS = [
     "exchange.chunk_bytes",
     "exchange.bucket_bytes",
     "exchange.gradients",
+    "exchange.gradient_wire",
     "exchange.update",
     "exchange.nonfinite",
     "exchange.stall_seconds",
@@ -159,6 +160,8 @@ def test_the_settings_reach_the_records_of_the_optimizer():
         reduce="iallreduce", chunk_bytes=1024, nonfinite="raise", stall_seconds=7.0
     )
     assert made.gradients == Gradients(order="host", update="chunk", bucket_bytes=2048)
+    narrow = read_config(None, ["--exchange.gradient_wire=int8"]).settings()
+    assert narrow.gradients == Gradients(wire="int8")
     direct = read_config(None, ["--exchange.memory=device"]).settings()
     assert direct.exchange == Exchange(memory="device")
 

@@ -55,6 +55,17 @@ def test_what_divides_by_the_size_of_gradients_is_told_by_its_steps(name):
         assert kind.momentum == momentum
 
 
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [
+        *[("Adam", 0.999), ("AdamW", 0.98), ("amsgrad", 0.999), ("NAdam", 0.999), ("RAdam", 0.999)],
+        *[("RMSprop", 0.99), ("Adagrad", 0.0), ("Muon", 0.0), ("Lion", 0.0)],
+    ],
+)
+def test_how_long_it_remembers_the_size_of_gradients(name, memory):
+    assert next(kind.memory for kind in probe_optimizer(NORMALIZES[name][0]())) == memory
+
+
 def test_each_group_is_looked_at():
     first, second = params()
     groups = [{"params": [first]}, {"params": [second], "betas": (0.5, 0.9)}]

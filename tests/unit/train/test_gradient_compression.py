@@ -1,0 +1,62 @@
+"""Gradients on narrow wires: what is rounded away comes back, and flags cross as they are."""
+
+import pytest
+import torch
+
+from daso.comm.compress import codec_named
+from daso.comm.means import Adder, cut, in_process
+from daso.train.gradient_compression import CompressedSum, compressed_chunks
+
+NUMEL, START, ROUNDS = 700, 40, 30
+FLAGS = torch.tensor([99, 300, NUMEL - 1])
+
+
+def rounds_of(nodes, wire, dtype, flags=FLAGS, chunk_bytes=128):
+    """Average random gradients; return what went in, what came out, and what is kept."""
+    torch.manual_seed(0)
+    codec, rounded = codec_named(wire, dtype), {}
+    adder = Adder(codec, [1] * nodes, nodes, rounded)
+    residuals = [torch.zeros(NUMEL, dtype=dtype) for _ in range(nodes)]
+    given, means = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
+    for _ in range(ROUNDS):
+        totals = [1e-4 * torch.randn(NUMEL, dtype=dtype) for _ in range(nodes)]
+        for total in totals:
+            total[flags] = 1
+            given += total.double()
+        sources = [
+            CompressedSum(total, START, residual, flags)
+            for total, residual in zip(totals, residuals, strict=True)
+        ]
+        chunks = compressed_chunks(codec, chunk_bytes, START, NUMEL, nodes)
+        for source in sources:
+            source.encode(codec, [span for parts in cut(chunks, nodes) for span in parts])
+        in_process(sources, adder, chunks)
+        for source in sources:
+            source.deliver_exact()
+        assert all(torch.equal(total, totals[0]) for total in totals)
+        means += totals[0].double()
+    kept = sum(residual.double() for residual in residuals)
+    for start, row in rounded.items():
+        kept[start - START : start - START + len(row)] += nodes * row.double()
+    return given, means, kept
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 5])
+@pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_rounded_away_is_kept_to_the_last_bit_that_counts(nodes, wire, dtype):
+    given, means, kept = rounds_of(nodes, wire, dtype)
+    found = nodes * means + kept
+    found[FLAGS] = given[FLAGS]  # of these every mean is a sum
+    assert (found - given).abs().max() < 1e-6 * given[0].abs().max() + 1e-8
+    numbers = torch.ones(NUMEL, dtype=torch.bool)
+    numbers[FLAGS] = False
+    # Less than one round's of all nodes, after thirty.
+    assert 0 < kept[numbers].abs().max() < nodes * 1e-4
+
+
+def test_flags_cross_as_they_are_and_do_not_flatten_gradients_beside_them():
+    _, means, kept = rounds_of(2, "int4", torch.float32)
+    assert means[FLAGS].tolist() == [ROUNDS] * 3
+    assert kept[FLAGS].tolist() == [0, 0, 0]
+    assert (means[90:99] != 0).all()

@@ -1,0 +1,158 @@
+"""Synchronous training whose gradients cross between nodes on a narrow wire."""
+
+import pytest
+import torch
+from compare import ORDERED
+from models import adamw, batch_loss, bits, mlp, seeded, sgd
+from worlds import APART, SEVERAL_NODES
+
+import daso
+from daso.errors import ConfigError
+from daso.plan.options import Settings
+from daso.plan.policy import Replay
+from daso.plan.schedule import MEASURE_EVERY
+from daso.train.simulated import SimulatedNodes
+
+pytestmark = pytest.mark.nodes(*SEVERAL_NODES)
+NARROW = ["bf16", "int8", "int4"]
+
+
+def wrapped(topology, inner, model, gradient_wire, **options):
+    options = {"policy": daso.Fixed(1, 0), "exchange": ORDERED, **options}
+    gradients = daso.Gradients(wire=gradient_wire)
+    return daso.DASO(inner, module=model, topology=topology, gradients=gradients, **options)
+
+
+def steps(topology, optimizer, model, numbers):
+    for step in numbers:
+        optimizer.zero_grad()
+        batch_loss(model, topology.place.rank, step).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("wire", NARROW)
+def test_ranks_are_alike_after_every_step_and_bytes_are_fewer(topology, wire):
+    sent = {}
+    for one in ("fp32", wire):
+        model = seeded(mlp)()
+        with wrapped(topology, adamw(model), model, one) as optimizer:
+            for step in range(6):
+                steps(topology, optimizer, model, [step])
+                assert all(mine == bits(model) for mine in topology.world.allgather(bits(model)))
+            report = optimizer.report()
+        assert report["gradient_wire"] == one
+        sent[one] = sum(topology.world.allgather(report["global_bytes_sent"]))
+    # Beside a number for each parameter, and a scale for each payload.
+    assert sent[wire] < {"bf16": 0.7, "int8": 0.5, "int4": 0.4}[wire] * sent["fp32"]
+
+
+class Pull(torch.nn.Module):
+    """A row whose gradient is what it is told."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.row = torch.nn.Parameter(torch.zeros(numel))
+
+    def forward(self, gradient):
+        return (self.row * gradient).sum()
+
+
+@pytest.mark.parametrize("wire", NARROW)
+def test_after_many_steps_no_more_is_missing_than_after_one(topology, wire):
+    place, numel = topology.place, 500
+    torch.manual_seed(place.rank)
+    gradient, model = torch.randn(numel) * torch.logspace(-4, 0, numel), Pull(numel)
+    everyones = topology.world.allgather(gradient)
+    mean = sum(everyones) / place.size
+    with wrapped(topology, torch.optim.SGD(model.parameters(), lr=1.0), model, wire) as optimizer:
+        for _ in range(40):
+            optimizer.zero_grad()
+            model(gradient).backward()
+            optimizer.step()
+    largest = max(float(one.abs().max()) for one in everyones)
+    bits_of = {"bf16": 8, "int8": 8, "int4": 4}[wire]
+    assert (model.row + 40 * mean).abs().max() < 4 * largest / 2 ** (bits_of - 1)
+
+
+def test_who_has_no_gradient_gets_the_others_and_where_nobody_has_one_nothing_moves(topology):
+    torch.manual_seed(0)
+    parts = torch.nn.ModuleDict({name: torch.nn.Linear(30, 3) for name in ("all", "one", "none")})
+    before = parts["none"].weight.detach().clone()
+    inner = torch.optim.AdamW(parts.parameters(), lr=0.1, weight_decay=0.5)
+    with wrapped(topology, inner, parts, "int4") as optimizer:
+        for step in range(3):
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            x = torch.randn(4, 30)
+            loss = parts["all"](x).sum()
+            if topology.place.rank == 0:
+                loss = loss + parts["one"](x).sum()
+            loss.backward()
+            optimizer.step()
+        assert all(mine == bits(parts) for mine in topology.world.allgather(bits(parts)))
+    assert torch.equal(parts["none"].weight, before)
+    assert parts["one"].weight.grad is not None
+
+
+def test_a_gradient_that_is_not_finite_drops_a_step_and_is_forgotten(topology):
+    model = seeded(mlp)()
+    with wrapped(topology, sgd(model), model, "int8") as optimizer:
+        steps(topology, optimizer, model, range(2))
+        before = bits(model)
+        optimizer.zero_grad()
+        scale = float("nan") if topology.place.rank == 0 else 1.0
+        (scale * batch_loss(model, topology.place.rank, 2)).backward()
+        optimizer.step()
+        assert bits(model) == before
+        steps(topology, optimizer, model, range(3, 6))
+        assert bits(model) != before
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+        assert optimizer.report()["dropped"] == 1
+
+
+@pytest.mark.nodes(*APART)
+def test_a_phase_that_is_hidden_comes_and_goes_as_on_simulated_nodes(topology):
+    """Drained, joined, measured and left: bit for bit."""
+    last = MEASURE_EVERY + 12
+    policy = Replay(((0, 1, 1), (8, 1, 0), (last - 8, 1, 1)), hidden=(8,))
+    settings = Settings(
+        wire="bf16", merge="auto", exchange=ORDERED, gradients=daso.Gradients(), outer=False
+    )
+    place, build = topology.place, seeded(mlp)
+    simulated = SimulatedNodes(build, adamw, place.size, policy=policy, settings=settings)
+    model, wires = build(), []
+    with wrapped(topology, adamw(model), model, "auto", policy=policy, wire="bf16") as optimizer:
+        for step in range(last):
+            steps(topology, optimizer, model, [step])
+            simulated.step(
+                [lambda m, r=rank, s=step: batch_loss(m, r, s) for rank in range(place.size)]
+            )
+            wires.append(optimizer.report()["gradient_wire"])
+            theirs = simulated.models[place.rank].parameters()
+            assert all(map(torch.equal, model.parameters(), theirs)), step
+        kinds = [event["kind"] for event in optimizer.report()["events"]]
+    assert wires[6:9] == ["fp32", "int4", "int4"]
+    assert wires[-1] == "fp32"
+    assert (kinds.count("measured"), kinds.count("join")) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "exchange"),
+    [
+        ({"wire": "int8", "order": "priority"}, {}),
+        ({"wire": "bf16", "order": "host"}, {}),
+        ({"wire": "fp16"}, {}),
+        ({"wire": "topk"}, {}),
+        ({"wire": "int4"}, {"reduce": "iallreduce"}),
+    ],
+)
+def test_what_cannot_cross_so_is_refused(topology, gradients, exchange):
+    model = seeded(mlp)()
+    options = {"wire": "fp32", "policy": daso.Fixed(1, 0), "topology": topology}
+    with pytest.raises(ConfigError, match=r"wire"):
+        daso.DASO(
+            sgd(model),
+            exchange=daso.Exchange(**exchange),
+            gradients=daso.Gradients(**gradients),
+            **options,
+        )
