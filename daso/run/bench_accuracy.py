@@ -28,6 +28,7 @@ from daso.plan.strict import strict_json
 from daso.run.bench.models import loss_of
 from daso.run.bench.simulations import (
     AUTO,
+    CORES,
     DRIFT,
     EXCHANGE,
     SETTINGS,
@@ -69,6 +70,7 @@ def overhead(steps: int) -> float:
     return statistics.median(wrapped_seconds) / statistics.median(bare)
 
 
+EQUAL = 0.1  # points below synchronous that count as none
 Found = dict[tuple[str, float], list[Result]]  # by setting and peak learning rate, of all seeds
 
 
@@ -126,9 +128,9 @@ def figures(trial: Trial, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any
         f"{rows[0]['seeds']} seeds, an exchange takes {EXCHANGE} batches; against fp32 gradients "
         f"averaged at every batch"
     )
-    text = "text_" if trial.text else ""
-    auto, suffix = by_name[AUTO], f"{text}{trial.nodes}_nodes"
+    auto, suffix = by_name[AUTO], trial.suffix
     seldom = [row for row in rows if row["bytes_ratio"] >= 100]
+    equal = [row for row in rows if row["gap"] <= EQUAL]
     found = {
         f"accuracy_gap_auto_{suffix}": (auto["gap"], "points below synchronous", AUTO),
         f"bytes_ratio_auto_{suffix}": (auto["bytes_ratio"], "times fewer bytes", AUTO),
@@ -136,6 +138,13 @@ def figures(trial: Trial, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any
     if DRIFT in by_name:
         before = by_name[DRIFT]["gap"]
         found[f"accuracy_gap_before_{suffix}"] = (before, "points below synchronous", DRIFT)
+    if CORES in by_name:
+        found[f"accuracy_gap_{suffix}"] = (by_name[CORES]["gap"], "points below synchronous", CORES)
+    if trial.kind == "long":
+        best = max(equal, key=lambda row: float(row["bytes_ratio"]))
+        name = best["setting"]
+        ratio = (best["bytes_ratio"], "times fewer bytes", name)
+        found["bytes_ratio_at_equal_accuracy_long"] = ratio
     if seldom:
         best = min(seldom, key=lambda row: float(row["gap"]))
         name = best["setting"]

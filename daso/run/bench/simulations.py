@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -23,10 +23,12 @@ from daso.train.simulated import SimulatedNodes, Times
 
 __all__ = [
     "AUTO",
+    "CORES",
     "DRIFT",
     "EXCHANGE",
     "QUICK",
     "SETTINGS",
+    "SLOW",
     "SYNCHRONOUS",
     "Result",
     "Setting",
@@ -37,9 +39,14 @@ __all__ = [
 
 EXCHANGE = 0.5  # batches that an exchange takes: it is hidden, and merged one batch late
 OWN = 0.002  # batches that it takes of the training thread: beside a GPU, next to nothing
+SLOW_EXCHANGE = 6.0  # batches of bf16, on a link that is 12 times slower
+CORES_EXCHANGE, CORES_OWN = 1.5, 0.7  # as `bench train` has them: 1 Gbit/s, exchanges need a core
+HIDDEN = 0.5  # batches of averaging gradients that backward hides
 TEXT_BYTES = 1_100_000  # of Python's library
 SYNCHRONOUS, AUTO = "synchronous, fp32", "Auto, int4"
 DRIFT = "Auto as rare as drift allows, not restored, int4"
+SLOW = "Auto, link 12 times slower"
+CORES = "Auto, exchanges need training's cores"
 DILOCO = "Fixed(32, 1), outer Nesterov, int4"
 Pairs = tuple[torch.Tensor, torch.Tensor]
 
@@ -60,6 +67,7 @@ class Setting:
     outer: MakeOuter | None = None
     step_restoration: Restore = "auto"
     own: float = OWN  # batches
+    exchange: float = EXCHANGE  # batches, of the wire it begins with
 
     def settings(self) -> Settings:
         """Return it as the optimizer takes it."""
@@ -70,6 +78,13 @@ class Setting:
             gradients=Gradients(),
             outer=self.outer is not None,
         )
+
+    def times(self) -> Times:
+        """Return what takes how long, in batches."""
+        wire = self.settings().wires[0]
+        gradients = self.settings().gradient_seconds(self.exchange, wire)
+        exposed = max(0.0, gradients - HIDDEN)
+        return Times(1.0, self.exchange, self.own, exposed_seconds=exposed)
 
 
 def fixed(skip: int, wait: int) -> Callable[[int, float], Policy]:
@@ -86,6 +101,8 @@ def plateau(epochs: int, _: float) -> Policy:
 SETTINGS = (
     Setting(SYNCHRONOUS, fixed(1, 0), "fp32"),
     Setting(AUTO, lambda *_: Auto()),
+    Setting(SLOW, lambda *_: Auto(), "auto", exchange=SLOW_EXCHANGE),
+    Setting(CORES, lambda *_: Auto(), "auto", own=CORES_OWN, exchange=CORES_EXCHANGE),
     # What the default was until 2026-11: an exchange counts as so dear that drift alone decides.
     Setting(DRIFT, lambda *_: Auto(0.025), step_restoration="off", own=1e9),
     Setting("Qsr, int4", lambda _, peak: Qsr(1.5 * peak, skip=2, max_skip=64)),
@@ -94,7 +111,9 @@ SETTINGS = (
     Setting("Fixed(16, 1), int4", fixed(16, 1)),
     Setting(DILOCO, fixed(32, 1), outer=nesterov),
 )
-TEXT = (SYNCHRONOUS, AUTO, DRIFT, "Fixed(4, 1), delta, bf16", DILOCO)
+TEXT = (SYNCHRONOUS, AUTO, SLOW, DRIFT, "Fixed(4, 1), delta, bf16", DILOCO)
+SHORT = (SYNCHRONOUS, AUTO, CORES)
+LONG = (SYNCHRONOUS, AUTO, DRIFT, "Qsr, int4", "Fixed(16, 1), int4")
 QUICK = (SYNCHRONOUS, AUTO, "Plateau (DASO paper), bf16", "Fixed(16, 1), int4")
 
 
@@ -108,6 +127,10 @@ class Trial:
     samples: int
     batch: int = 16  # samples per node and step
     seeds: int = 3
+    # Peak learning rates, of which every setting's best counts; a cosine takes it to zero.
+    peaks: tuple[float, ...] = (0.05,)
+    adamw: bool = False  # not SGD with momentum
+    kind: str = ""  # "short" or "long"
 
     @property
     def text(self) -> bool:
@@ -115,16 +138,12 @@ class Trial:
         return self.data == "text"
 
     @property
-    def peaks(self) -> tuple[float, ...]:
-        """Peak learning rates, of which every setting's best counts; a cosine takes it to zero."""
-        return (0.003, 0.006) if self.text else (0.05,)
-
-    @property
     def model(self) -> str:
         """What is trained, and by what."""
+        by = "AdamW" if self.adamw else "SGD with momentum 0.9"
         if self.text:
-            return "byte-level transformer of width 64, AdamW"
-        return "CNN of width 8 with BatchNorm, SGD with momentum 0.9"
+            return f"byte-level transformer of width 64, {by}"
+        return f"CNN of width 8 with BatchNorm, {by}"
 
     def build(self, seed: int) -> torch.nn.Module:
         """Make the model."""
@@ -135,12 +154,21 @@ class Trial:
 
     def inner(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """Make the inner optimizer."""
-        if self.text:
+        if self.adamw:
             return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99))
         return torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
 
+    @property
+    def suffix(self) -> str:
+        """What its figures' names end with."""
+        if self.kind:
+            return f"cnn_{self.kind}"
+        kind = "text_" if self.text else "cnn_adamw_" if self.adamw else ""
+        return f"{kind}{self.nodes}_nodes"
+
     def __str__(self) -> str:
-        return f"{self.data}, {self.nodes} nodes"
+        more = self.kind or ("AdamW" if self.adamw and not self.text else "")
+        return f"{self.data}, {self.nodes} nodes" + (f", {more}" if more else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +216,7 @@ def run(trial: Trial, name: str, seed: int, peak: float) -> Result:
         policy=setting.policy(trial.epochs, peak),
         settings=setting.settings(),
         outer=setting.outer,
-        times=Times(1.0, EXCHANGE, setting.own),
+        times=setting.times(),
     )
     losses = [_epoch(trial, nodes, train, seed, epoch, peak) for epoch in range(trial.epochs)]
     numel = sum(p.numel() for p in nodes.models[0].parameters())
@@ -239,11 +267,17 @@ def _loss(inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[torch.nn.Mod
 def trials(*, quick: bool) -> Iterator[tuple[Trial, tuple[str, ...]]]:
     """List what is run, and with which settings."""
     images = "fashion" if find_fashion(data_folder()) else "digits"
-    everything = tuple(setting.name for setting in SETTINGS)
+    everything = tuple(one.name for one in SETTINGS if one.name not in (SLOW, CORES))
     if quick:
         yield Trial(images, nodes=16, epochs=6, samples=10_000), QUICK
         return
     yield Trial(images, nodes=16, epochs=20, samples=15_000), everything
     yield Trial(images, nodes=2, epochs=8, samples=6_000), QUICK
+    yield Trial(images, 2, 3, 60_000, batch=64, seeds=5, peaks=(0.1,), kind="short"), SHORT
+    yield Trial(images, 16, 60, 15_000, seeds=2, kind="long"), LONG
+    for nodes in (2, 16):
+        peaks = (0.003, 0.006)
+        yield Trial(images, nodes, 8, 500 * nodes, peaks=peaks, adamw=True), QUICK[:2]
     for nodes, seeds in ((2, 5), (4, 3), (8, 2), (16, 1)):  # 1,000 steps, as far as the text goes
-        yield Trial("text", nodes, 4, samples=1000 * nodes, batch=4, seeds=seeds), TEXT
+        trial = Trial("text", nodes, 4, samples=1000 * nodes, batch=4, seeds=seeds)
+        yield replace(trial, peaks=(0.003, 0.006), adamw=True), TEXT
