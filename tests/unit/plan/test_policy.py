@@ -287,7 +287,7 @@ def test_it_does_so_until_steps_stand_still_and_tries_again_later():
     policy = Auto()
     state = begin(policy, policy.start(), memory=0.999, may_hide=True)
     measured = []
-    for _ in range(3 * MEASURE_EVERY):
+    for _ in range(EARLY + MEASURE_EVERY):
         acts, state = after_batch(policy, state)
         if acts:
             assert acts == (Act.MEASURE,)
@@ -297,7 +297,7 @@ def test_it_does_so_until_steps_stand_still_and_tries_again_later():
             assert after_exchange(policy, state, seen) == ((), replace(state, seen=seen))
             late = Seen(1.0, exposed_seconds=1.01 * most)
             assert after_exchange(policy, state, late)[0] == (Act.ANCHOR,)
-    assert measured == [2, 5, 50, 100, 150]
+    assert measured == [2, 5, *range(50, 351, 50)]
     late = Seen(1.0, exposed_seconds=1.01 * EXPOSED)
     acts, state = after_exchange(policy, state, late)
     assert acts == (Act.ANCHOR,)
