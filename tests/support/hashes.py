@@ -128,7 +128,7 @@ def flow(topology: Any) -> str:
     return digest([loss])
 
 
-def plan(topology: Any) -> str:  # noqa: ARG001 - as all
+def plan(topology: Any) -> str:
     """Train by a plan of memory."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(256, 256) for _ in range(8)]
