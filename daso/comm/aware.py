@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from daso.comm.copies import Copies
+from daso.comm.copies import DeviceStaging
 from daso.comm.dtypes import device_buffer
 from daso.comm.engine import Work
 from daso.comm.mpi import load
@@ -51,7 +51,7 @@ def library_problem(world: "MPI.Comm", device: torch.device) -> str | None:
     )
 
 
-def trial(comm: "MPI.Comm", device: torch.device, copies: Copies) -> Work[str | None]:
+def trial(comm: "MPI.Comm", device: torch.device, copies: DeviceStaging) -> Work[str | None]:
     """Let every rank send a row from its device to the next; return what is wrong with that.
 
     Tried where it will be used: between the same ranks, by the same thread. A library that says

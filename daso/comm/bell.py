@@ -12,19 +12,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from daso.comm.notes import Notes
+from daso.comm.notes import ControlChannel
 from daso.errors import ExchangeError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["LATE_SECONDS", "Bell"]
+__all__ = ["LATE_SECONDS", "StepWatchdog"]
 
 LATE_SECONDS = 2.0  # of waiting before anybody rings or listens
 MEETING, GIVEN_UP = 1, 2  # tags
 
 
-class Bell:
+class StepWatchdog:
     """One rank's bell; used by its training thread and its engine.
 
     Args:
@@ -34,7 +34,7 @@ class Bell:
     """
 
     def __init__(self, world: "MPI.Comm") -> None:
-        self._notes = Notes(world)
+        self._notes = ControlChannel(world)
         self.steps = 0  # that this rank has taken or is in the middle of
         self.at_meeting = False
         self._meetings = 0  # that are over: the same on all ranks that are not out of step

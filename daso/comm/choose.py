@@ -7,9 +7,9 @@ import torch
 
 from daso.comm import nccl
 from daso.comm.aware import library_problem
-from daso.comm.copies import Copies
+from daso.comm.copies import DeviceStaging
 from daso.comm.cuda import CudaCopies
-from daso.comm.node import NodeGroup
+from daso.comm.node import NodeTransport
 from daso.comm.node_host import HostNode
 from daso.comm.node_nccl import NcclNode
 from daso.comm.node_shm import ShmNode
@@ -104,7 +104,7 @@ def wants_nccl(topology: Topology, device: torch.device, order: str) -> bool:
 
 def choose_node(
     topology: Topology, device: torch.device, order: str, stall_seconds: float, late: Late
-) -> NodeGroup:
+) -> NodeTransport:
     """Return the transport for parameters on ``device``.
 
     Args:
@@ -174,6 +174,6 @@ def _refusal(why: str, remedy: str) -> str:
     )
 
 
-def _copies(device: torch.device) -> Copies | None:
+def _copies(device: torch.device) -> DeviceStaging | None:
     """Return how rows on ``device`` go to the host and back; None where they lie there."""
     return CudaCopies(device) if device.type == "cuda" else emulated_copies()

@@ -6,14 +6,14 @@ from typing import Protocol
 
 import torch
 
-from daso.comm.stopwatch import Stamp
+from daso.comm.stopwatch import Timestamp
 
-__all__ = ["Arrived", "Copies"]
+__all__ = ["Arrived", "DeviceStaging"]
 
 Arrived = Callable[[], bool]
 
 
-class Copies(Protocol):
+class DeviceStaging(Protocol):
     """Copies between a device and its host, beside everything else. Nothing here blocks.
 
     What is launched on a device is carried out later; an `Arrived` tells when.
@@ -65,7 +65,7 @@ class Copies(Protocol):
         """Return what tells when all that this thread launched so far, there, is over."""
         ...
 
-    def stamp(self) -> Stamp:
+    def stamp(self) -> Timestamp:
         """Launch a stamp of the time there; see `daso.comm.stopwatch`."""
         ...
 

@@ -13,7 +13,7 @@ __all__ = ["CudaCopies", "CudaStamp", "pages"]
 
 
 class CudaStamp:
-    """A moment of a stream; see `daso.comm.stopwatch.Stamp`.
+    """A moment of a stream; see `daso.comm.stopwatch.Timestamp`.
 
     Args:
         event: Recorded there, with its time.
@@ -32,7 +32,7 @@ class CudaStamp:
 
 
 class CudaCopies:
-    """Copies on streams of their own; see `daso.comm.copies.Copies`.
+    """Copies on streams of their own; see `daso.comm.copies.DeviceStaging`.
 
     Args:
         device: A CUDA device.

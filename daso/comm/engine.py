@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
-__all__ = ["Carried", "Engine", "Ticket", "Work"]
+__all__ = ["Engine", "NestedWork", "Work", "WorkHandle"]
 
 Result = TypeVar("Result")
 Work = Generator["Sequence[MPI.Request] | Callable[[], bool]", None, Result]
@@ -52,7 +52,7 @@ def _arrival(
     return waited if callable(waited) else partial(mpi.Request.Testall, list(waited))
 
 
-class Carried(Generic[Result]):
+class NestedWork(Generic[Result]):
     """Work that goes on inside other work, whenever that asks it to.
 
     Args:
@@ -75,7 +75,7 @@ class Carried(Generic[Result]):
         return False
 
 
-class Ticket(Generic[Result]):
+class WorkHandle(Generic[Result]):
     """The receipt for work handed in."""
 
     def __init__(self, work: Work[Result], key: int = trace.NO_KEY) -> None:
@@ -87,7 +87,7 @@ class Ticket(Generic[Result]):
         self.error: BaseException | None = None
 
     @classmethod
-    def over(cls, result: Result, seconds: float) -> "Ticket[Result]":
+    def over(cls, result: Result, seconds: float) -> "WorkHandle[Result]":
         """Return the ticket of work that is over, as it is kept in a checkpoint."""
         ticket = cls(work=_nothing(result))
         ticket.result, ticket.finished_at = result, seconds
@@ -133,17 +133,19 @@ class Engine:
     ) -> None:
         self._takes, self._kind = takes, kind
         self.stall_seconds, self._missing, self._late = stall_seconds, missing, late
-        self._queue: queue.Queue[Ticket[object] | None] = queue.Queue(QUEUE_LENGTH)
+        self._queue: queue.Queue[WorkHandle[object] | None] = queue.Queue(QUEUE_LENGTH)
         self._mpi = load()
         self._error: BaseException | None = None
         self._closed = False
         self._abandoned = False
         self._moved_at = 0.0  # when a message came or left last
-        self._awaited: Ticket[object] | None = None  # by the training thread, which stands still
+        self._awaited: WorkHandle[object] | None = (
+            None  # by the training thread, which stands still
+        )
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, work: Work[Result], key: int = trace.NO_KEY) -> Ticket[Result]:
+    def submit(self, work: Work[Result], key: int = trace.NO_KEY) -> WorkHandle[Result]:
         """Hand in work; does not block unless very much is queued.
 
         Args:
@@ -157,11 +159,11 @@ class Engine:
             ExchangeError: The engine is closed or earlier work failed.
         """
         self.check()
-        ticket = Ticket(work, key)
+        ticket = WorkHandle(work, key)
         self._queue.put(ticket)  # type: ignore[arg-type]  # a ticket's result is read by its owner
         return ticket
 
-    def wait(self, ticket: Ticket[Result]) -> Result:
+    def wait(self, ticket: WorkHandle[Result]) -> Result:
         """Block until the work is over and return what it gave.
 
         Args:
@@ -201,7 +203,7 @@ class Engine:
         return f"{missing} (messages come, the last one {quiet_seconds:.1f} s ago: a slow link)"
 
     @contextmanager
-    def hurried(self, ticket: Ticket[Result] | None) -> Iterator[None]:
+    def hurried(self, ticket: WorkHandle[Result] | None) -> Iterator[None]:
         """Poll more often for this work meanwhile: the training thread stands still for a part."""
         self._awaited = ticket  # type: ignore[assignment]  # as in `submit`
         try:
@@ -263,7 +265,7 @@ class Engine:
                 trace.record(self._kind, ticket.started_at, key=ticket.key)
             ticket.finished.set()
 
-    def _hold(self, ticket: Ticket[object], seconds: float) -> None:
+    def _hold(self, ticket: WorkHandle[object], seconds: float) -> None:
         """Let work take so long, and nothing go on beside it: the link is occupied."""
         ends = ticket.started_at + seconds
         while (left := ends - time.perf_counter()) > 0 and not self._abandoned:
@@ -271,7 +273,7 @@ class Engine:
             if self._late is not None and time.perf_counter() - ticket.started_at > LATE_SECONDS:
                 self._late()
 
-    def _nap(self, ticket: Ticket[Result], before: float) -> None:
+    def _nap(self, ticket: WorkHandle[Result], before: float) -> None:
         """Sleep until the next poll: not for long where the training thread stands still.
 
         Args:
@@ -284,7 +286,7 @@ class Engine:
             seconds = max(seconds, min(RELAXATION * taken, before / 2, RELAXED_SECONDS))
         time.sleep(seconds)
 
-    def _carry_out(self, ticket: Ticket[Result]) -> Result:
+    def _carry_out(self, ticket: WorkHandle[Result]) -> Result:
         if self._error is not None:
             raise self._error
         before = RELAXED_SECONDS

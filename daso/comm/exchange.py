@@ -1,14 +1,14 @@
 """The mean of a flat row over the ranks of one communicator, as work for the engine.
 
-Two ways. `iallreduce` leaves the sum to MPI. `ordered` adds in rank order in fp32 (fp64 for fp64
-rows): bit for bit the sequential sum of what the wire carried, and the only way for a wire that MPI
-cannot add. Two ranks send each other the whole row (`Pairwise`); more send each peer its part of
-the row, add the parts, and send the means back (`TwoPhase`). Wires that round number by number give
-the same bits for any chunking. All work chunk by chunk, and a few chunks are on their way at a
-time, so that the link is busy while one is added.
+Two ways. `iallreduce` leaves the sum to MPI. `deterministic_allreduce` adds in rank order in fp32
+(fp64 for fp64 rows): bit for bit the sequential sum of what the wire carried, and the only way for
+a wire that MPI cannot add. Two ranks send each other the whole row (`PairwiseExchange`); more send
+each peer its part of the row, add the parts, and send the means back (`ReduceScatterAllGather`).
+Wires that round number by number give the same bits for any chunking. All work chunk by chunk, and
+a few chunks are on their way at a time, so that the link is busy while one is added.
 
-A row is read and written through a `Source` (`daso.comm.means`), which has encoded it when the
-exchange starts.
+A row is read and written through a `ReduceBuffer` (`daso.comm.means`), which has encoded it when
+the exchange starts.
 
 Where MPI takes the memory of a device, what crosses is added there (`OnDevice`): beside training,
 and nothing crosses before what makes it is over.
@@ -25,15 +25,31 @@ import torch
 
 from daso import trace
 from daso.comm.compress import PIECE, Cast, Codec, pieces
-from daso.comm.copies import Arrived, Copies
+from daso.comm.copies import Arrived, DeviceStaging
 from daso.comm.dtypes import accumulator, byte_buffer, device_buffer, sum_buffer
-from daso.comm.means import CPU, Adder, Buffers, Chunks, Source, add_and_deliver, deliver, whole
+from daso.comm.means import (
+    CPU,
+    BufferPool,
+    Chunks,
+    ReduceBuffer,
+    WeightedMean,
+    add_and_deliver,
+    deliver,
+    whole,
+)
 from daso.comm.mpi import load
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["OnDevice", "Ordered", "Pairwise", "TwoPhase", "iallreduce", "ordered"]
+__all__ = [
+    "DeterministicAllReduce",
+    "OnDevice",
+    "PairwiseExchange",
+    "ReduceScatterAllGather",
+    "deterministic_allreduce",
+    "iallreduce",
+]
 
 Requests = Generator["Sequence[MPI.Request] | Arrived", None, int]
 Waits = Generator["Sequence[MPI.Request] | Arrived", None, None]
@@ -55,7 +71,7 @@ class OnDevice:
     """
 
     device: torch.device
-    copies: Copies
+    copies: DeviceStaging
     piece: int
 
 
@@ -83,11 +99,11 @@ def _in_window(
 
 def iallreduce(
     comm: "MPI.Comm",
-    source: Source,
+    source: ReduceBuffer,
     chunks: Chunks,
     weight: int,
     total: int,
-    kept: Buffers | None = None,
+    kept: BufferPool | None = None,
 ) -> Requests:
     """Take the weighted mean of a row by MPI's own sum.
 
@@ -105,7 +121,7 @@ def iallreduce(
     Collective over ``comm``; non-blocking, as work for the engine.
     """
     peers, spans = comm.Get_size(), [whole(parts) for parts in chunks]
-    codec, rooms = Cast(source.dtype, source.dtype), kept or Buffers(window(peers))
+    codec, rooms = Cast(source.dtype, source.dtype), kept or BufferPool(window(peers))
     crossing: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def start(index: int) -> "list[MPI.Request]":
@@ -129,14 +145,14 @@ def iallreduce(
     return 2 * (peers - 1) * numel * source.dtype.itemsize // peers
 
 
-def ordered(
+def deterministic_allreduce(
     comm: "MPI.Comm",
     codec: Codec,
     weights: Sequence[int],
     total: int,
     rounded: dict[int, torch.Tensor] | None = None,
     where: OnDevice | None = None,
-) -> "Ordered":
+) -> "DeterministicAllReduce":
     """Return the way to take means in rank order over so many ranks.
 
     Args:
@@ -148,8 +164,10 @@ def ordered(
         where: Rows lie there and MPI takes its memory; None: on the host.
     """
     if len(weights) == 2:
-        return Pairwise(comm, codec, weights, total, {}, where)
-    return TwoPhase(comm, codec, weights, total, {} if rounded is None else rounded, where)
+        return PairwiseExchange(comm, codec, weights, total, {}, where)
+    return ReduceScatterAllGather(
+        comm, codec, weights, total, {} if rounded is None else rounded, where
+    )
 
 
 class _InRankOrder:
@@ -163,7 +181,7 @@ class _InRankOrder:
         weights: Weight of each rank's row, in rank order.
         total: What the sum is divided by.
         rounded: What the owners of parts rounded away, by start of the part.
-        where: As in `ordered`.
+        where: As in `deterministic_allreduce`.
     """
 
     def __init__(
@@ -179,8 +197,8 @@ class _InRankOrder:
         self._copies = None if where is None else where.copies
         self._buffer = byte_buffer if where is None else device_buffer
         device, piece = (CPU, PIECE) if where is None else (where.device, where.piece)
-        self.adder = Adder(codec, weights, total, rounded, device, piece)
-        self.kept = Buffers(window(len(weights)), device)
+        self.adder = WeightedMean(codec, weights, total, rounded, device, piece)
+        self.kept = BufferPool(window(len(weights)), device)
 
     def _beside(self) -> AbstractContextManager[None]:
         """Let what is computed meanwhile run beside training."""
@@ -208,15 +226,15 @@ class _InRankOrder:
             yield lambda: self.comm.Iprobe(tag=NOTHING) or over()
 
 
-class Pairwise(_InRankOrder):
+class PairwiseExchange(_InRankOrder):
     """Two ranks send each other the whole row, and each adds both; buffers are kept.
 
     As many bytes as in two phases, in one: the mean is not rounded for the wire once more, and is
     added where it is delivered.
     """
 
-    def run(self, source: Source, chunks: Chunks) -> Requests:
-        """Take the mean of a row; as `TwoPhase.run`."""
+    def run(self, source: ReduceBuffer, chunks: Chunks) -> Requests:
+        """Take the mean of a row; as `ReduceScatterAllGather.run`."""
         spans = [whole(parts) for parts in chunks]
 
         rank = self.comm.Get_rank()
@@ -239,21 +257,21 @@ class Pairwise(_InRankOrder):
         """Return where the other rank's version of a chunk arrives."""
         return self.kept.row("other", index, self.codec.nbytes(span[1] - span[0]), torch.uint8)
 
-    def _swap(self, source: Source, span: tuple[int, int], index: int) -> "list[MPI.Request]":
+    def _swap(self, source: ReduceBuffer, span: tuple[int, int], index: int) -> "list[MPI.Request]":
         """Start sending a chunk to the other rank."""
         (sent,), peer = source.payloads(self.codec, [span]), 1 - self.comm.Get_rank()
         receive = self.comm.Irecv(self._buffer(self._other(span, index)), peer, SWAP)
         return [receive, self.comm.Isend(self._buffer(sent), peer, SWAP)]
 
 
-class TwoPhase(_InRankOrder):
+class ReduceScatterAllGather(_InRankOrder):
     """Send each peer its part, add in rank order, send the means back; buffers are kept.
 
     Peer to peer, because MPICH 5.0 moves 16 KiB of an Ialltoallv per `Test`: 9 MB between two ranks
     of one machine took 99 ms under the polling engine, and 0.6 ms as two messages.
     """
 
-    def run(self, source: Source, chunks: Chunks) -> Requests:
+    def run(self, source: ReduceBuffer, chunks: Chunks) -> Requests:
         """Take the mean of a row.
 
         Args:
@@ -314,7 +332,7 @@ class TwoPhase(_InRankOrder):
         return receives + [self.comm.Isend(self._buffer(outgoing[p]), p, tag) for p in peers]
 
     def _scatter(
-        self, source: Source, parts: Sequence[tuple[int, int]], index: int
+        self, source: ReduceBuffer, parts: Sequence[tuple[int, int]], index: int
     ) -> "list[MPI.Request]":
         """Start sending each peer its part of a chunk."""
         sent = source.payloads(self.codec, parts)
@@ -331,7 +349,7 @@ class TwoPhase(_InRankOrder):
         sizes = self._sizes(parts)
         return torch.split(self.kept.row("back", index, sum(sizes), torch.uint8), sizes)
 
-    def _add(self, source: Source, parts: Sequence[tuple[int, int]], index: int) -> None:
+    def _add(self, source: ReduceBuffer, parts: Sequence[tuple[int, int]], index: int) -> None:
         """Add this rank's part."""
         rank, versions = self.comm.Get_rank(), list(self._received(parts, index))
         versions[rank] = source.payloads(self.codec, parts)[rank]
@@ -344,10 +362,10 @@ class TwoPhase(_InRankOrder):
         mine = returned[self.comm.Get_rank()]
         return self._swap([mine] * len(parts), returned, tag=RETURN)
 
-    def _deliver(self, source: Source, parts: Sequence[tuple[int, int]], index: int) -> None:
+    def _deliver(self, source: ReduceBuffer, parts: Sequence[tuple[int, int]], index: int) -> None:
         means, sent = self._returned(parts, index), source.payloads(self.codec, parts)
         room = self.kept.room(source.dtype, self.adder.piece)
         deliver(self.codec, means, source, parts, sent, room, self.adder.piece)
 
 
-Ordered = Pairwise | TwoPhase
+DeterministicAllReduce = PairwiseExchange | ReduceScatterAllGather

@@ -18,14 +18,14 @@ import torch
 
 from daso.comm.packets import Packets
 
-__all__ = ["HEAD_BYTES", "Letter", "Mailbox"]
+__all__ = ["HEAD_BYTES", "Message", "SendQueue"]
 
 HEAD_BYTES = 8 * 4  # before a packet's: number of the letter, its bytes, offset, bytes of notes
 UNDER_WAY = 3  # packets to a rank
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class Message:
     """What one rank tells another.
 
     Args:
@@ -47,7 +47,7 @@ class _Outgoing:
     urgency: int
     number: int
     notes: bytes = field(compare=False)
-    letter: Letter = field(compare=False)
+    letter: Message = field(compare=False)
     sent: int = field(default=0, compare=False)  # bytes
 
     @property
@@ -95,7 +95,7 @@ class _Incoming:
     missing: int
 
 
-class Mailbox:
+class SendQueue:
     """One rank's letters to and from the others.
 
     Args:
@@ -111,9 +111,9 @@ class Mailbox:
         self._lock = threading.Lock()
         self._outboxes = {rank: _Outbox() for rank in routes}
         self._open: dict[tuple[int, int], _Incoming] = {}
-        self._arrived: deque[tuple[int, Letter]] = deque()
+        self._arrived: deque[tuple[int, Message]] = deque()
 
-    def post(self, to: int, letter: Letter) -> None:
+    def post(self, to: int, letter: Message) -> None:
         """Hand over a letter; any thread. Does not block.
 
         Args:
@@ -167,7 +167,7 @@ class Mailbox:
         self._receive()
         return bool(self._arrived)
 
-    def take(self) -> Iterator[tuple[int, Letter]]:
+    def take(self) -> Iterator[tuple[int, Message]]:
         """Yield what arrived, with who sent it: of one rank in the order in which it left."""
         while self._arrived:
             yield self._arrived.popleft()
@@ -224,4 +224,4 @@ class Mailbox:
 
     def _deliver(self, source: int, row: torch.Tensor, notes: int) -> None:
         told = pickle.loads(row[:notes].numpy().tobytes())
-        self._arrived.append((source, Letter(told, row[notes:])))
+        self._arrived.append((source, Message(told, row[notes:])))

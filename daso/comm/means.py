@@ -1,7 +1,8 @@
 """The arithmetic of an exchange, without MPI: what is read, encoded, added and delivered.
 
 Everything goes piece by piece, since a piece that a core's cache holds goes through many passes at
-the price of one. `in_process` does with it what `daso.comm.exchange.ordered` does between ranks.
+the price of one. `in_process` does with it what `daso.comm.exchange.deterministic_allreduce` does
+between ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,13 +15,13 @@ from daso.comm.dtypes import accumulator
 
 __all__ = [
     "CPU",
-    "Adder",
-    "Buffers",
+    "BufferPool",
     "Chunks",
-    "Outbox",
+    "ReduceBuffer",
     "Row",
-    "Source",
+    "SendBuffer",
     "Spans",
+    "WeightedMean",
     "add_and_deliver",
     "cut",
     "deliver",
@@ -35,7 +36,7 @@ Chunks = Sequence[Sequence[tuple[int, int]]]
 Spans = Sequence[tuple[int, int]]
 
 
-class Source(Protocol):
+class ReduceBuffer(Protocol):
     """A row that an exchange reads from and delivers to."""
 
     dtype: torch.dtype
@@ -70,7 +71,7 @@ class Row:
         self.flat[start:stop].copy_(mean)
 
 
-class Outbox:
+class SendBuffer:
     """Memory for what crosses of a row: a payload for each span.
 
     Args:
@@ -114,7 +115,7 @@ class Outbox:
         return self._payloads.items()
 
 
-class Buffers:
+class BufferPool:
     """Rows that are kept from exchange to exchange, because new memory costs more than the sum.
 
     Args:
@@ -138,7 +139,7 @@ class Buffers:
         return self.row("room", 0, numel, dtype)
 
 
-class Adder:
+class WeightedMean:
     """Adds the ranks' versions of a part, and rounds the mean for the wire.
 
     Args:
@@ -161,7 +162,7 @@ class Adder:
     ) -> None:
         self.codec, self.weights, self.total = codec, tuple(weights), total
         self.rounded, self.device, self.piece = rounded, device, piece
-        self._buffer = Buffers(device=device).row
+        self._buffer = BufferPool(device=device).row
 
     def add(
         self,
@@ -221,8 +222,8 @@ def cut(chunks: Chunks, peers: int) -> Sequence[Spans]:
     return [[whole(parts)] for parts in chunks] if peers == 2 else chunks
 
 
-def in_process(sources: Sequence[Source], adder: Adder, chunks: Chunks) -> int:
-    """Do what `daso.comm.exchange.ordered` does, bit for bit, for rows all in this process.
+def in_process(sources: Sequence[ReduceBuffer], adder: WeightedMean, chunks: Chunks) -> int:
+    """Do what `daso.comm.exchange.deterministic_allreduce` does, for rows all in this process.
 
     Args:
         sources: One row for each rank, in rank order.
@@ -259,7 +260,7 @@ def whole(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
 def deliver(
     codec: Codec,
     means: Sequence[torch.Tensor],
-    source: Source,
+    source: ReduceBuffer,
     spans: Spans,
     sent: Sequence[torch.Tensor],
     room: torch.Tensor | None = None,
@@ -285,9 +286,9 @@ def deliver(
 
 
 def add_and_deliver(
-    adder: Adder,
+    adder: WeightedMean,
     versions: Sequence[torch.Tensor],
-    source: Source,
+    source: ReduceBuffer,
     span: tuple[int, int],
     sent: torch.Tensor,
 ) -> None:

@@ -13,10 +13,10 @@ import torch
 
 from daso import trace
 from daso.comm.bell import LATE_SECONDS
-from daso.comm.copies import Copies
+from daso.comm.copies import DeviceStaging
 from daso.errors import StallError
 
-__all__ = ["NodeBucket", "NodeGroup", "NodeRow", "NodeShare", "wait_until"]
+__all__ = ["NodeBucket", "NodeRow", "NodeShare", "NodeTransport", "wait_until"]
 
 Span = tuple[int, int]
 
@@ -111,13 +111,13 @@ class NodeShare(Protocol):
         ...
 
 
-class NodeGroup(Protocol):
+class NodeTransport(Protocol):
     """The ranks of one node and the memory in which they meet."""
 
     name: str  # for reports
 
     @property
-    def copies(self) -> Copies | None:
+    def copies(self) -> DeviceStaging | None:
         """How what crosses between nodes comes to the host and back; None: it lies there."""
         ...
 

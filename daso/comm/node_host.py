@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from daso import trace
-from daso.comm.copies import Arrived, Copies
+from daso.comm.copies import Arrived, DeviceStaging
 from daso.comm.node import NodeBucket, NodeRow, NodeShare, Span, wait_until
 from daso.comm.node_shm import ShmNode, ShmShare
-from daso.comm.stopwatch import Stopwatch
+from daso.comm.stopwatch import StepTimer
 
 __all__ = ["HostBucket", "HostNode", "HostRow", "HostShare"]
 
@@ -147,7 +147,7 @@ class OwnShare:
 
 
 class HostNode:
-    """The ranks of a node that compute on devices; see `daso.comm.node.NodeGroup`.
+    """The ranks of a node that compute on devices; see `daso.comm.node.NodeTransport`.
 
     Args:
         host: Their shared memory.
@@ -155,11 +155,11 @@ class HostNode:
         copies: How rows go to the host and back.
     """
 
-    def __init__(self, host: ShmNode, device: torch.device, copies: Copies) -> None:
+    def __init__(self, host: ShmNode, device: torch.device, copies: DeviceStaging) -> None:
         self.copies = copies
         self.name = f"sums on the host, from {device}"
         self.rank = host.rank
-        self.watch = Stopwatch(copies.stamp)
+        self.watch = StepTimer(copies.stamp)
         self._host, self._device = host, device
         host.recorded_as = None  # the watch records how long the device stands still
 

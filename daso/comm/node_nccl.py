@@ -23,7 +23,7 @@ from daso.comm.cuda import CudaCopies
 from daso.comm.dtypes import accumulator
 from daso.comm.nccl import start
 from daso.comm.node import Span, wait_until
-from daso.comm.stopwatch import Stopwatch
+from daso.comm.stopwatch import StepTimer
 
 if TYPE_CHECKING:
     from daso.comm.topology import Topology
@@ -154,7 +154,7 @@ class NcclShare:
 
 
 class NcclNode:
-    """The GPUs of a node, one for each rank; see `daso.comm.node.NodeGroup`.
+    """The GPUs of a node, one for each rank; see `daso.comm.node.NodeTransport`.
 
     Args:
         topology: Who is where.
@@ -187,7 +187,7 @@ class NcclNode:
         problem, mine = None, None
         try:
             copies = CudaCopies(device, cuda)
-            mine = copies, cuda.Stream(device), Stopwatch(copies.stamp)
+            mine = copies, cuda.Stream(device), StepTimer(copies.stamp)
         except Exception as error:
             problem = str(error)
         problems = [one for one in topology.node.allgather(problem) if one is not None]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from daso import trace
-from daso.comm.copies import Copies
+from daso.comm.copies import DeviceStaging
 from daso.comm.dtypes import accumulator
 from daso.comm.mpi import load
 from daso.comm.node import Span, wait_until
@@ -197,7 +197,7 @@ def _nothing() -> None: ...
 
 
 class ShmNode:
-    """The ranks of a node in shared memory; see `daso.comm.node.NodeGroup`.
+    """The ranks of a node in shared memory; see `daso.comm.node.NodeTransport`.
 
     Args:
         topology: Who is where.
@@ -211,7 +211,7 @@ class ShmNode:
         self, topology: "Topology", stall_seconds: float, late: Callable[[], None] = _nothing
     ) -> None:
         self.late, self.name = late, "shared memory"
-        self.copies: Copies | None = None
+        self.copies: DeviceStaging | None = None
         self.comm = topology.node.Dup()
         self.rank = topology.place.local_rank
         self.world_ranks: list[int] = topology.node.allgather(topology.place.rank)

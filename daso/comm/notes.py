@@ -11,12 +11,12 @@ from daso.comm.mpi import load
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Notes"]
+__all__ = ["ControlChannel"]
 
 NUMBERS = 4  # of each note
 
 
-class Notes:
+class ControlChannel:
     """One rank's notes to others; not to be called by two threads at once.
 
     Args:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Messages",
+    "OneSidedMemory",
     "Packets",
-    "PutMemory",
+    "RmaSlots",
     "SharedMemory",
-    "Slots",
     "one_sided_seconds",
     "routes",
 ]
@@ -157,7 +157,7 @@ class SharedMemory:
         self._window.free()
 
 
-class PutMemory:
+class OneSidedMemory:
     """Memory to which other nodes put, one-sided.
 
     Allocated by MPI: operations on memory that a program brings along stall in Open MPI.
@@ -197,7 +197,7 @@ class PutMemory:
         self._window.Free()
 
 
-class Slots:
+class RmaSlots:
     """Packets in slots.
 
     Args:
@@ -280,7 +280,7 @@ def one_sided_seconds(comm: "MPI.Comm") -> float:
 
     Collective over the communicator; blocking for about half a second.
     """
-    memory = PutMemory(comm, NUMBER)
+    memory = OneSidedMemory(comm, NUMBER)
     rank, size = comm.Get_rank(), comm.Get_size()
     taken, failed = 0.0, None
     for turn in range(2):
@@ -329,12 +329,12 @@ def routes(
     if place.nodes > 1:
         _check_one_sided(topology, comm)
         everybody = range(place.size)
-        putting = Slots(lambda n: PutMemory(comm, n), everybody, place.rank, most_bytes)
+        putting = RmaSlots(lambda n: OneSidedMemory(comm, n), everybody, place.rank, most_bytes)
         found = dict.fromkeys(others, putting)
         ways.append(putting)
     mates = [rank for rank in range(place.size) if place.node_of[rank] == place.node]
     if place.local_size > 1:
-        shared = Slots(lambda n: SharedMemory(topology.node, n), mates, place.rank, most_bytes)
+        shared = RmaSlots(lambda n: SharedMemory(topology.node, n), mates, place.rank, most_bytes)
         found |= dict.fromkeys([rank for rank in mates if rank != place.rank], shared)
         ways.append(shared)
     return found, ways

@@ -12,19 +12,19 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from daso.comm.mpi import load
-from daso.comm.notes import Notes
+from daso.comm.notes import ControlChannel
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["RollCall"]
+__all__ = ["LivenessProbe"]
 
 ANSWER_SECONDS = 3.0  # ranks that began to wait together give up together, more or less
 POLL_SECONDS = 1e-3
 ASKED, HERE = 1, 2  # tags
 
 
-class RollCall:
+class LivenessProbe:
     """Asks all ranks whether they are there; used by the training thread and the engine.
 
     Args:
@@ -35,7 +35,7 @@ class RollCall:
     """
 
     def __init__(self, world: "MPI.Comm", hosts: Sequence[str]) -> None:
-        self._notes, self.hosts = Notes(world), hosts
+        self._notes, self.hosts = ControlChannel(world), hosts
         self._here: set[int] = set()  # who answered this round
         self._round = 0
         self._lock = threading.Lock()

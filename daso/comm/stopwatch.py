@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, Protocol
 
 from daso import trace
 
-__all__ = ["HostStamp", "Stamp", "Stopwatch"]
+__all__ = ["HostTimestamp", "StepTimer", "Timestamp"]
 
 MOST_STEPS = 1000  # that are kept until somebody takes them
 
 
-class Stamp(Protocol):
+class Timestamp(Protocol):
     """The moment at which all that a thread had launched was over."""
 
     def over(self) -> bool:
@@ -32,7 +32,7 @@ class Stamp(Protocol):
         ...
 
 
-class HostStamp:
+class HostTimestamp:
     """Now: what a thread of a CPU launched is over."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class HostStamp:
         """Return True."""
         return True
 
-    def since(self, earlier: "HostStamp") -> float:
+    def since(self, earlier: "HostTimestamp") -> float:
         """Return the seconds since another one."""
         return self._at - earlier._at
 
@@ -51,31 +51,31 @@ class Launched(NamedTuple):
     """Stamps that were not read yet, of a wait or of the end of a step."""
 
     kind: int | None  # for whom was waited; None: a step ended
-    begun: Stamp
-    ended: Stamp
+    begun: Timestamp
+    ended: Timestamp
     at: float = 0.0  # when the wait ended on the host; seconds, time.perf_counter
     key: int = trace.NO_KEY
 
 
-class Stopwatch:
+class StepTimer:
     """Takes the times of one rank.
 
     Args:
         stamp: Launches a stamp, on the calling thread's stream.
     """
 
-    def __init__(self, stamp: Callable[[], Stamp] = HostStamp) -> None:
+    def __init__(self, stamp: Callable[[], Timestamp] = HostTimestamp) -> None:
         self._idle = {trace.NODE: 0.0, trace.NODES: 0.0}  # seconds
         self._steps: deque[float] = deque(maxlen=MOST_STEPS)
         self._launched: deque[Launched] = deque()  # in order
         self.start(stamp)
 
-    def start(self, stamp: Callable[[], Stamp]) -> None:
+    def start(self, stamp: Callable[[], Timestamp]) -> None:
         """Begin a step, on another clock; what is not past by now is not taken."""
         self._read()
         self._launched.clear()
         self._stamp = stamp
-        self._last: Stamp = stamp()
+        self._last: Timestamp = stamp()
         self._idle_since = 0.0  # of the step that goes on, for other nodes
 
     @contextmanager

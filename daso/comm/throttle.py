@@ -7,8 +7,8 @@ from contextvars import ContextVar
 
 import torch
 
-from daso.comm.copies import Arrived, Copies
-from daso.comm.stopwatch import HostStamp
+from daso.comm.copies import Arrived, DeviceStaging
+from daso.comm.stopwatch import HostTimestamp
 from daso.errors import ConfigError
 
 __all__ = [
@@ -132,9 +132,9 @@ class CopyLink:
         """Return what says at once that all is over."""
         return lambda: True
 
-    def stamp(self) -> HostStamp:
+    def stamp(self) -> HostTimestamp:
         """Return the time now."""
-        return HostStamp()
+        return HostTimestamp()
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Return memory (nbytes, uint8)."""
@@ -161,16 +161,16 @@ class CopyLink:
         return arrived
 
 
-_copies: ContextVar[Copies | None] = ContextVar("copies", default=None)
+_copies: ContextVar[DeviceStaging | None] = ContextVar("copies", default=None)
 
 
-def emulated_copies() -> Copies | None:
+def emulated_copies() -> DeviceStaging | None:
     """Return how rows go to the host where ranks pretend to compute on devices, else None."""
     return _copies.get()
 
 
 @contextmanager
-def pretend_device(copies: Copies) -> Iterator[None]:
+def pretend_device(copies: DeviceStaging) -> Iterator[None]:
     """Let models that are wrapped meanwhile take their gradients to the host and back.
 
     Args:

@@ -20,7 +20,7 @@ from daso.checks import NONE, Rule, check, either, validate_call
 from daso.comm.dtypes import sum_buffer
 from daso.comm.mpi import abort_on_error, check_launch, check_wheels, load, wheels
 from daso.comm.node import wait_until
-from daso.comm.roll import RollCall
+from daso.comm.roll import LivenessProbe
 from daso.environment import TORCHRUN, note_process, read_launch
 from daso.errors import ConfigError, DasoError, ExchangeError, StallError, TopologyError
 from daso.processes import end_with_starter
@@ -139,7 +139,7 @@ class Topology:
         self.place = self._find_place()
         color = mpi.UNDEFINED if self.place.lane is None else self.place.lane
         self.lane: MPI.Comm = self.world.Split(color, self.place.node)
-        self.roll = RollCall(self.world, self.world.allgather(mpi.Get_processor_name()))
+        self.roll = LivenessProbe(self.world, self.world.allgather(mpi.Get_processor_name()))
         Topology._open_now += 1
         _tell_of_many(self.place, Topology._open_now)
 

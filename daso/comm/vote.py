@@ -15,7 +15,7 @@ from daso.errors import StallError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Vote", "finish", "gather", "gather_in_node"]
+__all__ = ["AsyncMaxReduce", "finish", "gather", "gather_in_node"]
 
 Value = TypeVar("Value")
 
@@ -83,7 +83,7 @@ def finish(topology: Topology, request: "MPI.Request", stall_seconds: float) -> 
         raise
 
 
-class Vote:
+class AsyncMaxReduce:
     """Elementwise maxima over all ranks, asked for now and read some batches later.
 
     One at a time; called by the training thread.

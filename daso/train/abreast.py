@@ -2,7 +2,7 @@
 
 import torch
 
-from daso.comm.engine import Carried
+from daso.comm.engine import NestedWork
 from daso.train.links import Links
 
 __all__ = ["Abreast"]
@@ -18,7 +18,7 @@ class Abreast:
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        self._slots: list[tuple[int, Carried[int]] | None] = [None] * links.abreast
+        self._slots: list[tuple[int, NestedWork[int]] | None] = [None] * links.abreast
         self._started = 0
         self.nbytes = 0  # sent by this rank
 
@@ -35,7 +35,7 @@ class Abreast:
             total: This lane's part (numel), fp32 or fp64.
         """
         slot = self._started % len(self._slots)
-        self._slots[slot] = place, Carried(self._links.gradient_mean(total, slot))
+        self._slots[slot] = place, NestedWork(self._links.gradient_mean(total, slot))
         self._started += 1
 
     def finished(self) -> list[int]:

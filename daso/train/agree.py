@@ -9,7 +9,7 @@ import torch
 from daso.comm.compress import Cast
 from daso.comm.dtypes import accumulator
 from daso.comm.engine import Work
-from daso.comm.exchange import ordered
+from daso.comm.exchange import deterministic_allreduce
 from daso.comm.means import Row
 from daso.comm.topology import Topology
 from daso.plan.layout import message_chunks
@@ -64,7 +64,7 @@ def average_tensors(
         broadcast([first], topology)
         row = torch.where(row == first, 0.0, row - first)  # equal infinities too
         size = topology.place.size
-        mean = ordered(comm, Cast(dtype, dtype), [1] * size, size)
+        mean = deterministic_allreduce(comm, Cast(dtype, dtype), [1] * size, size)
         chunks = message_chunks(chunk_bytes // dtype.itemsize, row.numel(), size)
         sent = run(mean.run(Row(row), chunks))
         # The parts of a row are equal, so the share that leaves the node is the share of ranks.

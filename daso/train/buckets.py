@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch._compile import _disable_dynamo
 
-from daso.comm.node import NodeGroup
+from daso.comm.node import NodeTransport
 from daso.errors import ConfigError, LayoutError
 from daso.plan.layout import Span, split
 from daso.train.carrier import Carrier
@@ -114,7 +114,7 @@ class GradientBuckets:
     def __init__(
         self,
         named: Named,
-        node: NodeGroup,
+        node: NodeTransport,
         route: Route,
         *,
         bucket_bytes: int,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from daso import trace
 from daso.comm.bell import LATE_SECONDS
-from daso.comm.engine import Ticket
+from daso.comm.engine import WorkHandle
 from daso.comm.node import NodeBucket
 from daso.errors import ExchangeError, StallError
 from daso.plan.slices import Portion
@@ -34,7 +34,7 @@ class Carrier(ABC):
         self._buckets: Sequence[NodeBucket] = ()  # of this round, in their order
         self._back: set[int] = set()  # places of those that hold the mean
         self._came = threading.Condition()  # one more does
-        self._tickets: list[Ticket[int]] = []  # of this round: bytes sent
+        self._tickets: list[WorkHandle[int]] = []  # of this round: bytes sent
 
     def begin(self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool) -> None:
         """Begin a round; all buckets of the last one were waited for. Does not block.
@@ -139,7 +139,7 @@ class Carrier(ABC):
     @abstractmethod
     def _carry(
         self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool
-    ) -> list[Ticket[int]]:
+    ) -> list[WorkHandle[int]]:
         """Hand a round to other threads."""
 
     def _take_back(self, places: Iterable[int]) -> None:

@@ -17,7 +17,7 @@ from daso import trace
 from daso.comm.aware import trial
 from daso.comm.dtypes import accumulator
 from daso.comm.engine import Work
-from daso.comm.node import NodeGroup
+from daso.comm.node import NodeTransport
 from daso.errors import ExchangeError, TopologyError
 from daso.plan.header import Header, Tally, culprit, decode_culprit
 from daso.plan.layout import fragments
@@ -82,7 +82,7 @@ class Exchanges:
     Collective over the node; blocking.
     """
 
-    def __init__(self, meeting: Meeting, node: NodeGroup, outer: MakeOuter | None) -> None:
+    def __init__(self, meeting: Meeting, node: NodeTransport, outer: MakeOuter | None) -> None:
         self.meeting, self.links, self.counts = meeting, meeting.links, meeting.counts
         self.settings, self.place = meeting.links.settings, meeting.topology.place
         if self.settings.exchange.memory == "device":
@@ -98,7 +98,7 @@ class Exchanges:
         )
         self._known = Known(since=[0] * self.settings.exchange.fragments)
 
-    def _try_memory(self, node: NodeGroup) -> None:
+    def _try_memory(self, node: NodeTransport) -> None:
         """Let a row cross from this rank's device. Collective over the world; blocking.
 
         Raises:
@@ -109,7 +109,9 @@ class Exchanges:
             problem = links.engine.run(trial(links.lane, self.meeting.trained.device, node.copies))
         self.meeting.topology.agree(problem, TopologyError)
 
-    def _make_rows(self, node: NodeGroup, outer: MakeOuter | None) -> dict[int, list[ParameterRow]]:
+    def _make_rows(
+        self, node: NodeTransport, outer: MakeOuter | None
+    ) -> dict[int, list[ParameterRow]]:
         """Make the rows of each fragment, one for each type they are added in."""
         named = self.meeting.trained.named
         cuts = fragments([p.numel() for _, p in named], self.settings.exchange.fragments)

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from daso.comm.engine import Ticket
+from daso.comm.engine import WorkHandle
 from daso.plan.header import Header, Tally
 
 __all__ = ["Flight", "Outcome", "pack", "unpack"]
@@ -26,7 +26,7 @@ class Outcome:
 class Flight:
     """An exchange under way."""
 
-    ticket: Ticket[Outcome]
+    ticket: WorkHandle[Outcome]
     batch: int  # batch after which it was sent
     batches: int  # of work that it carries
     fragment: int | None  # None: all of them
@@ -60,6 +60,6 @@ def unpack(values: dict[str, Any]) -> Flight:
         "tally": Tally(**outcome["tally"]),
         "measured": Tally(**outcome["measured"]),
     }
-    ticket = Ticket.over(Outcome(**outcome | parts), values["seconds"])
+    ticket = WorkHandle.over(Outcome(**outcome | parts), values["seconds"])
     names = ("batch", "batches", "fragment", "ahead", "keeps", "wire", "own_seconds")
     return Flight(ticket, *(values[name] for name in names))

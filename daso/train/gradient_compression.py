@@ -10,8 +10,8 @@ import torch
 
 from daso.comm.compress import Codec, Fields, codec_named, pieces
 from daso.comm.engine import Work
-from daso.comm.exchange import Ordered
-from daso.comm.means import Chunks, Outbox, Spans, cut
+from daso.comm.exchange import DeterministicAllReduce
+from daso.comm.means import Chunks, SendBuffer, Spans, cut
 from daso.plan.layout import Span, message_chunks
 from daso.train.part import message_numel
 
@@ -36,7 +36,7 @@ class CompressedSum:
         self.total, self.start, self.dtype = total, start, total.dtype
         self._residual, self._flags = residual, flags
         self.exact = total[flags]
-        self._outbox = Outbox()
+        self._outbox = SendBuffer()
 
     def encode(self, codec: Codec, spans: Spans) -> None:
         """Write what will cross, and keep what that rounds away.
@@ -103,14 +103,14 @@ class GradientCompressor:
         *,
         nodes: int,
         chunk_bytes: int,
-        ordered: Callable[[Codec, dict[int, torch.Tensor]], Ordered],
+        ordered: Callable[[Codec, dict[int, torch.Tensor]], DeterministicAllReduce],
         mean: Callable[[torch.Tensor], Work[int]],
     ) -> None:
         self.wire, self._nodes, self._chunk_bytes = wire, nodes, chunk_bytes
         self._ordered, self._mean = ordered, mean
         self._residuals: dict[Key, torch.Tensor] = {}
         self._rounded: dict[torch.dtype, dict[int, torch.Tensor]] = {}  # by owners of parts
-        self._means: dict[torch.dtype, Ordered] = {}
+        self._means: dict[torch.dtype, DeterministicAllReduce] = {}
 
     def mean(
         self, total: torch.Tensor, key: Key, flags: Sequence[int]

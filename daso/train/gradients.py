@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from daso.comm.node import NodeBucket, NodeGroup, NodeRow
+from daso.comm.node import NodeBucket, NodeRow, NodeTransport
 from daso.plan.layout import Span, fit_buckets, flagged
 from daso.plan.slices import Portion, cut_portions
 from daso.train.params import Named, view_like
@@ -58,7 +58,7 @@ class GradientRows:
         in_portions: Buckets are portions, which may cut a tensor.
     """
 
-    def __init__(self, named: Named, node: NodeGroup, *, in_portions: bool = False) -> None:
+    def __init__(self, named: Named, node: NodeTransport, *, in_portions: bool = False) -> None:
         self.named, self.node, self._in_portions = named, node, in_portions
         self.buckets: list[Bucket] = []  # in the order in which they fill
         self.buckets_of: dict[int, list[Bucket]] = {}  # several where a parameter is cut

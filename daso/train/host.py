@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from daso import trace
-from daso.comm.engine import Engine, Ticket, Work
+from daso.comm.engine import Engine, Work, WorkHandle
 from daso.comm.node import NodeBucket
 from daso.errors import ExchangeError
 from daso.plan.slices import Portion
@@ -72,7 +72,7 @@ class HostSums(Carrier):
 
     def _carry(
         self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool
-    ) -> list[Ticket[int]]:
+    ) -> list[WorkHandle[int]]:
         now = _Round(len(portions))
         tickets = [self._adder.submit(self._add(now, world=world))]
         if world:

@@ -7,12 +7,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from daso.comm.bell import Bell
+from daso.comm.bell import StepWatchdog
 from daso.comm.compress import Cast, Codec
 from daso.comm.dtypes import sum_buffer
 from daso.comm.engine import Engine, Work
-from daso.comm.exchange import OnDevice, Ordered, iallreduce, ordered, window
-from daso.comm.means import Buffers, Row
+from daso.comm.exchange import (
+    DeterministicAllReduce,
+    OnDevice,
+    deterministic_allreduce,
+    iallreduce,
+    window,
+)
+from daso.comm.means import BufferPool, Row
 from daso.comm.mpi import load
 from daso.comm.throttle import LinkModel, emulated_link
 from daso.comm.topology import Topology
@@ -72,12 +78,12 @@ class Links:
         # Means that end in another order on each rank must not share a communicator.
         self.abreast = 1 if settings.gradients.order == "buckets" else ABREAST
         self._slots = [self.lane, *(self._lane_of(topology) for _ in range(1, self.abreast))]
-        self.bell, self._roll = Bell(topology.world), topology.roll
+        self.bell, self._roll = StepWatchdog(topology.world), topology.roll
         self.missing = self._roll.missing
         takes = None if link is None else partial(_occupied_seconds, link, self.place.nodes)
         self.engine = Engine(settings.exchange.stall_seconds, self.missing, self.late, takes=takes)
-        self._rooms = [Buffers(window(self.place.nodes)) for _ in self._slots]
-        self._gradient_means: dict[tuple[torch.dtype, int], Ordered] = {}
+        self._rooms = [BufferPool(window(self.place.nodes)) for _ in self._slots]
+        self._gradient_means: dict[tuple[torch.dtype, int], DeterministicAllReduce] = {}
 
     def _lane_of(self, topology: Topology) -> "MPI.Comm":
         return topology.lane if topology.lane == load().COMM_NULL else topology.lane.Dup()
@@ -98,7 +104,7 @@ class Links:
 
     def ordered(
         self, codec: Codec, rounded: dict[int, torch.Tensor], where: OnDevice | None = None
-    ) -> Ordered:
+    ) -> DeterministicAllReduce:
         """Return an exchange over this rank's lane in which every node counts by its ranks.
 
         Args:
@@ -107,7 +113,7 @@ class Links:
             where: Rows lie there and cross from there; None: from the host.
         """
         weights = node_weights(self.place.node_sizes)
-        return ordered(self.lane, codec, weights, sum(weights), rounded, where)
+        return deterministic_allreduce(self.lane, codec, weights, sum(weights), rounded, where)
 
     def compressor(self, wire: str) -> GradientCompressor:
         """Return what takes means of gradients over the world on a narrow wire.
@@ -120,7 +126,7 @@ class Links:
             wire,
             nodes=place.nodes,
             chunk_bytes=self.settings.exchange.chunk_bytes,
-            ordered=lambda codec, rounded: ordered(
+            ordered=lambda codec, rounded: deterministic_allreduce(
                 self.lane, codec, [1] * place.nodes, place.size, rounded
             ),
             mean=self.gradient_mean,
@@ -146,7 +152,7 @@ class Links:
         key = total.dtype, slot
         if key not in self._gradient_means:
             codec = Cast(total.dtype, total.dtype)
-            self._gradient_means[key] = ordered(
+            self._gradient_means[key] = deterministic_allreduce(
                 self._slots[slot], codec, [1] * self.place.nodes, self.place.size
             )
         return self._gradient_means[key].run(Row(total), chunks)

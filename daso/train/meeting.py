@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 
 from daso import trace
-from daso.comm.engine import Ticket
+from daso.comm.engine import WorkHandle
 from daso.comm.topology import Topology
 from daso.comm.vote import gather
 from daso.errors import ConfigError, ExchangeError, LayoutError, NonFiniteError
@@ -79,7 +79,7 @@ class Meeting:
         self.links, self.counts = links, counts
         self._told: set[str] = set()  # what was said: names of buffers that are left alone, `LR`
 
-    def wait(self, ticket: Ticket[Result]) -> Result:
+    def wait(self, ticket: WorkHandle[Result]) -> Result:
         """Block until work is over and return its result; standing still is exposed time."""
         with self.counts.watch.waiting(trace.NODES, ticket.key):
             return self.links.engine.wait(ticket)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from daso import trace
-from daso.comm.stopwatch import Stopwatch
+from daso.comm.stopwatch import StepTimer
 
 __all__ = ["Counts"]
 
@@ -36,7 +36,7 @@ class Counts:
     good_in_a_row: int = 0
     global_bytes_sent: int = 0  # to other nodes, by this rank
     # Steps, and standing still for others, but for what the node itself counts.
-    watch: Stopwatch = field(default_factory=Stopwatch)
+    watch: StepTimer = field(default_factory=StepTimer)
     exposed_before: float = 0.0  # seconds, in nodes that were closed and runs that were resumed
     exchange_seconds: float = 0.0  # the last exchange, from when what crosses was there to its end
     stepped_at: float = field(default_factory=time.perf_counter)  # by the host

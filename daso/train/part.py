@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from daso.comm.compress import PIECE, Codec, Fields, pieces
-from daso.comm.means import Outbox
+from daso.comm.means import SendBuffer
 from daso.plan.merge import Merge
 from daso.train.fused import Fused
 from daso.train.outer import MakeOuter, Outer
@@ -58,7 +58,7 @@ class Sums:
 
 
 class Part:
-    """Reference of one part of a row, and what is on its way; a `daso.comm.means.Source`.
+    """Reference of one part of a row, and what is on its way; a `daso.comm.means.ReduceBuffer`.
 
     With x the parameters, an exchange carries what it can of x - reference + residual. What the
     wire rounds away is not lost, so that a 16-bit wire never freezes a weight (error feedback):
@@ -79,7 +79,7 @@ class Part:
         self.piece = DEVICE_PIECE if on_device else PIECE
         self.reference = torch.zeros_like(shown)  # what the nodes agreed on last
         self.outer = None if way.outer is None else Outer(way.outer, self.reference)
-        self.outbox = Outbox(shown.device)
+        self.outbox = SendBuffer(shown.device)
         self.keeps = False  # the merge of what is on its way keeps local work
         self.lossy = False  # the wire rounded something of it away
         # Rows that are made when they are needed. Of what the wire rounded away: from earlier

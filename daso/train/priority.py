@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from daso.comm.dtypes import sum_buffer
-from daso.comm.engine import Ticket, Work
+from daso.comm.engine import Work, WorkHandle
 from daso.comm.node import NodeBucket
 from daso.plan.slices import Order, Portion, Waiting
 from daso.train.abreast import Abreast
@@ -56,7 +56,7 @@ class Crossing(Carrier):
 
     def _carry(
         self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool
-    ) -> list[Ticket[int]]:
+    ) -> list[WorkHandle[int]]:
         assert world, "inside a node the training thread adds"
         return [self._links.engine.submit(self._cross([portion for portion, _ in portions]))]
 

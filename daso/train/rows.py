@@ -15,7 +15,7 @@ from daso.comm.compress import EVEN, Cast, codec_named, dense_codec
 from daso.comm.engine import Work
 from daso.comm.exchange import OnDevice, iallreduce
 from daso.comm.means import cut
-from daso.comm.node import NodeGroup
+from daso.comm.node import NodeTransport
 from daso.errors import told
 from daso.plan.layout import Span, message_chunks, pieces, split
 from daso.plan.merge import ADOPT, KEEP, Merge
@@ -68,7 +68,7 @@ class ParameterRow:
         named: Named,
         dtype: torch.dtype,
         *,
-        node: NodeGroup,
+        node: NodeTransport,
         links: Links,
         outer: MakeOuter | None = None,
     ) -> None:

@@ -16,8 +16,8 @@ from itertools import chain
 import torch
 
 from daso import trace
-from daso.comm.engine import Engine, Ticket, Work
-from daso.comm.mailbox import HEAD_BYTES, Letter, Mailbox
+from daso.comm.engine import Engine, Work, WorkHandle
+from daso.comm.mailbox import HEAD_BYTES, Message, SendQueue
 from daso.comm.mpi import load
 from daso.comm.packets import routes
 from daso.comm.topology import Topology
@@ -55,7 +55,7 @@ class Serving:
         self.world, self._letters = topology.world.Dup(), topology.world.Dup()
         most = plan.exchange.chunk_bytes + HEAD_BYTES
         ways, self._ways = routes(topology, self._letters, plan.transport, most)
-        self.mailbox = Mailbox(ways, plan.exchange.chunk_bytes)
+        self.mailbox = SendQueue(ways, plan.exchange.chunk_bytes)
         roll = topology.roll
         self.engine = Engine(
             plan.exchange.stall_seconds, roll.missing, roll.answer, name="daso-server", kind=None
@@ -69,7 +69,7 @@ class Serving:
         self._news = threading.Condition()
         self._sign_at = time.perf_counter()  # when somebody was heard of last
         self._given: deque[Contribution] = deque()  # by the training thread
-        self._ticket: Ticket[None] | None = None
+        self._ticket: WorkHandle[None] | None = None
         self._last: dict[int, int] = {}  # steps of each rank that takes no more until the meeting
         self._pausing: int | None = None  # this rank's, before it is told to all
         self._over: set[int] = set()  # ranks whose last rows came
@@ -101,7 +101,7 @@ class Serving:
             self._given.append(replace(one, row=row))
             return
         notes = (GRADIENTS, one.step, one.layers, one.has, one.read, one.values)
-        self.mailbox.post(owner, Letter(notes, payload, self._urgency(self.step + 1, one.layers)))
+        self.mailbox.post(owner, Message(notes, payload, self._urgency(self.step + 1, one.layers)))
 
     def wait_for(self, layer: int, step: int) -> list[Rows]:
         """Return all owners' rows of a layer, fresh enough for a step.
@@ -267,7 +267,7 @@ class Serving:
         steps = self._last.values()
         return self.plan.together and len(steps) == self.ranks and len(set(steps)) > 1
 
-    def _open(self, source: int, letter: Letter) -> Sequence[int]:
+    def _open(self, source: int, letter: Message) -> Sequence[int]:
         """Take in a letter; return layers of this rank that have a new version."""
         about, *notes = letter.notes
         if about == GRADIENTS:
@@ -355,7 +355,7 @@ class Serving:
             self._keep(self.rank, rows_in(self.shares, self.rank, layers, about, row))
         # Where nobody goes in step the newest is as good as all.
         covers = frozenset(() if self.plan.together else layers)
-        letter = Letter((ROWS, tuple(layers), about), row, self._urgency(step, layers), covers)
+        letter = Message((ROWS, tuple(layers), about), row, self._urgency(step, layers), covers)
         for rank in ranks:
             if rank != self.rank:
                 self.mailbox.post(rank, letter)
@@ -383,7 +383,7 @@ class Serving:
         for rank in range(self.ranks):
             if rank != self.rank:
                 self.mailbox.post(
-                    rank, Letter(notes, torch.empty(0, dtype=torch.uint8, device="cpu"), urgency)
+                    rank, Message(notes, torch.empty(0, dtype=torch.uint8, device="cpu"), urgency)
                 )
 
     def _is_over(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from daso.comm.compress import EVEN, codec_named, dense_codec
 from daso.comm.dtypes import accumulator
-from daso.comm.means import Adder, cut, in_process
+from daso.comm.means import WeightedMean, cut, in_process
 from daso.plan.header import Tally
 from daso.plan.layout import fragments, message_chunks
 from daso.plan.merge import ADOPT, Merge
@@ -106,11 +106,12 @@ class Row:
         rounded: dict[int, torch.Tensor] = {}
         wires = settings.wires
         self.wired = {
-            wire: Adder(codec_named(wire, dtype), [1] * nodes, nodes, rounded) for wire in wires
+            wire: WeightedMean(codec_named(wire, dtype), [1] * nodes, nodes, rounded)
+            for wire in wires
         }
         self.dense = self.wired[wires[0]]
         if settings.sparse:
-            self.dense = Adder(dense_codec(wires[0], dtype), [1] * nodes, nodes, rounded)
+            self.dense = WeightedMean(dense_codec(wires[0], dtype), [1] * nodes, nodes, rounded)
         self.rounded = rounded
         least, even = (LEAST, EVEN) if on_devices else (1, 1)
         codec = self.wired[wires[0]].codec

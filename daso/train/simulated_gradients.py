@@ -7,7 +7,7 @@ import torch
 
 from daso.comm.compress import codec_named
 from daso.comm.dtypes import accumulator
-from daso.comm.means import Adder, cut, in_process
+from daso.comm.means import WeightedMean, cut, in_process
 from daso.plan.layout import fit_buckets, flagged
 from daso.plan.options import Settings
 from daso.train.gradient_compression import CompressedSum, compressed_chunks
@@ -33,7 +33,7 @@ class SimulatedGradients:
             for index, (_, tensor) in enumerate(named[0])
         ]
         self._residuals: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}  # and by node
-        self._adders: dict[torch.dtype, Adder] = {}
+        self._adders: dict[torch.dtype, WeightedMean] = {}
 
     def _note(self, index: int, _: torch.Tensor) -> None:
         if index not in self._order:
@@ -77,7 +77,7 @@ class SimulatedGradients:
         nodes, wide = len(self._named), accumulator(dtype)
         codec = codec_named(self._wire, wide)
         places = torch.tensor(flags, dtype=torch.int64, device="cpu")
-        adder = self._adders.setdefault(dtype, Adder(codec, [1] * nodes, nodes, {}))
+        adder = self._adders.setdefault(dtype, WeightedMean(codec, [1] * nodes, nodes, {}))
         sources = []
         for node in range(nodes):
             total = torch.zeros(numel, dtype=wide, device="cpu")

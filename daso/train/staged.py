@@ -1,6 +1,6 @@
 """Where what crosses between nodes lies: with the part itself, or, of a part on a device, the host.
 
-All are a `daso.comm.means.Source` between `collect` and `finish`.
+All are a `daso.comm.means.ReduceBuffer` between `collect` and `finish`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,15 +9,15 @@ from typing import Protocol
 import torch
 
 from daso.comm.compress import Codec, Fields
-from daso.comm.copies import Arrived, Copies
+from daso.comm.copies import Arrived, DeviceStaging
 from daso.comm.engine import Work
-from daso.comm.means import Outbox, Source, Spans
+from daso.comm.means import ReduceBuffer, SendBuffer, Spans
 from daso.train.part import Gather, Part
 
 __all__ = ["Crossing", "Direct", "InPlace", "Staged", "crossing_of"]
 
 
-class Crossing(Source, Protocol):
+class Crossing(ReduceBuffer, Protocol):
     """A part on its way between nodes."""
 
     def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
@@ -38,7 +38,7 @@ class Crossing(Source, Protocol):
 
 
 def crossing_of(
-    part: Part, copies: Copies | None, kept: Mapping[int, torch.Tensor] | None = None
+    part: Part, copies: DeviceStaging | None, kept: Mapping[int, torch.Tensor] | None = None
 ) -> Crossing:
     """Return the way of a part between nodes.
 
@@ -83,7 +83,7 @@ class Direct:
     """A part on a device, which crosses from there and is moved beside the training stream.
 
     Only what is read of an exchange comes to the host. Means are delivered by launches that run
-    `Copies.beside` training; the exchange sees to it that nothing crosses before it is made.
+    `DeviceStaging.beside` training; the exchange sees to it that nothing crosses before it is made.
 
     Args:
         part: On the device.
@@ -91,7 +91,7 @@ class Direct:
         kept: What else exchanges keep there.
     """
 
-    def __init__(self, part: Part, copies: Copies, kept: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, part: Part, copies: DeviceStaging, kept: Mapping[int, torch.Tensor]) -> None:
         self.part, self.dtype, self._copies, self._kept = part, part.dtype, copies, kept
         self._checks = copies.memory(0)
         self._training: object = None  # what the training thread launches on
@@ -150,9 +150,9 @@ class Staged(Direct):
         copies: Between it and the host.
     """
 
-    def __init__(self, part: Part, copies: Copies) -> None:
+    def __init__(self, part: Part, copies: DeviceStaging) -> None:
         super().__init__(part, copies, {})
-        self._outbox = Outbox()  # on the host
+        self._outbox = SendBuffer()  # on the host
         self._payloads = copies.memory(0)
         self._means = copies.memory(part.shown.nbytes).view(part.dtype)
         self._room = torch.empty_like(part.shown[: part.piece])

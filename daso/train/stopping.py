@@ -7,7 +7,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from daso.comm.topology import Topology
-from daso.comm.vote import Vote
+from daso.comm.vote import AsyncMaxReduce
 from daso.environment import read_ignored_signals
 from daso.plan.stopping import batches_to_next_vote
 from daso.workers import ignore_in_workers
@@ -49,7 +49,7 @@ class StopRequest:
         signals: Sequence[signal.Signals] = (signal.SIGUSR1,),
         stall_seconds: float = 300.0,
     ) -> None:
-        self._vote = Vote(topology, stall_seconds)
+        self._vote = AsyncMaxReduce(topology, stall_seconds)
         self._heard = 0.0  # number of the signal
         self._between = self._left = 1  # batches: from vote to vote; to the next
         self._begun = time.perf_counter()

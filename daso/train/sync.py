@@ -12,8 +12,8 @@ import torch
 
 from daso import trace
 from daso.comm.choose import agree_device, choose_node
-from daso.comm.node import NodeGroup
-from daso.comm.stopwatch import HostStamp
+from daso.comm.node import NodeTransport
+from daso.comm.stopwatch import HostTimestamp
 from daso.comm.throttle import Stretch, compute_factor
 from daso.comm.topology import Topology
 from daso.comm.vote import gather_in_node
@@ -108,7 +108,7 @@ class Sync:
             self._unhook()
             raise
 
-    def _choose_node(self) -> NodeGroup:
+    def _choose_node(self) -> NodeTransport:
         """Return the transport inside the node; where it cannot start, give back what is held."""
         settings = self.settings
         try:
@@ -137,7 +137,7 @@ class Sync:
     def start_watch(self) -> None:
         """Begin a step, by the clock of what computes here."""
         copies = self.buckets.node.copies
-        self.counts.watch.start(HostStamp if copies is None else copies.stamp)
+        self.counts.watch.start(HostTimestamp if copies is None else copies.stamp)
 
     # --- gradients ---------------------------------------------------------------------------
 

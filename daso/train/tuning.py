@@ -10,7 +10,7 @@ from daso.plan.options import Settings
 from daso.train.meeting import Meeting
 
 if TYPE_CHECKING:
-    from daso.comm.engine import Ticket
+    from daso.comm.engine import WorkHandle
 
 __all__ = ["BucketTuner", "first_size"]
 
@@ -60,7 +60,7 @@ class BucketTuner:
         self.now = search.start()
         self._seconds: list[float] = []  # of each batch with this size
         self._stepped_at: float | None = None  # None: the next batch is the first with this size
-        self._ticket: Ticket[list[float]] | None = None  # everyone's median, on its way
+        self._ticket: WorkHandle[list[float]] | None = None  # everyone's median, on its way
         self._left = 0  # batches until all ranks read it
 
     def after_step(self, batch: int, wait: int) -> None:

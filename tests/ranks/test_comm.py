@@ -9,11 +9,18 @@ from worlds import ANY
 from daso.comm.choose import choose_device
 from daso.comm.compress import PIECE, Cast, codec_named
 from daso.comm.engine import Engine
-from daso.comm.exchange import OnDevice, Pairwise, TwoPhase, iallreduce, ordered, window
-from daso.comm.means import CPU, Adder, Buffers, Row, cut, in_process
+from daso.comm.exchange import (
+    OnDevice,
+    PairwiseExchange,
+    ReduceScatterAllGather,
+    deterministic_allreduce,
+    iallreduce,
+    window,
+)
+from daso.comm.means import CPU, BufferPool, Row, WeightedMean, cut, in_process
 from daso.comm.node_shm import ShmNode
-from daso.comm.notes import Notes
-from daso.comm.roll import RollCall
+from daso.comm.notes import ControlChannel
+from daso.comm.roll import LivenessProbe
 from daso.comm.throttle import CopyLink
 from daso.errors import ExchangeError, StallError, TopologyError
 from daso.plan.layout import Span, chunk_parts, split
@@ -91,11 +98,11 @@ def test_an_ordered_mean_equals_the_sequential_one_bit_for_bit(
     place, size = topology.place, topology.place.size
     rows = rows_of_all_ranks(size, numel, dtype)
     weights = [rank + 1 for rank in range(size)]
-    exchange = ordered(topology.world, Cast(dtype, dtype), weights, sum(weights))
+    exchange = deterministic_allreduce(topology.world, Cast(dtype, dtype), weights, sum(weights))
     mine = rows[place.rank].clone()
     sent = engine.run(exchange.run(Row(mine), chunk_parts(numel, size, chunk)))
     assert torch.equal(mine, sequential_mean(rows, weights, sum(weights)))
-    assert isinstance(exchange, Pairwise if size == 2 else TwoPhase)
+    assert isinstance(exchange, PairwiseExchange if size == 2 else ReduceScatterAllGather)
     if numel == 1000 and chunk > numel and size in (2, 4):
         assert sent == {2: 1000, 4: 2 * 3 * 250}[size] * dtype.itemsize
 
@@ -118,7 +125,9 @@ def test_messages_move_while_a_device_adds(topology, engine):
     peers = (place.rank - 1) % place.size, (place.rank + 1) % place.size
     requests = [world.Irecv(received, peers[0], 99), world.Isend(sent, peers[1], 99)]
     where = OnDevice(CPU, Late(received), PIECE)
-    exchange = ordered(world, Cast(torch.float32), [1] * place.size, place.size, where=where)
+    exchange = deterministic_allreduce(
+        world, Cast(torch.float32), [1] * place.size, place.size, where=where
+    )
     mine = torch.full((1000,), float(place.rank))
     engine.run(exchange.run(Row(mine), chunk_parts(1000, place.size, 300)))
     for request in requests:
@@ -144,7 +153,7 @@ def test_iallreduce_is_near_the_mean_and_the_same_on_all_ranks(topology, engine,
 @pytest.mark.nodes(*ANY)
 def test_iallreduce_keeps_more_chunks_apart_than_are_under_way(topology, engine):
     place, size = topology.place, topology.place.size
-    kept, chunks = Buffers(window(size)), chunk_parts(1100, size, 100)
+    kept, chunks = BufferPool(window(size)), chunk_parts(1100, size, 100)
     assert len(chunks) > kept.window
     part = Part(torch.zeros(1100), Way())
     for seed in (1, 2):
@@ -172,8 +181,8 @@ def test_a_small_wire_never_freezes_a_weight(topology, engine, wire, keeps):
     part = Part(torch.ones(37), Way())
     part.reference.fill_(1.0)
     x, rounded, chunks = torch.ones(37), {}, chunk_parts(37, size, 10)
-    exchange = ordered(topology.world, codec_named(wire), [1] * size, size, rounded)
-    dense = ordered(topology.world, codec_named("fp32"), [1] * size, size, rounded)
+    exchange = deterministic_allreduce(topology.world, codec_named(wire), [1] * size, size, rounded)
+    dense = deterministic_allreduce(topology.world, codec_named("fp32"), [1] * size, size, rounded)
     for mean in [exchange] * 100 + [dense] * (wire == "topk"):
         if mean is exchange:
             x = x - 0.001 * (1 + place.rank)
@@ -201,8 +210,8 @@ def test_many_rows_in_one_process_get_the_same_bits(topology, engine, wire, keep
     weights, chunks = [1 + rank % 2 for rank in range(size)], chunk_parts(9001, size, 5000)
     parts = [Part(torch.empty(9001), Way()) for _ in rows]
     mine = Part(torch.empty(9001), Way())
-    exchange = ordered(topology.world, codec, weights, sum(weights))
-    adder = Adder(codec, weights, sum(weights), {})
+    exchange = deterministic_allreduce(topology.world, codec, weights, sum(weights))
+    adder = WeightedMean(codec, weights, sum(weights), {})
     for _ in range(3):
         encode(mine, codec, chunks, size, rows[place.rank], keeps=keeps)
         nbytes = engine.run(exchange.run(mine, chunks))
@@ -223,7 +232,7 @@ def test_many_rows_in_one_process_get_the_same_bits(topology, engine, wire, keep
 def test_two_exchanges_in_flight_do_not_mix(topology, engine):
     size = topology.place.size
     one, two = (rows_of_all_ranks(size, 500, seed=seed) for seed in (1, 2))
-    exchange = ordered(topology.world, Cast(torch.float32), [1] * size, size)
+    exchange = deterministic_allreduce(topology.world, Cast(torch.float32), [1] * size, size)
     chunks = chunk_parts(500, size, 64)
     mine = [rows[topology.place.rank].clone() for rows in (one, two)]
     tickets = [engine.submit(exchange.run(Row(row), chunks)) for row in mine]
@@ -268,7 +277,7 @@ def test_who_does_not_answer_is_missing_and_who_waits_is_not(topology, place, lo
     MPI may tell whoever looks first that a connection is lost; others still answer then.
     """
     last = place.size - 1
-    roll = RollCall(topology.world, [f"host{rank}" for rank in range(place.size)])
+    roll = LivenessProbe(topology.world, [f"host{rank}" for rank in range(place.size)])
     if place.rank == 0:
         arrived, told = roll._notes.arrived, iter([lost and last > 0])
 
@@ -402,7 +411,7 @@ def test_a_rank_that_does_not_come_is_named(topology):
 
 
 def test_a_note_that_nobody_read_does_not_reach_the_next_communicator(topology, place):
-    notes = Notes(topology.world)
+    notes = ControlChannel(topology.world)
     for rank in notes.others:
         notes.send(rank, 1, place.rank, 7)
         notes.send(rank, 2)

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from daso.comm.mailbox import HEAD_BYTES, Letter, Mailbox
-from daso.comm.packets import Messages, PutMemory, SharedMemory, Slots
+from daso.comm.mailbox import HEAD_BYTES, Message, SendQueue
+from daso.comm.packets import Messages, OneSidedMemory, RmaSlots, SharedMemory
 
 pytestmark = pytest.mark.mpi
 
@@ -19,8 +19,8 @@ def ways(kind, comm, most):
     everybody, rank = range(comm.Get_size()), comm.Get_rank()
     if kind == "messages":
         return Messages(comm)
-    memory = {"shared": SharedMemory, "put": PutMemory}[kind]
-    return Slots(lambda nbytes: memory(comm, nbytes), everybody, rank, most)
+    memory = {"shared": SharedMemory, "put": OneSidedMemory}[kind]
+    return RmaSlots(lambda nbytes: memory(comm, nbytes), everybody, rank, most)
 
 
 @pytest.fixture(params=KINDS)
@@ -32,7 +32,7 @@ def open_mailbox(request, topology):
         way = ways(request.param, comm, packet_bytes + HEAD_BYTES)
         made.append(way)
         others = [r for r in range(comm.Get_size()) if r != comm.Get_rank()]
-        return Mailbox(dict.fromkeys(others, way), packet_bytes)
+        return SendQueue(dict.fromkeys(others, way), packet_bytes)
 
     yield open_with
     for way in made:
@@ -60,7 +60,7 @@ def letter(source, to, number):
     made = random.Random(f"{source} {to} {number}")
     size = made.choice([0, 1, 7, 100, 1000, 30_000])
     payload = torch.tensor(bytearray(made.randbytes(size)), dtype=torch.uint8)
-    return Letter((source, to, number), payload, urgency=made.randrange(5))
+    return Message((source, to, number), payload, urgency=made.randrange(5))
 
 
 @pytest.mark.parametrize("packet_bytes", [1, 64, 1 << 18])
@@ -71,11 +71,11 @@ def test_letters_arrive_once_and_whole(open_mailbox, topology, packet_bytes):
     if packet_bytes == 1:
         payload = torch.arange(50, dtype=torch.uint8)
         sent = {
-            to: [Letter((rank, to, n), payload, n) for n in range(count)]
+            to: [Message((rank, to, n), payload, n) for n in range(count)]
             for to in others(rank, size)
         }
         theirs = {
-            s: [Letter((s, rank, n), payload, n) for n in range(count)] for s in others(rank, size)
+            s: [Message((s, rank, n), payload, n) for n in range(count)] for s in others(rank, size)
         }
     else:
         sent = {to: [letter(rank, to, n) for n in range(count)] for to in others(rank, size)}
@@ -99,12 +99,12 @@ def others(rank, size):
 def test_what_is_needed_sooner_overtakes_what_is_on_its_way(open_mailbox, topology):
     rank, size = topology.place.rank, topology.place.size
     mailbox = open_mailbox(1000)
-    large = Letter("large", torch.zeros(200_000, dtype=torch.uint8), urgency=5)
+    large = Message("large", torch.zeros(200_000, dtype=torch.uint8), urgency=5)
     for to in others(rank, size):
         mailbox.post(to, large)
     mailbox.move()
     for to in others(rank, size):
-        mailbox.post(to, Letter("small", torch.zeros(10, dtype=torch.uint8), urgency=1))
+        mailbox.post(to, Message("small", torch.zeros(10, dtype=torch.uint8), urgency=1))
     found = run(mailbox, topology, 2 * (size - 1))
     for source in others(rank, size):
         assert [one.notes for one in found[source]] == ["small", "large"]
@@ -115,10 +115,10 @@ def test_a_newer_letter_takes_the_place_of_one_that_has_not_left(open_mailbox, t
     mailbox = open_mailbox(1000)
     row = torch.zeros(10, dtype=torch.uint8)
     for to in others(rank, size):
-        mailbox.post(to, Letter("old", row, covers=frozenset({1, 2})))
-        mailbox.post(to, Letter("other", row, covers=frozenset({1, 3})))
-        mailbox.post(to, Letter("kept", row))
-        mailbox.post(to, Letter("new", row, covers=frozenset({1, 2, 4})))
+        mailbox.post(to, Message("old", row, covers=frozenset({1, 2})))
+        mailbox.post(to, Message("other", row, covers=frozenset({1, 3})))
+        mailbox.post(to, Message("kept", row))
+        mailbox.post(to, Message("new", row, covers=frozenset({1, 2, 4})))
     found = run(mailbox, topology, 3 * (size - 1))
     for source in others(rank, size):
         assert sorted(one.notes for one in found[source]) == ["kept", "new", "other"]
@@ -129,7 +129,7 @@ def test_backlog_is_what_has_not_left(open_mailbox, topology):
     mailbox = open_mailbox(1000)
     assert mailbox.idle
     for to in others(rank, size):
-        mailbox.post(to, Letter(None, torch.zeros(5000, dtype=torch.uint8)))
+        mailbox.post(to, Message(None, torch.zeros(5000, dtype=torch.uint8)))
     if size > 1:
         assert mailbox.backlog_bytes >= 5000
         assert not mailbox.idle

@@ -30,7 +30,9 @@ def numbers(value: Any) -> Iterator[bytes]:
     if isinstance(value, torch.Tensor):
         yield value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, Mapping):
-        for one in value.values():
+        # Layers that are stepped as their gradients come get their state in that order.
+        counted = all(isinstance(key, int) for key in value)
+        for _, one in sorted(value.items()) if counted else value.items():
             yield from numbers(one)
     elif isinstance(value, list | tuple):
         for one in value:

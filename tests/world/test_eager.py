@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import daso
-from daso.comm.mailbox import Mailbox
+from daso.comm.mailbox import SendQueue
 from daso.comm.topology import Topology
 from daso.errors import (
     CheckpointError,
@@ -578,13 +578,13 @@ def test_nothing_stays_behind(topology):
 @pytest.mark.real_mpi
 @pytest.mark.parametrize("staleness", [0, None])
 def test_bytes_on_the_wire_are_those_of_the_mode(topology, staleness, monkeypatch):
-    posted, post = [], Mailbox.post
+    posted, post = [], SendQueue.post
 
     def count(self, to, letter):
         posted.append(letter.payload.nbytes)
         post(self, to, letter)
 
-    monkeypatch.setattr(Mailbox, "post", count)
+    monkeypatch.setattr(SendQueue, "post", count)
     size, steps = topology.place.size, 4
     numel = sum(p.numel() for p in wide_one().parameters())
     model_bytes = 4 * numel

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from daso.comm.compress import codec_named
 from daso.comm.engine import Engine
-from daso.comm.exchange import ordered
+from daso.comm.exchange import deterministic_allreduce
 from daso.comm.means import Row, cut
 from daso.comm.topology import Topology
 from daso.plan.layout import message_chunks
@@ -109,7 +109,7 @@ def _ordered(
     """Return what exchanges a row, and gives the seconds that packing it took before."""
     codec = codec_named(wire)
     chunks = message_chunks(message_numel(codec, Exchange().chunk_bytes), numel, size)
-    exchange = ordered(comm, codec, [1] * size, size, {})
+    exchange = deterministic_allreduce(comm, codec, [1] * size, size, {})
     if codec.exact:
         row = Row(torch.ones(numel))
 

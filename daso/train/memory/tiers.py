@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from daso.comm.copies import Copies
+from daso.comm.copies import DeviceStaging
 from daso.comm.cuda import CudaCopies
 from daso.comm.topology import default
 from daso.comm.window import SharedWindow
@@ -189,7 +189,7 @@ class HostTier:
         copies: What copies between a GPU and its host; None: a thread, from host to host.
     """
 
-    def __init__(self, copies: Copies | None) -> None:
+    def __init__(self, copies: DeviceStaging | None) -> None:
         self._copies, self._leases = copies, _Leases()
         self._worker = None if copies is not None else ThreadPoolExecutor(1, "daso-swap")
         self._slabs: dict[int, torch.Tensor] = {}  # by where they begin
@@ -251,7 +251,7 @@ class NeighbourTier(HostTier):
     Collective over the node, as is `close`; blocking.
     """
 
-    def __init__(self, node: "MPI.Comm", nbytes: int, copies: Copies | None) -> None:
+    def __init__(self, node: "MPI.Comm", nbytes: int, copies: DeviceStaging | None) -> None:
         super().__init__(copies)
         self._nbytes, self._window = nbytes, SharedWindow(node, nbytes)
         self._slabs[0] = self._window.segments[(node.Get_rank() + 1) % node.Get_size()]

@@ -5,7 +5,7 @@ import time
 from local_world import run_ranks
 
 from daso.comm import roll
-from daso.comm.roll import RollCall
+from daso.comm.roll import LivenessProbe
 
 MAYBE = "which hangs, or the link to it does"
 
@@ -28,7 +28,7 @@ def test_a_late_answer_to_an_earlier_roll_call_is_none_to_the_next(monkeypatch):
     monkeypatch.setattr(roll, "time", Clock())
 
     def body(world):
-        call = RollCall(world, ["a", "b"])
+        call = LivenessProbe(world, ["a", "b"])
         found = []
         for _ in range(2):
             if world.rank == 0:
@@ -48,7 +48,7 @@ def test_who_answers_in_time_is_there_at_every_roll_call(monkeypatch):
     monkeypatch.setattr(roll, "ANSWER_SECONDS", float("inf"))
 
     def body(world):
-        call = RollCall(world, ["a", "b"])
+        call = LivenessProbe(world, ["a", "b"])
         found = []
         for _ in range(2):
             if world.rank == 0:

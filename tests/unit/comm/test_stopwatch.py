@@ -3,7 +3,7 @@
 import pytest
 
 from daso import trace
-from daso.comm.stopwatch import HostStamp, Stopwatch
+from daso.comm.stopwatch import HostTimestamp, StepTimer
 
 
 class Device:
@@ -42,7 +42,7 @@ def device():
 
 @pytest.fixture
 def watch(device):
-    return Stopwatch(device.stamp)
+    return StepTimer(device.stamp)
 
 
 def take(device, watch, *, launching=0.1, computing=1.0, waits=0.0, kind=trace.NODES):
@@ -121,7 +121,7 @@ def test_another_clock_keeps_what_was_taken(device, watch):
     device.pass_(10)
     device.launch(1)
     watch.step()  # not past
-    watch.start(HostStamp)
+    watch.start(HostTimestamp)
     assert watch.idle_seconds(trace.NODES) == pytest.approx(1)
     assert watch.take_steps() == pytest.approx([1.1])
 
@@ -134,7 +134,7 @@ def test_no_more_steps_are_kept_than_somebody_may_take(device, watch):
 
 
 def test_on_a_cpu_a_wait_is_idle_as_long_as_it_takes():
-    watch = Stopwatch()
+    watch = StepTimer()
     with watch.waiting(trace.NODES):
         pass
     watch.step()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from daso.comm.compress import codec_named
-from daso.comm.means import Adder, cut, in_process
+from daso.comm.means import WeightedMean, cut, in_process
 from daso.train.gradient_compression import CompressedSum, compressed_chunks
 
 NUMEL, START, ROUNDS = 700, 40, 30
@@ -15,7 +15,7 @@ def rounds_of(nodes, wire, dtype, flags=FLAGS, chunk_bytes=128):
     """Average random gradients; return what went in, what came out, and what is kept."""
     torch.manual_seed(0)
     codec, rounded = codec_named(wire, dtype), {}
-    adder = Adder(codec, [1] * nodes, nodes, rounded)
+    adder = WeightedMean(codec, [1] * nodes, nodes, rounded)
     residuals = [torch.zeros(NUMEL, dtype=dtype) for _ in range(nodes)]
     given, means = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
     for _ in range(ROUNDS):
