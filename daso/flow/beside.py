@@ -9,7 +9,7 @@ from torch import nn
 from daso.comm.topology import Topology
 from daso.flow.layers import Layers
 
-__all__ = ["Beside", "MakeBetween", "Moves"]
+__all__ = ["FlowReplicas", "MakeBetween", "ParameterDeltas"]
 
 
 class Between(Protocol):
@@ -43,7 +43,7 @@ class Between(Protocol):
 MakeBetween = Callable[[torch.optim.Optimizer, Topology], Between]
 
 
-class Moves(torch.optim.Optimizer):
+class ParameterDeltas(torch.optim.Optimizer):
     """An optimizer whose steps are what others have done to the parameters since the one before.
 
     A step's gradients are these movements, negated, so that whoever wraps it may average them as
@@ -101,7 +101,7 @@ class Moves(torch.optim.Optimizer):
             p.grad = None
 
 
-class Beside:
+class FlowReplicas:
     """One rank's layers, and the same layers in the flows of the other nodes.
 
     Args:
@@ -122,10 +122,10 @@ class Beside:
         across.Free()
         self._layers, self._each, self._finished = layers, instances_per_batch, 0
         twins = layers.twins()
-        self._moves: Moves | None = None
+        self._moves: ParameterDeltas | None = None
         self._between: Between | None = None
         if twins:  # on all ranks across, or on none
-            self._moves = Moves([nn.Parameter(p.detach()) for p in twins])
+            self._moves = ParameterDeltas([nn.Parameter(p.detach()) for p in twins])
             self._between = make(self._moves, self._topology)
             self._moves.settle()  # wrapping may have changed them
 

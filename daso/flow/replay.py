@@ -19,7 +19,7 @@ from daso.flow.layers import mean_of, tensors_of
 from daso.flow.messages import FINISHED, OVER, Message, pack, unpack
 from daso.flow.weights import Weights
 from daso.flow.worker import Watch, Worker, behaviours
-from daso.plan.flows import Did, Log, count_lanes
+from daso.plan.flows import Log, TaskRecord, count_lanes
 
 __all__ = ["replay"]
 
@@ -41,7 +41,7 @@ class _Ways:
 class _Rank(Worker):
     """A rank that does what its log says."""
 
-    def begin(self, did: Sequence[Did], box: list[Message]) -> None:
+    def begin(self, did: Sequence[TaskRecord], box: list[Message]) -> None:
         """Do this, from now on."""
         self._did, self._at, self._box = did, 0, box
         self._there: dict[tuple[int, bool, Key], Message] = {}
@@ -77,7 +77,7 @@ class _Rank(Worker):
             self._at += 1
         return self._at > before or bool(box)
 
-    def _do(self, did: Did) -> bool:
+    def _do(self, did: TaskRecord) -> bool:
         if did.node == FINISHED:
             if did.keys[0] in self._heard:
                 super()._finish(did.keys[0][0])

@@ -31,7 +31,7 @@ from daso.comm.topology import Topology, default, errors_on_all_ranks
 from daso.comm.vote import gather
 from daso.errors import CheckpointError, ConfigError, FlowError
 from daso.flow.base import Base, Pass
-from daso.flow.beside import Beside, MakeBetween
+from daso.flow.beside import FlowReplicas, MakeBetween
 from daso.flow.checks import wire
 from daso.flow.compute import Compute
 from daso.flow.controller import Controller
@@ -40,7 +40,7 @@ from daso.flow.graph import Graph, MakeOptimizer
 from daso.flow.layers import Layers
 from daso.flow.messages import Post
 from daso.flow.placement import Measured, Said, copied, measure, placed, said
-from daso.flow.watch import Guard
+from daso.flow.watch import LoopMonitor
 from daso.flow.worker import Worker, behaviours
 from daso.plan.flows import Log, Updates, count_lanes
 from daso.plan.options import Exchange
@@ -125,7 +125,7 @@ class Runtime:
         self._between, self._each = between_nodes, instances_per_batch
         self._held = ExitStack()  # what close() gives back
         self._topology = self._flow_topology(stall_seconds)
-        self._beside: Beside | None = None
+        self._beside: FlowReplicas | None = None
         self._most, self._seed, self._stall_seconds = max_active_keys, seed, stall_seconds
         self._shuffle = shuffle
         ranks = self._topology.place.size
@@ -280,7 +280,7 @@ class Runtime:
         post = Post(self._packets, self._device()) if place.size > 1 else None
         told = progress if self._whole.place.rank == 0 else None
         beside = self._beside if trains else None
-        watch = Guard(self._whole, self._stall_seconds, controller, told, beside)
+        watch = LoopMonitor(self._whole, self._stall_seconds, controller, told, beside)
         drawn = random.Random(hash((all_.seed, place.rank))) if self._shuffle else None
         worker = Worker(self._wiring, nodes, ranks_of, place, post, all_, controller, watch, drawn)
         watch.waiting = worker.waiting
@@ -387,7 +387,7 @@ class Runtime:
             self._beside = None
         if self._between is not None and self._layers.ranks_of:
             layers = self._layers
-            self._beside = Beside(self._between, layers, self._whole, self._each)
+            self._beside = FlowReplicas(self._between, layers, self._whole, self._each)
             self._held.callback(self._beside.close)
             layers.publish()
 

@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 
 from daso.comm.topology import Topology
 from daso.errors import StallError
-from daso.flow.beside import Beside
+from daso.flow.beside import FlowReplicas
 from daso.flow.controller import Controller
 from daso.flow.worker import Watch
 
-__all__ = ["Guard"]
+__all__ = ["LoopMonitor"]
 
 PROGRESS_SECONDS = 1.0
 
 
 @dataclass(slots=True)
-class Guard(Watch):
+class LoopMonitor(Watch):
     """Looks after a loop a few times a second.
 
     Args:
@@ -31,7 +31,7 @@ class Guard(Watch):
     stall_seconds: float
     controller: Controller | None
     progress: Callable[[int, int], None] | None
-    beside: Beside | None
+    beside: FlowReplicas | None
     waiting: Callable[[], list[str]] = list
     told_at: float = field(default_factory=time.perf_counter)
 

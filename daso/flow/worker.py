@@ -21,7 +21,7 @@ from daso.flow.graph import Edge, Node
 from daso.flow.messages import FINISHED, NO_TICKET, OVER, Message, Post, Ticket
 from daso.flow.routes import ROUTES, Route
 from daso.flow.weights import Weights
-from daso.plan.flows import Did, homes, rank_of
+from daso.plan.flows import TaskRecord, homes, rank_of
 
 __all__ = ["Watch", "Worker", "behaviours"]
 
@@ -103,7 +103,7 @@ class Worker:
         self._due = 0  # batches of instances that are full
         self._over = False
         self._looks_at = 0.0
-        self.log: list[Did] | None = None
+        self.log: list[TaskRecord] | None = None
         self.busy_seconds = 0.0
 
     def run(self) -> None:
@@ -263,7 +263,7 @@ class Worker:
         except Exception as error:
             self._fail([m for m in messages if m.key == one.at] or messages, error)
         if self.log is not None:
-            self.log.append(Did(node, back, tuple(keys)))
+            self.log.append(TaskRecord(node, back, tuple(keys)))
         tickets = self._tickets
         tickets.update((message.key[0], message.ticket) for message in messages)
         for emit in emits:  # perhaps of messages that came before
@@ -330,7 +330,7 @@ class Worker:
     def _finish(self, number: int) -> None:
         self._finished += 1
         if self.log is not None:
-            self.log.append(Did(FINISHED, False, ((number,),)))
+            self.log.append(TaskRecord(FINISHED, False, ((number,),)))
         self._tickets.pop(number, None)
         for one in self._computes.values():
             one.finish(number)

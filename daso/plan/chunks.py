@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from daso.errors import ConfigError
 
-__all__ = ["ChunkSearch", "Searching"]
+__all__ = ["BucketSizeSearch", "SearchState"]
 
 
 @dataclass(frozen=True, slots=True)
-class Searching:
+class SearchState:
     """Where a search stands."""
 
     nbytes: int  # of a chunk, from here on
@@ -28,7 +28,7 @@ class Searching:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkSearch:
+class BucketSizeSearch:
     """Finds the size of chunks by the time of iterations.
 
     Args:
@@ -63,11 +63,11 @@ class ChunkSearch:
             if not holds:
                 raise ConfigError(f"ChunkSearch.{name} must be {rule}, not {getattr(self, name)!r}")
 
-    def start(self) -> Searching:
+    def start(self) -> SearchState:
         """Return where every search begins."""
-        return Searching(self.least_bytes)
+        return SearchState(self.least_bytes)
 
-    def after(self, now: Searching, seconds: float) -> Searching:
+    def after(self, now: SearchState, seconds: float) -> SearchState:
         """Return how to go on.
 
         Args:
@@ -84,10 +84,10 @@ class ChunkSearch:
             return replace(now, nbytes=larger, tried=tried)
         between = _beside(best, tried)
         if now.refining or not slower[-1] or between is None:
-            return Searching(best, tried, holding=True)
+            return SearchState(best, tried, holding=True)
         return replace(now, nbytes=between, tried=tried, refining=True)
 
-    def _hold(self, now: Searching, seconds: float) -> Searching:
+    def _hold(self, now: SearchState, seconds: float) -> SearchState:
         if now.held_seconds <= 0:
             return replace(now, held_seconds=seconds)
         ratio = seconds / now.held_seconds

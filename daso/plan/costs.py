@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from daso.plan.layout import Span
-from daso.plan.slices import Order, Portion, Waiting
+from daso.plan.slices import Order, Portion, PriorityQueue
 
 __all__ = ["Layers", "flow_shop_seconds", "payload_rounds", "step_seconds", "vote_rounds"]
 
@@ -90,7 +90,7 @@ def _cross(
     count = len(ready)
     cut = [Portion(Span(0, 0), (at,), at) for at in range(count) for _ in range(portions[at])]
     coming = sorted(range(len(cut)), key=lambda one: -ready[cut[one].layer])  # the next one last
-    waiting, arrived = Waiting(order, cut), list(ready)
+    waiting, arrived = PriorityQueue(order, cut), list(ready)
     while coming or len(waiting):
         while coming and ready[cut[coming[-1]].layer] <= free:
             waiting.add(coming.pop())

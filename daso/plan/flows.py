@@ -13,10 +13,10 @@ from daso.checks import check, choice, flag, validated_record, whole
 from daso.errors import ConfigError
 
 __all__ = [
-    "Did",
     "Edge",
     "Log",
     "Task",
+    "TaskRecord",
     "Updates",
     "age_factor",
     "check_copies",
@@ -243,7 +243,7 @@ def _nearest(
 # --- what is logged -------------------------------------------------------------------------------
 
 
-class Did(NamedTuple):
+class TaskRecord(NamedTuple):
     """A rank computed a node, or heard that an instance is finished."""
 
     node: int  # -1: the instance is finished
@@ -260,5 +260,5 @@ class Log:
     seed: int  # of random numbers in this epoch
     ranks_of: tuple[tuple[int, ...], ...]  # of every node
     lanes: tuple[int, ...]  # of every instance; on the rank where these come in
-    did: tuple[Did, ...]
+    did: tuple[TaskRecord, ...]
     digests: tuple[tuple[int, str], ...]  # of the weights of this rank's nodes, after the epoch

@@ -78,7 +78,7 @@ def keeps_local(merge: str | float, *, wait: int, drift: float = 0.0, outer: boo
     Args:
         merge: As in this module's description.
         wait: Batches that the exchange may take.
-        drift: That all ranks agreed on last, as in `daso.plan.schedule.Seen`; for ``auto``.
+        drift: That all ranks agreed on last, as in `daso.plan.schedule.Measurements`; for ``auto``.
         outer: Whether an outer optimizer moves the reference; for ``auto``.
 
     Raises:

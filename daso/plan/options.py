@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from daso.checks import check, choice, either, one_of, positive, validated_record, whole
 from daso.errors import ConfigError
 from daso.plan.merge import Merge, MergeName, check_merge, is_eager, keeps_local, merge_rule
-from daso.plan.schedule import Seen
+from daso.plan.schedule import Measurements
 from daso.plan.slices import Order
 from daso.plan.wires import BITS, NARROW, WIDE, GradientWire, Wire, next_wire
 
@@ -187,7 +187,7 @@ class Settings:
         """Wires that exchanges may take, the first one first."""
         return (WIDE, NARROW) if self.wire == "auto" else (self.wire,)
 
-    def next_wire(self, now: str, seen: Seen, *, numel: int) -> str:
+    def next_wire(self, now: str, seen: Measurements, *, numel: int) -> str:
         """Return the wire of the next exchange; see `daso.plan.wires.next_wire`."""
         return next_wire(now, seen, numel=numel) if self.wire == "auto" else now
 

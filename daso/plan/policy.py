@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from daso.checks import NONE, Rule, check, either, number, positive, validated_record, whole
 from daso.errors import ConfigError
 from daso.plan.plateau import observe
-from daso.plan.schedule import Seen, State
+from daso.plan.schedule import Measurements, State
 from daso.plan.wires import BUDGET
 
 __all__ = ["Auto", "Fixed", "Plateau", "Qsr", "Replay"]
@@ -65,7 +65,7 @@ class Fixed:
             return replace(state, skip=self.skip, wait=self.wait)
         return state
 
-    def tune_exchange(self, state: State, seen: Seen) -> State:  # noqa: ARG002 - the protocol's
+    def tune_exchange(self, state: State, seen: Measurements) -> State:  # noqa: ARG002 - the protocol's
         """Change nothing."""
         return state
 
@@ -129,7 +129,7 @@ class Plateau:
         """Change nothing: this policy works by epochs."""
         return state
 
-    def tune_exchange(self, state: State, seen: Seen) -> State:  # noqa: ARG002 - the protocol's
+    def tune_exchange(self, state: State, seen: Measurements) -> State:  # noqa: ARG002 - the protocol's
         """Change nothing."""
         return state
 
@@ -194,7 +194,7 @@ class Qsr:
         """Change nothing between exchanges."""
         return state
 
-    def tune_exchange(self, state: State, seen: Seen) -> State:
+    def tune_exchange(self, state: State, seen: Measurements) -> State:
         """Choose skip for the round that begins."""
         if self.alpha >= seen.lr * math.sqrt(self.max_skip):
             return replace(state, skip=self.max_skip)
@@ -262,7 +262,7 @@ class Auto:
             return replace(state, skip=1, wait=1)
         return state
 
-    def tune_exchange(self, state: State, seen: Seen) -> State:
+    def tune_exchange(self, state: State, seen: Measurements) -> State:
         """Choose wait and skip for the round that begins."""
         if state.hidden:
             return self._while_hidden(state, seen)
@@ -293,7 +293,7 @@ class Auto:
         """Return the state before the first batch, with an optimizer that loses by exchanges."""
         return state if self.warmup else replace(state, skip=1, wait=0, hidden=True)
 
-    def _can_hide(self, state: State, seen: Seen) -> bool:
+    def _can_hide(self, state: State, seen: Measurements) -> bool:
         """Tell whether synchronous training costs next to no time, and accuracy without it."""
         return (
             state.batch >= state.hide_again
@@ -302,7 +302,7 @@ class Auto:
             and seen.own_seconds <= EXPOSED * seen.step_seconds
         )
 
-    def _while_hidden(self, state: State, seen: Seen) -> State:
+    def _while_hidden(self, state: State, seen: Measurements) -> State:
         """Leave synchronous training where it stands still for others."""
         most = EXPOSED if state.batch >= EARLY else HOPELESS
         if seen.exposed_seconds <= most * seen.step_seconds:
@@ -310,7 +310,7 @@ class Auto:
         again = state.batch + AGAIN
         return replace(state, skip=1, wait=1, hidden=False, hide_again=again)
 
-    def _wait(self, state: State, seen: Seen) -> int:
+    def _wait(self, state: State, seen: Measurements) -> int:
         """Batches that an exchange takes, with a fifth to spare; as it is if unmeasured."""
         # No step is measured between two exchanges after the same batch (a drain, a repeat).
         if seen.step_seconds <= 0 or seen.exchange_seconds <= 0:
@@ -318,12 +318,12 @@ class Auto:
         batches = min(1.2 * seen.exchange_seconds / seen.step_seconds, self.max_skip)
         return max(1, math.ceil(batches))
 
-    def _affordable(self, seen: Seen) -> int:
+    def _affordable(self, seen: Measurements) -> int:
         """Batches between exchanges whose work is within budget; many if unmeasured."""
         batches = min(seen.affordable_skip(self.budget), self.max_skip)
         return max(1, math.ceil(batches)) if batches else self.max_skip
 
-    def _skip(self, state: State, seen: Seen) -> int:
+    def _skip(self, state: State, seen: Measurements) -> int:
         """Go half of the way, in logarithms, from skip to what drift allows; at most double it."""
         before = state.seen
         ratio = seen.lr / before.lr if before.lr > 0 else 1.0
@@ -366,7 +366,7 @@ class Replay:
                 state = replace(state, skip=skip, wait=wait, hidden=batch in self.hidden)
         return state
 
-    def tune_exchange(self, state: State, seen: Seen) -> State:  # noqa: ARG002 - the protocol's
+    def tune_exchange(self, state: State, seen: Measurements) -> State:  # noqa: ARG002 - the protocol's
         """Change nothing: the log says it for the batch."""
         return state
 

@@ -21,9 +21,9 @@ from daso.plan.step_restoration import next_gain, next_noise_share, shared_gain
 
 __all__ = [
     "MEASURE_EVERY",
-    "Act",
+    "Action",
+    "Measurements",
     "Policy",
-    "Seen",
     "State",
     "after_batch",
     "after_epoch",
@@ -37,7 +37,7 @@ MEASURE_EVERY = 50  # batches of a synchronous phase that lasts while averaging 
 MEASURE_FIRST = (2, 5)  # batches of a run after which that is measured too
 
 
-class Act(Enum):
+class Action(Enum):
     """What the mechanism has to do now."""
 
     ANCHOR = "anchor"  # parameters agree everywhere: take them as the reference
@@ -49,7 +49,7 @@ class Act(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Measurements:
     """What all ranks agreed on with an exchange: measured, the same numbers everywhere.
 
     Zero means not measured yet.
@@ -101,7 +101,7 @@ class State:
     hidden: bool = False  # synchronous because averaging gradients is hidden behind backward
     hide_again: int = 0  # batch from which that may be tried again
     plateau: PlateauState = field(default_factory=PlateauState)
-    seen: Seen = field(default_factory=Seen)
+    seen: Measurements = field(default_factory=Measurements)
 
     @property
     def synchronous(self) -> bool:
@@ -127,7 +127,11 @@ class State:
     def lacking(cls, values: Any) -> list[str]:
         """Return the fields that values of a checkpoint do not have: another version wrote it."""
         values = values if isinstance(values, Mapping) else {}
-        parts = ((cls, values), (PlateauState, values.get("plateau")), (Seen, values.get("seen")))
+        parts = (
+            (cls, values),
+            (PlateauState, values.get("plateau")),
+            (Measurements, values.get("seen")),
+        )
         return [
             one.name
             for part, its in parts
@@ -139,7 +143,10 @@ class State:
     def load(cls, values: Mapping[str, Any]) -> "State":
         """Return the state whose ``dataclasses.asdict`` these are."""
         known = {one.name: values[one.name] for one in fields(cls)}
-        parts = {"plateau": PlateauState(**values["plateau"]), "seen": Seen(**values["seen"])}
+        parts = {
+            "plateau": PlateauState(**values["plateau"]),
+            "seen": Measurements(**values["seen"]),
+        }
         return cls(**known | parts)
 
 
@@ -154,7 +161,7 @@ class Policy(Protocol):
         """Return the state with skip and wait for the batches to come; asked after each batch."""
         ...
 
-    def tune_exchange(self, state: State, seen: Seen) -> State:
+    def tune_exchange(self, state: State, seen: Measurements) -> State:
         """Return the state with skip and wait after an exchange; ``state.seen`` is the last's."""
         ...
 
@@ -179,7 +186,7 @@ def begin(policy: Policy, state: State, *, memory: float, may_hide: bool) -> Sta
     return began
 
 
-def after_batch(policy: Policy, state: State) -> tuple[tuple[Act, ...], State]:
+def after_batch(policy: Policy, state: State) -> tuple[tuple[Action, ...], State]:
     """Return the acts that are due after one more batch, in order, and the next state.
 
     Args:
@@ -197,14 +204,16 @@ def after_batch(policy: Policy, state: State) -> tuple[tuple[Act, ...], State]:
     if synchronous:
         state = replace(state, agreed=batch, last=batch)
         measures = state.hidden and (batch % MEASURE_EVERY == 0 or batch in MEASURE_FIRST)
-        acts: tuple[Act, ...] = (Act.MEASURE,) if measures else ()
+        acts: tuple[Action, ...] = (Action.MEASURE,) if measures else ()
     else:
         acts, state = _exchange(state)
     more, state = _turn(state, policy.tune_batch(state))
     return acts + more, state
 
 
-def after_exchange(policy: Policy, state: State, seen: Seen) -> tuple[tuple[Act, ...], State]:
+def after_exchange(
+    policy: Policy, state: State, seen: Measurements
+) -> tuple[tuple[Action, ...], State]:
     """Return the acts after ranks agreed on measurements, and the state for the batches to come.
 
     Args:
@@ -220,7 +229,7 @@ def after_exchange(policy: Policy, state: State, seen: Seen) -> tuple[tuple[Act,
     return acts, replace(state, seen=seen, gain=next_gain(state.gain, seen.required_gain))
 
 
-def after_epoch(policy: Policy, state: State, loss: float) -> tuple[tuple[Act, ...], State]:
+def after_epoch(policy: Policy, state: State, loss: float) -> tuple[tuple[Action, ...], State]:
     """Return the acts at the end of an epoch, and the state for the next one.
 
     All work goes into an exchange and every exchange is received, as at the last batch of an epoch
@@ -239,7 +248,7 @@ def after_epoch(policy: Policy, state: State, loss: float) -> tuple[tuple[Act, .
     return acts + more, state
 
 
-def drain(state: State) -> tuple[tuple[Act, ...], State]:
+def drain(state: State) -> tuple[tuple[Action, ...], State]:
     """Return the acts after which nothing is in flight and all nodes agree.
 
     Args:
@@ -248,34 +257,34 @@ def drain(state: State) -> tuple[tuple[Act, ...], State]:
     Returns:
         The acts and the state after them.
     """
-    acts: tuple[Act, ...] = () if state.sent is None else (Act.RECEIVE,)
+    acts: tuple[Action, ...] = () if state.sent is None else (Action.RECEIVE,)
     # Work done after the last send is in no exchange yet; a late merge leaves it on its node.
     if state.agreed != state.batch:
-        acts = (*acts, Act.SEND_ALL, Act.RECEIVE)
+        acts = (*acts, Action.SEND_ALL, Action.RECEIVE)
         state = replace(state, last=state.batch)
     return acts, replace(state, sent=None, agreed=state.batch)
 
 
-def _exchange(state: State) -> tuple[tuple[Act, ...], State]:
-    acts: tuple[Act, ...] = ()
+def _exchange(state: State) -> tuple[tuple[Action, ...], State]:
+    acts: tuple[Action, ...] = ()
     if state.sent is not None and state.batch - state.sent >= state.wait:
-        acts, state = (Act.RECEIVE,), replace(state, sent=None)
+        acts, state = (Action.RECEIVE,), replace(state, sent=None)
     if state.sent is None and state.batch - state.last >= state.skip:
-        acts = (*acts, Act.SEND)
+        acts = (*acts, Action.SEND)
         whole = state.fragments == 1 and not state.sparse
         agreed = state.batch if whole else state.agreed
         now = state.batch
         state = replace(state, sent=now, last=now, sends=state.sends + 1, agreed=agreed)
         if state.wait == 0:
-            acts, state = (*acts, Act.RECEIVE), replace(state, sent=None)
+            acts, state = (*acts, Action.RECEIVE), replace(state, sent=None)
     return acts, state
 
 
-def _turn(before: State, after: State) -> tuple[tuple[Act, ...], State]:
+def _turn(before: State, after: State) -> tuple[tuple[Action, ...], State]:
     """Add the acts that a change between synchronous and skipping phases needs."""
     if before.synchronous == after.synchronous:
         return (), after
     if before.synchronous:
-        return (Act.ANCHOR,), after
+        return (Action.ANCHOR,), after
     acts, after = drain(after)
-    return (*acts, Act.JOIN), after
+    return (*acts, Action.JOIN), after

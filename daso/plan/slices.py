@@ -15,7 +15,7 @@ from typing import Literal
 from daso.errors import ConfigError
 from daso.plan.layout import Span, split
 
-__all__ = ["Order", "Portion", "Waiting", "cut_portions", "efficient_bytes"]
+__all__ = ["Order", "Portion", "PriorityQueue", "cut_portions", "efficient_bytes"]
 
 Order = Literal["layer", "lifo", "fifo"]
 
@@ -87,7 +87,7 @@ def cut_portions(
     return tuple(made)
 
 
-class Waiting:
+class PriorityQueue:
     """Portions that are ready to cross; the next one is taken whenever the link is free.
 
     Args:

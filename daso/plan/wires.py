@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from daso.plan.schedule import Seen
+from daso.plan.schedule import Measurements
 
 __all__ = ["BITS", "NARROW", "WIDE", "GradientWire", "Wire", "next_wire"]
 
@@ -21,7 +21,7 @@ BUDGET = 0.01  # part of the steps' time that exchanges may take from training
 FEW = 1 << 19  # numbers: an exchange of fewer takes long for other reasons than its bytes
 
 
-def next_wire(now: str, seen: Seen, *, numel: int) -> str:
+def next_wire(now: str, seen: Measurements, *, numel: int) -> str:
     """Return the wire of the next exchange.
 
     Args:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from daso.errors import ConfigError
 from daso.plan.options import Exchange, Gradients, Settings
 from daso.plan.policy import Plateau
-from daso.plan.schedule import Act, Policy, Seen, State, after_batch, after_exchange
+from daso.plan.schedule import Action, Measurements, Policy, State, after_batch, after_exchange
 from daso.sim.cluster import (
     GRADIENTS,
     Cluster,
@@ -103,7 +103,7 @@ class _Nodes:
         self.nbytes += exchange_bytes(self.job.parameters, self.wire, self.cluster.nodes)
         self.exchanges += 1
 
-    def receive(self) -> Seen:
+    def receive(self) -> Measurements:
         """Let every node wait for the exchange; return what all agree on with it."""
         flight, self._flight = self._flight, None
         assert flight is not None, "the schedule receives only what was sent"
@@ -114,7 +114,7 @@ class _Nodes:
         self.times = [at + wait + self._own for at, wait in zip(self.times, late, strict=True)]
         nodes = self.cluster.nodes
         drift, own = self.job.drift * (1 - 1 / nodes), 2 * self._own + self._lost
-        seen = Seen(flight.fastest, self._taken, self.job.lr, drift, own)
+        seen = Measurements(flight.fastest, self._taken, self.job.lr, drift, own)
         # What the node that came last saw of it, which is told with the next one.
         self._taken = flight.ends - flight.begins
         self.wire = self.settings.next_wire(self.wire, seen, numel=int(self.job.parameters))
@@ -175,13 +175,13 @@ def simulate(
     )
 
 
-def _carry_out(nodes: _Nodes, acts: Sequence[Act], state: State, policy: Policy) -> State:
+def _carry_out(nodes: _Nodes, acts: Sequence[Action], state: State, policy: Policy) -> State:
     """Do what is due after a batch; return the state for the next."""
     seen = None
     for act in acts:
-        if act is Act.SEND:
+        if act is Action.SEND:
             nodes.send()
-        elif act is Act.RECEIVE:
+        elif act is Action.RECEIVE:
             seen = nodes.receive()
     # No policy here turns synchronous again: what it takes to agree is not due.
     return state if seen is None else after_exchange(policy, state, seen)[1]

@@ -3,12 +3,12 @@
 import torch
 
 from daso.comm.engine import NestedWork
-from daso.train.links import Links
+from daso.train.links import Channels
 
-__all__ = ["Abreast"]
+__all__ = ["ConcurrentReductions"]
 
 
-class Abreast:
+class ConcurrentReductions:
     """Means of gradients over the world, each on a communicator of its own; on the engine's thread.
 
     Args:
@@ -16,7 +16,7 @@ class Abreast:
             order; they may end in another.
     """
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: Channels) -> None:
         self._links = links
         self._slots: list[tuple[int, NestedWork[int]] | None] = [None] * links.abreast
         self._started = 0

@@ -27,11 +27,11 @@ from torch._compile import _disable_dynamo
 from daso.comm.node import NodeTransport
 from daso.errors import ConfigError, LayoutError
 from daso.plan.layout import Span, split
-from daso.train.carrier import Carrier
-from daso.train.gradients import Bucket, Finish, GradientRows
+from daso.train.carrier import BackgroundReducer
+from daso.train.gradients import Bucket, Finish, FlatGradients
 from daso.train.params import Named
 
-__all__ = ["BackwardCallbacks", "Between", "GradientBuckets", "Route"]
+__all__ = ["BackwardCallbacks", "Between", "GradientReducer", "ReducePlan"]
 
 OURS = "made_in_a_backward_that_daso_saw"  # attribute of a gradient that is in no bucket
 
@@ -41,13 +41,13 @@ Between = Callable[[torch.Tensor, Bucket], Finish]
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class ReducePlan:
     """Where gradients are averaged."""
 
     local_size: int  # ranks of the node
     parts: int  # first local ranks of the node that add a part each
     between: Between | None = None  # where parts go from there; None: nowhere, the node's mean
-    carrier: Carrier | None = None  # averages in other threads; then between is not used
+    carrier: BackgroundReducer | None = None  # averages in other threads; then between is not used
     world: bool = False  # whether the carrier does so over the world
     whole: bool = True  # a backward ends only when it is through
     alone: bool = False  # every rank of the world is a node, and nothing goes between: no averages
@@ -98,7 +98,7 @@ class BackwardCallbacks:
     outdated: Callable[[], bool]
 
 
-class GradientBuckets:
+class GradientReducer:
     """Averages the gradients of a model's parameters.
 
     Args:
@@ -115,7 +115,7 @@ class GradientBuckets:
         self,
         named: Named,
         node: NodeTransport,
-        route: Route,
+        route: ReducePlan,
         *,
         bucket_bytes: int,
         same_order: Callable[[list[int]], list[int]],
@@ -128,7 +128,7 @@ class GradientBuckets:
         self.fresh = False  # a round was finished since somebody set this to False
         self.order: list[int] = []  # of parameters in rows, once these are made
         self._paused = False
-        self.rows = GradientRows(named, node, in_portions=in_portions)
+        self.rows = FlatGradients(named, node, in_portions=in_portions)
         self._round = Round()
         self._versions: list[int] = []  # of rows, when the last round was handed over
         self._hooks = [

@@ -12,13 +12,13 @@ from daso.comm.engine import WorkHandle
 from daso.comm.node import NodeBucket
 from daso.errors import ExchangeError, StallError
 from daso.plan.slices import Portion
-from daso.train.links import Links
-from daso.train.metrics import Counts
+from daso.train.links import Channels
+from daso.train.metrics import Metrics
 
-__all__ = ["Carrier"]
+__all__ = ["BackgroundReducer"]
 
 
-class Carrier(ABC):
+class BackgroundReducer(ABC):
     """The buckets of one round after the other, averaged by other threads.
 
     Args:
@@ -26,7 +26,7 @@ class Carrier(ABC):
         counts: Where seconds and bytes are counted.
     """
 
-    def __init__(self, links: Links, counts: Counts) -> None:
+    def __init__(self, links: Channels, counts: Metrics) -> None:
         self.log: list[tuple[str, int]] | None = None  # what happened, for tests
         self._links, self._counts = links, counts
         self._world = False  # this round is averaged over the world

@@ -18,18 +18,18 @@ from daso.errors import ConfigError, NonFiniteError
 from daso.plan.eager import Log, Plan, Read, Send, first_pace, leaves, next_pace
 from daso.train.hooks import Hook
 from daso.train.server import Contribution, Rows, take_up
-from daso.train.serving import STEPS_WAITING, Serving
-from daso.train.shares import Shares
+from daso.train.serving import STEPS_WAITING, ServerThread
+from daso.train.shares import Partition
 from daso.train.subset import same_values, values_of
-from daso.train.uses import Uses
+from daso.train.uses import ModuleParameters
 
-__all__ = ["LayerClient"]
+__all__ = ["ServerHooks"]
 
 logger = logging.getLogger("daso")
 DROPS_IN_A_ROW = 3  # steps with a gradient that is not finite, at which a rank raises
 
 
-class LayerClient:
+class ServerHooks:
     """One rank's training thread, towards the server.
 
     Args:
@@ -45,9 +45,9 @@ class LayerClient:
         self,
         module: torch.nn.Module,
         names: Sequence[str],
-        shares: Shares,
+        shares: Partition,
         plan: Plan,
-        serving: Serving,
+        serving: ServerThread,
         groups: Callable[[], Sequence[dict[str, Any]]],
     ) -> None:
         self.shares, self.plan, self.serving = shares, plan, serving
@@ -81,7 +81,7 @@ class LayerClient:
         self._bad: set[int] = set()  # layers whose gradient was not finite in this step
         self._bad_steps = 0  # in a row
         self._stepped_at = time.perf_counter()
-        self._uses = Uses(module, shares.named)
+        self._uses = ModuleParameters(module, shares.named)
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(partial(self._ready, index))
             for index, (_, tensor) in enumerate(shares.named)

@@ -24,14 +24,14 @@ from daso.errors import CheckpointError, ConfigError
 from daso.plan.eager import Log, Mode, Plan, Transport
 from daso.plan.options import Exchange
 from daso.train.agree import average_tensors
-from daso.train.client import LayerClient
+from daso.train.client import ServerHooks
 from daso.train.one_copy import is_saving_one_copy
 from daso.train.params import Trained, agree_layout, start_equal
-from daso.train.server import MakeOptimizer, RowServer
-from daso.train.serving import Serving
+from daso.train.server import MakeOptimizer, ParameterShard
+from daso.train.serving import ServerThread
 from daso.train.setup import FACTORY, MODULE, stall_limit
 from daso.train.shared import common_tensors
-from daso.train.shares import Shares, layers_of
+from daso.train.shares import Partition, layers_of
 
 __all__ = ["EagerServer"]
 
@@ -132,13 +132,13 @@ class EagerServer(torch.optim.Optimizer):
         names, named, layers = layers_of(model)
         self._agree(named)
         place = self._topology.place
-        shares = Shares(named, layers, place.size, whole=plan.whole)
-        rows = RowServer(place.rank, shares, plan, optimizer_factory)
+        shares = Partition(named, layers, place.size, whole=plan.whole)
+        rows = ParameterShard(place.rank, shares, plan, optimizer_factory)
         self._topology.agree(_problem(rows), ConfigError)
         # What schedulers and people change; the serving thread has groups of its own.
         groups = self._groups = [dict(group) for group in rows.inner.param_groups]
-        self._serving = Serving(self._topology, shares, plan, rows)
-        self._client = LayerClient(model, names, shares, plan, self._serving, lambda: groups)
+        self._serving = ServerThread(self._topology, shares, plan, rows)
+        self._client = ServerHooks(model, names, shares, plan, self._serving, lambda: groups)
         self._closed = False
         self._told: set[str] = set()  # names of buffers that are left alone
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
@@ -383,7 +383,7 @@ class EagerServer(torch.optim.Optimizer):
         )
 
 
-def _problem(rows: RowServer) -> str | None:
+def _problem(rows: ParameterShard) -> str | None:
     """Return what is wrong with what a factory made."""
     mine = {id(param) for param in rows.stand_ins}
     given = {id(param) for group in rows.inner.param_groups for param in group["params"]}
@@ -395,17 +395,17 @@ def _problem(rows: RowServer) -> str | None:
     return None
 
 
-_open: "weakref.WeakSet[Serving]" = weakref.WeakSet()
+_open: "weakref.WeakSet[ServerThread]" = weakref.WeakSet()
 
 
-def _close(client: LayerClient, serving: Serving) -> None:
+def _close(client: ServerHooks, serving: ServerThread) -> None:
     """Take the hooks off and stop serving. Collective over the world; blocking."""
     client.close()
     serving.close()
     _open.discard(serving)
 
 
-def _closer(client: LayerClient, serving: Serving) -> Closer:
+def _closer(client: ServerHooks, serving: ServerThread) -> Closer:
     """Return how to close a server that was dropped."""
 
     def abandon() -> None:

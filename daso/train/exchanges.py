@@ -21,12 +21,12 @@ from daso.comm.node import NodeTransport
 from daso.errors import ExchangeError, TopologyError
 from daso.plan.header import Header, Tally, culprit, decode_culprit
 from daso.plan.layout import fragments
-from daso.plan.schedule import Seen
+from daso.plan.schedule import Measurements
 from daso.train.agree import zero_nonfinite
-from daso.train.flight import Flight, Outcome, pack, unpack
-from daso.train.meeting import Meeting, largest_rate
+from daso.train.flight import InFlight, Outcome, pack, unpack
+from daso.train.meeting import Coordinator, largest_rate
 from daso.train.outer import MakeOuter
-from daso.train.rows import Measured, ParameterRow
+from daso.train.rows import DeltaBuffer, Measured
 from daso.train.step_restoration import make_step_restoration
 
 __all__ = ["Exchanges"]
@@ -35,7 +35,7 @@ DIGESTS = 2**48  # a digest travels in a float64 and must survive there exactly
 
 
 @dataclass(slots=True)
-class Known:
+class ExchangeState:
     """What is remembered from exchange to exchange, beside the rows."""
 
     size: float = 1.0  # about the squared norm of all parameters; the same on every rank
@@ -43,7 +43,7 @@ class Known:
     measured: Tally = field(default_factory=Tally)  # by this rank, about the last exchange
     batches: int = 0  # of work that the last exchange carried
     own_seconds: float = 0.0  # of a core that training wanted, for the last exchange
-    drift: float = 0.0  # that all ranks agreed on last; see `daso.plan.schedule.Seen`
+    drift: float = 0.0  # that all ranks agreed on last; see `daso.plan.schedule.Measurements`
     wire: str = ""  # of the next exchange; empty: the settings' first
     timed: str = ""  # wire of the last one; empty where it was dropped
     timed_numel: int = 0  # numbers that it carried
@@ -82,7 +82,7 @@ class Exchanges:
     Collective over the node; blocking.
     """
 
-    def __init__(self, meeting: Meeting, node: NodeTransport, outer: MakeOuter | None) -> None:
+    def __init__(self, meeting: Coordinator, node: NodeTransport, outer: MakeOuter | None) -> None:
         self.meeting, self.links, self.counts = meeting, meeting.links, meeting.counts
         self.settings, self.place = meeting.links.settings, meeting.topology.place
         if self.settings.exchange.memory == "device":
@@ -91,12 +91,12 @@ class Exchanges:
         self.step_restoration = make_step_restoration(
             meeting.trained.inner, self.settings, says=meeting.leads
         )
-        self._flight: Flight | None = None
+        self._flight: InFlight | None = None
         self._node = node
         self._core_is_shared = meeting.trained.device.type == "cpu" and not spare_cores(
             self.place.local_size, torch.get_num_threads()
         )
-        self._known = Known(since=[0] * self.settings.exchange.fragments)
+        self._known = ExchangeState(since=[0] * self.settings.exchange.fragments)
 
     def _try_memory(self, node: NodeTransport) -> None:
         """Let a row cross from this rank's device. Collective over the world; blocking.
@@ -111,21 +111,21 @@ class Exchanges:
 
     def _make_rows(
         self, node: NodeTransport, outer: MakeOuter | None
-    ) -> dict[int, list[ParameterRow]]:
+    ) -> dict[int, list[DeltaBuffer]]:
         """Make the rows of each fragment, one for each type they are added in."""
         named = self.meeting.trained.named
         cuts = fragments([p.numel() for _, p in named], self.settings.exchange.fragments)
-        rows: dict[int, list[ParameterRow]] = {}
+        rows: dict[int, list[DeltaBuffer]] = {}
         for number, cut in enumerate(cuts):
             rows[number] = []
             for dtype in (torch.float32, torch.float64):
                 members = [named[at] for at in cut if accumulator(named[at][1].dtype) == dtype]
                 if members:
-                    row = ParameterRow(members, dtype, node=node, links=self.links, outer=outer)
+                    row = DeltaBuffer(members, dtype, node=node, links=self.links, outer=outer)
                     rows[number].append(row)
         return rows
 
-    def _rows_of(self, fragment: int | None) -> list[ParameterRow]:
+    def _rows_of(self, fragment: int | None) -> list[DeltaBuffer]:
         if fragment is not None:
             return self.rows[fragment]
         return [row for rows in self.rows.values() for row in rows]
@@ -134,7 +134,7 @@ class Exchanges:
         """Take the parameters, equal everywhere, as the reference."""
         norms = [row.anchor() for row in self._rows_of(None)]
         size, known = self.meeting.gather(sum(norms))[0] or 1.0, self._known
-        self._known = Known(size=size, wire=known.wire, own_seconds=known.own_seconds)
+        self._known = ExchangeState(size=size, wire=known.wire, own_seconds=known.own_seconds)
         self._known.since = [batch] * self.settings.exchange.fragments
 
     @property
@@ -146,7 +146,7 @@ class Exchanges:
     def measured(self, measured: tuple[Tally, int]) -> None:
         self._known.measured, self._known.batches = measured
 
-    def measure(self, batch: int) -> Seen:
+    def measure(self, batch: int) -> Measurements:
         """Return what all ranks agree on about synchronous steps since the last call.
 
         Args:
@@ -162,7 +162,9 @@ class Exchanges:
         agreed, _ = self.meeting.wait(self.links.engine.submit(self.links.agree(header, Tally())))
         _check_aligned(agreed)
         known.marked = batch, self.counts.watch.idle_seconds(trace.NODES)
-        seen = Seen(agreed.step_seconds, lr=agreed.lr, exposed_seconds=agreed.exposed_seconds)
+        seen = Measurements(
+            agreed.step_seconds, lr=agreed.lr, exposed_seconds=agreed.exposed_seconds
+        )
         self.counts.event("measured", batch=batch, **asdict(seen))
         return seen
 
@@ -193,7 +195,7 @@ class Exchanges:
         own = time.perf_counter() - begun - (self._node.waited_seconds - waited)
         trace.record(trace.SEND, begun, key=number)
         ticket = self.links.engine.submit(work, key=number)
-        self._flight = Flight(ticket, batch, batches, fragment, ahead, keeps, wire, own)
+        self._flight = InFlight(ticket, batch, batches, fragment, ahead, keeps, wire, own)
 
     def _fragments_of(self, fragment: int | None) -> Sequence[int]:
         return range(len(self._known.since)) if fragment is None else [fragment]
@@ -216,7 +218,7 @@ class Exchanges:
             header = replace(header, minus_exchange_seconds=-self.counts.exchange_seconds)
         return header
 
-    def _exchange(self, rows: list[ParameterRow], header: Header, tally: Tally) -> Work[Outcome]:
+    def _exchange(self, rows: list[DeltaBuffer], header: Header, tally: Tally) -> Work[Outcome]:
         """Vote first; where all values are finite, move every row's reference by the mean delta."""
         begun, busy = time.perf_counter(), time.thread_time()
         code = yield from self._nonfinite(rows)
@@ -232,7 +234,7 @@ class Exchanges:
         busy_seconds = time.thread_time() - busy if self._core_is_shared else 0.0
         return Outcome(agreed, sums, measured, total.nbytes, sound, made_seconds, busy_seconds)
 
-    def _nonfinite(self, rows: list[ParameterRow]) -> Work[float]:
+    def _nonfinite(self, rows: list[DeltaBuffer]) -> Work[float]:
         """Return the first value that is not finite of what rows send, as a number."""
         place, before, code = self.place, 0, 0.0
         for row in self._rows_of(None):
@@ -243,7 +245,7 @@ class Exchanges:
             before += row.layout.numel
         return code
 
-    def receive(self, batch: int) -> Seen | None:
+    def receive(self, batch: int) -> Measurements | None:
         """Finish the exchange in flight, merge it, and return what was agreed on with it.
 
         Args:
@@ -265,7 +267,7 @@ class Exchanges:
         if flight is not None:
             self.counts.global_bytes_sent += self.meeting.wait(flight.ticket).nbytes
 
-    def _receive(self, batch: int) -> Seen | None:
+    def _receive(self, batch: int) -> Measurements | None:
         """Finish the exchange in flight; return what was agreed on if it was merged."""
         flight, self._flight = self._flight, None
         assert flight is not None, "the schedule receives only what was sent"
@@ -301,7 +303,7 @@ class Exchanges:
         )
         return seen
 
-    def _learn(self, flight: Flight, outcome: Outcome) -> Seen:
+    def _learn(self, flight: InFlight, outcome: Outcome) -> Measurements:
         """Return what an exchange told all ranks; remember what the next one shall tell."""
         known, header = self._known, outcome.header
         if not header.same_lr:
@@ -316,7 +318,7 @@ class Exchanges:
         for one in self._fragments_of(flight.fragment):
             known.since[one] = flight.batch
         known.drift = drift
-        seen = Seen(
+        seen = Measurements(
             header.step_seconds,
             header.exchange_seconds,
             header.lr,
@@ -328,7 +330,7 @@ class Exchanges:
         self._choose_wire(flight, seen)
         return seen
 
-    def _choose_wire(self, flight: Flight, seen: Seen) -> None:
+    def _choose_wire(self, flight: InFlight, seen: Measurements) -> None:
         """Choose the wire of the next exchange, where the seconds are those of one like this."""
         known, numel = self._known, sum(row.layout.numel for row in self._rows_of(flight.fragment))
         if (known.timed, known.timed_numel) == (flight.wire, numel):
@@ -347,7 +349,7 @@ class Exchanges:
         """How rows are packed on a device; None where they lie on the host."""
         return next((row.packing for row in self._rows_of(None) if row.packing), None)
 
-    def _drop(self, flight: Flight, outcome: Outcome) -> None:
+    def _drop(self, flight: InFlight, outcome: Outcome) -> None:
         """Set the node whose value is not finite back to the reference; say whose it is."""
         self._known.timed = ""  # next to nothing crossed
         element, rank = decode_culprit(outcome.header.nonfinite, self.place.size)
@@ -386,7 +388,7 @@ class Exchanges:
             "flight": flight and pack(flight),
         }
 
-    def _at_rest(self) -> list[ParameterRow]:
+    def _at_rest(self) -> list[DeltaBuffer]:
         """Return all rows, once nothing is under way between nodes."""
         if self._flight is not None:
             self.links.engine.wait(self._flight.ticket)
@@ -398,5 +400,5 @@ class Exchanges:
             row.load(values)
         known = state["known"]
         fresh = {"measured": Tally(**known["measured"]), "marked": None}
-        self._known = Known(**known | fresh)
+        self._known = ExchangeState(**known | fresh)
         self._flight = None if state["flight"] is None else unpack(state["flight"])

@@ -6,7 +6,7 @@ from typing import Any
 from daso.comm.engine import WorkHandle
 from daso.plan.header import Header, Tally
 
-__all__ = ["Flight", "Outcome", "pack", "unpack"]
+__all__ = ["InFlight", "Outcome", "pack", "unpack"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlight:
     """An exchange under way."""
 
     ticket: WorkHandle[Outcome]
@@ -36,7 +36,7 @@ class Flight:
     own_seconds: float  # that the training thread packed
 
 
-def pack(flight: Flight) -> dict[str, Any]:
+def pack(flight: InFlight) -> dict[str, Any]:
     """Return an exchange that is over between nodes as plain values."""
     assert flight.ticket.result is not None, "an exchange is stored once it is over"
     return {
@@ -52,7 +52,7 @@ def pack(flight: Flight) -> dict[str, Any]:
     }
 
 
-def unpack(values: dict[str, Any]) -> Flight:
+def unpack(values: dict[str, Any]) -> InFlight:
     """Return what `pack` made plain."""
     outcome = values["outcome"]
     parts = {
@@ -62,4 +62,4 @@ def unpack(values: dict[str, Any]) -> Flight:
     }
     ticket = WorkHandle.over(Outcome(**outcome | parts), values["seconds"])
     names = ("batch", "batches", "fragment", "ahead", "keeps", "wire", "own_seconds")
-    return Flight(ticket, *(values[name] for name in names))
+    return InFlight(ticket, *(values[name] for name in names))

@@ -18,7 +18,7 @@ from daso.plan.layout import Span, fit_buckets, flagged
 from daso.plan.slices import Portion, cut_portions
 from daso.train.params import Named, view_like
 
-__all__ = ["Bucket", "Finish", "GradientRows"]
+__all__ = ["Bucket", "Finish", "FlatGradients"]
 
 Finish = Callable[[], None]
 
@@ -49,7 +49,7 @@ class Bucket:
     finish: Finish | None = None
 
 
-class GradientRows:
+class FlatGradients:
     """The rows of a model, made once, and their buckets.
 
     Args:

@@ -18,15 +18,15 @@ from daso.comm.engine import Engine, Work, WorkHandle
 from daso.comm.node import NodeBucket
 from daso.errors import ExchangeError
 from daso.plan.slices import Portion
-from daso.train.abreast import Abreast
-from daso.train.carrier import Carrier
-from daso.train.links import Links
-from daso.train.metrics import Counts
+from daso.train.abreast import ConcurrentReductions
+from daso.train.carrier import BackgroundReducer
+from daso.train.links import Channels
+from daso.train.metrics import Metrics
 
-__all__ = ["HostSums"]
+__all__ = ["HostReducer"]
 
 
-class HostSums(Carrier):
+class HostReducer(BackgroundReducer):
     """Chunks of gradients on their way to the host, into sums, and back.
 
     Args:
@@ -35,7 +35,7 @@ class HostSums(Carrier):
         local_size: Ranks of the node.
     """
 
-    def __init__(self, links: Links, counts: Counts, local_size: int) -> None:
+    def __init__(self, links: Channels, counts: Metrics, local_size: int) -> None:
         super().__init__(links, counts)
         self._local_size = local_size
         # Not the exchanges' thread: one between nodes may take many batches, sums take one.
@@ -104,11 +104,11 @@ class HostSums(Carrier):
     # --- on the engine's thread --------------------------------------------------------------
 
     def _exchange(self, now: "_Round") -> Work[int]:
-        abreast = Abreast(self._links)
+        abreast = ConcurrentReductions(self._links)
         yield partial(now.guarded, partial(self._exchange_on, now, abreast))
         return abreast.nbytes
 
-    def _exchange_on(self, now: "_Round", abreast: Abreast) -> bool:
+    def _exchange_on(self, now: "_Round", abreast: ConcurrentReductions) -> bool:
         """Exchange chunks that were added, in order, a few at a time; return whether all are."""
         now.means.update(abreast.finished())
         while now.taken < len(now.sums) and abreast.free:

@@ -4,7 +4,7 @@ With a step for the whole model, a forward waits until all gradients have crosse
 order. Here ``step()`` only notes that a step is due, with the learning rates of that moment. Before
 a module's forward, its parameters' portions are waited for, and the user's own optimizer steps with
 these parameters alone: its arithmetic is per parameter, so the bits are the same. What no forward
-came to is stepped by `LayerSteps.flush`, at the latest when the next backward begins.
+came to is stepped by `LayerwiseStep.flush`, at the latest when the next backward begins.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,20 +15,20 @@ from typing import Any
 import torch
 
 from daso.errors import ConfigError
-from daso.train.buckets import GradientBuckets
+from daso.train.buckets import GradientReducer
 from daso.train.hooks import Hook
 from daso.train.misuse import has_hooks
 from daso.train.params import Trained
 from daso.train.subset import refuse_counting, step_with, values_of
-from daso.train.uses import Uses
+from daso.train.uses import ModuleParameters
 
-__all__ = ["INSTEAD", "LayerSteps"]
+__all__ = ["INSTEAD", "LayerwiseStep"]
 
 INSTEAD = "use Gradients(update='whole')"
 
 
 @dataclass(slots=True)
-class Due:
+class PendingStep:
     """A step that is due."""
 
     values: list[dict[str, Any]]  # of each parameter group, as they were at step()
@@ -40,7 +40,7 @@ class Due:
     checked: bool = False  # that nobody wrote to gradients until the first layer's step
 
 
-class LayerSteps:
+class LayerwiseStep:
     """Steps an optimizer layer by layer.
 
     Args:
@@ -54,14 +54,14 @@ class LayerSteps:
     def __init__(
         self,
         trained: Trained,
-        buckets: GradientBuckets,
+        buckets: GradientReducer,
         drop: Callable[[str], None] | None = None,
         good: Callable[[], None] | None = None,
     ) -> None:
         assert trained.module is not None, "the setup was checked"
         self._trained, self._buckets, self._drop, self._good = trained, buckets, drop, good
-        self._uses = Uses(trained.module, trained.named)
-        self._due: Due | None = None
+        self._uses = ModuleParameters(trained.module, trained.named)
+        self._due: PendingStep | None = None
         # Stepped in the middle of a forward because their gradients were there, or when a backward
         # began; what that forward did before it came to their module used the old ones.
         self._amid: set[int] = set()
@@ -99,7 +99,7 @@ class LayerSteps:
                 f"all of them, but they were changed (clipping, scaling?); {INSTEAD}"
             )
         tensors = [tensor for _, tensor in self._trained.named]
-        self._due = Due(
+        self._due = PendingStep(
             values=values_of(inner.param_groups),
             pending=set(range(len(tensors))),
             had={index for index, tensor in enumerate(tensors) if tensor.grad is not None},
@@ -192,7 +192,7 @@ class LayerSteps:
         if self._due is None and not due.dropped and self._good is not None:
             self._good()
 
-    def _look_at_gradients(self, due: Due) -> None:
+    def _look_at_gradients(self, due: PendingStep) -> None:
         """Take it for a reset of all where ``model.zero_grad()`` took a gradient since step().
 
         Those that are still to be stepped get theirs back when it has crossed.
@@ -207,7 +207,7 @@ class LayerSteps:
             )
         due.checked = True
 
-    def _step_with(self, due: Due, chosen: Iterable[int]) -> None:
+    def _step_with(self, due: PendingStep, chosen: Iterable[int]) -> None:
         inner, params = self._trained.inner, {id(self._trained.named[at][1]) for at in chosen}
 
         def check() -> None:
@@ -215,7 +215,7 @@ class LayerSteps:
 
         step_with(inner, params, due.values, self._trained.device, check)
 
-    def _zero(self, due: Due, chosen: Iterable[int]) -> None:
+    def _zero(self, due: PendingStep, chosen: Iterable[int]) -> None:
         if due.zero is not None:
             for index in chosen:
                 _zero(self._trained.named[index][1], due.zero)

@@ -32,7 +32,7 @@ from daso.train.gradient_compression import GradientCompressor
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Links", "node_weights"]
+__all__ = ["Channels", "node_weights"]
 
 ABREAST = 3  # means of gradients that cross at a time, where other threads take them
 
@@ -52,7 +52,7 @@ def _occupied_seconds(link: LinkModel, nodes: int, result: object) -> float:
     return float(getattr(result, "made_seconds", 0.0)) + link.seconds(sent, rounds)
 
 
-class Links:
+class Channels:
     """The engine with its own communicators, and the exchanges that run on them.
 
     Args:

@@ -18,14 +18,14 @@ from daso.train.agree import (
     state_digest,
     state_tensors,
 )
-from daso.train.links import Links
-from daso.train.metrics import Counts
+from daso.train.links import Channels
+from daso.train.metrics import Metrics
 from daso.train.misuse import checksum, first_nonfinite, gradient_checksum, is_alike
 from daso.train.params import Trained
 from daso.train.reducers import may_be_at_work
 from daso.train.shared import common_tensors
 
-__all__ = ["Meeting", "agree_options", "largest_rate"]
+__all__ = ["Coordinator", "agree_options", "largest_rate"]
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
@@ -64,7 +64,7 @@ def agree_options(trained: Trained, topology: Topology, mine: str) -> None:
         )
 
 
-class Meeting:
+class Coordinator:
     """What all ranks do together between exchanges; each waits no longer than the stall limit.
 
     Args:
@@ -74,7 +74,9 @@ class Meeting:
         counts: Where seconds and bytes are counted.
     """
 
-    def __init__(self, trained: Trained, topology: Topology, links: Links, counts: Counts) -> None:
+    def __init__(
+        self, trained: Trained, topology: Topology, links: Channels, counts: Metrics
+    ) -> None:
         self.trained, self.topology = trained, topology
         self.links, self.counts = links, counts
         self._told: set[str] = set()  # what was said: names of buffers that are left alone, `LR`

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from daso import trace
 from daso.comm.stopwatch import StepTimer
 
-__all__ = ["Counts"]
+__all__ = ["Metrics"]
 
 # What a checkpoint keeps: votes on too many drops, and totals.
 KEPT = (
@@ -25,7 +25,7 @@ KEPT = (
 
 
 @dataclass(slots=True)
-class Counts:
+class Metrics:
     """What happened since the start, on this rank."""
 
     epoch: int = 0  # epochs finished

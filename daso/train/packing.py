@@ -19,7 +19,7 @@ from daso.comm.cuda import CudaCopies
 from daso.errors import told
 from daso.plan.layout import split
 from daso.train.fused import Fused
-from daso.train.part import DEVICE_PIECE, Part, Way
+from daso.train.part import DEVICE_PIECE, DeltaShard, MergeOptions
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -85,7 +85,8 @@ def _trial(kernels: "ModuleType", device: torch.device) -> float | None:
     numel = sum(p.numel() for p in params)
     made = Fused(kernels, lambda: views(params))
     parts = [
-        Part(torch.zeros(numel, dtype=TYPE, device=device), Way(), on_device=True) for _ in range(2)
+        DeltaShard(torch.zeros(numel, dtype=TYPE, device=device), MergeOptions(), on_device=True)
+        for _ in range(2)
     ]
     parts[1].fused = made
     mean = torch.full((parts[0].piece,), 1e-3, dtype=TYPE, device=device)
@@ -103,7 +104,10 @@ def _trial(kernels: "ModuleType", device: torch.device) -> float | None:
 
 
 def _time(
-    parts: Sequence[Part], params: Sequence[torch.Tensor], mean: torch.Tensor, copies: CudaCopies
+    parts: Sequence[DeltaShard],
+    params: Sequence[torch.Tensor],
+    mean: torch.Tensor,
+    copies: CudaCopies,
 ) -> float:
     """Return how long the second part takes over the first.
 
@@ -135,13 +139,13 @@ def views(params: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
     return list(zip(params, starts, strict=False))
 
 
-def pack(part: Part, params: Sequence[torch.Tensor], *, keeps: bool) -> None:
+def pack(part: DeltaShard, params: Sequence[torch.Tensor], *, keeps: bool) -> None:
     """Launch what starts an exchange of a part that holds flat tensors, one after the other.
 
     Args:
         part: On a device.
         params: On the same.
-        keeps: As for `Part.send`.
+        keeps: As for `DeltaShard.send`.
     """
 
     def gather(start: int, stop: int, row: torch.Tensor) -> None:
@@ -159,7 +163,7 @@ def pack(part: Part, params: Sequence[torch.Tensor], *, keeps: bool) -> None:
     part.checks()
 
 
-def take(part: Part, mean: torch.Tensor) -> None:
+def take(part: DeltaShard, mean: torch.Tensor) -> None:
     """Launch what takes a mean in that lies on the device, once it was packed.
 
     Args:

@@ -17,7 +17,7 @@ from daso.plan.merge import Merge
 from daso.train.fused import Fused
 from daso.train.outer import MakeOuter, Outer
 
-__all__ = ["LEAST", "Gather", "Part", "Way", "message_numel"]
+__all__ = ["LEAST", "DeltaShard", "Gather", "MergeOptions", "message_numel"]
 
 # Numbers of a piece on a device, where what a pass costs is its launch.
 DEVICE_PIECE = PIECE << 6
@@ -30,7 +30,7 @@ Spans = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class MergeOptions:
     """How parts take in exchanges."""
 
     eager: bool = False  # a node goes ahead when it sends
@@ -57,7 +57,7 @@ class Sums:
         return sum(numbers[:first]), sum(numbers[first:second]), sum(numbers[second:])
 
 
-class Part:
+class DeltaShard:
     """Reference of one part of a row, and what is on its way; a `daso.comm.means.ReduceBuffer`.
 
     With x the parameters, an exchange carries what it can of x - reference + residual. What the
@@ -72,7 +72,7 @@ class Part:
             `daso.train.staged`.
     """
 
-    def __init__(self, shown: torch.Tensor, way: Way, *, on_device: bool = False) -> None:
+    def __init__(self, shown: torch.Tensor, way: MergeOptions, *, on_device: bool = False) -> None:
         self.shown, self.way, self.dtype = shown, way, shown.dtype
         self.on_device = on_device
         self.fused: Fused | None = None  # does in one pass what torch does in several

@@ -22,19 +22,19 @@ import torch
 from daso.comm.dtypes import sum_buffer
 from daso.comm.engine import Work, WorkHandle
 from daso.comm.node import NodeBucket
-from daso.plan.slices import Order, Portion, Waiting
-from daso.train.abreast import Abreast
-from daso.train.carrier import Carrier
-from daso.train.links import Links
-from daso.train.metrics import Counts
+from daso.plan.slices import Order, Portion, PriorityQueue
+from daso.train.abreast import ConcurrentReductions
+from daso.train.carrier import BackgroundReducer
+from daso.train.links import Channels
+from daso.train.metrics import Metrics
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Crossing"]
+__all__ = ["PriorityReducer"]
 
 
-class Crossing(Carrier):
+class PriorityReducer(BackgroundReducer):
     """The portions of one round after the other, on their way between nodes.
 
     Args:
@@ -43,7 +43,7 @@ class Crossing(Carrier):
         order: Which portion goes first.
     """
 
-    def __init__(self, links: Links, counts: Counts, order: Order) -> None:
+    def __init__(self, links: Channels, counts: Metrics, order: Order) -> None:
         super().__init__(links, counts)
         self.order = order
         self._ready: deque[int] = deque()  # portions that are ready here, for the engine's thread
@@ -63,7 +63,9 @@ class Crossing(Carrier):
     # --- on the engine's thread --------------------------------------------------------------
 
     def _cross(self, portions: Sequence[Portion]) -> Work[int]:
-        now = _Round(len(portions), Waiting(self.order, portions), Abreast(self._links))
+        now = _Round(
+            len(portions), PriorityQueue(self.order, portions), ConcurrentReductions(self._links)
+        )
         told = _Turns(self._links.turns)
         yield partial(self._go_on, now, told)
         return now.abreast.nbytes
@@ -128,8 +130,8 @@ class _Round:
     """How far the portions of a round are."""
 
     count: int
-    waiting: Waiting  # on world rank 0: ready, and not taken
-    abreast: Abreast
+    waiting: PriorityQueue  # on world rank 0: ready, and not taken
+    abreast: ConcurrentReductions
     untold: int = 0  # turns that are still to be told
     turn: int | None = None  # told, and not started here
     given: set[int] = field(default_factory=set)  # portions that have crossed

@@ -13,17 +13,17 @@ from daso.comm.reclaim import Closer
 from daso.comm.topology import Topology
 from daso.errors import ConfigError
 from daso.train.params import Trained
-from daso.train.sync import Sync
+from daso.train.sync import Synchronizer
 
 __all__ = ["add", "close", "closer_of", "take_over"]
 
 logger = logging.getLogger("daso")
 
-_open_syncs: "weakref.WeakValueDictionary[int, Sync]" = weakref.WeakValueDictionary()
+_open_syncs: "weakref.WeakValueDictionary[int, Synchronizer]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()  # in the order in which they were opened, the same on every rank
 
 
-def add(sync: Sync) -> None:
+def add(sync: Synchronizer) -> None:
     """Register a model until `close`, or the end of the process."""
     _open_syncs[next(_numbers)] = sync
 
@@ -58,7 +58,7 @@ def take_over(trained: Trained, topology: Topology) -> None:
         close(sync)
 
 
-def close(sync: Sync) -> None:
+def close(sync: Synchronizer) -> None:
     """Close a model, and forget it where that ended well: else threads may go on.
 
     Collective over the world; blocking; idempotent.
@@ -68,7 +68,7 @@ def close(sync: Sync) -> None:
             del _open_syncs[number]
 
 
-def closer_of(sync: Sync) -> Closer:
+def closer_of(sync: Synchronizer) -> Closer:
     """Return how to close a model whose optimizer was dropped: hooks keep it alive until then."""
     return Closer(partial(close, sync), sync.abandon, sync.sound_steps)
 

@@ -16,12 +16,12 @@ from daso.plan.eager import Apply, Log, Plan, Read, Send
 from daso.train.server import (
     Contribution,
     MakeOptimizer,
-    RowServer,
+    ParameterShard,
     first_rows,
     rows_in,
     take_up,
 )
-from daso.train.shares import Shares, layers_of
+from daso.train.shares import Partition, layers_of
 from daso.train.wired import Wired
 
 __all__ = ["Replayed", "replay"]
@@ -49,7 +49,7 @@ class _Rank:
     """One rank's side: its model, what it read, and what it computed."""
 
     model: torch.nn.Module
-    shares: Shares
+    shares: Partition
     reads: dict[int, list[Read]]
     sends: dict[int, list[Send]]
     loaded: list[list[int]]
@@ -117,7 +117,7 @@ class _Replay:
         self._plan, self._backward = plan, backward
         self._ranks = [_rank(log, build(), ranks, plan) for log in logs]
         self._owners = [
-            RowServer(rank, one.shares, plan, factory) for rank, one in enumerate(self._ranks)
+            ParameterShard(rank, one.shares, plan, factory) for rank, one in enumerate(self._ranks)
         ]
         self._wired = [Wired(one.shares, plan.wire) for one in self._ranks]
         self._todo = [[e for e in log.events if isinstance(e, Apply)] for log in logs]
@@ -273,7 +273,7 @@ def _rank(log: Log, model: torch.nn.Module, ranks: int, plan: Plan) -> _Rank:
         elif isinstance(event, Send):
             sends.setdefault(event.step, []).append(event)
     _, named, layers = layers_of(model)
-    shares = Shares(named, layers, ranks, whole=plan.whole)
+    shares = Partition(named, layers, ranks, whole=plan.whole)
     loaded = [[0] * ranks for _ in layers]
     first = min(sends, default=0)
     return _Rank(model, shares, reads, sends, loaded, log.meetings, first)

@@ -1,8 +1,8 @@
 """One flat row of parameters as the nodes see it: the agreed reference, and what came since.
 
 Parameters of one accumulation type (fp32, or fp64 for fp64 parameters) make one row; with
-fragments, those of one fragment. Lane l owns part l of it on every node: what a `Part` keeps exists
-once per node, not per rank.
+fragments, those of one fragment. Lane l owns part l of it on every node: what a `DeltaShard` keeps
+exists once per node, not per rank.
 """
 
 from collections.abc import Iterator
@@ -20,15 +20,15 @@ from daso.errors import told
 from daso.plan.layout import Span, message_chunks, pieces, split
 from daso.plan.merge import ADOPT, KEEP, Merge
 from daso.train.fused import Fused
-from daso.train.links import Links
+from daso.train.links import Channels
 from daso.train.merging import merge_pairs
 from daso.train.outer import MakeOuter
 from daso.train.packing import choose
 from daso.train.params import Named, flat_view, layout_of
-from daso.train.part import LEAST, Part, Way, message_numel
+from daso.train.part import LEAST, DeltaShard, MergeOptions, message_numel
 from daso.train.staged import crossing_of
 
-__all__ = ["Measured", "ParameterRow"]
+__all__ = ["DeltaBuffer", "Measured"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Measured:
         )
 
 
-class ParameterRow:
+class DeltaBuffer:
     """Reference, exchange and merge of one row of parameters.
 
     Args:
@@ -69,7 +69,7 @@ class ParameterRow:
         dtype: torch.dtype,
         *,
         node: NodeTransport,
-        links: Links,
+        links: Channels,
         outer: MakeOuter | None = None,
     ) -> None:
         self.named, place = named, links.place
@@ -80,8 +80,8 @@ class ParameterRow:
         self.shared = node.share(self.spans, dtype)
         self.rounded: dict[int, torch.Tensor] = {}  # what this lane rounded away of means
         share = place.local_size / place.size
-        way, copies = Way(links.settings.eager, share, outer), node.copies
-        self.part = Part(self.shared.mine, way, on_device=copies is not None)
+        way, copies = MergeOptions(links.settings.eager, share, outer), node.copies
+        self.part = DeltaShard(self.shared.mine, way, on_device=copies is not None)
         where = None
         if copies is not None and links.settings.exchange.memory == "device":
             where = OnDevice(self.part.shown.device, copies, self.part.piece)

@@ -1,8 +1,8 @@
 """One rank's rows of a model, their optimizer, and what their updates are made of.
 
-The rows are copies: nobody computes with them. `RowServer` is told of gradients, in any order in
-which they come, and says which layers have a new version. It neither communicates nor waits, so the
-thread that serves and a single process that replays a training use the same one.
+The rows are copies: nobody computes with them. `ParameterShard` is told of gradients, in any order
+in which they come, and says which layers have a new version. It neither communicates nor waits, so
+the thread that serves and a single process that replays a training use the same one.
 """
 
 import hashlib
@@ -15,10 +15,18 @@ import torch
 from daso.comm.dtypes import accumulator
 from daso.plan.eager import Apply, Plan, age
 from daso.train.outer import build_optimizer
-from daso.train.shares import Shares
+from daso.train.shares import Partition
 from daso.train.subset import refuse_counting, step_with
 
-__all__ = ["Contribution", "MakeOptimizer", "RowServer", "Rows", "first_rows", "rows_in", "take_up"]
+__all__ = [
+    "Contribution",
+    "MakeOptimizer",
+    "ParameterShard",
+    "Rows",
+    "first_rows",
+    "rows_in",
+    "take_up",
+]
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 Values = Sequence[Mapping[str, Any]]
@@ -39,7 +47,7 @@ class Contribution:
         has: For each parameter of these, whether there is a gradient.
         read: For each layer, the version that it was computed with.
         values: Of each parameter group at that moment.
-        row: The gradients (nbytes,), as `Shares.pack` made it.
+        row: The gradients (nbytes,), as `Partition.pack` made it.
         base: The rows that they were computed with, where the owner's are not the same; likewise.
     """
 
@@ -73,7 +81,7 @@ class Gradient:
     base: tuple[torch.Tensor, ...] | None
 
 
-class RowServer:
+class ParameterShard:
     """Keeps one rank's rows up to date.
 
     Args:
@@ -83,7 +91,7 @@ class RowServer:
         make: Makes their optimizer.
     """
 
-    def __init__(self, rank: int, shares: Shares, plan: Plan, make: MakeOptimizer) -> None:
+    def __init__(self, rank: int, shares: Partition, plan: Plan, make: MakeOptimizer) -> None:
         self.rank, self.shares, self.plan = rank, shares, plan
         self.stand_ins = shares.stand_ins(rank)
         self.inner = build_optimizer("optimizer_factory", make, self.stand_ins)
@@ -232,13 +240,13 @@ class RowServer:
         return hasher.hexdigest()
 
     def packed(self, layers: Sequence[int]) -> torch.Tensor:
-        """Return a copy of this rank's rows of layers, as `Shares.pack` makes it."""
+        """Return a copy of this rank's rows of layers, as `Partition.pack` makes it."""
         mine = [self.stand_ins[index].detach() for index in self.shares.params(layers)]
         return self.shares.pack(self.rank, layers, mine)
 
 
 def rows_in(
-    shares: Shares,
+    shares: Partition,
     owner: int,
     layers: Sequence[int],
     about: Iterable[About],
@@ -250,8 +258,8 @@ def rows_in(
         shares: Of the model.
         owner: Whose.
         layers: Which, in order.
-        about: Of each, from `RowServer.about`.
-        row: From `RowServer.packed`.
+        about: Of each, from `ParameterShard.about`.
+        row: From `ParameterShard.packed`.
     """
     parts = iter(shares.unpack(owner, layers, row))
     return {
@@ -260,7 +268,7 @@ def rows_in(
     }
 
 
-def first_rows(server: RowServer) -> list[Rows]:
+def first_rows(server: ParameterShard) -> list[Rows]:
     """Return an owner's rows of every layer before any update; whole ones alone are looked at."""
     layers = range(len(server.shares.layers))
     if not server.plan.whole:
@@ -270,7 +278,7 @@ def first_rows(server: RowServer) -> list[Rows]:
 
 
 def take_up(
-    shares: Shares, layer: int, rows: Sequence[Rows], loaded: Sequence[int], *, whole: bool
+    shares: Partition, layer: int, rows: Sequence[Rows], loaded: Sequence[int], *, whole: bool
 ) -> None:
     """Copy the newest rows of a layer into its parameters.
 

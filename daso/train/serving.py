@@ -23,11 +23,11 @@ from daso.comm.packets import routes
 from daso.comm.topology import Topology
 from daso.errors import ExchangeError, StallError
 from daso.plan.eager import Plan, is_fresh
-from daso.train.server import Contribution, Rows, RowServer, first_rows, rows_in
-from daso.train.shares import Shares
+from daso.train.server import Contribution, ParameterShard, Rows, first_rows, rows_in
+from daso.train.shares import Partition
 from daso.train.wired import Wired
 
-__all__ = ["STEPS_WAITING", "Serving"]
+__all__ = ["STEPS_WAITING", "ServerThread"]
 
 GRADIENTS, ROWS, LAST_STEP, LAST_ROWS = range(4)  # what letters are about
 STEPS_WAITING = 2  # whose gradients may wait here to be taken in
@@ -35,7 +35,7 @@ LATEST = sys.maxsize  # urgency of what is to leave after everything else
 LOOK_SECONDS = 0.1  # how often who waits looks whether something failed
 
 
-class Serving:
+class ServerThread:
     """One rank's side of the server.
 
     Args:
@@ -47,7 +47,9 @@ class Serving:
     Collective over the world; blocking.
     """
 
-    def __init__(self, topology: Topology, shares: Shares, plan: Plan, server: RowServer) -> None:
+    def __init__(
+        self, topology: Topology, shares: Partition, plan: Plan, server: ParameterShard
+    ) -> None:
         self.plan, self.server, self.shares = plan, server, shares
         self._wired = Wired(shares, plan.wire)
         self.rank, self.ranks = topology.place.rank, topology.place.size

@@ -22,8 +22,8 @@ from daso.comm.vote import gather
 from daso.errors import CheckpointError, ConfigError
 from daso.plan.header import Tally
 from daso.plan.schedule import (
-    Act,
-    Seen,
+    Action,
+    Measurements,
     State,
     after_batch,
     after_epoch,
@@ -34,13 +34,13 @@ from daso.plan.schedule import (
 from daso.train import registry
 from daso.train.exchanges import Exchanges
 from daso.train.meeting import agree_options
-from daso.train.metrics import Counts
+from daso.train.metrics import Metrics
 from daso.train.one_copy import KEY, OneCopy, is_saving_one_copy, packed, refuse, unpacked
 from daso.train.params import Trained, agree_layout
 from daso.train.scaling import Scaling, is_probe
 from daso.train.setup import Setup
 from daso.train.step_restoration import StepRestoration
-from daso.train.sync import Sync
+from daso.train.sync import Synchronizer
 
 __all__ = ["Session"]
 
@@ -78,7 +78,7 @@ class Session:
         self.inner, self.setup, self._topology = inner, setup, topology
         self.schedule = setup.start()
         self._history = [(0, self.schedule.skip, self.schedule.wait)]
-        self._sync: Sync | None = None
+        self._sync: Synchronizer | None = None
         self._stale = False  # parameters were loaded from elsewhere: set up anew before going on
         self._measured: tuple[Tally, int] | None = None  # by the original, where this is a copy
         self._probing = False
@@ -101,7 +101,7 @@ class Session:
         trained = Trained.by(inner, setup.module)
         registry.take_over(trained, session.topology)
         agree_options(trained, session.topology, setup.text())
-        session._open(Counts())
+        session._open(Metrics())
         if place.rank == 0:
             session._tell_what_was_made()
         return session
@@ -165,18 +165,18 @@ class Session:
         """Who is where, if that was asked already."""
         return None if self._topology is None else self._topology.place
 
-    def _open(self, counts: Counts, *acts: Act) -> None:
+    def _open(self, counts: Metrics, *acts: Action) -> None:
         if self.topology.place.size == 1:
             return
         trained = Trained.by(self.inner, self.setup.module)
         settings = self.setup.settings
-        self._sync = Sync(trained, self.topology, settings, counts, outer=self.setup.outer)
+        self._sync = Synchronizer(trained, self.topology, settings, counts, outer=self.setup.outer)
         registry.add(self._sync)
         keep(self, self.topology, self._number, registry.closer_of(self._sync))
         if self._one_copy is None and self.setup.module is not None:
             self._one_copy = OneCopy(self.setup.module, self._differs, self.warns)
         self._begin()
-        anchor = () if self.schedule.synchronous else (Act.ANCHOR,)
+        anchor = () if self.schedule.synchronous else (Action.ANCHOR,)
         self._sync.perform((*acts, *anchor), self.schedule)
         self._sync.start_watch()  # the first step does not hold the setup
 
@@ -189,7 +189,7 @@ class Session:
         if self.schedule.batch == 0:
             self._history = [(0, self.schedule.skip, self.schedule.wait)]
 
-    def _reopen(self, sync: Sync, *acts: Act) -> None:
+    def _reopen(self, sync: Synchronizer, *acts: Action) -> None:
         """Set up anew, as for other parameters; nothing may be in flight."""
         if self.setup.outer is not None and self.topology.place.rank == 0:
             logger.warning("parameters changed: the outer optimizer starts anew")
@@ -338,18 +338,18 @@ class Session:
         if self._sync is None:
             self._meet()
             self._reclaim()
-            self._open(Counts())
+            self._open(Metrics())
             if self._measured is not None and self._exchanges is not None:
                 self._exchanges.measured = self._measured
         else:
-            self._reopen(self._sync, Act.JOIN)
+            self._reopen(self._sync, Action.JOIN)
 
     def _take(self, state: State) -> None:
         if (state.skip, state.wait) != (self.schedule.skip, self.schedule.wait):
             self._history.append((state.batch, state.skip, state.wait))
         self.schedule = state
 
-    def _perform(self, acts: Sequence[Act], state: State) -> None:
+    def _perform(self, acts: Sequence[Action], state: State) -> None:
         seen = None
         try:
             if self._sync is not None:
@@ -358,7 +358,7 @@ class Session:
             self._take(state)
         self._learn(seen)
 
-    def _learn(self, seen: Seen | None) -> None:
+    def _learn(self, seen: Measurements | None) -> None:
         """Let the policy choose by what an exchange told."""
         if seen is not None:
             acts, state = after_exchange(self.setup.policy, self.schedule, seen)

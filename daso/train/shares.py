@@ -8,7 +8,7 @@ from daso.plan.eager import rows_of
 from daso.plan.layout import Span, aligned
 from daso.train.params import Named
 
-__all__ = ["Shares", "layers_of"]
+__all__ = ["Partition", "layers_of"]
 
 
 def layers_of(module: torch.nn.Module) -> tuple[list[str], Named, tuple[tuple[int, ...], ...]]:
@@ -37,7 +37,7 @@ def layers_of(module: torch.nn.Module) -> tuple[list[str], Named, tuple[tuple[in
     return names, named, tuple(layers)
 
 
-class Shares:
+class Partition:
     """Rows of every parameter, by the rank that updates them.
 
     Args:

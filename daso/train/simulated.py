@@ -21,9 +21,9 @@ from daso.plan.layout import fragments, message_chunks
 from daso.plan.merge import ADOPT, Merge
 from daso.plan.options import Settings
 from daso.plan.schedule import (
-    Act,
+    Action,
+    Measurements,
     Policy,
-    Seen,
     State,
     after_batch,
     after_epoch,
@@ -34,7 +34,7 @@ from daso.plan.schedule import (
 from daso.train.merging import merge_pairs
 from daso.train.outer import MakeOuter
 from daso.train.params import Named, Trained, flat_view
-from daso.train.part import LEAST, Gather, Part, Way, message_numel
+from daso.train.part import LEAST, DeltaShard, Gather, MergeOptions, message_numel
 from daso.train.simulated_gradients import SimulatedGradients
 from daso.train.step_restoration import make_step_restoration
 
@@ -56,18 +56,18 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlight:
     """An exchange under way; its numbers are there, and wait until they are due."""
 
     batch: int
     fragment: int | None
-    seen: Seen
+    seen: Measurements
     keeps: bool
     wire: str
 
 
 @dataclass(slots=True)
-class Known:
+class ExchangeState:
     """What is remembered from exchange to exchange; see `daso.train.exchanges`."""
 
     size: float = 1.0
@@ -95,14 +95,14 @@ class Row:
         self,
         named: Sequence[Named],
         dtype: torch.dtype,
-        way: Way,
+        way: MergeOptions,
         settings: Settings,
         *,
         on_devices: bool,
     ) -> None:
         self.named, self.dtype, nodes = named, dtype, len(named)
         numel = sum(tensor.numel() for _, tensor in named[0])
-        self.parts = [Part(torch.zeros(numel, dtype=dtype, device="cpu"), way) for _ in named]
+        self.parts = [DeltaShard(torch.zeros(numel, dtype=dtype, device="cpu"), way) for _ in named]
         rounded: dict[int, torch.Tensor] = {}
         wires = settings.wires
         self.wired = {
@@ -135,7 +135,7 @@ class Row:
     def send(
         self, wire: str, *, dense: bool, ahead: bool, keeps: bool
     ) -> tuple[int, list[tuple[float, float, float]]]:
-        """Exchange deltas; return all nodes' bytes, and what each node's `Part` measured."""
+        """Exchange deltas; return all nodes' bytes, and what each node's `DeltaShard` measured."""
         adder = self.dense if dense and len(self.wired) == 1 else self.wired[wire]
         for node, part in enumerate(self.parts):
             gather = self._gather(node)
@@ -191,7 +191,7 @@ class SimulatedNodes:
         self.inners = [make_inner(model) for model in self.models]
         self.policy, self.settings, self.times = policy, settings, times or Times()
         self._wires = wires or {}
-        way = Way(settings.eager, 1 / nodes, outer)
+        way = MergeOptions(settings.eager, 1 / nodes, outer)
         pairs = zip(self.inners, self.models, strict=True)
         self.named = [Trained.by(inner, model).named for inner, model in pairs]
         self.rows = [self._rows(cut, way) for cut in self._cuts()]
@@ -207,8 +207,8 @@ class SimulatedNodes:
         )
         self.global_bytes_sent = 0  # by all nodes
         self.events: list[dict[str, Any]] = []
-        self._flight: Flight | None = None
-        self._known = Known()
+        self._flight: InFlight | None = None
+        self._known = ExchangeState()
         wire = settings.gradient_wire(hidden=True)
         self._compressed = SimulatedGradients(self.named, wire, settings)
         if not self.state.synchronous:
@@ -217,7 +217,7 @@ class SimulatedNodes:
     def _cuts(self) -> Sequence[Sequence[int]]:
         return fragments([p.numel() for _, p in self.named[0]], self.settings.exchange.fragments)
 
-    def _rows(self, cut: Sequence[int], way: Way) -> list[Row]:
+    def _rows(self, cut: Sequence[int], way: MergeOptions) -> list[Row]:
         rows = []
         for dtype in (torch.float32, torch.float64):
             mine = [at for at in cut if accumulator(self.named[0][at][1].dtype) == dtype]
@@ -281,7 +281,7 @@ class SimulatedNodes:
                     tensor.grad = (total / count).to(tensor.dtype)
                 self.global_bytes_sent += 2 * (count - 1) * total.nbytes
 
-    def _act(self, acts: Sequence[Act], state: State) -> None:
+    def _act(self, acts: Sequence[Action], state: State) -> None:
         seen = None
         for act in acts:
             seen = self._carry_out(act, state) or seen
@@ -292,32 +292,32 @@ class SimulatedNodes:
                 self._carry_out(act, state)
             self.state = state
 
-    def _carry_out(self, act: Act, state: State) -> Seen | None:
-        if act is Act.ANCHOR:
+    def _carry_out(self, act: Action, state: State) -> Measurements | None:
+        if act is Action.ANCHOR:
             self._anchor(state.batch)
-        elif act is Act.SEND:
+        elif act is Action.SEND:
             self._send(state.batch, state.fragment, wait=state.wait)
-        elif act is Act.SEND_ALL:
+        elif act is Action.SEND_ALL:
             self._send(state.batch, None, wait=0)
-        elif act is Act.RECEIVE:
+        elif act is Action.RECEIVE:
             return self._receive(state.batch)
-        elif act is Act.MEASURE:
+        elif act is Action.MEASURE:
             return self._measure()
-        elif act is Act.JOIN:
+        elif act is Action.JOIN:
             _average([list(_state_tensors(inner)) for inner in self.inners])
         return None
 
-    def _measure(self) -> Seen:
+    def _measure(self) -> Measurements:
         """Return what nodes agree on about synchronous steps."""
         rates = [group.get("lr", 0.0) for inner in self.inners for group in inner.param_groups]
         times, lr = self.times, max(map(float, rates))
-        return Seen(times.step_seconds, lr=lr, exposed_seconds=times.exposed_seconds)
+        return Measurements(times.step_seconds, lr=lr, exposed_seconds=times.exposed_seconds)
 
     # --- exchanges ---------------------------------------------------------------------------
 
     def _anchor(self, batch: int) -> None:
         size = sum(row.anchor() for rows in self.rows for row in rows)
-        self._known = Known(size or 1.0, [batch] * len(self.rows), wire=self._known.wire)
+        self._known = ExchangeState(size or 1.0, [batch] * len(self.rows), wire=self._known.wire)
 
     def _rows_of(self, fragment: int | None) -> list[Row]:
         return (
@@ -350,15 +350,17 @@ class SimulatedNodes:
                 known.measured, nodes=len(self.models), batches=known.batches
             )
         gradients = self.settings.gradient_seconds(taken, wire)
-        seen = Seen(times.step_seconds, taken, lr, drift, times.own_seconds, gain, gradients)
-        self._flight = Flight(batch, fragment, seen, keeps, wire)
+        seen = Measurements(
+            times.step_seconds, taken, lr, drift, times.own_seconds, gain, gradients
+        )
+        self._flight = InFlight(batch, fragment, seen, keeps, wire)
         shares = (Tally.measured(a, b, c, known.size) for a, b, c in measured)
         known.measured = sum(shares, Tally())
         known.batches = batches
         for one in sent:
             known.since[one] = batch
 
-    def _receive(self, batch: int) -> Seen:
+    def _receive(self, batch: int) -> Measurements:
         flight, self._flight = self._flight, None
         assert flight is not None, "the schedule receives only what was sent"
         rule = self.settings.merge_rule(

@@ -12,16 +12,16 @@ from daso.comm.compress import Codec, Fields
 from daso.comm.copies import Arrived, DeviceStaging
 from daso.comm.engine import Work
 from daso.comm.means import ReduceBuffer, SendBuffer, Spans
-from daso.train.part import Gather, Part
+from daso.train.part import DeltaShard, Gather
 
-__all__ = ["Crossing", "Direct", "InPlace", "Staged", "crossing_of"]
+__all__ = ["DeviceShard", "HostShard", "PinnedShard", "ShardTransport", "crossing_of"]
 
 
-class Crossing(ReduceBuffer, Protocol):
+class ShardTransport(ReduceBuffer, Protocol):
     """A part on its way between nodes."""
 
     def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
-        """Encode what an exchange will carry; see `Part.send`. Does not block."""
+        """Encode what an exchange will carry; see `DeltaShard.send`. Does not block."""
         ...
 
     def seal(self) -> None:
@@ -33,13 +33,13 @@ class Crossing(ReduceBuffer, Protocol):
         ...
 
     def finish(self) -> Work[tuple[float, float, float]]:
-        """Move the part by what was delivered; return what `Part.measured` says of it."""
+        """Move the part by what was delivered; return what `DeltaShard.measured` says of it."""
         ...
 
 
 def crossing_of(
-    part: Part, copies: DeviceStaging | None, kept: Mapping[int, torch.Tensor] | None = None
-) -> Crossing:
+    part: DeltaShard, copies: DeviceStaging | None, kept: Mapping[int, torch.Tensor] | None = None
+) -> ShardTransport:
     """Return the way of a part between nodes.
 
     Args:
@@ -48,14 +48,14 @@ def crossing_of(
         kept: What else exchanges keep on the device, from which it crosses; None: from the host.
     """
     if copies is None:
-        return InPlace(part)
-    return Staged(part, copies) if kept is None else Direct(part, copies, kept)
+        return HostShard(part)
+    return PinnedShard(part, copies) if kept is None else DeviceShard(part, copies, kept)
 
 
-class InPlace:
+class HostShard:
     """A part on the CPU, which is encoded and moved where it lies."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: DeltaShard) -> None:
         self.part, self.dtype = part, part.dtype
         self.payloads, self.deliver = part.payloads, part.deliver
         self._nonfinite: int | None = None
@@ -79,7 +79,7 @@ class InPlace:
         return self.part.measured(self.part.finish().tolist())
 
 
-class Direct:
+class DeviceShard:
     """A part on a device, which crosses from there and is moved beside the training stream.
 
     Only what is read of an exchange comes to the host. Means are delivered by launches that run
@@ -91,7 +91,9 @@ class Direct:
         kept: What else exchanges keep there.
     """
 
-    def __init__(self, part: Part, copies: DeviceStaging, kept: Mapping[int, torch.Tensor]) -> None:
+    def __init__(
+        self, part: DeltaShard, copies: DeviceStaging, kept: Mapping[int, torch.Tensor]
+    ) -> None:
         self.part, self.dtype, self._copies, self._kept = part, part.dtype, copies, kept
         self._checks = copies.memory(0)
         self._training: object = None  # what the training thread launches on
@@ -138,7 +140,7 @@ class Direct:
         return part.measured(found.tolist())
 
 
-class Staged(Direct):
+class PinnedShard(DeviceShard):
     """A part on a device, which crosses from the host and is moved beside the training stream.
 
     Nothing waits for the device but the engine's thread, and that by asking: payloads and checks
@@ -150,7 +152,7 @@ class Staged(Direct):
         copies: Between it and the host.
     """
 
-    def __init__(self, part: Part, copies: DeviceStaging) -> None:
+    def __init__(self, part: DeltaShard, copies: DeviceStaging) -> None:
         super().__init__(part, copies, {})
         self._outbox = SendBuffer()  # on the host
         self._payloads = copies.memory(0)

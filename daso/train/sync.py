@@ -20,31 +20,31 @@ from daso.comm.vote import gather_in_node
 from daso.errors import ConfigError, ExchangeError, NonFiniteError
 from daso.plan.layout import split
 from daso.plan.options import Settings
-from daso.plan.schedule import Act, Seen, State
+from daso.plan.schedule import Action, Measurements, State
 from daso.train import reducers
-from daso.train.buckets import BackwardCallbacks, GradientBuckets, Route
-from daso.train.carrier import Carrier
+from daso.train.buckets import BackwardCallbacks, GradientReducer, ReducePlan
+from daso.train.carrier import BackgroundReducer
 from daso.train.changes import ParameterChanges
 from daso.train.exchanges import Exchanges
 from daso.train.gradients import Bucket, Finish
-from daso.train.host import HostSums
-from daso.train.layers import INSTEAD, LayerSteps
-from daso.train.links import Links
-from daso.train.meeting import Meeting
-from daso.train.metrics import Counts
+from daso.train.host import HostReducer
+from daso.train.layers import INSTEAD, LayerwiseStep
+from daso.train.links import Channels
+from daso.train.meeting import Coordinator
+from daso.train.metrics import Metrics
 from daso.train.misuse import has_batch_norm
 from daso.train.outer import MakeOuter
 from daso.train.params import Trained, agree_layout, start_equal
-from daso.train.priority import Crossing
+from daso.train.priority import PriorityReducer
 from daso.train.scaling import Scaling, is_probe
 from daso.train.tuning import BucketTuner, first_size
 
-__all__ = ["Sync"]
+__all__ = ["Synchronizer"]
 
 logger = logging.getLogger("daso")
 
 
-class Sync:
+class Synchronizer:
     """Keeps one model the same on all ranks, or as near as the schedule asks.
 
     Args:
@@ -62,7 +62,7 @@ class Sync:
         trained: Trained,
         topology: Topology,
         settings: Settings,
-        counts: Counts,
+        counts: Metrics,
         *,
         outer: MakeOuter | None = None,
     ) -> None:
@@ -71,8 +71,8 @@ class Sync:
         start_equal(trained, topology, settings.exchange.stall_seconds)
         self.trained, self.topology, self.settings = trained, topology, settings
         self.counts, self.changes = counts, ParameterChanges(trained)
-        self.links = Links(topology, settings)
-        self.meeting = Meeting(trained, topology, self.links, self.counts)
+        self.links = Channels(topology, settings)
+        self.meeting = Coordinator(trained, topology, self.links, self.counts)
         self._carrier = _carrier(self.links, counts, settings)
         self.over: str | None = None  # why it can do nothing any more
         self._batch = 0  # steps taken
@@ -81,7 +81,7 @@ class Sync:
         self._synchronous = self._compresses = self._by_layers = self._looked = False
         self.compressor = self.links.compressor(settings.gradient_wire(hidden=True))
         bucket_bytes, search = first_size(settings, sum(p.nbytes for _, p in trained.named))
-        self.buckets = GradientBuckets(
+        self.buckets = GradientReducer(
             trained.named,
             self._choose_node(),
             self._route(between=False),
@@ -124,15 +124,17 @@ class Sync:
             self.links.engine.close()
             raise
 
-    def _layers(self) -> LayerSteps | None:
+    def _layers(self) -> LayerwiseStep | None:
         """Return how steps are taken layer by layer; None where they are always whole."""
         if self.settings.whole:
             return None
         if self.topology.place.nodes > 1:
-            return LayerSteps(self.trained, self.buckets, self.meeting.count_drop, self.counts.good)
+            return LayerwiseStep(
+                self.trained, self.buckets, self.meeting.count_drop, self.counts.good
+            )
         # Of gradients that stay in the node nobody looks whether they are finite.
-        inside = isinstance(self._carrier, HostSums)
-        return LayerSteps(self.trained, self.buckets) if inside else None
+        inside = isinstance(self._carrier, HostReducer)
+        return LayerwiseStep(self.trained, self.buckets) if inside else None
 
     def start_watch(self) -> None:
         """Begin a step, by the clock of what computes here."""
@@ -154,15 +156,19 @@ class Sync:
         apart = self.counts.scales_apart and self.layers is None
         self.buckets.route = self._route(between=self._synchronous and not apart)
 
-    def _route(self, *, between: bool) -> Route:
+    def _route(self, *, between: bool) -> ReducePlan:
         place, carrier, whole = self.topology.place, self._carrier, not self._by_layers
         if between and carrier is not None:
-            return Route(place.local_size, place.lanes, carrier=carrier, world=True, whole=whole)
+            return ReducePlan(
+                place.local_size, place.lanes, carrier=carrier, world=True, whole=whole
+            )
         if between:
-            return Route(place.local_size, place.lanes, self._average_between)
+            return ReducePlan(place.local_size, place.lanes, self._average_between)
         alone = max(place.node_sizes) == 1
-        inside = carrier if isinstance(carrier, HostSums) else None
-        return Route(place.local_size, place.local_size, carrier=inside, whole=whole, alone=alone)
+        inside = carrier if isinstance(carrier, HostReducer) else None
+        return ReducePlan(
+            place.local_size, place.local_size, carrier=inside, whole=whole, alone=alone
+        )
 
     def _average_between(self, total: torch.Tensor, bucket: Bucket) -> Finish:
         """Start the mean over the world of a part that holds the sum over this node.
@@ -328,7 +334,7 @@ class Sync:
             p.grad is not None and self.buckets.owns(p.grad) for _, p in self.trained.named
         )
 
-    def after_step(self, acts: Sequence[Act], state: State) -> Seen | None:
+    def after_step(self, acts: Sequence[Action], state: State) -> Measurements | None:
         """Carry out what is due after a batch.
 
         Args:
@@ -352,7 +358,7 @@ class Sync:
             self._tuner.after_step(state.batch, state.wait)
         return seen
 
-    def perform(self, acts: Sequence[Act], state: State) -> Seen | None:
+    def perform(self, acts: Sequence[Action], state: State) -> Measurements | None:
         """Carry out acts in order, then go on from ``state``; return what was agreed on last."""
         seen, error = None, None
         for act in acts:
@@ -365,21 +371,21 @@ class Sync:
             raise error
         return seen
 
-    def _carry_out(self, act: Act, state: State) -> Seen | None:
+    def _carry_out(self, act: Action, state: State) -> Measurements | None:
         exchanges = self.exchanges
-        if act is Act.JOIN:
+        if act is Action.JOIN:
             self.meeting.join()
         elif exchanges is None:  # one node: nothing goes between nodes
             return None
-        elif act is Act.ANCHOR:
+        elif act is Action.ANCHOR:
             exchanges.anchor(state.batch)
-        elif act is Act.SEND:
+        elif act is Action.SEND:
             exchanges.send(state.batch, state.fragment, wait=state.wait)
-        elif act is Act.SEND_ALL:
+        elif act is Action.SEND_ALL:
             exchanges.send(state.batch, None, wait=0)
-        elif act is Act.RECEIVE:
+        elif act is Action.RECEIVE:
             return exchanges.receive(state.batch)
-        elif act is Act.MEASURE:
+        elif act is Action.MEASURE:
             return exchanges.measure(state.batch)
         return None
 
@@ -477,11 +483,11 @@ class Sync:
         self.buckets.close()
 
 
-def _carrier(links: Links, counts: Counts, settings: Settings) -> Carrier | None:
+def _carrier(links: Channels, counts: Metrics, settings: Settings) -> BackgroundReducer | None:
     """Return what averages gradients in other threads; None where the training thread does."""
     gradients = settings.gradients
     if gradients.order == "host":
-        return HostSums(links, counts, links.place.local_size)
+        return HostReducer(links, counts, links.place.local_size)
     if gradients.order == "priority":
-        return Crossing(links, counts, gradients.portions)
+        return PriorityReducer(links, counts, gradients.portions)
     return None

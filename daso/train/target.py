@@ -12,7 +12,7 @@ from daso.errors import ConfigError
 from daso.plan.costs import payload_rounds
 from daso.plan.options import Exchange, Gradients, Settings
 from daso.plan.throttles import ThrottlePlan
-from daso.train.links import Links
+from daso.train.links import Channels
 
 __all__ = ["simulate_target"]
 
@@ -68,7 +68,7 @@ def _link_off(link: LinkModel, topology: Topology) -> float:
     sent = min(MOST_BYTES, seconds * link.bytes_per_second)
     numel = max(1, int(sent / 4 / (2 * (nodes - 1) / nodes)))
     settings = Settings(wire="fp32", merge="auto", exchange=Exchange(), gradients=Gradients())
-    links = Links(topology, settings)
+    links = Channels(topology, settings)
     try:
         parts = [_crossing(links, torch.ones(numel, device="cpu"), link) for _ in range(TRIES + 1)]
     finally:
@@ -76,7 +76,7 @@ def _link_off(link: LinkModel, topology: Topology) -> float:
     return min(parts[1:])  # the first makes buffers, and whatever comes between only adds
 
 
-def _crossing(links: Links, row: torch.Tensor, link: LinkModel) -> float:
+def _crossing(links: Channels, row: torch.Tensor, link: LinkModel) -> float:
     links.engine.run(links.gather(0.0))  # all begin together
     if links.place.lane is None:
         return 0.0

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from daso.plan.chunks import ChunkSearch
+from daso.plan.chunks import BucketSizeSearch
 from daso.plan.options import Settings
-from daso.train.meeting import Meeting
+from daso.train.meeting import Coordinator
 
 if TYPE_CHECKING:
     from daso.comm.engine import WorkHandle
@@ -18,13 +18,13 @@ LEAST_BYTES = 1 << 16
 MARGIN = 2  # batches that the slowest rank's word may take beside exchanges
 
 
-def bucket_search(nbytes: int) -> ChunkSearch:
+def bucket_search(nbytes: int) -> BucketSizeSearch:
     """Return how to search for a model whose gradients take so many bytes."""
     least = max(1, min(LEAST_BYTES, nbytes))
-    return ChunkSearch(least, max(least, nbytes))
+    return BucketSizeSearch(least, max(least, nbytes))
 
 
-def first_size(settings: Settings, nbytes: int) -> tuple[int, ChunkSearch | None]:
+def first_size(settings: Settings, nbytes: int) -> tuple[int, BucketSizeSearch | None]:
     """Return the size of buckets to begin with, and the search for a better one, if any.
 
     Args:
@@ -51,8 +51,8 @@ class BucketTuner:
 
     def __init__(
         self,
-        search: ChunkSearch,
-        meeting: Meeting,
+        search: BucketSizeSearch,
+        meeting: Coordinator,
         cut: Callable[[int], object],
         groups: Callable[[int], object],
     ) -> None:

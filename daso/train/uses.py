@@ -6,10 +6,10 @@ import torch
 
 from daso.train.params import Named
 
-__all__ = ["Uses"]
+__all__ = ["ModuleParameters"]
 
 
-class Uses:
+class ModuleParameters:
     """Parameters that each module's forward needs: as far in as can be.
 
     Some modules use parameters of modules inside without calling them, as MultiheadAttention.

@@ -7,7 +7,7 @@ import torch
 from daso.comm.compress import Codec, codec_named, pieces
 from daso.comm.dtypes import accumulator
 from daso.plan.layout import Span, aligned
-from daso.train.shares import Shares
+from daso.train.shares import Partition
 
 __all__ = ["Wired"]
 
@@ -20,7 +20,7 @@ class Wired:
         wire: As for `daso.DASO`, but not "auto"; None: gradients cross as they are.
     """
 
-    def __init__(self, shares: Shares, wire: str | None) -> None:
+    def __init__(self, shares: Partition, wire: str | None) -> None:
         self._shares, self._wire = shares, wire
         self._residuals: dict[tuple[int, int], torch.Tensor] = {}  # by owner and parameter
 
@@ -33,7 +33,7 @@ class Wired:
             owner: Of the rows.
             layers: Which, in order.
             has: For each parameter of these, whether there is a gradient.
-            row: The gradients (nbytes,), as `Shares.pack` made it; not written to.
+            row: The gradients (nbytes,), as `Partition.pack` made it; not written to.
 
         Returns:
             Bytes (nbytes,), fewer.
@@ -60,7 +60,7 @@ class Wired:
         self._residuals[key] = torch.sub(wide, kept, out=kept)
 
     def decode(self, owner: int, layers: Sequence[int], payload: torch.Tensor) -> torch.Tensor:
-        """Return gradients as `Shares.pack` made them, but for what was lost."""
+        """Return gradients as `Partition.pack` made them, but for what was lost."""
         if self._wire is None:
             return payload
         row = torch.zeros(

@@ -25,7 +25,7 @@ from daso.comm.throttle import CopyLink
 from daso.errors import ExchangeError, StallError, TopologyError
 from daso.plan.layout import Span, chunk_parts, split
 from daso.plan.merge import ADOPT, KEEP
-from daso.train.part import Part, Way
+from daso.train.part import DeltaShard, MergeOptions
 
 pytestmark = pytest.mark.mpi
 
@@ -155,7 +155,7 @@ def test_iallreduce_keeps_more_chunks_apart_than_are_under_way(topology, engine)
     place, size = topology.place, topology.place.size
     kept, chunks = BufferPool(window(size)), chunk_parts(1100, size, 100)
     assert len(chunks) > kept.window
-    part = Part(torch.zeros(1100), Way())
+    part = DeltaShard(torch.zeros(1100), MergeOptions())
     for seed in (1, 2):
         rows = rows_of_all_ranks(size, 1100, seed=seed)
         expected = sequential_mean([row - part.reference for row in rows], [1] * size, size)
@@ -178,7 +178,7 @@ def encode(part, codec, chunks, peers, x, *, keeps):
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_small_wire_never_freezes_a_weight(topology, engine, wire, keeps):
     place, size = topology.place, topology.place.size
-    part = Part(torch.ones(37), Way())
+    part = DeltaShard(torch.ones(37), MergeOptions())
     part.reference.fill_(1.0)
     x, rounded, chunks = torch.ones(37), {}, chunk_parts(37, size, 10)
     exchange = deterministic_allreduce(topology.world, codec_named(wire), [1] * size, size, rounded)
@@ -208,8 +208,8 @@ def test_many_rows_in_one_process_get_the_same_bits(topology, engine, wire, keep
     place, size, codec = topology.place, topology.place.size, codec_named(wire)
     rows = rows_of_all_ranks(size, 9001, seed=3)
     weights, chunks = [1 + rank % 2 for rank in range(size)], chunk_parts(9001, size, 5000)
-    parts = [Part(torch.empty(9001), Way()) for _ in rows]
-    mine = Part(torch.empty(9001), Way())
+    parts = [DeltaShard(torch.empty(9001), MergeOptions()) for _ in rows]
+    mine = DeltaShard(torch.empty(9001), MergeOptions())
     exchange = deterministic_allreduce(topology.world, codec, weights, sum(weights))
     adder = WeightedMean(codec, weights, sum(weights), {})
     for _ in range(3):

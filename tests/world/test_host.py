@@ -18,7 +18,7 @@ import daso
 from daso.comm.throttle import CopyLink, pretend_device
 from daso.errors import ConfigError, ExchangeError, StallError
 from daso.plan.costs import flow_shop_seconds
-from daso.train.host import HostSums
+from daso.train.host import HostReducer
 
 UPDATES = ["whole", "chunk"]
 
@@ -109,14 +109,14 @@ def slow_chain(count=4):
 def told(monkeypatch):
     """Return a list of when chunks came back, for each round."""
     rounds = []
-    carry = HostSums._carry
+    carry = HostReducer._carry
 
     def carried(self, portions, *, world):
         self.log = Log()
         rounds.append(self.log)
         return carry(self, portions, world=world)
 
-    monkeypatch.setattr(HostSums, "_carry", carried)
+    monkeypatch.setattr(HostReducer, "_carry", carried)
     return rounds
 
 
@@ -196,7 +196,7 @@ def test_an_error_in_the_thread_that_adds_is_told_at_the_next_step(topology, mon
     def broken(*_, **__):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(HostSums, "_go_on", broken)
+    monkeypatch.setattr(HostReducer, "_go_on", broken)
     with pytest.raises(ExchangeError, match="an exchange failed: no memory"):
         plain(model, optimizer, rank, 1)
     optimizer._session._sync.abandon()

@@ -17,9 +17,9 @@ from torch.nn.utils import prune
 import daso
 from daso.comm.node_shm import ShmNode
 from daso.errors import ConfigError, NonFiniteError
-from daso.train.buckets import GradientBuckets
+from daso.train.buckets import GradientReducer
 from daso.train.links import ABREAST
-from daso.train.priority import Crossing
+from daso.train.priority import PriorityReducer
 
 ORDERS = ["layer", "lifo", "fifo"]
 FREE = {
@@ -236,14 +236,14 @@ def test_what_crosses_is_counted(topology, free):
 def logged(monkeypatch, topology):
     """Let every crossing write down what it does; a list for each round."""
     rounds = []
-    begin = Crossing.begin
+    begin = PriorityReducer.begin
 
     def begun(self, portions, *, world):
         begin(self, portions, world=world)
         self.log = []
         rounds.append((self.log, [portion for portion, _ in portions]))
 
-    monkeypatch.setattr(Crossing, "begin", begun)
+    monkeypatch.setattr(PriorityReducer, "begin", begun)
     return rounds
 
 
@@ -503,13 +503,13 @@ def all_came(buckets, params):
 def test_no_loop_depends_on_when_gradients_come(topology, monkeypatch, free, each, come):
     """Not either where a batch that is only added uses layers that those before did not."""
     same, _ = train(topology, Odd, sgd, each=each, steps=6)
-    monkeypatch.setattr(GradientBuckets, "arrived", come)
+    monkeypatch.setattr(GradientReducer, "arrived", come)
     found, _ = train(topology, Odd, sgd, each=each, steps=6, **free)
     assert found == same
 
 
 def test_a_parameter_used_behind_the_back_of_its_module_is_refused(topology, monkeypatch, free):
-    monkeypatch.setattr(GradientBuckets, "arrived", waited_for)
+    monkeypatch.setattr(GradientReducer, "arrived", waited_for)
     model = seeded(chain)()
     optimizer = wrapped(topology, model, sgd, **free)
 
@@ -560,7 +560,7 @@ def test_a_gradient_that_comes_in_the_middle_of_a_forward_hides_no_early_use(
         calls.append(params)
         return waited_for(buckets, params) if len(calls) == 1 else set(params)
 
-    monkeypatch.setattr(GradientBuckets, "arrived", arrived)
+    monkeypatch.setattr(GradientReducer, "arrived", arrived)
     loss = batch_loss(model, topology.place.rank, 1)
     if is_free(topology, free):
         told = r"gate\.bias was used before the step"

@@ -7,7 +7,7 @@ import pytest
 from models import Odd, adamw, batch_loss, flat_bytes, mlp, seeded, sgd
 
 import daso
-from daso.plan.chunks import ChunkSearch
+from daso.plan.chunks import BucketSizeSearch
 from daso.train import tuning
 
 BEST = 256  # bytes
@@ -65,7 +65,7 @@ class Clock:
 def test_all_ranks_find_the_same_size_after_the_same_batches(topology, monkeypatch, policy):
     place, clock = topology.place, Clock(topology.place.rank)
     monkeypatch.setattr(tuning, "time", clock)
-    monkeypatch.setattr(tuning, "bucket_search", lambda _: ChunkSearch(32, 4096, every=2))
+    monkeypatch.setattr(tuning, "bucket_search", lambda _: BucketSizeSearch(32, 4096, every=2))
 
     def look(optimizer):
         clock.nbytes = optimizer.report().get("bucket_bytes", BEST)

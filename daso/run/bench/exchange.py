@@ -18,7 +18,7 @@ from daso.plan.layout import message_chunks
 from daso.plan.options import Exchange
 from daso.run.bench.contenders import join_gloo
 from daso.run.bench.rounds import sent_bytes, take_turns
-from daso.train.part import Part, Way, message_numel
+from daso.train.part import DeltaShard, MergeOptions, message_numel
 
 __all__ = ["PARAMETERS", "Plan", "figures", "limit_seconds", "measure", "ratios", "table"]
 
@@ -117,7 +117,7 @@ def _ordered(
             engine.run(exchange.run(row, chunks))
 
         return run_exact
-    part, values = Part(torch.ones(numel), Way()), torch.ones(numel)
+    part, values = DeltaShard(torch.ones(numel), MergeOptions()), torch.ones(numel)
     spans = [span for parts in cut(chunks, size) for span in parts]
 
     def run() -> float:

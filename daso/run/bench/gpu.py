@@ -19,7 +19,7 @@ from daso.run.bench.gpu_models import MODELS, PRETENDED, Shape
 from daso.run.bench.rounds import over, take_turns
 from daso.train.fused import Fused
 from daso.train.packing import Choice, choose, pack, take, views
-from daso.train.part import Part, Way
+from daso.train.part import DeltaShard, MergeOptions
 
 __all__ = ["MODELS", "PRETENDED", "Plan", "figures", "measure", "table"]
 
@@ -181,7 +181,7 @@ def _over_copy(
     target = torch.empty_like(source)
     calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
     for name, fused in made.items():
-        part = Part(torch.zeros_like(source), Way(), on_device=True)
+        part = DeltaShard(torch.zeros_like(source), MergeOptions(), on_device=True)
         part.fused = fused
         mean = torch.full((part.piece,), 1e-3, device=device)
         calls[f"{name} pack"] = partial(pack, part, params, keeps=True)

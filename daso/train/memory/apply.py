@@ -13,7 +13,7 @@ from daso.errors import ConfigError
 from daso.plan.swapping import Course, Link, Plan, choose, fate, floor
 from daso.train.memory.passes import Counts, Follower, Pass, Steps
 from daso.train.memory.profile import Loss, default_loss, profile
-from daso.train.memory.script import Script, write_script
+from daso.train.memory.script import ActivationTrace, write_script
 from daso.train.memory.sizes import parse_bytes
 from daso.train.memory.static import Static, static_bytes
 from daso.train.memory.tiers import Second, measure, open_tier
@@ -44,7 +44,7 @@ class MemoryPlan:
     static: Static
     link: Link
     second: Second
-    script: Script = field(repr=False)
+    script: ActivationTrace = field(repr=False)
     chosen: Plan = field(repr=False)
     plain: Course = field(repr=False)
     model: torch.nn.Module = field(repr=False)

@@ -13,8 +13,8 @@ from daso.plan.layout import aligned
 from daso.plan.swapping import KEEP, RECOMPUTE, SWAP, Part, Plan, fate
 from daso.train.memory.observe import bytes_of, counts, has_storage, tensors_in
 from daso.train.memory.profile import View
-from daso.train.memory.replay import Tail
-from daso.train.memory.script import Closure, Script
+from daso.train.memory.replay import RecomputeSegment
+from daso.train.memory.script import ActivationTrace, Closure
 from daso.train.memory.tiers import Copying, Tier
 
 __all__ = ["Counts", "Follower", "Pass", "Steps"]
@@ -54,7 +54,7 @@ class Steps:
         plan: For its units.
     """
 
-    def __init__(self, script: Script, plan: Plan) -> None:
+    def __init__(self, script: ActivationTrace, plan: Plan) -> None:
         self.script, self.plan, self.count = script, plan, len(script.units)
         self.fates = {
             one: fate(plan.ways[unit], name) for one, (unit, name) in script.groups.items()
@@ -95,7 +95,7 @@ def _users(
     return found
 
 
-class Held:
+class SavedTensor:
     """A saved storage, wherever it is.
 
     Args:
@@ -118,7 +118,9 @@ class Held:
         "number",
     )
 
-    def __init__(self, number: int, nbytes: int, owner: "Pass", tail: Tail | None) -> None:
+    def __init__(
+        self, number: int, nbytes: int, owner: "Pass", tail: RecomputeSegment | None
+    ) -> None:
         self.number, self.nbytes, self._owner, self._tail = number, nbytes, owner, tail
         self._base: torch.Tensor | None = None
         self._leaving: Copying | None = None
@@ -203,7 +205,7 @@ class Kept(NamedTuple):
 class Handle(NamedTuple):
     """What autograd keeps of a tensor."""
 
-    held: Held
+    held: SavedTensor
     view: View
     user: int  # unit whose backward reads it
 
@@ -220,15 +222,15 @@ class Pass:
 
     def __init__(self, steps: Steps, tier: Tier, counts: Counts, device: torch.device) -> None:
         self.steps, self.tier, self.counts, self.device = steps, tier, counts, device
-        self.held: weakref.WeakValueDictionary[int, Held] = weakref.WeakValueDictionary()
-        self._tails = {unit: Tail(closure) for unit, closure in steps.closures.items()}
+        self.held: weakref.WeakValueDictionary[int, SavedTensor] = weakref.WeakValueDictionary()
+        self._tails = {unit: RecomputeSegment(closure) for unit, closure in steps.closures.items()}
         self.unit = -1  # whose forward it is
         self.back = steps.count  # whose backward it is
         self.strayed = self.beyond = False
         self._saved = 0
         self._numbers: dict[int, int] = {}  # of storages, by address
         self._outside: set[int] = set()  # that were met
-        self._swapped: dict[Part, list[weakref.ref[Held]]] = {}
+        self._swapped: dict[Part, list[weakref.ref[SavedTensor]]] = {}
         self.copies: dict[int, Copying] = {}  # to the second memory, by storage
         self._lease = tier.lease(steps.slab_bytes) if steps.slab_bytes else 0
         if steps.slab_bytes:
@@ -294,7 +296,7 @@ class Pass:
                 if number in self.copies:
                     self.copies.pop(number).wait()
 
-    def _those(self, part: Part) -> list[Held]:
+    def _those(self, part: Part) -> list[SavedTensor]:
         """Return what is still needed of what goes to the second memory together."""
         some = (reference() for reference in self._swapped.get(part, ()))
         return [held for held in some if held is not None]
@@ -324,14 +326,14 @@ class Pass:
                 held = self._hold(number, tensor)
         return Handle(held, View.of(tensor), script.users[index])
 
-    def _hold(self, number: int, tensor: torch.Tensor) -> Held:
+    def _hold(self, number: int, tensor: torch.Tensor) -> SavedTensor:
         part, way = self.steps.parts[number], self.steps.fates[number]
         nbytes = tensor.untyped_storage().nbytes()
         larger = nbytes > self.steps.script.nbytes[number]
         if larger:
             self._count_as_strayed()
         tail = self._tails[part.unit] if way == RECOMPUTE else None
-        self.held[number] = held = Held(number, nbytes, self, tail)
+        self.held[number] = held = SavedTensor(number, nbytes, self, tail)
         if tail is not None:
             tail.items[number] = held
             return held

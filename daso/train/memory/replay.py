@@ -12,7 +12,7 @@ from daso.train.memory.observe import tensors_in
 from daso.train.memory.profile import View
 from daso.train.memory.script import SHAPES_ALONE, Closure, keeps_statistics, name_of
 
-__all__ = ["Content", "Tail", "Taken"]
+__all__ = ["Content", "RecomputeSegment", "Taken"]
 
 
 class Content(Protocol):
@@ -55,7 +55,7 @@ class _Note(NamedTuple):
     views: list[View]
 
 
-class Tail:
+class RecomputeSegment:
     """What a unit's tail is made of again.
 
     Args:

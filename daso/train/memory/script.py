@@ -11,10 +11,10 @@ from daso.plan.swapping import Group, Unit
 from daso.train.memory.observe import Observer, Op, Seen
 
 __all__ = [
+    "ActivationTrace",
     "Closure",
     "Iteration",
     "Pack",
-    "Script",
     "is_heavy",
     "keeps_statistics",
     "name_of",
@@ -152,7 +152,7 @@ class Closure:
 
 
 @dataclass(slots=True)
-class Script:
+class ActivationTrace:
     """What is known of a model's iteration: whoever carries out a plan follows it.
 
     Args:
@@ -264,7 +264,7 @@ class _Closures:
         return op.plain and op.func.namespace == "aten" and (made_here or keeps_statistics(op.func))
 
 
-def write_script(seen: Iteration, least: int) -> Script:
+def write_script(seen: Iteration, least: int) -> ActivationTrace:
     """Return the script of an iteration.
 
     Args:
@@ -283,7 +283,7 @@ def write_script(seen: Iteration, least: int) -> Script:
     }
     closures = _by_unit(seen, found.tails, groups)
     ops = seen.ops[: seen.forward]
-    return Script(
+    return ActivationTrace(
         [op.func for op in ops],
         [op.reads for op in ops],
         [op.makes for op in ops],

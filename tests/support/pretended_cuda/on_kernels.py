@@ -16,7 +16,7 @@ from world import test_odd_moments, test_sync
 import daso
 from daso.train import rows
 from daso.train.packing import Choice
-from daso.train.part import Part
+from daso.train.part import DeltaShard
 from pretended_cuda import LIBRARY
 
 pytestmark = [pytest.mark.mpi, pytest.mark.real_mpi, pytest.mark.nodes((1, 1), (2,), (2, 1))]
@@ -83,14 +83,14 @@ def kernels():
 def everywhere(kernels, monkeypatch):
     """Pack by kernels where there are any: not for int4, nor for fp64."""
     monkeypatch.setattr(rows, "choose", lambda *_: Choice(kernels, "kernels, interpreted"))
-    real = Part.rehearse
+    real = DeltaShard.rehearse
 
     def uncounted(part, *given):
         before = kernels._pack.launches, kernels._take.launches
         real(part, *given)
         kernels._pack.launches, kernels._take.launches = before
 
-    monkeypatch.setattr(Part, "rehearse", uncounted)
+    monkeypatch.setattr(DeltaShard, "rehearse", uncounted)
 
 
 test_one_nan = test_odd_moments.test_one_nan_costs_one_exchange_and_no_other_nodes_work

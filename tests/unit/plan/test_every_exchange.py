@@ -10,17 +10,25 @@ from hypothesis import strategies as st
 
 from daso.plan.header import Header, Tally
 from daso.plan.policy import Auto, Fixed, Plateau, Qsr
-from daso.plan.schedule import Act, Seen, State, after_batch, after_epoch, after_exchange, drain
+from daso.plan.schedule import (
+    Action,
+    Measurements,
+    State,
+    after_batch,
+    after_epoch,
+    after_exchange,
+    drain,
+)
 from daso.plan.step_restoration import required_gain
 
 checked = settings(derandomize=True, max_examples=100, deadline=None)
 
-SEND, SEND_ALL, RECEIVE, MEASURE = Act.SEND, Act.SEND_ALL, Act.RECEIVE, Act.MEASURE
+SEND, SEND_ALL, RECEIVE, MEASURE = Action.SEND, Action.SEND_ALL, Action.RECEIVE, Action.MEASURE
 # By the last act after measurements: whether all were in step before, and are afterwards.
 TURNS = {
     (): [(False, False), (True, True)],
-    (Act.JOIN,): [(False, True)],
-    (Act.ANCHOR,): [(True, False)],
+    (Action.JOIN,): [(False, True)],
+    (Action.ANCHOR,): [(True, False)],
 }
 
 # --- every skip, wait and length ---------------------------------------------------------------
@@ -210,7 +218,7 @@ autos = st.builds(
 )
 policies = st.one_of(fixed(), plateaus, quadratic(), autos)
 amounts = st.one_of(st.sampled_from([0.0, 1e-300, 1e300]), st.floats(1e-6, 10.0))
-measured = st.lists(st.builds(Seen, *[amounts] * 8), min_size=1, max_size=12)
+measured = st.lists(st.builds(Measurements, *[amounts] * 8), min_size=1, max_size=12)
 whole = st.one_of(
     st.tuples(st.just("batches"), st.one_of(st.integers(1, 40), st.integers(100, 140))),
     st.tuples(st.just("epoch"), st.sampled_from([0.5, 1.0, 2.0])),
@@ -252,7 +260,7 @@ def test_a_state_goes_through_a_file_unchanged_and_keeps_its_types(policy, fragm
     training.go(("batches", 30))
     loaded = State.load(json.loads(json.dumps(asdict(training.state))))
     assert loaded == training.state
-    assert type(loaded.seen) is Seen
+    assert type(loaded.seen) is Measurements
     assert type(loaded.plateau) is type(training.state.plateau)
 
 
@@ -287,7 +295,7 @@ def agreed(said, order):
         sums += Tally.measured(distance, norm, moved, 2.0)
     drift = sums.drift(nodes=len(said), batches=3)
     lacked = required_gain(sums.distance, sums.moved, nodes=len(said), batches=3, momentum=0.9)
-    return Seen(most.step_seconds, most.exchange_seconds, most.lr, drift, lacked)
+    return Measurements(most.step_seconds, most.exchange_seconds, most.lr, drift, lacked)
 
 
 @checked
@@ -302,4 +310,4 @@ def test_ranks_that_measure_differently_decide_the_same(policy, fragments, excha
         rank.drain()
     assert all(rank.log == ranks[0].log and rank.state == ranks[0].state for rank in ranks)
     assert ranks[0].flight is None
-    assert {type(act) for act in chain(*(acts for _, acts in ranks[0].log))} <= {Act}
+    assert {type(act) for act in chain(*(acts for _, acts in ranks[0].log))} <= {Action}

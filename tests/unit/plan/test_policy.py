@@ -21,19 +21,27 @@ from daso.plan.policy import (
     Plateau,
     Qsr,
 )
-from daso.plan.schedule import MEASURE_EVERY, Act, Seen, State, after_batch, after_exchange, begin
+from daso.plan.schedule import (
+    MEASURE_EVERY,
+    Action,
+    Measurements,
+    State,
+    after_batch,
+    after_exchange,
+    begin,
+)
 
 checked = settings(derandomize=True, max_examples=100, deadline=None)
 
 ALL = [Fixed(), Plateau(epochs=20), Qsr(0.4), Auto()]
 
 amounts = st.one_of(st.just(0.0), st.floats(1e-9, 1e9), st.floats(0, allow_infinity=False))
-seens = st.builds(Seen, amounts, amounts, amounts, amounts)
+seens = st.builds(Measurements, amounts, amounts, amounts, amounts)
 
 
 def tuned(policy, skip, wait, seen, *, before=None, fragments=1):
     """What a policy chooses at one exchange, as the state machine carries it out."""
-    state = State(skip=skip, wait=wait, fragments=fragments, seen=before or Seen())
+    state = State(skip=skip, wait=wait, fragments=fragments, seen=before or Measurements())
     acts, state = after_exchange(policy, state, seen)
     assert acts == ()
     assert state.seen == seen
@@ -53,11 +61,11 @@ def trained(policy, exchanges, drift_of, *, skip=1, lr=lambda batch: 1.0, second
         acts, state = after_batch(policy, state)
         told = None
         for act in acts:
-            if act is Act.RECEIVE:
+            if act is Action.RECEIVE:
                 told, measured = flight
             else:
                 batches, rate = state.batch - since[state.fragment], lr(state.batch)
-                flight = Seen(1.0, seconds, rate, measured), drift_of(batches, rate)
+                flight = Measurements(1.0, seconds, rate, measured), drift_of(batches, rate)
                 since[state.fragment] = state.batch
         if told is not None:
             acts, state = after_exchange(policy, state, told)
@@ -84,20 +92,21 @@ def test_qsr_is_the_quadratic_rule_at_every_rate(alpha, max_skip):
     for lr in rates:
         # A rate within rounding of the next whole number may be taken for it, either way.
         near = {quadratic(alpha * (1 + off), lr, 4, max_skip) for off in (-1e-15, 0, 1e-15)}
-        assert tuned(policy, 4, 1, Seen(lr=lr)).skip in near
+        assert tuned(policy, 4, 1, Measurements(lr=lr)).skip in near
 
 
 @checked
 @given(st.integers(1, 300), st.sampled_from([0.5, 1.0, 0.0078125]), st.integers(1, 300))
 def test_qsr_hits_whole_numbers_exactly(root, lr, max_skip):
     policy = Qsr(root * lr, skip=1, max_skip=max_skip)
-    assert tuned(policy, 1, 1, Seen(lr=lr)).skip == min(max_skip, root**2)
+    assert tuned(policy, 1, 1, Measurements(lr=lr)).skip == min(max_skip, root**2)
 
 
 def test_qsr_in_the_papers_numbers():
     # H_base 4 at the peak rate 0.008: alpha 0.0175 gives H = 4 until the rate is 0.00875.
     chosen = [
-        tuned(Qsr(0.0175), 4, 1, Seen(lr=lr)).skip for lr in (0.008, 0.0078, 0.005, 0.001, 1e-5)
+        tuned(Qsr(0.0175), 4, 1, Measurements(lr=lr)).skip
+        for lr in (0.008, 0.0078, 0.005, 0.001, 1e-5)
     ]
     assert chosen == [4, 5, 12, 256, 256]
 
@@ -107,19 +116,19 @@ def test_qsr_in_the_papers_numbers():
 def test_qsr_looks_at_the_rate_alone_and_keeps_wait(seen, skip):
     policy = Qsr(0.5, skip=skip, wait=2, max_skip=100)
     state = tuned(policy, skip, 2, seen)
-    alone = tuned(policy, skip, 2, Seen(lr=seen.lr))
+    alone = tuned(policy, skip, 2, Measurements(lr=seen.lr))
     assert (state.skip, state.wait) == (alone.skip, 2)
     assert skip <= state.skip <= 100
 
 
 @pytest.mark.parametrize("lr", [0.0, 5e-324, 1e-300])
 def test_a_rate_of_nothing_gives_qsr_the_most(lr):
-    assert tuned(Qsr(0.1, max_skip=99), 4, 1, Seen(lr=lr)).skip == 99
+    assert tuned(Qsr(0.1, max_skip=99), 4, 1, Measurements(lr=lr)).skip == 99
 
 
 @pytest.mark.parametrize("lr", [1e300, math.inf])
 def test_a_huge_rate_gives_qsr_the_least(lr):
-    assert tuned(Qsr(0.1), 4, 1, Seen(lr=lr)).skip == 4
+    assert tuned(Qsr(0.1), 4, 1, Measurements(lr=lr)).skip == 4
 
 
 def test_qsr_starts_at_its_least_and_follows_a_decaying_rate():
@@ -159,12 +168,12 @@ def test_an_exchange_has_a_fifth_of_its_time_to_spare_unless_wait_is_capped(pair
     [(1.0, 0.5, 1), (1.0, 1.0, 2), (0.1, 1.0, 12), (0.01, 0.2, 24), (1e9, 1e-9, 1)],
 )
 def test_wait_in_numbers(step, exchange, wait):
-    assert tuned(Auto(), 15, 15, Seen(step, exchange)).wait == wait
+    assert tuned(Auto(), 15, 15, Measurements(step, exchange)).wait == wait
 
 
 @pytest.mark.parametrize("skip", [8, 64, 128])
 def test_ranks_may_come_apart_by_an_eighth_of_skip(skip):
-    fast = Seen(step_seconds=1.0, exchange_seconds=0.01)
+    fast = Measurements(step_seconds=1.0, exchange_seconds=0.01)
     assert tuned(Auto(), skip, skip, fast).wait == skip // 8
     assert tuned(Auto(), skip, 1, fast).wait == min(2, skip // 8)
 
@@ -172,11 +181,11 @@ def test_ranks_may_come_apart_by_an_eighth_of_skip(skip):
 @pytest.mark.parametrize(("step", "exchange"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
 def test_wait_stays_where_nothing_was_measured(step, exchange):
     # Two exchanges after one batch, as in a drain, have no step between them.
-    assert tuned(Auto(), 64, 12, Seen(step, exchange)).wait == 12
+    assert tuned(Auto(), 64, 12, Measurements(step, exchange)).wait == 12
 
 
 def test_wait_at_most_doubles_and_is_at_most_max_skip():
-    slow = Seen(step_seconds=0.01, exchange_seconds=60.0)
+    slow = Measurements(step_seconds=0.01, exchange_seconds=60.0)
     assert tuned(Auto(), 16, 3, slow).wait == 6
     assert tuned(Auto(max_skip=5), 5, 3, slow).wait == 5
 
@@ -204,8 +213,8 @@ EXTREMES = [0.0, 5e-324, 1e-300, 1.0, 1e300, sys.float_info.max, math.inf]
 @pytest.mark.parametrize("before", EXTREMES)
 def test_no_number_is_too_small_or_too_large_for_auto(lr, drift, before):
     for seconds in EXTREMES[:-1]:
-        seen = Seen(seconds, 1.0, lr, drift)
-        state = tuned(Auto(), 16, 4, seen, before=Seen(lr=before))
+        seen = Measurements(seconds, 1.0, lr, drift)
+        state = tuned(Auto(), 16, 4, seen, before=Measurements(lr=before))
         assert 1 <= state.wait <= state.skip <= 32
 
 
@@ -215,38 +224,38 @@ def test_no_number_is_too_small_or_too_large_for_auto(lr, drift, before):
 )
 def test_exchanges_are_as_frequent_as_their_work_is_within_budget(own, skip):
     """A step takes a second; nodes hardly drift; skip was 16."""
-    seen = Seen(1.0, 0.5, 0.1, DRIFT**2 / 1e6, own_seconds=own)
-    assert tuned(Auto(), 16, 1, seen, before=Seen(lr=0.1)).skip == skip
-    assert tuned(Auto(budget=0.02), 16, 1, seen, before=Seen(lr=0.1)).skip == (
+    seen = Measurements(1.0, 0.5, 0.1, DRIFT**2 / 1e6, own_seconds=own)
+    assert tuned(Auto(), 16, 1, seen, before=Measurements(lr=0.1)).skip == skip
+    assert tuned(Auto(budget=0.02), 16, 1, seen, before=Measurements(lr=0.1)).skip == (
         32 if own == 0 else min(32, max(1, math.ceil(own / 0.02)))
     )
 
 
 def test_what_exchanges_cost_counts_by_the_steps_time():
-    seen = Seen(0.1, 0.05, 0.1, DRIFT**2 / 1e6, own_seconds=0.0095)
-    assert tuned(Auto(), 8, 1, seen, before=Seen(lr=0.1)).skip == 10
+    seen = Measurements(0.1, 0.05, 0.1, DRIFT**2 / 1e6, own_seconds=0.0095)
+    assert tuned(Auto(), 8, 1, seen, before=Measurements(lr=0.1)).skip == 10
 
 
 def test_drift_bounds_what_is_dear_and_wait_comes_first():
-    dear = Seen(1.0, 0.5, 0.1, DRIFT**2 / 4.5, own_seconds=1.0)
-    assert tuned(Auto(), 4, 1, dear, before=Seen(lr=0.1)).skip == 4
+    dear = Measurements(1.0, 0.5, 0.1, DRIFT**2 / 4.5, own_seconds=1.0)
+    assert tuned(Auto(), 4, 1, dear, before=Measurements(lr=0.1)).skip == 4
     slow = replace(dear, exchange_seconds=6.0)
-    assert tuned(Auto(), 8, 8, slow, before=Seen(lr=0.1)).skip == 8
+    assert tuned(Auto(), 8, 8, slow, before=Measurements(lr=0.1)).skip == 8
 
 
 @pytest.mark.parametrize(
     ("state", "why"),
     [
         (State(skip=1, wait=1), "it began"),
-        (State(skip=1, wait=1, seen=Seen(1.0)), "exchanges cost next to nothing"),
-        (State(skip=6, wait=6, seen=Seen(1.0, 5.0)), "an exchange takes that many batches"),
+        (State(skip=1, wait=1, seen=Measurements(1.0)), "exchanges cost next to nothing"),
+        (State(skip=6, wait=6, seen=Measurements(1.0, 5.0)), "an exchange takes that many batches"),
         (State(hidden=True), "nodes average gradients while backward goes on"),
         (
-            State(skip=8, wait=1, seen=Seen(1.0, 0.5, own_seconds=0.08)),
+            State(skip=8, wait=1, seen=Measurements(1.0, 0.5, own_seconds=0.08)),
             "an exchange takes 80 ms of training: 1 % of that many batches",
         ),
         (
-            State(skip=4, wait=1, seen=Seen(1.0, 0.5, own_seconds=0.08)),
+            State(skip=4, wait=1, seen=Measurements(1.0, 0.5, own_seconds=0.08)),
             "an exchange takes 80 ms of training; nodes drift apart by as much as they may in that "
             "many batches",
         ),
@@ -257,7 +266,7 @@ def test_auto_says_why_skip_is_what_it_is(state, why):
 
 
 # Exchanges that are cheap, of an optimizer that normalizes, on a link that hides gradients.
-FAST = Seen(1.0, 0.5, 0.1, 1e-6, own_seconds=0.01, required_gain=2.0, gradient_seconds=0.5)
+FAST = Measurements(1.0, 0.5, 0.1, 1e-6, own_seconds=0.01, required_gain=2.0, gradient_seconds=0.5)
 BEFORE = State(batch=20, skip=1, wait=1, sent=20, last=20, sends=4, agreed=20)
 
 
@@ -279,7 +288,7 @@ def test_auto_averages_gradients_where_that_is_hidden_and_saves_accuracy(state, 
     state = replace(BEFORE, **state)
     acts, after = after_exchange(Auto(), state, replace(FAST, **seen))
     assert after.hidden == after.synchronous == hides
-    assert acts == ((Act.RECEIVE, Act.JOIN) if hides else ())
+    assert acts == ((Action.RECEIVE, Action.JOIN) if hides else ())
     assert hides == (after.sent is None)
 
 
@@ -290,17 +299,17 @@ def test_it_does_so_until_steps_stand_still_and_tries_again_later():
     for _ in range(EARLY + MEASURE_EVERY):
         acts, state = after_batch(policy, state)
         if acts:
-            assert acts == (Act.MEASURE,)
+            assert acts == (Action.MEASURE,)
             measured.append(state.batch)
             most = EXPOSED if state.batch >= EARLY else HOPELESS
-            seen = Seen(1.0, exposed_seconds=most)
+            seen = Measurements(1.0, exposed_seconds=most)
             assert after_exchange(policy, state, seen) == ((), replace(state, seen=seen))
-            late = Seen(1.0, exposed_seconds=1.01 * most)
-            assert after_exchange(policy, state, late)[0] == (Act.ANCHOR,)
+            late = Measurements(1.0, exposed_seconds=1.01 * most)
+            assert after_exchange(policy, state, late)[0] == (Action.ANCHOR,)
     assert measured == [2, 5, *range(50, 351, 50)]
-    late = Seen(1.0, exposed_seconds=1.01 * EXPOSED)
+    late = Measurements(1.0, exposed_seconds=1.01 * EXPOSED)
     acts, state = after_exchange(policy, state, late)
-    assert acts == (Act.ANCHOR,)
+    assert acts == (Action.ANCHOR,)
     assert (state.skip, state.wait, state.hidden) == (1, 1, False)
     assert state.hide_again == state.batch + AGAIN
 
@@ -334,8 +343,8 @@ def test_other_synchronous_phases_are_not_measured():
 
 
 def test_a_restored_step_may_drift_less():
-    seen = Seen(1.0, 0.5, 0.1, DRIFT**2 / 64, own_seconds=1.0)
-    before = Seen(lr=0.1)
+    seen = Measurements(1.0, 0.5, 0.1, DRIFT**2 / 64, own_seconds=1.0)
+    before = Measurements(lr=0.1)
     assert tuned(Auto(), 64, 1, seen, before=before).skip == 64
     bound = NORMALIZED_DRIFT**2 / DRIFT**2 * 64
     found = tuned(Auto(), 64, 1, replace(seen, required_gain=1.5), before=before)
@@ -344,17 +353,17 @@ def test_a_restored_step_may_drift_less():
 
 
 def test_without_a_measured_drift_skip_stays():
-    assert tuned(Auto(), 16, 1, Seen(1.0, 0.5, 0.1, 0.0)).skip == 16
+    assert tuned(Auto(), 16, 1, Measurements(1.0, 0.5, 0.1, 0.0)).skip == 16
 
 
 def test_nodes_that_hardly_drift_let_skip_grow():
     tally = Tally.measured(1e-13, 1.0, 0.0, 1.0)  # too small to count, as in fine-tuning
     drift = tally.drift(nodes=2, batches=1)
-    assert tuned(Auto(), 1, 1, Seen(1.0, 0.5, 1e-6, drift)).skip == 2
+    assert tuned(Auto(), 1, 1, Measurements(1.0, 0.5, 1e-6, drift)).skip == 2
 
 
 def test_skip_is_never_below_wait():
-    far = Seen(step_seconds=1.0, exchange_seconds=10.0, lr=0.1, drift=1e6)
+    far = Measurements(step_seconds=1.0, exchange_seconds=10.0, lr=0.1, drift=1e6)
     state = tuned(Auto(), 12, 12, far)
     assert (state.skip, state.wait) == (12, 12)
 
@@ -363,7 +372,7 @@ def test_skip_is_never_below_wait():
 def test_auto_reaches_the_skip_that_noise_allows_in_a_few_exchanges_and_stays(start):
     policy, few = Auto(), 2 * math.log2(128)  # up by doubling, then half of the rest each time
     for allowed in range(1, 150):
-        seen = Seen(1.0, 0.5, 0.1, drift=DRIFT**2 / (allowed + 0.5))
+        seen = Measurements(1.0, 0.5, 0.1, drift=DRIFT**2 / (allowed + 0.5))
         state, chosen = State(skip=start, wait=1), []
         while state.skip not in chosen[-1:]:
             chosen.append(state.skip)
@@ -419,7 +428,7 @@ def test_half_the_rate_makes_skip_four_times_as_long():
 
 
 def test_a_rate_that_jumps_up_shortens_skip_at_once_before_drift_is_measured():
-    before = Seen(1.0, 0.5, lr=0.1, drift=DRIFT**2 / 64)
+    before = Measurements(1.0, 0.5, lr=0.1, drift=DRIFT**2 / 64)
     calm = tuned(Auto(), 64, 1, before, before=before)
     jump = tuned(Auto(), 64, 1, replace(before, lr=0.4), before=before)
     assert (calm.skip, jump.skip) == (64, 16)
@@ -434,13 +443,13 @@ def test_twice_the_rate_makes_skip_a_quarter_and_never_less_on_the_way():
 
 
 def test_a_rate_that_was_0_tells_nothing_about_growth():
-    seen = Seen(1.0, 0.5, lr=0.1, drift=DRIFT**2 / 16)
-    assert tuned(Auto(), 16, 1, seen, before=Seen(lr=0.0)).skip == 16
+    seen = Measurements(1.0, 0.5, lr=0.1, drift=DRIFT**2 / 16)
+    assert tuned(Auto(), 16, 1, seen, before=Measurements(lr=0.0)).skip == 16
 
 
 def test_a_rate_of_0_leaves_skip_as_it_is():
-    seen = Seen(1.0, 0.5, lr=0.0, drift=1.0)
-    assert tuned(Auto(), 16, 1, seen, before=Seen(lr=0.1)).skip == 16
+    seen = Measurements(1.0, 0.5, lr=0.0, drift=1.0)
+    assert tuned(Auto(), 16, 1, seen, before=Measurements(lr=0.1)).skip == 16
 
 
 def test_auto_begins_with_an_exchange_at_every_batch_and_doubles():
@@ -457,10 +466,10 @@ def test_the_warmup_of_auto_is_synchronous_and_then_anchors(warmup):
     assert state.synchronous
     for batch in range(1, warmup + 1):
         acts, state = after_batch(policy, state)
-        assert acts == ((Act.ANCHOR,) if batch == warmup else ())
+        assert acts == ((Action.ANCHOR,) if batch == warmup else ())
     assert (state.skip, state.wait) == (1, 1)
     acts, state = after_batch(policy, state)
-    assert acts == (Act.SEND,)
+    assert acts == (Action.SEND,)
 
 
 # --- all policies ------------------------------------------------------------------------------
@@ -478,7 +487,7 @@ def test_a_choice_is_a_function_of_state_and_what_was_seen(pair, seen, before, p
 @pytest.mark.parametrize("policy", [Fixed(), Plateau(epochs=20)])
 def test_fixed_and_plateau_do_not_look_at_what_was_seen(policy):
     state = State(skip=4, wait=1)
-    assert policy.tune_exchange(state, Seen(1.0, 9.0, 0.1, 5.0)) is state
+    assert policy.tune_exchange(state, Measurements(1.0, 9.0, 0.1, 5.0)) is state
 
 
 @pytest.mark.parametrize("policy", [Fixed(), Qsr(0.4), Auto()])
@@ -604,4 +613,4 @@ def test_auto_refuses_with_rule_and_value(values, match):
 def test_qsr_and_auto_take_the_edges_of_their_ranges():
     assert Qsr(1, skip=1, wait=1, max_skip=1).start() == State(skip=1, wait=1)
     assert Qsr(1, skip=2, wait=0, max_skip=2).start() == State(skip=2, wait=0)
-    assert tuned(Auto(drift=1, max_skip=1), 1, 1, Seen(1.0, 9.0, 0.1, 1e-9)).skip == 1
+    assert tuned(Auto(drift=1, max_skip=1), 1, 1, Measurements(1.0, 9.0, 0.1, 1e-9)).skip == 1

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daso.plan.policy import Fixed, Plateau
-from daso.plan.schedule import Act, State, after_batch, after_epoch, drain
+from daso.plan.schedule import Action, State, after_batch, after_epoch, drain
 
 checked = settings(derandomize=True, max_examples=100, deadline=None)
 
-ANCHOR, SEND, RECEIVE, JOIN = Act.ANCHOR, Act.SEND, Act.RECEIVE, Act.JOIN
-SEND_ALL = Act.SEND_ALL
+ANCHOR, SEND, RECEIVE, JOIN = Action.ANCHOR, Action.SEND, Action.RECEIVE, Action.JOIN
+SEND_ALL = Action.SEND_ALL
 PAIRS = [(skip, wait) for skip in range(1, 9) for wait in range(skip + 1)]
 SKIPPING = [pair for pair in PAIRS if pair != (1, 0)]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from daso.errors import ConfigError
 from daso.plan.layout import Span, flagged
-from daso.plan.slices import Portion, Waiting, cut_portions, efficient_bytes
+from daso.plan.slices import Portion, PriorityQueue, cut_portions, efficient_bytes
 
 numels = st.lists(st.integers(0, 5000), min_size=1, max_size=60)
 capacities = st.integers(1, 6000)
@@ -70,7 +70,7 @@ def portions_of(layers):
 
 @given(st.permutations(range(8)), st.sampled_from(["layer", "lifo", "fifo"]))
 def test_all_that_is_ready_leaves_in_order(came, order):
-    waiting = Waiting(order, portions_of([0, 0, 1, 1, 2, 2, 3, 3]))
+    waiting = PriorityQueue(order, portions_of([0, 0, 1, 1, 2, 2, 3, 3]))
     for portion in came:
         waiting.add(portion)
     taken = [waiting.take() for _ in came]
@@ -85,7 +85,7 @@ def test_all_that_is_ready_leaves_in_order(came, order):
 def test_whenever_one_is_taken_none_that_is_ready_is_needed_sooner(moves):
     """A number makes that portion ready, once; None takes one."""
     layers = [at // 3 for at in range(31)]
-    waiting, ready, seen = Waiting("layer", portions_of(layers)), set(), set()
+    waiting, ready, seen = PriorityQueue("layer", portions_of(layers)), set(), set()
     for move in moves:
         if move is not None and move not in seen:
             waiting.add(move)

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daso.plan.options import Exchange, Gradients, Settings
-from daso.plan.schedule import Seen
+from daso.plan.schedule import Measurements
 from daso.plan.wires import FEW, next_wire
 
 seconds = st.floats(1e-6, 1e3)
 
 
 def seen(batches):
-    return Seen(step_seconds=0.1, exchange_seconds=0.1 * batches)
+    return Measurements(step_seconds=0.1, exchange_seconds=0.1 * batches)
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,9 @@ def test_where_the_work_of_exchanges_makes_them_rare_they_take_their_time(own, b
 
 @given(st.sampled_from(["bf16", "int4"]), st.floats(0, 1e3), st.floats(0, 1e3))
 def test_what_is_small_or_not_measured_changes_nothing(now, step, exchange):
-    assert next_wire(now, Seen(step, exchange), numel=FEW - 1) == now
-    assert next_wire(now, Seen(0.0, exchange), numel=FEW) == now
-    assert next_wire(now, Seen(step, 0.0), numel=FEW) == now
+    assert next_wire(now, Measurements(step, exchange), numel=FEW - 1) == now
+    assert next_wire(now, Measurements(0.0, exchange), numel=FEW) == now
+    assert next_wire(now, Measurements(step, 0.0), numel=FEW) == now
 
 
 @given(seconds, seconds)
@@ -61,7 +61,7 @@ def test_on_a_link_that_stays_the_same_the_wire_settles(step, wide):
     taken = {"bf16": wide, "int4": wide * 4.25 / 16}
     wire, wires = "bf16", []
     for _ in range(6):
-        wire = next_wire(wire, Seen(step, taken[wire]), numel=FEW)
+        wire = next_wire(wire, Measurements(step, taken[wire]), numel=FEW)
         wires.append(wire)
     assert len(set(wires)) == 1
 

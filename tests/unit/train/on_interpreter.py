@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from daso.comm.compress import codec_named
 from daso.plan.layout import split
 from daso.train.fused import Fused
-from daso.train.part import Part, Way
+from daso.train.part import DeltaShard, MergeOptions
 
 WIRES = ("fp32", "bf16", "fp16")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,7 +30,7 @@ def kernels():
 class Model:
     """Parameters of several types one after the other in memory of their own, and two parts."""
 
-    def __init__(self, kernels, numels, types, seed, way=Way()):  # noqa: B008 - frozen
+    def __init__(self, kernels, numels, types, seed, way=MergeOptions()):  # noqa: B008 - frozen
         generator = torch.Generator().manual_seed(seed)
         self.params = [
             torch.randn(numel, generator=generator).to(dtype)
@@ -40,7 +40,7 @@ class Model:
         self.views = [(p, at) for p, at in zip(self.params, starts, strict=False) if p.numel()]
         self.numel = sum(numels)
         made = Fused(kernels, lambda: self.views)
-        self.parts = [Part(torch.zeros(self.numel), way, on_device=True) for _ in range(2)]
+        self.parts = [DeltaShard(torch.zeros(self.numel), way, on_device=True) for _ in range(2)]
         self.parts[1].fused = made
         reference = torch.randn(self.numel, generator=generator)
         for part in self.parts:
@@ -92,7 +92,7 @@ def test_no_bit_differs_from_torch(kernels, sizes, wires, chunks, eager, seed):
     numels, types = zip(*sizes, strict=True)
     if not sum(numels):
         return
-    model = Model(kernels, numels, types, seed, Way(eager=eager))
+    model = Model(kernels, numels, types, seed, MergeOptions(eager=eager))
     for wire, keeps in wires:
         model.move()
         (found, sent, measured), other = model.exchange(wire, chunks, keeps=keeps)
@@ -125,7 +125,9 @@ def test_what_the_wire_lost_before_goes_where_local_work_is_kept(kernels, wire):
 
 @pytest.mark.parametrize("outer", [None, lambda p: torch.optim.Adam(p, 0.1)])
 def test_a_rehearsal_leaves_nothing_behind(kernels, outer):
-    models = [Model(kernels, (3000, 500), TYPES[:2], 1, Way(outer=outer)) for _ in range(2)]
+    models = [
+        Model(kernels, (3000, 500), TYPES[:2], 1, MergeOptions(outer=outer)) for _ in range(2)
+    ]
     spans = [tuple(span) for span in split(3500, 2)]
     for part in models[0].parts:
         reference = part.reference.clone()

@@ -287,7 +287,7 @@ def test_a_budget_holds_what_it_names():
 def test_what_has_left_is_read_by_nobody(monkeypatch):
     model, batch = made("residual")
     plain, _ = train(copy.deepcopy(model), batch, steps=5)
-    leave = passes.Held.leave
+    leave = passes.SavedTensor.leave
 
     def poisoned(held):
         base = held._base
@@ -295,7 +295,7 @@ def test_what_has_left_is_read_by_nobody(monkeypatch):
         if base is not None and held._base is None:
             base.fill_(float("nan")) if base.is_floating_point() else base.zero_()
 
-    monkeypatch.setattr(passes.Held, "leave", poisoned)
+    monkeypatch.setattr(passes.SavedTensor, "leave", poisoned)
     plan = planned(model, batch)
     least = floor(plan.script.units)
     for way in (SWAP, BOTH):
@@ -354,9 +354,9 @@ def test_a_tail_that_was_dropped_is_made_of_what_it_says(monkeypatch):
     plan = planned(model, batch)
     other = with_ways(plan, [RECOMPUTE] * len(plan.script.units))
     other = replace(other, model=copy.deepcopy(model))
-    fill = passes.Held.fill
+    fill = passes.SavedTensor.fill
     monkeypatch.setattr(
-        passes.Held, "fill", lambda held, one: fill(held, one + (held._tail is not None))
+        passes.SavedTensor, "fill", lambda held, one: fill(held, one + (held._tail is not None))
     )
     found, _ = train(other.model, batch, other, steps=2)
     assert not same(found, plain)

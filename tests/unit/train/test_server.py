@@ -6,8 +6,8 @@ from torch import nn
 
 from daso.plan.eager import Plan
 from daso.plan.options import Exchange
-from daso.train.server import Contribution, RowServer
-from daso.train.shares import Shares, layers_of
+from daso.train.server import Contribution, ParameterShard
+from daso.train.shares import Partition, layers_of
 from daso.train.subset import values_of
 
 RANKS, LR = 4, 0.5
@@ -31,8 +31,8 @@ def serving(rank=1, **keywords):
     model = nn.Linear(3, 8)
     plan = Plan(**{**PLAN, **keywords})
     _, named, layers = layers_of(model)
-    shares = Shares(named, layers, RANKS, whole=plan.whole)
-    server = RowServer(rank, shares, plan, sgd)
+    shares = Partition(named, layers, RANKS, whole=plan.whole)
+    server = ParameterShard(rank, shares, plan, sgd)
     server.logs = True
     return model, server
 
