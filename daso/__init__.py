@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from daso.comm.topology import Topology, init
     from daso.plan.options import Exchange, Gradients
     from daso.plan.policy import Auto, Fixed, Plateau, Qsr
+    from daso.server.optimizer import EagerServer
     from daso.train.attach import attach
-    from daso.train.eager import EagerServer
     from daso.train.optimizer import DASO
 
 if read_ignored_signals()[1]:  # perhaps a worker of a rank
@@ -46,7 +46,7 @@ __all__ = [
 _HOME = {
     "DASO": "daso.train.optimizer",
     "Auto": "daso.plan.policy",
-    "EagerServer": "daso.train.eager",
+    "EagerServer": "daso.server.optimizer",
     "Exchange": "daso.plan.options",
     "Fixed": "daso.plan.policy",
     "Gradients": "daso.plan.options",

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from daso.comm.bell import LATE_SECONDS
+from daso.comm.collectives import gather
 from daso.comm.dtypes import sum_buffer
+from daso.comm.health.step_watchdog import LATE_SECONDS
 from daso.comm.topology import Topology
-from daso.comm.vote import gather
 from daso.errors import StallError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from daso import trace
-from daso.comm.bell import LATE_SECONDS
+from daso.comm.health.step_watchdog import LATE_SECONDS
 from daso.comm.mpi import load
 from daso.errors import ExchangeError, StallError
 

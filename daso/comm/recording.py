@@ -12,9 +12,9 @@ import torch
 from daso import trace
 from daso.checks import NONE, Rule, check, either, instance_of, positive, validate_call, whole
 from daso.comm.clock import ask_round
+from daso.comm.collectives import finish, gather
 from daso.comm.dtypes import byte_buffer
 from daso.comm.topology import Topology, default
-from daso.comm.vote import finish, gather
 from daso.errors import ConfigError
 
 __all__ = ["Recording"]

@@ -18,9 +18,9 @@ import torch
 
 from daso.checks import NONE, Rule, check, either, validate_call
 from daso.comm.dtypes import sum_buffer
+from daso.comm.health.liveness import LivenessProbe
 from daso.comm.mpi import abort_on_error, check_launch, check_wheels, load, wheels
-from daso.comm.node import wait_until
-from daso.comm.roll import LivenessProbe
+from daso.comm.node.base import wait_until
 from daso.environment import TORCHRUN, note_process, read_launch
 from daso.errors import ConfigError, DasoError, ExchangeError, StallError, TopologyError
 from daso.processes import end_with_starter

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from daso.comm.dtypes import CODES, DTYPES
-from daso.comm.packets import Packets
+from daso.comm.p2p.packets import Packets
 from daso.flow.base import Key, Payload
 from daso.plan.layout import ALIGNMENT, aligned
 

@@ -24,11 +24,11 @@ from daso.checks import (
     validate_call,
     whole,
 )
+from daso.comm.collectives import gather
 from daso.comm.mpi import load
-from daso.comm.packets import Messages
+from daso.comm.p2p.packets import Messages
 from daso.comm.reclaim import Closer, forget, keep, reclaim
 from daso.comm.topology import Topology, default, errors_on_all_ranks
-from daso.comm.vote import gather
 from daso.errors import CheckpointError, ConfigError, FlowError
 from daso.flow.base import Base, Pass
 from daso.flow.beside import FlowReplicas, MakeBetween

@@ -241,9 +241,9 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
         again = ["-m", "daso", "train", *flags, *files, *words]
         ranks, pretend = options.ranks, options.ranks_per_node
         return launch(Local(ranks=ranks, ranks_per_node=pretend, program=tuple(again)))
+    from daso.checkpoint.preemption import CHECKPOINTED
     from daso.comm.mpi import finalize
     from daso.run.loop import train
-    from daso.train.stopping import CHECKPOINTED
 
     if train(config, resume=options.resume) is None:
         finalize()  # mpi4py would take this exit code for a failure, and abort the other ranks

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from daso.comm.aware import cuda_aware
-from daso.comm.choose import choose_device, nccl_problem, wants_nccl
+from daso.comm.device.cuda_aware import cuda_aware
+from daso.comm.device.nccl_library import describe
 from daso.comm.mpi import check_wheels, library, load, wheels
-from daso.comm.nccl import describe
+from daso.comm.node.select import choose_device, nccl_problem, wants_nccl
 from daso.comm.topology import Topology, init
 from daso.environment import find_mpirun, read_launch
 from daso.errors import DasoError, told
 from daso.run.local import Local
-from daso.train.packing import choose
+from daso.train.deltas.kernel_choice import choose
 
 __all__ = ["examine", "render"]
 

@@ -22,7 +22,7 @@ __all__ = ["Local", "launch"]
 POLL_MILLISECONDS = 100
 INTERRUPT_SECONDS = 5.0  # after Ctrl-C, for mpirun and programs that save to end by themselves
 ORPHANED_SECONDS = 2.0  # for mpirun to end once what started the ranks has
-CHECKPOINTED = 75  # exit code; `daso.train.stopping` says what it means, and needs torch
+CHECKPOINTED = 75  # exit code; `daso.checkpoint.preemption` says what it means, and needs torch
 
 
 # What a launcher told this process, were it a rank, or a shell that was started by one.

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from daso.comm.choose import choose_device
+from daso.checkpoint.preemption import StopRequest
+from daso.comm.collectives import gather
+from daso.comm.node.select import choose_device
 from daso.comm.recording import Recording
 from daso.comm.topology import Topology, init
-from daso.comm.vote import gather
 from daso.data import ShardedSampler
 from daso.environment import slurm_job, slurm_restarts
 from daso.errors import ConfigError, DasoError, DataError
@@ -25,7 +26,6 @@ from daso.run.resume import Point, Run, Saver
 from daso.run.task import Task, evaluate, loss_of, make_optimizer, make_outer, make_task
 from daso.run.trace import FILE
 from daso.train.optimizer import DASO
-from daso.train.stopping import StopRequest
 
 __all__ = ["digest", "train"]
 

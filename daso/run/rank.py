@@ -6,7 +6,8 @@ with MPICH 5.0 and SLURM 22.05: 137). So it is also written down, for the batch 
 rank waits for the others before it ends so, for they may still be saving.
 
 SLURM's signal before the time limit may come up to a minute early, before the program listens, or
-when it is over; it kills then. So it is listened to from the start (`daso.train.stopping` asks).
+when it is over; it kills then. So it is listened to from the start, as `daso.checkpoint.preemption`
+asks.
 """
 
 import atexit

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
+from daso.checkpoint.rng import rng_state, set_rng_state
+from daso.checkpoint.state import Checkpoints, Loaded
 from daso.comm.topology import Topology
 from daso.data import ShardedSampler
 from daso.errors import CheckpointError, ConfigError
 from daso.run.config import Config
 from daso.run.task import Task
-from daso.train.checkpoint import Checkpoints, Loaded
 from daso.train.optimizer import DASO
-from daso.train.rng import rng_state, set_rng_state
 
 __all__ = ["Point", "Run", "Saver"]
 

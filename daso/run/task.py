@@ -17,7 +17,7 @@ from daso.environment import data_folder
 from daso.examples.cnn import CNN
 from daso.examples.transformer import ByteTransformer
 from daso.run.config import DataConfig, ExchangeConfig, OptimizerConfig
-from daso.train.outer import MakeOuter
+from daso.train.deltas.outer import MakeOuter
 
 __all__ = ["Task", "evaluate", "loss_of", "make_optimizer", "make_outer", "make_task"]
 

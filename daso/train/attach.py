@@ -12,8 +12,8 @@ from daso.errors import ConfigError
 from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Wire
 from daso.plan.schedule import Policy
-from daso.train.outer import MakeOuter
-from daso.train.scaling import NATIVE, Scaling
+from daso.train.deltas.outer import MakeOuter
+from daso.train.grad_scaler import NATIVE, Scaling
 from daso.train.session import Session
 from daso.train.setup import make_setup, stall_limit
 from daso.train.step_restoration import StepRestoration

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from daso import trace
-from daso.comm.stopwatch import StepTimer
+from daso.comm.step_timer import StepTimer
 
 __all__ = ["Metrics"]
 

@@ -19,9 +19,9 @@ from daso.comm.topology import Topology, errors_on_all_ranks
 from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Wire
 from daso.plan.schedule import Policy
+from daso.train.deltas.outer import MakeOuter
+from daso.train.grad_scaler import Scaling
 from daso.train.misuse import InnerSteps, stepping
-from daso.train.outer import MakeOuter
-from daso.train.scaling import Scaling
 from daso.train.session import Session
 from daso.train.setup import make_setup, stall_limit
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from daso.comm.collectives import gather
 from daso.comm.dtypes import byte_buffer
 from daso.comm.topology import Topology
-from daso.comm.vote import gather
 from daso.errors import LayoutError
 from daso.plan.layout import Layout, Slot, first_difference, lay_out
 from daso.train.shared import common_tensors

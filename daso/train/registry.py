@@ -13,7 +13,7 @@ from daso.comm.reclaim import Closer
 from daso.comm.topology import Topology
 from daso.errors import ConfigError
 from daso.train.params import Trained
-from daso.train.sync import Synchronizer
+from daso.train.synchronizer import Synchronizer
 
 __all__ = ["add", "close", "closer_of", "take_over"]
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from daso.checks import Rule, check, format_value
+from daso.comm.collectives import gather
 from daso.comm.reclaim import count_open, forget, keep, reclaim
 from daso.comm.topology import Place, Topology, default
-from daso.comm.vote import gather
 from daso.errors import CheckpointError, ConfigError
 from daso.plan.header import Tally
 from daso.plan.schedule import (
@@ -32,15 +32,15 @@ from daso.plan.schedule import (
     drain,
 )
 from daso.train import registry
-from daso.train.exchanges import Exchanges
-from daso.train.meeting import agree_options
+from daso.train.coordinator import agree_options
+from daso.train.deltas.exchange import Exchanges
+from daso.train.grad_scaler import Scaling, is_probe
 from daso.train.metrics import Metrics
 from daso.train.one_copy import KEY, OneCopy, is_saving_one_copy, packed, refuse, unpacked
 from daso.train.params import Trained, agree_layout
-from daso.train.scaling import Scaling, is_probe
 from daso.train.setup import Setup
 from daso.train.step_restoration import StepRestoration
-from daso.train.sync import Synchronizer
+from daso.train.synchronizer import Synchronizer
 
 __all__ = ["Session"]
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from daso.comm.compress import EVEN, codec_named, dense_codec
+from daso.comm.compression import EVEN, codec_named, dense_codec
 from daso.comm.dtypes import accumulator
-from daso.comm.means import WeightedMean, cut, in_process
+from daso.comm.reduction import WeightedMean, cut, in_process
 from daso.plan.header import Tally
 from daso.plan.layout import fragments, message_chunks
 from daso.plan.merge import ADOPT, Merge
@@ -31,10 +31,10 @@ from daso.plan.schedule import (
     begin,
     drain,
 )
-from daso.train.merging import merge_pairs
-from daso.train.outer import MakeOuter
+from daso.train.deltas.merging import merge_pairs
+from daso.train.deltas.outer import MakeOuter
+from daso.train.deltas.shard import LEAST, DeltaShard, Gather, MergeOptions, message_numel
 from daso.train.params import Named, Trained, flat_view
-from daso.train.part import LEAST, DeltaShard, Gather, MergeOptions, message_numel
 from daso.train.simulated_gradients import SimulatedGradients
 from daso.train.step_restoration import make_step_restoration
 
@@ -68,7 +68,7 @@ class InFlight:
 
 @dataclass(slots=True)
 class ExchangeState:
-    """What is remembered from exchange to exchange; see `daso.train.exchanges`."""
+    """What is remembered from exchange to exchange; see `daso.train.deltas.exchange`."""
 
     size: float = 1.0
     since: list[int] = field(default_factory=list)

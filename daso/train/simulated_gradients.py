@@ -5,12 +5,12 @@ from functools import partial
 
 import torch
 
-from daso.comm.compress import codec_named
+from daso.comm.compression import codec_named
 from daso.comm.dtypes import accumulator
-from daso.comm.means import WeightedMean, cut, in_process
+from daso.comm.reduction import WeightedMean, cut, in_process
 from daso.plan.layout import fit_buckets, flagged
 from daso.plan.options import Settings
-from daso.train.gradient_compression import CompressedSum, compressed_chunks
+from daso.train.gradients.compression import CompressedSum, compressed_chunks
 from daso.train.params import Named, flat_view
 
 __all__ = ["SimulatedGradients"]

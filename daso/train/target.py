@@ -6,13 +6,13 @@ from contextlib import contextmanager
 
 import torch
 
-from daso.comm.throttle import LinkModel, Stretch, throttled
+from daso.comm.emulation import LinkModel, Stretch, throttled
 from daso.comm.topology import Topology, default
 from daso.errors import ConfigError
 from daso.plan.costs import payload_rounds
 from daso.plan.options import Exchange, Gradients, Settings
 from daso.plan.throttles import ThrottlePlan
-from daso.train.links import Channels
+from daso.train.channels import Channels
 
 __all__ = ["simulate_target"]
 

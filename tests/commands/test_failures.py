@@ -239,7 +239,7 @@ LOADING = """
 import signal, sys, time
 import torch
 import daso
-from daso.train.stopping import StopRequest
+from daso.checkpoint.preemption import StopRequest
 from torch.utils.data import DataLoader, TensorDataset
 
 def main():

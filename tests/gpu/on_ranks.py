@@ -12,7 +12,7 @@ from sequential import Sequential
 
 import daso
 from daso import trace
-from daso.comm.choose import choose_device
+from daso.comm.node.select import choose_device
 from daso.errors import LayoutError, TopologyError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.real_mpi, pytest.mark.nodes((1, 1), (2,), (2, 1))]

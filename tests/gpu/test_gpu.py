@@ -14,11 +14,11 @@ from unit.train.test_part import check_first_nonfinite
 
 import daso
 import daso.memory
-from daso.comm.cuda import CudaCopies
-from daso.comm.nccl import describe, library
-from daso.comm.node_nccl import NcclNode
+from daso.comm.device.cuda import CudaCopies
+from daso.comm.device.nccl_library import describe, library
+from daso.comm.node.nccl import NcclNode
 from daso.run.bench import gpu
-from daso.train.packing import choose
+from daso.train.deltas.kernel_choice import choose
 
 DEVICE = torch.device("cuda", 0)
 PRETENDED = () if torch.version.cuda else ("-p", "pretended_cuda")

@@ -6,10 +6,7 @@ import torch
 from mpi4py import MPI
 from worlds import ANY
 
-from daso.comm.choose import choose_device
-from daso.comm.compress import PIECE, Cast, codec_named
-from daso.comm.engine import Engine
-from daso.comm.exchange import (
+from daso.comm.allreduce import (
     OnDevice,
     PairwiseExchange,
     ReduceScatterAllGather,
@@ -17,15 +14,18 @@ from daso.comm.exchange import (
     iallreduce,
     window,
 )
-from daso.comm.means import CPU, BufferPool, Row, WeightedMean, cut, in_process
-from daso.comm.node_shm import ShmNode
-from daso.comm.notes import ControlChannel
-from daso.comm.roll import LivenessProbe
-from daso.comm.throttle import CopyLink
+from daso.comm.compression import PIECE, Cast, codec_named
+from daso.comm.emulation import CopyLink
+from daso.comm.engine import Engine
+from daso.comm.health.control_messages import ControlChannel
+from daso.comm.health.liveness import LivenessProbe
+from daso.comm.node.select import choose_device
+from daso.comm.node.shm import ShmNode
+from daso.comm.reduction import CPU, BufferPool, Row, WeightedMean, cut, in_process
 from daso.errors import ExchangeError, StallError, TopologyError
 from daso.plan.layout import Span, chunk_parts, split
 from daso.plan.merge import ADOPT, KEEP
-from daso.train.part import DeltaShard, MergeOptions
+from daso.train.deltas.shard import DeltaShard, MergeOptions
 
 pytestmark = pytest.mark.mpi
 

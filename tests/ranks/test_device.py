@@ -12,8 +12,8 @@ from models import Odd, Wide, adamw, mlp, sgd
 from world import test_behaviour, test_odd_moments, test_state, test_sync
 
 import daso
-from daso.comm.choose import choose_device
-from daso.comm.throttle import CopyLink, pretend_device
+from daso.comm.emulation import CopyLink, pretend_device
+from daso.comm.node.select import choose_device
 
 pytestmark = [pytest.mark.mpi, pytest.mark.nodes((1, 1), (2,), (2, 1))]
 
@@ -74,8 +74,8 @@ def test_an_outer_optimizer_equals_one_process(topology, skip, wait, merge):
 
 def test_many_pieces_and_messages_equal_one_process(topology, monkeypatch):
     """Rows are cut as those of large models are."""
-    monkeypatch.setattr("daso.train.part.DEVICE_PIECE", 1 << 16)
-    monkeypatch.setattr("daso.train.rows.LEAST", 70_000)
+    monkeypatch.setattr("daso.train.deltas.shard.DEVICE_PIECE", 1 << 16)
+    monkeypatch.setattr("daso.train.deltas.buffer.LEAST", 70_000)
 
     def wide():
         return torch.nn.Sequential(torch.nn.Linear(6, 30_000), torch.nn.Linear(30_000, 3))

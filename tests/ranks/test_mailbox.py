@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from daso.comm.mailbox import HEAD_BYTES, Message, SendQueue
-from daso.comm.packets import Messages, OneSidedMemory, RmaSlots, SharedMemory
+from daso.comm.p2p.packets import Messages, OneSidedMemory, RmaSlots, SharedMemory
+from daso.comm.p2p.send_queue import HEAD_BYTES, Message, SendQueue
 
 pytestmark = pytest.mark.mpi
 

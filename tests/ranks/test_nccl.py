@@ -10,9 +10,10 @@ from fake_cuda import Copies, Cuda
 from models import adamw, batch_loss, mlp, sgd
 
 import daso
-from daso.comm import choose, node_nccl
-from daso.comm.node_nccl import NcclNode
-from daso.train import sync
+from daso.comm.node import nccl as node_nccl
+from daso.comm.node import select as choose
+from daso.comm.node.nccl import NcclNode
+from daso.train import synchronizer as sync
 
 pytestmark = pytest.mark.mpi
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from worlds import ANY
 
-from daso.comm.vote import AsyncMaxReduce, gather
+from daso.checkpoint.preemption import StopRequest
+from daso.comm.collectives import AsyncMaxReduce, gather
 from daso.errors import StallError
 from daso.run.rank import Remember
-from daso.train.stopping import StopRequest
 
 pytestmark = pytest.mark.mpi
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import daso
-from daso.comm.throttle import LinkModel, throttled
+from daso.comm.emulation import LinkModel, throttled
 from daso.errors import ConfigError
 from daso.plan.costs import payload_rounds, vote_rounds
 from daso.predict import Machine, ThrottlePlan, estimate, simulate_target

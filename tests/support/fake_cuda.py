@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from daso.comm.cuda import CudaCopies
+from daso.comm.device.cuda import CudaCopies
 
 
 class Stream:

@@ -16,12 +16,12 @@ import torch
 from jobs import typed
 
 import daso
+from daso.checkpoint.files import Entry, Manifest, read_payload, write_payload
 from daso.comm.topology import Place
 from daso.errors import DasoError
 from daso.run.config import read_config
 from daso.run.sites import parse_site
 from daso.run.timeline import read_timeline
-from daso.train.saved import Entry, Manifest, read_payload, write_payload
 
 INFINITE = math.inf
 EACH = int(os.environ.get("DASO_FUZZ", "250"))

@@ -14,11 +14,11 @@ import torch
 from local_world import Comm
 from worlds import PerRank
 
+from daso.checkpoint.files import write_whole
+from daso.checkpoint.rng import rng_state, set_rng_state
+from daso.checkpoint.state import Checkpoints
 from daso.comm.topology import Topology
 from daso.errors import CheckpointError, ConfigError
-from daso.train.checkpoint import Checkpoints
-from daso.train.rng import rng_state, set_rng_state
-from daso.train.saved import write_whole
 
 
 @pytest.fixture

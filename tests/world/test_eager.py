@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import daso
-from daso.comm.mailbox import SendQueue
+from daso.checkpoint.state import Checkpoints
+from daso.comm.p2p.send_queue import SendQueue
 from daso.comm.topology import Topology
 from daso.errors import (
     CheckpointError,
@@ -27,8 +28,7 @@ from daso.errors import (
     StallError,
 )
 from daso.plan.eager import FLOOR_BYTES, Read, Send
-from daso.train.checkpoint import Checkpoints
-from daso.train.replay import replay
+from daso.server.replay import replay
 
 
 def sgd(params):

@@ -15,10 +15,10 @@ from world.test_priority import chain, plain, train, wrapped
 from worlds import INSIDE
 
 import daso
-from daso.comm.throttle import CopyLink, pretend_device
+from daso.comm.emulation import CopyLink, pretend_device
 from daso.errors import ConfigError, ExchangeError, StallError
 from daso.plan.costs import flow_shop_seconds
-from daso.train.host import HostReducer
+from daso.train.gradients.host_reducer import HostReducer
 
 UPDATES = ["whole", "chunk"]
 

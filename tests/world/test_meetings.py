@@ -5,12 +5,13 @@ import torch
 from torch import nn
 
 import daso
-from daso.comm import roll, topology
+from daso.checkpoint import state as checkpoint
+from daso.checkpoint.state import Checkpoints
+from daso.comm import topology
+from daso.comm.health import liveness as roll
 from daso.comm.topology import RENDEZVOUS
 from daso.errors import ExchangeError, StallError
 from daso.plan.options import Exchange
-from daso.train import checkpoint
-from daso.train.checkpoint import Checkpoints
 
 # Threads alone: of real ranks the topology would be of no use to the tests behind these.
 pytestmark = pytest.mark.nodes((1, 1))

@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn.utils import prune
 
 import daso
-from daso.comm.node_shm import ShmNode
+from daso.comm.node.shm import ShmNode
 from daso.errors import ConfigError, NonFiniteError
-from daso.train.buckets import GradientReducer
-from daso.train.links import ABREAST
-from daso.train.priority import PriorityReducer
+from daso.train.channels import ABREAST
+from daso.train.gradients.priority import PriorityReducer
+from daso.train.gradients.reducer import GradientReducer
 
 ORDERS = ["layer", "lifo", "fifo"]
 FREE = {

@@ -8,7 +8,7 @@ from models import Odd, adamw, batch_loss, flat_bytes, mlp, seeded, sgd
 
 import daso
 from daso.plan.chunks import BucketSizeSearch
-from daso.train import tuning
+from daso.train.gradients import bucket_tuner as tuning
 
 BEST = 256  # bytes
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 import daso
-from daso.comm.node_host import HostNode
-from daso.comm.node_shm import ShmNode
-from daso.comm.throttle import CopyLink, pretend_device
+from daso.comm.emulation import CopyLink, pretend_device
+from daso.comm.node.host import HostNode
+from daso.comm.node.shm import ShmNode
 from daso.comm.topology import Topology
 from daso.plan.costs import flow_shop_seconds
 from daso.plan.layout import fit_buckets, split

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from daso.comm.compress import codec_named
+from daso.comm.allreduce import deterministic_allreduce
+from daso.comm.compression import codec_named
 from daso.comm.engine import Engine
-from daso.comm.exchange import deterministic_allreduce
-from daso.comm.means import Row, cut
+from daso.comm.reduction import Row, cut
 from daso.comm.topology import Topology
 from daso.plan.layout import message_chunks
 from daso.plan.options import Exchange
 from daso.run.bench.contenders import join_gloo
 from daso.run.bench.rounds import sent_bytes, take_turns
-from daso.train.part import DeltaShard, MergeOptions, message_numel
+from daso.train.deltas.shard import DeltaShard, MergeOptions, message_numel
 
 __all__ = ["PARAMETERS", "Plan", "figures", "limit_seconds", "measure", "ratios", "table"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import daso
-from daso.comm.packets import Messages
+from daso.comm.p2p.packets import Messages
 from daso.comm.topology import Topology
 from daso.flow.checks import wire
 from daso.flow.messages import NO_TICKET, Message, Post

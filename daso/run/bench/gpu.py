@@ -12,14 +12,14 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import daso
-from daso.comm.choose import choose_device
-from daso.comm.throttle import CopyLink, pretend_device
+from daso.comm.emulation import CopyLink, pretend_device
+from daso.comm.node.select import choose_device
 from daso.comm.topology import Topology
 from daso.run.bench.gpu_models import MODELS, PRETENDED, Shape
 from daso.run.bench.rounds import over, take_turns
-from daso.train.fused import Fused
-from daso.train.packing import Choice, choose, pack, take, views
-from daso.train.part import DeltaShard, MergeOptions
+from daso.train.deltas.fused import Fused
+from daso.train.deltas.kernel_choice import Choice, choose, pack, take, views
+from daso.train.deltas.shard import DeltaShard, MergeOptions
 
 __all__ = ["MODELS", "PRETENDED", "Plan", "figures", "measure", "table"]
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import daso
+from daso.comm.shared_memory import SharedWindow
 from daso.comm.topology import Topology
-from daso.comm.window import SharedWindow
 from daso.plan.options import Wire
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from daso.comm.node_shm import ShmNode
+from daso.comm.node.shm import ShmNode
 from daso.comm.topology import Topology
 from daso.plan.layout import split
 from daso.plan.options import Exchange

@@ -18,7 +18,7 @@ from daso.plan.options import Exchange, Gradients, Restore, Settings, Wire
 from daso.plan.policy import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy
 from daso.run.bench.models import loss_of, score
-from daso.train.outer import MakeOuter
+from daso.train.deltas.outer import MakeOuter
 from daso.train.simulated import SimulatedNodes, Times
 
 __all__ = [

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from daso.comm.copies import DeviceStaging
-from daso.comm.cuda import CudaCopies
+from daso.comm.device.cuda import CudaCopies
+from daso.comm.device.staging import DeviceStaging
+from daso.comm.shared_memory import SharedWindow
 from daso.comm.topology import default
-from daso.comm.window import SharedWindow
 from daso.errors import ConfigError
 from daso.train.memory.sizes import parse_bytes
 

@@ -14,9 +14,9 @@ from ranks import test_device
 from world import test_odd_moments, test_sync
 
 import daso
-from daso.train import rows
-from daso.train.packing import Choice
-from daso.train.part import DeltaShard
+from daso.train.deltas import buffer as rows
+from daso.train.deltas.kernel_choice import Choice
+from daso.train.deltas.shard import DeltaShard
 from pretended_cuda import LIBRARY
 
 pytestmark = [pytest.mark.mpi, pytest.mark.real_mpi, pytest.mark.nodes((1, 1), (2,), (2, 1))]
@@ -70,7 +70,7 @@ class Interpreted:
 
 @pytest.fixture(scope="session")
 def kernels():
-    from daso.comm import kernels
+    from daso.comm.device import triton_kernels as kernels
 
     assert kernels.interpreted()
     with pytest.MonkeyPatch.context() as patch:
@@ -125,8 +125,8 @@ def test_an_outer_optimizer_equals_one_process(topology):
 
 
 def test_many_pieces_and_messages_equal_one_process(topology, kernels, monkeypatch):
-    monkeypatch.setattr("daso.train.part.DEVICE_PIECE", 1 << 16)
-    monkeypatch.setattr("daso.train.rows.LEAST", 70_000)
+    monkeypatch.setattr("daso.train.deltas.shard.DEVICE_PIECE", 1 << 16)
+    monkeypatch.setattr("daso.train.deltas.buffer.LEAST", 70_000)
 
     def wide():
         return torch.nn.Sequential(torch.nn.Linear(6, 30_000), torch.nn.Linear(30_000, 3))

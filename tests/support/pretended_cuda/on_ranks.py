@@ -11,7 +11,8 @@ from ranks import test_device
 from world import test_odd_moments, test_state, test_sync
 
 import daso
-from daso.comm import aware, exchange
+from daso.comm import allreduce as exchange
+from daso.comm.device import cuda_aware as aware
 from daso.errors import TopologyError
 from pretended_cuda import taken_by_mpi
 
@@ -66,8 +67,8 @@ def test_an_outer_optimizer_equals_one_process(topology, mpi, skip, wait):
 
 
 def test_many_pieces_and_messages_equal_one_process(topology, mpi, monkeypatch):
-    monkeypatch.setattr("daso.train.part.DEVICE_PIECE", 1 << 16)
-    monkeypatch.setattr("daso.train.rows.LEAST", 70_000)
+    monkeypatch.setattr("daso.train.deltas.shard.DEVICE_PIECE", 1 << 16)
+    monkeypatch.setattr("daso.train.deltas.buffer.LEAST", 70_000)
 
     def wide():
         return torch.nn.Sequential(torch.nn.Linear(6, 30_000), torch.nn.Linear(30_000, 3))

@@ -4,7 +4,7 @@ from typing import get_args
 import pytest
 import torch
 
-from daso.comm.compress import PIECE, TopK, codec_named, pieces
+from daso.comm.compression import PIECE, TopK, codec_named, pieces
 from daso.plan.options import Wire
 from daso.plan.wires import BITS
 

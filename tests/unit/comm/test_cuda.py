@@ -7,9 +7,9 @@ import pytest
 import torch
 from fake_cuda import Copies, Cuda
 
-from daso.comm.cuda import pages
+from daso.comm.device.cuda import pages
 from daso.comm.mpi import load
-from daso.comm.window import SharedWindow
+from daso.comm.shared_memory import SharedWindow
 
 DEVICE = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 from mpi4py import MPI
 
-from daso.comm.nccl import describe, start
+from daso.comm.device.nccl_library import describe, start
 
 
 class Cupy(ModuleType):

@@ -4,8 +4,8 @@ import time
 
 from local_world import run_ranks
 
-from daso.comm import roll
-from daso.comm.roll import LivenessProbe
+from daso.comm.health import liveness as roll
+from daso.comm.health.liveness import LivenessProbe
 
 MAYBE = "which hangs, or the link to it does"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from daso import trace
-from daso.comm.stopwatch import HostTimestamp, StepTimer
+from daso.comm.step_timer import HostTimestamp, StepTimer
 
 
 class Device:

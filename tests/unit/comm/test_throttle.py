@@ -2,8 +2,8 @@
 
 import pytest
 
-from daso.comm import throttle
-from daso.comm.throttle import Stretch
+from daso.comm import emulation as throttle
+from daso.comm.emulation import Stretch
 
 
 class Clock:

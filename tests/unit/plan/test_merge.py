@@ -148,7 +148,7 @@ def test_after_0_batches_every_rule_adopts_the_reference(rule, count, outer, dri
 
 
 def test_adopting_is_told_from_every_merge_after_a_wait():
-    # train/rows.py copies for ADOPT, and only for it: nothing else may compare equal.
+    # train/deltas/buffer.py copies for ADOPT, and only for it: nothing else may compare equal.
     # (The weight 0 is x <- g by its own words: copying is what it asks for.)
     kinds = [*MERGES, 0.01, 0.5, 1]
     made = [rule_of(kind, waited=w, nodes=p) for kind in kinds for w in (1, 9) for p in (1, 9)]

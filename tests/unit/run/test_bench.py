@@ -8,7 +8,7 @@ import pytest
 import torch
 from jobs import HANG_SECONDS, started, typed
 
-from daso.comm.throttle import CopyLink
+from daso.comm.emulation import CopyLink
 from daso.errors import ConfigError
 from daso.run.bench import (
     chunks,

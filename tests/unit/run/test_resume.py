@@ -4,10 +4,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from daso.checkpoint.state import Loaded
 from daso.errors import ConfigError
 from daso.run.config import USED_BY, Config, read_config
 from daso.run.resume import FREE, Saver, _differs, _place
-from daso.train.checkpoint import Loaded
 
 
 def run_of(config, name="digits", samples=1437):

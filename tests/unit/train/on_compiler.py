@@ -9,8 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from daso.comm import kernels
-from daso.comm.compress import codec_named
+from daso.comm.compression import codec_named
+from daso.comm.device import triton_kernels as kernels
 
 WIRES = ("fp32", "bf16", "fp16")
 SHORT = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int16: "*i16"}

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daso.comm.compress import codec_named
+from daso.comm.compression import codec_named
 from daso.plan.layout import split
-from daso.train.fused import Fused
-from daso.train.part import DeltaShard, MergeOptions
+from daso.train.deltas.fused import Fused
+from daso.train.deltas.shard import DeltaShard, MergeOptions
 
 WIRES = ("fp32", "bf16", "fp16")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,7 +21,7 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture(scope="module")
 def kernels():
-    from daso.comm import kernels
+    from daso.comm.device import triton_kernels as kernels
 
     assert kernels.interpreted()
     return kernels

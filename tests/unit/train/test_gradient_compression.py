@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from daso.comm.compress import codec_named
-from daso.comm.means import WeightedMean, cut, in_process
-from daso.train.gradient_compression import CompressedSum, compressed_chunks
+from daso.comm.compression import codec_named
+from daso.comm.reduction import WeightedMean, cut, in_process
+from daso.train.gradients.compression import CompressedSum, compressed_chunks
 
 NUMEL, START, ROUNDS = 700, 40, 30
 FLAGS = torch.tensor([99, 300, NUMEL - 1])

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import daso.comm
-from daso.comm.compress import EVEN
-from daso.train import packing
-from daso.train.packing import views
+from daso.comm.compression import EVEN
+from daso.train.deltas import kernel_choice as packing
+from daso.train.deltas.kernel_choice import views
 
 CPU = torch.device("cpu")
 
@@ -84,7 +84,7 @@ def chosen(monkeypatch):
 
         monkeypatch.setattr(packing, "CudaCopies", lambda _: Copies(ratio))
         monkeypatch.setattr(packing, "views", noted)
-        monkeypatch.setitem(sys.modules, "daso.comm.kernels", made)
+        monkeypatch.setitem(sys.modules, "daso.comm.device.triton_kernels", made)
         monkeypatch.setattr(daso.comm, "kernels", made, raising=False)
         return packing.choose.__wrapped__(CPU)
 
@@ -130,10 +130,10 @@ def test_kernels_that_are_interpreted_are_not_taken(chosen):
 
 def test_without_triton_torch_packs(monkeypatch):
     monkeypatch.delattr(daso.comm, "kernels", raising=False)
-    monkeypatch.setitem(sys.modules, "daso.comm.kernels", None)
+    monkeypatch.setitem(sys.modules, "daso.comm.device.triton_kernels", None)
     found = packing.choose.__wrapped__(CPU)
     assert found.kernels is None
-    assert "import of daso.comm.kernels halted" in found.told
+    assert "import of daso.comm.device.triton_kernels halted" in found.told
 
 
 def test_a_device_is_asked_once(monkeypatch):

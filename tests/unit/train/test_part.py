@@ -2,7 +2,7 @@
 
 import torch
 
-from daso.train.part import _first_nonfinite
+from daso.train.deltas.shard import _first_nonfinite
 
 CPU = torch.device("cpu")
 WRONG = (float("nan"), float("inf"), float("-inf"))

@@ -6,9 +6,9 @@ from torch import nn
 
 from daso.plan.eager import Plan
 from daso.plan.options import Exchange
-from daso.train.server import Contribution, ParameterShard
-from daso.train.shares import Partition, layers_of
-from daso.train.subset import values_of
+from daso.server.partition import Partition, layers_of
+from daso.server.shard import Contribution, ParameterShard
+from daso.train.gradients.partial_step import values_of
 
 RANKS, LR = 4, 0.5
 PLAN = {

@@ -1,0 +1,111 @@
+"""A signal that asks the job to end, known to all ranks after the same batch."""
+
+import signal
+import time
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Self
+
+from daso.comm.collectives import AsyncMaxReduce
+from daso.comm.topology import Topology
+from daso.environment import read_ignored_signals
+from daso.plan.stopping import batches_to_next_vote
+from daso.workers import ignore_in_workers
+
+__all__ = ["CHECKPOINTED", "StopRequest"]
+
+CHECKPOINTED = 75  # exit code: saved, start me again (EX_TEMPFAIL of sysexits.h)
+
+
+class StopRequest:
+    """Listens for a signal, such as SLURM's before a time limit, and tells all ranks at once.
+
+    The signal comes to every rank at another moment, or to one alone; all of them may save and
+    leave only after the same batch. So they vote, twice a second or so, in the background.
+
+        with daso.checkpoint.preemption.StopRequest(topology) as stop:
+            for inputs, targets in loader:
+                ...
+                optimizer.step()
+                if stop.after_step():
+                    save()
+                    sys.exit(daso.checkpoint.preemption.CHECKPOINTED)
+
+    Args:
+        topology: Whose world.
+        signals: What to listen for; the handlers that were there come back at the end.
+        stall_seconds: How long a vote is waited for at most.
+
+    Worker processes (of a DataLoader) that start meanwhile ignore these signals; those that begin
+    as a new Python do where their program imports daso.
+
+    Collective over the world, as a context manager too; blocking. Main thread only.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        signals: Sequence[signal.Signals] = (signal.SIGUSR1,),
+        stall_seconds: float = 300.0,
+    ) -> None:
+        self._vote = AsyncMaxReduce(topology, stall_seconds)
+        self._heard = 0.0  # number of the signal
+        self._between = self._left = 1  # batches: from vote to vote; to the next
+        self._begun = time.perf_counter()
+        self._before = {number: signal.signal(number, self._hear) for number in signals}
+        self._ignored_before = read_ignored_signals()[1]  # of another one around this
+        ignore_in_workers({*self._ignored_before, *signals})
+        for number, handler in self._before.items():
+            if getattr(handler, "heard", False):  # it came before anybody listened (daso.run.rank)
+                self._heard = float(number)
+        self._vote.start([self._heard, 0.0])
+
+    def _hear(self, number: int, _: FrameType | None) -> None:
+        self._heard = float(number)
+
+    def after_step(self) -> signal.Signals | None:
+        """Return the signal that a rank heard, on all ranks after the same batch; else None.
+
+        Every rank calls it after every batch. Waits only where the vote of some batches ago is not
+        over.
+
+        Raises:
+            StallError: It was not over within the stall limit.
+        """
+        self._left -= 1
+        if self._left:
+            return None
+        heard, step_seconds = self._vote.result()
+        now = time.perf_counter()
+        self._vote.start([self._heard, (now - self._begun) / self._between])
+        self._begun = now
+        self._between = self._left = batches_to_next_vote(step_seconds)
+        return signal.Signals(int(heard)) if heard else None
+
+    def close(self) -> None:
+        """Put the handlers back. Collective over the world; blocking; idempotent."""
+        self._restore()
+        self._vote.free()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._before:
+            ignore_in_workers(self._ignored_before)
+        self._before = {}
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it; after an error ranks may be missing, and nothing collective is done."""
+        self._restore()
+        if error is None:
+            self._vote.free()

@@ -1,0 +1,127 @@
+"""What ranks ask each other beside training, waiting no longer than the stall limit."""
+
+import pickle
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from daso.comm.dtypes import byte_buffer, sum_buffer
+from daso.comm.mpi import load
+from daso.comm.node.base import wait_until
+from daso.comm.topology import Topology
+from daso.errors import StallError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["AsyncMaxReduce", "finish", "gather", "gather_in_node"]
+
+Value = TypeVar("Value")
+
+_unfinished: list[object] = []  # after a stall: MPI may still write to what a request was given
+
+
+def gather(topology: Topology, value: Value, stall_seconds: float) -> list[Value]:
+    """Return every rank's value, in rank order.
+
+    MPI's own gather has no limit: where a host is cut off, ranks that are in it stay there.
+
+    Args:
+        topology: Whose world.
+        value: This rank's; anything that pickles.
+        stall_seconds: How long to wait at most for the other ranks.
+
+    Raises:
+        StallError: They did not all come in time; names who is missing.
+
+    Collective over the world; blocking.
+    """
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = torch.empty(topology.place.size, dtype=torch.int64, device="cpu")
+    size = torch.tensor([mine.numel()], device="cpu")
+    world = topology.world
+    finish(topology, world.Iallgather(sum_buffer(size), sum_buffer(sizes)), stall_seconds)
+    everyones = torch.empty(int(sizes.sum()), dtype=torch.uint8, device="cpu")
+    target = [byte_buffer(everyones), (sizes.tolist(), None)]
+    finish(topology, world.Iallgatherv(byte_buffer(mine), target), stall_seconds)
+    return [pickle.loads(part.numpy().tobytes()) for part in everyones.split(sizes.tolist())]
+
+
+def gather_in_node(topology: Topology, number: float, stall_seconds: float) -> list[float]:
+    """Return the number of every rank of this node, in rank order.
+
+    Raises:
+        StallError: They did not all come in time; names who is missing.
+
+    Collective over the node; blocking.
+    """
+    mine = torch.tensor([number], dtype=torch.float64, device="cpu")
+    everyones = torch.empty(topology.place.local_size, dtype=torch.float64, device="cpu")
+    request = topology.node.Iallgather(sum_buffer(mine), sum_buffer(everyones))
+    finish(topology, request, stall_seconds)
+    numbers: list[float] = everyones.tolist()
+    return numbers
+
+
+def finish(topology: Topology, request: "MPI.Request", stall_seconds: float) -> None:
+    """Block until a request is over; after a stall it is kept, with what MPI may still write to.
+
+    Args:
+        topology: Whose ranks say who is missing.
+        request: Of this rank.
+        stall_seconds: How long to wait at most.
+
+    Raises:
+        StallError: It took longer; names who is missing.
+    """
+    roll = topology.roll
+    try:
+        wait_until(request.Test, roll.missing, stall_seconds, roll.answer)
+    except StallError:
+        _unfinished.append(request)  # which holds its buffers
+        raise
+
+
+class AsyncMaxReduce:
+    """Elementwise maxima over all ranks, asked for now and read some batches later.
+
+    One at a time; called by the training thread.
+
+    Args:
+        topology: Whose world; a communicator of its own is made.
+        stall_seconds: How long `result` waits at most.
+
+    Collective over the world; blocking.
+    """
+
+    def __init__(self, topology: Topology, stall_seconds: float) -> None:
+        self.comm, self._roll = topology.world.Dup(), topology.roll
+        self._stall_seconds = stall_seconds
+        self._request: MPI.Request | None = None
+        self._row = torch.zeros(0, dtype=torch.float64, device="cpu")
+
+    def start(self, numbers: Sequence[float]) -> None:
+        """Ask. Collective over the world; non-blocking."""
+        assert self._request is None, "one vote at a time"
+        self._row = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        self._request = self.comm.Iallreduce(load().IN_PLACE, sum_buffer(self._row), op=load().MAX)
+
+    def result(self) -> list[float]:
+        """Return the maxima, and wait where they are not there yet.
+
+        Raises:
+            StallError: They did not come within the stall limit.
+        """
+        assert self._request is not None, "nothing was asked"
+        # After a stall the request stays, for MPI may still write to its row.
+        wait_until(self._request.Test, self._roll.missing, self._stall_seconds, self._roll.answer)
+        self._request = None
+        return self._row.tolist()
+
+    def free(self) -> None:
+        """Give the communicator back. Collective over the world; blocking; idempotent."""
+        if self._request is not None:
+            self.result()
+        if self.comm != load().COMM_NULL:
+            self.comm.Free()

@@ -1,0 +1,215 @@
+"""Parts of a machine that take a known time, for want of the real ones."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+from daso.comm.device.staging import Arrived, DeviceStaging
+from daso.comm.step_timer import HostTimestamp
+from daso.errors import ConfigError
+
+__all__ = [
+    "CopyLink",
+    "LinkModel",
+    "Stretch",
+    "compute_factor",
+    "emulated_copies",
+    "emulated_link",
+    "pretend_device",
+    "throttled",
+]
+
+OUT, BACK = 0, 1
+
+
+def _check(bytes_per_second: float, latency_seconds: float) -> None:
+    if not bytes_per_second > 0 or not latency_seconds >= 0:
+        raise ConfigError(
+            f"a link must have a rate above 0 and a latency of at least 0, not "
+            f"{bytes_per_second} bytes/s and {latency_seconds} s"
+        )
+
+
+class LinkModel:
+    """A link between nodes that is slower than the real one, and carries one exchange at a time.
+
+    Args:
+        bytes_per_second: That a rank sends.
+        latency_seconds: Of a message, beside its bytes.
+    """
+
+    def __init__(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
+        _check(bytes_per_second, latency_seconds)
+        self.bytes_per_second, self.latency_seconds = bytes_per_second, latency_seconds
+
+    def seconds(self, nbytes: int, messages: int = 1) -> float:
+        """Return how long the link is occupied, at the least.
+
+        Args:
+            nbytes: That this rank sends.
+            messages: That follow each other.
+        """
+        return messages * self.latency_seconds + nbytes / self.bytes_per_second
+
+
+class Stretch:
+    """Lets computing take as many times as long, by sleeping: other threads get the core.
+
+    Args:
+        factor: How many times; 1 at least.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self._stood = 0.0
+        self._steps = 0
+
+    def after_step(self, begun: float, stood: float) -> None:
+        """Sleep for what is missing of a step; not after the first, which holds the setup.
+
+        Args:
+            begun: Seconds, `time.perf_counter`.
+            stood: Seconds for which this rank stood still for others since it was made.
+        """
+        self._steps += 1
+        if self.factor > 1 and self._steps > 1:
+            computed = time.perf_counter() - begun - (stood - self._stood)
+            time.sleep(max(0.0, (self.factor - 1) * computed))
+        self._stood = stood
+
+
+class CopyLink:
+    """A link between a device and its host that carries one row at a time each way.
+
+    A copy takes no core meanwhile, as on a device with copy engines of its own.
+
+    Args:
+        bytes_per_second: Rate of each direction.
+        latency_seconds: What every copy takes beside its bytes.
+    """
+
+    def __init__(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
+        _check(bytes_per_second, latency_seconds)
+        self.bytes_per_second, self.latency_seconds = bytes_per_second, latency_seconds
+        self._free_at = [0.0, 0.0]  # seconds, time.perf_counter, of each direction
+
+    def seconds(self, nbytes: int) -> float:
+        """Return how long a copy takes."""
+        return self.latency_seconds + nbytes / self.bytes_per_second
+
+    def out(self, source: torch.Tensor, target: torch.Tensor) -> Arrived:
+        """Start a copy to the host."""
+        return self._start(OUT, source, target)
+
+    def back(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        in_turn: bool = False,  # noqa: ARG002 - what is launched on a CPU is over
+    ) -> Arrived:
+        """Start a copy to the device."""
+        return self._start(BACK, source, target)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Do nothing: threads of a CPU run beside each other."""
+        yield
+
+    def attach(self) -> None:
+        """Do nothing: all threads are the CPU's."""
+
+    def here(self) -> object:
+        """Return nothing to tell it by."""
+
+    def lend(self, tensors: Iterable[torch.Tensor], to: object) -> None:
+        """Do nothing: what a thread of a CPU computes is over."""
+
+    def mark(self) -> Arrived:
+        """Return what says at once that all is over."""
+        return lambda: True
+
+    def stamp(self) -> HostTimestamp:
+        """Return the time now."""
+        return HostTimestamp()
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Return memory (nbytes, uint8)."""
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def pin(self, rows: Sequence[torch.Tensor]) -> None:
+        """Do nothing: it is all host memory."""
+
+    def unpin(self) -> None:
+        """Do nothing."""
+
+    def _start(self, direction: int, source: torch.Tensor, target: torch.Tensor) -> Arrived:
+        begins = max(time.perf_counter(), self._free_at[direction])
+        ends = self._free_at[direction] = begins + self.seconds(source.nbytes)
+        copied = False
+
+        def arrived() -> bool:
+            nonlocal copied
+            if not copied and time.perf_counter() >= ends:
+                target.copy_(source)
+                copied = True
+            return copied
+
+        return arrived
+
+
+_copies: ContextVar[DeviceStaging | None] = ContextVar("copies", default=None)
+
+
+def emulated_copies() -> DeviceStaging | None:
+    """Return how rows go to the host where ranks pretend to compute on devices, else None."""
+    return _copies.get()
+
+
+@contextmanager
+def pretend_device(copies: DeviceStaging) -> Iterator[None]:
+    """Let models that are wrapped meanwhile take their gradients to the host and back.
+
+    Args:
+        copies: How. The same on every rank of a node.
+    """
+    token = _copies.set(copies)
+    try:
+        yield
+    finally:
+        _copies.reset(token)
+
+
+_link: ContextVar[LinkModel | None] = ContextVar("link", default=None)
+_factor: ContextVar[float] = ContextVar("factor", default=1.0)
+
+
+def emulated_link() -> LinkModel | None:
+    """Return the link between nodes that is imitated, else None."""
+    return _link.get()
+
+
+def compute_factor() -> float:
+    """Return how many times as long computing shall take; 1: as long as it does."""
+    return _factor.get()
+
+
+@contextmanager
+def throttled(link: LinkModel | None, factor: float = 1.0) -> Iterator[None]:
+    """Let models that are wrapped meanwhile exchange over a slower link, and compute more slowly.
+
+    Args:
+        link: Between nodes; None: as it is.
+        factor: How many times as long computing takes. The same on every rank, as the link.
+    """
+    if not 1 <= factor < float("inf"):
+        raise ConfigError(f"computing must take 1 to many times as long, not {factor}")
+    tokens = _link.set(link), _factor.set(factor)
+    try:
+        yield
+    finally:
+        _link.reset(tokens[0])
+        _factor.reset(tokens[1])

@@ -1,0 +1,1 @@
+"""Whether ranks are alive, in step, and told to stop."""

@@ -1,0 +1,101 @@
+"""Finds out that ranks wait for each other in different places, long before the stall limit.
+
+A rank that has taken its last step and comes to a meeting of all ranks (`synchronize`, `end_epoch`)
+waits there for others that may still be stepping, and they wait for it in an average. Whoever has
+waited in vain for a while at a meeting rings: it tells all others after how many steps it came. Who
+waits inside a later step then knows that the step will never be complete, gives up, and says so to
+all. Nothing is sent as long as nobody waits that long.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from daso.comm.health.control_messages import ControlChannel
+from daso.errors import ExchangeError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["LATE_SECONDS", "StepWatchdog"]
+
+LATE_SECONDS = 2.0  # of waiting before anybody rings or listens
+MEETING, GIVEN_UP = 1, 2  # tags
+
+
+class StepWatchdog:
+    """One rank's bell; used by its training thread and its engine.
+
+    Args:
+        world: All ranks; a communicator of its own is made.
+
+    Collective over the world; blocking.
+    """
+
+    def __init__(self, world: "MPI.Comm") -> None:
+        self._notes = ControlChannel(world)
+        self.steps = 0  # that this rank has taken or is in the middle of
+        self.at_meeting = False
+        self._meetings = 0  # that are over: the same on all ranks that are not out of step
+        self._rung = False  # at this meeting
+        self._verdict: str | None = None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def meeting(self, steps: int) -> Iterator[None]:
+        """Be at a meeting of all ranks, after so many steps."""
+        self.steps, self.at_meeting, self._rung = steps, True, False
+        yield
+        with self._lock:
+            self.at_meeting, self._meetings = False, self._meetings + 1
+
+    @property
+    def given_up(self) -> bool:
+        """Whether ranks are known to be out of step: nothing collective may follow."""
+        return self._verdict is not None
+
+    def late(self) -> None:
+        """Ring where this rank waits at a meeting, and listen to the others. Does not block.
+
+        Raises:
+            ExchangeError: Ranks took different numbers of steps; names two of them.
+        """
+        with self._lock:
+            if self._verdict is None:
+                if self.at_meeting and not self._rung:
+                    self._rung = True
+                    self._tell(MEETING, self.steps, self._meetings)
+                self._listen()
+            if self._verdict is not None:
+                raise ExchangeError(self._verdict)
+
+    def _tell(self, tag: int, *numbers: int) -> None:
+        for rank in self._notes.others:
+            self._notes.send(rank, tag, *numbers)
+
+    def _listen(self) -> None:
+        for source, tag, numbers in self._notes.arrived():
+            if tag == GIVEN_UP:
+                self._verdict = _text(*numbers)
+            elif numbers[1] < self._meetings:  # it was waiting for this rank, which came
+                continue
+            # A rank that came after fewer steps than this one is in will never join it; two that
+            # came after different numbers may each be stuck behind an exchange of theirs.
+            elif numbers[0] < self.steps or (self.at_meeting and numbers[0] > self.steps):
+                pair = [source, numbers[0], self._notes.rank, self.steps]
+                self._verdict = _text(*pair)
+                self._tell(GIVEN_UP, *pair)
+            if self._verdict is not None:
+                return
+
+    def free(self) -> None:
+        """Give the communicator back. Collective over the world; blocking; idempotent."""
+        self._notes.free()
+
+
+def _text(rank: int, steps: int, other: int, others_steps: int) -> str:
+    return (
+        f"every rank must take the same number of steps, but rank {rank} took {steps} and rank "
+        f"{other} took {others_steps}; give every rank the same number of batches"
+    )

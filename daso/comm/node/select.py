@@ -1,0 +1,179 @@
+"""Which device a rank computes on, and which transport is taken inside a node."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from daso.comm.device import nccl_library as nccl
+from daso.comm.device.cuda import CudaCopies
+from daso.comm.device.cuda_aware import library_problem
+from daso.comm.device.staging import DeviceStaging
+from daso.comm.emulation import emulated_copies
+from daso.comm.node.base import NodeTransport
+from daso.comm.node.host import HostNode
+from daso.comm.node.nccl import NcclNode
+from daso.comm.node.shm import ShmNode
+from daso.comm.topology import Topology
+from daso.environment import may_share_a_gpu
+from daso.errors import TopologyError
+
+__all__ = [
+    "agree_device",
+    "choose_device",
+    "choose_node",
+    "device_problem",
+    "nccl_problem",
+    "wants_nccl",
+]
+
+Late = Callable[[], None]
+
+
+def choose_device(topology: Topology) -> torch.device:
+    """Return where this rank computes: the ranks of a host take the GPUs that they see in turn.
+
+    Args:
+        topology: Who is where. Where the launcher shows each rank one GPU, that is its first.
+
+    Returns:
+        A GPU, or the CPU where there is none. Does not communicate.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.device("cuda", topology.host_rank % count) if count else torch.device("cpu")
+
+
+def device_problem(topology: Topology, device: torch.device) -> str | None:
+    """Return why parameters on ``device`` cannot be trained with the others'; None if they can.
+
+    Args:
+        topology: Who is where.
+        device: Where this rank's parameters live.
+
+    Collective over the world; blocking.
+    """
+    first = topology.world.bcast(device.type)
+    if device.type != first:
+        return (
+            f"parameters must be on the same type of device on every rank, but they are on "
+            f"{device} here and on {first} on rank 0; move every rank's model before wrapping"
+        )
+    if device.type not in ("cpu", "cuda"):
+        return (
+            f"parameters must be on the CPU or a CUDA device, not on {device}; move the model to "
+            f"one before wrapping its optimizer"
+        )
+    return None
+
+
+def agree_device(topology: Topology, device: torch.device, memory: str) -> None:
+    """Check that parameters on ``device`` can be trained, and cross from where they shall.
+
+    Args:
+        topology: Who is where.
+        device: Where this rank's parameters live.
+        memory: Of `daso.Exchange`.
+
+    Raises:
+        TopologyError: They cannot; the same on every rank.
+
+    Collective over the world; blocking.
+    """
+    topology.agree(device_problem(topology, device), TopologyError)
+    if memory == "device" and topology.place.nodes > 1:
+        topology.agree(library_problem(topology.world, device), TopologyError)
+
+
+def wants_nccl(topology: Topology, device: torch.device, order: str) -> bool:
+    """Return whether a node averages over NCCL: its ranks have a GPU each, and buckets one order.
+
+    Args:
+        topology: Who is where.
+        device: Where this rank's parameters live.
+        order: Of `daso.Gradients`.
+
+    Collective over the node; blocking.
+    """
+    if device.type != "cuda" or topology.place.local_size == 1 or order != "buckets":
+        return False
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    told = topology.node.allgather((gpu, may_share_a_gpu()))
+    apart = len({gpu for gpu, _ in told}) == topology.place.local_size
+    return apart or all(may_share for _, may_share in told)
+
+
+def choose_node(
+    topology: Topology, device: torch.device, order: str, stall_seconds: float, late: Late
+) -> NodeTransport:
+    """Return the transport for parameters on ``device``.
+
+    Args:
+        topology: Who is where.
+        device: Where the parameters live; the same type on every rank.
+        order: Of `daso.Gradients`.
+        stall_seconds: How long to wait for a rank before naming it in an error.
+        late: Called once a wait takes long.
+
+    Returns:
+        Shared memory for the CPU; NCCL for ranks that have a GPU each; for other devices, real and
+        pretended, shared memory with copies there and back.
+
+    Raises:
+        TopologyError: NCCL is missing or does not start; the same on every rank.
+
+    Collective over the world; blocking.
+    """
+    if device.type == "cuda":
+        wanted = wants_nccl(topology, device, order)
+        if node := _nccl_node(topology, device, stall_seconds, late, wanted=wanted):
+            return node
+    host, copies = ShmNode(topology, stall_seconds, late), _copies(device)
+    return host if copies is None else HostNode(host, device, copies)
+
+
+def _nccl_node(
+    topology: Topology,
+    device: torch.device,
+    stall_seconds: float,
+    late: Late,
+    *,
+    wanted: bool,
+    cuda: Any = torch.cuda,
+) -> NcclNode | None:
+    """Start NCCL where it is wanted; raise the same on every rank where that fails on any."""
+    problem = nccl_problem() if wanted else None
+    topology.agree(problem, TopologyError)
+    node = None
+    if wanted:
+        try:
+            library = nccl.library()
+            node = NcclNode(topology, device, stall_seconds, late, nccl=library, cuda=cuda)
+        except Exception as error:  # NcclError, or what the driver says
+            problem = _refusal(
+                f"it does not start: {error}", "see what NCCL says with NCCL_DEBUG=WARN"
+            )
+    try:
+        topology.agree(problem, TopologyError)
+    except TopologyError:
+        if node is not None:
+            node.abandon()
+        raise
+    return node
+
+
+def nccl_problem() -> str | None:
+    """Return why NCCL cannot be loaded here, and the remedy; None where it can."""
+    there = nccl.describe()
+    return None if there["available"] else _refusal(there["why"], there["remedy"])
+
+
+def _refusal(why: str, remedy: str) -> str:
+    return (
+        f"ranks of a node that have a GPU each need cupy's NCCL, but {why}; {remedy}, or average "
+        f"on the host: gradients=daso.Gradients(order='host')"
+    )
+
+
+def _copies(device: torch.device) -> DeviceStaging | None:
+    """Return how rows on ``device`` go to the host and back; None where they lie there."""
+    return CudaCopies(device) if device.type == "cuda" else emulated_copies()

@@ -1,0 +1,1 @@
+"""Messages between two ranks: for the parameter server and flows."""

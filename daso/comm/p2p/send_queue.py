@@ -1,0 +1,227 @@
+"""Letters between ranks that nobody has to expect, cut into packets, the most urgent first.
+
+How packets cross is the business of `daso.comm.p2p.packets`. One thread moves them; any thread may
+post. A letter that was posted earlier does not hold up one that is needed sooner for longer than
+the packets that are under way.
+"""
+
+import heapq
+import itertools
+import pickle
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from daso.comm.p2p.packets import Packets
+
+__all__ = ["HEAD_BYTES", "Message", "SendQueue"]
+
+HEAD_BYTES = 8 * 4  # before a packet's: number of the letter, its bytes, offset, bytes of notes
+UNDER_WAY = 3  # packets to a rank
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one rank tells another.
+
+    Args:
+        notes: Anything small that pickles.
+        payload: Bytes (nbytes,) on the host, not to be written to any more.
+        urgency: The smallest leaves first.
+        covers: Posted later to the same rank, a letter takes the place of one that has not begun to
+            leave and covers no more than it; empty: of none.
+    """
+
+    notes: Any
+    payload: torch.Tensor
+    urgency: int = 0
+    covers: frozenset[int] = frozenset()
+
+
+@dataclass(order=True, slots=True)
+class _Outgoing:
+    urgency: int
+    number: int
+    notes: bytes = field(compare=False)
+    letter: Message = field(compare=False)
+    sent: int = field(default=0, compare=False)  # bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.notes) + self.letter.payload.numel()
+
+    def next_packet(self, most: int) -> torch.Tensor:
+        """Return the next bytes to send, with their head."""
+        size = min(most, self.nbytes - self.sent)
+        packet = torch.empty(HEAD_BYTES + size, dtype=torch.uint8, device="cpu")
+        head = packet[:HEAD_BYTES].view(torch.int64)
+        head.copy_(
+            torch.tensor([self.number, self.nbytes, self.sent, len(self.notes)], device="cpu")
+        )
+        self._copy(packet[HEAD_BYTES:])
+        self.sent += size
+        return packet
+
+    def _copy(self, room: torch.Tensor) -> None:
+        first = self.sent
+        of_notes = max(0, min(len(self.notes) - first, room.numel()))
+        if of_notes:
+            notes = torch.frombuffer(
+                bytearray(self.notes[first : first + of_notes]), dtype=torch.uint8
+            )
+            room[:of_notes] = notes
+        start = max(0, first - len(self.notes))
+        room[of_notes:] = self.letter.payload[start : start + room.numel() - of_notes]
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """What is to go to one rank."""
+
+    waiting: list[_Outgoing] = field(default_factory=list)  # a heap
+    under_way: deque[tuple[Callable[[], bool], int]] = field(default_factory=deque)  # and bytes
+    stuck: torch.Tensor | None = None  # a packet for which there was no room
+    nbytes: int = 0  # that have not left
+
+
+@dataclass(slots=True)
+class _Incoming:
+    row: torch.Tensor
+    notes: int
+    missing: int
+
+
+class SendQueue:
+    """One rank's letters to and from the others.
+
+    Args:
+        routes: How packets reach each other rank; given back by whoever made them.
+        packet_bytes: Of a letter that cross in one packet.
+    """
+
+    def __init__(self, routes: Mapping[int, Packets], packet_bytes: int) -> None:
+        self.packet_bytes = packet_bytes
+        self._routes, self._ways = routes, set(routes.values())
+        self.sent_bytes = 0  # to all, of letters
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._outboxes = {rank: _Outbox() for rank in routes}
+        self._open: dict[tuple[int, int], _Incoming] = {}
+        self._arrived: deque[tuple[int, Message]] = deque()
+
+    def post(self, to: int, letter: Message) -> None:
+        """Hand over a letter; any thread. Does not block.
+
+        Args:
+            to: A rank; not this one.
+            letter: For it.
+        """
+        notes = pickle.dumps(letter.notes)
+        notes += bytes(-len(notes) % 8)  # so that numbers behind them can be read where they lie
+        outgoing = _Outgoing(letter.urgency, next(self._numbers), notes, letter)
+        box = self._outboxes[to]
+        with self._lock:
+            if letter.covers:
+                self._replace(box, letter.covers)
+            heapq.heappush(box.waiting, outgoing)
+            box.nbytes += outgoing.nbytes
+
+    @staticmethod
+    def _replace(box: _Outbox, covers: frozenset[int]) -> None:
+        """Drop what has not begun to leave, and says less than a letter that comes now."""
+        stale = [
+            one
+            for one in box.waiting
+            if one.sent == 0 and one.letter.covers and one.letter.covers <= covers
+        ]
+        for one in stale:
+            box.waiting.remove(one)
+            box.nbytes -= one.nbytes
+        if stale:
+            heapq.heapify(box.waiting)
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes that were posted and have not left, to the rank to which there are most."""
+        return max((box.nbytes for box in self._outboxes.values()), default=0)
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything posted has left."""
+        return all(not box.nbytes for box in self._outboxes.values())
+
+    # --- by the thread that moves them -------------------------------------------------------
+
+    def move(self) -> bool:
+        """Send and receive as far as possible without blocking; one thread.
+
+        Returns:
+            Whether `take` has something.
+        """
+        for rank, box in self._outboxes.items():
+            self._send(rank, box)
+        self._receive()
+        return bool(self._arrived)
+
+    def take(self) -> Iterator[tuple[int, Message]]:
+        """Yield what arrived, with who sent it: of one rank in the order in which it left."""
+        while self._arrived:
+            yield self._arrived.popleft()
+
+    def _send(self, rank: int, box: _Outbox) -> None:
+        gone = 0
+        while box.under_way and box.under_way[0][0]():
+            gone += box.under_way.popleft()[1]
+        if gone:
+            with self._lock:
+                box.nbytes -= gone
+        while len(box.under_way) < UNDER_WAY:
+            packet = box.stuck if box.stuck is not None else self._next_packet(box)
+            if packet is None:
+                return
+            left = self._routes[rank].start(rank, packet)
+            box.stuck = packet if left is None else None
+            if left is None:
+                return
+            nbytes = packet.numel() - HEAD_BYTES
+            self.sent_bytes += nbytes
+            box.under_way.append((left, nbytes))
+
+    def _next_packet(self, box: _Outbox) -> torch.Tensor | None:
+        with self._lock:
+            if not box.waiting:
+                return None
+            first = box.waiting[0]
+            packet = first.next_packet(self.packet_bytes)
+            if first.sent == first.nbytes:
+                heapq.heappop(box.waiting)
+            return packet
+
+    def _receive(self) -> None:
+        for way in self._ways:
+            for source, packet in way.arrived():
+                self._take_up(source, packet)
+
+    def _take_up(self, source: int, packet: torch.Tensor) -> None:
+        number, nbytes, offset, notes = packet[:HEAD_BYTES].view(torch.int64).tolist()
+        body = packet[HEAD_BYTES:]
+        if body.numel() == nbytes:
+            self._deliver(source, body, notes)
+            return
+        incoming = self._open.get((source, number))
+        if incoming is None:
+            row = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            incoming = self._open[source, number] = _Incoming(row, notes, nbytes)
+        incoming.row[offset : offset + body.numel()] = body
+        incoming.missing -= body.numel()
+        if not incoming.missing:
+            del self._open[source, number]
+            self._deliver(source, incoming.row, incoming.notes)
+
+    def _deliver(self, source: int, row: torch.Tensor, notes: int) -> None:
+        told = pickle.loads(row[:notes].numpy().tobytes())
+        self._arrived.append((source, Message(told, row[notes:])))

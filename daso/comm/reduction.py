@@ -1,0 +1,308 @@
+"""The arithmetic of an exchange, without MPI: what is read, encoded, added and delivered.
+
+Everything goes piece by piece, since a piece that a core's cache holds goes through many passes at
+the price of one. `in_process` does with it what `daso.comm.allreduce.deterministic_allreduce` does
+between ranks.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from daso.comm.compression import PIECE, Codec, Fields, pieces
+from daso.comm.dtypes import accumulator
+
+__all__ = [
+    "CPU",
+    "BufferPool",
+    "Chunks",
+    "ReduceBuffer",
+    "Row",
+    "SendBuffer",
+    "Spans",
+    "WeightedMean",
+    "add_and_deliver",
+    "cut",
+    "deliver",
+    "in_process",
+    "whole",
+]
+
+CPU = torch.device("cpu")
+
+# One span (start, stop) for each peer, for each chunk; the spans of a chunk follow one another.
+Chunks = Sequence[Sequence[tuple[int, int]]]
+Spans = Sequence[tuple[int, int]]
+
+
+class ReduceBuffer(Protocol):
+    """A row that an exchange reads from and delivers to."""
+
+    dtype: torch.dtype
+
+    def payloads(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:
+        """Return what crosses of spans, a payload (bytes) for each; it stays until delivered."""
+        ...
+
+    def deliver(self, start: int, stop: int, mean: torch.Tensor, sent: Fields) -> None:
+        """Take the mean of elements ``start`` to ``stop``; ``sent`` is what crossed of them."""
+        ...
+
+
+class Row:
+    """A plain row of numbers, which cross as they are and are replaced by their mean.
+
+    Args:
+        flat: The row (numel), on the CPU.
+    """
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+        self.dtype = flat.dtype
+
+    def payloads(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:
+        """Return the numbers as they lie there."""
+        assert codec.exact, "a plain row has nowhere to keep what a wire rounds away"
+        return [self.flat[start:stop].view(torch.uint8) for start, stop in spans]
+
+    def deliver(self, start: int, stop: int, mean: torch.Tensor, sent: Fields) -> None:  # noqa: ARG002
+        """Write the mean in place."""
+        self.flat[start:stop].copy_(mean)
+
+
+class SendBuffer:
+    """Memory for what crosses of a row: a payload for each span.
+
+    Args:
+        device: Where the row lies.
+    """
+
+    codec: Codec
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._own = torch.empty(0, dtype=torch.uint8, device=device)
+        self.memory = self._own  # all payloads, in order (bytes)
+        self._payloads: dict[tuple[int, int], torch.Tensor] = {}
+
+    def open(
+        self, codec: Codec, spans: Spans, memory: torch.Tensor | None = None
+    ) -> Sequence[torch.Tensor]:
+        """Forget what was there, and return memory for spans.
+
+        Args:
+            codec: What will be written there.
+            spans: In the order of their payloads.
+            memory: Where to put them (bytes), if not in memory of its own.
+        """
+        sizes = [codec.nbytes(stop - start) for start, stop in spans]
+        if memory is None:
+            if self._own.numel() < sum(sizes):
+                self._own = self._own.new_empty(sum(sizes))
+            memory = self._own
+        self.memory = memory[: sum(sizes)]
+        found = torch.split(self.memory, sizes)
+        self._payloads = {(a, b): one for (a, b), one in zip(spans, found, strict=True)}
+        self.codec = codec
+        return found
+
+    def payloads(self, spans: Spans) -> Sequence[torch.Tensor]:
+        """Return what was written for spans, all of them among those of `open`."""
+        return [self._payloads[start, stop] for start, stop in spans]
+
+    def items(self) -> Iterable[tuple[tuple[int, int], torch.Tensor]]:
+        """Return all spans, in order, and their payloads."""
+        return self._payloads.items()
+
+
+class BufferPool:
+    """Rows that are kept from exchange to exchange, because new memory costs more than the sum.
+
+    Args:
+        window: Chunks that are under way at most.
+        device: Where rows lie.
+    """
+
+    def __init__(self, window: int = 1, device: torch.device = CPU) -> None:
+        self.window, self.device = window, device
+        self._rows: dict[tuple[str, int], torch.Tensor] = {}
+
+    def row(self, name: str, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for chunk ``index``."""
+        key = (f"{name} {dtype}", index % self.window)
+        if key not in self._rows or self._rows[key].numel() < numel:
+            self._rows[key] = torch.empty(numel, dtype=dtype, device=self.device)
+        return self._rows[key][:numel]
+
+    def room(self, dtype: torch.dtype, numel: int = PIECE) -> torch.Tensor:
+        """Return memory to work in (numel)."""
+        return self.row("room", 0, numel, dtype)
+
+
+class WeightedMean:
+    """Adds the ranks' versions of a part, and rounds the mean for the wire.
+
+    Args:
+        codec: What crosses.
+        weights: Weight of each rank's row, in rank order.
+        total: What the sum is divided by.
+        rounded: What the owners of parts rounded away, by start of the part.
+        device: Where is added.
+        piece: Numbers that are added at a time, a multiple of `PIECE`.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        weights: Sequence[int],
+        total: int,
+        rounded: dict[int, torch.Tensor],
+        device: torch.device = CPU,
+        piece: int = PIECE,
+    ) -> None:
+        self.codec, self.weights, self.total = codec, tuple(weights), total
+        self.rounded, self.device, self.piece = rounded, device, piece
+        self._buffer = BufferPool(device=device).row
+
+    def add(
+        self,
+        versions: Sequence[torch.Tensor],
+        payload: torch.Tensor,
+        span: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        """Write the weighted mean of a part, added in rank order, for the wire.
+
+        What is rounded away goes into the next mean.
+
+        Args:
+            versions: The ranks' payloads of the part.
+            payload: Where the mean goes; may be one of them.
+            span: The part.
+            dtype: In which is added, fp32 or fp64.
+        """
+        codec, start, numel = self.codec, span[0], span[1] - span[0]
+        if start not in self.rounded and not codec.exact:
+            self.rounded[start] = torch.zeros(numel, dtype=dtype, device=self.device)
+        rounded = self.rounded.get(start)
+        for a, b in pieces(numel, self.piece):
+            mean = self.mean([codec.fields(one, numel, a, b) for one in versions], b - a, dtype)
+            fields = codec.fields(payload, numel, a, b)
+            if rounded is not None:
+                mean += rounded[a:b]
+            codec.encode(mean, fields)
+            if rounded is not None:
+                codec.decode(fields, rounded[a:b])
+                torch.sub(mean, rounded[a:b], out=rounded[a:b])
+
+    def mean(self, versions: Sequence[Fields], numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weighted mean of a piece, added in rank order.
+
+        Args:
+            versions: The ranks' fields of the piece.
+            numel: Numbers of the piece.
+            dtype: In which is added, fp32 or fp64.
+
+        Returns:
+            The mean (numel), in memory that the next call writes.
+        """
+        total, term = (self._buffer(name, 0, numel, dtype) for name in ("sum", "term"))
+        for rank, weight in enumerate(self.weights):
+            out = total if rank == 0 else term
+            self.codec.decode(versions[rank], out)
+            if weight != 1:
+                out *= weight
+            if rank > 0:
+                total += term
+        return total.div_(self.total)
+
+
+def cut(chunks: Chunks, peers: int) -> Sequence[Spans]:
+    """Return what of each chunk gets a payload of its own: two peers swap all of it."""
+    return [[whole(parts)] for parts in chunks] if peers == 2 else chunks
+
+
+def in_process(sources: Sequence[ReduceBuffer], adder: WeightedMean, chunks: Chunks) -> int:
+    """Do what `daso.comm.allreduce.deterministic_allreduce` does, for rows all in this process.
+
+    Args:
+        sources: One row for each rank, in rank order.
+        adder: Adds them.
+        chunks: From `plan.layout.chunk_parts` with one part per rank.
+
+    Returns:
+        Bytes that all ranks together would have sent.
+    """
+    nbytes, peers, codec = 0, len(sources), adder.codec
+    for spans in cut(chunks, peers):
+        sizes = [codec.nbytes(stop - start) for start, stop in spans]
+        payloads = [source.payloads(codec, spans) for source in sources]
+        if peers == 2:
+            versions = [one[0].clone() for one in payloads]  # a row's own memory is written below
+            for source, own in zip(sources, versions, strict=True):
+                add_and_deliver(adder, versions, source, spans[0], own)
+            nbytes += 2 * sum(sizes)
+            continue
+        means = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+        for owner, span in enumerate(spans):
+            adder.add([one[owner] for one in payloads], means[owner], span, sources[0].dtype)
+        for source, sent in zip(sources, payloads, strict=True):
+            deliver(codec, means, source, spans, sent)
+        nbytes += 2 * (peers - 1) * sum(sizes)
+    return nbytes
+
+
+def whole(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the span of a chunk."""
+    return parts[0][0], parts[-1][1]
+
+
+def deliver(
+    codec: Codec,
+    means: Sequence[torch.Tensor],
+    source: ReduceBuffer,
+    spans: Spans,
+    sent: Sequence[torch.Tensor],
+    room: torch.Tensor | None = None,
+    piece: int = PIECE,
+) -> None:
+    """Give a row the mean of a chunk.
+
+    Args:
+        codec: What crossed.
+        means: Of each span.
+        source: The row.
+        spans: Of the row.
+        sent: What this rank sent of each span.
+        room: Memory to work in (piece), of the row's type.
+        piece: Numbers that are given at a time.
+    """
+    row = torch.empty(piece, dtype=source.dtype, device="cpu") if room is None else room
+    for (start, stop), one, own in zip(spans, means, sent, strict=True):
+        for a, b in pieces(stop - start, piece):
+            codec.decode(codec.fields(one, stop - start, a, b), row[: b - a])
+            fields = codec.fields(own, stop - start, a, b)
+            source.deliver(start + a, start + b, row[: b - a], fields)
+
+
+def add_and_deliver(
+    adder: WeightedMean,
+    versions: Sequence[torch.Tensor],
+    source: ReduceBuffer,
+    span: tuple[int, int],
+    sent: torch.Tensor,
+) -> None:
+    """Give a row the mean of what all ranks sent of a span.
+
+    Args:
+        adder: Adds.
+        versions: The ranks' payloads of the span, in rank order.
+        source: The row.
+        span: Where.
+        sent: This rank's own of the versions.
+    """
+    codec, start, numel = adder.codec, span[0], span[1] - span[0]
+    for a, b in pieces(numel, adder.piece):
+        fields = [codec.fields(one, numel, a, b) for one in versions]
+        mean = adder.mean(fields, b - a, accumulator(source.dtype))
+        source.deliver(start + a, start + b, mean, codec.fields(sent, numel, a, b))

@@ -1,0 +1,85 @@
+"""Gradients as they cross to the owners of rows: encoded, and what a code loses is sent later."""
+
+from collections.abc import Sequence
+
+import torch
+
+from daso.comm.compression import Codec, codec_named, pieces
+from daso.comm.dtypes import accumulator
+from daso.plan.layout import Span, aligned
+from daso.server.partition import Partition
+
+__all__ = ["Wired"]
+
+
+class Wired:
+    """One rank's gradients for others, and theirs for it.
+
+    Args:
+        shares: Of the model.
+        wire: As for `daso.DASO`, but not "auto"; None: gradients cross as they are.
+    """
+
+    def __init__(self, shares: Partition, wire: str | None) -> None:
+        self._shares, self._wire = shares, wire
+        self._residuals: dict[tuple[int, int], torch.Tensor] = {}  # by owner and parameter
+
+    def encode(
+        self, owner: int, layers: Sequence[int], has: Sequence[bool], row: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what crosses of gradients; keeps what it loses, for the next ones.
+
+        Args:
+            owner: Of the rows.
+            layers: Which, in order.
+            has: For each parameter of these, whether there is a gradient.
+            row: The gradients (nbytes,), as `Partition.pack` made it; not written to.
+
+        Returns:
+            Bytes (nbytes,), fewer.
+        """
+        if self._wire is None:
+            return row
+        tensors = list(self._shares.unpack(owner, layers, row))
+        spans = self._spans(tensors)
+        payload = torch.zeros(spans[-1].stop if spans else 0, dtype=torch.uint8, device="cpu")
+        for (index, tensor), span, there in zip(tensors, spans, has, strict=True):
+            if there and tensor.numel():
+                self._encode((owner, index), tensor.reshape(-1), payload[slice(*span)])
+        return payload
+
+    def _encode(self, key: tuple[int, int], values: torch.Tensor, payload: torch.Tensor) -> None:
+        codec, wide = self._codec(values), values.to(accumulator(values.dtype), copy=True)
+        if key in self._residuals:
+            wide += self._residuals[key]
+        kept = torch.empty_like(wide)
+        for start, stop in pieces(wide.numel()):
+            fields = codec.fields(payload, wide.numel(), start, stop)
+            codec.encode(wide[start:stop], fields)
+            codec.decode(fields, kept[start:stop])
+        self._residuals[key] = torch.sub(wide, kept, out=kept)
+
+    def decode(self, owner: int, layers: Sequence[int], payload: torch.Tensor) -> torch.Tensor:
+        """Return gradients as `Partition.pack` made them, but for what was lost."""
+        if self._wire is None:
+            return payload
+        row = torch.zeros(
+            self._shares.packed_nbytes(owner, layers), dtype=torch.uint8, device="cpu"
+        )
+        tensors = list(self._shares.unpack(owner, layers, row))
+        for (_, tensor), span in zip(tensors, self._spans(tensors), strict=True):
+            numel, codec = tensor.numel(), self._codec(tensor)
+            wide = torch.empty(numel, dtype=accumulator(tensor.dtype), device="cpu")
+            for start, stop in pieces(numel):
+                fields = codec.fields(payload[slice(*span)], numel, start, stop)
+                codec.decode(fields, wide[start:stop])
+            tensor.copy_(wide.view(tensor.shape))
+        return row
+
+    def _codec(self, tensor: torch.Tensor) -> Codec:
+        assert self._wire is not None
+        return codec_named(self._wire, accumulator(tensor.dtype))
+
+    def _spans(self, tensors: Sequence[tuple[int, torch.Tensor]]) -> tuple[Span, ...]:
+        """Return where each parameter's code lies in a payload."""
+        return aligned([self._codec(tensor).nbytes(tensor.numel()) for _, tensor in tensors])

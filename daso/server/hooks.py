@@ -1,0 +1,310 @@
+"""Hooks on a model: gradients of finished layers leave while backward goes on, and rows come in.
+
+Before a layer's forward the newest rows of all owners are copied into its parameters, once in a
+step; nobody else writes to them. After a layer's backward its gradients are copied out, and leave
+with those of the next layers, as many as the pace says.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from daso import trace
+from daso.errors import ConfigError, NonFiniteError
+from daso.plan.eager import Log, Plan, Read, Send, first_pace, leaves, next_pace
+from daso.server.partition import Partition
+from daso.server.service import STEPS_WAITING, ServerThread
+from daso.server.shard import Contribution, Rows, take_up
+from daso.train.gradients.module_params import ModuleParameters
+from daso.train.gradients.partial_step import same_values, values_of
+from daso.train.hooks import Hook
+
+__all__ = ["ServerHooks"]
+
+logger = logging.getLogger("daso")
+DROPS_IN_A_ROW = 3  # steps with a gradient that is not finite, at which a rank raises
+
+
+class ServerHooks:
+    """One rank's training thread, towards the server.
+
+    Args:
+        module: The model.
+        names: Of its layers.
+        shares: Which rows are whose.
+        plan: How.
+        serving: Where gradients go and rows come from.
+        groups: Returns the parameter groups whose values steps are to be taken with.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        names: Sequence[str],
+        shares: Partition,
+        plan: Plan,
+        serving: ServerThread,
+        groups: Callable[[], Sequence[dict[str, Any]]],
+    ) -> None:
+        self.shares, self.plan, self.serving = shares, plan, serving
+        self._names, self._groups = names, groups
+        self.steps = 0  # since the start
+        self.met_at = 0  # steps at the last meeting of all ranks
+        self.dropped = 0  # steps with a gradient that was not finite
+        self.logs = False  # what it does
+        self.log: list[Read | Send] = []
+        self._meetings: list[int] = []  # steps at each
+        most = len(names)
+        self.pace = first_pace(plan.every, most)
+        self._layer_of = {
+            index: layer for layer, params in enumerate(shares.layers) for index in params
+        }
+        ranks, rank = serving.ranks, serving.rank
+        self._owners = (rank,) if plan.mode != "owner" else tuple(range(ranks))
+        # Bytes of a layer to the rank to which there are most.
+        self._nbytes = [
+            max(shares.nbytes(r, [layer]) for r in range(ranks)) for layer in range(most)
+        ]
+        # And its rows come back, or go out where gradients do not.
+        self._room_bytes = STEPS_WAITING * 2 * sum(self._nbytes)
+        self._loaded = [[0] * ranks for _ in range(most)]  # versions in the parameters
+        self._taken: set[int] = set()  # layers that were taken up in this step
+        self._missing: list[set[int]] = []  # of each layer, parameters without a gradient
+        self._finished: list[int] = []  # layers whose gradients have not left
+        self._sent: set[int] = set()  # layers whose gradients were handed over in this step
+        self._values: list[dict[str, Any]] | None = None  # of this step
+        self._keeps = False  # gradients, for accumulation
+        self._bad: set[int] = set()  # layers whose gradient was not finite in this step
+        self._bad_steps = 0  # in a row
+        self._stepped_at = time.perf_counter()
+        self._uses = ModuleParameters(module, shares.named)
+        self._hooks = [
+            tensor.register_post_accumulate_grad_hook(partial(self._ready, index))
+            for index, (_, tensor) in enumerate(shares.named)
+        ]
+        self._hooks += [
+            # Before the user's own, which may compute a weight (weight_norm, pruning).
+            one.register_forward_pre_hook(Hook(partial(self._before, name)), prepend=True)
+            for name, one in module.named_modules()
+        ]
+        self._hooks += [
+            one.register_load_state_dict_pre_hook(Hook(_refuse_loading)) for one in module.modules()
+        ]
+        self._begin()
+
+    def _begin(self) -> None:
+        self._taken, self._sent, self._finished, self._bad = set(), set(), [], set()
+        self._left: dict[int, tuple[int, int]] = {}  # gradients as backward left them
+        self._values = None
+        self._missing = [set(params) for params in self.shares.layers]
+
+    # --- rows come in ------------------------------------------------------------------------
+
+    def _before(self, name: str) -> None:
+        """Take up what a module's forward needs."""
+        needed = self._uses.called(name)
+        self.serving.go_on()  # others may be training while this rank evaluates
+        if not torch.is_grad_enabled():
+            return  # an evaluation sees what training left
+        if not self._taken:
+            needed += self._uses.nowhere
+        for layer in sorted({self._layer_of[index] for index in needed} - self._taken):
+            self._take_up(layer)
+
+    def _take_up(self, layer: int) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            raise ConfigError(
+                f"parameters must not change while backward goes on, but layer "
+                f"{self._names[layer]!r} runs forward in it for the first time; use "
+                f"checkpoint(..., use_reentrant=False)"
+            )
+        self.serving.go_on()
+        self._taken.add(layer)
+        self._load(layer, self.serving.wait_for(layer, self.steps - self.met_at))
+        if self.logs:
+            self.log.append(Read(self.steps, layer, tuple(self._loaded[layer])))
+
+    def _load(self, layer: int, rows: Sequence[Rows]) -> None:
+        take_up(self.shares, layer, rows, self._loaded[layer], whole=self.plan.whole)
+        self._loaded[layer] = [one.version for one in rows]
+
+    def meet(self) -> None:
+        """Take up the last rows of all ranks. Collective over the world; blocking."""
+        if self._sent or self._finished:
+            raise ConfigError(
+                "ranks must meet between two steps, but gradients were computed since the last; "
+                "call step() first"
+            )
+        self.serving.meet(self.steps - self.met_at)
+        self.met_at = self.steps
+        self._meetings.append(self.steps)
+        for layer in range(len(self._names)):
+            self._load(layer, self.serving.last_rows(layer))
+        self._begin()
+
+    # --- gradients leave ---------------------------------------------------------------------
+
+    def keep(self, *, keeps: bool) -> None:
+        """Let gradients pile up here, or leave again after the next backward."""
+        self._keeps = keeps
+
+    def _ready(self, index: int, tensor: torch.Tensor) -> None:
+        if self._keeps:
+            return
+        self._left[index] = _stamp(tensor)
+        layer = self._layer_of[index]
+        if layer not in self._taken:
+            raise ConfigError(
+                f"parameters must be used by a module's forward, where the newest rows are taken "
+                f"up, but {self.shares.named[index][0]} got a gradient without one; call its module"
+            )
+        if layer in self._sent or not self._missing[layer]:
+            raise ConfigError(
+                f"a step must have one backward where gradients leave during it, but layer "
+                f"{self._names[layer]!r} got a second gradient; use no_sync() for all but the last"
+            )
+        if self._values is None:  # all gradients of a step leave with the same
+            self._values = values_of(self._groups())
+        self._missing[layer].discard(index)
+        if not self._missing[layer]:
+            self._finish(layer)
+
+    def _finish(self, layer: int) -> None:
+        if not self._is_finite(layer):
+            self._bad.add(layer)
+        self._finished.append(layer)
+        backlog = self.serving.mailbox.backlog_bytes
+        self.pace = next_pace(self.pace, backlog_bytes=backlog, layer_bytes=self._nbytes[layer])
+        nbytes = sum(self._nbytes[one] for one in self._finished)
+        if leaves(self.pace, layers=len(self._finished), nbytes=nbytes):
+            self._send()
+
+    def _is_finite(self, layer: int) -> bool:
+        grads = [self.shares.named[index][1].grad for index in self.shares.layers[layer]]
+        there = [grad for grad in grads if grad is not None]
+        if bool(torch.stack([grad.sum().float() for grad in there]).isfinite().all()):
+            return True
+        return all(bool(grad.isfinite().all()) for grad in there)  # large ones may overflow
+
+    def _send(self) -> None:
+        """Hand over the gradients of finished layers."""
+        self.serving.go_on()
+        layers, self._finished = tuple(sorted(self._finished)), []
+        self._sent.update(layers)
+        if self._values is None:
+            self._values = values_of(self._groups())
+        grads = [self._gradient(layer, at) for layer in layers for at in self.shares.layers[layer]]
+        for owner in self._owners:
+            one = Contribution(
+                source=self.serving.rank,
+                step=self.steps,
+                layers=layers,
+                has=tuple(grad is not None for grad in grads),
+                read=tuple(self._loaded[layer][owner] for layer in layers),
+                values=self._values,
+                row=self.shares.pack(owner, layers, grads),
+                base=self._base(owner, layers),
+            )
+            self.serving.give(owner, one)
+        if self.logs:
+            self.log.append(Send(self.steps, layers, self.pace.layers, tuple(self._values)))
+
+    def _gradient(self, layer: int, index: int) -> torch.Tensor | None:
+        return None if layer in self._bad else self.shares.named[index][1].grad
+
+    def _base(self, owner: int, layers: Sequence[int]) -> torch.Tensor | None:
+        """Return the parameters that updates start from, where every rank has its own."""
+        if not self.plan.whole:
+            return None
+        for layer in set(layers) - self._taken:  # that no forward came to
+            self._take_up(layer)
+        now = [self.shares.named[index][1].detach() for index in self.shares.params(layers)]
+        return self.shares.pack(owner, layers, now)
+
+    def step(self) -> None:
+        """End a step: what has not left leaves, and layers without a gradient are told of.
+
+        Raises:
+            NonFiniteError: Too many steps in a row had gradients that are not finite.
+
+        Blocks while more than two steps' messages have not left.
+        """
+        self._refuse_edits()
+        left = set(range(len(self._names))) - self._sent
+        for layer in left - set(self._finished):
+            if any(self.shares.named[at][1].grad is not None for at in self.shares.layers[layer]):
+                self._bad.update(() if self._is_finite(layer) else [layer])
+        self._finished = sorted(left)
+        if self._values is not None and not same_values(self._groups(), self._values):
+            raise ConfigError(
+                "values of parameter groups must be set before backward, where gradients leave "
+                "with them, but they changed between backward and step; step schedulers after it"
+            )
+        if self._finished:
+            self._send()
+        for layer in set(range(len(self._names))) - self._taken:
+            self.serving.skip(layer, self.steps - self.met_at)
+        trace.record(trace.STEP, self._stepped_at, key=self.steps)
+        self._stepped_at = time.perf_counter()
+        step, bad = self.steps, self._bad
+        self.steps += 1
+        self.serving.step = self.steps - self.met_at
+        self._begin()
+        self._count_bad(step, bad)
+        self.serving.engine.check()
+        self.serving.wait_for_room(self._room_bytes)
+
+    def _refuse_edits(self) -> None:
+        """Refuse gradients that were changed since backward: they left in it."""
+        for index, stamp in self._left.items():
+            name, tensor = self.shares.named[index]
+            if tensor.grad is not None and _stamp(tensor) != stamp:
+                raise ConfigError(
+                    f"gradients must be left alone between backward and step, since they leave in "
+                    f"backward, but that of {name} was changed (clipping, scaling?); use daso.DASO"
+                )
+
+    def _count_bad(self, step: int, bad: set[int]) -> None:
+        if not bad:
+            self._bad_steps = 0
+            return
+        self.dropped += 1
+        self._bad_steps += 1
+        name = self._names[min(bad)]
+        what = f"gradients of layer {name!r} are not finite in step {step}"
+        at_once = self.plan.exchange.nonfinite == "raise"
+        if at_once or self._bad_steps >= DROPS_IN_A_ROW:
+            raise NonFiniteError(
+                f"gradients must be finite, but {what} on rank {self.serving.rank} (in "
+                f"{self._bad_steps} steps in a row); lower the learning rate, or look at that "
+                f"rank's data"
+            )
+        logger.warning("%s on rank %d; they were left out", what, self.serving.rank)
+
+    def logged(self) -> Log:
+        """Return what this rank did, in the order of each thread."""
+        events = (*self.log, *self.serving.server.log)
+        return Log(self.serving.rank, self.plan, tuple(self._meetings), events)
+
+    def close(self) -> None:
+        """Take the hooks off; idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def _stamp(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return what changes when somebody writes to a gradient, or puts another in its place."""
+    assert tensor.grad is not None, "a hook was called with it"
+    return tensor.grad.data_ptr(), tensor.grad._version
+
+
+def _refuse_loading() -> None:
+    raise ConfigError(
+        "a model must be loaded before its EagerServer is made, which has rows of its own that "
+        "the next forward takes up; close the server, load, and make another one"
+    )

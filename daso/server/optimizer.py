@@ -1,0 +1,425 @@
+"""`daso.EagerServer`: every rank computes, and serves a part of the model's parameters.
+
+Updates of a layer leave while backward goes on for the layers below, and no step waits for the
+slowest rank unless it is told to.
+"""
+
+import atexit
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+
+from daso.checks import NONE, check, either, instance_of, validate_call
+from daso.comm.collectives import gather
+from daso.comm.emulation import emulated_link
+from daso.comm.reclaim import Closer, forget, keep, reclaim
+from daso.comm.topology import Topology, default, errors_on_all_ranks
+from daso.errors import CheckpointError, ConfigError
+from daso.plan.eager import Log, Mode, Plan, Transport
+from daso.plan.options import Exchange
+from daso.server.hooks import ServerHooks
+from daso.server.partition import Partition, layers_of
+from daso.server.service import ServerThread
+from daso.server.shard import MakeOptimizer, ParameterShard
+from daso.train.one_copy import is_saving_one_copy
+from daso.train.params import Trained, agree_layout, start_equal
+from daso.train.setup import FACTORY, MODULE, stall_limit
+from daso.train.shared import common_tensors
+from daso.train.state_sync import average_tensors
+
+__all__ = ["EagerServer"]
+
+
+class EagerServer(torch.optim.Optimizer):
+    """Trains a model whose parameters every rank updates a part of, without a step in common.
+
+    Used like an optimizer, around an ordinary loop::
+
+        with daso.EagerServer(model, lambda p: torch.optim.SGD(p, lr=0.1)) as server:
+            for inputs, targets in loader:
+                server.zero_grad()
+                loss_fn(model(inputs), targets).backward()  # gradients leave here
+                server.step()
+
+    Parameters change before a layer's forward, and there alone. All ranks start from world rank 0's
+    parameters and buffers, and `synchronize`, or the end of ``with``, makes them equal again.
+    Gradients leave before all are known: clipping by their common norm, GradScaler and closures
+    need `daso.DASO`.
+
+    Args:
+        model: On its device, with the weights to start from.
+        optimizer_factory: Makes the optimizer of this rank's rows from a list of parameters: for
+            each trained parameter of the model, in the order of ``model.parameters()``, its rows
+            (rows, ...), which may be none. Its arithmetic must be number by number (SGD, Adam and
+            kin; not LBFGS, LARS, Muon).
+        topology: Who is where; found from MPI if None.
+        mode: ``"owner"``: each rank updates its rows of every weight with all ranks' gradients, and
+            keeps the optimizer's state for these alone. ``"block"``: it updates them with its own
+            gradients alone, which halves the traffic; a row then learns from its owner's data.
+            ``"replica"``: each rank updates everything with its own gradients, and
+            computes with the mean of all ranks' newest.
+        staleness: How many steps a rank may be ahead of the slowest. 0: all take the same steps
+            with the mean gradient, bit for bit those of one process that adds in rank order. None:
+            nobody waits. Unless it is 0, an owner takes in each gradient by itself, with the
+            learning rate divided by the number of ranks.
+        every: After how many finished layers gradients leave (n); ``"auto"`` follows what waits to
+            be sent.
+        damped: Divide the learning rate of a gradient by one more than its age in steps.
+        wire: How gradients cross: ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"`` or ``"topk"``;
+            what it loses is part of the next gradient. Rows come back as they are. None: gradients
+            too.
+        transport: ``"messages"``: two-sided. ``"windows"``: memory that ranks of a node share, and
+            one-sided puts between nodes; refused where these fail, or wait for their target.
+        exchange: ``chunk_bytes`` of a message cross in one piece: what is needed sooner waits for
+            no more than a few of them. A rank waits ``stall_seconds`` without a sign of the others
+            before it raises and names who is missing. ``nonfinite``: gradients of a layer that are
+            not finite are left out, and raise in the third step in a row; or at once.
+
+    Raises:
+        ConfigError: A keyword has no such value.
+        LayoutError: Parameters cannot be exchanged, or differ between ranks.
+        TopologyError: MPI, launcher and ranks do not fit together.
+
+    Collective over the world; blocking.
+    """
+
+    _step_supports_amp_scaling = False
+
+    @validate_call
+    def __init__(  # noqa: PLR0913 - checked as one record
+        self,
+        model: torch.nn.Module,
+        optimizer_factory: MakeOptimizer,
+        *,
+        topology: Topology | None = None,
+        mode: Mode = "owner",
+        staleness: int | None = 0,
+        every: int | Literal["auto"] = "auto",
+        damped: bool = False,
+        wire: str | None = None,
+        transport: Transport = "messages",
+        exchange: Exchange | None = None,
+    ) -> None:
+        # Optimizer.__init__ is not called: groups and state are those of this rank's rows.
+        with errors_on_all_ranks(topology, "make a daso.EagerServer", stall_limit(exchange)):
+            check("model", model, MODULE)
+            check("optimizer_factory", optimizer_factory, FACTORY)
+            check("topology", topology, either(instance_of(Topology), NONE))
+            plan = Plan(
+                mode=mode,
+                staleness=staleness,
+                every=every,
+                damped=damped,
+                wire=wire,
+                transport=transport,
+                exchange=Exchange() if exchange is None else exchange,
+            )
+            if emulated_link() is not None:
+                raise ConfigError(
+                    "over an imitated link a model must be trained with daso.DASO, not EagerServer"
+                )
+        self._topology = default() if topology is None else topology
+        self._model, self._plan = model, plan
+        limit = plan.exchange.stall_seconds
+        self._topology.rendezvous("make a daso.EagerServer", limit)
+        number = reclaim(self._topology, lambda word: gather(self._topology, word, limit))
+        names, named, layers = layers_of(model)
+        self._agree(named)
+        place = self._topology.place
+        shares = Partition(named, layers, place.size, whole=plan.whole)
+        rows = ParameterShard(place.rank, shares, plan, optimizer_factory)
+        self._topology.agree(_problem(rows), ConfigError)
+        # What schedulers and people change; the serving thread has groups of its own.
+        groups = self._groups = [dict(group) for group in rows.inner.param_groups]
+        self._serving = ServerThread(self._topology, shares, plan, rows)
+        self._client = ServerHooks(model, names, shares, plan, self._serving, lambda: groups)
+        self._closed = False
+        self._told: set[str] = set()  # names of buffers that are left alone
+        self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
+        self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
+        _open.add(self._serving)
+        keep(self, self._topology, number, _closer(self._client, self._serving))
+
+    def _agree(self, named: Any) -> None:
+        trained = Trained(None, self._model, named)  # type: ignore[arg-type]  # it has none yet
+        plan = repr(self._plan)
+        first = self._topology.world.bcast(plan)
+        self._topology.agree(
+            None
+            if plan == first
+            else f"every rank must be given the same options, but there are {plan} here and "
+            f"{first} on rank 0; pass the same keywords everywhere",
+            ConfigError,
+        )
+        agree_layout(trained, self._topology)
+        start_equal(trained, self._topology, self._plan.exchange.stall_seconds)
+
+    # --- as an optimizer ---------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # read only
+        """Groups of this rank's rows; the next step is taken with the values that are in them."""
+        return self._groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]  # read only
+        """State of the optimizer of this rank's rows, which its serving thread changes."""
+        if is_saving_one_copy():
+            raise CheckpointError(
+                "torch.distributed.checkpoint keeps one copy for all ranks, but an EagerServer's "
+                "state is that of each rank's own rows; save state_dict() of each rank by "
+                "torch.save"
+            )
+        return self._serving.server.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # read only
+        """Defaults of the optimizer of this rank's rows."""
+        return self._serving.server.inner.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of the model's trained parameters."""
+        for _, tensor in self._client.shares.named:
+            if set_to_none:
+                tensor.grad = None
+            elif tensor.grad is not None:
+                tensor.grad.detach_()
+                tensor.grad.zero_()
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """End a step: what has not left of its gradients leaves.
+
+        Args:
+            closure: None; a closure cannot be called before gradients leave.
+
+        Raises:
+            ConfigError: There is a closure.
+            ExchangeError: Serving failed since the last step.
+            NonFiniteError: Gradients were not finite three steps in a row.
+
+        Blocks while more than two steps' messages have not left.
+        """
+        if closure is not None:
+            raise ConfigError(
+                "a step must be taken without a closure where gradients leave during backward; "
+                "call backward before step(), or use daso.DASO"
+            )
+        for hook in (*self._optimizer_step_pre_hooks.values(),):
+            hook(self, (), {})
+        self._client.step()
+        for hook in (*self._optimizer_step_post_hooks.values(),):
+            hook(self, (), {})
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients pile up on this rank; those of the first backward outside leave."""
+        self._client.keep(keeps=True)
+        try:
+            yield
+        finally:
+            self._client.keep(keeps=False)
+
+    # --- beside steps ------------------------------------------------------------------------
+
+    @torch.inference_mode(mode=False)
+    def synchronize(self) -> None:
+        """Take in all gradients; make parameters and buffers bit-identical on all ranks.
+
+        Call it before evaluating, saving, and at the end; ranks may have taken different numbers of
+        steps, unless staleness is 0. The model's floating buffers (BatchNorm statistics) become the
+        means of all ranks.
+
+        Collective over the world; blocking.
+        """
+        self._client.meet()
+        serving = self._serving
+        average_tensors(
+            self._common_buffers(),
+            self._topology,
+            serving.world,
+            serving.engine.run,
+            self._plan.exchange.chunk_bytes,
+        )
+
+    def _common_buffers(self) -> list[torch.Tensor]:
+        """Return the buffers that all ranks share. Collective over the world; blocking."""
+
+        def everyones(mine: dict[str, str]) -> list[dict[str, str]]:
+            return gather(self._topology, mine, self._plan.exchange.stall_seconds)
+
+        says = self._topology.place.rank == 0
+        return common_tensors(self._model.named_buffers(), everyones, self._told, says=says)
+
+    def report(self) -> dict[str, Any]:
+        """Return what was chosen and what happened so far, on this rank.
+
+        Returns:
+            Plain values: ``mode``, ``staleness``, ``wire``, ``transport``, ``every`` (layers,
+            now), ``steps``, ``updates`` (of this rank's rows, over layers), ``dropped`` (steps),
+            ``bytes_sent`` (to all ranks), ``exposed_seconds`` (the training thread stood still for
+            others).
+        """
+        return {
+            "mode": self._plan.mode,
+            "staleness": self._plan.staleness,
+            "wire": self._plan.wire,
+            "transport": self._plan.transport,
+            "every": self._client.pace.layers,
+            "steps": self._client.steps,
+            "updates": sum(self._serving.server.versions),
+            "dropped": self._client.dropped,
+            "bytes_sent": self._serving.mailbox.sent_bytes,
+            "exposed_seconds": self._serving.exposed_seconds,
+        }
+
+    def keep_log(self) -> None:
+        """Keep in memory from now on what a training is replayed from; before the first step."""
+        self._client.logs = self._serving.server.logs = True
+
+    def logged(self) -> Log:
+        """Return what this rank did since `keep_log`: see `daso.server.replay`."""
+        return self._client.logged()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state for this rank's rows; save one on every rank.
+
+        Raises:
+            CheckpointError: Ranks did not meet since the last step: rows may be changing.
+        """
+        if self._serving.serves:
+            raise CheckpointError(
+                "state must be saved while nobody trains, but steps were taken since ranks met; "
+                "call synchronize() first"
+            )
+        inner = self._serving.server.inner.state_dict()
+        groups = [
+            {**group, "params": saved["params"]}
+            for group, saved in zip(self._groups, inner["param_groups"], strict=True)
+        ]
+        return {
+            "inner": {**inner, "param_groups": groups},
+            "share": self._share(),
+            "steps": self._client.steps,
+        }
+
+    def _share(self) -> dict[str, Any]:
+        place = self._topology.place
+        return {"mode": self._plan.mode, "rank": place.rank, "ranks": place.size}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with the state of this rank's rows; load the model before making the server.
+
+        Args:
+            state_dict: From `state_dict` of this rank.
+
+        Raises:
+            CheckpointError: It is of other rows, or ranks did not meet since the last step.
+
+        Collective over the world; blocking.
+        """
+        problem = None
+        if self._serving.serves:
+            problem = "state must be loaded while nobody trains; call synchronize() first"
+        elif state_dict.get("share") != self._share():
+            problem = (
+                f"state must be that of the same rows, {self._share()}, not "
+                f"{state_dict.get('share')}; load each rank's own, in a world of the same size"
+            )
+        self._topology.agree(problem, CheckpointError)
+        inner = self._serving.server.inner
+        inner.load_state_dict(dict(state_dict["inner"]))
+        self._groups[:] = [dict(group) for group in inner.param_groups]
+        self._client.steps = self._client.met_at = int(state_dict["steps"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.synchronize()
+            self.close()
+        else:
+            self.abandon()
+
+    def close(self) -> None:
+        """Stop serving and take the hooks off; call `synchronize` first to agree.
+
+        Collective over the world; blocking; idempotent.
+        """
+        if not self._closed:
+            self._closed = True
+            forget(self)
+            _close(self._client, self._serving)
+
+    def abandon(self) -> None:
+        """Stop the thread, whatever is under way; nothing collective: ranks may be missing."""
+        self._client.close()
+        self._serving.engine.abandon()
+
+    def __repr__(self) -> str:
+        return f"EagerServer({self._serving.server.inner!r}, {self._plan!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ConfigError(
+            "an EagerServer cannot be copied: it serves this process's ranks; save state_dict()"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - torch's
+        """Refuse: the rows of new parameters would belong to nobody."""
+        raise ConfigError(
+            "an EagerServer trains the parameters that its model had when it was made; make "
+            "another one after adding some"
+        )
+
+
+def _problem(rows: ParameterShard) -> str | None:
+    """Return what is wrong with what a factory made."""
+    mine = {id(param) for param in rows.stand_ins}
+    given = {id(param) for group in rows.inner.param_groups for param in group["params"]}
+    if not given <= mine:
+        return (
+            "optimizer_factory must make an optimizer of the parameters it is given, but it took "
+            "others; pass on its argument"
+        )
+    return None
+
+
+_open: "weakref.WeakSet[ServerThread]" = weakref.WeakSet()
+
+
+def _close(client: ServerHooks, serving: ServerThread) -> None:
+    """Take the hooks off and stop serving. Collective over the world; blocking."""
+    client.close()
+    serving.close()
+    _open.discard(serving)
+
+
+def _closer(client: ServerHooks, serving: ServerThread) -> Closer:
+    """Return how to close a server that was dropped."""
+
+    def abandon() -> None:
+        client.close()
+        serving.engine.abandon()
+
+    def state() -> object:
+        return serving.serves if serving.engine.sound else None  # who serves ends by giving up
+
+    return Closer(partial(_close, client, serving), abandon, state)
+
+
+@atexit.register
+def _stop_threads() -> None:
+    """Stop the threads before MPI is finalized; nothing collective: ranks may be missing."""
+    for serving in list(_open):
+        serving.engine.abandon()

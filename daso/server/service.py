@@ -1,0 +1,400 @@
+"""The thread that serves one rank's rows: takes in gradients, publishes rows, receives others'.
+
+It runs as work of an `Engine`, from the first forward after a meeting of all ranks to the next
+meeting, and never touches live parameters: what it receives waits beside them until the
+training thread takes it up.
+"""
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
+
+import torch
+
+from daso import trace
+from daso.comm.engine import Engine, Work, WorkHandle
+from daso.comm.mpi import load
+from daso.comm.p2p.packets import routes
+from daso.comm.p2p.send_queue import HEAD_BYTES, Message, SendQueue
+from daso.comm.topology import Topology
+from daso.errors import ExchangeError, StallError
+from daso.plan.eager import Plan, is_fresh
+from daso.server.compression import Wired
+from daso.server.partition import Partition
+from daso.server.shard import Contribution, ParameterShard, Rows, first_rows, rows_in
+
+__all__ = ["STEPS_WAITING", "ServerThread"]
+
+GRADIENTS, ROWS, LAST_STEP, LAST_ROWS = range(4)  # what letters are about
+STEPS_WAITING = 2  # whose gradients may wait here to be taken in
+LATEST = sys.maxsize  # urgency of what is to leave after everything else
+LOOK_SECONDS = 0.1  # how often who waits looks whether something failed
+
+
+class ServerThread:
+    """One rank's side of the server.
+
+    Args:
+        topology: Who is where.
+        shares: Which rows are whose.
+        plan: How gradients are taken in.
+        server: This rank's rows.
+
+    Collective over the world; blocking.
+    """
+
+    def __init__(
+        self, topology: Topology, shares: Partition, plan: Plan, server: ParameterShard
+    ) -> None:
+        self.plan, self.server, self.shares = plan, server, shares
+        self._wired = Wired(shares, plan.wire)
+        self.rank, self.ranks = topology.place.rank, topology.place.size
+        self._topology = topology
+        self.world, self._letters = topology.world.Dup(), topology.world.Dup()
+        most = plan.exchange.chunk_bytes + HEAD_BYTES
+        ways, self._ways = routes(topology, self._letters, plan.transport, most)
+        self.mailbox = SendQueue(ways, plan.exchange.chunk_bytes)
+        roll = topology.roll
+        self.engine = Engine(
+            plan.exchange.stall_seconds, roll.missing, roll.answer, name="daso-server", kind=None
+        )
+        # By owner and layer: the version that was taken up last, and what came since; of owners
+        # that do not wait for this rank more than one may have come. All start from the same.
+        self._rows = [[deque([rows]) for rows in first_rows(server)] for _ in range(self.ranks)]
+        self.step = 0  # that this rank takes, since the last meeting
+        self.exposed_seconds = 0.0
+        self._clocks = [0.0] * len(shares.layers)  # of this rank's rows, as all were told
+        self._news = threading.Condition()
+        self._sign_at = time.perf_counter()  # when somebody was heard of last
+        self._given: deque[Contribution] = deque()  # by the training thread
+        self._ticket: WorkHandle[None] | None = None
+        self._last: dict[int, int] = {}  # steps of each rank that takes no more until the meeting
+        self._pausing: int | None = None  # this rank's, before it is told to all
+        self._over: set[int] = set()  # ranks whose last rows came
+
+    # --- by the training thread --------------------------------------------------------------
+
+    def go_on(self) -> None:
+        """Serve, if that is not done already. Does not block."""
+        if self._ticket is None:
+            self._ticket = self.engine.submit(self._serve())
+
+    @property
+    def serves(self) -> bool:
+        """Whether the thread is at work: this rank's rows may change."""
+        return self._ticket is not None
+
+    def give(self, owner: int, contribution: Contribution) -> None:
+        """Hand over gradients; does not block.
+
+        Args:
+            owner: For whose rows.
+            contribution: Of this rank.
+        """
+        one = contribution
+        payload = self._wired.encode(owner, one.layers, one.has, one.row)
+        if owner == self.rank:
+            # As others' are: what the wire loses is part of the next.
+            row = self._wired.decode(owner, one.layers, payload)
+            self._given.append(replace(one, row=row))
+            return
+        notes = (GRADIENTS, one.step, one.layers, one.has, one.read, one.values)
+        self.mailbox.post(owner, Message(notes, payload, self._urgency(self.step + 1, one.layers)))
+
+    def wait_for(self, layer: int, step: int) -> list[Rows]:
+        """Return all owners' rows of a layer, fresh enough for a step.
+
+        Args:
+            layer: Which.
+            step: Steps that this rank has taken since the last meeting.
+
+        Raises:
+            ExchangeError: Serving failed, or a rank takes no more steps and all must go together.
+            StallError: Nothing was heard for as long as may be.
+
+        Blocks as far as the bound on staleness says.
+        """
+        bound = self.plan.staleness
+
+        def late() -> list[int]:
+            rows = [mine[layer][-1] for mine in self._rows]
+            found = [one.behind for one in rows if not is_fresh(one.clock, step, bound)]
+            if self.plan.whole and rows[self.rank].clock < step:
+                # Its next gradient starts from what it computes with: with its last one in it.
+                found.append(self.rank)
+            return found
+
+        def who() -> str:
+            ranks = ", ".join(map(str, sorted(set(late()))))
+            return f"what world rank {ranks} makes of step {step}"
+
+        if late():
+            self._wait(lambda: not late(), who, step)
+        return [self._take(mine[layer], step) for mine in self._rows]
+
+    def _take(self, versions: deque[Rows], step: int) -> Rows:
+        """Return the newest version, or where all go together that of the step."""
+        if not self.plan.together:
+            return versions[-1]
+        while versions[0].clock < step:
+            versions.popleft()
+        return versions[0]
+
+    def skip(self, layer: int, step: int) -> None:
+        """Forget versions of a layer that a step had no use for; the newest stays."""
+        if self.plan.together:
+            for mine in self._rows:
+                versions = mine[layer]
+                while len(versions) > 1 and versions[0].clock < step:
+                    versions.popleft()
+
+    def last_rows(self, layer: int) -> list[Rows]:
+        """Return all owners' newest rows of a layer; while nobody serves."""
+        return [mine[layer][-1] for mine in self._rows]
+
+    def wait_for_room(self, most_bytes: int) -> None:
+        """Block until no more bytes than these wait to leave, and gradients here to be taken in."""
+
+        def is_room() -> bool:
+            return self.mailbox.backlog_bytes <= most_bytes and len(
+                self._given
+            ) <= STEPS_WAITING * len(self.shares.layers)
+
+        if not is_room():
+            self._wait(is_room, lambda: "a free link")
+
+    def meet(self, steps: int) -> None:
+        """Let all gradients be taken in and all rows come; nobody serves afterwards.
+
+        Args:
+            steps: That this rank has taken since the last meeting.
+
+        Collective over the world; blocking.
+        """
+        self.go_on()
+        ticket = self._ticket
+        assert ticket is not None
+        self._pausing = steps
+        self._wait(lambda: self._is_over() or ticket.done(), lambda: "all ranks' last rows")
+        self.engine.wait(ticket)
+        self.engine.run(self._barrier())  # before anybody begins anew
+        self.server.begin()
+        for rows in chain.from_iterable(self._rows):
+            last = rows[-1]
+            rows.clear()
+            rows.append(Rows(last.version, 0.0, last.behind, last.tensors))
+        self._ticket, self._pausing, self._last, self._over = None, None, {}, set()
+        self.step, self._clocks = 0, [0.0] * len(self._clocks)
+
+    def _barrier(self) -> Work[None]:
+        yield [self.world.Ibarrier()]
+
+    def _wait(self, arrived: Callable[[], bool], what: Callable[[], str], step: int = 0) -> None:
+        start = time.perf_counter()
+        try:
+            with self.engine.hurried(self._ticket), self._news:
+                while not self._news.wait_for(arrived, LOOK_SECONDS):
+                    self._look(start, what, step)
+        finally:
+            self.exposed_seconds += time.perf_counter() - start
+            trace.record(trace.NODES, start)
+        self.engine.check()
+
+    def _look(self, start: float, what: Callable[[], str], step: int) -> None:
+        """Raise where waiting is in vain."""
+        self.engine.check()
+        if self.plan.together and self._pausing is None:
+            gone = {rank: steps for rank, steps in dict(self._last).items() if steps <= step}
+            if gone:
+                rank, steps = next(iter(gone.items()))
+                raise ExchangeError(_uneven(rank, steps, self.rank, step + 1))
+        limit = self.plan.exchange.stall_seconds
+        if time.perf_counter() - max(start, self._sign_at) > limit:
+            raise StallError(
+                f"something must be heard of other ranks within {limit:g} s, but nothing was while "
+                f"rank {self.rank} waited for {what()}: {self._late()}; look there, or raise "
+                f"Exchange.stall_seconds"
+            )
+
+    def _late(self) -> str:
+        """Return who is late: for an error."""
+        meets = self._pausing is not None  # and the others' threads answer for them
+        absent = [rank for rank in range(self.ranks) if rank not in self._last] if meets else []
+        return self._topology.roll.missing(absent)
+
+    def close(self) -> None:
+        """Stop the thread and give communicators back. Collective over the world; idempotent."""
+        if self.serves:  # ranks did not meet: what is under way ends here
+            self.engine.give_up()
+        if self.engine.close() and self.world != load().COMM_NULL:
+            self._topology.rendezvous("close a daso.EagerServer", self.plan.exchange.stall_seconds)
+            for way in self._ways:
+                way.free()
+            for comm in (self.world, self._letters):
+                if comm != load().COMM_NULL:
+                    comm.Free()
+
+    # --- by the thread that serves -----------------------------------------------------------
+
+    def _serve(self) -> Work[None]:
+        while not self._is_over():
+            yield self._stirs
+            changed = []
+            for source, letter in self.mailbox.take():
+                changed.append((source, self._open(source, letter)))
+                self._sign_at = time.perf_counter()
+            for _ in range(len(self._given)):  # no more: others wait too
+                mine = self.server.contribute(self._given.popleft())
+                changed.append((self.rank, mine))
+            self._publish_changes(changed)
+            self._go_towards_the_end()
+            with self._news:
+                self._news.notify_all()
+
+    def _stirs(self) -> bool:
+        return (
+            self.mailbox.move()
+            or bool(self._given)
+            or (self._pausing is not None and self.rank not in self._last)
+            or self._is_over()
+            or (self._is_uneven() and self.mailbox.idle)
+        )
+
+    def _is_uneven(self) -> bool:
+        """Return whether all ranks are told to have taken their last step, and not the same."""
+        steps = self._last.values()
+        return self.plan.together and len(steps) == self.ranks and len(set(steps)) > 1
+
+    def _open(self, source: int, letter: Message) -> Sequence[int]:
+        """Take in a letter; return layers of this rank that have a new version."""
+        about, *notes = letter.notes
+        if about == GRADIENTS:
+            step, layers, has, read, values = notes
+            start = time.perf_counter()
+            row = self._wired.decode(self.rank, layers, letter.payload)
+            contribution = Contribution(source, step, layers, has, read, values, row)
+            changed = self.server.contribute(contribution)
+            trace.record(trace.SUMS, start, key=step)
+            return changed
+        if about == ROWS:
+            layers, versions = notes
+            self._keep(source, rows_in(self.shares, source, layers, versions, letter.payload))
+        elif about == LAST_STEP:
+            return self._note_last(source, *notes)
+        else:
+            self._over.add(source)
+        return ()
+
+    def _keep(self, owner: int, rows: dict[int, Rows]) -> None:
+        for layer, one in rows.items():
+            versions = self._rows[owner][layer]
+            if self.plan.together:
+                versions.append(one)  # in their order, as they were sent
+            elif (one.version, one.clock) >= (versions[-1].version, versions[-1].clock):
+                versions.append(one)
+                versions.popleft()
+
+    def _note_last(self, rank: int, steps: int) -> Sequence[int]:
+        """Note that a rank takes no more steps; return layers whose clock this changes."""
+        self._last[rank] = steps
+        if self.plan.together or rank not in self.server.contributors:
+            return ()
+        self.server.finish(rank)
+        # Where nobody waits for a clock, the last rows bring all.
+        return () if self.plan.staleness is None else range(len(self.shares.layers))
+
+    def _publish_changes(self, changed: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Send new versions to those who need them: who brought the gradient, or all.
+
+        A rank takes up a layer once in a step. Where nobody waits, the answer to its gradient is
+        what it takes up in its next step; what comes between would only fill the link.
+        """
+        to: dict[int, set[int]] = {rank: set() for rank in range(self.ranks)}
+        for source, layers in changed:
+            for layer in layers:
+                to[self.rank].add(layer)
+                for rank in self._in_need(source, layer):
+                    to[rank].add(layer)
+        alike: dict[frozenset[int], list[int]] = {}
+        for rank, mine in to.items():
+            alike.setdefault(frozenset(mine), []).append(rank)
+        for which, ranks in alike.items():
+            if which:
+                self._publish(sorted(which), ranks)
+
+    def _in_need(self, source: int, layer: int) -> Iterable[int]:
+        """Return the ranks that need a version which a rank's gradient has made."""
+        everybody, bound = range(self.ranks), self.plan.staleness
+        if self.plan.together or self.server.contributors == (self.rank,):
+            return everybody
+        if bound is None:
+            return (source,)
+        before, self._clocks[layer] = self._clocks[layer], self.server.clock(layer)
+        if self._clocks[layer] > before:
+            return everybody  # somebody may be waiting for that
+        # Where the others are close behind, theirs will bring it.
+        return (source,) if self.server.ahead(source, layer) > 1 else ()
+
+    def _publish(self, layers: Sequence[int], ranks: Sequence[int]) -> None:
+        """Let some ranks have this rank's rows of layers."""
+        if not self.plan.together:
+            self._send_rows(layers, ranks, self.step + 1)
+            return
+        steps: dict[int, list[int]] = {}  # each version is taken up, in its order
+        for layer in layers:
+            steps.setdefault(int(self.server.clock(layer)), []).append(layer)
+        for step, mine in sorted(steps.items()):
+            self._send_rows(mine, ranks, step)
+
+    def _send_rows(self, layers: Sequence[int], ranks: Sequence[int], step: int) -> None:
+        about = [self.server.about(layer) for layer in layers]
+        row = self.server.packed(layers)
+        if self.rank in ranks:
+            self._keep(self.rank, rows_in(self.shares, self.rank, layers, about, row))
+        # Where nobody goes in step the newest is as good as all.
+        covers = frozenset(() if self.plan.together else layers)
+        letter = Message((ROWS, tuple(layers), about), row, self._urgency(step, layers), covers)
+        for rank in ranks:
+            if rank != self.rank:
+                self.mailbox.post(rank, letter)
+
+    def _urgency(self, step: int, layers: Sequence[int]) -> int:
+        """Return how soon layers are needed that a step begins with: those of an earlier first."""
+        return step * len(self.shares.layers) + min(layers)
+
+    def _go_towards_the_end(self) -> None:
+        # What was given was given before the pause: read in this order.
+        if self._pausing is not None and not self._given and self.rank not in self._last:
+            self._tell_all((LAST_STEP, self._pausing), LATEST - 1)
+            self._publish_changes([(self.rank, self._note_last(self.rank, self._pausing))])
+        if self._is_uneven():
+            if self.mailbox.idle:  # all others know it too
+                fewest, most = (find(self._last, key=self._last.__getitem__) for find in (min, max))
+                raise ExchangeError(_uneven(fewest, self._last[fewest], most, self._last[most]))
+        elif len(self._last) == self.ranks and self.rank not in self._over:
+            if not self.plan.together:  # where everybody has every version
+                self._publish(range(len(self.shares.layers)), range(self.ranks))
+            self._tell_all((LAST_ROWS,), LATEST)
+            self._over.add(self.rank)
+
+    def _tell_all(self, notes: tuple[int, ...], urgency: int) -> None:
+        for rank in range(self.ranks):
+            if rank != self.rank:
+                self.mailbox.post(
+                    rank, Message(notes, torch.empty(0, dtype=torch.uint8, device="cpu"), urgency)
+                )
+
+    def _is_over(self) -> bool:
+        return len(self._over) == self.ranks and self.mailbox.idle
+
+
+def _uneven(rank: int, steps: int, other: int, others_steps: int) -> str:
+    return (
+        f"every rank must take the same number of steps with staleness=0, but rank {rank} took "
+        f"{steps} and rank {other} is in number {others_steps}; give every rank the same number of "
+        f"batches, or allow staleness"
+    )

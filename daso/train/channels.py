@@ -1,0 +1,210 @@
+"""What runs between nodes for one model: the engine, its communicators, its exchanges."""
+
+from collections.abc import Sequence
+from functools import partial
+from math import gcd
+from typing import TYPE_CHECKING
+
+import torch
+
+from daso.comm.allreduce import (
+    DeterministicAllReduce,
+    OnDevice,
+    deterministic_allreduce,
+    iallreduce,
+    window,
+)
+from daso.comm.compression import Cast, Codec
+from daso.comm.dtypes import sum_buffer
+from daso.comm.emulation import LinkModel, emulated_link
+from daso.comm.engine import Engine, Work
+from daso.comm.health.step_watchdog import StepWatchdog
+from daso.comm.mpi import load
+from daso.comm.reduction import BufferPool, Row
+from daso.comm.topology import Topology
+from daso.errors import ConfigError
+from daso.plan.costs import payload_rounds, vote_rounds
+from daso.plan.header import Header, Tally
+from daso.plan.layout import message_chunks
+from daso.plan.options import Settings
+from daso.train.gradients.compression import GradientCompressor
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Channels", "node_weights"]
+
+ABREAST = 3  # means of gradients that cross at a time, where other threads take them
+
+
+def node_weights(node_sizes: Sequence[int]) -> list[int]:
+    """Return how nodes count in a mean over ranks, as the smallest whole numbers."""
+    divisor = gcd(*node_sizes)
+    return [size // divisor for size in node_sizes]
+
+
+def _occupied_seconds(link: LinkModel, nodes: int, result: object) -> float:
+    """Return how long a link is occupied by work with such a result: an exchange, sums, a vote."""
+    if isinstance(result, int):  # bytes of averaged gradients
+        return link.seconds(result, payload_rounds(nodes))
+    sent = getattr(result, "nbytes", 0)
+    rounds = vote_rounds(nodes) + (payload_rounds(nodes) if sent else 0)
+    return float(getattr(result, "made_seconds", 0.0)) + link.seconds(sent, rounds)
+
+
+class Channels:
+    """The engine with its own communicators, and the exchanges that run on them.
+
+    Args:
+        topology: Who is where.
+        settings: How to exchange.
+
+    Collective over the world; blocking.
+    """
+
+    def __init__(self, topology: Topology, settings: Settings) -> None:
+        self.place, self.settings, self._topology = topology.place, settings, topology
+        link = emulated_link()
+        if link is not None and settings.gradients.order != "buckets":
+            raise ConfigError(
+                f"over an imitated link gradients must go in buckets, which it holds one by one, "
+                f"not in order {settings.gradients.order!r}; leave Gradients(order=...) out"
+            )
+        # Meetings, votes of exchanges and words beside them do not mix: ranks that are out of step
+        # wait, each in its own, until the bell tells, instead of matching what is another's.
+        self.world, self._votes = topology.world.Dup(), topology.world.Dup()
+        self._asides, self.turns = topology.world.Dup(), topology.world.Dup()
+        self.lane = self._lane_of(topology)
+        # Means that end in another order on each rank must not share a communicator.
+        self.abreast = 1 if settings.gradients.order == "buckets" else ABREAST
+        self._slots = [self.lane, *(self._lane_of(topology) for _ in range(1, self.abreast))]
+        self.bell, self._roll = StepWatchdog(topology.world), topology.roll
+        self.missing = self._roll.missing
+        takes = None if link is None else partial(_occupied_seconds, link, self.place.nodes)
+        self.engine = Engine(settings.exchange.stall_seconds, self.missing, self.late, takes=takes)
+        self._rooms = [BufferPool(window(self.place.nodes)) for _ in self._slots]
+        self._gradient_means: dict[tuple[torch.dtype, int], DeterministicAllReduce] = {}
+
+    def _lane_of(self, topology: Topology) -> "MPI.Comm":
+        return topology.lane if topology.lane == load().COMM_NULL else topology.lane.Dup()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank tells the others whose turn it is."""
+        return self.place.rank == 0
+
+    def late(self) -> None:
+        """Do what a long wait asks for: answer those who look for somebody, ring and listen.
+
+        Raises:
+            ExchangeError: Ranks took different numbers of steps; names two of them.
+        """
+        self._roll.answer()
+        self.bell.late()
+
+    def ordered(
+        self, codec: Codec, rounded: dict[int, torch.Tensor], where: OnDevice | None = None
+    ) -> DeterministicAllReduce:
+        """Return an exchange over this rank's lane in which every node counts by its ranks.
+
+        Args:
+            codec: What crosses.
+            rounded: What the owners of parts round away; kept by the caller.
+            where: Rows lie there and cross from there; None: from the host.
+        """
+        weights = node_weights(self.place.node_sizes)
+        return deterministic_allreduce(self.lane, codec, weights, sum(weights), rounded, where)
+
+    def compressor(self, wire: str) -> GradientCompressor:
+        """Return what takes means of gradients over the world on a narrow wire.
+
+        Args:
+            wire: "bf16", "int8" or "int4".
+        """
+        place = self.place
+        return GradientCompressor(
+            wire,
+            nodes=place.nodes,
+            chunk_bytes=self.settings.exchange.chunk_bytes,
+            ordered=lambda codec, rounded: deterministic_allreduce(
+                self.lane, codec, [1] * place.nodes, place.size, rounded
+            ),
+            mean=self.gradient_mean,
+        )
+
+    def gradient_mean(self, total: torch.Tensor, slot: int = 0) -> Work[int]:
+        """Replace sums over nodes by the mean over the world; full precision.
+
+        Args:
+            total: This lane's part (numel), fp32 or fp64: the sum over this node.
+            slot: Below ``abreast``; two at a time need one each.
+
+        Returns:
+            Bytes sent by this rank.
+
+        Collective over the lane; non-blocking, as work for the engine.
+        """
+        nodes, message = self.place.nodes, self.settings.exchange.chunk_bytes // total.itemsize
+        chunks = message_chunks(message, total.numel(), nodes)
+        if self.settings.gradient_reduce == "iallreduce":
+            comm, rooms = self._slots[slot], self._rooms[slot]
+            return iallreduce(comm, Row(total), chunks, 1, self.place.size, rooms)
+        key = total.dtype, slot
+        if key not in self._gradient_means:
+            codec = Cast(total.dtype, total.dtype)
+            self._gradient_means[key] = deterministic_allreduce(
+                self._slots[slot], codec, [1] * self.place.nodes, self.place.size
+            )
+        return self._gradient_means[key].run(Row(total), chunks)
+
+    def agree(self, header: Header, tally: Tally) -> Work[tuple[Header, Tally]]:
+        """Return what all ranks agree on: the header's elementwise maximum, the tally's sum."""
+        mpi = load()
+        most = torch.tensor(header.encode(), dtype=torch.float64, device="cpu")
+        sums = torch.tensor(tally.encode(), dtype=torch.float64, device="cpu")
+        yield [
+            self._votes.Iallreduce(mpi.IN_PLACE, sum_buffer(most), op=mpi.MAX),
+            self._votes.Iallreduce(mpi.IN_PLACE, sum_buffer(sums), op=mpi.SUM),
+        ]
+        return Header.decode(most.tolist()), Tally(*sums.tolist())
+
+    def gather(self, number: float) -> Work[list[float]]:
+        """Return every rank's number, in rank order; also a barrier with the stall limit.
+
+        Args:
+            number: This rank's.
+
+        Collective over the world; non-blocking, as work for the engine.
+        """
+        return self._gather(self.world, number)
+
+    def _gather(self, comm: "MPI.Comm", number: float) -> Work[list[float]]:
+        mine = torch.tensor([number], dtype=torch.float64, device="cpu")
+        everyone = torch.empty(self.place.size, dtype=torch.float64, device="cpu")
+        yield [comm.Iallgather(sum_buffer(mine), sum_buffer(everyone))]
+        return everyone.tolist()
+
+    def gather_aside(self, number: float) -> Work[list[float]]:
+        """Do what `gather` does, apart from meetings."""
+        return self._gather(self._asides, number)
+
+    def close(self) -> bool:
+        """Stop the engine, then free its communicators. Collective over the world; idempotent.
+
+        Returns:
+            Whether all exchanges had ended well; otherwise nothing is freed, since ranks may be
+            missing.
+
+        Raises:
+            StallError: Not all ranks came; names who is missing.
+        """
+        if not self.engine.close() or self.bell.given_up:
+            return False
+        stall_seconds = self.settings.exchange.stall_seconds
+        self._topology.rendezvous("close an optimizer", stall_seconds)
+        mpi = load()
+        for comm in (*self._slots, self.world, self._votes, self._asides, self.turns):
+            if comm != mpi.COMM_NULL:
+                comm.Free()
+        self.bell.free()
+        return True

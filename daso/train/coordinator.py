@@ -1,0 +1,268 @@
+"""Where all ranks meet: what they check, wait for and average together, beside parameters."""
+
+import logging
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from daso import trace
+from daso.comm.collectives import gather
+from daso.comm.engine import WorkHandle
+from daso.comm.topology import Topology
+from daso.errors import ConfigError, ExchangeError, LayoutError, NonFiniteError
+from daso.train.channels import Channels
+from daso.train.metrics import Metrics
+from daso.train.misuse import checksum, first_nonfinite, gradient_checksum, is_alike
+from daso.train.params import Trained
+from daso.train.reducers import may_be_at_work
+from daso.train.shared import common_tensors
+from daso.train.state_sync import (
+    average_tensors,
+    drop_partial_state,
+    mend_buffers,
+    state_digest,
+    state_tensors,
+)
+
+__all__ = ["Coordinator", "agree_options", "largest_rate"]
+
+Result = TypeVar("Result")
+Value = TypeVar("Value")
+logger = logging.getLogger("daso")
+
+LR = "learning rates"
+DROPS_LATELY = 3  # drops, without two good exchanges in a row between, at which all raise
+
+
+def agree_options(trained: Trained, topology: Topology, mine: str) -> None:
+    """Refuse what must be equal on all ranks and is not, before anything is sent.
+
+    Args:
+        trained: Whose optimizer state is compared.
+        topology: Whose world.
+        mine: How this rank was told to exchange, as text.
+
+    Raises:
+        ConfigError: Options differ; the same on every rank.
+        LayoutError: The optimizer's state differs; the same on every rank.
+
+    Collective over the world; blocking.
+    """
+    first = topology.world.bcast(mine)
+    problem = None
+    if mine != first:
+        problem = (
+            f"every rank must be given the same options, but there are {mine} here and {first} on "
+            f"rank 0; pass the same keywords everywhere"
+        )
+    topology.agree(problem, ConfigError)
+    if not topology.same(state_digest(trained.inner, trained.named)):
+        raise LayoutError(
+            "the inner optimizer's state must be the same on every rank, but it differs; load it "
+            "on every rank, or on none, before wrapping"
+        )
+
+
+class Coordinator:
+    """What all ranks do together between exchanges; each waits no longer than the stall limit.
+
+    Args:
+        trained: The optimizer and what it trains.
+        topology: Whose world.
+        links: The engine that all traffic goes through.
+        counts: Where seconds and bytes are counted.
+    """
+
+    def __init__(
+        self, trained: Trained, topology: Topology, links: Channels, counts: Metrics
+    ) -> None:
+        self.trained, self.topology = trained, topology
+        self.links, self.counts = links, counts
+        self._told: set[str] = set()  # what was said: names of buffers that are left alone, `LR`
+
+    def wait(self, ticket: WorkHandle[Result]) -> Result:
+        """Block until work is over and return its result; standing still is exposed time."""
+        with self.counts.watch.waiting(trace.NODES, ticket.key):
+            return self.links.engine.wait(ticket)
+
+    def gather(self, number: float) -> list[float]:
+        """Return every rank's number, in rank order. Collective over the world; blocking."""
+        return self.wait(self.links.engine.submit(self.links.gather(number)))
+
+    def same_order(self, order: list[int]) -> list[int]:
+        """Return world rank 0's order. Collective over the world; blocking."""
+        self.look_for_same_batches(order)
+        mine = order if self.topology.place.rank == 0 else []
+        return self._everyones(mine)[0]
+
+    def _everyones(self, value: Value) -> list[Value]:
+        return gather(self.topology, value, self.links.settings.exchange.stall_seconds)
+
+    def look_for_same_batches(self, order: Sequence[int]) -> None:
+        """Say it once where all ranks have the same gradients: they train on the same batches.
+
+        Args:
+            order: Parameters (indices) in the order in which gradients became ready, which nobody
+                has averaged yet: where DDP may have, nothing is said.
+
+        Collective over the world; blocking.
+        """
+        ddp = may_be_at_work()
+        mine = 0.0 if ddp else gradient_checksum(self.trained.named, order)
+        prints = self.gather(mine)  # the bell is heard there
+        if self.leads and mine and is_alike(prints):
+            logger.warning(
+                "every rank must train on batches of its own, but the first gradients of all %d "
+                "ranks are the same bits; give each rank its part of the data "
+                "(torch.utils.data.DistributedSampler, or seed + rank)",
+                len(prints),
+            )
+
+    def equalize(self, *, expected: bool = False) -> bool:
+        """Make parameters bit-identical where they are not: their mean; return whether they were.
+
+        Args:
+            expected: They may differ: nothing is said.
+
+        Raises:
+            NonFiniteError: Values are not finite on some rank; names it and the parameter.
+
+        Collective over the world; blocking.
+        """
+        named = self.trained.named
+        if is_alike(self.gather(checksum(tensor for _, tensor in named))):
+            return True
+        self._refuse_nonfinite()
+        self.average([tensor for _, tensor in named])
+        self.counts.event("equalized")
+        if self.leads and not expected:
+            logger.warning(
+                "parameters must change only by the steps of daso's optimizer, and alike on every "
+                "rank, but they differed between ranks; all ranks have their mean now"
+            )
+        rates = self.gather(largest_rate(self.trained.inner))
+        if not is_alike(rates):
+            self.tell_of_rates(min(rates), max(rates))
+        return False
+
+    def tell_of_rates(self, lowest: float, highest: float) -> None:
+        """Say once that learning rates differ between ranks."""
+        if self.leads and LR not in self._told:
+            self._told.add(LR)
+            logger.warning(
+                "the learning rate must be the same on every rank, but it is %g to %g; let "
+                "schedulers follow the mean loss, which optimizer.end_epoch(loss) returns",
+                lowest,
+                highest,
+            )
+
+    def _refuse_nonfinite(self) -> None:
+        """Raise, on every rank alike, where parameters are not finite on some rank."""
+        named = self.trained.named
+        slots = [int(slot) for slot in self.gather(float(first_nonfinite(named)))]
+        if bad := [(rank, slot) for rank, slot in enumerate(slots) if slot >= 0]:
+            rank, slot = bad[0]
+            raise NonFiniteError(
+                f"parameters must be finite, but {named[slot][0]} on rank {rank} is not; lower the "
+                f"learning rate, clip gradients, or look at that rank's data"
+            )
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank says what all ranks know."""
+        return self.topology.place.rank == 0
+
+    def agree_batch(self, batch: int) -> None:
+        """Raise on every rank alike unless all have taken the same number of steps.
+
+        Args:
+            batch: Steps of this rank.
+
+        Raises:
+            ExchangeError: Naming who took fewest and most.
+
+        Collective over the world; blocking.
+        """
+        with self.links.bell.meeting(batch):
+            steps = self.gather(float(batch))
+        fewest, most = min(steps), max(steps)
+        if fewest != most:
+            raise ExchangeError(
+                f"every rank must take the same number of steps, but rank {steps.index(fewest)} "
+                f"took {fewest:.0f} and rank {steps.index(most)} took {most:.0f}; give every rank "
+                f"the same number of batches"
+            )
+
+    def mean(self, value: float) -> float:
+        """Return the mean of a number over all ranks, the same bits everywhere; blocking."""
+        values = self.gather(value)
+        return sum(values) / len(values)
+
+    def join(self) -> None:
+        """Average the inner optimizer's state: from here all nodes take the same steps.
+
+        Collective over the world; blocking.
+        """
+        self.gather(0.0)
+        inner, named = self.trained.inner, self.trained.named
+        everyones = self._everyones([*state_tensors(inner, named)])
+        drop_partial_state(inner, named, everyones)
+        tensors = [*state_tensors(inner, named).values()]
+        self.average(tensors)
+        self.counts.event("join", tensors=len(tensors))
+
+    def average_buffers(self) -> None:
+        """Make the model's buffers (BatchNorm statistics) equal: means over all ranks.
+
+        Collective over the world; blocking.
+        """
+        self.average(self._common_buffers())
+
+    def shared_tensors(self) -> list[torch.Tensor]:
+        """Return parameters, and the buffers that all ranks share.
+
+        Collective over the world; blocking.
+        """
+        return [*(tensor for _, tensor in self.trained.named), *self._common_buffers()]
+
+    def _common_buffers(self) -> list[torch.Tensor]:
+        """Return the buffers that all ranks share. Collective over the world; blocking."""
+        buffers = self.trained.buffers()
+        return common_tensors(buffers, self._everyones, self._told, says=self.leads)
+
+    def mend_buffers(self) -> None:
+        """Give buffers that are not finite here the mean of the ranks where they are.
+
+        Collective over the world; blocking.
+        """
+        mend_buffers(self._common_buffers(), self.average)
+
+    def count_drop(self, what: str) -> None:
+        """Note a drop; raise, on every rank alike, when there were too many."""
+        lately = self.counts.drop()
+        self.counts.event("dropped", why=what)
+        if self.leads:
+            logger.warning(what)
+        limit = 1 if self.links.settings.exchange.nonfinite == "raise" else DROPS_LATELY
+        if lately >= limit:
+            raise NonFiniteError(
+                f"values must be finite, but {what} (drop number {lately} within a few exchanges); "
+                f"lower the learning rate, clip gradients, or look at that rank's data"
+            )
+
+    def average(self, tensors: list[torch.Tensor]) -> None:
+        """Set tensors to their means over all ranks. Collective over the world; blocking."""
+        with self.counts.watch.waiting(trace.NODES):
+            self.counts.global_bytes_sent += average_tensors(
+                tensors,
+                self.topology,
+                self.links.world,
+                self.links.engine.run,
+                self.links.settings.exchange.chunk_bytes,
+            )
+
+
+def largest_rate(inner: torch.optim.Optimizer) -> float:
+    """Return the largest learning rate of an optimizer's groups; 0 where they have none."""
+    return max(float(group.get("lr", 0.0)) for group in inner.param_groups)

@@ -1,0 +1,1 @@
+"""Parameters exchanged between nodes: encoded, sent, merged."""

@@ -1,0 +1,254 @@
+"""One flat row of parameters as the nodes see it: the agreed reference, and what came since.
+
+Parameters of one accumulation type (fp32, or fp64 for fp64 parameters) make one row; with
+fragments, those of one fragment. Lane l owns part l of it on every node: what a `DeltaShard` keeps
+exists once per node, not per rank.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from daso.comm.allreduce import OnDevice, iallreduce
+from daso.comm.compression import EVEN, Cast, codec_named, dense_codec
+from daso.comm.engine import Work
+from daso.comm.node.base import NodeTransport
+from daso.comm.reduction import cut
+from daso.errors import told
+from daso.plan.layout import Span, message_chunks, pieces, split
+from daso.plan.merge import ADOPT, KEEP, Merge
+from daso.train.channels import Channels
+from daso.train.deltas.fused import Fused
+from daso.train.deltas.kernel_choice import choose
+from daso.train.deltas.merging import merge_pairs
+from daso.train.deltas.outer import MakeOuter
+from daso.train.deltas.shard import LEAST, DeltaShard, MergeOptions, message_numel
+from daso.train.deltas.staging import crossing_of
+from daso.train.params import Named, flat_view, layout_of
+
+__all__ = ["DeltaBuffer", "Measured"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one exchange of one row gave, on this rank."""
+
+    nbytes: int = 0  # sent by this rank
+    distance: float = 0.0  # squared, of this rank's part from the mean of all nodes
+    norm: float = 0.0  # squared, of this rank's part of the reference
+    moved: float = 0.0  # squared length of this rank's part of the mean delta
+
+    def __add__(self, other: "Measured") -> "Measured":
+        """Return what two rows gave together."""
+        return Measured(
+            self.nbytes + other.nbytes,
+            self.distance + other.distance,
+            self.norm + other.norm,
+            self.moved + other.moved,
+        )
+
+
+class DeltaBuffer:
+    """Reference, exchange and merge of one row of parameters.
+
+    Args:
+        named: Names and parameters, all accumulated in ``dtype``.
+        dtype: fp32 or fp64.
+        node: The node whose ranks read each other's parts.
+        links: Carries exchanges over this rank's lane.
+        outer: Makes an optimizer for the reference.
+
+    Collective over the node; blocking.
+    """
+
+    def __init__(
+        self,
+        named: Named,
+        dtype: torch.dtype,
+        *,
+        node: NodeTransport,
+        links: Channels,
+        outer: MakeOuter | None = None,
+    ) -> None:
+        self.named, place = named, links.place
+        self.layout = layout_of(named)
+        even = 1 if node.copies is None else EVEN
+        self.spans = split(self.layout.numel, place.lanes, even)
+        self.span = self.spans[place.lane] if place.lane is not None else Span(0, 0)
+        self.shared = node.share(self.spans, dtype)
+        self.rounded: dict[int, torch.Tensor] = {}  # what this lane rounded away of means
+        share = place.local_size / place.size
+        way, copies = MergeOptions(links.settings.eager, share, outer), node.copies
+        self.part = DeltaShard(self.shared.mine, way, on_device=copies is not None)
+        where = None
+        if copies is not None and links.settings.exchange.memory == "device":
+            where = OnDevice(self.part.shown.device, copies, self.part.piece)
+        self.crossing = crossing_of(self.part, copies, None if where is None else self.rounded)
+        wires, rounded = links.settings.wires, self.rounded
+        codecs = {wire: codec_named(wire, dtype) for wire in wires}
+        self.wired = {wire: links.ordered(one, rounded, where) for wire, one in codecs.items()}
+        self.dense = None
+        if links.settings.sparse:
+            self.dense = links.ordered(dense_codec(wires[0], dtype), rounded, where)
+        self.mean = self.wired[wires[0]]  # of the exchange that was started last
+        # One cut for all wires: what is rounded away lies in its parts.
+        least = 1 if copies is None else LEAST
+        message = message_numel(self.mean.codec, links.settings.exchange.chunk_bytes, least)
+        peers = len(self.mean.adder.weights)
+        self.chunks = message_chunks(message, self.span.numel, peers, even)
+        # MPI adds rows as they are, and takes chunks whole, as two peers do.
+        self.summed = Cast(dtype, dtype) if links.settings.delta_reduce == "iallreduce" else None
+        self.cuts = cut(self.chunks, peers if self.summed is None else 2)
+        self.packing = None if copies is None else self._fuse()  # how, where that is on a device
+
+    def _views(self, span: Span, row: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair the parameters' elements in a span with a row that holds that span."""
+        for piece in pieces(self.layout, span):
+            tensor = flat_view(self.named[piece.slot][1])
+            yield tensor[slice(*piece.inside)], row[slice(*piece.at)]
+
+    def _fuse(self) -> str | None:
+        """Let kernels pack this row where it lies on a device and they are faster; say what does.
+
+        They are launched once in all ways that training will.
+        """
+        row, part = self.shared.mine, self.part
+        if not row.is_cuda or row.dtype != torch.float32:
+            return None
+        choice = choose(row.device)
+        if choice.kernels is None:
+            return choice.told
+        part.fused = Fused(choice.kernels, self._lanes_views)
+        means = [*self.wired.values(), *([] if self.dense is None else [self.dense])]
+        codecs = [self.summed] if self.summed is not None else [mean.codec for mean in means]
+        try:
+            part.rehearse(
+                [one for one in codecs if part.fused.handles(one)], self._spans, self._gather
+            )
+        except Exception as error:  # as in `choose`
+            part.fused = None
+            return f"torch's operations (kernels do not start: {told(error)})"
+        return choice.told
+
+    @property
+    def _spans(self) -> list[tuple[int, int]]:
+        """What has a payload of its own."""
+        return [span for parts in self.cuts for span in parts]
+
+    def _lanes_views(self) -> list[tuple[torch.Tensor, int]]:
+        """Return the parameters' elements in this lane's part, and where each begins in it."""
+        return [
+            (flat_view(self.named[piece.slot][1])[slice(*piece.inside)], piece.at.start)
+            for piece in pieces(self.layout, self.span)
+        ]
+
+    def anchor(self) -> float:
+        """Take the parameters, equal on all nodes, as the reference; return its squared norm."""
+        self._gather(0, self.span.numel, self.part.reference)
+        self.part.anchor()
+        self.rounded.clear()
+        return sum(float(flat_view(p).double().square().sum()) for _, p in self.named)
+
+    def send(self, wire: str, *, dense: bool, keeps: bool) -> None:
+        """Encode what the exchange that starts will carry.
+
+        Args:
+            wire: One of those that the settings allow.
+            dense: Send everything: not by a sparse wire.
+            keeps: The merge will keep local work.
+        """
+        self.shared.wait_released()
+        self.mean = self.dense if dense and self.dense is not None else self.wired[wire]
+        codec = self.summed or self.mean.codec
+        self.crossing.send(codec, self._spans, self._gather, keeps=keeps)
+
+    def go_ahead(self) -> None:
+        """Move the parameters to where the exchange will probably bring them.
+
+        Collective over the node; blocking.
+        """
+        self.part.go_ahead(self._gather)
+        self._merge_shown(ADOPT)
+        self.crossing.seal()
+
+    def _gather(self, start: int, stop: int, row: torch.Tensor) -> None:
+        """Copy parameters of this lane's part, from its element ``start`` to ``stop``."""
+        span = Span(self.span.start + start, self.span.start + stop)
+        pairs = list(self._views(span, row))
+        if len(pairs) == 1:
+            pairs[0][1].copy_(pairs[0][0])
+        elif pairs:
+            torch._foreach_copy_([there for _, there in pairs], [here for here, _ in pairs])
+
+    def merge(self, rule: Merge) -> None:
+        """Take in the new reference g.
+
+        What every rank of the node needs is written once and read by all of them from there.
+
+        Args:
+            rule: What to do.
+
+        Collective over the node; blocking.
+        """
+        self.shared.wait_released()
+        if rule == ADOPT:
+            self.part.settle(self._gather)
+        self.part.show(rule)
+        self._merge_shown(rule)
+
+    def _merge_shown(self, rule: Merge) -> None:
+        self.shared.publish()
+        self.shared.wait()
+        with torch.no_grad():
+            for span, part in zip(self.spans, self.shared.parts, strict=True):
+                merge_pairs(list(self._views(span, part)), rule)
+        self.shared.release()
+
+    def turn_back(self) -> None:
+        """Take back that the node went ahead. Collective over the node; blocking."""
+        self.shared.wait_released()
+        self.part.turn_back()
+        self._merge_shown(KEEP)
+
+    def restore(self) -> None:
+        """Set the parameters back to the reference. Collective over the node; blocking."""
+        self.shared.wait_released()
+        self.part.show(ADOPT)
+        self._merge_shown(ADOPT)
+
+    def collect(self) -> Work[int | None]:
+        """Return the first element of the whole row that is not finite, if any, as work."""
+        nonfinite = yield from self.crossing.collect()
+        return None if nonfinite is None else self.span.start + nonfinite
+
+    def exchange(self) -> Work[Measured]:
+        """Move the reference by the mean delta of all nodes.
+
+        Returns:
+            What was sent and measured.
+
+        Collective over the lane; non-blocking, as work for the engine.
+        """
+        mean = self.mean
+        if self.summed is None:
+            nbytes = yield from mean.run(self.crossing, self.chunks)
+        else:
+            weight, total = mean.adder.weights[mean.comm.Get_rank()], mean.adder.total
+            comm, kept = mean.comm, mean.kept
+            nbytes = yield from iallreduce(comm, self.crossing, self.cuts, weight, total, kept)
+        return Measured(nbytes, *(yield from self.crossing.finish()))
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs; nothing may be under way."""
+        rounded = {start: tensor.clone() for start, tensor in self.rounded.items()}
+        return {**self.part.state(), "rounded": rounded}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what `state` returned on the same rank of a world of the same shape."""
+        self.shared.wait_released()
+        self.part.load(state)
+        self.rounded.clear()
+        loaded, there = state["rounded"].items(), self.mean.adder.device
+        self.rounded.update({start: row.to(there, copy=True) for start, row in loaded})

@@ -1,0 +1,404 @@
+"""Exchanges of parameters between nodes: sending, receiving, merging, dropping.
+
+One exchange is in flight at a time. Parameters are written here, by the training thread, at step
+boundaries, and nowhere else.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from daso import trace
+from daso.comm.device.cuda_aware import trial
+from daso.comm.dtypes import accumulator
+from daso.comm.engine import Work
+from daso.comm.node.base import NodeTransport
+from daso.errors import ExchangeError, TopologyError
+from daso.plan.header import Header, Tally, culprit, decode_culprit
+from daso.plan.layout import fragments
+from daso.plan.schedule import Measurements
+from daso.train.coordinator import Coordinator, largest_rate
+from daso.train.deltas.buffer import DeltaBuffer, Measured
+from daso.train.deltas.in_flight import InFlight, Outcome, pack, unpack
+from daso.train.deltas.outer import MakeOuter
+from daso.train.state_sync import zero_nonfinite
+from daso.train.step_restoration import make_step_restoration
+
+__all__ = ["Exchanges"]
+
+DIGESTS = 2**48  # a digest travels in a float64 and must survive there exactly
+
+
+@dataclass(slots=True)
+class ExchangeState:
+    """What is remembered from exchange to exchange, beside the rows."""
+
+    size: float = 1.0  # about the squared norm of all parameters; the same on every rank
+    since: list[int] = field(default_factory=list)  # batch of the last send of each fragment
+    measured: Tally = field(default_factory=Tally)  # by this rank, about the last exchange
+    batches: int = 0  # of work that the last exchange carried
+    own_seconds: float = 0.0  # of a core that training wanted, for the last exchange
+    drift: float = 0.0  # that all ranks agreed on last; see `daso.plan.schedule.Measurements`
+    wire: str = ""  # of the next exchange; empty: the settings' first
+    timed: str = ""  # wire of the last one; empty where it was dropped
+    timed_numel: int = 0  # numbers that it carried
+    # Batch after which ranks measured last in this phase, and seconds exposed until then.
+    marked: tuple[int, float] | None = None
+
+
+def spare_cores(ranks: int, threads: int) -> bool:
+    """Return whether cores are left on which exchanges go on beside training.
+
+    Args:
+        ranks: Of this node, which may share the cores that this one may use.
+        threads: That each rank computes with.
+    """
+    return len(os.sched_getaffinity(0)) > ranks * threads
+
+
+def _check_aligned(header: Header) -> None:
+    """Raise, on every rank alike, unless all ranks are after the same step."""
+    if not header.aligned:
+        raise ExchangeError(
+            f"ranks must exchange the same parameters after the same number of steps, but they "
+            f"were at steps {-header.minus_batch:.0f} to {header.batch:.0f}; give every rank "
+            f"the same number of batches and let every rank call step() for each"
+        )
+
+
+class Exchanges:
+    """What nodes exchange of one model.
+
+    Args:
+        meeting: Where all ranks meet; knows the model, the world and the links.
+        node: The node whose ranks share rows.
+        outer: Makes an optimizer for the reference.
+
+    Collective over the node; blocking.
+    """
+
+    def __init__(self, meeting: Coordinator, node: NodeTransport, outer: MakeOuter | None) -> None:
+        self.meeting, self.links, self.counts = meeting, meeting.links, meeting.counts
+        self.settings, self.place = meeting.links.settings, meeting.topology.place
+        if self.settings.exchange.memory == "device":
+            self._try_memory(node)
+        self.rows = self._make_rows(node, outer)
+        self.step_restoration = make_step_restoration(
+            meeting.trained.inner, self.settings, says=meeting.leads
+        )
+        self._flight: InFlight | None = None
+        self._node = node
+        self._core_is_shared = meeting.trained.device.type == "cpu" and not spare_cores(
+            self.place.local_size, torch.get_num_threads()
+        )
+        self._known = ExchangeState(since=[0] * self.settings.exchange.fragments)
+
+    def _try_memory(self, node: NodeTransport) -> None:
+        """Let a row cross from this rank's device. Collective over the world; blocking.
+
+        Raises:
+            TopologyError: It arrived as something else; the same on every rank.
+        """
+        problem, links = None, self.links
+        if self.place.lane is not None and node.copies is not None:
+            problem = links.engine.run(trial(links.lane, self.meeting.trained.device, node.copies))
+        self.meeting.topology.agree(problem, TopologyError)
+
+    def _make_rows(
+        self, node: NodeTransport, outer: MakeOuter | None
+    ) -> dict[int, list[DeltaBuffer]]:
+        """Make the rows of each fragment, one for each type they are added in."""
+        named = self.meeting.trained.named
+        cuts = fragments([p.numel() for _, p in named], self.settings.exchange.fragments)
+        rows: dict[int, list[DeltaBuffer]] = {}
+        for number, cut in enumerate(cuts):
+            rows[number] = []
+            for dtype in (torch.float32, torch.float64):
+                members = [named[at] for at in cut if accumulator(named[at][1].dtype) == dtype]
+                if members:
+                    row = DeltaBuffer(members, dtype, node=node, links=self.links, outer=outer)
+                    rows[number].append(row)
+        return rows
+
+    def _rows_of(self, fragment: int | None) -> list[DeltaBuffer]:
+        if fragment is not None:
+            return self.rows[fragment]
+        return [row for rows in self.rows.values() for row in rows]
+
+    def anchor(self, batch: int) -> None:
+        """Take the parameters, equal everywhere, as the reference."""
+        norms = [row.anchor() for row in self._rows_of(None)]
+        size, known = self.meeting.gather(sum(norms))[0] or 1.0, self._known
+        self._known = ExchangeState(size=size, wire=known.wire, own_seconds=known.own_seconds)
+        self._known.since = [batch] * self.settings.exchange.fragments
+
+    @property
+    def measured(self) -> tuple[Tally, int]:
+        """What the next exchange will tell of the last one: this rank's share, its batches."""
+        return self._known.measured, self._known.batches
+
+    @measured.setter
+    def measured(self, measured: tuple[Tally, int]) -> None:
+        self._known.measured, self._known.batches = measured
+
+    def measure(self, batch: int) -> Measurements:
+        """Return what all ranks agree on about synchronous steps since the last call.
+
+        Args:
+            batch: Batches counted so far.
+
+        Collective over the world; blocking.
+        """
+        known, exposed = self._known, self.counts.watch.idle_seconds(trace.NODES)
+        header = self._header(batch)
+        if known.marked is not None and known.marked[0] < batch:
+            since, before = known.marked
+            header = replace(header, minus_exposed_seconds=-(exposed - before) / (batch - since))
+        agreed, _ = self.meeting.wait(self.links.engine.submit(self.links.agree(header, Tally())))
+        _check_aligned(agreed)
+        known.marked = batch, self.counts.watch.idle_seconds(trace.NODES)
+        seen = Measurements(
+            agreed.step_seconds, lr=agreed.lr, exposed_seconds=agreed.exposed_seconds
+        )
+        self.counts.event("measured", batch=batch, **asdict(seen))
+        return seen
+
+    def send(self, batch: int, fragment: int | None, *, wait: int) -> None:
+        """Start an exchange.
+
+        Args:
+            batch: Batches counted so far.
+            fragment: Which part of the parameters; None for all of them.
+            wait: Batches until it will be received; 0 = at once.
+
+        Collective over the world; non-blocking, but for the node where nodes go ahead.
+        """
+        begun, waited = time.perf_counter(), self._node.waited_seconds
+        rows, known = self._rows_of(fragment), self._known
+        blocking = wait == 0
+        batches = batch - min(known.since[one] for one in self._fragments_of(fragment))
+        ahead, dense = self.settings.eager and not blocking, fragment is None
+        keeps = not blocking and self.settings.keeps(wait=wait, drift=known.drift)
+        wire = self.wire
+        for row in rows:
+            row.send(wire, dense=dense, keeps=keeps)
+        if ahead:
+            for row in rows:
+                row.go_ahead()
+        work = self._exchange(rows, self._header(batch), known.measured)
+        number = self.counts.send()
+        own = time.perf_counter() - begun - (self._node.waited_seconds - waited)
+        trace.record(trace.SEND, begun, key=number)
+        ticket = self.links.engine.submit(work, key=number)
+        self._flight = InFlight(ticket, batch, batches, fragment, ahead, keeps, wire, own)
+
+    def _fragments_of(self, fragment: int | None) -> Sequence[int]:
+        return range(len(self._known.since)) if fragment is None else [fragment]
+
+    def _header(self, batch: int) -> Header:
+        digest = sum(row.layout.digest for row in self._rows_of(None)) % DIGESTS
+        lr = largest_rate(self.meeting.trained.inner)
+        header = Header(
+            layout=digest,
+            minus_layout=-digest,
+            batch=batch,
+            minus_batch=-batch,
+            lr=lr,
+            minus_lr=-lr,
+            own_seconds=self._known.own_seconds,
+        )
+        if seconds := self.counts.watch.take_steps():
+            header = replace(header, minus_step_seconds=-statistics.median(seconds))
+        if self.counts.exchange_seconds:
+            header = replace(header, minus_exchange_seconds=-self.counts.exchange_seconds)
+        return header
+
+    def _exchange(self, rows: list[DeltaBuffer], header: Header, tally: Tally) -> Work[Outcome]:
+        """Vote first; where all values are finite, move every row's reference by the mean delta."""
+        begun, busy = time.perf_counter(), time.thread_time()
+        code = yield from self._nonfinite(rows)
+        made_seconds = time.perf_counter() - begun
+        header = replace(header, nonfinite=code)
+        agreed, sums = yield from self.links.agree(header, tally)
+        total = Measured()
+        if not agreed.nonfinite and agreed.aligned and self.place.lane is not None:
+            for row in rows:
+                total += yield from row.exchange()
+        measured = Tally.measured(total.distance, total.norm, total.moved, self._known.size)
+        sound = header.nonfinite == 0.0
+        busy_seconds = time.thread_time() - busy if self._core_is_shared else 0.0
+        return Outcome(agreed, sums, measured, total.nbytes, sound, made_seconds, busy_seconds)
+
+    def _nonfinite(self, rows: list[DeltaBuffer]) -> Work[float]:
+        """Return the first value that is not finite of what rows send, as a number."""
+        place, before, code = self.place, 0, 0.0
+        for row in self._rows_of(None):
+            if row in rows:
+                element = yield from row.collect()
+                if element is not None and not code:
+                    code = culprit(before + element, place.rank, place.size)
+            before += row.layout.numel
+        return code
+
+    def receive(self, batch: int) -> Measurements | None:
+        """Finish the exchange in flight, merge it, and return what was agreed on with it.
+
+        Args:
+            batch: Batches counted so far.
+
+        Collective over the world; blocking.
+        """
+        flight = self._flight
+        seen = self._receive(batch)
+        # A blocking exchange promises that all nodes agree: repeat it when it was dropped.
+        while seen is None and flight is not None and flight.batch == batch:
+            self.send(batch, flight.fragment, wait=0)
+            seen = self._receive(batch)
+        return seen
+
+    def forget(self) -> None:
+        """Let the exchange in flight end, and leave what it brought. Blocking."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self.counts.global_bytes_sent += self.meeting.wait(flight.ticket).nbytes
+
+    def _receive(self, batch: int) -> Measurements | None:
+        """Finish the exchange in flight; return what was agreed on if it was merged."""
+        flight, self._flight = self._flight, None
+        assert flight is not None, "the schedule receives only what was sent"
+        outcome = self.meeting.wait(flight.ticket)
+        came, waited = time.perf_counter(), self._node.waited_seconds
+        seconds = self.counts.exchange_seconds = flight.ticket.seconds - outcome.made_seconds
+        self.counts.global_bytes_sent += outcome.nbytes
+        _check_aligned(outcome.header)
+        if outcome.header.nonfinite:
+            self._drop(flight, outcome)
+            return None
+        seen = self._learn(flight, outcome)
+        rule = self.settings.merge_rule(
+            waited=batch - flight.batch, nodes=self.place.nodes, keeps=flight.keeps
+        )
+        for row in self._rows_of(flight.fragment):
+            row.merge(rule)
+        trace.record(trace.MERGE, came, key=flight.ticket.key, nbytes=outcome.nbytes)
+        merging_seconds = time.perf_counter() - came - (self._node.waited_seconds - waited)
+        own_seconds = flight.own_seconds + merging_seconds
+        self._known.own_seconds = own_seconds + outcome.busy_seconds
+        self.counts.good()
+        self.counts.event(
+            "exchange",
+            sent=flight.batch,
+            received=batch,
+            fragment=flight.fragment,
+            seconds=seconds,
+            nbytes=outcome.nbytes,
+            wire=flight.wire,
+            **asdict(seen) | {"own_seconds": own_seconds},
+            **asdict(rule),
+        )
+        return seen
+
+    def _learn(self, flight: InFlight, outcome: Outcome) -> Measurements:
+        """Return what an exchange told all ranks; remember what the next one shall tell."""
+        known, header = self._known, outcome.header
+        if not header.same_lr:
+            self.meeting.tell_of_rates(-header.minus_lr, header.lr)
+        drift = outcome.tally.drift(nodes=self.place.nodes, batches=known.batches)
+        gain = 0.0
+        if self.step_restoration is not None:
+            gain = self.step_restoration.required_gain(
+                outcome.tally, nodes=self.place.nodes, batches=known.batches
+            )
+        known.measured, known.batches = outcome.measured, flight.batches
+        for one in self._fragments_of(flight.fragment):
+            known.since[one] = flight.batch
+        known.drift = drift
+        seen = Measurements(
+            header.step_seconds,
+            header.exchange_seconds,
+            header.lr,
+            drift,
+            header.own_seconds,
+            gain,
+            self.settings.gradient_seconds(header.exchange_seconds, known.timed),
+        )
+        self._choose_wire(flight, seen)
+        return seen
+
+    def _choose_wire(self, flight: InFlight, seen: Measurements) -> None:
+        """Choose the wire of the next exchange, where the seconds are those of one like this."""
+        known, numel = self._known, sum(row.layout.numel for row in self._rows_of(flight.fragment))
+        if (known.timed, known.timed_numel) == (flight.wire, numel):
+            known.wire = self.settings.next_wire(flight.wire, seen, numel=numel)
+            if known.wire != flight.wire:
+                self.counts.event("wire", sent=flight.batch, wire=known.wire)
+        known.timed, known.timed_numel = flight.wire, numel
+
+    @property
+    def wire(self) -> str:
+        """The wire of the next exchange."""
+        return self._known.wire or self.settings.wires[0]
+
+    @property
+    def packing(self) -> str | None:
+        """How rows are packed on a device; None where they lie on the host."""
+        return next((row.packing for row in self._rows_of(None) if row.packing), None)
+
+    def _drop(self, flight: InFlight, outcome: Outcome) -> None:
+        """Set the node whose value is not finite back to the reference; say whose it is."""
+        self._known.timed = ""  # next to nothing crossed
+        element, rank = decode_culprit(outcome.header.nonfinite, self.place.size)
+        if not all(self.meeting.topology.node.allgather(outcome.sound)):
+            for row in self._rows_of(None):
+                row.restore()
+            zero_nonfinite(self.meeting.trained.inner, self.meeting.trained.named)
+        elif flight.ahead:
+            for row in self._rows_of(flight.fragment):
+                row.turn_back()
+        self.meeting.mend_buffers()
+        self.meeting.count_drop(
+            f"parameter {self._name_at(element)} on rank {rank} is not finite; this exchange is "
+            f"dropped and that node starts again from the last agreed parameters"
+        )
+
+    def _name_at(self, element: int) -> str:
+        for row in self._rows_of(None):
+            if element < row.layout.numel:
+                return row.layout.name_at(element)
+            element -= row.layout.numel
+        raise AssertionError("an element outside all rows")
+
+    # --- checkpoint --------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return what this rank needs to go on to the same bits, an exchange in flight included.
+
+        Plain values and tensors. Waits until the exchange in flight is over between nodes; it is
+        merged when the schedule says so, here and after loading. Not collective.
+        """
+        flight = self._flight
+        return {
+            "rows": [row.state() for row in self._at_rest()],
+            "known": asdict(self._known),
+            "flight": flight and pack(flight),
+        }
+
+    def _at_rest(self) -> list[DeltaBuffer]:
+        """Return all rows, once nothing is under way between nodes."""
+        if self._flight is not None:
+            self.links.engine.wait(self._flight.ticket)
+        return self._rows_of(None)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what `state` returned on the same rank of a world of the same shape."""
+        for row, values in zip(self._at_rest(), state["rows"], strict=True):
+            row.load(values)
+        known = state["known"]
+        fresh = {"measured": Tally(**known["measured"]), "marked": None}
+        self._known = ExchangeState(**known | fresh)
+        self._flight = None if state["flight"] is None else unpack(state["flight"])

@@ -1,0 +1,385 @@
+"""What one lane of one node keeps of a row of parameters, and all arithmetic of an exchange on it.
+
+Nothing here knows of MPI or of other ranks: the same code runs between nodes, driven by
+`daso.train.deltas.buffer`, and for many simulated nodes in one process, by `daso.train.simulated`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+
+from daso.comm.compression import PIECE, Codec, Fields, pieces
+from daso.comm.reduction import SendBuffer
+from daso.plan.merge import Merge
+from daso.train.deltas.fused import Fused
+from daso.train.deltas.outer import MakeOuter, Outer
+
+__all__ = ["LEAST", "DeltaShard", "Gather", "MergeOptions", "message_numel"]
+
+# Numbers of a piece on a device, where what a pass costs is its launch.
+DEVICE_PIECE = PIECE << 6
+
+LEAST = 1 << 21  # numbers of a message from a device, where each is encoded by launches of its own
+KIBI = 1024  # numbers by which a codec's rate is asked: headers of blocks do not count then
+MOST = 1 << 18  # numbers of a message: one that takes long to encode keeps the link waiting
+Gather = Callable[[int, int, torch.Tensor], object]  # writes parameters start to stop into a row
+Spans = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class MergeOptions:
+    """How parts take in exchanges."""
+
+    eager: bool = False  # a node goes ahead when it sends
+    share: float = 1.0  # this node's weight in the mean of all nodes
+    outer: MakeOuter | None = None
+
+
+@dataclass(slots=True)
+class Sums:
+    """What an exchange measures piece by piece, not read yet."""
+
+    distances: list[torch.Tensor] = field(default_factory=list)  # squared, from the mean of nodes
+    norms: list[torch.Tensor] = field(default_factory=list)  # squared, of the reference
+    moved: list[torch.Tensor] = field(default_factory=list)  # squared, of the mean delta
+
+    def stacked(self, like: torch.Tensor) -> torch.Tensor:
+        """Return all of them in one tensor."""
+        return _stack([*self.distances, *self.norms, *self.moved], like.new_zeros(0))
+
+    def totals(self, numbers: Sequence[float]) -> tuple[float, float, float]:
+        """Return the sum of each kind of what `stacked` returned."""
+        first = len(self.distances)
+        second = first + len(self.norms)
+        return sum(numbers[:first]), sum(numbers[first:second]), sum(numbers[second:])
+
+
+class DeltaShard:
+    """Reference of one part of a row, and what is on its way; a `daso.comm.reduction.ReduceBuffer`.
+
+    With x the parameters, an exchange carries what it can of x - reference + residual. What the
+    wire rounds away is not lost, so that a 16-bit wire never freezes a weight (error feedback):
+    where the merge keeps local work, x <- x + (mean - carried), it stays in x, and elsewhere it
+    goes into the residual.
+
+    Args:
+        shown: Memory that the whole node reads (numel), fp32 or fp64.
+        way: How exchanges are taken in.
+        on_device: What is computed cannot be read at once without waiting; see
+            `daso.train.deltas.staging`.
+    """
+
+    def __init__(self, shown: torch.Tensor, way: MergeOptions, *, on_device: bool = False) -> None:
+        self.shown, self.way, self.dtype = shown, way, shown.dtype
+        self.on_device = on_device
+        self.fused: Fused | None = None  # does in one pass what torch does in several
+        self.piece = DEVICE_PIECE if on_device else PIECE
+        self.reference = torch.zeros_like(shown)  # what the nodes agreed on last
+        self.outer = None if way.outer is None else Outer(way.outer, self.reference)
+        self.outbox = SendBuffer(shown.device)
+        self.keeps = False  # the merge of what is on its way keeps local work
+        self.lossy = False  # the wire rounded something of it away
+        # Rows that are made when they are needed. Of what the wire rounded away: from earlier
+        # exchanges, and of the one on its way, which may be dropped.
+        self.residual: torch.Tensor | None = None
+        self.pending: torch.Tensor | None = None
+        # Where nodes go ahead: parameters when it was sent, where the node went, and the other
+        # nodes' share of the last mean delta.
+        self.snapshot: torch.Tensor | None = None
+        self.ahead: torch.Tensor | None = None
+        self.others: torch.Tensor | None = None
+        self._sums = Sums()  # of the last exchange
+        # Where what was sent is not finite first, piece by piece, or -1.
+        self._nonfinite: list[tuple[int, torch.Tensor]] = []
+        numel = min(self.piece, -(-shown.numel() // PIECE) * PIECE)
+        self._room = torch.empty(2, numel, dtype=shown.dtype, device=shown.device)
+
+    def rehearse(self, codecs: Sequence[Codec], spans: Spans, gather: Gather) -> None:
+        """Launch what exchanges will, before the first: nothing is made or compiled later.
+
+        Args:
+            codecs: All that may cross.
+            spans: As for `send`.
+            gather: As for `send`.
+        """
+        mean = torch.zeros_like(self._room[0])
+        try:
+            for codec, keeps, lost_before in product(codecs, (False, True), (False, True)):
+                self.residual = torch.zeros_like(self.shown) if lost_before else None
+                self.send(codec, spans, gather, keeps=keeps)
+                if self._takes_at_once(codec):
+                    for start, stop, fields in self.sent():
+                        self.deliver(start, stop, mean[: stop - start], fields)
+        finally:
+            self.residual = self.pending = None
+            self.keeps = self.lossy = False
+            self.shown.zero_()
+            self.reference.zero_()
+
+    def anchor(self) -> None:
+        """Forget what belonged to an earlier reference; the caller has written the new one.
+
+        The outer optimizer goes on with the momentum it has.
+        """
+        self.residual = self.ahead = self.others = None
+
+    # --- one exchange ------------------------------------------------------------------------
+
+    def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
+        """Encode what an exchange will carry; nothing else changes until it is delivered.
+
+        Args:
+            codec: What crosses.
+            spans: What gets a payload of its own, in order.
+            gather: Reads parameters.
+            keeps: The merge will keep local work.
+        """
+        self._sums, self._nonfinite = Sums(), []
+        self.keeps, self.pending = keeps and not self.way.eager, None
+        self.lossy = not codec.exact
+        if self.lossy and not self.keeps:
+            # Nobody reads what is shown before the next merge, but where the node goes ahead.
+            self.pending = torch.empty_like(self.shown) if self.way.eager else self.shown
+        # What loses nothing crosses from where the merge will be shown: each piece is read first.
+        memory = self.shown.view(torch.uint8) if codec.exact and not self.way.eager else None
+        payloads = self.outbox.open(codec, spans, memory)
+        if self.fused is not None and self.fused.handles(codec):
+            place = self.fused.pack(
+                *(codec, spans, self.outbox.memory, self.reference, self.residual, self.pending)
+            )
+            self._nonfinite = [(0, place)]
+            return
+        for (start, stop), payload in zip(spans, payloads, strict=True):
+            for a, b in pieces(stop - start, self.piece):
+                values, room = self._room[:, : b - a]
+                gather(start + a, start + b, values)
+                self._encode(codec, start + a, values, codec.fields(payload, stop - start, a, b))
+                # A sum is cheaper, where it can be read at once.
+                if self.on_device or not bool(values.sum().isfinite()):
+                    self._nonfinite.append((start + a, _first_nonfinite(values, room)))
+
+    def checks(self) -> torch.Tensor:
+        """Return, not read yet, what `first_nonfinite` needs of the exchange that was sent."""
+        return _stack([place for _, place in self._nonfinite], self.shown.new_zeros(0)).long()
+
+    def first_nonfinite(self, checks: Sequence[int]) -> int | None:
+        """Return the first element that was not finite when it was sent, if any.
+
+        Args:
+            checks: From `checks`.
+        """
+        places = zip(self._nonfinite, checks, strict=True)
+        return next((start + at for (start, _), at in places if at >= 0), None)
+
+    def _encode(self, codec: Codec, start: int, values: torch.Tensor, fields: Fields) -> None:
+        """Write delta + residual for the wire, into ``values`` too; they hold parameters."""
+        span = slice(start, start + values.numel())
+        values -= self.reference[span]
+        if self.residual is not None:
+            values += self.residual[span]
+        codec.encode(values, fields)
+        if self.pending is None and not codec.sparse:
+            return
+        carried = self._room[1, : values.numel()]
+        codec.decode(fields, carried)
+        lost = torch.sub(
+            values, carried, out=carried if self.pending is None else self.pending[span]
+        )
+        if codec.sparse:  # most of what nodes are apart by; elsewhere next to nothing
+            self._sums.distances.append(lost.dot(lost))
+
+    def payloads(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:  # noqa: ARG002
+        """Return what was encoded of spans."""
+        return self.outbox.payloads(spans)
+
+    def sent(self) -> Iterator[tuple[int, int, Fields]]:
+        """Yield what is delivered at a time: where it begins and ends, and what was sent of it."""
+        for (first, last), payload in self.outbox.items():
+            for a, b in pieces(last - first, self.piece):
+                fields = self.outbox.codec.fields(payload, last - first, a, b)
+                yield first + a, first + b, fields
+
+    def deliver(self, start: int, stop: int, mean: torch.Tensor, sent: Fields) -> None:
+        """Move the reference by the mean delta, or keep it for the outer optimizer.
+
+        Args:
+            start: First element.
+            stop: Behind the last one.
+            mean: Mean delta (stop - start); overwritten.
+            sent: What this node sent of it.
+        """
+        span, carried = slice(start, stop), self._room[1, : stop - start]
+        self._sums.moved.append(mean.dot(mean))
+        if self._takes_at_once(self.outbox.codec):
+            self._take(span, mean, *sent)
+            return
+        self.outbox.codec.decode(sent, carried)
+        if self.way.eager:
+            self.others = torch.zeros_like(self.reference) if self.others is None else self.others
+            torch.mul(carried, -self.way.share, out=self.others[span]).add_(mean)
+        apart = torch.sub(mean, carried, out=self._room[0, : stop - start])
+        self._sums.distances.append(apart.dot(apart))
+        if self.pending is not None:
+            self._residual()[span].copy_(self.pending[span])
+        if self.outer is not None:
+            torch.neg(mean, out=self.outer.grad[span])
+            torch.add(carried, self.reference[span], out=apart).neg_()
+        else:
+            moved = torch.add(self.reference[span], mean, out=self.reference[span])
+            self._sums.norms.append(moved.dot(moved))
+        if self.keeps:
+            if self.residual is not None:
+                apart += self.residual[span]
+            self.shown[span].copy_(apart)
+
+    def _takes_at_once(self, codec: Codec) -> bool:
+        plain = not self.way.eager and self.outer is None and self.pending is None
+        return plain and self.fused is not None and self.fused.handles(codec)
+
+    def _take(self, span: slice, mean: torch.Tensor, sent: torch.Tensor) -> None:
+        """Do what `deliver` does where there is nothing but a reference and what is shown."""
+        assert self.fused is not None
+        residual = None if self.residual is None else self.residual[span]
+        shown = self.shown[span] if self.keeps else None
+        distance, norm = self.fused.take(mean, sent, self.reference[span], residual, shown)
+        self._sums.distances.append(distance)
+        self._sums.norms.append(norm)
+
+    def _residual(self) -> torch.Tensor:
+        if self.residual is None:
+            self.residual = torch.zeros_like(self.reference)
+        return self.residual
+
+    def finish(self) -> torch.Tensor:
+        """End an exchange: let the outer optimizer move the reference.
+
+        Returns:
+            What was measured, not read yet; for `measured`.
+        """
+        self.pending = None
+        if self.keeps or not self.lossy:
+            self.residual = None  # it is in what is shown, or was sent
+        if self.outer is not None:
+            self.outer.step()
+            self._sums.norms = [self.reference.dot(self.reference)]
+        return self._sums.stacked(self.shown)
+
+    def measured(self, found: Sequence[float]) -> tuple[float, float, float]:
+        """Return what an exchange told of this node.
+
+        Args:
+            found: From `finish`.
+
+        Returns:
+            Squared distance of what this node did from the mean of all nodes, squared norms of the
+            reference and of the mean delta.
+        """
+        return self._sums.totals(found)
+
+    # --- merging -----------------------------------------------------------------------------
+
+    def go_ahead(self, gather: Gather) -> None:
+        """Show where the node would stand if the others did what they did in the last exchange.
+
+        The estimate of the mean delta is this node's own with its share, and the others' of the
+        last exchange; its own alone in the first (eager updates, arXiv 2502.12996).
+        """
+        if self.snapshot is None:
+            self.snapshot = torch.empty_like(self.shown)
+        gather(0, self.snapshot.numel(), self.snapshot)
+        mean = self.snapshot - self.reference
+        if self.others is not None:
+            mean.mul_(self.way.share).add_(self.others)
+        self.ahead = self.outer.trial(mean) if self.outer is not None else mean + self.reference
+        self.shown.copy_(self.ahead)
+
+    def turn_back(self) -> None:
+        """Show what takes the node back from where it went ahead to where it was."""
+        assert self.snapshot is not None and self.ahead is not None, "the node went ahead"
+        torch.sub(self.snapshot, self.ahead, out=self.shown)
+        self.ahead = self.others = None
+
+    def settle(self, gather: Gather) -> None:
+        """Move what the wire rounded away from the parameters into the residual.
+
+        For a merge that was to keep local work, and comes before any was done.
+        """
+        if not (self.keeps and self.lossy):
+            return
+        residual = self._residual()
+        for a, b in pieces(residual.numel(), self.piece):
+            gather(a, b, residual[a:b])
+            reference, lacking = self.reference[a:b], self.shown[a:b]
+            lacking = lacking if self.outer is None else lacking + reference
+            residual[a:b].sub_(reference).add_(lacking)
+
+    def show(self, rule: Merge) -> None:
+        """Write what every rank of the node needs for a merge, g or g - s, unless it lies there."""
+        if not rule.since_send:
+            self.shown.copy_(self.reference)
+        elif self.ahead is not None:
+            torch.sub(self.reference, self.ahead, out=self.shown)
+        elif self.outer is not None:
+            self.shown.add_(self.reference)
+        self.ahead = None
+
+    def rows(self) -> list[torch.Tensor]:
+        """Return everything that lives on from exchange to exchange."""
+        outer = [] if self.outer is None else self.outer.tensors()
+        return [*self._rows().values(), *outer]
+
+    def _rows(self) -> dict[str, torch.Tensor]:
+        names = ("reference", "shown", "residual", "snapshot", "ahead", "others")
+        rows = ((name, getattr(self, name)) for name in names)
+        return {name: row for name, row in rows if row is not None}
+
+    # --- checkpoint --------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return tensors and plain values; what is None is left out."""
+        state: dict[str, Any] = {name: row.clone() for name, row in self._rows().items()}
+        state |= {"keeps": self.keeps, "lossy": self.lossy}
+        return state if self.outer is None else {**state, "outer": self.outer.state()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what `state` returned."""
+        self.reference.copy_(state["reference"])
+        self.shown.copy_(state["shown"])
+        for name in ("residual", "snapshot", "ahead", "others"):
+            row = state[name].to(self.shown.device, copy=True) if name in state else None
+            setattr(self, name, row)
+        self.keeps, self.lossy = state["keeps"], state["lossy"]
+        if self.outer is not None:
+            self.outer.load(state["outer"])
+
+
+def _first_nonfinite(values: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """Return, not read yet, the place of the first number that is not finite; -1 where all are.
+
+    In two passes: `isfinite` alone makes four.
+
+    Args:
+        values: Numbers (numel).
+        room: To work in (numel).
+    """
+    apart = torch.sub(values, values, out=room)  # zero, or NaN: for infinity too
+    place = apart.argmax()  # NaN is the greatest, and the first of equals is taken
+    return torch.where(apart.take(place).isnan(), place, -1)
+
+
+def _stack(numbers: list[torch.Tensor], none: torch.Tensor) -> torch.Tensor:
+    return torch.stack(numbers) if numbers else none
+
+
+def message_numel(codec: Codec, chunk_bytes: int, least: int = 1) -> int:
+    """Return how many numbers of a row make a message of about so many bytes on the wire.
+
+    Args:
+        codec: What crosses.
+        chunk_bytes: Of a message.
+        least: Numbers of a message, whatever it takes.
+    """
+    return max(least, min(MOST, chunk_bytes * KIBI // codec.nbytes(KIBI)))

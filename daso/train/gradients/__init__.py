@@ -1,0 +1,1 @@
+"""Gradients averaged inside a node and, in synchronous phases, between nodes."""

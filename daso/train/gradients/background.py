@@ -1,0 +1,161 @@
+"""What takes gradients through their averages while the training thread does something else."""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from daso import trace
+from daso.comm.engine import WorkHandle
+from daso.comm.health.step_watchdog import LATE_SECONDS
+from daso.comm.node.base import NodeBucket
+from daso.errors import ExchangeError, StallError
+from daso.plan.slices import Portion
+from daso.train.channels import Channels
+from daso.train.metrics import Metrics
+
+__all__ = ["BackgroundReducer"]
+
+
+class BackgroundReducer(ABC):
+    """The buckets of one round after the other, averaged by other threads.
+
+    Args:
+        links: The engine, and what runs on it.
+        counts: Where seconds and bytes are counted.
+    """
+
+    def __init__(self, links: Channels, counts: Metrics) -> None:
+        self.log: list[tuple[str, int]] | None = None  # what happened, for tests
+        self._links, self._counts = links, counts
+        self._world = False  # this round is averaged over the world
+        self._here: set[int] = set()  # places of buckets of this round that were handed over
+        self._buckets: Sequence[NodeBucket] = ()  # of this round, in their order
+        self._back: set[int] = set()  # places of those that hold the mean
+        self._came = threading.Condition()  # one more does
+        self._tickets: list[WorkHandle[int]] = []  # of this round: bytes sent
+
+    def begin(self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool) -> None:
+        """Begin a round; all buckets of the last one were waited for. Does not block.
+
+        Args:
+            portions: The buckets of this round in their order, and what lies in them; the same
+                everywhere.
+            world: Whether they are averaged over the world, or inside the node alone.
+
+        Raises:
+            ExchangeError: A backward was broken off while its gradients were under way.
+
+        Collective over the world, or the node; non-blocking.
+        """
+        self.finish()
+        if self._tickets:
+            raise ExchangeError(
+                "a backward must hand over all gradients before the next one begins, but one was "
+                "broken off; start anew, from a checkpoint"
+            )
+        self._here.clear()
+        self._back.clear()
+        self._buckets = [bucket for _, bucket in portions]
+        self._world = world
+        self._tickets = self._carry(portions, world=world)
+
+    def ready(self, place: int) -> None:
+        """Note that a bucket was started on this rank. Does not block.
+
+        Args:
+            place: Of the bucket in its round.
+        """
+        self._here.add(place)
+
+    def wait(self, place: int) -> None:
+        """Block until a bucket holds the mean.
+
+        Args:
+            place: Of the bucket in its round.
+
+        Raises:
+            ExchangeError: It failed.
+            StallError: It took longer than the stall limit; names who does not take part.
+        """
+        if place in self._back:
+            return
+        begun, kind = time.perf_counter(), trace.NODES if self._world else trace.NODE
+        with self._counts.watch.waiting(kind), self._hurried(), self._came:
+            # Asleep, not polling: the other threads need this one's core and interpreter lock.
+            while not self._came.wait_for(lambda: place in self._back, LATE_SECONDS):
+                self.check()
+                if time.perf_counter() - begun > self._links.engine.stall_seconds:
+                    self._give_up(place)
+
+    def _give_up(self, place: int) -> None:
+        """Raise, naming who is late, and let nothing follow: ranks are out of step from here."""
+        engine = self._links.engine
+        missing = self._buckets[place].missing() or self._links.missing()
+        engine.give_up()
+        raise StallError(
+            f"all ranks must take part in a step within {engine.stall_seconds:g} s, but they did "
+            f"not: {missing}; look there, or raise Exchange.stall_seconds"
+        )
+
+    @contextmanager
+    def _hurried(self) -> Iterator[None]:
+        """Let threads that carry poll more often: the training thread stands still."""
+        with self._links.engine.hurried(self._tickets[-1]):
+            yield
+
+    def is_back(self, place: int) -> bool:
+        """Return whether a bucket holds the mean. Does not block."""
+        return place in self._back
+
+    def finish(self) -> None:
+        """Block until the round is over, where all of its buckets were handed over."""
+        if self._tickets and len(self._here) == len(self._buckets):
+            for ticket in self._tickets:
+                self._counts.global_bytes_sent += self._links.engine.wait(ticket)
+            self._tickets = []
+
+    def check(self) -> None:
+        """Raise what went wrong in another thread since, if anything.
+
+        Raises:
+            ExchangeError: Something did.
+        """
+        self._links.engine.check()
+
+    def close(self) -> bool:
+        """Stop threads of this object's own; idempotent.
+
+        Returns:
+            Whether all work ended well, so that what it used may be freed.
+        """
+        return True
+
+    def abandon(self) -> None:
+        """Stop all threads whatever is under way; for the end of the process."""
+        self._links.engine.abandon()
+
+    @abstractmethod
+    def _carry(
+        self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool
+    ) -> list[WorkHandle[int]]:
+        """Hand a round to other threads."""
+
+    def _take_back(self, places: Iterable[int]) -> None:
+        """Note, on the thread that carries, which of these buckets hold the mean now."""
+        back = [place for place in places if self._buckets[place].delivered()]
+        if back:
+            for place in back:
+                self._note("delivered", place)
+            with self._came:
+                self._back.update(back)
+                self._came.notify_all()
+
+    def _is_filled(self, place: int) -> bool:
+        """Return whether a bucket was handed over on every rank of the node."""
+        return place in self._here and self._buckets[place].filled()
+
+    def _note(self, what: str, place: int) -> None:
+        if self.log is not None:
+            self.log.append((what, place))

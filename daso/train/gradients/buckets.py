@@ -1,0 +1,261 @@
+"""Gradients of a model in flat rows, and the buckets into which these are cut.
+
+Gradients of a type lie in one row, in an order that is the same on every rank. Behind each is one
+number, its flag: 1 where this rank had a gradient. Its mean tells whether any rank had one; where
+none had, ``.grad`` stays None, and the optimizer leaves the parameter alone as it would without
+daso. A bucket is a part of a row, so rows can be cut anew between two rounds: nothing moves, and no
+bit of a sum in rank order changes. A portion (`daso.plan.slices`) is a bucket too; a large tensor
+lies in several.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from daso.comm.node.base import NodeBucket, NodeRow, NodeTransport
+from daso.plan.layout import Span, fit_buckets, flagged
+from daso.plan.slices import Portion, cut_portions
+from daso.train.params import Named, view_like
+
+__all__ = ["Bucket", "Finish", "FlatGradients"]
+
+Finish = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Gradients of one type."""
+
+    params: tuple[int, ...]  # indices of the parameters
+    nbytes: tuple[int, ...]  # of each
+    spans: tuple[Span, ...]  # of each; its flag lies at stop
+    memory: NodeRow
+
+
+@dataclass(slots=True)
+class Bucket:
+    """One bucket: its memory, and how far it is in this round."""
+
+    portion: Portion
+    place: int  # in the order in which buckets fill
+    params: tuple[int, ...]  # indices of the parameters that lie in it, wholly or in part
+    memory: NodeBucket
+    ending: tuple[int, ...]  # indices of those whose flag lies in it
+    places: tuple[int, ...]  # where these are in the memory
+    flags: torch.Tensor  # the same (ending parameters,), where the memory is
+    under_way: bool = False  # started, and not collected
+    missing: set[int] = field(default_factory=set)  # parameters without a gradient yet
+    finish: Finish | None = None
+
+
+class FlatGradients:
+    """The rows of a model, made once, and their buckets.
+
+    Args:
+        named: Names and parameters.
+        node: The node in which gradients are averaged.
+        in_portions: Buckets are portions, which may cut a tensor.
+    """
+
+    def __init__(self, named: Named, node: NodeTransport, *, in_portions: bool = False) -> None:
+        self.named, self.node, self._in_portions = named, node, in_portions
+        self.buckets: list[Bucket] = []  # in the order in which they fill
+        self.buckets_of: dict[int, list[Bucket]] = {}  # several where a parameter is cut
+        self._rows: list[Row] = []
+        # In them, of each parameter's gradient. What becomes ``.grad`` is an alias of it: users may
+        # replace the memory behind a gradient (``.data``, ``model.double()``), and ours must stay.
+        self._views: dict[int, torch.Tensor] = {}
+        self._place_of: dict[int, int] = {}  # of each parameter in the order of readiness
+
+    def __bool__(self) -> bool:
+        """Return whether rows were made."""
+        return bool(self._rows)
+
+    def make(self, order: Sequence[int], bucket_bytes: int) -> None:
+        """Make rows and cut them.
+
+        Args:
+            order: All parameters (indices) in the order in which gradients become ready; the same
+                on every rank.
+            bucket_bytes: As for `cut`.
+
+        Collective over the node; blocking.
+        """
+        self._place_of = {index: at for at, index in enumerate(order)}
+        for dtype in dict.fromkeys(tensor.dtype for _, tensor in self.named):
+            params = tuple(index for index in order if self.named[index][1].dtype == dtype)
+            tensors = [self.named[index][1] for index in params]
+            spans = flagged([tensor.numel() for tensor in tensors])
+            numel, most = spans[-1].stop + 1, len(params)
+            if self._in_portions:  # each tensor in as many as it fills, rounded
+                most = 2 * len(params) + numel // _elements(bucket_bytes, dtype)
+            memory = self.node.row(numel, dtype, most)
+            self._rows.append(Row(params, tuple(t.nbytes for t in tensors), spans, memory))
+            for index, tensor, span in zip(params, tensors, spans, strict=True):
+                self._views[index] = view_like(memory.flat[slice(*span)], tensor)
+        self.cut(bucket_bytes)
+
+    def cut(self, bucket_bytes: int) -> None:
+        """Cut rows into buckets of another size; between two rounds.
+
+        Args:
+            bucket_bytes: Bytes from which a bucket counts as full; the same on every rank.
+
+        Does not communicate.
+        """
+        buckets = [bucket for row in self._rows for bucket in self._cut(row, bucket_bytes)]
+        # Buckets of several types start in the order in which they fill.
+        buckets.sort(key=lambda bucket: max(self._place_of[index] for index in bucket.params))
+        for place, bucket in enumerate(buckets):
+            bucket.place = place
+        self.buckets, self.buckets_of = buckets, {}
+        for bucket in buckets:
+            for index in bucket.params:
+                self.buckets_of.setdefault(index, []).append(bucket)
+
+    def groups(self, bucket_bytes: int) -> list[tuple[tuple[int, ...], ...]]:
+        """Return which parameters of each row share a bucket of a size, where none is cut."""
+        return [fit_buckets(row.nbytes, bucket_bytes) for row in self._rows]
+
+    def _cut(self, row: Row, bucket_bytes: int) -> list[Bucket]:
+        """Return a row's buckets."""
+        if self._in_portions:
+            # What became ready last belongs to the first layers.
+            layers = [len(self.named) - 1 - self._place_of[index] for index in row.params]
+            elements = _elements(bucket_bytes, row.memory.flat.dtype)
+            portions: Sequence[Portion] = cut_portions(row.spans, layers, elements)
+        else:
+            portions = _whole_tensors(row, bucket_bytes)
+        memories = row.memory.cut([portion.span for portion in portions])
+        return [
+            _bucket(row, portion, memory)
+            for portion, memory in zip(portions, memories, strict=True)
+        ]
+
+    # --- gradients ---------------------------------------------------------------------------
+
+    def fill(self, bucket: Bucket, moved: set[int]) -> None:
+        """Copy gradients that autograd made elsewhere into the bucket; make them views of it.
+
+        Args:
+            bucket: One of `buckets`.
+            moved: Parameters (indices) whose gradient was, in this round; those moved here are
+                added.
+        """
+        params = [index for index in bucket.params if index not in moved]
+        moved.update(params)
+        tensors = [self.named[index][1] for index in params]
+        views = [self._views[index] for index in params]
+        have = [tensor.grad is not None for tensor in tensors]
+        moves = [
+            (tensor, tensor.grad, view)
+            for tensor, view in zip(tensors, views, strict=True)
+            if tensor.grad is not None and tensor.grad.data_ptr() != view.data_ptr()
+        ]
+        flat = bucket.memory.flat
+        flags = [self.named[index][1].grad is not None for index in bucket.ending]
+        with torch.no_grad():
+            flat.index_fill_(0, bucket.flags, 1)
+            if not all(flags):
+                for at, there in zip(bucket.places, flags, strict=True):
+                    flat[at] *= there
+            for there, view in zip(have, views, strict=True):
+                if not there:
+                    view.zero_()
+            if moves:
+                torch._foreach_copy_([view for *_, view in moves], [grad for _, grad, _ in moves])
+        for tensor, _, view in moves:
+            tensor.grad = view.detach()
+
+    def settle(self, bucket: Bucket) -> None:
+        """Give parameters that only other ranks used their gradient; get ready for a new round."""
+        bucket.missing = set(bucket.params)
+        if all(self.named[index][1].grad is not None for index in bucket.ending):
+            return
+        flags = bucket.memory.flat[bucket.flags].tolist()  # read once
+        for index, flag in zip(bucket.ending, flags, strict=True):
+            tensor = self.named[index][1]
+            if tensor.grad is None and flag > 0:
+                tensor.grad = self._views[index].detach()
+
+    def first_nonfinite(self) -> str | None:
+        """Return the name of the first parameter whose gradient is not finite, None if all are."""
+        if self._all_finite(self.buckets):
+            return None
+        for bucket in self.buckets:
+            for index in bucket.params:
+                grad = self.named[index][1].grad
+                if grad is not None and not bool(grad.isfinite().all()):
+                    return self.named[index][0]
+        return None
+
+    def _all_finite(self, buckets: Iterable[Bucket]) -> bool:
+        """Return whether sums are finite, flags among them; read once. Large ones may overflow."""
+        sums = [bucket.memory.flat.sum().isfinite() for bucket in buckets]
+        return not sums or bool(torch.stack(sums).all())
+
+    def nonfinite_of(self, params: Sequence[int]) -> list[int]:
+        """Return those of these parameters (indices), all there, whose gradient is not finite."""
+        places = {bucket.place for index in params for bucket in self.buckets_of[index]}
+        if self._all_finite(self.buckets[at] for at in places):
+            return []
+        grads = [(index, self.named[index][1].grad) for index in params]
+        return [
+            index for index, grad in grads if grad is not None and not bool(grad.isfinite().all())
+        ]
+
+    def versions(self) -> list[int]:
+        """Return a number for each row that grows whenever somebody writes to gradients.
+
+        What the node and the engine write does not count: their tensors have versions of their own.
+        """
+        return [row.memory.flat._version for row in self._rows]
+
+    def in_place(self) -> bool:
+        """Return whether every gradient lies in its row."""
+        return all(
+            tensor.grad is None or tensor.grad.data_ptr() == self._views[index].data_ptr()
+            for index, (_, tensor) in enumerate(self.named)
+        )
+
+    def holds(self, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient lies in a row."""
+        return any(view.data_ptr() == gradient.data_ptr() for view in self._views.values())
+
+    def release(self) -> None:
+        """Give gradients memory of their own; idempotent."""
+        for index, view in self._views.items():
+            tensor = self.named[index][1]
+            if tensor.grad is not None and tensor.grad.data_ptr() == view.data_ptr():
+                tensor.grad = tensor.grad.clone()
+        self._rows, self._views, self.buckets, self.buckets_of = [], {}, [], {}
+
+
+def _elements(bucket_bytes: int, dtype: torch.dtype) -> int:
+    """Return from how many numbers a bucket counts as full."""
+    return max(1, bucket_bytes // dtype.itemsize)
+
+
+def _whole_tensors(row: Row, bucket_bytes: int) -> list[Portion]:
+    """Cut a row so that every tensor is in one bucket."""
+    groups = fit_buckets(row.nbytes, bucket_bytes)
+    spans = [Span(row.spans[group[0]].start, row.spans[group[-1]].stop + 1) for group in groups]
+    return [Portion(span, group, 0) for span, group in zip(spans, groups, strict=True)]
+
+
+def _bucket(row: Row, portion: Portion, memory: NodeBucket) -> Bucket:
+    start, stop = portion.span
+    params = tuple(row.params[at] for at in portion.params)
+    ending = [at for at in portion.params if start <= row.spans[at].stop < stop]
+    places = tuple(row.spans[at].stop - start for at in ending)
+    return Bucket(
+        portion=portion,
+        place=0,
+        params=params,
+        memory=memory,
+        ending=tuple(row.params[at] for at in ending),
+        places=places,
+        flags=torch.tensor(places, dtype=torch.int64, device=memory.flat.device),
+        missing=set(params),
+    )

@@ -1,0 +1,140 @@
+"""Adds gradients on the host while backward goes on, in a thread of its own.
+
+Chunk after chunk, in the order in which they fill, a thread takes gradients to the host where they
+are elsewhere, adds this rank's part of all ranks' in rank order, and brings the sums back: the
+three stages of different chunks overlap each other and the backward of the layers below (after
+US 10949746 B2, IBM). Between nodes the engine exchanges a chunk when it is added. On CPUs gradients
+lie in memory that the node shares, so nothing is taken anywhere, and the thread only adds.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from daso import trace
+from daso.comm.engine import Engine, Work, WorkHandle
+from daso.comm.node.base import NodeBucket
+from daso.errors import ExchangeError
+from daso.plan.slices import Portion
+from daso.train.channels import Channels
+from daso.train.gradients.background import BackgroundReducer
+from daso.train.gradients.concurrent import ConcurrentReductions
+from daso.train.metrics import Metrics
+
+__all__ = ["HostReducer"]
+
+
+class HostReducer(BackgroundReducer):
+    """Chunks of gradients on their way to the host, into sums, and back.
+
+    Args:
+        links: The engine that exchanges between nodes.
+        counts: Where seconds and bytes are counted.
+        local_size: Ranks of the node.
+    """
+
+    def __init__(self, links: Channels, counts: Metrics, local_size: int) -> None:
+        super().__init__(links, counts)
+        self._local_size = local_size
+        # Not the exchanges' thread: one between nodes may take many batches, sums take one.
+        self._adder = Engine(
+            links.engine.stall_seconds,
+            links.missing,
+            links.late,
+            name="daso-host",
+            kind=trace.SUMS,
+        )
+
+    def check(self) -> None:
+        """Raise what went wrong in another thread since, if anything."""
+        super().check()
+        self._adder.check()
+
+    @contextmanager
+    def _hurried(self) -> Iterator[None]:
+        with super()._hurried(), self._adder.hurried(self._tickets[-1]):
+            yield
+
+    def _give_up(self, place: int) -> None:
+        self._adder.give_up()
+        super()._give_up(place)
+
+    def close(self) -> bool:
+        """Stop the thread that adds; idempotent."""
+        return self._adder.close()
+
+    def abandon(self) -> None:
+        """Stop all threads whatever is under way; for the end of the process."""
+        self._adder.abandon()
+        super().abandon()
+
+    def _carry(
+        self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool
+    ) -> list[WorkHandle[int]]:
+        now = _Round(len(portions))
+        tickets = [self._adder.submit(self._add(now, world=world))]
+        if world:
+            tickets.insert(0, self._links.engine.submit(self._exchange(now)))
+        return tickets
+
+    # --- on the thread that adds -------------------------------------------------------------
+
+    def _add(self, now: "_Round", *, world: bool) -> Work[int]:
+        yield partial(now.guarded, partial(self._go_on, now, world=world))
+        return 0
+
+    def _go_on(self, now: "_Round", *, world: bool) -> bool:
+        """Take every chunk as far as it goes now; return whether all are back."""
+        while len(now.sums) < now.count and self._is_filled(len(now.sums)):
+            place = len(now.sums)
+            total = self._buckets[place].add()
+            assert total is not None, "it is filled"
+            self._note("added", place)
+            now.sums.append(total)
+            if not world or not total.numel():
+                now.means.add(place)
+        for place in sorted(now.means - now.given):
+            self._buckets[place].deliver(1 if world else self._local_size)
+            now.given.add(place)
+        self._take_back(sorted(now.given - self._back))
+        return len(self._back) == now.count
+
+    # --- on the engine's thread --------------------------------------------------------------
+
+    def _exchange(self, now: "_Round") -> Work[int]:
+        abreast = ConcurrentReductions(self._links)
+        yield partial(now.guarded, partial(self._exchange_on, now, abreast))
+        return abreast.nbytes
+
+    def _exchange_on(self, now: "_Round", abreast: ConcurrentReductions) -> bool:
+        """Exchange chunks that were added, in order, a few at a time; return whether all are."""
+        now.means.update(abreast.finished())
+        while now.taken < len(now.sums) and abreast.free:
+            if now.sums[now.taken].numel():
+                abreast.start(now.taken, now.sums[now.taken])
+            now.taken += 1
+        return len(now.means) == now.count
+
+
+class _Round:
+    """How far the chunks of a round are, for both threads."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.sums: list[torch.Tensor] = []  # of chunks, in order: this rank's parts
+        self.taken = 0  # of them, by the exchange
+        self.means: set[int] = set()  # chunks whose sums may be given to the node
+        self.given: set[int] = set()
+        self.failed: BaseException | None = None  # in one thread, which the other must not wait for
+
+    def guarded(self, poll: Callable[[], bool]) -> bool:
+        """Poll, and hand on to the other thread what went wrong."""
+        if self.failed is not None:
+            raise ExchangeError(f"{self.failed}") from self.failed
+        try:
+            return poll()
+        except BaseException as error:
+            self.failed = error
+            raise

@@ -1,0 +1,231 @@
+"""Takes the optimizer's step for a layer when forward comes to it, and not before.
+
+With a step for the whole model, a forward waits until all gradients have crossed, whatever their
+order. Here ``step()`` only notes that a step is due, with the learning rates of that moment. Before
+a module's forward, its parameters' portions are waited for, and the user's own optimizer steps with
+these parameters alone: its arithmetic is per parameter, so the bits are the same. What no forward
+came to is stepped by `LayerwiseStep.flush`, at the latest when the next backward begins.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from daso.errors import ConfigError
+from daso.train.gradients.module_params import ModuleParameters
+from daso.train.gradients.partial_step import refuse_counting, step_with, values_of
+from daso.train.gradients.reducer import GradientReducer
+from daso.train.hooks import Hook
+from daso.train.misuse import has_hooks
+from daso.train.params import Trained
+
+__all__ = ["INSTEAD", "LayerwiseStep"]
+
+INSTEAD = "use Gradients(update='whole')"
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A step that is due."""
+
+    values: list[dict[str, Any]]  # of each parameter group, as they were at step()
+    pending: set[int]  # indices of parameters that are not stepped yet
+    had: set[int]  # of those whose gradient was there at step()
+    zero: bool | None = None  # set_to_none of a zero_grad since; None: there was none
+    dropped: bool = False  # a gradient was not finite
+    begun: bool = False  # a forward has come to its first layer
+    checked: bool = False  # that nobody wrote to gradients until the first layer's step
+
+
+class LayerwiseStep:
+    """Steps an optimizer layer by layer.
+
+    Args:
+        trained: The optimizer and its model, of which hooks watch every module.
+        buckets: Where gradients cross.
+        drop: Counts a step whose mean gradient is not finite; may raise, on every rank alike. None:
+            nobody looks whether it is.
+        good: Counts one that was.
+    """
+
+    def __init__(
+        self,
+        trained: Trained,
+        buckets: GradientReducer,
+        drop: Callable[[str], None] | None = None,
+        good: Callable[[], None] | None = None,
+    ) -> None:
+        assert trained.module is not None, "the setup was checked"
+        self._trained, self._buckets, self._drop, self._good = trained, buckets, drop, good
+        self._uses = ModuleParameters(trained.module, trained.named)
+        self._due: PendingStep | None = None
+        # Stepped in the middle of a forward because their gradients were there, or when a backward
+        # began; what that forward did before it came to their module used the old ones.
+        self._amid: set[int] = set()
+        flush = Hook(self.flush)
+        self._hooks = [
+            tensor.register_post_accumulate_grad_hook(partial(self._check, index))
+            for index, (_, tensor) in enumerate(trained.named)
+        ]
+        for name, module in trained.module.named_modules():
+            before = Hook(partial(self._before, name))
+            self._hooks += [
+                # Before the user's own, which may compute a weight (weight_norm, pruning).
+                module.register_forward_pre_hook(before, prepend=True),
+                module.register_state_dict_pre_hook(flush),
+                module.register_load_state_dict_pre_hook(flush),
+            ]
+
+    # --- a step ------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Note that a step is due. Waits only for parameters that no module's forward needs.
+
+        Raises:
+            ConfigError: Gradients were changed since backward, or the optimizer has hooks.
+        """
+        inner = self._trained.inner
+        if has_hooks(inner):
+            raise ConfigError(
+                f"an optimizer that steps layer by layer must have no hooks on its step, but "
+                f"{type(inner).__name__} has; {INSTEAD}"
+            )
+        if not self._buckets.untouched():
+            raise ConfigError(
+                f"gradients must be left alone between backward and step where no step waits for "
+                f"all of them, but they were changed (clipping, scaling?); {INSTEAD}"
+            )
+        tensors = [tensor for _, tensor in self._trained.named]
+        self._due = PendingStep(
+            values=values_of(inner.param_groups),
+            pending=set(range(len(tensors))),
+            had={index for index, tensor in enumerate(tensors) if tensor.grad is not None},
+        )
+        self._amid.clear()
+        self._apply(self._uses.nowhere, alone=True)
+
+    def begin(self) -> None:
+        """Take what is left of the last step; a backward begins, or ends."""
+        pending = set() if self._due is None else set(self._due.pending)
+        self.flush()
+        self._amid |= pending
+
+    def _check(self, index: int, _: torch.Tensor) -> None:
+        if index in self._amid or (self._due is not None and index in self._due.pending):
+            raise ConfigError(
+                f"parameters must be used by a module's forward where no step waits for all "
+                f"gradients, but {self._trained.named[index][0]} was used before the step with "
+                f"its last gradient; call the module, or {INSTEAD}"
+            )
+
+    def flush(self) -> None:
+        """Take all of the step that is due. Collective over the world; blocking."""
+        if self._due is not None:
+            self._apply(tuple(self._due.pending))
+
+    def zero_grad(self, set_to_none: bool) -> bool:
+        """Reset gradients, of parameters that are not stepped yet once they are.
+
+        Returns:
+            False where no step is due: then nothing was done.
+        """
+        if self._due is None:
+            return False
+        self._due.zero = set_to_none
+        waiting = {id(self._trained.named[index][1]) for index in self._due.pending}
+        for group in self._trained.inner.param_groups:
+            for param in group["params"]:
+                if id(param) not in waiting:
+                    _zero(param, set_to_none)
+        return True
+
+    def close(self) -> None:
+        """Take the hooks off, and forget a step that is due; idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._due = [], None
+
+    def _before(self, name: str) -> None:
+        """Step with what a module's forward needs."""
+        params = self._uses.called(name)
+        if self._due is not None:
+            self._apply(params)
+        self._amid.difference_update(params)
+
+    def _apply(self, params: Iterable[int], *, alone: bool = False) -> None:
+        """Step with parameters that are not stepped yet, once their gradients have crossed.
+
+        And with all others whose gradients are there: a step for many costs less than many steps.
+
+        Args:
+            params: Their indices.
+            alone: Step with no others, so that all ranks step with the same.
+        """
+        due = self._due
+        if due is None:
+            return
+        needed = due.pending.intersection(params)
+        if not needed:
+            return
+        self._look_at_gradients(due)
+        self._buckets.collect(needed)
+        chosen = sorted(needed if alone else self._buckets.arrived(due.pending))
+        self._buckets.collect(chosen)
+        if due.begun:
+            self._amid.update(chosen)
+        due.begun = due.begun or not alone
+        due.pending.difference_update(chosen)
+        if not due.pending:
+            self._due = None
+        unsound = self._buckets.rows.nonfinite_of(chosen) if self._drop is not None else []
+        try:
+            self._step_with(due, [index for index in chosen if index not in unsound])
+            if unsound and self._drop is not None and not due.dropped:
+                due.dropped = True
+                name = self._trained.named[unsound[0]][0]
+                self._drop(f"the mean gradient of {name} is not finite; its step is dropped")
+        finally:
+            self._zero(due, chosen)
+        if self._due is None and not due.dropped and self._good is not None:
+            self._good()
+
+    def _look_at_gradients(self, due: PendingStep) -> None:
+        """Take it for a reset of all where ``model.zero_grad()`` took a gradient since step().
+
+        Those that are still to be stepped get theirs back when it has crossed.
+        """
+        named = self._trained.named
+        if due.zero is None and any(named[index][1].grad is None for index in due.had):
+            due.zero = True
+        if not due.checked and not self._buckets.untouched():
+            raise ConfigError(
+                "gradients must be reset by optimizer.zero_grad(), or set to None, where no step "
+                f"waits for all of them, but they were written to after step(); {INSTEAD}"
+            )
+        due.checked = True
+
+    def _step_with(self, due: PendingStep, chosen: Iterable[int]) -> None:
+        inner, params = self._trained.inner, {id(self._trained.named[at][1]) for at in chosen}
+
+        def check() -> None:
+            refuse_counting(inner, due.values, INSTEAD)
+
+        step_with(inner, params, due.values, self._trained.device, check)
+
+    def _zero(self, due: PendingStep, chosen: Iterable[int]) -> None:
+        if due.zero is not None:
+            for index in chosen:
+                _zero(self._trained.named[index][1], due.zero)
+
+
+def _zero(param: torch.Tensor, set_to_none: bool) -> None:
+    if param.grad is None:
+        return
+    if set_to_none:
+        param.grad = None
+    else:
+        with torch.no_grad():
+            param.grad.zero_()

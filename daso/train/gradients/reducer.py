@@ -1,0 +1,396 @@
+"""Gradients in flat buckets that are averaged while backward goes on.
+
+A hook on every parameter tells when its gradient is ready. A full bucket is started at once;
+whenever a hook runs, buckets for which every rank of the node is ready are added. What is left is
+finished before ``backward()`` returns, so that ``.grad`` then is the mean, as with DDP. One such
+pass over all buckets is a *round*.
+
+Where every rank is a node of its own, gradients stay where autograd put them until a phase that
+averages them between nodes.
+
+Where gradients lie, and how they are cut, `daso.train.gradients.buckets` says.
+
+Where a carrier takes them (`daso.train.gradients.background`), buckets start in the order in which
+they fill, other threads average them, and each is collected by itself. Where gradients cross in
+portions (`daso.train.gradients.priority`), every portion is a bucket of its own, a large tensor
+several.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch._compile import _disable_dynamo
+
+from daso.comm.node.base import NodeTransport
+from daso.errors import ConfigError, LayoutError
+from daso.plan.layout import Span, split
+from daso.train.gradients.background import BackgroundReducer
+from daso.train.gradients.buckets import Bucket, Finish, FlatGradients
+from daso.train.params import Named
+
+__all__ = ["BackwardCallbacks", "Between", "GradientReducer", "ReducePlan"]
+
+OURS = "made_in_a_backward_that_daso_saw"  # attribute of a gradient that is in no bucket
+
+# Hands a part's sum over this node, and the bucket it is of, to the exchange between nodes. The
+# call it gives back blocks until the sum is replaced by the mean over the world.
+Between = Callable[[torch.Tensor, Bucket], Finish]
+
+
+@dataclass(frozen=True, slots=True)
+class ReducePlan:
+    """Where gradients are averaged."""
+
+    local_size: int  # ranks of the node
+    parts: int  # first local ranks of the node that add a part each
+    between: Between | None = None  # where parts go from there; None: nowhere, the node's mean
+    carrier: BackgroundReducer | None = None  # averages in other threads; then between is not used
+    world: bool = False  # whether the carrier does so over the world
+    whole: bool = True  # a backward ends only when it is through
+    alone: bool = False  # every rank of the world is a node, and nothing goes between: no averages
+
+
+@dataclass(slots=True)
+class Round:
+    """How far this round is."""
+
+    ready: dict[int, None] = field(default_factory=dict)  # parameters, in the order they came
+    moved: set[int] = field(default_factory=set)  # parameters whose gradient lies in its row
+    started: int = 0  # buckets filled and started; buckets go in order
+    added: int = 0  # of them, added
+    behind: bool = False  # another reducer may be at work until this backward is over
+    backward: Callable[[], object] = object  # returns None once it is over, come what may
+
+    @property
+    def aborted(self) -> bool:
+        """Whether its backward raised."""
+        return bool(self.ready) and self.backward() is None
+
+
+class FinishCallback:
+    """What autograd calls when a backward is over, and forgets when it raised."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self) -> None:
+        """Do what is due then."""
+        self._call()
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardCallbacks:
+    """What is asked as a backward begins.
+
+    Args:
+        begin: Called where its gradients will be averaged.
+        behind: Tells whether another reducer may average the same gradients first (DDP): then
+            nothing starts before it is through.
+        outdated: Tells whether parameters are laid out anew: then gradients are left to the step,
+            before which the caller sets up anew.
+    """
+
+    begin: Callable[[], None]
+    behind: Callable[[], bool]
+    outdated: Callable[[], bool]
+
+
+class GradientReducer:
+    """Averages the gradients of a model's parameters.
+
+    Args:
+        named: Names and parameters.
+        node: The node in which gradients are averaged.
+        route: Where they are averaged; may be replaced between two rounds.
+        bucket_bytes: Bytes from which a bucket counts as full; see `cut`.
+        same_order: Replaces an order (list of indices) by world rank 0's; collective over it.
+        callbacks: Called as a backward begins.
+        in_portions: Buckets are portions (see `daso.plan.slices`), which may cut a tensor.
+    """
+
+    def __init__(
+        self,
+        named: Named,
+        node: NodeTransport,
+        route: ReducePlan,
+        *,
+        bucket_bytes: int,
+        same_order: Callable[[list[int]], list[int]],
+        callbacks: BackwardCallbacks,
+        in_portions: bool = False,
+    ) -> None:
+        self.named, self.node, self.route = named, node, route
+        self._callbacks = callbacks
+        self.bucket_bytes, self._same_order = bucket_bytes, same_order
+        self.fresh = False  # a round was finished since somebody set this to False
+        self.order: list[int] = []  # of parameters in rows, once these are made
+        self._paused = False
+        self.rows = FlatGradients(named, node, in_portions=in_portions)
+        self._round = Round()
+        self._versions: list[int] = []  # of rows, when the last round was handed over
+        self._hooks = [
+            tensor.register_post_accumulate_grad_hook(partial(self._on_ready, index))
+            for index, (_, tensor) in enumerate(named)
+        ]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients pile up on this rank; the next backward outside averages their sum."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+            self.fresh = False  # what piled up is not averaged yet
+
+    @_disable_dynamo
+    def _on_ready(self, index: int, tensor: torch.Tensor) -> None:
+        if self._paused:
+            return
+        if self._round.aborted:
+            self._discard_aborted_round()
+        now, ready = self._round, self._round.ready
+        _check_gradient(self.named[index][0], tensor, again=index in ready)
+        if self.route.alone:
+            setattr(tensor.grad, OURS, True)
+            return
+        if not ready:
+            if self._callbacks.outdated():
+                return
+            self._begin(now)
+        ready[index] = None
+        if not now.behind:
+            self._fill(index)
+
+    def _fill(self, index: int) -> None:
+        """Start what is full now that this gradient is there."""
+        buckets = self.rows.buckets_of.get(index, [])
+        for bucket in buckets:
+            bucket.missing.discard(index)
+        if self.route.carrier is not None:
+            self._start_carried(buckets)
+        elif buckets:
+            self._start_filled()
+            self._add_started()
+
+    def _begin(self, now: Round) -> None:
+        """Begin a round, which ends with this backward."""
+        self._callbacks.begin()
+        # Called by autograd when this backward is over, as DDP and FSDP do it.
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        # DDP queues its own last: queue behind it, from a callback.
+        now.behind = self._callbacks.behind()
+        finish = self.finish_round
+        ending = FinishCallback(partial(queue, finish) if now.behind else finish)
+        now.backward = weakref.ref(ending)
+        queue(ending)
+        self._begin_carrying()
+
+    def _begin_carrying(self) -> None:
+        """Begin a round of the carrier's; all of the last one was collected."""
+        if self.route.carrier is not None and self.rows:
+            if self.under_way():
+                raise ConfigError(
+                    "a step must follow each backward where no step waits for all gradients, but "
+                    "another backward came first; put all but the last under optimizer.no_sync(), "
+                    "or use Gradients(update='whole')"
+                )
+            portions = [(one.portion, one.memory) for one in self.rows.buckets]
+            self.route.carrier.begin(portions, world=self.route.world)
+
+    def _start_carried(self, buckets: Sequence[Bucket], *, all_of_them: bool = False) -> None:
+        """Hand over buckets that are filled."""
+        assert self.route.carrier is not None
+        for bucket in buckets:
+            if not bucket.under_way and (all_of_them or not bucket.missing):
+                self._start(bucket)
+                bucket.under_way = True
+                self.route.carrier.ready(bucket.place)
+
+    def under_way(self) -> bool:
+        """Return whether buckets were handed over to a carrier and not collected."""
+        return any(bucket.under_way for bucket in self.rows.buckets)
+
+    def collect(self, params: Iterable[int]) -> None:
+        """Block until the means of parameters are there, where a carrier takes them.
+
+        Args:
+            params: Their indices.
+        """
+        carrier = self.route.carrier
+        buckets = [one for index in params for one in self.rows.buckets_of.get(index, [])]
+        for bucket in buckets:
+            if bucket.under_way:
+                assert carrier is not None, "a route is replaced between two rounds"
+                carrier.wait(bucket.place)
+                bucket.under_way = False
+                self.rows.settle(bucket)
+
+    def arrived(self, params: Iterable[int]) -> set[int]:
+        """Return those of these parameters (indices) whose means are there. Does not block."""
+        carrier, missing = self.route.carrier, set[int]()
+        for bucket in self.rows.buckets:
+            if bucket.under_way and carrier is not None and not carrier.is_back(bucket.place):
+                missing.update(bucket.params)
+        return set(params) - missing
+
+    def _start_filled(self, *, all_of_them: bool = False) -> None:
+        """Start buckets in order, as far as they are filled."""
+        for bucket in self.rows.buckets[self._round.started :]:
+            if bucket.missing and not all_of_them:
+                return
+            self._start(bucket)
+            self._round.started += 1
+
+    def _start(self, bucket: Bucket) -> None:
+        self.rows.fill(bucket, self._round.moved)
+        parts = split(bucket.memory.flat.numel(), self.route.parts)
+        nothing = [Span(0, 0)] * (self.route.local_size - self.route.parts)
+        onward = self.route.between is not None or self.route.world
+        bucket.memory.start([*parts, *nothing], onward=onward)
+
+    def _add_started(self, *, block: bool = False) -> None:
+        """Add started buckets in order, as far as all ranks of the node are ready."""
+        for bucket in self.rows.buckets[self._round.added : self._round.started]:
+            if block:
+                bucket.memory.wait_filled()
+            total = bucket.memory.add()
+            if total is None:
+                return
+            if self.route.between is None:
+                bucket.memory.deliver(self.route.local_size)
+            else:  # delivered behind all others, in one order on every rank
+                bucket.finish = self.route.between(total, bucket) if total.numel() else _nothing
+            self._round.added += 1
+
+    @_disable_dynamo
+    def finish_round(self) -> None:
+        """Average what is left, with zeros for parameters without a gradient.
+
+        Collective over the node, and over the world where parts go between nodes; blocking.
+        """
+        if self.route.alone:
+            self.fresh = True
+            return
+        begun = bool(self._round.ready) and bool(self.rows)
+        if not self.rows:
+            self._make_rows(list(self._round.ready))
+        if self.route.carrier is not None:
+            self._finish_carrying(begun=begun)
+        else:
+            self._finish_buckets()
+        self._round, self.fresh = Round(), True
+
+    def _finish_carrying(self, *, begun: bool) -> None:
+        """Hand over what is left; where steps are whole, collect everything."""
+        if not begun:
+            self._begin_carrying()
+        self._start_carried(self.rows.buckets, all_of_them=True)
+        self._versions = self.rows.versions()
+        if self.route.whole:
+            self.collect(range(len(self.named)))
+
+    def _finish_buckets(self) -> None:
+        self._start_filled(all_of_them=True)
+        self._add_started(block=True)
+        for bucket in self.rows.buckets:
+            if bucket.finish is not None:
+                bucket.finish()
+                bucket.finish = None
+                bucket.memory.deliver(1)
+        for bucket in self.rows.buckets:
+            bucket.memory.wait()
+            self.rows.settle(bucket)
+
+    def finish_aborted_round(self) -> None:
+        """Finish the round of a backward that raised, where one is left.
+
+        The other ranks' backward raised too, or waits for these gradients. Collective as
+        `finish_round`; blocking.
+        """
+        if self._round.aborted:
+            self.finish_round()
+            self.collect(range(len(self.named)))
+            self.fresh = False
+
+    def _discard_aborted_round(self) -> None:
+        """Finish the round of a backward that raised without the gradients that are there now."""
+        grads = [tensor.grad for _, tensor in self.named]
+        if any(grad is not None and self.owns(grad) for grad in grads):
+            raise ConfigError(
+                "after a backward that raised gradients must be reset by optimizer.zero_grad(), or "
+                "set to None (they may be on their way to other ranks), but they were not"
+            )
+        for _, tensor in self.named:
+            tensor.grad = None
+        self.finish_aborted_round()
+        for (_, tensor), grad in zip(self.named, grads, strict=True):
+            tensor.grad = grad
+
+    def cut(self, bucket_bytes: int) -> None:
+        """Cut rows into buckets of another size; between two rounds.
+
+        Args:
+            bucket_bytes: Bytes from which a bucket counts as full; the same on every rank.
+
+        Does not communicate.
+        """
+        self.bucket_bytes = bucket_bytes
+        self.rows.cut(bucket_bytes)
+
+    def _make_rows(self, ready: Sequence[int]) -> None:
+        """Make rows in the order in which gradients became ready; the others last, from behind.
+
+        Collective over the world; blocking.
+        """
+        rest = [index for index in reversed(range(len(self.named))) if index not in set(ready)]
+        order = self._same_order([*ready, *rest])
+        self.order = self.order or order
+        self.rows.make(self.order, self.bucket_bytes)
+
+    def restore_order(self, order: Sequence[int]) -> None:
+        """Lay gradients in the order of an earlier run; between two rounds.
+
+        Args:
+            order: What ``order`` was there; empty where nothing was averaged yet.
+
+        Does not communicate, but all ranks must do it alike.
+        """
+        if order and list(order) != self.order:
+            self.rows.release()
+            self.order = list(order)
+
+    def untouched(self) -> bool:
+        """Return whether nobody wrote to gradients since the last round was handed over."""
+        return self.rows.in_place() and self._versions == self.rows.versions()
+
+    def owns(self, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient lies in a bucket, or was left where a backward made it."""
+        return getattr(gradient, OURS, False) or self.rows.holds(gradient)
+
+    def close(self) -> None:
+        """Take the hooks off and give gradients memory of their own; idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.rows.release()
+
+
+def _nothing() -> None: ...
+
+
+def _check_gradient(name: str, tensor: torch.Tensor, *, again: bool) -> None:
+    if tensor.grad is not None and tensor.grad.is_sparse:
+        raise LayoutError(
+            f"gradients must be dense, but {name} got a sparse one; make its layer with "
+            f"sparse=False"
+        )
+    if again:
+        raise LayoutError(
+            f"a parameter must get its gradient once in a backward, but {name} got two; use "
+            f"checkpoint(..., use_reentrant=False)"
+        )

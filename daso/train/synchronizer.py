@@ -1,0 +1,493 @@
+"""Carries out what the schedule says: averages in the node; sends, receives, merges between nodes.
+
+The optimizer in front of it only calls `before_step` and `after_step`. Parameters are written here,
+by the training thread, at step boundaries, and nowhere else.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from daso import trace
+from daso.comm.collectives import gather_in_node
+from daso.comm.emulation import Stretch, compute_factor
+from daso.comm.node.base import NodeTransport
+from daso.comm.node.select import agree_device, choose_node
+from daso.comm.step_timer import HostTimestamp
+from daso.comm.topology import Topology
+from daso.errors import ConfigError, ExchangeError, NonFiniteError
+from daso.plan.layout import split
+from daso.plan.options import Settings
+from daso.plan.schedule import Action, Measurements, State
+from daso.train import reducers
+from daso.train.changes import ParameterChanges
+from daso.train.channels import Channels
+from daso.train.coordinator import Coordinator
+from daso.train.deltas.exchange import Exchanges
+from daso.train.deltas.outer import MakeOuter
+from daso.train.grad_scaler import Scaling, is_probe
+from daso.train.gradients.background import BackgroundReducer
+from daso.train.gradients.bucket_tuner import BucketTuner, first_size
+from daso.train.gradients.buckets import Bucket, Finish
+from daso.train.gradients.host_reducer import HostReducer
+from daso.train.gradients.layerwise_step import INSTEAD, LayerwiseStep
+from daso.train.gradients.priority import PriorityReducer
+from daso.train.gradients.reducer import BackwardCallbacks, GradientReducer, ReducePlan
+from daso.train.metrics import Metrics
+from daso.train.misuse import has_batch_norm
+from daso.train.params import Trained, agree_layout, start_equal
+
+__all__ = ["Synchronizer"]
+
+logger = logging.getLogger("daso")
+
+
+class Synchronizer:
+    """Keeps one model the same on all ranks, or as near as the schedule asks.
+
+    Args:
+        trained: The optimizer and what it trains.
+        topology: Who is where; more than one rank.
+        settings: How to exchange.
+        counts: Where everything is counted.
+        outer: Makes an optimizer for the reference.
+
+    Collective over the world; blocking.
+    """
+
+    def __init__(
+        self,
+        trained: Trained,
+        topology: Topology,
+        settings: Settings,
+        counts: Metrics,
+        *,
+        outer: MakeOuter | None = None,
+    ) -> None:
+        agree_layout(trained, topology)
+        agree_device(topology, trained.device, settings.exchange.memory)
+        start_equal(trained, topology, settings.exchange.stall_seconds)
+        self.trained, self.topology, self.settings = trained, topology, settings
+        self.counts, self.changes = counts, ParameterChanges(trained)
+        self.links = Channels(topology, settings)
+        self.meeting = Coordinator(trained, topology, self.links, self.counts)
+        self._carrier = _carrier(self.links, counts, settings)
+        self.over: str | None = None  # why it can do nothing any more
+        self._batch = 0  # steps taken
+        # Whether gradients are averaged between nodes, and on a narrow wire; steps are taken layer
+        # by layer; and whether this looked around.
+        self._synchronous = self._compresses = self._by_layers = self._looked = False
+        self.compressor = self.links.compressor(settings.gradient_wire(hidden=True))
+        bucket_bytes, search = first_size(settings, sum(p.nbytes for _, p in trained.named))
+        self.buckets = GradientReducer(
+            trained.named,
+            self._choose_node(),
+            self._route(between=False),
+            bucket_bytes=bucket_bytes,
+            same_order=self.meeting.same_order,
+            callbacks=BackwardCallbacks(
+                self._begin_step, reducers.may_be_at_work, self.changes.layout_changed
+            ),
+            in_portions=settings.gradients.order == "priority",
+        )
+        self.layers = self._layers()
+        self._tuner = None
+        if search is not None:
+            self._tuner = BucketTuner(search, self.meeting, self._cut, self.buckets.rows.groups)
+        self._stretch = Stretch(compute_factor())
+        self.exchanges: Exchanges | None = None
+        try:
+            if topology.place.nodes > 1:
+                self.exchanges = Exchanges(self.meeting, self.buckets.node, outer)
+        except Exception:  # no memory: leave the user's model without hooks
+            self._close_carrier()
+            self.links.engine.close()
+            self.buckets.node.abandon()
+            self._unhook()
+            raise
+
+    def _choose_node(self) -> NodeTransport:
+        """Return the transport inside the node; where it cannot start, give back what is held."""
+        settings = self.settings
+        try:
+            return choose_node(
+                self.topology,
+                self.trained.device,
+                settings.gradients.order,
+                settings.exchange.stall_seconds,
+                self.links.late,
+            )
+        except Exception:
+            self._close_carrier()
+            self.links.engine.close()
+            raise
+
+    def _layers(self) -> LayerwiseStep | None:
+        """Return how steps are taken layer by layer; None where they are always whole."""
+        if self.settings.whole:
+            return None
+        if self.topology.place.nodes > 1:
+            return LayerwiseStep(
+                self.trained, self.buckets, self.meeting.count_drop, self.counts.good
+            )
+        # Of gradients that stay in the node nobody looks whether they are finite.
+        inside = isinstance(self._carrier, HostReducer)
+        return LayerwiseStep(self.trained, self.buckets) if inside else None
+
+    def start_watch(self) -> None:
+        """Begin a step, by the clock of what computes here."""
+        copies = self.buckets.node.copies
+        self.counts.watch.start(HostTimestamp if copies is None else copies.stamp)
+
+    # --- gradients ---------------------------------------------------------------------------
+
+    def enter(self, state: State) -> None:
+        """Take over the schedule's state: it says where gradients are averaged from now on."""
+        self.counts.epoch, self._batch = state.epoch, state.batch
+        self.links.bell.steps = state.batch
+        self._synchronous = state.synchronous and self.topology.place.nodes > 1
+        self._compresses = self.settings.gradient_wire(hidden=state.hidden) != "fp32"
+        if not (self._synchronous and self._compresses):
+            self.compressor.forget()
+        self._by_layers = state.synchronous and self.layers is not None
+        # Nodes whose GradScalers went apart average between them after unscaling.
+        apart = self.counts.scales_apart and self.layers is None
+        self.buckets.route = self._route(between=self._synchronous and not apart)
+
+    def _route(self, *, between: bool) -> ReducePlan:
+        place, carrier, whole = self.topology.place, self._carrier, not self._by_layers
+        if between and carrier is not None:
+            return ReducePlan(
+                place.local_size, place.lanes, carrier=carrier, world=True, whole=whole
+            )
+        if between:
+            return ReducePlan(place.local_size, place.lanes, self._average_between)
+        alone = max(place.node_sizes) == 1
+        inside = carrier if isinstance(carrier, HostReducer) else None
+        return ReducePlan(
+            place.local_size, place.local_size, carrier=inside, whole=whole, alone=alone
+        )
+
+    def _average_between(self, total: torch.Tensor, bucket: Bucket) -> Finish:
+        """Start the mean over the world of a part that holds the sum over this node.
+
+        Args:
+            total: The part (numel).
+            bucket: Of which it is this rank's.
+        """
+        work = self.links.gradient_mean(total)
+        if self._compresses:
+            place = self.topology.place
+            start, stop = split(bucket.memory.flat.numel(), place.lanes)[place.local_rank]
+            flags = [at - start for at in bucket.places if start <= at < stop]
+            row = bucket.memory.flat.dtype
+            work = self.compressor.mean(total, (row, bucket.portion.span.start + start), flags)
+        ticket = self.links.engine.submit(work)
+
+        def finish() -> None:
+            self.counts.global_bytes_sent += self.meeting.wait(ticket)
+
+        return finish
+
+    # --- one step ----------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        """Say that this rank is in a step now, see `StepWatchdog`; the last one ends here."""
+        self.links.bell.steps = self._batch + 1
+        if self.layers is not None:
+            self.layers.begin()
+
+    def settle(self) -> None:
+        """Wait for all gradients that are under way. Collective over the world; blocking."""
+        self.flush()
+        self.buckets.collect(range(len(self.trained.named)))
+        if self._carrier is not None:
+            self._carrier.finish()
+
+    def _cut(self, bucket_bytes: int) -> None:
+        """Cut buckets anew, between two rounds. Collective over the world; blocking."""
+        self.flush()
+        self.buckets.cut(bucket_bytes)
+        self.compressor.forget()
+
+    def flush(self) -> None:
+        """Take what is left of a step that is taken layer by layer. Collective over the world."""
+        if self.layers is not None:
+            self.layers.flush()
+        if self._carrier is not None and not self.buckets.under_way():
+            self._carrier.finish()
+
+    def before_closure(self) -> None:
+        """Get ready for a step that calls backward itself.
+
+        Raises:
+            ExchangeError: An exchange failed since the last step.
+        """
+        self._begin_step()
+        self._check()
+        self._refuse("closures", self._by_layers)
+        self.buckets.route = self._route(between=self._synchronous)
+        if self._synchronous:
+            self.counts.good()
+
+    def _check(self) -> None:
+        """Raise what went wrong in other threads since, if anything."""
+        (self._carrier or self.links.engine).check()
+
+    def _look_around(self) -> None:
+        """Look once, at the first step, at what may have been made after this; see `misuse`."""
+        if self._looked:
+            return
+        self._looked = True
+        place, named = self.topology.place, self.trained.named
+        if place.nodes > 1:
+            reducers.refuse_wide((param for _, param in named), place.local_size)
+        if self.buckets.route.alone:  # no average comes by that could look
+            self.meeting.look_for_same_batches(range(len(named)))
+        if self.trained.module is None and self.meeting.leads and has_batch_norm(named):
+            logger.warning(
+                "the statistics of BatchNorm must be averaged too, but daso was not given the "
+                "model that has them, so that they differ between ranks; pass module=model"
+            )
+
+    def _refuse(self, what: str, met: bool) -> None:
+        if met:
+            raise ConfigError(
+                f"a step must need no gradient but a layer's own where no step waits for all of "
+                f"them, but {what} need all; {INSTEAD}"
+            )
+
+    def before_step(self, scaling: Scaling) -> bool:
+        """Join the averaging if no backward did since the last step; take scaling off gradients.
+
+        Args:
+            scaling: What a GradScaler says of this step.
+
+        Returns:
+            Whether the inner optimizer should step.
+
+        Raises:
+            ExchangeError: An exchange failed since the last step.
+
+        Collective over the world in the sense of the schedule.
+        """
+        self._begin_step()
+        self._check()
+        self._look_around()
+        if not self.buckets.fresh:
+            self.buckets.finish_round()
+        if self.layers is not None and self._by_layers:
+            self._refuse("GradScalers", scaling.active)
+            self.layers.step()
+            return False
+        finite = scaling.unscale(self.trained.inner)
+        if not finite:
+            self.compressor.forget()
+        self.counts.scales_apart |= scaling.active and not self._synchronous
+        if self._synchronous and self.counts.scales_apart:
+            self._average_unscaled()
+            finite = self.buckets.rows.first_nonfinite() is None
+        if not scaling.active:
+            return self._gradients_sound()
+        if self._synchronous and finite:
+            self.counts.good()
+        return finite
+
+    def _gradients_sound(self) -> bool:
+        """Tell whether a synchronous step may be taken; its gradients are the same everywhere."""
+        if not self._synchronous:
+            return True
+        name = self.buckets.rows.first_nonfinite()
+        if name is None:
+            self.counts.good()
+            return True
+        self.compressor.forget()
+        self.meeting.count_drop(f"the mean gradient of {name} is not finite; this step is dropped")
+        return False
+
+    def _average_unscaled(self) -> None:
+        """Average node means between nodes, after each node divided by a scale of its own."""
+        self.buckets.route = self._route(between=True)
+        self.buckets.finish_round()
+        self.buckets.route = self._route(between=False)
+
+    def mean_loss(self, loss: Any) -> Any:
+        """Return a loss averaged over the ranks whose gradients are; number or 0-dim tensor.
+
+        Collective over the node, in synchronous phases over the world; blocking.
+        """
+        value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        if self._synchronous:
+            value = self.meeting.mean(value)
+        else:
+            values = gather_in_node(self.topology, value, self.settings.exchange.stall_seconds)
+            value = sum(values) / len(values)
+        return loss.detach().clone().fill_(value) if isinstance(loss, torch.Tensor) else value
+
+    def is_probe(self) -> bool:
+        """Return whether the step to come is torch's own; see `daso.train.grad_scaler.is_probe`."""
+        if not is_probe(self.trained.inner):
+            return False
+        return not any(
+            p.grad is not None and self.buckets.owns(p.grad) for _, p in self.trained.named
+        )
+
+    def after_step(self, acts: Sequence[Action], state: State) -> Measurements | None:
+        """Carry out what is due after a batch.
+
+        Args:
+            acts: From the schedule.
+            state: The schedule's state after them.
+
+        Returns:
+            What all ranks agreed on, if an exchange was merged.
+
+        Collective over the world in the sense of the schedule; blocks for receives.
+        """
+        self.buckets.fresh = False
+        stepped_at = self.counts.stepped_at
+        self._stretch.after_step(stepped_at, self.exposed_seconds)
+        self.counts.step()
+        trace.record(trace.STEP, stepped_at, key=state.batch)
+        if acts or not state.synchronous:
+            self.flush()
+        seen = self.perform(acts, state)
+        if self._tuner is not None and not self.buckets.route.alone:
+            self._tuner.after_step(state.batch, state.wait)
+        return seen
+
+    def perform(self, acts: Sequence[Action], state: State) -> Measurements | None:
+        """Carry out acts in order, then go on from ``state``; return what was agreed on last."""
+        seen, error = None, None
+        for act in acts:
+            try:
+                seen = self._carry_out(act, state) or seen
+            except NonFiniteError as caught:  # on all ranks: what else is due keeps them in step
+                error = caught
+        self.enter(state)
+        if error is not None:
+            raise error
+        return seen
+
+    def _carry_out(self, act: Action, state: State) -> Measurements | None:
+        exchanges = self.exchanges
+        if act is Action.JOIN:
+            self.meeting.join()
+        elif exchanges is None:  # one node: nothing goes between nodes
+            return None
+        elif act is Action.ANCHOR:
+            exchanges.anchor(state.batch)
+        elif act is Action.SEND:
+            exchanges.send(state.batch, state.fragment, wait=state.wait)
+        elif act is Action.SEND_ALL:
+            exchanges.send(state.batch, None, wait=0)
+        elif act is Action.RECEIVE:
+            return exchanges.receive(state.batch)
+        elif act is Action.MEASURE:
+            return exchanges.measure(state.batch)
+        return None
+
+    def equalize(self, state: State) -> None:
+        """Make parameters bit-identical on all ranks where something else than steps changed them.
+
+        Args:
+            state: The schedule's, with nothing in flight.
+
+        Collective over the world; blocking.
+        """
+        if self.meeting.equalize():
+            return
+        if state.synchronous:
+            self.meeting.join()
+        elif self.exchanges is not None:
+            self.exchanges.anchor(state.batch)
+
+    def forget(self) -> None:
+        """Let the exchange in flight end, and leave what it brought. Blocking."""
+        if self.exchanges is not None:
+            self.exchanges.forget()
+
+    # --- checkpoint --------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return what this rank needs to go on to the same bits: plain values and tensors."""
+        return {
+            "exchanges": None if self.exchanges is None else self.exchanges.state(),
+            "counts": self.counts.state(),
+            "gradients": self.compressor.state() | {"order": self.buckets.order},
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what `state` returned on the same rank of a world of the same shape."""
+        if self.exchanges is not None:
+            self.exchanges.load(state["exchanges"])
+        self.counts.load(state["counts"])
+        self.buckets.restore_order(state["gradients"]["order"])
+        self.compressor.load(state["gradients"])
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds that this rank computed nothing since it waited for others."""
+        return self.counts.exposed_seconds + self.buckets.node.idle_seconds
+
+    def chosen(self) -> dict[str, str]:
+        """Return what is chosen here, some of it anew while training goes on; for reports."""
+        found = {"node_transport": self.buckets.node.name}
+        if self.exchanges is not None:
+            found["wire"] = self.exchanges.wire
+            found["gradient_wire"] = self.compressor.wire if self._compresses else "fp32"
+            restored = self.exchanges.step_restoration is not None
+            found["step_restoration"] = (
+                "a measured gain on the learning rate" if restored else "none"
+            )
+            if packing := self.exchanges.packing:
+                found["packing"] = packing
+        return found
+
+    def close(self) -> bool:
+        """Stop the threads and give everything back. Collective over the world; idempotent.
+
+        Returns:
+            Whether all work ended well; where it did not, threads may go on.
+        """
+        self.over = self.over or "was closed"
+        self._unhook()
+        sound = self._close_carrier()
+        sound = self.links.close() and sound  # until here an exchange in flight may go on
+        if sound:
+            self.buckets.node.free()
+        self.exchanges = None
+        return sound
+
+    def sound_steps(self) -> int | None:
+        """Return the steps taken, if nothing failed here; None if something did."""
+        try:
+            self._check()
+        except ExchangeError:
+            return None
+        return self.links.bell.steps
+
+    def _close_carrier(self) -> bool:
+        return self._carrier is None or self._carrier.close()
+
+    def abandon(self) -> None:
+        """Stop all threads whatever is under way; for the end of the process."""
+        (self._carrier or self.links.engine).abandon()
+        self.buckets.node.abandon()
+
+    def _unhook(self) -> None:
+        if self.layers is not None:
+            self.layers.close()
+        self.buckets.close()
+
+
+def _carrier(links: Channels, counts: Metrics, settings: Settings) -> BackgroundReducer | None:
+    """Return what averages gradients in other threads; None where the training thread does."""
+    gradients = settings.gradients
+    if gradients.order == "host":
+        return HostReducer(links, counts, links.place.local_size)
+    if gradients.order == "priority":
+        return PriorityReducer(links, counts, gradients.portions)
+    return None
