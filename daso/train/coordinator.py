@@ -70,25 +70,25 @@ class Coordinator:
     Args:
         trained: The optimizer and what it trains.
         topology: Whose world.
-        links: The engine that all traffic goes through.
-        counts: Where seconds and bytes are counted.
+        channels: The engine that all traffic goes through.
+        metrics: Where seconds and bytes are counted.
     """
 
     def __init__(
-        self, trained: Trained, topology: Topology, links: Channels, counts: Metrics
+        self, trained: Trained, topology: Topology, channels: Channels, metrics: Metrics
     ) -> None:
         self.trained, self.topology = trained, topology
-        self.links, self.counts = links, counts
+        self.channels, self.metrics = channels, metrics
         self._told: set[str] = set()  # what was said: names of buffers that are left alone, `LR`
 
     def wait(self, ticket: WorkHandle[Result]) -> Result:
         """Block until work is over and return its result; standing still is exposed time."""
-        with self.counts.watch.waiting(trace.NODES, ticket.key):
-            return self.links.engine.wait(ticket)
+        with self.metrics.watch.waiting(trace.NODES, ticket.key):
+            return self.channels.engine.wait(ticket)
 
     def gather(self, number: float) -> list[float]:
         """Return every rank's number, in rank order. Collective over the world; blocking."""
-        return self.wait(self.links.engine.submit(self.links.gather(number)))
+        return self.wait(self.channels.engine.submit(self.channels.gather(number)))
 
     def same_order(self, order: list[int]) -> list[int]:
         """Return world rank 0's order. Collective over the world; blocking."""
@@ -97,7 +97,7 @@ class Coordinator:
         return self._everyones(mine)[0]
 
     def _everyones(self, value: Value) -> list[Value]:
-        return gather(self.topology, value, self.links.settings.exchange.stall_seconds)
+        return gather(self.topology, value, self.channels.settings.exchange.stall_seconds)
 
     def look_for_same_batches(self, order: Sequence[int]) -> None:
         """Say it once where all ranks have the same gradients: they train on the same batches.
@@ -135,7 +135,7 @@ class Coordinator:
             return True
         self._refuse_nonfinite()
         self.average([tensor for _, tensor in named])
-        self.counts.event("equalized")
+        self.metrics.event("equalized")
         if self.leads and not expected:
             logger.warning(
                 "parameters must change only by the steps of daso's optimizer, and alike on every "
@@ -184,7 +184,7 @@ class Coordinator:
 
         Collective over the world; blocking.
         """
-        with self.links.bell.meeting(batch):
+        with self.channels.bell.meeting(batch):
             steps = self.gather(float(batch))
         fewest, most = min(steps), max(steps)
         if fewest != most:
@@ -210,7 +210,7 @@ class Coordinator:
         drop_partial_state(inner, named, everyones)
         tensors = [*state_tensors(inner, named).values()]
         self.average(tensors)
-        self.counts.event("join", tensors=len(tensors))
+        self.metrics.event("join", tensors=len(tensors))
 
     def average_buffers(self) -> None:
         """Make the model's buffers (BatchNorm statistics) equal: means over all ranks.
@@ -240,11 +240,11 @@ class Coordinator:
 
     def count_drop(self, what: str) -> None:
         """Note a drop; raise, on every rank alike, when there were too many."""
-        lately = self.counts.drop()
-        self.counts.event("dropped", why=what)
+        lately = self.metrics.drop()
+        self.metrics.event("dropped", why=what)
         if self.leads:
             logger.warning(what)
-        limit = 1 if self.links.settings.exchange.nonfinite == "raise" else DROPS_LATELY
+        limit = 1 if self.channels.settings.exchange.nonfinite == "raise" else DROPS_LATELY
         if lately >= limit:
             raise NonFiniteError(
                 f"values must be finite, but {what} (drop number {lately} within a few exchanges); "
@@ -253,13 +253,13 @@ class Coordinator:
 
     def average(self, tensors: list[torch.Tensor]) -> None:
         """Set tensors to their means over all ranks. Collective over the world; blocking."""
-        with self.counts.watch.waiting(trace.NODES):
-            self.counts.global_bytes_sent += average_tensors(
+        with self.metrics.watch.waiting(trace.NODES):
+            self.metrics.global_bytes_sent += average_tensors(
                 tensors,
                 self.topology,
-                self.links.world,
-                self.links.engine.run,
-                self.links.settings.exchange.chunk_bytes,
+                self.channels.world,
+                self.channels.engine.run,
+                self.channels.settings.exchange.chunk_bytes,
             )
 
 

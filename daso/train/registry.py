@@ -52,8 +52,8 @@ def take_over(trained: Trained, topology: Topology) -> None:
             logger.warning("parameters were wrapped before: that one is closed, this one goes on")
         sync.settle()
         sync.forget()
-        sync.meeting.equalize(expected=True)
-        sync.meeting.join()
+        sync.coordinator.equalize(expected=True)
+        sync.coordinator.join()
         sync.over = "was closed when its parameters were wrapped again"
         close(sync)
 

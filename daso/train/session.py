@@ -158,19 +158,19 @@ class Session:
     def warns(self) -> bool:
         """Return whether this rank says what is wrong with this training, which goes on."""
         sync = self._sync
-        return sync is not None and sync.meeting.leads and not (self._over or sync.over)
+        return sync is not None and sync.coordinator.leads and not (self._over or sync.over)
 
     @property
     def _place(self) -> Place | None:
         """Who is where, if that was asked already."""
         return None if self._topology is None else self._topology.place
 
-    def _open(self, counts: Metrics, *acts: Action) -> None:
+    def _open(self, metrics: Metrics, *acts: Action) -> None:
         if self.topology.place.size == 1:
             return
         trained = Trained.by(self.inner, self.setup.module)
         settings = self.setup.settings
-        self._sync = Synchronizer(trained, self.topology, settings, counts, outer=self.setup.outer)
+        self._sync = Synchronizer(trained, self.topology, settings, metrics, outer=self.setup.outer)
         registry.add(self._sync)
         keep(self, self.topology, self._number, registry.closer_of(self._sync))
         if self._one_copy is None and self.setup.module is not None:
@@ -194,10 +194,10 @@ class Session:
         if self.setup.outer is not None and self.topology.place.rank == 0:
             logger.warning("parameters changed: the outer optimizer starts anew")
         sync.settle()
-        sync.counts.exposed_before += sync.buckets.node.idle_seconds
+        sync.metrics.exposed_before += sync.buckets.node.idle_seconds
         registry.close(sync)
         forget(self)
-        self._open(sync.counts, *acts)
+        self._open(sync.metrics, *acts)
 
     # --- one step ----------------------------------------------------------------------------
 
@@ -305,10 +305,10 @@ class Session:
         sync = self._sync
         if sync is None or not sync.changes.layout_changed():
             return
-        sync.meeting.agree_batch(self.schedule.batch)
+        sync.coordinator.agree_batch(self.schedule.batch)
         sync.forget()
         agree_layout(sync.trained, self.topology)
-        sync.meeting.equalize(expected=True)
+        sync.coordinator.equalize(expected=True)
         batch = self.schedule.batch
         self._take(replace(self.schedule, sent=None, last=batch, agreed=batch))
         self._reopen(sync)
@@ -404,8 +404,8 @@ class Session:
         self._follow_layout()
         mean = float(loss)
         if self._sync is not None:
-            self._sync.meeting.agree_batch(self.schedule.batch)
-            mean = self._sync.meeting.mean(mean)
+            self._sync.coordinator.agree_batch(self.schedule.batch)
+            mean = self._sync.coordinator.mean(mean)
         self._perform(*after_epoch(self.setup.policy, self.schedule, mean))
         return mean
 
@@ -429,12 +429,12 @@ class Session:
         if self._sync is None:
             self._perform(*drain(self.schedule))
             return
-        self._sync.meeting.agree_batch(self.schedule.batch)
+        self._sync.coordinator.agree_batch(self.schedule.batch)
         self._perform(*drain(self.schedule))
         self._sync.equalize(self.schedule)
-        self._sync.meeting.average_buffers()
+        self._sync.coordinator.average_buffers()
         if optimizer_state:
-            self._sync.meeting.join()
+            self._sync.coordinator.join()
             self._joined = self.schedule.batch
 
     def _differs(self) -> bool:
@@ -454,13 +454,13 @@ class Session:
         if self._sync is None:
             yield
             return
-        meeting = self._sync.meeting
+        coordinator = self._sync.coordinator
         with _as_in_training:
-            meeting.agree_batch(self.schedule.batch)
-            kept = [(tensor, tensor.detach().clone()) for tensor in meeting.shared_tensors()]
+            coordinator.agree_batch(self.schedule.batch)
+            kept = [(tensor, tensor.detach().clone()) for tensor in coordinator.shared_tensors()]
         try:
             with _as_in_training:
-                meeting.average([tensor for tensor, _ in kept])
+                coordinator.average([tensor for tensor, _ in kept])
             yield
         finally:
             with torch.no_grad():
@@ -521,15 +521,15 @@ class Session:
         if self._sync is None:
             nothing = {"exchanges": 0, "dropped": 0, "global_bytes_sent": 0, "exposed_seconds": 0.0}
             return {**report, **nothing, "events": []}
-        counts = self._sync.counts
+        metrics = self._sync.metrics
         return {
             **report,
-            "exchanges": counts.exchanges,
-            "dropped": counts.dropped,
-            "global_bytes_sent": counts.global_bytes_sent,
+            "exchanges": metrics.exchanges,
+            "dropped": metrics.dropped,
+            "global_bytes_sent": metrics.global_bytes_sent,
             "exposed_seconds": self._sync.exposed_seconds,
             "bucket_bytes": self._sync.buckets.bucket_bytes,
-            "events": list(counts.events),
+            "events": list(metrics.events),
         }
 
     def _why(self) -> str:
@@ -619,7 +619,7 @@ class Session:
         sync, fits = self._sync, state is not None and state["shape"] == self._shape()
         if sync is not None:
             fits = fits and state is not None and state["sync"] is not None
-            fits = min(sync.meeting.gather(float(fits))) == 1.0
+            fits = min(sync.coordinator.gather(float(fits))) == 1.0
         if state is None or not fits:
             self._start_anew(state)
             return
@@ -651,7 +651,7 @@ class Session:
             )
         )
         if self._sync is not None:
-            self._stale = self._sync.counts.scales_apart = True
+            self._stale = self._sync.metrics.scales_apart = True
             if self.topology.place.rank == 0:
                 logger.warning(
                     "state of another world, model or setup, or one for all ranks, was loaded: the "

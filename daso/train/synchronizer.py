@@ -51,7 +51,7 @@ class Synchronizer:
         trained: The optimizer and what it trains.
         topology: Who is where; more than one rank.
         settings: How to exchange.
-        counts: Where everything is counted.
+        metrics: Where everything is counted.
         outer: Makes an optimizer for the reference.
 
     Collective over the world; blocking.
@@ -62,7 +62,7 @@ class Synchronizer:
         trained: Trained,
         topology: Topology,
         settings: Settings,
-        counts: Metrics,
+        metrics: Metrics,
         *,
         outer: MakeOuter | None = None,
     ) -> None:
@@ -70,23 +70,23 @@ class Synchronizer:
         agree_device(topology, trained.device, settings.exchange.memory)
         start_equal(trained, topology, settings.exchange.stall_seconds)
         self.trained, self.topology, self.settings = trained, topology, settings
-        self.counts, self.changes = counts, ParameterChanges(trained)
-        self.links = Channels(topology, settings)
-        self.meeting = Coordinator(trained, topology, self.links, self.counts)
-        self._carrier = _carrier(self.links, counts, settings)
+        self.metrics, self.changes = metrics, ParameterChanges(trained)
+        self.channels = Channels(topology, settings)
+        self.coordinator = Coordinator(trained, topology, self.channels, self.metrics)
+        self._carrier = _carrier(self.channels, metrics, settings)
         self.over: str | None = None  # why it can do nothing any more
         self._batch = 0  # steps taken
         # Whether gradients are averaged between nodes, and on a narrow wire; steps are taken layer
         # by layer; and whether this looked around.
         self._synchronous = self._compresses = self._by_layers = self._looked = False
-        self.compressor = self.links.compressor(settings.gradient_wire(hidden=True))
+        self.compressor = self.channels.compressor(settings.gradient_wire(hidden=True))
         bucket_bytes, search = first_size(settings, sum(p.nbytes for _, p in trained.named))
         self.buckets = GradientReducer(
             trained.named,
             self._choose_node(),
             self._route(between=False),
             bucket_bytes=bucket_bytes,
-            same_order=self.meeting.same_order,
+            same_order=self.coordinator.same_order,
             callbacks=BackwardCallbacks(
                 self._begin_step, reducers.may_be_at_work, self.changes.layout_changed
             ),
@@ -95,15 +95,15 @@ class Synchronizer:
         self.layers = self._layers()
         self._tuner = None
         if search is not None:
-            self._tuner = BucketTuner(search, self.meeting, self._cut, self.buckets.rows.groups)
+            self._tuner = BucketTuner(search, self.coordinator, self._cut, self.buckets.rows.groups)
         self._stretch = Stretch(compute_factor())
         self.exchanges: Exchanges | None = None
         try:
             if topology.place.nodes > 1:
-                self.exchanges = Exchanges(self.meeting, self.buckets.node, outer)
+                self.exchanges = Exchanges(self.coordinator, self.buckets.node, outer)
         except Exception:  # no memory: leave the user's model without hooks
             self._close_carrier()
-            self.links.engine.close()
+            self.channels.engine.close()
             self.buckets.node.abandon()
             self._unhook()
             raise
@@ -117,11 +117,11 @@ class Synchronizer:
                 self.trained.device,
                 settings.gradients.order,
                 settings.exchange.stall_seconds,
-                self.links.late,
+                self.channels.late,
             )
         except Exception:
             self._close_carrier()
-            self.links.engine.close()
+            self.channels.engine.close()
             raise
 
     def _layers(self) -> LayerwiseStep | None:
@@ -130,7 +130,7 @@ class Synchronizer:
             return None
         if self.topology.place.nodes > 1:
             return LayerwiseStep(
-                self.trained, self.buckets, self.meeting.count_drop, self.counts.good
+                self.trained, self.buckets, self.coordinator.count_drop, self.metrics.good
             )
         # Of gradients that stay in the node nobody looks whether they are finite.
         inside = isinstance(self._carrier, HostReducer)
@@ -139,21 +139,21 @@ class Synchronizer:
     def start_watch(self) -> None:
         """Begin a step, by the clock of what computes here."""
         copies = self.buckets.node.copies
-        self.counts.watch.start(HostTimestamp if copies is None else copies.stamp)
+        self.metrics.watch.start(HostTimestamp if copies is None else copies.stamp)
 
     # --- gradients ---------------------------------------------------------------------------
 
     def enter(self, state: State) -> None:
         """Take over the schedule's state: it says where gradients are averaged from now on."""
-        self.counts.epoch, self._batch = state.epoch, state.batch
-        self.links.bell.steps = state.batch
+        self.metrics.epoch, self._batch = state.epoch, state.batch
+        self.channels.bell.steps = state.batch
         self._synchronous = state.synchronous and self.topology.place.nodes > 1
         self._compresses = self.settings.gradient_wire(hidden=state.hidden) != "fp32"
         if not (self._synchronous and self._compresses):
             self.compressor.forget()
         self._by_layers = state.synchronous and self.layers is not None
         # Nodes whose GradScalers went apart average between them after unscaling.
-        apart = self.counts.scales_apart and self.layers is None
+        apart = self.metrics.scales_apart and self.layers is None
         self.buckets.route = self._route(between=self._synchronous and not apart)
 
     def _route(self, *, between: bool) -> ReducePlan:
@@ -177,17 +177,17 @@ class Synchronizer:
             total: The part (numel).
             bucket: Of which it is this rank's.
         """
-        work = self.links.gradient_mean(total)
+        work = self.channels.gradient_mean(total)
         if self._compresses:
             place = self.topology.place
             start, stop = split(bucket.memory.flat.numel(), place.lanes)[place.local_rank]
             flags = [at - start for at in bucket.places if start <= at < stop]
             row = bucket.memory.flat.dtype
             work = self.compressor.mean(total, (row, bucket.portion.span.start + start), flags)
-        ticket = self.links.engine.submit(work)
+        ticket = self.channels.engine.submit(work)
 
         def finish() -> None:
-            self.counts.global_bytes_sent += self.meeting.wait(ticket)
+            self.metrics.global_bytes_sent += self.coordinator.wait(ticket)
 
         return finish
 
@@ -195,7 +195,7 @@ class Synchronizer:
 
     def _begin_step(self) -> None:
         """Say that this rank is in a step now, see `StepWatchdog`; the last one ends here."""
-        self.links.bell.steps = self._batch + 1
+        self.channels.bell.steps = self._batch + 1
         if self.layers is not None:
             self.layers.begin()
 
@@ -230,11 +230,11 @@ class Synchronizer:
         self._refuse("closures", self._by_layers)
         self.buckets.route = self._route(between=self._synchronous)
         if self._synchronous:
-            self.counts.good()
+            self.metrics.good()
 
     def _check(self) -> None:
         """Raise what went wrong in other threads since, if anything."""
-        (self._carrier or self.links.engine).check()
+        (self._carrier or self.channels.engine).check()
 
     def _look_around(self) -> None:
         """Look once, at the first step, at what may have been made after this; see `misuse`."""
@@ -245,8 +245,8 @@ class Synchronizer:
         if place.nodes > 1:
             reducers.refuse_wide((param for _, param in named), place.local_size)
         if self.buckets.route.alone:  # no average comes by that could look
-            self.meeting.look_for_same_batches(range(len(named)))
-        if self.trained.module is None and self.meeting.leads and has_batch_norm(named):
+            self.coordinator.look_for_same_batches(range(len(named)))
+        if self.trained.module is None and self.coordinator.leads and has_batch_norm(named):
             logger.warning(
                 "the statistics of BatchNorm must be averaged too, but daso was not given the "
                 "model that has them, so that they differ between ranks; pass module=model"
@@ -285,14 +285,14 @@ class Synchronizer:
         finite = scaling.unscale(self.trained.inner)
         if not finite:
             self.compressor.forget()
-        self.counts.scales_apart |= scaling.active and not self._synchronous
-        if self._synchronous and self.counts.scales_apart:
+        self.metrics.scales_apart |= scaling.active and not self._synchronous
+        if self._synchronous and self.metrics.scales_apart:
             self._average_unscaled()
             finite = self.buckets.rows.first_nonfinite() is None
         if not scaling.active:
             return self._gradients_sound()
         if self._synchronous and finite:
-            self.counts.good()
+            self.metrics.good()
         return finite
 
     def _gradients_sound(self) -> bool:
@@ -301,10 +301,12 @@ class Synchronizer:
             return True
         name = self.buckets.rows.first_nonfinite()
         if name is None:
-            self.counts.good()
+            self.metrics.good()
             return True
         self.compressor.forget()
-        self.meeting.count_drop(f"the mean gradient of {name} is not finite; this step is dropped")
+        self.coordinator.count_drop(
+            f"the mean gradient of {name} is not finite; this step is dropped"
+        )
         return False
 
     def _average_unscaled(self) -> None:
@@ -320,7 +322,7 @@ class Synchronizer:
         """
         value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         if self._synchronous:
-            value = self.meeting.mean(value)
+            value = self.coordinator.mean(value)
         else:
             values = gather_in_node(self.topology, value, self.settings.exchange.stall_seconds)
             value = sum(values) / len(values)
@@ -347,9 +349,9 @@ class Synchronizer:
         Collective over the world in the sense of the schedule; blocks for receives.
         """
         self.buckets.fresh = False
-        stepped_at = self.counts.stepped_at
+        stepped_at = self.metrics.stepped_at
         self._stretch.after_step(stepped_at, self.exposed_seconds)
-        self.counts.step()
+        self.metrics.step()
         trace.record(trace.STEP, stepped_at, key=state.batch)
         if acts or not state.synchronous:
             self.flush()
@@ -374,7 +376,7 @@ class Synchronizer:
     def _carry_out(self, act: Action, state: State) -> Measurements | None:
         exchanges = self.exchanges
         if act is Action.JOIN:
-            self.meeting.join()
+            self.coordinator.join()
         elif exchanges is None:  # one node: nothing goes between nodes
             return None
         elif act is Action.ANCHOR:
@@ -397,10 +399,10 @@ class Synchronizer:
 
         Collective over the world; blocking.
         """
-        if self.meeting.equalize():
+        if self.coordinator.equalize():
             return
         if state.synchronous:
-            self.meeting.join()
+            self.coordinator.join()
         elif self.exchanges is not None:
             self.exchanges.anchor(state.batch)
 
@@ -415,7 +417,7 @@ class Synchronizer:
         """Return what this rank needs to go on to the same bits: plain values and tensors."""
         return {
             "exchanges": None if self.exchanges is None else self.exchanges.state(),
-            "counts": self.counts.state(),
+            "counts": self.metrics.state(),
             "gradients": self.compressor.state() | {"order": self.buckets.order},
         }
 
@@ -423,14 +425,14 @@ class Synchronizer:
         """Take over what `state` returned on the same rank of a world of the same shape."""
         if self.exchanges is not None:
             self.exchanges.load(state["exchanges"])
-        self.counts.load(state["counts"])
+        self.metrics.load(state["counts"])
         self.buckets.restore_order(state["gradients"]["order"])
         self.compressor.load(state["gradients"])
 
     @property
     def exposed_seconds(self) -> float:
         """Seconds that this rank computed nothing since it waited for others."""
-        return self.counts.exposed_seconds + self.buckets.node.idle_seconds
+        return self.metrics.exposed_seconds + self.buckets.node.idle_seconds
 
     def chosen(self) -> dict[str, str]:
         """Return what is chosen here, some of it anew while training goes on; for reports."""
@@ -455,7 +457,7 @@ class Synchronizer:
         self.over = self.over or "was closed"
         self._unhook()
         sound = self._close_carrier()
-        sound = self.links.close() and sound  # until here an exchange in flight may go on
+        sound = self.channels.close() and sound  # until here an exchange in flight may go on
         if sound:
             self.buckets.node.free()
         self.exchanges = None
@@ -467,14 +469,14 @@ class Synchronizer:
             self._check()
         except ExchangeError:
             return None
-        return self.links.bell.steps
+        return self.channels.bell.steps
 
     def _close_carrier(self) -> bool:
         return self._carrier is None or self._carrier.close()
 
     def abandon(self) -> None:
         """Stop all threads whatever is under way; for the end of the process."""
-        (self._carrier or self.links.engine).abandon()
+        (self._carrier or self.channels.engine).abandon()
         self.buckets.node.abandon()
 
     def _unhook(self) -> None:
@@ -483,11 +485,11 @@ class Synchronizer:
         self.buckets.close()
 
 
-def _carrier(links: Channels, counts: Metrics, settings: Settings) -> BackgroundReducer | None:
+def _carrier(channels: Channels, metrics: Metrics, settings: Settings) -> BackgroundReducer | None:
     """Return what averages gradients in other threads; None where the training thread does."""
     gradients = settings.gradients
     if gradients.order == "host":
-        return HostReducer(links, counts, links.place.local_size)
+        return HostReducer(channels, metrics, channels.place.local_size)
     if gradients.order == "priority":
-        return PriorityReducer(links, counts, gradients.portions)
+        return PriorityReducer(channels, metrics, gradients.portions)
     return None

@@ -68,21 +68,23 @@ def _link_off(link: LinkModel, topology: Topology) -> float:
     sent = min(MOST_BYTES, seconds * link.bytes_per_second)
     numel = max(1, int(sent / 4 / (2 * (nodes - 1) / nodes)))
     settings = Settings(wire="fp32", merge="auto", exchange=Exchange(), gradients=Gradients())
-    links = Channels(topology, settings)
+    channels = Channels(topology, settings)
     try:
-        parts = [_crossing(links, torch.ones(numel, device="cpu"), link) for _ in range(TRIES + 1)]
+        parts = [
+            _crossing(channels, torch.ones(numel, device="cpu"), link) for _ in range(TRIES + 1)
+        ]
     finally:
-        links.close()
+        channels.close()
     return min(parts[1:])  # the first makes buffers, and whatever comes between only adds
 
 
-def _crossing(links: Channels, row: torch.Tensor, link: LinkModel) -> float:
-    links.engine.run(links.gather(0.0))  # all begin together
-    if links.place.lane is None:
+def _crossing(channels: Channels, row: torch.Tensor, link: LinkModel) -> float:
+    channels.engine.run(channels.gather(0.0))  # all begin together
+    if channels.place.lane is None:
         return 0.0
-    ticket = links.engine.submit(links.gradient_mean(row))
-    nbytes = links.engine.wait(ticket)
-    return ticket.seconds / link.seconds(nbytes, payload_rounds(links.place.nodes)) - 1
+    ticket = channels.engine.submit(channels.gradient_mean(row))
+    nbytes = channels.engine.wait(ticket)
+    return ticket.seconds / link.seconds(nbytes, payload_rounds(channels.place.nodes)) - 1
 
 
 def _compute_off(plan: ThrottlePlan) -> float:

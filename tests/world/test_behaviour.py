@@ -717,7 +717,7 @@ def test_a_rank_that_stalls_in_the_first_backward_is_told(topology, place):
     topology.world.Barrier()
     sync = optimizer._session._sync
     sync.buckets.close()
-    sync.links.engine.abandon()  # close() is collective, and rank 0 is out of step
+    sync.channels.engine.abandon()  # close() is collective, and rank 0 is out of step
 
 
 def test_parameters_that_differ_between_ranks_are_named_on_all(topology, place):

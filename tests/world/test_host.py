@@ -173,7 +173,7 @@ def test_a_sum_in_the_node_does_not_wait_for_an_exchange_between_nodes(topology)
     policy = daso.Fixed(8, 8)
     optimizer = wrapped(topology, model, sgd, policy, order="host")
     plain(model, optimizer, rank, 0)
-    engine = optimizer._session._sync.links.engine
+    engine = optimizer._session._sync.channels.engine
 
     def busy():
         yield gate.is_set

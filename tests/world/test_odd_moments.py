@@ -23,7 +23,7 @@ def test_a_ring_for_a_rank_that_came_late_is_forgotten(topology, place):
         if place.rank == 0:
             time.sleep(2.6)  # evaluates: the others ring meanwhile
         optimizer.synchronize()
-        assert optimizer._session._sync.links.bell._rung == (place.rank > 0)
+        assert optimizer._session._sync.channels.bell._rung == (place.rank > 0)
         train(topology, model, optimizer, 2, first=3)
         if place.rank == place.size - 1:
             time.sleep(2.6)  # the others listen meanwhile

@@ -57,7 +57,7 @@ class DeltaBuffer:
         named: Names and parameters, all accumulated in ``dtype``.
         dtype: fp32 or fp64.
         node: The node whose ranks read each other's parts.
-        links: Carries exchanges over this rank's lane.
+        channels: Carries exchanges over this rank's lane.
         outer: Makes an optimizer for the reference.
 
     Collective over the node; blocking.
@@ -69,10 +69,10 @@ class DeltaBuffer:
         dtype: torch.dtype,
         *,
         node: NodeTransport,
-        links: Channels,
+        channels: Channels,
         outer: MakeOuter | None = None,
     ) -> None:
-        self.named, place = named, links.place
+        self.named, place = named, channels.place
         self.layout = layout_of(named)
         even = 1 if node.copies is None else EVEN
         self.spans = split(self.layout.numel, place.lanes, even)
@@ -80,26 +80,26 @@ class DeltaBuffer:
         self.shared = node.share(self.spans, dtype)
         self.rounded: dict[int, torch.Tensor] = {}  # what this lane rounded away of means
         share = place.local_size / place.size
-        way, copies = MergeOptions(links.settings.eager, share, outer), node.copies
+        way, copies = MergeOptions(channels.settings.eager, share, outer), node.copies
         self.part = DeltaShard(self.shared.mine, way, on_device=copies is not None)
         where = None
-        if copies is not None and links.settings.exchange.memory == "device":
+        if copies is not None and channels.settings.exchange.memory == "device":
             where = OnDevice(self.part.shown.device, copies, self.part.piece)
         self.crossing = crossing_of(self.part, copies, None if where is None else self.rounded)
-        wires, rounded = links.settings.wires, self.rounded
+        wires, rounded = channels.settings.wires, self.rounded
         codecs = {wire: codec_named(wire, dtype) for wire in wires}
-        self.wired = {wire: links.ordered(one, rounded, where) for wire, one in codecs.items()}
+        self.wired = {wire: channels.ordered(one, rounded, where) for wire, one in codecs.items()}
         self.dense = None
-        if links.settings.sparse:
-            self.dense = links.ordered(dense_codec(wires[0], dtype), rounded, where)
+        if channels.settings.sparse:
+            self.dense = channels.ordered(dense_codec(wires[0], dtype), rounded, where)
         self.mean = self.wired[wires[0]]  # of the exchange that was started last
         # One cut for all wires: what is rounded away lies in its parts.
         least = 1 if copies is None else LEAST
-        message = message_numel(self.mean.codec, links.settings.exchange.chunk_bytes, least)
+        message = message_numel(self.mean.codec, channels.settings.exchange.chunk_bytes, least)
         peers = len(self.mean.adder.weights)
         self.chunks = message_chunks(message, self.span.numel, peers, even)
         # MPI adds rows as they are, and takes chunks whole, as two peers do.
-        self.summed = Cast(dtype, dtype) if links.settings.delta_reduce == "iallreduce" else None
+        self.summed = Cast(dtype, dtype) if channels.settings.delta_reduce == "iallreduce" else None
         self.cuts = cut(self.chunks, peers if self.summed is None else 2)
         self.packing = None if copies is None else self._fuse()  # how, where that is on a device
 

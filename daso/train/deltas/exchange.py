@@ -75,25 +75,31 @@ class Exchanges:
     """What nodes exchange of one model.
 
     Args:
-        meeting: Where all ranks meet; knows the model, the world and the links.
+        coordinator: Where all ranks meet; knows the model, the world and the links.
         node: The node whose ranks share rows.
         outer: Makes an optimizer for the reference.
 
     Collective over the node; blocking.
     """
 
-    def __init__(self, meeting: Coordinator, node: NodeTransport, outer: MakeOuter | None) -> None:
-        self.meeting, self.links, self.counts = meeting, meeting.links, meeting.counts
-        self.settings, self.place = meeting.links.settings, meeting.topology.place
+    def __init__(
+        self, coordinator: Coordinator, node: NodeTransport, outer: MakeOuter | None
+    ) -> None:
+        self.coordinator, self.channels, self.metrics = (
+            coordinator,
+            coordinator.channels,
+            coordinator.metrics,
+        )
+        self.settings, self.place = coordinator.channels.settings, coordinator.topology.place
         if self.settings.exchange.memory == "device":
             self._try_memory(node)
         self.rows = self._make_rows(node, outer)
         self.step_restoration = make_step_restoration(
-            meeting.trained.inner, self.settings, says=meeting.leads
+            coordinator.trained.inner, self.settings, says=coordinator.leads
         )
         self._flight: InFlight | None = None
         self._node = node
-        self._core_is_shared = meeting.trained.device.type == "cpu" and not spare_cores(
+        self._core_is_shared = coordinator.trained.device.type == "cpu" and not spare_cores(
             self.place.local_size, torch.get_num_threads()
         )
         self._known = ExchangeState(since=[0] * self.settings.exchange.fragments)
@@ -104,16 +110,18 @@ class Exchanges:
         Raises:
             TopologyError: It arrived as something else; the same on every rank.
         """
-        problem, links = None, self.links
+        problem, channels = None, self.channels
         if self.place.lane is not None and node.copies is not None:
-            problem = links.engine.run(trial(links.lane, self.meeting.trained.device, node.copies))
-        self.meeting.topology.agree(problem, TopologyError)
+            problem = channels.engine.run(
+                trial(channels.lane, self.coordinator.trained.device, node.copies)
+            )
+        self.coordinator.topology.agree(problem, TopologyError)
 
     def _make_rows(
         self, node: NodeTransport, outer: MakeOuter | None
     ) -> dict[int, list[DeltaBuffer]]:
         """Make the rows of each fragment, one for each type they are added in."""
-        named = self.meeting.trained.named
+        named = self.coordinator.trained.named
         cuts = fragments([p.numel() for _, p in named], self.settings.exchange.fragments)
         rows: dict[int, list[DeltaBuffer]] = {}
         for number, cut in enumerate(cuts):
@@ -121,7 +129,9 @@ class Exchanges:
             for dtype in (torch.float32, torch.float64):
                 members = [named[at] for at in cut if accumulator(named[at][1].dtype) == dtype]
                 if members:
-                    row = DeltaBuffer(members, dtype, node=node, links=self.links, outer=outer)
+                    row = DeltaBuffer(
+                        members, dtype, node=node, channels=self.channels, outer=outer
+                    )
                     rows[number].append(row)
         return rows
 
@@ -133,7 +143,7 @@ class Exchanges:
     def anchor(self, batch: int) -> None:
         """Take the parameters, equal everywhere, as the reference."""
         norms = [row.anchor() for row in self._rows_of(None)]
-        size, known = self.meeting.gather(sum(norms))[0] or 1.0, self._known
+        size, known = self.coordinator.gather(sum(norms))[0] or 1.0, self._known
         self._known = ExchangeState(size=size, wire=known.wire, own_seconds=known.own_seconds)
         self._known.since = [batch] * self.settings.exchange.fragments
 
@@ -154,18 +164,20 @@ class Exchanges:
 
         Collective over the world; blocking.
         """
-        known, exposed = self._known, self.counts.watch.idle_seconds(trace.NODES)
+        known, exposed = self._known, self.metrics.watch.idle_seconds(trace.NODES)
         header = self._header(batch)
         if known.marked is not None and known.marked[0] < batch:
             since, before = known.marked
             header = replace(header, minus_exposed_seconds=-(exposed - before) / (batch - since))
-        agreed, _ = self.meeting.wait(self.links.engine.submit(self.links.agree(header, Tally())))
+        agreed, _ = self.coordinator.wait(
+            self.channels.engine.submit(self.channels.agree(header, Tally()))
+        )
         _check_aligned(agreed)
-        known.marked = batch, self.counts.watch.idle_seconds(trace.NODES)
+        known.marked = batch, self.metrics.watch.idle_seconds(trace.NODES)
         seen = Measurements(
             agreed.step_seconds, lr=agreed.lr, exposed_seconds=agreed.exposed_seconds
         )
-        self.counts.event("measured", batch=batch, **asdict(seen))
+        self.metrics.event("measured", batch=batch, **asdict(seen))
         return seen
 
     def send(self, batch: int, fragment: int | None, *, wait: int) -> None:
@@ -191,10 +203,10 @@ class Exchanges:
             for row in rows:
                 row.go_ahead()
         work = self._exchange(rows, self._header(batch), known.measured)
-        number = self.counts.send()
+        number = self.metrics.send()
         own = time.perf_counter() - begun - (self._node.waited_seconds - waited)
         trace.record(trace.SEND, begun, key=number)
-        ticket = self.links.engine.submit(work, key=number)
+        ticket = self.channels.engine.submit(work, key=number)
         self._flight = InFlight(ticket, batch, batches, fragment, ahead, keeps, wire, own)
 
     def _fragments_of(self, fragment: int | None) -> Sequence[int]:
@@ -202,7 +214,7 @@ class Exchanges:
 
     def _header(self, batch: int) -> Header:
         digest = sum(row.layout.digest for row in self._rows_of(None)) % DIGESTS
-        lr = largest_rate(self.meeting.trained.inner)
+        lr = largest_rate(self.coordinator.trained.inner)
         header = Header(
             layout=digest,
             minus_layout=-digest,
@@ -212,10 +224,10 @@ class Exchanges:
             minus_lr=-lr,
             own_seconds=self._known.own_seconds,
         )
-        if seconds := self.counts.watch.take_steps():
+        if seconds := self.metrics.watch.take_steps():
             header = replace(header, minus_step_seconds=-statistics.median(seconds))
-        if self.counts.exchange_seconds:
-            header = replace(header, minus_exchange_seconds=-self.counts.exchange_seconds)
+        if self.metrics.exchange_seconds:
+            header = replace(header, minus_exchange_seconds=-self.metrics.exchange_seconds)
         return header
 
     def _exchange(self, rows: list[DeltaBuffer], header: Header, tally: Tally) -> Work[Outcome]:
@@ -224,7 +236,7 @@ class Exchanges:
         code = yield from self._nonfinite(rows)
         made_seconds = time.perf_counter() - begun
         header = replace(header, nonfinite=code)
-        agreed, sums = yield from self.links.agree(header, tally)
+        agreed, sums = yield from self.channels.agree(header, tally)
         total = Measured()
         if not agreed.nonfinite and agreed.aligned and self.place.lane is not None:
             for row in rows:
@@ -265,16 +277,16 @@ class Exchanges:
         """Let the exchange in flight end, and leave what it brought. Blocking."""
         flight, self._flight = self._flight, None
         if flight is not None:
-            self.counts.global_bytes_sent += self.meeting.wait(flight.ticket).nbytes
+            self.metrics.global_bytes_sent += self.coordinator.wait(flight.ticket).nbytes
 
     def _receive(self, batch: int) -> Measurements | None:
         """Finish the exchange in flight; return what was agreed on if it was merged."""
         flight, self._flight = self._flight, None
         assert flight is not None, "the schedule receives only what was sent"
-        outcome = self.meeting.wait(flight.ticket)
+        outcome = self.coordinator.wait(flight.ticket)
         came, waited = time.perf_counter(), self._node.waited_seconds
-        seconds = self.counts.exchange_seconds = flight.ticket.seconds - outcome.made_seconds
-        self.counts.global_bytes_sent += outcome.nbytes
+        seconds = self.metrics.exchange_seconds = flight.ticket.seconds - outcome.made_seconds
+        self.metrics.global_bytes_sent += outcome.nbytes
         _check_aligned(outcome.header)
         if outcome.header.nonfinite:
             self._drop(flight, outcome)
@@ -289,8 +301,8 @@ class Exchanges:
         merging_seconds = time.perf_counter() - came - (self._node.waited_seconds - waited)
         own_seconds = flight.own_seconds + merging_seconds
         self._known.own_seconds = own_seconds + outcome.busy_seconds
-        self.counts.good()
-        self.counts.event(
+        self.metrics.good()
+        self.metrics.event(
             "exchange",
             sent=flight.batch,
             received=batch,
@@ -307,7 +319,7 @@ class Exchanges:
         """Return what an exchange told all ranks; remember what the next one shall tell."""
         known, header = self._known, outcome.header
         if not header.same_lr:
-            self.meeting.tell_of_rates(-header.minus_lr, header.lr)
+            self.coordinator.tell_of_rates(-header.minus_lr, header.lr)
         drift = outcome.tally.drift(nodes=self.place.nodes, batches=known.batches)
         gain = 0.0
         if self.step_restoration is not None:
@@ -336,7 +348,7 @@ class Exchanges:
         if (known.timed, known.timed_numel) == (flight.wire, numel):
             known.wire = self.settings.next_wire(flight.wire, seen, numel=numel)
             if known.wire != flight.wire:
-                self.counts.event("wire", sent=flight.batch, wire=known.wire)
+                self.metrics.event("wire", sent=flight.batch, wire=known.wire)
         known.timed, known.timed_numel = flight.wire, numel
 
     @property
@@ -353,15 +365,15 @@ class Exchanges:
         """Set the node whose value is not finite back to the reference; say whose it is."""
         self._known.timed = ""  # next to nothing crossed
         element, rank = decode_culprit(outcome.header.nonfinite, self.place.size)
-        if not all(self.meeting.topology.node.allgather(outcome.sound)):
+        if not all(self.coordinator.topology.node.allgather(outcome.sound)):
             for row in self._rows_of(None):
                 row.restore()
-            zero_nonfinite(self.meeting.trained.inner, self.meeting.trained.named)
+            zero_nonfinite(self.coordinator.trained.inner, self.coordinator.trained.named)
         elif flight.ahead:
             for row in self._rows_of(flight.fragment):
                 row.turn_back()
-        self.meeting.mend_buffers()
-        self.meeting.count_drop(
+        self.coordinator.mend_buffers()
+        self.coordinator.count_drop(
             f"parameter {self._name_at(element)} on rank {rank} is not finite; this exchange is "
             f"dropped and that node starts again from the last agreed parameters"
         )
@@ -391,7 +403,7 @@ class Exchanges:
     def _at_rest(self) -> list[DeltaBuffer]:
         """Return all rows, once nothing is under way between nodes."""
         if self._flight is not None:
-            self.links.engine.wait(self._flight.ticket)
+            self.channels.engine.wait(self._flight.ticket)
         return self._rows_of(None)
 
     def load(self, state: dict[str, Any]) -> None:

@@ -150,9 +150,9 @@ def _cut(runs: torch.Tensor, itemsize: int, most: int) -> torch.Tensor:
     Returns:
         (jobs, 4).
     """
-    counts = (runs[:, 3] + most - 1) // most
-    jobs = runs.repeat_interleave(counts, 0)
-    firsts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    metrics = (runs[:, 3] + most - 1) // most
+    jobs = runs.repeat_interleave(metrics, 0)
+    firsts = (metrics.cumsum(0) - metrics).repeat_interleave(metrics)
     past = (torch.arange(len(jobs), device="cpu") - firsts) * most  # in its run
     jobs += past.unsqueeze(1) * torch.tensor([itemsize, 1, 1, -1], device="cpu")
     jobs[:, 3].clamp_(max=most)

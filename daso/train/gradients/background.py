@@ -22,13 +22,13 @@ class BackgroundReducer(ABC):
     """The buckets of one round after the other, averaged by other threads.
 
     Args:
-        links: The engine, and what runs on it.
-        counts: Where seconds and bytes are counted.
+        channels: The engine, and what runs on it.
+        metrics: Where seconds and bytes are counted.
     """
 
-    def __init__(self, links: Channels, counts: Metrics) -> None:
+    def __init__(self, channels: Channels, metrics: Metrics) -> None:
         self.log: list[tuple[str, int]] | None = None  # what happened, for tests
-        self._links, self._counts = links, counts
+        self._channels, self._metrics = channels, metrics
         self._world = False  # this round is averaged over the world
         self._here: set[int] = set()  # places of buckets of this round that were handed over
         self._buckets: Sequence[NodeBucket] = ()  # of this round, in their order
@@ -82,17 +82,17 @@ class BackgroundReducer(ABC):
         if place in self._back:
             return
         begun, kind = time.perf_counter(), trace.NODES if self._world else trace.NODE
-        with self._counts.watch.waiting(kind), self._hurried(), self._came:
+        with self._metrics.watch.waiting(kind), self._hurried(), self._came:
             # Asleep, not polling: the other threads need this one's core and interpreter lock.
             while not self._came.wait_for(lambda: place in self._back, LATE_SECONDS):
                 self.check()
-                if time.perf_counter() - begun > self._links.engine.stall_seconds:
+                if time.perf_counter() - begun > self._channels.engine.stall_seconds:
                     self._give_up(place)
 
     def _give_up(self, place: int) -> None:
         """Raise, naming who is late, and let nothing follow: ranks are out of step from here."""
-        engine = self._links.engine
-        missing = self._buckets[place].missing() or self._links.missing()
+        engine = self._channels.engine
+        missing = self._buckets[place].missing() or self._channels.missing()
         engine.give_up()
         raise StallError(
             f"all ranks must take part in a step within {engine.stall_seconds:g} s, but they did "
@@ -102,7 +102,7 @@ class BackgroundReducer(ABC):
     @contextmanager
     def _hurried(self) -> Iterator[None]:
         """Let threads that carry poll more often: the training thread stands still."""
-        with self._links.engine.hurried(self._tickets[-1]):
+        with self._channels.engine.hurried(self._tickets[-1]):
             yield
 
     def is_back(self, place: int) -> bool:
@@ -113,7 +113,7 @@ class BackgroundReducer(ABC):
         """Block until the round is over, where all of its buckets were handed over."""
         if self._tickets and len(self._here) == len(self._buckets):
             for ticket in self._tickets:
-                self._counts.global_bytes_sent += self._links.engine.wait(ticket)
+                self._metrics.global_bytes_sent += self._channels.engine.wait(ticket)
             self._tickets = []
 
     def check(self) -> None:
@@ -122,7 +122,7 @@ class BackgroundReducer(ABC):
         Raises:
             ExchangeError: Something did.
         """
-        self._links.engine.check()
+        self._channels.engine.check()
 
     def close(self) -> bool:
         """Stop threads of this object's own; idempotent.
@@ -134,7 +134,7 @@ class BackgroundReducer(ABC):
 
     def abandon(self) -> None:
         """Stop all threads whatever is under way; for the end of the process."""
-        self._links.engine.abandon()
+        self._channels.engine.abandon()
 
     @abstractmethod
     def _carry(

@@ -44,7 +44,7 @@ class BucketTuner:
 
     Args:
         search: How to search.
-        meeting: Where ranks tell each other their times.
+        coordinator: Where ranks tell each other their times.
         cut: Takes a size, in bytes.
         groups: Returns what is in which bucket with a size, the same on every rank.
     """
@@ -52,11 +52,11 @@ class BucketTuner:
     def __init__(
         self,
         search: BucketSizeSearch,
-        meeting: Coordinator,
+        coordinator: Coordinator,
         cut: Callable[[int], object],
         groups: Callable[[int], object],
     ) -> None:
-        self.search, self._meeting, self._cut, self._groups = search, meeting, cut, groups
+        self.search, self._coordinator, self._cut, self._groups = search, coordinator, cut, groups
         self.now = search.start()
         self._seconds: list[float] = []  # of each batch with this size
         self._stepped_at: float | None = None  # None: the next batch is the first with this size
@@ -76,7 +76,7 @@ class BucketTuner:
         if self._ticket is not None:
             self._left -= 1
             if self._left <= 0:
-                everyones = self._meeting.wait(self._ticket)
+                everyones = self._coordinator.wait(self._ticket)
                 self._learn(batch, max(everyones))
             return
         now = time.perf_counter()
@@ -84,8 +84,8 @@ class BucketTuner:
             self._seconds.append(now - self._stepped_at)
         self._stepped_at = now
         if len(self._seconds) == self.search.every:
-            links, median = self._meeting.links, statistics.median(self._seconds)
-            self._ticket = links.engine.submit(links.gather_aside(median))
+            channels, median = self._coordinator.channels, statistics.median(self._seconds)
+            self._ticket = channels.engine.submit(channels.gather_aside(median))
             self._left = wait + MARGIN
 
     def _learn(self, batch: int, seconds: float) -> None:
@@ -98,7 +98,7 @@ class BucketTuner:
         if self.now.nbytes != before.nbytes:
             self._cut(self.now.nbytes)
         if self.now.holding != before.holding or self.now.nbytes != before.nbytes:
-            self._meeting.counts.event(
+            self._coordinator.metrics.event(
                 "bucket_bytes",
                 batch=batch,
                 nbytes=self.now.nbytes,

@@ -12,13 +12,13 @@ class ConcurrentReductions:
     """Means of gradients over the world, each on a communicator of its own; on the engine's thread.
 
     Args:
-        links: What runs between nodes. Every rank of a lane starts the same means in the same
+        channels: What runs between nodes. Every rank of a lane starts the same means in the same
             order; they may end in another.
     """
 
-    def __init__(self, links: Channels) -> None:
-        self._links = links
-        self._slots: list[tuple[int, NestedWork[int]] | None] = [None] * links.abreast
+    def __init__(self, channels: Channels) -> None:
+        self._channels = channels
+        self._slots: list[tuple[int, NestedWork[int]] | None] = [None] * channels.abreast
         self._started = 0
         self.nbytes = 0  # sent by this rank
 
@@ -35,7 +35,7 @@ class ConcurrentReductions:
             total: This lane's part (numel), fp32 or fp64.
         """
         slot = self._started % len(self._slots)
-        self._slots[slot] = place, NestedWork(self._links.gradient_mean(total, slot))
+        self._slots[slot] = place, NestedWork(self._channels.gradient_mean(total, slot))
         self._started += 1
 
     def finished(self) -> list[int]:

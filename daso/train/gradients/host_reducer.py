@@ -30,19 +30,19 @@ class HostReducer(BackgroundReducer):
     """Chunks of gradients on their way to the host, into sums, and back.
 
     Args:
-        links: The engine that exchanges between nodes.
-        counts: Where seconds and bytes are counted.
+        channels: The engine that exchanges between nodes.
+        metrics: Where seconds and bytes are counted.
         local_size: Ranks of the node.
     """
 
-    def __init__(self, links: Channels, counts: Metrics, local_size: int) -> None:
-        super().__init__(links, counts)
+    def __init__(self, channels: Channels, metrics: Metrics, local_size: int) -> None:
+        super().__init__(channels, metrics)
         self._local_size = local_size
         # Not the exchanges' thread: one between nodes may take many batches, sums take one.
         self._adder = Engine(
-            links.engine.stall_seconds,
-            links.missing,
-            links.late,
+            channels.engine.stall_seconds,
+            channels.missing,
+            channels.late,
             name="daso-host",
             kind=trace.SUMS,
         )
@@ -76,7 +76,7 @@ class HostReducer(BackgroundReducer):
         now = _Round(len(portions))
         tickets = [self._adder.submit(self._add(now, world=world))]
         if world:
-            tickets.insert(0, self._links.engine.submit(self._exchange(now)))
+            tickets.insert(0, self._channels.engine.submit(self._exchange(now)))
         return tickets
 
     # --- on the thread that adds -------------------------------------------------------------
@@ -104,7 +104,7 @@ class HostReducer(BackgroundReducer):
     # --- on the engine's thread --------------------------------------------------------------
 
     def _exchange(self, now: "_Round") -> Work[int]:
-        abreast = ConcurrentReductions(self._links)
+        abreast = ConcurrentReductions(self._channels)
         yield partial(now.guarded, partial(self._exchange_on, now, abreast))
         return abreast.nbytes
 

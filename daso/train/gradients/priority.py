@@ -38,35 +38,35 @@ class PriorityReducer(BackgroundReducer):
     """The portions of one round after the other, on their way between nodes.
 
     Args:
-        links: The engine, and what runs on it.
-        counts: Where seconds and bytes are counted.
+        channels: The engine, and what runs on it.
+        metrics: Where seconds and bytes are counted.
         order: Which portion goes first.
     """
 
-    def __init__(self, links: Channels, counts: Metrics, order: Order) -> None:
-        super().__init__(links, counts)
+    def __init__(self, channels: Channels, metrics: Metrics, order: Order) -> None:
+        super().__init__(channels, metrics)
         self.order = order
         self._ready: deque[int] = deque()  # portions that are ready here, for the engine's thread
 
     def ready(self, place: int) -> None:
         """Note that a portion was started on this rank. Does not block."""
         super().ready(place)
-        if self._links.leads:
+        if self._channels.leads:
             self._ready.append(place)
 
     def _carry(
         self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool
     ) -> list[WorkHandle[int]]:
         assert world, "inside a node the training thread adds"
-        return [self._links.engine.submit(self._cross([portion for portion, _ in portions]))]
+        return [self._channels.engine.submit(self._cross([portion for portion, _ in portions]))]
 
     # --- on the engine's thread --------------------------------------------------------------
 
     def _cross(self, portions: Sequence[Portion]) -> Work[int]:
         now = _Round(
-            len(portions), PriorityQueue(self.order, portions), ConcurrentReductions(self._links)
+            len(portions), PriorityQueue(self.order, portions), ConcurrentReductions(self._channels)
         )
-        told = _Turns(self._links.turns)
+        told = _Turns(self._channels.turns)
         yield partial(self._go_on, now, told)
         return now.abreast.nbytes
 
@@ -97,9 +97,9 @@ class PriorityReducer(BackgroundReducer):
 
     def _hear(self, now: "_Round", told: "_Turns") -> int | None:
         """Return whose turn it is, once that is told; let the leader tell, as soon as it can."""
-        if told.request is None and now.untold and (not self._links.leads or self._take_in(now)):
+        if told.request is None and now.untold and (not self._channels.leads or self._take_in(now)):
             now.untold -= 1
-            told.ask(self._take(now) if self._links.leads else 0)
+            told.ask(self._take(now) if self._channels.leads else 0)
         if told.request is None or not told.request.Test():
             return None
         turn = told.turn()
