@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from daso.comm.topology import Topology, init
     from daso.plan.options import Exchange, Gradients
     from daso.plan.policy import Auto, Fixed, Plateau, Qsr
-    from daso.server.optimizer import EagerServer
+    from daso.server.optimizer import ParameterServer
     from daso.train.attach import attach
     from daso.train.optimizer import DASO
 
@@ -27,10 +27,10 @@ __version__ = "0.1.0"
 __all__ = [
     "DASO",
     "Auto",
-    "EagerServer",
     "Exchange",
     "Fixed",
     "Gradients",
+    "ParameterServer",
     "Plateau",
     "Qsr",
     "Recording",
@@ -46,10 +46,10 @@ __all__ = [
 _HOME = {
     "DASO": "daso.train.optimizer",
     "Auto": "daso.plan.policy",
-    "EagerServer": "daso.server.optimizer",
     "Exchange": "daso.plan.options",
     "Fixed": "daso.plan.policy",
     "Gradients": "daso.plan.options",
+    "ParameterServer": "daso.server.optimizer",
     "Plateau": "daso.plan.policy",
     "Qsr": "daso.plan.policy",
     "Recording": "daso.comm.recording",

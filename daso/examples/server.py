@@ -61,7 +61,7 @@ def main() -> None:
     def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=options.lr)
 
-    with daso.EagerServer(model, sgd, staleness=options.staleness) as server:
+    with daso.ParameterServer(model, sgd, staleness=options.staleness) as server:
         for epoch in range(options.epochs):
             sampler.set_epoch(epoch)
             for images, labels in DataLoader(train, batch_sampler=sampler):

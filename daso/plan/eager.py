@@ -46,7 +46,7 @@ class Plan:
     """The server's keywords as one record, checked when made.
 
     Args:
-        mode: Who updates what; see `daso.EagerServer`.
+        mode: Who updates what; see `daso.ParameterServer`.
         staleness: Steps that a rank may be ahead of the slowest; None: any number.
         every: Layers whose gradients leave together, or "auto".
         damped: Divide the learning rate of a gradient by one more than its age.
@@ -91,8 +91,8 @@ class Plan:
         unused = Exchange(fragments=self.exchange.fragments, memory=self.exchange.memory)
         if self.exchange.reduce == "iallreduce" or unused != Exchange():
             raise ConfigError(
-                f"an EagerServer adds on the host in rank order and sends every layer by itself, "
-                f"so reduce, fragments and memory of its exchange must be left alone, not "
+                f"a ParameterServer adds on the host in rank order and sends every layer by "
+                f"itself, so reduce, fragments and memory of its exchange must be left alone, not "
                 f"{self.exchange!r}"
             )
 

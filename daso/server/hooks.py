@@ -305,6 +305,6 @@ def _stamp(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _refuse_loading() -> None:
     raise ConfigError(
-        "a model must be loaded before its EagerServer is made, which has rows of its own that "
+        "a model must be loaded before its ParameterServer is made, which has rows of its own that "
         "the next forward takes up; close the server, load, and make another one"
     )

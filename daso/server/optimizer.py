@@ -1,4 +1,4 @@
-"""`daso.EagerServer`: every rank computes, and serves a part of the model's parameters.
+"""`daso.ParameterServer`: every rank computes, and serves a part of the model's parameters.
 
 Updates of a layer leave while backward goes on for the layers below, and no step waits for the
 slowest rank unless it is told to.
@@ -33,15 +33,15 @@ from daso.train.setup import FACTORY, MODULE, stall_limit
 from daso.train.shared import common_tensors
 from daso.train.state_sync import average_tensors
 
-__all__ = ["EagerServer"]
+__all__ = ["ParameterServer"]
 
 
-class EagerServer(torch.optim.Optimizer):
+class ParameterServer(torch.optim.Optimizer):
     """Trains a model whose parameters every rank updates a part of, without a step in common.
 
     Used like an optimizer, around an ordinary loop::
 
-        with daso.EagerServer(model, lambda p: torch.optim.SGD(p, lr=0.1)) as server:
+        with daso.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.1)) as server:
             for inputs, targets in loader:
                 server.zero_grad()
                 loss_fn(model(inputs), targets).backward()  # gradients leave here
@@ -107,7 +107,7 @@ class EagerServer(torch.optim.Optimizer):
         exchange: Exchange | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: groups and state are those of this rank's rows.
-        with errors_on_all_ranks(topology, "make a daso.EagerServer", stall_limit(exchange)):
+        with errors_on_all_ranks(topology, "make a daso.ParameterServer", stall_limit(exchange)):
             check("model", model, MODULE)
             check("optimizer_factory", optimizer_factory, FACTORY)
             check("topology", topology, either(instance_of(Topology), NONE))
@@ -122,12 +122,13 @@ class EagerServer(torch.optim.Optimizer):
             )
             if emulated_link() is not None:
                 raise ConfigError(
-                    "over an imitated link a model must be trained with daso.DASO, not EagerServer"
+                    "over an imitated link a model must be trained with daso.DASO, not "
+                    "ParameterServer"
                 )
         self._topology = default() if topology is None else topology
         self._model, self._plan = model, plan
         limit = plan.exchange.stall_seconds
-        self._topology.rendezvous("make a daso.EagerServer", limit)
+        self._topology.rendezvous("make a daso.ParameterServer", limit)
         number = reclaim(self._topology, lambda word: gather(self._topology, word, limit))
         names, named, layers = layers_of(model)
         self._agree(named)
@@ -172,9 +173,9 @@ class EagerServer(torch.optim.Optimizer):
         """State of the optimizer of this rank's rows, which its serving thread changes."""
         if is_saving_one_copy():
             raise CheckpointError(
-                "torch.distributed.checkpoint keeps one copy for all ranks, but an EagerServer's "
-                "state is that of each rank's own rows; save state_dict() of each rank by "
-                "torch.save"
+                "torch.distributed.checkpoint keeps one copy for all ranks, but a "
+                "ParameterServer's state is that of each rank's own rows; save state_dict() of "
+                "each rank by torch.save"
             )
         return self._serving.server.inner.state
 
@@ -368,17 +369,17 @@ class EagerServer(torch.optim.Optimizer):
         self._serving.engine.abandon()
 
     def __repr__(self) -> str:
-        return f"EagerServer({self._serving.server.inner!r}, {self._plan!r})"
+        return f"ParameterServer({self._serving.server.inner!r}, {self._plan!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         raise ConfigError(
-            "an EagerServer cannot be copied: it serves this process's ranks; save state_dict()"
+            "a ParameterServer cannot be copied: it serves this process's ranks; save state_dict()"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - torch's
         """Refuse: the rows of new parameters would belong to nobody."""
         raise ConfigError(
-            "an EagerServer trains the parameters that its model had when it was made; make "
+            "a ParameterServer trains the parameters that its model had when it was made; make "
             "another one after adding some"
         )
 

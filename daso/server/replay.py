@@ -1,4 +1,4 @@
-"""A training with `daso.EagerServer`, taken again by one process from what its ranks logged.
+"""A training with `daso.ParameterServer`, taken again by one process from what its ranks logged.
 
 Ranks that wait for nobody take in gradients in an order that no two runs share. The log tells which
 version of every row a rank computed with, and of which gradients every version was made; with the

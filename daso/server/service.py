@@ -231,7 +231,9 @@ class ServerThread:
         if self.serves:  # ranks did not meet: what is under way ends here
             self.engine.give_up()
         if self.engine.close() and self.world != load().COMM_NULL:
-            self._topology.rendezvous("close a daso.EagerServer", self.plan.exchange.stall_seconds)
+            self._topology.rendezvous(
+                "close a daso.ParameterServer", self.plan.exchange.stall_seconds
+            )
             for way in self._ways:
                 way.free()
             for comm in (self.world, self._letters):

@@ -59,7 +59,7 @@ if door == "flow":
 model = torch.nn.Linear(100, 100)
 exchange = daso.Exchange(stall_seconds=3.0)
 if door == "server":
-    optimizer = daso.EagerServer(
+    optimizer = daso.ParameterServer(
         model, lambda p: torch.optim.SGD(p, lr=0.1), staleness=5, exchange=exchange
     )
 else:

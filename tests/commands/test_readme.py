@@ -272,7 +272,7 @@ def test_keywords_it_lists_are_those_of_the_optimizer() -> None:
     assert listed == [name for name in signature if name not in ("self", "inner")]
     table = README.split("## Where some ranks are slower")[1].split("\n## ")[0]
     listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    signature = inspect.signature(daso.EagerServer.__init__).parameters
+    signature = inspect.signature(daso.ParameterServer.__init__).parameters
     assert set(listed) < set(signature)
 
 

@@ -32,7 +32,7 @@ def attached(topology):
 
 def server(topology):
     model = nn.Linear(4, 2)
-    return model, daso.EagerServer(model, lambda p: torch.optim.SGD(p, 0.1), topology=topology)
+    return model, daso.ParameterServer(model, lambda p: torch.optim.SGD(p, 0.1), topology=topology)
 
 
 def by_priority(topology):

@@ -102,7 +102,7 @@ def serve(topology: Any) -> str:
     found = []
     for mode in ("owner", "block", "replica"):
         model = seeded(Odd)()
-        with daso.EagerServer(model, torch.optim.Adam, topology=topology, mode=mode) as server:
+        with daso.ParameterServer(model, torch.optim.Adam, topology=topology, mode=mode) as server:
             for step in range(6):
                 server.zero_grad()
                 batch_loss(model, topology.place.rank, step).backward()

@@ -13,7 +13,7 @@ BLOCKING = {
 }
 INIT = "daso.init()"  # which waits for all ranks by itself
 STEP = "a step"  # in which all ranks have just waited for each other
-WRAP, SERVE, FLOW = "wrap an optimizer", "make a daso.EagerServer", "make a flow's Runtime"
+WRAP, SERVE, FLOW = "wrap an optimizer", "make a daso.ParameterServer", "make a flow's Runtime"
 EPOCH, LOAD = "begin an epoch of a flow", "load a checkpoint"
 CLOSE = "close an optimizer"
 
@@ -46,7 +46,7 @@ AFTER = {
     "run/resume.py: Saver.open": WRAP,
     "checkpoint/state.py: Checkpoints._listed": LOAD,
     "checkpoint/state.py: Checkpoints._load": LOAD,
-    "server/optimizer.py: EagerServer._agree": SERVE,
+    "server/optimizer.py: ParameterServer._agree": SERVE,
     "train/deltas/exchange.py: Exchanges._drop": STEP,
     "train/coordinator.py: agree_options": WRAP,
     "train/params.py: agree_layout": WRAP,

@@ -179,7 +179,7 @@ def doors():
     yield daso.DASO, {"inner": inner, "module": lambda: model}
     yield daso.attach, {"inner": inner, "module": lambda: model}
     yield (
-        daso.EagerServer,
+        daso.ParameterServer,
         {
             "model": lambda: torch.nn.Linear(3, 2),
             "optimizer_factory": lambda: lambda params: torch.optim.SGD(params, lr=0.1),

@@ -12,10 +12,10 @@ import daso
 PUBLIC = [
     "DASO",
     "Auto",
-    "EagerServer",
     "Exchange",
     "Fixed",
     "Gradients",
+    "ParameterServer",
     "Plateau",
     "Qsr",
     "Recording",

@@ -92,7 +92,7 @@ def joined(mode, versions):
 def train(topology, build, make, steps=5, each=None, **how):
     model = seeded(build)()
     rank = topology.place.rank
-    with daso.EagerServer(model, make, topology=topology, **how) as server:
+    with daso.ParameterServer(model, make, topology=topology, **how) as server:
         server.keep_log()
         for step in range(steps):
             if each is not None:
@@ -221,7 +221,7 @@ def test_layers_leave_while_backward_goes_on(topology, mode, every, early, in_ba
     model = seeded(lambda: Early(owners))()
     thin, below, above = (one.weight.nbytes // owners for one in model.children())
     assert thin + below < FLOOR_BYTES < above
-    with daso.EagerServer(model, sgd, topology=topology, mode=mode, every=every) as server:
+    with daso.ParameterServer(model, sgd, topology=topology, mode=mode, every=every) as server:
         server.keep_log()
 
         def left():
@@ -241,7 +241,7 @@ def test_layers_leave_while_backward_goes_on(topology, mode, every, early, in_ba
 def test_a_rank_goes_as_far_ahead_of_the_slowest_as_it_may_and_waits_there(topology, staleness):
     rank, world = topology.place.rank, topology.world
     model, told = seeded(mlp)(), []
-    with daso.EagerServer(model, sgd, topology=topology, staleness=staleness) as server:
+    with daso.ParameterServer(model, sgd, topology=topology, staleness=staleness) as server:
         server.keep_log()
         wait = server._serving._wait
 
@@ -272,7 +272,7 @@ def test_a_replica_starts_each_step_from_what_it_made_of_its_last(topology):
     rank, steps = topology.place.rank, 4
     model, held = seeded(mlp)(), []
     how = {"mode": "replica", "staleness": None}
-    with daso.EagerServer(model, sgd, topology=topology, **how) as server:
+    with daso.ParameterServer(model, sgd, topology=topology, **how) as server:
         server.keep_log()
         serving = server._serving
         give, wait = serving.give, serving._wait
@@ -392,7 +392,7 @@ def test_training_goes_on_after_ranks_met_and_from_what_was_saved(topology, shar
     rank, size = topology.place.rank, topology.place.size
     make = lambda p: torch.optim.AdamW(p, lr=1e-2)  # noqa: E731
     model = seeded(Odd)()
-    with daso.EagerServer(model, make, topology=topology) as server:
+    with daso.ParameterServer(model, make, topology=topology) as server:
         for step in range(3):
             server.zero_grad()
             batch_loss(model, rank, step).backward()
@@ -409,7 +409,7 @@ def test_training_goes_on_after_ranks_met_and_from_what_was_saved(topology, shar
     other = seeded(Odd)()
     saved = Checkpoints(folder, topology).load().payload
     other.load_state_dict(saved["model"])
-    with daso.EagerServer(other, make, topology=topology) as server:
+    with daso.ParameterServer(other, make, topology=topology) as server:
         server.load_state_dict(saved["server"])
         assert server.report()["steps"] == 3
         for step in range(3, 6):
@@ -421,7 +421,7 @@ def test_training_goes_on_after_ranks_met_and_from_what_was_saved(topology, shar
 
 
 def test_state_of_other_rows_is_refused(topology):
-    with daso.EagerServer(mlp(), sgd, topology=topology) as server:
+    with daso.ParameterServer(mlp(), sgd, topology=topology) as server:
         saved = server.state_dict()
         saved["share"] = {**saved["share"], "ranks": 99}
         with pytest.raises(CheckpointError, match="99"):
@@ -432,7 +432,7 @@ def test_state_of_other_rows_is_refused(topology):
 def test_ranks_may_take_different_numbers_of_steps(topology, staleness):
     rank, size = topology.place.rank, topology.place.size
     model = seeded(mlp)()
-    with daso.EagerServer(model, sgd, topology=topology, staleness=staleness) as server:
+    with daso.ParameterServer(model, sgd, topology=topology, staleness=staleness) as server:
         for _ in range(2):
             for step in range(3 + 2 * rank):
                 server.zero_grad()
@@ -449,7 +449,7 @@ def test_ranks_may_take_different_numbers_of_steps(topology, staleness):
 def test_accumulation_sends_the_sum_once(topology):
     rank, size = topology.place.rank, topology.place.size
     model = seeded(mlp)()
-    with daso.EagerServer(model, sgd, topology=topology) as server:
+    with daso.ParameterServer(model, sgd, topology=topology) as server:
         server.zero_grad()
         with server.no_sync():
             batch_loss(model, rank, 0).backward()
@@ -471,7 +471,7 @@ def test_accumulation_sends_the_sum_once(topology):
 
 def test_a_second_backward_in_a_step_is_refused_with_the_remedy(topology):
     model = seeded(mlp)()
-    with daso.EagerServer(model, sgd, topology=topology) as server:
+    with daso.ParameterServer(model, sgd, topology=topology) as server:
         batch_loss(model, 0, 0).backward()
         with pytest.raises(ConfigError, match="no_sync"):
             batch_loss(model, 0, 0).backward()
@@ -481,7 +481,7 @@ def test_a_second_backward_in_a_step_is_refused_with_the_remedy(topology):
 def test_gradients_that_are_not_finite_are_left_out_and_raise_in_the_end(topology):
     rank = topology.place.rank
     model = seeded(mlp)()
-    with daso.EagerServer(model, sgd, topology=topology) as server:
+    with daso.ParameterServer(model, sgd, topology=topology) as server:
         for step in range(3):
             server.zero_grad()
             loss = batch_loss(model, rank, step)
@@ -503,7 +503,7 @@ def test_gradients_that_are_not_finite_are_left_out_and_raise_in_the_end(topolog
 def test_gradients_that_are_not_finite_raise_at_once_where_that_is_asked_for(topology):
     model = seeded(mlp)()
     exchange = daso.Exchange(nonfinite="raise")
-    with daso.EagerServer(model, sgd, topology=topology, exchange=exchange) as server:
+    with daso.ParameterServer(model, sgd, topology=topology, exchange=exchange) as server:
         (batch_loss(model, 0, 0) * math.inf).backward()
         with pytest.raises(NonFiniteError, match="in step 0"):
             server.step()
@@ -512,7 +512,7 @@ def test_gradients_that_are_not_finite_raise_at_once_where_that_is_asked_for(top
 def test_an_evaluation_leaves_parameters_alone(topology):
     rank = topology.place.rank
     model = seeded(mlp)()
-    with daso.EagerServer(model, sgd, topology=topology, staleness=None) as server:
+    with daso.ParameterServer(model, sgd, topology=topology, staleness=None) as server:
         server.zero_grad()
         batch_loss(model, rank, 0).backward()
         server.step()
@@ -527,7 +527,7 @@ def test_an_evaluation_leaves_parameters_alone(topology):
 def test_schedulers_drive_it(topology):
     rank, size = topology.place.rank, topology.place.size
     model = seeded(mlp)()
-    with daso.EagerServer(model, sgd, topology=topology) as server:
+    with daso.ParameterServer(model, sgd, topology=topology) as server:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(server, 0.5)
         for step in range(4):
             server.zero_grad()
@@ -544,19 +544,19 @@ def test_schedulers_drive_it(topology):
 )
 def test_bad_keywords_raise_before_anything_is_sent(topology, keywords, text):
     with pytest.raises(ConfigError, match=text):
-        daso.EagerServer(mlp(), sgd, topology=topology, **keywords)
+        daso.ParameterServer(mlp(), sgd, topology=topology, **keywords)
 
 
 def test_different_options_and_models_are_refused_on_all_ranks(topology):
     last = topology.place.rank == topology.place.size - 1
     with pytest.raises(ConfigError, match="same options"):
-        daso.EagerServer(mlp(), sgd, topology=topology, staleness=3 if last else 0)
+        daso.ParameterServer(mlp(), sgd, topology=topology, staleness=3 if last else 0)
     with pytest.raises(LayoutError):
-        daso.EagerServer(many() if last else mlp(), sgd, topology=topology)
+        daso.ParameterServer(many() if last else mlp(), sgd, topology=topology)
 
 
 def test_what_cannot_be_done_says_what_can(topology):
-    with daso.EagerServer(mlp(), sgd, topology=topology) as server:
+    with daso.ParameterServer(mlp(), sgd, topology=topology) as server:
         with pytest.raises(ConfigError, match="closure"):
             server.step(lambda: 0.0)
         with pytest.raises(ConfigError, match="another one"):
@@ -564,7 +564,9 @@ def test_what_cannot_be_done_says_what_can(topology):
         with pytest.raises(ConfigError, match="copied"):
             copy.deepcopy(server)
     with pytest.raises(ConfigError, match="given"):
-        daso.EagerServer(mlp(), lambda _: sgd([nn.Parameter(torch.zeros(1))]), topology=topology)
+        daso.ParameterServer(
+            mlp(), lambda _: sgd([nn.Parameter(torch.zeros(1))]), topology=topology
+        )
 
 
 @pytest.mark.real_mpi
@@ -626,7 +628,7 @@ def test_windows_between_nodes_work_or_are_refused_with_the_remedy(topology):
 def test_what_would_be_wrong_without_a_word_is_refused(topology):
     rank = topology.place.rank
     model = seeded(mlp)()
-    with daso.EagerServer(model, sgd, topology=topology) as server:
+    with daso.ParameterServer(model, sgd, topology=topology) as server:
         server.zero_grad()
         x = torch.ones(2, 6)
         with pytest.raises(ConfigError, match="call its module"):
@@ -655,7 +657,7 @@ def test_a_forward_that_is_run_again_in_backward_is_refused(topology):
             return self.last(y)
 
     model = Again()
-    with daso.EagerServer(model, sgd, topology=topology) as server:
+    with daso.ParameterServer(model, sgd, topology=topology) as server:
         batch_loss(model, rank, 0).backward()  # the model itself took all up
         server.step()
         server.zero_grad()
@@ -667,7 +669,7 @@ def test_a_forward_that_is_run_again_in_backward_is_refused(topology):
 def test_layers_that_are_not_used_any_more_hold_no_memory(topology):
     rank = topology.place.rank
     model = seeded(Odd)()
-    with daso.EagerServer(model, sgd, topology=topology) as server:
+    with daso.ParameterServer(model, sgd, topology=topology) as server:
         for step in range(20):
             server.zero_grad()
             generator = torch.Generator().manual_seed(step + rank)
@@ -680,7 +682,7 @@ def test_layers_that_are_not_used_any_more_hold_no_memory(topology):
 
 def test_it_closes_without_a_meeting_too(topology):
     model = seeded(mlp)()
-    server = daso.EagerServer(model, sgd, topology=topology)
+    server = daso.ParameterServer(model, sgd, topology=topology)
     batch_loss(model, topology.place.rank, 0).backward()
     server.step()
     start = time.monotonic()
@@ -693,7 +695,7 @@ def test_it_closes_without_a_meeting_too(topology):
 def test_without_staleness_uneven_steps_are_an_error_that_names_ranks(topology):
     rank = topology.place.rank
     model = seeded(mlp)()
-    server = daso.EagerServer(model, sgd, topology=topology, mode="block")
+    server = daso.ParameterServer(model, sgd, topology=topology, mode="block")
     with pytest.raises(ExchangeError, match="same number of steps"):
         for step in range(4 if rank == 0 else 3):
             server.zero_grad()
@@ -709,7 +711,9 @@ def test_a_rank_that_does_not_come_to_synchronize_is_named(topology, place, stal
     """Its serving thread answers, and says nothing of where the training thread is."""
     model = seeded(mlp)()
     exchange = daso.Exchange(stall_seconds=0.3)
-    server = daso.EagerServer(model, sgd, topology=topology, staleness=staleness, exchange=exchange)
+    server = daso.ParameterServer(
+        model, sgd, topology=topology, staleness=staleness, exchange=exchange
+    )
     batch_loss(model, place.rank, 0).backward()
     server.step()
     if place.rank == 0:

@@ -25,7 +25,7 @@ def wrap(topology, model):
 
 def serve(topology, model):
     make = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731 - passed on
-    return daso.EagerServer(model, make, topology=topology, exchange=SHORT)
+    return daso.ParameterServer(model, make, topology=topology, exchange=SHORT)
 
 
 def nothing(*_):
@@ -36,8 +36,8 @@ def nothing(*_):
 MEET = {
     "wrap an optimizer": lambda top, model, _: lambda: wrap(top, model),
     "close an optimizer": lambda top, model, _: wrap(top, model).close,
-    "make a daso.EagerServer": lambda top, model, _: lambda: serve(top, model),
-    "close a daso.EagerServer": lambda top, model, _: serve(top, model).close,
+    "make a daso.ParameterServer": lambda top, model, _: lambda: serve(top, model),
+    "close a daso.ParameterServer": lambda top, model, _: serve(top, model).close,
     "save a checkpoint": lambda top, _, path: lambda: Checkpoints(path, top).save(1, {}),
     "load a checkpoint": lambda top, _, path: Checkpoints(path, top).load,
     "free a daso.Topology": lambda top, *_: type(top).free.__get__(top),

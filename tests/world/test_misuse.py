@@ -522,7 +522,7 @@ def clip(model):
 @pytest.mark.parametrize("edit", [clip, replace_data])
 def test_gradients_changed_before_a_servers_step_are_refused(topology, place, edit):
     model = network()
-    server = daso.EagerServer(model, lambda p: torch.optim.SGD(p, lr=0.1), topology=topology)
+    server = daso.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.1), topology=topology)
     batch_loss(model, place.rank, 0).backward()
     server.step()
     server.zero_grad()
@@ -539,7 +539,7 @@ def test_gradients_changed_before_a_servers_step_are_refused(topology, place, ed
         ("DASO", {"policy": 4}),
         ("DASO", {"module": nn.Linear(2, 2)}),
         ("attach", {"wire": "fp8"}),
-        ("EagerServer", {"mode": "owned"}),
+        ("ParameterServer", {"mode": "owned"}),
         ("Runtime", {"seed": -1}),
     ],
 )
@@ -547,8 +547,8 @@ def test_what_is_wrong_on_one_rank_is_the_same_error_on_all(topology, place, doo
     model, keywords = network(), wrong if place.rank == 1 else {}
 
     def make(**keywords):
-        if door == "EagerServer":
-            return daso.EagerServer(model, lambda p: torch.optim.SGD(p, 0.1), **keywords)
+        if door == "ParameterServer":
+            return daso.ParameterServer(model, lambda p: torch.optim.SGD(p, 0.1), **keywords)
         if door == "Runtime":
             graph = daso.flow.Graph()
             row = graph.source(lambda _: torch.zeros(1, 2))

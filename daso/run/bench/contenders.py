@@ -305,11 +305,11 @@ INSIDE: Mapping[str, Make] = {
 
 
 class Eager(Plain):
-    """`daso.EagerServer` with some keywords."""
+    """`daso.ParameterServer` with some keywords."""
 
     def __init__(self, case: Case, topology: Topology, **keywords: Any) -> None:
         model, _ = start(case)
-        self.server = daso.EagerServer(model, case.optimizer, topology=topology, **keywords)
+        self.server = daso.ParameterServer(model, case.optimizer, topology=topology, **keywords)
         super().__init__(model, self.server)
 
     def finish(self) -> None:
