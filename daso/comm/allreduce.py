@@ -152,6 +152,8 @@ def deterministic_allreduce(
     total: int,
     rounded: dict[int, torch.Tensor] | None = None,
     where: OnDevice | None = None,
+    *,
+    of_gradients: bool = False,
 ) -> "DeterministicAllReduce":
     """Return the way to take means in rank order over so many ranks.
 
@@ -162,11 +164,13 @@ def deterministic_allreduce(
         total: What the sum is divided by.
         rounded: What the owners of parts rounded away, by start of the part; kept by the caller.
         where: Rows lie there and MPI takes its memory; None: on the host.
+        of_gradients: What owners rounded away waits as `encode_gradients` says.
     """
     if len(weights) == 2:
         return PairwiseExchange(comm, codec, weights, total, {}, where)
+    kept = {} if rounded is None else rounded
     return ReduceScatterAllGather(
-        comm, codec, weights, total, {} if rounded is None else rounded, where
+        comm, codec, weights, total, kept, where, of_gradients=of_gradients
     )
 
 
@@ -182,6 +186,7 @@ class _InRankOrder:
         total: What the sum is divided by.
         rounded: What the owners of parts rounded away, by start of the part.
         where: As in `deterministic_allreduce`.
+        of_gradients: As there.
     """
 
     def __init__(
@@ -192,12 +197,16 @@ class _InRankOrder:
         total: int,
         rounded: dict[int, torch.Tensor],
         where: OnDevice | None,
+        *,
+        of_gradients: bool = False,
     ) -> None:
         self.comm, self.codec = comm, codec
         self._copies = None if where is None else where.copies
         self._buffer = byte_buffer if where is None else device_buffer
         device, piece = (CPU, PIECE) if where is None else (where.device, where.piece)
-        self.adder = WeightedMean(codec, weights, total, rounded, device, piece)
+        self.adder = WeightedMean(
+            codec, weights, total, rounded, device, piece, of_gradients=of_gradients
+        )
         self.kept = BufferPool(window(len(weights)), device)
 
     def _beside(self) -> AbstractContextManager[None]:

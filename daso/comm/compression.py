@@ -19,6 +19,7 @@ __all__ = [
     "TopK",
     "codec_named",
     "dense_codec",
+    "encode_gradients",
     "pieces",
 ]
 
@@ -245,6 +246,29 @@ class TopK:
 
 def _words(nbytes: int) -> int:
     return -(-nbytes // WORD) * WORD
+
+
+def encode_gradients(codec: Codec, fresh: torch.Tensor, kept: torch.Tensor, fields: Fields) -> None:
+    """Encode gradients with what was rounded away of earlier ones; keep what is rounded away now.
+
+    A gradient of zero may be of a parameter that no rank used, whose mean nobody takes: what is
+    kept of it waits. What is not finite is not kept.
+
+    Args:
+        codec: What crosses.
+        fresh: The gradients of now (numel).
+        kept: What was rounded away (numel); changed.
+        fields: Where they are written.
+    """
+    idle = fresh == 0
+    waiting = torch.where(idle, kept, 0)
+    values = torch.add(fresh, kept).masked_fill_(idle, 0)
+    codec.encode(values, fields)
+    codec.decode(fields, kept)
+    torch.sub(values, kept, out=kept)
+    if not bool(kept.sum().isfinite()):
+        kept.nan_to_num_(0.0, 0.0, 0.0)
+    kept += waiting
 
 
 def codec_named(wire: str, source: torch.dtype = torch.float32) -> Codec:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from daso.comm.compression import PIECE, Codec, Fields, pieces
+from daso.comm.compression import PIECE, Codec, Fields, encode_gradients, pieces
 from daso.comm.dtypes import accumulator
 
 __all__ = [
@@ -149,6 +149,7 @@ class WeightedMean:
         rounded: What the owners of parts rounded away, by start of the part.
         device: Where is added.
         piece: Numbers that are added at a time, a multiple of `PIECE`.
+        of_gradients: What was rounded away waits as `encode_gradients` says.
     """
 
     def __init__(
@@ -159,8 +160,11 @@ class WeightedMean:
         rounded: dict[int, torch.Tensor],
         device: torch.device = CPU,
         piece: int = PIECE,
+        *,
+        of_gradients: bool = False,
     ) -> None:
         self.codec, self.weights, self.total = codec, tuple(weights), total
+        self._of_gradients = of_gradients
         self.rounded, self.device, self.piece = rounded, device, piece
         self._buffer = BufferPool(device=device).row
 
@@ -188,6 +192,9 @@ class WeightedMean:
         for a, b in pieces(numel, self.piece):
             mean = self.mean([codec.fields(one, numel, a, b) for one in versions], b - a, dtype)
             fields = codec.fields(payload, numel, a, b)
+            if rounded is not None and self._of_gradients:
+                encode_gradients(codec, mean, rounded[a:b], fields)
+                continue
             if rounded is not None:
                 mean += rounded[a:b]
             codec.encode(mean, fields)

@@ -258,7 +258,8 @@ class Auto:
 
     def tune_batch(self, state: State) -> State:
         """Leave the warm-up when its batches are over."""
-        if self.warmup and state.synchronous and state.batch >= self.warmup:
+        warming = self.warmup and state.synchronous and not state.hidden
+        if warming and state.batch >= self.warmup:
             return replace(state, skip=1, wait=1)
         return state
 
@@ -279,7 +280,8 @@ class Auto:
         """Return what keeps skip from being 1, in words: of the last exchange's numbers."""
         seen = state.seen
         if state.hidden:
-            return "nodes average gradients while backward goes on"
+            share = seen.exposed_seconds / seen.step_seconds if seen.step_seconds > 0 else 0.0
+            return f"nodes average gradients at every batch, {100 * share:.0f} % of it exposed"
         if state.skip == 1:
             return "exchanges cost next to nothing" if seen.step_seconds > 0 else "it began"
         if state.skip <= state.wait:
@@ -305,7 +307,7 @@ class Auto:
     def _while_hidden(self, state: State, seen: Measurements) -> State:
         """Leave synchronous training where it stands still for others."""
         most = EXPOSED if state.batch >= EARLY else HOPELESS
-        if seen.exposed_seconds <= most * seen.step_seconds:
+        if seen.step_seconds <= 0 or seen.exposed_seconds <= most * seen.step_seconds:
             return state
         again = state.batch + AGAIN
         return replace(state, skip=1, wait=1, hidden=False, hide_again=again)

@@ -19,7 +19,7 @@ __all__ = [
     "synchronous_seconds",
 ]
 
-GRADIENTS = "fp32"  # synchronous ones cross in full precision
+GRADIENTS = "fp32"  # in what synchronous ones cross unless `Gradients` has another wire
 PORTIONS = 16  # into which backward is cut for what crosses beside it
 FORWARD = 1 / 3  # of a step's computing; backward takes the rest
 MOST_PARAMETERS, MOST_NODES, MOST_CORES, MOST_RATE = 1e15, 1_000_000, 1e6, 1e6

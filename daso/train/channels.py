@@ -127,7 +127,7 @@ class Channels:
             nodes=place.nodes,
             chunk_bytes=self.settings.exchange.chunk_bytes,
             ordered=lambda codec, rounded: deterministic_allreduce(
-                self.lane, codec, [1] * place.nodes, place.size, rounded
+                self.lane, codec, [1] * place.nodes, place.size, rounded, of_gradients=True
             ),
             mean=self.gradient_mean,
         )

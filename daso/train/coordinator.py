@@ -88,6 +88,7 @@ class Coordinator:
 
     def gather(self, number: float) -> list[float]:
         """Return every rank's number, in rank order. Collective over the world; blocking."""
+        self.metrics.meetings += 1
         return self.wait(self.channels.engine.submit(self.channels.gather(number)))
 
     def same_order(self, order: list[int]) -> list[int]:
@@ -253,6 +254,7 @@ class Coordinator:
 
     def average(self, tensors: list[torch.Tensor]) -> None:
         """Set tensors to their means over all ranks. Collective over the world; blocking."""
+        self.metrics.meetings += 1
         with self.metrics.watch.waiting(trace.NODES):
             self.metrics.global_bytes_sent += average_tensors(
                 tensors,

@@ -228,7 +228,8 @@ class Session:
         if closure is not None:
             self._sync.before_closure()
             return True, self._averaged(closure)
-        return self._sync.before_step(scaling), None
+        with self.scaled_lr():  # layers may step in there
+            return self._sync.before_step(scaling), None
 
     @property
     def step_restoration(self) -> StepRestoration | None:
@@ -362,9 +363,11 @@ class Session:
         """Let the policy choose by what an exchange told."""
         if seen is not None:
             acts, state = after_exchange(self.setup.policy, self.schedule, seen)
-            if self._sync is not None:
-                self._sync.perform(acts, state)
-            self._take(state)
+            try:
+                if self._sync is not None:
+                    self._sync.perform(acts, state)
+            finally:
+                self._take(state)
 
     # --- beside steps ------------------------------------------------------------------------
 

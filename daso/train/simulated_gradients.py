@@ -27,7 +27,9 @@ class SimulatedGradients:
 
     def __init__(self, named: Sequence[Named], wire: str, settings: Settings) -> None:
         self._named, self._wire, self._settings = named, wire, settings
-        self._order: list[int] = []  # of parameters, as they become ready
+        # Of parameters, as they become ready in the first round that is averaged; those that come
+        # before it count as well.
+        self._order: list[int] = []
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(partial(self._note, index))
             for index, (_, tensor) in enumerate(named[0])
@@ -47,7 +49,8 @@ class SimulatedGradients:
     def average(self) -> int:
         """Replace gradients by their mean over nodes; return the bytes that all would send."""
         everything = range(len(self._named[0]))
-        order = [*self._order, *(at for at in reversed(everything) if at not in self._order)]
+        self._order += [at for at in reversed(everything) if at not in self._order]
+        order = self._order
         nbytes = 0
         for dtype in dict.fromkeys(tensor.dtype for _, tensor in self._named[0]):
             members = [at for at in order if self._named[0][at][1].dtype == dtype]
@@ -77,7 +80,9 @@ class SimulatedGradients:
         nodes, wide = len(self._named), accumulator(dtype)
         codec = codec_named(self._wire, wide)
         places = torch.tensor(flags, dtype=torch.int64, device="cpu")
-        adder = self._adders.setdefault(dtype, WeightedMean(codec, [1] * nodes, nodes, {}))
+        adder = self._adders.setdefault(
+            dtype, WeightedMean(codec, [1] * nodes, nodes, {}, of_gradients=True)
+        )
         sources = []
         for node in range(nodes):
             total = torch.zeros(numel, dtype=wide, device="cpu")

@@ -33,7 +33,7 @@ class StepRestoration:
     """
 
     def __init__(self, inner: torch.optim.Optimizer, traits: Sequence[OptimizerTraits]) -> None:
-        self._inner, self._traits = inner, traits
+        self._inner, self.traits = inner, traits
         self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
         weights = [
             sum(param.numel() for param in group["params"]) * trait.normalizes
@@ -59,7 +59,7 @@ class StepRestoration:
         self.end()
         if gain == 1.0:
             return
-        for group, trait in zip(self._inner.param_groups, self._traits, strict=True):
+        for group, trait in zip(self._inner.param_groups, self.traits, strict=True):
             if not trait.normalizes or "lr" not in group:
                 continue
             self._before.append((group, {key: group[key] for key in SCALED if key in group}))

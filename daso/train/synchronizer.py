@@ -283,8 +283,6 @@ class Synchronizer:
             self.layers.step()
             return False
         finite = scaling.unscale(self.trained.inner)
-        if not finite:
-            self.compressor.forget()
         self.metrics.scales_apart |= scaling.active and not self._synchronous
         if self._synchronous and self.metrics.scales_apart:
             self._average_unscaled()
@@ -303,7 +301,6 @@ class Synchronizer:
         if name is None:
             self.metrics.good()
             return True
-        self.compressor.forget()
         self.coordinator.count_drop(
             f"the mean gradient of {name} is not finite; this step is dropped"
         )
@@ -418,7 +415,7 @@ class Synchronizer:
         return {
             "exchanges": None if self.exchanges is None else self.exchanges.state(),
             "counts": self.metrics.state(),
-            "gradients": self.compressor.state() | {"order": self.buckets.order},
+            "gradients": self.compressor.state() | {"rows": self.buckets.arrangement()},
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -426,7 +423,7 @@ class Synchronizer:
         if self.exchanges is not None:
             self.exchanges.load(state["exchanges"])
         self.metrics.load(state["counts"])
-        self.buckets.restore_order(state["gradients"]["order"])
+        self.buckets.arrange(*state["gradients"]["rows"])
         self.compressor.load(state["gradients"])
 
     @property

@@ -110,6 +110,42 @@ def test_a_gradient_that_is_not_finite_drops_a_step_and_is_forgotten(topology):
         assert optimizer.report()["dropped"] == 1
 
 
+def test_a_batch_that_is_left_out_for_its_gradients_leaves_nothing_behind(topology):
+    model = seeded(mlp)()
+    with wrapped(topology, sgd(model), model, "int4") as optimizer:
+        steps(topology, optimizer, model, range(2))
+        optimizer.zero_grad()
+        scale = float("inf") if topology.place.rank == 0 else 1.0
+        (scale * batch_loss(model, topology.place.rank, 2)).backward()
+        optimizer.zero_grad()  # and no step
+        before = bits(model)
+        steps(topology, optimizer, model, range(3, 6))
+        assert optimizer.report()["dropped"] == 0
+        assert bits(model) != before
+
+
+@pytest.mark.parametrize("wire", NARROW)
+def test_scales_that_went_apart_do_not_stop_training(topology, wire):
+    model = seeded(mlp)()
+    policy = daso.Plateau(3, warmup=0, cooldown=2, max_skip=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1000)
+    with wrapped(topology, sgd(model), model, wire, policy=policy) as optimizer:
+        for step in range(18):
+            optimizer.zero_grad()
+            loss = batch_loss(model, topology.place.rank, step)
+            if step == 8 and topology.place.rank == 0:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if step % 6 == 5:
+                optimizer.end_epoch(1.0)
+            if step == 9:
+                before = bits(model)
+        assert bits(model) != before
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
 @pytest.mark.nodes(*APART)
 def test_a_phase_that_is_hidden_comes_and_goes_as_on_simulated_nodes(topology):
     """Drained, joined, measured and left: bit for bit."""

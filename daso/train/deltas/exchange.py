@@ -4,6 +4,7 @@ One exchange is in flight at a time. Parameters are written here, by the trainin
 boundaries, and nowhere else.
 """
 
+import logging
 import os
 import statistics
 import time
@@ -27,10 +28,11 @@ from daso.train.deltas.buffer import DeltaBuffer, Measured
 from daso.train.deltas.in_flight import InFlight, Outcome, pack, unpack
 from daso.train.deltas.outer import MakeOuter
 from daso.train.state_sync import zero_nonfinite
-from daso.train.step_restoration import make_step_restoration
+from daso.train.step_restoration import StepRestoration, make_step_restoration
 
 __all__ = ["Exchanges"]
 
+logger = logging.getLogger("daso")
 DIGESTS = 2**48  # a digest travels in a float64 and must survive there exactly
 
 
@@ -47,8 +49,9 @@ class ExchangeState:
     wire: str = ""  # of the next exchange; empty: the settings' first
     timed: str = ""  # wire of the last one; empty where it was dropped
     timed_numel: int = 0  # numbers that it carried
-    # Batch after which ranks measured last in this phase, and seconds exposed until then.
-    marked: tuple[int, float] | None = None
+    # When ranks measured last in this phase: batch, seconds exposed until then, and how often all
+    # had met beside steps.
+    marked: tuple[int, float, int] | None = None
 
 
 def spare_cores(ranks: int, threads: int) -> bool:
@@ -94,15 +97,26 @@ class Exchanges:
         if self.settings.exchange.memory == "device":
             self._try_memory(node)
         self.rows = self._make_rows(node, outer)
-        self.step_restoration = make_step_restoration(
-            coordinator.trained.inner, self.settings, says=coordinator.leads
-        )
+        self.step_restoration = self._make_step_restoration()
         self._flight: InFlight | None = None
         self._node = node
         self._core_is_shared = coordinator.trained.device.type == "cpu" and not spare_cores(
             self.place.local_size, torch.get_num_threads()
         )
         self._known = ExchangeState(since=[0] * self.settings.exchange.fragments)
+
+    def _make_step_restoration(self) -> StepRestoration | None:
+        """Return what restores steps, the same on every rank. Collective over the world."""
+        leads, topology = self.coordinator.leads, self.coordinator.topology
+        made = make_step_restoration(self.coordinator.trained.inner, self.settings, says=leads)
+        if topology.same(made and list(made.traits)):
+            return made
+        if leads:
+            logger.warning(
+                "the inner optimizer must be the same on every rank, but a few steps of a copy "
+                "show others on some; steps are not restored"
+            )
+        return None
 
     def _try_memory(self, node: NodeTransport) -> None:
         """Let a row cross from this rank's device. Collective over the world; blocking.
@@ -166,14 +180,16 @@ class Exchanges:
         """
         known, exposed = self._known, self.metrics.watch.idle_seconds(trace.NODES)
         header = self._header(batch)
-        if known.marked is not None and known.marked[0] < batch:
-            since, before = known.marked
+        since, before, met = known.marked or (batch, 0.0, 0)
+        # A rank without a lane waits in its node; what meetings took is not the steps'.
+        if self.place.lane is not None and since < batch and met == self.metrics.meetings:
             header = replace(header, minus_exposed_seconds=-(exposed - before) / (batch - since))
         agreed, _ = self.coordinator.wait(
             self.channels.engine.submit(self.channels.agree(header, Tally()))
         )
         _check_aligned(agreed)
-        known.marked = batch, self.metrics.watch.idle_seconds(trace.NODES)
+        exposed = self.metrics.watch.idle_seconds(trace.NODES)
+        known.marked = batch, exposed, self.metrics.meetings
         seen = Measurements(
             agreed.step_seconds, lr=agreed.lr, exposed_seconds=agreed.exposed_seconds
         )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from daso.comm.allreduce import DeterministicAllReduce
-from daso.comm.compression import Codec, Fields, codec_named, pieces
+from daso.comm.compression import Codec, Fields, codec_named, encode_gradients, pieces
 from daso.comm.engine import Work
 from daso.comm.reduction import Chunks, SendBuffer, Spans, cut
 from daso.plan.layout import Span, message_chunks
@@ -46,17 +46,12 @@ class CompressedSum:
             spans: Of the row, each of which gets a payload.
         """
         self.total[self._flags] = 0  # beside them gradients would round to nothing
-        self._residual += self.total
         payloads = self._outbox.open(codec, spans)
         for (start, stop), payload in zip(spans, payloads, strict=True):
             for a, b in pieces(stop - start):
-                first = start - self.start + a
-                values = self._residual[first : first + b - a]
+                piece = slice(start - self.start + a, start - self.start + b)
                 fields = codec.fields(payload, stop - start, a, b)
-                codec.encode(values, fields)
-                crossed = torch.empty_like(values)
-                codec.decode(fields, crossed)
-                values -= crossed
+                encode_gradients(codec, self.total[piece], self._residual[piece], fields)
 
     def payloads(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:  # noqa: ARG002
         """Return what was encoded of spans."""

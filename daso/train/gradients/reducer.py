@@ -352,17 +352,24 @@ class GradientReducer:
         self.order = self.order or order
         self.rows.make(self.order, self.bucket_bytes)
 
-    def restore_order(self, order: Sequence[int]) -> None:
-        """Lay gradients in the order of an earlier run; between two rounds.
+    def arrangement(self) -> tuple[list[int], int]:
+        """Return what `arrange` takes to lay gradients as here: their order, bytes of a bucket."""
+        return self.order, self.bucket_bytes
+
+    def arrange(self, order: Sequence[int], bucket_bytes: int) -> None:
+        """Lay gradients as in an earlier run; between two rounds.
 
         Args:
-            order: What ``order`` was there; empty where nothing was averaged yet.
+            order: Of parameters in rows; empty where nothing was averaged yet.
+            bucket_bytes: From which a bucket counts as full.
 
         Does not communicate, but all ranks must do it alike.
         """
         if order and list(order) != self.order:
             self.rows.release()
             self.order = list(order)
+        if bucket_bytes != self.bucket_bytes:
+            self.cut(bucket_bytes)
 
     def untouched(self) -> bool:
         """Return whether nobody wrote to gradients since the last round was handed over."""

@@ -249,7 +249,11 @@ def test_drift_bounds_what_is_dear_and_wait_comes_first():
         (State(skip=1, wait=1), "it began"),
         (State(skip=1, wait=1, seen=Measurements(1.0)), "exchanges cost next to nothing"),
         (State(skip=6, wait=6, seen=Measurements(1.0, 5.0)), "an exchange takes that many batches"),
-        (State(hidden=True), "nodes average gradients while backward goes on"),
+        (State(hidden=True), "nodes average gradients at every batch, 0 % of it exposed"),
+        (
+            State(hidden=True, seen=Measurements(0.2, exposed_seconds=0.05)),
+            "nodes average gradients at every batch, 25 % of it exposed",
+        ),
         (
             State(skip=8, wait=1, seen=Measurements(1.0, 0.5, own_seconds=0.08)),
             "an exchange takes 80 ms of training: 1 % of that many batches",
@@ -333,6 +337,21 @@ def test_only_auto_begins_in_step_and_only_before_the_first_batch(policy, may_hi
     assert after.hidden == hides
     if not hides:
         assert after == replace(before, memory=0.99)
+
+
+def test_after_a_warm_up_it_is_tried_by_what_exchanges_take():
+    policy = Auto(warmup=20)
+    state = replace(policy.start(), skip=1, wait=0)
+    for batch in range(1, 400):
+        _, state = after_batch(policy, state)
+        if not state.hidden and batch >= 22:
+            _, state = after_exchange(policy, state, FAST)
+    assert state.hidden
+    assert state.synchronous
+    state = replace(state, batch=399)
+    _, state = after_batch(policy, state)
+    _, state = after_exchange(policy, state, Measurements(1.0, exposed_seconds=0.5))
+    assert (state.skip, state.wait, state.hidden) == (1, 1, False)
 
 
 def test_other_synchronous_phases_are_not_measured():

@@ -15,7 +15,7 @@ def rounds_of(nodes, wire, dtype, flags=FLAGS, chunk_bytes=128):
     """Average random gradients; return what went in, what came out, and what is kept."""
     torch.manual_seed(0)
     codec, rounded = codec_named(wire, dtype), {}
-    adder = WeightedMean(codec, [1] * nodes, nodes, rounded)
+    adder = WeightedMean(codec, [1] * nodes, nodes, rounded, of_gradients=True)
     residuals = [torch.zeros(NUMEL, dtype=dtype) for _ in range(nodes)]
     given, means = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
     for _ in range(ROUNDS):
@@ -53,6 +53,47 @@ def test_what_is_rounded_away_is_kept_to_the_last_bit_that_counts(nodes, wire, d
     numbers[FLAGS] = False
     # Less than one round's of all nodes, after thirty.
     assert 0 < kept[numbers].abs().max() < nodes * 1e-4
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])
+def test_what_is_kept_waits_for_a_batch_that_uses_the_parameter(nodes, wire):
+    """Where no rank has a gradient its mean is taken by nobody: nothing may cross then."""
+    codec, rounded, none = codec_named(wire), {}, torch.zeros(0, dtype=torch.int64)
+    adder = WeightedMean(codec, [1] * nodes, nodes, rounded, of_gradients=True)
+    residuals, taken = [torch.zeros(128) for _ in range(nodes)], torch.zeros(128)
+    gradient = torch.full((128,), 0.05)
+    gradient[7] = 1.0
+    for batch in range(200):
+        used = batch % 2 == 0
+        sources = [CompressedSum(gradient * used, 0, residual, none) for residual in residuals]
+        chunks = compressed_chunks(codec, 1 << 18, 0, 128, nodes)
+        for source in sources:
+            source.encode(codec, [span for parts in cut(chunks, nodes) for span in parts])
+        in_process(sources, adder, chunks)
+        taken += sources[0].total * used
+    assert (taken - 100 * gradient).abs().max() < 0.6
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_gone_with_the_next_batch(nodes, wire, bad):
+    codec, none = codec_named(wire), torch.zeros(0, dtype=torch.int64)
+    adder = WeightedMean(codec, [1] * nodes, nodes, {}, of_gradients=True)
+    residuals = [torch.zeros(300) for _ in range(nodes)]
+    for value in (0.3, bad, 0.3):
+        totals = [torch.full((300,), 0.1) for _ in range(nodes)]
+        totals[-1][11] = value
+        sources = [
+            CompressedSum(total, 0, residual, none)
+            for total, residual in zip(totals, residuals, strict=True)
+        ]
+        chunks = compressed_chunks(codec, 1 << 18, 0, 300, nodes)
+        for source in sources:
+            source.encode(codec, [span for parts in cut(chunks, nodes) for span in parts])
+        in_process(sources, adder, chunks)
+        assert bool(totals[0].isfinite().all()) == (value == 0.3)
 
 
 def test_flags_cross_as_they_are_and_do_not_flatten_gradients_beside_them():
