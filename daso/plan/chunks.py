@@ -61,7 +61,9 @@ class BucketSizeSearch:
         )
         for name, rule, holds in rules:
             if not holds:
-                raise ConfigError(f"ChunkSearch.{name} must be {rule}, not {getattr(self, name)!r}")
+                raise ConfigError(
+                    f"BucketSizeSearch.{name} must be {rule}, not {getattr(self, name)!r}"
+                )
 
     def start(self) -> SearchState:
         """Return where every search begins."""

@@ -130,7 +130,7 @@ def test_a_call_that_fits_is_passed_on():
         ("Daso", "has no attribute 'Daso'; did you mean 'DASO'?"),
         ("fixed", "has no attribute 'fixed'; did you mean 'Fixed'?"),
         ("Policy", "has no attribute 'Policy'"),
-        ("server", "has no attribute 'server'"),
+        ("serve", "has no attribute 'serve'"),
     ],
 )
 def test_a_public_name_that_is_typed_wrongly_is_answered(name, message):
