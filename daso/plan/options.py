@@ -66,7 +66,7 @@ class Exchange:
                 "Exchange(memory='device') needs reduce='auto' or 'ordered' (MPI libraries that "
                 "send from devices cannot add there while others compute), not 'iallreduce'"
             )
-        check("Exchange.restoration", self.step_restoration, choice(*get_args(Restore)))
+        check("Exchange.step_restoration", self.step_restoration, choice(*get_args(Restore)))
         check("Exchange.reduce", self.reduce, choice(*get_args(Reduce)))
         check("Exchange.nonfinite", self.nonfinite, choice(*get_args(NonFinite)))
         check("Exchange.chunk_bytes", self.chunk_bytes, whole(1, of=" of bytes"))

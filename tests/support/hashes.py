@@ -90,11 +90,11 @@ def train(
         if step % 7 == 6:
             optimizer.end_epoch(1.0)
     optimizer.flush()
-    found = ends(model, optimizer)
+    before = ends(model, optimizer)
     optimizer.synchronize()
-    found = digest([int(found, 16) % 2**52, int(ends(model), 16) % 2**52])
+    after = ends(model)
     optimizer.close()
-    return found
+    return f"{before[:12]} {after[:12]}"
 
 
 def serve(topology: Any) -> str:

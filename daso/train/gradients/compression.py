@@ -3,8 +3,7 @@
 Seide et al. 2014 (1-bit SGD), Karimireddy et al. 2019, arXiv 1901.09847 (error feedback).
 """
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,15 +27,21 @@ class CompressedSum:
         start: Where it starts in its row.
         residual: What was rounded away of it before (numel); changed.
         flags: Places in it of numbers that must cross as they are (flags,), int64.
+        outbox: Memory for what crosses, kept by the caller; None: of its own.
     """
 
     def __init__(
-        self, total: torch.Tensor, start: int, residual: torch.Tensor, flags: torch.Tensor
+        self,
+        total: torch.Tensor,
+        start: int,
+        residual: torch.Tensor,
+        flags: torch.Tensor,
+        outbox: SendBuffer | None = None,
     ) -> None:
         self.total, self.start, self.dtype = total, start, total.dtype
         self._residual, self._flags = residual, flags
         self.exact = total[flags]
-        self._outbox = SendBuffer()
+        self._outbox = outbox or SendBuffer()
 
     def encode(self, codec: Codec, spans: Spans) -> None:
         """Write what will cross, and keep what that rounds away.
@@ -103,13 +108,12 @@ class GradientCompressor:
     ) -> None:
         self.wire, self._nodes, self._chunk_bytes = wire, nodes, chunk_bytes
         self._ordered, self._mean = ordered, mean
+        self._outbox, self._places = SendBuffer(), dict[Key, torch.Tensor]()
         self._residuals: dict[Key, torch.Tensor] = {}
         self._rounded: dict[torch.dtype, dict[int, torch.Tensor]] = {}  # by owners of parts
         self._means: dict[torch.dtype, DeterministicAllReduce] = {}
 
-    def mean(
-        self, total: torch.Tensor, key: Key, flags: Sequence[int]
-    ) -> Generator[Any, None, int]:
+    def mean(self, total: torch.Tensor, key: Key, flags: Sequence[int]) -> Work[int]:
         """Replace sums over nodes by the mean over the world.
 
         Args:
@@ -125,8 +129,12 @@ class GradientCompressor:
         (row, start), codec = key, codec_named(self.wire, total.dtype)
         if row not in self._means:
             self._means[row] = self._ordered(codec, self._rounded.setdefault(row, {}))
-        places = torch.tensor(flags, dtype=torch.int64, device="cpu")
-        source = CompressedSum(total, start, self._residual(total, key), places)
+        places = self._places.get(key)
+        if places is None or places.numel() != len(flags):
+            places = torch.tensor(flags, dtype=torch.int64, device="cpu")
+            self._places[key] = places
+        # One after the other: the engine ends a mean before it begins the next.
+        source = CompressedSum(total, start, self._residual(total, key), places, self._outbox)
         chunks = compressed_chunks(codec, self._chunk_bytes, start, total.numel(), self._nodes)
         source.encode(codec, [span for parts in cut(chunks, self._nodes) for span in parts])
         nbytes = yield from self._means[row].run(source, chunks)
@@ -143,6 +151,7 @@ class GradientCompressor:
     def forget(self) -> None:
         """Forget what was rounded away: it is not finite, or belongs to other parts or phases."""
         self._residuals.clear()
+        self._places.clear()
         for rounded in self._rounded.values():
             rounded.clear()
 
