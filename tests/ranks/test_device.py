@@ -1,6 +1,7 @@
 """Ranks that compute on devices: the same bodies as on CPUs, over copies that take their time.
 
-With ``-p pretended_cuda`` they compute on what torch takes for CUDA devices (tests/pretended_cuda).
+With ``-p pretended_cuda`` they compute on what torch takes for CUDA devices (tests/pretended_cuda);
+where there are real ones, on those.
 """
 
 import sys
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.nodes((1, 1), (2,), (2, 1))]
 @pytest.fixture(autouse=True)
 def device(topology):
     """Let every rank compute as if on a device of its own."""
-    if "pretended_cuda" not in sys.modules:
+    if "pretended_cuda" not in sys.modules and not torch.cuda.is_available():
         with pretend_device(CopyLink(1e9, 1e-4)):
             yield
         return

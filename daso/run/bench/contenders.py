@@ -37,7 +37,7 @@ __all__ = [
     "Daso",
     "Make",
     "Plain",
-    "join_gloo",
+    "join_process_group",
     "start",
 ]
 
@@ -161,15 +161,15 @@ class Daso(Plain):
         self.wrapped.close()
 
 
-def join_gloo(topology: Topology) -> None:
-    """Let torch.distributed use TCP between the ranks of this world. Collective; blocking."""
+def join_process_group(topology: Topology, backend: str = "gloo") -> None:
+    """Start torch.distributed over TCP between the ranks of this world. Collective; blocking."""
     place, world = topology.place, topology.world
     with socket.socket() as probe:
         probe.bind(("", 0))
         address, port = socket.gethostbyname(socket.gethostname()), probe.getsockname()[1]
     address, port = world.bcast((address, port))
     dist.init_process_group(
-        "gloo", init_method=f"tcp://{address}:{port}", rank=place.rank, world_size=place.size
+        backend, init_method=f"tcp://{address}:{port}", rank=place.rank, world_size=place.size
     )
 
 

@@ -16,7 +16,7 @@ from daso.comm.reduction import Row, cut
 from daso.comm.topology import Topology
 from daso.plan.layout import message_chunks
 from daso.plan.options import Exchange
-from daso.run.bench.contenders import join_gloo
+from daso.run.bench.contenders import join_process_group
 from daso.run.bench.rounds import sent_bytes, take_turns
 from daso.train.deltas.shard import DeltaShard, MergeOptions, message_numel
 
@@ -74,7 +74,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         wire: _ordered(wire, plan.numel, engine, comm, size) for wire in WIRES
     }
     if plan.rivals:
-        join_gloo(topology)
+        join_process_group(topology)
         mine, sums = torch.ones(plan.numel), torch.empty(plan.numel)
         kinds["fp32, MPI Allreduce"] = lambda: world.Allreduce(mine.numpy(), sums.numpy())
         kinds["fp32, gloo"] = lambda: dist.all_reduce(mine.mul_(1e-3))

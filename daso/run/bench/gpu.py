@@ -2,19 +2,23 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 import daso
 from daso.comm.emulation import CopyLink, pretend_device
 from daso.comm.node.select import choose_device
 from daso.comm.topology import Topology
+from daso.run.bench.contenders import join_process_group
 from daso.run.bench.gpu_models import MODELS, PRETENDED, Shape
 from daso.run.bench.rounds import over, take_turns
 from daso.train.deltas.fused import Fused
@@ -23,7 +27,7 @@ from daso.train.deltas.shard import DeltaShard, MergeOptions
 
 __all__ = ["MODELS", "PRETENDED", "Plan", "figures", "measure", "table"]
 
-BARE, WRAPPED = "bare", "wrapped"
+BARE, WRAPPED, DDP = "bare", "wrapped", "DDP"
 TORCH, KERNELS = "torch", "kernels"
 # Bytes that must cross the device's memory for a number: parameter and reference are read, 16 bits
 # written; mean, 16 bits and reference read, reference and what is merged written.
@@ -49,13 +53,16 @@ class Plan:
 class Trainer:
     """One model on a device, and what takes its steps."""
 
-    def __init__(self, shape: Shape, device: torch.device, topology: Topology | None) -> None:
+    def __init__(self, name: str, shape: Shape, device: torch.device, topology: Topology) -> None:
         torch.manual_seed(0)
-        self.device, self.model = device, shape.build().to(device)
+        self.device = device
+        self.model: nn.Module = shape.build().to(device)
         self.numels = [p.numel() for p in self.model.parameters()]
         self._inputs, self._targets = shape.inputs().to(device), shape.targets().to(device)
         self.optimizer = shape.optimizer(list(self.model.parameters()))
-        if topology is not None:
+        if name == DDP:
+            self.model = DistributedDataParallel(self.model)
+        if name == WRAPPED:
             self.optimizer = daso.DASO(
                 self.optimizer, module=self.model, topology=topology, policy=POLICY, wire="bf16"
             )
@@ -81,7 +88,7 @@ def settle(device: torch.device) -> None:
 
 
 def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
-    """Train with the bare and the wrapped optimizer in turn; encode and copy the model's numbers.
+    """Train bare, wrapped and with DDP in turn; encode and copy the model's numbers.
 
     Returns:
         Rows for JSON, the same on every rank: of the slowest.
@@ -94,8 +101,8 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     if plan.model != PRETENDED:
         device, emulated = choose_device(topology), nullcontext()
         torch.cuda.set_device(device)
-    with emulated:
-        ways = {name: Trainer(shape, device, of) for name, of in _contenders(topology)}
+    with emulated, _process_group(topology, device) as backend:
+        ways = {name: Trainer(name, shape, device, topology) for name in (BARE, WRAPPED, DDP)}
         wrapped = ways[WRAPPED].optimizer
         assert isinstance(wrapped, daso.DASO)
         for one in ways.values():
@@ -120,6 +127,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     return {
         "plan": asdict(plan),
         "device": _name(device),
+        "ddp_backend": backend,
         "nodes": list(topology.place.node_sizes),
         "parameters": parameters,
         "packing": choice.told,
@@ -130,8 +138,16 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     }
 
 
-def _contenders(topology: Topology) -> list[tuple[str, Topology | None]]:
-    return [(BARE, None), (WRAPPED, topology)]
+@contextmanager
+def _process_group(topology: Topology, device: torch.device) -> Iterator[str]:
+    """Yield DDP's backend: NCCL on a rank alone; gloo, since NCCL refuses ranks on one GPU."""
+    alone_on_gpu = device.type == "cuda" and topology.place.size == 1
+    backend = "nccl" if alone_on_gpu else "gloo"
+    join_process_group(topology, backend)
+    try:
+        yield backend
+    finally:
+        dist.destroy_process_group()
 
 
 def _held(shape: Shape, device: torch.device, topology: Topology, steps: int) -> float:
@@ -139,11 +155,11 @@ def _held(shape: Shape, device: torch.device, topology: Topology, steps: int) ->
     if device.type != "cuda":
         return 0.0
     most = []
-    for _, of in _contenders(topology):
+    for name in (BARE, WRAPPED):
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        trainer = Trainer(shape, device, of)
+        trainer = Trainer(name, shape, device, topology)
         trainer.round(max(steps, 2 * POLICY.skip))
         most.append(torch.cuda.max_memory_allocated(device) - before)
         if isinstance(trainer.optimizer, daso.DASO):
@@ -210,11 +226,12 @@ def _name(device: torch.device) -> str:
 
 def table(found: Mapping[str, Any]) -> str:
     """Return what was found, line by line."""
-    bare, wrapped = (1e3 * statistics.median(found["seconds"][name]) for name in (BARE, WRAPPED))
+    bare, wrapped, ddp = (1e3 * statistics.median(one) for one in found["seconds"].values())
     return "\n".join(
         [
             _conditions(found),
-            f"  step: bare {bare:.2f} ms, wrapped {wrapped:.2f} ms, {_ratio(found):.4f} of it",
+            f"  step: bare {bare:.2f} ms, wrapped {wrapped:.2f} ms, {_ratio(found):.4f} of it; "
+            f"DDP ({found['ddp_backend']}) {ddp:.2f} ms, {_ratio(found, DDP):.4f}",
             f"  exposed {1e3 * found['exposed_seconds']:.3f} ms a step, "
             f"{found['exchanges']} exchanges, {found['node_transport']}",
             f"  {found['bytes_per_parameter']:.2f} bytes per parameter more at the most",
@@ -228,9 +245,9 @@ def table(found: Mapping[str, Any]) -> str:
     )
 
 
-def _ratio(found: Mapping[str, Any]) -> float:
-    """Return the wrapped step's time over the bare one's, round by round."""
-    return statistics.median(over(found["seconds"][WRAPPED], found["seconds"][BARE]))
+def _ratio(found: Mapping[str, Any], name: str = WRAPPED) -> float:
+    """Return a contender's step time over the bare one's, round by round."""
+    return statistics.median(over(found["seconds"][name], found["seconds"][BARE]))
 
 
 def _conditions(found: Mapping[str, Any]) -> str:
@@ -257,6 +274,11 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     else:
         step = statistics.median(found["seconds"][WRAPPED])
         named = {
+            "gpu_step_over_bare_two_nodes": (
+                _ratio(found),
+                f"ratio of step times, over the bare optimizer; DDP ({found['ddp_backend']}) "
+                f"{_ratio(found, DDP):.3f}",
+            ),
             "gpu_exposed_share": (found["exposed_seconds"] / step, "of a step"),
             "gpu_peak_bytes_per_parameter": (
                 found["bytes_per_parameter"],

@@ -13,7 +13,7 @@ from daso.comm.node.shm import ShmNode
 from daso.comm.topology import Topology
 from daso.plan.layout import split
 from daso.plan.options import Exchange
-from daso.run.bench.contenders import join_gloo
+from daso.run.bench.contenders import join_process_group
 from daso.run.bench.rounds import over, take_turns
 
 __all__ = ["Plan", "figures", "measure", "ratios", "table"]
@@ -51,7 +51,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     bucket.flat.fill_(topology.place.rank)
     parts = split(numel, size)
     mine, sums = torch.ones(numel), torch.empty(numel)
-    join_gloo(topology)
+    join_process_group(topology)
 
     def ours() -> None:
         bucket.start(parts)

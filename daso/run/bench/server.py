@@ -17,7 +17,7 @@ from torch import nn
 
 from daso.comm.topology import Topology
 from daso.data import ShardedSampler
-from daso.run.bench.contenders import SERVERS, Contender, join_gloo
+from daso.run.bench.contenders import SERVERS, Contender, join_process_group
 from daso.run.bench.models import Batch, Case, loss_of, score
 from daso.run.bench.names import DDP, UNBOUNDED
 from daso.run.bench.paced import Paced
@@ -98,7 +98,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     Collective over the world; blocking.
     """
     torch.set_num_threads(1)
-    join_gloo(topology)
+    join_process_group(topology)
     samples, tests = (samples_of(plan.data, train=train) for train in (True, False))
     rows: list[dict[str, Any]] = [{"name": name, "courses": []} for name in plan.names]
     for seed in range(plan.seeds):

@@ -24,7 +24,7 @@ from daso.data import ShardedSampler, load_digits, load_fashion
 from daso.environment import data_folder
 from daso.errors import ExchangeError
 from daso.run.bench import train
-from daso.run.bench.contenders import CONTENDERS, Contender, join_gloo
+from daso.run.bench.contenders import CONTENDERS, Contender, join_process_group
 from daso.run.bench.courses import is_tested, on_link
 from daso.run.bench.models import SIDE, Batch, Case, score, small_cnn
 from daso.run.bench.names import DDP
@@ -87,7 +87,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     Collective over the world; blocking.
     """
     torch.set_num_threads(1)
-    join_gloo(topology)
+    join_process_group(topology)
     samples, tests = (samples_of(plan.data, train=train) for train in (True, False))
     mine = slice(topology.place.rank, None, topology.place.size)  # of the tests
     share = tests[0][mine], tests[1][mine]

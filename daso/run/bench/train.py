@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from daso.comm.topology import Topology
-from daso.run.bench.contenders import INSIDE, ORDERS, Contender, join_gloo
+from daso.run.bench.contenders import INSIDE, ORDERS, Contender, join_process_group
 from daso.run.bench.models import CASES, Batch
 from daso.run.bench.names import COMPUTE, DDP, OURS
 from daso.run.bench.rivals import EVERYBODY
@@ -61,7 +61,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     case = CASES[plan.model]
     batches = case.batches(topology.place.rank)
     names = [COMPUTE, *(name for name in plan.names if name != COMPUTE)]
-    join_gloo(topology)
+    join_process_group(topology)
     makers = {**EVERYBODY, **ORDERS, **INSIDE}
     contenders = {name: makers[name](case, topology) for name in names}
     rounds: dict[str, list[Round]] = {name: [] for name in names}
