@@ -8,13 +8,13 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
+import daso
 from daso.comm.topology import Place
 from daso.errors import CheckpointError, told
 
@@ -61,7 +61,7 @@ class Manifest:
             "node_sizes": place.node_sizes,
             "node_of": self.node_of,
             "files": [asdict(entry) for entry in self.files],
-            "versions": {"daso": version("daso"), "torch": str(torch.__version__)},
+            "versions": {"daso": daso.__version__, "torch": str(torch.__version__)},
         }
         return json.dumps(lines, indent=2) + "\n"
 

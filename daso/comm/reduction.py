@@ -80,7 +80,7 @@ class SendBuffer:
 
     codec: Codec
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device = CPU) -> None:
         self._own = torch.empty(0, dtype=torch.uint8, device=device)
         self.memory = self._own  # all payloads, in order (bytes)
         self._payloads: dict[tuple[int, int], torch.Tensor] = {}

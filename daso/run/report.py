@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+import daso
 from daso.environment import terminal_columns
 from daso.errors import ConfigError
 from daso.plan.strict import strict_json
@@ -29,11 +30,12 @@ def versions(mpi: str) -> dict[str, str]:
     """Return the versions that a result depends on."""
     import torch  # not where commands are parsed; its own word names the build
 
-    installed = {name: version(name) for name in ("daso", "mpi4py", "numpy")}
+    installed = {name: version(name) for name in ("mpi4py", "numpy")}
     return {
         "python": platform.python_version(),
         "mpi": mpi,
         "torch": str(torch.__version__),
+        "daso": daso.__version__,
         **installed,
         **commit_of(Path(__file__).parent),
     }

@@ -15,7 +15,13 @@ from daso import trace
 from daso.comm.node.select import choose_device
 from daso.errors import LayoutError, TopologyError
 
-pytestmark = [pytest.mark.mpi, pytest.mark.real_mpi, pytest.mark.nodes((1, 1), (2,), (2, 1))]
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.real_mpi,
+    pytest.mark.nodes((1, 1), (2,), (2, 1), (2, 2)),
+    # torch warns where a process's first matrix product is in backward, on autograd's thread.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+]
 
 ORDERED = daso.Exchange(reduce="ordered", chunk_bytes=512)
 

@@ -93,7 +93,7 @@ def test_kernels_are_tried_and_taken():
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_that_share_devices(ranks):
     words = ("--with-mpi", "-q", "--timeout=120", *PRETENDED, str(ON_RANKS))
     run = run_on(ranks, "-m", "pytest", *words, timeout=880)
@@ -124,8 +124,8 @@ def test_a_cuda_graph_of_forward_and_backward_can_be_replayed():
         for _ in range(20):
             graph.replay()
             optimizer.step()
-            before = before or float(loss)
-        assert float(loss) < before
+            before = before or float(loss.detach())
+        assert float(loss.detach()) < before
 
 
 def test_the_first_number_that_is_not_finite_is_found():
@@ -162,6 +162,7 @@ def test_a_plan_for_less_memory_changes_no_bit(policy):
     assert all(map(torch.equal, *ended))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_captured_step_changes_no_bit_and_never_waits():
     model, plain = wide(), wide()
     for one in (model, plain):

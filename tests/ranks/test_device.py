@@ -10,13 +10,17 @@ import pytest
 import torch
 from compare import compare
 from models import Odd, Wide, adamw, mlp, sgd
-from world import test_behaviour, test_odd_moments, test_state, test_sync
+from world import test_behaviour, test_gradient_wire, test_odd_moments, test_state, test_sync
 
 import daso
 from daso.comm.emulation import CopyLink, pretend_device
 from daso.comm.node.select import choose_device
 
-pytestmark = [pytest.mark.mpi, pytest.mark.nodes((1, 1), (2,), (2, 1))]
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.nodes((1, 1), (2,), (2, 1)),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +51,14 @@ test_dropped_ahead = (
 test_sparse = test_odd_moments.test_what_a_sparse_wire_holds_back_goes_out_when_nodes_agree
 test_nan_is_told = test_behaviour.test_nan_on_one_node_drops_that_exchange_everywhere_and_heals
 test_added_later = test_behaviour.test_parameters_added_mid_run_are_exchanged_too
+test_narrow_gradients = test_gradient_wire.test_ranks_are_alike_after_every_step_and_bytes_are_fewer
 test_buffers = test_behaviour.test_batchnorm_statistics_are_equal_and_the_mean_of_all_ranks
+
+
+@pytest.mark.nodes((1, 1), (2, 1))
+@pytest.mark.parametrize("wire", test_gradient_wire.NARROW)
+def test_narrow_gradients(topology, wire):
+    test_gradient_wire.test_ranks_are_alike_after_every_step_and_bytes_are_fewer(topology, wire)
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])

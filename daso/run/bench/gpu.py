@@ -27,7 +27,7 @@ from daso.train.deltas.shard import DeltaShard, MergeOptions
 
 __all__ = ["MODELS", "PRETENDED", "Plan", "figures", "measure", "table"]
 
-BARE, WRAPPED, DDP = "bare", "wrapped", "DDP"
+BARE, WRAPPED, DEFAULT, DDP = "bare", "wrapped", "default", "DDP"
 TORCH, KERNELS = "torch", "kernels"
 # Bytes that must cross the device's memory for a number: parameter and reference are read, 16 bits
 # written; mean, 16 bits and reference read, reference and what is merged written.
@@ -62,9 +62,10 @@ class Trainer:
         self.optimizer = shape.optimizer(list(self.model.parameters()))
         if name == DDP:
             self.model = DistributedDataParallel(self.model)
-        if name == WRAPPED:
+        if name in (WRAPPED, DEFAULT):
+            chosen: dict[str, Any] = {"policy": POLICY, "wire": "bf16"} if name == WRAPPED else {}
             self.optimizer = daso.DASO(
-                self.optimizer, module=self.model, topology=topology, policy=POLICY, wire="bf16"
+                self.optimizer, module=self.model, topology=topology, **chosen
             )
 
     def round(self, steps: int) -> float:
@@ -102,7 +103,8 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         device, emulated = choose_device(topology), nullcontext()
         torch.cuda.set_device(device)
     with emulated, _process_group(topology, device) as backend:
-        ways = {name: Trainer(name, shape, device, topology) for name in (BARE, WRAPPED, DDP)}
+        names = [BARE, WRAPPED, *([DEFAULT] if topology.place.size > 1 else []), DDP]
+        ways = {name: Trainer(name, shape, device, topology) for name in names}
         wrapped = ways[WRAPPED].optimizer
         assert isinstance(wrapped, daso.DASO)
         for one in ways.values():
@@ -115,7 +117,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         report = wrapped.report()
         parameters, choice = sum(ways[BARE].numels), _choice(device)
         held = _held(shape, device, topology, plan.steps)
-        wrapped.close()
+        default = _end(ways)
     mine = {
         "seconds": seconds,
         "exposed_seconds": (report["exposed_seconds"] - exposed) / (plan.rounds * plan.steps),
@@ -134,8 +136,23 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         "packs": TORCH if choice.kernels is None else KERNELS,
         "node_transport": report["node_transport"],
         "exchanges": report["exchanges"],
+        "default": default,
         **slowest,
     }
+
+
+def _end(ways: Mapping[str, Trainer]) -> dict[str, Any]:
+    """Close the optimizers; return what the default one did."""
+    done: dict[str, Any] = {}
+    for name, one in ways.items():
+        if isinstance(one.optimizer, daso.DASO):
+            report = one.optimizer.report()
+            if name == DEFAULT:
+                batch, skip, wait = report["skip_history"][-1]
+                done = {"skip": skip, "wait": wait, "gradient_wire": report["gradient_wire"]}
+                done |= {"wire": report["wire"], "since_batch": batch}
+            one.optimizer.close()
+    return done
 
 
 @contextmanager
@@ -226,12 +243,14 @@ def _name(device: torch.device) -> str:
 
 def table(found: Mapping[str, Any]) -> str:
     """Return what was found, line by line."""
-    bare, wrapped, ddp = (1e3 * statistics.median(one) for one in found["seconds"].values())
+    ms = {name: 1e3 * statistics.median(one) for name, one in found["seconds"].items()}
     return "\n".join(
         [
             _conditions(found),
-            f"  step: bare {bare:.2f} ms, wrapped {wrapped:.2f} ms, {_ratio(found):.4f} of it; "
-            f"DDP ({found['ddp_backend']}) {ddp:.2f} ms, {_ratio(found, DDP):.4f}",
+            *(
+                f"  {_way(found, name)}: {one:.2f} ms a step, {_ratio(found, name):.4f} of bare"
+                for name, one in ms.items()
+            ),
             f"  exposed {1e3 * found['exposed_seconds']:.3f} ms a step, "
             f"{found['exchanges']} exchanges, {found['node_transport']}",
             f"  {found['bytes_per_parameter']:.2f} bytes per parameter more at the most",
@@ -243,6 +262,14 @@ def table(found: Mapping[str, Any]) -> str:
             ),
         ]
     )
+
+
+def _way(found: Mapping[str, Any], name: str) -> str:
+    if name == DEFAULT:
+        return (
+            f"{name} (Auto, {', '.join(f'{key} {one}' for key, one in found['default'].items())})"
+        )
+    return f"{name} ({found['ddp_backend']})" if name == DDP else name
 
 
 def _ratio(found: Mapping[str, Any], name: str = WRAPPED) -> float:
