@@ -10,8 +10,8 @@ a few chunks are on their way at a time, so that the link is busy while one is a
 A row is read and written through a `ReduceBuffer` (`daso.comm.reduction`), which has encoded it
 when the exchange starts.
 
-Where MPI takes the memory of a device, what crosses is added there (`OnDevice`): beside training,
-and nothing crosses before what makes it is over.
+What lies on a device is added there (`OnDevice`): beside training, and nothing crosses before what
+makes it is over. MPI takes the memory of the device, or pinned copies of what crosses on the host.
 """
 
 import time
@@ -33,6 +33,8 @@ from daso.comm.reduction import (
     BufferPool,
     Chunks,
     ReduceBuffer,
+    Spans,
+    StagedBuffer,
     WeightedMean,
     add_and_deliver,
     deliver,
@@ -62,17 +64,19 @@ MESSAGES = 8  # under way to and from a rank, about
 
 @dataclass(frozen=True, slots=True)
 class OnDevice:
-    """Where rows are added that MPI sends from a device.
+    """Where rows are added that lie on a device.
 
     Args:
         device: Which.
         copies: Lets launches run beside training, and tells when they are over.
         piece: Numbers that are added at a time, a multiple of `PIECE`.
+        staged: MPI sends copies on the host (`StagedBuffer`); else it takes the device's memory.
     """
 
     device: torch.device
     copies: DeviceStaging
     piece: int
+    staged: bool = False
 
 
 def window(peers: int) -> int:
@@ -104,6 +108,7 @@ def iallreduce(
     weight: int,
     total: int,
     kept: BufferPool | None = None,
+    where: OnDevice | None = None,
 ) -> Requests:
     """Take the weighted mean of a row by MPI's own sum.
 
@@ -113,7 +118,8 @@ def iallreduce(
         chunks: From `plan.layout.chunk_parts`.
         weight: Weight of this rank's row.
         total: Sum of all ranks' weights.
-        kept: Memory from exchange to exchange.
+        kept: Memory on the host from exchange to exchange.
+        where: The row is a `StagedBuffer` there; None: it lies on the host.
 
     Returns:
         Bytes sent by this rank. MPI hides its algorithm; this is a ring's 2 (P-1)/P of the row.
@@ -126,7 +132,7 @@ def iallreduce(
 
     def start(index: int) -> "list[MPI.Request]":
         first, last = spans[index]
-        (payload,) = source.payloads(codec, [spans[index]])
+        (payload,) = _outgoing(source, codec, [spans[index]])
         sums = rooms.row("sums", index, last - first, source.dtype)
         torch.mul(payload.view(source.dtype), weight, out=sums)
         crossing[index] = sums, payload
@@ -135,14 +141,36 @@ def iallreduce(
     def finish(index: int) -> Waits:
         first, last = spans[index]
         sums, payload = crossing.pop(index)
-        for a, b in pieces(last - first):
-            fields = codec.fields(payload, last - first, a, b)
-            source.deliver(first + a, first + b, sums[a:b].div_(total), fields)
-        yield from ()
+        means = sums.div_(total)
+        if where is not None:
+            (payload,) = source.payloads(codec, [spans[index]])
+            with where.copies.beside():
+                means = torch.empty(last - first, dtype=source.dtype, device=where.device)
+                made = where.copies.mark()
+            yield made
+            yield where.copies.back(sums, means)
+        with nullcontext() if where is None else where.copies.beside():
+            for a, b in pieces(last - first, PIECE if where is None else where.piece):
+                fields = codec.fields(payload, last - first, a, b)
+                source.deliver(first + a, first + b, means[a:b], fields)
+            over = None if where is None else where.copies.mark()
+        if over is not None:
+            yield over
 
     yield from _in_window(len(chunks), rooms.window, start, finish)
     numel = spans[-1][1] - spans[0][0] if spans else 0
     return 2 * (peers - 1) * numel * source.dtype.itemsize // peers
+
+
+def _payloads(source: ReduceBuffer, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:
+    return source.payloads(codec, spans)
+
+
+def _outgoing(source: ReduceBuffer, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:
+    """Return what MPI on the host sends of spans."""
+    if isinstance(source, StagedBuffer):
+        return source.outgoing(codec, spans)
+    return source.payloads(codec, spans)
 
 
 def deterministic_allreduce(
@@ -163,7 +191,7 @@ def deterministic_allreduce(
         weights: Weight of each rank's row, in rank order.
         total: What the sum is divided by.
         rounded: What the owners of parts rounded away, by start of the part; kept by the caller.
-        where: Rows lie there and MPI takes its memory; None: on the host.
+        where: Rows lie there, and are a `StagedBuffer` where it says so; None: on the host.
         of_gradients: What owners rounded away waits as `encode_gradients` says.
     """
     if len(weights) == 2:
@@ -201,13 +229,39 @@ class _InRankOrder:
         of_gradients: bool = False,
     ) -> None:
         self.comm, self.codec = comm, codec
+        self.where = where
         self._copies = None if where is None else where.copies
-        self._buffer = byte_buffer if where is None else device_buffer
+        self._staged = where is not None and where.staged
+        self._buffer = byte_buffer if where is None or where.staged else device_buffer
         device, piece = (CPU, PIECE) if where is None else (where.device, where.piece)
         self.adder = WeightedMean(
             codec, weights, total, rounded, device, piece, of_gradients=of_gradients
         )
         self.kept = BufferPool(window(len(weights)), device)
+        # What MPI reads and writes: the same memory, but where that is on the host.
+        self.crossing = self.kept
+        if where is not None and where.staged:
+            self.crossing = BufferPool(self.kept.window, CPU, where.copies.memory)
+
+    def _sent(self, source: ReduceBuffer, spans: Spans) -> Sequence[torch.Tensor]:
+        """Return what MPI sends of spans."""
+        return (_outgoing if self._staged else _payloads)(source, self.codec, spans)
+
+    def _fetch(self, arrived: torch.Tensor, row: torch.Tensor) -> Waits:
+        """Bring what MPI wrote to where it is added, unless it lies there."""
+        if self._staged and self._copies is not None:
+            yield self._polled(self._copies.back(arrived, row))
+
+    def _bring(self, row: torch.Tensor, leaving: torch.Tensor) -> Waits:
+        """Bring what was added, and is over, to where MPI reads it, unless it lies there."""
+        if self._staged and self._copies is not None:
+            with self._copies.beside():
+                over = self._copies.out(row, leaving)
+            yield self._polled(over)
+
+    def _polled(self, over: Arrived) -> Arrived:
+        """Let other chunks' messages move while something is waited for."""
+        return lambda: self.comm.Iprobe(tag=NOTHING) or over()
 
     def _beside(self) -> AbstractContextManager[None]:
         """Let what is computed meanwhile run beside training."""
@@ -231,8 +285,7 @@ class _InRankOrder:
         if self._copies is not None:
             with self._copies.beside():
                 over = self._copies.mark()
-            # Other chunks' messages move only while MPI is asked for something.
-            yield lambda: self.comm.Iprobe(tag=NOTHING) or over()
+            yield self._polled(over)
 
 
 class PairwiseExchange(_InRankOrder):
@@ -250,26 +303,27 @@ class PairwiseExchange(_InRankOrder):
 
         def finish(index: int) -> Waits:
             (sent,) = source.payloads(self.codec, [spans[index]])
-            other = self._other(spans[index], index)
+            other = self._other(spans[index], index, self.kept)
+            yield from self._fetch(self._other(spans[index], index, self.crossing), other)
             versions = [sent, other] if rank == 0 else [other, sent]
             with self._beside():
                 add_and_deliver(self.adder, versions, source, spans[index], sent)
             yield from self._computed()
 
-        yield from self._made(len(spans), lambda at: self._other(spans[at], at))
+        yield from self._made(len(spans), lambda at: self._other(spans[at], at, self.kept))
         yield from _in_window(
             len(spans), self.kept.window, lambda at: self._swap(source, spans[at], at), finish
         )
         return sum(self.codec.nbytes(stop - start) for start, stop in spans)
 
-    def _other(self, span: tuple[int, int], index: int) -> torch.Tensor:
-        """Return where the other rank's version of a chunk arrives."""
-        return self.kept.row("other", index, self.codec.nbytes(span[1] - span[0]), torch.uint8)
+    def _other(self, span: tuple[int, int], index: int, rows: BufferPool) -> torch.Tensor:
+        """Return where the other rank's version of a chunk arrives, or is added."""
+        return rows.row("other", index, self.codec.nbytes(span[1] - span[0]), torch.uint8)
 
     def _swap(self, source: ReduceBuffer, span: tuple[int, int], index: int) -> "list[MPI.Request]":
         """Start sending a chunk to the other rank."""
-        (sent,), peer = source.payloads(self.codec, [span]), 1 - self.comm.Get_rank()
-        receive = self.comm.Irecv(self._buffer(self._other(span, index)), peer, SWAP)
+        (sent,), peer = self._sent(source, [span]), 1 - self.comm.Get_rank()
+        receive = self.comm.Irecv(self._buffer(self._other(span, index, self.crossing)), peer, SWAP)
         return [receive, self.comm.Isend(self._buffer(sent), peer, SWAP)]
 
 
@@ -297,20 +351,25 @@ class ReduceScatterAllGather(_InRankOrder):
         def take_back() -> Waits:
             index, requests = returning.popleft()
             yield requests
+            yield from self._fetch(*self._rows("back", chunks[index], index))
             with self._beside():
                 self._deliver(source, chunks[index], index)
             yield from self._computed()
 
         def finish(index: int) -> Waits:
+            yield from self._fetch(*self._rows("receive", chunks[index], index))
             with self._beside():
                 self._add(source, chunks[index], index)
             yield from self._computed()
+            leaving, mean = self._means_here(chunks[index], index)
+            yield from self._bring(mean, leaving)
             returning.append((index, self._return(chunks[index], index)))
             if len(returning) == self.kept.window:
                 yield from take_back()
 
         yield from self._made(
-            len(chunks), lambda at: (self._received(chunks[at], at), self._returned(chunks[at], at))
+            len(chunks),
+            lambda at: [self._rows(name, chunks[at], at) for name in ("receive", "back")],
         )
         yield from _in_window(
             len(chunks),
@@ -344,35 +403,55 @@ class ReduceScatterAllGather(_InRankOrder):
         self, source: ReduceBuffer, parts: Sequence[tuple[int, int]], index: int
     ) -> "list[MPI.Request]":
         """Start sending each peer its part of a chunk."""
-        sent = source.payloads(self.codec, parts)
-        return self._swap(sent, self._received(parts, index), tag=SCATTER)
-
-    def _received(self, parts: Sequence[tuple[int, int]], index: int) -> Sequence[torch.Tensor]:
-        """Return where each peer's version of this rank's part arrives."""
         mine = self._sizes(parts)[self.comm.Get_rank()]
-        rows = self.kept.row("receive", index, mine * len(parts), torch.uint8)
-        return torch.split(rows, [mine] * len(parts))
+        arriving, _ = self._rows("receive", parts, index)
+        incoming = torch.split(arriving, [mine] * len(parts))
+        return self._swap(self._sent(source, parts), incoming, tag=SCATTER)
 
-    def _returned(self, parts: Sequence[tuple[int, int]], index: int) -> Sequence[torch.Tensor]:
-        """Return where the mean of each part arrives."""
+    def _rows(
+        self, name: str, parts: Sequence[tuple[int, int]], index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return memory for peers' versions of this rank's part, or means: MPI's, and to add in.
+
+        Args:
+            name: "receive" or "back".
+            parts: Of the chunk.
+            index: Of the chunk.
+        """
         sizes = self._sizes(parts)
-        return torch.split(self.kept.row("back", index, sum(sizes), torch.uint8), sizes)
+        nbytes = sum(sizes) if name == "back" else sizes[self.comm.Get_rank()] * len(parts)
+        arriving, here = (
+            rows.row(name, index, nbytes, torch.uint8) for rows in (self.crossing, self.kept)
+        )
+        return arriving, here
+
+    def _means_here(
+        self, parts: Sequence[tuple[int, int]], index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where the mean of this rank's part is sent from, and where it is added."""
+        sizes, rank = self._sizes(parts), self.comm.Get_rank()
+        leaving, mean = (torch.split(row, sizes)[rank] for row in self._rows("back", parts, index))
+        return leaving, mean
 
     def _add(self, source: ReduceBuffer, parts: Sequence[tuple[int, int]], index: int) -> None:
         """Add this rank's part."""
-        rank, versions = self.comm.Get_rank(), list(self._received(parts, index))
+        rank, (_, received) = self.comm.Get_rank(), self._rows("receive", parts, index)
+        mine = self._sizes(parts)[rank]
+        versions = list(torch.split(received, [mine] * len(parts)))
         versions[rank] = source.payloads(self.codec, parts)[rank]
-        mean = self._returned(parts, index)[rank]
+        _, mean = self._means_here(parts, index)
         self.adder.add(versions, mean, parts[rank], accumulator(source.dtype))
 
     def _return(self, parts: Sequence[tuple[int, int]], index: int) -> "list[MPI.Request]":
         """Start sending the mean of this rank's part to every peer."""
-        returned = self._returned(parts, index)
+        arriving, _ = self._rows("back", parts, index)
+        returned = torch.split(arriving, self._sizes(parts))
         mine = returned[self.comm.Get_rank()]
         return self._swap([mine] * len(parts), returned, tag=RETURN)
 
     def _deliver(self, source: ReduceBuffer, parts: Sequence[tuple[int, int]], index: int) -> None:
-        means, sent = self._returned(parts, index), source.payloads(self.codec, parts)
+        _, row = self._rows("back", parts, index)
+        means, sent = torch.split(row, self._sizes(parts)), source.payloads(self.codec, parts)
         room = self.kept.room(source.dtype, self.adder.piece)
         deliver(self.codec, means, source, parts, sent, room, self.adder.piece)
 

@@ -5,8 +5,8 @@ the price of one. `in_process` does with it what `daso.comm.allreduce.determinis
 between ranks.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -21,6 +21,7 @@ __all__ = [
     "Row",
     "SendBuffer",
     "Spans",
+    "StagedBuffer",
     "WeightedMean",
     "add_and_deliver",
     "cut",
@@ -47,6 +48,15 @@ class ReduceBuffer(Protocol):
 
     def deliver(self, start: int, stop: int, mean: torch.Tensor, sent: Fields) -> None:
         """Take the mean of elements ``start`` to ``stop``; ``sent`` is what crossed of them."""
+        ...
+
+
+@runtime_checkable
+class StagedBuffer(ReduceBuffer, Protocol):
+    """A row on a device, of which copies of what crosses lie on the host."""
+
+    def outgoing(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:
+        """Return what `payloads` does, on the host."""
         ...
 
 
@@ -121,18 +131,29 @@ class BufferPool:
     Args:
         window: Chunks that are under way at most.
         device: Where rows lie.
+        memory: Makes them, of so many bytes; None: torch.
     """
 
-    def __init__(self, window: int = 1, device: torch.device = CPU) -> None:
-        self.window, self.device = window, device
+    def __init__(
+        self,
+        window: int = 1,
+        device: torch.device = CPU,
+        memory: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
+        self.window, self.device, self._memory = window, device, memory
         self._rows: dict[tuple[str, int], torch.Tensor] = {}
 
     def row(self, name: str, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory for chunk ``index``."""
         key = (f"{name} {dtype}", index % self.window)
         if key not in self._rows or self._rows[key].numel() < numel:
-            self._rows[key] = torch.empty(numel, dtype=dtype, device=self.device)
+            self._rows[key] = self._make(numel, dtype)
         return self._rows[key][:numel]
+
+    def _make(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if self._memory is not None:
+            return self._memory(numel * dtype.itemsize).view(dtype)
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
     def room(self, dtype: torch.dtype, numel: int = PIECE) -> torch.Tensor:
         """Return memory to work in (numel)."""

@@ -83,9 +83,10 @@ class DeltaBuffer:
         way, copies = MergeOptions(channels.settings.eager, share, outer), node.copies
         self.part = DeltaShard(self.shared.mine, way, on_device=copies is not None)
         where = None
-        if copies is not None and channels.settings.exchange.memory == "device":
-            where = OnDevice(self.part.shown.device, copies, self.part.piece)
-        self.crossing = crossing_of(self.part, copies, None if where is None else self.rounded)
+        if copies is not None:
+            staged = channels.settings.exchange.memory != "device"
+            where = OnDevice(self.part.shown.device, copies, self.part.piece, staged)
+        self.crossing = crossing_of(self.part, where, self.rounded)
         wires, rounded = channels.settings.wires, self.rounded
         codecs = {wire: codec_named(wire, dtype) for wire in wires}
         self.wired = {wire: channels.ordered(one, rounded, where) for wire, one in codecs.items()}
@@ -236,8 +237,9 @@ class DeltaBuffer:
             nbytes = yield from mean.run(self.crossing, self.chunks)
         else:
             weight, total = mean.adder.weights[mean.comm.Get_rank()], mean.adder.total
-            comm, kept = mean.comm, mean.kept
-            nbytes = yield from iallreduce(comm, self.crossing, self.cuts, weight, total, kept)
+            nbytes = yield from iallreduce(
+                *(mean.comm, self.crossing, self.cuts, weight, total, mean.crossing, mean.where)
+            )
         return Measured(nbytes, *(yield from self.crossing.finish()))
 
     def state(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from daso.comm.allreduce import OnDevice
 from daso.comm.compression import Codec, Fields
 from daso.comm.device.staging import Arrived, DeviceStaging
 from daso.comm.engine import Work
@@ -38,18 +39,18 @@ class ShardTransport(ReduceBuffer, Protocol):
 
 
 def crossing_of(
-    part: DeltaShard, copies: DeviceStaging | None, kept: Mapping[int, torch.Tensor] | None = None
+    part: DeltaShard, where: OnDevice | None, kept: Mapping[int, torch.Tensor]
 ) -> ShardTransport:
     """Return the way of a part between nodes.
 
     Args:
         part: On the CPU, or on a device.
-        copies: How it comes to the host; None: it lies there.
-        kept: What else exchanges keep on the device, from which it crosses; None: from the host.
+        where: That device, and how the part crosses from there; None: it lies on the CPU.
+        kept: What else exchanges keep on the device.
     """
-    if copies is None:
+    if where is None:
         return HostShard(part)
-    return PinnedShard(part, copies) if kept is None else DeviceShard(part, copies, kept)
+    return (PinnedShard if where.staged else DeviceShard)(part, where.copies, kept)
 
 
 class HostShard:
@@ -80,7 +81,7 @@ class HostShard:
 
 
 class DeviceShard:
-    """A part on a device, which crosses from there and is moved beside the training stream.
+    """A part on a device, which MPI reads there and which is moved beside the training stream.
 
     Only what is read of an exchange comes to the host. Means are delivered by launches that run
     `DeviceStaging.beside` training; the exchange sees to it that nothing crosses before it is made.
@@ -141,23 +142,18 @@ class DeviceShard:
 
 
 class PinnedShard(DeviceShard):
-    """A part on a device, which crosses from the host and is moved beside the training stream.
+    """A part on a device, of which what crosses is copied to pinned memory of the host.
 
     Nothing waits for the device but the engine's thread, and that by asking: payloads and checks
-    are copied out when the training thread has launched what encodes them; means come back piece by
-    piece, and the part's arithmetic runs on a stream of its own.
-
-    Args:
-        part: On the device.
-        copies: Between it and the host.
+    are copied out when the training thread has launched what encodes them.
     """
 
-    def __init__(self, part: DeltaShard, copies: DeviceStaging) -> None:
-        super().__init__(part, copies, {})
+    def __init__(
+        self, part: DeltaShard, copies: DeviceStaging, kept: Mapping[int, torch.Tensor]
+    ) -> None:
+        super().__init__(part, copies, kept)
         self._outbox = SendBuffer()  # on the host
         self._payloads = copies.memory(0)
-        self._means = copies.memory(part.shown.nbytes).view(part.dtype)
-        self._room = torch.empty_like(part.shown[: part.piece])
 
     def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
         """Encode what an exchange will carry, and start copies of it to the host."""
@@ -168,22 +164,6 @@ class PinnedShard(DeviceShard):
         self._outbox.open(codec, spans, self._payloads)
         self._before.append(self._copies.out(sent, self._outbox.memory))
 
-    def payloads(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:  # noqa: ARG002
+    def outgoing(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:  # noqa: ARG002
         """Return what was encoded of spans, on the host."""
         return self._outbox.payloads(spans)
-
-    def deliver(self, start: int, stop: int, mean: torch.Tensor, sent: Fields) -> None:  # noqa: ARG002
-        """Keep the mean delta of elements ``start`` to ``stop`` on the host until `finish`."""
-        self._means[start:stop].copy_(mean)
-
-    def finish(self) -> Work[tuple[float, float, float]]:
-        """Move the part piece by piece, and end the exchange."""
-        part, copies = self.part, self._copies
-        for start, stop, fields in part.sent():
-            mean = self._room[: stop - start]
-            yield copies.back(self._means[start:stop], mean)
-            with copies.beside():
-                part.deliver(start, stop, mean, fields)
-                delivered = copies.mark()
-            yield delivered  # the next piece takes the same room
-        return (yield from super().finish())
