@@ -266,7 +266,7 @@ def encode_gradients(codec: Codec, fresh: torch.Tensor, kept: torch.Tensor, fiel
     codec.encode(values, fields)
     codec.decode(fields, kept)
     torch.sub(values, kept, out=kept)
-    if not bool(kept.sum().isfinite()):
+    if kept.is_cuda or not bool(kept.sum().isfinite()):  # asking a device would wait for it
         kept.nan_to_num_(0.0, 0.0, 0.0)
     kept += waiting
 

@@ -20,7 +20,8 @@ from daso.comm.emulation import LinkModel, emulated_link
 from daso.comm.engine import Engine, Work
 from daso.comm.health.step_watchdog import StepWatchdog
 from daso.comm.mpi import load
-from daso.comm.reduction import BufferPool, Row
+from daso.comm.node.base import NodeTransport
+from daso.comm.reduction import CPU, BufferPool, Row
 from daso.comm.topology import Topology
 from daso.errors import ConfigError
 from daso.plan.costs import payload_rounds, vote_rounds
@@ -115,21 +116,29 @@ class Channels:
         weights = node_weights(self.place.node_sizes)
         return deterministic_allreduce(self.lane, codec, weights, sum(weights), rounded, where)
 
-    def compressor(self, wire: str) -> GradientCompressor:
+    def compressor(
+        self, wire: str, node: NodeTransport, device: torch.device
+    ) -> GradientCompressor:
         """Return what takes means of gradients over the world on a narrow wire.
 
         Args:
             wire: "bf16", "int8" or "int4".
+            node: Where they are added first.
+            device: Of parameters.
         """
         place = self.place
         return GradientCompressor(
             wire,
             nodes=place.nodes,
             chunk_bytes=self.settings.exchange.chunk_bytes,
-            ordered=lambda codec, rounded: deterministic_allreduce(
-                self.lane, codec, [1] * place.nodes, place.size, rounded, of_gradients=True
+            ordered=lambda codec, rounded, where: deterministic_allreduce(
+                *(self.lane, codec, [1] * place.nodes, place.size, rounded, where),
+                of_gradients=True,
             ),
             mean=self.gradient_mean,
+            device=device if node.sums_stay else CPU,
+            copies=node.copies,
+            staged=self.settings.exchange.memory != "device",
         )
 
     def gradient_mean(self, total: torch.Tensor, slot: int = 0) -> Work[int]:

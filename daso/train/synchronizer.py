@@ -79,7 +79,6 @@ class Synchronizer:
         # Whether gradients are averaged between nodes, and on a narrow wire; steps are taken layer
         # by layer; and whether this looked around.
         self._synchronous = self._compresses = self._by_layers = self._looked = False
-        self.compressor = self.channels.compressor(settings.gradient_wire(hidden=True))
         bucket_bytes, search = first_size(settings, sum(p.nbytes for _, p in trained.named))
         self.buckets = GradientReducer(
             trained.named,
@@ -92,6 +91,8 @@ class Synchronizer:
             ),
             in_portions=settings.gradients.order == "priority",
         )
+        wire = settings.gradient_wire(hidden=True)
+        self.compressor = self.channels.compressor(wire, self.buckets.node, trained.device)
         self.layers = self._layers()
         self._tuner = None
         if search is not None:
@@ -163,7 +164,8 @@ class Synchronizer:
                 place.local_size, place.lanes, carrier=carrier, world=True, whole=whole
             )
         if between:
-            return ReducePlan(place.local_size, place.lanes, self._average_between)
+            stay = self._compresses and self.buckets.node.sums_stay
+            return ReducePlan(place.local_size, place.lanes, self._average_between, stay=stay)
         alone = max(place.node_sizes) == 1
         inside = carrier if isinstance(carrier, HostReducer) else None
         return ReducePlan(
@@ -183,7 +185,8 @@ class Synchronizer:
             start, stop = split(bucket.memory.flat.numel(), place.lanes)[place.local_rank]
             flags = [at - start for at in bucket.places if start <= at < stop]
             row = bucket.memory.flat.dtype
-            work = self.compressor.mean(total, (row, bucket.portion.span.start + start), flags)
+            key = row, bucket.portion.span.start + start
+            work = self.compressor.mean(total, key, flags, made=bucket.memory.left)
         ticket = self.channels.engine.submit(work)
 
         def finish() -> None:

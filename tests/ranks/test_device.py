@@ -4,16 +4,18 @@ With ``-p pretended_cuda`` they compute on what torch takes for CUDA devices (te
 where there are real ones, on those.
 """
 
+import copy
 import sys
 
 import pytest
 import torch
 from compare import compare
-from models import Odd, Wide, adamw, mlp, sgd
+from models import Odd, Wide, adamw, bits, mlp, seeded, sgd
 from world import test_behaviour, test_gradient_wire, test_odd_moments, test_state, test_sync
 
 import daso
 from daso.comm.emulation import CopyLink, pretend_device
+from daso.comm.node.host import HostBucket, HostNode
 from daso.comm.node.select import choose_device
 
 pytestmark = [
@@ -51,7 +53,6 @@ test_dropped_ahead = (
 test_sparse = test_odd_moments.test_what_a_sparse_wire_holds_back_goes_out_when_nodes_agree
 test_nan_is_told = test_behaviour.test_nan_on_one_node_drops_that_exchange_everywhere_and_heals
 test_added_later = test_behaviour.test_parameters_added_mid_run_are_exchanged_too
-test_narrow_gradients = test_gradient_wire.test_ranks_are_alike_after_every_step_and_bytes_are_fewer
 test_buffers = test_behaviour.test_batchnorm_statistics_are_equal_and_the_mean_of_all_ranks
 
 
@@ -59,6 +60,41 @@ test_buffers = test_behaviour.test_batchnorm_statistics_are_equal_and_the_mean_o
 @pytest.mark.parametrize("wire", test_gradient_wire.NARROW)
 def test_narrow_gradients(topology, wire):
     test_gradient_wire.test_ranks_are_alike_after_every_step_and_bytes_are_fewer(topology, wire)
+
+
+@pytest.mark.nodes((1, 1), (1, 1, 1))
+@pytest.mark.parametrize("wire", test_gradient_wire.NARROW)
+def test_gradients_that_stay_on_the_device_get_the_bits_of_the_host(topology, wire, monkeypatch):
+    """Encoded, added and decoded there, and what was rounded away goes through a checkpoint."""
+    left, real = [], HostBucket.start
+
+    def start(self, parts, *, onward=False, stay=False):
+        real(self, parts, onward=onward, stay=stay)
+        left.append(self.left is not None)
+
+    monkeypatch.setattr(HostBucket, "start", start)
+    ended = []
+    for stays in (True, False):
+        if not stays:
+            never = property(lambda _: False, lambda *_: None)
+            monkeypatch.setattr(HostNode, "sums_stay", never, raising=False)
+        model, kept = seeded(mlp)(), None
+        for steps in (range(4), range(4, 8)):
+            inner = adamw(model)
+            with test_gradient_wire.wrapped(topology, inner, model, wire) as optimizer:
+                if kept is not None:
+                    optimizer.load_state_dict(kept)
+                test_gradient_wire.steps(topology, optimizer, model, steps)
+                kept = copy.deepcopy(optimizer.state_dict())
+        ended.append(bits(model))
+        assert set(left) == {stays}
+        left.clear()
+    assert ended[0] == ended[1]
+
+
+@pytest.mark.nodes((1, 1), (2, 1))
+def test_a_narrow_gradient_that_is_not_finite(topology):
+    test_gradient_wire.test_a_gradient_that_is_not_finite_drops_a_step_and_is_forgotten(topology)
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])

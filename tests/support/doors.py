@@ -93,7 +93,9 @@ def network(seed: int = 0) -> nn.Sequential:
 def batch(step: int, rank: int) -> torch.Tensor:
     """Return what a rank sees at a step (8, 4); ranks see different things."""
     generator = torch.Generator().manual_seed(97 * step + rank)
-    return torch.randn(8, 4, generator=generator) + rank
+    return (
+        torch.randn(8, 4, generator=generator, device="cpu").to(torch.get_default_device()) + rank
+    )
 
 
 def train(

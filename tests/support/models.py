@@ -63,8 +63,9 @@ class Wide(nn.Module):
 
 def batch_loss(model, rank, step):
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(5, 6, generator=generator)
-    y = torch.randint(0, 3, (5,), generator=generator)
+    x = torch.randn(5, 6, generator=generator, device="cpu")
+    y = torch.randint(0, 3, (5,), generator=generator, device="cpu")
+    x, y = x.to(torch.get_default_device()), y.to(torch.get_default_device())
     if isinstance(model, Odd):
         return nn.functional.cross_entropy(model(x, sometimes=(rank + step) % 3 == 0), y)
     return nn.functional.cross_entropy(model(x), y)

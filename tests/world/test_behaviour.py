@@ -48,7 +48,10 @@ def small(seed=0):
 def train(topology, model, optimizer, steps, first=0):
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(97 * step + topology.place.rank)
-        x = torch.randn(8, 4, generator=generator) + topology.place.rank
+        x = (
+            torch.randn(8, 4, generator=generator, device="cpu").to(torch.get_default_device())
+            + topology.place.rank
+        )
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
@@ -262,7 +265,10 @@ def test_every_shape_of_nodes_trains_to_the_same_model_when_synchronous(topology
     for step in range(3):
         for rank in range(topology.place.size):
             generator = torch.Generator().manual_seed(97 * step + rank)
-            x = torch.randn(8, 4, generator=generator) + rank
+            x = (
+                torch.randn(8, 4, generator=generator, device="cpu").to(torch.get_default_device())
+                + rank
+            )
             (alone(x).square().mean() / topology.place.size).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -545,7 +551,12 @@ def test_state_dict_hooks_of_the_wrapper_run(topology):
 
 def test_buffers_equal_everywhere_stay_as_they_are(topology):
     model = small()
-    model.register_buffer("rate", torch.rand(100, generator=torch.Generator().manual_seed(1)))
+    model.register_buffer(
+        "rate",
+        torch.rand(100, generator=torch.Generator().manual_seed(1), device="cpu").to(
+            torch.get_default_device()
+        ),
+    )
     model.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
     before = model.rate.clone(), model.mask.clone()
     with wrap(topology, model) as optimizer:

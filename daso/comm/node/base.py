@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from daso import trace
-from daso.comm.device.staging import DeviceStaging
+from daso.comm.device.staging import Arrived, DeviceStaging
 from daso.comm.health.step_watchdog import LATE_SECONDS
 from daso.errors import StallError
 
@@ -28,13 +28,15 @@ class NodeBucket(Protocol):
     """A flat row of gradients that the node averages in place."""
 
     flat: torch.Tensor  # this rank's row (numel)
+    left: Arrived | None  # of a sum that was left on the device: tells when it is made
 
-    def start(self, parts: Sequence[Span], *, onward: bool = False) -> None:
+    def start(self, parts: Sequence[Span], *, onward: bool = False, stay: bool = False) -> None:
         """Say that this rank's row is filled; local rank i will add part i. Does not block.
 
         Args:
             parts: Of the row, in order; empty ones for ranks that add nothing.
             onward: Sums go on between nodes before they are delivered.
+            stay: Sums that go onward are left on the device; only where `NodeTransport.sums_stay`.
         """
         ...
 
@@ -46,8 +48,9 @@ class NodeBucket(Protocol):
         """Add this rank's part in rank order once all rows are filled. Does not block.
 
         Returns:
-            The sum of this rank's part in fp32 or fp64, on the host, writable until `deliver`; None
-            as long as a row is missing. What does not go onward may be left where it is.
+            The sum of this rank's part in fp32 or fp64, on the host unless it was left on the
+            device, writable until `deliver`; None as long as a row is missing. What does not go
+            onward may be left where it is.
         """
         ...
 
@@ -115,6 +118,7 @@ class NodeTransport(Protocol):
     """The ranks of one node and the memory in which they meet."""
 
     name: str  # for reports
+    sums_stay: bool  # gradients are added on the device, and may be left there to go onward
 
     @property
     def copies(self) -> DeviceStaging | None:

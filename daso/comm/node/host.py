@@ -12,6 +12,7 @@ import torch
 
 from daso import trace
 from daso.comm.device.staging import Arrived, DeviceStaging
+from daso.comm.dtypes import accumulator
 from daso.comm.node.base import NodeBucket, NodeRow, NodeShare, Span, wait_until
 from daso.comm.node.shm import ShmNode, ShmShare
 from daso.comm.step_timer import StepTimer
@@ -28,14 +29,27 @@ class HostBucket:
         self._parts: Sequence[Span] = ()
         self._out: Arrived | None = None  # on its way to the host; None: it is there
         self._back: Arrived | None = None
+        self._sum = flat  # where that is left on the device
+        self.left: Arrived | None = None
 
-    def start(self, parts: Sequence[Span], *, onward: bool = False) -> None:  # noqa: ARG002
-        """Start this rank's copy to the host."""
-        self._parts, self._back = parts, None
-        self._out = self._node.copies.out(self.flat, self._staged.flat)
+    def start(self, parts: Sequence[Span], *, onward: bool = False, stay: bool = False) -> None:  # noqa: ARG002
+        """Start this rank's copy to the host, unless its row stays."""
+        self._parts, self._back, self._out, self.left = parts, None, None, None
+        if stay:
+            self._sum = self._own.to(accumulator(self.flat.dtype))
+            self.left = self._node.copies.mark()
+        else:
+            self._out = self._node.copies.out(self.flat, self._staged.flat)
+
+    @property
+    def _own(self) -> torch.Tensor:
+        """The part that this rank adds."""
+        return self.flat[slice(*self._parts[self._node.rank])]
 
     def filled(self) -> bool:
         """Return whether every rank's copy is on the host; tells the others of this one's."""
+        if self.left is not None:
+            return True
         if self._out is not None and self._out():
             self._staged.start(self._parts)
             self._out = None  # last: another thread may ask whether this round was delivered
@@ -46,15 +60,24 @@ class HostBucket:
         self._node.wait(self.filled)
 
     def add(self) -> torch.Tensor | None:
-        """Return the sum of this rank's part of all rows, on the host."""
+        """Return the sum of this rank's part of all rows, on the host unless it was left."""
+        if self.left is not None:
+            return self._sum
         return self._staged.add() if self.filled() else None
 
     def deliver(self, divisor: int) -> None:
-        """Write the part, divided, into every row on the host."""
+        """Write the part, divided, into every row on the host, or into the only one."""
+        if self.left is not None:
+            assert divisor == 1, "what goes onward comes back a mean"
+            if self._sum.dtype != self.flat.dtype:
+                self._own.copy_(self._sum)
+            return
         self._staged.deliver(divisor)
 
     def delivered(self) -> bool:
         """Return whether all parts are on the device; starts the copy when the host has them."""
+        if self.left is not None:
+            return True
         if self._out is not None:
             return False
         if self._back is None and self._staged.delivered():
@@ -161,6 +184,7 @@ class HostNode:
         self.rank = host.rank
         self.watch = StepTimer(copies.stamp)
         self._host, self._device = host, device
+        self.sums_stay = len(host.world_ranks) == 1
         host.recorded_as = None  # the watch records how long the device stands still
 
     @property

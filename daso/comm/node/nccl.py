@@ -50,18 +50,30 @@ class NcclBucket:
         self._onward = False  # it goes there
         self._out: Arrived | None = None  # on its way there
         self._event: Any = None  # when the whole node has the result
+        self._sum = flat  # where this rank's part of it is left on the device
+        self.left: Arrived | None = None
 
-    def start(self, parts: Sequence[Span], *, onward: bool = False) -> None:
+    def start(self, parts: Sequence[Span], *, onward: bool = False, stay: bool = False) -> None:
         """Add this rank's row to the others'; copy this rank's part to the host to go onward."""
         node = self._node
         if self._event is not None:  # of the round before: who is late is not waited for in vain
             node.keep_up(self._event)
         self._parts, self._event, self._out, self._onward = parts, None, None, onward
+        self.left = None
         with node.in_turn():
             node.add(self.flat)
-            if onward:
-                part = self.flat[slice(*parts[node.rank])].to(accumulator(self.flat.dtype))
-                self._out = node.copies.out(part, self._host(part))
+            if not onward:
+                return
+            self._sum = self._own.to(accumulator(self.flat.dtype))
+            if stay:
+                self.left = node.copies.mark()
+            else:
+                self._out = node.copies.out(self._sum, self._host(self._sum))
+
+    @property
+    def _own(self) -> torch.Tensor:
+        """The part that goes onward from this rank."""
+        return self.flat[slice(*self._parts[self._node.rank])]
 
     def _host(self, part: torch.Tensor) -> torch.Tensor:
         """Return memory on the host, kept from round to round, for this rank's part."""
@@ -79,9 +91,11 @@ class NcclBucket:
         self._node.wait(self.filled)
 
     def add(self) -> torch.Tensor | None:
-        """Return this rank's part on the host if it goes onward, else nothing of it."""
+        """Return this rank's part if it goes onward, on the host or left; else nothing of it."""
         if not self.filled():
             return None
+        if self.left is not None:
+            return self._sum
         return self._room if self._onward else self.flat[:0]
 
     def deliver(self, divisor: int) -> None:
@@ -91,9 +105,12 @@ class NcclBucket:
             if not self._onward:
                 self.flat /= divisor
             else:
-                assert self._room is not None and divisor == 1, "what goes onward comes back a mean"
-                back = self._room.to(self.flat.device, non_blocking=True)
-                self.flat[slice(*self._parts[node.rank])].copy_(back)
+                assert divisor == 1, "what goes onward comes back a mean"
+                back = self._sum
+                if self.left is None:
+                    assert self._room is not None, "it went to the host"
+                    back = self._room.to(self.flat.device, non_blocking=True)
+                self._own.copy_(back)
                 node.show([self.flat[slice(*span)] for span in self._parts])
             self._event = node.event()
 
@@ -181,6 +198,7 @@ class NcclNode:
         cuda: Any = torch.cuda,
     ) -> None:
         self.name, self.rank = f"NCCL, {device}", topology.place.local_rank
+        self.sums_stay = True
         self.waited_seconds = 0.0
         self._nccl, self._cuda, self._device = nccl, cuda, device
         self._stall_seconds, self._late = stall_seconds, late

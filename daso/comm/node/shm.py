@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from daso import trace
-from daso.comm.device.staging import DeviceStaging
+from daso.comm.device.staging import Arrived, DeviceStaging
 from daso.comm.dtypes import accumulator
 from daso.comm.mpi import load
 from daso.comm.node.base import Span, wait_until
@@ -79,9 +79,10 @@ class ShmBucket:
         self.flat = self.rows[line.rank]
         self.round = line.at(self.FILLED)
         self.part: Span = (0, 0)
+        self.left: Arrived | None = None
         self.total = self.flat[:0]
 
-    def start(self, parts: Sequence[Span], *, onward: bool = False) -> None:  # noqa: ARG002
+    def start(self, parts: Sequence[Span], *, onward: bool = False, stay: bool = False) -> None:  # noqa: ARG002
         """Say that this rank's row is filled."""
         self.round += 1
         self.part = parts[self.line.rank]
@@ -212,6 +213,7 @@ class ShmNode:
     ) -> None:
         self.late, self.name = late, "shared memory"
         self.copies: DeviceStaging | None = None
+        self.sums_stay = False
         self.comm = topology.node.Dup()
         self.rank = topology.place.local_rank
         self.world_ranks: list[int] = topology.node.allgather(topology.place.rank)

@@ -17,7 +17,7 @@ from daso.plan.merge import Merge
 from daso.train.deltas.fused import Fused
 from daso.train.deltas.outer import MakeOuter, Outer
 
-__all__ = ["LEAST", "DeltaShard", "Gather", "MergeOptions", "message_numel"]
+__all__ = ["DEVICE_PIECE", "LEAST", "DeltaShard", "Gather", "MergeOptions", "message_numel"]
 
 # Numbers of a piece on a device, where what a pass costs is its launch.
 DEVICE_PIECE = PIECE << 6

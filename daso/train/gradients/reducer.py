@@ -51,6 +51,7 @@ class ReducePlan:
     carrier: BackgroundReducer | None = None  # averages in other threads; then between is not used
     world: bool = False  # whether the carrier does so over the world
     whole: bool = True  # a backward ends only when it is through
+    stay: bool = False  # sums that go between nodes are left on the device
     alone: bool = False  # every rank of the world is a node, and nothing goes between: no averages
 
 
@@ -251,7 +252,7 @@ class GradientReducer:
         parts = split(bucket.memory.flat.numel(), self.route.parts)
         nothing = [Span(0, 0)] * (self.route.local_size - self.route.parts)
         onward = self.route.between is not None or self.route.world
-        bucket.memory.start([*parts, *nothing], onward=onward)
+        bucket.memory.start([*parts, *nothing], onward=onward, stay=self.route.stay)
 
     def _add_started(self, *, block: bool = False) -> None:
         """Add started buckets in order, as far as all ranks of the node are ready."""
