@@ -19,6 +19,7 @@ __all__ = [
     "TopK",
     "codec_named",
     "dense_codec",
+    "divide_",
     "encode_gradients",
     "pieces",
 ]
@@ -57,6 +58,14 @@ class Codec(Protocol):
     def decode(self, fields: Fields, out: torch.Tensor) -> None:
         """Write the numbers in fields into ``out`` (stop - start)."""
         ...
+
+
+def divide_(values: torch.Tensor, by: int) -> torch.Tensor:
+    """Divide by a number in place, with the bits of a CPU.
+
+    A CUDA device multiplies by the number's reciprocal, but not by one of a tensor there.
+    """
+    return values.div_(values.new_full((), by) if values.is_cuda else by)
 
 
 def pieces(numel: int, most: int = PIECE) -> Iterator[tuple[int, int]]:
@@ -134,7 +143,7 @@ class Blockwise:
     def encode(self, values: torch.Tensor, fields: Fields) -> None:
         """Write scales, then numbers."""
         grid = self._grid(values)
-        scales = grid.abs().amax(1).div_(self.largest)  # 15 times as fast as a norm
+        scales = divide_(grid.abs().amax(1), self.largest)  # 15 times as fast as a norm
         fields[0].copy_(scales)
         # A block of zeros has scale 0; any divisor gives zeros then.
         scales = scales.clamp_(min=torch.finfo(scales.dtype).tiny).unsqueeze(1)

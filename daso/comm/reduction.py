@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from daso.comm.compression import PIECE, Codec, Fields, encode_gradients, pieces
+from daso.comm.compression import PIECE, Codec, Fields, divide_, encode_gradients, pieces
 from daso.comm.dtypes import accumulator
 
 __all__ = [
@@ -242,7 +242,7 @@ class WeightedMean:
                 out *= weight
             if rank > 0:
                 total += term
-        return total.div_(self.total)
+        return divide_(total, self.total)
 
 
 def cut(chunks: Chunks, peers: int) -> Sequence[Spans]:

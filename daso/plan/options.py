@@ -10,7 +10,7 @@ from daso.plan.schedule import Measurements
 from daso.plan.slices import Order
 from daso.plan.wires import BITS, NARROW, WIDE, GradientWire, Wire, next_wire
 
-__all__ = ["Exchange", "Gradients", "Settings", "Wire"]
+__all__ = ["BucketRule", "Exchange", "Gradients", "Settings", "Wire"]
 
 Reduce = Literal["auto", "iallreduce", "ordered"]
 NonFinite = Literal["drop", "raise"]
@@ -18,6 +18,7 @@ Memory = Literal["host", "device"]
 Restore = Literal["auto", "on", "off"]
 
 MiB = 1 << 20
+BucketRule = Literal["auto", "search"]
 MOST_FRAGMENTS = 100_000
 
 
@@ -95,8 +96,9 @@ class Gradients:
         portions: Which of the portions that are ready crosses next: ``"layer"``, the one needed
             first; ``"lifo"``, ready last; ``"fifo"``, ready first.
         bucket_bytes: Size from which a bucket of gradients counts as full and is averaged while
-            backward goes on, in bytes; ``"search"`` tries sizes in the first hundreds of batches,
-            keeps the fastest, and starts anew when batches come to take much longer or shorter. No
+            backward goes on, in bytes; ``"auto"``: 25 MiB on GPUs, where a bucket costs launches,
+            and 1 MiB elsewhere; ``"search"`` tries sizes in the first hundreds of batches, keeps
+            the fastest, and starts anew when batches come to take much longer or shorter. No
             bit of a sum in rank order depends on it (``Exchange(reduce="ordered")``, or two nodes
             at most). With ``"priority"`` the size of portions; it cannot be searched there.
         wire: What gradients cross between nodes in, in synchronous phases: ``"fp32"``, ``"bf16"``,
@@ -105,7 +107,7 @@ class Gradients:
             int4 where `Auto` averages gradients because backward hides it.
     """
 
-    bucket_bytes: int | Literal["search"] = 1 * MiB
+    bucket_bytes: int | BucketRule = "auto"
     order: Literal["buckets", "priority", "host"] = "buckets"
     update: Literal["auto", "whole", "chunk"] = "auto"
     portions: Order = "layer"
@@ -132,8 +134,18 @@ class Gradients:
                 "'search'"
             )
         nbytes = whole(1, of=" of bytes")
-        rule = either(nbytes, one_of("search"), text=f'{nbytes.text} or "search"')
+        rule = either(
+            nbytes, one_of(*get_args(BucketRule)), text=f'{nbytes.text}, "auto" or "search"'
+        )
         check("Gradients.bucket_bytes", self.bucket_bytes, rule)
+
+    def first_bucket_bytes(self, *, on_gpu: bool) -> int | None:
+        """Return the size of buckets to begin with; None: the search says."""
+        if self.bucket_bytes == "search":
+            return None
+        if self.bucket_bytes == "auto":
+            return (25 if on_gpu and self.order == "buckets" else 1) * MiB
+        return self.bucket_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 from daso.checks import Rule, check, number, whole
 from daso.errors import ConfigError
 from daso.plan.merge import MergeName
-from daso.plan.options import Exchange, Gradients, Settings, Wire
+from daso.plan.options import BucketRule, Exchange, Gradients, Settings, Wire
 from daso.plan.policy import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy
 from daso.plan.wires import GradientWire
@@ -125,7 +125,8 @@ class ExchangeConfig:
         fragments: Parts of the model that take turns.
         reduce: Who adds fp32: MPI's iallreduce, or ordered, to the same bits everywhere.
         chunk_bytes: Bytes of a message between nodes.
-        bucket_bytes: Bytes of a bucket of gradients inside a node; 0: searched while training.
+        bucket_bytes: Bytes of a bucket of gradients inside a node; auto: 25 MiB on GPUs and 1 MiB
+            elsewhere; search: searched while training.
         gradients: In which order gradients cross, and where they are added.
         gradient_wire: What gradients cross between nodes in, where they are averaged there.
         update: Steps of the whole model, or layer by layer (chunk).
@@ -143,7 +144,7 @@ class ExchangeConfig:
     fragments: int = 1
     reduce: Literal["auto", "iallreduce", "ordered"] = "auto"
     chunk_bytes: int = Exchange().chunk_bytes
-    bucket_bytes: int = 1 << 20
+    bucket_bytes: str = "auto"
     gradients: Literal["buckets", "priority", "host"] = "buckets"
     gradient_wire: GradientWire = "auto"
     update: Literal["auto", "whole", "chunk"] = "auto"
@@ -260,7 +261,7 @@ class Config:
                 order=exchange.gradients,
                 wire=exchange.gradient_wire,
                 update=exchange.update,
-                bucket_bytes=exchange.bucket_bytes or "search",
+                bucket_bytes=_bucket_bytes(exchange.bucket_bytes),
             ),
         )
 
@@ -287,6 +288,14 @@ def _merge(text: str) -> MergeName | float:
         return float(text)
     except ValueError:
         return cast(MergeName, text)
+
+
+def _bucket_bytes(text: str) -> int | BucketRule:
+    """Return how bytes of a bucket are chosen, or how many; the settings check both."""
+    try:
+        return int(text)
+    except ValueError:
+        return cast(BucketRule, text)
 
 
 def read_config(path: Path | None, words: Sequence[str]) -> Config:
@@ -415,7 +424,7 @@ def _convert(key: str, value: object, annotation: Any) -> object:
 
 
 NAMES = {int: "a whole number", float: "a number", str: "text"}
-KINDS = {int: int, float: int | float, str: str}  # what TOML may give for a field
+KINDS = {int: int, float: int | float, str: str | int | float}  # what TOML may give for a field
 
 
 def _convert_bool(key: str, value: object) -> bool:

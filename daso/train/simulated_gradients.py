@@ -56,8 +56,7 @@ class SimulatedGradients:
             members = [at for at in order if self._named[0][at][1].dtype == dtype]
             tensors = [self._named[0][at][1] for at in members]
             spans = flagged([tensor.numel() for tensor in tensors])
-            size = self._settings.gradients.bucket_bytes
-            size = 1 << 20 if isinstance(size, str) else size
+            size = self._settings.gradients.first_bucket_bytes(on_gpu=False) or 1 << 20
             for group in fit_buckets([tensor.nbytes for tensor in tensors], size):
                 start, stop = spans[group[0]].start, spans[group[-1]].stop + 1
                 places = [spans[at].stop - start for at in group]

@@ -79,7 +79,11 @@ class Synchronizer:
         # Whether gradients are averaged between nodes, and on a narrow wire; steps are taken layer
         # by layer; and whether this looked around.
         self._synchronous = self._compresses = self._by_layers = self._looked = False
-        bucket_bytes, search = first_size(settings, sum(p.nbytes for _, p in trained.named))
+        bucket_bytes, search = first_size(
+            settings,
+            sum(p.nbytes for _, p in trained.named),
+            on_gpu=trained.device.type == "cuda",
+        )
         self.buckets = GradientReducer(
             trained.named,
             self._choose_node(),

@@ -93,6 +93,7 @@ def test_kernels_are_tried_and_taken():
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.slow("a whole file of tests in one job")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_that_share_devices(ranks):
     words = ("--with-mpi", "-q", "--timeout=120", *PRETENDED, str(ON_RANKS))

@@ -44,7 +44,6 @@ def device(topology):
 # What holds on CPUs holds on devices.
 test_phases = test_sync.test_the_papers_phases_equal_one_process
 test_iallreduce = test_sync.test_iallreduce_stays_near_the_oracle_and_identical
-test_replay = test_state.test_one_process_replays_a_run_from_its_log
 test_resumed = test_state.test_a_run_resumed_right_after_a_send_may_stop_there
 test_one_nan = test_odd_moments.test_one_nan_costs_one_exchange_and_no_other_nodes_work
 test_dropped_ahead = (
@@ -53,6 +52,9 @@ test_dropped_ahead = (
 test_sparse = test_odd_moments.test_what_a_sparse_wire_holds_back_goes_out_when_nodes_agree
 test_nan_is_told = test_behaviour.test_nan_on_one_node_drops_that_exchange_everywhere_and_heals
 test_added_later = test_behaviour.test_parameters_added_mid_run_are_exchanged_too
+if not torch.cuda.is_available() or "pretended_cuda" in sys.modules:
+    # Replayed on a CPU, which a GPU's own products of matrices do not match to the bit.
+    test_replay = test_state.test_one_process_replays_a_run_from_its_log
 test_buffers = test_behaviour.test_batchnorm_statistics_are_equal_and_the_mean_of_all_ranks
 
 

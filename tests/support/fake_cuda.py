@@ -60,7 +60,7 @@ class Cuda:
         self._current, self._count = threading.local(), 0
         self.registered = {}  # address: bytes
 
-    def Stream(self, device):  # noqa: N802 - torch's name
+    def Stream(self, device, priority=0):  # noqa: N802 - torch's name
         assert device is not None
         self._count += 1
         return Stream(f"side {self._count}")

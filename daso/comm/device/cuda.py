@@ -9,7 +9,10 @@ import torch
 
 from daso.comm.device.staging import Arrived
 
-__all__ = ["CudaCopies", "CudaStamp", "pages"]
+__all__ = ["FIRST", "CudaCopies", "CudaStamp", "pages"]
+
+
+FIRST = -1  # a stream's priority: its launches go before those of others, 0
 
 
 class CudaStamp:
@@ -41,7 +44,9 @@ class CudaCopies:
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
-        self._out, self._back, self._beside = (cuda.Stream(device) for _ in range(3))
+        self._out, self._back = (cuda.Stream(device) for _ in range(2))
+        # Short launches that ranks wait for; behind training's they would wait for each of them.
+        self._beside = cuda.Stream(device, priority=FIRST)
         self._pinned: list[int] = []  # addresses
 
     def out(self, source: torch.Tensor, target: torch.Tensor) -> Arrived:

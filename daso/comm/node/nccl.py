@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from daso import trace
-from daso.comm.device.cuda import CudaCopies
+from daso.comm.compression import divide_
+from daso.comm.device.cuda import FIRST, CudaCopies
 from daso.comm.device.nccl_library import start
 from daso.comm.device.staging import Arrived
 from daso.comm.dtypes import accumulator
@@ -103,7 +104,7 @@ class NcclBucket:
         node = self._node
         with node.beside():
             if not self._onward:
-                self.flat /= divisor
+                divide_(self.flat, divisor)
             else:
                 assert divisor == 1, "what goes onward comes back a mean"
                 back = self._sum
@@ -205,7 +206,7 @@ class NcclNode:
         problem, mine = None, None
         try:
             copies = CudaCopies(device, cuda)
-            mine = copies, cuda.Stream(device), StepTimer(copies.stamp)
+            mine = copies, cuda.Stream(device, priority=FIRST), StepTimer(copies.stamp)
         except Exception as error:
             problem = str(error)
         problems = [one for one in topology.node.allgather(problem) if one is not None]

@@ -22,7 +22,7 @@ __all__ = ["DEVICE_PIECE", "LEAST", "DeltaShard", "Gather", "MergeOptions", "mes
 # Numbers of a piece on a device, where what a pass costs is its launch.
 DEVICE_PIECE = PIECE << 6
 
-LEAST = 1 << 21  # numbers of a message from a device, where each is encoded by launches of its own
+LEAST = 1 << 22  # numbers of a message from a device, where each is encoded by launches of its own
 KIBI = 1024  # numbers by which a codec's rate is asked: headers of blocks do not count then
 MOST = 1 << 18  # numbers of a message: one that takes long to encode keeps the link waiting
 Gather = Callable[[int, int, torch.Tensor], object]  # writes parameters start to stop into a row

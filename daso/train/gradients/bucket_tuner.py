@@ -24,15 +24,19 @@ def bucket_search(nbytes: int) -> BucketSizeSearch:
     return BucketSizeSearch(least, max(least, nbytes))
 
 
-def first_size(settings: Settings, nbytes: int) -> tuple[int, BucketSizeSearch | None]:
+def first_size(
+    settings: Settings, nbytes: int, *, on_gpu: bool
+) -> tuple[int, BucketSizeSearch | None]:
     """Return the size of buckets to begin with, and the search for a better one, if any.
 
     Args:
         settings: How gradients are averaged.
         nbytes: Of all gradients.
+        on_gpu: Whether they lie on one.
     """
-    if settings.gradients.bucket_bytes != "search":
-        return settings.gradients.bucket_bytes, None
+    size = settings.gradients.first_bucket_bytes(on_gpu=on_gpu)
+    if size is not None:
+        return size, None
     search = bucket_search(nbytes)
     return search.least_bytes, search
 

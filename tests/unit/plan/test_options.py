@@ -29,7 +29,7 @@ def test_the_defaults_are_written_down():
         "step_restoration": "auto",
     }
     assert asdict(Gradients()) == {
-        "bucket_bytes": 2**20,
+        "bucket_bytes": "auto",
         "order": "buckets",
         "update": "auto",
         "portions": "layer",
@@ -111,7 +111,11 @@ def test_a_bucket_size_must_be_positive(nbytes):
 
 
 def test_a_bucket_size_may_be_searched():
-    assert Gradients(bucket_bytes="search").bucket_bytes == "search"
+    assert Gradients(bucket_bytes="search").first_bucket_bytes(on_gpu=True) is None
+    assert Gradients(bucket_bytes=9).first_bucket_bytes(on_gpu=True) == 9
+    assert Gradients().first_bucket_bytes(on_gpu=False) == 2**20
+    assert Gradients().first_bucket_bytes(on_gpu=True) == 25 * 2**20
+    assert Gradients(order="priority").first_bucket_bytes(on_gpu=True) == 2**20
     with pytest.raises(ConfigError, match=r'whole number of bytes of at least 1 or "search", not'):
         Gradients(bucket_bytes="find")
 

@@ -167,7 +167,7 @@ def test_the_settings_reach_the_records_of_the_optimizer():
 
 
 def test_no_size_of_buckets_is_one_to_be_searched():
-    made = read_config(None, ["--exchange.bucket_bytes=0"]).settings()
+    made = read_config(None, ["--exchange.bucket_bytes=search"]).settings()
     assert made.gradients == Gradients(bucket_bytes="search")
 
 
@@ -462,7 +462,7 @@ def configs(draw):
             merge=draw(st.sampled_from(["auto", "daso", "delta", "eager", "0.5"])),
             reduce=reduce,
             chunk_bytes=draw(st.integers(1, 2**40)),
-            bucket_bytes=draw(st.integers(1, 2**40)),
+            bucket_bytes=str(draw(st.integers(1, 2**40))),
             nonfinite=draw(st.sampled_from(["drop", "raise"])),
             stall_seconds=draw(numbers(1e-9, 1e9)),
             memory=draw(
