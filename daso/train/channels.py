@@ -21,13 +21,14 @@ from daso.comm.engine import Engine, Work
 from daso.comm.health.step_watchdog import StepWatchdog
 from daso.comm.mpi import load
 from daso.comm.node.base import NodeTransport
-from daso.comm.reduction import CPU, BufferPool, Row
+from daso.comm.reduction import BufferPool, Row
 from daso.comm.topology import Topology
 from daso.errors import ConfigError
 from daso.plan.costs import payload_rounds, vote_rounds
 from daso.plan.header import Header, Tally
 from daso.plan.layout import message_chunks
 from daso.plan.options import Settings
+from daso.train.deltas.shard import DEVICE_PIECE, LEAST
 from daso.train.gradients.compression import GradientCompressor
 
 if TYPE_CHECKING:
@@ -126,7 +127,10 @@ class Channels:
             node: Where they are added first.
             device: Of parameters.
         """
-        place = self.place
+        place, where = self.place, None
+        if node.copies is not None and node.sums_stay:
+            staged = self.settings.exchange.memory != "device"
+            where = OnDevice(device, node.copies, DEVICE_PIECE, staged)
         return GradientCompressor(
             wire,
             nodes=place.nodes,
@@ -136,9 +140,8 @@ class Channels:
                 of_gradients=True,
             ),
             mean=self.gradient_mean,
-            device=device if node.sums_stay else CPU,
-            copies=node.copies,
-            staged=self.settings.exchange.memory != "device",
+            least=1 if node.copies is None else LEAST,
+            where=where,
         )
 
     def gradient_mean(self, total: torch.Tensor, slot: int = 0) -> Work[int]:

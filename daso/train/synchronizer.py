@@ -168,13 +168,19 @@ class Synchronizer:
                 place.local_size, place.lanes, carrier=carrier, world=True, whole=whole
             )
         if between:
-            stay = self._compresses and self.buckets.node.sums_stay
+            stay = self._by_device and self.buckets.node.sums_stay
             return ReducePlan(place.local_size, place.lanes, self._average_between, stay=stay)
         alone = max(place.node_sizes) == 1
         inside = carrier if isinstance(carrier, HostReducer) else None
         return ReducePlan(
             place.local_size, place.local_size, carrier=inside, whole=whole, alone=alone
         )
+
+    @property
+    def _by_device(self) -> bool:
+        """Whether sums go on between nodes in messages of devices, which some may be left on."""
+        ordered = self.settings.gradient_reduce != "iallreduce"
+        return ordered and self.buckets.node.copies is not None
 
     def _average_between(self, total: torch.Tensor, bucket: Bucket) -> Finish:
         """Start the mean over the world of a part that holds the sum over this node.
@@ -184,13 +190,14 @@ class Synchronizer:
             bucket: Of which it is this rank's.
         """
         work = self.channels.gradient_mean(total)
-        if self._compresses:
+        if self._compresses or self._by_device:
             place = self.topology.place
             start, stop = split(bucket.memory.flat.numel(), place.lanes)[place.local_rank]
             flags = [at - start for at in bucket.places if start <= at < stop]
             row = bucket.memory.flat.dtype
             key = row, bucket.portion.span.start + start
-            work = self.compressor.mean(total, key, flags, made=bucket.memory.left)
+            exact = not self._compresses
+            work = self.compressor.mean(total, key, flags, bucket.memory.left, exact=exact)
         ticket = self.channels.engine.submit(work)
 
         def finish() -> None:

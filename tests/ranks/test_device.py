@@ -65,7 +65,7 @@ def test_narrow_gradients(topology, wire):
 
 
 @pytest.mark.nodes((1, 1), (1, 1, 1))
-@pytest.mark.parametrize("wire", test_gradient_wire.NARROW)
+@pytest.mark.parametrize("wire", ["fp32", *test_gradient_wire.NARROW])
 def test_gradients_that_stay_on_the_device_get_the_bits_of_the_host(topology, wire, monkeypatch):
     """Encoded, added and decoded there, and what was rounded away goes through a checkpoint."""
     left, real = [], HostBucket.start

@@ -17,6 +17,11 @@ from daso.plan.step_restoration import shared_gain
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+def divided(tensor: torch.Tensor, by: int) -> torch.Tensor:
+    """Divide as IEEE 754 says: by a number a CUDA device multiplies with its reciprocal."""
+    return tensor / torch.full((), by, dtype=tensor.dtype, device=tensor.device)
+
+
 class Sequential:
     """All nodes of a run, in one process.
 
@@ -117,7 +122,7 @@ class Sequential:
         for node, total in enumerate(sums):
             count = sum(self.node_sizes) if self.state.synchronous else self.node_sizes[node]
             for p, g in zip(self.params(node), total, strict=True):
-                p.grad = None if g is None else (g / count).to(p.dtype)
+                p.grad = None if g is None else divided(g, count).to(p.dtype)
 
     def act(self, acts, state) -> None:
         for act in acts:
@@ -246,7 +251,7 @@ class Sequential:
             self.residual[node][index] = delta - carried
             term = carried * weight
             total = term if total is None else total + term
-        mean = carried = total / sum(weights)
+        mean = carried = divided(total, sum(weights))
         if len(self.models) > 2:  # two nodes send each other everything; more, the mean once more
             mean = mean + self.rounded[index]
             carried = mean.to(self.wire).to(mean.dtype)
@@ -298,7 +303,7 @@ class Sequential:
                 total = add(total, wide(value) - first)
         assert total is not None
         for value in values:
-            value.copy_(total / sum(self.node_sizes) + first)
+            value.copy_(divided(total, sum(self.node_sizes)) + first)
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from daso.comm.allreduce import DeterministicAllReduce, OnDevice
-from daso.comm.compression import PIECE, Codec, Fields, codec_named, encode_gradients, pieces
+from daso.comm.compression import PIECE, Cast, Codec, Fields, codec_named, encode_gradients, pieces
 from daso.comm.device.staging import Arrived, DeviceStaging
 from daso.comm.engine import Work
-from daso.comm.reduction import Chunks, SendBuffer, Spans, cut
+from daso.comm.reduction import CPU, Chunks, SendBuffer, Spans, cut
 from daso.plan.layout import Span, message_chunks
-from daso.train.deltas.shard import DEVICE_PIECE, LEAST, message_numel
+from daso.train.deltas.shard import message_numel
 
 __all__ = ["CompressedSum", "GradientCompressor", "compressed_chunks"]
 
@@ -27,7 +27,8 @@ class CompressedSum:
     Args:
         total: The sum (numel), fp32 or fp64.
         start: Where it starts in its row.
-        residual: What was rounded away of it before (numel), on the same device; changed.
+        residual: What was rounded away of it before (numel), on the same device; changed. None:
+            what crosses is exact.
         flags: Places in it of numbers that must cross as they are (flags,), int64, there too.
         outbox: Memory for what crosses, kept by the caller; None: of its own, on the host.
         piece: Numbers that are encoded at a time, a multiple of `daso.comm.compression.PIECE`.
@@ -37,7 +38,7 @@ class CompressedSum:
         self,
         total: torch.Tensor,
         start: int,
-        residual: torch.Tensor,
+        residual: torch.Tensor | None,
         flags: torch.Tensor,
         outbox: SendBuffer | None = None,
         piece: int = PIECE,
@@ -62,7 +63,10 @@ class CompressedSum:
             for a, b in pieces(stop - start, self._piece):
                 piece = slice(start - self.start + a, start - self.start + b)
                 fields = codec.fields(payload, stop - start, a, b)
-                encode_gradients(codec, self.total[piece], self._residual[piece], fields)
+                if self._residual is None:
+                    codec.encode(self.total[piece], fields)
+                else:
+                    encode_gradients(codec, self.total[piece], self._residual[piece], fields)
 
     def leave(self, copies: DeviceStaging, memory: torch.Tensor) -> Work[None]:
         """Copy what was encoded, and numbers that cross as they are, to the host.
@@ -132,9 +136,9 @@ class GradientCompressor:
             the device of sums.
         mean: Replaces a small sum over a node by the mean over the world, exactly; work for the
             engine.
-        device: Where sums lie.
-        copies: Between a device that has gradients and the host; None: the host has them.
-        staged: MPI does not take the memory of that device.
+        least: Numbers of a message at the least; the same on all nodes, also where sums are taken
+            to the host.
+        where: The device on which sums are left; None: they are on the host.
     """
 
     def __init__(
@@ -145,24 +149,29 @@ class GradientCompressor:
         chunk_bytes: int,
         ordered: Ordered,
         mean: Callable[[torch.Tensor], Work[int]],
-        device: torch.device,
-        copies: DeviceStaging | None,
-        staged: bool,
+        least: int,
+        where: OnDevice | None,
     ) -> None:
         self.wire, self._nodes, self._chunk_bytes = wire, nodes, chunk_bytes
         self._ordered, self._mean = ordered, mean
-        self._device, self._copies, self._staged = device, copies, staged
-        # All nodes cut alike, also those whose ranks share a device and add on the host.
-        self._least = 1 if copies is None else LEAST
-        self._outbox = SendBuffer(device)
+        self._least, self._where = least, where
+        self._device = CPU if where is None else where.device
+        self._outbox = SendBuffer(self._device)
         self._room = torch.empty(0, dtype=torch.uint8, device="cpu")  # for what leaves a device
+        self._none = torch.empty(0, dtype=torch.int64, device=self._device)
         self._places: dict[Key, torch.Tensor] = {}
         self._residuals: dict[Key, torch.Tensor] = {}
         self._rounded: dict[torch.dtype, dict[int, torch.Tensor]] = {}  # by owners of parts
-        self._means: dict[torch.dtype, DeterministicAllReduce] = {}
+        self._means: dict[tuple[torch.dtype, bool], DeterministicAllReduce] = {}
 
     def mean(
-        self, total: torch.Tensor, key: Key, flags: Sequence[int], made: Arrived | None = None
+        self,
+        total: torch.Tensor,
+        key: Key,
+        flags: Sequence[int],
+        made: Arrived | None = None,
+        *,
+        exact: bool = False,
     ) -> Work[int]:
         """Replace sums over nodes by the mean over the world.
 
@@ -171,6 +180,7 @@ class GradientCompressor:
             key: Of the part; the same on all nodes.
             flags: Places in it of numbers that cross as they are.
             made: Tells when the sum is made, where it was left on a device; None: on the host.
+            exact: Everything crosses as it is.
 
         Returns:
             Bytes sent by this rank.
@@ -178,20 +188,21 @@ class GradientCompressor:
         Collective over the lane; non-blocking, as work for the engine.
         """
         if made is None:
-            source, chunks = self._encode(total, key, flags, PIECE)
-            nbytes = yield from self._exchange(source, key[0], None).run(source, chunks)
+            source, means, chunks = self._encode(total, key, flags, exact=exact)
+            nbytes = yield from means.run(source, chunks)
             nbytes += yield from self._mean_of_exact(source)
             source.deliver_exact()
             return nbytes
-        copies = self._copies
-        assert copies is not None, "sums are left on a device"
+        assert self._where is not None, "sums are left on a device"
+        copies = self._where.copies
         copies.attach()
         yield made
         with copies.beside():
-            source, chunks = self._encode(total, key, flags, DEVICE_PIECE)
-        yield from source.leave(copies, self._leaving(source))
-        where = OnDevice(self._device, copies, DEVICE_PIECE, self._staged)
-        nbytes = yield from self._exchange(source, key[0], where).run(source, chunks)
+            source, means, chunks = self._encode(total, key, flags, exact=exact)
+        if self._room.numel() < source.nbytes:
+            self._room = copies.memory(source.nbytes)
+        yield from source.leave(copies, self._room)
+        nbytes = yield from means.run(source, chunks)
         nbytes += yield from self._mean_of_exact(source)
         with copies.beside():
             source.deliver_exact()
@@ -200,42 +211,41 @@ class GradientCompressor:
         return nbytes
 
     def _encode(
-        self, total: torch.Tensor, key: Key, flags: Sequence[int], piece: int
-    ) -> tuple[CompressedSum, Chunks]:
-        """Encode a sum; return it, and the chunks in which it crosses."""
-        codec, device = codec_named(self.wire, total.dtype), self._device
-        if key not in self._residuals:
+        self, total: torch.Tensor, key: Key, flags: Sequence[int], *, exact: bool
+    ) -> tuple[CompressedSum, DeterministicAllReduce, Chunks]:
+        """Encode a sum; return it, what takes its mean, and the chunks in which it crosses."""
+        means = self._exchange(total.dtype, key[0], exact=exact)
+        places = self._none if exact else self._flags(key, flags)
+        if not exact and key not in self._residuals:
             self._residuals[key] = torch.zeros_like(total)
+        residual = None if exact else self._residuals[key]
+        # One after the other: the engine ends a mean before it begins the next.
+        source = CompressedSum(total, key[1], residual, places, self._outbox, means.adder.piece)
+        chunks = compressed_chunks(
+            *(means.codec, self._chunk_bytes, key[1], total.numel(), self._nodes),
+            least=self._least,
+        )
+        source.encode(means.codec, [span for parts in cut(chunks, self._nodes) for span in parts])
+        return source, means, chunks
+
+    def _flags(self, key: Key, flags: Sequence[int]) -> torch.Tensor:
+        """Return places of flags where sums lie."""
         if key not in self._places or self._places[key].numel() != len(flags):
             places = torch.tensor(
-                flags, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
+                flags, dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda"
             )
-            self._places[key] = places.to(device, non_blocking=True)
-        # One after the other: the engine ends a mean before it begins the next.
-        source = CompressedSum(
-            total, key[1], self._residuals[key], self._places[key], self._outbox, piece
-        )
-        chunks = compressed_chunks(
-            *(codec, self._chunk_bytes, key[1], total.numel(), self._nodes), least=self._least
-        )
-        source.encode(codec, [span for parts in cut(chunks, self._nodes) for span in parts])
-        return source, chunks
-
-    def _leaving(self, source: CompressedSum) -> torch.Tensor:
-        """Return memory on the host for what was encoded."""
-        assert self._copies is not None, "it is on a device"
-        if self._room.numel() < source.nbytes:
-            self._room = self._copies.memory(source.nbytes)
-        return self._room
+            self._places[key] = places.to(self._device, non_blocking=True)
+        return self._places[key]
 
     def _exchange(
-        self, source: CompressedSum, row: torch.dtype, where: OnDevice | None
+        self, dtype: torch.dtype, row: torch.dtype, *, exact: bool
     ) -> DeterministicAllReduce:
         """Return what takes means of the parts of a row."""
-        if row not in self._means:
-            rounded = self._rounded.setdefault(row, {})
-            self._means[row] = self._ordered(codec_named(self.wire, source.dtype), rounded, where)
-        return self._means[row]
+        if (row, exact) not in self._means:
+            codec = Cast(dtype, dtype) if exact else codec_named(self.wire, dtype)
+            rounded = {} if exact else self._rounded.setdefault(row, {})
+            self._means[row, exact] = self._ordered(codec, rounded, self._where)
+        return self._means[row, exact]
 
     def _mean_of_exact(self, source: CompressedSum) -> Work[int]:
         """Replace numbers that cross as they are; return the bytes sent."""
