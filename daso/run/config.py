@@ -144,7 +144,7 @@ class ExchangeConfig:
     fragments: int = 1
     reduce: Literal["auto", "iallreduce", "ordered"] = "auto"
     chunk_bytes: int = Exchange().chunk_bytes
-    bucket_bytes: str = "auto"
+    bucket_bytes: int | BucketRule = "auto"
     gradients: Literal["buckets", "priority", "host"] = "buckets"
     gradient_wire: GradientWire = "auto"
     update: Literal["auto", "whole", "chunk"] = "auto"
@@ -261,7 +261,7 @@ class Config:
                 order=exchange.gradients,
                 wire=exchange.gradient_wire,
                 update=exchange.update,
-                bucket_bytes=_bucket_bytes(exchange.bucket_bytes),
+                bucket_bytes=exchange.bucket_bytes,
             ),
         )
 
@@ -288,14 +288,6 @@ def _merge(text: str) -> MergeName | float:
         return float(text)
     except ValueError:
         return cast(MergeName, text)
-
-
-def _bucket_bytes(text: str) -> int | BucketRule:
-    """Return how bytes of a bucket are chosen, or how many; the settings check both."""
-    try:
-        return int(text)
-    except ValueError:
-        return cast(BucketRule, text)
 
 
 def read_config(path: Path | None, words: Sequence[str]) -> Config:
@@ -411,7 +403,8 @@ def _convert(key: str, value: object, annotation: Any) -> object:
             choices = ", ".join(map(str, get_args(annotation)))
             raise ConfigError(f"{key} must be one of {choices}, not {value!r}")
         return value
-    assert get_origin(annotation) not in (Union, types.UnionType), "plain types only"
+    if get_origin(annotation) in (Union, types.UnionType):
+        return _convert_number_or_word(key, value, annotation)
     if annotation is bool:
         return _convert_bool(key, value)
     fits = isinstance(value, str | KINDS[annotation]) and not isinstance(value, bool)
@@ -424,7 +417,25 @@ def _convert(key: str, value: object, annotation: Any) -> object:
 
 
 NAMES = {int: "a whole number", float: "a number", str: "text"}
-KINDS = {int: int, float: int | float, str: str | int | float}  # what TOML may give for a field
+KINDS = {int: int, float: int | float, str: str}  # what TOML may give for a field
+
+
+def _convert_number_or_word(key: str, value: object, annotation: Any) -> object:
+    number, words = get_args(annotation)
+    if value in get_args(words):
+        return value
+    try:
+        return _convert(key, value, number)
+    except ConfigError:
+        choices = " or ".join([NAMES[number], *get_args(words)])
+        raise ConfigError(f"{key} must be {choices}, not {value!r}") from None
+
+
+def _choices(annotation: Any) -> str:
+    """Return what a key may be, for a list of keys."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " | ".join(map(_choices, get_args(annotation)))
+    return " | ".join(map(str, get_args(annotation))) or str(annotation.__name__)
 
 
 def _convert_bool(key: str, value: object) -> bool:
@@ -440,8 +451,7 @@ def describe() -> str:
     rows = []
     meanings = dict(_meanings(Config))
     for key, annotation, default in _keys(Config):
-        choices = " | ".join(map(str, get_args(annotation))) or annotation.__name__
-        rows.append((f"  --{key}={default}", f"{meanings.get(key, '')}({choices})"))
+        rows.append((f"  --{key}={default}", f"{meanings.get(key, '')}({_choices(annotation)})"))
     width = max(len(left) for left, _ in rows) + 2
     wrapped = textwrap.TextWrapper(max(40, columns - width), break_long_words=False)
     return "\n".join(

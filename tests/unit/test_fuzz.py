@@ -87,7 +87,7 @@ LEGAL = {
         "step_restoration": named("auto", "on", "off"),
     },
     daso.Gradients: {
-        "bucket_bytes": one_of(BYTES, named("search")),
+        "bucket_bytes": one_of(BYTES, named("auto", "search")),
         "order": named("buckets", "priority", "host"),
         "update": named("auto", "whole", "chunk"),
         "portions": named("layer", "lifo", "fifo"),

@@ -116,7 +116,7 @@ def test_a_bucket_size_may_be_searched():
     assert Gradients().first_bucket_bytes(on_gpu=False) == 2**20
     assert Gradients().first_bucket_bytes(on_gpu=True) == 25 * 2**20
     assert Gradients(order="priority").first_bucket_bytes(on_gpu=True) == 2**20
-    with pytest.raises(ConfigError, match=r'whole number of bytes of at least 1 or "search", not'):
+    with pytest.raises(ConfigError, match='of at least 1, "auto" or "search", not'):
         Gradients(bucket_bytes="find")
 
 

@@ -279,7 +279,12 @@ def test_figures_of_a_gpu_are_named_by_the_model_and_said_of_whom():
         "parameters": 124_000_000,
         "exchanges": 3,
         "node_transport": "none",
-        "seconds": {"bare": [1.0, 2.0, 1.0], "wrapped": [1.01, 2.04, 1.0]},
+        "ddp_backend": "nccl",
+        "seconds": {
+            "bare": [1.0, 2.0, 1.0],
+            "wrapped": [1.01, 2.04, 1.0],
+            "DDP": [1.1, 2.4, 1.1],
+        },
         "exposed_seconds": 0.02,
         "bytes_per_parameter": 10.5,
         "packs": "kernels",
@@ -291,6 +296,8 @@ def test_figures_of_a_gpu_are_named_by_the_model_and_said_of_whom():
     assert alone["gpu_take_over_copy_gpt2"]["value"] == 0.8
     shared = gpu.figures({**run, "nodes": [1, 1]})
     assert shared["gpu_exposed_share_gpt2"]["value"] == pytest.approx(0.02 / 1.01)
+    assert shared["gpu_step_over_bare_two_nodes_gpt2"]["value"] == pytest.approx(1.01)
+    assert "DDP (nccl) 1.100" in shared["gpu_step_over_bare_two_nodes_gpt2"]["unit"]
     assert shared["gpu_peak_bytes_per_parameter_gpt2"]["value"] == 10.5
     assert all("some GPU" in one["conditions"] for one in [*alone.values(), *shared.values()])
 

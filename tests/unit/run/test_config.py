@@ -462,7 +462,7 @@ def configs(draw):
             merge=draw(st.sampled_from(["auto", "daso", "delta", "eager", "0.5"])),
             reduce=reduce,
             chunk_bytes=draw(st.integers(1, 2**40)),
-            bucket_bytes=str(draw(st.integers(1, 2**40))),
+            bucket_bytes=draw(st.integers(1, 2**40)),
             nonfinite=draw(st.sampled_from(["drop", "raise"])),
             stall_seconds=draw(numbers(1e-9, 1e9)),
             memory=draw(
