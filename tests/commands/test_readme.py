@@ -230,6 +230,29 @@ def test_step_times_it_quotes_are_those_that_were_measured() -> None:
         assert ratios == [rows.get(name, "-") for rows in measured]
 
 
+def test_step_times_on_a_gpu_are_those_that_were_measured() -> None:
+    import json
+    from statistics import median
+
+    runs = json.loads((ROOT / "scripts/figures/gpu.json").read_text())["runs"]
+    section = README.split("## On GPUs")[1].split("\n## ")[0]
+    row = r"^\| (\d) \| (\w+), \w+ \| (\S+)x \| (\S+)x? \| (\S+)x \|$"
+    quoted = re.findall(row, section, re.MULTILINE)
+    assert len(quoted) == 4
+    for ranks, model, *cells in quoted:
+        newest = [
+            run["seconds"]
+            for run in runs
+            if (str(len(run["nodes"])), run["plan"]["model"]) == (ranks, model)
+        ][-1]
+        for name, cell in zip(("wrapped", "default", "DDP"), cells, strict=True):
+            if name in newest:
+                ratios = [a / b for a, b in zip(newest[name], newest["bare"], strict=True)]
+                assert cell.removesuffix("x") == f"{median(ratios):.3f}"
+            else:
+                assert cell == "-"
+
+
 def test_step_times_of_other_models_are_those_that_were_measured() -> None:
     import json
 
