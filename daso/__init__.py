@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from daso.environment import read_ignored_signals
+from daso.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from daso import errors, flow, memory, predict
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 if read_ignored_signals()[1]:  # perhaps a worker of a rank
     import_module("daso.workers")
-
-__version__ = "0.1.0"
 
 __all__ = [
     "DASO",

@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-import daso
 from daso.comm.topology import Place
 from daso.errors import CheckpointError, told
+from daso.version import __version__
 
 __all__ = [
     "MANIFEST",
@@ -61,7 +61,7 @@ class Manifest:
             "node_sizes": place.node_sizes,
             "node_of": self.node_of,
             "files": [asdict(entry) for entry in self.files],
-            "versions": {"daso": daso.__version__, "torch": str(torch.__version__)},
+            "versions": {"daso": __version__, "torch": str(torch.__version__)},
         }
         return json.dumps(lines, indent=2) + "\n"
 

@@ -18,7 +18,7 @@ from daso.run.bench import command as bench
 from daso.run.config import describe, read_config, takes_value
 from daso.run.local import Local, launch
 
-__all__ = ["main"]
+__all__ = ["Parser", "carry_out", "main"]
 
 DESCRIPTION = "Hierarchical asynchronous data-parallel training for PyTorch over MPI."
 
@@ -54,9 +54,22 @@ def main(words: Sequence[str] | None = None) -> int:
     for word in ours:
         if word.startswith("-") and word.endswith("=--"):  # argparse would make a list of it
             return _refuse(f"{word.removesuffix('=--')} must have a value, not --; give one")
-    options = _parser().parse_args(ours)
+    return carry_out(_parser(), ours, theirs)
+
+
+def carry_out(
+    parser: argparse.ArgumentParser, words: Sequence[str], rest: Sequence[str] = ()
+) -> int:
+    """Do what a command line says; return its exit code.
+
+    Args:
+        parser: Of the options, each of which says by ``run`` what it does.
+        words: To be parsed.
+        rest: What belongs to others.
+    """
+    options = parser.parse_args(words)
     try:
-        code: int = options.run(options, theirs)
+        code: int = options.run(options, rest)
     except DasoError as error:
         return _refuse(str(error))
     except OSError as error:

@@ -129,9 +129,9 @@ def _write_json(path: Path, found: "Found") -> None:
 
 def _write_plot(path: Path, found: "Found") -> None:
     from daso.run import memory_report as report
-    from daso.run.bench import draw
+    from daso.run import plots
 
-    draw.save(report.draw(found), path)
+    plots.save(report.draw(found), path)
 
 
 # --- the script, until it calls its model ---------------------------------------------------------

@@ -104,9 +104,9 @@ def _main(chosen: argparse.Namespace) -> int:
         found = {"job": asdict(job), "rows": rows, "assumptions": assumptions}
         chosen.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if chosen.plot is not None:
-        from daso.run.bench import draw
+        from daso.run import plots
 
-        draw.save(draw.draw_efficiency(rows), chosen.plot)
+        plots.save(plots.draw_efficiency(rows), chosen.plot)
     return 0
 
 

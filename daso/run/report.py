@@ -14,10 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-import daso
 from daso.environment import terminal_columns
 from daso.errors import ConfigError
 from daso.plan.strict import strict_json
+from daso.version import __version__
 
 __all__ = ["Progress", "RunFolder", "closing_table", "versions"]
 
@@ -35,7 +35,7 @@ def versions(mpi: str) -> dict[str, str]:
         "python": platform.python_version(),
         "mpi": mpi,
         "torch": str(torch.__version__),
-        "daso": daso.__version__,
+        "daso": __version__,
         **installed,
         **commit_of(Path(__file__).parent),
     }

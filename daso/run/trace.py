@@ -66,9 +66,9 @@ def _main(chosen: argparse.Namespace) -> int:
         }
         _write(chosen.json, json.dumps(tables, indent=1))
     if chosen.plot is not None:
-        from daso.run.bench import draw
+        from daso.run import plots
 
-        draw.save(draw.draw_timeline(timeline), chosen.plot)
+        plots.save(plots.draw_timeline(timeline), chosen.plot)
     print(render(timeline, found, late))
     if chosen.chrome is not None:
         print(f"{chosen.chrome}: open it in ui.perfetto.dev")

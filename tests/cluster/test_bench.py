@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from jobs import HANG_SECONDS
 
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
 
 def left():
     """Return the state folders of benches; `down` removes one last of all."""
@@ -21,9 +23,14 @@ def bench(cluster, tmp_path):
 
     def run(*words, seconds=250):
         path = tmp_path / "bench.json"
-        command = [sys.executable, "-m", "daso", "bench", *words, f"--json={path}"]
+        command = [sys.executable, "-m", "benchmarks", *words, f"--json={path}"]
         done = subprocess.run(
-            command, env=cluster.env, capture_output=True, text=True, timeout=seconds, check=False
+            command,
+            env={**cluster.env, "PYTHONPATH": str(SCRIPTS)},
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         return json.loads(path.read_text())

@@ -283,7 +283,7 @@ def test_keywords_it_lists_are_those_of_the_optimizer() -> None:
 def test_seconds_to_a_loss_are_those_that_were_measured() -> None:
     import json
 
-    from daso.run.bench import server
+    from benchmarks import server
 
     names = {
         "`staleness=None`": "eager, unbounded",

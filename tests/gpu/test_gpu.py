@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import gpu
 from models import batch_loss, mlp, sgd
 from on_mpi import run_on
 from torch import nn
@@ -17,7 +18,6 @@ import daso.memory
 from daso.comm.device.cuda import CudaCopies
 from daso.comm.device.nccl_library import describe, library
 from daso.comm.node.nccl import NcclNode
-from daso.run.bench import gpu
 from daso.train.deltas.kernel_choice import choose
 
 DEVICE = torch.device("cuda", 0)

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from benchmarks.plain_torch import LOSSES, MAKERS, build_flow, layers_of
 from mpi4py import MPI
 from torch import nn
 from torch.func import functional_call
@@ -13,7 +14,6 @@ from torch.nn.functional import cross_entropy
 from daso import flow
 from daso.errors import ConfigError, FlowError
 from daso.plan.flows import homes
-from daso.run.bench.plain import LOSSES, MAKERS, build_flow, layers_of
 
 pytestmark = pytest.mark.nodes((2,), (4,))  # nodes make no difference to flows
 WORLD = MPI.COMM_WORLD

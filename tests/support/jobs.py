@@ -37,6 +37,19 @@ def typed(*words: object) -> subprocess.CompletedProcess[str]:
     """Run a command of `daso` as it is typed, but in this process: it starts in no time."""
     from daso.run.cli import main
 
+    return _typed(main, words)
+
+
+def typed_benchmark(*words: object) -> subprocess.CompletedProcess[str]:
+    """Run ``scripts/bench WORDS`` in this process."""
+    from benchmarks.command import main
+
+    return _typed(main, words)
+
+
+def _typed(
+    main: Callable[[list[str]], int], words: Sequence[object]
+) -> subprocess.CompletedProcess[str]:
     out, err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
@@ -60,6 +73,12 @@ def started(
         timeout=seconds,
         check=False,
     )
+
+
+def benchmark(*words: object, seconds: float = HANG_SECONDS) -> subprocess.CompletedProcess[str]:
+    """Run ``scripts/bench WORDS``, in this environment."""
+    scripts = Path(__file__).parents[2] / "scripts"
+    return started("benchmarks", *words, seconds=seconds, PYTHONPATH=str(scripts))
 
 
 def run(

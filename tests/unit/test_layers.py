@@ -16,6 +16,7 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # Besides the standard library and what is for all, a row may import what it lists.
 FOR_ALL = {
     *("daso.checks", "daso.environment", "daso.errors", "daso.processes", "daso.trace"),
+    "daso.version",
     "daso.workers",
 }
 MAY_IMPORT = {
@@ -27,13 +28,16 @@ MAY_IMPORT = {
     "server": {"daso.server", "daso.train", "daso.comm", "daso.plan", "torch"},
     "checkpoint": {"daso.checkpoint", "daso.comm", "daso.plan", "torch"},
     "flow": {"daso.flow", "daso.comm", "daso.plan", "torch"},
-    "run": {"daso", "torch", "jinja2", "matplotlib", "rich", "horovod", "torchft"},
+    # Ranks of a bench import its module by name: those of scripts/benchmarks too.
+    "run": {"daso", "torch", "jinja2", "matplotlib", "rich", "horovod", "torchft"}
+    | {"import_module(module)"},
     "examples": {"daso.data", "torch"} | {f"daso.{name}" for name in daso.__all__},
     "environment": set(),
     "checks": set(),
     "errors": set(),
     "processes": set(),
     "trace": set(),
+    "version": set(),
     "workers": set(),
     "memory": {"daso.train"},
     "predict": {"daso.plan", "daso.sim", "daso.train"},

@@ -9,174 +9,79 @@ from pathlib import Path
 from typing import Any
 
 from daso.plan.strict import strict_json
-from daso.run.bench import axes
-from daso.run.bench.runs import GPU_MODELS, RUNS
+from daso.run.bench.runs import RUNS, Measured
 
-__all__ = ["add_parser"]
+__all__ = ["MODELS", "Add", "add_links", "add_parser", "add_steps", "adder"]
 
 MODELS = ("cnn", "resnet18", "gpt", "tiny")
-DEVICES = ("device", "device-even")  # layers that take a known time and no core
 Found = list[dict[str, Any]]
+Run = Callable[[argparse.Namespace], Measured]
+Add = Callable[[str, str], argparse.ArgumentParser]
 
 
-def add_parser(parser: argparse.ArgumentParser) -> None:
+def add_parser(parser: argparse.ArgumentParser) -> Any:
     """Add the options of ``daso bench``.
 
     Args:
         parser: Its parser.
+
+    Returns:
+        Where benches are added.
     """
     kinds = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
+    add = adder(kinds, RUNS)
+    train = add("train", "step times of ways to train, on links of a known rate")
+    add_links(train, "1gbit,100mbit,10mbit")
+    train.add_argument("--model", choices=MODELS, default="cnn")
+    train.add_argument("--only", action="append", help="a contender; may be given several times")
+    add_steps(train, "8; quick 3", "20; quick 6")
+    train.add_argument("--plot", type=Path, help="draw step times to this PNG")
+    exchange = add("exchange", "one exchange between nodes against its link's limit")
+    add_links(exchange, "1gbit")
+    exchange.add_argument("--nodes", default="2,3,4", help="hosts, separated by commas (2,3,4)")
+    node = add("node", "the mean of a buffer over the ranks of this machine")
+    node.add_argument("--ranks", type=int, default=2, help="how many (2)")
+    node.add_argument("--mebibytes", type=float, default=8, help="of the buffer, fp32 (8)")
+    return kinds
+
+
+def adder(kinds: Any, runs: Mapping[str, Run]) -> Add:
+    """Return what adds a bench, with the options that all have.
+
+    Args:
+        kinds: Where benches are added.
+        runs: What each runs, by its name.
+    """
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
-        bench = kinds.add_parser(name, help=text, description=text, allow_abbrev=False)
-        bench.set_defaults(run=lambda chosen, _: _main(chosen, RUNS[name]))
+        bench: argparse.ArgumentParser = kinds.add_parser(
+            name, help=text, description=text, allow_abbrev=False
+        )
+        bench.set_defaults(run=lambda chosen, _: _main(chosen, runs[name]), draw=_draw)
         bench.add_argument("--quick", action="store_true", help="a few minutes at most")
         bench.add_argument("--rounds", type=int, default=0, help="of each contender (7; quick 3)")
         bench.add_argument("--json", type=Path, help="write figures and rows to this file")
         return bench
 
-    train = add("train", "step times of ways to train, on links of a known rate")
-    _add_links(train, "1gbit,100mbit,10mbit")
-    train.add_argument("--model", choices=MODELS, default="cnn")
-    train.add_argument("--only", action="append", help="a contender; may be given several times")
-    _add_steps(train, "8; quick 3", "20; quick 6")
-    train.add_argument("--plot", type=Path, help="draw step times to this PNG")
-    _add_synchronous(add)
-    gpu = add("gpu", "a GPU: overhead, packing, what stays exposed, memory")
-    gpu.add_argument("--model", choices=(*GPU_MODELS, "tiny"), help="one alone; tiny: no GPU")
-    gpu.add_argument("--ranks", default="1,2", help="that share the GPU, by commas (1,2)")
-    _add_to_accuracy(add("time-to-accuracy", "whole trainings beside DDP's"))
-    _add_parts(add)
-    _add_predict(add("predict", "what is predicted, beside what is then measured"))
-    _add_server(add("server", "time to a loss where one rank is slower than the others"))
-    _add_flow(add("flow", "instances of any shape, many at once, beside plain programs"))
-    _add_memory(add("memory", "training in less memory: time against budget, beside torch's ways"))
-    _add_trace(add("trace", "what recording costs, and how well clocks are compared"))
-    guard = add("guard", "a short run of all, its ratios beside the recorded ones")
-    guard.add_argument(
-        "--recorded",
-        type=Path,
-        default=Path("scripts/figures"),
-        help="folder of train.json, exchange.json and node.json (scripts/figures)",
-    )
-    axes.add_options(add("growth", "overhead and memory as all of it grows"))
+    return add
 
 
-def _add_parts(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
-    """Add benches of what crosses, without a model."""
-    exchange = add("exchange", "one exchange between nodes against its link's limit")
-    _add_links(exchange, "1gbit")
-    exchange.add_argument("--nodes", default="2,3,4", help="hosts, separated by commas (2,3,4)")
-    push = add("push", "all nodes send to all, in the same order and in slots")
-    _add_links(push, "1gbit")
-    push.add_argument("--nodes", default="4", help="hosts, separated by commas (4)")
-    push.add_argument("--mebibytes", type=float, default=4, help="of a message (4)")
-    node = add("node", "the mean of a buffer over the ranks of this machine")
-    node.add_argument("--ranks", type=int, default=2, help="how many (2)")
-    node.add_argument("--mebibytes", type=float, default=8, help="of the buffer, fp32 (8)")
+def _draw(found: Found) -> Any:
+    from daso.run import plots
+
+    return plots.draw(found)
 
 
-def _add_synchronous(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
-    """Add benches of gradients that are averaged at every step."""
-    order = add("gradient-order", "what crosses first when steps are synchronous")
-    _add_links(order, "500mbit,1gbit,2gbit")
-    order.add_argument("--model", choices=(*MODELS, *DEVICES), default="cnn")
-    order.add_argument("--only", action="append", help="an order; may be given several times")
-    _add_steps(order, "4; quick 2", "4; quick 2")
-    order.add_argument("--plot", type=Path, help="draw step times to this PNG")
-    host = add("host", "gradients inside a node: who adds them, and when")
-    host.add_argument("--model", choices=(*MODELS, *DEVICES), default="cnn")
-    host.add_argument("--ranks", type=int, default=2, help="of the node (2)")
-    host.add_argument("--only", action="append", help="a way; may be given several times")
-    host.add_argument("--seconds", type=float, default=0, help="of a round (4; quick 2)")
-    chunks = add("chunks", "sizes of chunks that go to the host and back, and a model")
-    chunks.add_argument("--ranks", type=int, default=2, help="of the node (2)")
-    chunks.add_argument("--steps", type=int, default=0, help="of a round (20; quick 10)")
-    chunks.add_argument("--rate", type=float, default=0.5, help="of copies, in GB/s (0.5)")
-    chunks.add_argument("--latency", type=float, default=1.0, help="of a copy, in ms (1)")
-
-
-def _add_predict(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=MODELS, default="cnn")
-    parser.add_argument("--seconds", type=float, default=0, help="of a round (4; quick 2)")
-    parser.add_argument("--settle", type=float, default=0, help="before the first (15; quick 5)")
-
-
-def _add_server(parser: argparse.ArgumentParser) -> None:
-    _add_links(parser, "1gbit")
-    parser.add_argument("--nodes", default="4", help="hosts, separated by commas (4)")
-    parser.add_argument("--data", choices=("fashion", "digits"), default="fashion")
-    parser.add_argument("--slow", default="", help="times the last rank takes (3,1.5,1; quick 3)")
-    parser.add_argument("--only", action="append", help="a contender beside DDP, gloo; several")
-    parser.add_argument("--seeds", type=int, default=0, help="trainings of each (3; quick 1)")
-    parser.add_argument("--seconds", type=float, default=0, help="of each training (16; quick 12)")
-    parser.add_argument("--epochs", type=int, default=0, help="where accuracy counts (3; quick 1)")
-    parser.add_argument("--every", type=float, default=0.25, help="seconds between tests (0.25)")
-    parser.add_argument("--loss", type=float, default=0.65, help="that is to be reached (0.65)")
-    parser.add_argument("--lr", type=float, default=0.1, help="learning rate of SGD (0.1)")
-    parser.add_argument("--momentum", type=float, default=0.0, help="of SGD (0)")
-    parser.add_argument("--plot", type=Path, help="draw losses to this PNG")
-
-
-def _add_flow(parser: argparse.ArgumentParser) -> None:
-    tasks = ("lists", "trees", "deductions", "molecules")
-    parser.add_argument("--task", choices=tasks, action="append", help="several (all)")
-    parser.add_argument("--ranks", type=int, default=2, help="of this machine (2)")
-    parser.add_argument("--width", type=int, default=128, help="of states (128)")
-    usual = "1,2,4,8,16,32"
-    parser.add_argument("--at-once", default=usual, help=f"instances under way ({usual})")
-    parser.add_argument("--interval", type=int, default=16, help="instances of an update (16)")
-    parser.add_argument("--count", type=int, default=0, help="instances a round (400; quick 200)")
-    parser.add_argument("--learn", action="store_true", help="train lists to 97 % too, for minutes")
-    parser.add_argument("--seeds", type=int, default=0, help="trainings of each (3; quick 1)")
-    parser.add_argument("--epochs", type=int, default=0, help="of a training (6; quick 2)")
-    parser.add_argument("--samples", type=int, default=8000, help="lists to learn from (8000)")
-    parser.add_argument("--every", type=int, default=1000, help="instances between tests (1000)")
-
-
-def _add_memory(parser: argparse.ArgumentParser) -> None:
-    models = ("resnet18", "gpt", "tiny")
-    parser.add_argument("--model", choices=models, action="append", help="several (resnet18, gpt)")
-    parser.add_argument(
-        "--budget",
-        default="5,30,60",
-        help="parts of the way from the least to all, in %%, by commas (5,30,60)",
-    )
-    parser.add_argument(
-        "--rate", default="0,1,0.25", help="of the second memory, in GB/s; 0: as it is (0,1,0.25)"
-    )
-    parser.add_argument("--steps", type=int, default=2, help="of a round (2)")
-    parser.add_argument("--folder", default="", help="for a file, to see the process's memory with")
-
-
-def _add_trace(parser: argparse.ArgumentParser) -> None:
-    _add_links(parser, "1gbit")
-    parser.add_argument("--nodes", type=int, default=2, help="hosts (2)")
-    parser.add_argument("--model", choices=MODELS, action="append", help="several (cnn, tiny)")
-    parser.add_argument("--seconds", type=float, default=0, help="of a round (4; quick 1)")
-
-
-def _add_to_accuracy(parser: argparse.ArgumentParser) -> None:
-    _add_links(parser, "1gbit,100mbit; quick 1gbit", default="")
-    _add_steps(parser, "3; quick 2", "6; quick 3")
-    parser.add_argument("--only", action="append", help="a contender beside DDP, gloo; several")
-    parser.add_argument("--data", choices=("fashion", "digits"), default="fashion")
-    parser.add_argument("--level", type=float, default=90, help="percentage to be reached (90)")
-    parser.add_argument("--seeds", type=int, default=0, help="trainings of each (3; quick 1)")
-    parser.add_argument("--epochs", type=int, default=0, help="of each training (3; quick 2)")
-    parser.add_argument("--every", type=int, default=26, help="steps between tests (26)")
-    parser.add_argument("--lr", type=float, default=0.1, help="highest learning rate (0.1)")
-    parser.add_argument("--plot", type=Path, help="draw accuracy over seconds to this PNG")
-
-
-def _add_steps(parser: argparse.ArgumentParser, seconds: str, settle: str) -> None:
+def add_steps(parser: argparse.ArgumentParser, seconds: str, settle: str) -> None:
+    """Add options of benches that take steps."""
     parser.add_argument("--nodes", type=int, default=2, help="hosts (2)")
     parser.add_argument("--ranks-per-node", type=int, default=1, help="on each (1)")
     parser.add_argument("--seconds", type=float, default=0, help=f"of a round ({seconds})")
     parser.add_argument("--settle", type=float, default=0, help=f"before the first ({settle})")
 
 
-def _add_links(parser: argparse.ArgumentParser, usual: str, *, default: str | None = None) -> None:
+def add_links(parser: argparse.ArgumentParser, usual: str, *, default: str | None = None) -> None:
+    """Add the links on which is measured."""
     parser.add_argument(
         "--link",
         default=usual if default is None else default,
@@ -199,14 +104,9 @@ def _main(chosen: argparse.Namespace, run: Any) -> int:
         print(f"daso: interrupted{kept}", file=sys.stderr)
         return 130
     if getattr(chosen, "plot", None):
-        from daso.run.bench import draw
+        from daso.run import plots
 
-        drawn = {
-            "time-to-accuracy": draw.draw_courses,
-            "growth": draw.draw_growth,
-            "server": draw.draw_losses,
-        }
-        draw.save(drawn.get(chosen.bench, draw.draw)(found), chosen.plot)
+        plots.save(chosen.draw(found), chosen.plot)
     return 0
 
 

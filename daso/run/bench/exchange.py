@@ -16,7 +16,7 @@ from daso.comm.reduction import Row, cut
 from daso.comm.topology import Topology
 from daso.plan.layout import message_chunks
 from daso.plan.options import Exchange
-from daso.run.bench.contenders import join_process_group
+from daso.run.bench.baselines import join_process_group
 from daso.run.bench.rounds import sent_bytes, take_turns
 from daso.train.deltas.shard import DeltaShard, MergeOptions, message_numel
 

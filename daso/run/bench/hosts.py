@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -73,7 +74,7 @@ class Hosts:
         """Measure on ranks of these hosts, and return what they found; blocking.
 
         Args:
-            kind: Which bench.
+            kind: The bench's module.
             plan: Its plan, for JSON.
             link: The rate of every link.
             nodes: Number of hosts.
@@ -82,7 +83,7 @@ class Hosts:
         set_rate(self._state, link)
         out, log = self._work / "found.json", self._work / "log"
         job = Job(
-            program=(*RANKS, kind, json.dumps(plan), str(out)),
+            program=_program(kind, plan, out),
             launcher=self._launcher,
             chdir=self._work,
             root=True,
@@ -124,6 +125,14 @@ class Hosts:
             time.sleep(LOOK_SECONDS)
 
 
+def _program(kind: str, plan: Mapping[str, Any], out: Path) -> tuple[str, ...]:
+    """Return what ranks run; they find the bench's module where this process did."""
+    found = find_spec(kind)
+    assert found is not None and found.origin is not None, kind
+    folder = Path(found.origin).parents[kind.count(".")]
+    return (*RANKS, kind, str(folder), json.dumps(plan), str(out))
+
+
 def _code_of(reason: str) -> int:
     number = re.search(r"exit code (\d+)", reason)
     return int(number[1]) if number else 1
@@ -141,7 +150,7 @@ def run_here(kind: str, plan: Mapping[str, Any], *, ranks: int, ranks_per_node: 
     """Measure on ranks of this machine, cut into pretend nodes; blocking."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
-        program = (*RANKS, kind, json.dumps(plan), str(out))
+        program = _program(kind, plan, out)
         code = launch(Local(ranks=ranks, ranks_per_node=str(ranks_per_node), program=program))
         return _found(out, code)
 

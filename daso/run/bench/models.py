@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from daso.data import find_fashion, load_fashion, load_text
 from daso.environment import data_folder
 from daso.examples.transformer import ByteTransformer
-from daso.run.bench.paced import paced
+from daso.run.bench.timed_models import paced
 
 __all__ = ["CASES", "EVEN", "Batch", "Case", "ResNet18", "loss_of", "score", "small_cnn"]
 

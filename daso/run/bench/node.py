@@ -13,7 +13,7 @@ from daso.comm.node.shm import ShmNode
 from daso.comm.topology import Topology
 from daso.plan.layout import split
 from daso.plan.options import Exchange
-from daso.run.bench.contenders import join_process_group
+from daso.run.bench.baselines import join_process_group
 from daso.run.bench.rounds import over, take_turns
 
 __all__ = ["Plan", "figures", "measure", "ratios", "table"]

@@ -1,53 +1,22 @@
-"""What every rank of a bench runs: ``python -m daso.run.bench.ranks KIND PLAN OUT``."""
+"""What every rank of a bench runs: ``python -m daso.run.bench.ranks MODULE FOLDER PLAN OUT``."""
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from daso.comm.mpi import library
 from daso.comm.topology import init
-from daso.run.bench import (
-    chunks,
-    exchange,
-    fitting,
-    flow,
-    gpu,
-    growth,
-    memory,
-    node,
-    order,
-    push,
-    server,
-    to_accuracy,
-    tracing,
-    train,
-)
 from daso.run.report import versions
-
-BENCHES = {
-    "chunks": chunks,
-    "exchange": exchange,
-    "fitting": fitting,
-    "flow": flow,
-    "gpu": gpu,
-    "gradient-order": order,
-    "growth": growth,
-    "memory": memory,
-    "node": node,
-    "push": push,
-    "server": server,
-    "time-to-accuracy": to_accuracy,
-    "trace": tracing,
-    "train": train,
-}
 
 
 def main() -> None:
     """Measure, and let world rank 0 write what was found."""
-    kind, plan, out = sys.argv[1:]
+    module, folder, plan, out = sys.argv[1:]
+    sys.path.append(folder)
     topology = init()
-    bench: Any = BENCHES[kind]
+    bench: Any = import_module(module)
     found = bench.measure(bench.Plan(**json.loads(plan)), topology)
     if topology.place.rank == 0:
         found["versions"] = versions(library())

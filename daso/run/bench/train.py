@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from daso.comm.topology import Topology
-from daso.run.bench.contenders import INSIDE, ORDERS, Contender, join_process_group
+from daso.run.bench.baselines import INSIDE, ORDERS, Contender, join_process_group
 from daso.run.bench.models import CASES, Batch
 from daso.run.bench.names import COMPUTE, DDP, OURS
-from daso.run.bench.rivals import EVERYBODY
 from daso.run.bench.rounds import (
     Clock,
     Round,
@@ -22,6 +21,7 @@ from daso.run.bench.rounds import (
     sent_bytes,
     take_turns,
 )
+from daso.run.bench.third_party import EVERYBODY
 
 __all__ = ["Plan", "figures", "measure", "ratios", "table"]
 

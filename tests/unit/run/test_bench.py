@@ -6,30 +6,29 @@ from functools import partial
 
 import pytest
 import torch
-from jobs import HANG_SECONDS, started, typed
+from benchmarks import (
+    chunks,
+    command,
+    flow,
+    flow_learning,
+    gpu,
+    gradient_order,
+    growth,
+    growth_memory,
+    memory_budget,
+    push,
+)
+from benchmarks.flow_baselines import BATCHES, EAGER
+from jobs import HANG_SECONDS, benchmark, typed_benchmark
 
 from daso.comm.emulation import CopyLink
 from daso.errors import ConfigError
-from daso.run.bench import (
-    chunks,
-    command,
-    exchange,
-    fitting,
-    flow,
-    flow_courses,
-    gpu,
-    growth,
-    memory,
-    order,
-    push,
-    train,
-)
-from daso.run.bench.contenders import FIFO, INSIDE, PRIORITY
-from daso.run.bench.flow_contenders import BATCHES, EAGER
+from daso.run.bench import exchange, train
+from daso.run.bench.baselines import FIFO, INSIDE, PRIORITY
 from daso.run.bench.models import CASES, loss_of
 from daso.run.bench.names import COMPUTE
-from daso.run.bench.rivals import EVERYBODY, RIVALS, Rival, installed, must_be_installed
 from daso.run.bench.rounds import Round, count_bytes, median_of, take_turns
+from daso.run.bench.third_party import EVERYBODY, RIVALS, Rival, installed, must_be_installed
 
 NET_DEV = """\
 Inter-|   Receive                                                |  Transmit
@@ -67,7 +66,7 @@ def test_a_figure_that_a_later_setting_makes_anew_counts(tmp_path, monkeypatch):
 
     monkeypatch.setitem(command.RUNS, "push", run)
     path = tmp_path / "found.json"
-    assert typed("bench", "push", f"--json={path}").stdout == "run 1\nrun 2\n"
+    assert typed_benchmark("push", f"--json={path}").stdout == "run 1\nrun 2\n"
     found = json.loads(path.read_text())
     assert found["figures"] == {"all": 2, "1": 0, "2": 0}
     assert [one["value"] for one in found["runs"]] == [1, 2]
@@ -106,7 +105,7 @@ def test_batches_differ_between_ranks_and_not_between_runs():
 
 
 def bench(*words, timeout=HANG_SECONDS):
-    return started("daso", "bench", *words, seconds=timeout)
+    return benchmark(*words, seconds=timeout)
 
 
 def runs_a_bench(test):
@@ -150,7 +149,7 @@ def runs_a_bench(test):
     ],
 )
 def test_what_cannot_be_measured_is_told_in_one_line(words, parts):
-    done = typed("bench", *words)
+    done = typed_benchmark(*words)
     assert done.returncode == 2
     assert done.stderr.startswith("daso: ")
     assert done.stderr.count("\n") == 1
@@ -193,7 +192,7 @@ def test_all_contenders_train_side_by_side(here):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_told():
-    done = typed("bench", "gpu", "--quick")
+    done = typed_benchmark("gpu", "--quick")
     assert done.returncode == 2
     assert done.stderr.startswith("daso: this bench needs a CUDA device")
     assert done.stderr.count("\n") == 1
@@ -334,8 +333,8 @@ def test_orders_of_gradients_train_side_by_side(tmp_path):
     assert done.returncode == 0, done.stderr
     (run,) = json.loads(path.read_text())["runs"]
     assert [row["name"] for row in run["rows"]] == [COMPUTE, FIFO, PRIORITY]
-    assert order.figures(run).keys() == {"priority_ratio_device-even_here"}
-    assert order.table(run).splitlines()[3].endswith("1.000")
+    assert gradient_order.figures(run).keys() == {"priority_ratio_device-even_here"}
+    assert gradient_order.table(run).splitlines()[3].endswith("1.000")
 
 
 def measured_chunks(seconds, found):
@@ -396,7 +395,7 @@ def test_a_rival_that_is_asked_for_must_be_installed(monkeypatch):
 
 @pytest.mark.skipif(installed("Horovod"), reason="Horovod is installed")
 def test_asking_for_horovod_without_it_tells_how_to_get_it():
-    done = typed("bench", "train", "--link=here", "--only=Horovod")
+    done = typed_benchmark("train", "--link=here", "--only=Horovod")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("daso: horovod must be installed for --only 'Horovod'")
     assert "HOROVOD_WITH_MPI=1" in done.stderr
@@ -469,15 +468,15 @@ def test_epochs_to_an_accuracy_are_counted():
     ]
     plan = {"target": 0.97, "samples": 20, "tests": 5, "seeds": 3, "epochs": 2}
     found = {"plan": plan, "whole": ours, "rows": rows}
-    figures = flow_courses.figures(found, "here")
+    figures = flow_learning.figures(found, "here")
     assert figures["epochs_ratio"]["value"] == pytest.approx(30 / 20)
     assert figures["seconds_ratio"]["value"] == pytest.approx(6 / 4)
     assert figures["list_reduction_accuracy"]["value"] == 0.9
-    lines = flow_courses.table(found).splitlines()
+    lines = flow_learning.table(found).splitlines()
     assert lines[2].split()[-3:] == ["1.00", "4.0", "0.980"]
     rows[1]["courses"][0] = course(0.5)
-    assert set(flow_courses.figures(found, "here")) == {"list_reduction_accuracy"}
-    assert flow_courses.table(found).splitlines()[3].split()[-3:] == ["-", "-", "0.900"]
+    assert set(flow_learning.figures(found, "here")) == {"list_reduction_accuracy"}
+    assert flow_learning.table(found).splitlines()[3].split()[-3:] == ["-", "-", "0.900"]
 
 
 @runs_a_bench
@@ -534,7 +533,7 @@ def test_what_is_held_counts_once_and_without_the_users():
         "b": (row,),
         "call": functools.partial(print, lambda: hidden),
     }
-    assert memory.held(root, [users, users_part], 0) == {"a": 40, "b": 4 * 30, "call": 4}
+    assert growth_memory.held(root, [users, users_part], 0) == {"a": 40, "b": 4 * 30, "call": 4}
 
 
 @pytest.fixture(scope="module")
@@ -614,7 +613,7 @@ def test_training_in_less_memory(tmp_path):
         assert rows["pooch"]["swapped_bytes"] <= swapped
     assert run["captured"]["arena"] >= run["captured"]["bound"]
     assert set(run["resident"]) == {"plain", "file"}
-    assert fitting.table(run) in done.stdout
+    assert memory_budget.table(run) in done.stdout
     assert set(found["figures"]) == {
         "hybrid_over_best_pure_worst",
         "swapped_bytes_ratio",
@@ -633,6 +632,6 @@ def test_training_in_less_memory(tmp_path):
     ],
 )
 def test_a_bench_of_memory_that_makes_no_sense(words, told):
-    done = typed("bench", "memory", *words)
+    done = typed_benchmark("memory", *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert told in done.stderr

@@ -2,16 +2,15 @@ import json
 from types import SimpleNamespace
 
 import pytest
-
-from daso.run import bench_accuracy
-from daso.run.bench.simulations import AUTO, QUICK, SETTINGS, Trial
-from daso.run.bench_accuracy import main
+from benchmarks import accuracy
+from benchmarks.accuracy import main
+from benchmarks.simulations import AUTO, QUICK, SETTINGS, Trial
 
 
 def test_a_small_bench_writes_its_table_figures_and_plot(tmp_path, monkeypatch, capsys):
     trial = Trial("digits", nodes=4, epochs=1, samples=600)
-    monkeypatch.setattr(bench_accuracy, "trials", lambda *, quick: [(trial, QUICK)])
-    monkeypatch.setattr(bench_accuracy, "overhead", lambda steps: 1.0)
+    monkeypatch.setattr(accuracy, "trials", lambda *, quick: [(trial, QUICK)])
+    monkeypatch.setattr(accuracy, "overhead", lambda steps: 1.0)
     files = {name: tmp_path / f"accuracy.{name}" for name in ("json", "png")}
     words = ["--quick", "--jobs=1", "--json", str(files["json"]), "--plot", str(files["png"])]
     assert main(words) == 0
@@ -39,8 +38,8 @@ def test_a_name_that_no_trial_has_is_told(capsys):
 def test_the_overhead_is_the_ratio_of_median_steps_that_alternate(monkeypatch):
     seconds = [2, 3, 2, 3, 9, 4]  # bare, wrapped, bare, ...
     clock = iter([0.0, *(time for second in seconds for time in (second, 0.0))])
-    monkeypatch.setattr(bench_accuracy, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    assert bench_accuracy.overhead(steps=3) == 3 / 2
+    monkeypatch.setattr(accuracy, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert accuracy.overhead(steps=3) == 3 / 2
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)

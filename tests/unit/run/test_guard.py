@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks import regression_check
 
 from daso.errors import ExchangeError
-from daso.run.bench import guard
 from daso.run.bench.names import OURS
 from daso.run.minicluster import start
 
@@ -29,10 +29,10 @@ RECORDED = Path(__file__).parents[3] / "scripts" / "figures"
     ],
 )
 def test_a_ratio_is_another_one_beyond_both_spreads_and_a_margin(recorded, now, word):
-    assert guard.judge("any", recorded, now).word == word
+    assert regression_check.judge("any", recorded, now).word == word
 
 
-@pytest.mark.parametrize("figure", guard.GUARDED)
+@pytest.mark.parametrize("figure", regression_check.GUARDED)
 @pytest.mark.parametrize(
     ("recorded", "now", "refused"),
     [
@@ -45,20 +45,23 @@ def test_a_ratio_is_another_one_beyond_both_spreads_and_a_margin(recorded, now, 
     ],
 )
 def test_a_rival_that_wins_or_a_lead_that_is_halved_is_refused(figure, recorded, now, refused):
-    others = guard.judge("any", [0.1], [2.0])
-    found = guard.judge(figure, recorded, now)
-    assert guard.broken([others, found]) == [found] * refused
+    others = regression_check.judge("any", [0.1], [2.0])
+    found = regression_check.judge(figure, recorded, now)
+    assert regression_check.broken([others, found]) == [found] * refused
     if refused:
         with pytest.raises(ExchangeError, match=f"but {figure} was {min(now):.3f}, "):
-            guard.refuse([others, found])
+            regression_check.refuse([others, found])
     else:
-        guard.refuse([others, found])
+        regression_check.refuse([others, found])
 
 
 @pytest.fixture
 def taken():
     """Runs of every kind: the recorded ones, on the guard's link."""
-    found = {kind: json.loads((RECORDED / f"{kind}.json").read_text()) for kind in guard.BENCHES}
+    found = {
+        kind: json.loads((RECORDED / f"{kind}.json").read_text())
+        for kind in regression_check.BENCHES
+    }
     return {
         kind: next(run for run in one["runs"] if run["plan"].get("link", "1gbit") == "1gbit")
         for kind, one in found.items()
@@ -66,12 +69,12 @@ def taken():
 
 
 def words(folder, taken):
-    return {one.figure: one.word for one in guard.verdicts(folder, taken)}
+    return {one.figure: one.word for one in regression_check.verdicts(folder, taken)}
 
 
 def test_recorded_runs_are_as_recorded(taken):
     found = words(RECORDED, taken)
-    assert set(guard.GUARDED) < found.keys()
+    assert set(regression_check.GUARDED) < found.keys()
     assert {"step_ratio_1gbit", "exchange_fp32_over_limit_2"} < found.keys()
     assert set(found.values()) == {"as recorded"}
 
@@ -101,15 +104,17 @@ def test_what_was_recorded_elsewhere_or_never_is_no_measure(taken, tmp_path):
 def test_how_fast_the_machine_computes_is_told(taken, tmp_path):
     now = taken["train"]
     step = f"{now['rows'][0]['step_ms']:.1f} ms"
-    assert guard.pace(RECORDED, now).endswith(f"recorded {step}, now {step}")
-    assert guard.pace(tmp_path, now).endswith(f"recorded -, now {step}")
+    assert regression_check.pace(RECORDED, now).endswith(f"recorded {step}, now {step}")
+    assert regression_check.pace(tmp_path, now).endswith(f"recorded -, now {step}")
 
 
 def test_figures_of_a_run_are_the_medians_of_its_ratios(taken):
-    train = guard.train
+    train = regression_check.train
     shown = {name: one["value"] for name, one in train.figures(taken["train"]).items()}
-    verdicts = [guard.judge(name, [], now) for name, now in train.ratios(taken["train"]).items()]
-    lines = guard.table(verdicts).splitlines()[1:]
+    verdicts = [
+        regression_check.judge(name, [], now) for name, now in train.ratios(taken["train"]).items()
+    ]
+    lines = regression_check.table(verdicts).splitlines()[1:]
     for name, value in shown.items():
         (line,) = (line for line in lines if line.split()[0] == name)
         assert f"{value:.3f}" in line
@@ -118,10 +123,10 @@ def test_figures_of_a_run_are_the_medians_of_its_ratios(taken):
 @pytest.mark.later("runs benches")
 def test_without_hosts_this_machine_is_measured_and_said_to_be(monkeypatch, capsys):
     monkeypatch.setitem(start.PACKAGES, "no-such-package", ("no-such-program",))
-    found = dict(guard.measure(1, seconds=0.2, settle=0.2))
+    found = dict(regression_check.measure(1, seconds=0.2, settle=0.2))
     assert capsys.readouterr().out.startswith("no hosts, so no link and no exchange")
     assert found.keys() == {"train", "node"}
-    verdicts = guard.verdicts(RECORDED, found)
+    verdicts = regression_check.verdicts(RECORDED, found)
     assert {one.figure for one in verdicts} == {
         "step_ratio_here",
         "step_ratio_ddp_here",

@@ -4,12 +4,12 @@ import json
 import math
 
 import pytest
-from jobs import started
+from benchmarks import learning_curves
+from benchmarks.plots import draw_courses
+from benchmarks.time_to_accuracy import warmed_cosine
+from jobs import benchmark
 
-from daso.run.bench import courses
-from daso.run.bench.draw import draw_courses
 from daso.run.bench.names import DDP, OURS
-from daso.run.bench.to_accuracy import warmed_cosine
 
 
 def course(*accuracy, seconds_per_step=2.0):
@@ -30,19 +30,19 @@ def found(ddp, ours, *, level=90, data="fashion"):
         {"plan": {"name": name, "link": "any", **plan}, "courses": trained, **same}
         for name, trained in ((DDP, ddp), (OURS, ours))
     )
-    return courses.on_link(rival, times, [own])
+    return learning_curves.on_link(rival, times, [own])
 
 
 @pytest.mark.parametrize(
     ("accuracy", "at"), [([80, 89.99, 90, 91], 2), ([91, 80], 0), ([80, 89.99], None), ([], None)]
 )
 def test_a_level_is_reached_by_the_first_test_that_has_it(accuracy, at):
-    assert courses.reached(course(*accuracy), 90) == at
+    assert learning_curves.reached(course(*accuracy), 90) == at
 
 
 def test_copies_are_tested_densely_until_the_level_and_the_last_one_always():
-    assert all(courses.is_tested(index, 11, had_level=False) for index in range(11))
-    after = [index for index in range(11) if courses.is_tested(index, 11, had_level=True)]
+    assert all(learning_curves.is_tested(index, 11, had_level=False) for index in range(11))
+    after = [index for index in range(11) if learning_curves.is_tested(index, 11, had_level=True)]
     assert after == [0, 4, 8, 10]
 
 
@@ -52,16 +52,16 @@ def test_seconds_of_ddp_are_its_steps_on_this_link_and_ours_are_our_own():
     assert (ddp["steps_to"], ddp["seconds_to"]) == (20, 160)
     assert (ours["steps_to"], ours["seconds_to"]) == (20, 40)
     assert ours["over_ddp"] == 0.25
-    figure = courses.figures(run)["time_to_accuracy_ratio_1gbit"]
+    figure = learning_curves.figures(run)["time_to_accuracy_ratio_1gbit"]
     assert figure["value"] == 0.25
     assert "90 %" in figure["unit"]
 
 
 def test_the_gap_is_between_means_over_seeds_of_what_was_reached_last():
     run = found([course(91, 92.0), course(91, 92.4)], [course(93, 91.9), course(95, 92.1)])
-    assert courses.figures(run)["accuracy_gap_1gbit"]["value"] == pytest.approx(0.2)
+    assert learning_curves.figures(run)["accuracy_gap_1gbit"]["value"] == pytest.approx(0.2)
     assert run["rows"][1]["spread"] == pytest.approx(0.2 / math.sqrt(2))
-    assert "mean of 2 seeds" in courses.table(run)
+    assert "mean of 2 seeds" in learning_curves.table(run)
 
 
 @pytest.mark.parametrize("late", ["ddp", "ours"])
@@ -69,13 +69,13 @@ def test_a_level_that_a_seed_never_reached_has_no_figure(late):
     trained = {"ddp": [course(91), course(92)], "ours": [course(91), course(92)]}
     trained[late][1] = course(89)
     run = found(**trained)
-    assert courses.figures(run).keys() == {"accuracy_gap_1gbit"}
-    assert courses.table(run).count(" - ") > 0
+    assert learning_curves.figures(run).keys() == {"accuracy_gap_1gbit"}
+    assert learning_curves.table(run).count(" - ") > 0
 
 
 def test_only_the_real_data_set_has_the_figures_names():
     run = found([course(91)], [course(91)], data="digits")
-    assert all(name.endswith("_1gbit_digits") for name in courses.figures(run))
+    assert all(name.endswith("_1gbit_digits") for name in learning_curves.figures(run))
 
 
 def test_the_learning_rate_warms_up_and_ends_at_zero():
@@ -89,7 +89,7 @@ def test_the_learning_rate_warms_up_and_ends_at_zero():
 
 
 def bench(*words):
-    return started("daso", "bench", "time-to-accuracy", *words, seconds=250)
+    return benchmark("time-to-accuracy", *words, seconds=250)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_both_train_to_the_end_and_reach_the_level(here):
         assert 0 < row["seconds_to"] <= one["seconds"][-1]
         assert row["final"] == one["accuracy"][-1] > 80
     assert run["rows"][1]["courses"][0]["report"]["exchanges"] > 0
-    assert done.stdout == courses.table(run) + "\n\n"
+    assert done.stdout == learning_curves.table(run) + "\n\n"
     assert "DDP, gloo trains on link here" in done.stderr
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from daso.run.bench import train
-from daso.run.bench.contenders import ALLREDUCE, HOST
+from daso.run.bench.baselines import ALLREDUCE, HOST
 from daso.run.bench.rounds import over
 
 __all__ = ["figures", "table"]

@@ -1,4 +1,4 @@
-"""One training on simulated nodes: settings, models and data of `scripts/bench_accuracy`."""
+"""One training on simulated nodes: settings, models and data of `scripts/bench accuracy`."""
 
 import math
 import time

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from daso.comm.topology import Topology
-from daso.run.bench.flow_contenders import (
+from benchmarks.flow_baselines import (
     BATCHES,
     EAGER,
     flow_name,
@@ -16,7 +15,8 @@ from daso.run.bench.flow_contenders import (
     plain_names,
     rest,
 )
-from daso.run.bench.plain import MAKERS
+from benchmarks.plain_torch import MAKERS
+from daso.comm.topology import Topology
 
 __all__ = ["Plan", "figures", "measure", "table"]
 
@@ -26,7 +26,7 @@ class Plan:
     """What is trained.
 
     Args:
-        task: One of `daso.run.bench.plain.MAKERS`, with an accuracy.
+        task: One of `benchmarks.plain_torch.MAKERS`, with an accuracy.
         width: Of states.
         interval: Instances of an update.
         at_once: Instances under way, of every flow; the last one trains to the end.

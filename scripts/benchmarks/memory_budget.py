@@ -360,7 +360,7 @@ def _residents(plan: Plan, static: int, least: int) -> dict[str, int]:
                 [
                     sys.executable,
                     "-c",
-                    "import sys; from daso.run.bench.fitting import resident; "
+                    "import sys; from benchmarks.memory_budget import resident; "
                     "resident(*sys.argv[1:])",
                     *(plan.model, str(budget), plan.folder),
                 ],

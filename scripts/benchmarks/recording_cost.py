@@ -13,7 +13,7 @@ from daso.comm.clock import ask_round
 from daso.comm.topology import Topology
 from daso.plan.clocks import Loop, Reading, clocks, close_loop
 from daso.plan.policy import Fixed
-from daso.run.bench.contenders import Daso, start
+from daso.run.bench.baselines import Daso, start
 from daso.run.bench.models import CASES
 from daso.run.bench.rounds import over
 

@@ -5,8 +5,8 @@ for each seed. The nodes of a run are simulated in one process (`daso.train.simu
 wires, merges and bits are the real ones. Nothing is sent, so policies are told how long an exchange
 takes, in batches.
 
-    scripts/bench_accuracy --json accuracy.json --plot accuracy.png
-    scripts/bench_accuracy --quick
+    scripts/bench accuracy --json accuracy.json --plot accuracy.png
+    scripts/bench accuracy --quick
 """
 
 import argparse
@@ -22,11 +22,7 @@ from typing import Any
 
 import torch
 
-from daso.comm.mpi import library
-from daso.examples.cnn import CNN
-from daso.plan.strict import strict_json
-from daso.run.bench.models import loss_of
-from daso.run.bench.simulations import (
+from benchmarks.simulations import (
     AUTO,
     CORES,
     DRIFT,
@@ -38,6 +34,10 @@ from daso.run.bench.simulations import (
     run,
     trials,
 )
+from daso.comm.mpi import library
+from daso.examples.cnn import CNN
+from daso.plan.strict import strict_json
+from daso.run.bench.models import loss_of
 from daso.run.report import versions
 from daso.train.optimizer import DASO
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from daso.run.bench import train
-from daso.run.bench.contenders import FIFO, PRIORITY
+from daso.run.bench.baselines import FIFO, PRIORITY
 
 __all__ = ["Plan", "figures", "measure", "table"]
 

@@ -19,13 +19,13 @@ from torch.nn.functional import interpolate
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
+from benchmarks.learning_curves import is_tested, on_link
 from daso.comm.topology import Topology
 from daso.data import ShardedSampler, load_digits, load_fashion
 from daso.environment import data_folder
 from daso.errors import ExchangeError
 from daso.run.bench import train
-from daso.run.bench.contenders import CONTENDERS, Contender, join_process_group
-from daso.run.bench.courses import is_tested, on_link
+from daso.run.bench.baselines import CONTENDERS, Contender, join_process_group
 from daso.run.bench.models import SIDE, Batch, Case, score, small_cnn
 from daso.run.bench.names import DDP
 from daso.run.bench.rounds import Clock
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KIND", "Plan", "compare", "measure", "samples_of", "warmed_cosine"]
 
-KIND = "time-to-accuracy"
+KIND = "benchmarks.time_to_accuracy"
 BATCH = 64  # samples of a rank
 MOMENTUM = 0.9
 WARMUP = 0.05  # of all steps
@@ -253,7 +253,7 @@ def compare(
 
     def timed(link: str) -> Any:
         say(f"step times on link {link}")
-        return place.run("train", asdict(replace(steps, link=link)), link=link, **size)
+        return place.run(train.__name__, asdict(replace(steps, link=link)), link=link, **size)
 
     rival = trained(DDP, place.fastest)
     for link in links:

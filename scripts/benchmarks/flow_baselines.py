@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import daso
+from benchmarks.plain_torch import LOSSES, Call, build_flow, layers_of
 from daso.comm.topology import Topology
-from daso.run.bench.plain import LOSSES, Call, build_flow, layers_of
 
 __all__ = [
     "BATCHES",

@@ -15,11 +15,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import daso
+from benchmarks.gpu_models import MODELS, PRETENDED, Shape
 from daso.comm.emulation import CopyLink, pretend_device
 from daso.comm.node.select import choose_device
 from daso.comm.topology import Topology
-from daso.run.bench.contenders import join_process_group
-from daso.run.bench.gpu_models import MODELS, PRETENDED, Shape
+from daso.run.bench.baselines import join_process_group
 from daso.run.bench.rounds import over, take_turns
 from daso.train.deltas.fused import Fused
 from daso.train.deltas.kernel_choice import Choice, choose, pack, take, views

@@ -145,13 +145,15 @@ def measure(
             check_machine()
         except ClusterError as reason:
             print(f"no hosts, so no link and no exchange between nodes: {reason}", flush=True)
-            yield "train", run_here("train", training("here"), ranks=2, ranks_per_node=1)
+            here = {"ranks": 2, "ranks_per_node": 1}
+            yield "train", run_here(BENCHES["train"].__name__, training("here"), **here)
         else:
             cluster = stack.enter_context(hosts(2))
             for kind, plan in (("train", training(LINK)), ("exchange", swap)):
-                yield kind, cluster.run(kind, plan, link=LINK, nodes=2, ranks=1)
+                module = BENCHES[kind].__name__
+                yield kind, cluster.run(module, plan, link=LINK, nodes=2, ranks=1)
     plan = asdict(node.Plan(mebibytes=8, rounds=10 * rounds))
-    yield "node", run_here("node", plan, ranks=2, ranks_per_node=2)
+    yield "node", run_here(BENCHES["node"].__name__, plan, ranks=2, ranks_per_node=2)
 
 
 def table(found: Iterable[Verdict]) -> str:

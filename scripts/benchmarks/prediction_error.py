@@ -111,7 +111,7 @@ def compare(
     first: Mapping[str, Any] | None = None
     for link, nodes in (CALIBRATION, *settings):
         named = replace(plan, names=tuple(WAYS), link=link)
-        found = place.run("train", asdict(named), link=link, nodes=nodes, ranks=1)
+        found = place.run("daso.run.bench.train", asdict(named), link=link, nodes=nodes, ranks=1)
         first = first or found
         yield judge(first, found, cores)
 

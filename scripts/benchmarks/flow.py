@@ -14,13 +14,8 @@ from typing import Any
 import torch
 
 import daso
-from daso.comm.p2p.packets import Messages
-from daso.comm.topology import Topology
-from daso.flow.checks import wire
-from daso.flow.messages import NO_TICKET, Message, Post
-from daso.flow.placement import Measured, placed
-from daso.run.bench import flow_courses
-from daso.run.bench.flow_contenders import (
+from benchmarks import flow_learning
+from benchmarks.flow_baselines import (
     EAGER,
     LAYOUTS,
     Contender,
@@ -31,7 +26,12 @@ from daso.run.bench.flow_contenders import (
     rest,
     seeded,
 )
-from daso.run.bench.plain import MAKERS
+from benchmarks.plain_torch import MAKERS
+from daso.comm.p2p.packets import Messages
+from daso.comm.topology import Topology
+from daso.flow.checks import wire
+from daso.flow.messages import NO_TICKET, Message, Post
+from daso.flow.placement import Measured, placed
 from daso.run.bench.rounds import over, take_turns
 from daso.sim.flows import Costs, run_flow
 
@@ -49,7 +49,7 @@ class Plan:
     """What is measured.
 
     Args:
-        task: One of `daso.run.bench.plain.MAKERS`.
+        task: One of `benchmarks.plain_torch.MAKERS`.
         width: Of states.
         at_once: Instances under way, of every flow.
         interval: Instances of an update.
@@ -95,8 +95,8 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     found |= _speeds(plan, topology)
     found["courses"] = None
     if plan.courses:
-        courses = flow_courses.Plan(plan.task, plan.width, plan.interval, **plan.courses)
-        found["courses"] = flow_courses.measure(courses, topology)
+        courses = flow_learning.Plan(plan.task, plan.width, plan.interval, **plan.courses)
+        found["courses"] = flow_learning.measure(courses, topology)
     return found
 
 
@@ -238,7 +238,7 @@ def table(found: Mapping[str, Any]) -> str:
         of = {r["ranks"]: r["per_second"] for r in found["simulated"] if r["layout"] == layout}
         lines.append(f"{layout:<24}" + "".join(f"{of[many] / of[1]:>7.2f}x" for many in SIMULATED))
     if found["courses"]:
-        lines += ["", flow_courses.table(found["courses"])]
+        lines += ["", flow_learning.table(found["courses"])]
     return "\n".join(lines)
 
 
@@ -268,5 +268,5 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         for name, (value, unit) in named.items()
     }
     if found["courses"]:
-        figures |= flow_courses.figures(found["courses"], conditions)
+        figures |= flow_learning.figures(found["courses"], conditions)
     return figures

@@ -22,11 +22,11 @@ from daso.comm.node.shm import ShmNode
 from daso.comm.topology import Topology
 from daso.plan.costs import flow_shop_seconds
 from daso.plan.layout import fit_buckets, split
-from daso.run.bench.contenders import Contender, Daso, Plain, start
+from daso.run.bench.baselines import Contender, Daso, Plain, start
 from daso.run.bench.models import CASES, EVEN, Batch, Case
 from daso.run.bench.names import COMPUTE
-from daso.run.bench.paced import Paced, paced
 from daso.run.bench.rounds import over, take_turns
+from daso.run.bench.timed_models import Paced, paced
 
 __all__ = ["SIZES", "Plan", "figures", "measure", "predicted_seconds", "steps_off", "table"]
 

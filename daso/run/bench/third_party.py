@@ -17,7 +17,7 @@ from torch import nn
 
 from daso.comm.topology import Topology
 from daso.errors import ConfigError
-from daso.run.bench.contenders import CONTENDERS, PERIOD, Contender, Make, Plain, start
+from daso.run.bench.baselines import CONTENDERS, PERIOD, Contender, Make, Plain, start
 from daso.run.bench.models import Case
 
 __all__ = ["EVERYBODY", "RIVALS", "Rival", "installed", "must_be_installed"]

@@ -43,7 +43,7 @@ def run(
     chosen: argparse.Namespace, rounds: int
 ) -> Iterator[tuple[dict[str, Any], str, dict[str, dict[str, Any]]]]:
     """Measure along every axis; yield what was found, as text, and figures."""
-    from daso.run.bench import growth, memory
+    from benchmarks import growth, growth_memory
 
     sizes = {axis: _sizes(chosen, axis) for axis, *_ in GROWTH}
     wanted = [axis for axis, *_ in GROWTH if axis in (chosen.only or sizes)]
@@ -54,7 +54,7 @@ def run(
     for axis in wanted:
         if axis == "memory":
             for one in _memory(sizes[axis], WIRES[:1] if chosen.quick else WIRES):
-                yield one, memory.table(one) + "\n", memory.figures(one)
+                yield one, growth_memory.table(one) + "\n", growth_memory.figures(one)
         else:
             one = _grown(axis, sizes[axis], chosen.size, rounds)
             yield one, growth.table(one) + "\n", growth.figures(one)
@@ -81,8 +81,8 @@ def _sizes(chosen: argparse.Namespace, axis: str) -> list[float]:
 
 def _grown(axis: str, sizes: Sequence[float], millions: float, rounds: int) -> dict[str, Any]:
     """Measure along one axis; another number of ranks is another run."""
+    from benchmarks.growth import Plan, Point
     from daso.plan.options import Exchange
-    from daso.run.bench.growth import Plan, Point
     from daso.run.bench.hosts import run_here
 
     usual = Point(round(1e6 * millions), TENSORS, Exchange().chunk_bytes)
@@ -98,18 +98,18 @@ def _grown(axis: str, sizes: Sequence[float], millions: float, rounds: int) -> d
         )
     plan = asdict(Plan("chunk_bytes" if axis == "chunks" else axis, points, rounds))
     worlds = [int(size) for size in sizes] if axis == "ranks" else [RANKS]
-    runs = [run_here("growth", plan, ranks=ranks, ranks_per_node=1) for ranks in worlds]
+    runs = [run_here("benchmarks.growth", plan, ranks=ranks, ranks_per_node=1) for ranks in worlds]
     return {**runs[-1], "rows": [row for run in runs for row in run["rows"]]}
 
 
 def _memory(millions: Sequence[float], wires: Sequence[Wire]) -> Iterator[dict[str, Any]]:
     """Measure memory where every rank is a node, then in two nodes of two ranks."""
+    from benchmarks.growth_memory import Plan
     from daso.plan.options import Exchange
     from daso.run.bench.hosts import run_here
-    from daso.run.bench.memory import Plan
 
     sizes = [round(1e6 * size) for size in millions]
     plan = asdict(Plan(sizes, 2, wires, Exchange().chunk_bytes))
     for ranks_per_node in (1, 2):
         ranks = 2 * ranks_per_node
-        yield run_here("memory", plan, ranks=ranks, ranks_per_node=ranks_per_node)
+        yield run_here("benchmarks.growth_memory", plan, ranks=ranks, ranks_per_node=ranks_per_node)

@@ -1,0 +1,7 @@
+"""`scripts/bench`."""
+
+import sys
+
+from benchmarks.command import main
+
+sys.exit(main())

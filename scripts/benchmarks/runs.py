@@ -1,0 +1,290 @@
+"""What each benchmark runs, from its options: checks them, starts ranks, yields what they found."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from itertools import product
+from typing import Any
+
+from benchmarks import growth_axes
+from daso.errors import ConfigError
+from daso.run.bench import options
+from daso.run.bench.names import COMPUTE, DDP, OURS
+from daso.run.bench.runs import Measured
+
+__all__ = ["GPU_MODELS", "RUNS"]
+
+GPU_MODELS = ("resnet50", "gpt2")
+Found = list[dict[str, Any]]
+
+
+def _gradient_order(chosen: argparse.Namespace) -> Measured:
+    from benchmarks import gradient_order
+    from daso.run.bench.baselines import FIFO, ORDERS
+
+    links, quick = options.links(chosen.link), chosen.quick
+    options.positive(chosen, "nodes", "ranks_per_node")
+    options.named(chosen.only or (), ORDERS)
+    usual = list(ORDERS)[:4] if quick else ORDERS
+    names = tuple(dict.fromkeys([FIFO, *(chosen.only or usual)]))
+
+    def plan(link: str) -> dict[str, Any]:
+        seconds, settle = (
+            chosen.seconds or (2 if quick else 4),
+            chosen.settle or (2 if quick else 4),
+        )
+        return asdict(
+            gradient_order.Plan(chosen.model, names, options.rounds(chosen), seconds, settle, link)
+        )
+
+    for one in options.measured(
+        "benchmarks.gradient_order", links, [chosen.nodes], plan, chosen.ranks_per_node
+    ):
+        yield one, gradient_order.table(one) + "\n", gradient_order.figures(one)
+
+
+def _host(chosen: argparse.Namespace) -> Measured:
+    from benchmarks import node_reducers
+    from daso.run.bench import train
+    from daso.run.bench.baselines import INSIDE
+    from daso.run.bench.hosts import HERE, run_here
+
+    options.positive(chosen, "ranks")
+    options.named(chosen.only or (), INSIDE)
+    seconds, names = chosen.seconds or (2 if chosen.quick else 4), tuple(chosen.only or INSIDE)
+    plan = asdict(train.Plan(chosen.model, names, options.rounds(chosen), seconds, seconds, HERE))
+    one = run_here("daso.run.bench.train", plan, ranks=chosen.ranks, ranks_per_node=chosen.ranks)
+    yield one, node_reducers.table(one), node_reducers.figures(one)
+
+
+def _chunks(chosen: argparse.Namespace) -> Measured:
+    from benchmarks import chunks
+    from daso.run.bench.hosts import run_here
+
+    options.positive(chosen, "ranks")
+    if chosen.steps < 0:
+        raise ConfigError(f"--steps must be at least 1, not {chosen.steps}")
+    steps = chosen.steps or (10 if chosen.quick else 20)
+    plan = asdict(chunks.Plan(options.rounds(chosen), steps, chosen.rate, chosen.latency))
+    one = run_here("benchmarks.chunks", plan, ranks=chosen.ranks, ranks_per_node=chosen.ranks)
+    yield one, chunks.table(one), chunks.figures(one)
+
+
+def _to_accuracy(chosen: argparse.Namespace) -> Measured:
+    from benchmarks import learning_curves, time_to_accuracy
+    from daso.run.bench import train
+    from daso.run.bench.baselines import CONTENDERS
+
+    quick, rounds = chosen.quick, options.rounds(chosen)
+    links = options.links(chosen.link or ("1gbit" if quick else "1gbit,100mbit"))
+    chosen.seeds = chosen.seeds or (1 if quick else 3)
+    chosen.epochs = chosen.epochs or (2 if quick else 3)
+    options.positive(chosen, "nodes", "ranks_per_node", "seeds", "epochs", "every")
+    options.above_zero(chosen, "lr")
+    if not 0 < chosen.level <= 100:
+        raise ConfigError(f"--level must be a percentage above 0, not {chosen.level}")
+    names = tuple(chosen.only or (OURS,))
+    options.named(names, [name for name in CONTENDERS if name not in (COMPUTE, DDP)])
+    plan = time_to_accuracy.Plan(
+        "", chosen.data, chosen.seeds, chosen.epochs, chosen.lr, chosen.every, chosen.level, ""
+    )
+    seconds = chosen.seconds or (2 if quick else 3)
+    settle = chosen.settle or (3 if quick else 6)
+    steps = train.Plan("cnn", (DDP, *names), rounds, seconds, settle, "")
+    size = {"nodes": chosen.nodes, "ranks": chosen.ranks_per_node}
+    for place, rates in options.places(links, chosen.nodes):
+        for one in time_to_accuracy.compare(place, rates, plan, steps, **size):
+            yield one, learning_curves.table(one) + "\n", learning_curves.figures(one)
+
+
+def _gpu(chosen: argparse.Namespace) -> Measured:
+    import torch
+
+    from benchmarks import gpu
+    from daso.run.bench.hosts import run_here
+
+    counts = options.counts("ranks", chosen.ranks)
+    models = (chosen.model,) if chosen.model else GPU_MODELS
+    if set(models) & set(GPU_MODELS) and not torch.cuda.is_available():
+        raise ConfigError(
+            "this bench needs a CUDA device, but torch sees none; --model=tiny pretends one"
+        )
+    steps = 8 if chosen.quick else 16
+    for model, ranks in product(models, counts):
+        plan = asdict(gpu.Plan(model, options.rounds(chosen), steps))
+        one = run_here("benchmarks.gpu", plan, ranks=ranks, ranks_per_node=1)
+        yield one, gpu.table(one) + "\n", gpu.figures(one)
+
+
+def _push(chosen: argparse.Namespace) -> Measured:
+    from benchmarks import push
+
+    links, nodes, rounds = (
+        options.links(chosen.link),
+        options.nodes(chosen.nodes),
+        options.rounds(chosen),
+    )
+    options.above_zero(chosen, "mebibytes")
+    nbytes = max(1, int(chosen.mebibytes * (1 << 20)))
+
+    def plan(link: str) -> dict[str, Any]:
+        return asdict(push.Plan(nbytes, rounds, link, options.rate(link)))
+
+    for one in options.measured("benchmarks.push", links, nodes, plan, 1):
+        yield one, push.table(one) + "\n", push.figures(one)
+
+
+def _server(chosen: argparse.Namespace) -> Measured:
+    from benchmarks import server
+    from daso.run.bench.baselines import SERVERS
+
+    links, nodes, quick = options.links(chosen.link), options.nodes(chosen.nodes), chosen.quick
+    chosen.seeds = chosen.seeds or (1 if quick else 3)
+    chosen.epochs = chosen.epochs or (1 if quick else 3)
+    options.positive(chosen, "seeds", "epochs")
+    options.above_zero(chosen, "loss", "every", "lr")
+    options.named(chosen.only or (), SERVERS)
+    names = tuple(dict.fromkeys([DDP, *(chosen.only or SERVERS)]))
+    slow = options.numbers("slow", chosen.slow or ("3" if quick else "3,1.5,1"))
+    seconds = chosen.seconds or (12 if quick else 16)
+    accurate = (DDP, *server.GAPS.values())
+    for place, rates in options.places(links, max(nodes)):
+        for link, count, times in product(rates, nodes, [*slow, 0.0]):
+            plan = server.Plan(
+                data=chosen.data,
+                names=names if times else accurate,
+                slow=times,
+                seeds=chosen.seeds,
+                seconds=seconds if times else chosen.epochs,
+                every=chosen.every,
+                loss=chosen.loss,
+                lr=chosen.lr,
+                momentum=chosen.momentum,
+                link=link,
+            )
+            one = place.run("benchmarks.server", asdict(plan), link=link, nodes=count, ranks=1)
+            yield one, server.table(one) + "\n", server.figures(one)
+
+
+def _predict(chosen: argparse.Namespace) -> Measured:
+    from benchmarks import prediction_error
+    from daso.run.bench import train
+    from daso.run.bench.hosts import hosts
+
+    quick = chosen.quick
+    settings = prediction_error.SETTINGS[:3] if quick else prediction_error.SETTINGS
+    seconds, settle = chosen.seconds or (2 if quick else 4), chosen.settle or (5 if quick else 15)
+    plan = train.Plan(chosen.model, (), options.rounds(chosen), seconds, settle, "")
+    one, text, figures = prediction_error.pace()
+    yield one, text + "\n", figures
+    found: Found = []
+    with hosts(max(nodes for _, nodes in settings)) as place:
+        for one in prediction_error.compare(place, plan, settings):
+            found.append(one)
+            yield one, prediction_error.table(one) + "\n", prediction_error.figures(found)
+
+
+def _trace(chosen: argparse.Namespace) -> Measured:
+    from benchmarks import recording_cost
+
+    models, seconds = tuple(chosen.model or ("cnn", "tiny")), chosen.seconds
+    if not chosen.nodes > 1:
+        raise ConfigError(f"--nodes must be at least 2, not {chosen.nodes}")
+
+    def plan(link: str) -> dict[str, Any]:
+        each = seconds or (1 if chosen.quick else 4)
+        return asdict(recording_cost.Plan(models, options.rounds(chosen), each, link))
+
+    for one in options.measured(
+        "benchmarks.recording_cost", options.links(chosen.link), [chosen.nodes], plan, 1
+    ):
+        yield one, recording_cost.table(one) + "\n", recording_cost.figures(one)
+
+
+def _flow(chosen: argparse.Namespace) -> Measured:
+    from benchmarks import flow
+    from benchmarks.plain_torch import MAKERS
+    from daso.run.bench.hosts import run_here
+
+    quick, tasks = chosen.quick, chosen.task or list(MAKERS)
+    for name in ("count", "epochs", "seeds"):
+        usual = {"count": (200, 400), "epochs": (2, 6), "seeds": (1, 3)}[name]
+        setattr(chosen, name, getattr(chosen, name) or usual[0 if quick else 1])
+    options.positive(chosen, "ranks", "width", "interval", "count", "epochs", "seeds")
+    options.positive(chosen, "samples", "every")
+    at_once = options.counts("at-once", chosen.at_once)
+    courses = {
+        "at_once": at_once,
+        "samples": chosen.samples,
+        "tests": 1000,
+        "epochs": chosen.epochs,
+        "every": chosen.every,
+        "seeds": chosen.seeds,
+        "target": 0.97,
+    }
+    for task in tasks:
+        learns = chosen.learn and task == "lists"
+        plan = flow.Plan(
+            task,
+            chosen.width,
+            at_once,
+            chosen.interval,
+            chosen.count,
+            options.rounds(chosen),
+            courses if learns else None,
+        )
+        one = run_here(
+            "benchmarks.flow", asdict(plan), ranks=chosen.ranks, ranks_per_node=chosen.ranks
+        )
+        yield one, flow.table(one) + "\n", flow.figures(one)
+
+
+def _memory(chosen: argparse.Namespace) -> Measured:
+    from benchmarks import memory_budget
+    from daso.run.bench.hosts import run_here
+
+    quick, rounds = chosen.quick, options.rounds(chosen)
+    models = chosen.model or (["tiny"] if quick else ["resnet18", "gpt"])
+    options.positive(chosen, "steps")
+    parts = [part / 100 for part in options.counts("budget", chosen.budget)]
+    rates = options.rates("rate", chosen.rate)
+    found: Found = []
+    for model in models:
+        plan = memory_budget.Plan(model, rounds, chosen.steps, parts, rates, True, chosen.folder)
+        found.append(run_here("benchmarks.memory_budget", asdict(plan), ranks=1, ranks_per_node=1))
+        yield found[-1], memory_budget.table(found[-1]) + "\n", memory_budget.figures(found)
+
+
+def _guard(chosen: argparse.Namespace) -> Measured:
+    from benchmarks import regression_check
+
+    taken = {}
+    for kind, one in regression_check.measure(options.rounds(chosen)):
+        bench = regression_check.BENCHES[kind]
+        taken[kind] = one
+        yield one, bench.table(one) + "\n", bench.figures(one)
+    found = regression_check.verdicts(chosen.recorded, taken)
+    print(regression_check.table(found))
+    print(regression_check.pace(chosen.recorded, taken["train"]), flush=True)
+    regression_check.refuse(found)
+
+
+def _growth(chosen: argparse.Namespace) -> Measured:
+    yield from growth_axes.run(chosen, options.rounds(chosen))
+
+
+RUNS: Mapping[str, Callable[[argparse.Namespace], Measured]] = {
+    "gradient-order": _gradient_order,
+    "host": _host,
+    "chunks": _chunks,
+    "time-to-accuracy": _to_accuracy,
+    "gpu": _gpu,
+    "push": _push,
+    "server": _server,
+    "flow": _flow,
+    "memory": _memory,
+    "predict": _predict,
+    "trace": _trace,
+    "guard": _guard,
+    "growth": _growth,
+}
