@@ -34,7 +34,7 @@ class StopRequest:
     Args:
         topology: Whose world.
         signals: What to listen for; the handlers that were there come back at the end.
-        stall_seconds: How long a vote is waited for at most.
+        timeout_seconds: How long a vote is waited for at most.
 
     Worker processes (of a DataLoader) that start meanwhile ignore these signals; those that begin
     as a new Python do where their program imports daso.
@@ -47,9 +47,9 @@ class StopRequest:
         topology: Topology,
         *,
         signals: Sequence[signal.Signals] = (signal.SIGUSR1,),
-        stall_seconds: float = 300.0,
+        timeout_seconds: float = 300.0,
     ) -> None:
-        self._vote = AsyncMaxReduce(topology, stall_seconds)
+        self._vote = AsyncMaxReduce(topology, timeout_seconds)
         self._heard = 0.0  # number of the signal
         self._between = self._left = 1  # batches: from vote to vote; to the next
         self._begun = time.perf_counter()

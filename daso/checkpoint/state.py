@@ -89,7 +89,7 @@ class Checkpoints:
         Collective over the world; blocking.
         """
         rank = self._topology.place.rank
-        self._topology.rendezvous("save a checkpoint", Exchange().stall_seconds)
+        self._topology.rendezvous("save a checkpoint", Exchange().timeout_seconds)
         self._agree(unfit(payload) or self._unready(step))
         path, entry, problem = self._rank_file(step, rank), None, None
         try:
@@ -181,7 +181,7 @@ class Checkpoints:
         Collective over the world; blocking.
         """
         reasons: list[str] = []
-        self._topology.rendezvous("load a checkpoint", Exchange().stall_seconds)
+        self._topology.rendezvous("load a checkpoint", Exchange().timeout_seconds)
         listed = self._listed()
         for step, whole in reversed(listed):
             found = self._load(step) if whole else "it was not finished"

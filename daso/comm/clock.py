@@ -25,7 +25,7 @@ _unfinished: list[object] = []  # after a stall: MPI may still write to what a r
 
 
 def ask_round(
-    topology: Topology, stall_seconds: float, now: Callable[[], float] = time.perf_counter
+    topology: Topology, timeout_seconds: float, now: Callable[[], float] = time.perf_counter
 ) -> Sequence[tuple[float, float, float]]:
     """Let every rank ask the next one for its time, the last one rank 0.
 
@@ -34,7 +34,7 @@ def ask_round(
 
     Args:
         topology: Whose world; two ranks at least.
-        stall_seconds: How long to wait for a rank at most.
+        timeout_seconds: How long to wait for a rank at most.
         now: This rank's clock, in seconds.
 
     Returns:
@@ -48,14 +48,14 @@ def ask_round(
     """
     place, mine = topology.place, (0.0, 0.0, 0.0)
     before, after = (place.rank - 1) % place.size, (place.rank + 1) % place.size
-    gather(topology, None, stall_seconds)  # all are here; from now on they answer at once
-    link = _Link(topology, stall_seconds)
+    gather(topology, None, timeout_seconds)  # all are here; from now on they answer at once
+    link = _Link(topology, timeout_seconds)
     for asks in _turns(place.size):
         if place.rank in asks:
             mine = link.ask(after, now)
         elif before in asks:
             link.answer(before, now)
-    return gather(topology, mine, stall_seconds)
+    return gather(topology, mine, timeout_seconds)
 
 
 def _turns(size: int) -> list[range]:
@@ -68,8 +68,8 @@ def _turns(size: int) -> list[range]:
 class _Link:
     """Short messages to one rank at a time."""
 
-    def __init__(self, topology: Topology, stall_seconds: float) -> None:
-        self._comm, self._roll, self._stall_seconds = topology.world, topology.roll, stall_seconds
+    def __init__(self, topology: Topology, timeout_seconds: float) -> None:
+        self._comm, self._roll, self._stall_seconds = topology.world, topology.roll, timeout_seconds
         self._row = torch.zeros(1, dtype=torch.float64, device="cpu")
 
     def ask(self, rank: int, now: Callable[[], float]) -> tuple[float, float, float]:
@@ -101,5 +101,5 @@ class _Link:
                 _unfinished.append((request, self._row))
                 raise StallError(
                     f"ranks must tell their time within {self._stall_seconds:g} s: "
-                    f"{self._roll.missing()}; look there, or raise Exchange.stall_seconds"
+                    f"{self._roll.missing()}; look there, or raise Exchange.timeout_seconds"
                 )

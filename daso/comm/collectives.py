@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 _unfinished: list[object] = []  # after a stall: MPI may still write to what a request was given
 
 
-def gather(topology: Topology, value: Value, stall_seconds: float) -> list[Value]:
+def gather(topology: Topology, value: Value, timeout_seconds: float) -> list[Value]:
     """Return every rank's value, in rank order.
 
     MPI's own gather has no limit: where a host is cut off, ranks that are in it stay there.
@@ -30,7 +30,7 @@ def gather(topology: Topology, value: Value, stall_seconds: float) -> list[Value
     Args:
         topology: Whose world.
         value: This rank's; anything that pickles.
-        stall_seconds: How long to wait at most for the other ranks.
+        timeout_seconds: How long to wait at most for the other ranks.
 
     Raises:
         StallError: They did not all come in time; names who is missing.
@@ -41,14 +41,14 @@ def gather(topology: Topology, value: Value, stall_seconds: float) -> list[Value
     sizes = torch.empty(topology.place.size, dtype=torch.int64, device="cpu")
     size = torch.tensor([mine.numel()], device="cpu")
     world = topology.world
-    finish(topology, world.Iallgather(sum_buffer(size), sum_buffer(sizes)), stall_seconds)
+    finish(topology, world.Iallgather(sum_buffer(size), sum_buffer(sizes)), timeout_seconds)
     everyones = torch.empty(int(sizes.sum()), dtype=torch.uint8, device="cpu")
     target = [byte_buffer(everyones), (sizes.tolist(), None)]
-    finish(topology, world.Iallgatherv(byte_buffer(mine), target), stall_seconds)
+    finish(topology, world.Iallgatherv(byte_buffer(mine), target), timeout_seconds)
     return [pickle.loads(part.numpy().tobytes()) for part in everyones.split(sizes.tolist())]
 
 
-def gather_in_node(topology: Topology, number: float, stall_seconds: float) -> list[float]:
+def gather_in_node(topology: Topology, number: float, timeout_seconds: float) -> list[float]:
     """Return the number of every rank of this node, in rank order.
 
     Raises:
@@ -59,25 +59,25 @@ def gather_in_node(topology: Topology, number: float, stall_seconds: float) -> l
     mine = torch.tensor([number], dtype=torch.float64, device="cpu")
     everyones = torch.empty(topology.place.local_size, dtype=torch.float64, device="cpu")
     request = topology.node.Iallgather(sum_buffer(mine), sum_buffer(everyones))
-    finish(topology, request, stall_seconds)
+    finish(topology, request, timeout_seconds)
     numbers: list[float] = everyones.tolist()
     return numbers
 
 
-def finish(topology: Topology, request: "MPI.Request", stall_seconds: float) -> None:
+def finish(topology: Topology, request: "MPI.Request", timeout_seconds: float) -> None:
     """Block until a request is over; after a stall it is kept, with what MPI may still write to.
 
     Args:
         topology: Whose ranks say who is missing.
         request: Of this rank.
-        stall_seconds: How long to wait at most.
+        timeout_seconds: How long to wait at most.
 
     Raises:
         StallError: It took longer; names who is missing.
     """
     roll = topology.roll
     try:
-        wait_until(request.Test, roll.missing, stall_seconds, roll.answer)
+        wait_until(request.Test, roll.missing, timeout_seconds, roll.answer)
     except StallError:
         _unfinished.append(request)  # which holds its buffers
         raise
@@ -90,14 +90,14 @@ class AsyncMaxReduce:
 
     Args:
         topology: Whose world; a communicator of its own is made.
-        stall_seconds: How long `result` waits at most.
+        timeout_seconds: How long `result` waits at most.
 
     Collective over the world; blocking.
     """
 
-    def __init__(self, topology: Topology, stall_seconds: float) -> None:
+    def __init__(self, topology: Topology, timeout_seconds: float) -> None:
         self.comm, self._roll = topology.world.Dup(), topology.roll
-        self._stall_seconds = stall_seconds
+        self._stall_seconds = timeout_seconds
         self._request: MPI.Request | None = None
         self._row = torch.zeros(0, dtype=torch.float64, device="cpu")
 

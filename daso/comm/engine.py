@@ -113,7 +113,7 @@ class Engine:
     """Carries out work in a thread of its own.
 
     Args:
-        stall_seconds: How long `wait` waits before it raises.
+        timeout_seconds: How long `wait` waits before it raises.
         missing: Says who does not take part, for that error; blocks for seconds.
         late: Called again and again, by the thread, once work takes long; what it raises ends the
             work.
@@ -124,7 +124,7 @@ class Engine:
 
     def __init__(
         self,
-        stall_seconds: float,
+        timeout_seconds: float,
         missing: Callable[[], str],
         late: Callable[[], None] | None = None,
         name: str = "daso-exchange",
@@ -132,7 +132,7 @@ class Engine:
         kind: int | None = trace.EXCHANGE,
     ) -> None:
         self._takes, self._kind = takes, kind
-        self.stall_seconds, self._missing, self._late = stall_seconds, missing, late
+        self.timeout_seconds, self._missing, self._late = timeout_seconds, missing, late
         self._queue: queue.Queue[WorkHandle[object] | None] = queue.Queue(QUEUE_LENGTH)
         self._mpi = load()
         self._error: BaseException | None = None
@@ -177,12 +177,12 @@ class Engine:
             StallError: It took longer than the stall limit; names who does not take part.
         """
         self._awaited = ticket  # type: ignore[assignment]  # as in `submit`
-        if not ticket.finished.wait(self.stall_seconds):
+        if not ticket.finished.wait(self.timeout_seconds):
             who = self._cause()  # while the thread still answers others who ask the same
             self._abandoned = True  # ranks are out of step from here: nothing may follow
             raise StallError(
-                f"an exchange must finish within {self.stall_seconds:g} s, but it did not: {who}; "
-                f"look there, or raise stall_seconds"
+                f"an exchange must finish within {self.timeout_seconds:g} s, but it did not: {who}; "
+                f"look there, or raise timeout_seconds"
             )
         if ticket.error is not None:
             raise ExchangeError(f"an exchange failed: {ticket.error}") from ticket.error
@@ -197,7 +197,7 @@ class Engine:
         """Return what holds up the work: for an error."""
         quiet_seconds = time.perf_counter() - self._moved_at
         missing = self._missing()
-        if quiet_seconds > SLOW * self.stall_seconds:
+        if quiet_seconds > SLOW * self.timeout_seconds:
             return missing
         # On a slow link answers wait behind what is sent.
         return f"{missing} (messages come, the last one {quiet_seconds:.1f} s ago: a slow link)"
@@ -226,11 +226,11 @@ class Engine:
         if self._closed:
             raise ExchangeError("the engine must be open to exchange, but close() was called")
 
-    def close(self, timeout_seconds: float = 10.0) -> bool:
+    def close(self, patience_seconds: float = 10.0) -> bool:
         """Finish what is queued and stop the thread; idempotent.
 
         Args:
-            timeout_seconds: How long to wait for work that is still going on.
+            patience_seconds: How long to wait for work that is still going on.
 
         Returns:
             Whether all work ended well, so that what it used may be freed.
@@ -238,7 +238,7 @@ class Engine:
         if not self._closed:
             self._closed = True
             self._queue.put(None)
-        self._thread.join(timeout_seconds)
+        self._thread.join(patience_seconds)
         return self._error is None and not self._thread.is_alive()
 
     def give_up(self) -> None:
@@ -248,7 +248,7 @@ class Engine:
     def abandon(self) -> None:
         """Stop the thread at its next poll, whatever is under way; for the end of the process."""
         self._abandoned = True
-        self.close(timeout_seconds=2.0)
+        self.close(patience_seconds=2.0)
 
     def _loop(self) -> None:
         while (ticket := self._queue.get()) is not None:

@@ -34,7 +34,7 @@ class Recording(AbstractContextManager["Recording"]):
         path: The file, of JSON lines; an earlier one is replaced.
         topology: Who is where; found from MPI if None.
         capacity: Spans that each rank keeps from mark to mark; older ones are lost, and counted.
-        stall_seconds: How long to wait for other ranks at most.
+        timeout_seconds: How long to wait for other ranks at most.
 
     Entering and leaving are collective over the world; blocking. Leaving by an error is not: then
     the file ends with the last mark.
@@ -47,15 +47,15 @@ class Recording(AbstractContextManager["Recording"]):
         topology: Topology | None = None,
         *,
         capacity: int = trace.CAPACITY,
-        stall_seconds: float = 300.0,
+        timeout_seconds: float = 300.0,
     ) -> None:
         check("path", path, FILE)
         check("topology", topology, either(instance_of(Topology), NONE))
         check("capacity", capacity, whole(1, MOST_SPANS, " of spans"))
-        check("stall_seconds", stall_seconds, positive())
+        check("timeout_seconds", timeout_seconds, positive())
         self.path, self._given = Path(path), topology
         self._recorder = trace.Recorder(capacity)
-        self._stall_seconds = stall_seconds
+        self._stall_seconds = timeout_seconds
         self._since = 0.0  # seconds, time.perf_counter: what began before is not of a batch
         self._file: TextIO | None = None
 

@@ -155,7 +155,7 @@ class Topology:
             node_of=tuple(heads.index(head) for head in firsts),
         )
 
-    def rendezvous(self, what: str, stall_seconds: float) -> None:
+    def rendezvous(self, what: str, timeout_seconds: float) -> None:
         """Wait until every rank has come to the same place of the program.
 
         MPI's own collectives wait for ever for a rank that never comes: whatever ranks do together
@@ -163,7 +163,7 @@ class Topology:
 
         Args:
             what: What all do there together: one of `RENDEZVOUS`.
-            stall_seconds: How long to wait at most.
+            timeout_seconds: How long to wait at most.
 
         Raises:
             StallError: They did not all come; names who is missing.
@@ -177,7 +177,9 @@ class Topology:
         places = torch.empty(self.place.size, dtype=torch.int64, device="cpu")
         request = self.world.Iallgather(sum_buffer(mine), sum_buffer(places))
         try:
-            wait_until(request.Test, self.roll.missing, stall_seconds, self.roll.answer, what=what)
+            wait_until(
+                request.Test, self.roll.missing, timeout_seconds, self.roll.answer, what=what
+            )
         except StallError:
             _unfinished.append((request, mine, places))  # MPI may still write to them
             raise
@@ -222,13 +224,13 @@ class Topology:
 
 
 @contextmanager
-def errors_on_all_ranks(topology: object, what: str, stall_seconds: float) -> Iterator[None]:
+def errors_on_all_ranks(topology: object, what: str, timeout_seconds: float) -> Iterator[None]:
     """Raise an error of daso's that some rank meets inside on all ranks.
 
     Args:
         topology: Whose ranks; else those of the topology set by `init`, and else this rank alone.
         what: What all do there together: one of `RENDEZVOUS`.
-        stall_seconds: How long to wait for them at most.
+        timeout_seconds: How long to wait for them at most.
 
     Collective over the world; blocking, at its end.
     """
@@ -242,7 +244,7 @@ def errors_on_all_ranks(topology: object, what: str, stall_seconds: float) -> It
         if problem is not None:
             raise problem
         return
-    where.rendezvous(what, stall_seconds)
+    where.rendezvous(what, timeout_seconds)
     text = None if problem is None else str(problem)
     where.agree(text, ConfigError if problem is None else type(problem))
 

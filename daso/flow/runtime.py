@@ -88,7 +88,7 @@ class Runtime:
         instances_per_batch: How many finished instances of each flow are a batch to it.
         seed: Of random numbers in layers with dropout: they depend on it, the epoch, the layer,
             the instance and its state alone.
-        stall_seconds: How long a rank waits without a message before it raises and names who is
+        timeout_seconds: How long a rank waits without a message before it raises and names who is
             missing.
 
     Raises:
@@ -114,19 +114,19 @@ class Runtime:
         between_nodes: MakeBetween | None = None,
         instances_per_batch: int = 16,
         seed: int = 0,
-        stall_seconds: float = Exchange().stall_seconds,
+        timeout_seconds: float = Exchange().timeout_seconds,
     ) -> None:
-        limit = stall_seconds if positive().holds(stall_seconds) else Exchange().stall_seconds
+        limit = timeout_seconds if positive().holds(timeout_seconds) else Exchange().timeout_seconds
         with errors_on_all_ranks(topology, "make a flow's Runtime", limit):
             _check_records(topology, updates, shuffle)
-            _check_numbers(max_active_keys, instances_per_batch, seed, stall_seconds)
+            _check_numbers(max_active_keys, instances_per_batch, seed, timeout_seconds)
             self._wiring = wire(graph)
         self._whole = default() if topology is None else topology
         self._between, self._each = between_nodes, instances_per_batch
         self._held = ExitStack()  # what close() gives back
-        self._topology = self._flow_topology(stall_seconds)
+        self._topology = self._flow_topology(timeout_seconds)
         self._beside: FlowReplicas | None = None
-        self._most, self._seed, self._stall_seconds = max_active_keys, seed, stall_seconds
+        self._most, self._seed, self._stall_seconds = max_active_keys, seed, timeout_seconds
         self._shuffle = shuffle
         ranks = self._topology.place.size
         self._fixed = said(self._wiring, {} if placement == "auto" else placement, ranks)
@@ -147,11 +147,11 @@ class Runtime:
         self._lines: Path | None = None
         self._closed = False
 
-    def _flow_topology(self, stall_seconds: float) -> Topology:
+    def _flow_topology(self, timeout_seconds: float) -> Topology:
         """Return the topology of one flow. Collective over the world; blocking."""
         whole = self._whole
-        whole.rendezvous("make a flow's Runtime", stall_seconds)
-        self._number = reclaim(whole, lambda word: gather(whole, word, stall_seconds))
+        whole.rendezvous("make a flow's Runtime", timeout_seconds)
+        self._number = reclaim(whole, lambda word: gather(whole, word, timeout_seconds))
         if not whole.same(self._between is None):
             raise ConfigError("between_nodes must be given to all ranks or to none, not to some")
         if self._between is None:
@@ -580,9 +580,9 @@ def _check_records(topology: object, updates: object, shuffle: object) -> None:
 
 
 def _check_numbers(
-    max_active_keys: object, instances_per_batch: object, seed: object, stall_seconds: object
+    max_active_keys: object, instances_per_batch: object, seed: object, timeout_seconds: object
 ) -> None:
     check("max_active_keys", max_active_keys, whole(1))
     check("instances_per_batch", instances_per_batch, whole(1))
     check("seed", seed, whole(0, 2**63 - 1))
-    check("stall_seconds", stall_seconds, positive())
+    check("timeout_seconds", timeout_seconds, positive())

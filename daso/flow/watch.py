@@ -21,14 +21,14 @@ class LoopMonitor(Watch):
 
     Args:
         topology: Whose ranks ask for each other.
-        stall_seconds: How long nothing may come.
+        timeout_seconds: How long nothing may come.
         controller: Where instances come in.
         progress: The caller's.
         beside: The flows of other nodes; None: there are none.
     """
 
     topology: Topology
-    stall_seconds: float
+    timeout_seconds: float
     controller: Controller | None
     progress: Callable[[int, int], None] | None
     beside: FlowReplicas | None
@@ -48,12 +48,12 @@ class LoopMonitor(Watch):
         if self.progress is not None and one is not None and now > self.told_at + PROGRESS_SECONDS:
             self.told_at = now
             self.progress(one.finished, one.count)
-        if idle_seconds > self.stall_seconds:
+        if idle_seconds > self.timeout_seconds:
             waits = "; ".join(self.waiting()[:3]) or "no node of this rank waits for a part"
             raise StallError(
-                f"a message must come within {self.stall_seconds:g} s, but none came to rank "
+                f"a message must come within {self.timeout_seconds:g} s, but none came to rank "
                 f"{self.topology.place.rank}: {self.topology.roll.missing()}; {waits}; look there, "
-                f"or raise stall_seconds"
+                f"or raise timeout_seconds"
             )
 
     def is_due(self) -> bool:

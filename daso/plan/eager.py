@@ -88,11 +88,11 @@ class Plan:
         check("every", self.every, either(layers, one_of("auto")))
         check("damped", self.damped, flag())
         check("exchange", self.exchange, instance_of(Exchange))
-        unused = Exchange(fragments=self.exchange.fragments, memory=self.exchange.memory)
+        unused = Exchange(fragments=self.exchange.fragments, gpu_direct=self.exchange.gpu_direct)
         if self.exchange.reduce == "iallreduce" or unused != Exchange():
             raise ConfigError(
                 f"a ParameterServer adds on the host in rank order and sends every layer by "
-                f"itself, so reduce, fragments and memory of its exchange must be left alone, not "
+                f"itself, so reduce, fragments and gpu_direct must be left alone, not "
                 f"{self.exchange!r}"
             )
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from daso.checks import check, choice, either, one_of, positive, validated_record, whole
+from daso.checks import check, choice, either, flag, one_of, positive, validated_record, whole
 from daso.errors import ConfigError
 from daso.plan.merge import Merge, MergeName, check_merge, is_eager, keeps_local, merge_rule
 from daso.plan.schedule import Measurements
@@ -14,7 +14,6 @@ __all__ = ["BucketRule", "Exchange", "Gradients", "Settings", "Wire"]
 
 Reduce = Literal["auto", "iallreduce", "ordered"]
 NonFinite = Literal["drop", "raise"]
-Memory = Literal["host", "device"]
 Restore = Literal["auto", "on", "off"]
 
 MiB = 1 << 20
@@ -32,19 +31,18 @@ class Exchange:
             ``"iallreduce"`` leaves the order to MPI, for gradients and the fp32 wire alone.
         chunk_bytes: Size of the messages an exchange is cut into, in bytes of the wire (of bf16,
             where that is chosen while training); less where they would hold more than 262,144
-            numbers, or between more than 16 nodes. From devices no less than 2,097,152 numbers,
+            numbers, or between more than 16 nodes. From devices no less than 4,194,304 numbers,
             for each message is encoded by launches of its own.
         nonfinite: What happens when a node's delta holds NaN or infinity. ``"drop"``: all ranks
             drop that exchange, say so, and the node starts again from the reference; the third
             drop without two good exchanges in a row between raises. ``"raise"``: all ranks raise
             at once.
-        stall_seconds: How long a rank waits for another before it raises and names who is late.
+        timeout_seconds: How long a rank waits for another before it raises and names who is late.
         fragments: Parts of the model that take turns: each exchange carries one, and each part is
             exchanged every fragments * skip batches (Streaming DiLoCo).
-        memory: From where parameters on CUDA devices cross: ``"host"``, pinned memory they are
-            copied to; ``"device"``, their own, with an MPI library that says it is able to, and not
-            with ``reduce="iallreduce"``. Deltas are added there too, then. Gradients of synchronous
-            phases cross from the host.
+        gpu_direct: Whether MPI reads and writes the memory of CUDA devices, with a library that
+            says it is able to, and not with ``reduce="iallreduce"``. Otherwise what crosses is
+            copied to pinned memory of the host. It is added on the device either way.
         step_restoration: Whether an inner optimizer that divides by the size of its gradients (as
             Adam does) steps longer between exchanges, by as much as the mean of all nodes' steps is
             shorter than the step of one big batch; see `daso.plan.step_restoration`. ``"auto"``:
@@ -55,23 +53,23 @@ class Exchange:
     reduce: Reduce = "auto"
     chunk_bytes: int = MiB // 4
     nonfinite: NonFinite = "drop"
-    stall_seconds: float = 300.0
+    timeout_seconds: float = 300.0
     fragments: int = 1
-    memory: Memory = "host"
+    gpu_direct: bool = False
     step_restoration: Restore = "auto"
 
     def __post_init__(self) -> None:
-        check("Exchange.memory", self.memory, choice(*get_args(Memory)))
-        if self.memory == "device" and self.reduce == "iallreduce":
+        check("Exchange.gpu_direct", self.gpu_direct, flag())
+        if self.gpu_direct and self.reduce == "iallreduce":
             raise ConfigError(
-                "Exchange(memory='device') needs reduce='auto' or 'ordered' (MPI libraries that "
+                "Exchange(gpu_direct=True) needs reduce='auto' or 'ordered' (MPI libraries that "
                 "send from devices cannot add there while others compute), not 'iallreduce'"
             )
         check("Exchange.step_restoration", self.step_restoration, choice(*get_args(Restore)))
         check("Exchange.reduce", self.reduce, choice(*get_args(Reduce)))
         check("Exchange.nonfinite", self.nonfinite, choice(*get_args(NonFinite)))
         check("Exchange.chunk_bytes", self.chunk_bytes, whole(1, of=" of bytes"))
-        check("Exchange.stall_seconds", self.stall_seconds, positive())
+        check("Exchange.timeout_seconds", self.timeout_seconds, positive())
         check("Exchange.fragments", self.fragments, whole(1, MOST_FRAGMENTS))
 
 

@@ -131,9 +131,9 @@ class ExchangeConfig:
         gradient_wire: What gradients cross between nodes in, where they are averaged there.
         update: Steps of the whole model, or layer by layer (chunk).
         nonfinite: What NaN and infinity in an exchange do.
-        stall_seconds: How long to wait for ranks that do not come.
+        timeout_seconds: How long to wait for ranks that do not come.
         step_restoration: Longer steps of Adam and its kin between exchanges.
-        memory: What crosses lies on the host, or on the device itself, with an MPI that is able to.
+        gpu_direct: Let MPI read and write the memory of GPUs, where it is able to.
     """
 
     wire: Wire = "auto"
@@ -149,9 +149,9 @@ class ExchangeConfig:
     gradient_wire: GradientWire = "auto"
     update: Literal["auto", "whole", "chunk"] = "auto"
     nonfinite: Literal["drop", "raise"] = "drop"
-    stall_seconds: float = 300.0
+    timeout_seconds: float = 300.0
     step_restoration: Literal["auto", "on", "off"] = "auto"
-    memory: Literal["host", "device"] = "host"
+    gpu_direct: bool = False
 
     def __post_init__(self) -> None:
         check("exchange.outer_lr", self.outer_lr, number(0, MOST_RATE))
@@ -252,9 +252,9 @@ class Config:
                 reduce=exchange.reduce,
                 chunk_bytes=exchange.chunk_bytes,
                 nonfinite=exchange.nonfinite,
-                stall_seconds=exchange.stall_seconds,
+                timeout_seconds=exchange.timeout_seconds,
                 fragments=exchange.fragments,
-                memory=exchange.memory,
+                gpu_direct=exchange.gpu_direct,
                 step_restoration=exchange.step_restoration,
             ),
             gradients=Gradients(

@@ -57,9 +57,9 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any] | None:
     saver = Saver(run)
     point = saver.open(resume=resume, restarts=slurm_restarts())
     folder = _open_folder(run, point)
-    stall_seconds = config.exchange.stall_seconds
+    timeout_seconds = config.exchange.timeout_seconds
     summary, stopped = None, False
-    stop = StopRequest(run.topology, signals=_signals(), stall_seconds=stall_seconds)
+    stop = StopRequest(run.topology, signals=_signals(), timeout_seconds=timeout_seconds)
     try:
         with stop, _recorded(run, point) as recording:
             try:
@@ -93,8 +93,8 @@ def _recorded(run: Run, point: Point) -> AbstractContextManager[Recording | None
     if first and point.resumed is None:
         for old in config.folder.glob(FILE.replace(".", "-*.")):
             old.unlink()
-    stall_seconds = config.exchange.stall_seconds
-    return Recording(config.folder / name, run.topology, stall_seconds=stall_seconds)
+    timeout_seconds = config.exchange.timeout_seconds
+    return Recording(config.folder / name, run.topology, timeout_seconds=timeout_seconds)
 
 
 def _train(
@@ -270,7 +270,7 @@ def _score(run: Run) -> float:
     """Return the share of right answers on the test data, counted by all ranks together."""
     place = run.topology.place
     mine = evaluate(run.task.model, run.task.test, rank=place.rank, size=place.size)
-    counts = gather(run.topology, mine, run.config.exchange.stall_seconds)
+    counts = gather(run.topology, mine, run.config.exchange.timeout_seconds)
     return float(sum(right for right, _ in counts) / sum(total for _, total in counts))
 
 
@@ -306,7 +306,7 @@ def digest(model: torch.nn.Module) -> str:
 def _summary(run: Run, point: Point, figures: dict[str, float]) -> dict[str, Any]:
     report, place = run.optimizer.report(), run.topology.place
     mine = (report["global_bytes_sent"], report["exposed_seconds"])
-    reports = gather(run.topology, mine, run.config.exchange.stall_seconds)
+    reports = gather(run.topology, mine, run.config.exchange.timeout_seconds)
     model = digest(run.task.model)
     chosen = ("exchanges", "dropped", "skip_history", "skip_because", "wire", "merge", "policy")
     return {

@@ -26,8 +26,8 @@ FREE = {
     "tensorboard",
     "trace",
     "data.folder",
-    "exchange.memory",
-    "exchange.stall_seconds",
+    "exchange.gpu_direct",
+    "exchange.timeout_seconds",
     "checkpoint.every",
     "checkpoint.keep",
 }

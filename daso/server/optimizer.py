@@ -77,9 +77,9 @@ class ParameterServer(torch.optim.Optimizer):
         transport: ``"messages"``: two-sided. ``"windows"``: memory that ranks of a node share, and
             one-sided puts between nodes; refused where these fail, or wait for their target.
         exchange: ``chunk_bytes`` of a message cross in one piece: what is needed sooner waits for
-            no more than a few of them. A rank waits ``stall_seconds`` without a sign of the others
-            before it raises and names who is missing. ``nonfinite``: gradients of a layer that are
-            not finite are left out, and raise in the third step in a row; or at once.
+            no more than a few of them. A rank waits ``timeout_seconds`` without a sign of the
+            others before it raises and names who is missing. ``nonfinite``: gradients of a layer
+            that are not finite are left out, and raise in the third step in a row; or at once.
 
     Raises:
         ConfigError: A keyword has no such value.
@@ -127,7 +127,7 @@ class ParameterServer(torch.optim.Optimizer):
                 )
         self._topology = default() if topology is None else topology
         self._model, self._plan = model, plan
-        limit = plan.exchange.stall_seconds
+        limit = plan.exchange.timeout_seconds
         self._topology.rendezvous("make a daso.ParameterServer", limit)
         number = reclaim(self._topology, lambda word: gather(self._topology, word, limit))
         names, named, layers = layers_of(model)
@@ -159,7 +159,7 @@ class ParameterServer(torch.optim.Optimizer):
             ConfigError,
         )
         agree_layout(trained, self._topology)
-        start_equal(trained, self._topology, self._plan.exchange.stall_seconds)
+        start_equal(trained, self._topology, self._plan.exchange.timeout_seconds)
 
     # --- as an optimizer ---------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class ParameterServer(torch.optim.Optimizer):
         """Return the buffers that all ranks share. Collective over the world; blocking."""
 
         def everyones(mine: dict[str, str]) -> list[dict[str, str]]:
-            return gather(self._topology, mine, self._plan.exchange.stall_seconds)
+            return gather(self._topology, mine, self._plan.exchange.timeout_seconds)
 
         says = self._topology.place.rank == 0
         return common_tensors(self._model.named_buffers(), everyones, self._told, says=says)

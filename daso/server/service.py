@@ -60,7 +60,7 @@ class ServerThread:
         self.mailbox = SendQueue(ways, plan.exchange.chunk_bytes)
         roll = topology.roll
         self.engine = Engine(
-            plan.exchange.stall_seconds, roll.missing, roll.answer, name="daso-server", kind=None
+            plan.exchange.timeout_seconds, roll.missing, roll.answer, name="daso-server", kind=None
         )
         # By owner and layer: the version that was taken up last, and what came since; of owners
         # that do not wait for this rank more than one may have come. All start from the same.
@@ -212,12 +212,12 @@ class ServerThread:
             if gone:
                 rank, steps = next(iter(gone.items()))
                 raise ExchangeError(_uneven(rank, steps, self.rank, step + 1))
-        limit = self.plan.exchange.stall_seconds
+        limit = self.plan.exchange.timeout_seconds
         if time.perf_counter() - max(start, self._sign_at) > limit:
             raise StallError(
                 f"something must be heard of other ranks within {limit:g} s, but nothing was while "
                 f"rank {self.rank} waited for {what()}: {self._late()}; look there, or raise "
-                f"Exchange.stall_seconds"
+                f"Exchange.timeout_seconds"
             )
 
     def _late(self) -> str:
@@ -232,7 +232,7 @@ class ServerThread:
             self.engine.give_up()
         if self.engine.close() and self.world != load().COMM_NULL:
             self._topology.rendezvous(
-                "close a daso.ParameterServer", self.plan.exchange.stall_seconds
+                "close a daso.ParameterServer", self.plan.exchange.timeout_seconds
             )
             for way in self._ways:
                 way.free()

@@ -83,7 +83,9 @@ class Channels:
         self.bell, self._roll = StepWatchdog(topology.world), topology.roll
         self.missing = self._roll.missing
         takes = None if link is None else partial(_occupied_seconds, link, self.place.nodes)
-        self.engine = Engine(settings.exchange.stall_seconds, self.missing, self.late, takes=takes)
+        self.engine = Engine(
+            settings.exchange.timeout_seconds, self.missing, self.late, takes=takes
+        )
         self._rooms = [BufferPool(window(self.place.nodes)) for _ in self._slots]
         self._gradient_means: dict[tuple[torch.dtype, int], DeterministicAllReduce] = {}
 
@@ -129,7 +131,7 @@ class Channels:
         """
         place, where = self.place, None
         if node.copies is not None and node.sums_stay:
-            staged = self.settings.exchange.memory != "device"
+            staged = not self.settings.exchange.gpu_direct
             where = OnDevice(device, node.copies, DEVICE_PIECE, staged)
         return GradientCompressor(
             wire,
@@ -212,8 +214,8 @@ class Channels:
         """
         if not self.engine.close() or self.bell.given_up:
             return False
-        stall_seconds = self.settings.exchange.stall_seconds
-        self._topology.rendezvous("close an optimizer", stall_seconds)
+        timeout_seconds = self.settings.exchange.timeout_seconds
+        self._topology.rendezvous("close an optimizer", timeout_seconds)
         mpi = load()
         for comm in (*self._slots, self.world, self._votes, self._asides, self.turns):
             if comm != mpi.COMM_NULL:

@@ -98,7 +98,7 @@ class Coordinator:
         return self._everyones(mine)[0]
 
     def _everyones(self, value: Value) -> list[Value]:
-        return gather(self.topology, value, self.channels.settings.exchange.stall_seconds)
+        return gather(self.topology, value, self.channels.settings.exchange.timeout_seconds)
 
     def look_for_same_batches(self, order: Sequence[int]) -> None:
         """Say it once where all ranks have the same gradients: they train on the same batches.

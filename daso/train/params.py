@@ -179,19 +179,19 @@ def view_like(row: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return row.as_strided(tensor.shape, tensor.stride(), row.storage_offset())
 
 
-def start_equal(trained: Trained, topology: Topology, stall_seconds: float) -> None:
+def start_equal(trained: Trained, topology: Topology, timeout_seconds: float) -> None:
     """Give all ranks world rank 0's parameters, frozen ones and buffers.
 
     Args:
         trained: What must start equal.
         topology: Whose world.
-        stall_seconds: How long to wait at most for the other ranks.
+        timeout_seconds: How long to wait at most for the other ranks.
 
     Collective over the world; blocking.
     """
 
     def everyones(mine: dict[str, str]) -> list[dict[str, str]]:
-        return gather(topology, mine, stall_seconds)
+        return gather(topology, mine, timeout_seconds)
 
     says = topology.place.rank == 0
     others = common_tensors(trained.others(), everyones, set(), says=says)

@@ -108,11 +108,11 @@ class Session:
 
     def _meet(self) -> None:
         """Wait for all ranks to come here. Collective over the world; blocking."""
-        self.topology.rendezvous("wrap an optimizer", self.setup.settings.exchange.stall_seconds)
+        self.topology.rendezvous("wrap an optimizer", self.setup.settings.exchange.timeout_seconds)
 
     def _reclaim(self) -> None:
         """Close optimizers that were dropped on all ranks. Collective over the world; blocking."""
-        limit = self.setup.settings.exchange.stall_seconds
+        limit = self.setup.settings.exchange.timeout_seconds
         self._number = reclaim(self.topology, lambda word: gather(self.topology, word, limit))
         number = 1 + count_open(self.topology)
         if number % MANY == 0 and self.topology.place.rank == 0:

@@ -78,14 +78,12 @@ class Setup:
         memory deltas cross.
         """
         exchange = self.settings.exchange
-        exchange = replace(exchange, stall_seconds=1.0, nonfinite="drop", memory="host")
+        exchange = replace(exchange, timeout_seconds=1.0, nonfinite="drop", gpu_direct=False)
         policy = self.policy
         if isinstance(policy, Plateau):
             policy = replace(policy, epochs=1 + policy.warmup + policy.cooldown)
         settings = replace(self.settings, exchange=exchange)
-        text = replace(self, policy=policy, settings=settings).text()
-        # As in checkpoints from before there was a choice.
-        return text.replace(", memory='host'", "")
+        return replace(self, policy=policy, settings=settings).text()
 
     def shape(self, inner: torch.optim.Optimizer, place: Place | None) -> dict[str, Any] | None:
         """Return what a checkpoint must have in common with a session to fit it exactly.
@@ -118,7 +116,7 @@ class Setup:
             "merge": settings.merge,
             "outer": settings.outer,
             "fragments": settings.exchange.fragments,
-            "exchange_memory": settings.exchange.memory,
+            "gpu_direct": settings.exchange.gpu_direct,
             "delta_reduce": settings.delta_reduce,
             "gradient_reduce": settings.gradient_reduce,
             "gradient_order": settings.gradients.order,
@@ -168,7 +166,9 @@ def make_setup(  # noqa: PLR0913 - the keywords of the doors
 
 def stall_limit(exchange: object) -> float:
     """Return how long ranks wait for each other: the default where that cannot be told."""
-    return exchange.stall_seconds if isinstance(exchange, Exchange) else Exchange().stall_seconds
+    return (
+        exchange.timeout_seconds if isinstance(exchange, Exchange) else Exchange().timeout_seconds
+    )
 
 
 def _is_optimizer(value: object) -> bool:

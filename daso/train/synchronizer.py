@@ -67,8 +67,8 @@ class Synchronizer:
         outer: MakeOuter | None = None,
     ) -> None:
         agree_layout(trained, topology)
-        agree_device(topology, trained.device, settings.exchange.memory)
-        start_equal(trained, topology, settings.exchange.stall_seconds)
+        agree_device(topology, trained.device, gpu_direct=settings.exchange.gpu_direct)
+        start_equal(trained, topology, settings.exchange.timeout_seconds)
         self.trained, self.topology, self.settings = trained, topology, settings
         self.metrics, self.changes = metrics, ParameterChanges(trained)
         self.channels = Channels(topology, settings)
@@ -121,7 +121,7 @@ class Synchronizer:
                 self.topology,
                 self.trained.device,
                 settings.gradients.order,
-                settings.exchange.stall_seconds,
+                settings.exchange.timeout_seconds,
                 self.channels.late,
             )
         except Exception:
@@ -335,7 +335,7 @@ class Synchronizer:
         if self._synchronous:
             value = self.coordinator.mean(value)
         else:
-            values = gather_in_node(self.topology, value, self.settings.exchange.stall_seconds)
+            values = gather_in_node(self.topology, value, self.settings.exchange.timeout_seconds)
             value = sum(values) / len(values)
         return loss.detach().clone().fill_(value) if isinstance(loss, torch.Tensor) else value
 

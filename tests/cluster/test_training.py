@@ -63,7 +63,7 @@ def test_a_job_goes_on_after_its_time_limit_to_the_same_bits(daso):
 
 @pytest.mark.slow("SLURM takes half a minute to find a host down")
 def test_a_host_that_is_cut_off_ends_the_job_and_is_named(daso):
-    words = ["-m", "daso", "train", *COMMON, "--epochs=100000", "--exchange.stall_seconds=5"]
+    words = ["-m", "daso", "train", *COMMON, "--epochs=100000", "--exchange.timeout_seconds=5"]
     job = daso.submit("--nodes=3", *words, "--name=cut")
     until_it_trains(daso, "cut", job)
     daso.cluster.cut("mini2")

@@ -53,11 +53,11 @@ if door == "flow":
         graph,
         lambda p: torch.optim.SGD(p, lr=0.1),
         placement={f"layer {rank}": rank for rank in range(place.size)},
-        stall_seconds=3.0,
+        timeout_seconds=3.0,
     )
     runtime.train_epoch(range(10**6))
 model = torch.nn.Linear(100, 100)
-exchange = daso.Exchange(stall_seconds=3.0)
+exchange = daso.Exchange(timeout_seconds=3.0)
 if door == "server":
     optimizer = daso.ParameterServer(
         model, lambda p: torch.optim.SGD(p, lr=0.1), staleness=5, exchange=exchange

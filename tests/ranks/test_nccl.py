@@ -87,11 +87,11 @@ def nccl(topology, monkeypatch):
     made = []
     monkeypatch.setattr(node_nccl, "CudaCopies", Copies)
 
-    def choose(topology, device, order, stall_seconds, late):
+    def choose(topology, device, order, timeout_seconds, late):
         assert order == "buckets"
         cuda = Cuda()
         made.append(Nccl(topology.node, cuda))
-        return NcclNode(topology, device, stall_seconds, late, nccl=made[-1], cuda=cuda)
+        return NcclNode(topology, device, timeout_seconds, late, nccl=made[-1], cuda=cuda)
 
     monkeypatch.setattr(sync, "choose_node", choose)
     return made

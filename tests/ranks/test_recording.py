@@ -98,7 +98,7 @@ def train(topology, path, steps=12, marks=(), capacity=1 << 14):
         topology=topology,
         policy=daso.Fixed(4, 1),
     )
-    with Recording(path, topology, capacity=capacity, stall_seconds=STALL_SECONDS) as recording:
+    with Recording(path, topology, capacity=capacity, timeout_seconds=STALL_SECONDS) as recording:
         for step in range(steps):
             optimizer.zero_grad()
             model(torch.ones(3, 8)).sum().backward()
@@ -168,7 +168,7 @@ def test_ranks_of_a_node_that_wait_for_each_other_are_told(topology, place, path
     model = torch.nn.Linear(4, 4)
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = daso.DASO(inner, module=model, topology=topology, policy=daso.Fixed(100, 1))
-    with Recording(path, topology, stall_seconds=STALL_SECONDS):
+    with Recording(path, topology, timeout_seconds=STALL_SECONDS):
         for _ in range(3):
             time.sleep(0.05 * (place.local_rank == 0))
             model(torch.ones(1, 4)).sum().backward()
@@ -192,10 +192,10 @@ def test_a_file_that_cannot_be_written_is_refused_on_all_ranks(topology, tmp_pat
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(ConfigError, match="a recording's file must be writable"):
-        Recording(file / "trace.jsonl", topology, stall_seconds=STALL_SECONDS).__enter__()
+        Recording(file / "trace.jsonl", topology, timeout_seconds=STALL_SECONDS).__enter__()
     # And when the disk is full later.
     path = Path(topology.world.bcast(str(tmp_path))) / "trace.jsonl"
-    made = Recording(path, topology, stall_seconds=STALL_SECONDS)
+    made = Recording(path, topology, timeout_seconds=STALL_SECONDS)
     with pytest.raises(ConfigError, match=os.strerror(errno.ENOSPC)), made:
         if made._file is not None:
             made._file.close()
@@ -216,7 +216,7 @@ class Full:
 
 def test_a_rank_leaves_by_an_error_without_others(topology, place, path):
     """What a rank raises must reach its user at once, whatever other ranks do."""
-    made = Recording(path, topology, stall_seconds=STALL_SECONDS)
+    made = Recording(path, topology, timeout_seconds=STALL_SECONDS)
     last = place.rank == place.size - 1
     made.__enter__()
     if last:
@@ -236,7 +236,7 @@ def test_a_rank_leaves_by_an_error_without_others(topology, place, path):
 
 def test_what_ends_while_a_mark_is_made_is_left_out(topology, place, path):
     """Or it would end before it begins: what began before a mark begins there."""
-    with Recording(path, topology, stall_seconds=STALL_SECONDS) as recording:
+    with Recording(path, topology, timeout_seconds=STALL_SECONDS) as recording:
         early = time.perf_counter()
         time.sleep(0.01)
         recording.mark()

@@ -79,7 +79,7 @@ def test_handlers_come_back_after_an_error_too(topology):
 
 @pytest.mark.nodes(*ANY)
 def test_a_vote_gives_the_largest_numbers_and_waits_no_longer_than_told(topology, place):
-    vote = AsyncMaxReduce(topology, stall_seconds=0.3)
+    vote = AsyncMaxReduce(topology, timeout_seconds=0.3)
     for number in range(3):
         vote.start([place.rank + number, -place.rank])
         assert vote.result() == [place.size - 1 + number, 0]

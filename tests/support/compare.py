@@ -27,12 +27,12 @@ def compare(topology, make, make_inner, policy, *, steps=11, epochs=1, **options
     """Run both for some steps; compare after every step and at the end."""
     options.setdefault("merge", "daso")
     build, gradients = seeded(make), options.pop("gradients", daso.Gradients(bucket_bytes=256))
-    known = {name: value for name, value in options.items() if name != "memory"}
+    known = {name: value for name, value in options.items() if name != "gpu_direct"}
     oracle = Sequential(
         build, make_inner, batch_loss, topology.place.node_sizes, policy=policy, **known
     )
     model = build()
-    varied = {name: options.pop(name) for name in ("fragments", "memory") if name in options}
+    varied = {name: options.pop(name) for name in ("fragments", "gpu_direct") if name in options}
     exchange = replace(ORDERED, **varied)
     settings = {"exchange": exchange, "gradients": gradients}
     with daso.DASO(

@@ -81,9 +81,9 @@ LEGAL = {
         "reduce": named("auto", "iallreduce", "ordered"),
         "chunk_bytes": BYTES,
         "nonfinite": named("drop", "raise"),
-        "stall_seconds": above(0, 1e9),
+        "timeout_seconds": above(0, 1e9),
         "fragments": whole(1, 100_000),
-        "memory": named("host", "device"),
+        "gpu_direct": FLAG,
         "step_restoration": named("auto", "on", "off"),
     },
     daso.Gradients: {
@@ -227,7 +227,12 @@ KEYS = [
     *("epochs", "seed", "name", "runs", "device", "trace", "data.name", "data.batch_size"),
     *("optimizer.lr", "optimizer.momentum", "optimizer.name", "schedule.policy", "schedule.skip"),
     *("schedule.wait", "schedule.drift", "schedule.warmup", "exchange.wire", "exchange.merge"),
-    *("exchange.outer_lr", "exchange.outer_momentum", "exchange.stall_seconds", "checkpoint.every"),
+    *(
+        "exchange.outer_lr",
+        "exchange.outer_momentum",
+        "exchange.timeout_seconds",
+        "checkpoint.every",
+    ),
     *("exchange.fragments", "exchange.chunk_bytes", "exchange.bucket_bytes", "checkpoint.keep"),
     *("nothing", "schedule", "exchange.nothing"),
 ]
@@ -243,7 +248,7 @@ def is_sane(config):
         and 0 <= config.optimizer.momentum < 1
         and 0 <= config.exchange.outer_lr < 1e6
         and 0 <= config.exchange.outer_momentum < 1
-        and 0 < config.exchange.stall_seconds <= 1e9
+        and 0 < config.exchange.timeout_seconds <= 1e9
         and "/" not in config.name
     )
 

@@ -718,7 +718,7 @@ def test_optimizer_state_loaded_on_one_rank_only_is_refused_on_all(topology, pla
 
 def test_a_rank_that_stalls_in_the_first_backward_is_told(topology, place):
     model = small()
-    exchange = daso.Exchange(stall_seconds=0.3)
+    exchange = daso.Exchange(timeout_seconds=0.3)
     optimizer = wrap(topology, model, policy=daso.Fixed(1, 0), exchange=exchange)
     if place.rank == 0:
         host = topology.roll.hosts[0]

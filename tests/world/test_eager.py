@@ -710,7 +710,7 @@ def test_without_staleness_uneven_steps_are_an_error_that_names_ranks(topology):
 def test_a_rank_that_does_not_come_to_synchronize_is_named(topology, place, staleness):
     """Its serving thread answers, and says nothing of where the training thread is."""
     model = seeded(mlp)()
-    exchange = daso.Exchange(stall_seconds=0.3)
+    exchange = daso.Exchange(timeout_seconds=0.3)
     server = daso.ParameterServer(
         model, sgd, topology=topology, staleness=staleness, exchange=exchange
     )

@@ -207,7 +207,7 @@ def test_an_error_in_the_thread_that_adds_is_told_at_the_next_step(topology, mon
 def test_a_rank_that_stays_away_inside_a_node_is_named(topology):
     place = topology.place
     model = seeded(mlp)()
-    exchange = daso.Exchange(stall_seconds=3.0)
+    exchange = daso.Exchange(timeout_seconds=3.0)
     gradients = daso.Gradients(order="host")
     optimizer = daso.DASO(
         sgd(model), module=model, topology=topology, exchange=exchange, gradients=gradients

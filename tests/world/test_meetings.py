@@ -16,7 +16,7 @@ from daso.plan.options import Exchange
 # Threads alone: of real ranks the topology would be of no use to the tests behind these.
 pytestmark = pytest.mark.nodes((1, 1))
 LIMIT = 0.5
-SHORT = Exchange(stall_seconds=LIMIT)
+SHORT = Exchange(timeout_seconds=LIMIT)
 
 
 def wrap(topology, model):

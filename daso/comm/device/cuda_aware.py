@@ -17,7 +17,7 @@ __all__ = ["cuda_aware", "library_problem", "trial"]
 
 NUMBERS = 1 << 14  # that are sent on trial: more than what crosses in one eager message
 TAG = 9
-REMEDY = "take Exchange(memory='host'), or an MPI library with CUDA built in and switched on"
+REMEDY = "leave gpu_direct out, or take an MPI library with CUDA built in and switched on"
 
 
 def cuda_aware() -> bool | None:
@@ -40,13 +40,13 @@ def library_problem(world: "MPI.Comm", device: torch.device) -> str | None:
     Collective over ``world``; blocking.
     """
     if device.type != "cuda":
-        return f"Exchange(memory='device') needs parameters on a CUDA device, not on {device}"
+        return f"Exchange(gpu_direct=True) needs parameters on a CUDA device, not on {device}"
     says = cuda_aware()
     if all(world.allgather(bool(says))):
         return None
     word = {True: "does so here but not everywhere", False: "says no", None: "does not say"}
     return (
-        f"Exchange(memory='device') needs an MPI library that reads and writes the memory of CUDA "
+        f"Exchange(gpu_direct=True) needs an MPI library that reads and writes the memory of CUDA "
         f"devices (MPIX_Query_cuda_support), but this one {word[says]}; {REMEDY}"
     )
 

@@ -155,7 +155,7 @@ class NodeTransport(Protocol):
 def wait_until(
     arrived: Callable[[], bool],
     missing: Callable[[], str],
-    stall_seconds: float,
+    timeout_seconds: float,
     late: Callable[[], None],
     kind: int | None = None,
     what: str = "take part in a step",
@@ -165,7 +165,7 @@ def wait_until(
     Args:
         arrived: What is waited for; cheap.
         missing: Says who is missing, for the error.
-        stall_seconds: How long to wait at most.
+        timeout_seconds: How long to wait at most.
         late: Called again and again once it takes long; see `daso.comm.health.step_watchdog`.
         kind: As what it is recorded; None: not at all.
         what: What all ranks must do, for the error.
@@ -189,10 +189,10 @@ def wait_until(
         waited = time.perf_counter() - start
         if waited > LATE_SECONDS:
             late()
-        if waited > stall_seconds:
+        if waited > timeout_seconds:
             raise StallError(
-                f"all ranks must {what} within {stall_seconds:g} s: {missing()}; look there, or "
-                f"raise Exchange.stall_seconds"
+                f"all ranks must {what} within {timeout_seconds:g} s: {missing()}; look there, or "
+                f"raise Exchange.timeout_seconds"
             )
     if kind is not None:
         trace.record(kind, start)

@@ -223,7 +223,7 @@ class HostNode:
             host.waited_seconds += wait_until(
                 arrived,
                 lambda: "a copy, or another rank of the node, is late",
-                host.stall_seconds,
+                host.timeout_seconds,
                 host.late,
             )
 

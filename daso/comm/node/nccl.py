@@ -177,7 +177,7 @@ class NcclNode:
     Args:
         topology: Who is where.
         device: This rank's GPU.
-        stall_seconds: How long to wait for a sum that goes onward.
+        timeout_seconds: How long to wait for a sum that goes onward.
         late: Called once a wait takes long.
         nccl: cupy's NCCL.
         cuda: What launches on the device.
@@ -192,7 +192,7 @@ class NcclNode:
         self,
         topology: "Topology",
         device: torch.device,
-        stall_seconds: float,
+        timeout_seconds: float,
         late: Callable[[], None],
         *,
         nccl: Any,
@@ -202,7 +202,7 @@ class NcclNode:
         self.sums_stay = True
         self.waited_seconds = 0.0
         self._nccl, self._cuda, self._device = nccl, cuda, device
-        self._stall_seconds, self._late = stall_seconds, late
+        self._stall_seconds, self._late = timeout_seconds, late
         problem, mine = None, None
         try:
             copies = CudaCopies(device, cuda)
@@ -213,7 +213,7 @@ class NcclNode:
         if mine is None or problems:
             raise RuntimeError(problems[0])
         self.copies, self._stream, self._watch = mine
-        self._comm = start(topology.node, nccl, lambda: cuda.device(device), stall_seconds)
+        self._comm = start(topology.node, nccl, lambda: cuda.device(device), timeout_seconds)
 
     def row(self, numel: int, dtype: torch.dtype, most: int) -> NcclRow:  # noqa: ARG002
         """Make a row for gradients."""

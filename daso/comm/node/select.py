@@ -66,13 +66,13 @@ def device_problem(topology: Topology, device: torch.device) -> str | None:
     return None
 
 
-def agree_device(topology: Topology, device: torch.device, memory: str) -> None:
+def agree_device(topology: Topology, device: torch.device, *, gpu_direct: bool) -> None:
     """Check that parameters on ``device`` can be trained, and cross from where they shall.
 
     Args:
         topology: Who is where.
         device: Where this rank's parameters live.
-        memory: Of `daso.Exchange`.
+        gpu_direct: Of `daso.Exchange`.
 
     Raises:
         TopologyError: They cannot; the same on every rank.
@@ -80,7 +80,7 @@ def agree_device(topology: Topology, device: torch.device, memory: str) -> None:
     Collective over the world; blocking.
     """
     topology.agree(device_problem(topology, device), TopologyError)
-    if memory == "device" and topology.place.nodes > 1:
+    if gpu_direct and topology.place.nodes > 1:
         topology.agree(library_problem(topology.world, device), TopologyError)
 
 
@@ -103,7 +103,7 @@ def wants_nccl(topology: Topology, device: torch.device, order: str) -> bool:
 
 
 def choose_node(
-    topology: Topology, device: torch.device, order: str, stall_seconds: float, late: Late
+    topology: Topology, device: torch.device, order: str, timeout_seconds: float, late: Late
 ) -> NodeTransport:
     """Return the transport for parameters on ``device``.
 
@@ -111,7 +111,7 @@ def choose_node(
         topology: Who is where.
         device: Where the parameters live; the same type on every rank.
         order: Of `daso.Gradients`.
-        stall_seconds: How long to wait for a rank before naming it in an error.
+        timeout_seconds: How long to wait for a rank before naming it in an error.
         late: Called once a wait takes long.
 
     Returns:
@@ -125,16 +125,16 @@ def choose_node(
     """
     if device.type == "cuda":
         wanted = wants_nccl(topology, device, order)
-        if node := _nccl_node(topology, device, stall_seconds, late, wanted=wanted):
+        if node := _nccl_node(topology, device, timeout_seconds, late, wanted=wanted):
             return node
-    host, copies = ShmNode(topology, stall_seconds, late), _copies(device)
+    host, copies = ShmNode(topology, timeout_seconds, late), _copies(device)
     return host if copies is None else HostNode(host, device, copies)
 
 
 def _nccl_node(
     topology: Topology,
     device: torch.device,
-    stall_seconds: float,
+    timeout_seconds: float,
     late: Late,
     *,
     wanted: bool,
@@ -147,7 +147,7 @@ def _nccl_node(
     if wanted:
         try:
             library = nccl.library()
-            node = NcclNode(topology, device, stall_seconds, late, nccl=library, cuda=cuda)
+            node = NcclNode(topology, device, timeout_seconds, late, nccl=library, cuda=cuda)
         except Exception as error:  # NcclError, or what the driver says
             problem = _refusal(
                 f"it does not start: {error}", "see what NCCL says with NCCL_DEBUG=WARN"

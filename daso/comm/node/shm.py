@@ -56,7 +56,7 @@ class Line:
         self.group.waited_seconds += wait_until(
             lambda: self.reached(stage, count),
             lambda: self.missing(stage, count),
-            self.group.stall_seconds,
+            self.group.timeout_seconds,
             self.group.late,
             self.group.recorded_as,
         )
@@ -202,14 +202,14 @@ class ShmNode:
 
     Args:
         topology: Who is where.
-        stall_seconds: How long to wait for a rank before naming it in an error.
+        timeout_seconds: How long to wait for a rank before naming it in an error.
         late: Called once a wait takes long.
 
     Collective over the node; blocking.
     """
 
     def __init__(
-        self, topology: "Topology", stall_seconds: float, late: Callable[[], None] = _nothing
+        self, topology: "Topology", timeout_seconds: float, late: Callable[[], None] = _nothing
     ) -> None:
         self.late, self.name = late, "shared memory"
         self.copies: DeviceStaging | None = None
@@ -217,7 +217,7 @@ class ShmNode:
         self.comm = topology.node.Dup()
         self.rank = topology.place.local_rank
         self.world_ranks: list[int] = topology.node.allgather(topology.place.rank)
-        self.stall_seconds = stall_seconds
+        self.timeout_seconds = timeout_seconds
         self.waited_seconds = 0.0
         self.recorded_as: int | None = trace.NODE  # of waits
         self._windows: list[SharedWindow] = []

@@ -68,7 +68,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     """
     torch.set_num_threads(1)
     world, size = topology.world, topology.place.size
-    engine = Engine(Exchange().stall_seconds, lambda: "a rank is missing")
+    engine = Engine(Exchange().timeout_seconds, lambda: "a rank is missing")
     comm = world.Dup()
     kinds: dict[str, Callable[[], float | None]] = {
         wire: _ordered(wire, plan.numel, engine, comm, size) for wire in WIRES

@@ -46,7 +46,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     torch.set_num_threads(1)
     numel = int(plan.mebibytes * 2**18)
     world, size = topology.world, topology.place.local_size
-    node = ShmNode(topology, Exchange().stall_seconds)
+    node = ShmNode(topology, Exchange().timeout_seconds)
     (bucket,) = node.row(numel, torch.float32, 1).cut([(0, numel)])
     bucket.flat.fill_(topology.place.rank)
     parts = split(numel, size)

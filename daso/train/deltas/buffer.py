@@ -84,7 +84,7 @@ class DeltaBuffer:
         self.part = DeltaShard(self.shared.mine, way, on_device=copies is not None)
         where = None
         if copies is not None:
-            staged = channels.settings.exchange.memory != "device"
+            staged = not channels.settings.exchange.gpu_direct
             where = OnDevice(self.part.shown.device, copies, self.part.piece, staged)
         self.crossing = crossing_of(self.part, where, self.rounded)
         wires, rounded = channels.settings.wires, self.rounded

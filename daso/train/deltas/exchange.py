@@ -94,7 +94,7 @@ class Exchanges:
             coordinator.metrics,
         )
         self.settings, self.place = coordinator.channels.settings, coordinator.topology.place
-        if self.settings.exchange.memory == "device":
+        if self.settings.exchange.gpu_direct:
             self._try_memory(node)
         self.rows = self._make_rows(node, outer)
         self.step_restoration = self._make_step_restoration()

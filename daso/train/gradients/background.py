@@ -86,7 +86,7 @@ class BackgroundReducer(ABC):
             # Asleep, not polling: the other threads need this one's core and interpreter lock.
             while not self._came.wait_for(lambda: place in self._back, LATE_SECONDS):
                 self.check()
-                if time.perf_counter() - begun > self._channels.engine.stall_seconds:
+                if time.perf_counter() - begun > self._channels.engine.timeout_seconds:
                     self._give_up(place)
 
     def _give_up(self, place: int) -> None:
@@ -95,8 +95,8 @@ class BackgroundReducer(ABC):
         missing = self._buckets[place].missing() or self._channels.missing()
         engine.give_up()
         raise StallError(
-            f"all ranks must take part in a step within {engine.stall_seconds:g} s, but they did "
-            f"not: {missing}; look there, or raise Exchange.stall_seconds"
+            f"all ranks must take part in a step within {engine.timeout_seconds:g} s, but they did "
+            f"not: {missing}; look there, or raise Exchange.timeout_seconds"
         )
 
     @contextmanager

@@ -40,7 +40,7 @@ class HostReducer(BackgroundReducer):
         self._local_size = local_size
         # Not the exchanges' thread: one between nodes may take many batches, sums take one.
         self._adder = Engine(
-            channels.engine.stall_seconds,
+            channels.engine.timeout_seconds,
             channels.missing,
             channels.late,
             name="daso-host",

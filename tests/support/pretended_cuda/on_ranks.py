@@ -38,7 +38,7 @@ def mpi(monkeypatch):
 
 
 def direct(topology, taken, *args, **options):
-    report = compare(topology, *args, memory="device", **options)
+    report = compare(topology, *args, gpu_direct=True, **options)
     # Beside the two rows of the trial.
     assert (len(taken) > 2) == (report["exchanges"] > 0 and topology.place.lane is not None)
     return report
@@ -80,7 +80,7 @@ class Direct(daso.Exchange):
     """What tests that choose their own exchange are given instead."""
 
     def __init__(self, **options):
-        super().__init__(**{"memory": "device", **options})
+        super().__init__(**{"gpu_direct": True, **options})
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ class TestElsewhere:
 
 def wrapped(topology, model):
     return daso.DASO(
-        sgd(model), module=model, topology=topology, exchange=daso.Exchange(memory="device")
+        sgd(model), module=model, topology=topology, exchange=daso.Exchange(gpu_direct=True)
     )
 
 
@@ -111,7 +111,7 @@ def test_a_library_that_is_not_able_to_is_refused(topology, monkeypatch, says, t
     if topology.place.nodes == 1:  # nothing will cross
         wrapped(topology, mlp()).close()
         return
-    with pytest.raises(TopologyError, match=f"this one {told}; take Exchange.memory='host'"):
+    with pytest.raises(TopologyError, match=f"this one {told}; leave gpu_direct out"):
         wrapped(topology, mlp())
 
 
@@ -125,7 +125,7 @@ def test_a_library_that_says_more_than_is_true_is_found_out(topology, monkeypatc
         return real(rows[-1])
 
     monkeypatch.setattr(aware, "device_buffer", elsewhere)
-    with pytest.raises(TopologyError, match="arrived as something else; take Exchange"):
+    with pytest.raises(TopologyError, match="arrived as something else; leave gpu_direct"):
         wrapped(topology, mlp())
 
 
@@ -141,17 +141,17 @@ def test_models_on_the_host_are_refused(topology):
 def test_a_run_goes_on_from_the_other_memory(topology, wire):
     """What is saved where deltas cross from the host fits where they do not, and back."""
     steps, ended = (3, 4, 4), []
-    for memories in [("host",) * 3, ("host", "device", "host")]:
+    for directs in [(False,) * 3, (False, True, False)]:
         torch.manual_seed(3)
         model, saved, first = mlp(), None, 0
-        for memory, count in zip(memories, steps, strict=True):
+        for direct, count in zip(directs, steps, strict=True):
             with daso.DASO(
                 sgd(model),
                 module=model,
                 topology=topology,
                 policy=daso.Fixed(2, 1),
                 wire=wire,
-                exchange=daso.Exchange(memory=memory, chunk_bytes=512),
+                exchange=daso.Exchange(gpu_direct=direct, chunk_bytes=512),
             ) as optimizer:
                 if saved is not None:
                     optimizer.load_state_dict(saved)

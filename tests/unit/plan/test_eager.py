@@ -111,7 +111,7 @@ def test_small_layers_wait_for_others_unless_the_pace_was_given():
         {"wire": "bf16", "mode": "block"},
         {"exchange": Exchange(fragments=2)},
         {"exchange": Exchange(reduce="iallreduce")},
-        {"exchange": Exchange(memory="device")},
+        {"exchange": Exchange(gpu_direct=True)},
     ],
     ids=str,
 )

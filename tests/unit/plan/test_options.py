@@ -23,9 +23,9 @@ def test_the_defaults_are_written_down():
         "reduce": "auto",
         "chunk_bytes": 2**18,
         "nonfinite": "drop",
-        "stall_seconds": 300.0,
+        "timeout_seconds": 300.0,
         "fragments": 1,
-        "memory": "host",
+        "gpu_direct": False,
         "step_restoration": "auto",
     }
     assert asdict(Gradients()) == {
@@ -64,7 +64,7 @@ def test_records_take_keywords_only(record):
 @pytest.mark.parametrize("reduce", ["auto", "iallreduce", "ordered"])
 @pytest.mark.parametrize("nonfinite", ["drop", "raise"])
 def test_every_documented_choice_of_an_exchange_is_taken(reduce, nonfinite):
-    exchange = Exchange(reduce=reduce, nonfinite=nonfinite, chunk_bytes=1, stall_seconds=0.1)
+    exchange = Exchange(reduce=reduce, nonfinite=nonfinite, chunk_bytes=1, timeout_seconds=0.1)
     assert (exchange.reduce, exchange.nonfinite) == (reduce, nonfinite)
 
 
@@ -90,13 +90,16 @@ def test_every_documented_choice_of_an_exchange_is_taken(reduce, nonfinite):
             {"chunk_bytes": "4"},
             "Exchange.chunk_bytes must be a whole number of bytes of at least 1, not '4'",
         ),
-        ({"stall_seconds": 0.0}, "Exchange.stall_seconds must be a positive .*number, not 0.0"),
-        ({"stall_seconds": -1}, "Exchange.stall_seconds must be a positive .*number, not -1"),
+        ({"timeout_seconds": 0.0}, "Exchange.timeout_seconds must be a positive .*number, not 0.0"),
+        ({"timeout_seconds": -1}, "Exchange.timeout_seconds must be a positive .*number, not -1"),
         (
-            {"stall_seconds": math.nan},
-            "Exchange.stall_seconds must be a positive .*number, not nan",
+            {"timeout_seconds": math.nan},
+            "Exchange.timeout_seconds must be a positive .*number, not nan",
         ),
-        ({"stall_seconds": None}, "Exchange.stall_seconds must be a positive .*number, not None"),
+        (
+            {"timeout_seconds": None},
+            "Exchange.timeout_seconds must be a positive .*number, not None",
+        ),
     ],
 )
 def test_an_exchange_refuses_with_rule_and_value(values, match):
@@ -196,9 +199,9 @@ def test_mpi_may_not_add_16_bit_numbers_and_the_error_says_what_to_do():
 
 def test_mpi_may_not_add_in_a_devices_memory_and_the_error_says_what_to_do():
     with pytest.raises(ConfigError, match=r"needs reduce='auto' or 'ordered' .* not 'iallreduce'"):
-        Exchange(memory="device", reduce="iallreduce")
-    with pytest.raises(ConfigError, match="memory must be one of host, device, not 'gpu'"):
-        Exchange(memory="gpu")
+        Exchange(gpu_direct=True, reduce="iallreduce")
+    with pytest.raises(ConfigError, match="gpu_direct must be True or False, not 'gpu'"):
+        Exchange(gpu_direct="gpu")
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,9 @@ KEYS = [
     "exchange.gradient_wire",
     "exchange.update",
     "exchange.nonfinite",
-    "exchange.stall_seconds",
+    "exchange.timeout_seconds",
     "exchange.step_restoration",
-    "exchange.memory",
+    "exchange.gpu_direct",
     "checkpoint.every",
     "checkpoint.keep",
 ]
@@ -113,7 +113,7 @@ def test_toml_sets_keys_at_the_top_and_in_sections(tmp_path):
         [optimizer]
         lr = 1
         [exchange]
-        stall_seconds = 2.5
+        timeout_seconds = 2.5
         """,
     )
     assert read_config(path, []) == Config(
@@ -121,7 +121,7 @@ def test_toml_sets_keys_at_the_top_and_in_sections(tmp_path):
         tensorboard=True,
         data=DataConfig(name="digits"),
         optimizer=OptimizerConfig(lr=1.0),
-        exchange=ExchangeConfig(stall_seconds=2.5),
+        exchange=ExchangeConfig(timeout_seconds=2.5),
     )
 
 
@@ -152,18 +152,18 @@ def test_the_settings_reach_the_records_of_the_optimizer():
         "--exchange.gradients=host",
         "--exchange.update=chunk",
         "--exchange.nonfinite=raise",
-        "--exchange.stall_seconds=7",
+        "--exchange.timeout_seconds=7",
     ]
     made = read_config(None, words).settings()
     assert (made.wire, made.merge) == ("fp32", "delta")
     assert made.exchange == Exchange(
-        reduce="iallreduce", chunk_bytes=1024, nonfinite="raise", stall_seconds=7.0
+        reduce="iallreduce", chunk_bytes=1024, nonfinite="raise", timeout_seconds=7.0
     )
     assert made.gradients == Gradients(order="host", update="chunk", bucket_bytes=2048)
     narrow = read_config(None, ["--exchange.gradient_wire=int8"]).settings()
     assert narrow.gradients == Gradients(wire="int8")
-    direct = read_config(None, ["--exchange.memory=device"]).settings()
-    assert direct.exchange == Exchange(memory="device")
+    direct = read_config(None, ["--exchange.gpu_direct=true"]).settings()
+    assert direct.exchange == Exchange(gpu_direct=True)
 
 
 def test_no_size_of_buckets_is_one_to_be_searched():
@@ -262,7 +262,7 @@ def test_an_empty_section_that_does_not_exist_is_refused(tmp_path, text):
         ("--schedule.warmup=-1", "warmup must be a whole number of at least 0", "-1"),
         ("--exchange.chunk_bytes=0", "chunk_bytes must be a whole number of bytes", "0"),
         ("--exchange.bucket_bytes=-1", "bucket_bytes must be a whole number of bytes", "-1"),
-        ("--exchange.stall_seconds=-1", "stall_seconds must be a positive number", "-1.0"),
+        ("--exchange.timeout_seconds=-1", "timeout_seconds must be a positive number", "-1.0"),
     ],
 )
 def test_a_value_that_does_not_fit_is_told_with_the_rule(word, rule, value):
@@ -464,10 +464,8 @@ def configs(draw):
             chunk_bytes=draw(st.integers(1, 2**40)),
             bucket_bytes=draw(st.integers(1, 2**40)),
             nonfinite=draw(st.sampled_from(["drop", "raise"])),
-            stall_seconds=draw(numbers(1e-9, 1e9)),
-            memory=draw(
-                st.sampled_from(["host"] if reduce == "iallreduce" else ["host", "device"])
-            ),
+            timeout_seconds=draw(numbers(1e-9, 1e9)),
+            gpu_direct=draw(st.booleans()) and reduce != "iallreduce",
         ),
         checkpoint=CheckpointConfig(
             every=draw(st.integers(0, 2**40)), keep=draw(st.integers(1, 2**40))

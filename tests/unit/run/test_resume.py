@@ -34,7 +34,7 @@ def other(key, default):
     }
     words |= {"exchange.gradients": "priority", "exchange.update": "whole"}
     words |= {"exchange.gradient_wire": "int8"}
-    words |= {"exchange.memory": "device", "exchange.step_restoration": "off"}
+    words |= {"exchange.gpu_direct": "true", "exchange.step_restoration": "off"}
     words |= {"optimizer.momentum": "0.5", "exchange.outer_momentum": "0.5"}
     return words.get(key) or str(default + 1)
 
