@@ -69,7 +69,11 @@ class _Link:
     """Short messages to one rank at a time."""
 
     def __init__(self, topology: Topology, timeout_seconds: float) -> None:
-        self._comm, self._roll, self._stall_seconds = topology.world, topology.roll, timeout_seconds
+        self._comm, self._roll, self._timeout_seconds = (
+            topology.world,
+            topology.roll,
+            timeout_seconds,
+        )
         self._row = torch.zeros(1, dtype=torch.float64, device="cpu")
 
     def ask(self, rank: int, now: Callable[[], float]) -> tuple[float, float, float]:
@@ -97,9 +101,9 @@ class _Link:
             waited = time.perf_counter() - begun
             if waited > LATE_SECONDS:
                 self._roll.answer()
-            if waited > self._stall_seconds:
+            if waited > self._timeout_seconds:
                 _unfinished.append((request, self._row))
                 raise StallError(
-                    f"ranks must tell their time within {self._stall_seconds:g} s: "
+                    f"ranks must tell their time within {self._timeout_seconds:g} s: "
                     f"{self._roll.missing()}; look there, or raise Exchange.timeout_seconds"
                 )

@@ -97,7 +97,7 @@ class AsyncMaxReduce:
 
     def __init__(self, topology: Topology, timeout_seconds: float) -> None:
         self.comm, self._roll = topology.world.Dup(), topology.roll
-        self._stall_seconds = timeout_seconds
+        self._timeout_seconds = timeout_seconds
         self._request: MPI.Request | None = None
         self._row = torch.zeros(0, dtype=torch.float64, device="cpu")
 
@@ -115,7 +115,7 @@ class AsyncMaxReduce:
         """
         assert self._request is not None, "nothing was asked"
         # After a stall the request stays, for MPI may still write to its row.
-        wait_until(self._request.Test, self._roll.missing, self._stall_seconds, self._roll.answer)
+        wait_until(self._request.Test, self._roll.missing, self._timeout_seconds, self._roll.answer)
         self._request = None
         return self._row.tolist()
 

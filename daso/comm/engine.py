@@ -181,8 +181,8 @@ class Engine:
             who = self._cause()  # while the thread still answers others who ask the same
             self._abandoned = True  # ranks are out of step from here: nothing may follow
             raise StallError(
-                f"an exchange must finish within {self.timeout_seconds:g} s, but it did not: {who}; "
-                f"look there, or raise timeout_seconds"
+                f"an exchange must finish within {self.timeout_seconds:g} s, but it did not: "
+                f"{who}; look there, or raise timeout_seconds"
             )
         if ticket.error is not None:
             raise ExchangeError(f"an exchange failed: {ticket.error}") from ticket.error

@@ -55,7 +55,7 @@ class Recording(AbstractContextManager["Recording"]):
         check("timeout_seconds", timeout_seconds, positive())
         self.path, self._given = Path(path), topology
         self._recorder = trace.Recorder(capacity)
-        self._stall_seconds = timeout_seconds
+        self._timeout_seconds = timeout_seconds
         self._since = 0.0  # seconds, time.perf_counter: what began before is not of a batch
         self._file: TextIO | None = None
 
@@ -115,7 +115,7 @@ class Recording(AbstractContextManager["Recording"]):
 
     def _compare_clocks(self) -> None:
         if self._topology.place.size > 1:
-            readings = ask_round(self._topology, self._stall_seconds)
+            readings = ask_round(self._topology, self._timeout_seconds)
             self._write(json.dumps({"clocks": readings}))
 
     def _write(self, line: str, *, opens: bool = False) -> None:
@@ -127,16 +127,16 @@ class Recording(AbstractContextManager["Recording"]):
         """Write every rank's line, one after the other; raise on every rank where it could not."""
         place, world = self._topology.place, self._topology.world
         mine, problem = torch.frombuffer(bytearray(line, "utf-8"), dtype=torch.uint8), None
-        sizes = gather(self._topology, mine.numel(), self._stall_seconds)
+        sizes = gather(self._topology, mine.numel(), self._timeout_seconds)
         if place.rank == 0:
             problem = self._put(line)
             for rank in range(1, place.size):
                 row = torch.empty(sizes[rank], dtype=torch.uint8, device="cpu")
                 request = world.Irecv(byte_buffer(row), rank, SPANS)
-                finish(self._topology, request, self._stall_seconds)
+                finish(self._topology, request, self._timeout_seconds)
                 problem = problem or self._put(row.numpy().tobytes().decode("utf-8"))
         else:
-            finish(self._topology, world.Isend(byte_buffer(mine), 0, SPANS), self._stall_seconds)
+            finish(self._topology, world.Isend(byte_buffer(mine), 0, SPANS), self._timeout_seconds)
         self._agree(problem)
 
     def _put(self, line: str, *, opens: bool = False) -> str | None:
@@ -157,6 +157,6 @@ class Recording(AbstractContextManager["Recording"]):
 
     def _agree(self, problem: str | None) -> None:
         """Raise world rank 0's problem on every rank."""
-        problem = gather(self._topology, problem, self._stall_seconds)[0]
+        problem = gather(self._topology, problem, self._timeout_seconds)[0]
         if problem is not None:
             raise ConfigError(problem)

@@ -126,7 +126,7 @@ class Runtime:
         self._held = ExitStack()  # what close() gives back
         self._topology = self._flow_topology(timeout_seconds)
         self._beside: FlowReplicas | None = None
-        self._most, self._seed, self._stall_seconds = max_active_keys, seed, timeout_seconds
+        self._most, self._seed, self._timeout_seconds = max_active_keys, seed, timeout_seconds
         self._shuffle = shuffle
         ranks = self._topology.place.size
         self._fixed = said(self._wiring, {} if placement == "auto" else placement, ranks)
@@ -280,7 +280,7 @@ class Runtime:
         post = Post(self._packets, self._device()) if place.size > 1 else None
         told = progress if self._whole.place.rank == 0 else None
         beside = self._beside if trains else None
-        watch = LoopMonitor(self._whole, self._stall_seconds, controller, told, beside)
+        watch = LoopMonitor(self._whole, self._timeout_seconds, controller, told, beside)
         drawn = random.Random(hash((all_.seed, place.rank))) if self._shuffle else None
         worker = Worker(self._wiring, nodes, ranks_of, place, post, all_, controller, watch, drawn)
         watch.waiting = worker.waiting
@@ -322,7 +322,7 @@ class Runtime:
             )
 
     def _check_instances(self, instances: Sequence[Any]) -> None:
-        self._whole.rendezvous("begin an epoch of a flow", self._stall_seconds)
+        self._whole.rendezvous("begin an epoch of a flow", self._timeout_seconds)
         count = len(instances)
         problem = None if count else "an epoch must have one instance at least, not none"
         self._whole.agree(problem, ConfigError)
@@ -511,7 +511,7 @@ class Runtime:
         """Give communicators back. Collective over the world; blocking; idempotent."""
         if not self._closed:
             self._closed = True
-            self._whole.rendezvous("close a flow's Runtime", self._stall_seconds)
+            self._whole.rendezvous("close a flow's Runtime", self._timeout_seconds)
             self._held.close()
             forget(self)
 

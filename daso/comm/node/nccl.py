@@ -202,7 +202,7 @@ class NcclNode:
         self.sums_stay = True
         self.waited_seconds = 0.0
         self._nccl, self._cuda, self._device = nccl, cuda, device
-        self._stall_seconds, self._late = timeout_seconds, late
+        self._timeout_seconds, self._late = timeout_seconds, late
         problem, mine = None, None
         try:
             copies = CudaCopies(device, cuda)
@@ -281,11 +281,11 @@ class NcclNode:
         if arrived():
             return
         with self._watch.waiting(trace.NODE):
-            self.waited_seconds += wait_until(arrived, _late_sum, self._stall_seconds, self._late)
+            self.waited_seconds += wait_until(arrived, _late_sum, self._timeout_seconds, self._late)
 
     def keep_up(self, event: Any) -> None:
         """Block until the device is through with an event; this rank's own work counts too."""
-        wait_until(event.query, _late_sum, self._stall_seconds, self._late)
+        wait_until(event.query, _late_sum, self._timeout_seconds, self._late)
 
     @property
     def idle_seconds(self) -> float:
