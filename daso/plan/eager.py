@@ -92,7 +92,7 @@ class Plan:
         if self.exchange.reduce == "iallreduce" or unused != Exchange():
             raise ConfigError(
                 f"a ParameterServer adds on the host in rank order and sends every layer by "
-                f"itself, so reduce, fragments and gpu_direct must be left alone, not "
+                f"itself, so reduce, fragments and gpu_direct of exchange must be left out, not "
                 f"{self.exchange!r}"
             )
 

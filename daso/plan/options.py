@@ -197,9 +197,9 @@ class Settings:
         """Wires that exchanges may take, the first one first."""
         return (WIDE, NARROW) if self.wire == "auto" else (self.wire,)
 
-    def next_wire(self, now: str, seen: Measurements, *, numel: int) -> str:
+    def next_wire(self, now: str, measurements: Measurements, *, numel: int) -> str:
         """Return the wire of the next exchange; see `daso.plan.wires.next_wire`."""
-        return next_wire(now, seen, numel=numel) if self.wire == "auto" else now
+        return next_wire(now, measurements, numel=numel) if self.wire == "auto" else now
 
     @property
     def eager(self) -> bool:

@@ -65,7 +65,7 @@ class Fixed:
             return replace(state, skip=self.skip, wait=self.wait)
         return state
 
-    def tune_exchange(self, state: State, seen: Measurements) -> State:  # noqa: ARG002 - the protocol's
+    def tune_exchange(self, state: State, measurements: Measurements) -> State:  # noqa: ARG002 - the protocol's
         """Change nothing."""
         return state
 
@@ -129,7 +129,7 @@ class Plateau:
         """Change nothing: this policy works by epochs."""
         return state
 
-    def tune_exchange(self, state: State, seen: Measurements) -> State:  # noqa: ARG002 - the protocol's
+    def tune_exchange(self, state: State, measurements: Measurements) -> State:  # noqa: ARG002 - the protocol's
         """Change nothing."""
         return state
 
@@ -194,11 +194,11 @@ class Qsr:
         """Change nothing between exchanges."""
         return state
 
-    def tune_exchange(self, state: State, seen: Measurements) -> State:
+    def tune_exchange(self, state: State, measurements: Measurements) -> State:
         """Choose skip for the round that begins."""
-        if self.alpha >= seen.lr * math.sqrt(self.max_skip):
+        if self.alpha >= measurements.lr * math.sqrt(self.max_skip):
             return replace(state, skip=self.max_skip)
-        return replace(state, skip=max(self.skip, int((self.alpha / seen.lr) ** 2)))
+        return replace(state, skip=max(self.skip, int((self.alpha / measurements.lr) ** 2)))
 
     def tune_epoch(self, state: State, loss: float) -> State:  # noqa: ARG002 - the protocol's
         """Change nothing."""
@@ -263,31 +263,35 @@ class Auto:
             return replace(state, skip=1, wait=1)
         return state
 
-    def tune_exchange(self, state: State, seen: Measurements) -> State:
+    def tune_exchange(self, state: State, measurements: Measurements) -> State:
         """Choose wait and skip for the round that begins."""
         if state.hidden:
-            return self._while_hidden(state, seen)
-        if self._can_hide(state, seen):
+            return self._while_hidden(state, measurements)
+        if self._can_hide(state, measurements):
             return replace(state, skip=1, wait=0, hidden=True)
         most = min(2 * state.wait, self.max_skip)
-        wait = min(self._wait(state, seen), most)
-        affordable = min(self._affordable(seen), 2 * state.skip)
-        skip = max(wait, min(affordable, self._skip(state, seen), self.max_skip))
+        wait = min(self._wait(state, measurements), most)
+        affordable = min(self._affordable(measurements), 2 * state.skip)
+        skip = max(wait, min(affordable, self._skip(state, measurements), self.max_skip))
         wait = min(max(wait, skip // SLACK), most)
         return replace(state, skip=skip, wait=wait)
 
     def why(self, state: State) -> str:
         """Return what keeps skip from being 1, in words: of the last exchange's numbers."""
-        seen = state.seen
+        measurements = state.measurements
         if state.hidden:
-            share = seen.exposed_seconds / seen.step_seconds if seen.step_seconds > 0 else 0.0
+            share = (
+                measurements.exposed_seconds / measurements.step_seconds
+                if measurements.step_seconds > 0
+                else 0.0
+            )
             return f"nodes average gradients at every batch, {100 * share:.0f} % of it exposed"
         if state.skip == 1:
-            return "exchanges cost next to nothing" if seen.step_seconds > 0 else "it began"
+            return "exchanges cost next to nothing" if measurements.step_seconds > 0 else "it began"
         if state.skip <= state.wait:
             return "an exchange takes that many batches"
-        work = f"an exchange takes {1e3 * seen.own_seconds:.3g} ms of training"
-        if self._affordable(seen) <= state.skip:
+        work = f"an exchange takes {1e3 * measurements.own_seconds:.3g} ms of training"
+        if self._affordable(measurements) <= state.skip:
             return f"{work}: {100 * self.budget:g} % of that many batches"
         return f"{work}; nodes drift apart by as much as they may in that many batches"
 
@@ -295,45 +299,48 @@ class Auto:
         """Return the state before the first batch, with an optimizer that loses by exchanges."""
         return state if self.warmup else replace(state, skip=1, wait=0, hidden=True)
 
-    def _can_hide(self, state: State, seen: Measurements) -> bool:
+    def _can_hide(self, state: State, measurements: Measurements) -> bool:
         """Tell whether synchronous training costs next to no time, and accuracy without it."""
         return (
             state.batch >= state.hide_again
-            and seen.required_gain > 0
-            and 0 < seen.gradient_seconds <= OVERLAP * seen.step_seconds
-            and seen.own_seconds <= EXPOSED * seen.step_seconds
+            and measurements.required_gain > 0
+            and 0 < measurements.gradient_seconds <= OVERLAP * measurements.step_seconds
+            and measurements.own_seconds <= EXPOSED * measurements.step_seconds
         )
 
-    def _while_hidden(self, state: State, seen: Measurements) -> State:
+    def _while_hidden(self, state: State, measurements: Measurements) -> State:
         """Leave synchronous training where it stands still for others."""
         most = EXPOSED if state.batch >= EARLY else HOPELESS
-        if seen.step_seconds <= 0 or seen.exposed_seconds <= most * seen.step_seconds:
+        step = measurements.step_seconds
+        if step <= 0 or measurements.exposed_seconds <= most * step:
             return state
         again = state.batch + AGAIN
         return replace(state, skip=1, wait=1, hidden=False, hide_again=again)
 
-    def _wait(self, state: State, seen: Measurements) -> int:
+    def _wait(self, state: State, measurements: Measurements) -> int:
         """Batches that an exchange takes, with a fifth to spare; as it is if unmeasured."""
         # No step is measured between two exchanges after the same batch (a drain, a repeat).
-        if seen.step_seconds <= 0 or seen.exchange_seconds <= 0:
+        if measurements.step_seconds <= 0 or measurements.exchange_seconds <= 0:
             return state.wait
-        batches = min(1.2 * seen.exchange_seconds / seen.step_seconds, self.max_skip)
+        batches = min(
+            1.2 * measurements.exchange_seconds / measurements.step_seconds, self.max_skip
+        )
         return max(1, math.ceil(batches))
 
-    def _affordable(self, seen: Measurements) -> int:
+    def _affordable(self, measurements: Measurements) -> int:
         """Batches between exchanges whose work is within budget; many if unmeasured."""
-        batches = min(seen.affordable_skip(self.budget), self.max_skip)
+        batches = min(measurements.affordable_skip(self.budget), self.max_skip)
         return max(1, math.ceil(batches)) if batches else self.max_skip
 
-    def _skip(self, state: State, seen: Measurements) -> int:
+    def _skip(self, state: State, measurements: Measurements) -> int:
         """Go half of the way, in logarithms, from skip to what drift allows; at most double it."""
-        before = state.seen
-        ratio = seen.lr / before.lr if before.lr > 0 else 1.0
+        before = state.measurements
+        ratio = measurements.lr / before.lr if before.lr > 0 else 1.0
         growth = ratio * ratio  # `ratio**2` would raise where it overflows; this is infinite
-        if not seen.drift * growth > 0:
+        if not measurements.drift * growth > 0:
             return state.skip
-        drift = self.drift or (NORMALIZED_DRIFT if seen.required_gain else DRIFT)
-        allowed = drift**2 / (seen.drift * growth) / state.fragments
+        drift = self.drift or (NORMALIZED_DRIFT if measurements.required_gain else DRIFT)
+        allowed = drift**2 / (measurements.drift * growth) / state.fragments
         # Half of the way, because drift that grows with skip itself would swing for ever otherwise.
         half = math.sqrt(state.skip * min(allowed, 4.0 * state.skip))
         return max(1, math.ceil(half) if math.ceil(half) <= allowed else math.floor(half))
@@ -368,7 +375,7 @@ class Replay:
                 state = replace(state, skip=skip, wait=wait, hidden=batch in self.hidden)
         return state
 
-    def tune_exchange(self, state: State, seen: Measurements) -> State:  # noqa: ARG002 - the protocol's
+    def tune_exchange(self, state: State, measurements: Measurements) -> State:  # noqa: ARG002 - the protocol's
         """Change nothing: the log says it for the batch."""
         return state
 

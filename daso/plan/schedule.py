@@ -101,7 +101,7 @@ class State:
     hidden: bool = False  # synchronous because averaging gradients is hidden behind backward
     hide_again: int = 0  # batch from which that may be tried again
     plateau: PlateauState = field(default_factory=PlateauState)
-    seen: Measurements = field(default_factory=Measurements)
+    measurements: Measurements = field(default_factory=Measurements)
 
     @property
     def synchronous(self) -> bool:
@@ -130,7 +130,7 @@ class State:
         parts = (
             (cls, values),
             (PlateauState, values.get("plateau")),
-            (Measurements, values.get("seen")),
+            (Measurements, values.get("measurements")),
         )
         return [
             one.name
@@ -145,7 +145,7 @@ class State:
         known = {one.name: values[one.name] for one in fields(cls)}
         parts = {
             "plateau": PlateauState(**values["plateau"]),
-            "seen": Measurements(**values["seen"]),
+            "measurements": Measurements(**values["measurements"]),
         }
         return cls(**known | parts)
 
@@ -161,8 +161,8 @@ class Policy(Protocol):
         """Return the state with skip and wait for the batches to come; asked after each batch."""
         ...
 
-    def tune_exchange(self, state: State, seen: Measurements) -> State:
-        """Return the state with skip and wait after an exchange; ``state.seen`` is the last's."""
+    def tune_exchange(self, state: State, measurements: Measurements) -> State:
+        """Return the state with skip and wait after an exchange, told by ``state.measurements``."""
         ...
 
     def tune_epoch(self, state: State, loss: float) -> State:
@@ -212,7 +212,7 @@ def after_batch(policy: Policy, state: State) -> tuple[tuple[Action, ...], State
 
 
 def after_exchange(
-    policy: Policy, state: State, seen: Measurements
+    policy: Policy, state: State, measurements: Measurements
 ) -> tuple[tuple[Action, ...], State]:
     """Return the acts after ranks agreed on measurements, and the state for the batches to come.
 
@@ -220,13 +220,15 @@ def after_exchange(
         policy: Chooses skip and wait.
         state: The state after the acts of the batch in which an exchange was received, or after
             which ranks measured.
-        seen: What all ranks agreed on then.
+        measurements: What all ranks agreed on then.
 
     Returns:
         The acts and the next state.
     """
-    acts, state = _turn(state, policy.tune_exchange(state, seen))
-    return acts, replace(state, seen=seen, gain=next_gain(state.gain, seen.required_gain))
+    acts, state = _turn(state, policy.tune_exchange(state, measurements))
+    return acts, replace(
+        state, measurements=measurements, gain=next_gain(state.gain, measurements.required_gain)
+    )
 
 
 def after_epoch(policy: Policy, state: State, loss: float) -> tuple[tuple[Action, ...], State]:

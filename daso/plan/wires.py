@@ -21,12 +21,12 @@ BUDGET = 0.01  # part of the steps' time that exchanges may take from training
 FEW = 1 << 19  # numbers: an exchange of fewer takes long for other reasons than its bytes
 
 
-def next_wire(now: str, seen: Measurements, *, numel: int) -> str:
+def next_wire(now: str, measurements: Measurements, *, numel: int) -> str:
     """Return the wire of the next exchange.
 
     Args:
         now: The wire that was measured.
-        seen: What all ranks agreed on.
+        measurements: What all ranks agreed on.
         numel: Numbers that were exchanged.
 
     Returns:
@@ -34,10 +34,10 @@ def next_wire(now: str, seen: Measurements, *, numel: int) -> str:
         exchanges rare); back to ``"bf16"`` where it would take less than half of that. The same on
         every rank.
     """
-    if seen.step_seconds <= 0 or seen.exchange_seconds <= 0 or numel < FEW:
+    if measurements.step_seconds <= 0 or measurements.exchange_seconds <= 0 or numel < FEW:
         return now
-    batches = seen.exchange_seconds / seen.step_seconds * BITS[WIDE] / BITS[now]
-    most = min(max(SOON, seen.affordable_skip(BUDGET)), LATE)
+    batches = measurements.exchange_seconds / measurements.step_seconds * BITS[WIDE] / BITS[now]
+    most = min(max(SOON, measurements.affordable_skip(BUDGET)), LATE)
     if now == WIDE:
         return NARROW if batches > most else WIDE
     return WIDE if batches < most / 2 else NARROW

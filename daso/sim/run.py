@@ -114,11 +114,11 @@ class _Nodes:
         self.times = [at + wait + self._own for at, wait in zip(self.times, late, strict=True)]
         nodes = self.cluster.nodes
         drift, own = self.job.drift * (1 - 1 / nodes), 2 * self._own + self._lost
-        seen = Measurements(flight.fastest, self._taken, self.job.lr, drift, own)
+        measurements = Measurements(flight.fastest, self._taken, self.job.lr, drift, own)
         # What the node that came last saw of it, which is told with the next one.
         self._taken = flight.ends - flight.begins
-        self.wire = self.settings.next_wire(self.wire, seen, numel=int(self.job.parameters))
-        return seen
+        self.wire = self.settings.next_wire(self.wire, measurements, numel=int(self.job.parameters))
+        return measurements
 
 
 def simulate(
@@ -177,11 +177,11 @@ def simulate(
 
 def _carry_out(nodes: _Nodes, acts: Sequence[Action], state: State, policy: Policy) -> State:
     """Do what is due after a batch; return the state for the next."""
-    seen = None
+    measurements = None
     for act in acts:
         if act is Action.SEND:
             nodes.send()
         elif act is Action.RECEIVE:
-            seen = nodes.receive()
+            measurements = nodes.receive()
     # No policy here turns synchronous again: what it takes to agree is not due.
-    return state if seen is None else after_exchange(policy, state, seen)[1]
+    return state if measurements is None else after_exchange(policy, state, measurements)[1]

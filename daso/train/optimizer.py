@@ -364,6 +364,7 @@ class DASO(torch.optim.Optimizer):
             Plain values: ``batches``, ``in_flight`` (an exchange is on its way), ``exchanges``,
             ``dropped``, ``global_bytes_sent`` (bytes, by this rank), ``exposed_seconds`` (this
             rank computed nothing since it waited for others), ``skip_history`` (batch, skip, wait),
-            ``seen`` (agreed times in seconds, learning rate, drift), ``events``, and the choices.
+            ``measurements`` (agreed times in seconds, learning rate, drift), ``events``, and the
+            choices.
         """
         return self._session.report()

@@ -270,13 +270,13 @@ class Session:
         if self._probing:
             return
         acts, state = after_batch(self.setup.policy, self.schedule)
-        seen = None
+        measurements = None
         try:
             if self._sync is not None:
-                seen = self._sync.after_step(acts, state)
+                measurements = self._sync.after_step(acts, state)
         finally:  # an error that all ranks got leaves them in step
             self._take(state)
-        self._learn(seen)
+        self._learn(measurements)
 
     def _averaged(self, closure: Closure) -> Closure:
         """Return a closure whose loss is the same on all ranks whose gradients are averaged.
@@ -351,18 +351,18 @@ class Session:
         self.schedule = state
 
     def _perform(self, acts: Sequence[Action], state: State) -> None:
-        seen = None
+        measurements = None
         try:
             if self._sync is not None:
-                seen = self._sync.perform(acts, state)
+                measurements = self._sync.perform(acts, state)
         finally:
             self._take(state)
-        self._learn(seen)
+        self._learn(measurements)
 
-    def _learn(self, seen: Measurements | None) -> None:
+    def _learn(self, measurements: Measurements | None) -> None:
         """Let the policy choose by what an exchange told."""
-        if seen is not None:
-            acts, state = after_exchange(self.setup.policy, self.schedule, seen)
+        if measurements is not None:
+            acts, state = after_exchange(self.setup.policy, self.schedule, measurements)
             try:
                 if self._sync is not None:
                     self._sync.perform(acts, state)
@@ -509,8 +509,8 @@ class Session:
             ``dropped``, ``global_bytes_sent`` (bytes, by this rank), ``exposed_seconds`` (this
             rank computed nothing since it waited for others), ``skip_history`` (batch, skip, wait),
             ``skip_because`` (in words), ``gain`` (of the inner learning rate between exchanges),
-            ``seen`` (agreed times in seconds, learning rate, drift), ``bucket_bytes`` (where
-            gradients are averaged), ``events``, and the choices.
+            ``measurements`` (agreed times in seconds, learning rate, drift), ``bucket_bytes``
+            (where gradients are averaged), ``events``, and the choices.
         """
         report = {
             **self._choices(),
@@ -519,7 +519,7 @@ class Session:
             "skip_history": self._history,
             "skip_because": self._why(),
             "gain": self.schedule.gain,
-            "seen": asdict(self.schedule.seen),
+            "measurements": asdict(self.schedule.measurements),
         }
         if self._sync is None:
             nothing = {"exchanges": 0, "dropped": 0, "global_bytes_sent": 0, "exposed_seconds": 0.0}

@@ -61,7 +61,7 @@ class InFlight:
 
     batch: int
     fragment: int | None
-    seen: Measurements
+    measurements: Measurements
     keeps: bool
     wire: str
 
@@ -282,12 +282,12 @@ class SimulatedNodes:
                 self.global_bytes_sent += 2 * (count - 1) * total.nbytes
 
     def _act(self, acts: Sequence[Action], state: State) -> None:
-        seen = None
+        measurements = None
         for act in acts:
-            seen = self._carry_out(act, state) or seen
+            measurements = self._carry_out(act, state) or measurements
         self.state = state
-        if seen is not None:
-            acts, state = after_exchange(self.policy, state, seen)
+        if measurements is not None:
+            acts, state = after_exchange(self.policy, state, measurements)
             for act in acts:
                 self._carry_out(act, state)
             self.state = state
@@ -350,10 +350,10 @@ class SimulatedNodes:
                 known.measured, nodes=len(self.models), batches=known.batches
             )
         gradients = self.settings.gradient_seconds(taken, wire)
-        seen = Measurements(
+        measurements = Measurements(
             times.step_seconds, taken, lr, drift, times.own_seconds, gain, gradients
         )
-        self._flight = InFlight(batch, fragment, seen, keeps, wire)
+        self._flight = InFlight(batch, fragment, measurements, keeps, wire)
         shares = (Tally.measured(a, b, c, known.size) for a, b, c in measured)
         known.measured = sum(shares, Tally())
         known.batches = batches
@@ -367,17 +367,22 @@ class SimulatedNodes:
             waited=batch - flight.batch, nodes=len(self.models), keeps=flight.keeps
         )
         known, rows = self._known, self._rows_of(flight.fragment)
-        known.drift = flight.seen.drift
+        known.drift = flight.measurements.drift
         numel = sum(row.parts[0].shown.numel() for row in rows)
         if (known.timed, known.timed_numel) == (flight.wire, numel):
-            known.wire = self.settings.next_wire(flight.wire, flight.seen, numel=numel)
+            known.wire = self.settings.next_wire(flight.wire, flight.measurements, numel=numel)
         known.timed, known.timed_numel = flight.wire, numel
         for row in rows:
             row.merge(rule)
         self.events.append(
-            {"sent": flight.batch, "received": batch, "wire": flight.wire, **asdict(flight.seen)}
+            {
+                "sent": flight.batch,
+                "received": batch,
+                "wire": flight.wire,
+                **asdict(flight.measurements),
+            }
         )
-        return flight.seen
+        return flight.measurements
 
 
 def _many_bytes(wire: str) -> int:

@@ -366,23 +366,23 @@ class Synchronizer:
         trace.record(trace.STEP, stepped_at, key=state.batch)
         if acts or not state.synchronous:
             self.flush()
-        seen = self.perform(acts, state)
+        measurements = self.perform(acts, state)
         if self._tuner is not None and not self.buckets.route.alone:
             self._tuner.after_step(state.batch, state.wait)
-        return seen
+        return measurements
 
     def perform(self, acts: Sequence[Action], state: State) -> Measurements | None:
         """Carry out acts in order, then go on from ``state``; return what was agreed on last."""
-        seen, error = None, None
+        measurements, error = None, None
         for act in acts:
             try:
-                seen = self._carry_out(act, state) or seen
+                measurements = self._carry_out(act, state) or measurements
             except NonFiniteError as caught:  # on all ranks: what else is due keeps them in step
                 error = caught
         self.enter(state)
         if error is not None:
             raise error
-        return seen
+        return measurements
 
     def _carry_out(self, act: Action, state: State) -> Measurements | None:
         exchanges = self.exchanges

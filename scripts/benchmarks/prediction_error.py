@@ -77,7 +77,7 @@ def job_of(found: Mapping[str, Any]) -> Job:
         taken: float = row["step_ms"] / 1e3 - _base(row)
         return max(0.0, taken) * step / _base(row)
 
-    seen, nodes = rows[OURS]["report"]["seen"], len(found["nodes"])
+    seen, nodes = rows[OURS]["report"]["measurements"], len(found["nodes"])
     votes = PORTIONS * vote_seconds(Link(math.inf, LATENCY_SECONDS), nodes)
     own: float = rows[OFTEN]["report"]["own_seconds"]
     return Job(

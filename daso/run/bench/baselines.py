@@ -151,7 +151,14 @@ class Daso(Plain):
     def report(self) -> Mapping[str, Any]:
         """Return counts of exchanges, and what is exposed."""
         found = self.wrapped.report()
-        kept = ("exchanges", "exposed_seconds", "global_bytes_sent", "skip_history", "seen", "wire")
+        kept = (
+            "exchanges",
+            "exposed_seconds",
+            "global_bytes_sent",
+            "skip_history",
+            "measurements",
+            "wire",
+        )
         own = [one["own_seconds"] for one in found["events"] if "own_seconds" in one]
         packing = {"own_seconds": statistics.median(own)} if own else {}
         return {key: found[key] for key in kept} | packing

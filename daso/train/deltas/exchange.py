@@ -190,11 +190,11 @@ class Exchanges:
         _check_aligned(agreed)
         exposed = self.metrics.watch.idle_seconds(trace.NODES)
         known.marked = batch, exposed, self.metrics.meetings
-        seen = Measurements(
+        measurements = Measurements(
             agreed.step_seconds, lr=agreed.lr, exposed_seconds=agreed.exposed_seconds
         )
-        self.metrics.event("measured", batch=batch, **asdict(seen))
-        return seen
+        self.metrics.event("measured", batch=batch, **asdict(measurements))
+        return measurements
 
     def send(self, batch: int, fragment: int | None, *, wait: int) -> None:
         """Start an exchange.
@@ -282,12 +282,12 @@ class Exchanges:
         Collective over the world; blocking.
         """
         flight = self._flight
-        seen = self._receive(batch)
+        measurements = self._receive(batch)
         # A blocking exchange promises that all nodes agree: repeat it when it was dropped.
-        while seen is None and flight is not None and flight.batch == batch:
+        while measurements is None and flight is not None and flight.batch == batch:
             self.send(batch, flight.fragment, wait=0)
-            seen = self._receive(batch)
-        return seen
+            measurements = self._receive(batch)
+        return measurements
 
     def forget(self) -> None:
         """Let the exchange in flight end, and leave what it brought. Blocking."""
@@ -307,7 +307,7 @@ class Exchanges:
         if outcome.header.nonfinite:
             self._drop(flight, outcome)
             return None
-        seen = self._learn(flight, outcome)
+        measurements = self._learn(flight, outcome)
         rule = self.settings.merge_rule(
             waited=batch - flight.batch, nodes=self.place.nodes, keeps=flight.keeps
         )
@@ -326,10 +326,10 @@ class Exchanges:
             seconds=seconds,
             nbytes=outcome.nbytes,
             wire=flight.wire,
-            **asdict(seen) | {"own_seconds": own_seconds},
+            **asdict(measurements) | {"own_seconds": own_seconds},
             **asdict(rule),
         )
-        return seen
+        return measurements
 
     def _learn(self, flight: InFlight, outcome: Outcome) -> Measurements:
         """Return what an exchange told all ranks; remember what the next one shall tell."""
@@ -346,7 +346,7 @@ class Exchanges:
         for one in self._fragments_of(flight.fragment):
             known.since[one] = flight.batch
         known.drift = drift
-        seen = Measurements(
+        measurements = Measurements(
             header.step_seconds,
             header.exchange_seconds,
             header.lr,
@@ -355,14 +355,14 @@ class Exchanges:
             gain,
             self.settings.gradient_seconds(header.exchange_seconds, known.timed),
         )
-        self._choose_wire(flight, seen)
-        return seen
+        self._choose_wire(flight, measurements)
+        return measurements
 
-    def _choose_wire(self, flight: InFlight, seen: Measurements) -> None:
+    def _choose_wire(self, flight: InFlight, measurements: Measurements) -> None:
         """Choose the wire of the next exchange, where the seconds are those of one like this."""
         known, numel = self._known, sum(row.layout.numel for row in self._rows_of(flight.fragment))
         if (known.timed, known.timed_numel) == (flight.wire, numel):
-            known.wire = self.settings.next_wire(flight.wire, seen, numel=numel)
+            known.wire = self.settings.next_wire(flight.wire, measurements, numel=numel)
             if known.wire != flight.wire:
                 self.metrics.event("wire", sent=flight.batch, wire=known.wire)
         known.timed, known.timed_numel = flight.wire, numel

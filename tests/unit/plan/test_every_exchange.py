@@ -150,11 +150,11 @@ class Training:
         assert not (state.synchronous and self.flight is not None)
 
     def _learn(self):
-        seen, before = next(self.told), self.state.synchronous
-        acts, state = after_exchange(self.policy, self.state, seen)
+        measurements, before = next(self.told), self.state.synchronous
+        acts, state = after_exchange(self.policy, self.state, measurements)
         assert (before, state.synchronous) in TURNS[acts[-1:]]
         self._carry_out(acts, state)
-        assert self.state.seen == seen
+        assert self.state.measurements == measurements
         self.waits.append(self.state.wait)
 
     def step(self):
@@ -260,7 +260,7 @@ def test_a_state_goes_through_a_file_unchanged_and_keeps_its_types(policy, fragm
     training.go(("batches", 30))
     loaded = State.load(json.loads(json.dumps(asdict(training.state))))
     assert loaded == training.state
-    assert type(loaded.seen) is Measurements
+    assert type(loaded.measurements) is Measurements
     assert type(loaded.plateau) is type(training.state.plateau)
 
 

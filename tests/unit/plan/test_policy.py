@@ -39,12 +39,12 @@ amounts = st.one_of(st.just(0.0), st.floats(1e-9, 1e9), st.floats(0, allow_infin
 seens = st.builds(Measurements, amounts, amounts, amounts, amounts)
 
 
-def tuned(policy, skip, wait, seen, *, before=None, fragments=1):
+def tuned(policy, skip, wait, measurements, *, before=None, fragments=1):
     """What a policy chooses at one exchange, as the state machine carries it out."""
-    state = State(skip=skip, wait=wait, fragments=fragments, seen=before or Measurements())
-    acts, state = after_exchange(policy, state, seen)
+    state = State(skip=skip, wait=wait, fragments=fragments, measurements=before or Measurements())
+    acts, state = after_exchange(policy, state, measurements)
     assert acts == ()
-    assert state.seen == seen
+    assert state.measurements == measurements
     return state
 
 
@@ -113,10 +113,10 @@ def test_qsr_in_the_papers_numbers():
 
 @checked
 @given(seens, st.integers(2, 64))
-def test_qsr_looks_at_the_rate_alone_and_keeps_wait(seen, skip):
+def test_qsr_looks_at_the_rate_alone_and_keeps_wait(measurements, skip):
     policy = Qsr(0.5, skip=skip, wait=2, max_skip=100)
-    state = tuned(policy, skip, 2, seen)
-    alone = tuned(policy, skip, 2, Measurements(lr=seen.lr))
+    state = tuned(policy, skip, 2, measurements)
+    alone = tuned(policy, skip, 2, Measurements(lr=measurements.lr))
     assert (state.skip, state.wait) == (alone.skip, 2)
     assert skip <= state.skip <= 100
 
@@ -152,14 +152,20 @@ def pairs(draw):
 
 @checked
 @given(pairs(), seens, st.integers(1, 200))
-def test_an_exchange_has_a_fifth_of_its_time_to_spare_unless_wait_is_capped(pair, seen, max_skip):
-    state = tuned(Auto(max_skip=max_skip), *pair, seen)
+def test_an_exchange_has_a_fifth_of_its_time_to_spare_unless_wait_is_capped(
+    pair, measurements, max_skip
+):
+    state = tuned(Auto(max_skip=max_skip), *pair, measurements)
     capped = state.wait in (2 * pair[1], max_skip)
-    if seen.step_seconds and seen.exchange_seconds and not capped:
-        assert state.wait * seen.step_seconds >= 1.2 * seen.exchange_seconds * (1 - 1e-12)
+    if measurements.step_seconds and measurements.exchange_seconds and not capped:
+        assert state.wait * measurements.step_seconds >= 1.2 * measurements.exchange_seconds * (
+            1 - 1e-12
+        )
         assert state.wait >= state.skip // 8
         # and no batch more than that
-        taken = (state.wait - 1) * seen.step_seconds <= 1.2 * seen.exchange_seconds * (1 + 1e-12)
+        taken = (
+            state.wait - 1
+        ) * measurements.step_seconds <= 1.2 * measurements.exchange_seconds * (1 + 1e-12)
         assert taken or state.wait == state.skip // 8
 
 
@@ -196,10 +202,12 @@ def test_wait_at_most_doubles_and_is_at_most_max_skip():
 @checked
 @given(pairs(), seens, seens, st.integers(1, 200), st.integers(1, 8))
 def test_auto_chooses_whole_numbers_in_bounds_whatever_is_measured(
-    pair, seen, before, max_skip, fragments
+    pair, measurements, before, max_skip, fragments
 ):
     skip, wait = pair
-    state = tuned(Auto(max_skip=max_skip), skip, wait, seen, before=before, fragments=fragments)
+    state = tuned(
+        Auto(max_skip=max_skip), skip, wait, measurements, before=before, fragments=fragments
+    )
     assert (type(state.skip), type(state.wait)) == (int, int)
     assert 1 <= state.wait <= state.skip <= max_skip
     assert state.skip <= 2 * skip or state.skip == state.wait
@@ -213,8 +221,8 @@ EXTREMES = [0.0, 5e-324, 1e-300, 1.0, 1e300, sys.float_info.max, math.inf]
 @pytest.mark.parametrize("before", EXTREMES)
 def test_no_number_is_too_small_or_too_large_for_auto(lr, drift, before):
     for seconds in EXTREMES[:-1]:
-        seen = Measurements(seconds, 1.0, lr, drift)
-        state = tuned(Auto(), 16, 4, seen, before=Measurements(lr=before))
+        measurements = Measurements(seconds, 1.0, lr, drift)
+        state = tuned(Auto(), 16, 4, measurements, before=Measurements(lr=before))
         assert 1 <= state.wait <= state.skip <= 32
 
 
@@ -224,16 +232,16 @@ def test_no_number_is_too_small_or_too_large_for_auto(lr, drift, before):
 )
 def test_exchanges_are_as_frequent_as_their_work_is_within_budget(own, skip):
     """A step takes a second; nodes hardly drift; skip was 16."""
-    seen = Measurements(1.0, 0.5, 0.1, DRIFT**2 / 1e6, own_seconds=own)
-    assert tuned(Auto(), 16, 1, seen, before=Measurements(lr=0.1)).skip == skip
-    assert tuned(Auto(budget=0.02), 16, 1, seen, before=Measurements(lr=0.1)).skip == (
+    measurements = Measurements(1.0, 0.5, 0.1, DRIFT**2 / 1e6, own_seconds=own)
+    assert tuned(Auto(), 16, 1, measurements, before=Measurements(lr=0.1)).skip == skip
+    assert tuned(Auto(budget=0.02), 16, 1, measurements, before=Measurements(lr=0.1)).skip == (
         32 if own == 0 else min(32, max(1, math.ceil(own / 0.02)))
     )
 
 
 def test_what_exchanges_cost_counts_by_the_steps_time():
-    seen = Measurements(0.1, 0.05, 0.1, DRIFT**2 / 1e6, own_seconds=0.0095)
-    assert tuned(Auto(), 8, 1, seen, before=Measurements(lr=0.1)).skip == 10
+    measurements = Measurements(0.1, 0.05, 0.1, DRIFT**2 / 1e6, own_seconds=0.0095)
+    assert tuned(Auto(), 8, 1, measurements, before=Measurements(lr=0.1)).skip == 10
 
 
 def test_drift_bounds_what_is_dear_and_wait_comes_first():
@@ -247,19 +255,22 @@ def test_drift_bounds_what_is_dear_and_wait_comes_first():
     ("state", "why"),
     [
         (State(skip=1, wait=1), "it began"),
-        (State(skip=1, wait=1, seen=Measurements(1.0)), "exchanges cost next to nothing"),
-        (State(skip=6, wait=6, seen=Measurements(1.0, 5.0)), "an exchange takes that many batches"),
+        (State(skip=1, wait=1, measurements=Measurements(1.0)), "exchanges cost next to nothing"),
+        (
+            State(skip=6, wait=6, measurements=Measurements(1.0, 5.0)),
+            "an exchange takes that many batches",
+        ),
         (State(hidden=True), "nodes average gradients at every batch, 0 % of it exposed"),
         (
-            State(hidden=True, seen=Measurements(0.2, exposed_seconds=0.05)),
+            State(hidden=True, measurements=Measurements(0.2, exposed_seconds=0.05)),
             "nodes average gradients at every batch, 25 % of it exposed",
         ),
         (
-            State(skip=8, wait=1, seen=Measurements(1.0, 0.5, own_seconds=0.08)),
+            State(skip=8, wait=1, measurements=Measurements(1.0, 0.5, own_seconds=0.08)),
             "an exchange takes 80 ms of training: 1 % of that many batches",
         ),
         (
-            State(skip=4, wait=1, seen=Measurements(1.0, 0.5, own_seconds=0.08)),
+            State(skip=4, wait=1, measurements=Measurements(1.0, 0.5, own_seconds=0.08)),
             "an exchange takes 80 ms of training; nodes drift apart by as much as they may in that "
             "many batches",
         ),
@@ -275,7 +286,7 @@ BEFORE = State(batch=20, skip=1, wait=1, sent=20, last=20, sends=4, agreed=20)
 
 
 @pytest.mark.parametrize(
-    ("state", "seen", "hides"),
+    ("state", "measurements", "hides"),
     [
         ({}, {}, True),
         ({"hide_again": 20}, {}, True),
@@ -288,9 +299,11 @@ BEFORE = State(batch=20, skip=1, wait=1, sent=20, last=20, sends=4, agreed=20)
         ({}, {"own_seconds": 1.01 * EXPOSED}, False),
     ],
 )
-def test_auto_averages_gradients_where_that_is_hidden_and_saves_accuracy(state, seen, hides):
+def test_auto_averages_gradients_where_that_is_hidden_and_saves_accuracy(
+    state, measurements, hides
+):
     state = replace(BEFORE, **state)
-    acts, after = after_exchange(Auto(), state, replace(FAST, **seen))
+    acts, after = after_exchange(Auto(), state, replace(FAST, **measurements))
     assert after.hidden == after.synchronous == hides
     assert acts == ((Action.RECEIVE, Action.JOIN) if hides else ())
     assert hides == (after.sent is None)
@@ -306,8 +319,11 @@ def test_it_does_so_until_steps_stand_still_and_tries_again_later():
             assert acts == (Action.MEASURE,)
             measured.append(state.batch)
             most = EXPOSED if state.batch >= EARLY else HOPELESS
-            seen = Measurements(1.0, exposed_seconds=most)
-            assert after_exchange(policy, state, seen) == ((), replace(state, seen=seen))
+            measurements = Measurements(1.0, exposed_seconds=most)
+            assert after_exchange(policy, state, measurements) == (
+                (),
+                replace(state, measurements=measurements),
+            )
             late = Measurements(1.0, exposed_seconds=1.01 * most)
             assert after_exchange(policy, state, late)[0] == (Action.ANCHOR,)
     assert measured == [2, 5, *range(50, 351, 50)]
@@ -362,12 +378,12 @@ def test_other_synchronous_phases_are_not_measured():
 
 
 def test_a_restored_step_may_drift_less():
-    seen = Measurements(1.0, 0.5, 0.1, DRIFT**2 / 64, own_seconds=1.0)
+    measurements = Measurements(1.0, 0.5, 0.1, DRIFT**2 / 64, own_seconds=1.0)
     before = Measurements(lr=0.1)
-    assert tuned(Auto(), 64, 1, seen, before=before).skip == 64
+    assert tuned(Auto(), 64, 1, measurements, before=before).skip == 64
     bound = NORMALIZED_DRIFT**2 / DRIFT**2 * 64
-    found = tuned(Auto(), 64, 1, replace(seen, required_gain=1.5), before=before)
-    assert found.skip == tuned(Auto(NORMALIZED_DRIFT), 64, 1, seen, before=before).skip
+    found = tuned(Auto(), 64, 1, replace(measurements, required_gain=1.5), before=before)
+    assert found.skip == tuned(Auto(NORMALIZED_DRIFT), 64, 1, measurements, before=before).skip
     assert bound < found.skip < 64
 
 
@@ -391,11 +407,11 @@ def test_skip_is_never_below_wait():
 def test_auto_reaches_the_skip_that_noise_allows_in_a_few_exchanges_and_stays(start):
     policy, few = Auto(), 2 * math.log2(128)  # up by doubling, then half of the rest each time
     for allowed in range(1, 150):
-        seen = Measurements(1.0, 0.5, 0.1, drift=DRIFT**2 / (allowed + 0.5))
+        measurements = Measurements(1.0, 0.5, 0.1, drift=DRIFT**2 / (allowed + 0.5))
         state, chosen = State(skip=start, wait=1), []
         while state.skip not in chosen[-1:]:
             chosen.append(state.skip)
-            _, state = after_exchange(policy, state, seen)
+            _, state = after_exchange(policy, state, measurements)
         assert state.skip == min(allowed, 128)
         assert len(chosen) - 1 <= few
         assert chosen in (sorted(chosen), sorted(chosen, reverse=True))  # never past it
@@ -462,13 +478,13 @@ def test_twice_the_rate_makes_skip_a_quarter_and_never_less_on_the_way():
 
 
 def test_a_rate_that_was_0_tells_nothing_about_growth():
-    seen = Measurements(1.0, 0.5, lr=0.1, drift=DRIFT**2 / 16)
-    assert tuned(Auto(), 16, 1, seen, before=Measurements(lr=0.0)).skip == 16
+    measurements = Measurements(1.0, 0.5, lr=0.1, drift=DRIFT**2 / 16)
+    assert tuned(Auto(), 16, 1, measurements, before=Measurements(lr=0.0)).skip == 16
 
 
 def test_a_rate_of_0_leaves_skip_as_it_is():
-    seen = Measurements(1.0, 0.5, lr=0.0, drift=1.0)
-    assert tuned(Auto(), 16, 1, seen, before=Measurements(lr=0.1)).skip == 16
+    measurements = Measurements(1.0, 0.5, lr=0.0, drift=1.0)
+    assert tuned(Auto(), 16, 1, measurements, before=Measurements(lr=0.1)).skip == 16
 
 
 def test_auto_begins_with_an_exchange_at_every_batch_and_doubles():
@@ -496,10 +512,12 @@ def test_the_warmup_of_auto_is_synchronous_and_then_anchors(warmup):
 
 @checked
 @given(pairs(), seens, seens, st.sampled_from(ALL))
-def test_a_choice_is_a_function_of_state_and_what_was_seen(pair, seen, before, policy):
-    state = State(skip=pair[0], wait=pair[1], seen=before)
-    twin = State(skip=pair[0], wait=pair[1], seen=replace(before))
-    assert after_exchange(policy, state, seen) == after_exchange(policy, twin, replace(seen))
+def test_a_choice_is_a_function_of_state_and_what_was_seen(pair, measurements, before, policy):
+    state = State(skip=pair[0], wait=pair[1], measurements=before)
+    twin = State(skip=pair[0], wait=pair[1], measurements=replace(before))
+    assert after_exchange(policy, state, measurements) == after_exchange(
+        policy, twin, replace(measurements)
+    )
     assert state == twin
 
 

@@ -543,6 +543,6 @@ def test_a_state_holds_nothing_else():
         "hidden",
         "hide_again",
         "plateau",
-        "seen",
+        "measurements",
     ]
     assert not hasattr(State(), "__dict__")

@@ -13,7 +13,7 @@ from daso.plan.wires import FEW, next_wire
 seconds = st.floats(1e-6, 1e3)
 
 
-def seen(batches):
+def measurements(batches):
     return Measurements(step_seconds=0.1, exchange_seconds=0.1 * batches)
 
 
@@ -30,7 +30,7 @@ def seen(batches):
     ],
 )
 def test_slow_links_get_fewer_bits(now, batches, then):
-    assert next_wire(now, seen(batches), numel=FEW) == then
+    assert next_wire(now, measurements(batches), numel=FEW) == then
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_slow_links_get_fewer_bits(now, batches, then):
     ],
 )
 def test_where_the_work_of_exchanges_makes_them_rare_they_take_their_time(own, batches, then):
-    told = replace(seen(batches), own_seconds=own)
+    told = replace(measurements(batches), own_seconds=own)
     assert next_wire("bf16", told, numel=FEW) == then
 
 
@@ -70,4 +70,4 @@ def test_on_a_link_that_stays_the_same_the_wire_settles(step, wide):
 def test_a_wire_that_is_given_stays(wire):
     settings = Settings(wire=wire, merge="auto", exchange=Exchange(), gradients=Gradients())
     assert settings.wires == (wire,)
-    assert settings.next_wire(wire, seen(100), numel=FEW) == wire
+    assert settings.next_wire(wire, measurements(100), numel=FEW) == wire

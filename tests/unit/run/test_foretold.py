@@ -13,7 +13,7 @@ PLAN = train.Plan("cnn", (), 3, 1.0, 1.0, "")
 
 def row(name, step_ms, over):
     seen = {"lr": 0.1, "drift": 4e-5}
-    report = {"seen": seen, "own_seconds": 0.008} if over > 0 else {}
+    report = {"measurements": seen, "own_seconds": 0.008} if over > 0 else {}
     rounds = [{"base_seconds": step_ms / over / 1e3}] * 3
     found = {"name": name, "step_ms": step_ms, "over_compute": over, "report": report}
     return found | {"rounds": rounds}
