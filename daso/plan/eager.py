@@ -33,7 +33,7 @@ __all__ = [
     "rows_of",
 ]
 
-Mode = Literal["owner", "block", "replica"]
+Mode = Literal["sharded", "local_rows", "replicated"]
 Transport = Literal["messages", "windows"]
 
 WIRES = tuple(wire for wire in get_args(Wire) if wire not in ("auto", "fp32"))
@@ -48,8 +48,8 @@ class Plan:
     Args:
         mode: Who updates what; see `daso.ParameterServer`.
         staleness: Steps that a rank may be ahead of the slowest; None: any number.
-        every: Layers whose gradients leave together, or "auto".
-        damped: Divide the learning rate of a gradient by one more than its age.
+        push_every: Layers whose gradients leave together, or "auto".
+        scale_by_staleness: Divide the learning rate of a gradient by one more than its age.
         wire: How gradients cross; None: as they are.
         transport: How packets cross.
         exchange: How large packets are, how long to wait, and what happens to NaN.
@@ -57,8 +57,8 @@ class Plan:
 
     mode: Mode
     staleness: int | None
-    every: int | Literal["auto"]
-    damped: bool
+    push_every: int | Literal["auto"]
+    scale_by_staleness: bool
     wire: str | None
     transport: Transport
     exchange: Exchange
@@ -66,14 +66,15 @@ class Plan:
     def __post_init__(self) -> None:
         self._check_names()
         self._check_numbers()
-        if self.damped and (self.mode != "owner" or self.staleness == 0):
+        if self.scale_by_staleness and (self.mode != "sharded" or self.staleness == 0):
             raise ConfigError(
-                "damped needs gradients that can be old: mode='owner' and a staleness other than "
+                "scale_by_staleness needs gradients that can be old: mode='sharded' and a "
+                "staleness other than "
                 f"0, not mode={self.mode!r} and staleness={self.staleness}"
             )
-        if self.wire is not None and self.mode != "owner":
+        if self.wire is not None and self.mode != "sharded":
             raise ConfigError(
-                f"wire is for gradients, which cross with mode='owner' alone, not with mode="
+                f"wire is for gradients, which cross with mode='sharded' alone, not with mode="
                 f"{self.mode!r}; leave it out"
             )
 
@@ -85,8 +86,8 @@ class Plan:
     def _check_numbers(self) -> None:
         steps, layers = whole(0, of=" of steps"), whole(1, of=" of layers")
         check("staleness", self.staleness, either(steps, NONE))
-        check("every", self.every, either(layers, one_of("auto")))
-        check("damped", self.damped, flag())
+        check("push_every", self.push_every, either(layers, one_of("auto")))
+        check("scale_by_staleness", self.scale_by_staleness, flag())
         check("exchange", self.exchange, instance_of(Exchange))
         unused = Exchange(fragments=self.exchange.fragments, gpu_direct=self.exchange.gpu_direct)
         if self.exchange.reduce == "iallreduce" or unused != Exchange():
@@ -99,11 +100,11 @@ class Plan:
     @property
     def whole(self) -> bool:
         """Whether every rank updates all rows."""
-        return self.mode == "replica"
+        return self.mode == "replicated"
 
     def contributors(self, rank: int, ranks: int) -> tuple[int, ...]:
         """Return the ranks whose gradients an owner of rows takes in."""
-        return tuple(range(ranks)) if self.mode == "owner" else (rank,)
+        return tuple(range(ranks)) if self.mode == "sharded" else (rank,)
 
     @property
     def together(self) -> bool:

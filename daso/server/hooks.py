@@ -59,12 +59,12 @@ class ServerHooks:
         self.log: list[Read | Send] = []
         self._meetings: list[int] = []  # steps at each
         most = len(names)
-        self.pace = first_pace(plan.every, most)
+        self.pace = first_pace(plan.push_every, most)
         self._layer_of = {
             index: layer for layer, params in enumerate(shares.layers) for index in params
         }
         ranks, rank = serving.ranks, serving.rank
-        self._owners = (rank,) if plan.mode != "owner" else tuple(range(ranks))
+        self._owners = (rank,) if plan.mode != "sharded" else tuple(range(ranks))
         # Bytes of a layer to the rank to which there are most.
         self._nbytes = [
             max(shares.nbytes(r, [layer]) for r in range(ranks)) for layer in range(most)

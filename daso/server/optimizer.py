@@ -59,18 +59,19 @@ class ParameterServer(torch.optim.Optimizer):
             (rows, ...), which may be none. Its arithmetic must be number by number (SGD, Adam and
             kin; not LBFGS, LARS, Muon).
         topology: Who is where; found from MPI if None.
-        mode: ``"owner"``: each rank updates its rows of every weight with all ranks' gradients, and
-            keeps the optimizer's state for these alone. ``"block"``: it updates them with its own
-            gradients alone, which halves the traffic; a row then learns from its owner's data.
-            ``"replica"``: each rank updates everything with its own gradients, and
+        mode: ``"sharded"``: each rank updates its rows of every weight with all ranks' gradients,
+            and keeps the optimizer's state for these alone. ``"local_rows"``: it updates them with
+            its own gradients alone, which halves the traffic; a row then learns from its owner's
+            data. ``"replicated"``: each rank updates everything with its own gradients, and
             computes with the mean of all ranks' newest.
         staleness: How many steps a rank may be ahead of the slowest. 0: all take the same steps
             with the mean gradient, bit for bit those of one process that adds in rank order. None:
             nobody waits. Unless it is 0, an owner takes in each gradient by itself, with the
             learning rate divided by the number of ranks.
-        every: After how many finished layers gradients leave (n); ``"auto"`` follows what waits to
-            be sent.
-        damped: Divide the learning rate of a gradient by one more than its age in steps.
+        push_every: After how many finished layers gradients leave (n); ``"auto"`` follows what
+            waits to be sent.
+        scale_by_staleness: Divide the learning rate of a gradient by one more than its age in
+            steps.
         wire: How gradients cross: ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"`` or ``"topk"``;
             what it loses is part of the next gradient. Rows come back as they are. None: gradients
             too.
@@ -98,10 +99,10 @@ class ParameterServer(torch.optim.Optimizer):
         optimizer_factory: MakeOptimizer,
         *,
         topology: Topology | None = None,
-        mode: Mode = "owner",
+        mode: Mode = "sharded",
         staleness: int | None = 0,
-        every: int | Literal["auto"] = "auto",
-        damped: bool = False,
+        push_every: int | Literal["auto"] = "auto",
+        scale_by_staleness: bool = False,
         wire: str | None = None,
         transport: Transport = "messages",
         exchange: Exchange | None = None,
@@ -114,8 +115,8 @@ class ParameterServer(torch.optim.Optimizer):
             plan = Plan(
                 mode=mode,
                 staleness=staleness,
-                every=every,
-                damped=damped,
+                push_every=push_every,
+                scale_by_staleness=scale_by_staleness,
                 wire=wire,
                 transport=transport,
                 exchange=Exchange() if exchange is None else exchange,
@@ -261,7 +262,7 @@ class ParameterServer(torch.optim.Optimizer):
         """Return what was chosen and what happened so far, on this rank.
 
         Returns:
-            Plain values: ``mode``, ``staleness``, ``wire``, ``transport``, ``every`` (layers,
+            Plain values: ``mode``, ``staleness``, ``wire``, ``transport``, ``push_every`` (layers,
             now), ``steps``, ``updates`` (of this rank's rows, over layers), ``dropped`` (steps),
             ``bytes_sent`` (to all ranks), ``exposed_seconds`` (the training thread stood still for
             others).
@@ -271,7 +272,7 @@ class ParameterServer(torch.optim.Optimizer):
             "staleness": self._plan.staleness,
             "wire": self._plan.wire,
             "transport": self._plan.transport,
-            "every": self._client.pace.layers,
+            "push_every": self._client.pace.layers,
             "steps": self._client.steps,
             "updates": sum(self._serving.server.versions),
             "dropped": self._client.dropped,

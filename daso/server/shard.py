@@ -198,7 +198,7 @@ class ParameterShard:
     def _scale(self, layer: int, gradient: Gradient) -> float:
         """Return by what the learning rate is multiplied: all ranks' steps add up to one."""
         ranks = len(self.contributors)
-        if not self.plan.damped:
+        if not self.plan.scale_by_staleness:
             return 1 / ranks
         return 1 / ranks / (1 + age(self.versions[layer], gradient.read, ranks))
 

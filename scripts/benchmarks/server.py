@@ -168,7 +168,7 @@ def _course(
     }
 
 
-REPORTED = ("exposed_seconds", "every", "updates", "bytes_sent")
+REPORTED = ("exposed_seconds", "push_every", "updates", "bytes_sent")
 
 
 @torch.no_grad()

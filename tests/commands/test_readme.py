@@ -287,8 +287,8 @@ def test_seconds_to_a_loss_are_those_that_were_measured() -> None:
 
     names = {
         "`staleness=None`": "eager, unbounded",
-        '`staleness=None`, `mode="block"`': "eager, blocks, unbounded",
-        '`staleness=None`, `mode="replica"`': "eager, replicas, unbounded",
+        '`staleness=None`, `mode="local_rows"`': "eager, blocks, unbounded",
+        '`staleness=None`, `mode="replicated"`': "eager, replicas, unbounded",
         "`staleness=4`": "eager, 4 steps apart",
         "`staleness=1`": "eager, 1 step apart",
         "`staleness=0`": "eager, in step",

@@ -100,7 +100,7 @@ def train(
 def serve(topology: Any) -> str:
     """Train with the parameter server in each mode."""
     found = []
-    for mode in ("owner", "block", "replica"):
+    for mode in ("sharded", "local_rows", "replicated"):
         model = seeded(Odd)()
         with daso.ParameterServer(model, torch.optim.Adam, topology=topology, mode=mode) as server:
             for step in range(6):

@@ -38,7 +38,7 @@ def sgd(params):
 def sequential(build, make, ranks, steps, mode, rates=None):
     """Take synchronous steps in one process, in the most obvious way."""
     models = [build() for _ in range(ranks)]  # of which buffers differ
-    stands = {"owner": 1, "block": ranks, "replica": ranks}[mode]
+    stands = {"sharded": 1, "local_rows": ranks, "replicated": ranks}[mode]
     masters = [build() for _ in range(stands)]
     inners = [make([p for p in m.parameters() if p.requires_grad]) for m in masters]
     current = [p.detach().clone() for p in masters[0].parameters() if p.requires_grad]
@@ -56,7 +56,7 @@ def sequential(build, make, ranks, steps, mode, rates=None):
             params = [p for p in master.parameters() if p.requires_grad]
             for at, p in enumerate(params):
                 p.data.copy_(current[at])
-                chosen = [one[at] for one in grads] if mode == "owner" else [grads[stand][at]]
+                chosen = [one[at] for one in grads] if mode == "sharded" else [grads[stand][at]]
                 there = [g for g in chosen if g is not None]
                 total = None
                 for g in there:
@@ -71,9 +71,9 @@ def sequential(build, make, ranks, steps, mode, rates=None):
 
 
 def joined(mode, versions):
-    if mode == "owner":
+    if mode == "sharded":
         return versions[0]
-    if mode == "replica":
+    if mode == "replicated":
         total = None
         for version in versions:
             total = add(total, version)
@@ -121,17 +121,17 @@ def test_without_staleness_every_step_equals_one_process(
 ):
     make_flat = (lambda p: torch.optim.AdamW(p, lr=1e-2)) if make is adamw else sgd
     packets = daso.Exchange(chunk_bytes=packet_bytes)
-    model, report, _ = train(topology, build, make_flat, every=every, exchange=packets)
-    expected = sequential(seeded(build), make_flat, topology.place.size, 5, "owner")
+    model, report, _ = train(topology, build, make_flat, push_every=every, exchange=packets)
+    expected = sequential(seeded(build), make_flat, topology.place.size, 5, "sharded")
     assert same(params(model), expected)
     assert report["steps"] == 5
     assert (report["bytes_sent"] > 0) == (topology.place.size > 1)
 
 
-@pytest.mark.parametrize("mode", ["block", "replica"])
+@pytest.mark.parametrize("mode", ["local_rows", "replicated"])
 @pytest.mark.parametrize(("build", "make"), [(mlp, sgd), (Odd, sgd)])
 def test_other_modes_equal_one_process_too(topology, build, make, mode):
-    model, *_ = train(topology, build, make, mode=mode, every=1)
+    model, *_ = train(topology, build, make, mode=mode, push_every=1)
     assert same(params(model), sequential(seeded(build), make, topology.place.size, 5, mode))
 
 
@@ -149,7 +149,9 @@ def test_learning_rates_are_those_of_each_step(topology):
         server.param_groups[0]["lr"] = rates(step)
 
     model, *_ = train(topology, mlp, sgd, each=each)
-    assert same(params(model), sequential(seeded(mlp), sgd, topology.place.size, 5, "owner", rates))
+    assert same(
+        params(model), sequential(seeded(mlp), sgd, topology.place.size, 5, "sharded", rates)
+    )
 
 
 def uneven(server, step):
@@ -158,22 +160,22 @@ def uneven(server, step):
 
 
 @pairwise(
-    mode=["owner", "block", "replica"],
+    mode=["sharded", "local_rows", "replicated"],
     staleness=[0, 1, 4, None],
     case=[(mlp, adamw), (Odd, sgd)],
-    every=["auto", 1],
+    push_every=["auto", 1],
 )
-def test_a_replay_gives_the_same_bits(topology, mode, staleness, case, every):
+def test_a_replay_gives_the_same_bits(topology, mode, staleness, case, push_every):
     build, make = case
     make_flat = (lambda p: torch.optim.AdamW(p, lr=1e-2)) if make is adamw else sgd
-    how = {"mode": mode, "staleness": staleness, "every": every}
-    for damped in {False, mode == "owner" and staleness != 0}:
+    how = {"mode": mode, "staleness": staleness, "push_every": push_every}
+    for damped in {False, mode == "sharded" and staleness != 0}:
         model, report, log = train(
-            topology, build, make_flat, steps=8, each=uneven, damped=damped, **how
+            topology, build, make_flat, steps=8, each=uneven, scale_by_staleness=damped, **how
         )
         sends = Counter(one.step for one in log.events if isinstance(one, Send))
         # These models are below the floor: with "auto" nothing leaves before the end.
-        assert min(sends.values()) > 1 if every == 1 else set(sends.values()) == {1}
+        assert min(sends.values()) > 1 if push_every == 1 else set(sends.values()) == {1}
         logs = topology.world.allgather(log)
 
         found = replay(logs, seeded(build), make_flat, backward)
@@ -204,7 +206,7 @@ class Early(nn.Module):
 THIN, BELOW, ABOVE = range(3)
 
 
-@pytest.mark.parametrize("mode", ["owner", "block", "replica"])
+@pytest.mark.parametrize("mode", ["sharded", "local_rows", "replicated"])
 @pytest.mark.parametrize(
     ("every", "early", "in_backward", "in_step"),
     [
@@ -217,11 +219,11 @@ THIN, BELOW, ABOVE = range(3)
 def test_layers_leave_while_backward_goes_on(topology, mode, every, early, in_backward, in_step):
     """Those before backward comes to the first layer, those before it returns, and the rest."""
     rank = topology.place.rank
-    owners = 1 if mode == "replica" else topology.place.size
+    owners = 1 if mode == "replicated" else topology.place.size
     model = seeded(lambda: Early(owners))()
     thin, below, above = (one.weight.nbytes // owners for one in model.children())
     assert thin + below < FLOOR_BYTES < above
-    with daso.ParameterServer(model, sgd, topology=topology, mode=mode, every=every) as server:
+    with daso.ParameterServer(model, sgd, topology=topology, mode=mode, push_every=every) as server:
         server.keep_log()
 
         def left():
@@ -271,7 +273,7 @@ def test_a_replica_starts_each_step_from_what_it_made_of_its_last(topology):
     """However long that takes: here, until somebody waits for it."""
     rank, steps = topology.place.rank, 4
     model, held = seeded(mlp)(), []
-    how = {"mode": "replica", "staleness": None}
+    how = {"mode": "replicated", "staleness": None}
     with daso.ParameterServer(model, sgd, topology=topology, **how) as server:
         server.keep_log()
         serving = server._serving
@@ -328,7 +330,9 @@ def wide_one():
 def test_400_tiny_tensors_one_huge_and_layers_that_are_not_called(topology, build):
     steps = 2 if build is wide_one else 4
     model, *_ = train(topology, build, sgd, steps=steps)
-    assert same(params(model), sequential(seeded(build), sgd, topology.place.size, steps, "owner"))
+    assert same(
+        params(model), sequential(seeded(build), sgd, topology.place.size, steps, "sharded")
+    )
 
 
 @pytest.mark.real_mpi
@@ -339,7 +343,7 @@ def test_packets_cross_by_windows_too(topology, staleness):
     )
     assert report["transport"] == "windows"
     if staleness == 0:
-        expected = sequential(seeded(Odd), sgd, topology.place.size, 6, "owner")
+        expected = sequential(seeded(Odd), sgd, topology.place.size, 6, "sharded")
         assert same(params(model), expected)
     else:
         found = replay(topology.world.allgather(log), seeded(Odd), sgd, backward)
@@ -417,7 +421,7 @@ def test_training_goes_on_after_ranks_met_and_from_what_was_saved(topology, shar
             batch_loss(other, rank, step).backward()
             server.step()
     assert same(params(other), params(model))
-    assert same(params(model), sequential(seeded(Odd), make, size, 6, "owner"))
+    assert same(params(model), sequential(seeded(Odd), make, size, 6, "sharded"))
 
 
 def test_state_of_other_rows_is_refused(topology):
@@ -535,12 +539,12 @@ def test_schedulers_drive_it(topology):
             server.step()
             scheduler.step()
         assert scheduler.get_last_lr() == [0.05 * 0.5**4]
-    expected = sequential(seeded(mlp), sgd, size, 4, "owner", lambda step: 0.05 * 0.5**step)
+    expected = sequential(seeded(mlp), sgd, size, 4, "sharded", lambda step: 0.05 * 0.5**step)
     assert same(params(model), expected)
 
 
 @pytest.mark.parametrize(
-    ("keywords", "text"), [({"mode": "all"}, "mode"), ({"every": -1}, "every")], ids=str
+    ("keywords", "text"), [({"mode": "all"}, "mode"), ({"push_every": -1}, "push_every")], ids=str
 )
 def test_bad_keywords_raise_before_anything_is_sent(topology, keywords, text):
     with pytest.raises(ConfigError, match=text):
@@ -591,9 +595,9 @@ def test_bytes_on_the_wire_are_those_of_the_mode(topology, staleness, monkeypatc
     numel = sum(p.numel() for p in wide_one().parameters())
     model_bytes = 4 * numel
     expected = {  # gradients there and rows back; rows to all; all to all
-        "owner": 2 * (size - 1) * model_bytes,
-        "block": (size - 1) * model_bytes,
-        "replica": size * (size - 1) * model_bytes,
+        "sharded": 2 * (size - 1) * model_bytes,
+        "local_rows": (size - 1) * model_bytes,
+        "replicated": size * (size - 1) * model_bytes,
     }
     for mode, least in expected.items():
         posted.clear()
@@ -602,11 +606,11 @@ def test_bytes_on_the_wire_are_those_of_the_mode(topology, staleness, monkeypatc
         most = (steps + 1) * least  # the last rows go to all once more
         assert sent <= most + 1e5 * size * size
         # Newer rows may take the place of some that were posted. Closing meets once more.
-        meetings = 0 if staleness == 0 else 2 * (least // 2 if mode == "owner" else least)
+        meetings = 0 if staleness == 0 else 2 * (least // 2 if mode == "sharded" else least)
         assert sum(topology.world.allgather(sum(posted))) <= steps * least + meetings + 1000
         if staleness == 0:
             assert sent >= steps * least
-        elif mode == "owner":  # newer rows may replace some that wait, gradients never
+        elif mode == "sharded":  # newer rows may replace some that wait, gradients never
             assert sent >= steps * least / 2
 
 
@@ -618,7 +622,7 @@ def test_windows_between_nodes_work_or_are_refused_with_the_remedy(topology):
     try:
         model, report, _ = train(apart, mlp, sgd, transport="windows")
         assert report["transport"] == "windows"
-        assert same(params(model), sequential(seeded(mlp), sgd, size, 5, "owner"))
+        assert same(params(model), sequential(seeded(mlp), sgd, size, 5, "sharded"))
     except ConfigError as error:
         assert "transport='messages'" in str(error), rank
     finally:
@@ -695,7 +699,7 @@ def test_it_closes_without_a_meeting_too(topology):
 def test_without_staleness_uneven_steps_are_an_error_that_names_ranks(topology):
     rank = topology.place.rank
     model = seeded(mlp)()
-    server = daso.ParameterServer(model, sgd, topology=topology, mode="block")
+    server = daso.ParameterServer(model, sgd, topology=topology, mode="local_rows")
     with pytest.raises(ExchangeError, match="same number of steps"):
         for step in range(4 if rank == 0 else 3):
             server.zero_grad()

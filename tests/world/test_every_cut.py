@@ -128,11 +128,11 @@ CASES = {
         test_eager.test_other_modes_equal_one_process_too,
         Odd,
         test_eager.sgd,
-        "replica",
+        "replicated",
     ),
     "server, replayed": (
         test_eager.test_a_replay_gives_the_same_bits,
-        *("owner", None, (mlp, adamw), 1),
+        *("sharded", None, (mlp, adamw), 1),
     ),
 }
 

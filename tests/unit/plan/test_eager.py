@@ -20,10 +20,10 @@ from daso.plan.eager import (
 from daso.plan.options import Exchange
 
 GOOD = {
-    "mode": "owner",
+    "mode": "sharded",
     "staleness": 0,
-    "every": "auto",
-    "damped": False,
+    "push_every": "auto",
+    "scale_by_staleness": False,
     "wire": None,
     "transport": "messages",
     "exchange": Exchange(),
@@ -102,13 +102,13 @@ def test_small_layers_wait_for_others_unless_the_pace_was_given():
         {"staleness": -1},
         {"staleness": 1.5},
         {"staleness": True},
-        {"every": 0},
-        {"every": "always"},
-        {"damped": True},
-        {"damped": True, "staleness": None, "mode": "block"},
+        {"push_every": 0},
+        {"push_every": "always"},
+        {"scale_by_staleness": True},
+        {"scale_by_staleness": True, "staleness": None, "mode": "local_rows"},
         {"transport": "pigeons"},
         {"wire": "auto"},
-        {"wire": "bf16", "mode": "block"},
+        {"wire": "bf16", "mode": "local_rows"},
         {"exchange": Exchange(fragments=2)},
         {"exchange": Exchange(reduce="iallreduce")},
         {"exchange": Exchange(gpu_direct=True)},
@@ -121,7 +121,7 @@ def test_bad_keywords_are_named(bad):
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"), [("owner", (0, 1, 2)), ("block", (1,)), ("replica", (1,))]
+    ("mode", "expected"), [("sharded", (0, 1, 2)), ("local_rows", (1,)), ("replicated", (1,))]
 )
 def test_owners_take_in_all_ranks_gradients_and_others_their_own(mode, expected):
     assert Plan(**{**GOOD, "mode": mode}).contributors(1, 3) == expected

@@ -12,10 +12,10 @@ from daso.train.gradients.partial_step import values_of
 
 RANKS, LR = 4, 0.5
 PLAN = {
-    "mode": "owner",
+    "mode": "sharded",
     "staleness": None,
-    "every": 1,
-    "damped": False,
+    "push_every": 1,
+    "scale_by_staleness": False,
     "wire": None,
     "transport": "messages",
     "exchange": Exchange(),
@@ -79,7 +79,7 @@ def test_an_owner_waits_for_all_and_takes_the_mean():
 
 @pytest.mark.parametrize("damped", [False, True])
 def test_without_a_bound_each_gradient_is_a_share_of_a_step(damped):
-    model, server = serving(damped=damped)
+    model, server = serving(scale_by_staleness=damped)
     expected = rows(model, [p.detach().clone() for p in model.parameters()])
     for number, (source, step, read) in enumerate([(2, 0, 0), (2, 1, 1), (0, 0, 0), (3, 0, 0)]):
         one, grads = contribution(server, model, source, step, read=read)
@@ -98,7 +98,7 @@ def test_without_a_bound_each_gradient_is_a_share_of_a_step(damped):
 
 
 def test_a_replica_starts_from_what_its_gradient_was_computed_with():
-    model, server = serving(mode="replica")
+    model, server = serving(mode="replicated")
     base = [torch.full_like(p, 2.0) for p in model.parameters()]
     one, grads = contribution(server, model, 1, 0, base=base)
     server.contribute(one)
