@@ -143,7 +143,7 @@ ELSEWHERE = {
     "skip": "pass policy=daso.Fixed(skip=..., wait=...)",
     "wait": "pass policy=daso.Fixed(skip=..., wait=...)",
     "model": "pass module=",
-    "updates": "pass gradients=daso.Gradients(update=...)",
+    "updates": "pass gradients=daso.Gradients(step=...)",
     "timeout_seconds": "pass exchange=daso.Exchange(timeout_seconds=...)",
     "timeout": "pass exchange=daso.Exchange(timeout_seconds=...)",
     "bucket_bytes": "pass gradients=daso.Gradients(bucket_bytes=...)",

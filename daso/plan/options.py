@@ -79,26 +79,26 @@ class Gradients:
     """How gradients are averaged: inside a node, and between nodes in synchronous phases.
 
     Args:
-        order: ``"buckets"``: in the order in which they become ready, by the training thread, as
+        reducer: ``"bucketed"``: in the order in which they become ready, by the training thread, as
             far as it comes by. ``"host"``: in that order too, added on the host by a thread of its
-            own. ``"priority"``: between nodes they cross in portions, those of layers near the
+            own. ``"prioritized"``: between nodes they cross in portions, those of layers near the
             input first, in synchronous phases (which without a ``policy`` are all batches).
-        update: ``"whole"``: backward ends with all gradients averaged, and a step is taken as a
-            whole. ``"chunk"``: no step waits for all gradients in synchronous phases (which without
-            a ``policy`` are all batches): a layer's forward waits for its own, and the optimizer's
-            step for that layer is taken then. Until then, or `DASO.flush`, parameters have their
-            old values; clipping, GradScaler and closures need all gradients at once, and
-            ``"whole"``. Gradients that are changed are refused, but for writes through ``.data``,
-            of which torch keeps no count. ``"auto"``: ``"chunk"`` with ``"priority"``, which gains
-            little without, elsewhere ``"whole"``.
-        portions: Which of the portions that are ready crosses next: ``"layer"``, the one needed
+        step: ``"model"``: backward ends with all gradients averaged, and a step is taken as a
+            whole. ``"layerwise"``: no step waits for all gradients in synchronous phases (which
+            without a ``policy`` are all batches): a layer's forward waits for its own, and the
+            optimizer's step for that layer is taken then. Until then, or `DASO.flush`, parameters
+            have their old values; clipping, GradScaler and closures need all gradients at once, and
+            ``"model"``. Gradients that are changed are refused, but for writes through ``.data``,
+            of which torch keeps no count. ``"auto"``: ``"layerwise"`` with ``"prioritized"``, which
+            gains little without, elsewhere ``"model"``.
+        priority: Which of the portions that are ready crosses next: ``"layer"``, the one needed
             first; ``"lifo"``, ready last; ``"fifo"``, ready first.
         bucket_bytes: Size from which a bucket of gradients counts as full and is averaged while
             backward goes on, in bytes; ``"auto"``: 25 MiB on GPUs, where a bucket costs launches,
             and 1 MiB elsewhere; ``"search"`` tries sizes in the first hundreds of batches, keeps
             the fastest, and starts anew when batches come to take much longer or shorter. No
             bit of a sum in rank order depends on it (``Exchange(reduce="ordered")``, or two nodes
-            at most). With ``"priority"`` the size of portions; it cannot be searched there.
+            at most). With ``"prioritized"`` the size of portions; it cannot be searched there.
         wire: What gradients cross between nodes in, in synchronous phases: ``"fp32"``, ``"bf16"``,
             ``"int8"`` or ``"int4"`` with a scale per 128 numbers. What these round away is kept and
             added to the next gradient (error feedback; Seide et al. 2014). ``"auto"``: fp32, and
@@ -106,29 +106,29 @@ class Gradients:
     """
 
     bucket_bytes: int | BucketRule = "auto"
-    order: Literal["buckets", "priority", "host"] = "buckets"
-    update: Literal["auto", "whole", "chunk"] = "auto"
-    portions: Order = "layer"
+    reducer: Literal["bucketed", "prioritized", "host"] = "bucketed"
+    step: Literal["auto", "model", "layerwise"] = "auto"
+    priority: Order = "layer"
     wire: GradientWire = "auto"
 
     def __post_init__(self) -> None:
         check("Gradients.wire", self.wire, choice(*get_args(GradientWire)))
-        if self.wire not in ("auto", "fp32") and self.order != "buckets":
+        if self.wire not in ("auto", "fp32") and self.reducer != "bucketed":
             raise ConfigError(
-                f"Gradients.wire must be 'auto' or 'fp32' with order={self.order!r} (portions "
-                f"cross in full precision), not {self.wire!r}; leave order out"
+                f"Gradients.wire must be 'auto' or 'fp32' with reducer={self.reducer!r} (portions "
+                f"cross in full precision), not {self.wire!r}; leave reducer out"
             )
-        check("Gradients.order", self.order, choice("buckets", "priority", "host"))
-        check("Gradients.update", self.update, choice("auto", "whole", "chunk"))
-        check("Gradients.portions", self.portions, choice(*get_args(Order)))
-        if self.order == "buckets" and self.update == "chunk":
+        check("Gradients.reducer", self.reducer, choice("bucketed", "prioritized", "host"))
+        check("Gradients.step", self.step, choice("auto", "model", "layerwise"))
+        check("Gradients.priority", self.priority, choice(*get_args(Order)))
+        if self.reducer == "bucketed" and self.step == "layerwise":
             raise ConfigError(
-                "Gradients.update='chunk' needs gradients that a thread of its own averages: "
-                "order='priority' or 'host', not 'buckets'"
+                "Gradients.step='layerwise' needs gradients that a thread of its own averages: "
+                "reducer='prioritized' or 'host', not 'bucketed'"
             )
-        if self.order == "priority" and self.bucket_bytes == "search":
+        if self.reducer == "prioritized" and self.bucket_bytes == "search":
             raise ConfigError(
-                "Gradients.bucket_bytes must be a number of bytes with order='priority', not "
+                "Gradients.bucket_bytes must be a number of bytes with reducer='prioritized', not "
                 "'search'"
             )
         nbytes = whole(1, of=" of bytes")
@@ -142,7 +142,7 @@ class Gradients:
         if self.bucket_bytes == "search":
             return None
         if self.bucket_bytes == "auto":
-            return (25 if on_gpu and self.order == "buckets" else 1) * MiB
+            return (25 if on_gpu and self.reducer == "bucketed" else 1) * MiB
         return self.bucket_bytes
 
 
@@ -189,8 +189,8 @@ class Settings:
     @property
     def whole(self) -> bool:
         """Whether a backward ends with all gradients averaged."""
-        update = self.gradients.update
-        return update == "whole" or (update == "auto" and self.gradients.order != "priority")
+        step, reducer = self.gradients.step, self.gradients.reducer
+        return step == "model" or (step == "auto" and reducer != "prioritized")
 
     @property
     def wires(self) -> tuple[str, ...]:
@@ -247,7 +247,7 @@ class Settings:
     @property
     def may_hide(self) -> bool:
         """Whether `Auto` may average gradients because backward hides it."""
-        ordered = self.gradients.order == "buckets" and self.gradient_reduce != "iallreduce"
+        ordered = self.gradients.reducer == "bucketed" and self.gradient_reduce != "iallreduce"
         return ordered and self.exchange.fragments == 1 and self.may_restore_steps
 
     def gradient_seconds(self, exchange_seconds: float, wire: str) -> float:

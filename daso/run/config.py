@@ -127,9 +127,9 @@ class ExchangeConfig:
         chunk_bytes: Bytes of a message between nodes.
         bucket_bytes: Bytes of a bucket of gradients inside a node; auto: 25 MiB on GPUs and 1 MiB
             elsewhere; search: searched while training.
-        gradients: In which order gradients cross, and where they are added.
+        reducer: In which order gradients cross, and where they are added.
         gradient_wire: What gradients cross between nodes in, where they are averaged there.
-        update: Steps of the whole model, or layer by layer (chunk).
+        step: Of the whole model, or layer by layer.
         nonfinite: What NaN and infinity in an exchange do.
         timeout_seconds: How long to wait for ranks that do not come.
         step_restoration: Longer steps of Adam and its kin between exchanges.
@@ -145,9 +145,9 @@ class ExchangeConfig:
     reduce: Literal["auto", "iallreduce", "ordered"] = "auto"
     chunk_bytes: int = Exchange().chunk_bytes
     bucket_bytes: int | BucketRule = "auto"
-    gradients: Literal["buckets", "priority", "host"] = "buckets"
+    reducer: Literal["bucketed", "prioritized", "host"] = "bucketed"
     gradient_wire: GradientWire = "auto"
-    update: Literal["auto", "whole", "chunk"] = "auto"
+    step: Literal["auto", "model", "layerwise"] = "auto"
     nonfinite: Literal["drop", "raise"] = "drop"
     timeout_seconds: float = 300.0
     step_restoration: Literal["auto", "on", "off"] = "auto"
@@ -258,9 +258,9 @@ class Config:
                 step_restoration=exchange.step_restoration,
             ),
             gradients=Gradients(
-                order=exchange.gradients,
+                reducer=exchange.reducer,
                 wire=exchange.gradient_wire,
-                update=exchange.update,
+                step=exchange.step,
                 bucket_bytes=exchange.bucket_bytes,
             ),
         )

@@ -151,7 +151,9 @@ def _average(topology: Topology, device: torch.device) -> str:
     """Return what averages gradients inside a node by default."""
     if device.type == "cpu":
         return "shared memory"
-    return "NCCL" if wants_nccl(topology, device, "buckets") else f"sums on the host, from {device}"
+    return (
+        "NCCL" if wants_nccl(topology, device, "bucketed") else f"sums on the host, from {device}"
+    )
 
 
 def _torch() -> dict[str, Any]:

@@ -77,7 +77,7 @@ def attach(  # noqa: PLR0913 - the keywords of DASO
             raise ConfigError(
                 f"an optimizer that is attached must step as a whole, but "
                 f"{setup.settings.gradients!r} has it step layer by layer; wrap it with daso.DASO, "
-                f"or pass update='whole'"
+                f"or pass step='model'"
             )
     return Attached(inner, Session.opened(inner, setup, topology))
 

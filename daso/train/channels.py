@@ -67,10 +67,10 @@ class Channels:
     def __init__(self, topology: Topology, settings: Settings) -> None:
         self.place, self.settings, self._topology = topology.place, settings, topology
         link = emulated_link()
-        if link is not None and settings.gradients.order != "buckets":
+        if link is not None and settings.gradients.reducer != "bucketed":
             raise ConfigError(
                 f"over an imitated link gradients must go in buckets, which it holds one by one, "
-                f"not in order {settings.gradients.order!r}; leave Gradients(order=...) out"
+                f"not with reducer={settings.gradients.reducer!r}; leave Gradients(reducer=...) out"
             )
         # Meetings, votes of exchanges and words beside them do not mix: ranks that are out of step
         # wait, each in its own, until the bell tells, instead of matching what is another's.
@@ -78,7 +78,7 @@ class Channels:
         self._asides, self.turns = topology.world.Dup(), topology.world.Dup()
         self.lane = self._lane_of(topology)
         # Means that end in another order on each rank must not share a communicator.
-        self.abreast = 1 if settings.gradients.order == "buckets" else ABREAST
+        self.abreast = 1 if settings.gradients.reducer == "bucketed" else ABREAST
         self._slots = [self.lane, *(self._lane_of(topology) for _ in range(1, self.abreast))]
         self.bell, self._roll = StepWatchdog(topology.world), topology.roll
         self.missing = self._roll.missing

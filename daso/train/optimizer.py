@@ -307,9 +307,9 @@ class DASO(torch.optim.Optimizer):
     def flush(self) -> None:
         """Take what is left of the last step, where layers take theirs one by one; else nothing.
 
-        With ``Gradients(order="priority")`` or ``update="chunk"`` call it before you read or write
-        ``model.parameters()`` yourself; a forward, ``state_dict()``, `synchronize` and `close` do
-        what they need.
+        With ``Gradients(reducer="prioritized")`` or ``step="layerwise"`` call it before you read or
+        write ``model.parameters()`` yourself; a forward, ``state_dict()``, `synchronize` and
+        `close` do what they need.
 
         Collective over the world; blocking.
         """

@@ -39,7 +39,7 @@ class Setup:
         if not self.settings.whole and self.module is None:
             raise ConfigError(
                 f"{self.settings.gradients!r} needs the model whose layers wait for their "
-                f"gradients, but there is none; pass module=, or update='whole'"
+                f"gradients, but there is none; pass module=, or step='model'"
             )
         if self.module is not None:
             held = {id(param) for param in self.module.parameters()}
@@ -119,8 +119,8 @@ class Setup:
             "gpu_direct": settings.exchange.gpu_direct,
             "delta_reduce": settings.delta_reduce,
             "gradient_reduce": settings.gradient_reduce,
-            "gradient_order": settings.gradients.order,
-            "update": "whole" if settings.whole else "chunk",
+            "gradient_reducer": settings.gradients.reducer,
+            "step": "model" if settings.whole else "layerwise",
             "policy": repr(self.policy),
         }
 
@@ -157,7 +157,7 @@ def make_setup(  # noqa: PLR0913 - the keywords of the doors
         outer=outer is not None,
     )
     if policy is None:
-        synchronous = settings.gradients.order == "priority" or not settings.whole
+        synchronous = settings.gradients.reducer == "prioritized" or not settings.whole
         policy = Fixed(1, 0) if synchronous else Auto()
     setup = Setup(module, policy, settings, outer)
     setup.check(inner)  # type: ignore[arg-type]  # it is one

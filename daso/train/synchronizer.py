@@ -93,7 +93,7 @@ class Synchronizer:
             callbacks=BackwardCallbacks(
                 self._begin_step, reducers.may_be_at_work, self.changes.layout_changed
             ),
-            in_portions=settings.gradients.order == "priority",
+            in_portions=settings.gradients.reducer == "prioritized",
         )
         wire = settings.gradient_wire(hidden=True)
         self.compressor = self.channels.compressor(wire, self.buckets.node, trained.device)
@@ -120,7 +120,7 @@ class Synchronizer:
             return choose_node(
                 self.topology,
                 self.trained.device,
-                settings.gradients.order,
+                settings.gradients.reducer,
                 settings.exchange.timeout_seconds,
                 self.channels.late,
             )
@@ -499,8 +499,8 @@ class Synchronizer:
 def _carrier(channels: Channels, metrics: Metrics, settings: Settings) -> BackgroundReducer | None:
     """Return what averages gradients in other threads; None where the training thread does."""
     gradients = settings.gradients
-    if gradients.order == "host":
+    if gradients.reducer == "host":
         return HostReducer(channels, metrics, channels.place.local_size)
-    if gradients.order == "priority":
-        return PriorityReducer(channels, metrics, gradients.portions)
+    if gradients.reducer == "prioritized":
+        return PriorityReducer(channels, metrics, gradients.priority)
     return None

@@ -116,7 +116,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
 
 
 def _host(case: Case, topology: Topology, nbytes: Any) -> Daso:
-    gradients = daso.Gradients(order="host", bucket_bytes=nbytes)
+    gradients = daso.Gradients(reducer="host", bucket_bytes=nbytes)
     return Daso(*start(case), topology, policy=daso.Fixed(1, 0), gradients=gradients)
 
 

@@ -46,7 +46,7 @@ class Moved:
         return self.model(x.to(self.device)).cpu()
 
 
-@pytest.mark.parametrize("order", ["buckets", "host"])
+@pytest.mark.parametrize("order", ["bucketed", "host"])
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 @pytest.mark.parametrize("inner", [sgd, adamw])
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_steps_are_those_of_one_process_on_a_cpu(topology, device, policy, inner
         wire=wire,
         merge="daso",
         exchange=ORDERED,
-        gradients=daso.Gradients(order=order, bucket_bytes=256),
+        gradients=daso.Gradients(reducer=order, bucket_bytes=256),
     ) as optimizer:
         for step in range(9):
             optimizer.zero_grad()

@@ -38,7 +38,7 @@ def server(topology):
 def by_priority(topology):
     model = nn.Sequential(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gradients = daso.Gradients(order="priority")
+    gradients = daso.Gradients(reducer="prioritized")
     return model, daso.DASO(optimizer, module=model, topology=topology, gradients=gradients)
 
 

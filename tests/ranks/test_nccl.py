@@ -88,7 +88,7 @@ def nccl(topology, monkeypatch):
     monkeypatch.setattr(node_nccl, "CudaCopies", Copies)
 
     def choose(topology, device, order, timeout_seconds, late):
-        assert order == "buckets"
+        assert order == "bucketed"
         cuda = Cuda()
         made.append(Nccl(topology.node, cuda))
         return NcclNode(topology, device, timeout_seconds, late, nccl=made[-1], cuda=cuda)
@@ -192,7 +192,7 @@ def test_a_failure_to_start_is_the_same_error_everywhere(topology, monkeypatch, 
     monkeypatch.setattr(choose.nccl, "describe", lambda: {"available": True})
     monkeypatch.setattr(choose.nccl, "library", lambda: broken)
     monkeypatch.setattr(node_nccl, "CudaCopies", copies)
-    told = r"does not start: (RuntimeError: )?no route; .*NCCL_DEBUG=WARN.*order='host'"
+    told = r"does not start: (RuntimeError: )?no route; .*NCCL_DEBUG=WARN.*reducer='host'"
     with pytest.raises(daso.errors.TopologyError, match=told):
         choose._nccl_node(topology, DEVICE, 1.0, lambda: None, wanted=wanted, cuda=Cuda())
     started = wanted and where == "one" and place.local_rank < place.local_size - 1
@@ -205,6 +205,6 @@ def test_a_missing_library_is_the_same_error_everywhere(topology, monkeypatch):
     if not any(size > 1 for size in topology.place.node_sizes):
         return
     with pytest.raises(
-        daso.errors.TopologyError, match=r"NCCL, but no cupy; get it, .*order='host'"
+        daso.errors.TopologyError, match=r"NCCL, but no cupy; get it, .*reducer='host'"
     ):
         choose._nccl_node(topology, DEVICE, 1.0, lambda: None, wanted=topology.place.local_size > 1)

@@ -114,7 +114,7 @@ def test_an_order_that_no_imitated_link_holds_is_refused(topology, place):
         pytest.raises(ConfigError, match="gradients must go in buckets"),
     ):
         daso.DASO(
-            inner, module=model, topology=topology, gradients=daso.Gradients(order="priority")
+            inner, module=model, topology=topology, gradients=daso.Gradients(reducer="prioritized")
         )
 
 

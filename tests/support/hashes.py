@@ -179,11 +179,11 @@ RUNS: dict[str, tuple[int, int, Callable[[Any], str]]] = {  # ranks, those of a 
     "eager merges": (4, 1, lambda t: train(t, policy=daso.Fixed(3, 2), merge="eager", wire="fp16")),
     "priority": (
         *(2, 1),
-        lambda t: train(t, gradients=daso.Gradients(order="priority", bucket_bytes=128)),
+        lambda t: train(t, gradients=daso.Gradients(reducer="prioritized", bucket_bytes=128)),
     ),
     "host": (
         *(4, 2),
-        lambda t: train(t, policy=daso.Fixed(1, 0), gradients=daso.Gradients(order="host")),
+        lambda t: train(t, policy=daso.Fixed(1, 0), gradients=daso.Gradients(reducer="host")),
     ),
     "server": (4, 2, serve),
     "flow": (2, 1, flow),

@@ -88,9 +88,9 @@ LEGAL = {
     },
     daso.Gradients: {
         "bucket_bytes": one_of(BYTES, named("auto", "search")),
-        "order": named("buckets", "priority", "host"),
-        "update": named("auto", "whole", "chunk"),
-        "portions": named("layer", "lifo", "fifo"),
+        "reducer": named("bucketed", "prioritized", "host"),
+        "step": named("auto", "model", "layerwise"),
+        "priority": named("layer", "lifo", "fifo"),
     },
     daso.flow.Updates: {
         "min_update_interval": whole(1),

@@ -33,7 +33,7 @@ CASES = {
     "bucket sizes": (test_sync.test_any_bucket_and_chunk_size_gives_the_same_bits, 7),
     "sums by MPI": (
         test_sync.test_iallreduce_stays_near_the_oracle_and_identical,
-        *(torch.float64, "buckets"),
+        *(torch.float64, "bucketed"),
     ),
     "rows cut anew": (
         test_tuning.test_rows_cut_anew_at_every_step_change_no_bit,
@@ -51,11 +51,11 @@ CASES = {
     # gradients that cross in portions, or are added on the host
     "portions": (
         test_priority.test_no_order_and_no_cut_changes_a_bit,
-        *((Odd, sgd, 400), "layer", "chunk"),
+        *((Odd, sgd, 400), "layer", "layerwise"),
     ),
     "portions, phases": (
         test_priority.test_phases_change_between_synchronous_and_local,
-        *(PRIORITY, "chunk"),
+        *(PRIORITY, "layerwise"),
     ),
     "portions, flushed": (
         test_priority.test_every_step_equals_one_process_once_it_is_flushed,

@@ -175,8 +175,8 @@ def test_a_phase_that_is_hidden_comes_and_goes_as_on_simulated_nodes(topology):
 @pytest.mark.parametrize(
     ("gradients", "exchange"),
     [
-        ({"wire": "int8", "order": "priority"}, {}),
-        ({"wire": "bf16", "order": "host"}, {}),
+        ({"wire": "int8", "reducer": "prioritized"}, {}),
+        ({"wire": "bf16", "reducer": "host"}, {}),
         ({"wire": "fp16"}, {}),
         ({"wire": "topk"}, {}),
         ({"wire": "int4"}, {"reduce": "iallreduce"}),

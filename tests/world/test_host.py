@@ -20,7 +20,7 @@ from daso.errors import ConfigError, ExchangeError, StallError
 from daso.plan.costs import flow_shop_seconds
 from daso.train.gradients.host_reducer import HostReducer
 
-UPDATES = ["whole", "chunk"]
+UPDATES = ["model", "layerwise"]
 
 
 @pytest.fixture(params=["cpu", "device"])
@@ -34,34 +34,36 @@ def machine(request):
 
 
 @pairwise(
-    case=[(mlp, adamw), (Odd, sgd)], nbytes=[1, 100, 1 << 20, "search"], update=["whole", "chunk"]
+    case=[(mlp, adamw), (Odd, sgd)],
+    nbytes=[1, 100, 1 << 20, "search"],
+    update=["model", "layerwise"],
 )
 def test_no_chunk_changes_a_bit(topology, machine, case, nbytes, update):
     make, inner = case
     same, before = train(topology, make, inner)
-    found, report = train(topology, make, inner, order="host", bucket_bytes=nbytes, update=update)
+    found, report = train(topology, make, inner, reducer="host", bucket_bytes=nbytes, step=update)
     assert found == same
     assert report["batches"] == 4
     assert report["exchanges"] == before["exchanges"]
 
 
-@pytest.mark.parametrize("order", ["buckets", "priority"])
+@pytest.mark.parametrize("order", ["bucketed", "prioritized"])
 def test_other_orders_compute_on_devices_too(topology, order):
     same, _ = train(topology, Odd, sgd)
     with pretend_device(CopyLink(1e8, 1e-4)):
-        assert train(topology, Odd, sgd, order=order, bucket_bytes=300)[0] == same
+        assert train(topology, Odd, sgd, reducer=order, bucket_bytes=300)[0] == same
 
 
 @pytest.mark.parametrize("policy", [daso.Fixed(1, 0), daso.Fixed(2, 1)], ids=str)
 def test_every_step_equals_one_process(topology, machine, policy):
-    gradients = daso.Gradients(order="host", bucket_bytes=100)
+    gradients = daso.Gradients(reducer="host", bucket_bytes=100)
     compare(topology, Odd, sgd, policy, steps=6, gradients=gradients, wire="bf16")
 
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_phases_change_between_synchronous_and_local(topology, machine, update):
     policy = daso.Plateau(epochs=5, warmup=1, cooldown=1, patience=1)
-    gradients = daso.Gradients(order="host", update=update, bucket_bytes=100)
+    gradients = daso.Gradients(reducer="host", step=update, bucket_bytes=100)
     compare(topology, Odd, sgd, policy, steps=3, epochs=5, gradients=gradients, wire="bf16")
 
 
@@ -75,7 +77,7 @@ def test_chunks_cut_anew_at_every_step_change_no_bit(topology, machine, update):
         plain(model, optimizer, rank, step)
 
     same, _ = train(topology, Odd, sgd, steps=7)
-    how = {"order": "host", "bucket_bytes": 9, "update": update}
+    how = {"reducer": "host", "bucket_bytes": 9, "step": update}
     assert train(topology, Odd, sgd, steps=7, each=cut, **how)[0] == same
 
 
@@ -130,7 +132,7 @@ class Log(list):
 @pytest.mark.real_mpi
 def test_chunks_come_back_while_backward_goes_on(topology, machine, told):
     model, rank = slow_chain(), topology.place.rank
-    with wrapped(topology, model, sgd, order="host", bucket_bytes=1) as optimizer:
+    with wrapped(topology, model, sgd, reducer="host", bucket_bytes=1) as optimizer:
         for step in range(3):
             optimizer.zero_grad()
             loss = batch_loss(model, rank, step)
@@ -145,7 +147,7 @@ def test_chunks_come_back_while_backward_goes_on(topology, machine, told):
 def test_no_parameter_changes_before_the_last_chunk_is_back(topology, machine, told):
     """One update for the whole model: until all sums are there, weights are the old ones."""
     model, rank = slow_chain(), topology.place.rank
-    with wrapped(topology, model, sgd, order="host", bucket_bytes=1) as optimizer:
+    with wrapped(topology, model, sgd, reducer="host", bucket_bytes=1) as optimizer:
         plain(model, optimizer, rank, 0)
         params, seen = list(model.parameters()), []
         versions = [p._version for p in params]
@@ -171,7 +173,7 @@ def test_a_sum_in_the_node_does_not_wait_for_an_exchange_between_nodes(topology)
     model, rank = seeded(mlp)(), topology.place.rank
     gate = threading.Event()
     policy = daso.Fixed(8, 8)
-    optimizer = wrapped(topology, model, sgd, policy, order="host")
+    optimizer = wrapped(topology, model, sgd, policy, reducer="host")
     plain(model, optimizer, rank, 0)
     engine = optimizer._session._sync.channels.engine
 
@@ -190,7 +192,7 @@ def test_a_sum_in_the_node_does_not_wait_for_an_exchange_between_nodes(topology)
 @pytest.mark.real_mpi
 def test_an_error_in_the_thread_that_adds_is_told_at_the_next_step(topology, monkeypatch):
     model, rank = seeded(chain)(), topology.place.rank
-    optimizer = wrapped(topology, model, sgd, order="host")
+    optimizer = wrapped(topology, model, sgd, reducer="host")
     plain(model, optimizer, rank, 0)
 
     def broken(*_, **__):
@@ -208,7 +210,7 @@ def test_a_rank_that_stays_away_inside_a_node_is_named(topology):
     place = topology.place
     model = seeded(mlp)()
     exchange = daso.Exchange(timeout_seconds=3.0)
-    gradients = daso.Gradients(order="host")
+    gradients = daso.Gradients(reducer="host")
     optimizer = daso.DASO(
         sgd(model), module=model, topology=topology, exchange=exchange, gradients=gradients
     )
@@ -223,8 +225,8 @@ def test_a_rank_that_stays_away_inside_a_node_is_named(topology):
 
 
 def test_chunks_of_a_step_need_a_thread_of_their_own():
-    with pytest.raises(ConfigError, match=r"order='priority' or 'host', not 'buckets'"):
-        daso.Gradients(update="chunk")
+    with pytest.raises(ConfigError, match=r"reducer='prioritized' or 'host', not 'bucketed'"):
+        daso.Gradients(step="layerwise")
 
 
 # --- what it takes -------------------------------------------------------------------------------
@@ -235,7 +237,7 @@ def test_copies_sums_and_backward_overlap(topology):
     link = CopyLink(math.inf, latency_seconds=5e-3)
     with pretend_device(link):
         model, rank = slow_chain(6), topology.place.rank
-        with wrapped(topology, model, sgd, order="host", bucket_bytes=1) as optimizer:
+        with wrapped(topology, model, sgd, reducer="host", bucket_bytes=1) as optimizer:
             taken = []
             for step in range(6):
                 optimizer.zero_grad()

@@ -99,11 +99,11 @@ def set_storage(model):
 
 @pytest.mark.nodes(*SEVERAL_NODES)
 @pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("order", ["buckets", "host"])
+@pytest.mark.parametrize("order", ["bucketed", "host"])
 @pytest.mark.parametrize("edit", [convert, replace_data, set_storage])
 def test_memory_behind_gradients_may_be_replaced(topology, place, edit, order, to_none):
     model, one = network(), oracle(place)
-    with wrap(topology, model, policy=SYNC, gradients=daso.Gradients(order=order)) as optimizer:
+    with wrap(topology, model, policy=SYNC, gradients=daso.Gradients(reducer=order)) as optimizer:
         for number in range(5):
             step(optimizer, model, place, number, edit if number == 1 else None, to_none=to_none)
         one.run(5)
@@ -130,7 +130,7 @@ def test_gradients_that_are_scaled_by_their_data_count(topology, place, policy):
 
 def test_gradients_replaced_where_they_cross_by_priority_are_refused(topology, place):
     model = network()
-    optimizer = wrap(topology, model, gradients=daso.Gradients(order="priority"))
+    optimizer = wrap(topology, model, gradients=daso.Gradients(reducer="prioritized"))
     step(optimizer, model, place, 0)
     with pytest.raises(ConfigError, match="left alone between backward and step"):
         step(optimizer, model, place, 1, replace_data)
@@ -476,10 +476,10 @@ RESETS = {
 @pytest.mark.nodes(*SEVERAL_NODES)
 @pytest.mark.parametrize("reset", RESETS)
 @pytest.mark.parametrize("policy", [SYNC, RARE])
-@pytest.mark.parametrize("order", ["buckets", "host"])
+@pytest.mark.parametrize("order", ["bucketed", "host"])
 def test_a_backward_that_raised_on_all_ranks_is_forgotten(topology, place, policy, reset, order):
     model, one = network(), oracle(place, policy)
-    gradients = daso.Gradients(order=order, bucket_bytes=64)
+    gradients = daso.Gradients(reducer=order, bucket_bytes=64)
     options = {"policy": policy, "wire": "fp32", "merge": "daso", "gradients": gradients}
     with wrap(topology, model, **options) as optimizer:
         for number in range(6):
@@ -498,10 +498,10 @@ def test_a_backward_that_raised_on_all_ranks_is_forgotten(topology, place, polic
         assert equal(bits(model), one.params(0))
 
 
-@pytest.mark.parametrize("order", ["buckets", "host"])
+@pytest.mark.parametrize("order", ["bucketed", "host"])
 def test_gradients_that_may_be_on_their_way_must_be_reset_by_the_optimizer(topology, place, order):
     model = network()
-    optimizer = wrap(topology, model, policy=SYNC, gradients=daso.Gradients(order=order))
+    optimizer = wrap(topology, model, policy=SYNC, gradients=daso.Gradients(reducer=order))
     step(optimizer, model, place, 0)
     with failing(model), pytest.raises(RuntimeError, match="out of memory"):
         batch_loss(model, place.rank, 1).backward()

@@ -23,8 +23,8 @@ from daso.train.gradients.reducer import GradientReducer
 
 ORDERS = ["layer", "lifo", "fifo"]
 FREE = {
-    "priority": {"order": "priority", "bucket_bytes": 64},
-    "host": {"order": "host", "update": "chunk", "bucket_bytes": 64},
+    "priority": {"reducer": "prioritized", "bucket_bytes": 64},
+    "host": {"reducer": "host", "step": "layerwise", "bucket_bytes": 64},
 }
 ORDERED = daso.Exchange(reduce="ordered")
 
@@ -67,7 +67,7 @@ def free(request):
 def is_free(topology, free):
     """Return whether steps are taken layer by layer then."""
     place = topology.place
-    return place.nodes > 1 or (free["order"] == "host" and place.size > 1)
+    return place.nodes > 1 or (free["reducer"] == "host" and place.size > 1)
 
 
 def bits(model):
@@ -94,13 +94,13 @@ def train(topology, make, inner, *, steps=4, policy=None, each=plain, **gradient
 @pairwise(
     case=[(mlp, adamw, 1), (mlp, adamw, 100), (Odd, sgd, 400), (Odd, sgd, 1 << 20)],
     portions=ORDERS,
-    update=["whole", "chunk"],
+    update=["model", "layerwise"],
 )
 def test_no_order_and_no_cut_changes_a_bit(topology, case, portions, update):
     make, inner, nbytes = case
     same, before = train(topology, make, inner)
-    cut = {"bucket_bytes": nbytes, "portions": portions, "update": update}
-    found, report = train(topology, make, inner, order="priority", **cut)
+    cut = {"bucket_bytes": nbytes, "priority": portions, "step": update}
+    found, report = train(topology, make, inner, reducer="prioritized", **cut)
     assert found == same
     assert report["batches"] == 4
     assert report["exchanges"] == before["exchanges"]
@@ -112,11 +112,11 @@ def test_every_step_equals_one_process_once_it_is_flushed(topology, free, make, 
     compare(topology, make, inner, daso.Fixed(1, 0), steps=4, gradients=gradients)
 
 
-@pytest.mark.parametrize("update", ["whole", "chunk"])
+@pytest.mark.parametrize("update", ["model", "layerwise"])
 def test_phases_change_between_synchronous_and_local(topology, free, update):
     """Portions are buckets like any others where nodes step by themselves."""
     policy = daso.Plateau(epochs=5, warmup=1, cooldown=1, patience=1)
-    gradients = daso.Gradients(**free | {"update": update})
+    gradients = daso.Gradients(**free | {"step": update})
     compare(topology, Odd, sgd, policy, steps=3, epochs=5, gradients=gradients, wire="bf16")
 
 
@@ -254,7 +254,7 @@ def chain():
 @pytest.mark.real_mpi
 def test_what_is_needed_sooner_overtakes_all_but_a_few(topology, logged):
     """When a portion is chosen, none that is needed sooner was ready one portion before."""
-    train(topology, chain, sgd, steps=4, order="priority", bucket_bytes=32)
+    train(topology, chain, sgd, steps=4, reducer="prioritized", bucket_bytes=32)
     assert len(logged) == (4 if topology.place.nodes > 1 else 0)
     for log, portions in logged[1:]:
         chosen = [portion for what, portion in log if what == "next"]
@@ -267,7 +267,7 @@ def test_what_is_needed_sooner_overtakes_all_but_a_few(topology, logged):
 
 def test_a_portion_is_of_the_layer_that_the_next_forward_comes_to(topology):
     model = seeded(chain)()
-    with wrapped(topology, model, sgd, order="priority", bucket_bytes=1) as optimizer:
+    with wrapped(topology, model, sgd, reducer="prioritized", bucket_bytes=1) as optimizer:
         plain(model, optimizer, topology.place.rank, 0)
         rows = optimizer._session._sync.buckets.rows
         first_needed = sorted(rows.buckets, key=lambda bucket: bucket.portion.layer)
@@ -369,7 +369,7 @@ def test_what_needs_all_gradients_is_refused_with_the_alternative(topology, free
     if not is_free(topology, free):
         use(model, optimizer)
     else:
-        alternative = r"use Gradients\(update='whole'\)"
+        alternative = r"use Gradients\(step='model'\)"
         with pytest.raises(ConfigError, match=f"{says}.*{alternative}"):
             use(model, optimizer)
     optimizer.close()
@@ -398,7 +398,7 @@ def test_an_optimizer_that_counts_in_its_groups_is_refused(topology, free):
 
 def test_layers_need_the_model_and_an_optimizer_that_is_wrapped(topology):
     model = mlp()
-    gradients = daso.Gradients(order="priority")
+    gradients = daso.Gradients(reducer="prioritized")
     with pytest.raises(ConfigError, match=r"needs the model whose layers wait .* pass module="):
         daso.DASO(sgd(model), topology=topology, gradients=gradients)
     with pytest.raises(ConfigError, match=r"attached must step as a whole.*wrap it with daso.DASO"):
@@ -591,7 +591,7 @@ def test_gradients_that_are_zeroed_in_place_while_they_cross_are_refused(topolog
 def test_only_the_parameter_that_is_not_finite_is_dropped_whoever_calls_what(topology):
     """Ranks come to layers in different orders; what is stepped is the same on all."""
     model, rank = seeded(chain)(), topology.place.rank
-    with wrapped(topology, model, sgd, order="priority", bucket_bytes=1) as optimizer:
+    with wrapped(topology, model, sgd, reducer="prioritized", bucket_bytes=1) as optimizer:
         plain(model, optimizer, rank, 0)
         optimizer.flush()
         before = [p.detach().clone() for p in model.parameters()]
@@ -645,7 +645,7 @@ def test_memory_for_portions_grows_with_portions_and_not_with_numbers(topology, 
     lines = ShmNode._lines
     monkeypatch.setattr(ShmNode, "_lines", lambda node, n: asked.append(n) or lines(node, n))
     model = nn.Sequential(nn.Linear(6, 1000), nn.Linear(1000, 3))
-    gradients = {"order": "priority", "bucket_bytes": 4000}
+    gradients = {"reducer": "prioritized", "bucket_bytes": 4000}
     with wrapped(topology, model, sgd, **gradients) as optimizer:
         plain(model, optimizer, topology.place.rank, 0)
     assert max(asked, default=0) <= 2 * 4 + 10_007 // 1000

@@ -93,7 +93,7 @@ def test_any_bucket_and_chunk_size_gives_the_same_bits(topology, size):
         assert run(size, max(size, 16), policy) == run(1 << 20, 1 << 20, policy)
 
 
-@pytest.mark.parametrize("order", ["buckets", "host"])
+@pytest.mark.parametrize("order", ["bucketed", "host"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_iallreduce_stays_near_the_oracle_and_identical(topology, dtype, order):
     build = seeded(lambda: Wide() if dtype == torch.float64 else mlp())
@@ -110,7 +110,7 @@ def test_iallreduce_stays_near_the_oracle_and_identical(topology, dtype, order):
             wire="fp32",
             merge="daso",
             exchange=daso.Exchange(reduce="iallreduce"),
-            gradients=daso.Gradients(order=order),
+            gradients=daso.Gradients(reducer=order),
         ) as optimizer:
             for step in range(10):
                 optimizer.zero_grad()

@@ -84,17 +84,17 @@ def agree_device(topology: Topology, device: torch.device, *, gpu_direct: bool) 
         topology.agree(library_problem(topology.world, device), TopologyError)
 
 
-def wants_nccl(topology: Topology, device: torch.device, order: str) -> bool:
+def wants_nccl(topology: Topology, device: torch.device, reducer: str) -> bool:
     """Return whether a node averages over NCCL: its ranks have a GPU each, and buckets one order.
 
     Args:
         topology: Who is where.
         device: Where this rank's parameters live.
-        order: Of `daso.Gradients`.
+        reducer: Of `daso.Gradients`.
 
     Collective over the node; blocking.
     """
-    if device.type != "cuda" or topology.place.local_size == 1 or order != "buckets":
+    if device.type != "cuda" or topology.place.local_size == 1 or reducer != "bucketed":
         return False
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     told = topology.node.allgather((gpu, may_share_a_gpu()))
@@ -103,14 +103,14 @@ def wants_nccl(topology: Topology, device: torch.device, order: str) -> bool:
 
 
 def choose_node(
-    topology: Topology, device: torch.device, order: str, timeout_seconds: float, late: Late
+    topology: Topology, device: torch.device, reducer: str, timeout_seconds: float, late: Late
 ) -> NodeTransport:
     """Return the transport for parameters on ``device``.
 
     Args:
         topology: Who is where.
         device: Where the parameters live; the same type on every rank.
-        order: Of `daso.Gradients`.
+        reducer: Of `daso.Gradients`.
         timeout_seconds: How long to wait for a rank before naming it in an error.
         late: Called once a wait takes long.
 
@@ -124,7 +124,7 @@ def choose_node(
     Collective over the world; blocking.
     """
     if device.type == "cuda":
-        wanted = wants_nccl(topology, device, order)
+        wanted = wants_nccl(topology, device, reducer)
         if node := _nccl_node(topology, device, timeout_seconds, late, wanted=wanted):
             return node
     host, copies = ShmNode(topology, timeout_seconds, late), _copies(device)
@@ -170,7 +170,7 @@ def nccl_problem() -> str | None:
 def _refusal(why: str, remedy: str) -> str:
     return (
         f"ranks of a node that have a GPU each need cupy's NCCL, but {why}; {remedy}, or average "
-        f"on the host: gradients=daso.Gradients(order='host')"
+        f"on the host: gradients=daso.Gradients(reducer='host')"
     )
 
 

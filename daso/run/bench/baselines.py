@@ -245,9 +245,9 @@ CONTENDERS: Mapping[str, Make] = {
 
 def _ordered(portions: Any, mebibytes: float, *, whole: bool) -> Make:
     gradients = daso.Gradients(
-        order="priority",
-        portions=portions,
-        update="whole" if whole else "chunk",
+        reducer="prioritized",
+        priority=portions,
+        step="model" if whole else "layerwise",
         bucket_bytes=int(mebibytes * (1 << 20)),
     )
     return _daso(gradients=gradients)
@@ -296,7 +296,7 @@ def _flat(case: Case, topology: Topology) -> Contender:
 
 
 def _hosted(update: Any) -> Make:
-    gradients = daso.Gradients(order="host", update=update)
+    gradients = daso.Gradients(reducer="host", step=update)
     return _daso(policy=daso.Fixed(1, 0), gradients=gradients)
 
 
@@ -304,8 +304,8 @@ def _hosted(update: Any) -> Make:
 ALLREDUCE, HOST = "MPI Allreduce after it", "host"
 INSIDE: Mapping[str, Make] = {
     ALLREDUCE: _flat,
-    HOST: _hosted("whole"),
-    "host, chunk updates": _hosted("chunk"),
+    HOST: _hosted("model"),
+    "host, chunk updates": _hosted("layerwise"),
     "buckets": _daso(policy=daso.Fixed(1, 0)),
     DDP: _ddp(),
 }

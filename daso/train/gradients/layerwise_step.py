@@ -24,7 +24,7 @@ from daso.train.params import Trained
 
 __all__ = ["INSTEAD", "LayerwiseStep"]
 
-INSTEAD = "use Gradients(update='whole')"
+INSTEAD = "use Gradients(step='model')"
 
 
 @dataclass(slots=True)

@@ -198,7 +198,7 @@ class GradientReducer:
                 raise ConfigError(
                     "a step must follow each backward where no step waits for all gradients, but "
                     "another backward came first; put all but the last under optimizer.no_sync(), "
-                    "or use Gradients(update='whole')"
+                    "or use Gradients(step='model')"
                 )
             portions = [(one.portion, one.memory) for one in self.rows.buckets]
             self.route.carrier.begin(portions, world=self.route.world)

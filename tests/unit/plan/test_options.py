@@ -30,9 +30,9 @@ def test_the_defaults_are_written_down():
     }
     assert asdict(Gradients()) == {
         "bucket_bytes": "auto",
-        "order": "buckets",
-        "update": "auto",
-        "portions": "layer",
+        "reducer": "bucketed",
+        "step": "auto",
+        "priority": "layer",
         "wire": "auto",
     }
     assert not make().outer
@@ -118,7 +118,7 @@ def test_a_bucket_size_may_be_searched():
     assert Gradients(bucket_bytes=9).first_bucket_bytes(on_gpu=True) == 9
     assert Gradients().first_bucket_bytes(on_gpu=False) == 2**20
     assert Gradients().first_bucket_bytes(on_gpu=True) == 25 * 2**20
-    assert Gradients(order="priority").first_bucket_bytes(on_gpu=True) == 2**20
+    assert Gradients(reducer="prioritized").first_bucket_bytes(on_gpu=True) == 2**20
     with pytest.raises(ConfigError, match='of at least 1, "auto" or "search", not'):
         Gradients(bucket_bytes="find")
 

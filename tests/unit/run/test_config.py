@@ -55,9 +55,9 @@ KEYS = [
     "exchange.reduce",
     "exchange.chunk_bytes",
     "exchange.bucket_bytes",
-    "exchange.gradients",
+    "exchange.reducer",
     "exchange.gradient_wire",
-    "exchange.update",
+    "exchange.step",
     "exchange.nonfinite",
     "exchange.timeout_seconds",
     "exchange.step_restoration",
@@ -149,8 +149,8 @@ def test_the_settings_reach_the_records_of_the_optimizer():
         "--exchange.reduce=iallreduce",
         "--exchange.chunk_bytes=1024",
         "--exchange.bucket_bytes=2048",
-        "--exchange.gradients=host",
-        "--exchange.update=chunk",
+        "--exchange.reducer=host",
+        "--exchange.step=layerwise",
         "--exchange.nonfinite=raise",
         "--exchange.timeout_seconds=7",
     ]
@@ -159,7 +159,7 @@ def test_the_settings_reach_the_records_of_the_optimizer():
     assert made.exchange == Exchange(
         reduce="iallreduce", chunk_bytes=1024, nonfinite="raise", timeout_seconds=7.0
     )
-    assert made.gradients == Gradients(order="host", update="chunk", bucket_bytes=2048)
+    assert made.gradients == Gradients(reducer="host", step="layerwise", bucket_bytes=2048)
     narrow = read_config(None, ["--exchange.gradient_wire=int8"]).settings()
     assert narrow.gradients == Gradients(wire="int8")
     direct = read_config(None, ["--exchange.gpu_direct=true"]).settings()

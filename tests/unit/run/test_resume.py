@@ -32,7 +32,7 @@ def other(key, default):
         "schedule.wait": "2",
         "exchange.outer": "nesterov",
     }
-    words |= {"exchange.gradients": "priority", "exchange.update": "whole"}
+    words |= {"exchange.reducer": "prioritized", "exchange.step": "model"}
     words |= {"exchange.gradient_wire": "int8"}
     words |= {"exchange.gpu_direct": "true", "exchange.step_restoration": "off"}
     words |= {"optimizer.momentum": "0.5", "exchange.outer_momentum": "0.5"}
