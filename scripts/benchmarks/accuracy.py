@@ -267,7 +267,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _options(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench_accuracy", description=DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="scripts/bench accuracy", description=DESCRIPTION)
     parser.add_argument("--quick", action="store_true", help="one seed, few epochs: minutes")
     parser.add_argument("--only", default="", help="trials whose name has this in it, as text")
     parser.add_argument("--seeds", type=int, default=0, help="runs of each setting (1 to 5)")

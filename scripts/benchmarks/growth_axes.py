@@ -1,4 +1,4 @@
-"""The axes of `daso bench growth`: their options, and a run for each."""
+"""The axes of `scripts/bench growth`: their options, and a run for each."""
 
 import argparse
 import math
@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add an option for every axis.
 
     Args:
-        parser: Of ``daso bench growth``.
+        parser: Of ``scripts/bench growth``.
     """
     for axis, text, usual in GROWTH:
         parser.add_argument(

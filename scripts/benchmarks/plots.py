@@ -19,7 +19,7 @@ def draw_courses(runs: Sequence[Mapping[str, Any]]) -> "Figure":
     """Draw accuracy over seconds of training, one color for every contender and link.
 
     Args:
-        runs: What `daso bench time-to-accuracy` found on each link, as in its JSON under ``runs``.
+        runs: What `scripts/bench time-to-accuracy` found on each link: ``runs`` of its JSON.
 
     Returns:
         The figure.
@@ -54,7 +54,7 @@ def draw_losses(runs: Sequence[Mapping[str, Any]]) -> "Figure":
     """Draw losses over seconds and over steps, a pair of panels for every slowness.
 
     Args:
-        runs: What `daso bench server` found, as in its JSON under ``runs``.
+        runs: What `scripts/bench server` found, as in its JSON under ``runs``.
 
     Returns:
         The figure.
@@ -92,7 +92,7 @@ def draw_growth(runs: Sequence[Mapping[str, Any]]) -> "Figure":
     """Draw costs against what grows, one panel for every axis, with lines of slope 1 behind.
 
     Args:
-        runs: What `daso bench growth` found, as in its JSON under ``runs``.
+        runs: What `scripts/bench growth` found, as in its JSON under ``runs``.
 
     Returns:
         The figure.

@@ -1,4 +1,4 @@
-"""Ratios of a short run against the recorded ones: `daso bench guard`."""
+"""Ratios of a short run against the recorded ones: `scripts/bench guard`."""
 
 import json
 import statistics

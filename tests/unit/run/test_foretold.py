@@ -1,4 +1,4 @@
-"""`daso bench predict`: what a run calibrates, and predictions held against measurements."""
+"""`scripts/bench predict`: what a run calibrates, and predictions held against measurements."""
 
 import pytest
 from benchmarks import prediction_error

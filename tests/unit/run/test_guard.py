@@ -1,4 +1,4 @@
-"""`daso bench guard`: what it says of ratios, and a short run on a machine without hosts."""
+"""`scripts/bench guard`: what it says of ratios, and a short run on a machine without hosts."""
 
 import copy
 import json

@@ -2,6 +2,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -294,3 +295,9 @@ def test_check_sets_what_the_template_sets():
     exports = [line for line in rendered() if line.startswith("export ")]
     assert [line for line in exports if line not in ours] == [exports[-1]]  # DASO_REQUEUE
     assert "launcher=(srun --mpi=pmi2 --kill-on-bad-exit=1)" in ours
+
+
+@pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.stem)
+def test_modules_that_scripts_without_a_tool_run_exist(path):
+    named = re.findall(r"python -m ([\w.]+)", path.read_text(encoding="utf-8"))
+    assert [name for name in named if find_spec(name) is None] == []

@@ -1,4 +1,4 @@
-"""`daso bench time-to-accuracy`: what is read off courses, and short trainings on this machine."""
+"""`scripts/bench time-to-accuracy`: what of two courses is compared, and a short one here."""
 
 import json
 import math
