@@ -29,7 +29,7 @@ from daso.plan.header import Header, Tally
 from daso.plan.layout import message_chunks
 from daso.plan.options import Settings
 from daso.train.deltas.shard import DEVICE_PIECE, LEAST
-from daso.train.gradients.compression import GradientCompressor
+from daso.train.gradients.compression import Averaged, GradientCompressor
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -48,7 +48,9 @@ def node_weights(node_sizes: Sequence[int]) -> list[int]:
 def _occupied_seconds(link: LinkModel, nodes: int, result: object) -> float:
     """Return how long a link is occupied by work with such a result: an exchange, sums, a vote."""
     if isinstance(result, int):  # bytes of averaged gradients
-        return link.seconds(result, payload_rounds(nodes))
+        result = Averaged(result)
+    if isinstance(result, Averaged):
+        return result.made_seconds + link.seconds(result.nbytes, payload_rounds(nodes))
     sent = getattr(result, "nbytes", 0)
     rounds = vote_rounds(nodes) + (payload_rounds(nodes) if sent else 0)
     return float(getattr(result, "made_seconds", 0.0)) + link.seconds(sent, rounds)

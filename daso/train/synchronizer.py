@@ -13,6 +13,7 @@ import torch
 from daso import trace
 from daso.comm.collectives import gather_in_node
 from daso.comm.emulation import Stretch, compute_factor
+from daso.comm.engine import Work, WorkHandle
 from daso.comm.node.base import NodeTransport
 from daso.comm.node.select import agree_device, choose_node
 from daso.comm.step_timer import HostTimestamp
@@ -31,6 +32,7 @@ from daso.train.grad_scaler import Scaling, is_probe
 from daso.train.gradients.background import BackgroundReducer
 from daso.train.gradients.bucket_tuner import BucketTuner, first_size
 from daso.train.gradients.buckets import Bucket, Finish
+from daso.train.gradients.compression import Averaged
 from daso.train.gradients.host_reducer import HostReducer
 from daso.train.gradients.layerwise_step import INSTEAD, LayerwiseStep
 from daso.train.gradients.priority import PriorityReducer
@@ -189,21 +191,25 @@ class Synchronizer:
             total: The part (numel).
             bucket: Of which it is this rank's.
         """
-        work = self.channels.gradient_mean(total)
+        ticket: WorkHandle[Any]
         if self._compresses or self._by_device:
-            place = self.topology.place
-            start, stop = split(bucket.memory.flat.numel(), place.lanes)[place.local_rank]
-            flags = [at - start for at in bucket.places if start <= at < stop]
-            row = bucket.memory.flat.dtype
-            key = row, bucket.portion.span.start + start
-            exact = not self._compresses
-            work = self.compressor.mean(total, key, flags, bucket.memory.left, exact=exact)
-        ticket = self.channels.engine.submit(work)
+            ticket = self.channels.engine.submit(self._mean_of(total, bucket))
+        else:
+            ticket = self.channels.engine.submit(self.channels.gradient_mean(total))
 
         def finish() -> None:
-            self.metrics.global_bytes_sent += self.coordinator.wait(ticket)
+            sent = self.coordinator.wait(ticket)
+            self.metrics.global_bytes_sent += sent if isinstance(sent, int) else sent.nbytes
 
         return finish
+
+    def _mean_of(self, total: torch.Tensor, bucket: Bucket) -> Work[Averaged]:
+        """Return the mean of a bucket's part, on a narrow wire or left on its device, as work."""
+        memory, place = bucket.memory, self.topology.place
+        start, stop = split(memory.flat.numel(), place.lanes)[place.local_rank]
+        flags = [at - start for at in bucket.places if start <= at < stop]
+        key = memory.flat.dtype, bucket.portion.span.start + start
+        return self.compressor.mean(total, key, flags, memory.left, exact=not self._compresses)
 
     # --- one step ----------------------------------------------------------------------------
 

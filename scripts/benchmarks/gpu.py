@@ -158,7 +158,7 @@ def _end(ways: Mapping[str, Trainer]) -> dict[str, Any]:
 @contextmanager
 def _process_group(topology: Topology, device: torch.device) -> Iterator[str]:
     """Yield DDP's backend: NCCL on a rank alone; gloo, since NCCL refuses ranks on one GPU."""
-    alone_on_gpu = device.type == "cuda" and topology.place.size == 1
+    alone_on_gpu = device.type == "cuda" and topology.place.size == 1 and dist.is_nccl_available()
     backend = "nccl" if alone_on_gpu else "gloo"
     join_process_group(topology, backend)
     try:

@@ -71,6 +71,7 @@ class HostBucket:
             assert divisor == 1, "what goes onward comes back a mean"
             if self._sum.dtype != self.flat.dtype:
                 self._own.copy_(self._sum)
+            self._sum = self.flat  # of 16-bit gradients it was memory of its own
             return
         self._staged.deliver(divisor)
 

@@ -13,6 +13,7 @@ The sum of 16-bit gradients is NCCL's, as with DDP; elsewhere it is taken in fp3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,9 +68,14 @@ class NcclBucket:
                 return
             self._sum = self._own.to(accumulator(self.flat.dtype))
             if stay:
-                self.left = node.copies.mark()
+                self.left = partial(self._is_made, node.copies.mark())
             else:
                 self._out = node.copies.out(self._sum, self._host(self._sum))
+
+    def _is_made(self, made: Arrived) -> bool:
+        """Return whether the sum is made; raise what NCCL says went wrong."""
+        self._node.check()
+        return made()
 
     @property
     def _own(self) -> torch.Tensor:
@@ -112,6 +118,7 @@ class NcclBucket:
                     assert self._room is not None, "it went to the host"
                     back = self._room.to(self.flat.device, non_blocking=True)
                 self._own.copy_(back)
+                self._sum = self.flat  # of 16-bit gradients it was memory of its own
                 node.show([self.flat[slice(*span)] for span in self._parts])
             self._event = node.event()
 

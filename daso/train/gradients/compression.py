@@ -3,7 +3,9 @@
 Seide et al. 2014 (1-bit SGD), Karimireddy et al. 2019, arXiv 1901.09847 (error feedback).
 """
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,10 +17,18 @@ from daso.comm.reduction import CPU, Chunks, SendBuffer, Spans, cut
 from daso.plan.layout import Span, message_chunks
 from daso.train.deltas.shard import message_numel
 
-__all__ = ["CompressedSum", "GradientCompressor", "compressed_chunks"]
+__all__ = ["Averaged", "CompressedSum", "GradientCompressor", "compressed_chunks"]
 
 Ordered = Callable[[Codec, dict[int, torch.Tensor], OnDevice | None], DeterministicAllReduce]
 Key = tuple[torch.dtype, int]  # of the gradients in a row, and where a part of it starts
+
+
+@dataclass(frozen=True, slots=True)
+class Averaged:
+    """What the mean of a part of the gradients took."""
+
+    nbytes: int  # sent by this rank
+    made_seconds: float = 0.0  # of the engine's, until a device had made what crosses
 
 
 class CompressedSum:
@@ -56,6 +66,9 @@ class CompressedSum:
             codec: What crosses.
             spans: Of the row, each of which gets a payload.
         """
+        if self._residual is None:  # each piece is read before its mean is written
+            self._outbox.open(codec, spans, self.total.view(torch.uint8))
+            return
         # Beside them gradients would round to nothing.
         self.total.index_fill_(0, self._flags, 0)
         payloads = self._outbox.open(codec, spans)
@@ -63,26 +76,24 @@ class CompressedSum:
             for a, b in pieces(stop - start, self._piece):
                 piece = slice(start - self.start + a, start - self.start + b)
                 fields = codec.fields(payload, stop - start, a, b)
-                if self._residual is None:
-                    codec.encode(self.total[piece], fields)
-                else:
-                    encode_gradients(codec, self.total[piece], self._residual[piece], fields)
+                encode_gradients(codec, self.total[piece], self._residual[piece], fields)
 
-    def leave(self, copies: DeviceStaging, memory: torch.Tensor) -> Work[None]:
-        """Copy what was encoded, and numbers that cross as they are, to the host.
+    def leave(self, copies: DeviceStaging, memory: torch.Tensor | None) -> Work[None]:
+        """Copy what crosses from the host to there; nothing crosses before it is made.
 
         Args:
             copies: Between the device and the host.
-            memory: For the former (bytes).
+            memory: For what was encoded (bytes); None: MPI takes it from the device. Numbers that
+                cross as they are go to the host either way.
         """
-        encoded, self._leaving = self._outbox, SendBuffer()
-        self._leaving.open(encoded.codec, [span for span, _ in encoded.items()], memory)
         exact = copies.memory(self.exact.nbytes).view(self.dtype)
         with copies.beside():
-            arrived = copies.out(encoded.memory, self._leaving.memory)
-            exact_arrived = copies.out(self.exact, exact)
-        yield arrived
-        yield exact_arrived
+            arrived = [copies.out(self.exact, exact), copies.mark()]
+            if memory is not None:
+                encoded, self._leaving = self._outbox, SendBuffer()
+                self._leaving.open(encoded.codec, [span for span, _ in encoded.items()], memory)
+                arrived.append(copies.out(encoded.memory, self._leaving.memory))
+        yield from arrived
         self.exact = exact
 
     @property
@@ -172,7 +183,7 @@ class GradientCompressor:
         made: Arrived | None = None,
         *,
         exact: bool = False,
-    ) -> Work[int]:
+    ) -> Work[Averaged]:
         """Replace sums over nodes by the mean over the world.
 
         Args:
@@ -182,33 +193,33 @@ class GradientCompressor:
             made: Tells when the sum is made, where it was left on a device; None: on the host.
             exact: Everything crosses as it is.
 
-        Returns:
-            Bytes sent by this rank.
-
         Collective over the lane; non-blocking, as work for the engine.
         """
         if made is None:
+            assert self._where is None, "sums are left on the device"
             source, means, chunks = self._encode(total, key, flags, exact=exact)
             nbytes = yield from means.run(source, chunks)
             nbytes += yield from self._mean_of_exact(source)
             source.deliver_exact()
-            return nbytes
+            return Averaged(nbytes)
+        begun = time.perf_counter()
         assert self._where is not None, "sums are left on a device"
         copies = self._where.copies
         copies.attach()
         yield made
         with copies.beside():
             source, means, chunks = self._encode(total, key, flags, exact=exact)
-        if self._room.numel() < source.nbytes:
+        if self._where.staged and self._room.numel() < source.nbytes:
             self._room = copies.memory(source.nbytes)
-        yield from source.leave(copies, self._room)
+        yield from source.leave(copies, self._room if self._where.staged else None)
+        made_seconds = time.perf_counter() - begun
         nbytes = yield from means.run(source, chunks)
         nbytes += yield from self._mean_of_exact(source)
         with copies.beside():
             source.deliver_exact()
             over = copies.mark()
         yield over
-        return nbytes
+        return Averaged(nbytes, made_seconds)
 
     def _encode(
         self, total: torch.Tensor, key: Key, flags: Sequence[int], *, exact: bool
@@ -263,9 +274,9 @@ class GradientCompressor:
     def state(self) -> dict[str, list[tuple[torch.dtype, int, torch.Tensor]]]:
         """Return what this rank needs to go on to the same bits; between two rounds."""
         return {
-            "residuals": [(*key, row.clone()) for key, row in self._residuals.items()],
+            "residuals": [(*key, row.to("cpu", copy=True)) for key, row in self._residuals.items()],
             "rounded": [
-                (dtype, start, row.clone())
+                (dtype, start, row.to("cpu", copy=True))
                 for dtype, rows in self._rounded.items()
                 for start, row in rows.items()
             ],
