@@ -62,6 +62,7 @@ def test_a_recorded_run_is_told_by_daso_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.later("starts ranks")
+@pytest.mark.slow("starts a program four times")
 def test_a_run_that_goes_on_is_recorded_in_a_file_of_its_own(tmp_path: Path) -> None:
     words = ["-n", "2", "--ranks-per-node=1", "--data.name=digits", "--checkpoint.every=10"]
     begun = daso_train(*words, "--epochs=1", cwd=tmp_path)  # not recorded: that may change
