@@ -162,10 +162,6 @@ def iallreduce(
     return 2 * (peers - 1) * numel * source.dtype.itemsize // peers
 
 
-def _payloads(source: ReduceBuffer, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:
-    return source.payloads(codec, spans)
-
-
 def _outgoing(source: ReduceBuffer, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:
     """Return what MPI on the host sends of spans."""
     if isinstance(source, StagedBuffer):
@@ -245,7 +241,9 @@ class _InRankOrder:
 
     def _sent(self, source: ReduceBuffer, spans: Spans) -> Sequence[torch.Tensor]:
         """Return what MPI sends of spans."""
-        return (_outgoing if self._staged else _payloads)(source, self.codec, spans)
+        if self._staged:
+            return _outgoing(source, self.codec, spans)
+        return source.payloads(self.codec, spans)
 
     def _fetch(self, arrived: torch.Tensor, row: torch.Tensor) -> Waits:
         """Bring what MPI wrote to where it is added, unless it lies there."""

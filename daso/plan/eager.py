@@ -68,9 +68,8 @@ class Plan:
         self._check_numbers()
         if self.scale_by_staleness and (self.mode != "sharded" or self.staleness == 0):
             raise ConfigError(
-                "scale_by_staleness needs gradients that can be old: mode='sharded' and a "
-                "staleness other than "
-                f"0, not mode={self.mode!r} and staleness={self.staleness}"
+                f"scale_by_staleness needs gradients that can be old: mode='sharded' and a "
+                f"staleness other than 0, not mode={self.mode!r} and staleness={self.staleness}"
             )
         if self.wire is not None and self.mode != "sharded":
             raise ConfigError(

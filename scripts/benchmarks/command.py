@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,25 +54,18 @@ def _add_benchmarks(add: Add) -> None:
     )
     growth = add("growth", "overhead and memory as all of it grows")
     growth_axes.add_options(growth)
-    growth.set_defaults(draw=_draw_growth)
+    growth.set_defaults(draw=_plot("draw_growth"))
 
 
-def _draw_growth(found: list[dict[str, Any]]) -> Any:
-    from benchmarks import plots
+def _plot(name: str) -> Callable[[list[dict[str, Any]]], Any]:
+    """Return what draws a benchmark's runs; matplotlib is imported when it does."""
 
-    return plots.draw_growth(found)
+    def draw(runs: list[dict[str, Any]]) -> Any:
+        from benchmarks import plots
 
+        return getattr(plots, name)(runs)
 
-def _draw_losses(found: list[dict[str, Any]]) -> Any:
-    from benchmarks import plots
-
-    return plots.draw_losses(found)
-
-
-def _draw_courses(found: list[dict[str, Any]]) -> Any:
-    from benchmarks import plots
-
-    return plots.draw_courses(found)
+    return draw
 
 
 def _add_synchronous(add: Add) -> None:
@@ -115,7 +108,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=float, default=0.1, help="learning rate of SGD (0.1)")
     parser.add_argument("--momentum", type=float, default=0.0, help="of SGD (0)")
     parser.add_argument("--plot", type=Path, help="draw losses to this PNG")
-    parser.set_defaults(draw=_draw_losses)
+    parser.set_defaults(draw=_plot("draw_losses"))
 
 
 def _add_flow(parser: argparse.ArgumentParser) -> None:
@@ -167,4 +160,4 @@ def _add_to_accuracy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=int, default=26, help="steps between tests (26)")
     parser.add_argument("--lr", type=float, default=0.1, help="highest learning rate (0.1)")
     parser.add_argument("--plot", type=Path, help="draw accuracy over seconds to this PNG")
-    parser.set_defaults(draw=_draw_courses)
+    parser.set_defaults(draw=_plot("draw_courses"))

@@ -79,7 +79,7 @@ class CompressedSum:
                 encode_gradients(codec, self.total[piece], self._residual[piece], fields)
 
     def leave(self, copies: DeviceStaging, memory: torch.Tensor | None) -> Work[None]:
-        """Copy what crosses from the host to there; nothing crosses before it is made.
+        """Copy what MPI reads to the host, and wait until it is made.
 
         Args:
             copies: Between the device and the host.
@@ -137,7 +137,7 @@ def compressed_chunks(
 
 
 class GradientCompressor:
-    """Takes means of gradients between nodes on a narrow wire, and keeps what it rounds away.
+    """Averages gradients between nodes, on a narrow wire with error feedback or as they are.
 
     Args:
         wire: "bf16", "int8" or "int4".
@@ -169,7 +169,7 @@ class GradientCompressor:
         self._device = CPU if where is None else where.device
         self._outbox = SendBuffer(self._device)
         self._room = torch.empty(0, dtype=torch.uint8, device="cpu")  # for what leaves a device
-        self._none = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._no_flags = torch.empty(0, dtype=torch.int64, device=self._device)
         self._places: dict[Key, torch.Tensor] = {}
         self._residuals: dict[Key, torch.Tensor] = {}
         self._rounded: dict[torch.dtype, dict[int, torch.Tensor]] = {}  # by owners of parts
@@ -226,7 +226,7 @@ class GradientCompressor:
     ) -> tuple[CompressedSum, DeterministicAllReduce, Chunks]:
         """Encode a sum; return it, what takes its mean, and the chunks in which it crosses."""
         means = self._exchange(total.dtype, key[0], exact=exact)
-        places = self._none if exact else self._flags(key, flags)
+        places = self._no_flags if exact else self._flags(key, flags)
         if not exact and key not in self._residuals:
             self._residuals[key] = torch.zeros_like(total)
         residual = None if exact else self._residuals[key]
