@@ -2,6 +2,6 @@
 
 import sys
 
-from daso.run.cli import main
+from daso.cli.main import main
 
 sys.exit(main())

@@ -1,6 +1,6 @@
 """What this process did and when, in memory that is set aside before; off unless it is started.
 
-Any module may record; who starts and stops is `daso.comm.recording`. A span takes well under a
+Any module may record; who starts and stops is `daso.timeline.recording`. A span takes well under a
 microsecond, and nothing where nobody records.
 """
 

@@ -57,7 +57,7 @@ class StopRequest:
         self._ignored_before = read_ignored_signals()[1]  # of another one around this
         ignore_in_workers({*self._ignored_before, *signals})
         for number, handler in self._before.items():
-            if getattr(handler, "heard", False):  # it came before anybody listened (daso.run.rank)
+            if getattr(handler, "heard", False):  # before anybody listened (slurm.rank_entry)
                 self._heard = float(number)
         self._vote.start([self._heard, 0.0])
 

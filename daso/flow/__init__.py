@@ -5,9 +5,9 @@ AMPNet (arXiv 1705.09786).
 """
 
 from daso.flow.epoch import Epoch
-from daso.flow.graph import Graph, Item, Port
+from daso.flow.model.graph import Graph, Item, Port
+from daso.flow.plan import Updates
 from daso.flow.replay import replay
 from daso.flow.runtime import Runtime
-from daso.plan.flows import Updates
 
 __all__ = ["Epoch", "Graph", "Item", "Port", "Runtime", "Updates", "replay"]

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 
 from daso.errors import FlowError
-from daso.flow.base import Base, Emit, Key, Pass, Payload, leaf, settled
-from daso.flow.graph import Node
-from daso.flow.signatures import draws
-from daso.flow.weights import Weights
+from daso.flow.model.base import Base, Emit, Key, Pass, Payload, leaf, settled
+from daso.flow.model.graph import Node
+from daso.flow.model.signatures import draws
+from daso.flow.model.weights import Weights
 
 __all__ = ["Compute", "Loss"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from daso.errors import FlowError
-from daso.flow.base import Key, Payload, leaf
-from daso.flow.graph import Node
-from daso.plan.flows import choose_lane
+from daso.flow.model.base import Key, Payload, leaf
+from daso.flow.model.graph import Node
+from daso.flow.plan import choose_lane
 
 __all__ = ["Controller"]
 

@@ -11,7 +11,7 @@ import torch
 
 from daso.comm.dtypes import CODES, DTYPES
 from daso.comm.p2p.packets import Packets
-from daso.flow.base import Key, Payload
+from daso.flow.model.base import Key, Payload
 from daso.plan.layout import ALIGNMENT, aligned
 
 __all__ = ["FINISHED", "NO_TICKET", "OVER", "Message", "Post", "Ticket", "pack", "unpack"]

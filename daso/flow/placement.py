@@ -11,14 +11,14 @@ import torch
 
 from daso.comm.topology import Place
 from daso.errors import FlowError
-from daso.flow.base import Pass
-from daso.flow.checks import Wiring
 from daso.flow.controller import Controller
 from daso.flow.messages import Message, Ticket
+from daso.flow.model.base import Pass
+from daso.flow.model.checks import Wiring
+from daso.flow.model.weights import Weights
+from daso.flow.plan import Edge, Task, Updates, check_copies, place
 from daso.flow.routes import Flatmap, Group
-from daso.flow.weights import Weights
 from daso.flow.worker import Watch, Worker, behaviours
-from daso.plan.flows import Edge, Task, Updates, check_copies, place
 
 __all__ = ["Measured", "copied", "measure", "placed", "said"]
 

@@ -10,16 +10,16 @@ import torch
 
 from daso.comm.topology import Place
 from daso.errors import ConfigError
-from daso.flow.base import Pass
-from daso.flow.checks import Wiring, wire
 from daso.flow.compute import Compute
 from daso.flow.controller import Controller
-from daso.flow.graph import Graph, MakeOptimizer
-from daso.flow.layers import mean_of, tensors_of
 from daso.flow.messages import FINISHED, OVER, Message, pack, unpack
-from daso.flow.weights import Weights
+from daso.flow.model.base import Pass
+from daso.flow.model.checks import Wiring, wire
+from daso.flow.model.graph import Graph, MakeOptimizer
+from daso.flow.model.layers import mean_of, tensors_of
+from daso.flow.model.weights import Weights
+from daso.flow.plan import Log, TaskRecord, count_lanes
 from daso.flow.worker import Watch, Worker, behaviours
-from daso.plan.flows import Log, TaskRecord, count_lanes
 
 __all__ = ["replay"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from daso.errors import FlowError
-from daso.flow.base import Base, Emit, Key, Pass, Payload, leaf, settled
-from daso.flow.graph import Node
+from daso.flow.model.base import Base, Emit, Key, Pass, Payload, leaf, settled
+from daso.flow.model.graph import Node
 
 __all__ = ["ROUTES", "Flatmap", "Group", "Route"]
 

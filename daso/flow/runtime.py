@@ -30,19 +30,19 @@ from daso.comm.p2p.packets import Messages
 from daso.comm.reclaim import Closer, forget, keep, reclaim
 from daso.comm.topology import Topology, default, errors_on_all_ranks
 from daso.errors import CheckpointError, ConfigError, FlowError
-from daso.flow.base import Base, Pass
-from daso.flow.beside import FlowReplicas, MakeBetween
-from daso.flow.checks import wire
 from daso.flow.compute import Compute
 from daso.flow.controller import Controller
 from daso.flow.epoch import Epoch, Part, digest_of, put_together, summed
-from daso.flow.graph import Graph, MakeOptimizer
-from daso.flow.layers import Layers
+from daso.flow.loop_monitor import LoopMonitor
 from daso.flow.messages import Post
+from daso.flow.model.base import Base, Pass
+from daso.flow.model.checks import wire
+from daso.flow.model.graph import Graph, MakeOptimizer
+from daso.flow.model.layers import Layers
 from daso.flow.placement import Measured, Said, copied, measure, placed, said
-from daso.flow.watch import LoopMonitor
+from daso.flow.plan import Log, Updates, count_lanes
+from daso.flow.replicas import FlowReplicas, MakeBetween
 from daso.flow.worker import Worker, behaviours
-from daso.plan.flows import Log, Updates, count_lanes
 from daso.plan.options import Exchange
 from daso.plan.strict import strict_json
 

@@ -13,15 +13,15 @@ import torch
 from daso import trace
 from daso.comm.topology import Place
 from daso.errors import DasoError, FlowError
-from daso.flow.base import Base, Emit, Key, Pass
-from daso.flow.checks import Wiring
 from daso.flow.compute import Compute, Loss
 from daso.flow.controller import Controller
-from daso.flow.graph import Edge, Node
 from daso.flow.messages import FINISHED, NO_TICKET, OVER, Message, Post, Ticket
+from daso.flow.model.base import Base, Emit, Key, Pass
+from daso.flow.model.checks import Wiring
+from daso.flow.model.graph import Edge, Node
+from daso.flow.model.weights import Weights
+from daso.flow.plan import TaskRecord, homes, rank_of
 from daso.flow.routes import ROUTES, Route
-from daso.flow.weights import Weights
-from daso.plan.flows import TaskRecord, homes, rank_of
 
 __all__ = ["Watch", "Worker", "behaviours"]
 

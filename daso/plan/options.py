@@ -6,8 +6,8 @@ from typing import Literal, get_args
 from daso.checks import check, choice, either, flag, one_of, positive, validated_record, whole
 from daso.errors import ConfigError
 from daso.plan.merge import Merge, MergeName, check_merge, is_eager, keeps_local, merge_rule
+from daso.plan.portions import Order
 from daso.plan.schedule import Measurements
-from daso.plan.slices import Order
 from daso.plan.wires import BITS, NARROW, WIDE, GradientWire, Wire, next_wire
 
 __all__ = ["BucketRule", "Exchange", "Gradients", "Settings", "Wire"]

@@ -1,7 +1,8 @@
 """When nodes exchange: a pure state machine over counted batches.
 
-A policy (`daso.plan.policy`) chooses two numbers. ``skip`` is the number of batches from one global
-exchange to the next, ``wait`` the number of batches between the start of an exchange and its merge.
+A policy (`daso.plan.policies`) chooses two numbers. ``skip`` is the number of batches from one
+global exchange to the next, ``wait`` the number of batches between the start of an exchange and its
+merge.
 With skip=1 and wait=0 the phase is *synchronous*: gradients are averaged over all ranks at every
 batch, and there is nothing to send. In every other phase `after_batch` says which acts are due.
 

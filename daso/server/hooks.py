@@ -15,13 +15,13 @@ import torch
 
 from daso import trace
 from daso.errors import ConfigError, NonFiniteError
-from daso.plan.eager import Log, Plan, Read, Send, first_pace, leaves, next_pace
 from daso.server.partition import Partition
+from daso.server.plan import Log, Plan, Read, Send, first_pace, leaves, next_pace
 from daso.server.service import STEPS_WAITING, ServerThread
 from daso.server.shard import Contribution, Rows, take_up
 from daso.train.gradients.module_params import ModuleParameters
 from daso.train.gradients.partial_step import same_values, values_of
-from daso.train.hooks import Hook
+from daso.train.model.hooks import Hook
 
 __all__ = ["ServerHooks"]
 

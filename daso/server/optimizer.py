@@ -21,16 +21,16 @@ from daso.comm.emulation import emulated_link
 from daso.comm.reclaim import Closer, forget, keep, reclaim
 from daso.comm.topology import Topology, default, errors_on_all_ranks
 from daso.errors import CheckpointError, ConfigError
-from daso.plan.eager import Log, Mode, Plan, Transport
 from daso.plan.options import Exchange
 from daso.server.hooks import ServerHooks
 from daso.server.partition import Partition, layers_of
+from daso.server.plan import Log, Mode, Plan, Transport
 from daso.server.service import ServerThread
 from daso.server.shard import MakeOptimizer, ParameterShard
-from daso.train.one_copy import is_saving_one_copy
-from daso.train.params import Trained, agree_layout, start_equal
+from daso.train.model.one_copy import is_saving_one_copy
+from daso.train.model.params import Trained, agree_layout, start_equal
+from daso.train.model.shared import common_tensors
 from daso.train.setup import FACTORY, MODULE, stall_limit
-from daso.train.shared import common_tensors
 from daso.train.state_sync import average_tensors
 
 __all__ = ["ParameterServer"]

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from daso.plan.eager import rows_of
 from daso.plan.layout import Span, aligned
-from daso.train.params import Named
+from daso.server.plan import rows_of
+from daso.train.model.params import Named
 
 __all__ = ["Partition", "layers_of"]
 

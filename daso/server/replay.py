@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from daso.errors import ConfigError
-from daso.plan.eager import Apply, Log, Plan, Read, Send
 from daso.server.compression import Wired
 from daso.server.partition import Partition, layers_of
+from daso.server.plan import Apply, Log, Plan, Read, Send
 from daso.server.shard import (
     Contribution,
     MakeOptimizer,

@@ -22,9 +22,9 @@ from daso.comm.p2p.packets import routes
 from daso.comm.p2p.send_queue import HEAD_BYTES, Message, SendQueue
 from daso.comm.topology import Topology
 from daso.errors import ExchangeError, StallError
-from daso.plan.eager import Plan, is_fresh
 from daso.server.compression import Wired
 from daso.server.partition import Partition
+from daso.server.plan import Plan, is_fresh
 from daso.server.shard import Contribution, ParameterShard, Rows, first_rows, rows_in
 
 __all__ = ["STEPS_WAITING", "ServerThread"]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from daso.comm.dtypes import accumulator
-from daso.plan.eager import Apply, Plan, age
 from daso.server.partition import Partition
+from daso.server.plan import Apply, Plan, age
 from daso.train.deltas.outer import build_optimizer
 from daso.train.gradients.partial_step import refuse_counting, step_with
 

@@ -24,7 +24,7 @@ from daso.comm.node.base import NodeTransport
 from daso.comm.reduction import BufferPool, Row
 from daso.comm.topology import Topology
 from daso.errors import ConfigError
-from daso.plan.costs import payload_rounds, vote_rounds
+from daso.plan.cost_model import payload_rounds, vote_rounds
 from daso.plan.header import Header, Tally
 from daso.plan.layout import message_chunks
 from daso.plan.options import Settings

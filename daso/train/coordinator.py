@@ -14,9 +14,9 @@ from daso.errors import ConfigError, ExchangeError, LayoutError, NonFiniteError
 from daso.train.channels import Channels
 from daso.train.metrics import Metrics
 from daso.train.misuse import checksum, first_nonfinite, gradient_checksum, is_alike
-from daso.train.params import Trained
+from daso.train.model.params import Trained
+from daso.train.model.shared import common_tensors
 from daso.train.reducers import may_be_at_work
-from daso.train.shared import common_tensors
 from daso.train.state_sync import (
     average_tensors,
     drop_partial_state,

@@ -12,8 +12,8 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from daso.train.hooks import Hook, nothing
-from daso.train.params import Named
+from daso.train.model.hooks import Hook, nothing
+from daso.train.model.params import Named
 
 __all__ = [
     "InnerSteps",

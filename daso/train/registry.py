@@ -12,7 +12,7 @@ from functools import partial
 from daso.comm.reclaim import Closer
 from daso.comm.topology import Topology
 from daso.errors import ConfigError
-from daso.train.params import Trained
+from daso.train.model.params import Trained
 from daso.train.synchronizer import Synchronizer
 
 __all__ = ["add", "close", "closer_of", "take_over"]

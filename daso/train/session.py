@@ -36,8 +36,8 @@ from daso.train.coordinator import agree_options
 from daso.train.deltas.exchange import Exchanges
 from daso.train.grad_scaler import Scaling, is_probe
 from daso.train.metrics import Metrics
-from daso.train.one_copy import KEY, OneCopy, is_saving_one_copy, packed, refuse, unpacked
-from daso.train.params import Trained, agree_layout
+from daso.train.model.one_copy import KEY, OneCopy, is_saving_one_copy, packed, refuse, unpacked
+from daso.train.model.params import Trained, agree_layout
 from daso.train.setup import Setup
 from daso.train.step_restoration import StepRestoration
 from daso.train.synchronizer import Synchronizer

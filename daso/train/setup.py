@@ -11,10 +11,10 @@ from daso.comm.topology import Place, Topology
 from daso.errors import ConfigError
 from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Settings, Wire
-from daso.plan.policy import Auto, Fixed, Plateau, Qsr
+from daso.plan.policies import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy, State
 from daso.train.deltas.outer import MakeOuter, build_optimizer
-from daso.train.params import Trained, layout_of
+from daso.train.model.params import Trained, layout_of
 
 __all__ = ["FACTORY", "MODULE", "Setup", "make_setup"]
 

@@ -13,7 +13,7 @@ from daso.comm.engine import Work
 from daso.comm.reduction import Row
 from daso.comm.topology import Topology
 from daso.plan.layout import message_chunks
-from daso.train.params import Named, broadcast
+from daso.train.model.params import Named, broadcast
 
 if TYPE_CHECKING:
     from mpi4py import MPI

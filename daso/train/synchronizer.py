@@ -23,7 +23,6 @@ from daso.plan.layout import split
 from daso.plan.options import Settings
 from daso.plan.schedule import Action, Measurements, State
 from daso.train import reducers
-from daso.train.changes import ParameterChanges
 from daso.train.channels import Channels
 from daso.train.coordinator import Coordinator
 from daso.train.deltas.exchange import Exchanges
@@ -39,7 +38,8 @@ from daso.train.gradients.priority import PriorityReducer
 from daso.train.gradients.reducer import BackwardCallbacks, GradientReducer, ReducePlan
 from daso.train.metrics import Metrics
 from daso.train.misuse import has_batch_norm
-from daso.train.params import Trained, agree_layout, start_equal
+from daso.train.model.changes import ParameterChanges
+from daso.train.model.params import Trained, agree_layout, start_equal
 
 __all__ = ["Synchronizer"]
 

@@ -34,11 +34,11 @@ from benchmarks.simulations import (
     run,
     trials,
 )
+from daso.cli.bench.models import loss_of
+from daso.cli.train.report import versions
 from daso.comm.mpi import library
 from daso.examples.cnn import CNN
 from daso.plan.strict import strict_json
-from daso.run.bench.models import loss_of
-from daso.run.report import versions
 from daso.train.optimizer import DASO
 
 __all__ = ["main"]

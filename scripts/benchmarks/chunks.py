@@ -1,8 +1,8 @@
 """How large chunks should be that go to the host, are added and come back, and what they take.
 
 Layers take a known time and no core, and copies cross a link of a known rate and latency, as with
-a device. Sums are real. So a model of three machines one after the other (`daso.plan.costs`) can be
-held against what was measured, and the size that was found by search against the best one.
+a device. Sums are real. So a model of three machines one after the other (`daso.plan.cost_model`)
+can be held against what was measured, and the size that was found by search against the best one.
 """
 
 import math
@@ -16,17 +16,17 @@ from typing import Any
 import torch
 
 import daso
+from daso.cli.bench.baselines import Contender, Daso, Plain, start
+from daso.cli.bench.models import CASES, EVEN, Batch, Case
+from daso.cli.bench.names import COMPUTE
+from daso.cli.bench.rounds import over, take_turns
+from daso.cli.bench.timed_models import Paced, paced
 from daso.comm.emulation import CopyLink, pretend_device
 from daso.comm.node.host import HostNode
 from daso.comm.node.shm import ShmNode
 from daso.comm.topology import Topology
-from daso.plan.costs import flow_shop_seconds
+from daso.plan.cost_model import flow_shop_seconds
 from daso.plan.layout import fit_buckets, split
-from daso.run.bench.baselines import Contender, Daso, Plain, start
-from daso.run.bench.models import CASES, EVEN, Batch, Case
-from daso.run.bench.names import COMPUTE
-from daso.run.bench.rounds import over, take_turns
-from daso.run.bench.timed_models import Paced, paced
 
 __all__ = ["SIZES", "Plan", "figures", "measure", "predicted_seconds", "steps_off", "table"]
 

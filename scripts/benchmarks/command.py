@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import growth_axes
+from benchmarks.hosts import hosts
 from benchmarks.runs import GPU_MODELS, RUNS
-from daso.run import cli
-from daso.run.bench.command import MODELS, Add, add_links, add_parser, add_steps, adder
+from daso.cli.bench.command import MODELS, Add, add_links, add_parser, add_steps, adder
+from daso.cli.main import Parser, carry_out
 
 __all__ = ["main"]
 
@@ -23,11 +24,11 @@ def main(words: Sequence[str] | None = None) -> int:
         from benchmarks import accuracy
 
         return accuracy.main(words[1:])
-    parser = cli.Parser(prog="scripts/bench", description=__doc__, allow_abbrev=False)
-    kinds = add_parser(parser)
+    parser = Parser(prog="scripts/bench", description=__doc__, allow_abbrev=False)
+    kinds = add_parser(parser, hosts)
     kinds.add_parser("accuracy", help="what seldom exchanges cost, on simulated nodes")
-    _add_benchmarks(adder(kinds, RUNS))
-    return cli.carry_out(parser, words)
+    _add_benchmarks(adder(kinds, RUNS, hosts))
+    return carry_out(parser, words)
 
 
 def _add_benchmarks(add: Add) -> None:

@@ -27,13 +27,13 @@ from benchmarks.flow_baselines import (
     seeded,
 )
 from benchmarks.plain_torch import MAKERS
+from daso.cli.bench.rounds import over, take_turns
 from daso.comm.p2p.packets import Messages
 from daso.comm.topology import Topology
-from daso.flow.checks import wire
 from daso.flow.messages import NO_TICKET, Message, Post
+from daso.flow.model.checks import wire
 from daso.flow.placement import Measured, placed
-from daso.run.bench.rounds import over, take_turns
-from daso.sim.flows import Costs, run_flow
+from daso.flow.simulator import Costs, run_flow
 
 __all__ = ["Plan", "figures", "measure", "table"]
 

@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import daso
 from benchmarks.gpu_models import MODELS, PRETENDED, Shape
+from daso.cli.bench.baselines import join_process_group
+from daso.cli.bench.rounds import over, take_turns
 from daso.comm.emulation import CopyLink, pretend_device
 from daso.comm.node.select import choose_device
 from daso.comm.topology import Topology
-from daso.run.bench.baselines import join_process_group
-from daso.run.bench.rounds import over, take_turns
 from daso.train.deltas.fused import Fused
 from daso.train.deltas.kernel_choice import Choice, choose, pack, take, views
 from daso.train.deltas.shard import DeltaShard, MergeOptions

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from daso.cli.bench.models import tiny_mlp
 from daso.examples.transformer import ByteTransformer
-from daso.run.bench.models import tiny_mlp
 
 __all__ = ["MODELS", "PRETENDED", "Shape"]
 

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from daso.run.bench import train
-from daso.run.bench.baselines import FIFO, PRIORITY
+from daso.cli.bench import train
+from daso.cli.bench.baselines import FIFO, PRIORITY
 
 __all__ = ["Plan", "figures", "measure", "table"]
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 import daso
+from daso.cli.bench.rounds import take_turns
 from daso.comm.topology import Topology
-from daso.run.bench.rounds import take_turns
 
 __all__ = ["AXES", "GROWS", "Plan", "Point", "exponent", "exponents", "figures", "measure", "table"]
 

@@ -82,8 +82,8 @@ def _sizes(chosen: argparse.Namespace, axis: str) -> list[float]:
 def _grown(axis: str, sizes: Sequence[float], millions: float, rounds: int) -> dict[str, Any]:
     """Measure along one axis; another number of ranks is another run."""
     from benchmarks.growth import Plan, Point
+    from daso.cli.bench.places import run_here
     from daso.plan.options import Exchange
-    from daso.run.bench.hosts import run_here
 
     usual = Point(round(1e6 * millions), TENSORS, Exchange().chunk_bytes)
     points = {
@@ -105,8 +105,8 @@ def _grown(axis: str, sizes: Sequence[float], millions: float, rounds: int) -> d
 def _memory(millions: Sequence[float], wires: Sequence[Wire]) -> Iterator[dict[str, Any]]:
     """Measure memory where every rank is a node, then in two nodes of two ranks."""
     from benchmarks.growth_memory import Plan
+    from daso.cli.bench.places import run_here
     from daso.plan.options import Exchange
-    from daso.run.bench.hosts import run_here
 
     sizes = [round(1e6 * size) for size in millions]
     plan = asdict(Plan(sizes, 2, wires, Exchange().chunk_bytes))

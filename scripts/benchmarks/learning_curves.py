@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from daso.run.bench.names import DDP, OURS
+from daso.cli.bench.names import DDP, OURS
 
 __all__ = ["figures", "is_tested", "on_link", "reached", "table"]
 

@@ -27,12 +27,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import daso
+from daso.cli.bench.models import CASES, Residual
+from daso.cli.bench.rounds import over, take_turns
 from daso.comm.topology import Topology
 from daso.examples.transformer import Block
-from daso.plan.swapping import floor
-from daso.run.bench.models import CASES, Residual
-from daso.run.bench.rounds import over, take_turns
-from daso.train.memory.tiers import Copying, HostTier
+from daso.memory.planner import floor
+from daso.memory.tiers import Copying, HostTier
 
 __all__ = ["MODELS", "Plan", "figures", "measure", "resident", "table"]
 

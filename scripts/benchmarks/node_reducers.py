@@ -4,9 +4,9 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from daso.run.bench import train
-from daso.run.bench.baselines import ALLREDUCE, HOST
-from daso.run.bench.rounds import over
+from daso.cli.bench import train
+from daso.cli.bench.baselines import ALLREDUCE, HOST
+from daso.cli.bench.rounds import over
 
 __all__ = ["figures", "table"]
 

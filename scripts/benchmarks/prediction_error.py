@@ -1,4 +1,4 @@
-"""What `daso.sim` predicts, beside what was measured on hosts whose links have a known rate.
+"""What `daso.predict` predicts, beside what was measured on hosts whose links have a known rate.
 
 One run calibrates it: two hosts, links unshaped. From it come what an exchange and what averaged
 gradients take of the processor, and drift. The step of computing alone is given: it is measured
@@ -13,18 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from daso.cli.bench import train
+from daso.cli.bench.names import COMPUTE, OURS
+from daso.cli.bench.places import Place
+from daso.cli.predict import TYPICAL_DRIFT
+from daso.cli.train.report import versions
 from daso.plan.options import Exchange, Gradients, Settings, Wire
-from daso.plan.policy import Auto, Fixed
+from daso.plan.policies import Auto, Fixed
 from daso.plan.schedule import Policy
-from daso.run.bench import train
-from daso.run.bench.hosts import Place
-from daso.run.bench.names import COMPUTE, OURS
-from daso.run.minicluster.rate import parse_rate
-from daso.run.predict import TYPICAL_DRIFT
-from daso.run.report import versions
-from daso.sim.cluster import GRADIENTS, PORTIONS, Cluster, Job, exchange_bytes
-from daso.sim.network import Link, vote_seconds
-from daso.sim.run import simulate
+from daso.predict.cluster import GRADIENTS, PORTIONS, Cluster, Job, exchange_bytes
+from daso.predict.link_rate import parse_rate
+from daso.predict.network import Link, vote_seconds
+from daso.predict.simulator import simulate
 
 __all__ = ["CALIBRATION", "SETTINGS", "compare", "figures", "job_of", "judge", "pace", "table"]
 
@@ -65,7 +65,7 @@ def job_of(found: Mapping[str, Any]) -> Job:
     take next to nothing.
 
     Args:
-        found: What `daso.run.bench.train.measure` returned.
+        found: What `daso.cli.bench.train.measure` returned.
     """
     rows = {row["name"]: row for row in found["rows"]}
     step: float = rows[COMPUTE]["step_ms"] / 1e3
@@ -111,7 +111,7 @@ def compare(
     first: Mapping[str, Any] | None = None
     for link, nodes in (CALIBRATION, *settings):
         named = replace(plan, names=tuple(WAYS), link=link)
-        found = place.run("daso.run.bench.train", asdict(named), link=link, nodes=nodes, ranks=1)
+        found = place.run("daso.cli.bench.train", asdict(named), link=link, nodes=nodes, ranks=1)
         first = first or found
         yield judge(first, found, cores)
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from daso.cli.bench.rounds import over, take_turns
 from daso.comm.dtypes import byte_buffer
 from daso.comm.mpi import load
 from daso.comm.topology import Topology
 from daso.plan.slots import slots
-from daso.run.bench.rounds import over, take_turns
-from daso.sim.network import Link
-from daso.sim.transfers import push_seconds
+from daso.predict.network import Link
+from daso.predict.transfers import push_seconds
 
 __all__ = ["Plan", "figures", "measure", "orders", "table"]
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from daso import trace
-from daso.comm.clock import ask_round
+from daso.cli.bench.baselines import Daso, start
+from daso.cli.bench.models import CASES
+from daso.cli.bench.rounds import over
 from daso.comm.topology import Topology
-from daso.plan.clocks import Loop, Reading, clocks, close_loop
-from daso.plan.policy import Fixed
-from daso.run.bench.baselines import Daso, start
-from daso.run.bench.models import CASES
-from daso.run.bench.rounds import over
+from daso.plan.policies import Fixed
+from daso.timeline.clock_offsets import Loop, Reading, clocks, close_loop
+from daso.timeline.clock_sync import ask_round
 
 __all__ = ["Plan", "figures", "measure", "table"]
 

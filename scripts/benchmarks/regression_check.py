@@ -8,12 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from minicluster.processes import ClusterError
+from minicluster.start import check_machine
+
+from benchmarks.hosts import hosts
+from daso.cli.bench import exchange, node, train
+from daso.cli.bench.names import DDP, OURS
+from daso.cli.bench.places import run_here
 from daso.errors import ExchangeError
-from daso.run.bench import exchange, node, train
-from daso.run.bench.hosts import hosts, run_here
-from daso.run.bench.names import DDP, OURS
-from daso.run.minicluster.processes import ClusterError
-from daso.run.minicluster.start import check_machine
 
 __all__ = ["Verdict", "broken", "judge", "measure", "pace", "refuse", "table", "verdicts"]
 

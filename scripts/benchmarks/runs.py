@@ -7,10 +7,10 @@ from itertools import product
 from typing import Any
 
 from benchmarks import growth_axes
+from daso.cli.bench import options
+from daso.cli.bench.names import COMPUTE, DDP, OURS
+from daso.cli.bench.runs import Measured
 from daso.errors import ConfigError
-from daso.run.bench import options
-from daso.run.bench.names import COMPUTE, DDP, OURS
-from daso.run.bench.runs import Measured
 
 __all__ = ["GPU_MODELS", "RUNS"]
 
@@ -20,9 +20,9 @@ Found = list[dict[str, Any]]
 
 def _gradient_order(chosen: argparse.Namespace) -> Measured:
     from benchmarks import gradient_order
-    from daso.run.bench.baselines import FIFO, ORDERS
+    from daso.cli.bench.baselines import FIFO, ORDERS
 
-    links, quick = options.links(chosen.link), chosen.quick
+    links, quick = options.links(chosen), chosen.quick
     options.positive(chosen, "nodes", "ranks_per_node")
     options.named(chosen.only or (), ORDERS)
     usual = list(ORDERS)[:4] if quick else ORDERS
@@ -38,28 +38,28 @@ def _gradient_order(chosen: argparse.Namespace) -> Measured:
         )
 
     for one in options.measured(
-        "benchmarks.gradient_order", links, [chosen.nodes], plan, chosen.ranks_per_node
+        chosen, "benchmarks.gradient_order", links, [chosen.nodes], plan, chosen.ranks_per_node
     ):
         yield one, gradient_order.table(one) + "\n", gradient_order.figures(one)
 
 
 def _host(chosen: argparse.Namespace) -> Measured:
     from benchmarks import node_reducers
-    from daso.run.bench import train
-    from daso.run.bench.baselines import INSIDE
-    from daso.run.bench.hosts import HERE, run_here
+    from daso.cli.bench import train
+    from daso.cli.bench.baselines import INSIDE
+    from daso.cli.bench.places import HERE, run_here
 
     options.positive(chosen, "ranks")
     options.named(chosen.only or (), INSIDE)
     seconds, names = chosen.seconds or (2 if chosen.quick else 4), tuple(chosen.only or INSIDE)
     plan = asdict(train.Plan(chosen.model, names, options.rounds(chosen), seconds, seconds, HERE))
-    one = run_here("daso.run.bench.train", plan, ranks=chosen.ranks, ranks_per_node=chosen.ranks)
+    one = run_here("daso.cli.bench.train", plan, ranks=chosen.ranks, ranks_per_node=chosen.ranks)
     yield one, node_reducers.table(one), node_reducers.figures(one)
 
 
 def _chunks(chosen: argparse.Namespace) -> Measured:
     from benchmarks import chunks
-    from daso.run.bench.hosts import run_here
+    from daso.cli.bench.places import run_here
 
     options.positive(chosen, "ranks")
     if chosen.steps < 0:
@@ -72,11 +72,11 @@ def _chunks(chosen: argparse.Namespace) -> Measured:
 
 def _to_accuracy(chosen: argparse.Namespace) -> Measured:
     from benchmarks import learning_curves, time_to_accuracy
-    from daso.run.bench import train
-    from daso.run.bench.baselines import CONTENDERS
+    from daso.cli.bench import train
+    from daso.cli.bench.baselines import CONTENDERS
 
     quick, rounds = chosen.quick, options.rounds(chosen)
-    links = options.links(chosen.link or ("1gbit" if quick else "1gbit,100mbit"))
+    links = options.links(chosen, "1gbit" if quick else "1gbit,100mbit")
     chosen.seeds = chosen.seeds or (1 if quick else 3)
     chosen.epochs = chosen.epochs or (2 if quick else 3)
     options.positive(chosen, "nodes", "ranks_per_node", "seeds", "epochs", "every")
@@ -92,7 +92,7 @@ def _to_accuracy(chosen: argparse.Namespace) -> Measured:
     settle = chosen.settle or (3 if quick else 6)
     steps = train.Plan("cnn", (DDP, *names), rounds, seconds, settle, "")
     size = {"nodes": chosen.nodes, "ranks": chosen.ranks_per_node}
-    for place, rates in options.places(links, chosen.nodes):
+    for place, rates in options.places(chosen, links, chosen.nodes):
         for one in time_to_accuracy.compare(place, rates, plan, steps, **size):
             yield one, learning_curves.table(one) + "\n", learning_curves.figures(one)
 
@@ -101,7 +101,7 @@ def _gpu(chosen: argparse.Namespace) -> Measured:
     import torch
 
     from benchmarks import gpu
-    from daso.run.bench.hosts import run_here
+    from daso.cli.bench.places import run_here
 
     counts = options.counts("ranks", chosen.ranks)
     models = (chosen.model,) if chosen.model else GPU_MODELS
@@ -120,7 +120,7 @@ def _push(chosen: argparse.Namespace) -> Measured:
     from benchmarks import push
 
     links, nodes, rounds = (
-        options.links(chosen.link),
+        options.links(chosen),
         options.nodes(chosen.nodes),
         options.rounds(chosen),
     )
@@ -130,15 +130,15 @@ def _push(chosen: argparse.Namespace) -> Measured:
     def plan(link: str) -> dict[str, Any]:
         return asdict(push.Plan(nbytes, rounds, link, options.rate(link)))
 
-    for one in options.measured("benchmarks.push", links, nodes, plan, 1):
+    for one in options.measured(chosen, "benchmarks.push", links, nodes, plan, 1):
         yield one, push.table(one) + "\n", push.figures(one)
 
 
 def _server(chosen: argparse.Namespace) -> Measured:
     from benchmarks import server
-    from daso.run.bench.baselines import SERVERS
+    from daso.cli.bench.baselines import SERVERS
 
-    links, nodes, quick = options.links(chosen.link), options.nodes(chosen.nodes), chosen.quick
+    links, nodes, quick = options.links(chosen), options.nodes(chosen.nodes), chosen.quick
     chosen.seeds = chosen.seeds or (1 if quick else 3)
     chosen.epochs = chosen.epochs or (1 if quick else 3)
     options.positive(chosen, "seeds", "epochs")
@@ -148,7 +148,7 @@ def _server(chosen: argparse.Namespace) -> Measured:
     slow = options.numbers("slow", chosen.slow or ("3" if quick else "3,1.5,1"))
     seconds = chosen.seconds or (12 if quick else 16)
     accurate = (DDP, *server.GAPS.values())
-    for place, rates in options.places(links, max(nodes)):
+    for place, rates in options.places(chosen, links, max(nodes)):
         for link, count, times in product(rates, nodes, [*slow, 0.0]):
             plan = server.Plan(
                 data=chosen.data,
@@ -168,8 +168,8 @@ def _server(chosen: argparse.Namespace) -> Measured:
 
 def _predict(chosen: argparse.Namespace) -> Measured:
     from benchmarks import prediction_error
-    from daso.run.bench import train
-    from daso.run.bench.hosts import hosts
+    from benchmarks.hosts import hosts
+    from daso.cli.bench import train
 
     quick = chosen.quick
     settings = prediction_error.SETTINGS[:3] if quick else prediction_error.SETTINGS
@@ -196,7 +196,7 @@ def _trace(chosen: argparse.Namespace) -> Measured:
         return asdict(recording_cost.Plan(models, options.rounds(chosen), each, link))
 
     for one in options.measured(
-        "benchmarks.recording_cost", options.links(chosen.link), [chosen.nodes], plan, 1
+        chosen, "benchmarks.recording_cost", options.links(chosen), [chosen.nodes], plan, 1
     ):
         yield one, recording_cost.table(one) + "\n", recording_cost.figures(one)
 
@@ -204,7 +204,7 @@ def _trace(chosen: argparse.Namespace) -> Measured:
 def _flow(chosen: argparse.Namespace) -> Measured:
     from benchmarks import flow
     from benchmarks.plain_torch import MAKERS
-    from daso.run.bench.hosts import run_here
+    from daso.cli.bench.places import run_here
 
     quick, tasks = chosen.quick, chosen.task or list(MAKERS)
     for name in ("count", "epochs", "seeds"):
@@ -241,7 +241,7 @@ def _flow(chosen: argparse.Namespace) -> Measured:
 
 def _memory(chosen: argparse.Namespace) -> Measured:
     from benchmarks import memory_budget
-    from daso.run.bench.hosts import run_here
+    from daso.cli.bench.places import run_here
 
     quick, rounds = chosen.quick, options.rounds(chosen)
     models = chosen.model or (["tiny"] if quick else ["resnet18", "gpt"])

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.time_to_accuracy import samples_of, warmed_cosine
+from daso.cli.bench.baselines import SERVERS, Contender, join_process_group
+from daso.cli.bench.models import Batch, Case, loss_of, score
+from daso.cli.bench.names import DDP, UNBOUNDED
+from daso.cli.bench.timed_models import Paced
 from daso.comm.topology import Topology
 from daso.data import ShardedSampler
-from daso.run.bench.baselines import SERVERS, Contender, join_process_group
-from daso.run.bench.models import Batch, Case, loss_of, score
-from daso.run.bench.names import DDP, UNBOUNDED
-from daso.run.bench.timed_models import Paced
 
 __all__ = ["GAPS", "Plan", "figures", "measure", "ratio_to", "table"]
 

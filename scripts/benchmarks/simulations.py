@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
+from daso.cli.bench.models import loss_of, score
 from daso.data import ShardedSampler, find_fashion, load_digits, load_fashion, load_text
 from daso.environment import data_folder
 from daso.examples.cnn import CNN
 from daso.examples.transformer import ByteTransformer
 from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Restore, Settings, Wire
-from daso.plan.policy import Auto, Fixed, Plateau, Qsr
+from daso.plan.policies import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy
-from daso.run.bench.models import loss_of, score
 from daso.train.deltas.outer import MakeOuter
-from daso.train.simulated import SimulatedNodes, Times
+from daso.train.simulated.nodes import SimulatedNodes, Times
 
 __all__ = [
     "AUTO",

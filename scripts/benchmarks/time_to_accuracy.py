@@ -20,18 +20,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.learning_curves import is_tested, on_link
+from daso.cli.bench import train
+from daso.cli.bench.baselines import CONTENDERS, Contender, join_process_group
+from daso.cli.bench.models import SIDE, Batch, Case, score, small_cnn
+from daso.cli.bench.names import DDP
+from daso.cli.bench.rounds import Clock
 from daso.comm.topology import Topology
 from daso.data import ShardedSampler, load_digits, load_fashion
 from daso.environment import data_folder
 from daso.errors import ExchangeError
-from daso.run.bench import train
-from daso.run.bench.baselines import CONTENDERS, Contender, join_process_group
-from daso.run.bench.models import SIDE, Batch, Case, score, small_cnn
-from daso.run.bench.names import DDP
-from daso.run.bench.rounds import Clock
 
 if TYPE_CHECKING:
-    from daso.run.bench.hosts import Place
+    from daso.cli.bench.places import Place
 
 __all__ = ["KIND", "Plan", "compare", "measure", "samples_of", "warmed_cosine"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from jobs import HANG_SECONDS
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+ROOT = Path(__file__).parents[2]
 
 
 def left():
@@ -26,7 +26,7 @@ def bench(cluster, tmp_path):
         command = [sys.executable, "-m", "benchmarks", *words, f"--json={path}"]
         done = subprocess.run(
             command,
-            env={**cluster.env, "PYTHONPATH": str(SCRIPTS)},
+            env={**cluster.env, "PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT / 'slurm'}"},
             capture_output=True,
             text=True,
             timeout=seconds,

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 from jobs import HANG_SECONDS, slowness
-
-from daso.run.minicluster.command import main
-from daso.run.minicluster.processes import ClusterError
-from daso.run.minicluster.start import up as start
-from daso.run.minicluster.text import Minicluster
+from minicluster.command import main
+from minicluster.processes import ClusterError
+from minicluster.start import up as start
+from minicluster.text import Minicluster
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "minicluster"
 PYTHON = os.path.realpath(sys.executable)  # hosts see this one, wherever the environment lies

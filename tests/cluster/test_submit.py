@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from daso.run.client import library_of
+from daso.slurm.slurm_commands import library_of
 
 ROOT = Path(__file__).parents[2]
 

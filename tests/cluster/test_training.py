@@ -82,7 +82,7 @@ def test_a_rank_that_is_killed_in_training_ends_the_job(daso):
     until_it_trains(daso, "victim", job)
     start = time.monotonic()
     # The oldest: beside each rank another process of that name watches it.
-    daso.cluster.on("mini1", "pkill", "-9", "-o", "-f", "daso.run.rank.*name=victim")
+    daso.cluster.on("mini1", "pkill", "-9", "-o", "-f", "daso.slurm.rank_entry.*name=victim")
     log = daso.follow(job)
     seconds = time.monotonic() - start
     assert seconds < 15 * slowness(), f"gone after {seconds:.1f} s"

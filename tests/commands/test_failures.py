@@ -138,8 +138,8 @@ def test_one_rank_in_trouble_ends_the_job(
 
 def test_plain_mpirun_ends_too_when_a_rank_raises(tmp_path: Path) -> None:
     """Without `python -m mpi4py`: daso.init makes an uncaught exception end the job."""
+    from daso.cli.launch import Local
     from daso.environment import find_mpirun
-    from daso.run.local import Local
 
     program = tmp_path / "train_plain.py"
     program.write_text(PROGRAM)

@@ -222,7 +222,7 @@ def test_what_cannot_go_on_says_why_and_changes_nothing(runs, tmp_path) -> None:
     }
     same = [*COMMON, f"--runs={tmp_path}"]
     program = (
-        "import sys; from daso.run.cli import main; print([main(eval(w)) for w in sys.argv[1:]])"
+        "import sys; from daso.cli.main import main; print([main(eval(w)) for w in sys.argv[1:]])"
     )
     lines = [str(["train", *same, *words]) for words in refused.values()]
     run = subprocess.run(  # one process for all of them: starting takes the time

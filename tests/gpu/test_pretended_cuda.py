@@ -73,8 +73,8 @@ TRAIN = """
 import pretended_cuda
 pretended_cuda.install()
 import sys, torch
-from daso.run import loop
-from daso.run.cli import main
+from daso.cli.train import loop
+from daso.cli.main import main
 
 def watched(steps):
     for at, _ in enumerate(steps):

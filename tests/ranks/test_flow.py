@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from daso import flow
 from daso.errors import ConfigError, FlowError
-from daso.plan.flows import homes
+from daso.flow.plan import homes
 
 pytestmark = pytest.mark.nodes((2,), (4,))  # nodes make no difference to flows
 WORLD = MPI.COMM_WORLD

@@ -9,7 +9,7 @@ from torch import nn
 import daso
 from daso.comm import topology as topologies
 from daso.errors import ConfigError
-from daso.plan.swapping import BOTH, SWAP, Plan, foretell
+from daso.memory.planner import BOTH, SWAP, Plan, foretell
 
 pytestmark = pytest.mark.mpi
 

@@ -12,12 +12,12 @@ import torch
 
 import daso
 from daso import trace
-from daso.comm.clock import ask_round
-from daso.comm.recording import Recording
 from daso.errors import ConfigError
-from daso.plan.clocks import Reading, clocks, close_loop
-from daso.run.chrome import chrome_events
-from daso.run.timeline import late_ranks, read_timeline, shares
+from daso.timeline.chrome import chrome_events
+from daso.timeline.clock_offsets import Reading, clocks, close_loop
+from daso.timeline.clock_sync import ask_round
+from daso.timeline.recording import Recording
+from daso.timeline.report import late_ranks, read_timeline, shares
 from daso.trace import EXCHANGE, MERGE, MESSAGES, NODE, SEND, STEP
 
 pytestmark = pytest.mark.mpi

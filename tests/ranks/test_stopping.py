@@ -11,7 +11,7 @@ from worlds import ANY
 from daso.checkpoint.preemption import StopRequest
 from daso.comm.collectives import AsyncMaxReduce, gather
 from daso.errors import StallError
-from daso.run.rank import Remember
+from daso.slurm.rank_entry import Remember
 
 pytestmark = pytest.mark.mpi
 

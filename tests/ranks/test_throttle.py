@@ -9,7 +9,7 @@ import torch
 import daso
 from daso.comm.emulation import LinkModel, throttled
 from daso.errors import ConfigError
-from daso.plan.costs import payload_rounds, vote_rounds
+from daso.plan.cost_model import payload_rounds, vote_rounds
 from daso.predict import Machine, ThrottlePlan, estimate, simulate_target
 
 pytestmark = pytest.mark.mpi

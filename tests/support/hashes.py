@@ -20,7 +20,7 @@ from models import Odd, adamw, batch_loss, mlp, nesterov, seeded, sgd
 
 import daso
 from daso.data import make_lists
-from daso.plan.policy import Replay
+from daso.plan.policies import Replay
 
 LIMIT_SECONDS = 120
 

@@ -35,7 +35,7 @@ def hidden_launcher() -> Iterator[None]:
 
 def typed(*words: object) -> subprocess.CompletedProcess[str]:
     """Run a command of `daso` as it is typed, but in this process: it starts in no time."""
-    from daso.run.cli import main
+    from daso.cli.main import main
 
     return _typed(main, words)
 
@@ -78,7 +78,9 @@ def started(
 def benchmark(*words: object, seconds: float = HANG_SECONDS) -> subprocess.CompletedProcess[str]:
     """Run ``scripts/bench WORDS``, in this environment."""
     scripts = Path(__file__).parents[2] / "scripts"
-    return started("benchmarks", *words, seconds=seconds, PYTHONPATH=str(scripts))
+    return started(
+        "benchmarks", *words, seconds=seconds, PYTHONPATH=f"{scripts}:{scripts.parent / 'slurm'}"
+    )
 
 
 def run(

@@ -9,8 +9,8 @@ from typing import Any
 
 from tiers import RECORD, hand_on
 
+from daso.cli.launch import Local
 from daso.environment import find_mpirun
-from daso.run.local import Local
 
 __all__ = ["PYTEST", "run_on", "run_tests"]
 

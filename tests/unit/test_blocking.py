@@ -33,24 +33,24 @@ AFTER = {
     "comm/topology.py: Topology.agree": WRAP,
     "comm/topology.py: Topology.same": WRAP,
     "comm/shared_memory.py: SharedWindow.__init__": STEP,
-    "flow/beside.py: FlowReplicas.__init__": FLOW,
-    "flow/beside.py: FlowReplicas.end_epoch": EPOCH,
-    "flow/layers.py: Layers.fetch": FLOW,
-    "flow/layers.py: _average": EPOCH,
+    "flow/replicas.py: FlowReplicas.__init__": FLOW,
+    "flow/replicas.py: FlowReplicas.end_epoch": EPOCH,
+    "flow/model/layers.py: Layers.fetch": FLOW,
+    "flow/model/layers.py: _average": EPOCH,
     "flow/runtime.py: Runtime._check_instances": EPOCH,
     "flow/runtime.py: Runtime._check_same": FLOW,
     "flow/runtime.py: Runtime._go_through": EPOCH,
     "flow/runtime.py: Runtime._place": EPOCH,
     "flow/runtime.py: Runtime._settle": EPOCH,
     "flow/runtime.py: _inside": FLOW,
-    "run/resume.py: Saver.open": WRAP,
+    "cli/train/resume.py: Saver.open": WRAP,
     "checkpoint/state.py: Checkpoints._listed": LOAD,
     "checkpoint/state.py: Checkpoints._load": LOAD,
     "server/optimizer.py: ParameterServer._agree": SERVE,
     "train/deltas/exchange.py: Exchanges._drop": STEP,
     "train/coordinator.py: agree_options": WRAP,
-    "train/params.py: agree_layout": WRAP,
-    "train/params.py: broadcast": WRAP,
+    "train/model/params.py: agree_layout": WRAP,
+    "train/model/params.py: broadcast": WRAP,
     "train/session.py: Session._start_anew": STEP,
 }
 
@@ -71,7 +71,7 @@ def test_whatever_blocks_in_mpi_stands_behind_a_meeting():
     found = set()
     for path in ROOT.rglob("*.py"):
         file = path.relative_to(ROOT)
-        if file.parts[0] != "examples" and file.parts[:2] != ("run", "bench"):
+        if file.parts[0] != "examples" and file.parts[:2] != ("cli", "bench"):
             tree = ast.parse(path.read_text(encoding="utf-8"))
             found |= {f"{file}: {name}" for name in places(tree)}
     assert found == set(AFTER)

@@ -17,11 +17,11 @@ from jobs import typed
 
 import daso
 from daso.checkpoint.files import Entry, Manifest, read_payload, write_payload
+from daso.cli.train.config import read_config
 from daso.comm.topology import Place
 from daso.errors import DasoError
-from daso.run.config import read_config
-from daso.run.sites import parse_site
-from daso.run.timeline import read_timeline
+from daso.slurm.sites import parse_site
+from daso.timeline.report import read_timeline
 
 INFINITE = math.inf
 EACH = int(os.environ.get("DASO_FUZZ", "250"))

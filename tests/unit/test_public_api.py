@@ -66,7 +66,7 @@ def test_every_public_name_can_be_imported_with_a_star():
 
 
 def test_a_public_name_is_the_object_of_its_module():
-    assert daso.Fixed is import_module("daso.plan.policy").Fixed
+    assert daso.Fixed is import_module("daso.plan.policies").Fixed
     assert daso.errors is import_module("daso.errors")
 
 
@@ -136,7 +136,7 @@ def test_records_policies_and_errors_start_nothing_heavy(name):
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"]], ids=" ".join)
 def test_the_command_tells_its_use_without_anything_heavy(words):
     modules, said = imported_by("-m", "daso", *words)
-    assert "daso.run.cli" in modules
+    assert "daso.cli.main" in modules
     assert "daso" in said
     assert packages(modules) & HEAVY == set()
 

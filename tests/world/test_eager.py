@@ -27,7 +27,7 @@ from daso.errors import (
     NonFiniteError,
     StallError,
 )
-from daso.plan.eager import FLOOR_BYTES, Read, Send
+from daso.server.plan import FLOOR_BYTES, Read, Send
 from daso.server.replay import replay
 
 

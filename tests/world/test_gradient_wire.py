@@ -9,9 +9,9 @@ from worlds import APART, SEVERAL_NODES
 import daso
 from daso.errors import ConfigError
 from daso.plan.options import Settings
-from daso.plan.policy import Replay
+from daso.plan.policies import Replay
 from daso.plan.schedule import MEASURE_EVERY
-from daso.train.simulated import SimulatedNodes
+from daso.train.simulated.nodes import SimulatedNodes
 
 pytestmark = pytest.mark.nodes(*SEVERAL_NODES)
 NARROW = ["bf16", "int8", "int4"]

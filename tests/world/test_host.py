@@ -17,7 +17,7 @@ from worlds import INSIDE
 import daso
 from daso.comm.emulation import CopyLink, pretend_device
 from daso.errors import ConfigError, ExchangeError, StallError
-from daso.plan.costs import flow_shop_seconds
+from daso.plan.cost_model import flow_shop_seconds
 from daso.train.gradients.host_reducer import HostReducer
 
 UPDATES = ["model", "layerwise"]

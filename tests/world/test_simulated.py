@@ -9,7 +9,7 @@ from worlds import APART
 
 import daso
 from daso.plan.options import Settings
-from daso.train.simulated import SimulatedNodes
+from daso.train.simulated.nodes import SimulatedNodes
 
 
 @pytest.mark.also_real

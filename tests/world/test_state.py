@@ -12,8 +12,8 @@ from worlds import APART
 import daso
 from daso.plan import options as plan_options
 from daso.plan.options import Settings
-from daso.plan.policy import Replay
-from daso.train.simulated import SimulatedNodes, Times
+from daso.plan.policies import Replay
+from daso.train.simulated.nodes import SimulatedNodes, Times
 
 
 def bits(model):

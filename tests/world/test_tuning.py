@@ -7,7 +7,7 @@ import pytest
 from models import Odd, adamw, batch_loss, flat_bytes, mlp, seeded, sgd
 
 import daso
-from daso.plan.chunks import BucketSizeSearch
+from daso.plan.bucket_search import BucketSizeSearch
 from daso.train.gradients import bucket_tuner as tuning
 
 BEST = 256  # bytes

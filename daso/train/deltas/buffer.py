@@ -26,7 +26,7 @@ from daso.train.deltas.merging import merge_pairs
 from daso.train.deltas.outer import MakeOuter
 from daso.train.deltas.shard import LEAST, DeltaShard, MergeOptions, message_numel
 from daso.train.deltas.staging import crossing_of
-from daso.train.params import Named, flat_view, layout_of
+from daso.train.model.params import Named, flat_view, layout_of
 
 __all__ = ["DeltaBuffer", "Measured"]
 

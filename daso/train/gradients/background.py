@@ -11,7 +11,7 @@ from daso.comm.engine import WorkHandle
 from daso.comm.health.step_watchdog import LATE_SECONDS
 from daso.comm.node.base import NodeBucket
 from daso.errors import ExchangeError, StallError
-from daso.plan.slices import Portion
+from daso.plan.portions import Portion
 from daso.train.channels import Channels
 from daso.train.metrics import Metrics
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from daso.plan.chunks import BucketSizeSearch
+from daso.plan.bucket_search import BucketSizeSearch
 from daso.plan.options import Settings
 from daso.train.coordinator import Coordinator
 

@@ -4,7 +4,7 @@ Gradients of a type lie in one row, in an order that is the same on every rank. 
 number, its flag: 1 where this rank had a gradient. Its mean tells whether any rank had one; where
 none had, ``.grad`` stays None, and the optimizer leaves the parameter alone as it would without
 daso. A bucket is a part of a row, so rows can be cut anew between two rounds: nothing moves, and no
-bit of a sum in rank order changes. A portion (`daso.plan.slices`) is a bucket too; a large tensor
+bit of a sum in rank order changes. A portion (`daso.plan.portions`) is a bucket too; a large tensor
 lies in several.
 """
 
@@ -15,8 +15,8 @@ import torch
 
 from daso.comm.node.base import NodeBucket, NodeRow, NodeTransport
 from daso.plan.layout import Span, fit_buckets, flagged
-from daso.plan.slices import Portion, cut_portions
-from daso.train.params import Named, view_like
+from daso.plan.portions import Portion, cut_portions
+from daso.train.model.params import Named, view_like
 
 __all__ = ["Bucket", "Finish", "FlatGradients"]
 

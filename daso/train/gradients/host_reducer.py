@@ -17,7 +17,7 @@ from daso import trace
 from daso.comm.engine import Engine, Work, WorkHandle
 from daso.comm.node.base import NodeBucket
 from daso.errors import ExchangeError
-from daso.plan.slices import Portion
+from daso.plan.portions import Portion
 from daso.train.channels import Channels
 from daso.train.gradients.background import BackgroundReducer
 from daso.train.gradients.concurrent import ConcurrentReductions

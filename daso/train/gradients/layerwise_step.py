@@ -18,9 +18,9 @@ from daso.errors import ConfigError
 from daso.train.gradients.module_params import ModuleParameters
 from daso.train.gradients.partial_step import refuse_counting, step_with, values_of
 from daso.train.gradients.reducer import GradientReducer
-from daso.train.hooks import Hook
 from daso.train.misuse import has_hooks
-from daso.train.params import Trained
+from daso.train.model.hooks import Hook
+from daso.train.model.params import Trained
 
 __all__ = ["INSTEAD", "LayerwiseStep"]
 

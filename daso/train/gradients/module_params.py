@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from daso.train.params import Named
+from daso.train.model.params import Named
 
 __all__ = ["ModuleParameters"]
 

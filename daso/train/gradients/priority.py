@@ -4,7 +4,7 @@ Portions become ready while backward goes on, at other moments on each rank. Wor
 those that are ready there the one that goes next, and tells the others, which wait until it is
 ready there too: all ranks take the same order, without which sums would be wrong and nobody would
 know. A few cross at a time, so that the link does not stand still between two, and one is told
-ahead; what becomes ready then can overtake all but those. See `daso.plan.slices`.
+ahead; what becomes ready then can overtake all but those. See `daso.plan.portions`.
 
 No rank can wait for another for ever: world rank 0 has a portion of a step only when it is through
 with the forward of that step, so all portions of the step before had crossed; and a backward waits
@@ -22,7 +22,7 @@ import torch
 from daso.comm.dtypes import sum_buffer
 from daso.comm.engine import Work, WorkHandle
 from daso.comm.node.base import NodeBucket
-from daso.plan.slices import Order, Portion, PriorityQueue
+from daso.plan.portions import Order, Portion, PriorityQueue
 from daso.train.channels import Channels
 from daso.train.gradients.background import BackgroundReducer
 from daso.train.gradients.concurrent import ConcurrentReductions

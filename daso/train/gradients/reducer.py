@@ -30,7 +30,7 @@ from daso.errors import ConfigError, LayoutError
 from daso.plan.layout import Span, split
 from daso.train.gradients.background import BackgroundReducer
 from daso.train.gradients.buckets import Bucket, Finish, FlatGradients
-from daso.train.params import Named
+from daso.train.model.params import Named
 
 __all__ = ["BackwardCallbacks", "Between", "GradientReducer", "ReducePlan"]
 
@@ -110,7 +110,7 @@ class GradientReducer:
         bucket_bytes: Bytes from which a bucket counts as full; see `cut`.
         same_order: Replaces an order (list of indices) by world rank 0's; collective over it.
         callbacks: Called as a backward begins.
-        in_portions: Buckets are portions (see `daso.plan.slices`), which may cut a tensor.
+        in_portions: Buckets are portions (see `daso.plan.portions`), which may cut a tensor.
     """
 
     def __init__(

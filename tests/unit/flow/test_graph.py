@@ -10,7 +10,7 @@ from torch import nn
 
 from daso.errors import ConfigError, FlowError
 from daso.flow import Graph, Port
-from daso.flow.checks import wire
+from daso.flow.model.checks import wire
 from daso.flow.placement import said
 
 checked = settings(derandomize=True, max_examples=100, deadline=None)

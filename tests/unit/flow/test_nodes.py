@@ -1408,7 +1408,7 @@ def test_an_epoch_says_what_happened(running):
 
 
 def test_progress_is_told(running, monkeypatch):
-    monkeypatch.setattr("daso.flow.watch.PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr("daso.flow.loop_monitor.PROGRESS_SECONDS", 0.0)
     monkeypatch.setattr("daso.flow.worker.LOOK_SECONDS", 0.0)
     graph, start = started()
     graph.loss(square, graph.layer(Net().a, start))

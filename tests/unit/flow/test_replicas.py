@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from daso.flow.layers import mean_of
+from daso.flow.model.layers import mean_of
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daso.plan.header import Header, Tally
-from daso.plan.policy import Auto, Fixed, Plateau, Qsr
+from daso.plan.policies import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import (
     Action,
     Measurements,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daso.plan.policy import Fixed, Plateau
+from daso.plan.policies import Fixed, Plateau
 from daso.plan.schedule import Action, State, after_batch, after_epoch, drain
 
 checked = settings(derandomize=True, max_examples=100, deadline=None)

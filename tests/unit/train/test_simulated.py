@@ -10,7 +10,7 @@ from sequential import Sequential
 
 import daso
 from daso.plan.options import Settings
-from daso.train.simulated import SimulatedNodes
+from daso.train.simulated.nodes import SimulatedNodes
 
 POLICIES = [daso.Fixed(1, 0), daso.Fixed(3, 1), daso.Fixed(2, 2, warmup=3), daso.Fixed(3, 0)]
 MERGES = ["daso", "delta", 0.5, "eager", "auto"]

@@ -1,0 +1,354 @@
+"""Ways to train the same model on several ranks, each behind the same `step`."""
+
+import socket
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+
+import daso
+from daso.cli.bench.models import Batch, Case, loss_of
+from daso.cli.bench.names import COMPUTE, DDP, OURS, UNBOUNDED
+from daso.comm.mpi import load
+from daso.comm.topology import Topology
+
+__all__ = [
+    "ALLREDUCE",
+    "CONTENDERS",
+    "FIFO",
+    "HOST",
+    "INSIDE",
+    "ORDERS",
+    "PERIOD",
+    "PRIORITY",
+    "SERVERS",
+    "Contender",
+    "Daso",
+    "Make",
+    "Plain",
+    "join_process_group",
+    "start",
+]
+
+PERIOD = 4  # batches between averages of PostLocalSGD
+
+
+class Contender(Protocol):
+    """One way to train."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def wake(self) -> None:
+        """Get ready for a round. Collective over the world in the sense of the method."""
+        ...
+
+    def step(self, batch: Batch) -> None:
+        """Train on a batch. Collective over the world in the sense of the method."""
+        ...
+
+    def settled(self) -> bool:
+        """Return whether as much is done as when a round began, so that it may end here."""
+        ...
+
+    def rest(self) -> None:
+        """Let what is on its way arrive, without merging it. Does not communicate itself."""
+        ...
+
+    def finish(self) -> None:
+        """Let all ranks hold the same model. Collective over the world; blocking."""
+        ...
+
+    def report(self) -> Mapping[str, Any]:
+        """Return what else there is to say."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back. Collective over the world."""
+        ...
+
+
+@dataclass
+class Plain:
+    """A model and an optimizer that need no word from us: alone, or through DDP's hooks."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    averaged_every: int = 1  # batches from one average to the next; a round holds whole ones
+    steps: int = 0
+
+    def wake(self) -> None:
+        """Nothing sleeps between rounds."""
+
+    def step(self, batch: Batch) -> None:
+        """Train on a batch."""
+        self.optimizer.zero_grad()
+        loss_of(self.model, *batch).backward()
+        self.optimizer.step()
+        self.steps += 1
+
+    def settled(self) -> bool:
+        """Return whether a round may end here."""
+        return self.steps % self.averaged_every == 0
+
+    def rest(self) -> None:
+        """Nothing is on its way between steps."""
+
+    def finish(self) -> None:
+        """Take world rank 0's buffers, which are what a user of DDP saves."""
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, 0)
+
+    def report(self) -> Mapping[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Daso(Plain):
+    """`daso.DASO` with some keywords."""
+
+    def __init__(
+        self, model: nn.Module, inner: torch.optim.Optimizer, topology: Topology, **keywords: Any
+    ) -> None:
+        self.wrapped = daso.DASO(inner, module=model, topology=topology, **keywords)
+        super().__init__(model, self.wrapped)
+
+    def settled(self) -> bool:
+        """Return whether the last step merged an exchange, so that rounds hold whole ones.
+
+        Never where the same step sends the next one: what is left of it arrives between rounds.
+        """
+        self.wrapped.flush()  # of steps that layers take one by one, which belong to this round
+        found = self.wrapped.report()
+        synchronous = found["skip_history"][-1][1:] == (1, 0)
+        if synchronous or found["world"] == 1 or found["nodes"] == 1:
+            return True
+        merged = [one["received"] for one in found["events"] if "received" in one]
+        return bool(merged) and merged[-1] == found["batches"] and not found["in_flight"]
+
+    def rest(self) -> None:
+        """Let the exchange finish; its result stays until it is due."""
+        self.wrapped.state_dict()  # waits for it, and changes nothing
+
+    def finish(self) -> None:
+        """Average parameters and buffers."""
+        self.wrapped.synchronize()
+
+    def report(self) -> Mapping[str, Any]:
+        """Return counts of exchanges, and what is exposed."""
+        found = self.wrapped.report()
+        kept = (
+            "exchanges",
+            "exposed_seconds",
+            "global_bytes_sent",
+            "skip_history",
+            "measurements",
+            "wire",
+        )
+        own = [one["own_seconds"] for one in found["events"] if "own_seconds" in one]
+        packing = {"own_seconds": statistics.median(own)} if own else {}
+        return {key: found[key] for key in kept} | packing
+
+    def close(self) -> None:
+        """Stop communicating."""
+        self.wrapped.close()
+
+
+def join_process_group(topology: Topology, backend: str = "gloo") -> None:
+    """Start torch.distributed over TCP between the ranks of this world. Collective; blocking."""
+    place, world = topology.place, topology.world
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        address, port = socket.gethostbyname(socket.gethostname()), probe.getsockname()[1]
+    address, port = world.bcast((address, port))
+    dist.init_process_group(
+        backend, init_method=f"tcp://{address}:{port}", rank=place.rank, world_size=place.size
+    )
+
+
+Make = Callable[[Case, Topology], Contender]
+
+
+def start(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model, the same on every rank, and its optimizer."""
+    torch.manual_seed(0)
+    model = case.build()
+    return model, case.optimizer(list(model.parameters()))
+
+
+def _compute(case: Case, _: Topology) -> Contender:
+    return Plain(*start(case))
+
+
+def _ddp(hook: Callable[..., Any] | None = None) -> Make:
+    def make(case: Case, _: Topology) -> Contender:
+        model, optimizer = start(case)
+        parallel = DistributedDataParallel(model)
+        if hook is not None:
+            parallel.register_comm_hook(None, hook)
+        return Plain(parallel, optimizer)
+
+    return make
+
+
+def _post_local_sgd(case: Case, _: Topology) -> Contender:
+    from torch.distributed.optim import PostLocalSGDOptimizer  # warns of what torch imports there
+
+    model, optimizer = start(case)
+    parallel = DistributedDataParallel(model)
+    alone, _ = dist.new_subgroups(1)  # a node of one rank has no average inside
+    state = PostLocalSGDState(None, alone, start_localSGD_iter=0)
+    parallel.register_comm_hook(state, post_localSGD_hook)
+    averager = PeriodicModelAverager(period=PERIOD, warmup_steps=0)
+    return Plain(parallel, PostLocalSGDOptimizer(optimizer, averager), averaged_every=PERIOD)
+
+
+def _daso(**keywords: Any) -> Make:
+    def make(case: Case, topology: Topology) -> Contender:
+        return Daso(*start(case), topology, **keywords)
+
+    return make
+
+
+CONTENDERS: Mapping[str, Make] = {
+    COMPUTE: _compute,
+    OURS: _daso(),
+    "DASO Auto, bf16": _daso(wire="bf16"),
+    "DASO Auto, int4": _daso(wire="int4"),
+    "DASO Fixed(4, 1), bf16": _daso(policy=daso.Fixed(4, 1), wire="bf16"),
+    "DASO synchronous": _daso(policy=daso.Fixed(1, 0)),
+    **{
+        f"DASO synchronous, {wire}": _daso(
+            policy=daso.Fixed(1, 0), gradients=daso.Gradients(wire=wire)
+        )
+        for wire in ("int8", "int4")
+    },
+    DDP: _ddp(),
+    "DDP, gloo, fp16": _ddp(default_hooks.fp16_compress_hook),
+    f"PostLocalSGD, every {PERIOD}": _post_local_sgd,
+}
+
+
+def _ordered(portions: Any, mebibytes: float, *, whole: bool) -> Make:
+    gradients = daso.Gradients(
+        reducer="prioritized",
+        priority=portions,
+        step="model" if whole else "layerwise",
+        bucket_bytes=int(mebibytes * (1 << 20)),
+    )
+    return _daso(gradients=gradients)
+
+
+# Of synchronous gradients: what goes first, and what a forward waits for.
+FIFO, PRIORITY = "fifo, barrier", "priority"
+ORDERS: Mapping[str, Make] = {
+    FIFO: _ordered("fifo", 1, whole=True),
+    "fifo, no barrier": _ordered("fifo", 1, whole=False),
+    "priority, barrier": _ordered("layer", 1, whole=True),
+    PRIORITY: _ordered("layer", 1, whole=False),
+    **{
+        f"priority, {mebibytes:g} MiB": _ordered("layer", mebibytes, whole=False)
+        for mebibytes in (0.25, 0.5, 2, 4, 16)
+    },
+    "buckets": _daso(policy=daso.Fixed(1, 0)),
+}
+
+
+class Flat(Plain):
+    """Adds all gradients by one call of MPI's when backward is over."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, topology: Topology
+    ) -> None:
+        super().__init__(model, optimizer)
+        self._topology = topology
+        params = list(model.parameters())
+        self._flat = torch.zeros(sum(p.numel() for p in params))
+        for param, row in zip(params, self._flat.split([p.numel() for p in params]), strict=True):
+            param.grad = row.view_as(param)
+
+    def step(self, batch: Batch) -> None:
+        """Train on a batch."""
+        self._flat.zero_()
+        loss_of(self.model, *batch).backward()
+        self._topology.world.Allreduce(load().IN_PLACE, self._flat.numpy())
+        self._flat /= self._topology.place.size
+        self.optimizer.step()
+        self.steps += 1
+
+
+def _flat(case: Case, topology: Topology) -> Contender:
+    return Flat(*start(case), topology)
+
+
+def _hosted(update: Any) -> Make:
+    gradients = daso.Gradients(reducer="host", step=update)
+    return _daso(policy=daso.Fixed(1, 0), gradients=gradients)
+
+
+# Of gradients inside one node: who adds them, and when.
+ALLREDUCE, HOST = "MPI Allreduce after it", "host"
+INSIDE: Mapping[str, Make] = {
+    ALLREDUCE: _flat,
+    HOST: _hosted("model"),
+    "host, chunk updates": _hosted("layerwise"),
+    "buckets": _daso(policy=daso.Fixed(1, 0)),
+    DDP: _ddp(),
+}
+
+
+class Eager(Plain):
+    """`daso.ParameterServer` with some keywords."""
+
+    def __init__(self, case: Case, topology: Topology, **keywords: Any) -> None:
+        model, _ = start(case)
+        self.server = daso.ParameterServer(model, case.optimizer, topology=topology, **keywords)
+        super().__init__(model, self.server)
+
+    def finish(self) -> None:
+        """Take in all gradients, and average buffers."""
+        self.server.synchronize()
+
+    def report(self) -> Mapping[str, Any]:
+        """Return what was sent, and what is exposed."""
+        return self.server.report()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self.server.close()
+
+
+def _eager(**keywords: Any) -> Make:
+    def make(case: Case, topology: Topology) -> Contender:
+        return Eager(case, topology, **keywords)
+
+    return make
+
+
+# Where one rank may be slower than the others: all in step, or not.
+SERVERS: Mapping[str, Make] = {
+    DDP: CONTENDERS[DDP],
+    "DASO synchronous": CONTENDERS["DASO synchronous"],
+    OURS: CONTENDERS[OURS],
+    "eager, in step, n=1": _eager(push_every=1),
+    "eager, in step": _eager(),
+    "eager, 1 step apart": _eager(staleness=1),
+    "eager, 4 steps apart": _eager(staleness=4),
+    f"eager, {UNBOUNDED}": _eager(staleness=None),
+    "eager, blocks, unbounded": _eager(mode="local_rows", staleness=None),
+    "eager, replicas, unbounded": _eager(mode="replicated", staleness=None),
+}

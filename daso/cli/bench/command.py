@@ -1,0 +1,121 @@
+"""`daso bench`: starts ranks, measures there, prints, writes JSON."""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, closing
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from daso.cli.bench.places import HERE, Place
+from daso.cli.bench.runs import RUNS, Measured
+from daso.plan.strict import strict_json
+
+__all__ = ["MODELS", "Add", "add_links", "add_parser", "add_steps", "adder"]
+
+MODELS = ("cnn", "resnet18", "gpt", "tiny")
+Found = list[dict[str, Any]]
+Run = Callable[[argparse.Namespace], Measured]
+Add = Callable[[str, str], argparse.ArgumentParser]
+Hosts = Callable[[int], AbstractContextManager[Place]]
+
+
+def add_parser(parser: argparse.ArgumentParser, hosts: Hosts | None = None) -> Any:
+    """Add the options of ``daso bench``.
+
+    Args:
+        parser: Its parser.
+        hosts: What starts hosts with links of a rate; None: this machine alone.
+
+    Returns:
+        Where benches are added.
+    """
+    kinds = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
+    add = adder(kinds, RUNS, hosts)
+    train = add("train", "step times of ways to train, on links of a known rate")
+    add_links(train, "1gbit,100mbit,10mbit", default=None if hosts else HERE)
+    train.add_argument("--model", choices=MODELS, default="cnn")
+    train.add_argument("--only", action="append", help="a contender; may be given several times")
+    add_steps(train, "8; quick 3", "20; quick 6")
+    train.add_argument("--plot", type=Path, help="draw step times to this PNG")
+    exchange = add("exchange", "one exchange between nodes against its link's limit")
+    add_links(exchange, "1gbit", default=None if hosts else HERE)
+    exchange.add_argument("--nodes", default="2,3,4", help="hosts, separated by commas (2,3,4)")
+    node = add("node", "the mean of a buffer over the ranks of this machine")
+    node.add_argument("--ranks", type=int, default=2, help="how many (2)")
+    node.add_argument("--mebibytes", type=float, default=8, help="of the buffer, fp32 (8)")
+    return kinds
+
+
+def adder(kinds: Any, runs: Mapping[str, Run], hosts: Hosts | None) -> Add:
+    """Return what adds a bench, with the options that all have.
+
+    Args:
+        kinds: Where benches are added.
+        runs: What each runs, by its name.
+        hosts: What starts hosts with links of a rate.
+    """
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        bench: argparse.ArgumentParser = kinds.add_parser(
+            name, help=text, description=text, allow_abbrev=False
+        )
+        bench.set_defaults(run=lambda chosen, _: _main(chosen, runs[name]), draw=_draw, hosts=hosts)
+        bench.add_argument("--quick", action="store_true", help="a few minutes at most")
+        bench.add_argument("--rounds", type=int, default=0, help="of each contender (7; quick 3)")
+        bench.add_argument("--json", type=Path, help="write figures and rows to this file")
+        return bench
+
+    return add
+
+
+def _draw(found: Found) -> Any:
+    from daso.cli import plots
+
+    return plots.draw(found)
+
+
+def add_steps(parser: argparse.ArgumentParser, seconds: str, settle: str) -> None:
+    """Add options of benches that take steps."""
+    parser.add_argument("--nodes", type=int, default=2, help="hosts (2)")
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="on each (1)")
+    parser.add_argument("--seconds", type=float, default=0, help=f"of a round ({seconds})")
+    parser.add_argument("--settle", type=float, default=0, help=f"before the first ({settle})")
+
+
+def add_links(parser: argparse.ArgumentParser, usual: str, *, default: str | None = None) -> None:
+    """Add the links on which is measured."""
+    parser.add_argument(
+        "--link",
+        default=usual if default is None else default,
+        help=f"rates of links, separated by commas; none: unshaped; here: no hosts ({usual})",
+    )
+
+
+def _main(chosen: argparse.Namespace, run: Any) -> int:
+    found: Found = []
+    figures: dict[str, dict[str, Any]] = {}
+    try:
+        with closing(run(chosen)) as measured:
+            for one, text, more in measured:
+                print(text, flush=True)
+                found.append(one)
+                figures |= more
+                _write(chosen.json, figures, found)  # now: the next link may take long, or fail
+    except KeyboardInterrupt:
+        kept = f"; {chosen.json} has what was measured" if found and chosen.json else ""
+        print(f"daso: interrupted{kept}", file=sys.stderr)
+        return 130
+    if getattr(chosen, "plot", None):
+        from daso.cli import plots
+
+        plots.save(chosen.draw(found), chosen.plot)
+    return 0
+
+
+def _write(path: Path | None, figures: Mapping[str, Any], found: Found) -> None:
+    if path is not None:
+        known = {"versions": found[0]["versions"], "date": date.today().isoformat()}
+        text = strict_json({"figures": figures, **known, "runs": found}, indent=1)
+        path.write_text(text + "\n", encoding="utf-8")

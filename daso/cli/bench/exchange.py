@@ -1,0 +1,195 @@
+"""One exchange of a model between nodes, against what the link can carry."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from daso.cli.bench.baselines import join_process_group
+from daso.cli.bench.rounds import sent_bytes, take_turns
+from daso.comm.allreduce import deterministic_allreduce
+from daso.comm.compression import codec_named
+from daso.comm.engine import Engine
+from daso.comm.reduction import Row, cut
+from daso.comm.topology import Topology
+from daso.plan.layout import message_chunks
+from daso.plan.options import Exchange
+from daso.train.deltas.shard import DeltaShard, MergeOptions, message_numel
+
+__all__ = ["PARAMETERS", "Plan", "figures", "limit_seconds", "measure", "ratios", "table"]
+
+PARAMETERS = 4_575_000  # elements: 18.3 MB of fp32
+WIRES = ("fp32", "bf16", "int8", "int4")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured.
+
+    Args:
+        numel: Elements of the buffer, fp32.
+        rounds: Exchanges of each kind.
+        link: For people.
+        bits_per_second: Of every link; 0 where there is no limit.
+        rivals: Whether MPI's Allreduce and gloo take turns too.
+    """
+
+    numel: int
+    rounds: int
+    link: str
+    bits_per_second: float
+    rivals: bool = True
+
+
+def limit_seconds(nbytes: float, nodes: int, bits_per_second: float) -> float:
+    """Return how long a link needs for a mean over nodes, at the least.
+
+    Every node sends and receives 2 (n - 1) / n times the buffer (Patarasuk & Yuan 2009).
+
+    Args:
+        nbytes: Of the whole buffer on the wire.
+        nodes: n.
+        bits_per_second: Of every link.
+    """
+    return 2 * (nodes - 1) / nodes * 8 * nbytes / bits_per_second
+
+
+def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
+    """Exchange a buffer over all wires in turn, one rank on every node.
+
+    Returns:
+        Rows for JSON, the same on every rank.
+
+    Collective over the world; blocking.
+    """
+    torch.set_num_threads(1)
+    world, size = topology.world, topology.place.size
+    engine = Engine(Exchange().timeout_seconds, lambda: "a rank is missing")
+    comm = world.Dup()
+    kinds: dict[str, Callable[[], float | None]] = {
+        wire: _ordered(wire, plan.numel, engine, comm, size) for wire in WIRES
+    }
+    if plan.rivals:
+        join_process_group(topology)
+        mine, sums = torch.ones(plan.numel), torch.empty(plan.numel)
+        kinds["fp32, MPI Allreduce"] = lambda: world.Allreduce(mine.numpy(), sums.numpy())
+        kinds["fp32, gloo"] = lambda: dist.all_reduce(mine.mul_(1e-3))
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    packing: dict[str, list[float]] = {name: [] for name in kinds}
+    nbytes: dict[str, float | None] = {}
+    for name in [*kinds, *take_turns(list(kinds), plan.rounds)]:  # the first makes buffers
+        before = sent_bytes(topology)
+        world.Barrier()
+        start = time.perf_counter()
+        packed = kinds[name]() or 0.0
+        taken = time.perf_counter() - start
+        seconds[name].append(max(world.allgather(taken)))
+        packing[name].append(max(world.allgather(packed)))
+        after = sent_bytes(topology)
+        nbytes[name] = None if after is None or before is None else after - before
+    engine.close()
+    comm.Free()
+    if plan.rivals:
+        dist.destroy_process_group()
+    rows = [
+        _row(name, seconds[name][1:], nbytes[name], plan, size)
+        | {"packing_ms": 1e3 * statistics.median(packing[name][1:])}
+        for name in kinds
+    ]
+    return {"plan": asdict(plan), "nodes": list(topology.place.node_sizes), "rows": rows}
+
+
+def _ordered(
+    wire: str, numel: int, engine: Engine, comm: Any, size: int
+) -> Callable[[], float | None]:
+    """Return what exchanges a row, and gives the seconds that packing it took before."""
+    codec = codec_named(wire)
+    chunks = message_chunks(message_numel(codec, Exchange().chunk_bytes), numel, size)
+    exchange = deterministic_allreduce(comm, codec, [1] * size, size, {})
+    if codec.exact:
+        row = Row(torch.ones(numel))
+
+        def run_exact() -> None:
+            engine.run(exchange.run(row, chunks))
+
+        return run_exact
+    part, values = DeltaShard(torch.ones(numel), MergeOptions()), torch.ones(numel)
+    spans = [span for parts in cut(chunks, size) for span in parts]
+
+    def run() -> float:
+        start = time.perf_counter()
+        part.send(codec, spans, lambda a, b, row: row.copy_(values[a:b]), keeps=True)
+        packed = time.perf_counter() - start
+        engine.run(exchange.run(part, chunks))
+        return packed
+
+    return run
+
+
+def _row(
+    name: str, seconds: list[float], nbytes: float | None, plan: Plan, nodes: int
+) -> dict[str, Any]:
+    wire = codec_named(name.partition(",")[0]).nbytes(plan.numel)
+    row: dict[str, Any] = {
+        "name": name,
+        "ms": 1e3 * statistics.median(seconds),
+        "mbytes": None if nbytes is None else nbytes / 1e6,
+        "over_limit": None,
+        "limit_ms": None,
+        "seconds": seconds,
+    }
+    if plan.bits_per_second:
+        row["limit_ms"] = 1e3 * limit_seconds(wire, nodes, plan.bits_per_second)
+        row["over_limit"] = row["ms"] / row["limit_ms"]
+    return row
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Return the rows as aligned lines."""
+    plan = found["plan"]
+    lines = [
+        f"{4 * plan['numel'] / 1e6:.1f} MB of fp32 over {len(found['nodes'])} nodes, link "
+        f"{plan['link']}, medians of {plan['rounds']} alternating rounds",
+        f"{'wire':<22}{'ms':>10}{'packing':>10}{'limit ms':>10}{'x limit':>9}{'MB by all':>11}",
+    ]
+    for row in found["rows"]:
+        limit, over, sent = (
+            "-" if row[key] is None else f"{row[key]:.{digits}f}"
+            for key, digits in (("limit_ms", 1), ("over_limit", 3), ("mbytes", 2))
+        )
+        packing = f"{row.get('packing_ms', 0.0):>10.1f}"  # recorded runs of before have none
+        lines.append(f"{row['name']:<22}{row['ms']:>10.1f}{packing}{limit:>10}{over:>9}{sent:>11}")
+    return "\n".join(lines)
+
+
+def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the figures of this link and number of nodes, named as everywhere."""
+    head = table(found).splitlines()[0]
+    return {
+        f"exchange_{row['name']}_over_limit_{len(found['nodes'])}": {
+            "value": row["over_limit"],
+            "unit": "ratio of seconds, over what the link can carry",
+            "conditions": head,
+        }
+        for row in found["rows"]
+        if row["name"] in ("fp32", "bf16") and row["over_limit"] is not None
+    }
+
+
+def ratios(found: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return the ratios behind the figures, one of every round.
+
+    Args:
+        found: What `measure` returned on a link of a known rate, or its JSON.
+    """
+    return {
+        f"exchange_{row['name']}_over_limit_{len(found['nodes'])}": [
+            1e3 * seconds / row["limit_ms"] for seconds in row["seconds"]
+        ]
+        for row in found["rows"]
+        if row["name"] in ("fp32", "bf16")
+    }

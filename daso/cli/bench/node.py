@@ -1,0 +1,116 @@
+"""The mean of a buffer over the ranks of one node."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from daso.cli.bench.baselines import join_process_group
+from daso.cli.bench.rounds import over, take_turns
+from daso.comm.node.shm import ShmNode
+from daso.comm.topology import Topology
+from daso.plan.layout import split
+from daso.plan.options import Exchange
+
+__all__ = ["Plan", "figures", "measure", "ratios", "table"]
+
+REPEATS = 10  # in a row: others would leave caches cold
+OURS, MPI, GLOO = "shared memory, in place", "MPI Allreduce", "gloo"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured.
+
+    Args:
+        mebibytes: Size of the buffer, fp32.
+        rounds: Turns of each kind, of 10 averages.
+    """
+
+    mebibytes: float
+    rounds: int
+
+
+def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
+    """Average a buffer inside the node in every way in turn.
+
+    Returns:
+        Rows for JSON, the same on every rank.
+
+    Collective over the world; blocking.
+    """
+    torch.set_num_threads(1)
+    numel = int(plan.mebibytes * 2**18)
+    world, size = topology.world, topology.place.local_size
+    node = ShmNode(topology, Exchange().timeout_seconds)
+    (bucket,) = node.row(numel, torch.float32, 1).cut([(0, numel)])
+    bucket.flat.fill_(topology.place.rank)
+    parts = split(numel, size)
+    mine, sums = torch.ones(numel), torch.empty(numel)
+    join_process_group(topology)
+
+    def ours() -> None:
+        bucket.start(parts)
+        bucket.wait_filled()
+        bucket.add()
+        bucket.deliver(size)
+        bucket.wait()
+
+    kinds: dict[str, Callable[[], object]] = {
+        OURS: ours,
+        MPI: lambda: world.Allreduce(mine.numpy(), sums.numpy()),
+        GLOO: lambda: dist.all_reduce(mine.mul_(1e-3)),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    for name in [*kinds, *take_turns(list(kinds), plan.rounds)]:
+        world.Barrier()
+        start = time.perf_counter()
+        for _ in range(REPEATS):
+            kinds[name]()
+        seconds[name].append((time.perf_counter() - start) / REPEATS)
+    everyones = world.allgather(seconds)
+    node.free()
+    dist.destroy_process_group()
+    slowest = {
+        name: [max(times) for times in zip(*(one[name][1:] for one in everyones), strict=True)]
+        for name in kinds
+    }
+    rows = [
+        {"name": name, "ms": 1e3 * statistics.median(times), "seconds": times}
+        for name, times in slowest.items()
+    ]
+    return {"plan": asdict(plan), "nodes": list(topology.place.node_sizes), "rows": rows}
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Return the rows as aligned lines."""
+    plan, ranks = found["plan"], found["nodes"][0]
+    lines = [
+        f"{plan['mebibytes']:g} MiB of fp32 over {ranks} ranks of a node, medians of "
+        f"{plan['rounds']} alternating rounds"
+    ]
+    return "\n".join([*lines, *(f"{row['name']:<26}{row['ms']:>8.3f} ms" for row in found["rows"])])
+
+
+def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the figure of the usual size, named as everywhere."""
+    if found["plan"]["mebibytes"] != 8:
+        return {}
+    head = table(found).splitlines()[0]
+    value = next(row["ms"] for row in found["rows"] if row["name"] == OURS)
+    return {"node_average_8mib_ms": {"value": value, "unit": "ms", "conditions": head}}
+
+
+def ratios(found: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return our seconds over those of MPI's Allreduce, one ratio of every round.
+
+    Args:
+        found: What `measure` returned, or its JSON.
+    """
+    seconds = {row["name"]: row["seconds"] for row in found["rows"]}
+    name = f"node_average_{found['plan']['mebibytes']:g}mib_over_mpi"
+    return {name: over(seconds[OURS], seconds[MPI])}

@@ -1,0 +1,145 @@
+"""What a bench was asked for, checked, and where it runs."""
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from daso.errors import ConfigError
+from daso.predict.link_rate import parse_rate
+
+if TYPE_CHECKING:
+    from daso.cli.bench.places import Place
+
+__all__ = [
+    "above_zero",
+    "counts",
+    "links",
+    "measured",
+    "named",
+    "nodes",
+    "numbers",
+    "places",
+    "positive",
+    "rate",
+    "rates",
+    "rounds",
+]
+
+
+def links(chosen: argparse.Namespace, usual: str = "") -> list[str]:
+    """Return the links that were asked for, by commas."""
+    from daso.cli.bench.places import HERE
+
+    found = [word.strip() for word in (chosen.link or usual).split(",")]
+    for link in found:
+        if link != HERE:
+            parse_rate(link)
+            if chosen.hosts is None:
+                raise ConfigError(
+                    f"--link must be {HERE}, not {link}: hosts with links of a rate are made by "
+                    f"scripts/bench, in the project's repository"
+                )
+    return found
+
+
+def positive(chosen: argparse.Namespace, *names: str) -> None:
+    """Refuse options that are below 1."""
+    for name in names:
+        if getattr(chosen, name) < 1:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} must be at least 1, not {getattr(chosen, name)}")
+
+
+def above_zero(chosen: argparse.Namespace, *names: str) -> None:
+    """Refuse options that are not above 0."""
+    for name in names:
+        if not getattr(chosen, name) > 0:
+            raise ConfigError(f"--{name} must be more than 0, not {getattr(chosen, name)}")
+
+
+def rounds(chosen: argparse.Namespace) -> int:
+    """Return how many rounds were asked for."""
+    if chosen.rounds < 0:
+        raise ConfigError(f"--rounds must be at least 1, not {chosen.rounds}")
+    return chosen.rounds or (3 if chosen.quick else 7)
+
+
+def named(names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse contenders that are not known."""
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--only must be one of {'; '.join(known)}, not {name!r}")
+
+
+def nodes(text: str) -> list[int]:
+    """Return the numbers of nodes that were asked for, by commas."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 1 for word in words):
+        raise ConfigError(f"--nodes must be numbers from 2 up such as 2,3,4, not {text!r}")
+    return [int(word) for word in words]
+
+
+def rates(name: str, text: str) -> list[float]:
+    """Return rates in bytes per second that were asked for in GB/s, by commas; 0: as it is."""
+    try:
+        found = [float(word) for word in text.split(",")]
+    except ValueError:
+        found = [-1.0]
+    if not all(0 <= one < float("inf") for one in found):
+        raise ConfigError(f"--{name} must be GB/s such as 0,1,0.25, 0 for as it is, not {text!r}")
+    return [one * 1e9 for one in found]
+
+
+def numbers(name: str, text: str) -> list[float]:
+    """Return numbers from 1 up that were asked for, by commas."""
+    try:
+        found = [float(word) for word in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(1 <= one < 1e6 for one in found):
+        raise ConfigError(f"--{name} must be numbers from 1 up such as 3,1.5, not {text!r}")
+    return found
+
+
+def counts(name: str, text: str) -> list[int]:
+    """Return whole numbers from 1 up that were asked for, by commas."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise ConfigError(f"--{name} must be numbers such as 1,2, not {text!r}")
+    return [int(word) for word in words]
+
+
+def rate(link: str) -> float:
+    """Return the bits per second of a link; 0 where there is no limit."""
+    from daso.cli.bench.places import HERE
+
+    return 0.0 if link in (HERE, "none") else float(parse_rate(link) or 0)
+
+
+def places(
+    chosen: argparse.Namespace, links: Sequence[str], count: int
+) -> Iterator[tuple["Place", list[str]]]:
+    """Yield this machine and so many hosts, each with those of the links that it has."""
+    from daso.cli.bench.places import HERE, Here
+
+    if HERE in links:
+        yield Here(), [HERE]
+    rates = [link for link in links if link != HERE]
+    if rates:
+        with chosen.hosts(count) as cluster:
+            yield cluster, rates
+
+
+def measured(
+    chosen: argparse.Namespace,
+    kind: str,
+    links: Sequence[str],
+    sizes: Sequence[int],
+    plan: Callable[[str], dict[str, Any]],
+    ranks: int,
+) -> Iterator[dict[str, Any]]:
+    """Measure on every link with every number of nodes."""
+    for place, known in places(chosen, links, max(sizes)):
+        for link, nodes in product(known, sizes):
+            yield place.run(kind, plan(link), link=link, nodes=nodes, ranks=ranks)

@@ -1,0 +1,62 @@
+"""Where ranks of a bench run: on this machine, or wherever its caller can start them."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from daso.cli.launch import Local, launch
+from daso.errors import ExchangeError
+
+__all__ = ["HERE", "Here", "Place", "program", "read_result", "run_here"]
+
+HERE = "here"
+RANKS = ("-m", "daso.cli.bench.ranks")
+
+
+class Place(Protocol):
+    """Where ranks can be started."""
+
+    fastest: str  # link
+
+    def run(self, kind: str, plan: Mapping[str, Any], *, link: str, nodes: int, ranks: int) -> Any:
+        """Measure on ranks of this place, and return what they found; blocking."""
+        ...
+
+
+class Here:
+    """This machine, cut into pretend nodes; it has no links."""
+
+    fastest = HERE
+
+    def run(self, kind: str, plan: Mapping[str, Any], *, link: str, nodes: int, ranks: int) -> Any:  # noqa: ARG002 - a place's
+        """Measure on ranks of this machine, and return what they found; blocking."""
+        return run_here(kind, plan, ranks=nodes * ranks, ranks_per_node=ranks)
+
+
+def program(kind: str, plan: Mapping[str, Any], out: Path) -> tuple[str, ...]:
+    """Return what ranks run; they find the bench's module where this process did."""
+    found = find_spec(kind)
+    assert found is not None and found.origin is not None, kind
+    folder = Path(found.origin).parents[kind.count(".")]
+    return (*RANKS, kind, str(folder), json.dumps(plan), str(out))
+
+
+def read_result(out: Path, code: int) -> Any:
+    """Return what ranks wrote, and remove the file; their exit code must be 0."""
+    if code != 0 or not out.exists():
+        raise ExchangeError(f"the ranks must end with exit code 0, not {code}; see what they said")
+    found = json.loads(out.read_text(encoding="utf-8"))
+    out.unlink()
+    return found
+
+
+def run_here(kind: str, plan: Mapping[str, Any], *, ranks: int, ranks_per_node: int) -> Any:
+    """Measure on ranks of this machine, cut into pretend nodes; blocking."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        words = program(kind, plan, out)
+        code = launch(Local(ranks=ranks, ranks_per_node=str(ranks_per_node), program=words))
+        return read_result(out, code)

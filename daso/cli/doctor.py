@@ -1,0 +1,210 @@
+"""`daso doctor`: what is there, what fits together, and what would be chosen."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from daso.cli.launch import Local
+from daso.comm.device.cuda_aware import cuda_aware
+from daso.comm.device.nccl_library import describe
+from daso.comm.mpi import check_wheels, library, load, wheels
+from daso.comm.node.select import choose_device, nccl_problem, wants_nccl
+from daso.comm.topology import Topology, init
+from daso.environment import find_mpirun, read_launch
+from daso.errors import DasoError, told
+from daso.train.deltas.kernel_choice import choose
+
+__all__ = ["examine", "render"]
+
+
+def examine() -> dict[str, Any]:
+    """Look at this installation, and at the world where started by mpirun.
+
+    Returns:
+        Plain values in sections; ``problems`` lists what has to be mended, each with the remedy.
+
+    Collective over the world; blocking.
+    """
+    problems: list[str] = []
+    mpi = _mpi(problems)
+    return {
+        "mpi": mpi,
+        "launcher": _launcher(problems, library=mpi["library"] is not None),
+        "nodes": _nodes(problems) if mpi["library"] is not None else {},
+        "torch": _torch(),
+        "nccl": _nccl(),
+        "chosen": _chosen(),
+        "problems": problems,
+    }
+
+
+def _mpi(problems: list[str]) -> dict[str, Any]:
+    installed = wheels()
+    try:
+        check_wheels(installed)
+    except DasoError as error:
+        problems.append(str(error))
+    try:
+        mpi = load()
+    except DasoError as error:
+        problems.append(str(error))
+        return {"library": None, "wheels": installed}
+    levels = {
+        mpi.THREAD_SINGLE: "single",
+        mpi.THREAD_FUNNELED: "funneled",
+        mpi.THREAD_SERIALIZED: "serialized",
+        mpi.THREAD_MULTIPLE: "multiple",
+    }
+    return {
+        "library": library(),
+        "standard": ".".join(map(str, mpi.Get_version())),
+        "mpi4py": version("mpi4py"),
+        "threads": levels[mpi.Query_thread()],
+        "cuda_aware": cuda_aware(),
+        "wheels": installed,
+    }
+
+
+def _launcher(problems: list[str], *, library: bool) -> dict[str, Any]:
+    mpirun = find_mpirun()
+    if mpirun is None:
+        problems.append("no mpirun: `pip install 'daso[mpich]'` brings one, or set DASO_MPIRUN")
+        return {"mpirun": None, "started_by": read_launch().launcher}
+    if not library or read_launch().launcher is not None:  # inside mpirun, asking would nest jobs
+        return {"mpirun": str(mpirun), "started_by": read_launch().launcher}
+    seen = _try_two_ranks(mpirun)
+    if seen != "they saw 2":
+        problems.append(
+            f"{mpirun} must start 2 ranks of one world for this Python, but {seen}; set "
+            f"DASO_MPIRUN to the mpirun of this MPI library, or MPI4PY_LIBMPI to the libmpi.so of "
+            f"that mpirun"
+        )
+    return {"mpirun": str(mpirun), "pairs_with_library": seen == "they saw 2"}
+
+
+def _try_two_ranks(mpirun: Path) -> str:
+    """Start two ranks and return ``"they saw N"``, or why that failed."""
+    ask = (
+        "import os; from mpi4py import MPI; "
+        "os.write(1, f'size {MPI.COMM_WORLD.Get_size()}\\n'.encode())"
+    )
+    local = Local(ranks=2, ranks_per_node=None, program=("-c", ask))
+    env = local.environment(_outside_mpi(os.environ), root=os.geteuid() == 0, cores=2)
+    command = local.command(mpirun)
+    try:
+        run = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"it failed: {error}"
+    sizes = [line for line in run.stdout.splitlines() if line.startswith("size ")]
+    if sizes:
+        return sizes[0].replace("size", "they saw")
+    return f"it ended with exit code {run.returncode} and {run.stderr.strip()[-200:]!r}"
+
+
+def _outside_mpi(env: Mapping[str, str]) -> dict[str, str]:
+    """Drop what an MPI started in this very process left in the environment."""
+    return {k: v for k, v in env.items() if not k.startswith(("PMI", "PMIX", "OMPI_", "PRTE_"))}
+
+
+def _nodes(problems: list[str]) -> dict[str, Any]:
+    try:
+        topology = init()
+    except DasoError as error:
+        problems += [str(error)] if str(error) not in problems else []
+        return {}
+    place, device = topology.place, choose_device(topology)
+    average = _average(topology, device)
+    if average == "NCCL" and (problem := nccl_problem()):
+        problems.append(problem)
+    return {
+        "world": place.size,
+        "nodes": place.nodes,
+        "ranks_per_node": list(place.node_sizes),
+        "lanes": place.lanes,
+        "cores": len(os.sched_getaffinity(0)),
+        "device": str(device),
+        "node_average": average,
+        **_packing(device, problems),
+    }
+
+
+def _packing(device: torch.device, problems: list[str]) -> dict[str, str]:
+    """Return what packs rows on a device, which is tried there."""
+    if device.type == "cpu":
+        return {}
+    try:
+        return {"packing": choose(device).told}
+    except Exception as error:  # a device that others have for themselves, or that is full
+        problems.append(f"{device} must be free to compute on, but {told(error)}; see nvidia-smi")
+        return {}
+
+
+def _average(topology: Topology, device: torch.device) -> str:
+    """Return what averages gradients inside a node by default."""
+    if device.type == "cpu":
+        return "shared memory"
+    return (
+        "NCCL" if wants_nccl(topology, device, "bucketed") else f"sums on the host, from {device}"
+    )
+
+
+def _torch() -> dict[str, Any]:
+    there = torch.cuda.is_available()
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": _triton(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if there
+        else [],
+    }
+
+
+def _triton() -> str | None:
+    """Return its version; some torch bring it under another name."""
+    names = packages_distributions().get("triton", [])
+    return version(names[0]) if names else None
+
+
+def _nccl() -> dict[str, Any]:
+    """Return what cupy says of NCCL; importing it does not need a GPU."""
+    return describe()
+
+
+def _chosen() -> dict[str, Any]:
+    return {
+        "inside_node_cpu": "shared memory (MPI window), in place, rank order",
+        "between_nodes": "sums in node order, 2 nodes swap and more add and return; MPI's own with "
+        "Exchange(reduce='iallreduce')",
+        "accuracy": "SGD as in synchronous training; Adam and its kin too where backward hides "
+        "gradients in 4 bits, elsewhere less: README, What seldom exchanges cost",
+        "python": sys.executable,
+    }
+
+
+def render(found: Mapping[str, Any]) -> str:
+    """Return the findings as lines for a terminal."""
+    lines = []
+    for section, values in found.items():
+        if isinstance(values, Mapping):
+            lines.append(section)
+            lines += [f"  {key:<20} {_show(value)}" for key, value in values.items()]
+    problems = found["problems"]
+    lines.append("problems" if problems else "no problems found")
+    return "\n".join([*lines, *(f"  - {problem}" for problem in problems)])
+
+
+def _show(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "unknown"}[value]
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)

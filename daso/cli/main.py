@@ -1,0 +1,274 @@
+"""The `daso` command. Parses first; torch and MPI are imported only by what needs them."""
+
+import argparse
+import errno
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import daso
+from daso.checks import format_value
+from daso.cli import memory, predict, trace
+from daso.cli.bench import command as bench
+from daso.cli.launch import Local, launch
+from daso.cli.train.config import describe, read_config, takes_value
+from daso.environment import parse_ranks_per_node, read_launch
+from daso.errors import ConfigError, DasoError
+from daso.slurm import status, submit
+
+__all__ = ["Parser", "carry_out", "main"]
+
+DESCRIPTION = "Hierarchical asynchronous data-parallel training for PyTorch over MPI."
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the words."""
+
+    # argparse lets the whole command's parser say it, which does not know the right --help.
+    def parse_known_args(self, *words: Any, **keywords: Any) -> Any:
+        """Refuse words that this command does not know."""
+        options, rest = super().parse_known_args(*words, **keywords)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return options, rest
+
+    def error(self, message: str) -> NoReturn:
+        """End the program."""
+        one_line = " ".join(message.split())
+        self.exit(2, f"daso: {one_line}; `{self.prog} --help` shows how\n")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        words: Arguments; the process's own if None.
+
+    Returns:
+        Exit code: 0 done, 1 `doctor` found problems, 2 wrong use, 75 asked to end and saved.
+    """
+    _open_standard_streams()
+    ours, theirs = _cut(sys.argv[1:] if words is None else list(words))
+    for word in ours:
+        if word.startswith("-") and word.endswith("=--"):  # argparse would make a list of it
+            return _refuse(f"{word.removesuffix('=--')} must have a value, not --; give one")
+    return carry_out(_parser(), ours, theirs)
+
+
+def carry_out(
+    parser: argparse.ArgumentParser, words: Sequence[str], rest: Sequence[str] = ()
+) -> int:
+    """Do what a command line says; return its exit code.
+
+    Args:
+        parser: Of the options, each of which says by ``run`` what it does.
+        words: To be parsed.
+        rest: What belongs to others.
+    """
+    options = parser.parse_args(words)
+    try:
+        code: int = options.run(options, rest)
+    except DasoError as error:
+        return _refuse(str(error))
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return _refuse(f"no file can have the name {format_value(error.filename)}; shorten it")
+    return code
+
+
+def _open_standard_streams() -> None:
+    """Let what a shell closed (``>&-``) lead nowhere: the next file would take its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
+            setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8"))  # noqa: PTH123, SIM115
+
+
+def _refuse(why: str) -> int:
+    """Print an error, the same on every rank, in one line; return the exit code of wrong use."""
+    if _speaks():
+        print(f"daso: {' '.join(why.splitlines())}", file=sys.stderr)  # names may hold line breaks
+    return 2
+
+
+def _speaks() -> bool:
+    """Return whether this rank is the one that prints."""
+    try:
+        return read_launch().rank == 0
+    except ConfigError:
+        return True
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="daso", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"daso {daso.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_run(
+        commands.add_parser(
+            "run", help="start a program on several ranks of this machine", allow_abbrev=False
+        )
+    )
+    _add_train(
+        commands.add_parser(
+            "train",
+            help="train one of the built-in models",
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog="settings, with defaults:\n" + describe(),
+        )
+    )
+    submit.add_parser(
+        commands.add_parser("submit", help="submit a program to SLURM", allow_abbrev=False)
+    )
+    status.add_status(commands.add_parser("status", help="show submitted jobs", allow_abbrev=False))
+    status.add_logs(
+        commands.add_parser("logs", help="print a submitted job's log", allow_abbrev=False)
+    )
+    bench.add_parser(
+        commands.add_parser(
+            "bench", help="measure ways to train on this machine, beside rivals", allow_abbrev=False
+        )
+    )
+    predict.add_parser(
+        commands.add_parser(
+            "predict", help="what a schedule would cost on other nodes", allow_abbrev=False
+        )
+    )
+    memory.add_parser(
+        commands.add_parser(
+            "memory", help="what a script's model needs, and within a budget", allow_abbrev=False
+        )
+    )
+    trace.add_parser(
+        commands.add_parser(
+            "trace", help="where a recorded run's time went, and who was late", allow_abbrev=False
+        )
+    )
+    doctor = commands.add_parser(
+        "doctor", help="look at MPI, torch, GPUs and nodes", allow_abbrev=False
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+OURS = ("-n", "--ranks", "--ranks-per-node")
+CUTS = {"submit": submit.cut, "memory": memory.cut}
+
+
+def _cut(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Part a command line into options, for argparse, and what belongs to others.
+
+    argparse would take a program's own options, and its ``-m``, for ours, and a setting with a
+    blank in it for a file.
+
+    Args:
+        words: The whole command line.
+
+    Returns:
+        Our words; and the program of ``daso run``, ``daso submit`` or ``daso memory``, or the
+        settings of ``daso train``.
+    """
+    if words and words[0] in CUTS:
+        options, program = CUTS[words[0]](words[1:])
+        return [words[0], *options], program
+    if words[:1] == ["run"]:
+        at = 1
+        while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "--"):
+            at += 2 if words[at] in OURS else 1
+        return words[:at], tuple(words[at + 1 :] if words[at : at + 1] == ["--"] else words[at:])
+    if words[:1] == ["train"]:
+        return _cut_train(words)
+    return words, ()
+
+
+def _cut_train(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Part options from settings, ``--key=value`` or ``--key value``."""
+    ours, settings, at = words[:1], list[str](), 1
+    while at < len(words):
+        word, at = words[at], at + 1
+        if not word.startswith("--") or word.partition("=")[0] in (*OURS, "--help", "--resume"):
+            ours.append(word)
+            if word in OURS and at < len(words):
+                ours.append(words[at])
+                at += 1
+            continue
+        if takes_value(word) and at < len(words) and not words[at].startswith("--"):
+            word, at = f"{word}={words[at]}", at + 1
+        settings.append(word)
+    return ours, tuple(settings)
+
+
+def _add_ranks(parser: argparse.ArgumentParser, default: int) -> None:
+    parser.add_argument("-n", "--ranks", type=int, default=default, help="number of ranks")
+    parser.add_argument(
+        "--ranks-per-node",
+        metavar="R",
+        help="cut the ranks into pretend nodes of R, or of sizes such as 3,1",
+    )
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    _add_ranks(parser, default=1)
+    parser.usage = "daso run [-n RANKS] [--ranks-per-node R] (SCRIPT | -m MODULE) [ARGUMENTS]"
+    parser.set_defaults(run=_run)
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    _add_ranks(parser, default=1)
+    parser.add_argument("config", nargs="?", type=Path, help="a TOML file with settings")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint in runs/NAME"
+    )
+    parser.set_defaults(run=_train)
+
+
+def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
+    parse_ranks_per_node(options.ranks_per_node or "")
+    ranks, pretend = options.ranks, options.ranks_per_node
+    if program and not program[0].startswith("-") and not Path(program[0]).is_file():
+        raise ConfigError(
+            f"the program must be a script that is there, but there is no "
+            f"{format_value(program[0])} in {Path.cwd()}; mend its path, or run a module with -m"
+        )
+    return launch(Local(ranks=ranks, ranks_per_node=pretend, program=tuple(program)))
+
+
+def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
+    config = read_config(options.config, words)
+    parse_ranks_per_node(options.ranks_per_node or "")
+    launched = read_launch()
+    if options.ranks != 1 or options.ranks_per_node:
+        if launched.size > 1:
+            raise ConfigError(
+                f"-n and --ranks-per-node start ranks, but {launched.launcher} already did; leave "
+                f"-n out, and set DASO_RANKS_PER_NODE for pretend nodes"
+            )
+        flags = ["--resume"] if options.resume else []
+        files = [str(options.config)] if options.config else []
+        again = ["-m", "daso", "train", *flags, *files, *words]
+        ranks, pretend = options.ranks, options.ranks_per_node
+        return launch(Local(ranks=ranks, ranks_per_node=pretend, program=tuple(again)))
+    from daso.checkpoint.preemption import CHECKPOINTED
+    from daso.cli.train.loop import train
+    from daso.comm.mpi import finalize
+
+    if train(config, resume=options.resume) is None:
+        finalize()  # mpi4py would take this exit code for a failure, and abort the other ranks
+        return CHECKPOINTED
+    return 0
+
+
+def _doctor(options: argparse.Namespace, _: Sequence[str]) -> int:
+    from daso.cli.doctor import examine, render
+
+    found = examine()
+    if _speaks():
+        print(json.dumps(found, indent=2) if options.json else render(found))
+    return 1 if found["problems"] else 0

@@ -1,0 +1,1 @@
+"""`daso train`: configuration, the loop, resume, the report of a run."""

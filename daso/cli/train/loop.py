@@ -1,0 +1,329 @@
+"""The training loop of `daso train`, in the order things happen."""
+
+import hashlib
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from daso.checkpoint.preemption import StopRequest
+from daso.cli.trace import FILE
+from daso.cli.train.config import Config
+from daso.cli.train.report import Progress, RunFolder, closing_table, versions
+from daso.cli.train.resume import Point, Run, Saver
+from daso.cli.train.task import Task, evaluate, loss_of, make_optimizer, make_outer, make_task
+from daso.comm.collectives import gather
+from daso.comm.node.select import choose_device
+from daso.comm.topology import Topology, init
+from daso.data import ShardedSampler
+from daso.environment import slurm_job, slurm_restarts
+from daso.errors import ConfigError, DasoError, DataError
+from daso.timeline.recording import Recording
+from daso.train.optimizer import DASO
+
+__all__ = ["digest", "train"]
+
+logger = logging.getLogger("daso")
+
+
+class Stopped(Exception):  # noqa: N818 - no error: the run was asked to end, and is saved
+    """Ends the loop after a step, on all ranks."""
+
+
+def train(config: Config, *, resume: bool = False) -> dict[str, Any] | None:
+    """Train one model on all ranks of the world.
+
+    A job that SLURM started anew goes on from its newest checkpoint by itself.
+
+    Args:
+        config: What to train and how.
+        resume: Go on from the run folder's newest checkpoint.
+
+    Returns:
+        The summary, the same on every rank; world rank 0 writes it to the run folder. None where a
+        signal (SIGUSR1; in a SLURM job SIGTERM too) asked the run to end: then it is saved.
+
+    Collective over the world; blocking.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(config.seed)
+    run = _prepare(config, init())
+    saver = Saver(run)
+    point = saver.open(resume=resume, restarts=slurm_restarts())
+    folder = _open_folder(run, point)
+    timeout_seconds = config.exchange.timeout_seconds
+    summary, stopped = None, False
+    stop = StopRequest(run.topology, signals=_signals(), timeout_seconds=timeout_seconds)
+    try:
+        with stop, _recorded(run, point) as recording:
+            try:
+                summary = _train(run, point, saver, folder, stop, recording)
+            except Stopped:
+                stopped = True
+    except DasoError as error:
+        if not stopped:
+            raise
+        logger.warning("the run is saved, but its recording is not whole: %s", error)
+    run.optimizer.close()
+    if folder is not None:
+        folder.close()
+    return summary
+
+
+def _signals() -> list[signal.Signals]:
+    """List what asks the run to end: SLURM sends SIGTERM to a job that it preempts or cancels."""
+    return [signal.SIGUSR1, signal.SIGTERM] if slurm_job() else [signal.SIGUSR1]
+
+
+def _recorded(run: Run, point: Point) -> AbstractContextManager[Recording | None]:
+    """Return what records every rank, where that is asked for; a run that goes on begins anew."""
+    config, first = run.config, run.topology.place.rank == 0
+    if not config.trace:
+        return nullcontext()
+    if run.topology.place.size == 1:
+        logger.warning("trace=true records what ranks do together, but there is one: nothing is")
+        return nullcontext()
+    name = FILE if point.resumed is None else FILE.replace(".", f"-{point.step}.")
+    if first and point.resumed is None:
+        for old in config.folder.glob(FILE.replace(".", "-*.")):
+            old.unlink()
+    timeout_seconds = config.exchange.timeout_seconds
+    return Recording(config.folder / name, run.topology, timeout_seconds=timeout_seconds)
+
+
+def _train(
+    run: Run,
+    point: Point,
+    saver: Saver,
+    folder: RunFolder | None,
+    stop: StopRequest,
+    recording: Recording | None,
+) -> dict[str, Any]:
+    first, start = point.step, time.perf_counter()
+    with Progress(point.step + _steps_left(run, point), shown=folder is not None) as progress:
+        _greet(run, point, folder, progress)
+        while point.epoch < run.config.epochs:
+            for _ in _steps(run, point, saver, progress):
+                if number := stop.after_step():
+                    _leave(point, saver, folder, progress, number)
+            figures = {"loss": _end_epoch(run, point), "test_accuracy": _score(run)}
+            _tell(run, point, figures, folder, progress)
+            if recording is not None:
+                recording.mark()
+            point.epoch, point.total = point.epoch + 1, torch.zeros(())
+        seconds = time.perf_counter() - start
+        samples = (point.step - first) * run.config.data.batch_size * run.topology.place.size
+        pace = {"seconds": seconds, "samples_per_second": samples / seconds}
+        summary = _summary(run, point, figures | pace)
+    if folder is not None:
+        folder.summary(summary)
+        folder.event(
+            "end", **{key: summary[key] for key in ("seconds", "test_accuracy", "identical")}
+        )
+        print(closing_table(summary, folder.path), flush=True)
+    return summary
+
+
+def _prepare(config: Config, topology: Topology) -> Run:
+    """Load the data, build the model, wrap its optimizer."""
+    device = _device(config, topology)
+    task, settings = _load(config, topology), config.settings()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    task.model.to(device)
+    sampler = ShardedSampler(
+        task.train_length,
+        rank=topology.place.rank,
+        size=topology.place.size,
+        batch_size=config.data.batch_size,
+        seed=config.seed,
+    )
+    optimizer = DASO(
+        make_optimizer(config.optimizer, task.model),
+        module=task.model,
+        topology=topology,
+        policy=config.policy(),
+        wire=settings.wire,
+        merge=settings.merge,
+        outer=make_outer(config.exchange),
+        exchange=settings.exchange,
+        gradients=settings.gradients,
+    )
+    return Run(config, topology, task, sampler, optimizer, device)
+
+
+def _device(config: Config, topology: Topology) -> torch.device:
+    """Return where this rank trains; raise on all ranks alike where one lacks what it is told."""
+    device = torch.device("cpu") if config.device == "cpu" else choose_device(topology)
+    problem = None
+    if config.device == "cuda" and device.type != "cuda":
+        problem = "device=cuda needs a GPU that torch sees, but there is none; set --device=cpu"
+    topology.agree(problem, ConfigError)
+    return device
+
+
+def _load(config: Config, topology: Topology) -> Task:
+    """Load the data on every rank, or fail on all with the same error."""
+    task, problem = None, None
+    try:
+        task = make_task(config.data)
+    except DasoError as error:
+        problem = str(error)
+    topology.agree(problem, DataError)
+    assert task is not None
+    return task
+
+
+def _open_folder(run: Run, point: Point) -> RunFolder | None:
+    folder, problem, config = None, None, run.config
+    if run.topology.place.rank == 0:
+        try:
+            folder = RunFolder(
+                config.folder, tensorboard=config.tensorboard, resume=point.resumed is not None
+            )
+        except DasoError as error:
+            problem = str(error)
+    run.topology.agree(problem, DasoError)
+    return folder
+
+
+def _steps_left(run: Run, point: Point) -> int:
+    return (run.config.epochs - point.epoch) * len(run.sampler) - run.batch
+
+
+def _greet(run: Run, point: Point, folder: RunFolder | None, progress: Progress) -> None:
+    if folder is None:
+        return
+    task, place = run.task, run.topology.place
+    progress.line(
+        f"{task.data}: {task.train_length} samples, {place.size} ranks on {place.nodes} "
+        f"nodes, batch {run.config.data.batch_size} per rank"
+    )
+    parameters = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
+    what = {
+        "data": task.data,
+        "world": place.size,
+        "nodes": place.nodes,
+        "parameters": parameters,
+        "config": asdict(run.config),
+    }
+    if restarts := slurm_restarts():
+        what["restarts"] = restarts
+        progress.line(f"SLURM started job {slurm_job()} anew: restart {restarts}")
+    if point.resumed is None:
+        folder.event("start", **what)
+        return
+    folder.event("resume", epoch=point.epoch + 1, **asdict(point.resumed), **what)
+    progress.line(f"resumed at step {point.step}, in epoch {point.epoch + 1}")
+    progress.step(point.step)
+
+
+def _steps(run: Run, point: Point, saver: Saver, progress: Progress) -> Iterator[None]:
+    """Train what is left of an epoch, step by step."""
+    run.sampler.set_epoch(point.epoch)
+    # A generator of its own: a loader draws when it begins, which a resumed epoch does once more.
+    own = torch.Generator()
+    pinned = run.device.type == "cuda"
+    loader = DataLoader(run.task.train, batch_sampler=run.sampler, generator=own, pin_memory=pinned)
+    for batch in loader:
+        inputs, targets = (tensor.to(run.device, non_blocking=True) for tensor in batch)
+        run.optimizer.zero_grad()
+        loss = loss_of(run.task.model, inputs, targets)
+        loss.backward()
+        run.optimizer.step()
+        point.total = point.total.to(run.device) + loss.detach()
+        point.step += 1
+        saver.after_step(point)
+        progress.step()
+        yield
+
+
+def _end_epoch(run: Run, point: Point) -> float:
+    """Return the mean loss over all batches of the epoch and all ranks."""
+    mean = run.optimizer.end_epoch(point.total / len(run.sampler))
+    run.optimizer.synchronize()
+    return mean
+
+
+def _leave(
+    point: Point,
+    saver: Saver,
+    folder: RunFolder | None,
+    progress: Progress,
+    number: signal.Signals,
+) -> None:
+    """Save and end the loop."""
+    saver.save(point)
+    if folder is not None:
+        folder.event("stopped", step=point.step, signal=number.name)
+        progress.line(f"{number.name}: saved at step {point.step}, to go on from there")
+    raise Stopped
+
+
+def _score(run: Run) -> float:
+    """Return the share of right answers on the test data, counted by all ranks together."""
+    place = run.topology.place
+    mine = evaluate(run.task.model, run.task.test, rank=place.rank, size=place.size)
+    counts = gather(run.topology, mine, run.config.exchange.timeout_seconds)
+    return float(sum(right for right, _ in counts) / sum(total for _, total in counts))
+
+
+def _tell(
+    run: Run,
+    point: Point,
+    figures: dict[str, float],
+    folder: RunFolder | None,
+    progress: Progress,
+) -> None:
+    if folder is None:
+        return
+    report = run.optimizer.report()
+    progress.line(
+        f"epoch {point.epoch + 1}: loss {figures['loss']:.4f}, test accuracy "
+        f"{figures['test_accuracy']:.4f}, {report['exchanges']} exchanges"
+    )
+    for event in report["events"]:
+        if event["epoch"] == point.epoch:
+            folder.event(**event)
+    counted = {key: report[key] for key in ("exchanges", "exposed_seconds")}
+    folder.event("epoch", step=point.step, epoch=point.epoch + 1, **figures, **counted)
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Return a hash of all parameters and buffers, bit for bit."""
+    hasher = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        hasher.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def _summary(run: Run, point: Point, figures: dict[str, float]) -> dict[str, Any]:
+    report, place = run.optimizer.report(), run.topology.place
+    mine = (report["global_bytes_sent"], report["exposed_seconds"])
+    reports = gather(run.topology, mine, run.config.exchange.timeout_seconds)
+    model = digest(run.task.model)
+    chosen = ("exchanges", "dropped", "skip_history", "skip_because", "wire", "merge", "policy")
+    return {
+        "data": run.task.data,
+        "world": place.size,
+        "nodes": place.nodes,
+        "node_sizes": list(place.node_sizes),
+        "epochs": run.config.epochs,
+        "steps": point.step,
+        "resumed_at": None if point.resumed is None else point.resumed.step,
+        **figures,
+        "global_bytes_sent": sum(nbytes for nbytes, _ in reports),
+        "exposed_seconds": max(exposed for _, exposed in reports),
+        "identical": run.topology.same(model),
+        "model": model,
+        **{key: report[key] for key in chosen},
+        "step_restoration": report.get("step_restoration", "none"),
+        "gain": report["gain"],
+        "versions": versions(report["mpi"]),
+    }

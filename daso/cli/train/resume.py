@@ -1,0 +1,226 @@
+"""What a checkpoint of `daso train` holds, and how a run goes on from one."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from daso.checkpoint.rng import rng_state, set_rng_state
+from daso.checkpoint.state import Checkpoints, Loaded
+from daso.cli.train.config import Config
+from daso.cli.train.task import Task
+from daso.comm.topology import Topology
+from daso.data import ShardedSampler
+from daso.errors import CheckpointError, ConfigError
+from daso.train.optimizer import DASO
+
+__all__ = ["Point", "Run", "Saver"]
+
+# Settings that may differ when a run goes on; any other makes it another run.
+FREE = {
+    "name",
+    "runs",
+    "epochs",
+    "device",
+    "tensorboard",
+    "trace",
+    "data.folder",
+    "exchange.gpu_direct",
+    "exchange.timeout_seconds",
+    "checkpoint.every",
+    "checkpoint.keep",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The parts of a run, on this rank."""
+
+    config: Config
+    topology: Topology
+    task: Task
+    sampler: ShardedSampler
+    optimizer: DASO
+    device: torch.device  # where the model is
+
+    @property
+    def batch(self) -> int:
+        """Batches done in the epoch."""
+        return self.sampler.state_dict()["batch"]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Which data it became, and how much."""
+        return {"name": self.task.data, "samples": self.task.train_length}
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where a run went on, and from what."""
+
+    step: int
+    saved_by: int  # ranks
+    same_world: bool
+    refused: tuple[str, ...]  # newer checkpoints, and why
+
+
+@dataclass(slots=True)
+class Point:
+    """How far a run is, on this rank."""
+
+    step: int
+    epoch: int
+    total: torch.Tensor  # of the losses in the epoch
+    resumed: Resumed | None = None
+
+
+class Saver:
+    """Saves a run as it goes, and takes it up from where it was saved.
+
+    Args:
+        run: The run; `resume` changes its parts.
+    """
+
+    def __init__(self, run: Run) -> None:
+        checkpoint = run.config.checkpoint
+        self._run = run
+        self._every, self._saved = checkpoint.every, 0
+        self._folder = run.config.folder / "checkpoints"
+        self._checkpoints = Checkpoints(self._folder, run.topology, keep=checkpoint.keep)
+
+    def open(self, *, resume: bool, restarts: int) -> Point:
+        """Return where the run begins.
+
+        Args:
+            resume: Whether to go on from a checkpoint, which then must be there.
+            restarts: How often SLURM started the job anew: it goes on where it left a checkpoint.
+
+        Collective over the world; blocking.
+        """
+        restarts = self._run.topology.world.bcast(restarts)
+        again = restarts > 0 and bool(self._checkpoints.steps())
+        return self.resume() if resume or again else self.start()
+
+    def start(self) -> Point:
+        """Return the point where nothing is done.
+
+        Raises:
+            ConfigError: An earlier run left checkpoints, which would mix with this one's.
+
+        Collective over the world; blocking.
+        """
+        steps = self._checkpoints.steps()
+        if steps:
+            raise ConfigError(
+                f"a new run needs a folder without checkpoints, but {self._folder} has one of step "
+                f"{steps[-1]}; go on from it with --resume, choose another --name=NAME, or remove "
+                f"that folder"
+            )
+        return Point(0, 0, torch.zeros(()))
+
+    def resume(self) -> Point:
+        """Put all parts of the run back to where the newest sound checkpoint has them.
+
+        On another number of ranks, or on nodes of other sizes, every rank takes up what rank 0 had,
+        and as many samples count as seen.
+
+        Raises:
+            CheckpointError: There is none, or none that is sound.
+            ConfigError: The checkpoint is of a run with other settings.
+
+        Collective over the world; blocking.
+        """
+        run, loaded = self._run, self._checkpoints.load()
+        if loaded is None:
+            raise CheckpointError(
+                f"--resume goes on from a checkpoint, but {self._folder} has none; leave it out to "
+                f"start anew, name the run with --name=NAME, and save it with --checkpoint.every=N"
+            )
+        saved = loaded.payload
+        run.topology.agree(_differs(run, saved), ConfigError)
+        run.task.model.load_state_dict(saved["model"])
+        run.optimizer.load_state_dict(saved["optimizer"])
+        sampler, total = _place(loaded, run.topology.place.size)
+        run.sampler.load_state_dict(sampler)
+        set_rng_state(saved["rng"])
+        resumed = Resumed(loaded.step, loaded.world, loaded.same_world, loaded.refused)
+        return Point(loaded.step, sampler["epoch"], total, resumed)
+
+    def after_step(self, point: Point) -> None:
+        """Save when it is time to: every so many steps, and at the end.
+
+        Args:
+            point: How far the run is.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be written; on every rank.
+
+        Collective over the world; blocking.
+        """
+        run = self._run
+        last = point.epoch + 1 == run.config.epochs and run.batch == len(run.sampler)
+        if self._every > 0 and (point.step % self._every == 0 or last):
+            self.save(point)
+
+    def save(self, point: Point) -> None:
+        """Save, unless this step is saved.
+
+        Args:
+            point: How far the run is.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be written; on every rank.
+
+        Collective over the world; blocking.
+        """
+        if self._saved == point.step:
+            return
+        run = self._run
+        state = {
+            "config": asdict(run.config),
+            "data": run.data,
+            "model": run.task.model.state_dict(),
+            "optimizer": run.optimizer.state_dict(),
+            "sampler": run.sampler.state_dict(),
+            "total": point.total,
+            "rng": rng_state(),
+        }
+        self._checkpoints.save(point.step, state)
+        self._saved = point.step
+
+
+def _differs(run: Run, saved: Mapping[str, Any]) -> str | None:
+    """Return why a checkpoint is of another run."""
+    now, before = dict(_flat(asdict(run.config))), dict(_flat(saved["config"]))
+    pairs = [(key, before[key], now[key]) for key in now if key in before and key not in FREE]
+    pairs += [(f"data.{key}", saved["data"][key], value) for key, value in run.data.items()]
+    for key, old, new in pairs:
+        if old != new:
+            return (
+                f"a run goes on with the settings it began with, but {key} was {old!r} and is now "
+                f"{new!r}; give {key} as it was, or start another run with --name=NAME"
+            )
+    if run.config.epochs <= saved["sampler"]["epoch"]:
+        return (
+            f"epochs must be above those that are done, {saved['sampler']['epoch']}, not "
+            f"{run.config.epochs}; raise it"
+        )
+    return None
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _place(loaded: Loaded, size: int) -> tuple[dict[str, int], torch.Tensor]:
+    """Return the place in the epoch and the sum of its losses, for this number of ranks."""
+    sampler, total = loaded.payload["sampler"], loaded.payload["total"]
+    if loaded.world == size or sampler["batch"] == 0:
+        return sampler, total
+    batch = sampler["batch"] * loaded.world // size  # rounded down: no sample is left out
+    return {**sampler, "batch": batch}, total * (batch / sampler["batch"])

@@ -1,0 +1,180 @@
+"""The weights of one layer: gradients are gathered, and its optimizer takes a step on its own."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from daso.comm.dtypes import byte_buffer
+from daso.flow.model.graph import MakeOptimizer
+from daso.flow.plan import Updates, age_factor
+
+__all__ = ["Weights"]
+
+
+class Weights:
+    """The parameters of a layer and what updates them.
+
+    The optimizer is given twins of the parameters. With current weights a twin shares its
+    parameter's memory, but not the counter by which torch finds out that something changed since
+    forward: backward is meant to compute with weights that have changed. With stashed weights the
+    module is given new parameters after an update as long as backwards with the old ones are to
+    come.
+
+    Args:
+        module: Whose they are.
+        make: Makes the optimizer from the twins.
+        updates: When it takes a step.
+    """
+
+    def __init__(self, module: nn.Module, make: MakeOptimizer, updates: Updates) -> None:
+        self.module, self._updates = module, updates
+        self._places = [
+            (owner, name, p)
+            for owner in module.modules()
+            for name, p in owner.named_parameters(recurse=False)
+            if p.requires_grad
+        ]
+        self._stashes = updates.weights == "stashed"
+        self.own = list(dict.fromkeys(p for _, _, p in self._places))  # those of the user
+        self.live = list(self.own)  # those that forward computes with
+        self.twins = [
+            nn.Parameter(p.detach().clone() if self._stashes else p.data) for p in self.own
+        ]
+        self.optimizer = make(self.twins) if self.twins else None
+        self.version = 0  # steps taken
+        self._published = 0  # version that forward computes with
+        self._apart = False  # whether it does with others than the user's parameters
+        self.ages: list[int] = [0, 0, 0]  # gradients, sum of their ages, the highest
+        self._sums: list[torch.Tensor | None] = [None] * len(self.own)
+        self._owned = [False] * len(self.own)  # whether a sum may be written to
+        self._gathered = 0  # gradients of the unit
+        self._since: set[int] = set()  # instances that are under way, with gradients in the sums
+
+    def add(
+        self, grads: Sequence[torch.Tensor | None], version: int, instances: Sequence[int]
+    ) -> None:
+        """Take in a gradient, and take a step if it is time.
+
+        Args:
+            grads: Of the parameters; None where there is none. Kept, and not written to.
+            version: Of the weights that forward computed with.
+            instances: Whose.
+        """
+        if all(grad is None for grad in grads):
+            return
+        age = self.version - version
+        self.ages[0] += 1
+        self.ages[1] += age
+        self.ages[2] = max(self.ages[2], age)
+        factor = age_factor(age, damped=self._updates.damped)
+        for place, grad in enumerate(grads):
+            if grad is not None:
+                self._add(place, grad if factor == 1 else grad * factor)
+        if self._updates.unit == "instance":
+            self._since.update(instances)
+        else:
+            self._count(len(instances))
+
+    def _add(self, place: int, grad: torch.Tensor) -> None:
+        held = self._sums[place]
+        if held is None:
+            self._sums[place] = grad
+        elif self._owned[place]:
+            held.add_(grad)
+        else:  # autograd may have given out the same memory twice
+            self._sums[place] = held + grad
+            self._owned[place] = True
+
+    def finish(self, instance: int) -> None:
+        """All of an instance's gradients came; take a step if it is time."""
+        if instance in self._since:
+            self._since.discard(instance)
+            self._count(1)
+
+    def _count(self, more: int) -> None:
+        self._gathered += more
+        if self._gathered >= self._updates.min_update_interval:
+            self.step()
+
+    def step(self) -> None:
+        """Take a step with the mean of what was gathered; nothing without a gradient."""
+        there = any(held is not None for held in self._sums)
+        if self.optimizer is not None and self._gathered and there:
+            self._hand_over()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.version += 1
+        self._clear()
+
+    def _clear(self) -> None:
+        self._sums = [None] * len(self.own)
+        self._owned = [False] * len(self.own)
+        self._gathered = 0
+
+    def _hand_over(self) -> None:
+        for place, (twin, held) in enumerate(zip(self.twins, self._sums, strict=True)):
+            if held is None:
+                continue
+            # Optimizers may write to gradients; what autograd gave out may be others' too.
+            twin.grad = held if self._owned[place] else held.clone()
+            if self._gathered > 1:
+                twin.grad.div_(self._gathered)
+
+    def begin(self) -> None:
+        """Begin an epoch: what one that failed has left is dropped."""
+        self._clear()
+        self._since.clear()
+        self.publish(in_use=False)
+
+    @torch.no_grad()
+    def publish(self, *, in_use: bool, changed: bool = False) -> None:
+        """Let forward compute with what the last steps made of the weights, where they are stashed.
+
+        Args:
+            in_use: Whether backwards with the weights until now are to come.
+            changed: Whether others wrote to the twins.
+        """
+        is_new = self._published != self.version or changed
+        if not self._stashes or not (is_new or (self._apart and not in_use)):
+            return
+        self._published, self._apart = self.version, in_use
+        if in_use:
+            new = {
+                id(p): nn.Parameter(twin.clone())
+                for p, twin in zip(self.own, self.twins, strict=True)
+            }
+        else:
+            new = {id(p): p for p in self.own}
+            for p, twin in zip(self.own, self.twins, strict=True):
+                p.copy_(twin)
+        self.live = [new[id(p)] for p in self.own]
+        for owner, name, p in self._places:
+            owner._parameters[name] = new[id(p)]
+
+    @torch.no_grad()
+    def take_up(self) -> None:
+        """Go on from the parameters as they are, after others wrote to them."""
+        for p, twin in zip(self.own, self.twins, strict=True):
+            twin.copy_(p)
+
+    def digest(self) -> str:
+        """Return a hash of the parameters and buffers, between epochs."""
+        found = hashlib.sha256()
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            found.update(byte_buffer(tensor.detach().cpu().contiguous().view(-1)))
+        return found.hexdigest()[:16]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state and what is counted, between epochs."""
+        state = None if self.optimizer is None else self.optimizer.state_dict()
+        return {"optimizer": state, "version": self.version}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.version = state["version"]
+        self.take_up()

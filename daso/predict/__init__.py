@@ -1,0 +1,38 @@
+"""Before it is queued: schedules on virtual time, and this machine slowed down like another one.
+
+`simulate` goes through a schedule on virtual time. `simulate_target` slows this machine down, so
+that your own program runs in proportion as it would on the target of a `ThrottlePlan`; `estimate`
+makes of its times those of the target. Nothing of both is a measurement of the target.
+"""
+
+from typing import TYPE_CHECKING
+
+from daso.public_names import on_first_use
+
+if TYPE_CHECKING:
+    from daso.predict.cluster import Cluster, Job
+    from daso.predict.emulate import simulate_target
+    from daso.predict.network import Link
+    from daso.predict.simulator import Outcome, simulate
+    from daso.predict.throttle_plan import Estimate, Machine, ThrottlePlan, estimate
+
+__all__ = [
+    "Cluster",
+    "Estimate",
+    "Job",
+    "Link",
+    "Machine",
+    "Outcome",
+    "ThrottlePlan",
+    "estimate",
+    "simulate",
+    "simulate_target",
+]
+
+__getattr__, __dir__ = on_first_use(
+    __name__,
+    dict.fromkeys(("Estimate", "Machine", "ThrottlePlan", "estimate"), "daso.predict.throttle_plan")
+    | dict.fromkeys(("Cluster", "Job"), "daso.predict.cluster")
+    | dict.fromkeys(("Outcome", "simulate"), "daso.predict.simulator")
+    | {"Link": "daso.predict.network", "simulate_target": "daso.predict.emulate"},
+)

@@ -1,0 +1,1 @@
+"""SLURM jobs: profiles of sites, batch scripts, submission, states of the queue."""

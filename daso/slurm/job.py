@@ -1,0 +1,298 @@
+"""A SLURM job as a record, with all that its batch script says.
+
+The fields of `Job` with a help text are the options: flags of ``daso submit``, keys of a site
+profile, checks and defaults all come from them.
+"""
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from daso.errors import ConfigError
+from daso.slurm.launcher import Launcher
+from daso.slurm.rank_entry import REQUEUE
+
+__all__ = ["Job", "flag", "name_of", "options", "quote"]
+
+
+def _option(default: Any, text: str, metavar: str = "TEXT") -> Any:
+    return field(default=default, metadata={"help": text, "metavar": metavar})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One job.
+
+    Args:
+        program: What each rank runs: a script or ``-m module``, then its arguments.
+        launcher: What starts the ranks.
+        chdir: The folder to run in; absolute.
+        root: Whether root submits.
+        site: Name of the site profile, for a comment; empty for none.
+        mpirun: The mpirun, where the launcher is one.
+    """
+
+    program: tuple[str, ...]
+    launcher: Launcher
+    chdir: Path
+    root: bool = False
+    site: str = ""
+    mpirun: str = "mpirun"
+
+    name: str = _option("daso", "name of the job; default: that of the program")
+    nodes: int = _option(1, "number of nodes", "N")
+    tasks_per_node: int = _option(1, "ranks on each node", "N")
+    cpus_per_task: int = _option(1, "CPUs, and threads, of each rank", "N")
+    gpus_per_node: int = _option(0, "GPUs of each node", "N")
+    gpu_bind: str = _option("none", "which GPUs a rank sees: none (all of its node), closest, ...")
+    gpu_request: str = _option("gpus-per-node", "how GPUs are asked for: gpus-per-node or gres")
+    mem: str = _option("", "memory of each node, such as 64G", "SIZE")
+    time: str = _option("", "time limit: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S", "TIME")
+    partition: str = _option("", "partition")
+    account: str = _option("", "account to charge")
+    qos: str = _option("", "quality of service")
+    constraint: str = _option("", "features that nodes must have")
+    network: str = _option("", "network option of the site")
+    exclusive: bool = _option(False, "share nodes with no other job")
+    array: str = _option("", "run several times, such as 0-9%%2", "LIST")
+    dependency: str = _option("", "wait for other jobs, such as afterany:123")
+    signal_seconds: int = _option(120, "send SIGUSR1 so long before the time limit", "S")
+    max_restarts: int = _option(100, f"requeue at most so often after exit code {REQUEUE}", "N")
+    logs: str = _option("runs/slurm", "folder of logs and scripts", "FOLDER")
+    python: str = _option("", "Python of the ranks; default: the one that submits", "PATH")
+    container: str = _option("", "run in this image", "IMAGE")
+    container_command: str = _option("apptainer exec", "how a container is started")
+    container_gpu: str = _option("--nv", "the option that lets a container see GPUs")
+    module: tuple[str, ...] = _option((), "load a module; may be repeated", "NAME")
+    setup: tuple[str, ...] = _option((), "a line of shell to run first; may be repeated", "LINE")
+    environment: tuple[str, ...] = _option((), "set a variable; may be repeated", "NAME=VALUE")
+    srun: tuple[str, ...] = _option((), "one more option of srun; may be repeated", "WORD")
+    extra: tuple[str, ...] = _option((), "one more #SBATCH line; may be repeated", "WORDS")
+    login_shell: bool = _option(False, "run the script in a login shell")
+
+    def __post_init__(self) -> None:
+        if not self.program:
+            raise ConfigError("a program must follow: `daso submit train.py`, or -m module")
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"{flag(name)} must be at least {least}, not {getattr(self, name)}"
+                )
+        if self.signal_seconds > 65535:  # what sbatch takes
+            raise ConfigError(
+                f"--signal-seconds must be at most 65535, not {self.signal_seconds}; take less"
+            )
+        for name, (pattern, rule) in FORMS.items():
+            value = getattr(self, name)
+            if value and not re.fullmatch(pattern, value, re.ASCII):
+                raise ConfigError(f"{flag(name)} must be {rule}, not {value!r}")
+        self._check_lines()
+        self._check_time()
+
+    def _check_time(self) -> None:
+        if 0 < _seconds(self.time) <= self.signal_seconds:
+            raise ConfigError(
+                f"--time must be longer than --signal-seconds, {self.signal_seconds} s, not "
+                f"{self.time!r}, or the job is told to save and end as soon as it begins; give "
+                f"more --time, or less --signal-seconds"
+            )
+
+    def _check_lines(self) -> None:
+        if any("\0" in word for word in self.program):
+            raise ConfigError("a program's words must be text without zero bytes; leave them out")
+        names = f"{self.chdir}{self.logs}{self.python}{self.container}{self.mpirun}{self.site}"
+        if re.search(r"[\x00-\x1f\x7f\x85\u2028\u2029]", names):
+            raise ConfigError("names of files and folders must be single lines; rename them")
+        for name in ("module", "setup", "environment", "srun", "extra"):
+            pattern, rule = LINE_FORMS[name]
+            for line in getattr(self, name):
+                if not re.fullmatch(pattern, line, re.ASCII):
+                    raise ConfigError(f"{flag(name)} must be {rule}, not {line!r}")
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.nodes * self.tasks_per_node
+
+    @property
+    def size(self) -> str:
+        """The size in words: ``4 nodes x 1 rank``."""
+        return f"{_count(self.nodes, 'node')} x {_count(self.tasks_per_node, 'rank')}"
+
+    @property
+    def folder(self) -> Path:
+        """The folder of logs; absolute."""
+        return self.chdir / self.logs
+
+    @property
+    def log_pattern(self) -> str:
+        """The log file in sbatch's notation."""
+        folder = str(self.folder).replace("%", "%%")
+        return f"{folder}/%x-{'%A_%a' if self.array else '%j'}.out"
+
+    def directives(self) -> list[str]:
+        """Return the words behind ``#SBATCH``, line by line."""
+        to = "B:" if self.launcher.by_mpirun else ""  # else to every step, hence to every rank
+        lines = {
+            "job-name": self.name,
+            "nodes": self.nodes,
+            "ntasks-per-node": self.tasks_per_node,
+            "cpus-per-task": self.cpus_per_task,
+            **self._gpus(),
+            "mem": self.mem,
+            "time": self.time,
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "constraint": self.constraint,
+            "network": self.network,
+            "array": self.array,
+            "dependency": self.dependency,
+            "chdir": shlex.quote(str(self.chdir)),
+            "output": shlex.quote(self.log_pattern),
+            "open-mode": "append",
+            "signal": f"{to}USR1@{self.signal_seconds}",
+        }
+        given = [f"--{name}={value}" for name, value in lines.items() if value not in ("", 0)]
+        flags = ["--requeue", *(["--exclusive"] if self.exclusive else [])]
+        return [*given, *flags, *self.extra]
+
+    def _gpus(self) -> dict[str, str]:
+        if not self.gpus_per_node:
+            return {}
+        count = str(self.gpus_per_node)
+        asked = {"gres": f"gpu:{count}"} if self.gpu_request == "gres" else {"gpus-per-node": count}
+        return {**asked, "gpu-bind": self.gpu_bind}
+
+    def variables(self) -> list[str]:
+        """Return what is exported, as words of a shell; the site's and the user's come last."""
+        ours = self.launcher.environment(root=self.root)
+        if self.launcher.by_mpirun and (masks := self._cpu_masks()):
+            ours |= {"DASO_CPU_MASKS": masks}
+        pairs = [*ours.items(), *(line.split("=", 1) for line in self.environment)]
+        return [f"{name}={quote(value)}" for name, value in pairs]
+
+    def _cpu_masks(self) -> str:
+        """Return the masks that srun would bind ranks to, in hexadecimal, by commas."""
+        given = [word.removeprefix(MASKS) for word in self.srun if word.startswith(MASKS)]
+        return given[-1] if given else ""
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Options of srun that say nothing here, where mpirun starts the ranks."""
+        if not self.launcher.by_mpirun:
+            return ()
+        return tuple(word for word in self.srun if not word.startswith((MASKS, UNBOUND)))
+
+    def command(self) -> list[str]:
+        """Return the words that start the ranks.
+
+        Python runs the program through mpi4py, so that an exception on one rank ends all, and
+        through daso, so that the script knows of an exit code that srun would not tell.
+        """
+        launch = self.launcher.words(self.mpirun)
+        launch += ["-n", str(self.ranks)] if self.launcher.by_mpirun else self.srun
+        inside = []
+        if self.container:
+            gpu = [self.container_gpu] if self.gpus_per_node else []
+            inside = [*shlex.split(self.container_command), *gpu, self.container]
+        python = [self.python or "python3", "-m", "mpi4py", "-m", "daso.slurm.rank_entry"]
+        return [*launch, *inside, *python, *self.program]
+
+
+MASKS, UNBOUND = "--cpu-bind=mask_cpu:", "--cpu-bind=none"
+LEAST = {
+    "nodes": 1,
+    "tasks_per_node": 1,
+    "cpus_per_task": 1,
+    "gpus_per_node": 0,
+    "signal_seconds": 0,
+    "max_restarts": 0,
+}
+# Words that sbatch reads as they are: it would take a blank, quote or # for the end of a value.
+WORD = (r"[^\s'\"\\#]+", "one word without blanks, quotes, # and backslashes")
+FORMS = {
+    "name": (r"[\w.+-]+", "letters, digits and . + - _ (it is part of file names)"),
+    "time": (
+        r"\d+|\d+:[0-5]?\d|\d+:[0-5]?\d:[0-5]?\d|\d+-\d+(:[0-5]?\d){0,2}",
+        "M, M:S, H:M:S, D-H, D-H:M or D-H:M:S, such as 0:30:00 for half an hour",
+    ),
+    "mem": (r"\d+[KMGTkmgt]?", "a number with K, M, G or T, such as 64G"),
+    "array": (
+        r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?",
+        "numbers and ranges, such as 0-9, 1,3,5 or 0-9%2 for two at a time",
+    ),
+    "dependency": (
+        r"(singleton|\w+:\d\w*([:+]\d\w*)*)([,?](singleton|\w+:\d\w*([:+]\d\w*)*))*",
+        "such as afterany:123, afterok:123:124 or singleton",
+    ),
+    "gpu_request": (r"gpus-per-node|gres", "gpus-per-node or gres"),
+    "gpu_bind": WORD,
+    "partition": WORD,
+    "account": WORD,
+    "qos": WORD,
+    "constraint": WORD,
+    "network": WORD,
+}
+LINE_FORMS = {
+    "module": (r"[^\s;&|`$()<>'\"\\]+", "the name of one module, such as GCC/12"),
+    "setup": (r"[^\n\r\0]+", "one line of shell"),
+    "environment": (r"[A-Za-z_]\w*=[^\n\r\0]*", "NAME=VALUE"),
+    "srun": (r"-[^\n\r\0]+", "an option of srun, such as --srun=--cpu-bind=cores"),
+    "extra": (r"-[^\n\r\0]+", "options of sbatch, such as --extra=--reservation=NAME"),
+}
+
+
+def options() -> dict[str, Any]:
+    """Return the fields of `Job` that a user may set, by name."""
+    return {one.name: one for one in fields(Job) if "help" in one.metadata}
+
+
+def flag(name: str) -> str:
+    """Return a field's name as a flag.
+
+    Args:
+        name: Such as ``"tasks_per_node"``.
+    """
+    return f"--{name.replace('_', '-')}"
+
+
+def _seconds(time: str) -> int:
+    """Return the seconds of a time limit as sbatch reads it; 0 for none."""
+    days, _, clock = time.rpartition("-")
+    parts = [int(part) for part in clock.split(":") if part]
+    # H, H:M, H:M:S behind days; else M, M:S, H:M:S.
+    units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
+    rest = sum(part * unit for part, unit in zip(parts, units, strict=False))
+    return int(days or 0) * 86400 + rest
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def quote(word: str) -> str:
+    """Return a word as bash has to be given it.
+
+    Args:
+        word: Any text without zero bytes. Control characters are spelled out: sbatch refuses a
+            script with a carriage return.
+    """
+    if not re.search(r"[\x01-\x1f\x7f]", word):
+        return shlex.quote(word)
+    known = word.replace("\\", r"\\").replace("'", r"\'")
+    spelled = re.sub(r"[\x01-\x1f\x7f]", lambda found: f"\\{ord(found[0]):03o}", known)
+    return f"$'{spelled}'"
+
+
+def name_of(program: Sequence[str]) -> str:
+    """Return a name for a job from what it runs.
+
+    Args:
+        program: A script or ``-m module``, then arguments.
+    """
+    word = program[1] if program[:1] == ("-m",) and len(program) > 1 else Path(program[0]).stem
+    return re.sub(r"[^\w.+-]", "-", word) or "daso"

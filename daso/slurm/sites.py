@@ -1,0 +1,150 @@
+"""Site profiles: TOML files with what a cluster needs, and the files that come with daso."""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from daso.environment import expand, site_name
+from daso.errors import ConfigError
+from daso.slurm.job import Job, options
+
+__all__ = ["FOLDER", "Site", "known_sites", "parse_site", "read_site", "read_template"]
+
+FOLDER = Path(__file__).parent / "data"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """What a profile says.
+
+    Args:
+        name: Its name; empty for no site at all.
+        defaults: Values of options, which flags override.
+        launcher: What starts ranks here: a choice of ``--launcher``.
+        client: Environment of sbatch, scontrol and the like.
+        told: The same as the profile says it, with names of variables, which may be secret.
+    """
+
+    name: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    launcher: str = "auto"
+    client: Mapping[str, str] = field(default_factory=dict)
+    told: Mapping[str, str] = field(default_factory=dict)
+
+
+def known_sites() -> list[str]:
+    """Return the names of the profiles that come with daso."""
+    return sorted(path.stem for path in (FOLDER / "sites").glob("*.toml"))
+
+
+def read_site(wanted: str | None) -> Site:
+    """Read a profile.
+
+    Args:
+        wanted: A name, or the path of a TOML file; None for what DASO_SITE says.
+
+    Returns:
+        The profile; an empty one for no site.
+
+    Raises:
+        ConfigError: There is none of that name, or it does not say what a profile may.
+    """
+    wanted = wanted or site_name()
+    if not wanted:
+        return Site()
+    is_file = wanted.endswith(".toml")
+    if not is_file and wanted not in known_sites():
+        raise ConfigError(
+            f"a site must be one of {', '.join(known_sites())}, or a TOML file, not {wanted!r}; "
+            f"leave --site and DASO_SITE out for none"
+        )
+    path = Path(wanted) if is_file else FOLDER / "sites" / f"{wanted}.toml"
+    # The name is a comment of the batch script: a line break would end it.
+    return parse_site(re.sub(r"[^\w.+-]", "-", path.stem), _read(path, "a site profile"), str(path))
+
+
+def read_template(path: Path | None) -> tuple[str, str]:
+    """Read a template of a batch script.
+
+    Args:
+        path: The file; None for the one that comes with daso.
+
+    Returns:
+        The text, and the name for errors.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    path = path or FOLDER / "job.sbatch.j2"
+    return _read(path, "a template"), path.name
+
+
+def _read(path: Path, what: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{what} must be readable, but {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{what} must be text in UTF-8, but {path}: {error}") from error
+
+
+def parse_site(name: str, text: str, where: str) -> Site:
+    """Read the text of a profile.
+
+    Args:
+        name: The profile's name.
+        text: TOML: options at the top, ``launcher``, and tables ``environment`` and ``client``.
+        where: What to call it in an error.
+
+    Returns:
+        The profile.
+
+    Raises:
+        ConfigError: A key or a value is not valid.
+    """
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"a site profile must be TOML, but {where}: {error}") from error
+    launcher = values.pop("launcher", "auto")
+    client = _pairs(values.pop("client", {}), "client", where)
+    environment = _pairs(values.pop("environment", {}), "environment", where)
+    hints = get_type_hints(Job)
+    known = options().keys() - {"environment"}
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            keys = ", ".join(sorted({*known, "client", "environment", "launcher"}))
+            raise ConfigError(f"unknown key {key!r} in {where}; {hint}valid keys: {keys}")
+    defaults = {key: _convert(key, value, hints[key], where) for key, value in values.items()}
+    if environment:
+        defaults["environment"] = tuple(f"{key}={value}" for key, value in environment.items())
+    expanded = {key: expand(value) for key, value in client.items()}
+    return Site(name=name, defaults=defaults, launcher=str(launcher), client=expanded, told=client)
+
+
+def _convert(key: str, value: Any, kind: Any, where: str) -> Any:
+    lines = kind == tuple[str, ...]
+    fits = (
+        isinstance(value, list) and all(isinstance(one, str) for one in value)
+        if lines
+        else type(value) is kind
+    )
+    if not fits:
+        expected = "a list of texts" if lines else NAMES[kind]
+        raise ConfigError(f"{key} in {where} must be {expected}, not {value!r}")
+    return tuple(value) if lines else value
+
+
+NAMES = {int: "a whole number", str: "text", bool: "true or false"}
+
+
+def _pairs(value: Any, key: str, where: str) -> dict[str, str]:
+    if isinstance(value, Mapping) and all(isinstance(one, str) for one in value.values()):
+        return dict(value)
+    raise ConfigError(f"{key} in {where} must be a table of texts, not {value!r}")

@@ -1,0 +1,124 @@
+"""The door to SLURM's commands."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from daso.environment import for_sbatch, merged
+from daso.errors import TopologyError
+from daso.slurm.launcher import read_offered
+
+__all__ = ["ask", "has_settings", "is_there", "library_of", "offered", "require"]
+
+SECONDS = 60  # a controller that is down answers after some time-outs of its own
+
+
+def is_there(command: str) -> bool:
+    """Return whether a command is on PATH.
+
+    Args:
+        command: Such as ``"srun"``.
+    """
+    return shutil.which(command) is not None
+
+
+def has_settings(client: Mapping[str, str]) -> bool:
+    """Return whether SLURM's settings are where a site says; without, a command waits a minute.
+
+    Args:
+        client: Environment of SLURM's commands.
+    """
+    return "SLURM_CONF" not in client or Path(client["SLURM_CONF"]).is_file()
+
+
+def require(command: str) -> None:
+    """Refuse to go on without a command.
+
+    Args:
+        command: Such as ``"sbatch"``.
+
+    Raises:
+        TopologyError: It is not on PATH.
+    """
+    if not is_there(command):
+        raise TopologyError(
+            f"{command} must be on PATH, but it is not; log in to a node of a SLURM cluster, see "
+            f"the script with `daso submit --dry-run`, or use `daso run` on this machine"
+        )
+
+
+def ask(
+    words: Sequence[str],
+    *,
+    client: Mapping[str, str],
+    text: str | None = None,
+    options: Sequence[str] = (),
+) -> "subprocess.CompletedProcess[bytes]":
+    """Run a command of SLURM and wait for it.
+
+    Args:
+        words: The command line.
+        client: Environment that it needs besides this process's own.
+        text: What it reads, a batch script; nothing if None.
+        options: Names of the script's options.
+
+    Returns:
+        How it ended, and what it printed.
+
+    Raises:
+        TopologyError: It is not on PATH, has no settings, or does not end.
+    """
+    require(words[0])
+    if not has_settings(client):
+        raise TopologyError(
+            f"the site's SLURM_CONF must be a file, but there is no {client['SLURM_CONF']}; start "
+            f"the cluster, or choose another --site"
+        )
+    given = b"" if text is None else text.encode("utf-8", "surrogateescape")
+    env = merged(os.environ, client) if text is None else for_sbatch(os.environ, client, options)
+    try:
+        return subprocess.run(
+            words,
+            env=env,
+            input=given,
+            capture_output=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TopologyError(
+            f"{words[0]} must answer within {SECONDS} s, but it does not; see whether the "
+            f"cluster's controller is up with `scontrol ping`"
+        ) from error
+
+
+def library_of(python: str) -> str | None:
+    """Let a Python tell of its MPI library, which does not start MPI.
+
+    Args:
+        python: Its path.
+
+    Returns:
+        What the library says of itself; None for a Python that is only on the cluster's nodes.
+    """
+    words = [python, "-m", "mpi4py", "--mpi-lib-version"]
+    try:
+        said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return said.stdout if said.returncode == 0 else None
+
+
+def offered(client: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the MPI plugins that srun offers; none where there is no srun to ask.
+
+    Args:
+        client: Environment of SLURM's commands.
+    """
+    if not is_there("srun") or not has_settings(client):
+        return ()
+    said = ask(["srun", "--mpi=list"], client=client)
+    text = (said.stdout + said.stderr).decode("utf-8", "replace")
+    return read_offered(text) if said.returncode == 0 else ()

@@ -1,0 +1,300 @@
+"""`daso submit`: a job from flags and a site profile, its script, and sbatch."""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO, get_type_hints
+
+from daso.environment import find_mpirun
+from daso.errors import ConfigError
+from daso.slurm.job import Job, flag, name_of, options
+from daso.slurm.launcher import CHOICES, Launcher, choose
+from daso.slurm.sbatch_errors import explain, too_big
+from daso.slurm.script import render
+from daso.slurm.sites import Site, known_sites, read_site, read_template
+from daso.slurm.slurm_commands import ask, is_there, library_of, offered, require
+
+__all__ = ["RECORDS", "Record", "add_parser", "cut"]
+
+RECORDS = "jobs.jsonl"  # in the folder of logs: one line per submitted job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What is kept of a submitted job."""
+
+    job: str
+    name: str
+    log: str  # its file, with %a for the number in an array
+    script: str
+    site: str
+    submitted: str
+    client: dict[str, str] = field(default_factory=dict)  # as the site's profile says it
+
+
+# What sbatch calls them.
+SBATCH = {
+    "name": ("-J", "--job-name"),
+    "nodes": ("-N",),
+    "tasks_per_node": ("--ntasks-per-node",),
+    "cpus_per_task": ("-c",),
+    "time": ("-t",),
+    "partition": ("-p",),
+    "account": ("-A",),
+    "qos": ("-q",),
+    "constraint": ("-C",),
+    "array": ("-a",),
+    "dependency": ("-d",),
+}
+# sbatch's words for all nodes together, by the option for each.
+TOTALS = {
+    "tasks_per_node": (("-n", "--ntasks"), "ranks"),
+    "gpus_per_node": (("-G", "--gpus"), "GPUs"),
+}
+FLAGS = ("--dry-run", "--help", "-h")  # options without a value, besides the boolean ones
+
+
+def cut(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Part the words behind ``submit`` into options and the program.
+
+    Args:
+        words: All of them.
+
+    Returns:
+        Options, each with its value in one word, since a value may begin with a dash; and the
+        program.
+    """
+    hints = get_type_hints(Job)
+    switches = [name for name in options() if hints[name] is bool]
+    flags = {*FLAGS, *map(flag, switches), *(flag(f"no_{name}") for name in switches)}
+    ours, at = list[str](), 0
+    while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "--"):
+        joined = "=" in words[at] or re.match(r"-[A-Za-z].", words[at])  # --nodes=2, -N2
+        alone = words[at] in flags or joined or at + 1 == len(words)
+        ours.append(words[at] if alone else f"{words[at]}={words[at + 1]}")
+        at += 1 if alone else 2
+    return ours, tuple(words[at + 1 :] if words[at : at + 1] == ["--"] else words[at:])
+
+
+def add_parser(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``daso submit``; they come from the fields of `Job`.
+
+    Args:
+        parser: The parser of the command.
+    """
+    parser.usage = "daso submit [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENTS]"
+    parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
+    sites = ", ".join(known_sites())
+    parser.add_argument("--site", help=f"site profile: {sites}, or a TOML file; default: DASO_SITE")
+    parser.add_argument("--template", type=Path, metavar="FILE", help="a Jinja template to use")
+    parser.add_argument(
+        "--launcher",
+        metavar="KIND",
+        help=f"what starts the ranks: {', '.join(CHOICES)}; default: auto, by the MPI library",
+    )
+    hints = get_type_hints(Job)
+    for name, one in options().items():
+        text, metavar = one.metadata["help"], one.metadata["metavar"]
+        if one.default not in ("", (), False, 0) and "default" not in text:
+            text += f"; default: {one.default}"
+        if hints[name] is bool:
+            parser.add_argument(
+                flag(name), action=argparse.BooleanOptionalAction, default=None, help=text
+            )
+        elif hints[name] == tuple[str, ...]:
+            parser.add_argument(flag(name), action="append", metavar=metavar, help=text)
+        else:
+            flags, kind = (*SBATCH.get(name, ()), flag(name)), hints[name]
+            parser.add_argument(*flags, dest=name, type=kind, metavar=metavar, help=text)
+    for flags, noun in TOTALS.values():
+        text = f"{noun} of all nodes together"
+        parser.add_argument(*flags, type=int, metavar="N", help=text)
+    parser.set_defaults(run=submit)
+
+
+def submit(chosen: argparse.Namespace, program: Sequence[str]) -> int:
+    """Run ``daso submit``.
+
+    Args:
+        chosen: Flags.
+        program: What each rank runs.
+
+    Returns:
+        Exit code 0.
+
+    Raises:
+        ConfigError: With nothing submitted.
+    """
+    site = read_site(chosen.site)
+    template, name = read_template(chosen.template)
+    job = _job(vars(chosen), site, tuple(program))
+    text = render(job, template, name=name)
+    if job.ignored:
+        print(
+            f"daso: mpirun starts the ranks, so options of srun are left out: "
+            f"{' '.join(job.ignored)}; --launcher=srun keeps them",
+            file=sys.stderr,
+        )
+    if chosen.dry_run:
+        print(f"daso: {job.size}, {job.launcher}: {job.launcher.why}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
+        sys.stdout.buffer.flush()
+        return 0
+    require("sbatch")
+    _check_size(job, site)
+    folder = _folder(job)
+    number = _sbatch(job, text, site)
+    record = _keep(job, text, number=number, folder=folder, site=site)
+    where = "" if chosen.logs is None else f" --logs {shlex.quote(chosen.logs)}"
+    print(
+        f"submitted job {number} ({job.size}, {job.launcher}: {job.launcher.why})\n"
+        f"script: {record.script}\n"
+        f"follow it: daso logs --follow{where} {number}{_first(job.array)}"
+    )
+    return 0
+
+
+def _first(array: str) -> str:
+    """Return what names the first job of an array, or nothing."""
+    return f"_{re.findall(r'^[0-9]+', array)[0]}" if array else ""
+
+
+def _job(flags: Mapping[str, Any], site: Site, program: tuple[str, ...]) -> Job:
+    """Put a job together: defaults, then the site's, then flags; lists of both are joined."""
+    if not program:
+        raise ConfigError("a program must follow: `daso submit --nodes 2 train.py`, or -m module")
+    values: dict[str, Any] = {"name": name_of(program), **site.defaults}
+    for name in options():
+        given = flags[name]
+        if isinstance(given, list):
+            values[name] = (*values.get(name, ()), *given)
+        elif given is not None:
+            values[name] = given
+    values |= _totals(flags, values.get("nodes", 1))
+    _check_program(program, container=bool(values.get("container")))
+    here = not values.get("python") and not values.get("container")
+    if here:
+        values["python"] = sys.executable
+    return Job(
+        **values,
+        program=program,
+        launcher=_launcher(values, flags["launcher"] or site.launcher, site.client),
+        chdir=Path.cwd(),
+        root=os.geteuid() == 0,
+        site=site.name,
+        mpirun=str(find_mpirun() or "mpirun") if here else "mpirun",
+    )
+
+
+def _totals(flags: Mapping[str, Any], nodes: int) -> dict[str, int]:
+    """Return what each node has, where flags say what all have together."""
+    values = dict[str, int]()
+    for name, (words, noun) in TOTALS.items():
+        total = flags[words[-1].removeprefix("--")]
+        if total is None:
+            continue
+        each = total // max(1, nodes)
+        if each < 1 or total != each * nodes:
+            raise ConfigError(
+                f"{words[-1]} must be a multiple of --nodes, but {total} {noun} do not go evenly "
+                f"on {nodes} nodes; change one, or say how many each node has"
+            )
+        if flags[name] not in (None, each):
+            raise ConfigError(
+                f"{words[-1]} and {flag(name)} must say the same, but {total} in all are {each} on "
+                f"each node, not {flags[name]}; leave one out"
+            )
+        values[name] = each
+    return values
+
+
+def _check_program(program: Sequence[str], *, container: bool) -> None:
+    word = program[0]
+    if word == "-m" and len(program) == 1:
+        raise ConfigError("-m must be followed by a module, such as `-m daso train`")
+    if word != "-m" and not container and not Path(word).exists():
+        raise ConfigError(
+            f"the script must be there when it is submitted, but there is no {word} in "
+            f"{Path.cwd()}; mend its path, or run a module with -m"
+        )
+
+
+def _launcher(values: Mapping[str, Any], wanted: str, client: Mapping[str, str]) -> Launcher:
+    """Look at what is there, and choose."""
+    said = None if values.get("container") else library_of(values["python"])
+    return choose(said, offered(client), wanted)
+
+
+def _check_size(job: Job, site: Site) -> None:
+    """Refuse what the partition can never hold: sbatch takes it, and lets it wait for ever.
+
+    `sbatch --test-only` would tell too, but refuses also what has to wait for a node to be mended.
+    """
+    if not is_there("sinfo"):
+        return
+    # --noconvert: it would write 1.50K for 1536 nodes.
+    said = ask(["sinfo", "--noconvert", "-h", "-o", "%P|%c|%D"], client=site.client)
+    problem = too_big(job, _text(said.stdout)) if said.returncode == 0 else None
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _folder(job: Job) -> Path:
+    """Make the folder of logs: SLURM makes none, and a job without it ends without a word."""
+    folder = job.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _open_records(folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--logs must be a folder to write in, but {folder}: {error.strerror}; give another"
+        ) from error
+    return folder
+
+
+def _open_records(folder: Path) -> TextIO:
+    """Open the records of jobs to add to them: for this user alone, a profile may hold secrets."""
+
+    def private(path: str, flags: int) -> int:
+        return os.open(path, flags, mode=0o600)
+
+    return open(folder / RECORDS, "a", encoding="utf-8", opener=private)
+
+
+def _sbatch(job: Job, text: str, site: Site) -> str:
+    """Submit, and return the job's id."""
+    given = re.findall(r"(?:^| )--([\w-]+)", "\n".join(job.directives()), re.MULTILINE)
+    said = ask(["sbatch", "--parsable"], client=site.client, text=text, options=given)
+    if said.returncode != 0:
+        raise ConfigError(explain(_text(said.stderr), job))
+    return _text(said.stdout).strip().split(";")[0]  # a cluster's name may follow
+
+
+def _keep(job: Job, text: str, *, number: str, folder: Path, site: Site) -> Record:
+    script = folder / f"{job.name}-{number}.sbatch"
+    script.write_bytes(text.encode("utf-8", "surrogateescape"))
+    record = Record(
+        job=number,
+        name=job.name,
+        log=str(folder / f"{job.name}-{number}{'_%a' if job.array else ''}.out"),
+        script=str(script),
+        site=site.name,
+        submitted=datetime.now(UTC).isoformat(timespec="seconds"),
+        client=dict(site.told),
+    )
+    with _open_records(folder) as file:
+        file.write(json.dumps(asdict(record)) + "\n")
+    return record
+
+
+def _text(said: bytes) -> str:
+    return said.decode("utf-8", "replace")

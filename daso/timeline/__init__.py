@@ -1,0 +1,1 @@
+"""What ranks recorded, on one clock: recording, clock offsets, reports."""

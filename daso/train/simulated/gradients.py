@@ -1,0 +1,109 @@
+"""Gradients of simulated nodes, averaged on a narrow wire to the bits of a real run."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from daso.comm.compression import codec_named
+from daso.comm.dtypes import accumulator
+from daso.comm.reduction import WeightedMean, cut, in_process
+from daso.plan.layout import fit_buckets, flagged
+from daso.plan.options import Settings
+from daso.train.gradients.compression import CompressedSum, compressed_chunks
+from daso.train.model.params import Named, flat_view
+
+__all__ = ["SimulatedGradients"]
+
+
+class SimulatedGradients:
+    """Averages gradients of nodes of one rank each, bucket by bucket.
+
+    Args:
+        named: Names and parameters, for each node.
+        wire: "bf16", "int8" or "int4".
+        settings: How to exchange; buckets of a size that is searched are of another one here.
+    """
+
+    def __init__(self, named: Sequence[Named], wire: str, settings: Settings) -> None:
+        self._named, self._wire, self._settings = named, wire, settings
+        # Of parameters, as they become ready in the first round that is averaged; those that come
+        # before it count as well.
+        self._order: list[int] = []
+        self._hooks = [
+            tensor.register_post_accumulate_grad_hook(partial(self._note, index))
+            for index, (_, tensor) in enumerate(named[0])
+        ]
+        self._residuals: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}  # and by node
+        self._adders: dict[torch.dtype, WeightedMean] = {}
+
+    def _note(self, index: int, _: torch.Tensor) -> None:
+        if index not in self._order:
+            self._order.append(index)
+
+    def forget(self) -> None:
+        """Forget what was rounded away."""
+        self._residuals.clear()
+        self._adders.clear()
+
+    def average(self) -> int:
+        """Replace gradients by their mean over nodes; return the bytes that all would send."""
+        everything = range(len(self._named[0]))
+        self._order += [at for at in reversed(everything) if at not in self._order]
+        order = self._order
+        nbytes = 0
+        for dtype in dict.fromkeys(tensor.dtype for _, tensor in self._named[0]):
+            members = [at for at in order if self._named[0][at][1].dtype == dtype]
+            tensors = [self._named[0][at][1] for at in members]
+            spans = flagged([tensor.numel() for tensor in tensors])
+            size = self._settings.gradients.first_bucket_bytes(on_gpu=False) or 1 << 20
+            for group in fit_buckets([tensor.nbytes for tensor in tensors], size):
+                start, stop = spans[group[0]].start, spans[group[-1]].stop + 1
+                places = [spans[at].stop - start for at in group]
+                inside = [members[at] for at in group]
+                nbytes += self._average(inside, dtype, start, stop - start, places)
+        return nbytes
+
+    def _average(
+        self, members: Sequence[int], dtype: torch.dtype, start: int, numel: int, flags: list[int]
+    ) -> int:
+        """Average one bucket.
+
+        Args:
+            members: Its parameters (indices), in order.
+            dtype: Of them.
+            start: Where it starts in its row.
+            numel: Numbers in it, flags included.
+            flags: Their places in it.
+        """
+        nodes, wide = len(self._named), accumulator(dtype)
+        codec = codec_named(self._wire, wide)
+        places = torch.tensor(flags, dtype=torch.int64, device="cpu")
+        adder = self._adders.setdefault(
+            dtype, WeightedMean(codec, [1] * nodes, nodes, {}, of_gradients=True)
+        )
+        sources = []
+        for node in range(nodes):
+            total = torch.zeros(numel, dtype=wide, device="cpu")
+            for index, flag in zip(members, flags, strict=True):
+                tensor = self._named[node][index][1]
+                if tensor.grad is not None:
+                    total[flag - tensor.numel() : flag] = flat_view(tensor.grad)
+                    total[flag] = 1
+            residual = self._residuals.setdefault((dtype, node, start), torch.zeros_like(total))
+            sources.append(CompressedSum(total, start, residual, places))
+        chunk_bytes = self._settings.exchange.chunk_bytes
+        chunks = compressed_chunks(codec, chunk_bytes, start, numel, nodes)
+        spans = [span for parts in cut(chunks, nodes) for span in parts]
+        for source in sources:
+            source.encode(codec, spans)
+        nbytes = in_process(sources, adder, chunks)
+        used = torch.stack([source.exact for source in sources]).sum(0).tolist()
+        for index, flag, count in zip(members, flags, used, strict=True):
+            for source, named in zip(sources, self._named, strict=True):
+                tensor = named[index][1]
+                if count > 0:
+                    mean = source.total[flag - tensor.numel() : flag].to(dtype)
+                    tensor.grad = torch.empty_like(tensor) if tensor.grad is None else tensor.grad
+                    flat_view(tensor.grad).copy_(mean)
+        return nbytes + 2 * (nodes - 1) * len(flags) * wide.itemsize

@@ -1,0 +1,411 @@
+"""Many nodes of one rank each in one process, through the same schedule, parts, codecs and merges.
+
+For statistics at a scale that is not at hand: what a schedule, a wire or a merge costs in accuracy
+on 16 nodes can be seen on a laptop. Nothing is sent; time is what the caller says it is. The bits
+are those of a real run with one rank per node and ``Exchange(reduce="ordered")``, for every wire.
+Values that are not finite are not looked for.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from daso.comm.compression import EVEN, codec_named, dense_codec
+from daso.comm.dtypes import accumulator
+from daso.comm.reduction import WeightedMean, cut, in_process
+from daso.plan.header import Tally
+from daso.plan.layout import fragments, message_chunks
+from daso.plan.merge import ADOPT, Merge
+from daso.plan.options import Settings
+from daso.plan.schedule import (
+    Action,
+    Measurements,
+    Policy,
+    State,
+    after_batch,
+    after_epoch,
+    after_exchange,
+    begin,
+    drain,
+)
+from daso.train.deltas.merging import merge_pairs
+from daso.train.deltas.outer import MakeOuter
+from daso.train.deltas.shard import LEAST, DeltaShard, Gather, MergeOptions, message_numel
+from daso.train.model.params import Named, Trained, flat_view
+from daso.train.simulated.gradients import SimulatedGradients
+from daso.train.step_restoration import make_step_restoration
+
+__all__ = ["SimulatedNodes", "Times"]
+
+MANY = 1 << 20  # numbers
+Loss = Callable[[torch.nn.Module], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What is known of the machine that is simulated, or whose run is replayed."""
+
+    step_seconds: float = 1.0
+    exchange_seconds: float = 1.0  # on the first wire that the settings allow
+    own_seconds: float = 0.0  # of a core that training wanted, for an exchange
+    on_devices: bool = False  # rows are cut as on devices: what blocks of int8 and int4 are
+    exposed_seconds: float = 0.0  # of a synchronous step, in which a node stands still
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """An exchange under way; its numbers are there, and wait until they are due."""
+
+    batch: int
+    fragment: int | None
+    measurements: Measurements
+    keeps: bool
+    wire: str
+
+
+@dataclass(slots=True)
+class ExchangeState:
+    """What is remembered from exchange to exchange; see `daso.train.deltas.exchange`."""
+
+    size: float = 1.0
+    since: list[int] = field(default_factory=list)
+    measured: Tally = field(default_factory=Tally)
+    batches: int = 0
+    drift: float = 0.0
+    wire: str = ""
+    timed: str = ""
+    timed_numel: int = 0
+
+
+class Row:
+    """One row of one fragment on all nodes.
+
+    Args:
+        named: Names and parameters, for each node.
+        dtype: fp32 or fp64.
+        way: How exchanges are taken in.
+        settings: How to exchange.
+        on_devices: See `Times`.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[Named],
+        dtype: torch.dtype,
+        way: MergeOptions,
+        settings: Settings,
+        *,
+        on_devices: bool,
+    ) -> None:
+        self.named, self.dtype, nodes = named, dtype, len(named)
+        numel = sum(tensor.numel() for _, tensor in named[0])
+        self.parts = [DeltaShard(torch.zeros(numel, dtype=dtype, device="cpu"), way) for _ in named]
+        rounded: dict[int, torch.Tensor] = {}
+        wires = settings.wires
+        self.wired = {
+            wire: WeightedMean(codec_named(wire, dtype), [1] * nodes, nodes, rounded)
+            for wire in wires
+        }
+        self.dense = self.wired[wires[0]]
+        if settings.sparse:
+            self.dense = WeightedMean(dense_codec(wires[0], dtype), [1] * nodes, nodes, rounded)
+        self.rounded = rounded
+        least, even = (LEAST, EVEN) if on_devices else (1, 1)
+        codec = self.wired[wires[0]].codec
+        message = message_numel(codec, settings.exchange.chunk_bytes, least)
+        self.chunks = message_chunks(message, numel, nodes, even)
+        self.spans = [span for parts in cut(self.chunks, nodes) for span in parts]
+
+    def _pairs(self, node: int, row: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        views = [flat_view(tensor) for _, tensor in self.named[node]]
+        return list(zip(views, torch.split(row, [view.numel() for view in views]), strict=True))
+
+    def anchor(self) -> float:
+        """Take the parameters, equal on all nodes, as the reference; return its squared norm."""
+        for node, part in enumerate(self.parts):
+            for here, there in self._pairs(node, part.reference):
+                there.copy_(here)
+            part.anchor()
+        self.rounded.clear()
+        return float(self.parts[0].reference.double().square().sum())
+
+    def send(
+        self, wire: str, *, dense: bool, ahead: bool, keeps: bool
+    ) -> tuple[int, list[tuple[float, float, float]]]:
+        """Exchange deltas; return all nodes' bytes, and what each node's `DeltaShard` measured."""
+        adder = self.dense if dense and len(self.wired) == 1 else self.wired[wire]
+        for node, part in enumerate(self.parts):
+            gather = self._gather(node)
+            part.send(adder.codec, self.spans, gather, keeps=keeps)
+            if ahead:
+                part.go_ahead(gather)
+                merge_pairs(self._pairs(node, part.shown), ADOPT)
+        nbytes = in_process(self.parts, adder, self.chunks)
+        return nbytes, [part.measured(part.finish().tolist()) for part in self.parts]
+
+    def _gather(self, node: int) -> Gather:
+        """Return what copies parameters of a node into a row."""
+        whole = torch.cat([flat_view(tensor).to(self.dtype) for _, tensor in self.named[node]])
+        return lambda start, stop, row: row.copy_(whole[start:stop])
+
+    def merge(self, rule: Merge) -> None:
+        """Take in the new reference."""
+        for node, part in enumerate(self.parts):
+            if rule == ADOPT:
+                part.settle(self._gather(node))
+            part.show(rule)
+            merge_pairs(self._pairs(node, part.shown), rule)
+
+
+class SimulatedNodes:
+    """Trains one replica of a model for each node, in turn, and exchanges between them.
+
+    Args:
+        build: Makes the model; every call gives the same.
+        make_inner: Makes the inner optimizer of a model.
+        nodes: How many.
+        policy: Chooses skip and wait.
+        settings: How to exchange.
+        outer: Makes an optimizer for the reference.
+        times: What is known of the machine; the policy sees it.
+        wires: Wire of each exchange by the batch after which it was sent, as in the ``events`` of a
+            run that is replayed; None: chosen by ``times`` where the settings leave it open.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], torch.nn.Module],
+        make_inner: Callable[[torch.nn.Module], torch.optim.Optimizer],
+        nodes: int,
+        *,
+        policy: Policy,
+        settings: Settings,
+        outer: MakeOuter | None = None,
+        times: Times | None = None,
+        wires: Mapping[int, str] | None = None,
+    ) -> None:
+        self.models = [build() for _ in range(nodes)]
+        self.inners = [make_inner(model) for model in self.models]
+        self.policy, self.settings, self.times = policy, settings, times or Times()
+        self._wires = wires or {}
+        way = MergeOptions(settings.eager, 1 / nodes, outer)
+        pairs = zip(self.inners, self.models, strict=True)
+        self.named = [Trained.by(inner, model).named for inner, model in pairs]
+        self.rows = [self._rows(cut, way) for cut in self._cuts()]
+        self.step_restorations = [
+            make_step_restoration(inner, settings, says=False) for inner in self.inners
+        ]
+        restoration = self.step_restorations[0]
+        self.state = begin(
+            policy,
+            replace(policy.start(), fragments=len(self.rows), sparse=settings.sparse),
+            memory=0.0 if restoration is None else restoration.memory,
+            may_hide=restoration is not None and settings.may_hide,
+        )
+        self.global_bytes_sent = 0  # by all nodes
+        self.events: list[dict[str, Any]] = []
+        self._flight: InFlight | None = None
+        self._known = ExchangeState()
+        wire = settings.gradient_wire(hidden=True)
+        self._compressed = SimulatedGradients(self.named, wire, settings)
+        if not self.state.synchronous:
+            self._anchor(0)
+
+    def _cuts(self) -> Sequence[Sequence[int]]:
+        return fragments([p.numel() for _, p in self.named[0]], self.settings.exchange.fragments)
+
+    def _rows(self, cut: Sequence[int], way: MergeOptions) -> list[Row]:
+        rows = []
+        for dtype in (torch.float32, torch.float64):
+            mine = [at for at in cut if accumulator(self.named[0][at][1].dtype) == dtype]
+            if mine:
+                members = [[one[at] for at in mine] for one in self.named]
+                on_devices = self.times.on_devices
+                rows.append(Row(members, dtype, way, self.settings, on_devices=on_devices))
+        return rows
+
+    # --- training ----------------------------------------------------------------------------
+
+    def step(self, losses: Sequence[Loss]) -> float:
+        """Take one step on every node.
+
+        Args:
+            losses: For each node, what maps its model to this batch's loss.
+
+        Returns:
+            The mean loss over nodes.
+        """
+        total = 0.0
+        for model, inner, loss_of in zip(self.models, self.inners, losses, strict=True):
+            inner.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            total += float(loss.detach())
+        if self.state.synchronous:
+            self._average_gradients()
+        else:
+            self._compressed.forget()
+        for inner, restoration in zip(self.inners, self.step_restorations, strict=True):
+            with restoration.scaled(self.state.step_gain) if restoration else nullcontext():
+                inner.step()
+        self._act(*after_batch(self.policy, self.state))
+        return total / len(self.models)
+
+    def end_epoch(self, loss: float) -> None:
+        """Tell the schedule that an epoch is over; all nodes agree afterwards."""
+        self._act(*after_epoch(self.policy, self.state, loss))
+
+    def synchronize(self) -> None:
+        """Finish what is in flight; make parameters and floating buffers equal on all nodes."""
+        self._act(*drain(self.state))
+        _average([list(model.buffers()) for model in self.models])
+
+    def _average_gradients(self) -> None:
+        """Replace gradients by their mean over nodes, added in node order."""
+        if self.settings.gradient_wire(hidden=self.state.hidden) != "fp32":
+            self.global_bytes_sent += self._compressed.average()
+            return
+        count = len(self.named)
+        for index in range(len(self.named[0])):
+            tensors = [one[index][1] for one in self.named]
+            grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
+            if grads:
+                wide = accumulator(grads[0].dtype)
+                total = grads[0].to(wide, copy=True)
+                for grad in grads[1:]:
+                    total += grad
+                for tensor in tensors:
+                    tensor.grad = (total / count).to(tensor.dtype)
+                self.global_bytes_sent += 2 * (count - 1) * total.nbytes
+
+    def _act(self, acts: Sequence[Action], state: State) -> None:
+        measurements = None
+        for act in acts:
+            measurements = self._carry_out(act, state) or measurements
+        self.state = state
+        if measurements is not None:
+            acts, state = after_exchange(self.policy, state, measurements)
+            for act in acts:
+                self._carry_out(act, state)
+            self.state = state
+
+    def _carry_out(self, act: Action, state: State) -> Measurements | None:
+        if act is Action.ANCHOR:
+            self._anchor(state.batch)
+        elif act is Action.SEND:
+            self._send(state.batch, state.fragment, wait=state.wait)
+        elif act is Action.SEND_ALL:
+            self._send(state.batch, None, wait=0)
+        elif act is Action.RECEIVE:
+            return self._receive(state.batch)
+        elif act is Action.MEASURE:
+            return self._measure()
+        elif act is Action.JOIN:
+            _average([list(_state_tensors(inner)) for inner in self.inners])
+        return None
+
+    def _measure(self) -> Measurements:
+        """Return what nodes agree on about synchronous steps."""
+        rates = [group.get("lr", 0.0) for inner in self.inners for group in inner.param_groups]
+        times, lr = self.times, max(map(float, rates))
+        return Measurements(times.step_seconds, lr=lr, exposed_seconds=times.exposed_seconds)
+
+    # --- exchanges ---------------------------------------------------------------------------
+
+    def _anchor(self, batch: int) -> None:
+        size = sum(row.anchor() for rows in self.rows for row in rows)
+        self._known = ExchangeState(size or 1.0, [batch] * len(self.rows), wire=self._known.wire)
+
+    def _rows_of(self, fragment: int | None) -> list[Row]:
+        return (
+            [row for rows in self.rows for row in rows] if fragment is None else self.rows[fragment]
+        )
+
+    def _send(self, batch: int, fragment: int | None, *, wait: int) -> None:
+        known = self._known
+        wire = self._wires.get(batch) or known.wire or self.settings.wires[0]
+        sent = range(len(known.since)) if fragment is None else [fragment]
+        batches = batch - min(known.since[one] for one in sent)
+        drift = known.measured.drift(nodes=len(self.models), batches=known.batches)
+        ahead = self.settings.eager and wait > 0
+        measured = [[0.0, 0.0, 0.0] for _ in self.models]
+        keeps = wait > 0 and self.settings.keeps(wait=wait, drift=known.drift)
+        for row in self._rows_of(fragment):
+            nbytes, found = row.send(wire, dense=fragment is None, ahead=ahead, keeps=keeps)
+            self.global_bytes_sent += nbytes
+            measured = [
+                [a + b for a, b in zip(*pair, strict=True)]
+                for pair in zip(measured, found, strict=True)
+            ]
+        rates = [group.get("lr", 0.0) for inner in self.inners for group in inner.param_groups]
+        times = self.times
+        taken = times.exchange_seconds * _many_bytes(wire) / _many_bytes(self.settings.wires[0])
+        lr = max(map(float, rates))
+        gain = 0.0
+        if (restoration := self.step_restorations[0]) is not None:
+            gain = restoration.required_gain(
+                known.measured, nodes=len(self.models), batches=known.batches
+            )
+        gradients = self.settings.gradient_seconds(taken, wire)
+        measurements = Measurements(
+            times.step_seconds, taken, lr, drift, times.own_seconds, gain, gradients
+        )
+        self._flight = InFlight(batch, fragment, measurements, keeps, wire)
+        shares = (Tally.measured(a, b, c, known.size) for a, b, c in measured)
+        known.measured = sum(shares, Tally())
+        known.batches = batches
+        for one in sent:
+            known.since[one] = batch
+
+    def _receive(self, batch: int) -> Measurements:
+        flight, self._flight = self._flight, None
+        assert flight is not None, "the schedule receives only what was sent"
+        rule = self.settings.merge_rule(
+            waited=batch - flight.batch, nodes=len(self.models), keeps=flight.keeps
+        )
+        known, rows = self._known, self._rows_of(flight.fragment)
+        known.drift = flight.measurements.drift
+        numel = sum(row.parts[0].shown.numel() for row in rows)
+        if (known.timed, known.timed_numel) == (flight.wire, numel):
+            known.wire = self.settings.next_wire(flight.wire, flight.measurements, numel=numel)
+        known.timed, known.timed_numel = flight.wire, numel
+        for row in rows:
+            row.merge(rule)
+        self.events.append(
+            {
+                "sent": flight.batch,
+                "received": batch,
+                "wire": flight.wire,
+                **asdict(flight.measurements),
+            }
+        )
+        return flight.measurements
+
+
+def _many_bytes(wire: str) -> int:
+    """Return what many numbers take on a wire."""
+    return codec_named(wire).nbytes(MANY)
+
+
+def _state_tensors(inner: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in inner.param_groups:
+        for param in group["params"]:
+            state = inner.state.get(param, {})
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+@torch.no_grad()
+def _average(nodes: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Set floating tensors to their mean over nodes, added as differences from the first."""
+    for tensors in zip(*nodes, strict=True):
+        if tensors[0].is_floating_point():
+            first = tensors[0].to(accumulator(tensors[0].dtype), copy=True)
+            total = torch.zeros_like(first)
+            for tensor in tensors:
+                total += tensor - first
+            total = total.div_(len(tensors)).add_(first)
+            for tensor in tensors:
+                tensor.copy_(total)

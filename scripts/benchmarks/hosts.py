@@ -1,0 +1,137 @@
+"""Hosts of a cluster made for a benchmark: their links have a rate that can be changed."""
+
+import os
+import re
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from minicluster.start import interruptible, set_rate, take_down, up
+from minicluster.text import Minicluster
+
+import daso
+from daso.cli.bench.places import program, read_result
+from daso.environment import find_mpirun
+from daso.errors import ExchangeError
+from daso.slurm.job import Job
+from daso.slurm.job_state import read_jobs
+from daso.slurm.launcher import choose
+from daso.slurm.script import render
+from daso.slurm.sites import read_template
+from daso.slurm.slurm_commands import ask, library_of, offered
+
+__all__ = ["Hosts", "hosts"]
+
+LOOK_SECONDS = 0.1  # between two looks for what the ranks found
+ASK_SECONDS = 3.0  # between two questions to SLURM, meanwhile
+
+
+class Hosts:
+    """Hosts whose links have a rate that can be changed.
+
+    Args:
+        state: The cluster's state folder.
+        work: A folder that all hosts see.
+    """
+
+    fastest = "none"
+
+    def __init__(self, state: Path, work: Path) -> None:
+        self._state, self._work = state, work
+        self._client = {"SLURM_CONF": str(state / "slurm.conf")}
+        self._launcher = choose(library_of(sys.executable), offered(self._client))
+
+    def run(self, kind: str, plan: Mapping[str, Any], *, link: str, nodes: int, ranks: int) -> Any:
+        """Measure on ranks of these hosts, and return what they found; blocking.
+
+        Args:
+            kind: The bench's module.
+            plan: Its plan, for JSON.
+            link: The rate of every link.
+            nodes: Number of hosts.
+            ranks: On each.
+        """
+        set_rate(self._state, link)
+        out, log = self._work / "found.json", self._work / "log"
+        job = Job(
+            program=program(kind, plan, out),
+            launcher=self._launcher,
+            chdir=self._work,
+            root=True,
+            mpirun=str(find_mpirun() or "mpirun"),
+            python=sys.executable,
+            nodes=nodes,
+            tasks_per_node=ranks,
+            logs=".",
+            extra=(f"--output={log}",),
+        )
+        template, name = read_template(None)
+        script = self._work / "script"
+        script.write_text(render(job, template, name=name), encoding="utf-8")
+        code = self._wait_for(script, out)
+        if code != 0 and log.exists():
+            print(log.read_text(encoding="utf-8", errors="replace"), file=sys.stderr)
+        return read_result(out, code)
+
+    def _wait_for(self, script: Path, out: Path) -> int:
+        """Submit a script, and return its exit code once the job has ended.
+
+        ``sbatch --wait`` asks less and less often: it ends up to half a minute later.
+        """
+        said = ask(["sbatch", "--parsable", str(script)], client=self._client)
+        if said.returncode != 0:
+            why = said.stderr.decode("utf-8", "replace").strip()
+            raise ExchangeError(f"sbatch must take the bench's job, but: {why}")
+        job = said.stdout.decode().strip().split(";")[0]
+        while True:
+            state = read_jobs(
+                ask(["scontrol", "show", "job", "-o", job], client=self._client).stdout.decode()
+            )[0]
+            if state.ended:
+                return 0 if state.state == "COMPLETED" else _code_of(state.reason)
+            # Asking takes a core for a moment, beside ranks that are measured.
+            until = time.monotonic() + ASK_SECONDS
+            while not out.exists() and time.monotonic() < until:
+                time.sleep(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
+
+
+def _code_of(reason: str) -> int:
+    number = re.search(r"exit code (\d+)", reason)
+    return int(number[1]) if number else 1
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[Hosts]:
+    """Start so many hosts, and leave nothing of them, also when this program is ended (SIGTERM).
+
+    Args:
+        count: How many.
+
+    Raises:
+        DasoError: Not root, or a package is missing.
+    """
+    state = Path("/run") / f"daso-bench-{os.getpid()}"
+    seen = {str(Path(daso.__file__).parents[1]), sys.prefix}
+    cluster = Minicluster(
+        folder=str(state),
+        token=secrets.token_hex(8),
+        hosts=count,
+        cpus=4,
+        rate="none",
+        share=tuple(sorted(seen)),
+    )
+    with interruptible():
+        up(cluster)
+        work = Path(tempfile.mkdtemp(prefix="daso-bench-", dir="/var/tmp"))
+        try:
+            yield Hosts(state, work)
+        finally:
+            take_down(cluster)
+            shutil.rmtree(work, ignore_errors=True)

@@ -1,0 +1,145 @@
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from daso.checkpoint.state import Loaded
+from daso.cli.train.config import USED_BY, Config, read_config
+from daso.cli.train.resume import FREE, Saver, _differs, _place
+from daso.errors import ConfigError
+
+
+def run_of(config, name="digits", samples=1437):
+    return SimpleNamespace(config=config, data={"name": name, "samples": samples})
+
+
+def saved_by(config, epoch=0):
+    data = {"name": "digits", "samples": 1437}
+    return {"config": asdict(config), "data": data, "sampler": {"epoch": epoch, "batch": 1}}
+
+
+def other(key, default):
+    """Return another value that a setting may have."""
+    words = {"optimizer.name": "adamw", "schedule.policy": "plateau", "exchange.reduce": "ordered"}
+    words |= {"exchange.bucket_bytes": "search", "data.name": "digits"}
+    words |= {"exchange.wire": "fp32", "exchange.merge": "delta"}
+    words |= {"exchange.nonfinite": "raise", "tensorboard": "true", "data.folder": "f"}
+    words |= {
+        "name": "n",
+        "runs": "r",
+        "device": "cpu",
+        "schedule.wait": "2",
+        "exchange.outer": "nesterov",
+    }
+    words |= {"exchange.reducer": "prioritized", "exchange.step": "model"}
+    words |= {"exchange.gradient_wire": "int8"}
+    words |= {"exchange.gpu_direct": "true", "exchange.step_restoration": "off"}
+    words |= {"optimizer.momentum": "0.5", "exchange.outer_momentum": "0.5"}
+    return words.get(key) or str(default + 1)
+
+
+def needed(key):
+    """Return the policy that a setting of the schedule belongs to, as a word."""
+    used = [policy for policy, names in USED_BY.items() if key.removeprefix("schedule.") in names]
+    return [f"--schedule.policy={used[0]}"] if key.startswith("schedule.") and used else []
+
+
+def keys(settings, prefix=""):
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from keys(value, f"{key}.")
+        else:
+            yield prefix + key, value
+
+
+@pytest.mark.parametrize(("key", "default"), list(keys(asdict(Config()))))
+def test_a_setting_that_differs_is_named_unless_it_is_free(key, default):
+    now = read_config(None, [*needed(key), f"--{key}={other(key, default)}"])
+    why = _differs(run_of(now), saved_by(read_config(None, needed(key))))
+    if key in FREE:
+        assert why is None
+    else:
+        assert f"{key} was {default!r} and is now" in why
+        assert "--name=NAME" in why
+
+
+def test_every_free_setting_is_one():
+    assert set(dict(keys(asdict(Config())))) >= FREE
+
+
+def test_equal_settings_go_on():
+    assert _differs(run_of(Config()), saved_by(Config())) is None
+
+
+def test_a_setting_that_a_newer_version_has_does_not_stand_in_the_way():
+    saved = saved_by(Config())
+    del saved["config"]["exchange"]["nonfinite"]
+    assert _differs(run_of(Config()), saved) is None
+
+
+def test_what_auto_became_must_be_the_same():
+    assert "data.name was 'digits' and is now 'fashion'" in _differs(
+        run_of(Config(), name="fashion"), saved_by(Config())
+    )
+    assert "data.samples" in _differs(run_of(Config(), samples=1), saved_by(Config()))
+
+
+def test_epochs_that_are_done_already_are_refused():
+    saved = saved_by(Config(epochs=9), epoch=5)
+    assert "must be above those that are done, 5, not 5" in _differs(
+        run_of(Config(epochs=5)), saved
+    )
+    assert _differs(run_of(Config(epochs=6)), saved) is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "world", "size", "placed"),
+    [(7, 4, 4, 7), (7, 4, 2, 14), (7, 2, 4, 3), (7, 4, 3, 9), (0, 4, 2, 0), (1, 2, 4, 0)],
+)
+def test_another_number_of_ranks_counts_the_same_samples(batch, world, size, placed):
+    payload = {"sampler": {"epoch": 3, "batch": batch}, "total": torch.tensor(2.0 * batch)}
+    loaded = Loaded(70, payload, world, world == size, ())
+    sampler, total = _place(loaded, size)
+    assert sampler == {"epoch": 3, "batch": placed}
+    assert total.item() == pytest.approx(2.0 * placed), "the mean of the batches stays"
+    assert _place(replace(loaded, world=size), size) == (payload["sampler"], payload["total"])
+
+
+class Alone:
+    """A topology of one rank."""
+
+    place = SimpleNamespace(rank=0, size=1)
+    world = SimpleNamespace(bcast=lambda value: value)
+
+    def agree(self, problem, error):
+        assert problem is None
+
+
+@pytest.fixture
+def saver(tmp_path, monkeypatch):
+    """One that tells where it would begin."""
+    made = Saver(SimpleNamespace(config=Config(runs=str(tmp_path), name="x"), topology=Alone()))
+    monkeypatch.setattr(made, "resume", lambda: "resumed")
+    return made
+
+
+def checkpoint(saver, step):
+    folder = saver._folder / f"step-{step:08}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_a_job_that_slurm_started_anew_goes_on_where_it_left_a_checkpoint(saver, restarts):
+    assert saver.open(resume=False, restarts=restarts).step == 0
+    checkpoint(saver, 7)
+    assert saver.open(resume=False, restarts=restarts) == "resumed"
+
+
+def test_a_job_at_its_first_start_goes_on_only_when_it_is_told_to(saver):
+    assert saver.open(resume=False, restarts=0).step == 0
+    checkpoint(saver, 7)
+    with pytest.raises(ConfigError, match=r"has one of step 7; go on from it with --resume"):
+        saver.open(resume=False, restarts=0)
+    assert saver.open(resume=True, restarts=0) == "resumed"

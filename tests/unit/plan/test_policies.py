@@ -1,0 +1,653 @@
+import math
+import sys
+from dataclasses import FrozenInstanceError, fields, replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from daso.errors import ConfigError
+from daso.plan.header import Tally
+from daso.plan.policies import (
+    AGAIN,
+    DRIFT,
+    EARLY,
+    EXPOSED,
+    HOPELESS,
+    NORMALIZED_DRIFT,
+    Auto,
+    Fixed,
+    Plateau,
+    Qsr,
+)
+from daso.plan.schedule import (
+    MEASURE_EVERY,
+    Action,
+    Measurements,
+    State,
+    after_batch,
+    after_exchange,
+    begin,
+)
+
+checked = settings(derandomize=True, max_examples=100, deadline=None)
+
+ALL = [Fixed(), Plateau(epochs=20), Qsr(0.4), Auto()]
+
+amounts = st.one_of(st.just(0.0), st.floats(1e-9, 1e9), st.floats(0, allow_infinity=False))
+seens = st.builds(Measurements, amounts, amounts, amounts, amounts)
+
+
+def tuned(policy, skip, wait, measurements, *, before=None, fragments=1):
+    """What a policy chooses at one exchange, as the state machine carries it out."""
+    state = State(skip=skip, wait=wait, fragments=fragments, measurements=before or Measurements())
+    acts, state = after_exchange(policy, state, measurements)
+    assert acts == ()
+    assert state.measurements == measurements
+    return state
+
+
+def trained(policy, exchanges, drift_of, *, skip=1, lr=lambda batch: 1.0, seconds=0.5, fragments=1):
+    """Train, and return the skip that is chosen at each exchange, with the batch of the choice.
+
+    As in training, an exchange tells what drift the exchange before it measured. ``drift_of``
+    (batches, lr) is one batch's, when nodes were apart for so many.
+    """
+    state = replace(policy.start(), skip=skip, wait=1, fragments=fragments)
+    flight, measured, chosen = None, 0.0, []
+    since = [0] * fragments  # batch of the last send of each
+    while len(chosen) < exchanges:
+        acts, state = after_batch(policy, state)
+        told = None
+        for act in acts:
+            if act is Action.RECEIVE:
+                told, measured = flight
+            else:
+                batches, rate = state.batch - since[state.fragment], lr(state.batch)
+                flight = Measurements(1.0, seconds, rate, measured), drift_of(batches, rate)
+                since[state.fragment] = state.batch
+        if told is not None:
+            acts, state = after_exchange(policy, state, told)
+            assert acts == ()
+            chosen.append((state.batch, state.skip))
+    return chosen
+
+
+# --- Qsr ---------------------------------------------------------------------------------------
+
+
+def quadratic(alpha, lr, skip, max_skip):
+    """The rule in fractions, which do not round."""
+    if lr == 0:
+        return max_skip
+    return min(max_skip, max(skip, math.floor((Fraction(alpha) / Fraction(lr)) ** 2)))
+
+
+@pytest.mark.parametrize("max_skip", [4, 100, 128, 256, 10**6])
+@pytest.mark.parametrize("alpha", [0.0175, 0.3, 1.0, 7.5])
+def test_qsr_is_the_quadratic_rule_at_every_rate(alpha, max_skip):
+    policy = Qsr(alpha, skip=4, max_skip=max_skip)
+    rates = [alpha * 1.003**-step for step in range(-500, 3000)]
+    for lr in rates:
+        # A rate within rounding of the next whole number may be taken for it, either way.
+        near = {quadratic(alpha * (1 + off), lr, 4, max_skip) for off in (-1e-15, 0, 1e-15)}
+        assert tuned(policy, 4, 1, Measurements(lr=lr)).skip in near
+
+
+@checked
+@given(st.integers(1, 300), st.sampled_from([0.5, 1.0, 0.0078125]), st.integers(1, 300))
+def test_qsr_hits_whole_numbers_exactly(root, lr, max_skip):
+    policy = Qsr(root * lr, skip=1, max_skip=max_skip)
+    assert tuned(policy, 1, 1, Measurements(lr=lr)).skip == min(max_skip, root**2)
+
+
+def test_qsr_in_the_papers_numbers():
+    # H_base 4 at the peak rate 0.008: alpha 0.0175 gives H = 4 until the rate is 0.00875.
+    chosen = [
+        tuned(Qsr(0.0175), 4, 1, Measurements(lr=lr)).skip
+        for lr in (0.008, 0.0078, 0.005, 0.001, 1e-5)
+    ]
+    assert chosen == [4, 5, 12, 256, 256]
+
+
+@checked
+@given(seens, st.integers(2, 64))
+def test_qsr_looks_at_the_rate_alone_and_keeps_wait(measurements, skip):
+    policy = Qsr(0.5, skip=skip, wait=2, max_skip=100)
+    state = tuned(policy, skip, 2, measurements)
+    alone = tuned(policy, skip, 2, Measurements(lr=measurements.lr))
+    assert (state.skip, state.wait) == (alone.skip, 2)
+    assert skip <= state.skip <= 100
+
+
+@pytest.mark.parametrize("lr", [0.0, 5e-324, 1e-300])
+def test_a_rate_of_nothing_gives_qsr_the_most(lr):
+    assert tuned(Qsr(0.1, max_skip=99), 4, 1, Measurements(lr=lr)).skip == 99
+
+
+@pytest.mark.parametrize("lr", [1e300, math.inf])
+def test_a_huge_rate_gives_qsr_the_least(lr):
+    assert tuned(Qsr(0.1), 4, 1, Measurements(lr=lr)).skip == 4
+
+
+def test_qsr_starts_at_its_least_and_follows_a_decaying_rate():
+    chosen = trained(Qsr(2.0, max_skip=64), 40, lambda b, lr: 0.0, skip=4, lr=lambda b: 0.99**b)
+    skips = [skip for _, skip in chosen]
+    assert Qsr(2.0).start() == State(skip=4, wait=1)
+    assert skips == sorted(skips)
+    assert (skips[0], skips[-1]) == (4, 64)
+
+
+# --- Auto: wait --------------------------------------------------------------------------------
+
+skips = st.integers(1, 128)
+
+
+@st.composite
+def pairs(draw):
+    skip = draw(skips)
+    return skip, draw(st.integers(1, skip))
+
+
+@checked
+@given(pairs(), seens, st.integers(1, 200))
+def test_an_exchange_has_a_fifth_of_its_time_to_spare_unless_wait_is_capped(
+    pair, measurements, max_skip
+):
+    state = tuned(Auto(max_skip=max_skip), *pair, measurements)
+    capped = state.wait in (2 * pair[1], max_skip)
+    if measurements.step_seconds and measurements.exchange_seconds and not capped:
+        assert state.wait * measurements.step_seconds >= 1.2 * measurements.exchange_seconds * (
+            1 - 1e-12
+        )
+        assert state.wait >= state.skip // 8
+        # and no batch more than that
+        taken = (
+            state.wait - 1
+        ) * measurements.step_seconds <= 1.2 * measurements.exchange_seconds * (1 + 1e-12)
+        assert taken or state.wait == state.skip // 8
+
+
+@pytest.mark.parametrize(
+    ("step", "exchange", "wait"),
+    [(1.0, 0.5, 1), (1.0, 1.0, 2), (0.1, 1.0, 12), (0.01, 0.2, 24), (1e9, 1e-9, 1)],
+)
+def test_wait_in_numbers(step, exchange, wait):
+    assert tuned(Auto(), 15, 15, Measurements(step, exchange)).wait == wait
+
+
+@pytest.mark.parametrize("skip", [8, 64, 128])
+def test_ranks_may_come_apart_by_an_eighth_of_skip(skip):
+    fast = Measurements(step_seconds=1.0, exchange_seconds=0.01)
+    assert tuned(Auto(), skip, skip, fast).wait == skip // 8
+    assert tuned(Auto(), skip, 1, fast).wait == min(2, skip // 8)
+
+
+@pytest.mark.parametrize(("step", "exchange"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+def test_wait_stays_where_nothing_was_measured(step, exchange):
+    # Two exchanges after one batch, as in a drain, have no step between them.
+    assert tuned(Auto(), 64, 12, Measurements(step, exchange)).wait == 12
+
+
+def test_wait_at_most_doubles_and_is_at_most_max_skip():
+    slow = Measurements(step_seconds=0.01, exchange_seconds=60.0)
+    assert tuned(Auto(), 16, 3, slow).wait == 6
+    assert tuned(Auto(max_skip=5), 5, 3, slow).wait == 5
+
+
+# --- Auto: skip --------------------------------------------------------------------------------
+
+
+@checked
+@given(pairs(), seens, seens, st.integers(1, 200), st.integers(1, 8))
+def test_auto_chooses_whole_numbers_in_bounds_whatever_is_measured(
+    pair, measurements, before, max_skip, fragments
+):
+    skip, wait = pair
+    state = tuned(
+        Auto(max_skip=max_skip), skip, wait, measurements, before=before, fragments=fragments
+    )
+    assert (type(state.skip), type(state.wait)) == (int, int)
+    assert 1 <= state.wait <= state.skip <= max_skip
+    assert state.skip <= 2 * skip or state.skip == state.wait
+
+
+EXTREMES = [0.0, 5e-324, 1e-300, 1.0, 1e300, sys.float_info.max, math.inf]
+
+
+@pytest.mark.parametrize("lr", EXTREMES)
+@pytest.mark.parametrize("drift", EXTREMES)
+@pytest.mark.parametrize("before", EXTREMES)
+def test_no_number_is_too_small_or_too_large_for_auto(lr, drift, before):
+    for seconds in EXTREMES[:-1]:
+        measurements = Measurements(seconds, 1.0, lr, drift)
+        state = tuned(Auto(), 16, 4, measurements, before=Measurements(lr=before))
+        assert 1 <= state.wait <= state.skip <= 32
+
+
+@pytest.mark.parametrize(
+    ("own", "skip"),
+    [(0.001, 1), (0.01, 1), (0.021, 3), (0.11, 11), (0.4, 32), (1e9, 32), (0.0, 32)],
+)
+def test_exchanges_are_as_frequent_as_their_work_is_within_budget(own, skip):
+    """A step takes a second; nodes hardly drift; skip was 16."""
+    measurements = Measurements(1.0, 0.5, 0.1, DRIFT**2 / 1e6, own_seconds=own)
+    assert tuned(Auto(), 16, 1, measurements, before=Measurements(lr=0.1)).skip == skip
+    assert tuned(Auto(budget=0.02), 16, 1, measurements, before=Measurements(lr=0.1)).skip == (
+        32 if own == 0 else min(32, max(1, math.ceil(own / 0.02)))
+    )
+
+
+def test_what_exchanges_cost_counts_by_the_steps_time():
+    measurements = Measurements(0.1, 0.05, 0.1, DRIFT**2 / 1e6, own_seconds=0.0095)
+    assert tuned(Auto(), 8, 1, measurements, before=Measurements(lr=0.1)).skip == 10
+
+
+def test_drift_bounds_what_is_dear_and_wait_comes_first():
+    dear = Measurements(1.0, 0.5, 0.1, DRIFT**2 / 4.5, own_seconds=1.0)
+    assert tuned(Auto(), 4, 1, dear, before=Measurements(lr=0.1)).skip == 4
+    slow = replace(dear, exchange_seconds=6.0)
+    assert tuned(Auto(), 8, 8, slow, before=Measurements(lr=0.1)).skip == 8
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        (State(skip=1, wait=1), "it began"),
+        (State(skip=1, wait=1, measurements=Measurements(1.0)), "exchanges cost next to nothing"),
+        (
+            State(skip=6, wait=6, measurements=Measurements(1.0, 5.0)),
+            "an exchange takes that many batches",
+        ),
+        (State(hidden=True), "nodes average gradients at every batch, 0 % of it exposed"),
+        (
+            State(hidden=True, measurements=Measurements(0.2, exposed_seconds=0.05)),
+            "nodes average gradients at every batch, 25 % of it exposed",
+        ),
+        (
+            State(skip=8, wait=1, measurements=Measurements(1.0, 0.5, own_seconds=0.08)),
+            "an exchange takes 80 ms of training: 1 % of that many batches",
+        ),
+        (
+            State(skip=4, wait=1, measurements=Measurements(1.0, 0.5, own_seconds=0.08)),
+            "an exchange takes 80 ms of training; nodes drift apart by as much as they may in that "
+            "many batches",
+        ),
+    ],
+)
+def test_auto_says_why_skip_is_what_it_is(state, why):
+    assert Auto().why(state) == why
+
+
+# Exchanges that are cheap, of an optimizer that normalizes, on a link that hides gradients.
+FAST = Measurements(1.0, 0.5, 0.1, 1e-6, own_seconds=0.01, required_gain=2.0, gradient_seconds=0.5)
+BEFORE = State(batch=20, skip=1, wait=1, sent=20, last=20, sends=4, agreed=20)
+
+
+@pytest.mark.parametrize(
+    ("state", "measurements", "hides"),
+    [
+        ({}, {}, True),
+        ({"hide_again": 20}, {}, True),
+        ({"hide_again": 21}, {}, False),
+        ({}, {"required_gain": 0.0}, False),
+        ({}, {"gradient_seconds": 0.0}, False),
+        ({}, {"gradient_seconds": 0.501}, False),
+        ({}, {"step_seconds": 0.9}, False),
+        ({}, {"own_seconds": EXPOSED}, True),
+        ({}, {"own_seconds": 1.01 * EXPOSED}, False),
+    ],
+)
+def test_auto_averages_gradients_where_that_is_hidden_and_saves_accuracy(
+    state, measurements, hides
+):
+    state = replace(BEFORE, **state)
+    acts, after = after_exchange(Auto(), state, replace(FAST, **measurements))
+    assert after.hidden == after.synchronous == hides
+    assert acts == ((Action.RECEIVE, Action.JOIN) if hides else ())
+    assert hides == (after.sent is None)
+
+
+def test_it_does_so_until_steps_stand_still_and_tries_again_later():
+    policy = Auto()
+    state = begin(policy, policy.start(), memory=0.999, may_hide=True)
+    measured = []
+    for _ in range(EARLY + MEASURE_EVERY):
+        acts, state = after_batch(policy, state)
+        if acts:
+            assert acts == (Action.MEASURE,)
+            measured.append(state.batch)
+            most = EXPOSED if state.batch >= EARLY else HOPELESS
+            measurements = Measurements(1.0, exposed_seconds=most)
+            assert after_exchange(policy, state, measurements) == (
+                (),
+                replace(state, measurements=measurements),
+            )
+            late = Measurements(1.0, exposed_seconds=1.01 * most)
+            assert after_exchange(policy, state, late)[0] == (Action.ANCHOR,)
+    assert measured == [2, 5, *range(50, 351, 50)]
+    late = Measurements(1.0, exposed_seconds=1.01 * EXPOSED)
+    acts, state = after_exchange(policy, state, late)
+    assert acts == (Action.ANCHOR,)
+    assert (state.skip, state.wait, state.hidden) == (1, 1, False)
+    assert state.hide_again == state.batch + AGAIN
+
+
+@pytest.mark.parametrize(
+    ("policy", "may_hide", "state", "hides"),
+    [
+        (Auto(), True, {}, True),
+        (Auto(), False, {}, False),
+        (Auto(warmup=3), True, {}, False),
+        (Auto(), True, {"batch": 1}, False),
+        (Auto(), True, {"epoch": 1}, False),
+        (Fixed(2, 1), True, {}, False),
+        (Fixed(1, 0), True, {}, False),
+    ],
+)
+def test_only_auto_begins_in_step_and_only_before_the_first_batch(policy, may_hide, state, hides):
+    before = replace(policy.start(), **state)
+    after = begin(policy, before, memory=0.99, may_hide=may_hide)
+    assert after.memory == 0.99
+    assert after.hidden == hides
+    if not hides:
+        assert after == replace(before, memory=0.99)
+
+
+def test_after_a_warm_up_it_is_tried_by_what_exchanges_take():
+    policy = Auto(warmup=20)
+    state = replace(policy.start(), skip=1, wait=0)
+    for batch in range(1, 400):
+        _, state = after_batch(policy, state)
+        if not state.hidden and batch >= 22:
+            _, state = after_exchange(policy, state, FAST)
+    assert state.hidden
+    assert state.synchronous
+    state = replace(state, batch=399)
+    _, state = after_batch(policy, state)
+    _, state = after_exchange(policy, state, Measurements(1.0, exposed_seconds=0.5))
+    assert (state.skip, state.wait, state.hidden) == (1, 1, False)
+
+
+def test_other_synchronous_phases_are_not_measured():
+    state = Fixed(1, 0).start()
+    for _ in range(2 * MEASURE_EVERY):
+        acts, state = after_batch(Fixed(1, 0), state)
+        assert acts == ()
+
+
+def test_a_restored_step_may_drift_less():
+    measurements = Measurements(1.0, 0.5, 0.1, DRIFT**2 / 64, own_seconds=1.0)
+    before = Measurements(lr=0.1)
+    assert tuned(Auto(), 64, 1, measurements, before=before).skip == 64
+    bound = NORMALIZED_DRIFT**2 / DRIFT**2 * 64
+    found = tuned(Auto(), 64, 1, replace(measurements, required_gain=1.5), before=before)
+    assert found.skip == tuned(Auto(NORMALIZED_DRIFT), 64, 1, measurements, before=before).skip
+    assert bound < found.skip < 64
+
+
+def test_without_a_measured_drift_skip_stays():
+    assert tuned(Auto(), 16, 1, Measurements(1.0, 0.5, 0.1, 0.0)).skip == 16
+
+
+def test_nodes_that_hardly_drift_let_skip_grow():
+    tally = Tally.measured(1e-13, 1.0, 0.0, 1.0)  # too small to count, as in fine-tuning
+    drift = tally.drift(nodes=2, batches=1)
+    assert tuned(Auto(), 1, 1, Measurements(1.0, 0.5, 1e-6, drift)).skip == 2
+
+
+def test_skip_is_never_below_wait():
+    far = Measurements(step_seconds=1.0, exchange_seconds=10.0, lr=0.1, drift=1e6)
+    state = tuned(Auto(), 12, 12, far)
+    assert (state.skip, state.wait) == (12, 12)
+
+
+@pytest.mark.parametrize("start", [1, 2, 3, 5, 12, 31, 64, 100, 127, 128])
+def test_auto_reaches_the_skip_that_noise_allows_in_a_few_exchanges_and_stays(start):
+    policy, few = Auto(), 2 * math.log2(128)  # up by doubling, then half of the rest each time
+    for allowed in range(1, 150):
+        measurements = Measurements(1.0, 0.5, 0.1, drift=DRIFT**2 / (allowed + 0.5))
+        state, chosen = State(skip=start, wait=1), []
+        while state.skip not in chosen[-1:]:
+            chosen.append(state.skip)
+            _, state = after_exchange(policy, state, measurements)
+        assert state.skip == min(allowed, 128)
+        assert len(chosen) - 1 <= few
+        assert chosen in (sorted(chosen), sorted(chosen, reverse=True))  # never past it
+
+
+@pytest.mark.parametrize("drift", [0.003, 0.03, 0.3])
+@pytest.mark.parametrize("skip", [1, 16, 128])
+def test_before_an_exchange_nodes_are_apart_by_the_drift_aimed_at(drift, skip):
+    policy, rate = Auto(drift=drift), drift**2 / 40.5
+    _, last = trained(policy, 30, lambda batches, lr: rate, skip=skip)[-1]
+    assert last == 40
+    assert math.sqrt(last * rate) == pytest.approx(drift, rel=0.02)
+
+
+@pytest.mark.parametrize("fragments", [2, 3, 5])
+def test_fragments_share_the_batches_that_drift_allows(fragments):
+    policy = Auto()
+    rate = DRIFT**2 / 60.5
+    _, last = trained(policy, 40, lambda batches, lr: rate, fragments=fragments)[-1]
+    assert last == 60 // fragments  # each fragment is exchanged every 60 batches
+
+
+@pytest.mark.parametrize("seconds", [0.5, 3.0, 10.0])
+@pytest.mark.parametrize("start", [1, 7, 128])
+def test_where_drift_grows_with_skip_itself_skip_settles_instead_of_swinging(start, seconds):
+    policy, least = Auto(), math.ceil(1.2 * seconds)
+    for target in [*range(1, 20), 31, 50, 64, 99, 128]:
+        rate = DRIFT**2 / target**2
+        chosen = trained(policy, 60, lambda b, lr, r=rate: r * b, skip=start, seconds=seconds)
+        settled = {skip for _, skip in chosen[-15:]}
+        assert all(abs(skip - max(target, least)) <= 1 for skip in settled)
+
+
+def noise(policy, allowed):
+    """Drift of gradient noise: grows as the square of the rate; ``allowed`` batches at rate 1."""
+    return lambda batches, lr: DRIFT**2 / (allowed + 0.5) * lr**2
+
+
+def test_half_the_rate_makes_skip_four_times_as_long():
+    def lr(batch):
+        return 1.0 if batch < 400 else 0.5
+
+    chosen = trained(Auto(), 60, noise(Auto(), 16), lr=lr)
+    before = [skip for batch, skip in chosen if batch < 400]
+    assert (before[-1], chosen[-1][1]) == (16, 66)
+    rising = [skip for batch, skip in chosen if batch >= 400]
+    assert rising[0] == 32  # at the first exchange that knows the rate
+    assert rising == sorted(rising)
+
+
+def test_a_rate_that_jumps_up_shortens_skip_at_once_before_drift_is_measured():
+    before = Measurements(1.0, 0.5, lr=0.1, drift=DRIFT**2 / 64)
+    calm = tuned(Auto(), 64, 1, before, before=before)
+    jump = tuned(Auto(), 64, 1, replace(before, lr=0.4), before=before)
+    assert (calm.skip, jump.skip) == (64, 16)
+
+
+def test_twice_the_rate_makes_skip_a_quarter_and_never_less_on_the_way():
+    chosen = trained(Auto(), 60, noise(Auto(), 64), lr=lambda batch: 1.0 if batch < 800 else 2.0)
+    after = [skip for batch, skip in chosen if batch >= 864]
+    assert after[0] <= 32
+    assert set(after[-20:]) == {16}
+    assert min(after) >= 15
+
+
+def test_a_rate_that_was_0_tells_nothing_about_growth():
+    measurements = Measurements(1.0, 0.5, lr=0.1, drift=DRIFT**2 / 16)
+    assert tuned(Auto(), 16, 1, measurements, before=Measurements(lr=0.0)).skip == 16
+
+
+def test_a_rate_of_0_leaves_skip_as_it_is():
+    measurements = Measurements(1.0, 0.5, lr=0.0, drift=1.0)
+    assert tuned(Auto(), 16, 1, measurements, before=Measurements(lr=0.1)).skip == 16
+
+
+def test_auto_begins_with_an_exchange_at_every_batch_and_doubles():
+    chosen = trained(Auto(), 10, lambda batches, lr: 1e-12)
+    assert Auto().start() == State(skip=1, wait=1)
+    # The first exchange tells of no drift yet.
+    assert [skip for _, skip in chosen] == [1, 2, 4, 8, 16, 32, 64, 128, 128, 128]
+
+
+@pytest.mark.parametrize("warmup", [1, 5])
+def test_the_warmup_of_auto_is_synchronous_and_then_anchors(warmup):
+    policy = Auto(warmup=warmup)
+    state = policy.start()
+    assert state.synchronous
+    for batch in range(1, warmup + 1):
+        acts, state = after_batch(policy, state)
+        assert acts == ((Action.ANCHOR,) if batch == warmup else ())
+    assert (state.skip, state.wait) == (1, 1)
+    acts, state = after_batch(policy, state)
+    assert acts == (Action.SEND,)
+
+
+# --- all policies ------------------------------------------------------------------------------
+
+
+@checked
+@given(pairs(), seens, seens, st.sampled_from(ALL))
+def test_a_choice_is_a_function_of_state_and_what_was_seen(pair, measurements, before, policy):
+    state = State(skip=pair[0], wait=pair[1], measurements=before)
+    twin = State(skip=pair[0], wait=pair[1], measurements=replace(before))
+    assert after_exchange(policy, state, measurements) == after_exchange(
+        policy, twin, replace(measurements)
+    )
+    assert state == twin
+
+
+@pytest.mark.parametrize("policy", [Fixed(), Plateau(epochs=20)])
+def test_fixed_and_plateau_do_not_look_at_what_was_seen(policy):
+    state = State(skip=4, wait=1)
+    assert policy.tune_exchange(state, Measurements(1.0, 9.0, 0.1, 5.0)) is state
+
+
+@pytest.mark.parametrize("policy", [Fixed(), Qsr(0.4), Auto()])
+def test_a_loss_changes_nothing_but_for_plateau(policy):
+    for loss in (1.0, math.nan):
+        assert policy.tune_epoch(State(), loss) == State()
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_policies_are_frozen_and_say_their_settings(policy):
+    with pytest.raises(FrozenInstanceError):
+        setattr(policy, fields(policy)[0].name, 1)
+    assert eval(repr(policy), vars(sys.modules["daso.plan.policies"])) == policy
+
+
+# --- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"skip": 0}, "Fixed.skip must be a whole number of at least 1, not 0"),
+        ({"skip": True}, "Fixed.skip must be a whole number of at least 1, not True"),
+        ({"skip": 2.0}, "Fixed.skip must be a whole number of at least 1, not 2.0"),
+        ({"skip": "4"}, "Fixed.skip must be a whole number of at least 1, not '4'"),
+        ({"wait": -1}, "Fixed.wait must be a whole number of at least 0, not -1"),
+        ({"wait": None}, "Fixed.wait must be a whole number of at least 0, not None"),
+        ({"warmup": -1}, "Fixed.warmup must be a whole number of at least 0, not -1"),
+        ({"skip": 4, "wait": 5}, "must not exceed skip=4 .* not 5; lower wait or raise skip"),
+    ],
+)
+def test_fixed_refuses_with_rule_value_and_remedy(values, match):
+    with pytest.raises(ConfigError, match=match):
+        Fixed(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"epochs": 0}, "Plateau.epochs must be a whole number of at least 1, not 0"),
+        ({"epochs": 9.0}, "Plateau.epochs must be a whole number of at least 1, not 9.0"),
+        ({"warmup": -1}, "Plateau.warmup must be a whole number of at least 0, not -1"),
+        ({"cooldown": -1}, "Plateau.cooldown must be a whole number of at least 0, not -1"),
+        ({"max_skip": 0}, "Plateau.max_skip must be a whole number of at least 1, not 0"),
+        ({"patience": 0}, "Plateau.patience must be a whole number of at least 1, not 0"),
+        ({"threshold": -0.1}, r"Plateau.threshold must .* \[0, 1\), not -0.1"),
+        ({"threshold": 1}, r"Plateau.threshold must .* \[0, 1\), not 1"),
+        ({"threshold": math.nan}, r"Plateau.threshold must .* \[0, 1\), not nan"),
+        ({"threshold": "0.05"}, r"Plateau.threshold must .* \[0, 1\), not '0.05'"),
+        ({"warmup": 5, "cooldown": 6}, "must not exceed epochs=10, not 5 \\+ 6; shorten them"),
+    ],
+)
+def test_plateau_refuses_with_rule_value_and_remedy(values, match):
+    with pytest.raises(ConfigError, match=match):
+        Plateau(**{"epochs": 10} | values)
+
+
+PAIRS = [(skip, wait) for skip in range(1, 9) for wait in range(skip + 1)]
+
+
+@pytest.mark.parametrize("pair", [*PAIRS, (1000, 1000)])
+def test_fixed_takes_every_wait_up_to_skip(pair):
+    state = Fixed(*pair).start()
+    assert (state.skip, state.wait) == pair
+
+
+def test_the_defaults_are_written_down():
+    assert Fixed() == Fixed(skip=4, wait=1, warmup=0)
+    assert Plateau(9) == Plateau(
+        epochs=9, warmup=4, cooldown=4, max_skip=4, threshold=0.05, patience=2
+    )
+    assert Qsr(0.4) == Qsr(alpha=0.4, skip=4, wait=1, max_skip=256)
+    assert Auto() == Auto(drift=None, max_skip=128, warmup=0, budget=0.01)
+
+
+def test_plateau_takes_the_edges_of_its_ranges():
+    policy = Plateau(epochs=1, warmup=1, cooldown=0, max_skip=1, threshold=0, patience=1)
+    assert policy.max_wait == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"alpha": 0}, "Qsr.alpha must be a positive number, not 0"),
+        ({"alpha": -0.1}, "Qsr.alpha must be a positive number, not -0.1"),
+        ({"alpha": math.nan}, "Qsr.alpha must be a positive number, not nan"),
+        ({"alpha": math.inf}, "Qsr.alpha must be a positive number, not inf"),
+        ({"alpha": True}, "Qsr.alpha must be a positive number, not True"),
+        ({"alpha": "0.1"}, "Qsr.alpha must be a positive number, not '0.1'"),
+        ({"skip": 0}, "Qsr.skip must be a whole number of at least 1, not 0"),
+        ({"skip": 2.0}, "Qsr.skip must be a whole number of at least 1, not 2.0"),
+        ({"wait": -1}, "Qsr.wait must be a whole number of at least 0, not -1"),
+        ({"wait": True}, "Qsr.wait must be a whole number of at least 0, not True"),
+        ({"max_skip": 0}, "Qsr.max_skip must be a whole number of at least 1, not 0"),
+        ({"wait": 5}, "Qsr.wait must not exceed skip=4, not 5; lower it"),
+        ({"max_skip": 3}, "Qsr.skip must not exceed max_skip=3, not 4; lower it"),
+        ({"skip": 1, "wait": 0}, "Qsr.wait must be at least 1 where skip is 1 .* not 0; raise"),
+    ],
+)
+def test_qsr_refuses_with_rule_value_and_remedy(values, match):
+    with pytest.raises(ConfigError, match=match):
+        Qsr(**{"alpha": 0.1} | values)
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"drift": 0.0}, "Auto.drift must be a positive number, or None, not 0.0"),
+        ({"drift": math.nan}, "Auto.drift must be a positive number, or None, not nan"),
+        ({"budget": 0.0}, "Auto.budget must be a positive number, not 0.0"),
+        ({"budget": None}, "Auto.budget must be a positive number, not None"),
+        ({"max_skip": 0}, "Auto.max_skip must be a whole number of at least 1, not 0"),
+        ({"max_skip": 1.5}, "Auto.max_skip must be a whole number of at least 1, not 1.5"),
+        ({"warmup": -1}, "Auto.warmup must be a whole number of at least 0, not -1"),
+        ({"warmup": False}, "Auto.warmup must be a whole number of at least 0, not False"),
+    ],
+)
+def test_auto_refuses_with_rule_and_value(values, match):
+    with pytest.raises(ConfigError, match=match):
+        Auto(**values)
+
+
+def test_qsr_and_auto_take_the_edges_of_their_ranges():
+    assert Qsr(1, skip=1, wait=1, max_skip=1).start() == State(skip=1, wait=1)
+    assert Qsr(1, skip=2, wait=0, max_skip=2).start() == State(skip=2, wait=0)
+    assert tuned(Auto(drift=1, max_skip=1), 1, 1, Measurements(1.0, 9.0, 0.1, 1e-9)).skip == 1

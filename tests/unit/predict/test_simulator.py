@@ -1,0 +1,255 @@
+"""Virtual time against closed forms; the policies are those of real runs."""
+
+import math
+import time
+
+import pytest
+from hypothesis import given as given_by
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from daso.errors import ConfigError
+from daso.plan.options import Exchange, Gradients, Settings
+from daso.plan.policies import Auto, Fixed, Plateau
+from daso.predict.cluster import (
+    Cluster,
+    Job,
+    exchange_bytes,
+    exchange_seconds,
+)
+from daso.predict.network import Link, vote_seconds
+from daso.predict.simulator import simulate
+
+GIGABIT = Link(125e6, 2e-5)
+EXACT = pytest.approx
+
+
+def settings(wire="bf16"):
+    return Settings(wire=wire, merge="auto", exchange=Exchange(), gradients=Gradients())
+
+
+def given(*values):
+    """Draw the same examples each time, however long one takes."""
+    fixed = hypothesis_settings(derandomize=True, deadline=None, max_examples=40)
+    return lambda test: fixed(given_by(*values)(test))
+
+
+# --- links ---------------------------------------------------------------------------------------
+
+
+def test_a_vote_goes_up_a_tree_and_down():
+    assert [vote_seconds(Link(1, 1.0), nodes) for nodes in (1, 2, 3, 4, 1024)] == [0, 2, 4, 4, 20]
+
+
+# --- exchanges -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nodes", "row"), [(2, 1.0), (3, 4 / 3), (4, 1.5), (100, 1.98)])
+def test_two_nodes_send_the_row_and_more_send_it_twice_but_their_part(nodes, row):
+    assert exchange_bytes(1e6, "bf16", nodes) == EXACT(2e6 * row)
+    assert exchange_bytes(1e6, "int4", nodes) == EXACT(1e6 * 4.25 / 8 * row)
+
+
+@pytest.mark.parametrize(
+    ("rate", "wire", "measured"),
+    [
+        # Seconds of exchanges of 4.58 M parameters beside training, 2 ranks on 2 cores,
+        # scripts/figures/train.json, 2026-11-22.
+        (12.5e6, "bf16", 0.767),
+        (12.5e6, "int4", 0.212),
+        (1.25e6, "int4", 1.990),
+    ],
+)
+def test_an_exchange_takes_what_was_measured_where_the_link_is_slow(rate, wire, measured):
+    job = Job(4.58e6, 0.08, host_seconds=0.13 / 4.58e6)
+    found = exchange_seconds(job, Cluster(2, Link(rate, 1e-4)), wire)
+    assert found == EXACT(measured, rel=0.07)
+
+
+@pytest.mark.parametrize(("skip", "wait"), [(1, 1), (4, 1), (4, 4), (16, 3), (2, 0)])
+@pytest.mark.parametrize("nodes", [2, 3, 16])
+@pytest.mark.parametrize("wire", ["bf16", "int4"])
+def test_steps_wait_for_what_is_not_hidden_and_no_longer(skip, wait, nodes, wire):
+    """An exchange by hand: its bytes with their headers, and 20 us for each message in a row."""
+    job, cluster = Job(1e7, 0.05), Cluster(nodes, GIGABIT)
+    found = simulate(job, cluster, Fixed(skip, wait), settings(wire), steps=64 * skip)
+    nbytes = 1e7 * {"bf16": 2, "int4": 4.25 / 8}[wire] * {2: 1, 3: 4 / 3, 16: 15 / 8}[nodes]
+    in_a_row = {2: 2 + 1, 3: 4 + 2, 16: 8 + 2}[nodes]  # a vote, then the payload
+    takes = nbytes * 1538 / 1448 / 125e6 + in_a_row * 2e-5
+    exposed = max(0.0, takes - wait * job.step_seconds) / skip
+    assert found.step_seconds == EXACT(job.step_seconds + exposed, rel=1e-9)
+    assert found.exposed_seconds == EXACT(exposed, rel=1e-9, abs=1e-12)
+    assert found.bytes_per_step == EXACT(exchange_bytes(1e7, wire, nodes) / skip)
+    assert found.wire == wire
+
+
+def test_synchronous_steps_take_what_the_chain_of_layers_takes():
+    job, cluster = Job(1e7, 0.05), Cluster(4, GIGABIT)
+    found = simulate(job, cluster, Fixed(1, 0), settings(), steps=100)
+    crossing = 1.5 * 4e7 * 1538 / 1448 / 125e6 + 16 * 4 * 2e-5  # a vote with each of 16 portions
+    assert found.step_seconds == EXACT(0.05 / 3 + 0.1 / 3 / 16 + crossing)
+    assert found.bytes_per_step == EXACT(6e7)
+
+
+@pytest.mark.parametrize(
+    ("cores", "stretch", "taken"), [(2, 1, 0), (1.5, 1, 0.5), (1, 1, 1), (0.5, 2, 1)]
+)
+def test_what_exchanges_take_of_cores_is_lost_to_computing(cores, stretch, taken):
+    """On a link that takes next to nothing: 10 ms of work for each exchange, or step."""
+    job = Job(1e7, 0.05, host_seconds=1e-9, gradient_seconds=1e-9)
+    cluster = Cluster(4, Link(math.inf), cores=cores)
+    found = simulate(job, cluster, Fixed(4, 4), settings(), steps=400)
+    assert found.step_seconds == EXACT(stretch * (0.05 + taken * 0.01 / 4))
+    found = simulate(job, cluster, Fixed(1, 0), settings(), steps=100)
+    last = 0.01 / 16  # of the portions in which gradients go
+    assert found.step_seconds == EXACT(stretch * (0.05 + taken * 0.01 + (1 - taken) * last))
+
+
+def test_packing_and_merging_keep_the_training_thread_whatever_is_hidden():
+    job = Job(1e7, 0.05, own_seconds=1e-9)  # 5 ms before, 5 after
+    for rate in (125e6, math.inf):
+        cluster = Cluster(4, Link(rate))
+        found = simulate(job, cluster, Fixed(4, 1), settings(), steps=400)
+        exposed = max(0.0, exchange_seconds(job, cluster, "bf16") - 0.05)
+        assert found.step_seconds == EXACT(0.05 + (0.01 + exposed) / 4)
+        assert found.exposed_seconds == EXACT(exposed / 4)
+
+
+def test_a_core_that_waits_for_the_link_has_time_for_the_exchange():
+    """What an exchange takes of the only core does not add to what the link takes longer."""
+    job = Job(1e7, 0.05, host_seconds=1e-9)
+    for cores in (1, 2):
+        cluster = Cluster(2, GIGABIT, cores=cores)
+        found = simulate(job, cluster, Fixed(2, 1), settings(), steps=400)
+        exposed = exchange_seconds(job, cluster, "bf16") - 0.05
+        assert found.step_seconds == EXACT(0.05 + exposed / 2)
+
+
+@given(st.floats(0.1, 3), st.floats(0.1, 3), st.integers(2, 200), st.floats(0, 1e-3))
+def test_fewer_cores_never_make_a_step_shorter(one, other, nodes, latency):
+    job = Job(1e6, 0.05, host_seconds=2e-9, gradient_seconds=3e-9, own_seconds=1e-9)
+    few, many = sorted((one, other))
+    for policy in (Fixed(1, 0), Fixed(4, 1)):
+        steps = [
+            simulate(job, Cluster(nodes, Link(1e9, latency), cores=c), policy, settings(), steps=40)
+            for c in (few, many)
+        ]
+        assert steps[0].step_seconds >= steps[1].step_seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("cores", [0, -1, math.nan, math.inf])
+def test_cores_are_a_number_above_0(cores):
+    with pytest.raises(ConfigError, match="cores must be a positive number"):
+        Cluster(2, GIGABIT, cores=cores)
+
+
+def test_one_node_waits_for_nobody():
+    found = simulate(Job(1e7, 0.05), Cluster(1, GIGABIT), Auto(), settings("auto"), steps=100)
+    assert (found.step_seconds, found.exchanges) == (EXACT(0.05), 0)
+
+
+@given(st.floats(1e-3, 1e3), st.integers(2, 9), st.sampled_from([Fixed(3, 1), Fixed(1, 0), Auto()]))
+def test_what_takes_k_times_as_long_everywhere_takes_k_times_as_long(k, nodes, policy):
+    """Seed system H2: time of any order of tasks is homogeneous."""
+    job = Job(1e6, 0.02, host_seconds=1e-8, jitter=0.05, drift=1e-4)
+    slow = Job(1e6, 0.02 * k, host_seconds=1e-8 * k, jitter=0.05, drift=1e-4)
+    link, slow_link = Link(1e8, 1e-4), Link(1e8 / k, 1e-4 * k)
+    one = simulate(job, Cluster(nodes, link), policy, settings(), steps=60)
+    other = simulate(slow, Cluster(nodes, slow_link), policy, settings(), steps=60)
+    assert other.step_seconds == EXACT(k * one.step_seconds, rel=1e-12)
+
+
+def test_all_go_as_fast_as_the_slowest():
+    job, cluster = Job(1e6, 0.01), Cluster(8, Link(12.5e9), slower={3: 1.5})
+    for policy in (Fixed(1, 0), Fixed(8, 2), Auto()):
+        found = simulate(job, cluster, policy, settings(), steps=400)
+        assert found.step_seconds == EXACT(0.015, rel=0.15)
+        assert found.step_seconds >= 0.015 * (1 - 1e-2)
+
+
+# --- policies ------------------------------------------------------------------------------------
+
+
+def test_auto_hides_exchanges_on_any_link():
+    job = Job(25.6e6, 0.1, jitter=0.02, drift=1e-5)
+    for rate in (125e6, 1.25e9, 12.5e9):
+        cluster = Cluster(64, Link(rate, 2e-5))
+        found = simulate(job, cluster, Auto(), settings("auto"), steps=1000)
+        synchronous = simulate(job, cluster, Fixed(1, 0), settings(), steps=100)
+        assert found.efficiency(job) > 0.97
+        assert found.efficiency(job) > synchronous.efficiency(job)
+
+
+def test_a_slow_link_gets_the_narrow_wire_and_a_fast_one_the_wide():
+    job = Job(25.6e6, 0.1, drift=1e-5)
+    chosen = {
+        rate: simulate(job, Cluster(8, Link(rate)), Auto(), settings("auto"), steps=300).wire
+        for rate in (12.5e6, 12.5e9)
+    }
+    assert chosen == {12.5e6: "int4", 12.5e9: "bf16"}
+
+
+def test_more_drift_brings_more_exchanges():
+    cluster = Cluster(8, GIGABIT)
+    runs = [
+        simulate(Job(1e6, 0.1, drift=drift), cluster, Auto(), settings(), steps=600).exchanges
+        for drift in (1e-3, 1e-4, 1e-5)
+    ]
+    assert runs == sorted(runs, reverse=True)
+    assert runs[0] > 2 * runs[2]
+
+
+def test_a_node_that_is_slower_does_not_make_exchanges_longer():
+    """They are timed by the rank that comes last; the others' waiting is no reason to wait more."""
+    job = Job(1e7, 0.05, drift=1e-5)
+    runs = [
+        simulate(job, Cluster(4, GIGABIT, slower), Auto(), settings(), steps=600)
+        for slower in ({}, {2: 1.3})
+    ]
+    assert [run.skip for run in runs] == [runs[0].skip] * 2
+    assert runs[1].wait <= runs[0].wait
+
+
+def test_a_phase_of_warm_up_is_gone_through_and_epochs_are_refused():
+    with pytest.raises(ConfigError, match="Plateau"):
+        simulate(Job(1e6, 0.1), Cluster(4, GIGABIT), Plateau(9), settings(), steps=200)
+    warm = simulate(Job(1e6, 0.1), Cluster(4, GIGABIT), Fixed(4, 1, 50), settings(), steps=200)
+    assert (warm.skip, warm.wait) == (4, 1)
+    assert warm.exchanges == (200 - 50) // 4
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another():
+    job = Job(1e6, 0.1, jitter=0.1)
+    runs = [
+        simulate(job, Cluster(4, GIGABIT), Fixed(4, 1), settings(), steps=100, seed=seed)
+        for seed in (1, 1, 2)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+    assert runs[0].step_seconds >= 0.1
+
+
+def test_many_nodes_are_gone_through_in_seconds():
+    job, start = Job(1e9, 0.5, jitter=0.02, drift=1e-5), time.process_time()
+    simulate(job, Cluster(2000, Link(1.25e9, 2e-5)), Auto(), settings("auto"), steps=200)
+    assert time.process_time() - start < 20  # of 400,000 steps of nodes; 10,000,000 in a minute
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: Job(0, 1), "parameters must be a positive number"),
+        (lambda: Job(1, math.inf), "step_seconds must be a positive number"),
+        (lambda: Job(1, 1, jitter=-1), "jitter must be a part of a step"),
+        (lambda: Cluster(0, GIGABIT), "nodes must be a whole number of at least 1"),
+        (lambda: Cluster(2, GIGABIT, slower={2: 1.0}), "one of 0 to 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, match):
+    with pytest.raises(ConfigError, match=match):
+        make()
+
+
+def test_settings_that_are_not_given_are_the_usual_ones():
+    job, cluster = Job(1e6, 0.02, drift=1e-4), Cluster(4, GIGABIT)
+    given_none = simulate(job, cluster, Auto(), steps=100)
+    assert given_none == simulate(job, cluster, Auto(), settings("auto"), steps=100)

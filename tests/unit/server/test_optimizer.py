@@ -1,0 +1,116 @@
+"""One owner's arithmetic, held against steps written out by hand; nothing communicates."""
+
+import pytest
+import torch
+from torch import nn
+
+from daso.plan.options import Exchange
+from daso.server.partition import Partition, layers_of
+from daso.server.plan import Plan
+from daso.server.shard import Contribution, ParameterShard
+from daso.train.gradients.partial_step import values_of
+
+RANKS, LR = 4, 0.5
+PLAN = {
+    "mode": "sharded",
+    "staleness": None,
+    "push_every": 1,
+    "scale_by_staleness": False,
+    "wire": None,
+    "transport": "messages",
+    "exchange": Exchange(),
+}
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=LR)
+
+
+def serving(rank=1, **keywords):
+    torch.manual_seed(3)
+    model = nn.Linear(3, 8)
+    plan = Plan(**{**PLAN, **keywords})
+    _, named, layers = layers_of(model)
+    shares = Partition(named, layers, RANKS, whole=plan.whole)
+    server = ParameterShard(rank, shares, plan, sgd)
+    server.logs = True
+    return model, server
+
+
+def contribution(server, model, source, step, *, read=0, base=None, grads=None):
+    if grads is None:
+        generator = torch.Generator().manual_seed(100 * step + source)
+        grads = [torch.randn(p.shape, generator=generator) for p in model.parameters()]
+    one = Contribution(
+        source=source,
+        step=step,
+        layers=(0,),
+        has=tuple(grad is not None for grad in grads),
+        read=(read,),
+        values=values_of(server.inner.param_groups),
+        row=server.shares.pack(server.rank, [0], grads),
+        base=None if base is None else server.shares.pack(server.rank, [0], base),
+    )
+    return one, grads
+
+
+def rows(model, tensors, rank=1):
+    return [tensor[2 * rank : 2 * rank + 2] for tensor in tensors]
+
+
+def test_an_owner_waits_for_all_and_takes_the_mean():
+    model, server = serving(staleness=0)
+    expected = rows(model, [p.detach().clone() for p in model.parameters()])
+    given = []
+    for source in (2, 0, 3):
+        one, grads = contribution(server, model, source, 0)
+        given.append((source, grads))
+        assert server.contribute(one) == []
+    one, grads = contribution(server, model, 1, 0)
+    given.append((1, grads))
+    assert server.contribute(one) == [0]
+    for at, before in enumerate(expected):
+        total = torch.zeros_like(before)
+        for _, grads in sorted(given, key=lambda pair: pair[0]):
+            total = total + rows(model, grads)[at]
+        assert torch.equal(server.stand_ins[at], before - LR * (total / RANKS))
+    assert server.about(0) == (1, 1.0, 0)
+
+
+@pytest.mark.parametrize("damped", [False, True])
+def test_without_a_bound_each_gradient_is_a_share_of_a_step(damped):
+    model, server = serving(scale_by_staleness=damped)
+    expected = rows(model, [p.detach().clone() for p in model.parameters()])
+    for number, (source, step, read) in enumerate([(2, 0, 0), (2, 1, 1), (0, 0, 0), (3, 0, 0)]):
+        one, grads = contribution(server, model, source, step, read=read)
+        assert server.contribute(one) == [0]
+        rate = LR / RANKS / (1 + (number - read) / RANKS if damped else 1)
+        expected = [x - rate * g for x, g in zip(expected, rows(model, grads), strict=True)]
+        assert all(
+            torch.allclose(a, b, rtol=0, atol=1e-7)
+            for a, b in zip(server.stand_ins, expected, strict=True)
+        )
+    version, clock, behind = server.about(0)
+    assert (version, clock, behind) == (4, 0.0, 1)  # rank 1 has not brought any
+    assert [one.of for one in server.log] == [((2, 0),), ((2, 1),), ((0, 0),), ((3, 0),)]
+    server.finish(1)
+    assert server.clock(0) == 1.0
+
+
+def test_a_replica_starts_from_what_its_gradient_was_computed_with():
+    model, server = serving(mode="replicated")
+    base = [torch.full_like(p, 2.0) for p in model.parameters()]
+    one, grads = contribution(server, model, 1, 0, base=base)
+    server.contribute(one)
+    for stand_in, start, grad in zip(server.stand_ins, base, grads, strict=True):
+        assert torch.equal(stand_in, start - LR * grad)
+
+
+def test_a_gradient_that_is_not_there_moves_nothing():
+    model, server = serving()
+    before = [p.detach().clone() for p in server.stand_ins]
+    one, _ = contribution(server, model, 0, 0, grads=[None, None])
+    assert server.contribute(one) == [0]
+    assert all(torch.equal(a, b) for a, b in zip(server.stand_ins, before, strict=True))
+    assert server.clock(0) == 0.0
+    assert server.ahead(0, 0) == 1.0
