@@ -48,13 +48,7 @@ class Rule:
 
 
 def whole(least: int, most: int = MOST, of: str = "") -> Rule:
-    """Return the rule of a whole number.
-
-    Args:
-        least: Smallest that is allowed.
-        most: Largest; the text tells of it only if it is not what all counts have.
-        of: What is counted, as " of bytes".
-    """
+    """Return the rule of a whole number."""
     limit = "" if most == MOST else f" and at most {most}"
     return Rule(
         f"a whole number{of} of at least {least}{limit}",
@@ -118,11 +112,7 @@ def _is_real(value: object, least: float, most: float) -> bool:
 
 
 def check(name: str, value: object, rule: Rule, remedy: str = "") -> None:
-    """Raise unless a rule holds for a value.
-
-    Raises:
-        ConfigError: Rule and value.
-    """
+    """Raise unless a rule holds for a value."""
     if not rule.holds(value):
         raise ConfigError(f"{name} must be {rule.text}, not {format_value(value)}{remedy}")
 
@@ -153,11 +143,7 @@ ELSEWHERE = {
 
 
 def validate_call(call: Call) -> Call:
-    """Make a call whose arguments do not fit its signature a `ConfigError` that says which do.
-
-    Args:
-        call: A function, or a method ``__init__``.
-    """
+    """Make a call whose arguments do not fit its signature a `ConfigError` that says which do."""
     signature = inspect.signature(call)
     name = call.__qualname__.removesuffix(".__init__")
 

@@ -60,17 +60,7 @@ class Launch:
 
 
 def read_launch(env: Mapping[str, str] | None = None) -> Launch:
-    """Read how this process was started.
-
-    Args:
-        env: Environment to read; the process's own if None.
-
-    Returns:
-        The launch; alone when no launcher's variables are there.
-
-    Raises:
-        ConfigError: DASO_RANKS_PER_NODE is not a number or a list of numbers.
-    """
+    """Read how this process was started."""
     env = os.environ if env is None else env
     pretend = parse_ranks_per_node(env.get("DASO_RANKS_PER_NODE", ""))
     found = [replace(launch, ranks_per_node=pretend) for launch in promises(env)]
@@ -80,11 +70,7 @@ def read_launch(env: Mapping[str, str] | None = None) -> Launch:
 
 
 def promises(env: Mapping[str, str] | None = None) -> list[Launch]:
-    """Return what each launcher said; some may be left over of a launcher further out.
-
-    Args:
-        env: Environment to read; the process's own if None.
-    """
+    """Return what each launcher said; some may be left over of a launcher further out."""
     env = os.environ if env is None else env
     return [
         Launch(launcher, int(env[size]), int(env[rank]), None)
@@ -94,17 +80,7 @@ def promises(env: Mapping[str, str] | None = None) -> list[Launch]:
 
 
 def parse_ranks_per_node(text: str) -> tuple[int, ...] | None:
-    """Read ``"2"`` or ``"3,1"``.
-
-    Args:
-        text: A number, numbers separated by commas, or nothing.
-
-    Returns:
-        The numbers, or None for nothing.
-
-    Raises:
-        ConfigError: It is something else.
-    """
+    """Read ``"2"`` or ``"3,1"``."""
     if not text.strip():
         return None
     words = [word.strip() for word in text.split(",")]
@@ -116,66 +92,37 @@ def parse_ranks_per_node(text: str) -> tuple[int, ...] | None:
 
 
 def note_process(rank: int, env: Mapping[str, str] | None = None) -> None:
-    """Tell `daso run` which process this rank is, so that it can name a rank that is killed.
-
-    Args:
-        rank: World rank.
-        env: Environment to read; the process's own if None.
-    """
+    """Tell `daso run` which process this rank is, so that it can name a rank that is killed."""
     folder = (os.environ if env is None else env).get("DASO_PROCESSES")
     if folder and Path(folder).is_dir():
         (Path(folder) / str(rank)).write_text(str(os.getpid()))
 
 
 def may_share_a_gpu(env: Mapping[str, str] | None = None) -> bool:
-    """Return whether NCCL was told that ranks may share a GPU; it can from 2.30 on.
-
-    Args:
-        env: Environment to read; the process's own if None.
-    """
+    """Return whether NCCL was told that ranks may share a GPU; it can from 2.30 on."""
     return (os.environ if env is None else env).get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
 def slurm_job(env: Mapping[str, str] | None = None) -> str | None:
-    """Return the id of the SLURM job that this process belongs to, or None.
-
-    Args:
-        env: Environment to read; the process's own if None.
-    """
+    """Return the id of the SLURM job that this process belongs to, or None."""
     return (os.environ if env is None else env).get("SLURM_JOB_ID") or None
 
 
 def slurm_restarts(env: Mapping[str, str] | None = None) -> int:
-    """Return how often SLURM put the job back into its queue; 0 where there is no job.
-
-    Args:
-        env: Environment to read; the process's own if None.
-    """
+    """Return how often SLURM put the job back into its queue; 0 where there is no job."""
     text = (os.environ if env is None else env).get("SLURM_RESTART_COUNT", "")
     return int(text) if text.isdecimal() else 0
 
 
 def note_requeue(env: Mapping[str, str] | None = None) -> None:
-    """Tell the batch script of `daso submit` that this rank wants the job to be started again.
-
-    Args:
-        env: Environment to read; the process's own if None. DASO_REQUEUE names the file to make.
-    """
+    """Tell the batch script of `daso submit` that this rank wants the job to be started again."""
     path = (os.environ if env is None else env).get("DASO_REQUEUE")
     if path and Path(path).parent.is_dir():
         Path(path).touch()
 
 
 def read_cpu_mask(env: Mapping[str, str] | None = None) -> set[int] | None:
-    """Return the cores that this rank shall run on; None where nothing is said.
-
-    Args:
-        env: Environment to read; the process's own if None. DASO_CPU_MASKS has one mask for each
-            rank of a node, in hexadecimal, as ``srun --cpu-bind=mask_cpu:`` takes them.
-
-    Raises:
-        ConfigError: The masks are no numbers.
-    """
+    """Return the cores that this rank shall run on; None where nothing is said."""
     found = os.environ if env is None else env
     masks, rank = found.get("DASO_CPU_MASKS"), None
     for name in LOCAL_RANKS:
@@ -193,11 +140,7 @@ def read_cpu_mask(env: Mapping[str, str] | None = None) -> set[int] | None:
 
 
 def note_ignored_signals(numbers: Iterable[int]) -> None:
-    """Tell worker processes that this one starts from now on which signals are not for them.
-
-    Args:
-        numbers: Of the signals; none takes an earlier word back.
-    """
+    """Tell worker processes that this one starts from now on which signals are not for them."""
     words = [str(int(number)) for number in sorted(numbers)]
     os.environ.pop("DASO_WORKERS_IGNORE", None)
     if words:
@@ -205,14 +148,7 @@ def note_ignored_signals(numbers: Iterable[int]) -> None:
 
 
 def read_ignored_signals(env: Mapping[str, str] | None = None) -> tuple[int, frozenset[int]]:
-    """Return who started this process, and the signals that `note_ignored_signals` named there.
-
-    Args:
-        env: Environment to read; the process's own if None.
-
-    Returns:
-        Process id, and numbers of signals; 0 and none where nothing is said.
-    """
+    """Return who started this process, and the signals that `note_ignored_signals` named there."""
     words = (os.environ if env is None else env).get("DASO_WORKERS_IGNORE", "").split(",")
     if not all(word.isdigit() for word in words):
         return 0, frozenset()
@@ -221,21 +157,12 @@ def read_ignored_signals(env: Mapping[str, str] | None = None) -> tuple[int, fro
 
 
 def has_marks(env: Mapping[str, str] | None = None) -> bool:
-    """Return whether a batch script of `daso submit` started this rank, and reads its marks.
-
-    Args:
-        env: Environment to read; the process's own if None.
-    """
+    """Return whether a batch script of `daso submit` started this rank, and reads its marks."""
     return bool((os.environ if env is None else env).get("DASO_REQUEUE"))
 
 
 def is_first_to_end(env: Mapping[str, str] | None = None) -> bool:
-    """Return whether no rank of this job of `daso submit` exited without reporting before.
-
-    Args:
-        env: Environment to read; the process's own if None. DASO_REQUEUE names a file beside which
-            the first one leaves another.
-    """
+    """Return whether no rank of this job of `daso submit` exited without reporting before."""
     path = (os.environ if env is None else env).get("DASO_REQUEUE")
     if not path:
         return False
@@ -250,9 +177,6 @@ def terminal_columns(env: Mapping[str, str] | None = None) -> int | None:
     """Return how wide the terminal is that shows this rank's output; None where there is none.
 
     mpirun reads a rank's output from a pipe, so `daso run` says in DASO_TERMINAL what lies behind.
-
-    Args:
-        env: Environment to read; the process's own if None.
     """
     if sys.stdout.isatty():
         return shutil.get_terminal_size().columns
@@ -261,11 +185,7 @@ def terminal_columns(env: Mapping[str, str] | None = None) -> int | None:
 
 
 def mpi_is_chosen(env: Mapping[str, str] | None = None) -> bool:
-    """Return whether MPI4PY_LIBMPI says which MPI library to load.
-
-    Args:
-        env: Environment to read; the process's own if None.
-    """
+    """Return whether MPI4PY_LIBMPI says which MPI library to load."""
     return bool((os.environ if env is None else env).get("MPI4PY_LIBMPI"))
 
 
@@ -276,35 +196,18 @@ def data_folder(env: Mapping[str, str] | None = None) -> Path | None:
 
 
 def site_name(env: Mapping[str, str] | None = None) -> str:
-    """Return the site profile that DASO_SITE names, or nothing.
-
-    Args:
-        env: Environment to read; the process's own if None.
-    """
+    """Return the site profile that DASO_SITE names, or nothing."""
     return (os.environ if env is None else env).get("DASO_SITE", "")
 
 
 def expand(text: str, env: Mapping[str, str] | None = None) -> str:
-    """Replace ``${NAME}`` and ``${NAME:-default}``, as a shell does.
-
-    Args:
-        text: Text with names of environment variables.
-        env: Environment to read; the process's own if None.
-
-    Returns:
-        The text; a variable that is empty or not set is its default, or nothing.
-    """
+    """Replace ``${NAME}`` and ``${NAME:-default}``, as a shell does."""
     env = os.environ if env is None else env
     return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", lambda m: env.get(m[1]) or m[2] or "", text)
 
 
 def merged(env: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment with more in it, for a process that is started.
-
-    Args:
-        env: The environment to start from.
-        more: What to set in it.
-    """
+    """Return an environment with more in it, for a process that is started."""
     return {**env, **more}
 
 
@@ -326,11 +229,6 @@ def for_sbatch(
 
     SBATCH_* variables count more than the script's lines, and a job that is submitted from inside
     another one would inherit that one's SLURM_* variables, its number of restarts among them.
-
-    Args:
-        env: The environment to start from.
-        more: What to set in it.
-        options: Names of the options that the script has, such as ``"job-name"``.
     """
     inside = "SLURM_JOB_ID" in env
     said = {
@@ -348,14 +246,7 @@ def for_sbatch(
 
 
 def find_mpirun(env: Mapping[str, str] | None = None) -> Path | None:
-    """Find the mpirun that belongs to this Python.
-
-    Args:
-        env: Environment to read; the process's own if None.
-
-    Returns:
-        DASO_MPIRUN where set, else the one beside this Python, else the first on PATH, else None.
-    """
+    """Find the mpirun that belongs to this Python."""
     env = os.environ if env is None else env
     if env.get("DASO_MPIRUN"):
         return Path(env["DASO_MPIRUN"])

@@ -13,11 +13,7 @@ PROXY = "hydra_pmi_proxy"  # of MPICH and Intel MPI
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Let this process get a signal when its parent is killed, which can pass on nothing then.
-
-    Args:
-        number: The signal.
-    """
+    """Let this process get a signal when its parent is killed, which can pass on nothing then."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
@@ -32,11 +28,7 @@ def end_with_starter() -> None:
 
 
 def is_proxy(pid: int) -> bool:
-    """Return whether a process is what MPICH's mpiexec starts ranks by.
-
-    Args:
-        pid: Its number.
-    """
+    """Return whether a process is what MPICH's mpiexec starts ranks by."""
     try:
         return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() == PROXY
     except OSError:
@@ -44,11 +36,7 @@ def is_proxy(pid: int) -> bool:
 
 
 def parent_of(pid: int) -> int:
-    """Return the number of a process's parent; 0 where it has ended.
-
-    Args:
-        pid: Its number.
-    """
+    """Return the number of a process's parent; 0 where it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:

@@ -10,12 +10,7 @@ __all__ = ["on_first_use"]
 def on_first_use(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return a package's ``__getattr__`` and ``__dir__``.
-
-    Args:
-        package: Its name.
-        homes: Module of each public name; a name that is a module itself: its own.
-    """
+    """Return a package's ``__getattr__`` and ``__dir__``."""
 
     def get(name: str) -> object:
         if name not in homes:

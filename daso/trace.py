@@ -137,15 +137,7 @@ def stop() -> None:
 def record(
     kind: int, begins: float, *, ends: float | None = None, key: int = NO_KEY, nbytes: int = 0
 ) -> None:
-    """Keep that something of this kind took a while, if anybody records.
-
-    Args:
-        kind: One of the constants above.
-        begins: Seconds, `time.perf_counter`.
-        ends: Seconds, likewise; now by default.
-        key: Which step, exchange or chunk.
-        nbytes: Sent by this rank.
-    """
+    """Keep that something of this kind took a while, if anybody records."""
     recorder = _recorder  # which another thread may stop meanwhile
     if recorder is not None:
         recorder.add(kind, begins, time.perf_counter() if ends is None else ends, key, nbytes)

@@ -30,11 +30,7 @@ def _serves_forks() -> bool:
 
 
 def ignore_in_workers(numbers: Iterable[int]) -> None:
-    """Let workers that are started from now on ignore these signals, but for their rank's own.
-
-    Args:
-        numbers: Of the signals; none: as before.
-    """
+    """Let workers that are started from now on ignore these signals, but for their rank's own."""
     note_ignored_signals(numbers)
     known = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
     if __name__ not in known:

@@ -67,11 +67,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path, step: int) -> "Manifest":
-        """Read a manifest.
-
-        Raises:
-            CheckpointError: It is not one, or of another step or schema.
-        """
+        """Read a manifest."""
         try:
             lines = json.loads(path.read_text(encoding="utf-8"))
             if lines["schema"] != SCHEMA:
@@ -104,15 +100,7 @@ def remove(folder: Path) -> None:
 
 
 def write_payload(path: Path, payload: dict[str, Any]) -> Entry:
-    """Write a rank's file.
-
-    Args:
-        path: Where; its folder is made if it is not there yet.
-        payload: What `unfit` has nothing against.
-
-    Returns:
-        What to hold the file against when it is read.
-    """
+    """Write a rank's file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda file: torch.save(payload, file))
     with path.open("rb") as file:
@@ -150,12 +138,7 @@ def _damage(path: Path, file: BufferedReader, entry: Entry) -> str | None:
 
 
 def write_whole(path: Path, what: bytes | Callable[[BinaryIO], object]) -> None:
-    """Write a file wholly or not at all; it is on the disk when this returns.
-
-    Args:
-        path: The file; replaced if it is there.
-        what: Its bytes, or what writes them.
-    """
+    """Write a file wholly or not at all; it is on the disk when this returns."""
     part = path.with_name(f"{path.name}.part")
     try:
         with part.open("wb") as file:

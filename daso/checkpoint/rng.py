@@ -11,11 +11,7 @@ __all__ = ["rng_state", "set_rng_state"]
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of torch's CPU generator, Python's, and NumPy's if it is loaded.
-
-    Returns:
-        Tensors and plain values, fit for a checkpoint.
-    """
+    """Return the states of torch's CPU generator, Python's, and NumPy's if it is loaded."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if (numpy := _numpy()) is not None:
         name, key, *rest = numpy.random.get_state()

@@ -26,9 +26,6 @@ __all__ = ["examine", "render"]
 def examine() -> dict[str, Any]:
     """Look at this installation, and at the world where started by mpirun.
 
-    Returns:
-        Plain values in sections; ``problems`` lists what has to be mended, each with the remedy.
-
     Collective over the world; blocking.
     """
     problems: list[str] = []

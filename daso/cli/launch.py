@@ -65,13 +65,7 @@ class Local:
         return [str(mpirun), "-n", str(self.ranks), sys.executable, "-m", "mpi4py", *self.program]
 
     def environment(self, env: Mapping[str, str], *, root: bool, cores: int) -> dict[str, str]:
-        """Return the environment of the ranks.
-
-        Args:
-            env: The environment to start from; what it sets stays.
-            root: Whether this is root, which Open MPI refuses unless told twice.
-            cores: Cores that the ranks share.
-        """
+        """Return the environment of the ranks."""
         ours = {
             "OMP_NUM_THREADS": str(max(1, cores // self.ranks)),
             # More ranks than cores must start too; Open MPI 4, then 5.
@@ -95,18 +89,7 @@ class Local:
 
 
 def launch(local: Local) -> int:
-    """Run mpirun and wait for it.
-
-    Args:
-        local: What to start.
-
-    Returns:
-        mpirun's exit code; when it is not 0, a line was printed that names the rank that ended
-        first.
-
-    Raises:
-        TopologyError: No mpirun is there.
-    """
+    """Run mpirun and wait for it."""
     path = find_mpirun()
     if path is None:
         raise TopologyError(
@@ -180,13 +163,6 @@ def _watch(process: "subprocess.Popen[bytes]", folder: Path) -> str:
 
     A killed rank cannot speak, MPICH's mpiexec does not say its rank, and ends the others at once.
     Where what it starts ranks by is killed, it waits for ever.
-
-    Args:
-        process: mpirun.
-        folder: Where each rank leaves its process id.
-
-    Returns:
-        A phrase for the message, empty when no rank was seen to end.
     """
     first = ""
     with ExitStack() as stack:

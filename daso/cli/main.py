@@ -42,14 +42,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        words: Arguments; the process's own if None.
-
-    Returns:
-        Exit code: 0 done, 1 `doctor` found problems, 2 wrong use, 75 asked to end and saved.
-    """
+    """Run the command line."""
     _open_standard_streams()
     ours, theirs = _cut(sys.argv[1:] if words is None else list(words))
     for word in ours:
@@ -61,13 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def carry_out(
     parser: argparse.ArgumentParser, words: Sequence[str], rest: Sequence[str] = ()
 ) -> int:
-    """Do what a command line says; return its exit code.
-
-    Args:
-        parser: Of the options, each of which says by ``run`` what it does.
-        words: To be parsed.
-        rest: What belongs to others.
-    """
+    """Do what a command line says; return its exit code."""
     options = parser.parse_args(words)
     try:
         code: int = options.run(options, rest)
@@ -167,13 +154,6 @@ def _cut(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
 
     argparse would take a program's own options, and its ``-m``, for ours, and a setting with a
     blank in it for a file.
-
-    Args:
-        words: The whole command line.
-
-    Returns:
-        Our words; and the program of ``daso run``, ``daso submit`` or ``daso memory``, or the
-        settings of ``daso train``.
     """
     if words and words[0] in CUTS:
         options, program = CUTS[words[0]](words[1:])

@@ -30,14 +30,7 @@ ANY = 1 << 62  # bytes: a budget into which everything fits
 
 
 def cut(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Part the words behind ``memory`` into options and the script.
-
-    Args:
-        words: All of them.
-
-    Returns:
-        Options, each with its value in one word; and the script with its own arguments.
-    """
+    """Part the words behind ``memory`` into options and the script."""
     ours, at = list[str](), 0
     while at < len(words) and words[at].startswith("-") and words[at] != "--":
         alone = words[at] in ("-h", "--help") or "=" in words[at] or at + 1 == len(words)
@@ -47,11 +40,7 @@ def cut(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``daso memory``.
-
-    Args:
-        parser: Its parser.
-    """
+    """Add the options of ``daso memory``."""
     parser.usage = "daso memory [OPTIONS] SCRIPT [ARGUMENTS]"
     parser.add_argument("--budget", help="bytes that all may take, e.g. 8GiB; none: shows some")
     parser.add_argument(

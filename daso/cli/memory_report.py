@@ -93,11 +93,7 @@ def _mib(nbytes: float) -> str:
 
 
 def render(found: Found) -> str:
-    """Return all as lines for people.
-
-    Args:
-        found: What was found.
-    """
+    """Return all as lines for people."""
     table = _unit_lines(found) if found.planned else _budget_lines(found)
     return "\n".join([*_head(found), "", *table, "", *(f"- {note}" for note in found.notes)])
 
@@ -216,11 +212,7 @@ def _folded(rows: Sequence[_Row]) -> _Row:
 
 
 def as_json(found: Found) -> dict[str, Any]:
-    """Return all as plain values, sizes in bytes and times in seconds.
-
-    Args:
-        found: What was found.
-    """
+    """Return all as plain values, sizes in bytes and times in seconds."""
     made = found.made
     count, trained = _parameters(made)
     static = made.static
@@ -290,12 +282,6 @@ def draw(found: Found) -> "Figure":
     """Draw memory over one step: plain, as planned, and what is there all the time.
 
     Without a budget, the plan for the lowest one that was found is drawn.
-
-    Args:
-        found: What was found.
-
-    Returns:
-        The figure.
     """
     from matplotlib.figure import Figure
 

@@ -9,15 +9,7 @@ __all__ = ["may_write"]
 
 
 def may_write(json_path: Path | None, plot: Path | None) -> None:
-    """Raise now what would go wrong when all is computed.
-
-    Args:
-        json_path: Of tables, if asked for.
-        plot: Of a picture, if asked for.
-
-    Raises:
-        ConfigError: A folder is not there, a plot is no PNG, or nothing can draw it.
-    """
+    """Raise now what would go wrong when all is computed."""
     for path in (json_path, plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"a file must lie in a folder that is there, not {path}")

@@ -25,14 +25,7 @@ BAR = 0.8  # of the space between two contenders, for all links together
 
 
 def draw(runs: Sequence[Mapping[str, Any]]) -> "Figure":
-    """Draw step times over compute only, one bar for every contender and link.
-
-    Args:
-        runs: What `daso bench train` found on each link, as in its JSON under ``runs``.
-
-    Returns:
-        The figure.
-    """
+    """Draw step times over compute only, one bar for every contender and link."""
     from matplotlib.figure import Figure
 
     names = [row["name"] for row in runs[0]["rows"]][1:]  # the first is compute only
@@ -61,14 +54,7 @@ def draw(runs: Sequence[Mapping[str, Any]]) -> "Figure":
 
 
 def draw_efficiency(rows: Sequence[Mapping[str, Any]]) -> "Figure":
-    """Draw predicted efficiency over nodes, one panel for every link and one line for every policy.
-
-    Args:
-        rows: What `daso predict` found, as in its JSON under ``rows``.
-
-    Returns:
-        The figure.
-    """
+    """Draw predicted efficiency over nodes: a panel for every link, a line for every policy."""
     from matplotlib.figure import Figure
 
     links = list(dict.fromkeys(row["link"] for row in rows))
@@ -95,13 +81,6 @@ def draw_timeline(timeline: Timeline, steps: int = 12) -> "Figure":
     """Draw what every rank did during so many steps in the middle of a recording.
 
     A rank has two lines: above what its training thread did, below the exchanges beside it.
-
-    Args:
-        timeline: From `daso.timeline.report.read_timeline`; the first 16 ranks are drawn.
-        steps: How many, about.
-
-    Returns:
-        The figure.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

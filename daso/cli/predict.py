@@ -33,11 +33,7 @@ TYPICAL_DRIFT = 1e-5  # of a batch, where no run tells: 16 nodes, Fashion-MNIST,
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``daso predict``.
-
-    Args:
-        parser: Its parser.
-    """
+    """Add the options of ``daso predict``."""
     parser.add_argument("--from", dest="run_folder", type=Path, help="a run of daso train")
     parser.add_argument("--parameters", type=count, help="of the model, e.g. 25.6M or 25.6e6")
     parser.add_argument("--step-ms", type=float, help="of computing a batch, on one node")
@@ -61,11 +57,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def count(word: str) -> float:
-    """Return how many a word says: ``25.6M``, ``7B`` or ``25.6e6``.
-
-    Raises:
-        argparse.ArgumentTypeError: It says no number.
-    """
+    """Return how many a word says: ``25.6M``, ``7B`` or ``25.6e6``."""
     scale = SCALES.get(word[-1:], 1.0)
     try:
         return float(word if scale == 1.0 else word[:-1]) * scale
@@ -195,13 +187,7 @@ def _row(found: Outcome, job: Job) -> dict[str, Any]:
 
 
 def table(job: Job, link: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows of a link as aligned lines.
-
-    Args:
-        job: What is trained.
-        link: For people.
-        rows: Of all nodes and policies.
-    """
+    """Return the rows of a link as aligned lines."""
     lines = [
         f"{job.parameters / 1e6:.1f} M parameters, {1e3 * job.step_seconds:.1f} ms of computing a "
         f"step (spread {job.jitter:.1%}), link {link}",

@@ -25,11 +25,7 @@ SHOWN = 16  # ranks in a table; of more, those that are late or wait most
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``daso trace``.
-
-    Args:
-        parser: Its parser.
-    """
+    """Add the options of ``daso trace``."""
     parser.add_argument("recording", type=Path, help="a run folder (its newest), or a trace.jsonl")
     parser.add_argument(
         "--chrome", type=Path, help="write events for ui.perfetto.dev or chrome://tracing"
@@ -85,13 +81,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def render(timeline: Timeline, found: Sequence[Share], late: Sequence[Late]) -> str:
-    """Return tables as aligned lines.
-
-    Args:
-        timeline: What was recorded.
-        found: From `shares`.
-        late: From `late_ranks`.
-    """
+    """Return tables as aligned lines."""
     lines = [
         "Milliseconds of a step: computing, standing still for others, and what went on beside.",
         f"{'rank':>6}{'steps':>8}{'ms/step':>10}{'computing':>11}{'in node':>9}{'exposed':>9}"

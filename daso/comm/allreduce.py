@@ -112,18 +112,6 @@ def iallreduce(
 ) -> Requests:
     """Take the weighted mean of a row by MPI's own sum.
 
-    Args:
-        comm: Communicator of the engine.
-        source: The row, fp32 or fp64.
-        chunks: From `plan.layout.chunk_parts`.
-        weight: Weight of this rank's row.
-        total: Sum of all ranks' weights.
-        kept: Memory on the host from exchange to exchange.
-        where: The row is a `StagedBuffer` there; None: it lies on the host.
-
-    Returns:
-        Bytes sent by this rank. MPI hides its algorithm; this is a ring's 2 (P-1)/P of the row.
-
     Collective over ``comm``; non-blocking, as work for the engine.
     """
     peers, spans = comm.Get_size(), [whole(parts) for parts in chunks]
@@ -179,17 +167,7 @@ def deterministic_allreduce(
     *,
     of_gradients: bool = False,
 ) -> "DeterministicAllReduce":
-    """Return the way to take means in rank order over so many ranks.
-
-    Args:
-        comm: Communicator of the engine.
-        codec: What crosses.
-        weights: Weight of each rank's row, in rank order.
-        total: What the sum is divided by.
-        rounded: What the owners of parts rounded away, by start of the part; kept by the caller.
-        where: Rows lie there, and are a `StagedBuffer` where it says so; None: on the host.
-        of_gradients: What owners rounded away waits as `encode_gradients` says.
-    """
+    """Return the way to take means in rank order over so many ranks."""
     if len(weights) == 2:
         return PairwiseExchange(comm, codec, weights, total, {}, where)
     kept = {} if rounded is None else rounded
@@ -266,12 +244,7 @@ class _InRankOrder:
         return nullcontext() if self._copies is None else self._copies.beside()
 
     def _made(self, count: int, rows: Callable[[int], object]) -> Waits:
-        """Make what MPI will write on a device, and wait until whoever had that memory is done.
-
-        Args:
-            count: Of chunks.
-            rows: Makes those of one chunk.
-        """
+        """Make what MPI will write on a device, and wait until whoever had that memory is done."""
         if self._copies is not None:
             with self._copies.beside():
                 for index in range(min(count, self.kept.window)):
@@ -334,13 +307,6 @@ class ReduceScatterAllGather(_InRankOrder):
 
     def run(self, source: ReduceBuffer, chunks: Chunks) -> Requests:
         """Take the mean of a row.
-
-        Args:
-            source: The row.
-            chunks: From `plan.layout.chunk_parts` with one part per rank; the same on every rank.
-
-        Returns:
-            Bytes sent by this rank to other ranks.
 
         Collective over the communicator; non-blocking, as work for the engine.
         """
@@ -409,13 +375,7 @@ class ReduceScatterAllGather(_InRankOrder):
     def _rows(
         self, name: str, parts: Sequence[tuple[int, int]], index: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return memory for peers' versions of this rank's part, or means: MPI's, and to add in.
-
-        Args:
-            name: "receive" or "back".
-            parts: Of the chunk.
-            index: Of the chunk.
-        """
+        """Return memory for peers' versions of this rank's part, or means: MPI's, and to add in."""
         sizes = self._sizes(parts)
         nbytes = sum(sizes) if name == "back" else sizes[self.comm.Get_rank()] * len(parts)
         arriving, here = (

@@ -27,14 +27,6 @@ def gather(topology: Topology, value: Value, timeout_seconds: float) -> list[Val
 
     MPI's own gather has no limit: where a host is cut off, ranks that are in it stay there.
 
-    Args:
-        topology: Whose world.
-        value: This rank's; anything that pickles.
-        timeout_seconds: How long to wait at most for the other ranks.
-
-    Raises:
-        StallError: They did not all come in time; names who is missing.
-
     Collective over the world; blocking.
     """
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -51,9 +43,6 @@ def gather(topology: Topology, value: Value, timeout_seconds: float) -> list[Val
 def gather_in_node(topology: Topology, number: float, timeout_seconds: float) -> list[float]:
     """Return the number of every rank of this node, in rank order.
 
-    Raises:
-        StallError: They did not all come in time; names who is missing.
-
     Collective over the node; blocking.
     """
     mine = torch.tensor([number], dtype=torch.float64, device="cpu")
@@ -65,16 +54,7 @@ def gather_in_node(topology: Topology, number: float, timeout_seconds: float) ->
 
 
 def finish(topology: Topology, request: "MPI.Request", timeout_seconds: float) -> None:
-    """Block until a request is over; after a stall it is kept, with what MPI may still write to.
-
-    Args:
-        topology: Whose ranks say who is missing.
-        request: Of this rank.
-        timeout_seconds: How long to wait at most.
-
-    Raises:
-        StallError: It took longer; names who is missing.
-    """
+    """Block until a request is over; after a stall it is kept, with what MPI may still write to."""
     roll = topology.roll
     try:
         wait_until(request.Test, roll.missing, timeout_seconds, roll.answer)
@@ -108,11 +88,7 @@ class AsyncMaxReduce:
         self._request = self.comm.Iallreduce(load().IN_PLACE, sum_buffer(self._row), op=load().MAX)
 
     def result(self) -> list[float]:
-        """Return the maxima, and wait where they are not there yet.
-
-        Raises:
-            StallError: They did not come within the stall limit.
-        """
+        """Return the maxima, and wait where they are not there yet."""
         assert self._request is not None, "nothing was asked"
         # After a stall the request stays, for MPI may still write to its row.
         wait_until(self._request.Test, self._roll.missing, self._timeout_seconds, self._roll.answer)

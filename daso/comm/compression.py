@@ -69,12 +69,7 @@ def divide_(values: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def pieces(numel: int, most: int = PIECE) -> Iterator[tuple[int, int]]:
-    """Cut a row into spans that go through many passes one after the other.
-
-    Args:
-        numel: Numbers of the row.
-        most: Numbers of a span, a multiple of `PIECE`; by default what a core's cache holds.
-    """
+    """Cut a row into spans that go through many passes one after the other."""
     return ((at, min(at + most, numel)) for at in range(0, numel, most))
 
 
@@ -262,12 +257,6 @@ def encode_gradients(codec: Codec, fresh: torch.Tensor, kept: torch.Tensor, fiel
 
     A gradient of zero may be of a parameter that no rank used, whose mean nobody takes: what is
     kept of it waits. What is not finite is not kept.
-
-    Args:
-        codec: What crosses.
-        fresh: The gradients of now (numel).
-        kept: What was rounded away (numel); changed.
-        fields: Where they are written.
     """
     idle = fresh == 0
     waiting = torch.where(idle, kept, 0)
@@ -281,15 +270,7 @@ def encode_gradients(codec: Codec, fresh: torch.Tensor, kept: torch.Tensor, fiel
 
 
 def codec_named(wire: str, source: torch.dtype = torch.float32) -> Codec:
-    """Return the codec of a wire.
-
-    Args:
-        wire: ``fp32``, ``bf16``, ``fp16``, ``int8``, ``int4`` or ``topk``.
-        source: Type of the rows that will be sent.
-
-    Returns:
-        The codec.
-    """
+    """Return the codec of a wire."""
     made: dict[str, Codec] = {
         "fp32": Cast(torch.float32, source),
         "bf16": Cast(torch.bfloat16, source),
@@ -305,9 +286,5 @@ def dense_codec(wire: str, source: torch.dtype = torch.float32) -> Codec:
     """Return the codec for exchanges after which all nodes are to agree.
 
     What a sparse wire holds back must not stay behind there; other wires hold back a rounding.
-
-    Args:
-        wire: As for `codec_named`.
-        source: Type of the rows that will be sent.
     """
     return codec_named("fp32" if wire == "topk" else wire, source)

@@ -39,17 +39,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def sum_buffer(flat: torch.Tensor) -> "tuple[Any, MPI.Datatype]":
-    """Return ``flat`` as MPI takes it for a reduction.
-
-    Args:
-        flat: Contiguous CPU tensor of fp32, fp64 or int64.
-
-    Returns:
-        Memory and MPI type; no copy.
-
-    Raises:
-        KeyError: MPI cannot add this type.
-    """
+    """Return ``flat`` as MPI takes it for a reduction."""
     return flat.numpy(), getattr(load(), MPI_NAMES[flat.dtype])
 
 

@@ -46,12 +46,7 @@ class LinkModel:
         self.bytes_per_second, self.latency_seconds = bytes_per_second, latency_seconds
 
     def seconds(self, nbytes: int, messages: int = 1) -> float:
-        """Return how long the link is occupied, at the least.
-
-        Args:
-            nbytes: That this rank sends.
-            messages: That follow each other.
-        """
+        """Return how long the link is occupied, at the least."""
         return messages * self.latency_seconds + nbytes / self.bytes_per_second
 
 
@@ -68,12 +63,7 @@ class Stretch:
         self._steps = 0
 
     def after_step(self, begun: float, stood: float) -> None:
-        """Sleep for what is missing of a step; not after the first, which holds the setup.
-
-        Args:
-            begun: Seconds, `time.perf_counter`.
-            stood: Seconds for which this rank stood still for others since it was made.
-        """
+        """Sleep for what is missing of a step; not after the first, which holds the setup."""
         self._steps += 1
         if self.factor > 1 and self._steps > 1:
             computed = time.perf_counter() - begun - (stood - self._stood)
@@ -171,11 +161,7 @@ def emulated_copies() -> DeviceStaging | None:
 
 @contextmanager
 def pretend_device(copies: DeviceStaging) -> Iterator[None]:
-    """Let models that are wrapped meanwhile take their gradients to the host and back.
-
-    Args:
-        copies: How. The same on every rank of a node.
-    """
+    """Let models that are wrapped meanwhile take their gradients to the host and back."""
     token = _copies.set(copies)
     try:
         yield
@@ -199,12 +185,7 @@ def compute_factor() -> float:
 
 @contextmanager
 def throttled(link: LinkModel | None, factor: float = 1.0) -> Iterator[None]:
-    """Let models that are wrapped meanwhile exchange over a slower link, and compute more slowly.
-
-    Args:
-        link: Between nodes; None: as it is.
-        factor: How many times as long computing takes. The same on every rank, as the link.
-    """
+    """Slow down exchanges and computing of the models that are wrapped meanwhile."""
     if not 1 <= factor < float("inf"):
         raise ConfigError(f"computing must take 1 to many times as long, not {factor}")
     tokens = _link.set(link), _factor.set(factor)

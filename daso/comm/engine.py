@@ -146,36 +146,14 @@ class Engine:
         self._thread.start()
 
     def submit(self, work: Work[Result], key: int = trace.NO_KEY) -> WorkHandle[Result]:
-        """Hand in work; does not block unless very much is queued.
-
-        Args:
-            work: Generator of what to wait for. Every rank that takes part hands in the same.
-            key: Of what is recorded of it.
-
-        Returns:
-            Its ticket.
-
-        Raises:
-            ExchangeError: The engine is closed or earlier work failed.
-        """
+        """Hand in work; does not block unless very much is queued."""
         self.check()
         ticket = WorkHandle(work, key)
         self._queue.put(ticket)  # type: ignore[arg-type]  # a ticket's result is read by its owner
         return ticket
 
     def wait(self, ticket: WorkHandle[Result]) -> Result:
-        """Block until the work is over and return what it gave.
-
-        Args:
-            ticket: From `submit`.
-
-        Returns:
-            The work's result.
-
-        Raises:
-            ExchangeError: The work failed; the cause is attached.
-            StallError: It took longer than the stall limit; names who does not take part.
-        """
+        """Block until the work is over and return what it gave."""
         self._awaited = ticket  # type: ignore[assignment]  # as in `submit`
         if not ticket.finished.wait(self.timeout_seconds):
             who = self._cause()  # while the thread still answers others who ask the same
@@ -216,25 +194,14 @@ class Engine:
         return self.wait(self.submit(work))
 
     def check(self) -> None:
-        """Raise what went wrong in the thread since, if anything.
-
-        Raises:
-            ExchangeError: The engine is closed, or work failed; the cause is attached.
-        """
+        """Raise what went wrong in the thread since, if anything."""
         if self._error is not None:
             raise ExchangeError(f"an exchange failed: {self._error}") from self._error
         if self._closed:
             raise ExchangeError("the engine must be open to exchange, but close() was called")
 
     def close(self, patience_seconds: float = 10.0) -> bool:
-        """Finish what is queued and stop the thread; idempotent.
-
-        Args:
-            patience_seconds: How long to wait for work that is still going on.
-
-        Returns:
-            Whether all work ended well, so that what it used may be freed.
-        """
+        """Finish what is queued and stop the thread; idempotent."""
         if not self._closed:
             self._closed = True
             self._queue.put(None)
@@ -274,12 +241,7 @@ class Engine:
                 self._late()
 
     def _nap(self, ticket: WorkHandle[Result], before: float) -> None:
-        """Sleep until the next poll: not for long where the training thread stands still.
-
-        Args:
-            ticket: Of the work.
-            before: Seconds of the last waits, or of this one where it is longer.
-        """
+        """Sleep until the next poll: not for long where the training thread stands still."""
         seconds = POLL_SECONDS
         if self._awaited is None or self._awaited.finished.is_set():
             taken = time.perf_counter() - ticket.started_at

@@ -38,12 +38,6 @@ def load() -> "ModuleType":
 
     MPI is started here and not by an import, because data loader workers import the main module
     again and must not start MPI (mpi4py 4.1 with the spawn method dies under mpirun otherwise).
-
-    Returns:
-        The module.
-
-    Raises:
-        TopologyError: No MPI library is there, or it gives fewer thread rights than MULTIPLE.
     """
     if "mpi4py.MPI" not in sys.modules:
         import mpi4py
@@ -76,9 +70,6 @@ def finalize() -> None:
 
 def wait_for_all(seconds: float) -> None:
     """Wait until every rank comes here, or so long; not at all where MPI does not run.
-
-    Args:
-        seconds: How long at most.
 
     Collective over all processes; blocking.
     """
@@ -114,12 +105,6 @@ def check_wheels(installed: Sequence[str]) -> None:
     """Refuse two MPI wheels in one environment, unless MPI4PY_LIBMPI says which is meant.
 
     The second has overwritten mpirun and some libraries of the first.
-
-    Args:
-        installed: From `wheels`.
-
-    Raises:
-        TopologyError: With what to do.
     """
     if len(installed) > 1 and not mpi_is_chosen():
         raise TopologyError(
@@ -132,13 +117,6 @@ def check_launch(world: "MPI.Comm", launch: Launch) -> None:
     """Refuse a launcher that belongs to another MPI library than the one loaded.
 
     Each process then is a world of its own, and N of them would train N models side by side.
-
-    Args:
-        world: COMM_WORLD.
-        launch: What the launcher promised.
-
-    Raises:
-        TopologyError: With what to use instead.
     """
     if world.Get_size() == launch.size or launch.launcher is None:
         return

@@ -40,23 +40,12 @@ _kept: dict[tuple[int, int], _Kept] = {}  # by topology and number
 
 
 def keep(owner: object, within: object, number: int, closer: Closer) -> None:
-    """Note what to close once its owner is garbage on all ranks.
-
-    Args:
-        owner: The user's object.
-        within: The topology whose ranks made it together.
-        number: From `reclaim`, the same on all ranks.
-        closer: How.
-    """
+    """Note what to close once its owner is garbage on all ranks."""
     _kept[id(within), number] = _Kept(weakref.ref(owner), within, closer)
 
 
 def count_open(within: object) -> int:
-    """Return how many were made by a topology's ranks and are not closed yet.
-
-    Args:
-        within: As for `keep`.
-    """
+    """Return how many were made by a topology's ranks and are not closed yet."""
     return sum(kept.within is within for kept in _kept.values())
 
 
@@ -68,13 +57,6 @@ def forget(owner: object) -> None:
 
 def reclaim(within: object, gather: Callable[[Word], list[Word]]) -> int:
     """Close what is garbage on all ranks.
-
-    Args:
-        within: As for `keep`.
-        gather: Returns every rank's value, in rank order.
-
-    Returns:
-        A number for what is made next, the same on all ranks.
 
     Collective over these ranks; blocking.
     """

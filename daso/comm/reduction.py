@@ -98,13 +98,7 @@ class SendBuffer:
     def open(
         self, codec: Codec, spans: Spans, memory: torch.Tensor | None = None
     ) -> Sequence[torch.Tensor]:
-        """Forget what was there, and return memory for spans.
-
-        Args:
-            codec: What will be written there.
-            spans: In the order of their payloads.
-            memory: Where to put them (bytes), if not in memory of its own.
-        """
+        """Forget what was there, and return memory for spans."""
         sizes = [codec.nbytes(stop - start) for start, stop in spans]
         if memory is None:
             if self._own.numel() < sum(sizes):
@@ -199,12 +193,6 @@ class WeightedMean:
         """Write the weighted mean of a part, added in rank order, for the wire.
 
         What is rounded away goes into the next mean.
-
-        Args:
-            versions: The ranks' payloads of the part.
-            payload: Where the mean goes; may be one of them.
-            span: The part.
-            dtype: In which is added, fp32 or fp64.
         """
         codec, start, numel = self.codec, span[0], span[1] - span[0]
         if start not in self.rounded and not codec.exact:
@@ -224,16 +212,7 @@ class WeightedMean:
                 torch.sub(mean, rounded[a:b], out=rounded[a:b])
 
     def mean(self, versions: Sequence[Fields], numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weighted mean of a piece, added in rank order.
-
-        Args:
-            versions: The ranks' fields of the piece.
-            numel: Numbers of the piece.
-            dtype: In which is added, fp32 or fp64.
-
-        Returns:
-            The mean (numel), in memory that the next call writes.
-        """
+        """Return the weighted mean of a piece, added in rank order."""
         total, term = (self._buffer(name, 0, numel, dtype) for name in ("sum", "term"))
         for rank, weight in enumerate(self.weights):
             out = total if rank == 0 else term
@@ -251,16 +230,7 @@ def cut(chunks: Chunks, peers: int) -> Sequence[Spans]:
 
 
 def in_process(sources: Sequence[ReduceBuffer], adder: WeightedMean, chunks: Chunks) -> int:
-    """Do what `daso.comm.allreduce.deterministic_allreduce` does, for rows all in this process.
-
-    Args:
-        sources: One row for each rank, in rank order.
-        adder: Adds them.
-        chunks: From `plan.layout.chunk_parts` with one part per rank.
-
-    Returns:
-        Bytes that all ranks together would have sent.
-    """
+    """Do what `daso.comm.allreduce.deterministic_allreduce` does, for rows all in this process."""
     nbytes, peers, codec = 0, len(sources), adder.codec
     for spans in cut(chunks, peers):
         sizes = [codec.nbytes(stop - start) for start, stop in spans]
@@ -294,17 +264,7 @@ def deliver(
     room: torch.Tensor | None = None,
     piece: int = PIECE,
 ) -> None:
-    """Give a row the mean of a chunk.
-
-    Args:
-        codec: What crossed.
-        means: Of each span.
-        source: The row.
-        spans: Of the row.
-        sent: What this rank sent of each span.
-        room: Memory to work in (piece), of the row's type.
-        piece: Numbers that are given at a time.
-    """
+    """Give a row the mean of a chunk."""
     row = torch.empty(piece, dtype=source.dtype, device="cpu") if room is None else room
     for (start, stop), one, own in zip(spans, means, sent, strict=True):
         for a, b in pieces(stop - start, piece):
@@ -320,15 +280,7 @@ def add_and_deliver(
     span: tuple[int, int],
     sent: torch.Tensor,
 ) -> None:
-    """Give a row the mean of what all ranks sent of a span.
-
-    Args:
-        adder: Adds.
-        versions: The ranks' payloads of the span, in rank order.
-        source: The row.
-        span: Where.
-        sent: This rank's own of the versions.
-    """
+    """Give a row the mean of what all ranks sent of a span."""
     codec, start, numel = adder.codec, span[0], span[1] - span[0]
     for a, b in pieces(numel, adder.piece):
         fields = [codec.fields(one, numel, a, b) for one in versions]

@@ -80,12 +80,7 @@ class StepTimer:
 
     @contextmanager
     def waiting(self, kind: int, key: int = trace.NO_KEY) -> Iterator[None]:
-        """Let the calling thread wait meanwhile.
-
-        Args:
-            kind: For whom: `daso.trace.NODE` or ``NODES``.
-            key: Of the exchange that is waited for.
-        """
+        """Let the calling thread wait meanwhile."""
         begun = self._stamp()
         try:
             yield
@@ -101,11 +96,7 @@ class StepTimer:
         self._read()
 
     def idle_seconds(self, kind: int) -> float:
-        """Return for how long nothing was computed since others were waited for.
-
-        Args:
-            kind: For whom: `daso.trace.NODE` or ``NODES``.
-        """
+        """Return for how long nothing was computed since others were waited for."""
         self._read()
         return self._idle[kind]
 

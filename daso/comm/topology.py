@@ -227,11 +227,6 @@ class Topology:
 def errors_on_all_ranks(topology: object, what: str, timeout_seconds: float) -> Iterator[None]:
     """Raise an error of daso's that some rank meets inside on all ranks.
 
-    Args:
-        topology: Whose ranks; else those of the topology set by `init`, and else this rank alone.
-        what: What all do there together: one of `RENDEZVOUS`.
-        timeout_seconds: How long to wait for them at most.
-
     Collective over the world; blocking, at its end.
     """
     problem: DasoError | None = None
@@ -250,11 +245,7 @@ def errors_on_all_ranks(topology: object, what: str, timeout_seconds: float) -> 
 
 
 def _refuse_workers() -> None:
-    """Refuse MPI in a worker process of a rank, which has no place in the world.
-
-    Raises:
-        TopologyError: This is one.
-    """
+    """Refuse MPI in a worker process of a rank, which has no place in the world."""
     if is_worker() and read_launch().launcher not in (None, TORCHRUN):
         raise TopologyError(
             "MPI must be started by ranks alone, but this is a worker process of one (of a "
@@ -275,9 +266,6 @@ def _tell_of_many(place: Place, number: int) -> None:
 
 def _wait_for_all(world: "MPI.Comm") -> None:
     """Wait until every rank has begun: nobody answers who is missing before all have.
-
-    Raises:
-        TopologyError: They did not all come; on rank 0 it names them.
 
     Collective over the world; blocking.
     """

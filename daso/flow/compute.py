@@ -289,14 +289,7 @@ def gradients(
     grads: Sequence[torch.Tensor | None],
     weights: Sequence[torch.Tensor],
 ) -> tuple[Payload, Payload]:
-    """Return the gradients of inputs and weights; None where there is none.
-
-    Args:
-        inputs: What was computed with.
-        outputs: What came out.
-        grads: Of the outputs.
-        weights: What was computed with besides.
-    """
+    """Return the gradients of inputs and weights; None where there is none."""
     roots = [
         (output, grad)
         for output, grad in zip(outputs, grads, strict=True)

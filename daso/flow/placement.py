@@ -110,17 +110,7 @@ class _Metered(Worker):
 def measure(
     wiring: Wiring, instances: Callable[[int], Any], count: int, most_seconds: float
 ) -> Measured:
-    """Let some instances through a flow in this process, forward and backward, and change nothing.
-
-    Args:
-        wiring: The flow.
-        instances: By their numbers.
-        count: How many, at most.
-        most_seconds: After which no more are let in.
-
-    Returns:
-        What they took; the first is let through twice, and counts the second time.
-    """
+    """Run some instances through a flow in this process, forward and backward; change nothing."""
     kept = [
         (owner, name, buffer, buffer.clone())
         for node in _layers(wiring)
@@ -163,11 +153,7 @@ def _let_through(
 
 
 def said(wiring: Wiring, placement: Said, ranks: int) -> dict[int, tuple[int, ...]]:
-    """Return the ranks of nodes as the caller says.
-
-    Raises:
-        FlowError: There is no such node, or rank.
-    """
+    """Return the ranks of nodes as the caller says."""
     found = {}
     for name, wanted in placement.items():
         node = wiring.named(name)
@@ -194,12 +180,7 @@ def said(wiring: Wiring, placement: Said, ranks: int) -> dict[int, tuple[int, ..
 def copied(
     wiring: Wiring, replicas: Mapping[str, int], fixed: Mapping[int, tuple[int, ...]], ranks: int
 ) -> dict[int, int]:
-    """Return on how many ranks layers are, as the caller says.
-
-    Raises:
-        ConfigError: There are not so many ranks.
-        FlowError: There is no such layer, or its ranks are given too.
-    """
+    """Return on how many ranks layers are, as the caller says."""
     found = {wiring.named(name): count for name, count in replicas.items()}
     for node, count in found.items():
         check_copies(count, ranks)

@@ -109,12 +109,7 @@ def homes(ranks_of: Sequence[Sequence[int]], lane: int) -> tuple[int, ...]:
 
 
 def choose_lane(under_way: Sequence[int], admitted: int) -> int:
-    """Return the lane of the next instance: where fewest are under way, else in turn.
-
-    Args:
-        under_way: Instances of each lane.
-        admitted: That were let in so far.
-    """
+    """Return the lane of the next instance: where fewest are under way, else in turn."""
     lanes = range(len(under_way))
     return min(lanes, key=lambda lane: (under_way[lane], (lane - admitted) % len(lanes)))
 
@@ -141,19 +136,6 @@ def place(
     Ties, and nodes that take next to no time, go where most of what they exchange is already
     (longest processing time first; Graham, 1969). So does, where a node has replicas, whatever
     may: an instance then stays on its rank.
-
-    Args:
-        seconds: That each node takes.
-        edges: What crosses between nodes.
-        ranks: How many there are.
-        copies: Of nodes that are on several ranks: on how many.
-        first: The node that is on rank 0: instances begin there.
-        fixed: Nodes whose ranks are settled.
-        single: Nodes that are on one rank unless ``copies`` or ``fixed`` says otherwise; the rest
-            may follow all replicas of another.
-
-    Raises:
-        ConfigError: There are more copies than ranks.
     """
     for count in copies.values():
         check_copies(count, ranks)

@@ -143,11 +143,7 @@ class FlowReplicas:
             self._moves.settle()
 
     def end_epoch(self, loss: float) -> None:
-        """Take a last step if anything was done since, on any node. Collective across; blocking.
-
-        Args:
-            loss: This rank's part of the epoch's.
-        """
+        """Take a last step if anything was done since, on any node. Collective across; blocking."""
         self._finished = 0
         if self._moves is not None and self._between is not None:
             if any(self._topology.world.allgather(self._moves.has_moved)):

@@ -250,14 +250,5 @@ def run_flow(
     most: int,
     costs: Costs,
 ) -> Course:
-    """Return how fast instances go through a flow.
-
-    Args:
-        measured: Tasks of some instances, which come again and again.
-        ranks_of: Ranks of each node, of which an instance goes to one.
-        ranks: How many there are, each with a core of its own.
-        count: Of instances.
-        most: That may be under way at once.
-        costs: Beside the tasks.
-    """
+    """Return how fast instances go through a flow."""
     return _Run(measured, ranks_of, ranks, count, most, costs).go()

@@ -39,11 +39,7 @@ class Watch:
     hears_all = False  # whether every rank is told of every instance
 
     def look(self, idle_seconds: float) -> None:
-        """Do what is to be done a few times a second.
-
-        Args:
-            idle_seconds: Since a message came.
-        """
+        """Do what is to be done a few times a second."""
 
     def is_due(self) -> bool:
         """Return whether it is time to exchange, after one more instance was finished."""
@@ -107,11 +103,7 @@ class Worker:
         self.busy_seconds = 0.0
 
     def run(self) -> None:
-        """Go on until all instances are finished.
-
-        Raises:
-            FlowError: A node failed, or waits for what cannot come.
-        """
+        """Go on until all instances are finished."""
         with torch.no_grad():
             while not self._over:
                 did = self._take_step()
@@ -376,14 +368,7 @@ def _together(node: Node) -> Sequence[tuple[bool, int]]:
 def behaviours(
     wiring: Wiring, indices: Iterable[int], all_: Pass, weights: Mapping[int, Weights]
 ) -> dict[int, Base]:
-    """Return what nodes do on one rank; the source is the controller's.
-
-    Args:
-        wiring: The flow.
-        indices: Of the nodes.
-        all_: What is the same for all of them.
-        weights: Of layers that train here.
-    """
+    """Return what nodes do on one rank; the source is the controller's."""
     found: dict[int, Base] = {}
     for number in indices:
         node = wiring.nodes[number]

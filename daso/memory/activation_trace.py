@@ -265,12 +265,7 @@ class _Closures:
 
 
 def write_script(seen: Iteration, least: int) -> ActivationTrace:
-    """Return the script of an iteration.
-
-    Args:
-        seen: The iteration.
-        least: Storages of fewer bytes stay.
-    """
+    """Return the script of an iteration."""
     changed = _changed_after_they_were_saved(seen)
     saved = dict.fromkeys(pack.storage for pack in seen.packs if pack.storage >= 0)
     items = [one for one in saved if one not in changed and _may_go(seen, one, least)]

@@ -86,13 +86,7 @@ class Memory:
     _references: dict[int, Any] = field(default_factory=dict)
 
     def number(self, tensor: torch.Tensor, born: int, now: Callable[[], int]) -> int:
-        """Return a storage's number; it gets one if it has none.
-
-        Args:
-            tensor: That lies in it.
-            born: Operation that made it, if it is new.
-            now: Says which operation is next.
-        """
+        """Return a storage's number; it gets one if it has none."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self.numbers:
@@ -163,11 +157,7 @@ class Observer(TorchDispatchMode):
         return found
 
     def live(self, without: set[int]) -> list[int]:
-        """Return the bytes that were there during each operation, of what was made meanwhile.
-
-        Args:
-            without: Numbers of storages that are not to be counted.
-        """
+        """Return the bytes that were there during each operation, of what was made meanwhile."""
         changes = [0] * (len(self.ops) + 1)
         for number, seen in enumerate(self.memory.seen):
             if seen.born >= 0 and number not in without:

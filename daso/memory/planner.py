@@ -257,14 +257,7 @@ class _Time:
 def foretell(
     units: Sequence[Unit], ways: Sequence[str], capacity: float, link: Link
 ) -> Course | None:
-    """Return what a plan would come to; None if it needs more than there is.
-
-    Args:
-        units: In the order of forward.
-        ways: Of each.
-        capacity: Bytes that may be there at once.
-        link: To the second memory.
-    """
+    """Return what a plan would come to; None if it needs more than there is."""
     time = _Time(units, ways, capacity, link)
     if _forward(time) and _backward(time):
         return time.course()
@@ -456,17 +449,7 @@ POLICIES: Mapping[str, Policy] = {
 
 
 def choose(units: Sequence[Unit], capacity: float, link: Link, policy: str = "pooch") -> Plan:
-    """Return what becomes of each unit, so that all fit and it takes as little time as may be.
-
-    Args:
-        units: In the order of forward.
-        capacity: Bytes that may be there at once.
-        link: To the second memory.
-        policy: One of `POLICIES`.
-
-    Raises:
-        ConfigError: There is no such policy, too many units for ``"exact"``, or it does not fit.
-    """
+    """Return what becomes of each unit, so that all fit and it takes as little time as may be."""
     if policy not in POLICIES:
         raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
     if policy == "exact" and len(units) > EXACT_MOST:

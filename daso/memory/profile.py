@@ -212,18 +212,6 @@ def profile(
     """Go through an iteration twice, and return what was seen the second time.
 
     The model, its gradients and random numbers are afterwards what they were.
-
-    Args:
-        model: The model.
-        args: Of its forward.
-        kwargs: Of its forward.
-        loss: Makes one number of what the model gives.
-        tier: A second memory, in which saved tensors lie meanwhile.
-        least: Storages of fewer bytes stay.
-        inside: Names of modules that are units; none: they are found.
-
-    Raises:
-        ConfigError: The model does something else each time.
     """
     with torch.enable_grad(), unchanged(model):
         first = _Watch(model, tier, least, inside).run(args, kwargs, loss)

@@ -77,15 +77,7 @@ class RecomputeSegment:
     def take(
         self, number: int, func: Any, args: Any, kwargs: Mapping[str, Any], reads: Sequence[int]
     ) -> Taken:
-        """Return what an operation is about to run with, to run it again.
-
-        Args:
-            number: Of the operation.
-            func: What is called.
-            args: With what.
-            kwargs: With what else.
-            reads: Numbers of storages that it reads.
-        """
+        """Return what an operation is about to run with, to run it again."""
         leaves, spec = tree_flatten((args, kwargs))
         numbers = iter(reads)
         tensors = (leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -100,13 +92,7 @@ class RecomputeSegment:
         return Taken(number, func, kept, spec, _random_state(device) if seeded else None, device)
 
     def note(self, taken: Taken, found: Any, makes: Sequence[int]) -> None:
-        """Note an operation with what it has given.
-
-        Args:
-            taken: What it ran with.
-            found: What it gave.
-            makes: Numbers of storages of that.
-        """
+        """Note an operation with what it has given."""
         shapes = _reads_shapes_alone(taken.func)
         views = [View.of(tensor) for tensor in tensors_in(found)] if shapes else []
         self._notes.append(_Note(taken, tuple(makes), views))

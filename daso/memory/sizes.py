@@ -13,15 +13,7 @@ MOST_BYTES = 2**62
 
 
 def parse_bytes(name: str, text: float | str) -> int:
-    """Return a number of bytes.
-
-    Args:
-        name: What it is of, to be told.
-        text: Such as ``"8GiB"`` or ``"500 MB"``, or a number; ``"8G"`` is 8 GiB, as SLURM has it.
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """Return a number of bytes."""
     words = str(text).strip().lower()
     number = words.rstrip("kmgtib ")
     try:

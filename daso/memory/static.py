@@ -41,14 +41,7 @@ class Static(NamedTuple):
 def static_bytes(
     model: torch.nn.Module, optimizer: Any, batch: Any, casts: Mapping[int, int] | None = None
 ) -> Static:
-    """Return the bytes that a model, its gradients, its optimizer and a batch take.
-
-    Args:
-        model: The model.
-        optimizer: A `torch.optim.Optimizer`, or None.
-        batch: Tensors, in any structure.
-        casts: Bytes of parameters' casts, by storage.
-    """
+    """Return the bytes that a model, its gradients, its optimizer and a batch take."""
     params = [param for param in model.parameters() if param.requires_grad]
     return Static(
         _bytes((*model.parameters(), *model.buffers())),

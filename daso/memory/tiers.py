@@ -67,21 +67,11 @@ class Tier(Protocol):
         ...
 
     def out(self, source: torch.Tensor, at: int) -> Copying:
-        """Begin to copy a row of bytes there; return the copy.
-
-        Args:
-            source: (nbytes, uint8); must not be changed before.
-            at: Where it begins there.
-        """
+        """Begin to copy a row of bytes there; return the copy."""
         ...
 
     def back(self, target: torch.Tensor, at: int) -> Copying:
-        """Begin to copy from there into a row of bytes; return the copy.
-
-        Args:
-            target: (nbytes, uint8); must not be used before.
-            at: Where it begins there.
-        """
+        """Begin to copy from there into a row of bytes; return the copy."""
         ...
 
     def close(self) -> None:
@@ -304,15 +294,7 @@ Second = str | Callable[[torch.device], Tier]
 
 
 def open_tier(second: Second, device: torch.device) -> Tier:
-    """Return a second memory.
-
-    Args:
-        second: ``"host"``, ``"file:FOLDER"``, ``"neighbour:SIZE"``, or what makes one for a device.
-        device: Where the model is.
-
-    Raises:
-        ConfigError: It is neither, or the folder cannot be written to.
-    """
+    """Return a second memory."""
     if not isinstance(second, str):
         return second(device)
     kind, _, folder = second.partition(":")
@@ -327,13 +309,7 @@ def open_tier(second: Second, device: torch.device) -> Tier:
 
 
 def measure(tier: Tier, device: torch.device, nbytes: int = 1 << 24) -> tuple[float, float]:
-    """Return bytes per second of a large copy, and seconds of a small one. Blocks.
-
-    Args:
-        tier: A second memory.
-        device: Where the model is.
-        nbytes: Of the large copy.
-    """
+    """Return bytes per second of a large copy, and seconds of a small one. Blocks."""
     seconds = []
     for size in (nbytes, 1024):
         row, at = torch.zeros(size, dtype=torch.uint8, device=device), tier.lease(size)

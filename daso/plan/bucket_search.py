@@ -70,12 +70,7 @@ class BucketSizeSearch:
         return SearchState(self.least_bytes)
 
     def after(self, now: SearchState, seconds: float) -> SearchState:
-        """Return how to go on.
-
-        Args:
-            now: Where the search stands.
-            seconds: Median time of an iteration with ``now.nbytes``, the same on every rank.
-        """
+        """Return how to go on."""
         if now.holding:
             return self._hold(now, seconds)
         tried = (*now.tried, (now.nbytes, seconds))
@@ -99,12 +94,7 @@ class BucketSizeSearch:
 
 
 def _beside(best: int, tried: Sequence[tuple[int, float]]) -> int | None:
-    """Return a size between the fastest and the faster of those next to it; None if there is none.
-
-    Args:
-        best: The fastest size, bytes.
-        tried: Sizes with the seconds of an iteration, growing.
-    """
+    """Return a size between the fastest and its faster neighbour; None if there is none."""
     at = [nbytes for nbytes, _ in tried].index(best)
     # The larger one where both are equally fast.
     next_to = [*tried[at + 1 : at + 2], *tried[max(0, at - 1) : at]]

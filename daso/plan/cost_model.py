@@ -25,12 +25,6 @@ def flow_shop_seconds(chunks: Sequence[Sequence[float]]) -> float:
 
     Each stage holds one chunk at a time, and all chunks keep their order (a permutation flow shop;
     Johnson 1954): gradients that go to the host, are added there and come back.
-
-    Args:
-        chunks: For each chunk, in order, its seconds in each stage.
-
-    Returns:
-        Seconds until the last chunk has left the last stage.
     """
     ends = [0.0] * (len(chunks[0]) if chunks else 1)
     for seconds in chunks:
@@ -52,18 +46,7 @@ class Layers:
 def step_seconds(
     layers: Layers, *, order: Order, portions: Sequence[int], barrier: bool, steps: int = 8
 ) -> float:
-    """Return how long a step takes when gradients cross one link, portion after portion.
-
-    Args:
-        layers: The model.
-        order: Which portion goes first.
-        portions: Into how many equal portions each layer's gradient is cut; at least 1.
-        barrier: Whether the next forward waits for all layers, or each layer for its own.
-        steps: How many are gone through; the last one's seconds count.
-
-    Returns:
-        Seconds from the beginning of one forward to that of the next.
-    """
+    """Return how long a step takes when gradients cross one link, portion after portion."""
     count = len(layers.forward_seconds)
     arrived, link, now, begun = [0.0] * count, 0.0, 0.0, [0.0]
     for _ in range(steps):

@@ -81,14 +81,7 @@ class Tally:
 
     @classmethod
     def measured(cls, distance: float, norm: float, moved: float, size: float) -> "Tally":
-        """Return a rank's share.
-
-        Args:
-            distance: Squared distance of this rank's part of its node from the mean of all nodes.
-            norm: Squared norm of this rank's part of the reference.
-            moved: Squared norm of this rank's part of the mean delta.
-            size: A number near the squared norm of the whole reference, the same on all ranks.
-        """
+        """Return a rank's share."""
         return cls(
             _share(distance, size, STEPS), _share(norm, size, SIZES), _share(moved, size, STEPS)
         )
@@ -107,14 +100,6 @@ class Tally:
 
         The distance of a node from the mean of all is what counts (consensus distance): of two
         nodes with the same noise its square is half of what it is of many.
-
-        Args:
-            nodes: How many nodes were apart.
-            batches: In how many batches.
-
-        Returns:
-            The drift; 0 only where nothing was measured. A distance too small to count is taken as
-            half a unit: 0 would say that skip has no reason to grow.
         """
         if nodes < 2 or batches < 1 or self.norm <= 0:
             return 0.0
@@ -140,14 +125,6 @@ def culprit(element: int, rank: int, size: int) -> float:
     """Pack which element of the flat row is not finite, and on which world rank, into a number.
 
     Earlier elements give larger numbers, so that the maximum over ranks names the first.
-
-    Args:
-        element: Element of the flat row.
-        rank: World rank.
-        size: World size.
-
-    Returns:
-        A number above 0 and exact, as long as there are fewer than 2**53 pairs.
     """
     return float(CULPRITS - (element * size + rank))
 

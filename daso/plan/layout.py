@@ -113,27 +113,12 @@ class Piece(NamedTuple):
 
 
 def lay_out(slots: Sequence[Slot]) -> Layout:
-    """Put ``slots`` one after the other.
-
-    Args:
-        slots: The tensors, in an order that is the same on every rank.
-
-    Returns:
-        The layout.
-    """
+    """Put ``slots`` one after the other."""
     return Layout(tuple(slots))
 
 
 def first_difference(mine: Layout, other: Layout) -> str | None:
-    """Say where two layouts differ first, or None when they agree.
-
-    Args:
-        mine: One layout.
-        other: The layout to hold against it.
-
-    Returns:
-        A phrase such as ``"layer.weight (3, 4) float32 against layer.weight (3, 5) float32"``.
-    """
+    """Say where two layouts differ first, or None when they agree."""
     for a, b in zip(mine.slots, other.slots, strict=False):
         if a != b:
             return f"{_describe(a)} against {_describe(b)}"
@@ -147,17 +132,7 @@ def _describe(slot: Slot) -> str:
 
 
 def split(span: Span | int, parts: int, even: int = 1) -> tuple[Span, ...]:
-    """Cut a span into ``parts`` contiguous spans whose sizes differ by at most one element.
-
-    Args:
-        span: What to cut; an int means the row from 0.
-        parts: How many; at least 1. Some are empty when there are fewer elements.
-        even: Cut at multiples of so many elements from the start of the span; sizes differ by as
-            many then.
-
-    Returns:
-        The spans in order; together they are exactly ``span``.
-    """
+    """Cut a span into ``parts`` contiguous spans whose sizes differ by at most one element."""
     start, stop = (0, span) if isinstance(span, int) else span
     size, longer = divmod(-(-(stop - start) // even), parts)
     cuts = [min(stop, start + even * (i * size + min(i, longer))) for i in range(parts + 1)]
@@ -165,17 +140,7 @@ def split(span: Span | int, parts: int, even: int = 1) -> tuple[Span, ...]:
 
 
 def chunk_parts(numel: int, parts: int, chunk: int, even: int = 1) -> tuple[tuple[Span, ...], ...]:
-    """Cut a row into chunks and every chunk into one part per peer.
-
-    Args:
-        numel: Elements of the row.
-        parts: Peers.
-        chunk: Elements of a chunk at most; at least 1.
-        even: Cut at multiples of so many elements; a chunk may have up to as many more.
-
-    Returns:
-        For each chunk in order, its ``parts`` spans. No chunk for an empty row.
-    """
+    """Cut a row into chunks and every chunk into one part per peer."""
     count = -(-numel // max(chunk, 1))
     if not count:
         return ()
@@ -193,27 +158,12 @@ def _messages_of_chunk(peers: int) -> int:
 def message_chunks(
     message: int, numel: int, peers: int, even: int = 1
 ) -> tuple[tuple[Span, ...], ...]:
-    """Cut a row into chunks of messages of a size; see `chunk_parts`.
-
-    Args:
-        message: Elements of a message between two peers.
-        numel: Elements of the row.
-        peers: Ranks that take part.
-        even: As for `chunk_parts`.
-    """
+    """Cut a row into chunks of messages of a size; see `chunk_parts`."""
     return chunk_parts(numel, peers, max(1, message) * _messages_of_chunk(peers), even)
 
 
 def pieces(layout: Layout, span: Span) -> Iterator[Piece]:
-    """List the parts of tensors that lie in a span of the row, in order.
-
-    Args:
-        layout: The row.
-        span: The part of it asked for.
-
-    Yields:
-        One piece for each tensor with at least one element in the span.
-    """
+    """List the parts of tensors that lie in a span of the row, in order."""
     for index in range(bisect_right(layout.stops, span.start), len(layout.spans)):
         there = layout.spans[index]
         if there.start >= span.stop:
@@ -238,16 +188,7 @@ class Block(NamedTuple):
 
 
 def blocks(tensors: Sequence[Piece], payloads: Sequence[tuple[Span, int]]) -> Iterator[Block]:
-    """Cut a row where tensors begin and where payloads do.
-
-    Args:
-        tensors: What lies in the row, in order and without a gap.
-        payloads: Spans of the row, in order and without a gap, and where each one's payload begins
-            in the memory of all, in numbers.
-
-    Yields:
-        Every number of the row once, in order.
-    """
+    """Cut a row where tensors begin and where payloads do."""
     parts = iter(payloads)
     (_, stop), shift = Span(0, 0), 0
     for slot, inside, (start, end) in tensors:
@@ -262,16 +203,7 @@ def blocks(tensors: Sequence[Piece], payloads: Sequence[tuple[Span, int]]) -> It
 
 
 def fragments(numels: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """Group tensors that follow one another into fragments of about the same size.
-
-    Args:
-        numels: Elements of each tensor, in order.
-        count: How many fragments; at least 1.
-
-    Returns:
-        The indices of each fragment's tensors; every index exactly once. A tensor belongs where its
-        middle lies, so a fragment may be empty where one tensor is larger than its share.
-    """
+    """Group tensors that follow one another into fragments of about the same size."""
     total = max(1, sum(numels))
     groups: list[list[int]] = [[] for _ in range(count)]
     start = 0
@@ -283,14 +215,7 @@ def fragments(numels: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
 
 
 def flagged(numels: Sequence[int]) -> tuple[Span, ...]:
-    """Put tensors one after the other, each with one number more behind it: its flag.
-
-    Args:
-        numels: Elements of each tensor, in order.
-
-    Returns:
-        The span of each tensor; its flag lies at ``stop``.
-    """
+    """Put tensors one after the other, each with one number more behind it: its flag."""
     stops = accumulate(numel + 1 for numel in numels)
     return tuple(
         Span(stop - 1 - numel, stop - 1) for numel, stop in zip(numels, stops, strict=True)
@@ -302,13 +227,6 @@ def fit_buckets(nbytes: Sequence[int], capacity: int) -> tuple[tuple[int, ...], 
 
     A bucket is closed by the tensor that fills it, so a tensor is never cut and one larger than
     the capacity closes its bucket alone or with what came before.
-
-    Args:
-        nbytes: Size of each tensor in bytes, in the order in which gradients become ready.
-        capacity: Bytes from which a bucket counts as full; at least 1.
-
-    Returns:
-        The indices of each bucket's tensors; every index exactly once.
     """
     buckets: list[tuple[int, ...]] = []
     filling: list[int] = []
@@ -325,14 +243,7 @@ def fit_buckets(nbytes: Sequence[int], capacity: int) -> tuple[tuple[int, ...], 
 
 
 def aligned(nbytes: Sequence[int]) -> tuple[Span, ...]:
-    """Put tensors one after the other in a message, so that each can be read where it lies.
-
-    Args:
-        nbytes: Of each tensor.
-
-    Returns:
-        The bytes of each.
-    """
+    """Put tensors one after the other in a message, so that each can be read where it lies."""
     sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in nbytes]
     starts = accumulate(sizes, initial=0)
     return tuple(Span(at, at + size) for at, size in zip(starts, nbytes, strict=False))

@@ -56,11 +56,7 @@ KEEP = Merge(pull=1.0, since_send=True)
 
 
 def check_merge(merge: str | float) -> None:
-    """Raise unless ``merge`` is a known name or a number between 0 and 1.
-
-    Raises:
-        ConfigError: Naming the choices.
-    """
+    """Raise unless ``merge`` is a known name or a number between 0 and 1."""
     if isinstance(merge, str):
         if merge in MERGES:
             return
@@ -73,17 +69,7 @@ def check_merge(merge: str | float) -> None:
 
 
 def keeps_local(merge: str | float, *, wait: int, drift: float = 0.0, outer: bool = False) -> bool:
-    """Return whether the merge of an exchange that starts will keep local work whole.
-
-    Args:
-        merge: As in this module's description.
-        wait: Batches that the exchange may take.
-        drift: That all ranks agreed on last, as in `daso.plan.schedule.Measurements`; for ``auto``.
-        outer: Whether an outer optimizer moves the reference; for ``auto``.
-
-    Raises:
-        ConfigError: The name is not known.
-    """
+    """Return whether the merge of an exchange that starts will keep local work whole."""
     check_merge(merge)
     if merge == "auto":
         return outer or math.sqrt(drift * wait) <= MOST_DRIFT
@@ -91,20 +77,7 @@ def keeps_local(merge: str | float, *, wait: int, drift: float = 0.0, outer: boo
 
 
 def merge_rule(merge: str | float, *, waited: int, nodes: int, keeps: bool) -> Merge:
-    """Return the merge to carry out.
-
-    Args:
-        merge: As in this module's description.
-        waited: Batches between the send and now.
-        nodes: Nodes that took part in the mean.
-        keeps: What `keeps_local` said when the exchange started.
-
-    Returns:
-        The merge.
-
-    Raises:
-        ConfigError: The name is not known.
-    """
+    """Return the merge to carry out."""
     check_merge(merge)
     if waited == 0:
         return ADOPT

@@ -236,11 +236,7 @@ class Settings:
         return self._reduce
 
     def gradient_wire(self, *, hidden: bool) -> str:
-        """Return what gradients cross between nodes in.
-
-        Args:
-            hidden: In a phase that is synchronous because backward hides it.
-        """
+        """Return what gradients cross between nodes in."""
         wire = self.gradients.wire
         return wire if wire != "auto" else NARROW if hidden else "fp32"
 
@@ -251,12 +247,7 @@ class Settings:
         return ordered and self.exchange.fragments == 1 and self.may_restore_steps
 
     def gradient_seconds(self, exchange_seconds: float, wire: str) -> float:
-        """Return about how long gradients would take between nodes; 0: they cannot be hidden.
-
-        Args:
-            exchange_seconds: Of an exchange of all parameters.
-            wire: What it crossed in; empty where that is not known.
-        """
+        """Return about how long gradients would take between nodes; 0: they cannot be hidden."""
         if not wire or not self.may_hide:
             return 0.0
         return exchange_seconds * BITS[self.gradient_wire(hidden=True)] / BITS[wire]

@@ -20,16 +20,6 @@ def observe(
 
     An epoch improves when ``loss < best * (1 - threshold)`` for a positive best, and when it lies
     below best by ``threshold * |best|`` in general. A loss that is not finite is a bad epoch.
-
-    Args:
-        state: What was remembered.
-        loss: This epoch's loss, the same number on every rank.
-        threshold: Relative improvement that counts, e.g. 0.05.
-        patience: Bad epochs in a row after which the loss counts as stalled; at least 1.
-
-    Returns:
-        Whether the loss has stalled now, and the next state. After a stall the count of bad
-        epochs starts again, so that one stall is reported once.
     """
     best = state.best
     improved = loss - loss == 0 and (best is None or loss < best - threshold * abs(best))

@@ -34,14 +34,6 @@ def efficient_bytes(efficiency: float, *, latency_seconds: float, bytes_per_seco
 
     A portion takes its bytes over the rate, and a latency; the share is the first over both, so
     bytes >= efficiency / (1 - efficiency) * latency * rate (US 11941528 B2, claim 14).
-
-    Args:
-        efficiency: The share wanted, above 0 and below 1.
-        latency_seconds: What a portion takes beside its bytes.
-        bytes_per_second: Rate of the link.
-
-    Raises:
-        ConfigError: The share is not between 0 and 1.
     """
     if not 0 < efficiency < 1:
         raise ConfigError(f"efficiency must be above 0 and below 1, not {efficiency!r}")
@@ -55,14 +47,6 @@ def cut_portions(
 
     A tensor of one and a half times the capacity or more is cut into portions of its own; smaller
     ones that lie side by side share a portion until it is full.
-
-    Args:
-        spans: Where each parameter lies; its flag lies at stop (see `daso.plan.layout.flagged`).
-        layers: The layer of each parameter, counted in the order in which forward needs them.
-        capacity: Elements from which a portion counts as full; at least 1.
-
-    Returns:
-        Portions in the order of the row; together they are the whole row, flags included.
     """
     made: list[Portion] = []
     filling: list[int] = []
@@ -112,9 +96,5 @@ class PriorityQueue:
         insort(self._ready, (key[self._order], -portion, portion))
 
     def take(self) -> int:
-        """Return the portion that goes next, and forget it.
-
-        Raises:
-            IndexError: None is ready.
-        """
+        """Return the portion that goes next, and forget it."""
         return self._ready.pop()[2]

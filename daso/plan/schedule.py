@@ -71,11 +71,7 @@ class Measurements:
     exposed_seconds: float = 0.0
 
     def affordable_skip(self, budget: float) -> float:
-        """Return how many batches apart exchanges are within budget; 0 if that was not measured.
-
-        Args:
-            budget: Part of the steps' time that exchanges may take from training.
-        """
+        """Return how many batches apart exchanges are within budget; 0 if that was not measured."""
         most = budget * self.step_seconds
         return self.own_seconds / most if most > 0 else 0.0
 
@@ -172,14 +168,7 @@ class Policy(Protocol):
 
 
 def begin(policy: Policy, state: State, *, memory: float, may_hide: bool) -> State:
-    """Return the state in which training begins, or goes on, with an inner optimizer.
-
-    Args:
-        policy: Chooses skip and wait; one with a method ``begin`` is asked before the first batch.
-        state: The policy's, or that of a run that goes on.
-        memory: Of the optimizer, see `State`.
-        may_hide: Whether it loses accuracy by exchanges, and gradients could be averaged instead.
-    """
+    """Return the state in which training begins, or goes on, with an inner optimizer."""
     state, choose = replace(state, memory=memory), getattr(policy, "begin", None)
     if not may_hide or choose is None or state.batch or state.epoch:
         return state
@@ -188,15 +177,7 @@ def begin(policy: Policy, state: State, *, memory: float, may_hide: bool) -> Sta
 
 
 def after_batch(policy: Policy, state: State) -> tuple[tuple[Action, ...], State]:
-    """Return the acts that are due after one more batch, in order, and the next state.
-
-    Args:
-        policy: Chooses skip and wait.
-        state: The state before this batch was counted.
-
-    Returns:
-        The acts and the next state. A send is received exactly once, before the next send.
-    """
+    """Return the acts that are due after one more batch, in order, and the next state."""
     batch, synchronous = state.batch + 1, state.synchronous
     share = next_noise_share(
         state.noise_share, batch=batch, memory=state.memory, synchronous=synchronous
@@ -215,17 +196,7 @@ def after_batch(policy: Policy, state: State) -> tuple[tuple[Action, ...], State
 def after_exchange(
     policy: Policy, state: State, measurements: Measurements
 ) -> tuple[tuple[Action, ...], State]:
-    """Return the acts after ranks agreed on measurements, and the state for the batches to come.
-
-    Args:
-        policy: Chooses skip and wait.
-        state: The state after the acts of the batch in which an exchange was received, or after
-            which ranks measured.
-        measurements: What all ranks agreed on then.
-
-    Returns:
-        The acts and the next state.
-    """
+    """Return the acts after ranks agreed on measurements, and the state for the batches to come."""
     acts, state = _turn(state, policy.tune_exchange(state, measurements))
     return acts, replace(
         state, measurements=measurements, gain=next_gain(state.gain, measurements.required_gain)
@@ -237,14 +208,6 @@ def after_epoch(policy: Policy, state: State, loss: float) -> tuple[tuple[Action
 
     All work goes into an exchange and every exchange is received, as at the last batch of an epoch
     in the paper; then the policy chooses.
-
-    Args:
-        policy: Chooses skip and wait.
-        state: The state after the last batch.
-        loss: The epoch's loss, averaged over all ranks.
-
-    Returns:
-        The acts and the next state.
     """
     acts, state = drain(state)
     more, state = _turn(state, policy.tune_epoch(replace(state, epoch=state.epoch + 1), loss))
@@ -252,14 +215,7 @@ def after_epoch(policy: Policy, state: State, loss: float) -> tuple[tuple[Action
 
 
 def drain(state: State) -> tuple[tuple[Action, ...], State]:
-    """Return the acts after which nothing is in flight and all nodes agree.
-
-    Args:
-        state: Any state.
-
-    Returns:
-        The acts and the state after them.
-    """
+    """Return the acts after which nothing is in flight and all nodes agree."""
     acts: tuple[Action, ...] = () if state.sent is None else (Action.RECEIVE,)
     # Work done after the last send is in no exchange yet; a late merge leaves it on its node.
     if state.agreed != state.batch:

@@ -9,11 +9,7 @@ __all__ = ["pipelined_seconds", "slots"]
 
 
 def slots(ranks: int) -> list[tuple[int, ...]]:
-    """Return to whom each rank sends in every slot: in slot k rank r sends to r + k.
-
-    Args:
-        ranks: How many; in all slots together each sends once to each other.
-    """
+    """Return to whom each rank sends in every slot: in slot k rank r sends to r + k."""
     return [tuple((rank + turn) % ranks for rank in range(ranks)) for turn in range(1, ranks)]
 
 
@@ -21,11 +17,5 @@ def pipelined_seconds(ranks: int, segments: int, latency_seconds: float, seconds
     """Return how long a row takes from the first rank of a chain to the last, in segments.
 
     Each is passed on while the next one comes (cut-through). One segment is store-and-forward.
-
-    Args:
-        ranks: Of the chain; 2 at least.
-        segments: Into which the row is cut.
-        latency_seconds: Of a segment, beside its bytes.
-        seconds: That the whole row occupies a link.
     """
     return (ranks - 2 + segments) * (latency_seconds + seconds / segments)

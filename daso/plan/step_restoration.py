@@ -29,12 +29,7 @@ SMOOTHING = 0.3  # part of the way to what was measured that the gain goes with 
 
 
 def momentum_noise(batches: int, momentum: float) -> float:
-    """Return c(n): the variance of n steps with a momentum over that of n steps without.
-
-    Args:
-        batches: n, at least 1.
-        momentum: b, from 0 up to, not including, 1.
-    """
+    """Return c(n): the variance of n steps with a momentum over that of n steps without."""
     b, n = momentum, batches
     if b == 0.0:
         return 1.0
@@ -46,18 +41,7 @@ def momentum_noise(batches: int, momentum: float) -> float:
 def required_gain(
     distance: float, moved: float, *, nodes: int, batches: int, momentum: float
 ) -> float:
-    """Return the gain that makes the mean of all nodes' steps as long as one big batch's.
-
-    Args:
-        distance: Sum over nodes of the squared distance of a node's delta from the mean delta.
-        moved: Sum over nodes of the squared length of the mean delta, in the same unit.
-        nodes: P, how many.
-        batches: n, steps in a delta.
-        momentum: b, what the inner optimizer keeps of its momentum from step to step.
-
-    Returns:
-        A number from 1 to sqrt(nodes); 0 where nothing was measured.
-    """
+    """Return the gain that makes the mean of all nodes' steps as long as one big batch's."""
     if nodes < 2 or batches < 1 or not 0 < distance + moved < math.inf:
         return 0.0
     d, m = distance / nodes, moved / nodes
@@ -69,14 +53,7 @@ def required_gain(
 
 
 def next_noise_share(share: float, *, batch: int, memory: float, synchronous: bool) -> float:
-    """Return which share of a running mean of squares saw the noise of single nodes.
-
-    Args:
-        share: Before this batch.
-        batch: Its number, from 1: a running mean is corrected for how few it has seen.
-        memory: Decay of the running mean from step to step, from 0 up to, not including, 1.
-        synchronous: Whether its gradient was the mean over all nodes.
-    """
+    """Return which share of a running mean of squares saw the noise of single nodes."""
     kept = 1.0 - (1.0 - memory) / (1.0 - memory**batch)
     return share * kept if synchronous else 1.0 - (1.0 - share) * kept
 
@@ -89,10 +66,5 @@ def shared_gain(gain: float, share: float) -> float:
 
 
 def next_gain(gain: float, required: float) -> float:
-    """Return the factor for the rate of the steps to come.
-
-    Args:
-        gain: What it is.
-        required: From `required_gain`; 0 leaves it as it is.
-    """
+    """Return the factor for the rate of the steps to come."""
     return gain + SMOOTHING * (required - gain) if required else gain

@@ -13,9 +13,6 @@ def batches_to_next_vote(step_seconds: float) -> int:
 
     A vote is received at the next one's begin, so that nobody waits for it: ranks are at most that
     many batches apart.
-
-    Args:
-        step_seconds: What a batch takes, the same number on all ranks; 0 if not measured.
     """
     if not 0 < step_seconds < math.inf:
         return 1

@@ -9,15 +9,7 @@ __all__ = ["strict_json"]
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:
-    """Return JSON in which numbers that JSON does not have are their names.
-
-    Args:
-        value: Anything of mappings, lists, tuples, strings, numbers, bools and None.
-        indent: How far what is inside is moved right, in characters; None: all on one line.
-
-    Returns:
-        Text as RFC 8259 has it, section 6: "nan", "inf" and "-inf" are strings in it.
-    """
+    """Return JSON in which numbers that JSON does not have are their names."""
     return json.dumps(_named(value), indent=indent, allow_nan=False)
 
 

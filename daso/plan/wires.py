@@ -22,18 +22,7 @@ FEW = 1 << 19  # numbers: an exchange of fewer takes long for other reasons than
 
 
 def next_wire(now: str, measurements: Measurements, *, numel: int) -> str:
-    """Return the wire of the next exchange.
-
-    Args:
-        now: The wire that was measured.
-        measurements: What all ranks agreed on.
-        numel: Numbers that were exchanged.
-
-    Returns:
-        ``"int4"`` where an exchange of bf16 takes a batch or more (up to four where its work makes
-        exchanges rare); back to ``"bf16"`` where it would take less than half of that. The same on
-        every rank.
-    """
+    """Return the wire of the next exchange."""
     if measurements.step_seconds <= 0 or measurements.exchange_seconds <= 0 or numel < FEW:
         return now
     batches = measurements.exchange_seconds / measurements.step_seconds * BITS[WIDE] / BITS[now]

@@ -14,15 +14,7 @@ SLOWEST, FASTEST = 10**6, 100 * 10**9  # bits per second; SLURM's own messages m
 
 
 def parse_rate(word: str, fastest: int = FASTEST) -> int | None:
-    """Return the bits per second of a rate such as ``1gbit``, or None for ``none``.
-
-    Args:
-        word: The rate.
-        fastest: Bits per second that are allowed.
-
-    Raises:
-        ConfigError: It is no rate, or out of range.
-    """
+    """Return the bits per second of a rate such as ``1gbit``, or None for ``none``."""
     if word == "none":
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", word)

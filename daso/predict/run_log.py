@@ -25,14 +25,7 @@ class Recorded:
 
 
 def read_run(folder: Path) -> Recorded:
-    """Read step times, exchange times and drift from the log of ``daso train``.
-
-    Args:
-        folder: With ``log.jsonl``.
-
-    Raises:
-        ConfigError: It has no log, or too few exchanges.
-    """
+    """Read step times, exchange times and drift from the log of ``daso train``."""
     path = folder / "log.jsonl"
     try:
         # A run that goes on, or was killed, may have written half a line.

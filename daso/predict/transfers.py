@@ -13,11 +13,6 @@ def push_seconds(orders: Sequence[Sequence[int]], nbytes: float, link: Link) -> 
 
     A message occupies the card that sends it and the one that receives it; who comes first to a
     card that is taken goes first, and its sender waits.
-
-    Args:
-        orders: To whom each rank pushes, in order.
-        nbytes: Of every message.
-        link: Of every rank.
     """
     takes = link.latency_seconds + link.seconds(nbytes)
     free = [0.0] * len(orders)  # when each card can receive
@@ -40,12 +35,6 @@ def chain_seconds(ranks: int, segments: int, nbytes: float, link: Link) -> float
     """Return when a row that goes from rank to rank in segments has come to the last one.
 
     A rank passes a segment on when it has all of it and its card has sent the one before.
-
-    Args:
-        ranks: Of the chain; 2 at least.
-        segments: Into which the row is cut evenly.
-        nbytes: Of the row.
-        link: Of every rank.
     """
     takes = link.latency_seconds + link.seconds(nbytes / segments)
     came = [0.0] * segments  # when each segment is at the rank that sends

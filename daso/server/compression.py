@@ -27,17 +27,7 @@ class Wired:
     def encode(
         self, owner: int, layers: Sequence[int], has: Sequence[bool], row: torch.Tensor
     ) -> torch.Tensor:
-        """Return what crosses of gradients; keeps what it loses, for the next ones.
-
-        Args:
-            owner: Of the rows.
-            layers: Which, in order.
-            has: For each parameter of these, whether there is a gradient.
-            row: The gradients (nbytes,), as `Partition.pack` made it; not written to.
-
-        Returns:
-            Bytes (nbytes,), fewer.
-        """
+        """Return what crosses of gradients; keeps what it loses, for the next ones."""
         if self._wire is None:
             return row
         tensors = list(self._shares.unpack(owner, layers, row))

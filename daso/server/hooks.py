@@ -228,9 +228,6 @@ class ServerHooks:
     def step(self) -> None:
         """End a step: what has not left leaves, and layers without a gradient are told of.
 
-        Raises:
-            NonFiniteError: Too many steps in a row had gradients that are not finite.
-
         Blocks while more than two steps' messages have not left.
         """
         self._refuse_edits()

@@ -12,14 +12,7 @@ __all__ = ["Partition", "layers_of"]
 
 
 def layers_of(module: torch.nn.Module) -> tuple[list[str], Named, tuple[tuple[int, ...], ...]]:
-    """List the layers of a model: modules that have trained parameters of their own.
-
-    Args:
-        module: The model.
-
-    Returns:
-        The layers' names; names and trained parameters, each once; the indices of each layer's.
-    """
+    """List the layers of a model: modules that have trained parameters of their own."""
     names: list[str] = []
     named: list[tuple[str, torch.Tensor]] = []
     layers: list[tuple[int, ...]] = []
@@ -82,17 +75,7 @@ class Partition:
     def pack(
         self, rank: int, layers: Sequence[int], tensors: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:
-        """Copy a rank's rows into a row of bytes.
-
-        Args:
-            rank: Whose.
-            layers: Which, in order.
-            tensors: For each parameter of these a tensor of its shape, or of the rows alone; zeros
-                for None.
-
-        Returns:
-            The bytes (nbytes,), on the host.
-        """
+        """Copy a rank's rows into a row of bytes."""
         params = self.params(layers)
         spans = aligned([self._nbytes[index][rank] for index in params])
         row = torch.empty(spans[-1].stop if spans else 0, dtype=torch.uint8, device="cpu")
@@ -109,13 +92,7 @@ class Partition:
     def unpack(
         self, rank: int, layers: Sequence[int], row: torch.Tensor
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield each parameter of layers and a rank's rows of it (rows, ...): views of a message.
-
-        Args:
-            rank: Whose rows.
-            layers: Which, in order.
-            row: From `pack`.
-        """
+        """Yield each parameter of layers, and a rank's rows of it: views of a message."""
         params = self.params(layers)
         spans = aligned([self._nbytes[index][rank] for index in params])
         for index, span in zip(params, spans, strict=True):

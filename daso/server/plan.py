@@ -112,38 +112,17 @@ class Plan:
 
 
 def rows_of(rows: int, ranks: int, *, whole: bool) -> tuple[Span, ...]:
-    """Return which rows of a tensor each rank updates.
-
-    Args:
-        rows: Length of the tensor's first axis.
-        ranks: World size.
-        whole: Every rank updates all rows.
-
-    Returns:
-        A span for each rank; some are empty where there are fewer rows than ranks.
-    """
+    """Return which rows of a tensor each rank updates."""
     return (Span(0, rows),) * ranks if whole else split(rows, ranks)
 
 
 def is_fresh(clock: float, step: int, staleness: int | None) -> bool:
-    """Return whether rows may be read for a step.
-
-    Args:
-        clock: Steps of all ranks that are in them.
-        step: Steps that the reader has taken.
-        staleness: Steps that they may lie behind; None: any number.
-    """
+    """Return whether rows may be read for a step."""
     return staleness is None or clock >= step - staleness
 
 
 def age(version: int, read: int, ranks: int) -> float:
-    """Return how old a gradient is, in steps of all ranks.
-
-    Args:
-        version: Updates that rows have had.
-        read: Updates that they had where the gradient was computed.
-        ranks: Whose gradients make these updates.
-    """
+    """Return how old a gradient is, in steps of all ranks."""
     return (version - read) / ranks
 
 
@@ -175,13 +154,7 @@ def first_pace(every: int | Literal["auto"], layers: int) -> Pace:
 
 
 def next_pace(pace: Pace, *, backlog_bytes: int, layer_bytes: int) -> Pace:
-    """Return the pace after a layer: slower while more than a layer waits, faster while none does.
-
-    Args:
-        pace: Until now.
-        backlog_bytes: That were handed over and have not left.
-        layer_bytes: Of this layer's messages.
-    """
+    """Return the pace after a layer: slower while more than one waits, faster while none does."""
     if pace.fixed:
         return pace
     if backlog_bytes > layer_bytes:
@@ -194,13 +167,7 @@ def next_pace(pace: Pace, *, backlog_bytes: int, layer_bytes: int) -> Pace:
 
 
 def leaves(pace: Pace, *, layers: int, nbytes: int) -> bool:
-    """Return whether finished layers leave now.
-
-    Args:
-        pace: After how many they do.
-        layers: Finished, and not sent.
-        nbytes: Of theirs to each other rank.
-    """
+    """Return whether finished layers leave now."""
     return layers >= pace.layers and (pace.fixed or nbytes >= FLOOR_BYTES)
 
 

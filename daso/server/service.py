@@ -89,12 +89,7 @@ class ServerThread:
         return self._ticket is not None
 
     def give(self, owner: int, contribution: Contribution) -> None:
-        """Hand over gradients; does not block.
-
-        Args:
-            owner: For whose rows.
-            contribution: Of this rank.
-        """
+        """Hand over gradients; does not block."""
         one = contribution
         payload = self._wired.encode(owner, one.layers, one.has, one.row)
         if owner == self.rank:
@@ -107,14 +102,6 @@ class ServerThread:
 
     def wait_for(self, layer: int, step: int) -> list[Rows]:
         """Return all owners' rows of a layer, fresh enough for a step.
-
-        Args:
-            layer: Which.
-            step: Steps that this rank has taken since the last meeting.
-
-        Raises:
-            ExchangeError: Serving failed, or a rank takes no more steps and all must go together.
-            StallError: Nothing was heard for as long as may be.
 
         Blocks as far as the bound on staleness says.
         """
@@ -169,9 +156,6 @@ class ServerThread:
 
     def meet(self, steps: int) -> None:
         """Let all gradients be taken in and all rows come; nobody serves afterwards.
-
-        Args:
-            steps: That this rank has taken since the last meeting.
 
         Collective over the world; blocking.
         """

@@ -127,14 +127,7 @@ class ParameterShard:
                 counts[source] = NEVER
 
     def contribute(self, contribution: Contribution) -> list[int]:
-        """Take in gradients.
-
-        Args:
-            contribution: Of one of the contributors; those of one rank in the order of its steps.
-
-        Returns:
-            Layers that have a new version.
-        """
+        """Take in gradients."""
         gradients = dict(zip(contribution.layers, self._gradients(contribution), strict=True))
         if not self.plan.together:
             self._apply_alone(contribution, gradients)
@@ -252,15 +245,7 @@ def rows_in(
     about: Iterable[About],
     row: torch.Tensor,
 ) -> dict[int, Rows]:
-    """Return an owner's rows of layers as they lie in a message.
-
-    Args:
-        shares: Of the model.
-        owner: Whose.
-        layers: Which, in order.
-        about: Of each, from `ParameterShard.about`.
-        row: From `ParameterShard.packed`.
-    """
+    """Return an owner's rows of layers as they lie in a message."""
     parts = iter(shares.unpack(owner, layers, row))
     return {
         layer: Rows(*one, tuple(next(parts)[1] for _ in shares.layers[layer]))
@@ -280,15 +265,7 @@ def first_rows(server: ParameterShard) -> list[Rows]:
 def take_up(
     shares: Partition, layer: int, rows: Sequence[Rows], loaded: Sequence[int], *, whole: bool
 ) -> None:
-    """Copy the newest rows of a layer into its parameters.
-
-    Args:
-        shares: Of the model.
-        layer: Which.
-        rows: Of each owner.
-        loaded: Version of each owner's rows that the parameters hold.
-        whole: Owners have all rows each, and the parameters become their mean.
-    """
+    """Copy the newest rows of a layer into its parameters."""
     new = [owner for owner, one in enumerate(rows) if one.version != loaded[owner]]
     with torch.no_grad():
         for at, index in enumerate(shares.layers[layer] if new else ()):

@@ -22,11 +22,7 @@ ENDS = b"."  # what a rank writes when it ends by itself
 
 
 def start() -> Callable[[], None]:
-    """Start to watch this process, before it starts MPI.
-
-    Returns:
-        What tells that this process ends by itself; idempotent.
-    """
+    """Start to watch this process, before it starts MPI."""
     if not has_marks():
         return lambda: None
     try:
@@ -56,12 +52,7 @@ def start() -> Callable[[], None]:
 
 
 def _watch(rank: int, reader: int) -> None:
-    """Wait for a rank to end, and say it where the rank does not.
-
-    Args:
-        rank: Descriptor of its process.
-        reader: Descriptor of what it tells.
-    """
+    """Wait for a rank to end, and say it where the rank does not."""
     os.setsid()
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)

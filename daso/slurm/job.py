@@ -252,11 +252,7 @@ def options() -> dict[str, Any]:
 
 
 def flag(name: str) -> str:
-    """Return a field's name as a flag.
-
-    Args:
-        name: Such as ``"tasks_per_node"``.
-    """
+    """Return a field's name as a flag."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -275,12 +271,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def quote(word: str) -> str:
-    """Return a word as bash has to be given it.
-
-    Args:
-        word: Any text without zero bytes. Control characters are spelled out: sbatch refuses a
-            script with a carriage return.
-    """
+    """Return a word as bash has to be given it."""
     if not re.search(r"[\x01-\x1f\x7f]", word):
         return shlex.quote(word)
     known = word.replace("\\", r"\\").replace("'", r"\'")
@@ -289,10 +280,6 @@ def quote(word: str) -> str:
 
 
 def name_of(program: Sequence[str]) -> str:
-    """Return a name for a job from what it runs.
-
-    Args:
-        program: A script or ``-m module``, then arguments.
-    """
+    """Return a name for a job from what it runs."""
     word = program[1] if program[:1] == ("-m",) and len(program) > 1 else Path(program[0]).stem
     return re.sub(r"[^\w.+-]", "-", word) or "daso"

@@ -32,14 +32,7 @@ class State:
 
 
 def read_jobs(text: str) -> list[State]:
-    """Read what ``scontrol show job -o`` prints.
-
-    Args:
-        text: One line per job, of words ``Key=value``; a value may have blanks in it.
-
-    Returns:
-        The jobs, those of an array by their numbers.
-    """
+    """Read what ``scontrol show job -o`` prints."""
     jobs = [_read_job(line) for line in text.splitlines() if line.startswith("JobId=")]
     return sorted(jobs, key=lambda one: [int(word) for word in re.findall(r"\d+", one.job)])
 
@@ -74,11 +67,7 @@ def _code(text: str) -> str:
 
 
 def read_accounting(text: str) -> list[State]:
-    """Read what ``sacct -nPX -o JobID,JobName,State,NodeList,Elapsed,ExitCode`` prints.
-
-    Args:
-        text: One line per job.
-    """
+    """Read what ``sacct -nPX -o JobID,JobName,State,NodeList,Elapsed,ExitCode`` prints."""
     rows = [line.split("|") for line in text.splitlines() if line.count("|") == 5]
     return [
         State(
@@ -94,16 +83,7 @@ def read_accounting(text: str) -> list[State]:
 
 
 def read_log_end(text: str, *, job: str, name: str) -> State | None:
-    """Read how a job ended from what its script wrote last.
-
-    Args:
-        text: The end of its log.
-        job: The job's id.
-        name: Its name.
-
-    Returns:
-        The state, or None where the script did not come to its end.
-    """
+    """Read how a job ended from what its script wrote last."""
     lines = text.strip().splitlines()
     found = re.search(END, lines[-1]) if lines else None
     if found is None:
@@ -120,11 +100,7 @@ END = r"daso: job \d+ ended with exit code (\d+)$"
 
 
 def render(states: Sequence[State]) -> str:
-    """Return jobs as a table for a terminal.
-
-    Args:
-        states: The jobs.
-    """
+    """Return jobs as a table for a terminal."""
     names = ("job", "name", "state", "nodes", "elapsed", "restarts", "reason")
     rows = [names, *(tuple(str(getattr(one, name)) for name in names) for one in states)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(names))]

@@ -56,22 +56,14 @@ class Launcher:
         return self.kind if self.kind in ("mpirun", "srun") else f"srun --mpi={self.kind}"
 
     def words(self, mpirun: str) -> list[str]:
-        """Return how its command line begins, without the number of ranks.
-
-        Args:
-            mpirun: The mpirun to use where it is mpirun.
-        """
+        """Return how its command line begins, without the number of ranks."""
         if not self.by_mpirun:
             return [*str(self).split(), "--kill-on-bad-exit=1"]
         # Open MPI binds a rank to one core otherwise, with all its threads.
         return [mpirun, *(["--bind-to", "none"] if self.library == "Open MPI" else [])]
 
     def environment(self, *, root: bool) -> dict[str, str]:
-        """Return what has to be set for it.
-
-        Args:
-            root: Whether root submits, which Open MPI's mpirun refuses unless told twice.
-        """
+        """Return what has to be set for it."""
         ours: dict[str, str] = {}
         if self.library == "Open MPI":
             ours["OMPI_MCA_osc"] = "^ucx"  # as for `daso run`
@@ -90,51 +82,23 @@ class Launcher:
 
 
 def family(text: str) -> str | None:
-    """Return the name of an MPI library from what it says of itself.
-
-    Args:
-        text: Such as what ``python -m mpi4py --mpi-lib-version`` prints.
-
-    Returns:
-        A key of the table, or None for a library that is not in it.
-    """
+    """Return the name of an MPI library from what it says of itself."""
     return next((name for sign, name in NAMES.items() if sign.lower() in text.lower()), None)
 
 
 def read_netmods(text: str) -> tuple[str, ...]:
-    """Return how an MPICH can reach other hosts, its own choice first.
-
-    Args:
-        text: What ``python -m mpi4py --mpi-lib-version`` prints; has ``MPICH Device: ch4:ucx ofi``.
-    """
+    """Return how an MPICH can reach other hosts, its own choice first."""
     found = re.search(r"^MPICH Device:\s*ch4:([\w, ]+)$", text, re.MULTILINE)
     return tuple(re.findall(r"\w+", found[1])) if found else ()
 
 
 def read_offered(text: str) -> tuple[str, ...]:
-    """Return the plugins that ``srun --mpi=list`` names.
-
-    Args:
-        text: Its output; SLURM 22.05 writes one per line, newer ones indent them and add
-            ``specific pmix plugin versions available: pmix_v4``.
-    """
+    """Return the plugins that ``srun --mpi=list`` names."""
     return tuple(dict.fromkeys(re.findall(r"\b(?:none|openmpi|cray_shasta|pm\w+)\b", text)))
 
 
 def choose(said: str | None, offered: Sequence[str], wanted: str = "auto") -> Launcher:
-    """Choose what starts the ranks.
-
-    Args:
-        said: What the MPI library says of itself; None where it cannot be seen from here.
-        offered: The plugins of srun; empty where there is no srun to ask.
-        wanted: One of `CHOICES`.
-
-    Returns:
-        The launcher and why.
-
-    Raises:
-        ConfigError: What is wanted is unknown or not offered, or nothing can be chosen.
-    """
+    """Choose what starts the ranks."""
     library, netmods = family(said or ""), read_netmods(said or "")
     plugins = ", ".join(offered) or "no plugin"
     if wanted not in CHOICES:

@@ -43,14 +43,7 @@ class Remember:
 
 
 def run(words: list[str]) -> None:
-    """Run a program in this process, as Python does.
-
-    Args:
-        words: A script or ``-m module``, then its arguments.
-
-    Raises:
-        SystemExit: The program ended so.
-    """
+    """Run a program in this process, as Python does."""
     signal.signal(signal.SIGUSR1, Remember())
     _bind()
     ends_by_itself = exit_monitor.start()

@@ -8,13 +8,7 @@ __all__ = ["explain", "too_big"]
 
 
 def too_big(job: Job, nodes: str) -> str | None:
-    """Return what is wrong with a job that its partition cannot hold, or None.
-
-    Args:
-        job: The job.
-        nodes: What ``sinfo --noconvert -h -o '%P|%c|%D'`` prints: partition (``*``: the default
-            one), CPUs of a node, number of such nodes.
-    """
+    """Return what is wrong with a job that its partition cannot hold, or None."""
     rows = [line.split("|") for line in nodes.splitlines() if line.count("|") == 2]
     wanted = job.partition.split(",") if job.partition else [""]
     here = [
@@ -85,12 +79,7 @@ REFUSALS = {
 
 
 def explain(said: str, job: Job) -> str:
-    """Return sbatch's refusal as one line with rule, value and remedy.
-
-    Args:
-        said: What it printed.
-        job: What was asked for.
-    """
+    """Return sbatch's refusal as one line with rule, value and remedy."""
     words = [re.sub(r"^sbatch: (error|fatal): ", "", line) for line in said.splitlines()]
     words = [word for word in words if word and not word.startswith("Try ")]
     reason = words[-1].removeprefix("Batch job submission failed: ") if words else "nothing"

@@ -30,19 +30,7 @@ def _keys(job: Job) -> dict[str, Any]:
 
 
 def render(job: Job, template: str, *, name: str) -> str:
-    """Return the batch script.
-
-    Args:
-        job: The job.
-        template: Text of a Jinja template.
-        name: What to call the template in an error.
-
-    Returns:
-        The text.
-
-    Raises:
-        ConfigError: The template is not one, or uses a key that there is not.
-    """
+    """Return the batch script."""
     from jinja2 import Environment, StrictUndefined, meta
 
     engine = Environment(

@@ -42,17 +42,7 @@ def known_sites() -> list[str]:
 
 
 def read_site(wanted: str | None) -> Site:
-    """Read a profile.
-
-    Args:
-        wanted: A name, or the path of a TOML file; None for what DASO_SITE says.
-
-    Returns:
-        The profile; an empty one for no site.
-
-    Raises:
-        ConfigError: There is none of that name, or it does not say what a profile may.
-    """
+    """Read a profile."""
     wanted = wanted or site_name()
     if not wanted:
         return Site()
@@ -68,17 +58,7 @@ def read_site(wanted: str | None) -> Site:
 
 
 def read_template(path: Path | None) -> tuple[str, str]:
-    """Read a template of a batch script.
-
-    Args:
-        path: The file; None for the one that comes with daso.
-
-    Returns:
-        The text, and the name for errors.
-
-    Raises:
-        ConfigError: It cannot be read.
-    """
+    """Read a template of a batch script."""
     path = path or FOLDER / "job.sbatch.j2"
     return _read(path, "a template"), path.name
 
@@ -93,19 +73,7 @@ def _read(path: Path, what: str) -> str:
 
 
 def parse_site(name: str, text: str, where: str) -> Site:
-    """Read the text of a profile.
-
-    Args:
-        name: The profile's name.
-        text: TOML: options at the top, ``launcher``, and tables ``environment`` and ``client``.
-        where: What to call it in an error.
-
-    Returns:
-        The profile.
-
-    Raises:
-        ConfigError: A key or a value is not valid.
-    """
+    """Read the text of a profile."""
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

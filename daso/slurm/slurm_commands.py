@@ -16,32 +16,17 @@ SECONDS = 60  # a controller that is down answers after some time-outs of its ow
 
 
 def is_there(command: str) -> bool:
-    """Return whether a command is on PATH.
-
-    Args:
-        command: Such as ``"srun"``.
-    """
+    """Return whether a command is on PATH."""
     return shutil.which(command) is not None
 
 
 def has_settings(client: Mapping[str, str]) -> bool:
-    """Return whether SLURM's settings are where a site says; without, a command waits a minute.
-
-    Args:
-        client: Environment of SLURM's commands.
-    """
+    """Return whether SLURM's settings are where a site says; without, a command waits a minute."""
     return "SLURM_CONF" not in client or Path(client["SLURM_CONF"]).is_file()
 
 
 def require(command: str) -> None:
-    """Refuse to go on without a command.
-
-    Args:
-        command: Such as ``"sbatch"``.
-
-    Raises:
-        TopologyError: It is not on PATH.
-    """
+    """Refuse to go on without a command."""
     if not is_there(command):
         raise TopologyError(
             f"{command} must be on PATH, but it is not; log in to a node of a SLURM cluster, see "
@@ -56,20 +41,7 @@ def ask(
     text: str | None = None,
     options: Sequence[str] = (),
 ) -> "subprocess.CompletedProcess[bytes]":
-    """Run a command of SLURM and wait for it.
-
-    Args:
-        words: The command line.
-        client: Environment that it needs besides this process's own.
-        text: What it reads, a batch script; nothing if None.
-        options: Names of the script's options.
-
-    Returns:
-        How it ended, and what it printed.
-
-    Raises:
-        TopologyError: It is not on PATH, has no settings, or does not end.
-    """
+    """Run a command of SLURM and wait for it."""
     require(words[0])
     if not has_settings(client):
         raise TopologyError(
@@ -95,14 +67,7 @@ def ask(
 
 
 def library_of(python: str) -> str | None:
-    """Let a Python tell of its MPI library, which does not start MPI.
-
-    Args:
-        python: Its path.
-
-    Returns:
-        What the library says of itself; None for a Python that is only on the cluster's nodes.
-    """
+    """Let a Python tell of its MPI library, which does not start MPI."""
     words = [python, "-m", "mpi4py", "--mpi-lib-version"]
     try:
         said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
@@ -112,11 +77,7 @@ def library_of(python: str) -> str | None:
 
 
 def offered(client: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the MPI plugins that srun offers; none where there is no srun to ask.
-
-    Args:
-        client: Environment of SLURM's commands.
-    """
+    """Return the MPI plugins that srun offers; none where there is no srun to ask."""
     if not is_there("srun") or not has_settings(client):
         return ()
     said = ask(["srun", "--mpi=list"], client=client)

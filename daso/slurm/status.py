@@ -28,11 +28,7 @@ FORGOTTEN = "SLURM has forgotten it"
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``daso status``.
-
-    Args:
-        parser: The parser of the command.
-    """
+    """Add the options of ``daso status``."""
     parser.add_argument(
         "job", nargs="?", help=f"job id; default: the newest {NEWEST} submitted from here"
     )
@@ -41,11 +37,7 @@ def add_status(parser: argparse.ArgumentParser) -> None:
 
 
 def add_logs(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``daso logs``.
-
-    Args:
-        parser: The parser of the command.
-    """
+    """Add the options of ``daso logs``."""
     parser.add_argument("job", help="job id, such as 12, or 12_3 for one of an array")
     parser.add_argument("--follow", action="store_true", help="go on until the job has ended")
     _add_common(parser)
@@ -85,17 +77,7 @@ def _number(text: str) -> str:
 
 
 def status(chosen: argparse.Namespace, _: Sequence[str]) -> int:
-    """Run ``daso status``.
-
-    Args:
-        chosen: Flags.
-
-    Returns:
-        Exit code 0.
-
-    Raises:
-        ConfigError: There is no such job.
-    """
+    """Run ``daso status``."""
     records = _records(chosen.logs)
     if chosen.job is None and not records:
         raise ConfigError(
@@ -167,17 +149,7 @@ def _tail(path: Path) -> str:
 
 
 def logs(chosen: argparse.Namespace, _: Sequence[str]) -> int:
-    """Run ``daso logs``.
-
-    Args:
-        chosen: Flags.
-
-    Returns:
-        Exit code: 0, or 130 after Ctrl-C.
-
-    Raises:
-        ConfigError: There is no such job or log.
-    """
+    """Run ``daso logs``."""
     record = _records(chosen.logs).get(_number(chosen.job))
     if record is None:
         raise ConfigError(

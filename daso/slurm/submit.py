@@ -62,15 +62,7 @@ FLAGS = ("--dry-run", "--help", "-h")  # options without a value, besides the bo
 
 
 def cut(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Part the words behind ``submit`` into options and the program.
-
-    Args:
-        words: All of them.
-
-    Returns:
-        Options, each with its value in one word, since a value may begin with a dash; and the
-        program.
-    """
+    """Part the words behind ``submit`` into options and the program."""
     hints = get_type_hints(Job)
     switches = [name for name in options() if hints[name] is bool]
     flags = {*FLAGS, *map(flag, switches), *(flag(f"no_{name}") for name in switches)}
@@ -84,11 +76,7 @@ def cut(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``daso submit``; they come from the fields of `Job`.
-
-    Args:
-        parser: The parser of the command.
-    """
+    """Add the options of ``daso submit``; they come from the fields of `Job`."""
     parser.usage = "daso submit [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENTS]"
     parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
     sites = ", ".join(known_sites())
@@ -120,18 +108,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def submit(chosen: argparse.Namespace, program: Sequence[str]) -> int:
-    """Run ``daso submit``.
-
-    Args:
-        chosen: Flags.
-        program: What each rank runs.
-
-    Returns:
-        Exit code 0.
-
-    Raises:
-        ConfigError: With nothing submitted.
-    """
+    """Run ``daso submit``."""
     site = read_site(chosen.site)
     template, name = read_template(chosen.template)
     job = _job(vars(chosen), site, tuple(program))

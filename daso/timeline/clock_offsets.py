@@ -58,9 +58,6 @@ def close_loop(readings: Sequence[Reading]) -> Loop:
     """Return all clocks, from every rank's reading of the next one's, the last rank's of rank 0's.
 
     What does not close is spread over the links by their trips, if it can be their error.
-
-    Args:
-        readings: In rank order; two at least.
     """
     closure = sum(reading.offset for reading in readings)
     trips = sum(reading.trip for reading in readings)
@@ -112,11 +109,7 @@ class Clock:
 
 
 def clocks(loops: Sequence[Loop]) -> list[Clock]:
-    """Return the clock of every rank, from all loops of a run; those that do not close are left.
-
-    Args:
-        loops: In order of time; one at least. Where none closes, all are taken.
-    """
+    """Return the clock of every rank, from all loops of a run; those that do not close are left."""
     sound = [loop for loop in loops if loop.sound] or loops
     ranks = range(len(loops[0].offsets))
     return [Clock([(loop.ats[rank], loop.offsets[rank]) for loop in sound]) for rank in ranks]

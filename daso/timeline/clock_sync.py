@@ -32,18 +32,6 @@ def ask_round(
     The processor stays busy meanwhile: a rank that sleeps answers late. It takes 100 trips of a
     message there and back, three times.
 
-    Args:
-        topology: Whose world; two ranks at least.
-        timeout_seconds: How long to wait for a rank at most.
-        now: This rank's clock, in seconds.
-
-    Returns:
-        In rank order: seconds on its own clock, how many the next rank's is ahead, and those of
-        the shortest trip there and back. The same on every rank.
-
-    Raises:
-        StallError: A rank did not answer; naming who is missing.
-
     Collective over the world; blocking.
     """
     place, mine = topology.place, (0.0, 0.0, 0.0)

@@ -46,11 +46,7 @@ class Timeline:
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Read a file of `daso.timeline.recording.Recording`.
-
-    Raises:
-        DataError: It is none, or one of another version.
-    """
+    """Read a file of `daso.timeline.recording.Recording`."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:

@@ -100,37 +100,21 @@ class Channels:
         return self.place.rank == 0
 
     def late(self) -> None:
-        """Do what a long wait asks for: answer those who look for somebody, ring and listen.
-
-        Raises:
-            ExchangeError: Ranks took different numbers of steps; names two of them.
-        """
+        """Do what a long wait asks for: answer those who look for somebody, ring and listen."""
         self._roll.answer()
         self.bell.late()
 
     def ordered(
         self, codec: Codec, rounded: dict[int, torch.Tensor], where: OnDevice | None = None
     ) -> DeterministicAllReduce:
-        """Return an exchange over this rank's lane in which every node counts by its ranks.
-
-        Args:
-            codec: What crosses.
-            rounded: What the owners of parts round away; kept by the caller.
-            where: Rows lie there and cross from there; None: from the host.
-        """
+        """Return an exchange over this rank's lane in which every node counts by its ranks."""
         weights = node_weights(self.place.node_sizes)
         return deterministic_allreduce(self.lane, codec, weights, sum(weights), rounded, where)
 
     def compressor(
         self, wire: str, node: NodeTransport, device: torch.device
     ) -> GradientCompressor:
-        """Return what takes means of gradients over the world on a narrow wire.
-
-        Args:
-            wire: "bf16", "int8" or "int4".
-            node: Where they are added first.
-            device: Of parameters.
-        """
+        """Return what takes means of gradients over the world on a narrow wire."""
         place, where = self.place, None
         if node.copies is not None and node.sums_stay:
             staged = not self.settings.exchange.gpu_direct
@@ -150,13 +134,6 @@ class Channels:
 
     def gradient_mean(self, total: torch.Tensor, slot: int = 0) -> Work[int]:
         """Replace sums over nodes by the mean over the world; full precision.
-
-        Args:
-            total: This lane's part (numel), fp32 or fp64: the sum over this node.
-            slot: Below ``abreast``; two at a time need one each.
-
-        Returns:
-            Bytes sent by this rank.
 
         Collective over the lane; non-blocking, as work for the engine.
         """
@@ -187,9 +164,6 @@ class Channels:
     def gather(self, number: float) -> Work[list[float]]:
         """Return every rank's number, in rank order; also a barrier with the stall limit.
 
-        Args:
-            number: This rank's.
-
         Collective over the world; non-blocking, as work for the engine.
         """
         return self._gather(self.world, number)
@@ -205,15 +179,7 @@ class Channels:
         return self._gather(self._asides, number)
 
     def close(self) -> bool:
-        """Stop the engine, then free its communicators. Collective over the world; idempotent.
-
-        Returns:
-            Whether all exchanges had ended well; otherwise nothing is freed, since ranks may be
-            missing.
-
-        Raises:
-            StallError: Not all ranks came; names who is missing.
-        """
+        """Stop the engine, then free its communicators. Collective over the world; idempotent."""
         if not self.engine.close() or self.bell.given_up:
             return False
         timeout_seconds = self.settings.exchange.timeout_seconds

@@ -38,15 +38,6 @@ DROPS_LATELY = 3  # drops, without two good exchanges in a row between, at which
 def agree_options(trained: Trained, topology: Topology, mine: str) -> None:
     """Refuse what must be equal on all ranks and is not, before anything is sent.
 
-    Args:
-        trained: Whose optimizer state is compared.
-        topology: Whose world.
-        mine: How this rank was told to exchange, as text.
-
-    Raises:
-        ConfigError: Options differ; the same on every rank.
-        LayoutError: The optimizer's state differs; the same on every rank.
-
     Collective over the world; blocking.
     """
     first = topology.world.bcast(mine)
@@ -103,10 +94,6 @@ class Coordinator:
     def look_for_same_batches(self, order: Sequence[int]) -> None:
         """Say it once where all ranks have the same gradients: they train on the same batches.
 
-        Args:
-            order: Parameters (indices) in the order in which gradients became ready, which nobody
-                has averaged yet: where DDP may have, nothing is said.
-
         Collective over the world; blocking.
         """
         ddp = may_be_at_work()
@@ -122,12 +109,6 @@ class Coordinator:
 
     def equalize(self, *, expected: bool = False) -> bool:
         """Make parameters bit-identical where they are not: their mean; return whether they were.
-
-        Args:
-            expected: They may differ: nothing is said.
-
-        Raises:
-            NonFiniteError: Values are not finite on some rank; names it and the parameter.
 
         Collective over the world; blocking.
         """
@@ -176,12 +157,6 @@ class Coordinator:
 
     def agree_batch(self, batch: int) -> None:
         """Raise on every rank alike unless all have taken the same number of steps.
-
-        Args:
-            batch: Steps of this rank.
-
-        Raises:
-            ExchangeError: Naming who took fewest and most.
 
         Collective over the world; blocking.
         """

@@ -32,14 +32,7 @@ class Scaling:
         return self.found_inf is not None
 
     def unscale(self, inner: torch.optim.Optimizer) -> bool:
-        """Divide gradients by the scale, as the scaler would.
-
-        Args:
-            inner: Whose gradients.
-
-        Returns:
-            Whether all of them are finite, so that the optimizer should step.
-        """
+        """Divide gradients by the scale, as the scaler would."""
         if self.found_inf is None:
             return True
         if self.grad_scale is not None:

@@ -92,11 +92,7 @@ def has_hooks(inner: torch.optim.Optimizer) -> bool:
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> float:
-    """Return a number that equal tensors share, bit for bit, and others hardly ever.
-
-    Args:
-        tensors: On any device.
-    """
+    """Return a number that equal tensors share, bit for bit, and others hardly ever."""
     crc = 0
     for tensor in tensors:
         if tensor.numel():
@@ -106,12 +102,7 @@ def checksum(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def gradient_checksum(named: Named, ready: Iterable[int]) -> float:
-    """Return a `checksum` of the first gradients that became ready; 0 where all are zero.
-
-    Args:
-        named: Names and parameters.
-        ready: Their indices in the order in which gradients became ready.
-    """
+    """Return a `checksum` of the first gradients that became ready; 0 where all are zero."""
     grads = [grad for index in ready if (grad := named[index][1].grad) is not None][:FIRST]
     return checksum(grads) if any(bool(grad.any()) for grad in grads) else 0.0
 

@@ -29,12 +29,7 @@ class OptimizerTraits:
 
 
 def probe_optimizer(inner: torch.optim.Optimizer) -> list[OptimizerTraits] | None:
-    """Return the traits of each parameter group; None where they cannot be told.
-
-    Args:
-        inner: The user's optimizer; neither it nor torch's random state is changed. One that has
-            ``is_linear`` is believed.
-    """
+    """Return the traits of each parameter group; None where they cannot be told."""
     if getattr(inner, "is_linear", False):
         return [OptimizerTraits() for _ in inner.param_groups]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():

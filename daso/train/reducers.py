@@ -23,13 +23,6 @@ def may_be_at_work() -> bool:
 def refuse_wide(params: Iterable[torch.Tensor], local_size: int) -> None:
     """Check that no DDP averages between nodes what is averaged between them here.
 
-    Args:
-        params: What is trained.
-        local_size: Ranks of this node.
-
-    Raises:
-        ConfigError: One does; on all of its ranks.
-
     Looks at all objects of the process: tens of milliseconds.
     """
     if not may_be_at_work():

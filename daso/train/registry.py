@@ -31,9 +31,6 @@ def add(sync: Synchronizer) -> None:
 def take_over(trained: Trained, topology: Topology) -> None:
     """Close the optimizers that average any of these parameters already.
 
-    Raises:
-        ConfigError: They were wrapped before on some ranks only; the same on every rank.
-
     Collective over the world; blocking.
     """
     ours = {id(tensor) for _, tensor in trained.named}

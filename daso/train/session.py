@@ -204,16 +204,6 @@ class Session:
     def begin(self, closure: Closure | None, scaling: Scaling) -> tuple[bool, Closure | None]:
         """Get ready for the inner optimizer's step.
 
-        Args:
-            closure: As given to step.
-            scaling: What a GradScaler says of this step.
-
-        Returns:
-            Whether the inner optimizer should step, and its closure.
-
-        Raises:
-            ExchangeError: An exchange failed since the last step.
-
         Collective over the world in the sense of the schedule.
         """
         self._check_open()
@@ -261,9 +251,6 @@ class Session:
 
     def end(self) -> None:
         """Count a step, and start or finish an exchange when one is due.
-
-        Raises:
-            NonFiniteError: Too many exchanges in a row met NaN or infinity; on every rank.
 
         Collective over the world in the sense of the schedule; blocks for receives.
         """
@@ -374,9 +361,6 @@ class Session:
     @_as_in_training
     def add_param_group(self, add: Callable[[], None]) -> None:
         """Add parameters; all ranks must add the same.
-
-        Args:
-            add: Adds them to the inner optimizer.
 
         Collective over the world; blocking: exchanges are drained and set up anew.
         """
@@ -550,14 +534,7 @@ class Session:
     # --- checkpoint --------------------------------------------------------------------------
 
     def state_dict(self, inner: dict[str, Any]) -> dict[str, Any]:
-        """Return the inner optimizer's state_dict with this rank's own part.
-
-        Args:
-            inner: The inner optimizer's; not changed.
-
-        Raises:
-            CheckpointError: torch.distributed.checkpoint asks, and nodes' states differ.
-        """
+        """Return the inner optimizer's state_dict with this rank's own part."""
         if not is_saving_one_copy():
             return {**inner, KEY: self.state()}
         joined = self.schedule.synchronous or self._joined == self.schedule.batch
@@ -566,11 +543,7 @@ class Session:
         return packed(inner, self._state_without_sync())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Return the inner optimizer's part of a state_dict, and what `load` takes.
-
-        Raises:
-            CheckpointError: It is no state_dict of this class or of the inner optimizer.
-        """
+        """Return the inner optimizer's part of a state_dict, and what `load` takes."""
         bare, shared = unpacked(state_dict)
         return {k: v for k, v in bare.items() if k != KEY}, state_dict.get(KEY, shared)
 
@@ -601,9 +574,6 @@ class Session:
         Where every rank has its own state of a world of this shape, training goes on to the same
         bits. Otherwise the schedule goes on from world rank 0's count, and parameters from world
         rank 0's: they are handed to all ranks at the next step.
-
-        Args:
-            state: What `state` returned; None if there is none.
 
         Collective over the world; blocking.
         """

@@ -31,11 +31,7 @@ class Setup:
     outer: MakeOuter | None
 
     def check(self, inner: torch.optim.Optimizer) -> None:
-        """Raise where the policy asks for what an optimizer lacks.
-
-        Raises:
-            ConfigError: It does.
-        """
+        """Raise where the policy asks for what an optimizer lacks."""
         if not self.settings.whole and self.module is None:
             raise ConfigError(
                 f"{self.settings.gradients!r} needs the model whose layers wait for their "
@@ -86,13 +82,7 @@ class Setup:
         return replace(self, policy=policy, settings=settings).text()
 
     def shape(self, inner: torch.optim.Optimizer, place: Place | None) -> dict[str, Any] | None:
-        """Return what a checkpoint must have in common with a session to fit it exactly.
-
-        Args:
-            inner: The optimizer.
-            place: Who is where; None for a copy that was not opened yet: it knows no world, and
-                asking is collective.
-        """
+        """Return what a checkpoint must have in common with a session to fit it exactly."""
         if place is None:
             return None
         named = Trained.by(inner, self.module).named
@@ -137,11 +127,7 @@ def make_setup(  # noqa: PLR0913 - the keywords of the doors
     exchange: Exchange | None,
     gradients: Gradients | None,
 ) -> Setup:
-    """Return the keywords of a door, checked, as one record.
-
-    Raises:
-        ConfigError: One has no such value.
-    """
+    """Return the keywords of a door, checked, as one record."""
     check("inner", inner, OPTIMIZER, "; make one first: torch.optim.AdamW(model.parameters())")
     check("module", module, either(MODULE, NONE))
     check("topology", topology, either(instance_of(Topology), NONE))

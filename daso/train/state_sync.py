@@ -39,16 +39,6 @@ def average_tensors(
 
     Differences from rank 0 are added in rank order, so every rank gets the same bits.
 
-    Args:
-        tensors: The same list on every rank; the means are taken on the host.
-        topology: Whose world.
-        comm: The engine's communicator over the world.
-        run: Hands work to the engine and waits for it.
-        chunk_bytes: Bytes of a message.
-
-    Returns:
-        Bytes sent by this rank to other nodes for the means.
-
     Collective over the world; blocking.
     """
     broadcast([tensor for tensor in tensors if not tensor.is_floating_point()], topology)
@@ -83,10 +73,6 @@ def mend_buffers(
 ) -> None:
     """Replace values of buffers that are not finite by the mean of the ranks where they are.
 
-    Args:
-        tensors: The model's buffers.
-        average: Sets tensors to their means over all ranks.
-
     Collective over the world; blocking.
     """
     buffers = [tensor for tensor in tensors if tensor.is_floating_point()]
@@ -101,15 +87,7 @@ def mend_buffers(
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, torch.Tensor]:
-    """List the tensors in an optimizer's state.
-
-    Args:
-        optimizer: The user's optimizer.
-        named: Names and parameters, the same on every rank.
-
-    Returns:
-        ``"parameter/key shape dtype"`` to tensor.
-    """
+    """List the tensors in an optimizer's state."""
     found: dict[str, torch.Tensor] = {}
     for name, param in named:
         for key, value in optimizer.state.get(param, {}).items():
@@ -135,11 +113,6 @@ def drop_partial_state(
 
     A parameter that some node never used has no momentum there; starting it anew everywhere is the
     one choice that leaves all nodes equal.
-
-    Args:
-        optimizer: The user's optimizer.
-        named: Names and parameters.
-        everyones: Keys from `state_tensors` of each rank.
     """
     sets = [set(keys) for keys in everyones]
     shared = sets[0].intersection(*sets)

@@ -43,13 +43,7 @@ class StepRestoration:
         self.memory = _mean([trait.memory for trait in traits], weights)
 
     def required_gain(self, tally: Tally, *, nodes: int, batches: int) -> float:
-        """Return the gain that an exchange would have needed; 0: it was not measured.
-
-        Args:
-            tally: Summed over all ranks, about that exchange.
-            nodes: How many took part.
-            batches: Of work that it carried.
-        """
+        """Return the gain that an exchange would have needed; 0: it was not measured."""
         return required_gain(
             tally.distance, tally.moved, nodes=nodes, batches=batches, momentum=self.momentum
         )
@@ -92,13 +86,7 @@ def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
 def make_step_restoration(
     inner: torch.optim.Optimizer, settings: Settings, *, says: bool
 ) -> StepRestoration | None:
-    """Return what restores the steps of an optimizer; None where nothing is to be restored.
-
-    Args:
-        inner: The user's optimizer.
-        settings: How nodes exchange.
-        says: Whether this rank says that the optimizer's traits cannot be told.
-    """
+    """Return what restores the steps of an optimizer; None where nothing is to be restored."""
     if not settings.may_restore_steps:
         return None
     traits = probe_optimizer(inner)

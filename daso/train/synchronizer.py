@@ -185,12 +185,7 @@ class Synchronizer:
         return ordered and self.buckets.node.copies is not None
 
     def _average_between(self, total: torch.Tensor, bucket: Bucket) -> Finish:
-        """Start the mean over the world of a part that holds the sum over this node.
-
-        Args:
-            total: The part (numel).
-            bucket: Of which it is this rank's.
-        """
+        """Start the mean over the world of a part that holds the sum over this node."""
         ticket: WorkHandle[Any]
         if self._compresses or self._by_device:
             ticket = self.channels.engine.submit(self._mean_of(total, bucket))
@@ -240,11 +235,7 @@ class Synchronizer:
             self._carrier.finish()
 
     def before_closure(self) -> None:
-        """Get ready for a step that calls backward itself.
-
-        Raises:
-            ExchangeError: An exchange failed since the last step.
-        """
+        """Get ready for a step that calls backward itself."""
         self._begin_step()
         self._check()
         self._refuse("closures", self._by_layers)
@@ -281,15 +272,6 @@ class Synchronizer:
 
     def before_step(self, scaling: Scaling) -> bool:
         """Join the averaging if no backward did since the last step; take scaling off gradients.
-
-        Args:
-            scaling: What a GradScaler says of this step.
-
-        Returns:
-            Whether the inner optimizer should step.
-
-        Raises:
-            ExchangeError: An exchange failed since the last step.
 
         Collective over the world in the sense of the schedule.
         """
@@ -356,13 +338,6 @@ class Synchronizer:
     def after_step(self, acts: Sequence[Action], state: State) -> Measurements | None:
         """Carry out what is due after a batch.
 
-        Args:
-            acts: From the schedule.
-            state: The schedule's state after them.
-
-        Returns:
-            What all ranks agreed on, if an exchange was merged.
-
         Collective over the world in the sense of the schedule; blocks for receives.
         """
         self.buckets.fresh = False
@@ -410,9 +385,6 @@ class Synchronizer:
 
     def equalize(self, state: State) -> None:
         """Make parameters bit-identical on all ranks where something else than steps changed them.
-
-        Args:
-            state: The schedule's, with nothing in flight.
 
         Collective over the world; blocking.
         """
@@ -466,11 +438,7 @@ class Synchronizer:
         return found
 
     def close(self) -> bool:
-        """Stop the threads and give everything back. Collective over the world; idempotent.
-
-        Returns:
-            Whether all work ended well; where it did not, threads may go on.
-        """
+        """Stop the threads and give everything back. Collective over the world; idempotent."""
         self.over = self.over or "was closed"
         self._unhook()
         sound = self._close_carrier()

@@ -22,15 +22,7 @@ Hosts = Callable[[int], AbstractContextManager[Place]]
 
 
 def add_parser(parser: argparse.ArgumentParser, hosts: Hosts | None = None) -> Any:
-    """Add the options of ``daso bench``.
-
-    Args:
-        parser: Its parser.
-        hosts: What starts hosts with links of a rate; None: this machine alone.
-
-    Returns:
-        Where benches are added.
-    """
+    """Add the options of ``daso bench``."""
     kinds = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
     add = adder(kinds, RUNS, hosts)
     train = add("train", "step times of ways to train, on links of a known rate")
@@ -49,13 +41,7 @@ def add_parser(parser: argparse.ArgumentParser, hosts: Hosts | None = None) -> A
 
 
 def adder(kinds: Any, runs: Mapping[str, Run], hosts: Hosts | None) -> Add:
-    """Return what adds a bench, with the options that all have.
-
-    Args:
-        kinds: Where benches are added.
-        runs: What each runs, by its name.
-        hosts: What starts hosts with links of a rate.
-    """
+    """Return what adds a bench, with the options that all have."""
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         bench: argparse.ArgumentParser = kinds.add_parser(

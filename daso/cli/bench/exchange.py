@@ -49,20 +49,12 @@ def limit_seconds(nbytes: float, nodes: int, bits_per_second: float) -> float:
     """Return how long a link needs for a mean over nodes, at the least.
 
     Every node sends and receives 2 (n - 1) / n times the buffer (Patarasuk & Yuan 2009).
-
-    Args:
-        nbytes: Of the whole buffer on the wire.
-        nodes: n.
-        bits_per_second: Of every link.
     """
     return 2 * (nodes - 1) / nodes * 8 * nbytes / bits_per_second
 
 
 def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     """Exchange a buffer over all wires in turn, one rank on every node.
-
-    Returns:
-        Rows for JSON, the same on every rank.
 
     Collective over the world; blocking.
     """
@@ -181,11 +173,7 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def ratios(found: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return the ratios behind the figures, one of every round.
-
-    Args:
-        found: What `measure` returned on a link of a known rate, or its JSON.
-    """
+    """Return the ratios behind the figures, one of every round."""
     return {
         f"exchange_{row['name']}_over_limit_{len(found['nodes'])}": [
             1e3 * seconds / row["limit_ms"] for seconds in row["seconds"]

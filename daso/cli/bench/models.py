@@ -92,11 +92,7 @@ class Case:
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Draw batches for ever from samples that are in memory.
-
-        Args:
-            seed: Of the order; another on every rank.
-        """
+        """Draw batches for ever from samples that are in memory."""
         inputs, targets = (_text if self.text else _images)()
         generator = torch.Generator().manual_seed(seed)
         while True:

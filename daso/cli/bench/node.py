@@ -38,9 +38,6 @@ class Plan:
 def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     """Average a buffer inside the node in every way in turn.
 
-    Returns:
-        Rows for JSON, the same on every rank.
-
     Collective over the world; blocking.
     """
     torch.set_num_threads(1)
@@ -106,11 +103,7 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def ratios(found: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return our seconds over those of MPI's Allreduce, one ratio of every round.
-
-    Args:
-        found: What `measure` returned, or its JSON.
-    """
+    """Return our seconds over those of MPI's Allreduce, one ratio of every round."""
     seconds = {row["name"]: row["seconds"] for row in found["rows"]}
     name = f"node_average_{found['plan']['mebibytes']:g}mib_over_mpi"
     return {name: over(seconds[OURS], seconds[MPI])}

@@ -42,11 +42,7 @@ class Round:
 
 
 def count_bytes(text: str) -> int:
-    """Return the bytes that a host has sent, past loopback.
-
-    Args:
-        text: Of ``/proc/net/dev``.
-    """
+    """Return the bytes that a host has sent, past loopback."""
     rows = [line.split(":", 1) for line in text.splitlines() if ":" in line]
     return sum(int(row.split()[8]) for name, row in rows if name.strip() != "lo")
 

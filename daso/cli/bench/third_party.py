@@ -163,11 +163,7 @@ def installed(name: str) -> bool:
 
 
 def must_be_installed(names: Iterable[str]) -> None:
-    """Pass over contenders that can run.
-
-    Raises:
-        ConfigError: The package of one is missing.
-    """
+    """Pass over contenders that can run."""
     for name in names:
         if not installed(name):
             rival = RIVALS[name]

@@ -48,10 +48,6 @@ class Paced(nn.Module):
 
 
 def paced(*paces: Pace) -> nn.Module:
-    """Return such layers behind a small real one, for images of 28 x 28 pixels.
-
-    Args:
-        paces: Of the layers, in the order of forward.
-    """
+    """Return such layers behind a small real one, for images of 28 x 28 pixels."""
     stem = [nn.AvgPool2d(2), nn.Flatten(), nn.Linear(CELLS, CLASSES)]
     return nn.Sequential(*stem, *(Paced(*pace) for pace in paces))

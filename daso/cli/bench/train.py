@@ -52,9 +52,6 @@ class Plan:
 def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     """Train with all contenders in turn, and with compute only before and after every turn.
 
-    Returns:
-        Rows for JSON, the same on every rank.
-
     Collective over the world; blocking.
     """
     torch.set_num_threads(1)
@@ -195,11 +192,7 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def ratios(found: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return the ratios behind the figures, one of every round; with DASO's over DDP's, if taken.
-
-    Args:
-        found: What `measure` returned, or its JSON.
-    """
+    """Return the ratios behind the figures, one of every round; DASO's over DDP's too, if taken."""
     seconds = {row["name"]: [one["seconds"] for one in row["rounds"]] for row in found["rows"]}
     bases = {row["name"]: [one["base_seconds"] for one in row["rounds"]] for row in found["rows"]}
     pairs = {

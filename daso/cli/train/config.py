@@ -291,18 +291,7 @@ def _merge(text: str) -> MergeName | float:
 
 
 def read_config(path: Path | None, words: Sequence[str]) -> Config:
-    """Read a TOML file and ``--key=value`` words, which come after it and win.
-
-    Args:
-        path: The file; None for the defaults.
-        words: Such as ``["--epochs=3", "--optimizer.lr=0.1"]``.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        ConfigError: A key is not known (with the valid ones), or a value does not fit.
-    """
+    """Read a TOML file and ``--key=value`` words, which come after it and win."""
     values: dict[str, object] = {}
     if path is not None:
         values.update(_flatten(_read_toml(path)))

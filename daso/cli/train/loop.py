@@ -41,14 +41,6 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any] | None:
 
     A job that SLURM started anew goes on from its newest checkpoint by itself.
 
-    Args:
-        config: What to train and how.
-        resume: Go on from the run folder's newest checkpoint.
-
-    Returns:
-        The summary, the same on every rank; world rank 0 writes it to the run folder. None where a
-        signal (SIGUSR1; in a SLURM job SIGTERM too) asked the run to end: then it is saved.
-
     Collective over the world; blocking.
     """
     torch.set_num_threads(1)

@@ -149,11 +149,7 @@ def _keep_earlier(path: Path) -> None:
 
 
 def _open_log(path: Path) -> TextIO:
-    """Open a run's log, which is this process's alone until it is closed.
-
-    Raises:
-        ConfigError: Another run writes to it.
-    """
+    """Open a run's log, which is this process's alone until it is closed."""
     log = path.open("a", encoding="utf-8")
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -245,12 +241,7 @@ def _restored(summary: dict[str, Any]) -> str:
 
 
 def closing_table(summary: dict[str, Any], folder: Path | None = None) -> str:
-    """Return the summary's main figures as aligned lines.
-
-    Args:
-        summary: As in summary.json.
-        folder: Where the run was written to.
-    """
+    """Return the summary's main figures as aligned lines."""
     rows = [
         ("data", summary["data"]),
         ("ranks, nodes", f"{summary['world']} ranks on {summary['nodes']} nodes"),

@@ -92,10 +92,6 @@ class Saver:
     def open(self, *, resume: bool, restarts: int) -> Point:
         """Return where the run begins.
 
-        Args:
-            resume: Whether to go on from a checkpoint, which then must be there.
-            restarts: How often SLURM started the job anew: it goes on where it left a checkpoint.
-
         Collective over the world; blocking.
         """
         restarts = self._run.topology.world.bcast(restarts)
@@ -104,9 +100,6 @@ class Saver:
 
     def start(self) -> Point:
         """Return the point where nothing is done.
-
-        Raises:
-            ConfigError: An earlier run left checkpoints, which would mix with this one's.
 
         Collective over the world; blocking.
         """
@@ -124,10 +117,6 @@ class Saver:
 
         On another number of ranks, or on nodes of other sizes, every rank takes up what rank 0 had,
         and as many samples count as seen.
-
-        Raises:
-            CheckpointError: There is none, or none that is sound.
-            ConfigError: The checkpoint is of a run with other settings.
 
         Collective over the world; blocking.
         """
@@ -150,12 +139,6 @@ class Saver:
     def after_step(self, point: Point) -> None:
         """Save when it is time to: every so many steps, and at the end.
 
-        Args:
-            point: How far the run is.
-
-        Raises:
-            CheckpointError: The checkpoint cannot be written; on every rank.
-
         Collective over the world; blocking.
         """
         run = self._run
@@ -165,12 +148,6 @@ class Saver:
 
     def save(self, point: Point) -> None:
         """Save, unless this step is saved.
-
-        Args:
-            point: How far the run is.
-
-        Raises:
-            CheckpointError: The checkpoint cannot be written; on every rank.
 
         Collective over the world; blocking.
         """

@@ -45,17 +45,7 @@ def _length(data: Dataset[Any]) -> int:
 
 
 def make_task(config: DataConfig) -> Task:
-    """Load data and build a model for it.
-
-    Args:
-        config: Which data; ``auto`` takes Fashion-MNIST where it is on disk, else the digits.
-
-    Returns:
-        The task. The model is built from torch's global seed.
-
-    Raises:
-        DataError: The data is not there, with how to get it.
-    """
+    """Load data and build a model for it."""
     folder = Path(config.folder) if config.folder else data_folder()
     name = config.name
     if name == "auto":
@@ -103,17 +93,7 @@ def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> to
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Dataset[Any], *, rank: int, size: int) -> tuple[int, int]:
-    """Count right answers on this rank's share of a data set.
-
-    Args:
-        model: Maps inputs to scores (..., classes).
-        data: The whole data set.
-        rank: World rank.
-        size: World size.
-
-    Returns:
-        Right answers and answers; their sums over all ranks cover every sample once.
-    """
+    """Count right answers on this rank's share of a data set."""
     model.eval()
     device = next((tensor.device for tensor in model.parameters()), None)
     share = torch.utils.data.Subset(data, range(rank, _length(data), size))

@@ -131,14 +131,7 @@ class CudaCopies:
 
 
 def pages(rows: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return the pages of memory, each once, in which rows lie.
-
-    Args:
-        rows: Contiguous rows on the host.
-
-    Returns:
-        (start, stop) addresses; a page that two rows share must not be pinned twice.
-    """
+    """Return the pages of memory, each once, in which rows lie."""
     size = mmap.PAGESIZE
     found: list[tuple[int, int]] = []
     for row in sorted((row for row in rows if row.numel()), key=torch.Tensor.data_ptr):

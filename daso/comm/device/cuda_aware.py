@@ -33,10 +33,6 @@ def cuda_aware() -> bool | None:
 def library_problem(world: "MPI.Comm", device: torch.device) -> str | None:
     """Return why MPI will not send from ``device``'s memory, by its own word; None if it will.
 
-    Args:
-        world: All ranks.
-        device: Where this rank's parameters live; of the same type on every rank.
-
     Collective over ``world``; blocking.
     """
     if device.type != "cuda":
@@ -56,11 +52,6 @@ def trial(comm: "MPI.Comm", device: torch.device, copies: DeviceStaging) -> Work
 
     Tried where it will be used: between the same ranks, by the same thread. A library that says
     that it is able to and is not may end the process here.
-
-    Args:
-        comm: Communicator of the engine.
-        device: Where this rank's parameters live.
-        copies: Between it and the host.
 
     Collective over ``comm``; non-blocking, as work for the engine.
     """

@@ -63,15 +63,6 @@ def start(
 ) -> Any:
     """Return a communicator over the ranks of a node; needs neither address nor port.
 
-    Args:
-        node: Those ranks.
-        nccl: From `library`.
-        within: Makes this rank's GPU that of the calling thread.
-        seconds: How long the others may take to start it too.
-
-    Raises:
-        RuntimeError: It does not start, or not in time: a rank of the node failed to.
-
     Collective over the node; blocking.
     """
     name, problem = None, None

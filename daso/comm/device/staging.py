@@ -20,22 +20,11 @@ class DeviceStaging(Protocol):
     """
 
     def out(self, source: torch.Tensor, target: torch.Tensor) -> Arrived:
-        """Start a copy to the host, after what this thread launched so far.
-
-        Args:
-            source: On the device (numel); must not be changed before the copy has arrived.
-            target: On the host (numel).
-        """
+        """Start a copy to the host, after what this thread launched so far."""
         ...
 
     def back(self, source: torch.Tensor, target: torch.Tensor, *, in_turn: bool = False) -> Arrived:
-        """Start a copy to the device.
-
-        Args:
-            source: On the host (numel); must not be changed before the copy has arrived.
-            target: On the device (numel).
-            in_turn: After what this thread launched so far, which may still read ``target``.
-        """
+        """Start a copy to the device."""
         ...
 
     def beside(self) -> AbstractContextManager[None]:
@@ -54,10 +43,6 @@ class DeviceStaging(Protocol):
         """Let others use tensors that were made `beside`.
 
         Their memory is not given away before what is launched there until then is over.
-
-        Args:
-            tensors: On the device.
-            to: What they launch on, from `here`.
         """
         ...
 

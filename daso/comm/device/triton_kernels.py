@@ -140,20 +140,7 @@ def pack(
     *,
     aligned: bool,
 ) -> None:
-    """Launch: write numbers - reference + residual as a wire has them.
-
-    Args:
-        jobs: (jobs, 4), int64: address of the first number, its place in the row, its place on the
-            wire, and how many, at most `BLOCK`.
-        number: Type of the numbers.
-        wire: Where they are written; its type is what they are rounded to.
-        reference: The row (numel), fp32.
-        residual: Another (numel); None: zeros.
-        lost: Where goes what is rounded away (numel); None: nowhere.
-        first: (1,), int64: becomes the lowest place in the row at which what was written is not
-            finite, if that is lower.
-        aligned: Addresses are multiples of 16, all else of `EVEN`.
-    """
+    """Launch: write numbers - reference + residual as a wire has them."""
     kind, written = WIRES[wire.dtype]
     with _on(reference.device):
         _pack[(len(jobs),)](
@@ -180,18 +167,7 @@ def take(
     residual: torch.Tensor | None,
     shown: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Launch: reference <- reference + mean, and shown <- mean - sent + residual.
-
-    Args:
-        mean: Mean delta (numel), fp32.
-        sent: What this node sent of it (numel), as the wire has it.
-        reference: The row (numel), fp32.
-        residual: Another (numel); None: zeros.
-        shown: Another (numel), which may be ``sent``; None: not written.
-
-    Returns:
-        (2,): the sums of (mean - sent)^2 and of the new reference^2, not read yet.
-    """
+    """Launch: reference <- reference + mean, and shown <- mean - sent + residual."""
     kind, written = WIRES[sent.dtype]
     numel = mean.numel()
     whole, programs = numel % EVEN == 0, -(-numel // BLOCK)

@@ -34,13 +34,7 @@ class ControlChannel:
         self._received = torch.zeros_like(self._sent)
 
     def send(self, rank: int, tag: int, *numbers: int) -> None:
-        """Send a note. Does not block.
-
-        Args:
-            rank: To whom; a world rank.
-            tag: What kind of note, from 0 up.
-            numbers: At most 4.
-        """
+        """Send a note. Does not block."""
         row = torch.tensor([*numbers, *[0] * (NUMBERS - len(numbers))], device="cpu")
         self._sending.append((self.comm.Isend(sum_buffer(row), rank, tag), row))
         self._sent[rank] += 1
@@ -48,11 +42,7 @@ class ControlChannel:
         self._sending = [one for one in self._sending if not one[0].Test()]
 
     def arrived(self) -> Iterator[tuple[int, int, Sequence[int]]]:
-        """Receive the notes that are here. Does not block.
-
-        Yields:
-            From whom, its tag, and 4 numbers.
-        """
+        """Receive the notes that are here. Does not block."""
         status = load().Status()
         while self.comm.Iprobe(status=status):
             source, tag = status.Get_source(), status.Get_tag()

@@ -50,14 +50,7 @@ class LivenessProbe:
                     self._here.add(source)
 
     def missing(self, absent: Sequence[int] = ()) -> str:
-        """Ask everybody, wait for answers for a few seconds, and say who gave none.
-
-        Args:
-            absent: Ranks that may answer, and yet are known not to have come.
-
-        Returns:
-            For an error: ``"no answer from world rank 3 on host c"``.
-        """
+        """Ask everybody, wait for answers for a few seconds, and say who gave none."""
         others, lost = set(self._notes.others), load().Exception
         with self._lock:
             self._here.clear()

@@ -56,11 +56,7 @@ class StepWatchdog:
         return self._verdict is not None
 
     def late(self) -> None:
-        """Ring where this rank waits at a meeting, and listen to the others. Does not block.
-
-        Raises:
-            ExchangeError: Ranks took different numbers of steps; names two of them.
-        """
+        """Ring where this rank waits at a meeting, and listen to the others. Does not block."""
         with self._lock:
             if self._verdict is None:
                 if self.at_meeting and not self._rung:

@@ -31,13 +31,7 @@ class NodeBucket(Protocol):
     left: Arrived | None  # of a sum that was left on the device: tells when it is made
 
     def start(self, parts: Sequence[Span], *, onward: bool = False, stay: bool = False) -> None:
-        """Say that this rank's row is filled; local rank i will add part i. Does not block.
-
-        Args:
-            parts: Of the row, in order; empty ones for ranks that add nothing.
-            onward: Sums go on between nodes before they are delivered.
-            stay: Sums that go onward are left on the device; only where `NodeTransport.sums_stay`.
-        """
+        """Say that this rank's row is filled; local rank i will add part i. Does not block."""
         ...
 
     def wait_filled(self) -> None:
@@ -45,13 +39,7 @@ class NodeBucket(Protocol):
         ...
 
     def add(self) -> torch.Tensor | None:
-        """Add this rank's part in rank order once all rows are filled. Does not block.
-
-        Returns:
-            The sum of this rank's part in fp32 or fp64, on the host unless it was left on the
-            device, writable until `deliver`; None as long as a row is missing. What does not go
-            onward may be left where it is.
-        """
+        """Add this rank's part in rank order once all rows are filled. Does not block."""
         ...
 
     def deliver(self, divisor: int) -> None:
@@ -160,22 +148,7 @@ def wait_until(
     kind: int | None = None,
     what: str = "take part in a step",
 ) -> float:
-    """Block until ``arrived()``, giving the core away in between.
-
-    Args:
-        arrived: What is waited for; cheap.
-        missing: Says who is missing, for the error.
-        timeout_seconds: How long to wait at most.
-        late: Called again and again once it takes long; see `daso.comm.health.step_watchdog`.
-        kind: As what it is recorded; None: not at all.
-        what: What all ranks must do, for the error.
-
-    Returns:
-        Seconds waited.
-
-    Raises:
-        StallError: Naming who is late.
-    """
+    """Block until ``arrived()``, giving the core away in between."""
     if arrived():
         return 0.0
     start = time.perf_counter()

@@ -31,24 +31,13 @@ Late = Callable[[], None]
 
 
 def choose_device(topology: Topology) -> torch.device:
-    """Return where this rank computes: the ranks of a host take the GPUs that they see in turn.
-
-    Args:
-        topology: Who is where. Where the launcher shows each rank one GPU, that is its first.
-
-    Returns:
-        A GPU, or the CPU where there is none. Does not communicate.
-    """
+    """Return where this rank computes: the ranks of a host take the GPUs that they see in turn."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return torch.device("cuda", topology.host_rank % count) if count else torch.device("cpu")
 
 
 def device_problem(topology: Topology, device: torch.device) -> str | None:
     """Return why parameters on ``device`` cannot be trained with the others'; None if they can.
-
-    Args:
-        topology: Who is where.
-        device: Where this rank's parameters live.
 
     Collective over the world; blocking.
     """
@@ -69,14 +58,6 @@ def device_problem(topology: Topology, device: torch.device) -> str | None:
 def agree_device(topology: Topology, device: torch.device, *, gpu_direct: bool) -> None:
     """Check that parameters on ``device`` can be trained, and cross from where they shall.
 
-    Args:
-        topology: Who is where.
-        device: Where this rank's parameters live.
-        gpu_direct: Of `daso.Exchange`.
-
-    Raises:
-        TopologyError: They cannot; the same on every rank.
-
     Collective over the world; blocking.
     """
     topology.agree(device_problem(topology, device), TopologyError)
@@ -86,11 +67,6 @@ def agree_device(topology: Topology, device: torch.device, *, gpu_direct: bool) 
 
 def wants_nccl(topology: Topology, device: torch.device, reducer: str) -> bool:
     """Return whether a node averages over NCCL: its ranks have a GPU each, and buckets one order.
-
-    Args:
-        topology: Who is where.
-        device: Where this rank's parameters live.
-        reducer: Of `daso.Gradients`.
 
     Collective over the node; blocking.
     """
@@ -106,20 +82,6 @@ def choose_node(
     topology: Topology, device: torch.device, reducer: str, timeout_seconds: float, late: Late
 ) -> NodeTransport:
     """Return the transport for parameters on ``device``.
-
-    Args:
-        topology: Who is where.
-        device: Where the parameters live; the same type on every rank.
-        reducer: Of `daso.Gradients`.
-        timeout_seconds: How long to wait for a rank before naming it in an error.
-        late: Called once a wait takes long.
-
-    Returns:
-        Shared memory for the CPU; NCCL for ranks that have a GPU each; for other devices, real and
-        pretended, shared memory with copies there and back.
-
-    Raises:
-        TopologyError: NCCL is missing or does not start; the same on every rank.
 
     Collective over the world; blocking.
     """

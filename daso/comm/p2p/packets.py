@@ -44,15 +44,7 @@ class Packets(Protocol):
     """Passes packets between this rank and some others; used by one thread."""
 
     def start(self, to: int, packet: torch.Tensor) -> Callable[[], bool] | None:
-        """Begin to send a packet; does not wait for the receiver.
-
-        Args:
-            to: World rank.
-            packet: Bytes (nbytes,) on the host.
-
-        Returns:
-            What tells whether it has left; None where there is no room for it yet.
-        """
+        """Begin to send a packet; does not wait for the receiver."""
         ...
 
     def arrived(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -113,13 +105,7 @@ class SlotMemory(Protocol):
         ...
 
     def write(self, to: int, offset: int, row: torch.Tensor) -> None:
-        """Write to another's memory; what is written later is not seen before it.
-
-        Args:
-            to: Index of the other rank.
-            offset: Where, in bytes.
-            row: What (nbytes,).
-        """
+        """Write to another's memory; what is written later is not seen before it."""
         ...
 
     def free(self) -> None:
@@ -272,12 +258,6 @@ class RmaSlots:
 def one_sided_seconds(comm: "MPI.Comm") -> float:
     """Return how long a small put takes to a rank that does not call MPI meanwhile.
 
-    Args:
-        comm: Communicator of all who would put.
-
-    Raises:
-        MPI.Exception: There are no such windows here.
-
     Collective over the communicator; blocking for about half a second.
     """
     memory = OneSidedMemory(comm, NUMBER)
@@ -307,15 +287,6 @@ def routes(
     topology: Topology, comm: "MPI.Comm", transport: str, most_bytes: int
 ) -> tuple[dict[int, Packets], list[Packets]]:
     """Return how packets reach each other rank, and all ways in the order to free them in.
-
-    Args:
-        topology: Who is where.
-        comm: Communicator of its own over the world.
-        transport: ``"messages"``; or ``"windows"``: shared inside a node, one-sided between.
-        most_bytes: Of a packet.
-
-    Raises:
-        ConfigError: One-sided puts fail here, or wait for their target; the same on every rank.
 
     Collective over the world; blocking.
     """

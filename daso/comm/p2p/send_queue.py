@@ -114,12 +114,7 @@ class SendQueue:
         self._arrived: deque[tuple[int, Message]] = deque()
 
     def post(self, to: int, letter: Message) -> None:
-        """Hand over a letter; any thread. Does not block.
-
-        Args:
-            to: A rank; not this one.
-            letter: For it.
-        """
+        """Hand over a letter; any thread. Does not block."""
         notes = pickle.dumps(letter.notes)
         notes += bytes(-len(notes) % 8)  # so that numbers behind them can be read where they lie
         outgoing = _Outgoing(letter.urgency, next(self._numbers), notes, letter)
@@ -157,11 +152,7 @@ class SendQueue:
     # --- by the thread that moves them -------------------------------------------------------
 
     def move(self) -> bool:
-        """Send and receive as far as possible without blocking; one thread.
-
-        Returns:
-            Whether `take` has something.
-        """
+        """Send and receive as far as possible without blocking; one thread."""
         for rank, box in self._outboxes.items():
             self._send(rank, box)
         self._receive()

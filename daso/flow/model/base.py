@@ -53,11 +53,7 @@ class Base:
         return Item(self.all.instances(key[0]), key[1:], payload)  # type: ignore[arg-type]
 
     def keep(self, key: Key, what: Any) -> None:
-        """Keep what backward needs.
-
-        Raises:
-            FlowError: The key was here before.
-        """
+        """Keep what backward needs."""
         if key in self.cache:
             raise FlowError(
                 f"a node must be sent every state of an instance once, but state {key[1:]} came "
@@ -78,12 +74,7 @@ class Base:
 
 
 def leaf(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a tensor as a message carries it; autograd begins anew from it.
-
-    Args:
-        tensor: What is to be sent.
-        of: That it is a part of: it wants gradients if this does.
-    """
+    """Return a tensor as a message carries it; autograd begins anew from it."""
     wants = tensor.requires_grad if of is None else of.requires_grad
     return settled(tensor.detach()).requires_grad_(wants)
 

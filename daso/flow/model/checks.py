@@ -25,11 +25,7 @@ class Wiring:
     edges: tuple[Edge, ...]
 
     def named(self, name: str) -> int:
-        """Return the index of a node.
-
-        Raises:
-            FlowError: There is no such node.
-        """
+        """Return the index of a node."""
         for node in self.nodes:
             if node.name == name:
                 return node.index
@@ -43,11 +39,7 @@ class Wiring:
 
 
 def wire(graph: Graph) -> Wiring:
-    """Return a graph as it runs.
-
-    Raises:
-        FlowError: Something can never work; names node and port.
-    """
+    """Return a graph as it runs."""
     nodes, edges = _with_copies(graph)
     _check_ends(nodes, edges)
     _check_modules(nodes)

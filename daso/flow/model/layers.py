@@ -59,12 +59,7 @@ class Layers:
 
     @torch.no_grad()
     def fetch(self, root: Callable[[int], int], comm: "MPI.Comm | None" = None) -> None:
-        """Give every rank all parameters and buffers. Collective over a communicator; blocking.
-
-        Args:
-            root: Rank from which those of a node are taken.
-            comm: That communicator; that of the flow's ranks if None.
-        """
+        """Give every rank all parameters and buffers. Collective over a communicator; blocking."""
         for node in self.nodes:
             for tensor in tensors_of(node.call):
                 row = tensor.detach().cpu().contiguous().clone()

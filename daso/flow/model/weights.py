@@ -56,13 +56,7 @@ class Weights:
     def add(
         self, grads: Sequence[torch.Tensor | None], version: int, instances: Sequence[int]
     ) -> None:
-        """Take in a gradient, and take a step if it is time.
-
-        Args:
-            grads: Of the parameters; None where there is none. Kept, and not written to.
-            version: Of the weights that forward computed with.
-            instances: Whose.
-        """
+        """Take in a gradient, and take a step if it is time."""
         if all(grad is None for grad in grads):
             return
         age = self.version - version
@@ -131,12 +125,7 @@ class Weights:
 
     @torch.no_grad()
     def publish(self, *, in_use: bool, changed: bool = False) -> None:
-        """Let forward compute with what the last steps made of the weights, where they are stashed.
-
-        Args:
-            in_use: Whether backwards with the weights until now are to come.
-            changed: Whether others wrote to the twins.
-        """
+        """Let forward compute with the weights after the last steps, where they are stashed."""
         is_new = self._published != self.version or changed
         if not self._stashes or not (is_new or (self._apart and not in_use)):
             return

@@ -49,14 +49,7 @@ class ArenaRun:
                 self._calls[index] = self._bound(index)
 
     def __call__(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Run the operations.
-
-        Args:
-            values: The graph's inputs, in their order, shaped as those of the recording.
-
-        Returns:
-            Its outputs; those in the arena hold until the next call.
-        """
+        """Run the operations."""
         values = [*values, *self.recording.own]
         changed = [
             index
@@ -70,11 +63,7 @@ class ArenaRun:
         return [None if one is None else self._env[one] for one in self.recording.outputs()]
 
     def forget(self, which: Sequence[int]) -> None:
-        """Let go of some values: they are not kept alive until the next call.
-
-        Args:
-            which: Of the inputs.
-        """
+        """Let go of some values: they are not kept alive until the next call."""
         recording = self.recording
         outside, steps = self._touched_by(tuple(which))
         for node in [*(recording.roots[one] for one in which), *(node for node, _ in outside)]:

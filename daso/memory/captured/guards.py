@@ -98,11 +98,7 @@ class Guard:
         self._modes = _modes(given[-1].device)
 
     def broken(self, values: Sequence[torch.Tensor | None]) -> str:
-        """Return what is not as it was: rule and value; nothing if all is.
-
-        Args:
-            values: Parameters, buffers, inputs, targets.
-        """
+        """Return what is not as it was: rule and value; nothing if all is."""
         signatures = [_signature(value) for value in values]
         if signatures != self._signatures:
             return self._odd_tensor(signatures)

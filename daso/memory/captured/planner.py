@@ -55,18 +55,7 @@ class Arena:
 
 
 def pack(blocks: Sequence[Block], way: str = "best", *, alignment: int = ALIGNMENT) -> Arena:
-    """Return where blocks lie in one piece of memory.
-
-    Args:
-        blocks: In any order.
-        way: One of `WAYS`, or ``"best"``: the smallest that any of them finds, apart from
-            ``"exact"``.
-        alignment: Offsets are multiples of so many bytes.
-
-    Raises:
-        ConfigError: There is no such way, a block has no size or no time, or there are more than
-            `EXACT_MOST` blocks for ``"exact"``.
-    """
+    """Return where blocks lie in one piece of memory."""
     _check(blocks, way)
     sized = [block._replace(nbytes=-(-block.nbytes // alignment)) for block in blocks]
     bound = lower_bound(sized)
@@ -194,14 +183,7 @@ def _patent(blocks: Sequence[Block]) -> list[int]:
 
 
 def _lowest(blocks: Sequence[Block], placed: Mapping[int, int], one: int, *, tight: bool) -> int:
-    """Return where a block may lie beside those that are placed.
-
-    Args:
-        blocks: All of them.
-        placed: Offsets of some.
-        one: Which is to be placed.
-        tight: In the smallest gap that it fits into; else in the lowest.
-    """
+    """Return where a block may lie beside those that are placed."""
     block = blocks[one]
     spans = sorted(
         (at, at + blocks[o].nbytes) for o, at in placed.items() if blocks[o].meets(block)
@@ -298,14 +280,7 @@ def _exact(blocks: Sequence[Block]) -> list[int]:
 def _better(
     blocks: Sequence[Block], placed: dict[int, int], size: int, last: int
 ) -> list[int] | None:
-    """Return offsets with which all need less than a size; None if there are none.
-
-    Args:
-        blocks: All of them.
-        placed: Offsets of some.
-        size: That is to be beaten.
-        last: Offset that was placed last: none that follows is lower.
-    """
+    """Return offsets with which all need less than a size; None if there are none."""
     if len(placed) == len(blocks):
         return [placed[one] for one in range(len(blocks))]
     seen: set[Block] = set()

@@ -76,16 +76,7 @@ class Recording:
 
 
 def record(graph: GraphModule, values: Sequence[torch.Tensor], fixed: range) -> Recording:
-    """Run a graph once, and return where its tensors may lie.
-
-    Args:
-        graph: Of aten operations, as `make_fx` makes it.
-        values: Its inputs, in their order; are written to where the graph does.
-        fixed: Which of them the graph must not write to.
-
-    Raises:
-        UnfitError: The graph cannot be run from a recording.
-    """
+    """Run a graph once, and return where its tensors may lie."""
     recorder = _Recorder(graph, values, fixed)
     last = {used: node for node in graph.graph.nodes for used in node.all_input_nodes}
     for node in graph.graph.nodes:

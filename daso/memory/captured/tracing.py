@@ -23,19 +23,7 @@ Values = Sequence[torch.Tensor]
 def capture(
     whole: Whole, tensors: Tensors, given: Values, way: str, *, _poison: bool = False
 ) -> ArenaRun:
-    """Return a step's forward and backward pass, to be run in an arena.
-
-    Args:
-        whole: Model and loss.
-        tensors: Those of it.
-        given: Inputs and targets.
-        way: How memory is planned.
-        _poison: Fill with NaN what is not needed any more: for tests.
-
-    Raises:
-        UnfitError: The step cannot be captured.
-        ConfigError: The loss is not one number that depends on parameters.
-    """
+    """Return a step's forward and backward pass, to be run in an arena."""
     values = [one for one in (*tensors.read(), *given) if one is not None]
     device = given[-1].device
     if any(buffer.requires_grad for buffer in values[tensors.nparams : len(tensors.names)]):
@@ -57,11 +45,7 @@ def capture(
 
 
 def _from_here(device: torch.device, run: Callable[[], Any]) -> Any:
-    """Run something, and draw its random numbers again afterwards.
-
-    Returns:
-        What it returns; a list of tensors is followed by the states of the generators.
-    """
+    """Run something, and draw its random numbers again afterwards."""
     with torch.random.fork_rng(_cuda(device)):
         found = run()
         if isinstance(found, list):
@@ -99,11 +83,7 @@ def _twins(tensors: Tensors, values: Values) -> list[torch.Tensor]:
 
 @contextmanager
 def _left_alone(whole: Whole) -> Iterator[None]:
-    """Undo what a model's forward does to its attributes and to Python's random numbers.
-
-    Raises:
-        UnfitError: It does something of the kind.
-    """
+    """Undo what a model's forward does to its attributes and to Python's random numbers."""
     before = [(name, vars(module), {**vars(module)}) for name, module in whole.named_modules()]
     kept = [
         (name, key, one, one._version, one.detach().clone())

@@ -153,13 +153,7 @@ class DeltaBuffer:
         return sum(float(flat_view(p).double().square().sum()) for _, p in self.named)
 
     def send(self, wire: str, *, dense: bool, keeps: bool) -> None:
-        """Encode what the exchange that starts will carry.
-
-        Args:
-            wire: One of those that the settings allow.
-            dense: Send everything: not by a sparse wire.
-            keeps: The merge will keep local work.
-        """
+        """Encode what the exchange that starts will carry."""
         self.shared.wait_released()
         self.mean = self.dense if dense and self.dense is not None else self.wired[wire]
         codec = self.summed or self.mean.codec
@@ -187,9 +181,6 @@ class DeltaBuffer:
         """Take in the new reference g.
 
         What every rank of the node needs is written once and read by all of them from there.
-
-        Args:
-            rule: What to do.
 
         Collective over the node; blocking.
         """
@@ -226,9 +217,6 @@ class DeltaBuffer:
 
     def exchange(self) -> Work[Measured]:
         """Move the reference by the mean delta of all nodes.
-
-        Returns:
-            What was sent and measured.
 
         Collective over the lane; non-blocking, as work for the engine.
         """

@@ -55,12 +55,7 @@ class ExchangeState:
 
 
 def spare_cores(ranks: int, threads: int) -> bool:
-    """Return whether cores are left on which exchanges go on beside training.
-
-    Args:
-        ranks: Of this node, which may share the cores that this one may use.
-        threads: That each rank computes with.
-    """
+    """Return whether cores are left on which exchanges go on beside training."""
     return len(os.sched_getaffinity(0)) > ranks * threads
 
 
@@ -119,11 +114,7 @@ class Exchanges:
         return None
 
     def _try_memory(self, node: NodeTransport) -> None:
-        """Let a row cross from this rank's device. Collective over the world; blocking.
-
-        Raises:
-            TopologyError: It arrived as something else; the same on every rank.
-        """
+        """Let a row cross from this rank's device. Collective over the world; blocking."""
         problem, channels = None, self.channels
         if self.place.lane is not None and node.copies is not None:
             problem = channels.engine.run(
@@ -173,9 +164,6 @@ class Exchanges:
     def measure(self, batch: int) -> Measurements:
         """Return what all ranks agree on about synchronous steps since the last call.
 
-        Args:
-            batch: Batches counted so far.
-
         Collective over the world; blocking.
         """
         known, exposed = self._known, self.metrics.watch.idle_seconds(trace.NODES)
@@ -198,11 +186,6 @@ class Exchanges:
 
     def send(self, batch: int, fragment: int | None, *, wait: int) -> None:
         """Start an exchange.
-
-        Args:
-            batch: Batches counted so far.
-            fragment: Which part of the parameters; None for all of them.
-            wait: Batches until it will be received; 0 = at once.
 
         Collective over the world; non-blocking, but for the node where nodes go ahead.
         """
@@ -275,9 +258,6 @@ class Exchanges:
 
     def receive(self, batch: int) -> Measurements | None:
         """Finish the exchange in flight, merge it, and return what was agreed on with it.
-
-        Args:
-            batch: Batches counted so far.
 
         Collective over the world; blocking.
         """

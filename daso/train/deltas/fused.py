@@ -62,19 +62,7 @@ class Fused:
         residual: torch.Tensor | None,
         lost: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Write parameters - reference + residual for the wire.
-
-        Args:
-            codec: What crosses.
-            spans: What has a payload of its own, in order and without a gap.
-            memory: Of all payloads (bytes).
-            reference: The row (numel), fp32.
-            residual: Another (numel), or None.
-            lost: Where what is rounded away goes (numel), or None.
-
-        Returns:
-            The place of the first number that is not finite, not read yet; -1 where all are.
-        """
+        """Write parameters - reference + residual for the wire."""
         first = torch.full((), NOWHERE, dtype=torch.int64, device=reference.device)
         wire = memory.view(codec.dtype)
         for table in self._tables(codec, spans, reference.device):
@@ -140,16 +128,7 @@ class Fused:
 
 
 def _cut(runs: torch.Tensor, itemsize: int, most: int) -> torch.Tensor:
-    """Cut runs of numbers into jobs.
-
-    Args:
-        runs: (runs, 4): as jobs, but with any number of numbers.
-        itemsize: Bytes of a number where it is read.
-        most: Numbers of a job.
-
-    Returns:
-        (jobs, 4).
-    """
+    """Cut runs of numbers into jobs."""
     metrics = (runs[:, 3] + most - 1) // most
     jobs = runs.repeat_interleave(metrics, 0)
     firsts = (metrics.cumsum(0) - metrics).repeat_interleave(metrics)

@@ -53,11 +53,7 @@ class Choice:
 
 @functools.cache
 def choose(device: torch.device) -> Choice:
-    """Return what packs rows on a device. Blocks: it is tried, the first time in a process.
-
-    Args:
-        device: A CUDA device.
-    """
+    """Return what packs rows on a device. Blocks: it is tried, the first time in a process."""
     try:  # Triton needs a C compiler, Python's headers, a folder to write to
         from daso.comm.device import triton_kernels as kernels
 
@@ -140,13 +136,7 @@ def views(params: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
 
 
 def pack(part: DeltaShard, params: Sequence[torch.Tensor], *, keeps: bool) -> None:
-    """Launch what starts an exchange of a part that holds flat tensors, one after the other.
-
-    Args:
-        part: On a device.
-        params: On the same.
-        keeps: As for `DeltaShard.send`.
-    """
+    """Launch what starts an exchange of a part that holds flat tensors, one after the other."""
 
     def gather(start: int, stop: int, row: torch.Tensor) -> None:
         pairs = [
@@ -164,12 +154,7 @@ def pack(part: DeltaShard, params: Sequence[torch.Tensor], *, keeps: bool) -> No
 
 
 def take(part: DeltaShard, mean: torch.Tensor) -> None:
-    """Launch what takes a mean in that lies on the device, once it was packed.
-
-    Args:
-        part: Of which all was packed.
-        mean: Of the first numbers (at least a piece of the part); taken for all others too.
-    """
+    """Launch what takes a mean in that lies on the device, once it was packed."""
     for start, stop, fields in part.sent():
         part.deliver(start, stop, mean[: stop - start], fields)
     part.finish()

@@ -8,12 +8,7 @@ __all__ = ["merge_pairs"]
 
 
 def merge_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]], rule: Merge) -> None:
-    """Carry out a merge for pairs (x, c), c being g, or g - s where the rule says since_send.
-
-    Args:
-        pairs: Flat views of parameters and of what a part shows, of the same elements.
-        rule: What to do.
-    """
+    """Carry out a merge for pairs (x, c), c being g, or g - s where the rule says since_send."""
     if not pairs:
         return
     here, there = [x for x, _ in pairs], [c for _, c in pairs]

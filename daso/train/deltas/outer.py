@@ -20,16 +20,7 @@ MakeOuter = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 def build_optimizer(name: str, make: Callable[[Any], Any], params: Any) -> torch.optim.Optimizer:
-    """Return what a user's function makes of parameters.
-
-    Args:
-        name: Of the argument that it was given as.
-        make: Makes an optimizer.
-        params: Of these.
-
-    Raises:
-        ConfigError: It raises, or makes something else.
-    """
+    """Return what a user's function makes of parameters."""
     try:
         optimizer = make(params)
     except Exception as error:
@@ -65,11 +56,7 @@ class Outer:
         self.optimizer.step()
 
     def trial(self, mean: torch.Tensor) -> torch.Tensor:
-        """Return where the reference would go with this mean delta (numel); it stays where it is.
-
-        Args:
-            mean: Mean delta (numel).
-        """
+        """Return where the reference would go with this mean delta (numel); nothing moves."""
         before = self.param.detach().clone()
         state = copy.deepcopy(self.optimizer.state_dict())
         self.param.grad = mean.neg()

@@ -98,13 +98,7 @@ class DeltaShard:
         self._room = torch.empty(2, numel, dtype=shown.dtype, device=shown.device)
 
     def rehearse(self, codecs: Sequence[Codec], spans: Spans, gather: Gather) -> None:
-        """Launch what exchanges will, before the first: nothing is made or compiled later.
-
-        Args:
-            codecs: All that may cross.
-            spans: As for `send`.
-            gather: As for `send`.
-        """
+        """Launch what exchanges will, before the first: nothing is made or compiled later."""
         mean = torch.zeros_like(self._room[0])
         try:
             for codec, keeps, lost_before in product(codecs, (False, True), (False, True)):
@@ -129,14 +123,7 @@ class DeltaShard:
     # --- one exchange ------------------------------------------------------------------------
 
     def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
-        """Encode what an exchange will carry; nothing else changes until it is delivered.
-
-        Args:
-            codec: What crosses.
-            spans: What gets a payload of its own, in order.
-            gather: Reads parameters.
-            keeps: The merge will keep local work.
-        """
+        """Encode what an exchange will carry; nothing else changes until it is delivered."""
         self._sums, self._nonfinite = Sums(), []
         self.keeps, self.pending = keeps and not self.way.eager, None
         self.lossy = not codec.exact
@@ -166,11 +153,7 @@ class DeltaShard:
         return _stack([place for _, place in self._nonfinite], self.shown.new_zeros(0)).long()
 
     def first_nonfinite(self, checks: Sequence[int]) -> int | None:
-        """Return the first element that was not finite when it was sent, if any.
-
-        Args:
-            checks: From `checks`.
-        """
+        """Return the first element that was not finite when it was sent, if any."""
         places = zip(self._nonfinite, checks, strict=True)
         return next((start + at for (start, _), at in places if at >= 0), None)
 
@@ -203,14 +186,7 @@ class DeltaShard:
                 yield first + a, first + b, fields
 
     def deliver(self, start: int, stop: int, mean: torch.Tensor, sent: Fields) -> None:
-        """Move the reference by the mean delta, or keep it for the outer optimizer.
-
-        Args:
-            start: First element.
-            stop: Behind the last one.
-            mean: Mean delta (stop - start); overwritten.
-            sent: What this node sent of it.
-        """
+        """Move the reference by the mean delta, or keep it for the outer optimizer."""
         span, carried = slice(start, stop), self._room[1, : stop - start]
         self._sums.moved.append(mean.dot(mean))
         if self._takes_at_once(self.outbox.codec):
@@ -254,11 +230,7 @@ class DeltaShard:
         return self.residual
 
     def finish(self) -> torch.Tensor:
-        """End an exchange: let the outer optimizer move the reference.
-
-        Returns:
-            What was measured, not read yet; for `measured`.
-        """
+        """End an exchange: let the outer optimizer move the reference."""
         self.pending = None
         if self.keeps or not self.lossy:
             self.residual = None  # it is in what is shown, or was sent
@@ -268,15 +240,7 @@ class DeltaShard:
         return self._sums.stacked(self.shown)
 
     def measured(self, found: Sequence[float]) -> tuple[float, float, float]:
-        """Return what an exchange told of this node.
-
-        Args:
-            found: From `finish`.
-
-        Returns:
-            Squared distance of what this node did from the mean of all nodes, squared norms of the
-            reference and of the mean delta.
-        """
+        """Return what an exchange told of this node."""
         return self._sums.totals(found)
 
     # --- merging -----------------------------------------------------------------------------
@@ -360,10 +324,6 @@ def _first_nonfinite(values: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
     """Return, not read yet, the place of the first number that is not finite; -1 where all are.
 
     In two passes: `isfinite` alone makes four.
-
-    Args:
-        values: Numbers (numel).
-        room: To work in (numel).
     """
     apart = torch.sub(values, values, out=room)  # zero, or NaN: for infinity too
     place = apart.argmax()  # NaN is the greatest, and the first of equals is taken
@@ -375,11 +335,5 @@ def _stack(numbers: list[torch.Tensor], none: torch.Tensor) -> torch.Tensor:
 
 
 def message_numel(codec: Codec, chunk_bytes: int, least: int = 1) -> int:
-    """Return how many numbers of a row make a message of about so many bytes on the wire.
-
-    Args:
-        codec: What crosses.
-        chunk_bytes: Of a message.
-        least: Numbers of a message, whatever it takes.
-    """
+    """Return how many numbers of a row make a message of about so many bytes on the wire."""
     return max(least, min(MOST, chunk_bytes * KIBI // codec.nbytes(KIBI)))

@@ -41,13 +41,7 @@ class ShardTransport(ReduceBuffer, Protocol):
 def crossing_of(
     part: DeltaShard, where: OnDevice | None, kept: Mapping[int, torch.Tensor]
 ) -> ShardTransport:
-    """Return the way of a part between nodes.
-
-    Args:
-        part: On the CPU, or on a device.
-        where: That device, and how the part crosses from there; None: it lies on the CPU.
-        kept: What else exchanges keep on the device.
-    """
+    """Return the way of a part between nodes."""
     if where is None:
         return HostShard(part)
     return (PinnedShard if where.staged else DeviceShard)(part, where.copies, kept)

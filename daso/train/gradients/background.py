@@ -39,14 +39,6 @@ class BackgroundReducer(ABC):
     def begin(self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool) -> None:
         """Begin a round; all buckets of the last one were waited for. Does not block.
 
-        Args:
-            portions: The buckets of this round in their order, and what lies in them; the same
-                everywhere.
-            world: Whether they are averaged over the world, or inside the node alone.
-
-        Raises:
-            ExchangeError: A backward was broken off while its gradients were under way.
-
         Collective over the world, or the node; non-blocking.
         """
         self.finish()
@@ -62,23 +54,11 @@ class BackgroundReducer(ABC):
         self._tickets = self._carry(portions, world=world)
 
     def ready(self, place: int) -> None:
-        """Note that a bucket was started on this rank. Does not block.
-
-        Args:
-            place: Of the bucket in its round.
-        """
+        """Note that a bucket was started on this rank. Does not block."""
         self._here.add(place)
 
     def wait(self, place: int) -> None:
-        """Block until a bucket holds the mean.
-
-        Args:
-            place: Of the bucket in its round.
-
-        Raises:
-            ExchangeError: It failed.
-            StallError: It took longer than the stall limit; names who does not take part.
-        """
+        """Block until a bucket holds the mean."""
         if place in self._back:
             return
         begun, kind = time.perf_counter(), trace.NODES if self._world else trace.NODE
@@ -117,19 +97,11 @@ class BackgroundReducer(ABC):
             self._tickets = []
 
     def check(self) -> None:
-        """Raise what went wrong in another thread since, if anything.
-
-        Raises:
-            ExchangeError: Something did.
-        """
+        """Raise what went wrong in another thread since, if anything."""
         self._channels.engine.check()
 
     def close(self) -> bool:
-        """Stop threads of this object's own; idempotent.
-
-        Returns:
-            Whether all work ended well, so that what it used may be freed.
-        """
+        """Stop threads of this object's own; idempotent."""
         return True
 
     def abandon(self) -> None:

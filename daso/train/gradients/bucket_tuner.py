@@ -27,13 +27,7 @@ def bucket_search(nbytes: int) -> BucketSizeSearch:
 def first_size(
     settings: Settings, nbytes: int, *, on_gpu: bool
 ) -> tuple[int, BucketSizeSearch | None]:
-    """Return the size of buckets to begin with, and the search for a better one, if any.
-
-    Args:
-        settings: How gradients are averaged.
-        nbytes: Of all gradients.
-        on_gpu: Whether they lie on one.
-    """
+    """Return the size of buckets to begin with, and the search for a better one, if any."""
     size = settings.gradients.first_bucket_bytes(on_gpu=on_gpu)
     if size is not None:
         return size, None
@@ -69,10 +63,6 @@ class BucketTuner:
 
     def after_step(self, batch: int, wait: int) -> None:
         """Count a batch; start asking, or change size, when that is due.
-
-        Args:
-            batch: Batches counted so far.
-            wait: Batches that an exchange between nodes may take, which goes first.
 
         Collective over the world in the sense that all ranks ask and change after the same batches;
         blocks only for a rank that is more than ``wait`` batches behind.

@@ -75,11 +75,6 @@ class FlatGradients:
     def make(self, order: Sequence[int], bucket_bytes: int) -> None:
         """Make rows and cut them.
 
-        Args:
-            order: All parameters (indices) in the order in which gradients become ready; the same
-                on every rank.
-            bucket_bytes: As for `cut`.
-
         Collective over the node; blocking.
         """
         self._place_of = {index: at for at, index in enumerate(order)}
@@ -98,9 +93,6 @@ class FlatGradients:
 
     def cut(self, bucket_bytes: int) -> None:
         """Cut rows into buckets of another size; between two rounds.
-
-        Args:
-            bucket_bytes: Bytes from which a bucket counts as full; the same on every rank.
 
         Does not communicate.
         """
@@ -136,13 +128,7 @@ class FlatGradients:
     # --- gradients ---------------------------------------------------------------------------
 
     def fill(self, bucket: Bucket, moved: set[int]) -> None:
-        """Copy gradients that autograd made elsewhere into the bucket; make them views of it.
-
-        Args:
-            bucket: One of `buckets`.
-            moved: Parameters (indices) whose gradient was, in this round; those moved here are
-                added.
-        """
+        """Copy gradients that autograd made elsewhere into the bucket; make them views of it."""
         params = [index for index in bucket.params if index not in moved]
         moved.update(params)
         tensors = [self.named[index][1] for index in params]

@@ -60,12 +60,7 @@ class CompressedSum:
         self._leaving = self._outbox  # on the host
 
     def encode(self, codec: Codec, spans: Spans) -> None:
-        """Write what will cross, and keep what that rounds away.
-
-        Args:
-            codec: What crosses.
-            spans: Of the row, each of which gets a payload.
-        """
+        """Write what will cross, and keep what that rounds away."""
         if self._residual is None:  # each piece is read before its mean is written
             self._outbox.open(codec, spans, self.total.view(torch.uint8))
             return
@@ -79,13 +74,7 @@ class CompressedSum:
                 encode_gradients(codec, self.total[piece], self._residual[piece], fields)
 
     def leave(self, copies: DeviceStaging, memory: torch.Tensor | None) -> Work[None]:
-        """Copy what MPI reads to the host, and wait until it is made.
-
-        Args:
-            copies: Between the device and the host.
-            memory: For what was encoded (bytes); None: MPI takes it from the device. Numbers that
-                cross as they are go to the host either way.
-        """
+        """Copy what MPI reads to the host, and wait until it is made."""
         exact = copies.memory(self.exact.nbytes).view(self.dtype)
         with copies.beside():
             arrived = [copies.out(self.exact, exact), copies.mark()]
@@ -122,16 +111,7 @@ class CompressedSum:
 def compressed_chunks(
     codec: Codec, chunk_bytes: int, start: int, numel: int, nodes: int, *, least: int = 1
 ) -> Chunks:
-    """Return the chunks in which a part of a row crosses.
-
-    Args:
-        codec: What crosses.
-        chunk_bytes: Of a message.
-        start: Where the part starts in its row.
-        numel: Numbers of the part.
-        nodes: That take part.
-        least: Numbers of a message at the least.
-    """
+    """Return the chunks in which a part of a row crosses."""
     chunks = message_chunks(message_numel(codec, chunk_bytes, least), numel, nodes)
     return [[Span(a + start, b + start) for a, b in parts] for parts in chunks]
 
@@ -185,13 +165,6 @@ class GradientCompressor:
         exact: bool = False,
     ) -> Work[Averaged]:
         """Replace sums over nodes by the mean over the world.
-
-        Args:
-            total: This lane's part (numel), fp32 or fp64: the sum over this node.
-            key: Of the part; the same on all nodes.
-            flags: Places in it of numbers that cross as they are.
-            made: Tells when the sum is made, where it was left on a device; None: on the host.
-            exact: Everything crosses as it is.
 
         Collective over the lane; non-blocking, as work for the engine.
         """

@@ -28,12 +28,7 @@ class ConcurrentReductions:
         return self._slots[self._started % len(self._slots)] is None
 
     def start(self, place: int, total: torch.Tensor) -> None:
-        """Start to replace a sum over this node by the mean over the world. Does not block.
-
-        Args:
-            place: What `finished` will call it.
-            total: This lane's part (numel), fp32 or fp64.
-        """
+        """Start to replace a sum over this node by the mean over the world. Does not block."""
         slot = self._started % len(self._slots)
         self._slots[slot] = place, NestedWork(self._channels.gradient_mean(total, slot))
         self._started += 1

@@ -82,11 +82,7 @@ class LayerwiseStep:
     # --- a step ------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Note that a step is due. Waits only for parameters that no module's forward needs.
-
-        Raises:
-            ConfigError: Gradients were changed since backward, or the optimizer has hooks.
-        """
+        """Note that a step is due. Waits only for parameters that no module's forward needs."""
         inner = self._trained.inner
         if has_hooks(inner):
             raise ConfigError(
@@ -127,11 +123,7 @@ class LayerwiseStep:
             self._apply(tuple(self._due.pending))
 
     def zero_grad(self, set_to_none: bool) -> bool:
-        """Reset gradients, of parameters that are not stepped yet once they are.
-
-        Returns:
-            False where no step is due: then nothing was done.
-        """
+        """Reset gradients, of parameters that are not stepped yet once they are."""
         if self._due is None:
             return False
         self._due.zero = set_to_none
@@ -159,10 +151,6 @@ class LayerwiseStep:
         """Step with parameters that are not stepped yet, once their gradients have crossed.
 
         And with all others whose gradients are there: a step for many costs less than many steps.
-
-        Args:
-            params: Their indices.
-            alone: Step with no others, so that all ranks step with the same.
         """
         due = self._due
         if due is None:

@@ -31,16 +31,7 @@ def same_values(groups: Sequence[Mapping[str, Any]], values: Values) -> bool:
 
 
 def refuse_counting(inner: torch.optim.Optimizer, values: Values, instead: str) -> None:
-    """Refuse an optimizer that keeps something in its groups, which is lost between such steps.
-
-    Args:
-        inner: The optimizer, as a step left it.
-        values: What its groups had before.
-        instead: What to do about it.
-
-    Raises:
-        ConfigError: It does.
-    """
+    """Refuse an optimizer that keeps something in its groups, which is lost between such steps."""
     key = _first_change(inner.param_groups, values)
     if key is not None:
         raise ConfigError(
@@ -72,15 +63,7 @@ def step_with(
     device: torch.device,
     check: Callable[[], None] | None = None,
 ) -> None:
-    """Step with some parameters alone; arithmetic is per parameter, so the bits are the same.
-
-    Args:
-        inner: The optimizer.
-        params: ``id`` of each parameter to step with.
-        values: Of each group, for this step.
-        device: Where the parameters are.
-        check: Called after the step, with the groups as the step left them; may raise.
-    """
+    """Step with some parameters alone; arithmetic is per parameter, so the bits are the same."""
     before = [dict(group) for group in inner.param_groups]
     try:
         for group, mine in zip(inner.param_groups, values, strict=True):

@@ -217,11 +217,7 @@ class GradientReducer:
         return any(bucket.under_way for bucket in self.rows.buckets)
 
     def collect(self, params: Iterable[int]) -> None:
-        """Block until the means of parameters are there, where a carrier takes them.
-
-        Args:
-            params: Their indices.
-        """
+        """Block until the means of parameters are there, where a carrier takes them."""
         carrier = self.route.carrier
         buckets = [one for index in params for one in self.rows.buckets_of.get(index, [])]
         for bucket in buckets:
@@ -335,9 +331,6 @@ class GradientReducer:
     def cut(self, bucket_bytes: int) -> None:
         """Cut rows into buckets of another size; between two rounds.
 
-        Args:
-            bucket_bytes: Bytes from which a bucket counts as full; the same on every rank.
-
         Does not communicate.
         """
         self.bucket_bytes = bucket_bytes
@@ -359,10 +352,6 @@ class GradientReducer:
 
     def arrange(self, order: Sequence[int], bucket_bytes: int) -> None:
         """Lay gradients as in an earlier run; between two rounds.
-
-        Args:
-            order: Of parameters in rows; empty where nothing was averaged yet.
-            bucket_bytes: From which a bucket counts as full.
 
         Does not communicate, but all ranks must do it alike.
         """

@@ -93,11 +93,7 @@ def _remove(handles: list[RemovableHandle]) -> None:
 
 
 def refuse(what: str, remedy: str) -> None:
-    """Raise: what nodes hold is not the same.
-
-    Raises:
-        CheckpointError: Always.
-    """
+    """Raise: what nodes hold is not the same."""
     raise CheckpointError(
         f"{SAVER} keeps one copy for all ranks, so {what} must be the same on all nodes, but "
         f"between exchanges they differ; call optimizer.{remedy} before it, or save each rank's "

@@ -35,15 +35,7 @@ class Trained:
 
     @classmethod
     def by(cls, inner: torch.optim.Optimizer, module: torch.nn.Module | None) -> "Trained":
-        """List what an optimizer trains.
-
-        Args:
-            inner: The user's optimizer.
-            module: Gives the names; without it they are ``group.index``.
-
-        Returns:
-            The record; frozen parameters (``requires_grad`` false) are left out.
-        """
+        """List what an optimizer trains."""
         names = {id(p): name for name, p in module.named_parameters()} if module else {}
         seen: dict[int, tuple[str, torch.Tensor]] = {}
         for group, settings in enumerate(inner.param_groups):
@@ -82,13 +74,6 @@ def _slot(name: str, tensor: torch.Tensor) -> Slot:
 
 def agree_layout(trained: Trained, topology: Topology) -> None:
     """Check that every rank trains the same parameters and that they can be exchanged.
-
-    Args:
-        trained: What this rank trains.
-        topology: Over whose world ranks must agree.
-
-    Raises:
-        LayoutError: The same on every rank, naming the parameter.
 
     Collective over the world; blocking.
     """
@@ -163,14 +148,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a dense tensor as one row in the order of memory, without a copy.
-
-    Args:
-        tensor: Any shape, any order of axes (channels-last, transposed).
-
-    Returns:
-        A view (numel).
-    """
+    """Return the elements of a dense tensor as one row in the order of memory, without a copy."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
@@ -181,11 +159,6 @@ def view_like(row: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def start_equal(trained: Trained, topology: Topology, timeout_seconds: float) -> None:
     """Give all ranks world rank 0's parameters, frozen ones and buffers.
-
-    Args:
-        trained: What must start equal.
-        topology: Whose world.
-        timeout_seconds: How long to wait at most for the other ranks.
 
     Collective over the world; blocking.
     """
@@ -199,12 +172,7 @@ def start_equal(trained: Trained, topology: Topology, timeout_seconds: float) ->
 
 
 def broadcast(tensors: Iterable[torch.Tensor], topology: Topology) -> None:
-    """Make tensors equal to world rank 0's. Collective over the world; blocking.
-
-    Args:
-        tensors: Of the same shapes on every rank.
-        topology: Whose world.
-    """
+    """Make tensors equal to world rank 0's. Collective over the world; blocking."""
     with torch.no_grad():
         for tensor in _distinct(tensors):
             row = tensor.detach().cpu().contiguous()

@@ -25,15 +25,6 @@ def common_tensors(
 ) -> list[torch.Tensor]:
     """Return the tensors that every rank has in the same shape and type, and can write to.
 
-    Args:
-        named: Names and tensors of this rank.
-        gather: Returns every rank's descriptions, in rank order; collective over the world.
-        told: Names that were told already; those told here are added.
-        says: Whether this rank says which are left alone.
-
-    Returns:
-        Those tensors; of a complex one its real view.
-
     Collective over the world; blocking.
     """
     mine = dict(named)

@@ -67,15 +67,7 @@ class SimulatedGradients:
     def _average(
         self, members: Sequence[int], dtype: torch.dtype, start: int, numel: int, flags: list[int]
     ) -> int:
-        """Average one bucket.
-
-        Args:
-            members: Its parameters (indices), in order.
-            dtype: Of them.
-            start: Where it starts in its row.
-            numel: Numbers in it, flags included.
-            flags: Their places in it.
-        """
+        """Average one bucket."""
         nodes, wide = len(self._named), accumulator(dtype)
         codec = codec_named(self._wire, wide)
         places = torch.tensor(flags, dtype=torch.int64, device="cpu")

@@ -230,14 +230,7 @@ class SimulatedNodes:
     # --- training ----------------------------------------------------------------------------
 
     def step(self, losses: Sequence[Loss]) -> float:
-        """Take one step on every node.
-
-        Args:
-            losses: For each node, what maps its model to this batch's loss.
-
-        Returns:
-            The mean loss over nodes.
-        """
+        """Take one step on every node."""
         total = 0.0
         for model, inner, loss_of in zip(self.models, self.inners, losses, strict=True):
             inner.zero_grad()
