@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from daso.comm.topology import Place
+from daso.comm.topology import RankInfo
 from daso.errors import CheckpointError, told
 from daso.version import __version__
 
@@ -52,13 +52,13 @@ class Manifest:
     node_of: tuple[int, ...]  # node of each rank that saved
     files: tuple[Entry, ...]  # of each rank
 
-    def text(self, place: Place) -> str:
+    def text(self, rank_info: RankInfo) -> str:
         """Return the manifest as it is written."""
         lines = {
             "schema": SCHEMA,
             "step": self.step,
-            "world": place.size,
-            "node_sizes": place.node_sizes,
+            "world": rank_info.world_size,
+            "node_sizes": rank_info.node_sizes,
             "node_of": self.node_of,
             "files": [asdict(entry) for entry in self.files],
             "versions": {"daso": __version__, "torch": str(torch.__version__)},

@@ -80,7 +80,7 @@ class Checkpoints:
 
         Collective over the world; blocking.
         """
-        rank = self._topology.place.rank
+        rank = self._topology.rank
         self._topology.rendezvous("save a checkpoint", Exchange().timeout_seconds)
         self._agree(unfit(payload) or self._unready(step))
         path, entry, problem = self._rank_file(step, rank), None, None
@@ -89,7 +89,7 @@ class Checkpoints:
         except Exception as error:  # whatever it is, the other ranks wait for this one's vote
             problem = unwritable(path, error)
         self._agree(problem, clear=step)
-        entries = self._topology.world.gather(entry)
+        entries = self._topology.world_comm.gather(entry)
         problem = None if entries is None else self._complete(step, entries)
         self._agree(problem, clear=step)
         self._refused.discard(step)
@@ -99,15 +99,15 @@ class Checkpoints:
     def _agree(self, problem: str | None, *, clear: int | None = None) -> None:
         """Raise on every rank when any has a problem, and remove the step that it was met in."""
         try:
-            self._topology.agree(problem, CheckpointError)
+            self._topology.raise_on_all_ranks(problem, CheckpointError)
         except CheckpointError:
-            if clear is not None and self._topology.place.rank == 0:
+            if clear is not None and self._topology.rank == 0:
                 remove(self._step_folder(clear))
             raise
 
     def _unready(self, step: int) -> str | None:
         """Make room for a step; return what speaks against saving it."""
-        if self._topology.place.rank > 0:
+        if self._topology.rank > 0:
             return None
         try:
             newer = [
@@ -136,9 +136,9 @@ class Checkpoints:
                     f"not seen from here: choose a folder on a shared file system"
                 )
         folder = self._step_folder(step)
-        manifest = Manifest(step, self._topology.place.node_of, tuple(entries))
+        manifest = Manifest(step, self._topology.rank_info.node_of, tuple(entries))
         try:
-            write_whole(folder / MANIFEST, manifest.text(self._topology.place).encode())
+            write_whole(folder / MANIFEST, manifest.text(self._topology.rank_info).encode())
             write_whole(self._folder / "latest", f"{folder.name}\n".encode())
         except OSError as error:
             return unwritable(folder, error)
@@ -175,7 +175,7 @@ class Checkpoints:
                 return replace(found, refused=tuple(reasons))
             self._refused.add(step)
             reasons.append(f"step {step}: {found}")
-            if self._topology.place.rank == 0:
+            if self._topology.rank == 0:
                 logger.warning("checkpoint refused: %s", reasons[-1])
         if any(whole for _, whole in listed):
             raise CheckpointError(
@@ -193,9 +193,9 @@ class Checkpoints:
 
     def _load(self, step: int) -> Loaded | str:
         """Read a checkpoint on every rank, or return why not."""
-        place, world = self._topology.place, self._topology.world
+        rank_info, world = self._topology.rank_info, self._topology.world_comm
         manifest: Manifest | str | None = None
-        if place.rank == 0:
+        if rank_info.rank == 0:
             try:
                 manifest = Manifest.read(self._step_folder(step) / MANIFEST, step)
             except CheckpointError as error:
@@ -203,8 +203,8 @@ class Checkpoints:
         manifest = world.bcast(manifest)
         if not isinstance(manifest, Manifest):
             return str(manifest)
-        same = manifest.node_of == place.node_of
-        rank = place.rank if same else 0
+        same = manifest.node_of == rank_info.node_of
+        rank = rank_info.rank if same else 0
         payload, problem = read_payload(self._rank_file(step, rank), manifest.files[rank])
         problems = world.allgather(problem)
         if any(problems):
@@ -213,13 +213,13 @@ class Checkpoints:
 
     def _listed(self) -> list[tuple[int, bool]]:
         listed, problem = None, None
-        if self._topology.place.rank == 0:
+        if self._topology.rank == 0:
             try:
                 listed = self._list()
             except OSError as error:
                 problem = f"checkpoints must be readable, but {cause(self._folder, error)}"
         self._agree(problem)
-        return list(self._topology.world.bcast(listed))
+        return list(self._topology.world_comm.bcast(listed))
 
     # --- the folder ------------------------------------------------------------------------
 

@@ -117,15 +117,15 @@ def _nodes(problems: list[str]) -> dict[str, Any]:
     except DasoError as error:
         problems += [str(error)] if str(error) not in problems else []
         return {}
-    place, device = topology.place, choose_device(topology)
+    rank_info, device = topology.rank_info, choose_device(topology)
     average = _average(topology, device)
     if average == "NCCL" and (problem := nccl_problem()):
         problems.append(problem)
     return {
-        "world": place.size,
-        "nodes": place.nodes,
-        "ranks_per_node": list(place.node_sizes),
-        "lanes": place.lanes,
+        "world": rank_info.world_size,
+        "nodes": rank_info.nodes,
+        "ranks_per_node": list(rank_info.node_sizes),
+        "lanes": rank_info.lanes,
         "cores": len(os.sched_getaffinity(0)),
         "device": str(device),
         "node_average": average,

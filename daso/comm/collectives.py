@@ -30,9 +30,9 @@ def gather(topology: Topology, value: Value, timeout_seconds: float) -> list[Val
     Collective over the world; blocking.
     """
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = torch.empty(topology.place.size, dtype=torch.int64, device="cpu")
+    sizes = torch.empty(topology.world_size, dtype=torch.int64, device="cpu")
     size = torch.tensor([mine.numel()], device="cpu")
-    world = topology.world
+    world = topology.world_comm
     finish(topology, world.Iallgather(sum_buffer(size), sum_buffer(sizes)), timeout_seconds)
     everyones = torch.empty(int(sizes.sum()), dtype=torch.uint8, device="cpu")
     target = [byte_buffer(everyones), (sizes.tolist(), None)]
@@ -46,8 +46,8 @@ def gather_in_node(topology: Topology, number: float, timeout_seconds: float) ->
     Collective over the node; blocking.
     """
     mine = torch.tensor([number], dtype=torch.float64, device="cpu")
-    everyones = torch.empty(topology.place.local_size, dtype=torch.float64, device="cpu")
-    request = topology.node.Iallgather(sum_buffer(mine), sum_buffer(everyones))
+    everyones = torch.empty(topology.local_size, dtype=torch.float64, device="cpu")
+    request = topology.node_comm.Iallgather(sum_buffer(mine), sum_buffer(everyones))
     finish(topology, request, timeout_seconds)
     numbers: list[float] = everyones.tolist()
     return numbers
@@ -55,9 +55,9 @@ def gather_in_node(topology: Topology, number: float, timeout_seconds: float) ->
 
 def finish(topology: Topology, request: "MPI.Request", timeout_seconds: float) -> None:
     """Block until a request is over; after a stall it is kept, with what MPI may still write to."""
-    roll = topology.roll
+    liveness = topology.liveness
     try:
-        wait_until(request.Test, roll.missing, timeout_seconds, roll.answer)
+        wait_until(request.Test, liveness.missing, timeout_seconds, liveness.answer)
     except StallError:
         _unfinished.append(request)  # which holds its buffers
         raise
@@ -76,7 +76,7 @@ class AsyncMaxReduce:
     """
 
     def __init__(self, topology: Topology, timeout_seconds: float) -> None:
-        self.comm, self._roll = topology.world.Dup(), topology.roll
+        self.comm, self._liveness = topology.world_comm.Dup(), topology.liveness
         self._timeout_seconds = timeout_seconds
         self._request: MPI.Request | None = None
         self._row = torch.zeros(0, dtype=torch.float64, device="cpu")
@@ -91,7 +91,9 @@ class AsyncMaxReduce:
         """Return the maxima, and wait where they are not there yet."""
         assert self._request is not None, "nothing was asked"
         # After a stall the request stays, for MPI may still write to its row.
-        wait_until(self._request.Test, self._roll.missing, self._timeout_seconds, self._roll.answer)
+        wait_until(
+            self._request.Test, self._liveness.missing, self._timeout_seconds, self._liveness.answer
+        )
         self._request = None
         return self._row.tolist()
 

@@ -29,7 +29,7 @@ from daso.workers import is_worker
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["RENDEZVOUS", "Place", "Topology", "default", "errors_on_all_ranks", "init"]
+__all__ = ["RENDEZVOUS", "RankInfo", "Topology", "default", "errors_on_all_ranks", "init"]
 
 # What ranks do together outside of steps.
 RENDEZVOUS = (
@@ -56,11 +56,11 @@ _unfinished: list[object] = []  # after a stall: MPI may still write to what a r
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where this rank stands, in numbers."""
+class RankInfo:
+    """Ranks and nodes as this rank sees them, in numbers."""
 
     rank: int  # world rank
-    size: int  # world size
+    world_size: int  # ranks of the world
     local_rank: int  # rank inside the node
     node: int  # index of this rank's node
     node_of: tuple[int, ...]  # node of each world rank
@@ -129,28 +129,70 @@ class Topology:
         end_with_starter()
         everybody = mpi.COMM_WORLD if world is None else world
         _wait_for_all(everybody)
-        self.world: MPI.Comm = everybody.Dup()
-        host = self.world.Split_type(mpi.COMM_TYPE_SHARED)
+        self.world_comm: MPI.Comm = everybody.Dup()
+        host = self.world_comm.Split_type(mpi.COMM_TYPE_SHARED)
         self.host_rank: int = host.Get_rank()  # pretend nodes of a host do not change it
         group, problem = _pretend_group(self.host_rank, host.Get_size(), sizes)
-        self.agree(problem, TopologyError)
-        self.node: MPI.Comm = host.Split(group, self.host_rank)
+        self.raise_on_all_ranks(problem, TopologyError)
+        self.node_comm: MPI.Comm = host.Split(group, self.host_rank)
         host.Free()
-        self.place = self._find_place()
-        color = mpi.UNDEFINED if self.place.lane is None else self.place.lane
-        self.lane: MPI.Comm = self.world.Split(color, self.place.node)
-        self.roll = LivenessProbe(self.world, self.world.allgather(mpi.Get_processor_name()))
+        self.rank_info = self._find_rank_info()
+        color = mpi.UNDEFINED if self.rank_info.lane is None else self.rank_info.lane
+        self.lane_comm: MPI.Comm = self.world_comm.Split(color, self.rank_info.node)
+        self.liveness = LivenessProbe(
+            self.world_comm, self.world_comm.allgather(mpi.Get_processor_name())
+        )
         Topology._open_now += 1
-        _tell_of_many(self.place, Topology._open_now)
+        _tell_of_many(self.rank_info, Topology._open_now)
 
-    def _find_place(self) -> Place:
-        first = self.node.bcast(self.world.Get_rank())
-        firsts = self.world.allgather(first)
+    @property
+    def rank(self) -> int:
+        """This rank in the world."""
+        return self.rank_info.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the world."""
+        return self.rank_info.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """This rank inside its node."""
+        return self.rank_info.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """Ranks of this rank's node."""
+        return self.rank_info.local_size
+
+    @property
+    def node(self) -> int:
+        """Index of this rank's node."""
+        return self.rank_info.node
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.rank_info.nodes
+
+    @property
+    def node_sizes(self) -> tuple[int, ...]:
+        """Ranks of each node."""
+        return self.rank_info.node_sizes
+
+    @property
+    def lanes(self) -> int:
+        """Number of lanes: the ranks of the smallest node."""
+        return self.rank_info.lanes
+
+    def _find_rank_info(self) -> RankInfo:
+        first = self.node_comm.bcast(self.world_comm.Get_rank())
+        firsts = self.world_comm.allgather(first)
         heads = sorted(set(firsts))
-        return Place(
-            rank=self.world.Get_rank(),
-            size=self.world.Get_size(),
-            local_rank=self.node.Get_rank(),
+        return RankInfo(
+            rank=self.world_comm.Get_rank(),
+            world_size=self.world_comm.Get_size(),
+            local_rank=self.node_comm.Get_rank(),
             node=heads.index(first),
             node_of=tuple(heads.index(head) for head in firsts),
         )
@@ -171,14 +213,18 @@ class Topology:
 
         Collective over the world; blocking.
         """
-        if self.place.size == 1:
+        if self.rank_info.world_size == 1:
             return
         mine = torch.tensor([RENDEZVOUS.index(what)], device="cpu")
-        places = torch.empty(self.place.size, dtype=torch.int64, device="cpu")
-        request = self.world.Iallgather(sum_buffer(mine), sum_buffer(places))
+        places = torch.empty(self.rank_info.world_size, dtype=torch.int64, device="cpu")
+        request = self.world_comm.Iallgather(sum_buffer(mine), sum_buffer(places))
         try:
             wait_until(
-                request.Test, self.roll.missing, timeout_seconds, self.roll.answer, what=what
+                request.Test,
+                self.liveness.missing,
+                timeout_seconds,
+                self.liveness.answer,
+                what=what,
             )
         except StallError:
             _unfinished.append((request, mine, places))  # MPI may still write to them
@@ -190,7 +236,7 @@ class Topology:
                     f"to {what}, and rank {rank} to {RENDEZVOUS[place]}; let all ranks do the same"
                 )
 
-    def agree(self, problem: str | None, kind: type[Exception]) -> None:
+    def raise_on_all_ranks(self, problem: str | None, kind: type[Exception]) -> None:
         """Raise the same error on every rank when any rank has a problem.
 
         Args:
@@ -199,7 +245,7 @@ class Topology:
 
         Collective over the world; blocking.
         """
-        problems = self.world.allgather(problem)
+        problems = self.world_comm.allgather(problem)
         found = [(rank, text) for rank, text in enumerate(problems) if text is not None]
         if not found:
             return
@@ -207,18 +253,18 @@ class Topology:
         everywhere = len(found) == len(problems) and len({text for _, text in found}) == 1
         raise kind(text if everywhere else f"rank {rank}: {text}")
 
-    def same(self, value: object) -> bool:
+    def equal_on_all_ranks(self, value: object) -> bool:
         """Return whether every rank passed an equal value. Collective over the world; blocking."""
-        return all(other == value for other in self.world.allgather(value))
+        return all(other == value for other in self.world_comm.allgather(value))
 
     def free(self) -> None:
         """Give the communicators back. Collective over the world; blocking; idempotent."""
         mpi = load()
-        if self.world != mpi.COMM_NULL:
+        if self.world_comm != mpi.COMM_NULL:
             self.rendezvous("free a daso.Topology", STALL_SECONDS)
             Topology._open_now -= 1
-        self.roll.free()
-        for comm in (self.lane, self.node, self.world):
+        self.liveness.free()
+        for comm in (self.lane_comm, self.node_comm, self.world_comm):
             if comm != mpi.COMM_NULL:
                 comm.Free()
 
@@ -235,13 +281,13 @@ def errors_on_all_ranks(topology: object, what: str, timeout_seconds: float) -> 
     except DasoError as error:
         problem = error
     where = topology if isinstance(topology, Topology) else next(iter(_default.values()), None)
-    if where is None or not _is_open(where) or where.place.size == 1:
+    if where is None or not _is_open(where) or where.rank_info.world_size == 1:
         if problem is not None:
             raise problem
         return
     where.rendezvous(what, timeout_seconds)
     text = None if problem is None else str(problem)
-    where.agree(text, ConfigError if problem is None else type(problem))
+    where.raise_on_all_ranks(text, ConfigError if problem is None else type(problem))
 
 
 def _refuse_workers() -> None:
@@ -254,9 +300,9 @@ def _refuse_workers() -> None:
         )
 
 
-def _tell_of_many(place: Place, number: int) -> None:
+def _tell_of_many(rank_info: RankInfo, number: int) -> None:
     """Say it where many topologies are open: MPI has some 2,000 communicators in all."""
-    if number % MANY == 0 and place.rank == 0:
+    if number % MANY == 0 and rank_info.rank == 0:
         logger.warning(
             "%d topologies are open, and each holds communicators, of which MPI has few: make one "
             "and pass it on (topology=), or free() those that are not used",
@@ -360,7 +406,7 @@ def init(*, ranks_per_node: int | Sequence[int] | None = None) -> Topology:
 
 
 def _is_open(topology: Topology | None) -> bool:
-    return topology is not None and topology.world != load().COMM_NULL
+    return topology is not None and topology.world_comm != load().COMM_NULL
 
 
 def default() -> Topology:

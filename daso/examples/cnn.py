@@ -77,13 +77,13 @@ def main() -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    place = daso.init().place
+    topology = daso.init()
     train, test = load(options.data, train=True), load(options.data, train=False)
     side = train[0][0].shape[-1]
     sampler = ShardedSampler(
         len(train),  # type: ignore[arg-type]  # both data sets have a length
-        rank=place.rank,
-        size=place.size,
+        rank=topology.rank,
+        size=topology.world_size,
         batch_size=options.batch_size,
     )
     model = CNN(side)
@@ -97,7 +97,7 @@ def main() -> None:
                 loss.backward()
                 optimizer.step()
             optimizer.synchronize()
-            if place.rank == 0:
+            if topology.rank == 0:
                 print(f"epoch {epoch + 1}: test accuracy {accuracy(model, test):.3f}", flush=True)
 
 

@@ -121,7 +121,7 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.set_num_threads(1)
-    place = daso.init().place
+    topology = daso.init()
     make = TASKS[options.task][0]
     train, test = make(options.graphs, seed=1), make(300, seed=2)
     updates = daso.flow.Updates(min_update_interval=options.interval)
@@ -131,7 +131,7 @@ def main() -> None:
         for epoch in range(options.epochs):
             graphs: list[Any] = random.Random(epoch).sample(train, len(train))
             trained, tested = runtime.train_epoch(graphs), runtime.evaluate(test)
-            if place.rank == 0:
+            if topology.rank == 0:
                 told = ", ".join(f"{name} {value:.3f}" for name, value in tested.metrics.items())
                 print(
                     f"epoch {epoch + 1}: loss {trained.loss:.4f}, test {told}, "

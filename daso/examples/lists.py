@@ -63,7 +63,7 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.set_num_threads(1)
-    place = daso.init().place
+    topology = daso.init()
     train, test = make_lists(options.lists, seed=1), make_lists(1000, seed=2)
     updates = daso.flow.Updates(min_update_interval=options.interval)
     with daso.flow.Runtime(
@@ -72,7 +72,7 @@ def main() -> None:
         for epoch in range(options.epochs):
             lists: list[Digits] = random.Random(epoch).sample(train, len(train))
             trained, tested = runtime.train_epoch(lists), runtime.evaluate(test)
-            if place.rank == 0:
+            if topology.rank == 0:
                 print(
                     f"epoch {epoch + 1}: loss {trained.loss:.3f}, test accuracy "
                     f"{tested.metrics['accuracy']:.3f}, {trained.instances_per_second:.0f} lists/s",

@@ -61,7 +61,7 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.set_num_threads(1)
-    place = daso.init().place
+    topology = daso.init()
     train, test = load(options.data, train=True), load(options.data, train=False)
     count, tests = len(train), len(test)  # type: ignore[arg-type]  # both have a length
     graph = build(train[0][0].numel())
@@ -75,7 +75,7 @@ def main() -> None:
             chosen = random.Random(epoch).sample(range(count), min(count, options.images))
             trained = runtime.train_epoch([train[index] for index in chosen])
             tested = runtime.evaluate([test[index] for index in range(min(tests, 2000))])
-            if place.rank == 0:
+            if topology.rank == 0:
                 print(
                     f"epoch {epoch + 1}: loss {trained.loss:.3f}, test accuracy "
                     f"{tested.metrics['accuracy']:.3f}, "

@@ -45,15 +45,15 @@ def main() -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    place = daso.init().place
+    topology = daso.init()
     train, test = load(options.data, train=True), load(options.data, train=False)
     sampler = ShardedSampler(
         len(train),  # type: ignore[arg-type]  # both data sets have a length
-        rank=place.rank,
-        size=place.size,
+        rank=topology.rank,
+        size=topology.world_size,
         batch_size=options.batch_size,
     )
-    slow_seconds = options.slow_ms / 1e3 if place.rank == place.size - 1 else 0.0
+    slow_seconds = options.slow_ms / 1e3 if topology.rank == topology.world_size - 1 else 0.0
     model = nn.Sequential(
         nn.Flatten(), nn.Linear(train[0][0].numel(), 128), nn.ReLU(), nn.Linear(128, 10)
     )
@@ -70,7 +70,7 @@ def main() -> None:
                 server.step()
                 time.sleep(slow_seconds)
             server.synchronize()  # ranks meet: now all have the same parameters
-            if place.rank == 0:
+            if topology.rank == 0:
                 print(f"epoch {epoch + 1}: test accuracy {accuracy(model, test):.3f}", flush=True)
 
 

@@ -76,10 +76,10 @@ def main() -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    place = daso.init().place
+    topology = daso.init()
     windows = load_text(train=True, context=options.context, max_bytes=4_000_000)
     sampler = ShardedSampler(
-        len(windows), rank=place.rank, size=place.size, batch_size=options.batch_size
+        len(windows), rank=topology.rank, size=topology.world_size, batch_size=options.batch_size
     )
     model = ByteTransformer(options.context)
     inner = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.01)
@@ -96,7 +96,7 @@ def main() -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-            if place.rank == 0 and (step % 50 == 0 or step == options.steps):
+            if topology.rank == 0 and (step % 50 == 0 or step == options.steps):
                 print(f"step {step}: {loss.item() / math.log(2):.3f} bits per byte", flush=True)
 
 

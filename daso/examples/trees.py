@@ -106,7 +106,7 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.set_num_threads(1)
-    place = daso.init().place
+    topology = daso.init()
     train, test = make_expressions(options.trees, seed=1), make_expressions(500, seed=2)
     updates = daso.flow.Updates(min_update_interval=options.interval)
     with daso.flow.Runtime(
@@ -115,7 +115,7 @@ def main() -> None:
         for epoch in range(options.epochs):
             trees: list[Expression] = random.Random(epoch).sample(train, len(train))
             trained, tested = runtime.train_epoch(trees), runtime.evaluate(test)
-            if place.rank == 0:
+            if topology.rank == 0:
                 print(
                     f"epoch {epoch + 1}: loss {trained.loss:.3f}, test accuracy "
                     f"{tested.metrics['accuracy']:.3f}, {trained.instances_per_second:.0f} trees/s",

@@ -42,7 +42,7 @@ class LoopMonitor(Watch):
 
     def look(self, idle_seconds: float) -> None:
         """Answer ranks that ask, tell the caller how far it is, raise where waiting is in vain."""
-        self.topology.roll.answer()
+        self.topology.liveness.answer()
         now = time.perf_counter()
         one = self.controller
         if self.progress is not None and one is not None and now > self.told_at + PROGRESS_SECONDS:
@@ -52,7 +52,7 @@ class LoopMonitor(Watch):
             waits = "; ".join(self.waiting()[:3]) or "no node of this rank waits for a part"
             raise StallError(
                 f"a message must come within {self.timeout_seconds:g} s, but none came to rank "
-                f"{self.topology.place.rank}: {self.topology.roll.missing()}; {waits}; look there, "
+                f"{self.topology.rank}: {self.topology.liveness.missing()}; {waits}; look there, "
                 f"or raise timeout_seconds"
             )
 

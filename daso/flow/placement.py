@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from daso.comm.topology import Place
+from daso.comm.topology import RankInfo
 from daso.errors import FlowError
 from daso.flow.controller import Controller
 from daso.flow.messages import Message, Ticket
@@ -22,7 +22,7 @@ from daso.flow.worker import Watch, Worker, behaviours
 
 __all__ = ["Measured", "copied", "measure", "placed", "said"]
 
-ALONE = Place(rank=0, size=1, local_rank=0, node=0, node_of=(0,))
+ALONE = RankInfo(rank=0, world_size=1, local_rank=0, node=0, node_of=(0,))
 Said = Mapping[str, int | Sequence[int]]
 
 

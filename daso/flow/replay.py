@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from daso.comm.topology import Place
+from daso.comm.topology import RankInfo
 from daso.errors import ConfigError
 from daso.flow.compute import Compute
 from daso.flow.controller import Controller
@@ -185,10 +185,10 @@ def _worker(
     source = wiring.nodes[wiring.source]
     lanes = count_lanes(log.ranks_of)
     controller = Controller(count, count, source, lanes, log.lanes) if log.rank == 0 else None
-    place = Place(log.rank, len(boxes), log.rank, 0, (0,) * len(boxes))
+    rank_info = RankInfo(log.rank, len(boxes), log.rank, 0, (0,) * len(boxes))
     ways: Any = _Ways(boxes)
     found = behaviours(own, here, all_, weights)
-    worker = _Rank(own, found, log.ranks_of, place, ways, all_, controller, Watch())
+    worker = _Rank(own, found, log.ranks_of, rank_info, ways, all_, controller, Watch())
     worker.begin(log.did, boxes[log.rank])
     return worker
 

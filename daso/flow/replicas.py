@@ -116,8 +116,8 @@ class FlowReplicas:
     def __init__(
         self, make: MakeBetween, layers: Layers, topology: Topology, instances_per_batch: int
     ) -> None:
-        place = topology.place
-        across = topology.world.Split(place.local_rank, place.node)
+        rank_info = topology.rank_info
+        across = topology.world_comm.Split(rank_info.local_rank, rank_info.node)
         self._topology = Topology(across, ranks_per_node=1)
         across.Free()
         self._layers, self._each, self._finished = layers, instances_per_batch, 0
@@ -146,7 +146,7 @@ class FlowReplicas:
         """Take a last step if anything was done since, on any node. Collective across; blocking."""
         self._finished = 0
         if self._moves is not None and self._between is not None:
-            if any(self._topology.world.allgather(self._moves.has_moved)):
+            if any(self._topology.world_comm.allgather(self._moves.has_moved)):
                 self.step()
             self._between.end_epoch(loss)
             self._moves.settle()
@@ -156,7 +156,7 @@ class FlowReplicas:
         if self._moves is not None and self._between is not None:
             self._between.synchronize()
             self._moves.settle()
-        self._layers.average_buffers(self._topology.world)
+        self._layers.average_buffers(self._topology.world_comm)
 
     def settle(self) -> None:
         """Take parameters as they are: they are the same on all nodes."""

@@ -128,19 +128,19 @@ class Runtime:
         self._beside: FlowReplicas | None = None
         self._most, self._seed, self._timeout_seconds = max_active_keys, seed, timeout_seconds
         self._shuffle = shuffle
-        ranks = self._topology.place.size
+        ranks = self._topology.world_size
         self._fixed = said(self._wiring, {} if placement == "auto" else placement, ranks)
         self._copies = copied(self._wiring, replicas or {}, self._fixed, ranks)
         updates = Updates() if updates is None else updates
         alike = (self._most, updates, shuffle, seed, self._fixed, self._copies, self._each)
         self._check_same(alike)
-        self._world = self._topology.world.Dup()
-        self._letters = self._topology.world.Dup()
+        self._world = self._topology.world_comm.Dup()
+        self._letters = self._topology.world_comm.Dup()
         self._held.callback(_free, self._world, self._letters)
         keep(self, self._whole, self._number, Closer(self._held.close, int, int))
         self._packets = Messages(self._letters)
         self._layers = Layers(self._wiring, optimizer_factory, updates, self._world)
-        self._layers.fetch(lambda _: 0, self._whole.world)
+        self._layers.fetch(lambda _: 0, self._whole.world_comm)
         self.epoch = 0  # passes that trained
         self._log: Log | None = None
         self._logs = False
@@ -152,7 +152,7 @@ class Runtime:
         whole = self._whole
         whole.rendezvous("make a flow's Runtime", timeout_seconds)
         self._number = reclaim(whole, lambda word: gather(whole, word, timeout_seconds))
-        if not whole.same(self._between is None):
+        if not whole.equal_on_all_ranks(self._between is None):
             raise ConfigError("between_nodes must be given to all ranks or to none, not to some")
         if self._between is None:
             return whole
@@ -167,12 +167,12 @@ class Runtime:
         ]
         digest = hashlib.sha256(repr((nodes, self._wiring.edges, keywords)).encode()).hexdigest()
         problem = None
-        if digest != self._whole.world.bcast(digest):
+        if digest != self._whole.world_comm.bcast(digest):
             problem = (
                 "every rank must build the same flow and be given the same keywords, but this "
                 "one's differ from rank 0's"
             )
-        self._whole.agree(problem, ConfigError)
+        self._whole.raise_on_all_ranks(problem, ConfigError)
 
     # --- epochs ------------------------------------------------------------------------------
 
@@ -257,8 +257,8 @@ class Runtime:
             self._counts(before),
             0 if loop.post is None else loop.post.drain(),
         )
-        flows = 1 if self._between is None else self._whole.place.nodes
-        parts = self._whole.world.allgather(part)
+        flows = 1 if self._between is None else self._whole.nodes
+        parts = self._whole.world_comm.allgather(part)
         found = put_together(self.epoch, trains, flows * len(instances), parts)
         self._write(found)
         return found
@@ -270,26 +270,28 @@ class Runtime:
         *,
         trains: bool,
     ) -> "_Loop":
-        place, ranks_of = self._topology.place, self._layers.ranks_of
+        rank_info, ranks_of = self._topology.rank_info, self._layers.ranks_of
         all_ = Pass(_asked(instances, CACHED * self._most), trains, self._seed_now())
         controller = None
-        if place.rank == 0:
+        if rank_info.rank == 0:
             source = self._wiring.nodes[self._wiring.source]
             controller = Controller(self._most, len(instances), source, count_lanes(ranks_of))
         nodes = self._behaviours(all_)
-        post = Post(self._packets, self._device()) if place.size > 1 else None
-        told = progress if self._whole.place.rank == 0 else None
+        post = Post(self._packets, self._device()) if rank_info.world_size > 1 else None
+        told = progress if self._whole.rank == 0 else None
         beside = self._beside if trains else None
         watch = LoopMonitor(self._whole, self._timeout_seconds, controller, told, beside)
-        drawn = random.Random(hash((all_.seed, place.rank))) if self._shuffle else None
-        worker = Worker(self._wiring, nodes, ranks_of, place, post, all_, controller, watch, drawn)
+        drawn = random.Random(hash((all_.seed, rank_info.rank))) if self._shuffle else None
+        worker = Worker(
+            self._wiring, nodes, ranks_of, rank_info, post, all_, controller, watch, drawn
+        )
         watch.waiting = worker.waiting
         worker.log = [] if self._logs and trains else None
         return _Loop(worker, all_, controller, post)
 
     def _seed_now(self) -> int:
         # Of dropout: each node's flow has instances of its own.
-        node = () if self._between is None else (self._whole.place.node,)
+        node = () if self._between is None else (self._whole.node,)
         return hash((self._seed, self.epoch, *node))
 
     def _settle(self, loop: "_Loop", count: int) -> None:
@@ -312,7 +314,7 @@ class Runtime:
         if log is not None:
             digests = tuple((node, one.digest()) for node, one in self._layers.weights.items())
             self._log = Log(
-                self._topology.place.rank,
+                self._topology.rank,
                 self._layers.updates,
                 self._seed_now(),
                 self._layers.ranks_of,
@@ -325,9 +327,9 @@ class Runtime:
         self._whole.rendezvous("begin an epoch of a flow", self._timeout_seconds)
         count = len(instances)
         problem = None if count else "an epoch must have one instance at least, not none"
-        self._whole.agree(problem, ConfigError)
+        self._whole.raise_on_all_ranks(problem, ConfigError)
         ends = (count, *(digest_of(instances[place]) for place in (0, count - 1)))
-        first = self._whole.world.bcast(count)
+        first = self._whole.world_comm.bcast(count)
         if ends != self._world.bcast(ends):
             problem = (
                 "every rank must be given the same instances in the same order, but their number, "
@@ -336,9 +338,9 @@ class Runtime:
         elif count != first:
             problem = (
                 f"every node must be given as many instances as the first, but node "
-                f"{self._whole.place.node} was given {count}; leave some out"
+                f"{self._whole.node} was given {count}; leave some out"
             )
-        self._whole.agree(problem, FlowError)
+        self._whole.raise_on_all_ranks(problem, FlowError)
 
     def _counts(
         self, before: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -372,12 +374,14 @@ class Runtime:
         # a message.
         import torch._dynamo  # noqa: F401
 
-        place = self._topology.place
+        rank_info = self._topology.rank_info
         ranks_of: tuple[tuple[int, ...], ...] = ((0,),) * len(self._wiring.nodes)
-        if place.size > 1 and self._whole.place.rank == 0:
+        if rank_info.world_size > 1 and self._whole.rank == 0:
             measured = self.measure(instances)
-            ranks_of = placed(self._wiring, measured, place.size, self._fixed, self._copies)
-        self._layers.settle(self._whole.world.bcast(ranks_of))
+            ranks_of = placed(
+                self._wiring, measured, rank_info.world_size, self._fixed, self._copies
+            )
+        self._layers.settle(self._whole.world_comm.bcast(ranks_of))
         self._stand_beside()
 
     def _stand_beside(self) -> None:
@@ -392,7 +396,7 @@ class Runtime:
             layers.publish()
 
     def _behaviours(self, all_: Pass) -> dict[int, Base]:
-        rank, layers = self._topology.place.rank, self._layers
+        rank, layers = self._topology.rank, self._layers
         here = [node for node, ranks in enumerate(layers.ranks_of) if rank in ranks]
         return behaviours(self._wiring, here, all_, layers.weights)
 
@@ -469,7 +473,7 @@ class Runtime:
         self._lines = Path(path)
 
     def _write(self, epoch: Epoch) -> None:
-        if self._lines is not None and self._whole.place.rank == 0:
+        if self._lines is not None and self._whole.rank == 0:
             with self._lines.open("a", encoding="utf-8") as file:
                 file.write(strict_json(asdict(epoch)) + "\n")
 
@@ -489,7 +493,7 @@ class Runtime:
 
         Collective over the world; blocking.
         """
-        self._whole.agree(self._unfit(state_dict), CheckpointError)
+        self._whole.raise_on_all_ranks(self._unfit(state_dict), CheckpointError)
         self.epoch = int(state_dict["epoch"])
         self._layers.settle(tuple(map(tuple, state_dict["ranks_of"])))
         self._stand_beside()
@@ -547,16 +551,16 @@ class _Loop(NamedTuple):
 
 def _inside(topology: Topology) -> Topology:
     """Return the topology of this rank's node alone. Collective over the world; blocking."""
-    sizes = topology.place.node_sizes
+    sizes = topology.node_sizes
     problem = None
     if len(set(sizes)) > 1:
         problem = (
             f"flows that are beside each other must have as many ranks on every node, but the "
             f"nodes have {list(sizes)}; start as many on each"
         )
-    topology.agree(problem, ConfigError)
-    node = topology.world.Split(topology.place.node, topology.place.local_rank)
-    found = Topology(node, ranks_per_node=topology.place.local_size)
+    topology.raise_on_all_ranks(problem, ConfigError)
+    node = topology.world_comm.Split(topology.node, topology.local_rank)
+    found = Topology(node, ranks_per_node=topology.local_size)
     node.Free()
     return found
 

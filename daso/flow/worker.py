@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 
 from daso import trace
-from daso.comm.topology import Place
+from daso.comm.topology import RankInfo
 from daso.errors import DasoError, FlowError
 from daso.flow.compute import Compute, Loss
 from daso.flow.controller import Controller
@@ -69,7 +69,7 @@ class Worker:
         wiring: Wiring,
         nodes: Mapping[int, Base],
         ranks_of: Sequence[Sequence[int]],
-        place: Place,
+        rank_info: RankInfo,
         post: Post | None,
         all_: Pass,
         controller: Controller | None,
@@ -77,7 +77,7 @@ class Worker:
         shuffled: random.Random | None = None,
     ) -> None:
         self.nodes, self._wiring, self._ranks_of = nodes, wiring, ranks_of
-        self._rank, self._post = place.rank, post
+        self._rank, self._post = rank_info.rank, post
         self._all, self._controller, self._watch = all_, controller, watch
         self._shuffled = shuffled
         # From a node, backward or not, by a port: to which, and its port.
@@ -92,7 +92,9 @@ class Worker:
         self._count = itertools.count()
         self._order: dict[tuple[int, Key], int] = {}  # of forwards, as they were computed here
         self._finished = 0  # instances, as far as this rank was told
-        self._told = [0] * place.size  # how many instances each rank was told to be finished
+        self._told = [
+            0
+        ] * rank_info.world_size  # how many instances each rank was told to be finished
         self._homes_of: dict[int, Sequence[int]] = {}  # ranks of each lane
         self._tickets: dict[int, Ticket] = {}  # of instances that are under way here
         self._early: list[Message] = []  # of instances that came in after one not yet told of

@@ -304,7 +304,7 @@ def open_tier(second: Second, device: torch.device) -> Tier:
     if second == "host":
         return HostTier(copies)
     if kind == "neighbour" and folder:
-        return NeighbourTier(default().node, parse_bytes("second", folder), copies)
+        return NeighbourTier(default().node_comm, parse_bytes("second", folder), copies)
     raise ConfigError(f"second must be 'host', 'file:FOLDER' or 'neighbour:SIZE', not {second!r}")
 
 

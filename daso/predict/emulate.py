@@ -41,13 +41,13 @@ def simulate_target(plan: ThrottlePlan, topology: Topology | None = None) -> Ite
     Collective over the world; blocking, for about half a second.
     """
     topology = topology or default()
-    if topology.place.nodes < 2:
+    if topology.nodes < 2:
         raise ConfigError(
             "a target must have a link between nodes, but there is one node here; start 2 ranks at "
             "least, each a pretend node (--ranks-per-node=1)"
         )
     # The plan's link is a node's, which all lanes share.
-    link = LinkModel(plan.link_bytes_per_second / topology.place.lanes, plan.latency_seconds)
+    link = LinkModel(plan.link_bytes_per_second / topology.lanes, plan.latency_seconds)
     with throttled(link, plan.compute_factor):
         off = {"the link": _link_off(link, topology), "computing": _compute_off(plan)}
         problem = "; ".join(
@@ -58,13 +58,13 @@ def simulate_target(plan: ThrottlePlan, topology: Topology | None = None) -> Ite
         if problem:
             rule = f"a throttle must be right to {MOST_OFF:.0%}"
             problem = f"{rule}, but {problem}; correct what `current` is said to be"
-        topology.agree(problem or None, ConfigError)
+        topology.raise_on_all_ranks(problem or None, ConfigError)
         yield
 
 
 def _link_off(link: LinkModel, topology: Topology) -> float:
     """Exchange for about a tenth of a second; return how far off that is, in parts."""
-    nodes, seconds = topology.place.nodes, CROSSES_SECONDS
+    nodes, seconds = topology.nodes, CROSSES_SECONDS
     sent = min(MOST_BYTES, seconds * link.bytes_per_second)
     numel = max(1, int(sent / 4 / (2 * (nodes - 1) / nodes)))
     settings = Settings(wire="fp32", merge="auto", exchange=Exchange(), gradients=Gradients())
@@ -80,11 +80,11 @@ def _link_off(link: LinkModel, topology: Topology) -> float:
 
 def _crossing(channels: Channels, row: torch.Tensor, link: LinkModel) -> float:
     channels.engine.run(channels.gather(0.0))  # all begin together
-    if channels.place.lane is None:
+    if channels.rank_info.lane is None:
         return 0.0
     ticket = channels.engine.submit(channels.gradient_mean(row))
     nbytes = channels.engine.wait(ticket)
-    return ticket.seconds / link.seconds(nbytes, payload_rounds(channels.place.nodes)) - 1
+    return ticket.seconds / link.seconds(nbytes, payload_rounds(channels.rank_info.nodes)) - 1
 
 
 def _compute_off(plan: ThrottlePlan) -> float:

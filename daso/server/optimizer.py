@@ -28,7 +28,7 @@ from daso.server.plan import Log, Mode, Plan, Transport
 from daso.server.service import ServerThread
 from daso.server.shard import MakeOptimizer, ParameterShard
 from daso.train.model.one_copy import is_saving_one_copy
-from daso.train.model.params import Trained, agree_layout, start_equal
+from daso.train.model.params import Trained, check_same_layout, start_equal
 from daso.train.model.shared import common_tensors
 from daso.train.setup import FACTORY, MODULE, stall_limit
 from daso.train.state_sync import average_tensors
@@ -133,10 +133,10 @@ class ParameterServer(torch.optim.Optimizer):
         number = reclaim(self._topology, lambda word: gather(self._topology, word, limit))
         names, named, layers = layers_of(model)
         self._agree(named)
-        place = self._topology.place
-        shares = Partition(named, layers, place.size, whole=plan.whole)
-        rows = ParameterShard(place.rank, shares, plan, optimizer_factory)
-        self._topology.agree(_problem(rows), ConfigError)
+        rank_info = self._topology.rank_info
+        shares = Partition(named, layers, rank_info.world_size, whole=plan.whole)
+        rows = ParameterShard(rank_info.rank, shares, plan, optimizer_factory)
+        self._topology.raise_on_all_ranks(_problem(rows), ConfigError)
         # What schedulers and people change; the serving thread has groups of its own.
         groups = self._groups = [dict(group) for group in rows.inner.param_groups]
         self._serving = ServerThread(self._topology, shares, plan, rows)
@@ -151,15 +151,15 @@ class ParameterServer(torch.optim.Optimizer):
     def _agree(self, named: Any) -> None:
         trained = Trained(None, self._model, named)  # type: ignore[arg-type]  # it has none yet
         plan = repr(self._plan)
-        first = self._topology.world.bcast(plan)
-        self._topology.agree(
+        first = self._topology.world_comm.bcast(plan)
+        self._topology.raise_on_all_ranks(
             None
             if plan == first
             else f"every rank must be given the same options, but there are {plan} here and "
             f"{first} on rank 0; pass the same keywords everywhere",
             ConfigError,
         )
-        agree_layout(trained, self._topology)
+        check_same_layout(trained, self._topology)
         start_equal(trained, self._topology, self._plan.exchange.timeout_seconds)
 
     # --- as an optimizer ---------------------------------------------------------------------
@@ -255,7 +255,7 @@ class ParameterServer(torch.optim.Optimizer):
         def everyones(mine: dict[str, str]) -> list[dict[str, str]]:
             return gather(self._topology, mine, self._plan.exchange.timeout_seconds)
 
-        says = self._topology.place.rank == 0
+        says = self._topology.rank == 0
         return common_tensors(self._model.named_buffers(), everyones, self._told, says=says)
 
     def report(self) -> dict[str, Any]:
@@ -311,8 +311,8 @@ class ParameterServer(torch.optim.Optimizer):
         }
 
     def _share(self) -> dict[str, Any]:
-        place = self._topology.place
-        return {"mode": self._plan.mode, "rank": place.rank, "ranks": place.size}
+        rank_info = self._topology.rank_info
+        return {"mode": self._plan.mode, "rank": rank_info.rank, "ranks": rank_info.world_size}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with the state of this rank's rows; load the model before making the server.
@@ -333,7 +333,7 @@ class ParameterServer(torch.optim.Optimizer):
                 f"state must be that of the same rows, {self._share()}, not "
                 f"{state_dict.get('share')}; load each rank's own, in a world of the same size"
             )
-        self._topology.agree(problem, CheckpointError)
+        self._topology.raise_on_all_ranks(problem, CheckpointError)
         inner = self._serving.server.inner
         inner.load_state_dict(dict(state_dict["inner"]))
         self._groups[:] = [dict(group) for group in inner.param_groups]

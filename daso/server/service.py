@@ -52,15 +52,19 @@ class ServerThread:
     ) -> None:
         self.plan, self.server, self.shares = plan, server, shares
         self._wired = Wired(shares, plan.wire)
-        self.rank, self.ranks = topology.place.rank, topology.place.size
+        self.rank, self.ranks = topology.rank, topology.world_size
         self._topology = topology
-        self.world, self._letters = topology.world.Dup(), topology.world.Dup()
+        self.world, self._letters = topology.world_comm.Dup(), topology.world_comm.Dup()
         most = plan.exchange.chunk_bytes + HEAD_BYTES
         ways, self._ways = routes(topology, self._letters, plan.transport, most)
         self.mailbox = SendQueue(ways, plan.exchange.chunk_bytes)
-        roll = topology.roll
+        liveness = topology.liveness
         self.engine = Engine(
-            plan.exchange.timeout_seconds, roll.missing, roll.answer, name="daso-server", kind=None
+            plan.exchange.timeout_seconds,
+            liveness.missing,
+            liveness.answer,
+            name="daso-server",
+            kind=None,
         )
         # By owner and layer: the version that was taken up last, and what came since; of owners
         # that do not wait for this rank more than one may have come. All start from the same.
@@ -208,7 +212,7 @@ class ServerThread:
         """Return who is late: for an error."""
         meets = self._pausing is not None  # and the others' threads answer for them
         absent = [rank for rank in range(self.ranks) if rank not in self._last] if meets else []
-        return self._topology.roll.missing(absent)
+        return self._topology.liveness.missing(absent)
 
     def close(self) -> None:
         """Stop the thread and give communicators back. Collective over the world; idempotent."""

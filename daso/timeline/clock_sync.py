@@ -34,12 +34,15 @@ def ask_round(
 
     Collective over the world; blocking.
     """
-    place, mine = topology.place, (0.0, 0.0, 0.0)
-    before, after = (place.rank - 1) % place.size, (place.rank + 1) % place.size
+    rank_info, mine = topology.rank_info, (0.0, 0.0, 0.0)
+    before, after = (
+        (rank_info.rank - 1) % rank_info.world_size,
+        (rank_info.rank + 1) % rank_info.world_size,
+    )
     gather(topology, None, timeout_seconds)  # all are here; from now on they answer at once
     link = _Link(topology, timeout_seconds)
-    for asks in _turns(place.size):
-        if place.rank in asks:
+    for asks in _turns(rank_info.world_size):
+        if rank_info.rank in asks:
             mine = link.ask(after, now)
         elif before in asks:
             link.answer(before, now)
@@ -57,9 +60,9 @@ class _Link:
     """Short messages to one rank at a time."""
 
     def __init__(self, topology: Topology, timeout_seconds: float) -> None:
-        self._comm, self._roll, self._timeout_seconds = (
-            topology.world,
-            topology.roll,
+        self._comm, self._liveness, self._timeout_seconds = (
+            topology.world_comm,
+            topology.liveness,
             timeout_seconds,
         )
         self._row = torch.zeros(1, dtype=torch.float64, device="cpu")
@@ -88,10 +91,10 @@ class _Link:
             os.sched_yield()
             waited = time.perf_counter() - begun
             if waited > LATE_SECONDS:
-                self._roll.answer()
+                self._liveness.answer()
             if waited > self._timeout_seconds:
                 _unfinished.append((request, self._row))
                 raise StallError(
                     f"ranks must tell their time within {self._timeout_seconds:g} s: "
-                    f"{self._roll.missing()}; look there, or raise Exchange.timeout_seconds"
+                    f"{self._liveness.missing()}; look there, or raise Exchange.timeout_seconds"
                 )

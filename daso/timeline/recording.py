@@ -66,10 +66,10 @@ class Recording(AbstractContextManager["Recording"]):
         return self._given
 
     def __enter__(self) -> Self:
-        place, hosts = self._topology.place, self._topology.roll.hosts
+        rank_info, hosts = self._topology.rank_info, self._topology.liveness.hosts
         head = {
             "schema": trace.SCHEMA,
-            "ranks": [{"node": node, "host": hosts[r]} for r, node in enumerate(place.node_of)],
+            "ranks": [{"node": node, "host": hosts[r]} for r, node in enumerate(rank_info.node_of)],
         }
         self._write(json.dumps(head), opens=True)
         self._compare_clocks()
@@ -90,7 +90,7 @@ class Recording(AbstractContextManager["Recording"]):
         since, self._since = self._since, time.perf_counter()
         spans, lost = self._recorder.take()
         mine = {
-            "rank": self._topology.place.rank,
+            "rank": self._topology.rank,
             "since": since,
             "threads": list(self._recorder.threads),
             "lost": lost,
@@ -114,23 +114,23 @@ class Recording(AbstractContextManager["Recording"]):
                     self._file.close()
 
     def _compare_clocks(self) -> None:
-        if self._topology.place.size > 1:
+        if self._topology.world_size > 1:
             readings = ask_round(self._topology, self._timeout_seconds)
             self._write(json.dumps({"clocks": readings}))
 
     def _write(self, line: str, *, opens: bool = False) -> None:
         """Write a line of world rank 0's; raise on every rank where it could not."""
-        alone = self._topology.place.rank == 0
+        alone = self._topology.rank == 0
         self._agree(self._put(line, opens=opens) if alone else None)
 
     def _write_everyones(self, line: str) -> None:
         """Write every rank's line, one after the other; raise on every rank where it could not."""
-        place, world = self._topology.place, self._topology.world
+        rank_info, world = self._topology.rank_info, self._topology.world_comm
         mine, problem = torch.frombuffer(bytearray(line, "utf-8"), dtype=torch.uint8), None
         sizes = gather(self._topology, mine.numel(), self._timeout_seconds)
-        if place.rank == 0:
+        if rank_info.rank == 0:
             problem = self._put(line)
-            for rank in range(1, place.size):
+            for rank in range(1, rank_info.world_size):
                 row = torch.empty(sizes[rank], dtype=torch.uint8, device="cpu")
                 request = world.Irecv(byte_buffer(row), rank, SPANS)
                 finish(self._topology, request, self._timeout_seconds)

@@ -67,7 +67,7 @@ class Channels:
     """
 
     def __init__(self, topology: Topology, settings: Settings) -> None:
-        self.place, self.settings, self._topology = topology.place, settings, topology
+        self.rank_info, self.settings, self._topology = topology.rank_info, settings, topology
         link = emulated_link()
         if link is not None and settings.gradients.reducer != "bucketed":
             raise ConfigError(
@@ -75,56 +75,60 @@ class Channels:
                 f"not with reducer={settings.gradients.reducer!r}; leave Gradients(reducer=...) out"
             )
         # Meetings, votes of exchanges and words beside them do not mix: ranks that are out of step
-        # wait, each in its own, until the bell tells, instead of matching what is another's.
-        self.world, self._votes = topology.world.Dup(), topology.world.Dup()
-        self._asides, self.turns = topology.world.Dup(), topology.world.Dup()
+        # wait, each in its own, until the watchdog tells, instead of matching what is another's.
+        self.world, self._votes = topology.world_comm.Dup(), topology.world_comm.Dup()
+        self._asides, self.turns = topology.world_comm.Dup(), topology.world_comm.Dup()
         self.lane = self._lane_of(topology)
         # Means that end in another order on each rank must not share a communicator.
         self.abreast = 1 if settings.gradients.reducer == "bucketed" else ABREAST
         self._slots = [self.lane, *(self._lane_of(topology) for _ in range(1, self.abreast))]
-        self.bell, self._roll = StepWatchdog(topology.world), topology.roll
-        self.missing = self._roll.missing
-        takes = None if link is None else partial(_occupied_seconds, link, self.place.nodes)
+        self.watchdog, self._liveness = StepWatchdog(topology.world_comm), topology.liveness
+        self.missing = self._liveness.missing
+        takes = None if link is None else partial(_occupied_seconds, link, self.rank_info.nodes)
         self.engine = Engine(
             settings.exchange.timeout_seconds, self.missing, self.late, takes=takes
         )
-        self._rooms = [BufferPool(window(self.place.nodes)) for _ in self._slots]
+        self._rooms = [BufferPool(window(self.rank_info.nodes)) for _ in self._slots]
         self._gradient_means: dict[tuple[torch.dtype, int], DeterministicAllReduce] = {}
 
     def _lane_of(self, topology: Topology) -> "MPI.Comm":
-        return topology.lane if topology.lane == load().COMM_NULL else topology.lane.Dup()
+        return (
+            topology.lane_comm
+            if topology.lane_comm == load().COMM_NULL
+            else topology.lane_comm.Dup()
+        )
 
     @property
     def leads(self) -> bool:
         """Whether this rank tells the others whose turn it is."""
-        return self.place.rank == 0
+        return self.rank_info.rank == 0
 
     def late(self) -> None:
         """Do what a long wait asks for: answer those who look for somebody, ring and listen."""
-        self._roll.answer()
-        self.bell.late()
+        self._liveness.answer()
+        self.watchdog.late()
 
     def ordered(
         self, codec: Codec, rounded: dict[int, torch.Tensor], where: OnDevice | None = None
     ) -> DeterministicAllReduce:
         """Return an exchange over this rank's lane in which every node counts by its ranks."""
-        weights = node_weights(self.place.node_sizes)
+        weights = node_weights(self.rank_info.node_sizes)
         return deterministic_allreduce(self.lane, codec, weights, sum(weights), rounded, where)
 
     def compressor(
         self, wire: str, node: NodeTransport, device: torch.device
     ) -> GradientCompressor:
         """Return what takes means of gradients over the world on a narrow wire."""
-        place, where = self.place, None
+        rank_info, where = self.rank_info, None
         if node.copies is not None and node.sums_stay:
             staged = not self.settings.exchange.gpu_direct
             where = OnDevice(device, node.copies, DEVICE_PIECE, staged)
         return GradientCompressor(
             wire,
-            nodes=place.nodes,
+            nodes=rank_info.nodes,
             chunk_bytes=self.settings.exchange.chunk_bytes,
             ordered=lambda codec, rounded, where: deterministic_allreduce(
-                *(self.lane, codec, [1] * place.nodes, place.size, rounded, where),
+                *(self.lane, codec, [1] * rank_info.nodes, rank_info.world_size, rounded, where),
                 of_gradients=True,
             ),
             mean=self.gradient_mean,
@@ -137,20 +141,20 @@ class Channels:
 
         Collective over the lane; non-blocking, as work for the engine.
         """
-        nodes, message = self.place.nodes, self.settings.exchange.chunk_bytes // total.itemsize
+        nodes, message = self.rank_info.nodes, self.settings.exchange.chunk_bytes // total.itemsize
         chunks = message_chunks(message, total.numel(), nodes)
         if self.settings.gradient_reduce == "iallreduce":
             comm, rooms = self._slots[slot], self._rooms[slot]
-            return iallreduce(comm, Row(total), chunks, 1, self.place.size, rooms)
+            return iallreduce(comm, Row(total), chunks, 1, self.rank_info.world_size, rooms)
         key = total.dtype, slot
         if key not in self._gradient_means:
             codec = Cast(total.dtype, total.dtype)
             self._gradient_means[key] = deterministic_allreduce(
-                self._slots[slot], codec, [1] * self.place.nodes, self.place.size
+                self._slots[slot], codec, [1] * self.rank_info.nodes, self.rank_info.world_size
             )
         return self._gradient_means[key].run(Row(total), chunks)
 
-    def agree(self, header: Header, tally: Tally) -> Work[tuple[Header, Tally]]:
+    def allreduce_header(self, header: Header, tally: Tally) -> Work[tuple[Header, Tally]]:
         """Return what all ranks agree on: the header's elementwise maximum, the tally's sum."""
         mpi = load()
         most = torch.tensor(header.encode(), dtype=torch.float64, device="cpu")
@@ -170,7 +174,7 @@ class Channels:
 
     def _gather(self, comm: "MPI.Comm", number: float) -> Work[list[float]]:
         mine = torch.tensor([number], dtype=torch.float64, device="cpu")
-        everyone = torch.empty(self.place.size, dtype=torch.float64, device="cpu")
+        everyone = torch.empty(self.rank_info.world_size, dtype=torch.float64, device="cpu")
         yield [comm.Iallgather(sum_buffer(mine), sum_buffer(everyone))]
         return everyone.tolist()
 
@@ -180,7 +184,7 @@ class Channels:
 
     def close(self) -> bool:
         """Stop the engine, then free its communicators. Collective over the world; idempotent."""
-        if not self.engine.close() or self.bell.given_up:
+        if not self.engine.close() or self.watchdog.given_up:
             return False
         timeout_seconds = self.settings.exchange.timeout_seconds
         self._topology.rendezvous("close an optimizer", timeout_seconds)
@@ -188,5 +192,5 @@ class Channels:
         for comm in (*self._slots, self.world, self._votes, self._asides, self.turns):
             if comm != mpi.COMM_NULL:
                 comm.Free()
-        self.bell.free()
+        self.watchdog.free()
         return True

@@ -25,7 +25,7 @@ from daso.train.state_sync import (
     state_tensors,
 )
 
-__all__ = ["Coordinator", "agree_options", "largest_rate"]
+__all__ = ["Coordinator", "check_same_options", "largest_rate"]
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
@@ -35,20 +35,20 @@ LR = "learning rates"
 DROPS_LATELY = 3  # drops, without two good exchanges in a row between, at which all raise
 
 
-def agree_options(trained: Trained, topology: Topology, mine: str) -> None:
+def check_same_options(trained: Trained, topology: Topology, mine: str) -> None:
     """Refuse what must be equal on all ranks and is not, before anything is sent.
 
     Collective over the world; blocking.
     """
-    first = topology.world.bcast(mine)
+    first = topology.world_comm.bcast(mine)
     problem = None
     if mine != first:
         problem = (
             f"every rank must be given the same options, but there are {mine} here and {first} on "
             f"rank 0; pass the same keywords everywhere"
         )
-    topology.agree(problem, ConfigError)
-    if not topology.same(state_digest(trained.inner, trained.named)):
+    topology.raise_on_all_ranks(problem, ConfigError)
+    if not topology.equal_on_all_ranks(state_digest(trained.inner, trained.named)):
         raise LayoutError(
             "the inner optimizer's state must be the same on every rank, but it differs; load it "
             "on every rank, or on none, before wrapping"
@@ -85,7 +85,7 @@ class Coordinator:
     def same_order(self, order: list[int]) -> list[int]:
         """Return world rank 0's order. Collective over the world; blocking."""
         self.look_for_same_batches(order)
-        mine = order if self.topology.place.rank == 0 else []
+        mine = order if self.topology.rank == 0 else []
         return self._everyones(mine)[0]
 
     def _everyones(self, value: Value) -> list[Value]:
@@ -98,7 +98,7 @@ class Coordinator:
         """
         ddp = may_be_at_work()
         mine = 0.0 if ddp else gradient_checksum(self.trained.named, order)
-        prints = self.gather(mine)  # the bell is heard there
+        prints = self.gather(mine)  # the watchdog is heard there
         if self.leads and mine and is_alike(prints):
             logger.warning(
                 "every rank must train on batches of its own, but the first gradients of all %d "
@@ -153,14 +153,14 @@ class Coordinator:
     @property
     def leads(self) -> bool:
         """Whether this rank says what all ranks know."""
-        return self.topology.place.rank == 0
+        return self.topology.rank == 0
 
-    def agree_batch(self, batch: int) -> None:
+    def check_same_batch(self, batch: int) -> None:
         """Raise on every rank alike unless all have taken the same number of steps.
 
         Collective over the world; blocking.
         """
-        with self.channels.bell.meeting(batch):
+        with self.channels.watchdog.meeting(batch):
             steps = self.gather(float(batch))
         fewest, most = min(steps), max(steps)
         if fewest != most:

@@ -39,13 +39,13 @@ def take_over(trained: Trained, topology: Topology) -> None:
         for _, sync in sorted(_open_syncs.items())
         if sync.over is None and any(id(tensor) in ours for _, tensor in sync.trained.named)
     ]
-    if not topology.same(len(earlier)):
+    if not topology.equal_on_all_ranks(len(earlier)):
         raise ConfigError(
             "parameters must be wrapped on every rank or on none, but on some ranks they are "
             "wrapped already; close() that optimizer"
         )
     for sync in earlier:
-        if topology.place.rank == 0:
+        if topology.rank == 0:
             logger.warning("parameters were wrapped before: that one is closed, this one goes on")
         sync.settle()
         sync.forget()

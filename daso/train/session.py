@@ -18,7 +18,7 @@ import torch
 from daso.checks import Rule, check, format_value
 from daso.comm.collectives import gather
 from daso.comm.reclaim import count_open, forget, keep, reclaim
-from daso.comm.topology import Place, Topology, default
+from daso.comm.topology import RankInfo, Topology, default
 from daso.errors import CheckpointError, ConfigError
 from daso.plan.header import Tally
 from daso.plan.schedule import (
@@ -32,12 +32,12 @@ from daso.plan.schedule import (
     drain,
 )
 from daso.train import registry
-from daso.train.coordinator import agree_options
+from daso.train.coordinator import check_same_options
 from daso.train.deltas.exchange import Exchanges
 from daso.train.grad_scaler import Scaling, is_probe
 from daso.train.metrics import Metrics
 from daso.train.model.one_copy import KEY, OneCopy, is_saving_one_copy, packed, refuse, unpacked
-from daso.train.model.params import Trained, agree_layout
+from daso.train.model.params import Trained, check_same_layout
 from daso.train.setup import Setup
 from daso.train.step_restoration import StepRestoration
 from daso.train.synchronizer import Synchronizer
@@ -93,16 +93,16 @@ class Session:
     ) -> "Session":
         """Return a session that has agreed with all ranks. Collective over the world; blocking."""
         session = cls(inner, setup, topology)
-        place = session.topology.place
-        if place.size == 1:
+        rank_info = session.topology.rank_info
+        if rank_info.world_size == 1:
             return session
         session._meet()
         session._reclaim()
         trained = Trained.by(inner, setup.module)
         registry.take_over(trained, session.topology)
-        agree_options(trained, session.topology, setup.text())
+        check_same_options(trained, session.topology, setup.text())
         session._open(Metrics())
-        if place.rank == 0:
+        if rank_info.rank == 0:
             session._tell_what_was_made()
         return session
 
@@ -115,7 +115,7 @@ class Session:
         limit = self.setup.settings.exchange.timeout_seconds
         self._number = reclaim(self.topology, lambda word: gather(self.topology, word, limit))
         number = 1 + count_open(self.topology)
-        if number % MANY == 0 and self.topology.place.rank == 0:
+        if number % MANY == 0 and self.topology.rank == 0:
             logger.warning(
                 "%d optimizers are open, and each holds communicators, of which MPI has few, and a "
                 "thread: close() those that are not used",
@@ -123,13 +123,18 @@ class Session:
             )
 
     def _tell_what_was_made(self) -> None:
-        place = self.topology.place
-        logger.info("%d ranks on %d nodes; chosen: %s", place.size, place.nodes, self._choices())
-        if place.nodes == 1:
+        rank_info = self.topology.rank_info
+        logger.info(
+            "%d ranks on %d nodes; chosen: %s",
+            rank_info.world_size,
+            rank_info.nodes,
+            self._choices(),
+        )
+        if rank_info.nodes == 1:
             logger.warning(
                 "%d ranks on 1 node: gradients are averaged at every batch, and nothing will cross "
                 "between nodes",
-                place.size,
+                rank_info.world_size,
             )
 
     @classmethod
@@ -161,12 +166,12 @@ class Session:
         return sync is not None and sync.coordinator.leads and not (self._over or sync.over)
 
     @property
-    def _place(self) -> Place | None:
+    def _place(self) -> RankInfo | None:
         """Who is where, if that was asked already."""
-        return None if self._topology is None else self._topology.place
+        return None if self._topology is None else self._topology.rank_info
 
     def _open(self, metrics: Metrics, *acts: Action) -> None:
-        if self.topology.place.size == 1:
+        if self.topology.world_size == 1:
             return
         trained = Trained.by(self.inner, self.setup.module)
         settings = self.setup.settings
@@ -191,7 +196,7 @@ class Session:
 
     def _reopen(self, sync: Synchronizer, *acts: Action) -> None:
         """Set up anew, as for other parameters; nothing may be in flight."""
-        if self.setup.outer is not None and self.topology.place.rank == 0:
+        if self.setup.outer is not None and self.topology.rank == 0:
             logger.warning("parameters changed: the outer optimizer starts anew")
         sync.settle()
         sync.metrics.exposed_before += sync.buckets.node.idle_seconds
@@ -293,9 +298,9 @@ class Session:
         sync = self._sync
         if sync is None or not sync.changes.layout_changed():
             return
-        sync.coordinator.agree_batch(self.schedule.batch)
+        sync.coordinator.check_same_batch(self.schedule.batch)
         sync.forget()
-        agree_layout(sync.trained, self.topology)
+        check_same_layout(sync.trained, self.topology)
         sync.coordinator.equalize(expected=True)
         batch = self.schedule.batch
         self._take(replace(self.schedule, sent=None, last=batch, agreed=batch))
@@ -391,7 +396,7 @@ class Session:
         self._follow_layout()
         mean = float(loss)
         if self._sync is not None:
-            self._sync.coordinator.agree_batch(self.schedule.batch)
+            self._sync.coordinator.check_same_batch(self.schedule.batch)
             mean = self._sync.coordinator.mean(mean)
         self._perform(*after_epoch(self.setup.policy, self.schedule, mean))
         return mean
@@ -416,7 +421,7 @@ class Session:
         if self._sync is None:
             self._perform(*drain(self.schedule))
             return
-        self._sync.coordinator.agree_batch(self.schedule.batch)
+        self._sync.coordinator.check_same_batch(self.schedule.batch)
         self._perform(*drain(self.schedule))
         self._sync.equalize(self.schedule)
         self._sync.coordinator.average_buffers()
@@ -443,7 +448,7 @@ class Session:
             return
         coordinator = self._sync.coordinator
         with _as_in_training:
-            coordinator.agree_batch(self.schedule.batch)
+            coordinator.check_same_batch(self.schedule.batch)
             kept = [(tensor, tensor.detach().clone()) for tensor in coordinator.shared_tensors()]
         try:
             with _as_in_training:
@@ -610,7 +615,7 @@ class Session:
             old = State.load(state["schedule"])
             same = state["shape"] is not None and state["shape"]["setup"] == self.setup.lasting()
         if self._sync is not None:
-            old, same = self.topology.world.bcast((old, same))
+            old, same = self.topology.world_comm.bcast((old, same))
         first = self.setup.start()
         batch, epoch = old.batch, old.epoch
         self._take(
@@ -625,7 +630,7 @@ class Session:
         )
         if self._sync is not None:
             self._stale = self._sync.metrics.scales_apart = True
-            if self.topology.place.rank == 0:
+            if self.topology.rank == 0:
                 logger.warning(
                     "state of another world, model or setup, or one for all ranks, was loaded: the "
                     "schedule goes on after %d steps with nothing in flight, and all ranks take "

@@ -7,7 +7,7 @@ import torch
 
 from daso.checks import NONE, Rule, check, either, instance_of
 from daso.comm.mpi import library
-from daso.comm.topology import Place, Topology
+from daso.comm.topology import RankInfo, Topology
 from daso.errors import ConfigError
 from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Settings, Wire
@@ -81,27 +81,29 @@ class Setup:
         settings = replace(self.settings, exchange=exchange)
         return replace(self, policy=policy, settings=settings).text()
 
-    def shape(self, inner: torch.optim.Optimizer, place: Place | None) -> dict[str, Any] | None:
+    def shape(
+        self, inner: torch.optim.Optimizer, rank_info: RankInfo | None
+    ) -> dict[str, Any] | None:
         """Return what a checkpoint must have in common with a session to fit it exactly."""
-        if place is None:
+        if rank_info is None:
             return None
         named = Trained.by(inner, self.module).named
         # Messages are of other sizes on devices, and with them what owners round away.
         devices = sorted({tensor.device.type for _, tensor in named} - {"cpu"})
         return {
             "format": FORMAT,
-            "rank": place.rank,
-            "node_sizes": list(place.node_sizes),
+            "rank": rank_info.rank,
+            "node_sizes": list(rank_info.node_sizes),
             "layout": layout_of(named).digest,
             "setup": self.lasting(),
             **({"devices": devices} if devices else {}),
         }
 
-    def choices(self, place: Place | None) -> dict[str, Any]:
+    def choices(self, rank_info: RankInfo | None) -> dict[str, Any]:
         """Return what was chosen, as plain values; of the world nothing where it is not known."""
         settings = self.settings
         return {
-            **({} if place is None else _surroundings(place)),
+            **({} if rank_info is None else _surroundings(rank_info)),
             "wire": settings.wire,
             "merge": settings.merge,
             "outer": settings.outer,
@@ -178,13 +180,13 @@ FACTORY = Rule(
 )
 
 
-def _surroundings(place: Place) -> dict[str, Any]:
+def _surroundings(rank_info: RankInfo) -> dict[str, Any]:
     return {
         "mpi": library(),
-        "world": place.size,
-        "nodes": place.nodes,
-        "node_sizes": list(place.node_sizes),
-        "lanes": place.lanes,
+        "world": rank_info.world_size,
+        "nodes": rank_info.nodes,
+        "node_sizes": list(rank_info.node_sizes),
+        "lanes": rank_info.lanes,
         # Of several ranks the node says it, once it is there.
-        "node_transport": "none" if place.size == 1 else "not chosen yet",
+        "node_transport": "none" if rank_info.world_size == 1 else "not chosen yet",
     }

@@ -53,12 +53,12 @@ def average_tensors(
         first = row.clone()
         broadcast([first], topology)
         row = torch.where(row == first, 0.0, row - first)  # equal infinities too
-        size = topology.place.size
+        size = topology.world_size
         mean = deterministic_allreduce(comm, Cast(dtype, dtype), [1] * size, size)
         chunks = message_chunks(chunk_bytes // dtype.itemsize, row.numel(), size)
         sent = run(mean.run(Row(row), chunks))
         # The parts of a row are equal, so the share that leaves the node is the share of ranks.
-        others = size - topology.place.local_size
+        others = size - topology.local_size
         nbytes += sent * others // max(1, size - 1)
         row = torch.where(row == 0, first, row + first)
         with torch.no_grad():

@@ -15,7 +15,7 @@ from daso.comm.collectives import gather_in_node
 from daso.comm.emulation import Stretch, compute_factor
 from daso.comm.engine import Work, WorkHandle
 from daso.comm.node.base import NodeTransport
-from daso.comm.node.select import agree_device, choose_node
+from daso.comm.node.select import check_device, choose_node
 from daso.comm.step_timer import HostTimestamp
 from daso.comm.topology import Topology
 from daso.errors import ConfigError, ExchangeError, NonFiniteError
@@ -39,7 +39,7 @@ from daso.train.gradients.reducer import BackwardCallbacks, GradientReducer, Red
 from daso.train.metrics import Metrics
 from daso.train.misuse import has_batch_norm
 from daso.train.model.changes import ParameterChanges
-from daso.train.model.params import Trained, agree_layout, start_equal
+from daso.train.model.params import Trained, check_same_layout, start_equal
 
 __all__ = ["Synchronizer"]
 
@@ -68,8 +68,8 @@ class Synchronizer:
         *,
         outer: MakeOuter | None = None,
     ) -> None:
-        agree_layout(trained, topology)
-        agree_device(topology, trained.device, gpu_direct=settings.exchange.gpu_direct)
+        check_same_layout(trained, topology)
+        check_device(topology, trained.device, gpu_direct=settings.exchange.gpu_direct)
         start_equal(trained, topology, settings.exchange.timeout_seconds)
         self.trained, self.topology, self.settings = trained, topology, settings
         self.metrics, self.changes = metrics, ParameterChanges(trained)
@@ -106,7 +106,7 @@ class Synchronizer:
         self._stretch = Stretch(compute_factor())
         self.exchanges: Exchanges | None = None
         try:
-            if topology.place.nodes > 1:
+            if topology.nodes > 1:
                 self.exchanges = Exchanges(self.coordinator, self.buckets.node, outer)
         except Exception:  # no memory: leave the user's model without hooks
             self._close_carrier()
@@ -135,7 +135,7 @@ class Synchronizer:
         """Return how steps are taken layer by layer; None where they are always whole."""
         if self.settings.whole:
             return None
-        if self.topology.place.nodes > 1:
+        if self.topology.nodes > 1:
             return LayerwiseStep(
                 self.trained, self.buckets, self.coordinator.count_drop, self.metrics.good
             )
@@ -153,8 +153,8 @@ class Synchronizer:
     def enter(self, state: State) -> None:
         """Take over the schedule's state: it says where gradients are averaged from now on."""
         self.metrics.epoch, self._batch = state.epoch, state.batch
-        self.channels.bell.steps = state.batch
-        self._synchronous = state.synchronous and self.topology.place.nodes > 1
+        self.channels.watchdog.steps = state.batch
+        self._synchronous = state.synchronous and self.topology.nodes > 1
         self._compresses = self.settings.gradient_wire(hidden=state.hidden) != "fp32"
         if not (self._synchronous and self._compresses):
             self.compressor.forget()
@@ -164,18 +164,20 @@ class Synchronizer:
         self.buckets.route = self._route(between=self._synchronous and not apart)
 
     def _route(self, *, between: bool) -> ReducePlan:
-        place, carrier, whole = self.topology.place, self._carrier, not self._by_layers
+        rank_info, carrier, whole = self.topology.rank_info, self._carrier, not self._by_layers
         if between and carrier is not None:
             return ReducePlan(
-                place.local_size, place.lanes, carrier=carrier, world=True, whole=whole
+                rank_info.local_size, rank_info.lanes, carrier=carrier, world=True, whole=whole
             )
         if between:
             stay = self._by_device and self.buckets.node.sums_stay
-            return ReducePlan(place.local_size, place.lanes, self._average_between, stay=stay)
-        alone = max(place.node_sizes) == 1
+            return ReducePlan(
+                rank_info.local_size, rank_info.lanes, self._average_between, stay=stay
+            )
+        alone = max(rank_info.node_sizes) == 1
         inside = carrier if isinstance(carrier, HostReducer) else None
         return ReducePlan(
-            place.local_size, place.local_size, carrier=inside, whole=whole, alone=alone
+            rank_info.local_size, rank_info.local_size, carrier=inside, whole=whole, alone=alone
         )
 
     @property
@@ -200,8 +202,8 @@ class Synchronizer:
 
     def _mean_of(self, total: torch.Tensor, bucket: Bucket) -> Work[Averaged]:
         """Return the mean of a bucket's part, on a narrow wire or left on its device, as work."""
-        memory, place = bucket.memory, self.topology.place
-        start, stop = split(memory.flat.numel(), place.lanes)[place.local_rank]
+        memory, rank_info = bucket.memory, self.topology.rank_info
+        start, stop = split(memory.flat.numel(), rank_info.lanes)[rank_info.local_rank]
         flags = [at - start for at in bucket.places if start <= at < stop]
         key = memory.flat.dtype, bucket.portion.span.start + start
         return self.compressor.mean(total, key, flags, memory.left, exact=not self._compresses)
@@ -210,7 +212,7 @@ class Synchronizer:
 
     def _begin_step(self) -> None:
         """Say that this rank is in a step now, see `StepWatchdog`; the last one ends here."""
-        self.channels.bell.steps = self._batch + 1
+        self.channels.watchdog.steps = self._batch + 1
         if self.layers is not None:
             self.layers.begin()
 
@@ -252,9 +254,9 @@ class Synchronizer:
         if self._looked:
             return
         self._looked = True
-        place, named = self.topology.place, self.trained.named
-        if place.nodes > 1:
-            reducers.refuse_wide((param for _, param in named), place.local_size)
+        rank_info, named = self.topology.rank_info, self.trained.named
+        if rank_info.nodes > 1:
+            reducers.refuse_wide((param for _, param in named), rank_info.local_size)
         if self.buckets.route.alone:  # no average comes by that could look
             self.coordinator.look_for_same_batches(range(len(named)))
         if self.trained.module is None and self.coordinator.leads and has_batch_norm(named):
@@ -454,7 +456,7 @@ class Synchronizer:
             self._check()
         except ExchangeError:
             return None
-        return self.channels.bell.steps
+        return self.channels.watchdog.steps
 
     def _close_carrier(self) -> bool:
         return self._carrier is None or self._carrier.close()
@@ -474,7 +476,7 @@ def _carrier(channels: Channels, metrics: Metrics, settings: Settings) -> Backgr
     """Return what averages gradients in other threads; None where the training thread does."""
     gradients = settings.gradients
     if gradients.reducer == "host":
-        return HostReducer(channels, metrics, channels.place.local_size)
+        return HostReducer(channels, metrics, channels.rank_info.local_size)
     if gradients.reducer == "prioritized":
         return PriorityReducer(channels, metrics, gradients.priority)
     return None

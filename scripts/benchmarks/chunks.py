@@ -65,7 +65,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     torch.set_num_threads(1)
     link = CopyLink(plan.gigabytes_per_second * 1e9, plan.latency_ms / 1e3)
     case = CASES[MODEL]
-    batches = case.batches(topology.place.rank)
+    batches = case.batches(topology.rank)
     batch = next(batches)
     contenders: dict[str, Contender] = {COMPUTE: Plain(*start(case))}
     with pretend_device(link):
@@ -105,7 +105,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         contender.close()
     return {
         "plan": asdict(plan),
-        "nodes": list(topology.place.node_sizes),
+        "nodes": list(topology.node_sizes),
         "compute_ms": 1e3 * statistics.median(seconds[COMPUTE]),
         "chunk_us": 1e6 * per_chunk,
         "fill_ns_per_byte": 1e9 * per_byte,
@@ -128,19 +128,19 @@ def _search(contender: Contender, topology: Topology, batch: Batch) -> dict[str,
         held = [one for one in events if one["kind"] == "bucket_bytes" and one["holding"]]
         if held:
             return {"bytes": held[-1]["nbytes"], "steps": step}
-    topology.world.Barrier()
+    topology.world_comm.Barrier()
     return {"bytes": None, "steps": MOST}
 
 
 def _step_seconds(contender: Contender, topology: Topology, batch: Batch, steps: int) -> float:
     """Return the median seconds of a step, of the slowest rank."""
-    topology.world.Barrier()
+    topology.world_comm.Barrier()
     taken = []
     for _ in range(steps):
         begun = time.perf_counter()
         contender.step(batch)
         taken.append(time.perf_counter() - begun)
-    return float(max(topology.world.allgather(statistics.median(taken))))
+    return float(max(topology.world_comm.allgather(statistics.median(taken))))
 
 
 def _costs(topology: Topology, batch: Batch) -> tuple[float, float, float]:
@@ -174,10 +174,10 @@ def _add_seconds_per_byte(topology: Topology, dtype: torch.dtype) -> float:
     numel = SIZES[-1] // dtype.itemsize
     node = HostNode(ShmNode(topology, 60.0), torch.device("cpu"), CopyLink(math.inf))
     (bucket,) = node.row(numel, dtype, 1).cut([(0, numel)])
-    parts, size = split(numel, topology.place.local_size), topology.place.local_size
+    parts, size = split(numel, topology.local_size), topology.local_size
     taken = []
     for _ in range(SETTLED):
-        topology.world.Barrier()
+        topology.world_comm.Barrier()
         begun = time.perf_counter()
         bucket.start(parts)
         bucket.wait_filled()
@@ -185,7 +185,7 @@ def _add_seconds_per_byte(topology: Topology, dtype: torch.dtype) -> float:
         bucket.deliver(size)
         bucket.wait()
         taken.append(time.perf_counter() - begun)
-    seconds = float(max(topology.world.allgather(statistics.median(taken))))
+    seconds = float(max(topology.world_comm.allgather(statistics.median(taken))))
     node.free()
     return seconds / (numel * dtype.itemsize)
 

@@ -91,7 +91,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     Collective over the world; blocking.
     """
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"plan": asdict(plan), "ranks": topology.place.size}
+    found: dict[str, Any] = {"plan": asdict(plan), "ranks": topology.world_size}
     found |= _speeds(plan, topology)
     found["courses"] = None
     if plan.courses:
@@ -113,7 +113,7 @@ def _speeds(plan: Plan, topology: Topology) -> dict[str, Any]:
         rest(topology)
         start = time.perf_counter()
         contenders[name].train(instances)
-        seconds[name].append(topology.world.bcast(time.perf_counter() - start))
+        seconds[name].append(topology.world_comm.bcast(time.perf_counter() - start))
     for one in contenders.values():
         one.close()
     rows: list[dict[str, Any]] = [
@@ -144,7 +144,7 @@ def _foretold(plan: Plan, measured: Mapping[str, float], topology: Topology) -> 
     nodes = runtime.measure(MAKERS[plan.task](MEASURED, seed=1), MEASURED)
     runtime.close()
     own.free()
-    nodes = topology.world.bcast(nodes)
+    nodes = topology.world_comm.bcast(nodes)
     single = measured[flow_name("1 rank", plan.most, batched=False)]
     sums = sum(task.seconds for tasks in nodes.tasks for task in tasks) / len(nodes.tasks)
     costs = Costs(message_seconds=message_seconds, stretch=1 / single / sums)
@@ -156,7 +156,7 @@ def _foretold(plan: Plan, measured: Mapping[str, float], topology: Topology) -> 
         course = run_flow(nodes.tasks, where, ranks, count=count, most=most, costs=costs)
         return course.instances_per_second
 
-    ranks = topology.place.size
+    ranks = topology.world_size
     checked = [
         {
             "layout": layout,
@@ -191,11 +191,11 @@ def _where(wiring: Any, nodes: Measured, layout: str, ranks: int) -> Sequence[Se
 
 def _crossing_seconds(width: int, topology: Topology) -> float:
     """Return what a message between two ranks takes of each, as they send one to and fro."""
-    comm = topology.world.Dup()
+    comm = topology.world_comm.Dup()
     post = Post(Messages(comm), torch.device("cpu"))
     message = Message(0, False, 0, (0, 0), (torch.zeros(1, width),), NO_TICKET)
-    rank, found = topology.place.rank, 0.0
-    if rank < 2 <= topology.place.size:
+    rank, found = topology.rank, 0.0
+    if rank < 2 <= topology.world_size:
         start = time.perf_counter()
         for turn in range(2 * PINGS):
             if turn % 2 == rank:
@@ -208,7 +208,7 @@ def _crossing_seconds(width: int, topology: Topology) -> float:
         post.drain()
     rest(topology)
     comm.Free()
-    seconds: float = topology.world.bcast(found)
+    seconds: float = topology.world_comm.bcast(found)
     return seconds
 
 

@@ -55,14 +55,14 @@ def seeded(task: str, width: int, batch: int, seed: int) -> "daso.flow.Graph":
 
 def rest(topology: Topology) -> None:
     """Wait for all ranks, and take no core for it. Collective over the world; blocking."""
-    everybody = topology.world.Ibarrier()
+    everybody = topology.world_comm.Ibarrier()
     while not everybody.Test():
         time.sleep(REST_SECONDS)
 
 
 def alone(topology: Topology) -> Topology:
     """Return a topology of this rank only. Collective over the world; blocking."""
-    own = topology.world.Split(topology.place.rank, 0)
+    own = topology.world_comm.Split(topology.rank, 0)
     found = Topology(own, ranks_per_node=1)
     own.Free()
     return found
@@ -116,7 +116,7 @@ class _Alone:
 
     def train(self, instances: Sequence[Any]) -> None:
         """Train, on rank 0."""
-        if self._world.place.rank == 0:
+        if self._world.rank == 0:
             cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
             torch.set_num_threads(self._threads)
@@ -131,7 +131,7 @@ class _Alone:
 
     def test(self, instances: Sequence[Any]) -> "daso.flow.Epoch | None":
         """Return how good it is, on rank 0."""
-        found = self._tested.evaluate(instances) if self._world.place.rank == 0 else None
+        found = self._tested.evaluate(instances) if self._world.rank == 0 else None
         rest(self._world)
         return found
 
@@ -222,11 +222,11 @@ class Flow:
         self, graph: "daso.flow.Graph", layout: str, at_once: int, interval: int, topology: Topology
     ) -> None:
         self.graph, self._world, self._held = graph, topology, ExitStack()
-        self._takes_part = layout != "1 rank" or topology.place.rank == 0
+        self._takes_part = layout != "1 rank" or topology.rank == 0
         if layout == "1 rank":
             topology = alone(topology)
             self._held.callback(topology.free)
-        ranks = topology.place.size
+        ranks = topology.world_size
         copies = {n.name: ranks for n in graph.nodes if n.kind == "layer"}
         # As many updates of so many instances, whoever takes them.
         each = max(1, interval // ranks) if layout == "replicas" else interval

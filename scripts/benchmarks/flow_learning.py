@@ -97,10 +97,10 @@ def _course(
             rest(topology)
             start = time.perf_counter()
             one.train(order[at : at + plan.every])
-            seconds += topology.world.bcast(time.perf_counter() - start)
+            seconds += topology.world_comm.bcast(time.perf_counter() - start)
             seen += len(order[at : at + plan.every])
             tested = one.test(tests)
-            accuracy = topology.world.bcast(tested and tested.metrics["accuracy"])
+            accuracy = topology.world_comm.bcast(tested and tested.metrics["accuracy"])
             course.append({"instances": seen, "seconds": seconds, "accuracy": accuracy})
             if accuracy >= plan.target and name != plan.whole:
                 one.close()

@@ -103,7 +103,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         device, emulated = choose_device(topology), nullcontext()
         torch.cuda.set_device(device)
     with emulated, _process_group(topology, device) as backend:
-        names = [BARE, WRAPPED, *([DEFAULT] if topology.place.size > 1 else [])]
+        names = [BARE, WRAPPED, *([DEFAULT] if topology.world_size > 1 else [])]
         names += [DDP] if backend else []
         ways = {name: Trainer(name, shape, device, topology) for name in names}
         wrapped = ways[WRAPPED].optimizer
@@ -113,7 +113,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         exposed = wrapped.report()["exposed_seconds"]
         for name in take_turns(list(ways), plan.rounds):
-            topology.world.Barrier()
+            topology.world_comm.Barrier()
             seconds[name].append(ways[name].round(plan.steps))
         report = wrapped.report()
         parameters, choice = sum(ways[BARE].numels), _choice(device)
@@ -125,13 +125,13 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         "bytes_per_parameter": held / parameters,
         "over_copy": _over_copy(ways[BARE].numels, device, plan.rounds, choice),
     }
-    ranks = topology.world.allgather(mine)
+    ranks = topology.world_comm.allgather(mine)
     slowest = max(ranks, key=lambda one: statistics.median(one["seconds"][WRAPPED]))
     return {
         "plan": asdict(plan),
         "device": _name(device),
         "ddp_backend": backend,
-        "nodes": list(topology.place.node_sizes),
+        "nodes": list(topology.node_sizes),
         "parameters": parameters,
         "packing": choice.told,
         "packs": TORCH if choice.kernels is None else KERNELS,
@@ -162,7 +162,7 @@ def _process_group(topology: Topology, device: torch.device) -> Iterator[str | N
     if device.type == "cuda" and torch.version.cuda is None:
         yield None  # gloo of a torch without CUDA crashes on a simulated device's tensors
         return
-    alone_on_gpu = device.type == "cuda" and topology.place.size == 1 and dist.is_nccl_available()
+    alone_on_gpu = device.type == "cuda" and topology.world_size == 1 and dist.is_nccl_available()
     backend = "nccl" if alone_on_gpu else "gloo"
     join_process_group(topology, backend)
     try:

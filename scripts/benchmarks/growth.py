@@ -136,7 +136,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     """
     torch.set_num_threads(1)
     rows = [_row(Point(*point), plan.rounds, topology) for point in plan.points]
-    return {"plan": asdict(plan), "nodes": list(topology.place.node_sizes), "rows": rows}
+    return {"plan": asdict(plan), "nodes": list(topology.node_sizes), "rows": rows}
 
 
 def _row(point: Point, rounds: int, topology: Topology) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _row(point: Point, rounds: int, topology: Topology) -> dict[str, Any]:
             exchange=daso.Exchange(chunk_bytes=point.chunk_bytes),
         )
 
-    rank = topology.place.rank
+    rank = topology.rank
     bare, ours = Trainer(point, rank), Trainer(point, rank, wrap)
     bare.run(QUIET)
     ours.run(QUIET + BUSY + WAIT)  # until the first exchange, which makes buffers, is merged
@@ -159,7 +159,7 @@ def _row(point: Point, rounds: int, topology: Topology) -> dict[str, Any]:
     del bare, ours
     gc.collect()  # the next model needs the memory
     medians = {name: statistics.median(one[name] for one in taken) for name in taken[0]}
-    return {**point._asdict(), "ranks": topology.place.size, **medians, "rounds": taken}
+    return {**point._asdict(), "ranks": topology.world_size, **medians, "rounds": taken}
 
 
 def _orders(rounds: int) -> list[tuple[bool, ...]]:
@@ -171,7 +171,7 @@ def _round(
     bare: Trainer, ours: Trainer, topology: Topology, order: Sequence[bool]
 ) -> dict[str, float]:
     """Take steps without an exchange, both ways, then those of one exchange."""
-    world, spent, inner = topology.world, {}, 0.0
+    world, spent, inner = topology.world_comm, {}, 0.0
     for wrapped in order:
         world.Barrier()
         trainer = ours if wrapped else bare

@@ -169,7 +169,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     torch.set_num_threads(1)
     with _freed_at_once():
         rows = [_row(wire, plan, topology) for wire in plan.wires]
-    return {"plan": asdict(plan), "nodes": list(topology.place.node_sizes), "rows": rows}
+    return {"plan": asdict(plan), "nodes": list(topology.node_sizes), "rows": rows}
 
 
 def _row(wire: Wire, plan: Plan, topology: Topology) -> dict[str, Any]:
@@ -196,23 +196,23 @@ def _row(wire: Wire, plan: Plan, topology: Topology) -> dict[str, Any]:
 def _one(wire: Wire, numel: int, plan: Plan, topology: Topology) -> dict[str, Any]:
     """Train one model, and say what the toolkit holds of it once nothing is on its way."""
     gc.collect()
-    place, world = topology.place, topology.world
+    rank_info, world = topology.rank_info, topology.world_comm
     params = [torch.nn.Parameter(torch.ones(numel // plan.tensors)) for _ in range(plan.tensors)]
     inner = torch.optim.SGD(params, lr=0.1)
-    _train(params, inner, 2, place.rank)
+    _train(params, inner, 2, rank_info.rank)
     world.Barrier()
     before = resident()
     exchange = daso.Exchange(chunk_bytes=plan.chunk_bytes)
     policy = daso.Fixed(2, 1)
     optimizer = daso.DASO(inner, topology=topology, policy=policy, wire=wire, exchange=exchange)
-    _train(params, optimizer, STEPS + 1, place.rank)
+    _train(params, optimizer, STEPS + 1, rank_info.rank)
     world.Barrier()
     after = resident()
     world.Barrier()  # nobody gives back memory that others count their share of
     user = [*params, *(p.grad for p in params if p.grad is not None)]
     mine = {
         "parameters": numel,
-        "held": held(optimizer, user, place.local_rank),
+        "held": held(optimizer, user, rank_info.local_rank),
         "resident": after - before,
         "exchanges": optimizer.report()["exchanges"],
     }

@@ -53,14 +53,14 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
 
     Collective over the world; blocking.
     """
-    world, place = topology.world, topology.place
+    world, rank_info = topology.world_comm, topology.rank_info
     mine = torch.ones(plan.nbytes, dtype=torch.uint8)
     rows = {
         rank: torch.empty(plan.nbytes, dtype=torch.uint8)
-        for rank in range(place.size)
-        if rank != place.rank
+        for rank in range(rank_info.world_size)
+        if rank != rank_info.rank
     }
-    ways = orders(place.size, place.rank)
+    ways = orders(rank_info.world_size, rank_info.rank)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for name in [*ways, *take_turns(list(ways), plan.rounds)]:  # the first opens connections
         receives = [world.Irecv(byte_buffer(row), rank) for rank, row in rows.items()]
@@ -77,7 +77,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         seconds[name].append(max(world.allgather(time.perf_counter() - start)))
     return {
         "plan": asdict(plan),
-        "nodes": list(place.node_sizes),
+        "nodes": list(rank_info.node_sizes),
         "rows": [{"name": name, "seconds": taken[1:]} for name, taken in seconds.items()],
     }
 

@@ -55,7 +55,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     torch.set_num_threads(1)
     return {
         "plan": asdict(plan),
-        "nodes": list(topology.place.node_sizes),
+        "nodes": list(topology.node_sizes),
         "clocks": [_clocks(topology) for _ in range(plan.rounds)],
         "span_ns": _span_ns(),
         "rows": [_row(model, plan, topology) for model in plan.models],
@@ -67,8 +67,8 @@ def _clocks(topology: Topology) -> dict[str, Any]:
 
     Hosts of this bench are one machine, whose clock all ranks share: what is added is all there is.
     """
-    rank, ahead, drift = topology.place.rank, AHEAD, DRIFT
-    begun: float = topology.world.bcast(time.perf_counter())
+    rank, ahead, drift = topology.rank, AHEAD, DRIFT
+    begun: float = topology.world_comm.bcast(time.perf_counter())
 
     def shown(of: int, at: float) -> float:
         return at + ahead[of % 64] + drift[of % 64] * (at - begun)
@@ -82,7 +82,7 @@ def _clocks(topology: Topology) -> dict[str, Any]:
         loops.append(close_loop([Reading(*one) for one in readings]))
         time.sleep(LOOPS_APART)
     middle, found = begun + LOOPS_APART / 2, clocks(loops)
-    ranks = range(1, topology.place.size)
+    ranks = range(1, topology.world_size)
     errors = [abs(found[of].first(shown(of, middle)) - shown(0, middle)) for of in ranks]
     bounds = [max(loop.bounds[of] for loop in loops) for of in ranks]
     return {
@@ -107,18 +107,18 @@ def _row(name: str, plan: Plan, topology: Topology) -> dict[str, Any]:
     case = CASES[name]
     model, inner = start(case)
     ours = Daso(model, inner, topology, policy=Fixed(4, 1))
-    batches, recorder = case.batches(topology.place.rank), trace.Recorder()
+    batches, recorder = case.batches(topology.rank), trace.Recorder()
 
     def run(least: int) -> float:
         """Return seconds of a step, on the slowest rank."""
-        topology.world.Barrier()
+        topology.world_comm.Barrier()
         begun, steps = time.perf_counter(), 0
         while steps < least or not ours.settled():
             ours.step(next(batches))
             steps += 1
         seconds = (time.perf_counter() - begun) / steps
         ours.rest()
-        return float(max(topology.world.allgather(seconds)))
+        return float(max(topology.world_comm.allgather(seconds)))
 
     steps = _steps(run, plan.seconds)
     seconds: dict[bool, list[float]] = {True: [], False: []}

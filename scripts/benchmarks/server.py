@@ -107,13 +107,13 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
             row["courses"].append(course(plan, row["name"], seed, samples, tests, topology))
     dist.destroy_process_group()
     numel = sum(p.numel() for p in _model(0).parameters())
-    sizes = list(topology.place.node_sizes)
+    sizes = list(topology.node_sizes)
     return {"plan": asdict(plan), "parameters": numel, "nodes": sizes, "rows": rows}
 
 
 def _contender(plan: Plan, name: str, seed: int, topology: Topology) -> Contender:
-    place = topology.place
-    last = place.rank == place.size - 1
+    rank_info = topology.rank_info
+    last = rank_info.rank == rank_info.world_size - 1
     slow = plan.slow if last else min(plan.slow, 1.0)
     return SERVERS[name](_case(plan, slow, seed), topology)
 
@@ -130,9 +130,9 @@ def _course(
     plan: Plan, name: str, seed: int, samples: Batch, tests: Batch, topology: Topology
 ) -> dict[str, Any]:
     """Train for some seconds, then test the copies."""
-    world, place = topology.world, topology.place
+    world, rank_info = topology.world_comm, topology.rank_info
     contender = _contender(plan, name, seed, topology)
-    batches = _batches(samples, place.rank, seed)
+    batches = _batches(samples, rank_info.rank, seed)
     free = name.startswith("eager") and name.endswith(UNBOUNDED)
     world.Barrier()
     start, steps = time.perf_counter(), 0
@@ -147,14 +147,14 @@ def _course(
         steps += 1
         if steps == TRIED and not free:
             most = round(plan.seconds / max(world.allgather(seconds() / steps)))
-        if place.rank == 0 and seconds() >= plan.every * (len(copies) + 1):
+        if rank_info.rank == 0 and seconds() >= plan.every * (len(copies) + 1):
             weights = contender.model.state_dict()
             copies.append((seconds(), steps, {key: one.clone() for key, one in weights.items()}))
     taken = world.allgather(steps)
     length = seconds()
     contender.finish()
     contender.close()
-    losses = _test(copies, tests) if place.rank == 0 else []
+    losses = _test(copies, tests) if rank_info.rank == 0 else []
     losses = world.bcast(losses)
     report = dict(contender.report())
     return {
@@ -190,13 +190,13 @@ def _epochs(
     plan: Plan, name: str, seed: int, samples: Batch, tests: Batch, topology: Topology
 ) -> dict[str, Any]:
     """Train for some epochs, every rank as many steps, and count right answers."""
-    place = topology.place
+    rank_info = topology.rank_info
     contender = _contender(plan, name, seed, topology)
     sampler = ShardedSampler(
-        len(samples[0]), rank=place.rank, size=place.size, batch_size=BATCH, seed=seed
+        len(samples[0]), rank=rank_info.rank, size=rank_info.world_size, batch_size=BATCH, seed=seed
     )
     total, steps = int(plan.seconds) * len(sampler), 0
-    topology.world.Barrier()
+    topology.world_comm.Barrier()
     start = time.perf_counter()
     for epoch in range(int(plan.seconds)):
         sampler.set_epoch(epoch)
@@ -208,12 +208,12 @@ def _epochs(
     contender.finish()
     lasted = time.perf_counter() - start
     contender.close()
-    percent = score(contender.model, *tests) if place.rank == 0 else 0.0
+    percent = score(contender.model, *tests) if rank_info.rank == 0 else 0.0
     return {
         "seed": seed,
         "steps": steps,
         "lasted": lasted,
-        "accuracy": topology.world.bcast(percent),
+        "accuracy": topology.world_comm.bcast(percent),
     }
 
 

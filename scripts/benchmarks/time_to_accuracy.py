@@ -89,7 +89,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     torch.set_num_threads(1)
     join_process_group(topology)
     samples, tests = (samples_of(plan.data, train=train) for train in (True, False))
-    mine = slice(topology.place.rank, None, topology.place.size)  # of the tests
+    mine = slice(topology.rank, None, topology.world_size)  # of the tests
     share = tests[0][mine], tests[1][mine]
     courses = [_course(plan, seed, samples, share, topology) for seed in range(plan.seeds)]
     dist.destroy_process_group()
@@ -97,7 +97,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         "plan": asdict(plan),
         "parameters": sum(p.numel() for p in small_cnn().parameters()),
         "batch": BATCH,
-        "nodes": list(topology.place.node_sizes),
+        "nodes": list(topology.node_sizes),
         "courses": courses,
     }
 
@@ -124,11 +124,11 @@ def _course(
     plan: Plan, seed: int, samples: Batch, share: Batch, topology: Topology
 ) -> dict[str, Any]:
     """Train once, then test the copies."""
-    place, world = topology.place, topology.world
+    rank_info, world = topology.rank_info, topology.world_comm
     case = _case(plan, seed)
     contender = CONTENDERS[plan.name](case, topology)
     sampler = ShardedSampler(
-        len(samples[0]), rank=place.rank, size=place.size, batch_size=BATCH, seed=seed
+        len(samples[0]), rank=rank_info.rank, size=rank_info.world_size, batch_size=BATCH, seed=seed
     )
     copies = _train(plan, contender, samples, sampler, world)
     contender.close()

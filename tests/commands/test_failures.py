@@ -16,13 +16,13 @@ import torch
 import daso
 
 how, door = sys.argv[1], sys.argv[2]
-place = daso.init().place
+topology = daso.init()
 
 
 def look(step):
-    if step == 20 and place.rank == 0:  # long before the trouble, or it is not heard any more
+    if step == 20 and topology.rank == 0:  # long before the trouble, or it is not heard any more
         print("trouble at", time.time(), flush=True)
-    if step == 50 and place.rank == 1:
+    if step == 50 and topology.rank == 1:
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "raise":
@@ -46,13 +46,13 @@ class Layer(torch.nn.Linear):
 if door == "flow":
     graph = daso.flow.Graph()
     found = graph.source(lambda one: torch.ones(1, 8))
-    for rank in range(place.size):
+    for rank in range(topology.world_size):
         found = graph.layer(Layer(8, 8), found, name=f"layer {rank}")
     graph.loss(lambda item, y: y.square().mean(), found)
     runtime = daso.flow.Runtime(
         graph,
         lambda p: torch.optim.SGD(p, lr=0.1),
-        placement={f"layer {rank}": rank for rank in range(place.size)},
+        placement={f"layer {rank}": rank for rank in range(topology.world_size)},
         timeout_seconds=3.0,
     )
     runtime.train_epoch(range(10**6))

@@ -104,10 +104,10 @@ def test_its_flows_on_two_nodes_end_with_the_same(tmp_path: Path) -> None:
         + head
         + blocks("python")[3]
         + """
-place = daso.init().place
+topology = daso.init()
 with runtime:
-    before = runtime.train_epoch(make_lists(300, seed=place.node)).loss
-    after = runtime.train_epoch(make_lists(300, seed=place.node)).loss
+    before = runtime.train_epoch(make_lists(300, seed=topology.node)).loss
+    after = runtime.train_epoch(make_lists(300, seed=topology.node)).loss
 params = [p for node in graph.nodes if node.kind == "layer" for p in node.call.parameters()]
 bits = [zlib.crc32(p.detach().numpy().tobytes()) for p in params]
 print(f"found {after < before} {bits}\\n", end="", flush=True)

@@ -53,9 +53,9 @@ class Moved:
     "policy", [daso.Fixed(1, 0), daso.Fixed(4, 1), daso.Fixed(3, 3), daso.Fixed(2, 0)], ids=repr
 )
 def test_steps_are_those_of_one_process_on_a_cpu(topology, device, policy, inner, wire, order):
-    build, place = seeded(mlp), topology.place
+    build, rank_info = seeded(mlp), topology.rank_info
     oracle = Sequential(
-        build, inner, batch_loss, place.node_sizes, policy=policy, wire=wire, merge="daso"
+        build, inner, batch_loss, rank_info.node_sizes, policy=policy, wire=wire, merge="daso"
     )
     model = build().to(device)
     with daso.DASO(
@@ -70,17 +70,17 @@ def test_steps_are_those_of_one_process_on_a_cpu(topology, device, policy, inner
     ) as optimizer:
         for step in range(9):
             optimizer.zero_grad()
-            loss_on(device, model, place.rank, step).backward()
+            loss_on(device, model, rank_info.rank, step).backward()
             oracle.gain = optimizer.report()["gain"]
             optimizer.step()
             oracle.run(1)
         optimizer.synchronize()
         oracle.synchronize()
-        for mine, theirs in zip(model.parameters(), oracle.params(place.node), strict=True):
+        for mine, theirs in zip(model.parameters(), oracle.params(rank_info.node), strict=True):
             torch.testing.assert_close(mine.cpu(), theirs, rtol=2e-4, atol=2e-5)
         rows = b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
-        assert topology.same(rows)
-        assert place.size == 1 or str(device) in optimizer.report()["node_transport"]
+        assert topology.equal_on_all_ranks(rows)
+        assert rank_info.world_size == 1 or str(device) in optimizer.report()["node_transport"]
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
@@ -100,13 +100,13 @@ def test_no_step_waits_for_the_device_while_an_exchange_goes_on(topology, device
 
         steps(5)  # buckets and references are made; the first exchange is on its way
         torch.cuda.synchronize(device)
-        alone = max(topology.place.node_sizes) == 1  # sums inside a node wait for other ranks
+        alone = max(topology.node_sizes) == 1  # sums inside a node wait for other ranks
         torch.cuda.set_sync_debug_mode("error" if alone else "default")
         try:
             steps(12)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert topology.place.nodes == 1 or optimizer.report()["exchanges"] >= 3
+        assert topology.nodes == 1 or optimizer.report()["exchanges"] >= 3
 
 
 CYCLES = 100_000_000  # a tenth of a second, or less
@@ -115,7 +115,7 @@ CYCLES = 100_000_000  # a tenth of a second, or less
 @pytest.mark.nodes((1, 1), (2, 1))
 def test_times_are_those_of_the_device_which_is_behind_its_host(topology, device):
     """What the host waits for is not exposed while the device has work, nor is what it launches."""
-    model, place = mlp().to(device), topology.place
+    model, rank_info = mlp().to(device), topology.rank_info
     inputs = torch.randn(8, 6, device=device)
     with daso.DASO(
         sgd(model), module=model, topology=topology, policy=daso.Fixed(4, 2)
@@ -141,7 +141,7 @@ def test_times_are_those_of_the_device_which_is_behind_its_host(topology, device
         trace.stop()
     step, seen = taken / 8, report["measurements"]
     assert seen["step_seconds"] > 0.6 * step
-    if max(place.node_sizes) == 1:  # sums inside a node wait for ranks that share a device
+    if max(rank_info.node_sizes) == 1:  # sums inside a node wait for ranks that share a device
         assert seen["exchange_seconds"] < step
         assert report["exposed_seconds"] - before < 0.2 * taken
         waits = [one for one in recorder.take()[0] if one.kind == trace.NODES]
@@ -152,7 +152,7 @@ def test_times_are_those_of_the_device_which_is_behind_its_host(topology, device
 @pytest.mark.nodes((1, 1), (2, 1))
 @pytest.mark.parametrize("wire", ["bf16", "int4"])
 def test_nan_on_one_rank_drops_an_exchange_and_heals(topology, device, wire):
-    place = topology.place
+    rank_info = topology.rank_info
     torch.manual_seed(0)
     model = mlp().to(device)
     with daso.DASO(
@@ -160,9 +160,9 @@ def test_nan_on_one_rank_drops_an_exchange_and_heals(topology, device, wire):
     ) as optimizer:
         for step in range(8):
             optimizer.zero_grad()
-            loss_on(device, model, place.rank, step).backward()
+            loss_on(device, model, rank_info.rank, step).backward()
             optimizer.step()
-            if step == 2 and place.rank == place.size - 1:
+            if step == 2 and rank_info.rank == rank_info.world_size - 1:
                 with torch.no_grad():
                     next(iter(model.parameters()))[0, 0] = float("nan")
         optimizer.synchronize()
@@ -174,15 +174,15 @@ def refusal(topology, model):
     """Return what every rank is told when the model is wrapped; the same on all."""
     with pytest.raises((LayoutError, TopologyError)) as refused:
         daso.DASO(sgd(model), module=model, topology=topology)
-    assert topology.same(str(refused.value).encode())
+    assert topology.equal_on_all_ranks(str(refused.value).encode())
     return str(refused.value)
 
 
 def test_a_model_on_two_devices_is_refused_on_all_ranks(topology, device):
-    place, model = topology.place, mlp().to(device)
+    rank_info, model = topology.rank_info, mlp().to(device)
     others = [torch.device("cuda", at) for at in range(torch.cuda.device_count())]
     others = [other for other in others if other != device] or [torch.device("cpu")]
-    if place.rank == place.size - 1:
+    if rank_info.rank == rank_info.world_size - 1:
         model[2].to(others[0])
     told = refusal(topology, model)
     assert "0.weight is on cuda:" in told
@@ -197,6 +197,8 @@ def test_a_layer_left_on_the_host_is_refused_on_all_ranks(topology, device):
 
 
 def test_a_model_left_on_the_host_by_one_rank_is_refused_on_all(topology, device):
-    place, model = topology.place, mlp()
-    told = refusal(topology, model.to("cpu" if place.rank == place.size - 1 else device))
+    rank_info, model = topology.rank_info, mlp()
+    told = refusal(
+        topology, model.to("cpu" if rank_info.rank == rank_info.world_size - 1 else device)
+    )
     assert "on every rank, but they are on cpu here and on cuda on rank 0; move" in told

@@ -12,7 +12,7 @@ def group(topology, folder, name, rank, size):
     store = torch.distributed.FileStore(str(folder / name), size)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
     yield
-    topology.world.Barrier()  # a store may be removing its file
+    topology.world_comm.Barrier()  # a store may be removing its file
     torch.distributed.destroy_process_group()
 
 
@@ -22,14 +22,14 @@ def loopback(monkeypatch):
 
 
 @pytest.fixture
-def node_group(topology, place, shared_folder):
+def node_group(topology, rank_info, shared_folder):
     """Over the ranks of this node."""
-    name = f"node {place.node}"
-    with group(topology, shared_folder, name, place.local_rank, place.local_size):
+    name = f"node {rank_info.node}"
+    with group(topology, shared_folder, name, rank_info.local_rank, rank_info.local_size):
         yield
 
 
 @pytest.fixture
-def world_group(topology, place, shared_folder):
-    with group(topology, shared_folder, "world", place.rank, place.size):
+def world_group(topology, rank_info, shared_folder):
+    with group(topology, shared_folder, "world", rank_info.rank, rank_info.world_size):
         yield

@@ -52,35 +52,35 @@ def sequential_mean(rows, weights, total):
 # --- topology ----------------------------------------------------------------------------------
 
 
-def test_every_rank_is_on_one_node_and_lanes_reach_every_node(topology, place):
-    assert sum(place.node_sizes) == place.size
-    assert topology.node.Get_size() == place.local_size
-    assert topology.node.Get_rank() == place.local_rank
-    if place.lane is None:
-        assert place.local_rank >= min(place.node_sizes)
+def test_every_rank_is_on_one_node_and_lanes_reach_every_node(topology, rank_info):
+    assert sum(rank_info.node_sizes) == rank_info.world_size
+    assert topology.node_comm.Get_size() == rank_info.local_size
+    assert topology.node_comm.Get_rank() == rank_info.local_rank
+    if rank_info.lane is None:
+        assert rank_info.local_rank >= min(rank_info.node_sizes)
     else:
-        assert topology.lane.Get_size() == place.nodes
-        assert topology.lane.Get_rank() == place.node
+        assert topology.lane_comm.Get_size() == rank_info.nodes
+        assert topology.lane_comm.Get_rank() == rank_info.node
 
 
-def test_a_problem_on_one_rank_is_the_same_error_on_all(topology, place):
-    last = place.size - 1
-    problem = "disk must be there, but is not; mount it" if place.rank == last else None
+def test_a_problem_on_one_rank_is_the_same_error_on_all(topology, rank_info):
+    last = rank_info.world_size - 1
+    problem = "disk must be there, but is not; mount it" if rank_info.rank == last else None
     with pytest.raises(TopologyError, match="disk must be there"):
-        topology.agree(problem, TopologyError)
-    topology.agree(None, TopologyError)
+        topology.raise_on_all_ranks(problem, TopologyError)
+    topology.raise_on_all_ranks(None, TopologyError)
 
 
-def test_same_is_false_everywhere_when_one_rank_differs(topology, place):
-    assert topology.same("x")
-    assert topology.same(place.rank) == (place.size == 1)
+def test_same_is_false_everywhere_when_one_rank_differs(topology, rank_info):
+    assert topology.equal_on_all_ranks("x")
+    assert topology.equal_on_all_ranks(rank_info.rank) == (rank_info.world_size == 1)
 
 
-def test_node_sizes_that_do_not_add_up_are_refused_on_all_ranks(place):
+def test_node_sizes_that_do_not_add_up_are_refused_on_all_ranks(rank_info):
     from daso.comm.topology import Topology
 
     with pytest.raises(TopologyError, match="add up to the ranks of the host"):
-        Topology(ranks_per_node=(place.size, 1))
+        Topology(ranks_per_node=(rank_info.world_size, 1))
 
 
 # --- exchange ----------------------------------------------------------------------------------
@@ -95,11 +95,13 @@ def test_an_ordered_mean_equals_the_sequential_one_bit_for_bit(
 ):
     if numel > 1000 and chunk == 7:
         chunk = 2048
-    place, size = topology.place, topology.place.size
+    rank_info, size = topology.rank_info, topology.world_size
     rows = rows_of_all_ranks(size, numel, dtype)
     weights = [rank + 1 for rank in range(size)]
-    exchange = deterministic_allreduce(topology.world, Cast(dtype, dtype), weights, sum(weights))
-    mine = rows[place.rank].clone()
+    exchange = deterministic_allreduce(
+        topology.world_comm, Cast(dtype, dtype), weights, sum(weights)
+    )
+    mine = rows[rank_info.rank].clone()
     sent = engine.run(exchange.run(Row(mine), chunk_parts(numel, size, chunk)))
     assert torch.equal(mine, sequential_mean(rows, weights, sum(weights)))
     assert isinstance(exchange, PairwiseExchange if size == 2 else ReduceScatterAllGather)
@@ -120,39 +122,43 @@ class Late(CopyLink):
 
 @pytest.mark.nodes(*ANY)
 def test_messages_move_while_a_device_adds(topology, engine):
-    world, place = topology.world, topology.place
+    world, rank_info = topology.world_comm, topology.rank_info
     received, sent = np.zeros(1 << 24, np.uint8), np.ones(1 << 24, np.uint8)
-    peers = (place.rank - 1) % place.size, (place.rank + 1) % place.size
+    peers = (rank_info.rank - 1) % rank_info.world_size, (rank_info.rank + 1) % rank_info.world_size
     requests = [world.Irecv(received, peers[0], 99), world.Isend(sent, peers[1], 99)]
     where = OnDevice(CPU, Late(received), PIECE)
     exchange = deterministic_allreduce(
-        world, Cast(torch.float32), [1] * place.size, place.size, where=where
+        world, Cast(torch.float32), [1] * rank_info.world_size, rank_info.world_size, where=where
     )
-    mine = torch.full((1000,), float(place.rank))
-    engine.run(exchange.run(Row(mine), chunk_parts(1000, place.size, 300)))
+    mine = torch.full((1000,), float(rank_info.rank))
+    engine.run(exchange.run(Row(mine), chunk_parts(1000, rank_info.world_size, 300)))
     for request in requests:
         request.Wait()
-    assert torch.equal(mine, torch.full((1000,), (place.size - 1) / 2))
+    assert torch.equal(mine, torch.full((1000,), (rank_info.world_size - 1) / 2))
 
 
 @pytest.mark.nodes(*ANY)
 @pytest.mark.parametrize("chunk", [1_000_000, 100])
 def test_iallreduce_is_near_the_mean_and_the_same_on_all_ranks(topology, engine, chunk):
-    place, size = topology.place, topology.place.size
+    rank_info, size = topology.rank_info, topology.world_size
     rows = rows_of_all_ranks(size, 1003)
     weights = [rank + 1 for rank in range(size)]
-    mine = rows[place.rank].clone()
+    mine = rows[rank_info.rank].clone()
     work = iallreduce(
-        topology.world, Row(mine), chunk_parts(1003, size, chunk), weights[place.rank], sum(weights)
+        topology.world_comm,
+        Row(mine),
+        chunk_parts(1003, size, chunk),
+        weights[rank_info.rank],
+        sum(weights),
     )
     engine.run(work)
     torch.testing.assert_close(mine, sequential_mean(rows, weights, sum(weights)))
-    assert topology.same(mine.numpy().tobytes())
+    assert topology.equal_on_all_ranks(mine.numpy().tobytes())
 
 
 @pytest.mark.nodes(*ANY)
 def test_iallreduce_keeps_more_chunks_apart_than_are_under_way(topology, engine):
-    place, size = topology.place, topology.place.size
+    rank_info, size = topology.rank_info, topology.world_size
     kept, chunks = BufferPool(window(size)), chunk_parts(1100, size, 100)
     assert len(chunks) > kept.window
     part = DeltaShard(torch.zeros(1100), MergeOptions())
@@ -160,11 +166,11 @@ def test_iallreduce_keeps_more_chunks_apart_than_are_under_way(topology, engine)
         rows = rows_of_all_ranks(size, 1100, seed=seed)
         expected = sequential_mean([row - part.reference for row in rows], [1] * size, size)
         expected += part.reference
-        encode(part, Cast(torch.float32), chunks, 2, rows[place.rank], keeps=True)
-        engine.run(iallreduce(topology.world, part, chunks, 1, size, kept))
+        encode(part, Cast(torch.float32), chunks, 2, rows[rank_info.rank], keeps=True)
+        engine.run(iallreduce(topology.world_comm, part, chunks, 1, size, kept))
         torch.testing.assert_close(part.reference, expected)
         # What a merge that keeps local work adds.
-        torch.testing.assert_close(part.shown, part.reference - rows[place.rank])
+        torch.testing.assert_close(part.shown, part.reference - rows[rank_info.rank])
 
 
 def encode(part, codec, chunks, peers, x, *, keeps):
@@ -177,15 +183,19 @@ def encode(part, codec, chunks, peers, x, *, keeps):
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "int4", "topk"])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_small_wire_never_freezes_a_weight(topology, engine, wire, keeps):
-    place, size = topology.place, topology.place.size
+    rank_info, size = topology.rank_info, topology.world_size
     part = DeltaShard(torch.ones(37), MergeOptions())
     part.reference.fill_(1.0)
     x, rounded, chunks = torch.ones(37), {}, chunk_parts(37, size, 10)
-    exchange = deterministic_allreduce(topology.world, codec_named(wire), [1] * size, size, rounded)
-    dense = deterministic_allreduce(topology.world, codec_named("fp32"), [1] * size, size, rounded)
+    exchange = deterministic_allreduce(
+        topology.world_comm, codec_named(wire), [1] * size, size, rounded
+    )
+    dense = deterministic_allreduce(
+        topology.world_comm, codec_named("fp32"), [1] * size, size, rounded
+    )
     for mean in [exchange] * 100 + [dense] * (wire == "topk"):
         if mean is exchange:
-            x = x - 0.001 * (1 + place.rank)
+            x = x - 0.001 * (1 + rank_info.rank)
         encode(part, mean.codec, chunks, size, x, keeps=keeps)
         engine.run(mean.run(part, chunks))
         part.finish()
@@ -198,28 +208,28 @@ def test_a_small_wire_never_freezes_a_weight(topology, engine, wire, keeps):
     # The reference follows the exact sum to within one rounding of the last delta.
     expected = 1 - 100 * 0.001 * (size + 1) / 2
     torch.testing.assert_close(part.reference, torch.full((37,), expected), atol=3e-4, rtol=0)
-    assert topology.same(part.reference.numpy().tobytes())
+    assert topology.equal_on_all_ranks(part.reference.numpy().tobytes())
 
 
 @pytest.mark.nodes(*ANY)
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "int8", "int4", "topk"])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_many_rows_in_one_process_get_the_same_bits(topology, engine, wire, keeps):
-    place, size, codec = topology.place, topology.place.size, codec_named(wire)
+    rank_info, size, codec = topology.rank_info, topology.world_size, codec_named(wire)
     rows = rows_of_all_ranks(size, 9001, seed=3)
     weights, chunks = [1 + rank % 2 for rank in range(size)], chunk_parts(9001, size, 5000)
     parts = [DeltaShard(torch.empty(9001), MergeOptions()) for _ in rows]
     mine = DeltaShard(torch.empty(9001), MergeOptions())
-    exchange = deterministic_allreduce(topology.world, codec, weights, sum(weights))
+    exchange = deterministic_allreduce(topology.world_comm, codec, weights, sum(weights))
     adder = WeightedMean(codec, weights, sum(weights), {})
     for _ in range(3):
-        encode(mine, codec, chunks, size, rows[place.rank], keeps=keeps)
+        encode(mine, codec, chunks, size, rows[rank_info.rank], keeps=keeps)
         nbytes = engine.run(exchange.run(mine, chunks))
         for part, row in zip(parts, rows, strict=True):
             encode(part, codec, chunks, size, row, keeps=keeps)
         everybody = in_process(parts, adder, chunks)
-        assert sum(topology.world.allgather(nbytes)) == everybody
-        same = parts[place.rank]
+        assert sum(topology.world_comm.allgather(nbytes)) == everybody
+        same = parts[rank_info.rank]
         for one in (mine, same):
             one.finish()
         assert torch.equal(mine.reference, same.reference)
@@ -230,11 +240,11 @@ def test_many_rows_in_one_process_get_the_same_bits(topology, engine, wire, keep
 
 
 def test_two_exchanges_in_flight_do_not_mix(topology, engine):
-    size = topology.place.size
+    size = topology.world_size
     one, two = (rows_of_all_ranks(size, 500, seed=seed) for seed in (1, 2))
-    exchange = deterministic_allreduce(topology.world, Cast(torch.float32), [1] * size, size)
+    exchange = deterministic_allreduce(topology.world_comm, Cast(torch.float32), [1] * size, size)
     chunks = chunk_parts(500, size, 64)
-    mine = [rows[topology.place.rank].clone() for rows in (one, two)]
+    mine = [rows[topology.rank].clone() for rows in (one, two)]
     tickets = [engine.submit(exchange.run(Row(row), chunks)) for row in mine]
     for ticket in reversed(tickets):
         engine.wait(ticket)
@@ -258,49 +268,53 @@ def test_an_error_in_the_engine_surfaces_with_its_cause(engine):
 @pytest.mark.nodes(*ANY)
 def test_a_stalled_exchange_names_who_is_missing(topology):
     engine = Engine(0.2, lambda: "world ranks 7, 9 are asleep")
-    request = topology.world.Irecv(np.zeros(1), source=topology.place.rank, tag=5)
+    request = topology.world_comm.Irecv(np.zeros(1), source=topology.rank, tag=5)
 
     def never():
         yield [request]
 
     with pytest.raises(StallError, match="did not: world ranks 7, 9 are asleep; look there"):
         engine.wait(engine.submit(never()))
-    topology.world.Send(np.zeros(1), dest=topology.place.rank, tag=5)
+    topology.world_comm.Send(np.zeros(1), dest=topology.rank, tag=5)
     engine.close()
 
 
 @pytest.mark.nodes(*ANY)
 @pytest.mark.parametrize("lost", [False, True])
-def test_who_does_not_answer_is_missing_and_who_waits_is_not(topology, place, lost, monkeypatch):
+def test_who_does_not_answer_is_missing_and_who_waits_is_not(
+    topology, rank_info, lost, monkeypatch
+):
     """Rank 0 asks; the last rank is busy elsewhere; all others wait, and answer.
 
     MPI may tell whoever looks first that a connection is lost; others still answer then.
     """
-    last = place.size - 1
-    roll = LivenessProbe(topology.world, [f"host{rank}" for rank in range(place.size)])
-    if place.rank == 0:
-        arrived, told = roll._notes.arrived, iter([lost and last > 0])
+    last = rank_info.world_size - 1
+    liveness = LivenessProbe(
+        topology.world_comm, [f"host{rank}" for rank in range(rank_info.world_size)]
+    )
+    if rank_info.rank == 0:
+        arrived, told = liveness._notes.arrived, iter([lost and last > 0])
 
         def look():
             if next(told, False):
                 raise MPI.Exception(MPI.ERR_OTHER)
             return arrived()
 
-        monkeypatch.setattr(roll._notes, "arrived", look)
-        said = roll.missing()
+        monkeypatch.setattr(liveness._notes, "arrived", look)
+        said = liveness.missing()
         who = f"{last} on host host{last}"
         missing = f"no answer from world rank {who}, which hangs, or the link to it does"
         assert said == missing if last else said.startswith("every rank answers")
-    elif place.rank < last:
+    elif rank_info.rank < last:
         end = time.perf_counter() + 4.0
         while time.perf_counter() < end:
-            roll.answer()
+            liveness.answer()
             time.sleep(0.001)
-    topology.world.Barrier()
-    roll.answer()  # receives what was sent meanwhile
-    topology.world.Barrier()
-    roll.free()
-    roll.free()
+    topology.world_comm.Barrier()
+    liveness.answer()  # receives what was sent meanwhile
+    topology.world_comm.Barrier()
+    liveness.free()
+    liveness.free()
 
 
 def test_a_closed_engine_refuses_work(topology):
@@ -323,34 +337,34 @@ def node(topology):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_buckets_average_in_rank_order_bit_for_bit(topology, node, dtype):
-    place, sizes = topology.place, [1, 1000, 4097]
+    rank_info, sizes = topology.rank_info, [1, 1000, 4097]
     ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
     spans = [Span(end - size, end) for end, size in zip(ends, sizes, strict=True)]
     buckets = node.row(ends[-1], dtype, len(sizes)).cut(spans)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     for round_ in range(3):
         for bucket, size in zip(buckets, sizes, strict=True):
-            rows = rows_of_all_ranks(place.local_size, size, dtype, seed=round_)
-            bucket.flat.copy_(rows[place.local_rank])
-            bucket.start(split(size, place.local_size))
+            rows = rows_of_all_ranks(rank_info.local_size, size, dtype, seed=round_)
+            bucket.flat.copy_(rows[rank_info.local_rank])
+            bucket.start(split(size, rank_info.local_size))
             bucket.wait_filled()
             assert bucket.add() is not None
-            bucket.deliver(place.local_size)
+            bucket.deliver(rank_info.local_size)
             bucket.wait()
             wide_rows = [row.to(wide) for row in rows]
-            expected = sequential_mean(wide_rows, [1] * len(rows), place.local_size).to(dtype)
+            expected = sequential_mean(wide_rows, [1] * len(rows), rank_info.local_size).to(dtype)
             assert torch.equal(bucket.flat, expected)
 
 
 def test_a_row_is_cut_anew_between_rounds(topology, node):
-    place, row = topology.place, node.row(12, torch.float32, 3)
-    expected = float(sum(range(place.local_size)))
+    rank_info, row = topology.rank_info, node.row(12, torch.float32, 3)
+    expected = float(sum(range(rank_info.local_size)))
     for cuts in ([(0, 12)], [(0, 4), (4, 8), (8, 12)], [(0, 12)], [(0, 1), (1, 12)]):
         buckets = row.cut(cuts)
         for _ in range(2):
-            row.flat.fill_(place.local_rank)
+            row.flat.fill_(rank_info.local_rank)
             for bucket in buckets:
-                bucket.start(split(bucket.flat.numel(), place.local_size))
+                bucket.start(split(bucket.flat.numel(), rank_info.local_size))
             for bucket in buckets:
                 bucket.wait_filled()
                 assert bucket.add() is not None
@@ -358,35 +372,35 @@ def test_a_row_is_cut_anew_between_rounds(topology, node):
             for bucket in buckets:
                 bucket.wait()
             assert row.flat.tolist() == [expected] * 12
-            topology.node.Barrier()  # all have read it
+            topology.node_comm.Barrier()  # all have read it
 
 
 def test_a_bucket_is_not_added_before_all_ranks_have_filled_theirs(topology, node):
-    place = topology.place
+    rank_info = topology.rank_info
     (bucket,) = node.row(8, torch.float32, 1).cut([(0, 8)])
-    bucket.flat.fill_(place.local_rank)
-    if place.local_rank == 0:
-        bucket.start(split(8, place.local_size))
+    bucket.flat.fill_(rank_info.local_rank)
+    if rank_info.local_rank == 0:
+        bucket.start(split(8, rank_info.local_size))
         early = bucket.add()
-        topology.node.Barrier()
-        assert (early is None) == (place.local_size > 1)
+        topology.node_comm.Barrier()
+        assert (early is None) == (rank_info.local_size > 1)
     else:
-        topology.node.Barrier()
-        bucket.start(split(8, place.local_size))
+        topology.node_comm.Barrier()
+        bucket.start(split(8, rank_info.local_size))
     bucket.wait_filled()
     bucket.add()
-    bucket.deliver(place.local_size)
+    bucket.deliver(rank_info.local_size)
     bucket.wait()
-    assert bucket.flat.tolist() == [(place.local_size - 1) / 2] * 8
+    assert bucket.flat.tolist() == [(rank_info.local_size - 1) / 2] * 8
 
 
 def test_shares_show_each_part_to_the_whole_node(topology, node):
-    place = topology.place
-    spans = split(Span(0, 11), place.lanes)
+    rank_info = topology.rank_info
+    spans = split(Span(0, 11), rank_info.lanes)
     share = node.share(spans, torch.float32)
     for round_ in range(3):
         share.wait_released()
-        share.mine.fill_(10 * round_ + place.local_rank)
+        share.mine.fill_(10 * round_ + rank_info.local_rank)
         share.publish()
         share.wait()
         expected = [
@@ -397,31 +411,31 @@ def test_shares_show_each_part_to_the_whole_node(topology, node):
 
 
 def test_a_rank_that_does_not_come_is_named(topology):
-    place = topology.place
+    rank_info = topology.rank_info
     node = ShmNode(topology, 0.3)
     (bucket,) = node.row(4, torch.float32, 1).cut([(0, 4)])
-    if place.local_size > 1 and place.local_rank == 0:
-        bucket.start(split(4, place.local_size))
-        late = [rank for rank, node in enumerate(place.node_of) if node == place.node][1:]
+    if rank_info.local_size > 1 and rank_info.local_rank == 0:
+        bucket.start(split(4, rank_info.local_size))
+        late = [rank for rank, node in enumerate(rank_info.node_of) if node == rank_info.node][1:]
         with pytest.raises(StallError, match=", ".join(map(str, late))):
             bucket.wait_filled()
-    topology.node.Barrier()
+    topology.node_comm.Barrier()
     node.free()
     node.free()
 
 
-def test_a_note_that_nobody_read_does_not_reach_the_next_communicator(topology, place):
-    notes = ControlChannel(topology.world)
+def test_a_note_that_nobody_read_does_not_reach_the_next_communicator(topology, rank_info):
+    notes = ControlChannel(topology.world_comm)
     for rank in notes.others:
-        notes.send(rank, 1, place.rank, 7)
+        notes.send(rank, 1, rank_info.rank, 7)
         notes.send(rank, 2)
     read = []
-    while place.size > 1 and not read:  # one or more; the rest stays
+    while rank_info.world_size > 1 and not read:  # one or more; the rest stays
         read += [note for note, _ in zip(notes.arrived(), [0], strict=False)]
     assert all(source in notes.others for source, _, _ in read)
     notes.free()
     notes.free()
-    following = topology.world.Dup()
+    following = topology.world_comm.Dup()
     following.Barrier()
     time.sleep(0.05)
     found = following.Iprobe()
@@ -431,9 +445,9 @@ def test_a_note_that_nobody_read_does_not_reach_the_next_communicator(topology, 
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 4])
-def test_ranks_of_a_host_take_its_gpus_in_turn(topology, place, monkeypatch, gpus):
+def test_ranks_of_a_host_take_its_gpus_in_turn(topology, rank_info, monkeypatch, gpus):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     # All ranks are on one host here, whatever nodes they pretend to be.
-    expected = f"cuda:{place.rank % gpus}" if gpus else "cpu"
+    expected = f"cuda:{rank_info.rank % gpus}" if gpus else "cpu"
     assert str(choose_device(topology)) == expected

@@ -50,11 +50,11 @@ def assert_trains_as_one(door, topology, make, *, steps=5):
     """Synchronous ranks together do what one program does that sees all their data."""
     model, expected = network().double(), network().double()
     with door(make(model), module=model, topology=topology, policy=SYNCHRONOUS) as opened:
-        train(opened.optimizer, model, topology.place.rank, steps)
-    train(make(expected), expected, 0, steps, size=topology.place.size)
+        train(opened.optimizer, model, topology.rank, steps)
+    train(make(expected), expected, 0, steps, size=topology.world_size)
     for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
-    assert topology.same(bits(*model.parameters()))
+    assert topology.equal_on_all_ranks(bits(*model.parameters()))
 
 
 # --- identity ----------------------------------------------------------------------------------
@@ -109,19 +109,19 @@ class Odd(nn.Module):
 
 
 @policies
-def test_04_all_groups_and_odd_parameters_are_trained(door, topology, place, policy):
+def test_04_all_groups_and_odd_parameters_are_trained(door, topology, rank_info, policy):
     model, expected = Odd(), Odd()
     untouched = bits(model.frozen, model.unused)
     inner = torch.optim.SGD(model.groups(), lr=0.05, momentum=0.9)
     with door(inner, module=model, topology=topology, policy=policy) as (optimizer, handle):
-        train(optimizer, model, place.rank, 6)
+        train(optimizer, model, rank_info.rank, 6)
         handle.synchronize()
-    assert topology.same(bits(model))
+    assert topology.equal_on_all_ranks(bits(model))
     assert bits(model.frozen, model.unused) == untouched
     assert model.unused.weight.grad is None
     if policy == SYNCHRONOUS:
         bare = torch.optim.SGD(expected.groups(), lr=0.05, momentum=0.9)
-        train(bare, expected, 0, 6, size=place.size)
+        train(bare, expected, 0, 6, size=rank_info.world_size)
         for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
     for layer, remedy in [
@@ -131,7 +131,7 @@ def test_04_all_groups_and_odd_parameters_are_trained(door, topology, place, pol
         inner = torch.optim.SGD(layer.parameters(), lr=0.1)
         refused = pytest.raises(LayoutError, match=remedy)
         with (
-            refused if place.size > 1 else contextlib.nullcontext(),
+            refused if rank_info.world_size > 1 else contextlib.nullcontext(),
             door(inner, module=layer, topology=topology),
         ):
             pass
@@ -148,39 +148,39 @@ def test_05_importing_starts_neither_mpi_nor_cuda(topology):
         "from mpi4py import MPI\n"
         "assert not MPI.Is_initialized()\n"
     )
-    ended = once(topology.world, partial(run, [sys.executable, "-c", program]))
+    ended = once(topology.world_comm, partial(run, [sys.executable, "-c", program]))
     assert ended.returncode == 0, ended.stderr
 
 
-def test_06_parameter_names_are_kept(door, topology, place):
+def test_06_parameter_names_are_kept(door, topology, rank_info):
     model = network()
     names = [name for name, _ in model.named_parameters()]
     inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
     with door(inner, module=model, topology=topology) as (optimizer, _):
-        train(optimizer, model, place.rank, 2)
+        train(optimizer, model, rank_info.rank, 2)
         assert optimizer.param_groups[0]["param_names"] == names
         assert optimizer.state_dict()["param_groups"][0]["param_names"] == names
         optimizer.load_state_dict(optimizer.state_dict())
         assert optimizer.param_groups[0]["param_names"] == names
 
 
-def test_07_the_learning_rate_may_be_a_tensor(door, topology, place):
+def test_07_the_learning_rate_may_be_a_tensor(door, topology, rank_info):
     lr = torch.tensor(0.01)
     assert_trains_as_one(door, topology, lambda model: adamw(model, lr=lr.clone()))
     model = network()
     inner = adamw(model, lr=lr)
     with door(inner, module=model, topology=topology, policy=SYNCHRONOUS) as (optimizer, _):
-        train(optimizer, model, place.rank, 2)
+        train(optimizer, model, rank_info.rank, 2)
         assert optimizer.param_groups[0]["lr"] is lr
         lr.zero_()
         before = bits(*model.parameters())
-        train(optimizer, model, place.rank, 1, first=2)
+        train(optimizer, model, rank_info.rank, 1, first=2)
         assert bits(*model.parameters()) == before
 
 
 @pytest.mark.parametrize("way", ["foreach", "fused", "maximize", "capturable"])
 @pytest.mark.parametrize("family", [sgd, adamw])
-def test_08_every_implementation_of_torch_works(door, topology, place, family, way):
+def test_08_every_implementation_of_torch_works(door, topology, rank_info, family, way):
     if way != "capturable":
         assert_trains_as_one(door, topology, lambda model: family(model, **{way: True}))
         return
@@ -191,19 +191,19 @@ def test_08_every_implementation_of_torch_works(door, topology, place, family, w
     inner = family(model, capturable=True)
     with door(inner, module=model, topology=topology) as (optimizer, _):
         with pytest.raises(AssertionError, match="If capturable=True, params"):
-            train(optimizer, model, place.rank, 1)
-        assert topology.same("nobody is left waiting")
+            train(optimizer, model, rank_info.rank, 1)
+        assert topology.equal_on_all_ranks("nobody is left waiting")
 
 
 # --- shared state ------------------------------------------------------------------------------
 
 
-def test_09_the_groups_are_the_inner_optimizers_own(door, topology, place, accelerator):
+def test_09_the_groups_are_the_inner_optimizers_own(door, topology, rank_info, accelerator):
     model = network()
     inner = sgd(model)
     groups, group = inner.param_groups, inner.param_groups[0]
     with door(inner, module=model, topology=topology) as (optimizer, _):
-        train(optimizer, model, place.rank, 3)
+        train(optimizer, model, rank_info.rank, 3)
         assert optimizer.param_groups is groups
         assert optimizer.param_groups[0] is group
         optimizer.load_state_dict(optimizer.state_dict())
@@ -225,11 +225,11 @@ def accelerator():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_10_state_and_defaults_are_shared_and_assignment_goes_through(door, topology, place):
+def test_10_state_and_defaults_are_shared_and_assignment_goes_through(door, topology, rank_info):
     model = network()
     inner = sgd(model)
     with door(inner, module=model, topology=topology) as (optimizer, _):
-        train(optimizer, model, place.rank, 2)
+        train(optimizer, model, rank_info.rank, 2)
         assert optimizer.state is inner.state
         assert optimizer.defaults is inner.defaults
         assert set(optimizer.state) == set(model.parameters())
@@ -237,24 +237,24 @@ def test_10_state_and_defaults_are_shared_and_assignment_goes_through(door, topo
             new = copy.copy(getattr(inner, name))
             setattr(optimizer, name, new)
             assert getattr(inner, name) is new
-        train(optimizer, model, place.rank, 2, first=2)
+        train(optimizer, model, rank_info.rank, 2, first=2)
         assert set(inner.state) == set(model.parameters())
 
 
 @pytest.mark.parametrize("side", ["inner", "optimizer"])
-def test_11_an_edited_learning_rate_acts_at_the_next_step(door, topology, place, make, side):
+def test_11_an_edited_learning_rate_acts_at_the_next_step(door, topology, rank_info, make, side):
     model = network()
     inner = make(model.parameters())
     with door(inner, module=model, topology=topology, policy=SYNCHRONOUS) as (optimizer, _):
-        train(optimizer, model, place.rank, 2)
+        train(optimizer, model, rank_info.rank, 2)
         optimizer.load_state_dict(optimizer.state_dict())  # where copies go stale
         edited = inner if side == "inner" else optimizer
         edited.param_groups[0]["lr"] = 0.0
         before = bits(*model.parameters())
-        train(optimizer, model, place.rank, 1, first=2)
+        train(optimizer, model, rank_info.rank, 1, first=2)
         assert bits(*model.parameters()) == before
         edited.param_groups[0]["lr"] = 0.1
-        train(optimizer, model, place.rank, 1, first=3)
+        train(optimizer, model, rank_info.rank, 1, first=3)
         assert bits(*model.parameters()) != before
 
 
@@ -264,7 +264,7 @@ def test_11_an_edited_learning_rate_acts_at_the_next_step(door, topology, place,
 @policies
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "LBFGS", "Lion", "line search"])
 def test_12_a_closure_runs_as_often_as_inner_asks_and_ranks_agree(
-    door, topology, place, name, policy
+    door, topology, rank_info, name, policy
 ):
     search = partial(torch.optim.LBFGS, lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
     model = network()
@@ -275,7 +275,7 @@ def test_12_a_closure_runs_as_often_as_inner_asks_and_ranks_agree(
 
             def closure(step=step):
                 optimizer.zero_grad()
-                loss = model(batch(step, place.rank)).square().mean()
+                loss = model(batch(step, rank_info.rank)).square().mean()
                 loss.backward()
                 calls.append(loss.item())
                 return loss
@@ -283,7 +283,7 @@ def test_12_a_closure_runs_as_often_as_inner_asks_and_ranks_agree(
             asked.append(len(calls))
             returned.append(float(torch.as_tensor(optimizer.step(closure)).detach()))
         report = handle.report()
-    together = topology.world if policy == SYNCHRONOUS else topology.node
+    together = topology.world_comm if policy == SYNCHRONOUS else topology.node_comm
     assert len(set(together.allgather(len(calls)))) == 1
     if name in ("SGD", "AdamW", "Lion"):
         assert len(calls) == 4
@@ -293,12 +293,12 @@ def test_12_a_closure_runs_as_often_as_inner_asks_and_ranks_agree(
     means = torch.tensor(together.allgather([calls[at] for at in asked])).mean(0)
     torch.testing.assert_close(torch.tensor(returned), means, rtol=1e-4, atol=1e-6)
     assert report["batches"] == 4
-    if place.nodes > 1:
+    if rank_info.nodes > 1:
         assert report["exchanges"] == (4 if policy == SYNCHRONOUS else 0)  # merged after batch 5
 
 
 @policies
-def test_13_step_is_a_bound_method_that_may_be_overwritten(door, topology, place, policy):
+def test_13_step_is_a_bound_method_that_may_be_overwritten(door, topology, rank_info, policy):
     model, expected = network(), network()
     inner, plain = sgd(model), sgd(expected)
     calls = []
@@ -312,11 +312,11 @@ def test_13_step_is_a_bound_method_that_may_be_overwritten(door, topology, place
         assert inspect.ismethod(step)
         assert step.__self__ is optimizer
         optimizer.step = types.MethodType(counting, optimizer)
-        train(optimizer, model, place.rank, 5)
+        train(optimizer, model, rank_info.rank, 5)
         assert calls == [optimizer] * 5
         assert handle.report()["batches"] == 5
     with door(plain, module=expected, topology=topology, policy=policy) as (optimizer, _):
-        train(optimizer, expected, place.rank, 5)
+        train(optimizer, expected, rank_info.rank, 5)
     assert bits(model) == bits(expected)
 
 
@@ -334,7 +334,7 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("first", ["scheduler", "door"])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_14_schedulers_work_made_before_or_after(door, topology, place, name, first):
+def test_14_schedulers_work_made_before_or_after(door, topology, rank_info, name, first):
     make = SCHEDULERS[name]
     model, bare_model = network(), network()
     inner, bare = sgd(model), sgd(bare_model)
@@ -343,7 +343,7 @@ def test_14_schedulers_work_made_before_or_after(door, topology, place, name, fi
     with door(inner, module=model, topology=topology) as (optimizer, _):
         schedule = schedule or make(optimizer)
         for step in range(8):
-            train(optimizer, model, place.rank, 1, first=step)
+            train(optimizer, model, rank_info.rank, 1, first=step)
             bare.step()
             for each in (schedule, expected):  # a warning about their order is an error here
                 each.step(*[1.0] * isinstance(each, lr_scheduler.ReduceLROnPlateau))
@@ -352,7 +352,7 @@ def test_14_schedulers_work_made_before_or_after(door, topology, place, name, fi
     assert bare.param_groups[0]["lr"] != 0.05
 
 
-def test_15_step_hooks_run_once_in_order_the_last_after_communication(door, topology, place):
+def test_15_step_hooks_run_once_in_order_the_last_after_communication(door, topology, rank_info):
     calls, seen = [], []
     model = network()
     inner = sgd(model)
@@ -377,29 +377,29 @@ def test_15_step_hooks_run_once_in_order_the_last_after_communication(door, topo
             (register_optimizer_step_post_hook, lambda *_: calls.append("global post")),
         ]:
             hooks.callback(register(hook).remove)
-        train(optimizer, model, place.rank, 4)
+        train(optimizer, model, rank_info.rank, 4)
         assert seen[3] == bits(*model.parameters())  # nothing came after
     assert [call for call in calls if call in ("pre", "post")] == ["pre", "post"] * 4
     assert calls.count("global pre") == calls.count("global post") == 4
-    assert topology.same(seen[3])
-    assert place.size == 1 or not topology.same(seen[2])
+    assert topology.equal_on_all_ranks(seen[3])
+    assert rank_info.world_size == 1 or not topology.equal_on_all_ranks(seen[2])
 
 
-def test_16_a_step_without_backward_joins_the_others(door, topology, place):
+def test_16_a_step_without_backward_joins_the_others(door, topology, rank_info):
     weight = nn.Parameter(torch.zeros(3))
     inner = torch.optim.SGD([weight], lr=1.0)
     with door(inner, topology=topology, policy=SYNCHRONOUS) as (optimizer, handle):
         for step in range(3):
             optimizer.zero_grad()
-            if place.rank == 0 or step == 1:
+            if rank_info.rank == 0 or step == 1:
                 weight.sum().backward()
             optimizer.step()
         assert handle.report()["batches"] == 3
-    torch.testing.assert_close(weight.detach(), torch.full((3,), -(1 + 2 / place.size)))
+    torch.testing.assert_close(weight.detach(), torch.full((3,), -(1 + 2 / rank_info.world_size)))
 
 
 @policies
-def test_17_gradients_may_be_set_to_none_or_zero(door, topology, place, policy):
+def test_17_gradients_may_be_set_to_none_or_zero(door, topology, rank_info, policy):
     ends = []
     for clear in (True, False, None):
         model = network()
@@ -409,14 +409,14 @@ def test_17_gradients_may_be_set_to_none_or_zero(door, topology, place, policy):
                 left = {p.grad is None for p in model.parameters()}
                 assert left == {clear is not False or step == 0}
                 assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
-                model(batch(step, place.rank)).square().mean().backward()
+                model(batch(step, rank_info.rank)).square().mean().backward()
                 optimizer.step()
             ends.append(bits(model))
     assert ends[0] == ends[1] == ends[2]
 
 
 @pytest.mark.parametrize("quiet", [True, False])
-def test_18_only_step_counts_when_gradients_pile_up(door, topology, place, quiet):
+def test_18_only_step_counts_when_gradients_pile_up(door, topology, rank_info, quiet):
     weight = nn.Parameter(torch.zeros(3))
     inner = torch.optim.SGD([weight], lr=1.0)
     with door(inner, topology=topology, policy=SYNCHRONOUS) as (optimizer, handle):
@@ -424,32 +424,32 @@ def test_18_only_step_counts_when_gradients_pile_up(door, topology, place, quiet
             optimizer.zero_grad()
             with handle.no_sync() if quiet else contextlib.nullcontext():
                 for _ in range(3):
-                    (weight.sum() * (place.rank + 1.0)).backward()
+                    (weight.sum() * (rank_info.rank + 1.0)).backward()
                 if quiet:
-                    assert weight.grad.tolist() == [3 * (place.rank + 1.0)] * 3
-            (weight.sum() * (place.rank + 1.0)).backward()
+                    assert weight.grad.tolist() == [3 * (rank_info.rank + 1.0)] * 3
+            (weight.sum() * (rank_info.rank + 1.0)).backward()
             optimizer.step()
         assert handle.report()["batches"] == 2
-        if place.nodes > 1:
+        if rank_info.nodes > 1:
             assert handle.report()["exchanges"] == 2
-    torch.testing.assert_close(weight.detach(), torch.full((3,), -4.0 * (place.size + 1)))
+    torch.testing.assert_close(weight.detach(), torch.full((3,), -4.0 * (rank_info.world_size + 1)))
 
 
-def test_19_clipping_sees_the_gradients_that_are_used(door, topology, place):
+def test_19_clipping_sees_the_gradients_that_are_used(door, topology, rank_info):
     model = network()
     inner = sgd(model, momentum=0)
     with door(inner, module=model, topology=topology, policy=SYNCHRONOUS) as (optimizer, _):
         for step in range(3):
             optimizer.zero_grad()
-            expected = mean_gradients(topology, model, batch(step, place.rank))
-            model(batch(step, place.rank)).square().mean().backward()
+            expected = mean_gradients(topology, model, batch(step, rank_info.rank))
+            model(batch(step, rank_info.rank)).square().mean().backward()
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             torch.testing.assert_close(norm, nn.utils.get_total_norm(expected))
             nn.utils.clip_grad_value_(model.parameters(), 0.05)
             after = [p.detach().sub(p.grad, alpha=0.05) for p in model.parameters()]
             optimizer.step()
             assert bits(*model.parameters()) == bits(*after)
-    assert topology.same(bits(*model.parameters()))
+    assert topology.equal_on_all_ranks(bits(*model.parameters()))
 
 
 def mean_gradients(topology, model, inputs):
@@ -458,41 +458,41 @@ def mean_gradients(topology, model, inputs):
     mine = torch.autograd.grad(model(inputs).square().mean(), [*model.parameters()])
     for buffer, before in zip(model.buffers(), buffers, strict=True):
         buffer.copy_(before)
-    everyones = topology.world.allgather(mine)
+    everyones = topology.world_comm.allgather(mine)
     return [torch.stack(same).mean(0) for same in zip(*everyones, strict=True)]
 
 
 @policies
 @pytest.mark.parametrize("late", ["first", "last"])
-def test_20_uneven_batch_counts_are_named_on_all_ranks(door, topology, place, policy, late):
-    odd_rank = 0 if late == "first" else place.size - 1
+def test_20_uneven_batch_counts_are_named_on_all_ranks(door, topology, rank_info, policy, late):
+    odd_rank = 0 if late == "first" else rank_info.world_size - 1
     model = network()
     inner = sgd(model)
     with door(inner, module=model, topology=topology, policy=policy) as (optimizer, handle):
-        train(optimizer, model, place.rank, 5)
-        if place.size == 1:  # nobody to be uneven with
+        train(optimizer, model, rank_info.rank, 5)
+        if rank_info.world_size == 1:  # nobody to be uneven with
             handle.synchronize()
             train(optimizer, model, 0, 1)
             assert handle.report()["batches"] == 6
             return
         start = time.monotonic()
         with pytest.raises(ExchangeError, match=r"rank \d+ took \d+ .*rank \d+ took \d+") as caught:
-            if place.rank != odd_rank:
-                train(optimizer, model, place.rank, 1, first=5)
+            if rank_info.rank != odd_rank:
+                train(optimizer, model, rank_info.rank, 1, first=5)
             handle.synchronize()
         assert time.monotonic() - start < 10 * slowness()
     assert {f"took {n}" in str(caught.value) for n in (5, 6)} == {True}
 
 
-def test_21_a_profiler_sees_each_step_once(door, topology, place, make):
+def test_21_a_profiler_sees_each_step_once(door, topology, rank_info, make):
     from torch.profiler import ProfilerActivity, profile
 
     model = network()
     inner = make(model.parameters())
     with door(inner, module=model, topology=topology, policy=SYNCHRONOUS) as (optimizer, _):
-        train(optimizer, model, place.rank, 1)
+        train(optimizer, model, rank_info.rank, 1)
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            train(optimizer, model, place.rank, 3, first=1)
+            train(optimizer, model, rank_info.rank, 3, first=1)
     steps = [event.name for event in profiler.events() if event.name.startswith("Optimizer.step#")]
     assert steps == [f"Optimizer.step#{type(inner).__name__}.step"] * 3
 
@@ -511,15 +511,15 @@ class Autocast(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_22_autocast_trains_as_one_program(door, topology, place, dtype):
+def test_22_autocast_trains_as_one_program(door, topology, rank_info, dtype):
     model, expected = Autocast(network(), dtype), Autocast(network(), dtype)
     with door(sgd(model), module=model, topology=topology, policy=SYNCHRONOUS) as (optimizer, _):
-        train(optimizer, model, place.rank, 4)
-    train(sgd(expected), expected, 0, 4, size=place.size)
+        train(optimizer, model, rank_info.rank, 4)
+    train(sgd(expected), expected, 0, 4, size=rank_info.world_size)
     # A weight at the edge of two 16-bit numbers may fall either way.
     for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-3)
-    assert topology.same(bits(*model.parameters()))
+    assert topology.equal_on_all_ranks(bits(*model.parameters()))
 
 
 def scaled_step(optimizer, scaler, model, inputs, *, factor=1.0, clip=None):
@@ -540,27 +540,27 @@ def new_scaler(power=10):
 @pytest.mark.parametrize("family", [sgd, adamw])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_23_an_inf_on_one_rank_leaves_all_at_the_same_batch(
-    door, topology, place, policy, family, clip
+    door, topology, rank_info, policy, family, clip
 ):
     model, scaler = network(), new_scaler()
     inner = family(model)
     with door(inner, module=model, topology=topology, policy=policy) as (optimizer, handle):
         for step in range(12):
-            bad = step == 5 and place.rank == place.size - 1
-            inputs = batch(step, place.rank)
+            bad = step == 5 and rank_info.rank == rank_info.world_size - 1
+            inputs = batch(step, rank_info.rank)
             factor = float("inf") if bad else 1.0
             scaled_step(optimizer, scaler, model, inputs, factor=factor, clip=clip)
         report = handle.report()
         assert report["batches"] == 12
-        assert topology.same(report["skip_history"])
+        assert topology.equal_on_all_ranks(report["skip_history"])
         assert all(p.isfinite().all() for p in model.parameters())
         handle.synchronize()
-        assert topology.same(bits(*model.parameters()))
+        assert topology.equal_on_all_ranks(bits(*model.parameters()))
 
 
 @pytest.mark.parametrize("family", [sgd, adamw])
 def test_24_a_fused_optimizer_and_a_scaler_skip_what_is_not_finite(
-    door, topology, alone, place, family
+    door, topology, alone, rank_info, family
 ):
     model, scaler = network(), new_scaler()
     inner = family(model, fused=True)
@@ -568,7 +568,7 @@ def test_24_a_fused_optimizer_and_a_scaler_skip_what_is_not_finite(
         for step in range(4):
             before = bits(*model.parameters())
             factor = float("inf") if step == 2 else 1.0
-            scaled_step(optimizer, scaler, model, batch(step, place.rank), factor=factor)
+            scaled_step(optimizer, scaler, model, batch(step, rank_info.rank), factor=factor)
             assert (bits(*model.parameters()) == before) == (step == 2)
         assert scaler.get_scale() == 2.0**9
         assert not {"grad_scale", "found_inf"} & {*vars(optimizer), *vars(inner)}
@@ -585,7 +585,7 @@ def test_24_a_fused_optimizer_and_a_scaler_skip_what_is_not_finite(
 @policies
 @pytest.mark.parametrize("family", [sgd, adamw, partial(adamw, fused=True)])
 def test_25_unscale_clip_and_step_give_the_bits_of_no_scaling(
-    door, topology, place, policy, family
+    door, topology, rank_info, policy, family
 ):
     ends = []
     for scaler in (new_scaler(), torch.amp.GradScaler("cpu", enabled=False)):
@@ -593,62 +593,62 @@ def test_25_unscale_clip_and_step_give_the_bits_of_no_scaling(
         inner = family(model)
         with door(inner, module=model, topology=topology, policy=policy) as (optimizer, _):
             for step in range(6):  # a power of two goes in and out without rounding
-                scaled_step(optimizer, scaler, model, batch(step, place.rank), clip=0.1)
+                scaled_step(optimizer, scaler, model, batch(step, rank_info.rank), clip=0.1)
         ends.append(bits(model))
     assert ends[0] == ends[1]
 
 
-def test_26_scales_that_drifted_apart_do_no_harm(door, topology, place):
+def test_26_scales_that_drifted_apart_do_no_harm(door, topology, rank_info):
     model, scaler = network(), new_scaler()
     policy = daso.Plateau(epochs=2, warmup=0, cooldown=1, max_skip=4)
     with door(sgd(model), module=model, topology=topology, policy=policy) as (optimizer, handle):
         for step in range(6):  # only one node sees an inf: its scale is halved
-            bad = step == 2 and place.rank == place.size - 1
-            inputs, factor = batch(step, place.rank), float("inf") if bad else 1.0
+            bad = step == 2 and rank_info.rank == rank_info.world_size - 1
+            inputs, factor = batch(step, rank_info.rank), float("inf") if bad else 1.0
             scaled_step(optimizer, scaler, model, inputs, factor=factor)
         handle.end_epoch(1.0)
-        assert topology.same(bits(*model.parameters()))
+        assert topology.equal_on_all_ranks(bits(*model.parameters()))
         for step in range(6, 10):  # from here gradients are averaged between nodes
-            inputs = batch(step, place.rank)
+            inputs = batch(step, rank_info.rank)
             expected = mean_gradients(topology, model, inputs)
             scaled_step(optimizer, scaler, model, inputs, clip=1e9)
-            assert topology.same(bits(*model.parameters()))
+            assert topology.equal_on_all_ranks(bits(*model.parameters()))
             if step > 6:  # the first may be used to bring scales together
                 for p, gradient in zip(model.parameters(), expected, strict=True):
                     torch.testing.assert_close(p.grad, gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_27_nan_is_caught_before_it_is_sent_and_named_on_all_ranks(door, topology, place):
+def test_27_nan_is_caught_before_it_is_sent_and_named_on_all_ranks(door, topology, rank_info):
     model = network()
     strict = daso.Exchange(nonfinite="raise")
     keywords = {"policy": daso.Fixed(2, 1), "exchange": strict}
     with door(sgd(model), module=model, topology=topology, **keywords) as (optimizer, _):
-        train(optimizer, model, place.rank, 1)
+        train(optimizer, model, rank_info.rank, 1)
         with torch.no_grad():
-            if place.node == place.nodes - 1:
+            if rank_info.node == rank_info.nodes - 1:
                 model[3].bias.fill_(float("nan"))
-        if place.size == 1:  # nothing is sent
+        if rank_info.world_size == 1:  # nothing is sent
             train(optimizer, model, 0, 5)
             assert model[3].bias.isnan().all()
             return
         with pytest.raises(NonFiniteError) as caught:
-            train(optimizer, model, place.rank, 5)
-    culprits = [rank for rank, node in enumerate(place.node_of) if node == place.nodes - 1]
+            train(optimizer, model, rank_info.rank, 5)
+    culprits = [rank for rank, node in enumerate(rank_info.node_of) if node == rank_info.nodes - 1]
     assert any(f"rank {rank} " in str(caught.value) for rank in culprits)
     assert "parameter " in str(caught.value)
-    assert topology.same(str(caught.value))
+    assert topology.equal_on_all_ranks(str(caught.value))
 
 
 # --- saved state -------------------------------------------------------------------------------
 
 
 def test_28_saved_state_is_inners_keys_and_one_of_ours_and_loads_both_ways(
-    door, topology, place, make
+    door, topology, rank_info, make
 ):
     model, bare_model = network(), network()
     inner, bare = make(model.parameters()), make(bare_model.parameters())
     with door(inner, module=model, topology=topology) as (optimizer, _):
-        train(optimizer, model, place.rank, 5)
+        train(optimizer, model, rank_info.rank, 5)
         saved = optimizer.state_dict()
         assert set(saved) == {*bare.state_dict(), "daso"}
         bare.load_state_dict(copy.deepcopy(saved))  # torch shares the tensors
@@ -656,18 +656,18 @@ def test_28_saved_state_is_inners_keys_and_one_of_ours_and_loads_both_ways(
         assert bits(bare.state_dict()["state"]) == bits(saved["state"])
         train(bare, bare_model, 0, 2)
         plain = copy.deepcopy(bare.state_dict())
-        plain = topology.world.bcast(plain)  # a rank that loads another state is refused
+        plain = topology.world_comm.bcast(plain)  # a rank that loads another state is refused
         optimizer.load_state_dict(plain)
         assert bits(inner.state_dict()["state"]) == bits(plain["state"])
-        train(optimizer, model, place.rank, 2, first=5)
+        train(optimizer, model, rank_info.rank, 2, first=5)
 
 
 @pytest.mark.parametrize("policy", PHASES, ids=repr)
-def test_29_saved_state_loads_with_weights_only(door, topology, place, make, policy):
+def test_29_saved_state_loads_with_weights_only(door, topology, rank_info, make, policy):
     model = network()
     inner = make(model.parameters())
     with door(inner, module=model, topology=topology, policy=policy) as (optimizer, _):
-        train(optimizer, model, place.rank, 10)
+        train(optimizer, model, rank_info.rank, 10)
         saved = optimizer.state_dict()
         file = io.BytesIO()
         torch.save(saved, file)
@@ -678,13 +678,13 @@ def test_29_saved_state_loads_with_weights_only(door, topology, place, make, pol
 
 
 @pytest.mark.parametrize("policy", PHASES, ids=repr)
-def test_30_saving_with_an_exchange_in_flight_changes_nothing(door, topology, place, policy):
+def test_30_saving_with_an_exchange_in_flight_changes_nothing(door, topology, rank_info, policy):
     ends = []
     for save in (True, False):
         model = network()
         with door(sgd(model), module=model, topology=topology, policy=policy) as opened:
             for step in range(12):
-                train(opened.optimizer, model, place.rank, 1, first=step)
+                train(opened.optimizer, model, rank_info.rank, 1, first=step)
                 if save:
                     opened.optimizer.state_dict()
             ends.append((bits(model), opened.handle.report()["exchanges"]))
@@ -704,34 +704,34 @@ RESUMES = [
 
 
 @pytest.mark.parametrize(("policy", "steps"), RESUMES, ids=repr)
-def test_31_resuming_gives_the_bits_of_going_on(door, topology, place, make, policy, steps):
+def test_31_resuming_gives_the_bits_of_going_on(door, topology, rank_info, make, policy, steps):
     keywords = {"topology": topology, "policy": policy}
     model = network()
     with door(make(model.parameters()), module=model, **keywords) as (optimizer, handle):
-        train(optimizer, model, place.rank, steps)
+        train(optimizer, model, rank_info.rank, steps)
         file = io.BytesIO()
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        train(optimizer, model, place.rank, steps, first=steps)
+        train(optimizer, model, rank_info.rank, steps, first=steps)
         expected = [bits(model), bits(optimizer.state_dict()["state"])]
         handle.synchronize()
         expected += [bits(model), handle.report()["batches"]]
-    again = network(seed=place.rank + 1)
+    again = network(seed=rank_info.rank + 1)
     with door(make(again.parameters()), module=again, **keywords) as (optimizer, handle):
         saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
         again.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         assert handle.report()["batches"] == steps
-        train(optimizer, again, place.rank, steps, first=steps)
+        train(optimizer, again, rank_info.rank, steps, first=steps)
         ends = [bits(again), bits(optimizer.state_dict()["state"])]
         handle.synchronize()
         ends += [bits(again), handle.report()["batches"]]
     assert ends == expected
-    assert topology.same(ends[2])
+    assert topology.equal_on_all_ranks(ends[2])
 
 
 @policies
 def test_32_the_hidden_step_of_distributed_checkpoint_is_no_step(
-    door, topology, place, make, policy
+    door, topology, rank_info, make, policy
 ):
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -741,37 +741,37 @@ def test_32_the_hidden_step_of_distributed_checkpoint_is_no_step(
         inner = torch.optim.Adagrad(model.parameters(), lr=0.01)
     with door(inner, module=model, topology=topology, policy=policy) as (optimizer, handle):
         before = bits(*model.parameters())
-        for rank in range(place.size):
-            if rank == place.rank:  # one alone would hang if it communicated
+        for rank in range(rank_info.world_size):
+            if rank == rank_info.rank:  # one alone would hang if it communicated
                 saved = get_optimizer_state_dict(model, optimizer)
                 assert {"state", "param_groups"} <= set(saved)
-            topology.world.Barrier()
+            topology.world_comm.Barrier()
         assert bits(*model.parameters()) == before
         assert handle.report()["batches"] == handle.report()["exchanges"] == 0
-        train(optimizer, model, place.rank, 5)
+        train(optimizer, model, rank_info.rank, 5)
         handle.synchronize()
         assert handle.report()["batches"] == 5
-        assert topology.same(bits(model))
+        assert topology.equal_on_all_ranks(bits(model))
 
 
-def test_32_a_step_of_ones_own_at_rate_0_counts(door, topology, place):
+def test_32_a_step_of_ones_own_at_rate_0_counts(door, topology, rank_info):
     model = network()
     inner = sgd(model, lr=0.0, momentum=0)  # the first of a warm-up; SGD has no state
     with door(inner, module=model, topology=topology, policy=BACKGROUND) as (optimizer, handle):
         for step in range(4):
             optimizer.zero_grad(set_to_none=False)
-            if step == 0 or place.rank == 0:  # the others ran out of data: zeros are left
-                model(batch(step, place.rank)).square().mean().backward()
+            if step == 0 or rank_info.rank == 0:  # the others ran out of data: zeros are left
+                model(batch(step, rank_info.rank)).square().mean().backward()
             optimizer.step()
         assert handle.report()["batches"] == 4
 
 
 @pytest.mark.parametrize("policy", PHASES, ids=repr)
-def test_33_state_of_another_world_size_is_taken_up(door, topology, alone, place, policy):
+def test_33_state_of_another_world_size_is_taken_up(door, topology, alone, rank_info, policy):
     """Weights, the inner state and the count go on; what was under way between nodes does not."""
     model, other = network(), network()
     with door(sgd(model), module=model, topology=topology, policy=policy) as opened:
-        train(opened.optimizer, model, place.rank, 10)
+        train(opened.optimizer, model, rank_info.rank, 10)
         saved = copy.deepcopy(opened.optimizer.state_dict())
     with door(sgd(other), module=other, topology=alone, policy=policy) as (optimizer, handle):
         other.load_state_dict(model.state_dict())
@@ -780,21 +780,21 @@ def test_33_state_of_another_world_size_is_taken_up(door, topology, alone, place
         assert handle.report()["batches"] == 10
         train(optimizer, other, 0, 3, first=10)
         assert handle.report()["batches"] == 13
-        single = topology.world.bcast(copy.deepcopy(optimizer.state_dict()))
-        weights = topology.world.bcast(other.state_dict())
+        single = topology.world_comm.bcast(copy.deepcopy(optimizer.state_dict()))
+        weights = topology.world_comm.bcast(other.state_dict())
     again = network(seed=1)
     with door(sgd(again), module=again, topology=topology, policy=policy) as (optimizer, handle):
         again.load_state_dict(weights)
         optimizer.load_state_dict(single)
         assert handle.report()["batches"] == 13
-        train(optimizer, again, place.rank, 6, first=13)
+        train(optimizer, again, rank_info.rank, 6, first=13)
         handle.synchronize()
-        assert topology.same(bits(again))
+        assert topology.equal_on_all_ranks(bits(again))
         assert handle.report()["batches"] == 19
 
 
 @policies
-def test_34_a_group_may_be_added_on_the_way(door, topology, place, policy):
+def test_34_a_group_may_be_added_on_the_way(door, topology, rank_info, policy):
     def grow(model, optimizer):
         torch.manual_seed(7)
         model.append(nn.Linear(2, 3))
@@ -802,36 +802,36 @@ def test_34_a_group_may_be_added_on_the_way(door, topology, place, policy):
 
     model, expected = network(), network()
     with door(sgd(model), module=model, topology=topology, policy=policy) as (optimizer, handle):
-        train(optimizer, model, place.rank, 5)
+        train(optimizer, model, rank_info.rank, 5)
         grow(model, optimizer)
         before = bits(model[-1])
-        train(optimizer, model, place.rank, 5, first=5)
+        train(optimizer, model, rank_info.rank, 5, first=5)
         handle.synchronize()
         assert handle.report()["batches"] == 10
         assert optimizer.param_groups[1]["lr"] == 0.02
         assert bits(model[-1]) != before
-    assert topology.same(bits(model))
+    assert topology.equal_on_all_ranks(bits(model))
     if policy == SYNCHRONOUS:
         bare = sgd(expected)
-        train(bare, expected, 0, 5, size=place.size)
+        train(bare, expected, 0, 5, size=rank_info.world_size)
         grow(expected, bare)
-        train(bare, expected, 0, 5, first=5, size=place.size)
+        train(bare, expected, 0, 5, first=5, size=rank_info.world_size)
         for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
 @policies
-def test_34_another_layer_may_be_frozen_on_the_way(door, topology, place, policy):
+def test_34_another_layer_may_be_frozen_on_the_way(door, topology, rank_info, policy):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     model[0].requires_grad_(False)
     with door(sgd(model), module=model, topology=topology, policy=policy) as (optimizer, handle):
-        train(optimizer, model, place.rank, 5)
+        train(optimizer, model, rank_info.rank, 5)
         model[0].requires_grad_(True)  # as many parameters as before
         model[1].requires_grad_(False)
-        train(optimizer, model, place.rank, 5, first=5)
+        train(optimizer, model, rank_info.rank, 5, first=5)
         handle.synchronize()
-    assert topology.same(bits(model))
+    assert topology.equal_on_all_ranks(bits(model))
 
 
 def repickled(thing):
@@ -849,27 +849,27 @@ copyable = pytest.mark.parametrize("make", [INNERS["SGD"], INNERS["AdamW"]], ids
 @copiers
 @pytest.mark.parametrize("policy", PHASES, ids=repr)
 def test_35_a_copy_carries_no_communicator_and_trains_on(
-    door, topology, place, make, policy, copied
+    door, topology, rank_info, make, policy, copied
 ):
     model = network()
     inner = make(model.parameters())
     # What a 16-bit wire still owes is with the original: over fp32 there is nothing owed.
     keywords = {"topology": topology, "policy": policy, "wire": "fp32"}
     with door(inner, module=model, **keywords) as (optimizer, handle):
-        train(optimizer, model, place.rank, 8)
+        train(optimizer, model, rank_info.rank, 8)
         handle.synchronize()
-        if place.rank == 0:  # one alone would hang if it communicated
+        if rank_info.rank == 0:  # one alone would hang if it communicated
             copied((model, optimizer))
         other_model, other = copied((model, optimizer))
         assert isinstance(other, type(optimizer))
         assert bits(other_model) == bits(model)
-        train(optimizer, model, place.rank, 6, first=8)
-        train(other, other_model, place.rank, 6, first=8)
+        train(optimizer, model, rank_info.rank, 6, first=8)
+        train(other, other_model, rank_info.rank, 6, first=8)
         handle.synchronize()
         other.synchronize()
         # Its buffers are rank 0's of its first forward: it opened after that.
         assert bits(*other_model.parameters()) == bits(*model.parameters())
-        assert topology.same(bits(other_model))
+        assert topology.equal_on_all_ranks(bits(other_model))
         assert other.report()["batches"] == 14
         other.close()
 
@@ -878,28 +878,28 @@ def test_35_a_copy_carries_no_communicator_and_trains_on(
 @copyable
 @copiers
 def test_35_a_copy_of_an_attached_optimizer_is_plain_until_attached(
-    door, topology, place, make, copied
+    door, topology, rank_info, make, copied
 ):
     model = network()
     inner = make(model.parameters())
     with door(inner, module=model, topology=topology, policy=SYNCHRONOUS) as (optimizer, _):
-        train(optimizer, model, place.rank, 3)
+        train(optimizer, model, rank_info.rank, 3)
         other_model, other = copied((model, optimizer))
         assert type(other) is type(inner)
         assert "daso" not in other.state_dict()
-        if place.rank == 0:
+        if rank_info.rank == 0:
             alone_model, alone = copied((model, optimizer))
             train(alone, alone_model, 0, 2)  # nobody else is needed
     with door(other, module=other_model, topology=topology, policy=SYNCHRONOUS) as (optimizer, _):
-        train(optimizer, other_model, place.rank, 2)
-        assert topology.same(bits(*other_model.parameters()))
+        train(optimizer, other_model, rank_info.rank, 2)
+        assert topology.equal_on_all_ranks(bits(*other_model.parameters()))
 
 
-def test_36_state_dict_hooks_run_once_in_order(door, topology, place):
+def test_36_state_dict_hooks_run_once_in_order(door, topology, rank_info):
     calls = []
     model = network()
     with door(sgd(model), module=model, topology=topology) as (optimizer, _):
-        train(optimizer, model, place.rank, 2)
+        train(optimizer, model, rank_info.rank, 2)
 
         def mark(_, state):
             calls.append("saved")
@@ -926,7 +926,7 @@ def test_36_state_dict_hooks_run_once_in_order(door, topology, place):
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # Lightning 2.6 on torch 2.13
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
 @pytest.mark.filterwarnings("ignore:The `srun` command is available")  # where SLURM is installed
-def test_37_lightning_trains(door, topology, place, make, policy):
+def test_37_lightning_trains(door, topology, rank_info, make, policy):
     from lightning import pytorch as lightning
 
     class Lit(lightning.LightningModule):
@@ -935,7 +935,7 @@ def test_37_lightning_trains(door, topology, place, make, policy):
             self.model, self.losses, self.opened = network(), [], None
 
         def training_step(self, step):
-            loss = self.model(batch(int(step), place.rank)).square().mean()
+            loss = self.model(batch(int(step), rank_info.rank)).square().mean()
             self.losses.append(loss.item())
             return loss
 
@@ -964,21 +964,21 @@ def test_37_lightning_trains(door, topology, place, make, policy):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(
         make([lit.model[0].weight]).defaults["lr"] / 4
     )
-    assert topology.same(len(lit.losses))
+    assert topology.equal_on_all_ranks(len(lit.losses))
     handle.synchronize()
-    assert topology.same(bits(lit.model))
+    assert topology.equal_on_all_ranks(bits(lit.model))
     handle.close()
 
 
 @policies
-def test_38_accelerate_trains_to_the_same_bits(door, topology, place, accelerator, policy):
+def test_38_accelerate_trains_to_the_same_bits(door, topology, rank_info, accelerator, policy):
     model, expected = network(), network()
     with door(sgd(model), module=model, topology=topology, policy=policy) as (optimizer, handle):
         schedule = lr_scheduler.StepLR(optimizer, 2, 0.5)
         prepared, stepped, scheduled = accelerator.prepare(model, optimizer, schedule)
         for step in range(6):
             stepped.zero_grad()
-            accelerator.backward(prepared(batch(step, place.rank)).square().mean())
+            accelerator.backward(prepared(batch(step, rank_info.rank)).square().mean())
             accelerator.clip_grad_norm_(prepared.parameters(), 0.5)
             stepped.step()
             scheduled.step()
@@ -989,13 +989,13 @@ def test_38_accelerate_trains_to_the_same_bits(door, topology, place, accelerato
         schedule = lr_scheduler.StepLR(opened.optimizer, 2, 0.5)
         for step in range(6):
             opened.optimizer.zero_grad()
-            expected(batch(step, place.rank)).square().mean().backward()
+            expected(batch(step, rank_info.rank)).square().mean().backward()
             nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
             opened.optimizer.step()
             schedule.step()
         opened.handle.synchronize()
     assert bits(model) == bits(expected)
-    assert topology.same(bits(model))
+    assert topology.equal_on_all_ranks(bits(model))
 
 
 class Supervised(nn.Module):
@@ -1010,11 +1010,11 @@ class Supervised(nn.Module):
 
 
 @policies
-def test_39_the_trainer_of_transformers_trains(door, topology, place, policy, folder):
+def test_39_the_trainer_of_transformers_trains(door, topology, rank_info, policy, folder):
     import transformers
 
     model = Supervised()
-    data = [{"x": row} for step in range(4) for row in batch(step, place.rank)]
+    data = [{"x": row} for step in range(4) for row in batch(step, rank_info.rank)]
     with (
         hidden_launcher(),
         door(adamw(model), module=model, topology=topology, policy=policy) as (optimizer, handle),
@@ -1038,13 +1038,15 @@ def test_39_the_trainer_of_transformers_trains(door, topology, place, policy, fo
         assert optimizer.param_groups[0]["lr"] == 0.01 / 4
         handle.synchronize()
     assert bits(model) != bits(Supervised())
-    assert topology.same(bits(model))
+    assert topology.equal_on_all_ranks(bits(model))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("whole", [False, True])
-def test_40_a_compiled_model_or_step_trains_to_the_same_bits(door, topology, place, backend, whole):
+def test_40_a_compiled_model_or_step_trains_to_the_same_bits(
+    door, topology, rank_info, backend, whole
+):
     ends = []
     for compiled in (True, False):
         model = network()
@@ -1059,7 +1061,7 @@ def test_40_a_compiled_model_or_step_trains_to_the_same_bits(door, topology, pla
 
             take = torch.compile(step, backend=backend) if compiled and whole else step
             for number in range(5):
-                take(batch(number, place.rank))
+                take(batch(number, rank_info.rank))
             assert opened.handle.report()["batches"] == 5
         ends.append([p.detach() for p in model.parameters()])
         torch._dynamo.reset()
@@ -1068,47 +1070,51 @@ def test_40_a_compiled_model_or_step_trains_to_the_same_bits(door, topology, pla
 
 
 @pytest.fixture
-def node_group(topology, place, folder, monkeypatch):
+def node_group(topology, rank_info, folder, monkeypatch):
     """A gloo process group over the ranks of this node."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store = torch.distributed.FileStore(str(folder / f"node {place.node}"), place.local_size)
+    store = torch.distributed.FileStore(
+        str(folder / f"node {rank_info.node}"), rank_info.local_size
+    )
     torch.distributed.init_process_group(
-        "gloo", store=store, rank=place.local_rank, world_size=place.local_size
+        "gloo", store=store, rank=rank_info.local_rank, world_size=rank_info.local_size
     )
     yield
     torch.distributed.destroy_process_group()
 
 
 @policies
-def test_41_ddp_may_be_inside(door, topology, place, node_group, policy):
+def test_41_ddp_may_be_inside(door, topology, rank_info, node_group, policy):
     model, expected = network(), network()
     inside = nn.parallel.DistributedDataParallel(model)  # first DDP, then the door
     with door(sgd(model), module=inside, topology=topology, policy=policy) as (optimizer, handle):
-        train(optimizer, inside, place.rank, 6)
+        train(optimizer, inside, rank_info.rank, 6)
         handle.synchronize()
     with door(sgd(expected), module=expected, topology=topology, policy=policy) as opened:
-        train(opened.optimizer, expected, place.rank, 6)
+        train(opened.optimizer, expected, rank_info.rank, 6)
         opened.handle.synchronize()
     for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
-    assert topology.same(bits(model))
+    assert topology.equal_on_all_ranks(bits(model))
 
 
 @policies
-def test_42_batchnorm_buffers_are_the_mean_of_all_ranks(door, topology, place, policy):
+def test_42_batchnorm_buffers_are_the_mean_of_all_ranks(door, topology, rank_info, policy):
     model = network()
     with door(sgd(model), module=model, topology=topology, policy=policy) as (optimizer, handle):
-        train(optimizer, model, place.rank, 5)
-        everyones = topology.world.allgather(model[1].running_mean.clone())
-        assert place.size == 1 or not topology.same(bits(model[1].running_mean))
+        train(optimizer, model, rank_info.rank, 5)
+        everyones = topology.world_comm.allgather(model[1].running_mean.clone())
+        assert rank_info.world_size == 1 or not topology.equal_on_all_ranks(
+            bits(model[1].running_mean)
+        )
         handle.synchronize()
     torch.testing.assert_close(model[1].running_mean, torch.stack(everyones).mean(0))
     assert model[1].num_batches_tracked == 5
-    assert topology.same(bits(model))
+    assert topology.equal_on_all_ranks(bits(model))
 
 
 @policies
-def test_43_averaged_models_follow_and_do_not_disturb(door, topology, place, policy):
+def test_43_averaged_models_follow_and_do_not_disturb(door, topology, rank_info, policy):
     averages = {
         "EMA": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)},
         "SWA": {"multi_avg_fn": swa_utils.get_swa_multi_avg_fn()},
@@ -1120,7 +1126,7 @@ def test_43_averaged_models_follow_and_do_not_disturb(door, topology, place, pol
             models = [swa_utils.AveragedModel(model, **kind) for kind in averages.values()]
             seen = []
             for step in range(5):
-                train(opened.optimizer, model, place.rank, 1, first=step)
+                train(opened.optimizer, model, rank_info.rank, 1, first=step)
                 seen.append(copy.deepcopy(model[0].weight.detach()))
                 for average in models if watched else []:
                     average.update_parameters(model)
@@ -1128,7 +1134,7 @@ def test_43_averaged_models_follow_and_do_not_disturb(door, topology, place, pol
             ends.append(bits(model))
         if watched:
             torch.testing.assert_close(models[1].module[0].weight, torch.stack(seen).mean(0))
-            assert policy != SYNCHRONOUS or topology.same(
+            assert policy != SYNCHRONOUS or topology.equal_on_all_ranks(
                 bits(*models[0].parameters(), *models[1].parameters())
             )
     assert ends[0] == ends[1]
@@ -1153,7 +1159,7 @@ class Numbers(Dataset):
 
 
 def main():
-    place = daso.init(ranks_per_node=1).place
+    topology = daso.init(ranks_per_node=1)
     model, keywords = torch.nn.Linear(4, 1), {"policy": daso.Fixed(2, 1)}
     inner = torch.optim.SGD(model.parameters(), lr=0.001)
     DOOR
@@ -1164,7 +1170,7 @@ def main():
             model(inputs).square().mean().backward()
             optimizer.step()
         handle.synchronize()
-        print(f"{way} works on rank {place.rank}", flush=True)
+        print(f"{way} works on rank {topology.rank}", flush=True)
     assert handle.report()["batches"] == 6
     handle.close()
 
@@ -1175,11 +1181,11 @@ if __name__ == "__main__":
 
 
 @only_wrapper  # workers see the package, not the way in
-def test_44_data_loader_workers_start_in_every_way(door, topology, place, folder):
-    ended = job(topology, folder, LOADERS.replace("DOOR", door.line), min(place.size, 2))
+def test_44_data_loader_workers_start_in_every_way(door, topology, rank_info, folder):
+    ended = job(topology, folder, LOADERS.replace("DOOR", door.line), min(rank_info.world_size, 2))
     assert ended.returncode == 0, ended.stderr
     for way in ("fork", "forkserver", "spawn"):
-        for rank in range(min(place.size, 2)):
+        for rank in range(min(rank_info.world_size, 2)):
             assert f"{way} works on rank {rank}" in ended.stdout
 
 
@@ -1189,7 +1195,7 @@ def job(topology, folder, text, ranks, *arguments):
         program.write_text(text)
         return run_on(ranks, program, *arguments)
 
-    return once(topology.world, work)
+    return once(topology.world_comm, work)
 
 
 TROUBLE = """
@@ -1197,7 +1203,7 @@ import sys, time
 import torch
 import daso
 
-place = daso.init(ranks_per_node=1).place
+topology = daso.init(ranks_per_node=1)
 last, trouble_at = int(sys.argv[1]), int(sys.argv[2])
 
 
@@ -1210,7 +1216,7 @@ def open_one(line):
 
 opened = [open_one(line) for line in DOORS]
 for step in range(last):
-    if step == trouble_at and place.rank == place.size - 1:
+    if step == trouble_at and topology.rank == topology.world_size - 1:
         print("raised at", time.time(), flush=True)
         raise RuntimeError("the disk is on fire")
     for model, optimizer, handle in opened:
@@ -1221,35 +1227,35 @@ print("leaves", flush=True)
 """.replace("DOORS", repr([door.line for door in DOORS]))
 
 
-def test_45_a_rank_that_raises_ends_the_job_in_5_seconds(topology, place, folder):
-    ended = job(topology, folder, TROUBLE, place.size, 10**9, 10)
-    seconds = topology.world.bcast(time.time()) - float(ended.stdout.split("raised at")[1])
+def test_45_a_rank_that_raises_ends_the_job_in_5_seconds(topology, rank_info, folder):
+    ended = job(topology, folder, TROUBLE, rank_info.world_size, 10**9, 10)
+    seconds = topology.world_comm.bcast(time.time()) - float(ended.stdout.split("raised at")[1])
     assert ended.returncode != 0
     assert seconds < 5 * slowness()
     assert "the disk is on fire" in ended.stderr
-    if place.size > 1:
-        assert f"rank {place.size - 1} of {place.size}" in ended.stderr
+    if rank_info.world_size > 1:
+        assert f"rank {rank_info.world_size - 1} of {rank_info.world_size}" in ended.stderr
 
 
-def test_46_differently_seeded_ranks_start_as_rank_0(door, topology, place, make):
-    model = network(seed=place.rank)
-    model[1].running_mean += place.rank
-    before = topology.world.bcast(bits(model))
+def test_46_differently_seeded_ranks_start_as_rank_0(door, topology, rank_info, make):
+    model = network(seed=rank_info.rank)
+    model[1].running_mean += rank_info.rank
+    before = topology.world_comm.bcast(bits(model))
     with door(make(model.parameters()), module=model, topology=topology) as (optimizer, _):
         assert bits(model) == before
-        train(optimizer, model, place.rank, 1)
+        train(optimizer, model, rank_info.rank, 1)
         assert bits(model) != before
 
 
-def test_47_closing_is_idempotent_and_leaves_a_plain_optimizer(door, topology, place, make):
+def test_47_closing_is_idempotent_and_leaves_a_plain_optimizer(door, topology, rank_info, make):
     model, bare_model = network(), network()
     inner, bare = make(model.parameters()), make(bare_model.parameters())
     hooks = hooks_of(inner)
     opened = door.open(inner, module=model, topology=topology, policy=BACKGROUND)
-    train(opened.optimizer, model, place.rank, 3)
-    time.sleep(0.02 * place.rank)
-    train(opened.optimizer, model, place.rank, 1, first=3)  # one is in flight
-    time.sleep(0.02 * place.rank)
+    train(opened.optimizer, model, rank_info.rank, 3)
+    time.sleep(0.02 * rank_info.rank)
+    train(opened.optimizer, model, rank_info.rank, 1, first=3)  # one is in flight
+    time.sleep(0.02 * rank_info.rank)
     start = time.monotonic()
     opened.handle.close()
     opened.handle.close()
@@ -1259,13 +1265,13 @@ def test_47_closing_is_idempotent_and_leaves_a_plain_optimizer(door, topology, p
     bare_model.load_state_dict(model.state_dict())
     bare.load_state_dict(copy.deepcopy(inner.state_dict()))  # torch shares the tensors
     assert set(inner.state_dict()) == {"state", "param_groups"}
-    train(inner, model, place.rank, 3)  # it is a plain optimizer again
-    train(bare, bare_model, place.rank, 3)
+    train(inner, model, rank_info.rank, 3)  # it is a plain optimizer again
+    train(bare, bare_model, rank_info.rank, 3)
     assert bits(model) == bits(bare_model)
     opened = door.open(make(model.parameters()), module=model, topology=topology)
     with opened.handle:
-        train(opened.optimizer, model, place.rank, 3)
-    assert topology.same(bits(model))  # leaving synchronizes, then closes
+        train(opened.optimizer, model, rank_info.rank, 3)
+    assert topology.equal_on_all_ranks(bits(model))  # leaving synchronizes, then closes
     opened.handle.close()
 
 
@@ -1275,8 +1281,8 @@ def hooks_of(optimizer):
     return hooks, set(vars(optimizer))
 
 
-def test_47_a_program_that_never_closes_ends_by_itself(topology, place, folder):
-    ended = job(topology, folder, TROUBLE, place.size, 6, -1)  # an exchange is in flight
+def test_47_a_program_that_never_closes_ends_by_itself(topology, rank_info, folder):
+    ended = job(topology, folder, TROUBLE, rank_info.world_size, 6, -1)  # an exchange is in flight
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""
-    assert ended.stdout.count("leaves") == place.size
+    assert ended.stdout.count("leaves") == rank_info.world_size

@@ -53,7 +53,7 @@ def trained(order, topology, policy):
     try:
         if "parallel" not in both:
             both["parallel"] = parallel(model)
-        train(optimizer, both["parallel"], topology.place.rank)
+        train(optimizer, both["parallel"], topology.rank)
         optimizer.synchronize()
     finally:  # where DDP is refused, on all ranks
         optimizer.close()
@@ -70,10 +70,10 @@ def test_ddp_over_nodes_is_refused_at_the_first_step(topology, world_group, orde
 
 @pytest.mark.nodes((2,))
 @pytest.mark.parametrize("order", ORDERS)
-def test_in_one_node_every_order_is_ddp_alone(topology, place, node_group, order, caplog):
+def test_in_one_node_every_order_is_ddp_alone(topology, rank_info, node_group, order, caplog):
     alone = network()
     under = parallel(alone)
-    train(sgd(alone), under, place.rank)
+    train(sgd(alone), under, rank_info.rank)
     assert trained(order, topology, daso.Fixed(1, 0)) == bits(alone)
     assert "batches of its own" not in caplog.text  # DDP has made gradients equal
 
@@ -83,4 +83,4 @@ def test_in_one_node_every_order_is_ddp_alone(topology, place, node_group, order
 def test_on_several_nodes_every_order_is_the_same(topology, node_group, policy):
     ends = {order: trained(order, topology, policy) for order in ORDERS}
     assert len(set(ends.values())) == 1, [order for order in ends if ends[order] != ends["DDP"]]
-    assert topology.same(ends["DDP"])
+    assert topology.equal_on_all_ranks(ends["DDP"])

@@ -39,12 +39,12 @@ def states(model, optimizer):
 
 
 @doors
-def test_what_nodes_hold_apart_is_refused(door, topology, place):
+def test_what_nodes_hold_apart_is_refused(door, topology, rank_info):
     model = network()
     with door(adam(model), module=model, topology=topology, policy=RARE) as (optimizer, handle):
         states(model, optimizer)  # before the first step all are alike
-        train(optimizer, model, place.rank, 6)
-        nodes_differ = place.nodes > 1
+        train(optimizer, model, rank_info.rank, 6)
+        nodes_differ = rank_info.nodes > 1
         for attempt in (get_model_state_dict, lambda model: states(model, optimizer)):
             if nodes_differ:
                 with pytest.raises(CheckpointError, match="one copy for all ranks"):
@@ -61,13 +61,13 @@ def test_what_nodes_hold_apart_is_refused(door, topology, place):
 
 
 @doors
-def test_one_copy_is_loaded_on_all_ranks_with_the_count(door, topology, place, shared_folder):
+def test_one_copy_is_loaded_on_all_ranks_with_the_count(door, topology, rank_info, shared_folder):
     model, again = network(), network(seed=1)
     with door(adam(model), module=model, topology=topology, policy=RARE) as (optimizer, handle):
-        train(optimizer, model, place.rank, 6)
+        train(optimizer, model, rank_info.rank, 6)
         handle.synchronize(optimizer_state=True)
         saved = states(model, optimizer)
-        assert topology.same(bits(saved))
+        assert topology.equal_on_all_ranks(bits(saved))
         checkpoint.save(saved, checkpoint_id=shared_folder / "one copy")
         expected = bits(model), bits(optimizer.state_dict()["state"])
     with door(adam(again), module=again, topology=topology, policy=RARE) as (optimizer, handle):
@@ -82,20 +82,20 @@ def test_one_copy_is_loaded_on_all_ranks_with_the_count(door, topology, place, s
         assert (bits(again), bits(optimizer.state_dict()["state"])) == expected
         assert handle.report()["batches"] == 6
         assert "daso" not in optimizer.param_groups[0]
-        train(optimizer, again, place.rank, 5, first=6)
+        train(optimizer, again, rank_info.rank, 5, first=6)
         handle.synchronize()
-        assert topology.same(bits(again))
+        assert topology.equal_on_all_ranks(bits(again))
 
 
-def test_a_state_that_may_be_mixed_is_told_once(topology, place, caplog):
+def test_a_state_that_may_be_mixed_is_told_once(topology, rank_info, caplog):
     model = network()
     with daso.DASO(adam(model), module=model, topology=topology, policy=RARE) as optimizer:
-        train(optimizer, model, place.rank, 2)
+        train(optimizer, model, rank_info.rank, 2)
         with caplog.at_level(logging.WARNING, logger="daso"):
             model.state_dict()
             model.state_dict()
     said = [one for one in caplog.messages if "this node's parameters" in one]
-    assert len(said) == (place.nodes > 1 and place.rank == 0)
+    assert len(said) == (rank_info.nodes > 1 and rank_info.rank == 0)
 
 
 class Application:
@@ -111,21 +111,21 @@ class Application:
         self.model.load_state_dict(state["model"])
 
 
-def test_loading_overwrites_what_nodes_hold_apart(topology, place, shared_folder):
+def test_loading_overwrites_what_nodes_hold_apart(topology, rank_info, shared_folder):
     model = network()
     with daso.DASO(adam(model), module=model, topology=topology, policy=RARE) as optimizer:
         application = {"application": Application(model)}
         checkpoint.save(application, checkpoint_id=shared_folder / "whole")
         saved = bits(model)
-        train(optimizer, model, place.rank, 2)
+        train(optimizer, model, rank_info.rank, 2)
         checkpoint.load(application, checkpoint_id=shared_folder / "whole")
         assert bits(model) == saved
 
 
-def test_a_copy_of_a_model_has_its_state_alone(topology, place):
+def test_a_copy_of_a_model_has_its_state_alone(topology, rank_info):
     model = network()
     with daso.DASO(adam(model), module=model, topology=topology, policy=RARE) as optimizer:
-        train(optimizer, model, place.rank, 2)
+        train(optimizer, model, rank_info.rank, 2)
         file = io.BytesIO()
         torch.save(model, file)
         file.seek(0)

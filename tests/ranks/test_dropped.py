@@ -48,15 +48,15 @@ def threads():
 
 
 @pytest.mark.parametrize("make", [wrapped, server, by_priority])
-def test_threads_and_communicators_of_dropped_optimizers_are_given_back(topology, place, make):
-    if place.nodes == 1 and make is by_priority:
+def test_threads_and_communicators_of_dropped_optimizers_are_given_back(topology, rank_info, make):
+    if rank_info.nodes == 1 and make is by_priority:
         pytest.skip("gradients cross between nodes in portions")
     wrapped(topology)[1].close()  # and those of tests before
     before, counts = threads(), []
     for number in range(ROUNDS):
         model, optimizer = make(topology)
         counts.append(threads() - before)
-        model(batch(number, place.rank)).sum().backward()
+        model(batch(number, rank_info.rank)).sum().backward()
         optimizer.step()
         del model, optimizer
     each, most = counts[0], max(counts)
@@ -66,11 +66,11 @@ def test_threads_and_communicators_of_dropped_optimizers_are_given_back(topology
     last.close()
 
 
-def test_what_one_rank_holds_yet_goes_on_everywhere(topology, place):
+def test_what_one_rank_holds_yet_goes_on_everywhere(topology, rank_info):
     wrapped(topology)[1].close()  # and those of tests before
     before = threads()
     _, held = wrapped(topology)
-    late = held if place.rank == 0 else None
+    late = held if rank_info.rank == 0 else None
     del held
     with wrapped(topology)[1]:
         assert threads() == before + 2
@@ -79,27 +79,27 @@ def test_what_one_rank_holds_yet_goes_on_everywhere(topology, place):
         assert threads() == before + 1  # the one that rank 0 held is closed
 
 
-def test_optimizers_that_keep_themselves_are_told_at_the_tenth(topology, place, caplog):
+def test_optimizers_that_keep_themselves_are_told_at_the_tenth(topology, rank_info, caplog):
     """Hooks of daso.attach keep an optimizer, its model and its threads."""
     wrapped(topology)[1].close()
     with caplog.at_level(logging.WARNING, logger="daso"):
         held = [attached(topology) for _ in range(10)]
     said = [one for one in caplog.messages if "optimizers are open" in one]
-    assert len(said) == (place.rank == 0)
+    assert len(said) == (rank_info.rank == 0)
     for _, optimizer, handle in held:
         optimizer.zero_grad()
         handle.close()
 
 
 @pytest.mark.nodes((2,))
-def test_gradients_outlive_a_dropped_optimizer(topology, place):
+def test_gradients_outlive_a_dropped_optimizer(topology, rank_info):
     """They lie in memory of the node, which is given back."""
     model = nn.Linear(500, 500)
     inner = torch.optim.SGD(model.parameters(), 0.1)
     optimizer = daso.DASO(inner, module=model, topology=topology)
     for step in range(3):
         optimizer.zero_grad()
-        model(torch.full((2, 500), step + 1.0 + place.rank)).sum().backward()
+        model(torch.full((2, 500), step + 1.0 + rank_info.rank)).sum().backward()
         optimizer.step()
     del optimizer
     gc.collect()
@@ -110,13 +110,13 @@ def test_gradients_outlive_a_dropped_optimizer(topology, place):
         assert torch.equal(p.grad, grad)
 
 
-def test_dropped_in_different_states_they_are_not_closed_together(topology, place):
+def test_dropped_in_different_states_they_are_not_closed_together(topology, rank_info):
     """A rank took a step more, as after an error that all caught: its exchange is under way."""
     model, optimizer = wrapped(topology)
-    for step in range(3 if place.rank == 0 else 2):
-        if place.rank == 0 and step >= 2 and place.local_size > 1:
+    for step in range(3 if rank_info.rank == 0 else 2):
+        if rank_info.rank == 0 and step >= 2 and rank_info.local_size > 1:
             break  # inside a node a step is in common
-        model(batch(step, place.rank)).sum().backward()
+        model(batch(step, rank_info.rank)).sum().backward()
         optimizer.step()
     del optimizer, model
     with wrapped(topology)[1]:
@@ -136,7 +136,7 @@ def test_a_flow_that_was_dropped_gives_its_communicators_back(topology):
     made.close()
 
 
-def test_init_is_one_topology_and_many_are_told(topology, place, caplog, monkeypatch):
+def test_init_is_one_topology_and_many_are_told(topology, rank_info, caplog, monkeypatch):
     from daso.comm import topology as topologies
 
     monkeypatch.setattr(topologies, "_default", {})
@@ -145,7 +145,7 @@ def test_init_is_one_topology_and_many_are_told(topology, place, caplog, monkeyp
     with caplog.at_level(logging.WARNING, logger="daso"):
         made += [daso.Topology(ranks_per_node=1) for _ in range(MANY)]
     said = [one for one in caplog.messages if "topologies are open" in one]
-    assert len(said) == (place.rank == 0)
+    assert len(said) == (rank_info.rank == 0)
     for one in made:
         one.free()
     assert daso.init(ranks_per_node=1) is not made[0]

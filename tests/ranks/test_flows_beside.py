@@ -81,23 +81,23 @@ def train(topology, policy, batch=1, make=sgd, **keywords):
         **keywords,
     ) as runtime:
         for _ in range(2):
-            runtime.train_epoch(images(topology.place.node))
+            runtime.train_epoch(images(topology.node))
     return parameters(parts)
 
 
 def train_plainly(topology, policy, make):
     """Let one rank of each node train all layers, wrapped as ever."""
-    place = topology.place
-    heads = topology.world.Split(int(place.local_rank > 0), place.rank)
+    rank_info = topology.rank_info
+    heads = topology.world_comm.Split(int(rank_info.local_rank > 0), rank_info.rank)
     found = None
-    if place.local_rank == 0:
+    if rank_info.local_rank == 0:
         across = Topology(heads, ranks_per_node=1)
         parts = layers()
         whole = nn.Sequential(*parts)
         inner = make(whole.parameters())
         with daso.DASO(inner, topology=across, policy=policy, wire="fp32") as optimizer:
             for _ in range(2):
-                for image, label in images(place.node):
+                for image, label in images(rank_info.node):
                     optimizer.zero_grad()
                     cross_entropy(whole(image), label).backward()
                     optimizer.step()
@@ -105,16 +105,16 @@ def train_plainly(topology, policy, make):
         found = parameters(parts)
         across.free()
     heads.Free()
-    return topology.node.bcast(found)
+    return topology.node_comm.bcast(found)
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_one_at_once_is_a_plain_program_wrapped(nodes, name):
     policy = POLICIES[name]
-    spread = {f"layer {n}": n % nodes.place.local_size for n in range(4)}
+    spread = {f"layer {n}": n % nodes.local_size for n in range(4)}
     # Where gradients are averaged, ours are what a step has moved, rounded once more; momentum
     # stays each node's own.
-    exact = nodes.place.nodes == 1 or not (policy.warmup or policy == daso.Fixed(1, 0))
+    exact = nodes.nodes == 1 or not (policy.warmup or policy == daso.Fixed(1, 0))
     make = sgd if exact else plain_sgd
     ours = train(nodes, policy, make=make, placement=spread, max_active_keys=1)
     plain = train_plainly(nodes, policy, make)
@@ -134,7 +134,7 @@ def test_one_at_once_is_a_plain_program_wrapped(nodes, name):
 )
 def test_all_ranks_end_with_the_same(nodes, name, updates, batch):
     policy = POLICIES.get(name, daso.Auto())
-    copies = {"layer 1": nodes.place.local_size}
+    copies = {"layer 1": nodes.local_size}
     ours = train(nodes, policy, batch, replicas=copies, updates=updates, max_active_keys=8)
     for p in ours:
         assert bool(p.isfinite().all())
@@ -164,7 +164,7 @@ def test_buffers_and_frozen_parameters_end_the_same_too(nodes):
         return daso.DASO(moves, topology=across, policy=daso.Fixed(4, 1))
 
     with flow.Runtime(build(parts), sgd, topology=nodes, between_nodes=between) as runtime:
-        runtime.train_epoch(images(nodes.place.node))
+        runtime.train_epoch(images(nodes.node))
     for part in parts:
         for tensor in part.state_dict().values():
             assert all(torch.equal(tensor, other) for other in WORLD.allgather(tensor))
@@ -180,8 +180,8 @@ def test_evaluating_changes_nothing(nodes):
         keywords = {"max_active_keys": 1, "instances_per_batch": 5, "between_nodes": between}
         with flow.Runtime(build(parts), sgd, topology=nodes, **keywords) as runtime:
             for _ in range(2):
-                found = runtime.train_epoch(images(nodes.place.node))
-                assert found.instances == nodes.place.nodes * COUNT
+                found = runtime.train_epoch(images(nodes.node))
+                assert found.instances == nodes.nodes * COUNT
                 assert found == WORLD.bcast(found)
                 if tests:
                     before = parameters(parts)
@@ -201,11 +201,11 @@ def test_a_policy_is_told_of_epochs_and_learning_rates(nodes):
         made.append((moves, daso.DASO(moves, topology=across, policy=policy)))
         return made[-1][1]
 
-    placement = {f"layer {n}": n % nodes.place.local_size for n in range(4)}
+    placement = {f"layer {n}": n % nodes.local_size for n in range(4)}
     keywords = {"placement": placement, "between_nodes": between, "instances_per_batch": 4}
     with flow.Runtime(build(layers()), sgd, topology=nodes, **keywords) as runtime:
         for _ in range(2):
-            runtime.train_epoch(images(nodes.place.node))
+            runtime.train_epoch(images(nodes.node))
         for moves, optimizer in made:
             _, skip, _ = optimizer.report()["skip_history"][-1]
             assert skip == 4
@@ -247,7 +247,7 @@ def test_it_goes_on_from_its_state(nodes, caplog):
         keywords = {"max_active_keys": 1, "instances_per_batch": 3, "between_nodes": between}
         return flow.Runtime(build(parts), sgd, topology=nodes, **keywords)
 
-    mine = images(nodes.place.node)
+    mine = images(nodes.node)
     whole, other = layers(), layers()
     with opened(whole) as runtime:
         runtime.train_epoch(mine)
@@ -269,9 +269,9 @@ def test_nodes_that_do_not_fit_are_told(nodes):
     with flow.Runtime(build(layers()), sgd, topology=nodes, between_nodes=between) as runtime:
         with pytest.raises(ConfigError, match="leave between_nodes out"):
             runtime.keep_log()
-        if nodes.place.nodes > 1:
+        if nodes.nodes > 1:
             with pytest.raises(FlowError, match="as many instances as the first"):
-                runtime.train_epoch(images(0, count=3 + nodes.place.node))
+                runtime.train_epoch(images(0, count=3 + nodes.node))
 
 
 @pytest.mark.ranks(4)

@@ -25,7 +25,7 @@ def ways(kind, comm, most):
 
 @pytest.fixture(params=KINDS)
 def open_mailbox(request, topology):
-    comm = topology.world.Dup()
+    comm = topology.world_comm.Dup()
     made = []
 
     def open_with(packet_bytes):
@@ -42,7 +42,7 @@ def open_mailbox(request, topology):
 
 def run(mailbox, topology, expected, seconds=20):
     """Move until so many letters came and all have left here; return them by source."""
-    found = {rank: [] for rank in range(topology.place.size)}
+    found = {rank: [] for rank in range(topology.world_size)}
     end = time.monotonic() + seconds
     while sum(map(len, found.values())) < expected or not mailbox.idle:
         mailbox.move()
@@ -50,7 +50,7 @@ def run(mailbox, topology, expected, seconds=20):
             found[source].append(letter)
         assert time.monotonic() < end, (found, mailbox.backlog_bytes)
     # What others have posted must not wait for this rank.
-    everybody = topology.world.Ibarrier()
+    everybody = topology.world_comm.Ibarrier()
     while not everybody.Test():
         mailbox.move()
     return found
@@ -65,7 +65,7 @@ def letter(source, to, number):
 
 @pytest.mark.parametrize("packet_bytes", [1, 64, 1 << 18])
 def test_letters_arrive_once_and_whole(open_mailbox, topology, packet_bytes):
-    rank, size = topology.place.rank, topology.place.size
+    rank, size = topology.rank, topology.world_size
     count = {1: 3, 64: 8}.get(packet_bytes, 20)
     mailbox = open_mailbox(packet_bytes)
     if packet_bytes == 1:
@@ -97,7 +97,7 @@ def others(rank, size):
 
 
 def test_what_is_needed_sooner_overtakes_what_is_on_its_way(open_mailbox, topology):
-    rank, size = topology.place.rank, topology.place.size
+    rank, size = topology.rank, topology.world_size
     mailbox = open_mailbox(1000)
     large = Message("large", torch.zeros(200_000, dtype=torch.uint8), urgency=5)
     for to in others(rank, size):
@@ -111,7 +111,7 @@ def test_what_is_needed_sooner_overtakes_what_is_on_its_way(open_mailbox, topolo
 
 
 def test_a_newer_letter_takes_the_place_of_one_that_has_not_left(open_mailbox, topology):
-    rank, size = topology.place.rank, topology.place.size
+    rank, size = topology.rank, topology.world_size
     mailbox = open_mailbox(1000)
     row = torch.zeros(10, dtype=torch.uint8)
     for to in others(rank, size):
@@ -125,7 +125,7 @@ def test_a_newer_letter_takes_the_place_of_one_that_has_not_left(open_mailbox, t
 
 
 def test_backlog_is_what_has_not_left(open_mailbox, topology):
-    rank, size = topology.place.rank, topology.place.size
+    rank, size = topology.rank, topology.world_size
     mailbox = open_mailbox(1000)
     assert mailbox.idle
     for to in others(rank, size):
@@ -138,20 +138,20 @@ def test_backlog_is_what_has_not_left(open_mailbox, topology):
 
 
 def test_a_few_looks_find_all_messages_that_came(topology):
-    comm, size = topology.world.Dup(), topology.place.size
+    comm, size = topology.world_comm.Dup(), topology.world_size
     way = Messages(comm)
-    if topology.place.rank > 0:
+    if topology.rank > 0:
         sent = [way.start(0, torch.full((64,), n, dtype=torch.uint8)) for n in range(20)]
         while not all(done() for done in sent):
             time.sleep(0.001)
     everybody = comm.Ibarrier()
     looks, came = 0, {rank: [] for rank in range(1, size)}
     time.sleep(0.1)
-    while topology.place.rank == 0 and looks < 4:
+    while topology.rank == 0 and looks < 4:
         looks += 1
         for source, packet in way.arrived():
             came[source].append(int(packet[0]))
-    if topology.place.rank == 0:
+    if topology.rank == 0:
         assert all(numbers == [*range(20)] for numbers in came.values()), came
     everybody.Wait()
     way.free()

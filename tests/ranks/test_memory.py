@@ -40,7 +40,7 @@ def trained(rank, plan_with=None, second="host"):
 
 @pytest.mark.parametrize("way", [SWAP, BOTH])
 def test_training_is_the_same(here, way):
-    rank = here.place.rank
+    rank = here.rank
     plain, _ = trained(rank)
     found, report = trained(rank, way, "neighbour:64MiB")
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
@@ -50,4 +50,4 @@ def test_training_is_the_same(here, way):
 
 def test_too_little_of_it_is_named(here):
     with pytest.raises(ConfigError, match="the neighbour's has 4,096"):
-        trained(here.place.rank, SWAP, "neighbour:4KiB")
+        trained(here.rank, SWAP, "neighbour:4KiB")

@@ -90,7 +90,7 @@ def nccl(topology, monkeypatch):
     def choose(topology, device, order, timeout_seconds, late):
         assert order == "bucketed"
         cuda = Cuda()
-        made.append(Nccl(topology.node, cuda))
+        made.append(Nccl(topology.node_comm, cuda))
         return NcclNode(topology, device, timeout_seconds, late, nccl=made[-1], cuda=cuda)
 
     monkeypatch.setattr(sync, "choose_node", choose)
@@ -110,7 +110,7 @@ def nccl(topology, monkeypatch):
 )
 def test_every_step_equals_one_process(topology, nccl, policy, wire, merge):
     report = compare(topology, mlp, sgd, policy, wire=wire, merge=merge, steps=7)
-    if topology.place.size > 1:
+    if topology.world_size > 1:
         assert report["node_transport"] == "NCCL, cpu"
         assert not nccl[-1].alive  # it was destroyed
 
@@ -119,12 +119,12 @@ def test_phases_and_many_buckets_equal_one_process(topology, nccl):
     policy = daso.Plateau(6, warmup=1, cooldown=1, max_skip=4)
     gradients = daso.Gradients(bucket_bytes=64)
     compare(topology, mlp, adamw, policy, steps=5, epochs=6, wire="bf16", gradients=gradients)
-    assert topology.place.size == 1 or nccl
+    assert topology.world_size == 1 or nccl
 
 
 @pytest.mark.parametrize("policy", [daso.Fixed(1, 0), daso.Fixed(2, 1)], ids=repr)
 def test_all_ranks_launch_the_same_after_what_they_need(topology, nccl, policy):
-    place = topology.place
+    rank_info = topology.rank_info
     torch.manual_seed(0)
     model = torch.nn.Sequential(mlp(), torch.nn.Linear(3, 3))
     exchange = daso.Exchange(reduce="ordered", chunk_bytes=64)
@@ -141,16 +141,16 @@ def test_all_ranks_launch_the_same_after_what_they_need(topology, nccl, policy):
             tensor.register_hook(lambda _: cuda.compute.launch())
         for step in range(5):
             optimizer.zero_grad()
-            batch_loss(model, place.rank, step).backward()
+            batch_loss(model, rank_info.rank, step).backward()
             sums = [one for one in nccl[-1].log if one[0] == "add"]
             if sums:  # who launches from here on comes after them
                 stream = optimizer._session._sync.buckets.node._stream
                 assert cuda.compute.knows(stream)
             optimizer.step()
     log = nccl[-1].log
-    assert topology.node.allgather(log) == [log] * place.local_size
+    assert topology.node_comm.allgather(log) == [log] * rank_info.local_size
     adds = [one for one in log if one[0] == "add"]
-    if max(place.node_sizes) > 1 or policy == daso.Fixed(1, 0):
+    if max(rank_info.node_sizes) > 1 or policy == daso.Fixed(1, 0):
         assert len(adds) == 5 * 2  # steps, buckets
         assert all(knows for *_, knows in adds)
 
@@ -180,13 +180,13 @@ class Broken:
 
 @pytest.mark.parametrize("where", ["name", "streams", "one", "all"])
 def test_a_failure_to_start_is_the_same_error_everywhere(topology, monkeypatch, where):
-    place, broken = topology.place, Broken(where)
-    wanted = place.local_size > 1
-    if max(place.node_sizes) == 1:
+    rank_info, broken = topology.rank_info, Broken(where)
+    wanted = rank_info.local_size > 1
+    if max(rank_info.node_sizes) == 1:
         return  # nobody wants it
 
     def copies(device, cuda):
-        broken.fail("streams", of=place.local_rank == 0)
+        broken.fail("streams", of=rank_info.local_rank == 0)
         return Copies(device, cuda)
 
     monkeypatch.setattr(choose.nccl, "describe", lambda: {"available": True})
@@ -195,16 +195,16 @@ def test_a_failure_to_start_is_the_same_error_everywhere(topology, monkeypatch, 
     told = r"does not start: (RuntimeError: )?no route; .*NCCL_DEBUG=WARN.*reducer='host'"
     with pytest.raises(daso.errors.TopologyError, match=told):
         choose._nccl_node(topology, DEVICE, 1.0, lambda: None, wanted=wanted, cuda=Cuda())
-    started = wanted and where == "one" and place.local_rank < place.local_size - 1
+    started = wanted and where == "one" and rank_info.local_rank < rank_info.local_size - 1
     assert broken.aborted == started
 
 
 def test_a_missing_library_is_the_same_error_everywhere(topology, monkeypatch):
     missing = {"available": False, "why": "no cupy", "remedy": "get it"}
     monkeypatch.setattr(choose.nccl, "describe", lambda: missing)
-    if not any(size > 1 for size in topology.place.node_sizes):
+    if not any(size > 1 for size in topology.node_sizes):
         return
     with pytest.raises(
         daso.errors.TopologyError, match=r"NCCL, but no cupy; get it, .*reducer='host'"
     ):
-        choose._nccl_node(topology, DEVICE, 1.0, lambda: None, wanted=topology.place.local_size > 1)
+        choose._nccl_node(topology, DEVICE, 1.0, lambda: None, wanted=topology.local_size > 1)

@@ -26,11 +26,11 @@ STALL_SECONDS = 30.0
 
 @pytest.fixture
 def path(topology, tmp_path):
-    return Path(topology.world.bcast(str(tmp_path))) / "deep" / "trace.jsonl"
+    return Path(topology.world_comm.bcast(str(tmp_path))) / "deep" / "trace.jsonl"
 
 
-def one_rank(place):
-    return place.size == 1
+def one_rank(rank_info):
+    return rank_info.world_size == 1
 
 
 def own_time(shown, rank):
@@ -40,9 +40,9 @@ def own_time(shown, rank):
 OFFSETS, DRIFTS = (0.0, 17.5, -30.0, 4.0), (0.0, 5e-5, -5e-5, 3e-5)  # of crystals, about
 
 
-def test_injected_offsets_and_drifts_are_found_to_what_the_trips_allow(topology, place):
+def test_injected_offsets_and_drifts_are_found_to_what_the_trips_allow(topology, rank_info):
     """All ranks of a test share one clock, so that what is injected is all there is to find."""
-    begun = topology.world.bcast(time.perf_counter())
+    begun = topology.world_comm.bcast(time.perf_counter())
 
     def shown(rank, at):
         return at + OFFSETS[rank] + DRIFTS[rank] * (at - begun)
@@ -52,7 +52,7 @@ def test_injected_offsets_and_drifts_are_found_to_what_the_trips_allow(topology,
 
     loops, lasted, spans = [], 0.0, []
     for _ in range(2):
-        now = partial(own_time, shown, place.rank)
+        now = partial(own_time, shown, rank_info.rank)
         readings = ask_round(topology, STALL_SECONDS, now)
         loops.append(close_loop([Reading(*one) for one in readings]))
         asked = [true(rank, own) for rank, own in enumerate(loops[-1].ats)]
@@ -62,13 +62,13 @@ def test_injected_offsets_and_drifts_are_found_to_what_the_trips_allow(topology,
     found = clocks(loops)
     first, last = spans[0][1], spans[1][0]  # outside, errors grow with the distance
     for middle in (first, (first + last) / 2, last):
-        for rank in range(place.size):
+        for rank in range(rank_info.world_size):
             error = abs(found[rank].first(shown(rank, middle)) - shown(0, middle))
             allowed = max(loop.bounds[rank] for loop in loops)
             assert error <= 2 * allowed + 2e-4 * lasted  # ranks do not ask at the same time
 
 
-def test_the_real_clocks_of_one_machine_close(topology, place):
+def test_the_real_clocks_of_one_machine_close(topology, rank_info):
     loop = close_loop([Reading(*one) for one in ask_round(topology, STALL_SECONDS)])
     assert loop.sound
     for offset, bound in zip(loop.offsets, loop.bounds, strict=True):
@@ -76,12 +76,14 @@ def test_the_real_clocks_of_one_machine_close(topology, place):
     assert loop.bound < 0.1
 
 
-def test_a_rank_that_sees_another_time_than_it_tells_is_found_by_the_loop(topology, place):
+def test_a_rank_that_sees_another_time_than_it_tells_is_found_by_the_loop(topology, rank_info):
     """Rank 0 asks by one clock and answers by another: its links do not add up."""
     calls = iter(range(10**9))
 
     def lying():
-        wrong = 0.25 if place.rank == 0 and next(calls) >= 200 else 0.0  # it asks first, then tells
+        wrong = (
+            0.25 if rank_info.rank == 0 and next(calls) >= 200 else 0.0
+        )  # it asks first, then tells
         return time.perf_counter() + wrong
 
     loop = close_loop([Reading(*one) for one in ask_round(topology, STALL_SECONDS, lying)])
@@ -111,18 +113,18 @@ def train(topology, path, steps=12, marks=(), capacity=1 << 14):
 
 def everyones(topology, path):
     """Return what world rank 0 reads, once it is written."""
-    topology.world.Barrier()
+    topology.world_comm.Barrier()
     return read_timeline(path)
 
 
-def test_every_rank_is_in_the_file_with_its_steps_and_exchanges(topology, place, path):
+def test_every_rank_is_in_the_file_with_its_steps_and_exchanges(topology, rank_info, path):
     train(topology, path, marks=(5,))
     timeline = everyones(topology, path)
-    assert len(timeline.ranks) == place.size
-    assert [rank.node for rank in timeline.ranks] == list(place.node_of)
+    assert len(timeline.ranks) == rank_info.world_size
+    assert [rank.node for rank in timeline.ranks] == list(rank_info.node_of)
     assert len(timeline.loops) == 3  # entered, marked, left
     found = shares(timeline)
-    assert [one.steps for one in found] == [12] * place.size
+    assert [one.steps for one in found] == [12] * rank_info.world_size
     for one in found:
         parts = one.computing_seconds + one.node_seconds + one.exposed_seconds + one.send_seconds
         assert parts == pytest.approx(one.step_seconds)
@@ -139,13 +141,13 @@ def test_every_rank_is_in_the_file_with_its_steps_and_exchanges(topology, place,
         assert threads == {"daso-exchange"}
         assert {rank.threads[s.thread] for s in rank.spans if s.kind == STEP} == {"MainThread"}
     lanes = sum(any(s.kind == MESSAGES for s in rank.spans) for rank in timeline.ranks)
-    assert lanes == place.lanes * place.nodes
+    assert lanes == rank_info.lanes * rank_info.nodes
     assert sum(one.last for one in late_ranks(timeline)) == len(sent[0])
     for event in chrome_events(timeline):
         assert event.get("ts", 0) >= 0
 
 
-def test_no_merge_comes_before_what_it_merges_was_sent(topology, place, path):
+def test_no_merge_comes_before_what_it_merges_was_sent(topology, rank_info, path):
     """Ranks of one machine share a clock: there it is so before anything is set right."""
     train(topology, path, steps=20)
     timeline = everyones(topology, path)
@@ -158,33 +160,33 @@ def test_no_merge_comes_before_what_it_merges_was_sent(topology, place, path):
         elif kind == MERGE:
             merged[key] = min(begins, merged.get(key, begins))
     assert set(merged) == set(sent)
-    assert (place.nodes > 1) == bool(sent)
+    assert (rank_info.nodes > 1) == bool(sent)
     assert all(merged[key] > sent[key] for key in sent)
     assert timeline.moved == 0  # nor by what clocks are off
 
 
-def test_ranks_of_a_node_that_wait_for_each_other_are_told(topology, place, path):
+def test_ranks_of_a_node_that_wait_for_each_other_are_told(topology, rank_info, path):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = daso.DASO(inner, module=model, topology=topology, policy=daso.Fixed(100, 1))
     with Recording(path, topology, timeout_seconds=STALL_SECONDS):
         for _ in range(3):
-            time.sleep(0.05 * (place.local_rank == 0))
+            time.sleep(0.05 * (rank_info.local_rank == 0))
             model(torch.ones(1, 4)).sum().backward()
             optimizer.step()
     optimizer.close()
     timeline = everyones(topology, path)
     for number, rank in enumerate(timeline.ranks):
         waited = sum(span.ends - span.begins for span in rank.spans if span.kind == NODE)
-        first = place.node_of.index(place.node_of[number]) == number
-        alone = place.node_of.count(place.node_of[number]) == 1
+        first = rank_info.node_of.index(rank_info.node_of[number]) == number
+        alone = rank_info.node_of.count(rank_info.node_of[number]) == 1
         assert alone or first or waited > 0.08
 
 
-def test_what_there_is_no_room_for_is_counted(topology, place, path):
+def test_what_there_is_no_room_for_is_counted(topology, rank_info, path):
     train(topology, path, steps=30, capacity=16)
-    if not one_rank(place):
+    if not one_rank(rank_info):
         assert all(rank.lost > 0 for rank in everyones(topology, path).ranks)
 
 
@@ -194,7 +196,7 @@ def test_a_file_that_cannot_be_written_is_refused_on_all_ranks(topology, tmp_pat
     with pytest.raises(ConfigError, match="a recording's file must be writable"):
         Recording(file / "trace.jsonl", topology, timeout_seconds=STALL_SECONDS).__enter__()
     # And when the disk is full later.
-    path = Path(topology.world.bcast(str(tmp_path))) / "trace.jsonl"
+    path = Path(topology.world_comm.bcast(str(tmp_path))) / "trace.jsonl"
     made = Recording(path, topology, timeout_seconds=STALL_SECONDS)
     with pytest.raises(ConfigError, match=os.strerror(errno.ENOSPC)), made:
         if made._file is not None:
@@ -214,27 +216,27 @@ class Full:
         self.write("")
 
 
-def test_a_rank_leaves_by_an_error_without_others(topology, place, path):
+def test_a_rank_leaves_by_an_error_without_others(topology, rank_info, path):
     """What a rank raises must reach its user at once, whatever other ranks do."""
     made = Recording(path, topology, timeout_seconds=STALL_SECONDS)
-    last = place.rank == place.size - 1
+    last = rank_info.rank == rank_info.world_size - 1
     made.__enter__()
     if last:
         error = ZeroDivisionError()
         assert not made.__exit__(type(error), error, None)  # and waits for nobody
         assert trace._recorder is None
-    topology.world.Barrier()
+    topology.world_comm.Barrier()
     if not last:
         trace.stop()
         if made._file is not None:
             made._file.close()
-    topology.world.Barrier()
-    if place.rank == 0:
+    topology.world_comm.Barrier()
+    if rank_info.rank == 0:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert not any("spans" in line for line in lines)
 
 
-def test_what_ends_while_a_mark_is_made_is_left_out(topology, place, path):
+def test_what_ends_while_a_mark_is_made_is_left_out(topology, rank_info, path):
     """Or it would end before it begins: what began before a mark begins there."""
     with Recording(path, topology, timeout_seconds=STALL_SECONDS) as recording:
         early = time.perf_counter()

@@ -48,7 +48,7 @@ def train(topology, policy, seconds=0.02, steps=12):
     return took[2:], report, [p.detach().clone() for p in model.parameters()]
 
 
-def test_an_exchange_takes_no_less_than_its_link_does(topology, place):
+def test_an_exchange_takes_no_less_than_its_link_does(topology, rank_info):
     """And its values are those of an exchange over the real link, bit for bit."""
     plain = train(topology, daso.Fixed(2, 0), seconds=0.0, steps=6)
     with throttled(LinkModel(RATE, latency_seconds=0.01)):
@@ -58,25 +58,25 @@ def test_an_exchange_takes_no_less_than_its_link_does(topology, place):
     exchanges = [event for event in slow[1]["events"] if event["kind"] == "exchange"]
     assert len(exchanges) == 3
     for event in exchanges:
-        messages = vote_rounds(place.nodes) + (
-            payload_rounds(place.nodes) if event["nbytes"] else 0
+        messages = vote_rounds(rank_info.nodes) + (
+            payload_rounds(rank_info.nodes) if event["nbytes"] else 0
         )
         assert event["seconds"] >= 0.01 * messages + event["nbytes"] / RATE
 
 
-def test_computing_takes_as_many_times_as_long_and_waiting_does_not(topology, place):
+def test_computing_takes_as_many_times_as_long_and_waiting_does_not(topology, rank_info):
     plain, *_ = train(topology, daso.Fixed(100, 1), seconds=0.05)
     with throttled(None, factor=3):
         took, *_ = train(topology, daso.Fixed(100, 1), seconds=0.05)
-    if place.size > 1:
+    if rank_info.world_size > 1:
         assert 2.5 < statistics.median(took) / statistics.median(plain) < 3.5
 
 
-def test_a_target_is_told_by_what_is_throttled(topology, place):
+def test_a_target_is_told_by_what_is_throttled(topology, rank_info):
     """Computing twice as fast over a link of 40 MB/s: by a link of 20 and the ratio of 2."""
     current, target = Machine(1.0, 1e9), Machine(2.0, 2 * RATE)
     plan = ThrottlePlan(current, target)
-    if place.nodes == 1:
+    if rank_info.nodes == 1:
         with pytest.raises(ConfigError, match="must have a link between nodes"):
             simulate_target(plan, topology).__enter__()
         return
@@ -84,13 +84,15 @@ def test_a_target_is_told_by_what_is_throttled(topology, place):
     with simulate_target(plan, topology):
         took, report, _ = train(topology, daso.Fixed(2, 0), steps=48)
     found = estimate(plan, took)
-    nbytes = max(topology.world.allgather(report["global_bytes_sent"])) / report["batches"]
-    least = 0.02 / 2 + nbytes / (2 * RATE / place.lanes)  # every second step exchanges, and waits
+    nbytes = max(topology.world_comm.allgather(report["global_bytes_sent"])) / report["batches"]
+    least = 0.02 / 2 + nbytes / (
+        2 * RATE / rank_info.lanes
+    )  # every second step exchanges, and waits
     assert 0.99 * least <= found.seconds < 1.1 * least + 2 * own
     assert found.low <= found.seconds <= found.high
 
 
-def test_a_target_is_told_by_computing_that_is_stretched(topology, place):
+def test_a_target_is_told_by_computing_that_is_stretched(topology, rank_info):
     """A link twice as fast, and computing as it is: by computing that takes twice as long."""
     plan = ThrottlePlan(Machine(1.0, RATE), Machine(1.0, 2 * RATE))
     own = taken_beside_sleep(topology, daso.Fixed(1000, 1), 0.05, steps=26)
@@ -103,10 +105,10 @@ def taken_beside_sleep(topology, policy, seconds, steps):
     """Return what a step takes here but for its sleep, on the slowest rank: next to nothing, or
     more where others compute."""
     took, *_ = train(topology, policy, seconds=seconds, steps=steps)
-    return max(topology.world.allgather(statistics.fmean(took))) - seconds
+    return max(topology.world_comm.allgather(statistics.fmean(took))) - seconds
 
 
-def test_an_order_that_no_imitated_link_holds_is_refused(topology, place):
+def test_an_order_that_no_imitated_link_holds_is_refused(topology, rank_info):
     model = Sleeps(0.0)
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     with (
@@ -118,7 +120,7 @@ def test_an_order_that_no_imitated_link_holds_is_refused(topology, place):
         )
 
 
-def test_a_link_that_is_not_what_it_was_said_to_be_is_refused(topology, place):
+def test_a_link_that_is_not_what_it_was_said_to_be_is_refused(topology, rank_info):
     wrong = ThrottlePlan(Machine(1.0, 1e15), Machine(1.0, 1e15))
     with pytest.raises(ConfigError, match="a throttle must be right to 5%, but the link takes"):
         simulate_target(wrong, topology).__enter__()

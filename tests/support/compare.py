@@ -28,9 +28,7 @@ def compare(topology, make, make_inner, policy, *, steps=11, epochs=1, **options
     options.setdefault("merge", "daso")
     build, gradients = seeded(make), options.pop("gradients", daso.Gradients(bucket_bytes=256))
     known = {name: value for name, value in options.items() if name != "gpu_direct"}
-    oracle = Sequential(
-        build, make_inner, batch_loss, topology.place.node_sizes, policy=policy, **known
-    )
+    oracle = Sequential(build, make_inner, batch_loss, topology.node_sizes, policy=policy, **known)
     model = build()
     varied = {name: options.pop(name) for name in ("fragments", "gpu_direct") if name in options}
     exchange = replace(ORDERED, **varied)
@@ -41,18 +39,18 @@ def compare(topology, make, make_inner, policy, *, steps=11, epochs=1, **options
         for epoch in range(epochs):
             for step in range(steps):
                 optimizer.zero_grad()
-                batch_loss(model, topology.place.rank, epoch * steps + step).backward()
+                batch_loss(model, topology.rank, epoch * steps + step).backward()
                 oracle.gain = optimizer.report()["gain"]
                 assert oracle.gain == pytest.approx(oracle.gain_measured, rel=1e-4)
                 optimizer.step()
                 optimizer.flush()
                 oracle.run(1)
-                assert_equal_to_oracle(model, oracle, topology.place.node)
+                assert_equal_to_oracle(model, oracle, topology.node)
             optimizer.end_epoch(1.0)
             oracle.end_epoch(1.0)
-            assert_equal_to_oracle(model, oracle, topology.place.node)
+            assert_equal_to_oracle(model, oracle, topology.node)
         optimizer.synchronize()
         oracle.synchronize()
-        assert_equal_to_oracle(model, oracle, topology.place.node)
-        assert topology.same(b"".join(flat_bytes(p) for p in model.parameters()))
+        assert_equal_to_oracle(model, oracle, topology.node)
+        assert topology.equal_on_all_ranks(b"".join(flat_bytes(p) for p in model.parameters()))
         return optimizer.report()

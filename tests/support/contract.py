@@ -36,10 +36,10 @@ def alone():
 @pytest.fixture
 def folder(topology):
     """One folder for all ranks; pytest's own are swept away by ranks that end sooner."""
-    made = tempfile.mkdtemp(prefix="daso-") if topology.place.rank == 0 else None
-    path = Path(topology.world.bcast(made))
+    made = tempfile.mkdtemp(prefix="daso-") if topology.rank == 0 else None
+    path = Path(topology.world_comm.bcast(made))
     yield path
-    topology.world.Barrier()
+    topology.world_comm.Barrier()
     if made is not None:
         shutil.rmtree(path, ignore_errors=True)  # a store may be removing its file
 

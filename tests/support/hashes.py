@@ -85,7 +85,7 @@ def train(
             for one, state in zip((model, optimizer), torch.load(saved), strict=True):
                 one.load_state_dict(state)
         optimizer.zero_grad()
-        batch_loss(model, topology.place.rank, step).backward()
+        batch_loss(model, topology.rank, step).backward()
         optimizer.step()
         if step % 7 == 6:
             optimizer.end_epoch(1.0)
@@ -105,7 +105,7 @@ def serve(topology: Any) -> str:
         with daso.ParameterServer(model, torch.optim.Adam, topology=topology, mode=mode) as server:
             for step in range(6):
                 server.zero_grad()
-                batch_loss(model, topology.place.rank, step).backward()
+                batch_loss(model, topology.rank, step).backward()
                 server.step()
         found.append(ends(model))
     return " ".join(one[:8] for one in found)
@@ -216,7 +216,7 @@ def main() -> int:
         topology = getattr(topology, "topology", topology)
         torch.set_num_threads(1)
         found = RUNS[options.one][2](topology)
-        if topology.place.rank == 0:
+        if topology.rank == 0:
             print(f"hash {found}", flush=True)
         return 0
     failed = 0

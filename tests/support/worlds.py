@@ -202,17 +202,19 @@ def topology(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.fixture
-def place(topology: Any) -> Any:
-    """This rank's place in the topology."""
+def rank_info(topology: Any) -> Any:
+    """This rank's numbers in the topology."""
     if isinstance(topology, tuple):
-        return PerRank(lambda topology: topology.place)
-    return topology.place
+        return PerRank(lambda topology: topology.rank_info)
+    return topology.rank_info
 
 
 @pytest.fixture
 def shared_folder(topology: Any, tmp_path: Path) -> Path:
     """One folder for all ranks."""
-    return tmp_path if isinstance(topology, tuple) else Path(topology.world.bcast(str(tmp_path)))
+    return (
+        tmp_path if isinstance(topology, tuple) else Path(topology.world_comm.bcast(str(tmp_path)))
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -18,7 +18,7 @@ from jobs import typed
 import daso
 from daso.checkpoint.files import Entry, Manifest, read_payload, write_payload
 from daso.cli.train.config import read_config
-from daso.comm.topology import Place
+from daso.comm.topology import RankInfo
 from daso.errors import DasoError
 from daso.slurm.sites import parse_site
 from daso.timeline.report import read_timeline
@@ -421,7 +421,7 @@ def test_manifests(tmp_path):
         refused(lambda: Manifest.read(path, 3))
 
 
-PLACE = Place(rank=0, size=2, local_rank=0, node=0, node_of=(0, 0))
+PLACE = RankInfo(rank=0, world_size=2, local_rank=0, node=0, node_of=(0, 0))
 TRACE = (
     b'{"schema": 1, "ranks": [{"node": 0, "host": "a"}, {"node": 1, "host": "b"}]}\n'
     b'{"rank": 0, "spans": [[0, 0.0, 1.0, 3, 0]]}\n'

@@ -47,10 +47,10 @@ def small(seed=0):
 
 def train(topology, model, optimizer, steps, first=0):
     for step in range(first, first + steps):
-        generator = torch.Generator().manual_seed(97 * step + topology.place.rank)
+        generator = torch.Generator().manual_seed(97 * step + topology.rank)
         x = (
             torch.randn(8, 4, generator=generator, device="cpu").to(torch.get_default_device())
-            + topology.place.rank
+            + topology.rank
         )
         optimizer.zero_grad()
         model(x).square().mean().backward()
@@ -60,23 +60,23 @@ def train(topology, model, optimizer, steps, first=0):
 # --- wrapping ----------------------------------------------------------------------------------
 
 
-def test_wrapping_changes_nothing_but_makes_all_ranks_equal_to_rank_0(topology, place):  # [4]
-    model = small(seed=place.rank)
+def test_wrapping_changes_nothing_but_makes_all_ranks_equal_to_rank_0(topology, rank_info):  # [4]
+    model = small(seed=rank_info.rank)
     before = bits(model)
     optimizer = wrap(topology, model)
-    assert topology.same(bits(model))
-    if place.rank == 0:
+    assert topology.equal_on_all_ranks(bits(model))
+    if rank_info.rank == 0:
         assert bits(model) == before
     optimizer.close()
 
 
-def test_frozen_layers_start_as_rank_0s_too(topology, place):
-    model = small(seed=place.rank)
+def test_frozen_layers_start_as_rank_0s_too(topology, rank_info):
+    model = small(seed=rank_info.rank)
     model[0].requires_grad_(False)
     before = bits(model)
     with wrap(topology, model):
-        assert topology.same(bits(model))
-        assert place.rank > 0 or bits(model) == before
+        assert topology.equal_on_all_ranks(bits(model))
+        assert rank_info.rank > 0 or bits(model) == before
 
 
 def test_the_groups_and_state_are_the_inner_optimizers_own(topology):
@@ -137,7 +137,7 @@ def test_step_hooks_run_once_each_in_order(topology):
 
 def test_a_closure_is_called_and_its_loss_averaged(topology):
     model = small()
-    x = torch.ones(3, 4) * (1 + topology.place.rank)
+    x = torch.ones(3, 4) * (1 + topology.rank)
     with wrap(topology, model, policy=daso.Fixed(1, 0)) as optimizer:
         calls = []
 
@@ -148,11 +148,13 @@ def test_a_closure_is_called_and_its_loss_averaged(topology):
             calls.append(loss.item())
             return loss
 
-        losses = topology.world.allgather(optimizer.step(closure).item())
+        losses = topology.world_comm.allgather(optimizer.step(closure).item())
         assert len(set(losses)) == 1
-        assert losses[0] == pytest.approx(sum(topology.world.allgather(calls[0])) / len(losses))
+        assert losses[0] == pytest.approx(
+            sum(topology.world_comm.allgather(calls[0])) / len(losses)
+        )
         assert len(calls) == 1
-    assert topology.same(bits(model))
+    assert topology.equal_on_all_ranks(bits(model))
 
 
 # --- numbers -----------------------------------------------------------------------------------
@@ -199,31 +201,31 @@ def test_a_tensor_of_any_number_of_chunks_is_exchanged(topology, policy, element
     model = nn.Linear(elements, 1, bias=False)
     nn.init.zeros_(model.weight)
     exchange = daso.Exchange(chunk_bytes=512)
-    place = topology.place
+    rank_info = topology.rank_info
     with wrap(topology, model, lr=1.0, policy=policy, merge="delta", exchange=exchange) as o:
         for _ in range(4):
             o.zero_grad()
-            (model.weight * (place.rank + 1.0)).sum().backward()
+            (model.weight * (rank_info.rank + 1.0)).sum().backward()
             o.step()
-    expected = -4 * (place.size + 1) / 2
+    expected = -4 * (rank_info.world_size + 1) / 2
     torch.testing.assert_close(model.weight, torch.full((1, elements), expected), rtol=3e-3, atol=0)
-    assert topology.same(bits(model))
+    assert topology.equal_on_all_ranks(bits(model))
 
 
-def test_batchnorm_statistics_are_equal_and_the_mean_of_all_ranks(topology, place):  # [10]
+def test_batchnorm_statistics_are_equal_and_the_mean_of_all_ranks(topology, rank_info):  # [10]
     model = small()
     with wrap(topology, model, policy=daso.Fixed(4, 1)) as optimizer:
         train(topology, model, optimizer, 5)
         mine = model[1].running_mean.cpu().clone()
-        everyone = topology.world.allgather(mine)
-        assert place.size == 1 or not all(torch.equal(other, mine) for other in everyone)
+        everyone = topology.world_comm.allgather(mine)
+        assert rank_info.world_size == 1 or not all(torch.equal(other, mine) for other in everyone)
         optimizer.synchronize()
-        assert topology.same(bits(model))
+        assert topology.equal_on_all_ranks(bits(model))
         torch.testing.assert_close(model[1].running_mean.cpu(), torch.stack(everyone).mean(0))
         assert model[1].num_batches_tracked == 5
 
 
-def test_epochs_of_any_length_keep_the_grid(topology, place):  # [7]
+def test_epochs_of_any_length_keep_the_grid(topology, rank_info):  # [7]
     model = small()
     with wrap(topology, model, policy=daso.Fixed(4, 0)) as optimizer:
         done = 0
@@ -234,16 +236,16 @@ def test_epochs_of_any_length_keep_the_grid(topology, place):  # [7]
         report = optimizer.report()
     sent = [event["sent"] for event in report["events"] if event["kind"] == "exchange"]
     assert report["batches"] == 16
-    assert sent == ([4, 5, 8, 12, 16] if place.nodes > 1 else [])
+    assert sent == ([4, 5, 8, 12, 16] if rank_info.nodes > 1 else [])
 
 
-def test_the_node_is_told_once_per_exchange_whatever_the_tensors(topology, place):  # [9]
+def test_the_node_is_told_once_per_exchange_whatever_the_tensors(topology, rank_info):  # [9]
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
     with wrap(topology, model, policy=daso.Fixed(4, 1)) as optimizer:
         sync = optimizer._session._sync
         if sync is None or sync.exchanges is None:
-            assert place.nodes == 1
+            assert rank_info.nodes == 1
             return
         ((row,),) = sync.exchanges.rows.values()
         told = []
@@ -263,13 +265,13 @@ def test_every_shape_of_nodes_trains_to_the_same_model_when_synchronous(topology
     alone = small()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     for step in range(3):
-        for rank in range(topology.place.size):
+        for rank in range(topology.world_size):
             generator = torch.Generator().manual_seed(97 * step + rank)
             x = (
                 torch.randn(8, 4, generator=generator, device="cpu").to(torch.get_default_device())
                 + rank
             )
-            (alone(x).square().mean() / topology.place.size).backward()
+            (alone(x).square().mean() / topology.world_size).backward()
         optimizer.step()
         optimizer.zero_grad()
     for a, b in zip(model.parameters(), alone.parameters(), strict=True):
@@ -279,84 +281,84 @@ def test_every_shape_of_nodes_trains_to_the_same_model_when_synchronous(topology
 # --- gradients ---------------------------------------------------------------------------------
 
 
-def test_gradients_are_the_nodes_mean_when_backward_returns(topology, place):
+def test_gradients_are_the_nodes_mean_when_backward_returns(topology, rank_info):
     model = nn.Linear(3, 1, bias=False)
-    members = [rank for rank, node in enumerate(place.node_of) if node == place.node]
+    members = [rank for rank, node in enumerate(rank_info.node_of) if node == rank_info.node]
     with wrap(topology, model, policy=daso.Fixed(4, 1)) as optimizer:
         for way in (True, False):
             optimizer.zero_grad(set_to_none=way)
-            (model.weight.sum() * (place.rank + 1.0)).backward()
+            (model.weight.sum() * (rank_info.rank + 1.0)).backward()
             expected = sum(rank + 1.0 for rank in members) / len(members)
             torch.testing.assert_close(model.weight.grad, torch.full((1, 3), expected))
             optimizer.step()
 
 
-def test_clipping_sees_the_mean_gradient(topology, place):
+def test_clipping_sees_the_mean_gradient(topology, rank_info):
     model = nn.Linear(3, 1, bias=False)
     with wrap(topology, model, policy=daso.Fixed(1, 0)) as optimizer:
         optimizer.zero_grad()
-        (model.weight.sum() * (place.rank + 1.0)).backward()
+        (model.weight.sum() * (rank_info.rank + 1.0)).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        assert norm.item() == pytest.approx((place.size + 1) / 2 * 3**0.5)
+        assert norm.item() == pytest.approx((rank_info.world_size + 1) / 2 * 3**0.5)
         optimizer.step()
         assert model.weight.grad.norm().item() == pytest.approx(0.5, rel=1e-4)
 
 
-def test_accumulation_without_sync_averages_the_sum_once(topology, place):
+def test_accumulation_without_sync_averages_the_sum_once(topology, rank_info):
     model = nn.Linear(3, 1, bias=False)
     with wrap(topology, model, policy=daso.Fixed(1, 0)) as optimizer:
         for _ in range(2):
             optimizer.zero_grad()
             with optimizer.no_sync():
                 for _ in range(3):
-                    (model.weight.sum() * (place.rank + 1.0)).backward()
-                alone = torch.full((1, 3), 3 * (place.rank + 1.0))
+                    (model.weight.sum() * (rank_info.rank + 1.0)).backward()
+                alone = torch.full((1, 3), 3 * (rank_info.rank + 1.0))
                 torch.testing.assert_close(model.weight.grad, alone)
-            (model.weight.sum() * (place.rank + 1.0)).backward()
-            expected = 4 * (place.size + 1) / 2
+            (model.weight.sum() * (rank_info.rank + 1.0)).backward()
+            expected = 4 * (rank_info.world_size + 1) / 2
             torch.testing.assert_close(model.weight.grad, torch.full((1, 3), expected))
             optimizer.step()
         assert optimizer.report()["batches"] == 2
 
 
-def test_an_inner_no_sync_does_not_end_the_outer_one(topology, place):
+def test_an_inner_no_sync_does_not_end_the_outer_one(topology, rank_info):
     model = nn.Linear(3, 1, bias=False)
     with wrap(topology, model, policy=daso.Fixed(1, 0)) as optimizer:
         with optimizer.no_sync():
             with optimizer.no_sync():
-                (model.weight.sum() * (place.rank + 1.0)).backward()
-            (model.weight.sum() * (place.rank + 1.0)).backward()
-            alone = torch.full((1, 3), 2 * (place.rank + 1.0))
+                (model.weight.sum() * (rank_info.rank + 1.0)).backward()
+            (model.weight.sum() * (rank_info.rank + 1.0)).backward()
+            alone = torch.full((1, 3), 2 * (rank_info.rank + 1.0))
             torch.testing.assert_close(model.weight.grad, alone)
         optimizer.step()
-        expected = place.size + 1.0
+        expected = rank_info.world_size + 1.0
         torch.testing.assert_close(model.weight.grad, torch.full((1, 3), expected))
 
 
-def test_a_scaler_is_taken_off_the_gradients_of_all_groups(topology, place):
+def test_a_scaler_is_taken_off_the_gradients_of_all_groups(topology, rank_info):
     model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False))
     groups = [{"params": layer.parameters()} for layer in model]
     inner = torch.optim.SGD(groups, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     with daso.DASO(inner, module=model, topology=topology, policy=daso.Fixed(1, 0)) as optimizer:
-        loss = sum(layer.weight.sum() for layer in model) * (place.rank + 1.0)
+        loss = sum(layer.weight.sum() for layer in model) * (rank_info.rank + 1.0)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
-        expected = torch.full((1, 3), (place.size + 1) / 2)
+        expected = torch.full((1, 3), (rank_info.world_size + 1) / 2)
         for layer in model:
             torch.testing.assert_close(layer.weight.grad, expected)
 
 
-def test_a_rank_that_did_no_backward_joins_with_zeros(topology, place):
+def test_a_rank_that_did_no_backward_joins_with_zeros(topology, rank_info):
     model = nn.Linear(3, 1, bias=False)
     nn.init.zeros_(model.weight)
     with wrap(topology, model, lr=1.0, policy=daso.Fixed(1, 0)) as optimizer:
         for step in range(3):
             optimizer.zero_grad()
-            if place.rank == 0 or step == 1:
+            if rank_info.rank == 0 or step == 1:
                 model.weight.sum().backward()
             optimizer.step()
-    expected = -(1 + 2 / place.size)
+    expected = -(1 + 2 / rank_info.world_size)
     torch.testing.assert_close(model.weight, torch.full((1, 3), expected))
 
 
@@ -388,7 +390,7 @@ def test_gradients_survive_closing(topology):
 
 
 @pytest.mark.real_mpi
-def test_only_the_training_thread_writes_parameters_and_only_inside_step(topology, place):
+def test_only_the_training_thread_writes_parameters_and_only_inside_step(topology, rank_info):
     model = small()
     before_it = [thread.name for thread in threading.enumerate()]
     with wrap(topology, model, policy=daso.Fixed(2, 2)) as optimizer:
@@ -405,17 +407,17 @@ def test_only_the_training_thread_writes_parameters_and_only_inside_step(topolog
             assert torch.equal(flat(model), before)
         names = [thread.name for thread in threading.enumerate()]
         own = names.count("daso-exchange") - before_it.count("daso-exchange")
-        assert own == (1 if place.size > 1 else 0), names
+        assert own == (1 if rank_info.world_size > 1 else 0), names
 
 
-def test_an_exchange_goes_on_while_the_training_thread_is_elsewhere(topology, place):
+def test_an_exchange_goes_on_while_the_training_thread_is_elsewhere(topology, rank_info):
     model = nn.Linear(512, 512)
     with wrap(topology, model, policy=daso.Fixed(1, 1)) as optimizer:
         for _ in range(2):
             optimizer.zero_grad()
             model.weight.sum().backward()
             optimizer.step()
-        if place.nodes > 1:
+        if rank_info.nodes > 1:
             ticket = optimizer._session._sync.exchanges._flight.ticket
             deadline = time.monotonic() + 20
             while not ticket.done() and time.monotonic() < deadline:
@@ -423,7 +425,7 @@ def test_an_exchange_goes_on_while_the_training_thread_is_elsewhere(topology, pl
             assert ticket.done()
 
 
-def test_bytes_between_nodes_are_what_the_wire_promises(topology, place):
+def test_bytes_between_nodes_are_what_the_wire_promises(topology, rank_info):
     model = nn.Linear(64, 64, bias=False)
     sent = {}
     sizes = {"bf16": 2, "fp32": 4, "int8": 1 + 1 / 32, "int4": 0.5 + 1 / 32}
@@ -436,18 +438,18 @@ def test_bytes_between_nodes_are_what_the_wire_promises(topology, place):
             optimizer.step()
         sent[wire] = optimizer.report()["global_bytes_sent"]
         optimizer.close()
-    total = {wire: sum(topology.world.allgather(nbytes)) for wire, nbytes in sent.items()}
+    total = {wire: sum(topology.world_comm.allgather(nbytes)) for wire, nbytes in sent.items()}
     # Parts of 128 numbers' multiples where the nodes are equal powers of two: no padding then.
-    whole = place.nodes * place.lanes in (1, 2, 4)
+    whole = rank_info.nodes * rank_info.lanes in (1, 2, 4)
     for wire, nbytes in sizes.items():
-        promised = 3 * 2 * (place.nodes - 1) * 64 * 64 * nbytes
+        promised = 3 * 2 * (rank_info.nodes - 1) * 64 * 64 * nbytes
         if whole or wire == "fp32":
             assert total[wire] == promised
         else:
             assert promised <= total[wire] <= promised * 1.05
 
 
-def test_parameters_added_mid_run_are_exchanged_too(topology, place):
+def test_parameters_added_mid_run_are_exchanged_too(topology, rank_info):
     model = nn.ModuleList([nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)])
     inner = torch.optim.SGD(model[0].parameters(), lr=0.1)
     with daso.DASO(inner, module=model, topology=topology, policy=daso.Fixed(3, 1)) as optimizer:
@@ -455,18 +457,18 @@ def test_parameters_added_mid_run_are_exchanged_too(topology, place):
             if step == 4:
                 optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.2})
             optimizer.zero_grad()
-            sum(layer.weight.sum() for layer in model).mul(place.rank + 1.0).backward()
+            sum(layer.weight.sum() for layer in model).mul(rank_info.rank + 1.0).backward()
             optimizer.step()
-    assert topology.same(bits(model))
+    assert topology.equal_on_all_ranks(bits(model))
     assert len(inner.param_groups) == 2
     assert model[1].weight.grad is not None
     report = optimizer.report()
     assert report["batches"] == 10
     # Counts are kept when the group comes: merged at 4, at the drain, at 8 and at the end.
-    assert report["exchanges"] == (4 if place.nodes > 1 else 0)
+    assert report["exchanges"] == (4 if rank_info.nodes > 1 else 0)
 
 
-def test_layers_unfrozen_and_frozen_mid_run_are_followed(topology, place):
+def test_layers_unfrozen_and_frozen_mid_run_are_followed(topology, rank_info):
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     model[0].requires_grad_(False)
@@ -483,16 +485,16 @@ def test_layers_unfrozen_and_frozen_mid_run_are_followed(topology, place):
                     model[1].requires_grad_(False)
                     head = model[1].weight.detach().clone()
                 optimizer.zero_grad()
-                model(torch.ones(2, 3) * (place.rank + 1.0)).sum().backward()
+                model(torch.ones(2, 3) * (rank_info.rank + 1.0)).sum().backward()
                 optimizer.step()
         assert not torch.equal(model[0].weight, before)
-        assert place.nodes > 1 or torch.equal(model[1].weight, head)
-        assert topology.same(bits(model))
+        assert rank_info.nodes > 1 or torch.equal(model[1].weight, head)
+        assert topology.equal_on_all_ranks(bits(model))
         model.requires_grad_(True)
         model[0].requires_grad_(False)
 
 
-def test_a_layer_frozen_mid_run_stays_as_nodes_agreed_on_it(topology, place):
+def test_a_layer_frozen_mid_run_stays_as_nodes_agreed_on_it(topology, rank_info):
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     with wrap(topology, model, lr=0.01, policy=daso.Fixed(2, 1)) as optimizer:
@@ -500,22 +502,22 @@ def test_a_layer_frozen_mid_run_stays_as_nodes_agreed_on_it(topology, place):
             if step == 3:
                 model[1].requires_grad_(False)
             optimizer.zero_grad()
-            model(torch.ones(2, 3) * (place.rank + 1.0)).sum().backward()
+            model(torch.ones(2, 3) * (rank_info.rank + 1.0)).sum().backward()
             optimizer.step()
             if step == 3:  # what the nodes did to it before has been merged
                 head = bits(model[1])
-                assert topology.same(head)
+                assert topology.equal_on_all_ranks(head)
             elif step > 3:
                 assert bits(model[1]) == head
 
 
-def test_drift_is_told_over_the_batches_in_which_nodes_drifted(topology, place):
+def test_drift_is_told_over_the_batches_in_which_nodes_drifted(topology, rank_info):
     """Here nodes part alike in all batches: drift is the same, whenever the next exchange comes."""
     model = nn.Linear(8, 1, bias=False)
     with wrap(topology, model, lr=0.01, policy=daso.Fixed(4, 0), wire="fp32") as optimizer:
         for _ in range(9):
             optimizer.zero_grad()
-            (model.weight.sum() * (-1.0) ** place.node).backward()
+            (model.weight.sum() * (-1.0) ** rank_info.node).backward()
             optimizer.step()
         optimizer.synchronize()
         events = [one for one in optimizer.report()["events"] if one["kind"] == "exchange"]
@@ -525,17 +527,17 @@ def test_drift_is_told_over_the_batches_in_which_nodes_drifted(topology, place):
     assert last == pytest.approx(drift, rel=1e-3)
 
 
-def test_what_piles_up_after_a_backward_is_averaged_too(topology, place):
+def test_what_piles_up_after_a_backward_is_averaged_too(topology, rank_info):
     model = nn.Linear(3, 1, bias=False)
     with wrap(topology, model, lr=1.0, policy=daso.Fixed(1, 0)) as optimizer:
         for _ in range(2):
             optimizer.zero_grad()
-            (model.weight.sum() * (place.rank + 1.0)).backward()
+            (model.weight.sum() * (rank_info.rank + 1.0)).backward()
             with optimizer.no_sync():
-                (model.weight.sum() * (place.rank + 1.0)).backward()
+                (model.weight.sum() * (rank_info.rank + 1.0)).backward()
             optimizer.step()
-        assert topology.same(bits(model))
-        expected = place.size + 1.0
+        assert topology.equal_on_all_ranks(bits(model))
+        expected = rank_info.world_size + 1.0
         torch.testing.assert_close(model.weight.grad, torch.full((1, 3), expected))
 
 
@@ -570,18 +572,20 @@ def test_buffers_equal_everywhere_stay_as_they_are(topology):
 
 
 def poison(model, topology, rank):
-    if topology.place.rank == rank:
+    if topology.rank == rank:
         with torch.no_grad():
             model[3].weight[1, 2] = float("nan")
 
 
 @pytest.mark.nodes(*SEVERAL_NODES)
-def test_nan_on_one_node_drops_that_exchange_everywhere_and_heals(topology, place, caplog):  # [5]
+def test_nan_on_one_node_drops_that_exchange_everywhere_and_heals(
+    topology, rank_info, caplog
+):  # [5]
     model = small()
-    bad_node_ranks = [rank for rank, node in enumerate(place.node_of) if node == 1]
+    bad_node_ranks = [rank for rank, node in enumerate(rank_info.node_of) if node == 1]
     with wrap(topology, model, policy=daso.Fixed(3, 1)) as optimizer:
         for step in range(9):
-            if step == 4 and place.rank in bad_node_ranks:
+            if step == 4 and rank_info.rank in bad_node_ranks:
                 with torch.no_grad():
                     model[3].weight[1, 2] = float("nan")
             train(topology, model, optimizer, 1, first=step)
@@ -591,13 +595,13 @@ def test_nan_on_one_node_drops_that_exchange_everywhere_and_heals(topology, plac
     assert any(f"rank {rank} " in drop["why"] for rank in bad_node_ranks)
     assert flat(model).isfinite().all()
     assert model[1].running_mean.isfinite().all()
-    assert topology.same(bits(model))
+    assert topology.equal_on_all_ranks(bits(model))
 
 
-def test_nan_in_numbers_of_another_type_is_found_too(topology, place):
+def test_nan_in_numbers_of_another_type_is_found_too(topology, rank_info):
     model = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1).double()])
     with wrap(topology, model, policy=daso.Fixed(2, 1)) as optimizer:
-        if place.node == 1:
+        if rank_info.node == 1:
             nn.init.constant_(model[1].weight, float("nan"))
         for _ in range(3):
             optimizer.zero_grad()
@@ -608,59 +612,61 @@ def test_nan_in_numbers_of_another_type_is_found_too(topology, place):
     assert flat(model).isfinite().all()
 
 
-def test_buffers_are_mended_by_the_ranks_where_they_are_finite(topology, place):
+def test_buffers_are_mended_by_the_ranks_where_they_are_finite(topology, rank_info):
     model = nn.Linear(3, 1)
     model.register_buffer("seen", torch.zeros(2))
     with wrap(topology, model, policy=daso.Fixed(2, 0)) as optimizer:
-        model.seen.fill_(place.rank + 1.0)
-        if place.node == 0:
+        model.seen.fill_(rank_info.rank + 1.0)
+        if rank_info.node == 0:
             nn.init.constant_(model.weight, float("nan"))
-        if place.rank == 0:
+        if rank_info.rank == 0:
             model.seen[1] = float("nan")
         for _ in range(2):
             optimizer.zero_grad()
             model.weight.sum().backward()
             optimizer.step()
         assert optimizer.report()["dropped"] == 1
-        others = sum(rank + 1.0 for rank in range(1, place.size)) / (place.size - 1)
-        mended = [1.0, others] if place.rank == 0 else [place.rank + 1.0] * 2
+        others = sum(rank + 1.0 for rank in range(1, rank_info.world_size)) / (
+            rank_info.world_size - 1
+        )
+        mended = [1.0, others] if rank_info.rank == 0 else [rank_info.rank + 1.0] * 2
         assert model.seen.tolist() == pytest.approx(mended)
 
 
-def test_nan_raises_the_same_error_on_all_ranks_when_asked(topology, place):  # [5]
+def test_nan_raises_the_same_error_on_all_ranks_when_asked(topology, rank_info):  # [5]
     model = small()
     exchange = daso.Exchange(nonfinite="raise")
     optimizer = wrap(topology, model, policy=daso.Fixed(2, 1), exchange=exchange)
     train(topology, model, optimizer, 1)
     with torch.no_grad():
-        if place.node == 0:
+        if rank_info.node == 0:
             model[0].bias.fill_(float("inf"))
     with pytest.raises(NonFiniteError, match=r"0\.") as caught:
         train(topology, model, optimizer, 5)
-    assert topology.same(str(caught.value))
+    assert topology.equal_on_all_ranks(str(caught.value))
     optimizer.close()
 
 
-def test_lasting_nan_ends_in_the_same_error_on_all_ranks(topology, place):
+def test_lasting_nan_ends_in_the_same_error_on_all_ranks(topology, rank_info):
     model = small()
     optimizer = wrap(topology, model, policy=daso.Fixed(1, 1))
     with pytest.raises(NonFiniteError, match="drop number 3"):
         for step in range(20):
-            poison(model, topology, place.size - 1)
-            if place.local_size > 1 and place.node == place.node_of[-1]:
+            poison(model, topology, rank_info.world_size - 1)
+            if rank_info.local_size > 1 and rank_info.node == rank_info.node_of[-1]:
                 with torch.no_grad():
                     model[3].weight[1, 2] = float("nan")
             train(topology, model, optimizer, 1, first=step)
     optimizer.close()
 
 
-def test_a_nan_gradient_in_a_synchronous_phase_drops_the_step_everywhere(topology, place):
+def test_a_nan_gradient_in_a_synchronous_phase_drops_the_step_everywhere(topology, rank_info):
     model = small()
     with wrap(topology, model, policy=daso.Fixed(1, 0)) as optimizer:
         before = flat(model)
         optimizer.zero_grad()
         loss = model(torch.randn(4, 4)).sum()
-        (loss * (float("nan") if place.rank == 0 else 1.0)).backward()
+        (loss * (float("nan") if rank_info.rank == 0 else 1.0)).backward()
         optimizer.step()
         assert torch.equal(flat(model), before)
         assert optimizer.report()["dropped"] == 1
@@ -668,12 +674,12 @@ def test_a_nan_gradient_in_a_synchronous_phase_drops_the_step_everywhere(topolog
         assert not torch.equal(flat(model), before)
 
 
-def test_training_can_go_on_in_step_after_an_error_that_all_ranks_got(topology, place):
+def test_training_can_go_on_in_step_after_an_error_that_all_ranks_got(topology, rank_info):
     model = small()
     exchange = daso.Exchange(nonfinite="raise")
     optimizer = wrap(topology, model, policy=daso.Fixed(2, 0), exchange=exchange)
     with torch.no_grad():
-        if place.node == 0:
+        if rank_info.node == 0:
             model[0].bias[0] = float("nan")
     with pytest.raises(NonFiniteError):
         train(topology, model, optimizer, 2)
@@ -681,62 +687,62 @@ def test_training_can_go_on_in_step_after_an_error_that_all_ranks_got(topology, 
     model.load_state_dict(small_again.state_dict())
     train(topology, model, optimizer, 4)
     optimizer.synchronize()
-    assert topology.same(bits(model))
+    assert topology.equal_on_all_ranks(bits(model))
     optimizer.close()
 
 
-def test_uneven_numbers_of_steps_are_named_on_all_ranks(topology, place):
-    last = place.node == place.nodes - 1 and place.nodes > 1
+def test_uneven_numbers_of_steps_are_named_on_all_ranks(topology, rank_info):
+    last = rank_info.node == rank_info.nodes - 1 and rank_info.nodes > 1
     model = small()
     optimizer = wrap(topology, model, policy=daso.Fixed(4, 0))
     train(topology, model, optimizer, 5 - last)
-    if place.nodes == 1:
+    if rank_info.nodes == 1:
         optimizer.synchronize()
     else:
         with pytest.raises(ExchangeError, match="took 4 and rank 0 took 5") as caught:
             optimizer.synchronize()
-        assert topology.same(str(caught.value))
+        assert topology.equal_on_all_ranks(str(caught.value))
     optimizer.close()
 
 
-def test_options_that_differ_between_ranks_are_named_on_all(topology, place):
-    policy = daso.Fixed(4 + (place.rank == place.size - 1), 1)
+def test_options_that_differ_between_ranks_are_named_on_all(topology, rank_info):
+    policy = daso.Fixed(4 + (rank_info.rank == rank_info.world_size - 1), 1)
     with pytest.raises(ConfigError, match=r"skip=5.* here and .*skip=4.* on rank 0"):
         wrap(topology, small(), policy=policy)
-    assert topology.same("still in step")
+    assert topology.equal_on_all_ranks("still in step")
 
 
-def test_optimizer_state_loaded_on_one_rank_only_is_refused_on_all(topology, place):
+def test_optimizer_state_loaded_on_one_rank_only_is_refused_on_all(topology, rank_info):
     model = small()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if place.rank == 0:
+    if rank_info.rank == 0:
         model(torch.ones(4, 4)).sum().backward()
         inner.step()
     with pytest.raises(LayoutError, match="state must be the same on every rank"):
         daso.DASO(inner, module=model, topology=topology)
 
 
-def test_a_rank_that_stalls_in_the_first_backward_is_told(topology, place):
+def test_a_rank_that_stalls_in_the_first_backward_is_told(topology, rank_info):
     model = small()
     exchange = daso.Exchange(timeout_seconds=0.3)
     optimizer = wrap(topology, model, policy=daso.Fixed(1, 0), exchange=exchange)
-    if place.rank == 0:
-        host = topology.roll.hosts[0]
-        late = ", ".join(f"{rank} on host {host}" for rank in range(1, place.size))
+    if rank_info.rank == 0:
+        host = topology.liveness.hosts[0]
+        late = ", ".join(f"{rank} on host {host}" for rank in range(1, rank_info.world_size))
         with pytest.raises(StallError, match=f"no answer from world rank {late}"):
             model(torch.ones(4, 4)).sum().backward()
-    topology.world.Barrier()
+    topology.world_comm.Barrier()
     sync = optimizer._session._sync
     sync.buckets.close()
     sync.channels.engine.abandon()  # close() is collective, and rank 0 is out of step
 
 
-def test_parameters_that_differ_between_ranks_are_named_on_all(topology, place):
-    width = 5 if place.rank == place.size - 1 else 4
+def test_parameters_that_differ_between_ranks_are_named_on_all(topology, rank_info):
+    width = 5 if rank_info.rank == rank_info.world_size - 1 else 4
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, width))
     with pytest.raises(LayoutError, match=r"1\.weight \(5, 3\).* against 1\.weight \(4, 3\)"):
         wrap(topology, model)
-    assert topology.same("still in step")
+    assert topology.equal_on_all_ranks("still in step")
 
 
 @pytest.mark.parametrize(
@@ -748,15 +754,15 @@ def test_parameters_that_differ_between_ranks_are_named_on_all(topology, place):
         (lambda: nn.Linear(2, 2, device="meta"), "must be on the CPU"),
     ],
 )
-def test_parameters_that_cannot_be_exchanged_are_refused(topology, place, make, match):
-    if place.size == 1:
+def test_parameters_that_cannot_be_exchanged_are_refused(topology, rank_info, make, match):
+    if rank_info.world_size == 1:
         assert wrap(topology, make()).report()["world"] == 1  # alone, anything goes
         return
     with pytest.raises((LayoutError, TopologyError), match=match):
         wrap(topology, make())
 
 
-def test_a_sparse_gradient_nobody_could_foresee_is_refused_in_backward(topology, place):
+def test_a_sparse_gradient_nobody_could_foresee_is_refused_in_backward(topology, rank_info):
     weight = nn.Parameter(torch.zeros(4, 2))
     inner = torch.optim.SGD([weight], lr=0.1)
     optimizer = daso.DASO(inner, topology=topology)
@@ -765,38 +771,38 @@ def test_a_sparse_gradient_nobody_could_foresee_is_refused_in_backward(topology,
     optimizer.close()
 
 
-def test_ranks_that_are_nodes_leave_gradients_alone_until_nodes_average_them(topology, place):
+def test_ranks_that_are_nodes_leave_gradients_alone_until_nodes_average_them(topology, rank_info):
     model = small()
     policy = daso.Plateau(4, warmup=1, cooldown=1)
     with wrap(topology, model, policy=policy) as optimizer:
         for epoch in range(4):
             optimizer.zero_grad()
-            model(torch.ones(4, 4) * (place.rank + 1)).square().mean().backward()
+            model(torch.ones(4, 4) * (rank_info.rank + 1)).square().mean().backward()
             grads = [p.grad.clone() for p in model.parameters()]
-            averaged = topology.same([g.tolist() for g in grads])
+            averaged = topology.equal_on_all_ranks([g.tolist() for g in grads])
             synchronous = epoch in (0, 3)
-            assert averaged == (synchronous or place.nodes == 1), epoch
+            assert averaged == (synchronous or rank_info.nodes == 1), epoch
             optimizer.step()
             optimizer.end_epoch(1.0)
-    assert topology.same(bits(model))
+    assert topology.equal_on_all_ranks(bits(model))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_of_shared_weights_give_the_mean_gradient(topology, place, reentrant):
+def test_checkpoints_of_shared_weights_give_the_mean_gradient(topology, rank_info, reentrant):
     torch.manual_seed(3)
     model = nn.Linear(3, 3)
     alone = nn.Linear(3, 3)
-    inputs = [torch.ones(1, 3) * (rank + 1.0) for rank in range(place.size)]
+    inputs = [torch.ones(1, 3) * (rank + 1.0) for rank in range(rank_info.world_size)]
     with wrap(topology, model, policy=daso.Fixed(1, 0)) as optimizer:
         alone.load_state_dict(model.state_dict())
         for _ in range(2):  # the buckets are made by the first
             optimizer.zero_grad()
-            x = inputs[place.rank].clone().requires_grad_()
+            x = inputs[rank_info.rank].clone().requires_grad_()
             y = checkpoint(model, x, use_reentrant=reentrant)
             checkpoint(model, y, use_reentrant=reentrant).square().sum().backward()
             alone.zero_grad()
             for x in inputs:
-                (alone(alone(x)).square().sum() / place.size).backward()
+                (alone(alone(x)).square().sum() / rank_info.world_size).backward()
             torch.testing.assert_close(model.weight.grad, alone.weight.grad)
 
 
@@ -814,13 +820,13 @@ def test_wrong_options_are_refused_before_anything_is_sent(topology, options, ma
 
 
 @pytest.mark.parametrize("early", ["first", "last"])
-def test_ranks_stuck_in_different_exchanges_are_told_who_stopped_first(topology, place, early):
-    model, who = small(), 0 if early == "first" else place.size - 1
+def test_ranks_stuck_in_different_exchanges_are_told_who_stopped_first(topology, rank_info, early):
+    model, who = small(), 0 if early == "first" else rank_info.world_size - 1
     optimizer = wrap(topology, model, policy=daso.Fixed(4, 1))
     train(topology, model, optimizer, 5)
     start = time.monotonic()
     with pytest.raises(ExchangeError, match=r"rank \d+ took [58] and rank \d+ took [5678];"):
-        if place.rank != who:
+        if rank_info.rank != who:
             train(topology, model, optimizer, 3, first=5)  # the others send after 8 steps
         optimizer.synchronize()
     assert time.monotonic() - start < 20 * slowness()

@@ -31,17 +31,17 @@ def store(folder):
     return PerRank(lambda topology: Checkpoints(folder, topology))
 
 
-def payload(place, step):
+def payload(rank_info, step):
     return {
-        "weights": torch.linspace(step, place.rank + 1, 1000),
+        "weights": torch.linspace(step, rank_info.rank + 1, 1000),
         "bf16": torch.tensor([step / 3, float("nan")], dtype=torch.bfloat16),
-        "plain": {"rank": place.rank, 3: [None, True, 0.1, "text", b"bytes", (1, {2})]},
+        "plain": {"rank": rank_info.rank, 3: [None, True, 0.1, "text", b"bytes", (1, {2})]},
     }
 
 
-def assert_is(loaded, place, step):
-    wanted = payload(place, step)
-    assert (loaded.step, loaded.world, loaded.same_world) == (step, place.size, True)
+def assert_is(loaded, rank_info, step):
+    wanted = payload(rank_info, step)
+    assert (loaded.step, loaded.world, loaded.same_world) == (step, rank_info.world_size, True)
     assert torch.equal(loaded.payload["weights"], wanted["weights"])
     assert loaded.payload["bf16"].view(torch.int16).equal(wanted["bf16"].view(torch.int16))
     assert loaded.payload["plain"] == wanted["plain"]
@@ -50,16 +50,16 @@ def assert_is(loaded, place, step):
 def error_of(topology, do, kind=CheckpointError):
     with pytest.raises(kind) as caught:
         do()
-    said = topology.world.allgather(str(caught.value))
+    said = topology.world_comm.allgather(str(caught.value))
     assert len(set(said)) == 1, "the same on every rank"
     return said[0]
 
 
 def on_rank(topology, rank, do):
     """Do something on one rank, before any goes on."""
-    if topology.place.rank == rank:
+    if topology.rank == rank:
         do()
-    topology.world.Barrier()
+    topology.world_comm.Barrier()
 
 
 def names(folder):
@@ -69,21 +69,21 @@ def names(folder):
 # --- what is saved comes back ---------------------------------------------------------------------
 
 
-def test_every_rank_gets_back_what_it_saved(store, place):
-    store.save(7, payload(place, 7))
+def test_every_rank_gets_back_what_it_saved(store, rank_info):
+    store.save(7, payload(rank_info, 7))
     loaded = store.load()
-    assert_is(loaded, place, 7)
+    assert_is(loaded, rank_info, 7)
     assert loaded.refused == ()
 
 
-def test_the_newest_is_loaded_and_so_many_are_kept(folder, topology, place):
+def test_the_newest_is_loaded_and_so_many_are_kept(folder, topology, rank_info):
     store = Checkpoints(folder, topology, keep=2)
     for step in (1, 20, 300):
-        store.save(step, payload(place, step))
+        store.save(step, payload(rank_info, step))
     assert store.steps() == [20, 300]
-    assert_is(store.load(), place, 300)
+    assert_is(store.load(), rank_info, 300)
     assert (folder / "latest").read_text() == "step-00000300\n"
-    ranks = [f"rank-{rank:05d}.pt" for rank in range(place.size)]
+    ranks = [f"rank-{rank:05d}.pt" for rank in range(rank_info.world_size)]
     for step in ("step-00000020", "step-00000300"):
         assert names(folder / step) == ["manifest.json", *ranks]
 
@@ -95,18 +95,21 @@ def test_a_folder_without_checkpoints_gives_none(store, folder, topology):
     assert store.steps() == []
 
 
-def test_the_manifest_tells_of_what_and_where(store, folder, place):
-    store.save(7, payload(place, 7))
+def test_the_manifest_tells_of_what_and_where(store, folder, rank_info):
+    store.save(7, payload(rank_info, 7))
     manifest = json.loads((folder / "step-00000007" / "manifest.json").read_text())
-    assert (manifest["schema"], manifest["step"], manifest["world"]) == (2, 7, place.size)
-    assert manifest["node_sizes"] == list(place.node_sizes)
+    assert (manifest["schema"], manifest["step"], manifest["world"]) == (2, 7, rank_info.world_size)
+    assert manifest["node_sizes"] == list(rank_info.node_sizes)
     assert manifest["versions"]["torch"] == torch.__version__
-    sizes = [(folder / f"step-00000007/rank-{r:05d}.pt").stat().st_size for r in range(place.size)]
+    sizes = [
+        (folder / f"step-00000007/rank-{r:05d}.pt").stat().st_size
+        for r in range(rank_info.world_size)
+    ]
     assert [entry["size"] for entry in manifest["files"]] == sizes
 
 
 @pytest.mark.real_mpi
-def test_random_numbers_go_on_where_they_were(store, place):
+def test_random_numbers_go_on_where_they_were(store, rank_info):
     def draw():
         return torch.rand(3).tolist(), random.gauss(0, 1), np.random.normal(size=3).tolist()
 
@@ -121,19 +124,19 @@ def test_random_numbers_go_on_where_they_were(store, place):
 # --- another world --------------------------------------------------------------------------------
 
 
-def test_other_nodes_load_what_rank_0_saved(store, folder, place):
-    store.save(7, payload(place, 7))
-    cut = [place.size] if place.nodes > 1 else [1] * place.size
+def test_other_nodes_load_what_rank_0_saved(store, folder, rank_info):
+    store.save(7, payload(rank_info, 7))
+    cut = [rank_info.world_size] if rank_info.nodes > 1 else [1] * rank_info.world_size
     other = Topology(ranks_per_node=cut)
     loaded = Checkpoints(folder, other).load()
-    same = place.size == 1
-    assert (loaded.world, loaded.same_world) == (place.size, same)
+    same = rank_info.world_size == 1
+    assert (loaded.world, loaded.same_world) == (rank_info.world_size, same)
     assert loaded.payload["plain"]["rank"] == 0
     other.free()
 
 
-def test_fewer_ranks_load_what_rank_0_saved(store, folder, topology, place):
-    store.save(7, payload(place, 7))
+def test_fewer_ranks_load_what_rank_0_saved(store, folder, topology, rank_info):
+    store.save(7, payload(rank_info, 7))
     path = folder / "step-00000007" / "manifest.json"
 
     def one_more_rank():
@@ -144,7 +147,7 @@ def test_fewer_ranks_load_what_rank_0_saved(store, folder, topology, place):
 
     on_rank(topology, 0, one_more_rank)
     loaded = store.load()
-    assert (loaded.step, loaded.world, loaded.same_world) == (7, place.size + 1, False)
+    assert (loaded.step, loaded.world, loaded.same_world) == (7, rank_info.world_size + 1, False)
     assert loaded.payload["plain"]["rank"] == 0
 
 
@@ -195,62 +198,62 @@ DAMAGE = {
 
 def damage(topology, folder, step, how):
     where, do, _ = DAMAGE[how]
-    name = "manifest.json" if where == "manifest" else f"rank-{topology.place.size - 1:05d}.pt"
+    name = "manifest.json" if where == "manifest" else f"rank-{topology.world_size - 1:05d}.pt"
     on_rank(topology, 0, lambda: do(folder / f"step-{step:08d}" / name))
     return name
 
 
 @pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_one_is_refused_and_the_one_before_is_taken(
-    store, folder, topology, place, how, caplog
+    store, folder, topology, rank_info, how, caplog
 ):
-    store.save(10, payload(place, 10))
-    store.save(20, payload(place, 20))
+    store.save(10, payload(rank_info, 10))
+    store.save(20, payload(rank_info, 20))
     name = damage(topology, folder, 20, how)
     loaded = store.load()
-    assert_is(loaded, place, 10)
+    assert_is(loaded, rank_info, 10)
     (reason,) = loaded.refused
     assert reason.startswith("step 20: ")
     assert DAMAGE[how][2] in reason
     if how != "no manifest":
         assert name in reason
-    if DAMAGE[how][0] == "last" and place.size > 1:
-        assert f"rank {place.size - 1}: " in reason
-    assert topology.same(loaded.refused)
+    if DAMAGE[how][0] == "last" and rank_info.world_size > 1:
+        assert f"rank {rank_info.world_size - 1}: " in reason
+    assert topology.equal_on_all_ranks(loaded.refused)
     said = [record.message for record in caplog.records if record.name == "daso"]
-    if place.rank == 0 or not isinstance(topology.world, Comm):  # threads share their log
-        assert said == ([f"checkpoint refused: {reason}"] if place.rank == 0 else [])
+    if rank_info.rank == 0 or not isinstance(topology.world_comm, Comm):  # threads share their log
+        assert said == ([f"checkpoint refused: {reason}"] if rank_info.rank == 0 else [])
 
 
 @pytest.mark.parametrize("how", ["flipped", "schema", "no manifest"])
-def test_after_a_refusal_the_same_step_is_saved_anew(store, folder, topology, place, how):
-    store.save(10, payload(place, 10))
-    store.save(20, payload(place, 20))
+def test_after_a_refusal_the_same_step_is_saved_anew(store, folder, topology, rank_info, how):
+    store.save(10, payload(rank_info, 10))
+    store.save(20, payload(rank_info, 20))
     damage(topology, folder, 20, how)
     store.load()
-    store.save(15, payload(place, 15))
-    assert_is(store.load(), place, 15)
-    store.save(20, payload(place, 20))
+    store.save(15, payload(rank_info, 15))
+    assert_is(store.load(), rank_info, 15)
+    store.save(20, payload(rank_info, 20))
     loaded = Checkpoints(folder, topology).load()
-    assert_is(loaded, place, 20)
+    assert_is(loaded, rank_info, 20)
     assert loaded.refused == ()
     assert store.steps() == [10, 15, 20]
 
 
-def test_a_refused_one_does_not_push_out_a_sound_one(folder, topology, place):
+def test_a_refused_one_does_not_push_out_a_sound_one(folder, topology, rank_info):
     store = Checkpoints(folder, topology, keep=1)
-    store.save(10, payload(place, 10))
+    store.save(10, payload(rank_info, 10))
     on_rank(
         topology, 0, lambda: shutil.copytree(folder / "step-00000010", folder / "step-00000030")
     )
-    assert_is(store.load(), place, 10)
-    store.save(20, payload(place, 20))
-    assert_is(Checkpoints(folder, topology, keep=1).load(), place, 20)
+    assert_is(store.load(), rank_info, 10)
+    store.save(20, payload(rank_info, 20))
+    assert_is(Checkpoints(folder, topology, keep=1).load(), rank_info, 20)
 
 
-def test_none_that_is_sound_is_an_error_with_every_reason(store, folder, topology, place):
-    store.save(10, payload(place, 10))
-    store.save(20, payload(place, 20))
+def test_none_that_is_sound_is_an_error_with_every_reason(store, folder, topology, rank_info):
+    store.save(10, payload(rank_info, 10))
+    store.save(20, payload(rank_info, 20))
     damage(topology, folder, 10, "flipped")
     damage(topology, folder, 20, "truncated")
     said = error_of(topology, store.load)
@@ -260,11 +263,11 @@ def test_none_that_is_sound_is_an_error_with_every_reason(store, folder, topolog
     assert "restore one" in said
 
 
-def test_what_other_files_lie_there_is_left_alone(store, folder, topology, place):
-    store.save(10, payload(place, 10))
+def test_what_other_files_lie_there_is_left_alone(store, folder, topology, rank_info):
+    store.save(10, payload(rank_info, 10))
     on_rank(topology, 0, lambda: (folder / "step-notes.txt").write_text("mine"))
-    store.save(20, payload(place, 20))
-    assert_is(store.load(), place, 20)
+    store.save(20, payload(rank_info, 20))
+    assert_is(store.load(), rank_info, 20)
     assert (folder / "step-notes.txt").read_text() == "mine"
 
 
@@ -278,72 +281,72 @@ def full(*_):
 @pytest.mark.real_mpi
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_full_disk_on_one_rank_is_the_same_error_on_all(
-    store, folder, topology, place, monkeypatch, call
+    store, folder, topology, rank_info, monkeypatch, call
 ):
-    store.save(10, payload(place, 10))
-    before = topology.world.bcast(names(folder))
+    store.save(10, payload(rank_info, 10))
+    before = topology.world_comm.bcast(names(folder))
     with monkeypatch.context() as patch:
-        if place.rank == place.size - 1:
+        if rank_info.rank == rank_info.world_size - 1:
             patch.setattr(os, call, full)
-        said = error_of(topology, lambda: store.save(20, payload(place, 20)))
-    path = folder / "step-00000020" / f"rank-{place.size - 1:05d}.pt"
+        said = error_of(topology, lambda: store.save(20, payload(rank_info, 20)))
+    path = folder / "step-00000020" / f"rank-{rank_info.world_size - 1:05d}.pt"
     assert f"{path}: No space left on device; make room" in said
-    assert said.startswith(f"rank {place.size - 1}: ") or place.size == 1
-    topology.world.Barrier()
+    assert said.startswith(f"rank {rank_info.world_size - 1}: ") or rank_info.world_size == 1
+    topology.world_comm.Barrier()
     assert names(folder) == before
-    assert_is(store.load(), place, 10)
-    store.save(20, payload(place, 20))
-    assert_is(store.load(), place, 20)
+    assert_is(store.load(), rank_info, 10)
+    store.save(20, payload(rank_info, 20))
+    assert_is(store.load(), rank_info, 20)
 
 
 @pytest.mark.real_mpi
-def test_torchs_own_writer_meets_a_full_disk(store, folder, topology, place, monkeypatch):
+def test_torchs_own_writer_meets_a_full_disk(store, folder, topology, rank_info, monkeypatch):
     def write_half(what, file):
         file.write(b"half")
         raise RuntimeError("[enforce fail at inline_container.cc] unexpected pos")
 
-    store.save(10, payload(place, 10))
+    store.save(10, payload(rank_info, 10))
     with monkeypatch.context() as patch:
-        if place.rank == 0:
+        if rank_info.rank == 0:
             patch.setattr(torch, "save", write_half)
-        said = error_of(topology, lambda: store.save(20, payload(place, 20)))
+        said = error_of(topology, lambda: store.save(20, payload(rank_info, 20)))
     assert "unexpected pos" in said
-    assert_is(store.load(), place, 10)
+    assert_is(store.load(), rank_info, 10)
 
 
 @pytest.mark.real_mpi
-def test_a_manifest_that_cannot_be_written(store, folder, topology, place, monkeypatch):
-    store.save(10, payload(place, 10))
+def test_a_manifest_that_cannot_be_written(store, folder, topology, rank_info, monkeypatch):
+    store.save(10, payload(rank_info, 10))
     calls = itertools.count()
     real = os.fsync
     with monkeypatch.context() as patch:
         # Rank 0's file and its folder; then the manifest.
         patch.setattr(os, "fsync", lambda fd: real(fd) if next(calls) < 2 else full())
-        said = error_of(topology, lambda: store.save(20, payload(place, 20)))
+        said = error_of(topology, lambda: store.save(20, payload(rank_info, 20)))
     assert "step-00000020: No space left on device" in said
-    assert_is(store.load(), place, 10)
+    assert_is(store.load(), rank_info, 10)
 
 
-def test_a_file_in_place_of_the_folder(store, folder, topology, place):
+def test_a_file_in_place_of_the_folder(store, folder, topology, rank_info):
     on_rank(topology, 0, lambda: (folder.parent.mkdir(), folder.write_text("")))
-    for do in (store.load, store.steps, lambda: store.save(1, payload(place, 1))):
+    for do in (store.load, store.steps, lambda: store.save(1, payload(rank_info, 1))):
         assert f"{folder}" in (said := error_of(topology, do))
         assert "Not a directory" in said
 
 
-def test_a_folder_that_not_all_ranks_share(folder, topology, place):
-    mine = Checkpoints(folder / str(place.rank), topology)
-    said = error_of(topology, lambda: mine.save(1, payload(place, 1)))
+def test_a_folder_that_not_all_ranks_share(folder, topology, rank_info):
+    mine = Checkpoints(folder / str(rank_info.rank), topology)
+    said = error_of(topology, lambda: mine.save(1, payload(rank_info, 1)))
     assert "which rank 1 wrote" in said
     assert "shared file system" in said
 
 
-def test_what_could_not_be_loaded_again_is_not_saved(store, topology, place):
+def test_what_could_not_be_loaded_again_is_not_saved(store, topology, rank_info):
     class Odd:
         pass
 
-    mine = payload(place, 1)
-    if place.rank == place.size - 1:
+    mine = payload(rank_info, 1)
+    if rank_info.rank == rank_info.world_size - 1:
         mine["plain"]["odd"] = [0, Odd()]
     said = error_of(topology, lambda: store.save(1, mine))
     assert "payload['plain']['odd'][1] is a Odd" in said
@@ -352,12 +355,12 @@ def test_what_could_not_be_loaded_again_is_not_saved(store, topology, place):
         assert "payload['x']" in error_of(topology, lambda value=value: store.save(1, {"x": value}))
 
 
-def test_steps_go_up(store, topology, place):
-    store.save(10, payload(place, 10))
+def test_steps_go_up(store, topology, rank_info):
+    store.save(10, payload(rank_info, 10))
     for step in (9, 10):
-        said = error_of(topology, lambda step=step: store.save(step, payload(place, step)))
+        said = error_of(topology, lambda step=step: store.save(step, payload(rank_info, step)))
         assert f"{step} is not above 10" in said
-    assert_is(store.load(), place, 10)
+    assert_is(store.load(), rank_info, 10)
 
 
 def test_keeping_none_is_refused(folder, topology):
@@ -386,14 +389,14 @@ def test_a_crash_in_the_middle_of_the_first_manifest_leaves_no_checkpoint(
 
 @pytest.mark.real_mpi
 def test_at_every_moment_of_saving_there_is_one_to_load(
-    folder, topology, place, monkeypatch, tmp_path
+    folder, topology, rank_info, monkeypatch, tmp_path
 ):
     """Copy the folder before each change that rank 0 makes to it; each copy must load."""
     store = Checkpoints(folder, topology, keep=1)
-    store.save(10, payload(place, 10))
-    topology.world.Barrier()
+    store.save(10, payload(rank_info, 10))
+    topology.world_comm.Barrier()
     count = itertools.count()
-    copies = Path(topology.world.bcast(str(tmp_path))) / "copies"
+    copies = Path(topology.world_comm.bcast(str(tmp_path))) / "copies"
 
     inside = []
 
@@ -410,11 +413,11 @@ def test_at_every_moment_of_saving_there_is_one_to_load(
         return call
 
     with monkeypatch.context() as patch:
-        if place.rank == 0:
+        if rank_info.rank == 0:
             for name in ("fsync", "replace", "unlink", "rmdir", "mkdir"):
                 patch.setattr(os, name, copying(getattr(os, name)))
-        store.save(20, payload(place, 20))
-    moments = topology.world.bcast(next(count))
+        store.save(20, payload(rank_info, 20))
+    moments = topology.world_comm.bcast(next(count))
     assert moments > 10
     steps = [Checkpoints(copies / str(at), topology).load().step for at in range(moments)]
     assert set(steps) == {10, 20}

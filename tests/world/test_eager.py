@@ -91,7 +91,7 @@ def joined(mode, versions):
 
 def train(topology, build, make, steps=5, each=None, **how):
     model = seeded(build)()
-    rank = topology.place.rank
+    rank = topology.rank
     with daso.ParameterServer(model, make, topology=topology, **how) as server:
         server.keep_log()
         for step in range(steps):
@@ -122,22 +122,22 @@ def test_without_staleness_every_step_equals_one_process(
     make_flat = (lambda p: torch.optim.AdamW(p, lr=1e-2)) if make is adamw else sgd
     packets = daso.Exchange(chunk_bytes=packet_bytes)
     model, report, _ = train(topology, build, make_flat, push_every=every, exchange=packets)
-    expected = sequential(seeded(build), make_flat, topology.place.size, 5, "sharded")
+    expected = sequential(seeded(build), make_flat, topology.world_size, 5, "sharded")
     assert same(params(model), expected)
     assert report["steps"] == 5
-    assert (report["bytes_sent"] > 0) == (topology.place.size > 1)
+    assert (report["bytes_sent"] > 0) == (topology.world_size > 1)
 
 
 @pytest.mark.parametrize("mode", ["local_rows", "replicated"])
 @pytest.mark.parametrize(("build", "make"), [(mlp, sgd), (Odd, sgd)])
 def test_other_modes_equal_one_process_too(topology, build, make, mode):
     model, *_ = train(topology, build, make, mode=mode, push_every=1)
-    assert same(params(model), sequential(seeded(build), make, topology.place.size, 5, mode))
+    assert same(params(model), sequential(seeded(build), make, topology.world_size, 5, mode))
 
 
 def test_all_ranks_end_with_the_same_bits(topology):
     model, *_ = train(topology, Odd, sgd, staleness=None)
-    everyones = topology.world.allgather([t.clone() for t in model.state_dict().values()])
+    everyones = topology.world_comm.allgather([t.clone() for t in model.state_dict().values()])
     assert all(same(one, everyones[0]) for one in everyones)
 
 
@@ -150,7 +150,7 @@ def test_learning_rates_are_those_of_each_step(topology):
 
     model, *_ = train(topology, mlp, sgd, each=each)
     assert same(
-        params(model), sequential(seeded(mlp), sgd, topology.place.size, 5, "sharded", rates)
+        params(model), sequential(seeded(mlp), sgd, topology.world_size, 5, "sharded", rates)
     )
 
 
@@ -176,11 +176,11 @@ def test_a_replay_gives_the_same_bits(topology, mode, staleness, case, push_ever
         sends = Counter(one.step for one in log.events if isinstance(one, Send))
         # These models are below the floor: with "auto" nothing leaves before the end.
         assert min(sends.values()) > 1 if push_every == 1 else set(sends.values()) == {1}
-        logs = topology.world.allgather(log)
+        logs = topology.world_comm.allgather(log)
 
         found = replay(logs, seeded(build), make_flat, backward)
         assert same(params(found.model), params(model))
-        total = sum(topology.world.allgather(report["updates"]))
+        total = sum(topology.world_comm.allgather(report["updates"]))
         assert found.versions == total > 0
         if staleness is not None:
             assert found.oldest <= staleness
@@ -218,8 +218,8 @@ THIN, BELOW, ABOVE = range(3)
 )
 def test_layers_leave_while_backward_goes_on(topology, mode, every, early, in_backward, in_step):
     """Those before backward comes to the first layer, those before it returns, and the rest."""
-    rank = topology.place.rank
-    owners = 1 if mode == "replicated" else topology.place.size
+    rank = topology.rank
+    owners = 1 if mode == "replicated" else topology.world_size
     model = seeded(lambda: Early(owners))()
     thin, below, above = (one.weight.nbytes // owners for one in model.children())
     assert thin + below < FLOOR_BYTES < above
@@ -241,7 +241,7 @@ def test_layers_leave_while_backward_goes_on(topology, mode, every, early, in_ba
 
 @pytest.mark.parametrize("staleness", [1, 4])
 def test_a_rank_goes_as_far_ahead_of_the_slowest_as_it_may_and_waits_there(topology, staleness):
-    rank, world = topology.place.rank, topology.world
+    rank, world = topology.rank, topology.world_comm
     model, told = seeded(mlp)(), []
     with daso.ParameterServer(model, sgd, topology=topology, staleness=staleness) as server:
         server.keep_log()
@@ -258,7 +258,7 @@ def test_a_rank_goes_as_far_ahead_of_the_slowest_as_it_may_and_waits_there(topol
             server.zero_grad()
             loss = batch_loss(model, rank, step)
             if rank == 0 and step == 0:  # the slowest: until the others can go no further
-                told += [world.recv(source=other) for other in range(1, topology.place.size)]
+                told += [world.recv(source=other) for other in range(1, topology.world_size)]
             loss.backward()
             server.step()
         server.synchronize()
@@ -271,7 +271,7 @@ def test_a_rank_goes_as_far_ahead_of_the_slowest_as_it_may_and_waits_there(topol
 
 def test_a_replica_starts_each_step_from_what_it_made_of_its_last(topology):
     """However long that takes: here, until somebody waits for it."""
-    rank, steps = topology.place.rank, 4
+    rank, steps = topology.rank, 4
     model, held = seeded(mlp)(), []
     how = {"mode": "replicated", "staleness": None}
     with daso.ParameterServer(model, sgd, topology=topology, **how) as server:
@@ -331,7 +331,7 @@ def test_400_tiny_tensors_one_huge_and_layers_that_are_not_called(topology, buil
     steps = 2 if build is wide_one else 4
     model, *_ = train(topology, build, sgd, steps=steps)
     assert same(
-        params(model), sequential(seeded(build), sgd, topology.place.size, steps, "sharded")
+        params(model), sequential(seeded(build), sgd, topology.world_size, steps, "sharded")
     )
 
 
@@ -343,10 +343,10 @@ def test_packets_cross_by_windows_too(topology, staleness):
     )
     assert report["transport"] == "windows"
     if staleness == 0:
-        expected = sequential(seeded(Odd), sgd, topology.place.size, 6, "sharded")
+        expected = sequential(seeded(Odd), sgd, topology.world_size, 6, "sharded")
         assert same(params(model), expected)
     else:
-        found = replay(topology.world.allgather(log), seeded(Odd), sgd, backward)
+        found = replay(topology.world_comm.allgather(log), seeded(Odd), sgd, backward)
         assert same(params(found.model), params(model))
 
 
@@ -363,7 +363,7 @@ def rounded(source, step, index, grad, residuals):
 
 
 def test_gradients_on_a_16_bit_wire_lose_nothing_for_good(topology):
-    size, residuals = topology.place.size, {}
+    size, residuals = topology.world_size, {}
     model, *_ = train(topology, mlp, sgd, steps=6, wire="bf16")
     expected = seeded(mlp)()
     inner = sgd(expected.parameters())
@@ -387,13 +387,13 @@ def test_gradients_on_a_16_bit_wire_lose_nothing_for_good(topology):
 def test_a_replay_rounds_as_the_wire_did(topology, wire):
     model, report, log = train(topology, Odd, sgd, steps=8, each=uneven, staleness=None, wire=wire)
     assert report["wire"] == wire
-    found = replay(topology.world.allgather(log), seeded(Odd), sgd, backward)
+    found = replay(topology.world_comm.allgather(log), seeded(Odd), sgd, backward)
     assert same(params(found.model), params(model))
 
 
 def test_training_goes_on_after_ranks_met_and_from_what_was_saved(topology, shared_folder):
     folder = shared_folder
-    rank, size = topology.place.rank, topology.place.size
+    rank, size = topology.rank, topology.world_size
     make = lambda p: torch.optim.AdamW(p, lr=1e-2)  # noqa: E731
     model = seeded(Odd)()
     with daso.ParameterServer(model, make, topology=topology) as server:
@@ -434,7 +434,7 @@ def test_state_of_other_rows_is_refused(topology):
 
 @pytest.mark.parametrize("staleness", [1, None])
 def test_ranks_may_take_different_numbers_of_steps(topology, staleness):
-    rank, size = topology.place.rank, topology.place.size
+    rank, size = topology.rank, topology.world_size
     model = seeded(mlp)()
     with daso.ParameterServer(model, sgd, topology=topology, staleness=staleness) as server:
         for _ in range(2):
@@ -446,12 +446,12 @@ def test_ranks_may_take_different_numbers_of_steps(topology, staleness):
         assert server.report()["steps"] == 2 * (3 + 2 * rank)
         updates = 2 * len(server._client.shares.layers) * sum(3 + 2 * r for r in range(size))
         assert server.report()["updates"] == updates
-    everyones = topology.world.allgather(params(model))
+    everyones = topology.world_comm.allgather(params(model))
     assert all(same(one, everyones[0]) for one in everyones)
 
 
 def test_accumulation_sends_the_sum_once(topology):
-    rank, size = topology.place.rank, topology.place.size
+    rank, size = topology.rank, topology.world_size
     model = seeded(mlp)()
     with daso.ParameterServer(model, sgd, topology=topology) as server:
         server.zero_grad()
@@ -483,7 +483,7 @@ def test_a_second_backward_in_a_step_is_refused_with_the_remedy(topology):
 
 
 def test_gradients_that_are_not_finite_are_left_out_and_raise_in_the_end(topology):
-    rank = topology.place.rank
+    rank = topology.rank
     model = seeded(mlp)()
     with daso.ParameterServer(model, sgd, topology=topology) as server:
         for step in range(3):
@@ -514,7 +514,7 @@ def test_gradients_that_are_not_finite_raise_at_once_where_that_is_asked_for(top
 
 
 def test_an_evaluation_leaves_parameters_alone(topology):
-    rank = topology.place.rank
+    rank = topology.rank
     model = seeded(mlp)()
     with daso.ParameterServer(model, sgd, topology=topology, staleness=None) as server:
         server.zero_grad()
@@ -529,7 +529,7 @@ def test_an_evaluation_leaves_parameters_alone(topology):
 
 
 def test_schedulers_drive_it(topology):
-    rank, size = topology.place.rank, topology.place.size
+    rank, size = topology.rank, topology.world_size
     model = seeded(mlp)()
     with daso.ParameterServer(model, sgd, topology=topology) as server:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(server, 0.5)
@@ -552,7 +552,7 @@ def test_bad_keywords_raise_before_anything_is_sent(topology, keywords, text):
 
 
 def test_different_options_and_models_are_refused_on_all_ranks(topology):
-    last = topology.place.rank == topology.place.size - 1
+    last = topology.rank == topology.world_size - 1
     with pytest.raises(ConfigError, match="same options"):
         daso.ParameterServer(mlp(), sgd, topology=topology, staleness=3 if last else 0)
     with pytest.raises(LayoutError):
@@ -591,7 +591,7 @@ def test_bytes_on_the_wire_are_those_of_the_mode(topology, staleness, monkeypatc
         post(self, to, letter)
 
     monkeypatch.setattr(SendQueue, "post", count)
-    size, steps = topology.place.size, 4
+    size, steps = topology.world_size, 4
     numel = sum(p.numel() for p in wide_one().parameters())
     model_bytes = 4 * numel
     expected = {  # gradients there and rows back; rows to all; all to all
@@ -602,12 +602,12 @@ def test_bytes_on_the_wire_are_those_of_the_mode(topology, staleness, monkeypatc
     for mode, least in expected.items():
         posted.clear()
         _, report, _ = train(topology, wide_one, sgd, steps=steps, mode=mode, staleness=staleness)
-        sent = sum(topology.world.allgather(report["bytes_sent"]))
+        sent = sum(topology.world_comm.allgather(report["bytes_sent"]))
         most = (steps + 1) * least  # the last rows go to all once more
         assert sent <= most + 1e5 * size * size
         # Newer rows may take the place of some that were posted. Closing meets once more.
         meetings = 0 if staleness == 0 else 2 * (least // 2 if mode == "sharded" else least)
-        assert sum(topology.world.allgather(sum(posted))) <= steps * least + meetings + 1000
+        assert sum(topology.world_comm.allgather(sum(posted))) <= steps * least + meetings + 1000
         if staleness == 0:
             assert sent >= steps * least
         elif mode == "sharded":  # newer rows may replace some that wait, gradients never
@@ -617,7 +617,7 @@ def test_bytes_on_the_wire_are_those_of_the_mode(topology, staleness, monkeypatc
 @pytest.mark.real_mpi
 def test_windows_between_nodes_work_or_are_refused_with_the_remedy(topology):
     """One-sided puts need a library that lets them pass while their target computes."""
-    rank, size = topology.place.rank, topology.place.size
+    rank, size = topology.rank, topology.world_size
     apart = Topology(ranks_per_node=1)
     try:
         model, report, _ = train(apart, mlp, sgd, transport="windows")
@@ -630,7 +630,7 @@ def test_windows_between_nodes_work_or_are_refused_with_the_remedy(topology):
 
 
 def test_what_would_be_wrong_without_a_word_is_refused(topology):
-    rank = topology.place.rank
+    rank = topology.rank
     model = seeded(mlp)()
     with daso.ParameterServer(model, sgd, topology=topology) as server:
         server.zero_grad()
@@ -649,7 +649,7 @@ def test_what_would_be_wrong_without_a_word_is_refused(topology):
 
 
 def test_a_forward_that_is_run_again_in_backward_is_refused(topology):
-    rank = topology.place.rank
+    rank = topology.rank
 
     class Again(nn.Module):
         def __init__(self):
@@ -671,7 +671,7 @@ def test_a_forward_that_is_run_again_in_backward_is_refused(topology):
 
 
 def test_layers_that_are_not_used_any_more_hold_no_memory(topology):
-    rank = topology.place.rank
+    rank = topology.rank
     model = seeded(Odd)()
     with daso.ParameterServer(model, sgd, topology=topology) as server:
         for step in range(20):
@@ -687,7 +687,7 @@ def test_layers_that_are_not_used_any_more_hold_no_memory(topology):
 def test_it_closes_without_a_meeting_too(topology):
     model = seeded(mlp)()
     server = daso.ParameterServer(model, sgd, topology=topology)
-    batch_loss(model, topology.place.rank, 0).backward()
+    batch_loss(model, topology.rank, 0).backward()
     server.step()
     start = time.monotonic()
     server.close()
@@ -697,7 +697,7 @@ def test_it_closes_without_a_meeting_too(topology):
 
 
 def test_without_staleness_uneven_steps_are_an_error_that_names_ranks(topology):
-    rank = topology.place.rank
+    rank = topology.rank
     model = seeded(mlp)()
     server = daso.ParameterServer(model, sgd, topology=topology, mode="local_rows")
     with pytest.raises(ExchangeError, match="same number of steps"):
@@ -707,22 +707,22 @@ def test_without_staleness_uneven_steps_are_an_error_that_names_ranks(topology):
             server.step()
         server.synchronize()
     server.abandon()
-    topology.world.Barrier()
+    topology.world_comm.Barrier()
 
 
 @pytest.mark.parametrize("staleness", [0, None])
-def test_a_rank_that_does_not_come_to_synchronize_is_named(topology, place, staleness):
+def test_a_rank_that_does_not_come_to_synchronize_is_named(topology, rank_info, staleness):
     """Its serving thread answers, and says nothing of where the training thread is."""
     model = seeded(mlp)()
     exchange = daso.Exchange(timeout_seconds=0.3)
     server = daso.ParameterServer(
         model, sgd, topology=topology, staleness=staleness, exchange=exchange
     )
-    batch_loss(model, place.rank, 0).backward()
+    batch_loss(model, rank_info.rank, 0).backward()
     server.step()
-    if place.rank == 0:
+    if rank_info.rank == 0:
         text = "rank 0 waited for all ranks' last rows: every rank answers, but world rank 1 on"
         with pytest.raises(StallError, match=text):
             server.synchronize()
-    topology.world.Barrier()
+    topology.world_comm.Barrier()
     server.abandon()

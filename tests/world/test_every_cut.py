@@ -23,7 +23,7 @@ import daso
 
 PRIORITY = test_priority.FREE["priority"]
 HOST = test_priority.FREE["host"]
-OURS = ("topology", "place")
+OURS = ("topology", "rank_info")
 SYNCHRONOUS, BACKGROUND = daso.Fixed(1, 0), daso.Fixed(4, 1)
 
 CASES = {
@@ -144,6 +144,6 @@ def test_it_holds(topology, case):
     body, *values = CASES[case]
     names = [name for name in inspect.signature(body).parameters if name not in OURS]
     given = dict(zip(names, values, strict=True))
-    if "place" in inspect.signature(body).parameters:
-        given["place"] = topology.place
+    if "rank_info" in inspect.signature(body).parameters:
+        given["rank_info"] = topology.rank_info
     body(topology=topology, **given)

@@ -26,7 +26,7 @@ def wrapped(topology, inner, model, gradient_wire, **options):
 def steps(topology, optimizer, model, numbers):
     for step in numbers:
         optimizer.zero_grad()
-        batch_loss(model, topology.place.rank, step).backward()
+        batch_loss(model, topology.rank, step).backward()
         optimizer.step()
 
 
@@ -38,10 +38,12 @@ def test_ranks_are_alike_after_every_step_and_bytes_are_fewer(topology, wire):
         with wrapped(topology, adamw(model), model, one) as optimizer:
             for step in range(6):
                 steps(topology, optimizer, model, [step])
-                assert all(mine == bits(model) for mine in topology.world.allgather(bits(model)))
+                assert all(
+                    mine == bits(model) for mine in topology.world_comm.allgather(bits(model))
+                )
             report = optimizer.report()
         assert report["gradient_wire"] == one
-        sent[one] = sum(topology.world.allgather(report["global_bytes_sent"]))
+        sent[one] = sum(topology.world_comm.allgather(report["global_bytes_sent"]))
     # Beside a number for each parameter, and a scale for each payload.
     assert sent[wire] < {"bf16": 0.7, "int8": 0.5, "int4": 0.4}[wire] * sent["fp32"]
 
@@ -59,11 +61,11 @@ class Pull(torch.nn.Module):
 
 @pytest.mark.parametrize("wire", NARROW)
 def test_after_many_steps_no_more_is_missing_than_after_one(topology, wire):
-    place, numel = topology.place, 500
-    torch.manual_seed(place.rank)
+    rank_info, numel = topology.rank_info, 500
+    torch.manual_seed(rank_info.rank)
     gradient, model = torch.randn(numel) * torch.logspace(-4, 0, numel), Pull(numel)
-    everyones = topology.world.allgather(gradient)
-    mean = sum(everyones) / place.size
+    everyones = topology.world_comm.allgather(gradient)
+    mean = sum(everyones) / rank_info.world_size
     with wrapped(topology, torch.optim.SGD(model.parameters(), lr=1.0), model, wire) as optimizer:
         for _ in range(40):
             optimizer.zero_grad()
@@ -85,11 +87,11 @@ def test_who_has_no_gradient_gets_the_others_and_where_nobody_has_one_nothing_mo
             torch.manual_seed(step)
             x = torch.randn(4, 30)
             loss = parts["all"](x).sum()
-            if topology.place.rank == 0:
+            if topology.rank == 0:
                 loss = loss + parts["one"](x).sum()
             loss.backward()
             optimizer.step()
-        assert all(mine == bits(parts) for mine in topology.world.allgather(bits(parts)))
+        assert all(mine == bits(parts) for mine in topology.world_comm.allgather(bits(parts)))
     assert torch.equal(parts["none"].weight, before)
     assert parts["one"].weight.grad is not None
 
@@ -100,8 +102,8 @@ def test_a_gradient_that_is_not_finite_drops_a_step_and_is_forgotten(topology):
         steps(topology, optimizer, model, range(2))
         before = bits(model)
         optimizer.zero_grad()
-        scale = float("nan") if topology.place.rank == 0 else 1.0
-        (scale * batch_loss(model, topology.place.rank, 2)).backward()
+        scale = float("nan") if topology.rank == 0 else 1.0
+        (scale * batch_loss(model, topology.rank, 2)).backward()
         optimizer.step()
         assert bits(model) == before
         steps(topology, optimizer, model, range(3, 6))
@@ -115,8 +117,8 @@ def test_a_batch_that_is_left_out_for_its_gradients_leaves_nothing_behind(topolo
     with wrapped(topology, sgd(model), model, "int4") as optimizer:
         steps(topology, optimizer, model, range(2))
         optimizer.zero_grad()
-        scale = float("inf") if topology.place.rank == 0 else 1.0
-        (scale * batch_loss(model, topology.place.rank, 2)).backward()
+        scale = float("inf") if topology.rank == 0 else 1.0
+        (scale * batch_loss(model, topology.rank, 2)).backward()
         optimizer.zero_grad()  # and no step
         before = bits(model)
         steps(topology, optimizer, model, range(3, 6))
@@ -132,8 +134,8 @@ def test_scales_that_went_apart_do_not_stop_training(topology, wire):
     with wrapped(topology, sgd(model), model, wire, policy=policy) as optimizer:
         for step in range(18):
             optimizer.zero_grad()
-            loss = batch_loss(model, topology.place.rank, step)
-            if step == 8 and topology.place.rank == 0:
+            loss = batch_loss(model, topology.rank, step)
+            if step == 8 and topology.rank == 0:
                 loss = loss * float("inf")
             scaler.scale(loss).backward()
             scaler.step(optimizer)
@@ -154,17 +156,20 @@ def test_a_phase_that_is_hidden_comes_and_goes_as_on_simulated_nodes(topology):
     settings = Settings(
         wire="bf16", merge="auto", exchange=ORDERED, gradients=daso.Gradients(), outer=False
     )
-    place, build = topology.place, seeded(mlp)
-    simulated = SimulatedNodes(build, adamw, place.size, policy=policy, settings=settings)
+    rank_info, build = topology.rank_info, seeded(mlp)
+    simulated = SimulatedNodes(build, adamw, rank_info.world_size, policy=policy, settings=settings)
     model, wires = build(), []
     with wrapped(topology, adamw(model), model, "auto", policy=policy, wire="bf16") as optimizer:
         for step in range(last):
             steps(topology, optimizer, model, [step])
             simulated.step(
-                [lambda m, r=rank, s=step: batch_loss(m, r, s) for rank in range(place.size)]
+                [
+                    lambda m, r=rank, s=step: batch_loss(m, r, s)
+                    for rank in range(rank_info.world_size)
+                ]
             )
             wires.append(optimizer.report()["gradient_wire"])
-            theirs = simulated.models[place.rank].parameters()
+            theirs = simulated.models[rank_info.rank].parameters()
             assert all(map(torch.equal, model.parameters(), theirs)), step
         kinds = [event["kind"] for event in optimizer.report()["events"]]
     assert wires[6:9] == ["fp32", "int4", "int4"]

@@ -131,7 +131,7 @@ class Log(list):
 
 @pytest.mark.real_mpi
 def test_chunks_come_back_while_backward_goes_on(topology, machine, told):
-    model, rank = slow_chain(), topology.place.rank
+    model, rank = slow_chain(), topology.rank
     with wrapped(topology, model, sgd, reducer="host", bucket_bytes=1) as optimizer:
         for step in range(3):
             optimizer.zero_grad()
@@ -146,7 +146,7 @@ def test_chunks_come_back_while_backward_goes_on(topology, machine, told):
 @pytest.mark.real_mpi
 def test_no_parameter_changes_before_the_last_chunk_is_back(topology, machine, told):
     """One update for the whole model: until all sums are there, weights are the old ones."""
-    model, rank = slow_chain(), topology.place.rank
+    model, rank = slow_chain(), topology.rank
     with wrapped(topology, model, sgd, reducer="host", bucket_bytes=1) as optimizer:
         plain(model, optimizer, rank, 0)
         params, seen = list(model.parameters()), []
@@ -159,7 +159,7 @@ def test_no_parameter_changes_before_the_last_chunk_is_back(topology, machine, t
         batch_loss(model, rank, 1).backward()
         assert seen == [True] * len(params)
         assert [p._version for p in params] == versions
-        if topology.place.size > 1:
+        if topology.world_size > 1:
             back = [place for what, place, _ in told[-1] if what == "delivered"]
             assert sorted(back) == list(range(len(back)))
             assert len(back) == len(params)
@@ -170,7 +170,7 @@ def test_no_parameter_changes_before_the_last_chunk_is_back(topology, machine, t
 @pytest.mark.nodes((2,), (2, 2))
 def test_a_sum_in_the_node_does_not_wait_for_an_exchange_between_nodes(topology):
     """The exchange's thread may be busy for many batches; gradients are averaged meanwhile."""
-    model, rank = seeded(mlp)(), topology.place.rank
+    model, rank = seeded(mlp)(), topology.rank
     gate = threading.Event()
     policy = daso.Fixed(8, 8)
     optimizer = wrapped(topology, model, sgd, policy, reducer="host")
@@ -191,7 +191,7 @@ def test_a_sum_in_the_node_does_not_wait_for_an_exchange_between_nodes(topology)
 
 @pytest.mark.real_mpi
 def test_an_error_in_the_thread_that_adds_is_told_at_the_next_step(topology, monkeypatch):
-    model, rank = seeded(chain)(), topology.place.rank
+    model, rank = seeded(chain)(), topology.rank
     optimizer = wrapped(topology, model, sgd, reducer="host")
     plain(model, optimizer, rank, 0)
 
@@ -207,17 +207,17 @@ def test_an_error_in_the_thread_that_adds_is_told_at_the_next_step(topology, mon
 
 @pytest.mark.nodes(*INSIDE)
 def test_a_rank_that_stays_away_inside_a_node_is_named(topology):
-    place = topology.place
+    rank_info = topology.rank_info
     model = seeded(mlp)()
     exchange = daso.Exchange(timeout_seconds=3.0)
     gradients = daso.Gradients(reducer="host")
     optimizer = daso.DASO(
         sgd(model), module=model, topology=topology, exchange=exchange, gradients=gradients
     )
-    plain(model, optimizer, place.rank, 0)
-    if place.rank == 0:
+    plain(model, optimizer, rank_info.rank, 0)
+    if rank_info.rank == 0:
         with pytest.raises(StallError, match=r"world rank 1.* did not"):
-            plain(model, optimizer, place.rank, 1)
+            plain(model, optimizer, rank_info.rank, 1)
     optimizer._session._sync.abandon()  # close() is collective, and rank 0 is out of step
 
 
@@ -236,13 +236,13 @@ def test_copies_sums_and_backward_overlap(topology):
     """They take longer than three machines one after another must, and less than one at a time."""
     link = CopyLink(math.inf, latency_seconds=5e-3)
     with pretend_device(link):
-        model, rank = slow_chain(6), topology.place.rank
+        model, rank = slow_chain(6), topology.rank
         with wrapped(topology, model, sgd, reducer="host", bucket_bytes=1) as optimizer:
             taken = []
             for step in range(6):
                 optimizer.zero_grad()
                 loss = batch_loss(model, rank, step)
-                topology.world.Barrier()
+                topology.world_comm.Barrier()
                 start = time.perf_counter()
                 loss.backward()
                 taken.append(time.perf_counter() - start)

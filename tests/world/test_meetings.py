@@ -8,7 +8,7 @@ import daso
 from daso.checkpoint import state as checkpoint
 from daso.checkpoint.state import Checkpoints
 from daso.comm import topology
-from daso.comm.health import liveness as roll
+from daso.comm.health import liveness
 from daso.comm.topology import RENDEZVOUS
 from daso.errors import ExchangeError, StallError
 from daso.plan.options import Exchange
@@ -46,23 +46,23 @@ MEET = {
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(roll, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(liveness, "ANSWER_SECONDS", 0.3)
     monkeypatch.setattr(topology, "STALL_SECONDS", LIMIT)
     monkeypatch.setattr(checkpoint, "Exchange", lambda: SHORT)
 
 
 @pytest.mark.parametrize("what", MEET)
-def test_who_never_comes_is_named(topology, place, shared_folder, what):
+def test_who_never_comes_is_named(topology, rank_info, shared_folder, what):
     act = MEET[what](topology, nn.Linear(3, 2), shared_folder)
     topology.free = nothing()  # a program ends there
-    if place.rank == 0:
+    if rank_info.rank == 0:
         text = f"all ranks must {what} within {LIMIT:g} s: no answer from world rank 1"
         with pytest.raises(StallError, match=text):
             act()
 
 
-def test_ranks_that_come_to_different_places_are_told_where_the_others_are(topology, place):
-    mine, other = ("save a checkpoint", "wrap an optimizer")[:: 1 - 2 * place.rank]
+def test_ranks_that_come_to_different_places_are_told_where_the_others_are(topology, rank_info):
+    mine, other = ("save a checkpoint", "wrap an optimizer")[:: 1 - 2 * rank_info.rank]
     with pytest.raises(ExchangeError, match=f"about to {mine}, and rank . to {other}"):
         topology.rendezvous(mine, 5.0)
 

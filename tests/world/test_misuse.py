@@ -37,9 +37,9 @@ def wrap(topology, model, inner=None, **keywords):
     return daso.DASO(inner, module=model, topology=topology, **keywords)
 
 
-def step(optimizer, model, place, number, edit=None, *, to_none=True):
+def step(optimizer, model, rank_info, number, edit=None, *, to_none=True):
     optimizer.zero_grad(set_to_none=to_none)
-    batch_loss(model, place.rank, number).backward()
+    batch_loss(model, rank_info.rank, number).backward()
     if edit is not None:
         edit(model)
     optimizer.step()
@@ -54,13 +54,13 @@ def equal(some, others):
 
 
 def alike(topology, tensors):
-    everyones = topology.world.allgather([tensor.detach().cpu().clone() for tensor in tensors])
+    everyones = topology.world_comm.allgather([tensor.detach().cpu().clone() for tensor in tensors])
     return all(equal(everyones[0], other) for other in everyones[1:])
 
 
-def oracle(place, policy=SYNC, lr=0.1):
+def oracle(rank_info, policy=SYNC, lr=0.1):
     return Sequential(
-        network, lambda model: sgd(model, lr), batch_loss, place.node_sizes, policy=policy
+        network, lambda model: sgd(model, lr), batch_loss, rank_info.node_sizes, policy=policy
     )
 
 
@@ -76,7 +76,7 @@ def said(caplog):
 
 def on_rank_0(topology, count):
     """What rank 0 counted: threads of one process share the log."""
-    return topology.world.bcast(count)
+    return topology.world_comm.bcast(count)
 
 
 # --- memory behind gradients and parameters ----------------------------------------------------
@@ -101,25 +101,27 @@ def set_storage(model):
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("order", ["bucketed", "host"])
 @pytest.mark.parametrize("edit", [convert, replace_data, set_storage])
-def test_memory_behind_gradients_may_be_replaced(topology, place, edit, order, to_none):
-    model, one = network(), oracle(place)
+def test_memory_behind_gradients_may_be_replaced(topology, rank_info, edit, order, to_none):
+    model, one = network(), oracle(rank_info)
     with wrap(topology, model, policy=SYNC, gradients=daso.Gradients(reducer=order)) as optimizer:
         for number in range(5):
-            step(optimizer, model, place, number, edit if number == 1 else None, to_none=to_none)
+            step(
+                optimizer, model, rank_info, number, edit if number == 1 else None, to_none=to_none
+            )
         one.run(5)
         assert equal(bits(model), one.params(0))
 
 
 @pytest.mark.parametrize("policy", [SYNC, RARE])
-def test_gradients_that_are_scaled_by_their_data_count(topology, place, policy):
+def test_gradients_that_are_scaled_by_their_data_count(topology, rank_info, policy):
     def halve(model):
         for p in model.parameters():
             p.grad.data = p.grad.data * 0.5
 
-    model, one = network(), oracle(place, policy, lr=0.05)
+    model, one = network(), oracle(rank_info, policy, lr=0.05)
     with wrap(topology, model, policy=policy, wire="fp32", merge="daso") as optimizer:
         for number in range(5):
-            step(optimizer, model, place, number, halve)
+            step(optimizer, model, rank_info, number, halve)
         optimizer.synchronize()
         one.run(5)
         one.synchronize()
@@ -128,12 +130,12 @@ def test_gradients_that_are_scaled_by_their_data_count(topology, place, policy):
         )
 
 
-def test_gradients_replaced_where_they_cross_by_priority_are_refused(topology, place):
+def test_gradients_replaced_where_they_cross_by_priority_are_refused(topology, rank_info):
     model = network()
     optimizer = wrap(topology, model, gradients=daso.Gradients(reducer="prioritized"))
-    step(optimizer, model, place, 0)
+    step(optimizer, model, rank_info, 0)
     with pytest.raises(ConfigError, match="left alone between backward and step"):
-        step(optimizer, model, place, 1, replace_data)
+        step(optimizer, model, rank_info, 1, replace_data)
     optimizer.close()
 
 
@@ -142,14 +144,14 @@ def channels_last(model):
 
 
 @pytest.mark.parametrize("at", ["before", "between"])
-def test_another_order_in_memory_is_laid_out_anew(topology, place, at):
-    model, one = network(), oracle(place)
+def test_another_order_in_memory_is_laid_out_anew(topology, rank_info, at):
+    model, one = network(), oracle(rank_info)
     with wrap(topology, model, policy=SYNC) as optimizer:
         for number in range(2):
-            step(optimizer, model, place, number)
+            step(optimizer, model, rank_info, number)
         if at == "before":
             channels_last(model)
-        step(optimizer, model, place, 2, channels_last if at == "between" else None)
+        step(optimizer, model, rank_info, 2, channels_last if at == "between" else None)
         one.run(2)
         if at == "before":
             channels_last(one.models[0])
@@ -163,14 +165,14 @@ def test_another_order_in_memory_is_laid_out_anew(topology, place, at):
 
 
 @pytest.mark.parametrize("policy", [SYNC, RARE])
-def test_parameters_that_grow_are_laid_out_anew(topology, place, policy):
+def test_parameters_that_grow_are_laid_out_anew(topology, rank_info, policy):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 2))
     optimizer = wrap(topology, model, torch.optim.SGD(model.parameters(), 0.1), policy=policy)
 
     def train(rows, first):
         for number in range(first, first + 4):
-            generator = torch.Generator().manual_seed(97 * number + place.rank)
+            generator = torch.Generator().manual_seed(97 * number + rank_info.rank)
             tokens = torch.randint(rows, (8,), generator=generator)
             optimizer.zero_grad()
             model(tokens).square().mean().backward()
@@ -192,57 +194,59 @@ def test_parameters_that_grow_are_laid_out_anew(topology, place, policy):
 
 @pytest.mark.parametrize("policy", [SYNC, RARE])
 def test_steps_of_the_inner_optimizer_are_told_once_and_synchronize_keeps_its_word(
-    topology, place, policy, said
+    topology, rank_info, policy, said
 ):
     model = network()
     inner = sgd(model)
     optimizer = wrap(topology, model, inner, policy=policy)
     for number in range(3):
         inner.zero_grad()
-        batch_loss(model, place.rank, number).backward()
+        batch_loss(model, rank_info.rank, number).backward()
         with torch.no_grad():
-            model[2].bias += place.rank  # as far as nodes go apart by themselves
+            model[2].bias += rank_info.rank  # as far as nodes go apart by themselves
         inner.step()
     optimizer.synchronize()
     assert alike(topology, model.parameters())
     assert on_rank_0(topology, said("SGD inside it was")) == 1
-    step(optimizer, model, place, 3)
+    step(optimizer, model, rank_info, 3)
     optimizer.synchronize()
     assert alike(topology, model.parameters())
     optimizer.close()
 
 
-def test_steps_of_the_inner_optimizer_are_told_where_the_wrapper_was_dropped(topology, place, said):
+def test_steps_of_the_inner_optimizer_are_told_where_the_wrapper_was_dropped(
+    topology, rank_info, said
+):
     model = network()
     inner = sgd(model)
     wrap(topology, model, inner)
     for number in range(3):
-        step(inner, model, place, number)
+        step(inner, model, rank_info, number)
     assert on_rank_0(topology, said("it was dropped, and the SGD inside it was")) == 1
 
 
 @pytest.mark.nodes((2, 1))
-def test_an_edit_on_one_rank_is_the_mean_after_synchronize(topology, place, said):
+def test_an_edit_on_one_rank_is_the_mean_after_synchronize(topology, rank_info, said):
     model = network()
     with wrap(topology, model, policy=SYNC) as optimizer:
-        step(optimizer, model, place, 0)
+        step(optimizer, model, rank_info, 0)
         before = model[4].bias.detach().clone()
-        if place.rank == 1:
+        if rank_info.rank == 1:
             with torch.no_grad():
                 model[4].bias += 3.0
         optimizer.synchronize()
         assert alike(topology, model.parameters())
-        assert torch.allclose(model[4].bias, before + 3.0 / place.size)
+        assert torch.allclose(model[4].bias, before + 3.0 / rank_info.world_size)
         assert on_rank_0(topology, said("differed between ranks")) == 1
         optimizer.synchronize()
         assert on_rank_0(topology, said("differed between ranks")) == 1
 
 
-def test_nan_in_a_parameter_of_one_rank_names_both(topology, place):
+def test_nan_in_a_parameter_of_one_rank_names_both(topology, rank_info):
     model = network()
     optimizer = wrap(topology, model, policy=SYNC)
-    step(optimizer, model, place, 0)
-    if place.rank == 1:
+    step(optimizer, model, rank_info, 0)
+    if rank_info.rank == 1:
         with torch.no_grad():
             model[2].bias[3] = torch.nan
     with pytest.raises(NonFiniteError, match=r"2\.bias on rank 1 is not"):
@@ -251,24 +255,27 @@ def test_nan_in_a_parameter_of_one_rank_names_both(topology, place):
 
 
 @pytest.mark.parametrize("policy", [SYNC, RARE])
-def test_learning_rates_that_differ_are_told_once(topology, place, policy, said):
+def test_learning_rates_that_differ_are_told_once(topology, rank_info, policy, said):
     model = network()
-    with wrap(topology, model, sgd(model, 0.1 + 0.1 * place.rank), policy=policy) as optimizer:
+    with wrap(topology, model, sgd(model, 0.1 + 0.1 * rank_info.rank), policy=policy) as optimizer:
         for number in range(8):
-            step(optimizer, model, place, number)
+            step(optimizer, model, rank_info, number)
         optimizer.synchronize()
         assert alike(topology, model.parameters())
-    assert on_rank_0(topology, said("it is 0.1 to 0.2" if place.size == 2 else "it is 0.1")) == 1
+    assert (
+        on_rank_0(topology, said("it is 0.1 to 0.2" if rank_info.world_size == 2 else "it is 0.1"))
+        == 1
+    )
 
 
 @pytest.mark.parametrize("policy", [SYNC, RARE])
 @pytest.mark.parametrize("same", [True, False])
-def test_the_same_batches_on_all_ranks_are_told(topology, place, policy, same, said):
+def test_the_same_batches_on_all_ranks_are_told(topology, rank_info, policy, same, said):
     model = network()
     with wrap(topology, model, policy=policy) as optimizer:
         for number in range(4):
             optimizer.zero_grad()
-            batch_loss(model, 0 if same else place.rank, number).backward()
+            batch_loss(model, 0 if same else rank_info.rank, number).backward()
             optimizer.step()
     assert on_rank_0(topology, said("train on batches of its own")) == same
 
@@ -281,7 +288,7 @@ def test_a_module_with_other_parameters_is_refused(topology):
         daso.DASO(sgd(network()), module=nn.Linear(2, 2), topology=topology)
 
 
-def test_batch_norm_that_daso_was_not_given_is_told(topology, place, said):
+def test_batch_norm_that_daso_was_not_given_is_told(topology, rank_info, said):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with daso.DASO(sgd(model), topology=topology) as optimizer:
         model(torch.randn(8, 4)).sum().backward()
@@ -289,20 +296,20 @@ def test_batch_norm_that_daso_was_not_given_is_told(topology, place, said):
     assert on_rank_0(topology, said("pass module=model")) == 1
 
 
-def test_what_is_wrapped_already_is_refused_or_taken_over(topology, place, said):
+def test_what_is_wrapped_already_is_refused_or_taken_over(topology, rank_info, said):
     model = network()
     inner = sgd(model)
     first = wrap(topology, model, inner, policy=RARE)
     with pytest.raises(ConfigError, match="not wrapped yet"):
         daso.DASO(first, topology=topology)
     for number in range(4):
-        step(first, model, place, number)
+        step(first, model, rank_info, number)
     second = wrap(topology, model, inner, policy=SYNC)
     with pytest.raises(ConfigError, match="was closed when its parameters were wrapped again"):
         first.step()
     assert alike(topology, [*model.parameters(), *momenta(inner, model)])
-    one = oracle(place)
-    for node in range(place.nodes):  # goes on from here
+    one = oracle(rank_info)
+    for node in range(rank_info.nodes):  # goes on from here
         for mine, theirs in zip(model.parameters(), one.params(node), strict=True):
             theirs.data.copy_(mine)
             one.inners[node].state[theirs] = {
@@ -310,7 +317,7 @@ def test_what_is_wrapped_already_is_refused_or_taken_over(topology, place, said)
             }
     one.step_number = 4
     for number in range(4, 8):
-        step(second, model, place, number)
+        step(second, model, rank_info, number)
     one.run(4)
     assert equal(bits(model), one.params(0))
     assert on_rank_0(topology, said("this one goes on")) == 1
@@ -321,23 +328,23 @@ def momenta(inner, model):
     return [inner.state[p]["momentum_buffer"] for p in model.parameters()]
 
 
-def test_a_head_and_then_all_of_a_model(topology, place):
-    model, one = network(), oracle(place)
+def test_a_head_and_then_all_of_a_model(topology, rank_info):
+    model, one = network(), oracle(rank_info)
     head = daso.DASO(torch.optim.SGD(model[4].parameters(), 0.0), module=model, topology=topology)
     for number in range(2):
-        step(head, model, place, number)
+        step(head, model, rank_info, number)
     del head
     with wrap(topology, model, policy=SYNC) as optimizer:
         for number in range(3):
-            step(optimizer, model, place, number)
+            step(optimizer, model, rank_info, number)
     one.run(3)
     assert equal(bits(model), one.params(0))
 
 
-def test_nothing_can_be_done_after_the_end(topology, place):
+def test_nothing_can_be_done_after_the_end(topology, rank_info):
     model = network()
     with wrap(topology, model) as optimizer:
-        step(optimizer, model, place, 0)
+        step(optimizer, model, rank_info, 0)
     for call in (optimizer.step, optimizer.synchronize, lambda: optimizer.end_epoch(1.0)):
         with pytest.raises(ConfigError, match="this one was closed; wrap the inner"):
             call()
@@ -370,19 +377,19 @@ def test_the_inner_optimizers_own_methods_are_there_but_for_steps(topology):
 
 
 @pytest.mark.nodes(*SEVERAL_NODES)
-def test_a_model_is_the_mean_of_all_ranks_for_a_while(topology, place):
+def test_a_model_is_the_mean_of_all_ranks_for_a_while(topology, rank_info):
     plain, model = network(), network()
     with (
         wrap(topology, plain, policy=daso.Fixed(4, 2)) as undisturbed,
         wrap(topology, model, policy=daso.Fixed(4, 2)) as optimizer,
     ):
         for number in range(9):
-            step(undisturbed, plain, place, number)
-            step(optimizer, model, place, number)
+            step(undisturbed, plain, rank_info, number)
+            step(optimizer, model, rank_info, number)
             mine = bits(model)
             with torch.inference_mode(), optimizer.averaged():
                 assert alike(topology, model.parameters())
-                everyones = topology.world.allgather(mine)
+                everyones = topology.world_comm.allgather(mine)
                 mean = [torch.stack(some).mean(0) for some in zip(*everyones, strict=True)]
                 close = zip(mean, model.parameters(), strict=True)
                 assert all(torch.allclose(a, b, atol=1e-6) for a, b in close)
@@ -390,7 +397,7 @@ def test_a_model_is_the_mean_of_all_ranks_for_a_while(topology, place):
         assert equal(bits(plain), bits(model))
 
 
-def test_synchronize_in_inference_mode(topology, place):
+def test_synchronize_in_inference_mode(topology, rank_info):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with wrap(topology, model, policy=RARE) as optimizer:
         for _number in range(3):
@@ -424,22 +431,24 @@ class Caches(nn.Module):
 
 
 @pytest.mark.parametrize("policy", [SYNC, RARE])
-def test_buffers_that_ranks_do_not_share_are_named_and_left_alone(topology, place, policy, said):
-    model = Caches(place.rank)
+def test_buffers_that_ranks_do_not_share_are_named_and_left_alone(
+    topology, rank_info, policy, said
+):
+    model = Caches(rank_info.rank)
     with wrap(topology, model, policy=policy) as optimizer:
         assert float(model.mean[0]) == 0.0  # as world rank 0's
-        model.mean.fill_(place.rank)
-        model.phases.fill_(complex(place.rank, 2))
+        model.mean.fill_(rank_info.rank)
+        model.phases.fill_(complex(rank_info.rank, 2))
         for _number in range(4):
             optimizer.zero_grad()
             model(torch.randn(8, 4)).square().sum().backward()
             optimizer.step()
         optimizer.synchronize()
         optimizer.synchronize()
-        half = (place.size - 1) / 2
+        half = (rank_info.world_size - 1) / 2
         assert torch.equal(model.mean, torch.full((3,), half))
         assert torch.equal(model.phases, torch.full((2,), complex(half, 2)))
-        assert torch.equal(model.cache, torch.full((2 + place.rank,), float(place.rank)))
+        assert torch.equal(model.cache, torch.full((2 + rank_info.rank,), float(rank_info.rank)))
     text = "cache is (2,) float32 on rank 0 and (3,) float32 on rank 1; wide is expanded"
     assert on_rank_0(topology, said(text)) == 2  # when it is wrapped, and once later
 
@@ -477,20 +486,22 @@ RESETS = {
 @pytest.mark.parametrize("reset", RESETS)
 @pytest.mark.parametrize("policy", [SYNC, RARE])
 @pytest.mark.parametrize("order", ["bucketed", "host"])
-def test_a_backward_that_raised_on_all_ranks_is_forgotten(topology, place, policy, reset, order):
-    model, one = network(), oracle(place, policy)
+def test_a_backward_that_raised_on_all_ranks_is_forgotten(
+    topology, rank_info, policy, reset, order
+):
+    model, one = network(), oracle(rank_info, policy)
     gradients = daso.Gradients(reducer=order, bucket_bytes=64)
     options = {"policy": policy, "wire": "fp32", "merge": "daso", "gradients": gradients}
     with wrap(topology, model, **options) as optimizer:
         for number in range(6):
             if number:
-                batch_loss(model, place.rank, number).backward()
+                batch_loss(model, rank_info.rank, number).backward()
                 optimizer.step()
             else:
-                step(optimizer, model, place, number)
+                step(optimizer, model, rank_info, number)
             model.zero_grad()
             with failing(model), pytest.raises(RuntimeError, match="out of memory"):
-                batch_loss(model, place.rank, number).backward()
+                batch_loss(model, rank_info.rank, number).backward()
             RESETS[reset](optimizer, model)
         optimizer.synchronize()
         one.run(6)
@@ -499,15 +510,17 @@ def test_a_backward_that_raised_on_all_ranks_is_forgotten(topology, place, polic
 
 
 @pytest.mark.parametrize("order", ["bucketed", "host"])
-def test_gradients_that_may_be_on_their_way_must_be_reset_by_the_optimizer(topology, place, order):
+def test_gradients_that_may_be_on_their_way_must_be_reset_by_the_optimizer(
+    topology, rank_info, order
+):
     model = network()
     optimizer = wrap(topology, model, policy=SYNC, gradients=daso.Gradients(reducer=order))
-    step(optimizer, model, place, 0)
+    step(optimizer, model, rank_info, 0)
     with failing(model), pytest.raises(RuntimeError, match="out of memory"):
-        batch_loss(model, place.rank, 1).backward()
+        batch_loss(model, rank_info.rank, 1).backward()
     model.zero_grad(set_to_none=False)
     with pytest.raises(ConfigError, match=r"must be reset by optimizer.zero_grad\(\)"):
-        batch_loss(model, place.rank, 1).backward()
+        batch_loss(model, rank_info.rank, 1).backward()
     optimizer._session._sync.abandon()  # a program ends there
     optimizer.close()
 
@@ -520,13 +533,13 @@ def clip(model):
 
 
 @pytest.mark.parametrize("edit", [clip, replace_data])
-def test_gradients_changed_before_a_servers_step_are_refused(topology, place, edit):
+def test_gradients_changed_before_a_servers_step_are_refused(topology, rank_info, edit):
     model = network()
     server = daso.ParameterServer(model, lambda p: torch.optim.SGD(p, lr=0.1), topology=topology)
-    batch_loss(model, place.rank, 0).backward()
+    batch_loss(model, rank_info.rank, 0).backward()
     server.step()
     server.zero_grad()
-    batch_loss(model, place.rank, 1).backward()
+    batch_loss(model, rank_info.rank, 1).backward()
     edit(model)
     with pytest.raises(ConfigError, match=r"that of .* was changed .* use daso.DASO"):
         server.step()
@@ -543,8 +556,8 @@ def test_gradients_changed_before_a_servers_step_are_refused(topology, place, ed
         ("Runtime", {"seed": -1}),
     ],
 )
-def test_what_is_wrong_on_one_rank_is_the_same_error_on_all(topology, place, door, wrong):
-    model, keywords = network(), wrong if place.rank == 1 else {}
+def test_what_is_wrong_on_one_rank_is_the_same_error_on_all(topology, rank_info, door, wrong):
+    model, keywords = network(), wrong if rank_info.rank == 1 else {}
 
     def make(**keywords):
         if door == "ParameterServer":
@@ -558,6 +571,6 @@ def test_what_is_wrong_on_one_rank_is_the_same_error_on_all(topology, place, doo
 
     with pytest.raises(ConfigError, match=r"^rank 1: ") as caught:
         make(topology=topology, **keywords)
-    assert topology.same(str(caught.value))
+    assert topology.equal_on_all_ranks(str(caught.value))
     made = make(topology=topology)  # ranks are in step
     made.close()

@@ -16,19 +16,19 @@ def nesterov(params):
     return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
 
 
-def test_a_ring_for_a_rank_that_came_late_is_forgotten(topology, place):
+def test_a_ring_for_a_rank_that_came_late_is_forgotten(topology, rank_info):
     model = small()
     with wrap(topology, model, policy=daso.Fixed(2, 0)) as optimizer:
         train(topology, model, optimizer, 3)
-        if place.rank == 0:
+        if rank_info.rank == 0:
             time.sleep(2.6)  # evaluates: the others ring meanwhile
         optimizer.synchronize()
-        assert optimizer._session._sync.channels.bell._rung == (place.rank > 0)
+        assert optimizer._session._sync.channels.watchdog._rung == (rank_info.rank > 0)
         train(topology, model, optimizer, 2, first=3)
-        if place.rank == place.size - 1:
+        if rank_info.rank == rank_info.world_size - 1:
             time.sleep(2.6)  # the others listen meanwhile
         train(topology, model, optimizer, 2, first=5)
-    assert topology.same(bits(model))
+    assert topology.equal_on_all_ranks(bits(model))
 
 
 def scaled_steps(model, optimizer, scaler, rank, steps, *, blow=False):
@@ -41,17 +41,17 @@ def scaled_steps(model, optimizer, scaler, rank, steps, *, blow=False):
 
 
 @pytest.mark.parametrize("later", ["scaler", "plain", "closure", "unfrozen"])
-def test_scalers_that_went_apart_do_not_part_the_nodes(topology, place, later):
+def test_scalers_that_went_apart_do_not_part_the_nodes(topology, rank_info, later):
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     model[0].bias.requires_grad_(later != "unfrozen")
     policy = daso.Plateau(3, warmup=0, cooldown=2)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     with wrap(topology, model, policy=policy, lr=0.01) as optimizer:
-        torch.manual_seed(place.rank)
-        scaled_steps(model, optimizer, scaler, place.rank, 4, blow=True)
+        torch.manual_seed(rank_info.rank)
+        scaled_steps(model, optimizer, scaler, rank_info.rank, 4, blow=True)
         optimizer.end_epoch(1.0)
-        if place.nodes > 1:
-            assert len(set(topology.world.allgather(scaler.get_scale()))) == 2
+        if rank_info.nodes > 1:
+            assert len(set(topology.world_comm.allgather(scaler.get_scale()))) == 2
         model[0].bias.requires_grad_(True)
         for step in range(3):
             if later == "plain":
@@ -66,20 +66,20 @@ def test_scalers_that_went_apart_do_not_part_the_nodes(topology, place, later):
 
                 optimizer.step(closure)
             else:
-                scaled_steps(model, optimizer, scaler, place.rank, 1)
-            assert topology.same(bits(model)), step
+                scaled_steps(model, optimizer, scaler, rank_info.rank, 1)
+            assert topology.equal_on_all_ranks(bits(model)), step
 
 
-def test_inf_on_one_node_drops_the_step_everywhere_though_scalers_went_apart(topology, place):
+def test_inf_on_one_node_drops_the_step_everywhere_though_scalers_went_apart(topology, rank_info):
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     policy = daso.Plateau(3, warmup=0, cooldown=2)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     with wrap(topology, model, policy=policy, lr=0.01) as optimizer:
-        torch.manual_seed(place.rank)
-        scaled_steps(model, optimizer, scaler, place.rank, 4, blow=True)
+        torch.manual_seed(rank_info.rank)
+        scaled_steps(model, optimizer, scaler, rank_info.rank, 4, blow=True)
         optimizer.end_epoch(1.0)
-        scaled_steps(model, optimizer, scaler, place.rank, 2, blow=True)
-        assert topology.same(bits(model))
+        scaled_steps(model, optimizer, scaler, rank_info.rank, 2, blow=True)
+        assert topology.equal_on_all_ranks(bits(model))
         assert all(bool(param.isfinite().all()) for param in model.parameters())
 
 
@@ -88,30 +88,30 @@ def test_inf_on_one_node_drops_the_step_everywhere_though_scalers_went_apart(top
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("policy", [daso.Fixed(2, 1), daso.Fixed(2, 2)], ids=repr)
 def test_one_nan_costs_one_exchange_and_no_other_nodes_work(
-    topology, place, policy, fragments, merge
+    topology, rank_info, policy, fragments, merge
 ):
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     exchange = daso.Exchange(fragments=fragments)
     options = {"policy": policy, "merge": merge, "exchange": exchange}
     with wrap(topology, model, **options) as optimizer:
         train(topology, model, optimizer, 5)
-        if place.node == 0:
+        if rank_info.node == 0:
             with torch.no_grad():
                 model[0].weight[0, 0] = torch.nan
         train(topology, model, optimizer, 9, first=5)
         optimizer.synchronize()
         assert bool(torch.cat([p.flatten() for p in model.parameters()]).isfinite().all())
         assert optimizer.report()["dropped"] in (1, 2)
-    assert topology.same(bits(model))
+    assert topology.equal_on_all_ranks(bits(model))
 
 
 @pytest.mark.nodes(*SEVERAL_NODES)
-def test_a_node_that_went_ahead_of_a_dropped_exchange_goes_back_with_its_work(topology, place):
+def test_a_node_that_went_ahead_of_a_dropped_exchange_goes_back_with_its_work(topology, rank_info):
     model = nn.Linear(4, 2)
     options = {"policy": daso.Fixed(4, 2), "outer": nesterov, "wire": "fp32"}
     with wrap(topology, model, **options) as optimizer:
         train(topology, model, optimizer, 3)
-        if place.node == 0:
+        if rank_info.node == 0:
             with torch.no_grad():
                 model.weight[0, 0] = torch.nan
         start = model.weight.detach().clone()
@@ -123,11 +123,11 @@ def test_a_node_that_went_ahead_of_a_dropped_exchange_goes_back_with_its_work(to
             )
             train(topology, model, optimizer, 1, first=step)
             hooked.remove()
-        if place.node > 0:  # its own three steps, and nothing else
+        if rank_info.node > 0:  # its own three steps, and nothing else
             torch.testing.assert_close(model.weight.detach(), start + moved)
 
 
-def test_what_a_sparse_wire_holds_back_goes_out_when_nodes_agree(topology, place):
+def test_what_a_sparse_wire_holds_back_goes_out_when_nodes_agree(topology, rank_info):
     model = nn.Linear(40, 30)
     with wrap(topology, model, policy=daso.Fixed(4, 0), wire="topk") as optimizer:
         for _ in range(8):
@@ -140,23 +140,23 @@ def test_what_a_sparse_wire_holds_back_goes_out_when_nodes_agree(topology, place
         assert all(row.part.residual is None for row in rows)
 
 
-def test_after_too_many_drops_the_schedule_stands_where_it_says(topology, place):
+def test_after_too_many_drops_the_schedule_stands_where_it_says(topology, rank_info):
     model = nn.Linear(4, 2)
     exchange = daso.Exchange(nonfinite="raise")
     optimizer = wrap(topology, model, policy=daso.Fixed(2, 2), exchange=exchange)
     train(topology, model, optimizer, 2)
     with torch.no_grad():
-        model.weight.fill_(torch.nan if place.node == 0 else 1.0)
+        model.weight.fill_(torch.nan if rank_info.node == 0 else 1.0)
     train(topology, model, optimizer, 2, first=2)  # sends it
     with pytest.raises(NonFiniteError):
         train(topology, model, optimizer, 2, first=4)
     train(topology, model, optimizer, 4, first=6)
     optimizer.synchronize()
-    assert topology.same(bits(model))
+    assert topology.equal_on_all_ranks(bits(model))
     optimizer.close()
 
 
-def test_state_of_two_nodes_loads_into_one_and_back(topology, place):
+def test_state_of_two_nodes_loads_into_one_and_back(topology, rank_info):
     def fresh():
         model = nn.Linear(4, 2)
         inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -167,7 +167,7 @@ def test_state_of_two_nodes_loads_into_one_and_back(topology, place):
         train(topology, model, optimizer, 3)
         saved = optimizer.state_dict()
     for entry in saved["state"].values():
-        entry["momentum_buffer"] = entry["momentum_buffer"] + place.rank  # as of other nodes
+        entry["momentum_buffer"] = entry["momentum_buffer"] + rank_info.rank  # as of other nodes
     saved["daso"]["shape"]["node_sizes"] = [99]
     model, optimizer = fresh()
     with optimizer:
@@ -175,7 +175,7 @@ def test_state_of_two_nodes_loads_into_one_and_back(topology, place):
         again = optimizer.state_dict()  # before anything was set up anew
         train(topology, model, optimizer, 2, first=3)
         assert optimizer.report()["batches"] == 5
-        assert topology.same(bits(model))
+        assert topology.equal_on_all_ranks(bits(model))
         optimizer.load_state_dict(again)
         train(topology, model, optimizer, 1, first=3)
-        assert topology.same(bits(model))
+        assert topology.equal_on_all_ranks(bits(model))

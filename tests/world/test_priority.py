@@ -66,8 +66,8 @@ def free(request):
 
 def is_free(topology, free):
     """Return whether steps are taken layer by layer then."""
-    place = topology.place
-    return place.nodes > 1 or (free["reducer"] == "host" and place.size > 1)
+    rank_info = topology.rank_info
+    return rank_info.nodes > 1 or (free["reducer"] == "host" and rank_info.world_size > 1)
 
 
 def bits(model):
@@ -85,7 +85,7 @@ def train(topology, make, inner, *, steps=4, policy=None, each=plain, **gradient
     model = seeded(make)()
     with wrapped(topology, model, inner, policy, **gradients) as optimizer:
         for step in range(steps):
-            each(model, optimizer, topology.place.rank, step)
+            each(model, optimizer, topology.rank, step)
         optimizer.flush()
         report = optimizer.report()
     return bits(model), report
@@ -202,7 +202,7 @@ def test_a_step_takes_the_learning_rate_of_its_own_batch(topology, free, rate):
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
             rates = []
             for step in range(6):
-                plain(model, optimizer, topology.place.rank, step)
+                plain(model, optimizer, topology.rank, step)
                 scheduler.step()
                 rates.append(float(optimizer.param_groups[0]["lr"]))
         return bits(model), rates
@@ -255,20 +255,20 @@ def chain():
 def test_what_is_needed_sooner_overtakes_all_but_a_few(topology, logged):
     """When a portion is chosen, none that is needed sooner was ready one portion before."""
     train(topology, chain, sgd, steps=4, reducer="prioritized", bucket_bytes=32)
-    assert len(logged) == (4 if topology.place.nodes > 1 else 0)
+    assert len(logged) == (4 if topology.nodes > 1 else 0)
     for log, portions in logged[1:]:
         chosen = [portion for what, portion in log if what == "next"]
         assert sorted(chosen) == list(range(len(portions)))
-        assert topology.same(chosen)
+        assert topology.equal_on_all_ranks(chosen)
         check_abreast(log)
-        if topology.place.rank == 0:
+        if topology.rank == 0:
             check_inversions(log, portions)
 
 
 def test_a_portion_is_of_the_layer_that_the_next_forward_comes_to(topology):
     model = seeded(chain)()
     with wrapped(topology, model, sgd, reducer="prioritized", bucket_bytes=1) as optimizer:
-        plain(model, optimizer, topology.place.rank, 0)
+        plain(model, optimizer, topology.rank, 0)
         rows = optimizer._session._sync.buckets.rows
         first_needed = sorted(rows.buckets, key=lambda bucket: bucket.portion.layer)
         layers = [min(bucket.params) // 2 for bucket in first_needed]  # a weight and a bias each
@@ -302,7 +302,7 @@ def check_inversions(log, portions):
 def test_a_layer_is_stepped_before_its_forward_and_not_before_its_gradient_came(topology, free):
     model, waits = seeded(chain)(), is_free(topology, free)
     with wrapped(topology, model, sgd, **free) as optimizer:
-        rank = topology.place.rank
+        rank = topology.rank
         plain(model, optimizer, rank, 0)
         old = [bits(layer) for layer in model]
         seen = []
@@ -365,7 +365,7 @@ def scaler(model, optimizer):
 def test_what_needs_all_gradients_is_refused_with_the_alternative(topology, free, use, says):
     model = seeded(mlp)()
     optimizer = wrapped(topology, model, sgd, **free)
-    batch_loss(model, topology.place.rank, 0).backward()
+    batch_loss(model, topology.rank, 0).backward()
     if not is_free(topology, free):
         use(model, optimizer)
     else:
@@ -389,7 +389,7 @@ def test_an_optimizer_that_counts_in_its_groups_is_refused(topology, free):
 
     model = seeded(mlp)()
     optimizer = wrapped(topology, model, counting, **free)
-    plain(model, optimizer, topology.place.rank, 0)
+    plain(model, optimizer, topology.rank, 0)
     if is_free(topology, free):
         with pytest.raises(ConfigError, match="Counting counts in 'k'; use Gradients"):
             optimizer.flush()
@@ -407,7 +407,7 @@ def test_layers_need_the_model_and_an_optimizer_that_is_wrapped(topology):
 
 def test_a_gradient_that_is_not_finite_is_dropped_and_the_third_time_raised(topology, free):
     """The rank that has it is one of many; what is dropped, and raised, is the same on all."""
-    last = topology.place.size - 1
+    last = topology.world_size - 1
 
     def poisoned(model, optimizer, rank, step):
         optimizer.zero_grad()
@@ -418,14 +418,14 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_the_third_time_raised(topo
     for bad in ([2], [2, 5]):
         same, before = train(topology, mlp, sgd, steps=8, each=poisoned)
         found, after = train(topology, mlp, sgd, steps=8, each=poisoned, **free)
-        if topology.place.nodes > 1:  # on one node nobody looks: a NaN stays
+        if topology.nodes > 1:  # on one node nobody looks: a NaN stays
             assert found == same
             assert after["dropped"] == before["dropped"] == len(bad)
     bad, model = [1, 2, 3], seeded(mlp)()
     optimizer = wrapped(topology, model, sgd, **free)
     with pytest.raises(NonFiniteError, match=r"drop number 3"), warnings.catch_warnings():
         for step in range(8):
-            poisoned(model, optimizer, topology.place.rank, step)
+            poisoned(model, optimizer, topology.rank, step)
     optimizer.close()
 
 
@@ -477,7 +477,7 @@ def test_states_are_loaded_between_steps(topology, free, each):
 def test_a_second_backward_before_the_step_is_refused(topology, free):
     model = seeded(mlp)()
     optimizer = wrapped(topology, model, sgd, **free)
-    rank = topology.place.rank
+    rank = topology.rank
     plain(model, optimizer, rank, 0)
     batch_loss(model, rank, 1).backward()
     if not is_free(topology, free):
@@ -520,7 +520,7 @@ def test_a_parameter_used_behind_the_back_of_its_module_is_refused(topology, mon
             x = x @ layer.weight.t()
         return x.sum()
 
-    plain(model, optimizer, topology.place.rank, 0)
+    plain(model, optimizer, topology.rank, 0)
     if not is_free(topology, free):
         around().backward()
     else:
@@ -554,14 +554,14 @@ def test_a_gradient_that_comes_in_the_middle_of_a_forward_hides_no_early_use(
     """The bias was used before the step, which was then taken, with what had come, later on."""
     model, calls = seeded(Around)(), []
     optimizer = wrapped(topology, model, sgd, **free)
-    plain(model, optimizer, topology.place.rank, 0)
+    plain(model, optimizer, topology.rank, 0)
 
     def arrived(buckets, params):
         calls.append(params)
         return waited_for(buckets, params) if len(calls) == 1 else set(params)
 
     monkeypatch.setattr(GradientReducer, "arrived", arrived)
-    loss = batch_loss(model, topology.place.rank, 1)
+    loss = batch_loss(model, topology.rank, 1)
     if is_free(topology, free):
         told = r"gate\.bias was used before the step"
         with (
@@ -578,7 +578,7 @@ def test_a_gradient_that_comes_in_the_middle_of_a_forward_hides_no_early_use(
 def test_gradients_that_are_zeroed_in_place_while_they_cross_are_refused(topology, free):
     model = seeded(mlp)()
     optimizer = wrapped(topology, model, sgd, **free)
-    plain(model, optimizer, topology.place.rank, 0)
+    plain(model, optimizer, topology.rank, 0)
     model.zero_grad(set_to_none=False)
     if is_free(topology, free):
         with pytest.raises(ConfigError, match=r"must be reset by optimizer.zero_grad\(\)"):
@@ -590,7 +590,7 @@ def test_gradients_that_are_zeroed_in_place_while_they_cross_are_refused(topolog
 
 def test_only_the_parameter_that_is_not_finite_is_dropped_whoever_calls_what(topology):
     """Ranks come to layers in different orders; what is stepped is the same on all."""
-    model, rank = seeded(chain)(), topology.place.rank
+    model, rank = seeded(chain)(), topology.rank
     with wrapped(topology, model, sgd, reducer="prioritized", bucket_bytes=1) as optimizer:
         plain(model, optimizer, rank, 0)
         optimizer.flush()
@@ -603,11 +603,11 @@ def test_only_the_parameter_that_is_not_finite_is_dropped_whoever_calls_what(top
         if rank == 0:
             model[3](torch.ones(2, 6))
         optimizer.flush()
-        if topology.place.nodes > 1:
+        if topology.nodes > 1:
             named = zip(model.named_parameters(), before, strict=True)
             changed = {name: not torch.equal(p, old) for (name, p), old in named}
             assert [name for name, was in changed.items() if not was] == ["3.weight"]
-            assert topology.same(bits(model))
+            assert topology.equal_on_all_ranks(bits(model))
 
 
 def test_the_step_is_not_part_of_the_forwards_autocast(topology, free):
@@ -631,7 +631,7 @@ def test_hooks_on_the_wrapper_see_the_step_and_copies_have_no_hooks(topology, fr
         with wrapped(topology, model, sgd, **gradients) as optimizer:
             optimizer.register_step_post_hook(lambda *_: seen.append(bits(model)))
             for step in range(3):
-                plain(model, optimizer, topology.place.rank, step)
+                plain(model, optimizer, topology.rank, step)
             copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
             assert bits(copied) == seen[-1]
             copied(torch.ones(2, 6))  # steps nothing
@@ -647,5 +647,5 @@ def test_memory_for_portions_grows_with_portions_and_not_with_numbers(topology, 
     model = nn.Sequential(nn.Linear(6, 1000), nn.Linear(1000, 3))
     gradients = {"reducer": "prioritized", "bucket_bytes": 4000}
     with wrapped(topology, model, sgd, **gradients) as optimizer:
-        plain(model, optimizer, topology.place.rank, 0)
+        plain(model, optimizer, topology.rank, 0)
     assert max(asked, default=0) <= 2 * 4 + 10_007 // 1000

@@ -33,7 +33,7 @@ from daso.train.simulated.nodes import SimulatedNodes
 def test_they_have_the_same_bits(
     topology, make, policy, wire, gradient_wire, merge, outer, fragments
 ):
-    place, build = topology.place, seeded(mlp)
+    rank_info, build = topology.rank_info, seeded(mlp)
     exchange = daso.Exchange(reduce="ordered", chunk_bytes=ORDERED.chunk_bytes, fragments=fragments)
     gradients = daso.Gradients(wire=gradient_wire)
     settings = Settings(
@@ -44,7 +44,7 @@ def test_they_have_the_same_bits(
         outer=outer is not None,
     )
     simulated = SimulatedNodes(
-        build, make, place.size, policy=policy, settings=settings, outer=outer
+        build, make, rank_info.world_size, policy=policy, settings=settings, outer=outer
     )
     model = build()
     options = {"wire": wire, "merge": merge, "outer": outer}
@@ -55,14 +55,17 @@ def test_they_have_the_same_bits(
         for epoch in range(2):
             for step in range(6 * epoch, 6 * epoch + 6):
                 optimizer.zero_grad()
-                batch_loss(model, place.rank, step).backward()
+                batch_loss(model, rank_info.rank, step).backward()
                 optimizer.step()
                 simulated.step(
-                    [lambda m, r=rank, s=step: batch_loss(m, r, s) for rank in range(place.size)]
+                    [
+                        lambda m, r=rank, s=step: batch_loss(m, r, s)
+                        for rank in range(rank_info.world_size)
+                    ]
                 )
             optimizer.end_epoch(1.0)
             simulated.end_epoch(1.0)
-            theirs = simulated.models[place.rank].parameters()
+            theirs = simulated.models[rank_info.rank].parameters()
             assert all(map(torch.equal, model.parameters(), theirs))
             assert optimizer.report()["gain"] == simulated.state.gain
     restored = make is adamw and outer is None and wire != "topk" and policy != daso.Fixed(1, 0)

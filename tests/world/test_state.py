@@ -64,7 +64,7 @@ def test_a_run_resumed_anywhere_has_the_same_bits(
         options_of_all["gradients"] = gradients
         return model, daso.DASO(sgd(model), module=model, **options_of_all, **options)
 
-    rank = topology.place.rank
+    rank = topology.rank
     model, optimizer = start(1)
     with optimizer:
         whole = train(model, optimizer, rank, range(12))
@@ -97,7 +97,7 @@ def test_a_run_resumed_right_after_a_send_may_stop_there(topology, wire, outer):
 
     model, optimizer = start(1)
     with optimizer:
-        train(model, optimizer, topology.place.rank, range(4))
+        train(model, optimizer, topology.rank, range(4))
         saved = through_a_file([model.state_dict(), optimizer.state_dict()])
         optimizer.synchronize()
         expected = bits(model)
@@ -109,7 +109,7 @@ def test_a_run_resumed_right_after_a_send_may_stop_there(topology, wire, outer):
     assert all(map(torch.equal, bits(model), expected))
 
 
-def test_an_exchange_in_flight_belongs_to_the_rank_that_saved_it(topology, place):
+def test_an_exchange_in_flight_belongs_to_the_rank_that_saved_it(topology, rank_info):
     def start():
         model = seeded(mlp)()
         options = {"policy": daso.Fixed(4, 3), "exchange": ORDERED}
@@ -117,9 +117,9 @@ def test_an_exchange_in_flight_belongs_to_the_rank_that_saved_it(topology, place
 
     model, optimizer = start()
     with optimizer:
-        train(model, optimizer, place.rank, range(4))
+        train(model, optimizer, rank_info.rank, range(4))
         assert optimizer.report()["in_flight"]
-        first = topology.world.bcast([model.state_dict(), optimizer.state_dict()])
+        first = topology.world_comm.bcast([model.state_dict(), optimizer.state_dict()])
         saved = through_a_file(first)
     model, optimizer = start()
     with optimizer:
@@ -137,7 +137,7 @@ def other_wire(now, _, *, numel):
 
 @pytest.mark.nodes(*APART)  # simulated nodes have one rank each
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int4", "topk", "auto"])
-def test_one_process_replays_a_run_from_its_log(topology, place, monkeypatch, wire):
+def test_one_process_replays_a_run_from_its_log(topology, rank_info, monkeypatch, wire):
     monkeypatch.setattr(plan_options, "next_wire", other_wire)
     build, how = seeded(mlp), {"wire": wire, "merge": "delta", "exchange": ORDERED}
     model = build()
@@ -145,7 +145,7 @@ def test_one_process_replays_a_run_from_its_log(topology, place, monkeypatch, wi
     optimizer = daso.DASO(sgd(model), module=model, topology=topology, policy=policy, **how)
     with optimizer:
         for step in range(40):
-            train(model, optimizer, place.rank, [step])
+            train(model, optimizer, rank_info.rank, [step])
             if step == 24:
                 optimizer.end_epoch(1.0)
     history = tuple(optimizer.report()["skip_history"])
@@ -159,16 +159,20 @@ def test_one_process_replays_a_run_from_its_log(topology, place, monkeypatch, wi
     monkeypatch.undo()  # the log alone says which wire it was
     with torch.device("cpu"):  # wherever it ran
         nodes = SimulatedNodes(
-            *(build, sgd, place.size),
+            *(build, sgd, rank_info.world_size),
             policy=Replay(history),
             settings=settings,
             times=Times(on_devices=on_devices),
             wires=sent,
         )
         for step in range(40):
-            nodes.step([lambda m, r=r, s=step: batch_loss(m, r, s) for r in range(place.size)])
+            nodes.step(
+                [lambda m, r=r, s=step: batch_loss(m, r, s) for r in range(rank_info.world_size)]
+            )
             if step == 24:
                 nodes.end_epoch(1.0)
         nodes.synchronize()
-    for mine, theirs in zip(model.parameters(), nodes.models[place.rank].parameters(), strict=True):
+    for mine, theirs in zip(
+        model.parameters(), nodes.models[rank_info.rank].parameters(), strict=True
+    ):
         assert torch.equal(mine.cpu(), theirs)

@@ -24,7 +24,7 @@ def wrapped(topology, inner, model, **options):
 def steps(topology, optimizer, model, numbers, rates=None):
     for step in numbers:
         optimizer.zero_grad()
-        batch_loss(model, topology.place.rank, step).backward()
+        batch_loss(model, topology.rank, step).backward()
         optimizer.step()
         if rates is not None:
             rates.append([group["lr"] for group in optimizer.param_groups])
@@ -99,7 +99,7 @@ def test_hooks_put_the_rate_back_after_a_step_that_raised(topology):
     )
     steps(topology, inner, model, range(6))
     with mock.patch.object(inner, "_init_group", side_effect=RuntimeError):
-        batch_loss(model, topology.place.rank, 6).backward()
+        batch_loss(model, topology.rank, 6).backward()
         with pytest.raises(RuntimeError):
             inner.step()
     assert inner.param_groups[0]["lr"] > 0.01  # nothing of ours was called since
@@ -132,7 +132,7 @@ def test_a_dropped_exchange_leaves_the_gain(topology):
     with wrapped(topology, adamw(model), model) as optimizer:
         steps(topology, optimizer, model, range(6))
         before = optimizer.report()["gain"]
-        if topology.place.rank == 0:
+        if topology.rank == 0:
             with torch.no_grad():
                 model[0].weight[0, 0] = float("nan")
         steps(topology, optimizer, model, range(6, 8))
@@ -190,14 +190,14 @@ def test_two_optimizers_of_one_model_each_have_a_gain_of_their_own(topology):
     for step in range(12):
         for one in wrappers:
             one.zero_grad()
-        batch_loss(model, topology.place.rank, step).backward()
+        batch_loss(model, topology.rank, step).backward()
         for one in wrappers:
             one.step()
     gains = [one.report()["gain"] for one in wrappers]
     for one in wrappers:
         one.synchronize()
-    assert topology.same(bits(model))
-    assert all(1 < gain <= topology.place.nodes**0.5 for gain in gains)
+    assert topology.equal_on_all_ranks(bits(model))
+    assert all(1 < gain <= topology.nodes**0.5 for gain in gains)
     assert gains[0] != gains[1]
     for one in wrappers:
         one.close()
@@ -208,13 +208,13 @@ def test_two_optimizers_in_step_are_one_big_batch(topology):
     wrappers = [
         wrapped(topology, inner, model, policy=daso.Fixed(1, 0)) for inner in two_optimizers(model)
     ]
-    place, theirs = topology.place, two_optimizers(alone)
+    rank_info, theirs = topology.rank_info, two_optimizers(alone)
     for step in range(6):
         for one in (*wrappers, *theirs):
             one.zero_grad()
-        batch_loss(model, place.rank, step).backward()
-        losses = [batch_loss(alone, rank, step) for rank in range(place.size)]
-        (sum(losses) / place.size).backward()
+        batch_loss(model, rank_info.rank, step).backward()
+        losses = [batch_loss(alone, rank, step) for rank in range(rank_info.world_size)]
+        (sum(losses) / rank_info.world_size).backward()
         for one in (*wrappers, *theirs):
             one.step()
     for mine, other in zip(model.parameters(), alone.parameters(), strict=True):

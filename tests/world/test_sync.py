@@ -15,7 +15,7 @@ import daso
 )
 def test_synchronous_steps_equal_one_process_bit_for_bit(topology, make, inner):
     report = compare(topology, make, inner, daso.Fixed(1, 0), steps=4)
-    if topology.place.nodes > 1:
+    if topology.nodes > 1:
         assert report["exchanges"] == 4
 
 
@@ -26,7 +26,7 @@ def test_synchronous_steps_equal_one_process_bit_for_bit(topology, make, inner):
 )
 def test_skipping_equals_one_process_bit_for_bit(topology, policy, wire, merge):
     report = compare(topology, mlp, sgd, policy, wire=wire, merge=merge)
-    assert report["exchanges"] >= (11 // policy.skip - 1 if topology.place.nodes > 1 else 0)
+    assert report["exchanges"] >= (11 // policy.skip - 1 if topology.nodes > 1 else 0)
 
 
 @pairwise(
@@ -85,7 +85,7 @@ def test_any_bucket_and_chunk_size_gives_the_same_bits(topology, size):
         ) as optimizer:
             for step in range(6):
                 optimizer.zero_grad()
-                batch_loss(model, topology.place.rank, step).backward()
+                batch_loss(model, topology.rank, step).backward()
                 optimizer.step()
         return b"".join(flat_bytes(p) for p in model.parameters())
 
@@ -98,9 +98,7 @@ def test_any_bucket_and_chunk_size_gives_the_same_bits(topology, size):
 def test_iallreduce_stays_near_the_oracle_and_identical(topology, dtype, order):
     build = seeded(lambda: Wide() if dtype == torch.float64 else mlp())
     for policy in (daso.Fixed(1, 0), daso.Fixed(3, 1)):
-        oracle = Sequential(
-            build, sgd, batch_loss, topology.place.node_sizes, policy=policy, wire="fp32"
-        )
+        oracle = Sequential(build, sgd, batch_loss, topology.node_sizes, policy=policy, wire="fp32")
         model = build()
         with daso.DASO(
             sgd(model),
@@ -114,19 +112,19 @@ def test_iallreduce_stays_near_the_oracle_and_identical(topology, dtype, order):
         ) as optimizer:
             for step in range(10):
                 optimizer.zero_grad()
-                batch_loss(model, topology.place.rank, step).backward()
+                batch_loss(model, topology.rank, step).backward()
                 optimizer.step()
         oracle.run(10)
         oracle.synchronize()
         for mine, theirs in zip(model.parameters(), oracle.params(0), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
-        assert topology.same(b"".join(flat_bytes(p) for p in model.parameters()))
+        assert topology.equal_on_all_ranks(b"".join(flat_bytes(p) for p in model.parameters()))
 
 
 @pytest.mark.parametrize("policy", [daso.Fixed(1, 0), daso.Fixed(4, 1)])
-def test_one_rank_is_the_bare_optimizer_bit_for_bit(place, topology, policy):
-    if place.size > 1:
-        topology = daso.Topology(topology.world.Split(place.rank))  # a world of its own
+def test_one_rank_is_the_bare_optimizer_bit_for_bit(rank_info, topology, policy):
+    if rank_info.world_size > 1:
+        topology = daso.Topology(topology.world_comm.Split(rank_info.rank))  # a world of its own
     bare, wrapped = seeded(mlp)(), seeded(mlp)()
     inner, optimizer = sgd(bare), daso.DASO(sgd(wrapped), topology=topology, policy=policy)
     for step in range(50):

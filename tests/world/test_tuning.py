@@ -28,7 +28,7 @@ def train(
         for step in range(steps):
             before(optimizer)
             optimizer.zero_grad(set_to_none=not keep)
-            batch_loss(model, topology.place.rank, step).backward()
+            batch_loss(model, topology.rank, step).backward()
             optimizer.step()
         report = optimizer.report()
     return b"".join(flat_bytes(p) for p in model.parameters()), report
@@ -63,7 +63,7 @@ class Clock:
 @pytest.mark.real_mpi
 @pytest.mark.parametrize("policy", [daso.Fixed(1, 0), daso.Fixed(2, 1)], ids=str)
 def test_all_ranks_find_the_same_size_after_the_same_batches(topology, monkeypatch, policy):
-    place, clock = topology.place, Clock(topology.place.rank)
+    rank_info, clock = topology.rank_info, Clock(topology.rank)
     monkeypatch.setattr(tuning, "time", clock)
     monkeypatch.setattr(tuning, "bucket_search", lambda _: BucketSizeSearch(32, 4096, every=2))
 
@@ -75,8 +75,10 @@ def test_all_ranks_find_the_same_size_after_the_same_batches(topology, monkeypat
     assert found == same
     events = [one for one in report["events"] if one["kind"] == "bucket_bytes"]
     told = [(one["batch"], one["nbytes"], one["seconds"], one["holding"]) for one in events]
-    assert topology.same(repr(told).encode())
-    searched = place.size > 1 and (max(place.node_sizes) > 1 or policy == daso.Fixed(1, 0))
+    assert topology.equal_on_all_ranks(repr(told).encode())
+    searched = rank_info.world_size > 1 and (
+        max(rank_info.node_sizes) > 1 or policy == daso.Fixed(1, 0)
+    )
     # Grown until all is in one bucket: larger sizes make the same one, and are not tried.
     sizes = [64, 128, 256, 256] if searched else []
     assert [one["nbytes"] for one in events] == sizes

@@ -170,13 +170,16 @@ class Daso(Plain):
 
 def join_process_group(topology: Topology, backend: str = "gloo") -> None:
     """Start torch.distributed over TCP between the ranks of this world. Collective; blocking."""
-    place, world = topology.place, topology.world
+    rank_info, world = topology.rank_info, topology.world_comm
     with socket.socket() as probe:
         probe.bind(("", 0))
         address, port = socket.gethostbyname(socket.gethostname()), probe.getsockname()[1]
     address, port = world.bcast((address, port))
     dist.init_process_group(
-        backend, init_method=f"tcp://{address}:{port}", rank=place.rank, world_size=place.size
+        backend,
+        init_method=f"tcp://{address}:{port}",
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
     )
 
 
@@ -285,8 +288,8 @@ class Flat(Plain):
         """Train on a batch."""
         self._flat.zero_()
         loss_of(self.model, *batch).backward()
-        self._topology.world.Allreduce(load().IN_PLACE, self._flat.numpy())
-        self._flat /= self._topology.place.size
+        self._topology.world_comm.Allreduce(load().IN_PLACE, self._flat.numpy())
+        self._flat /= self._topology.world_size
         self.optimizer.step()
         self.steps += 1
 

@@ -59,7 +59,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     Collective over the world; blocking.
     """
     torch.set_num_threads(1)
-    world, size = topology.world, topology.place.size
+    world, size = topology.world_comm, topology.world_size
     engine = Engine(Exchange().timeout_seconds, lambda: "a rank is missing")
     comm = world.Dup()
     kinds: dict[str, Callable[[], float | None]] = {
@@ -92,7 +92,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         | {"packing_ms": 1e3 * statistics.median(packing[name][1:])}
         for name in kinds
     ]
-    return {"plan": asdict(plan), "nodes": list(topology.place.node_sizes), "rows": rows}
+    return {"plan": asdict(plan), "nodes": list(topology.node_sizes), "rows": rows}
 
 
 def _ordered(

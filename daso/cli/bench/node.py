@@ -42,10 +42,10 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     """
     torch.set_num_threads(1)
     numel = int(plan.mebibytes * 2**18)
-    world, size = topology.world, topology.place.local_size
+    world, size = topology.world_comm, topology.local_size
     node = ShmNode(topology, Exchange().timeout_seconds)
     (bucket,) = node.row(numel, torch.float32, 1).cut([(0, numel)])
-    bucket.flat.fill_(topology.place.rank)
+    bucket.flat.fill_(topology.rank)
     parts = split(numel, size)
     mine, sums = torch.ones(numel), torch.empty(numel)
     join_process_group(topology)
@@ -80,7 +80,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         {"name": name, "ms": 1e3 * statistics.median(times), "seconds": times}
         for name, times in slowest.items()
     ]
-    return {"plan": asdict(plan), "nodes": list(topology.place.node_sizes), "rows": rows}
+    return {"plan": asdict(plan), "nodes": list(topology.node_sizes), "rows": rows}
 
 
 def table(found: Mapping[str, Any]) -> str:

@@ -18,10 +18,10 @@ def main() -> None:
     topology = init()
     bench: Any = import_module(module)
     found = bench.measure(bench.Plan(**json.loads(plan)), topology)
-    if topology.place.rank == 0:
+    if topology.rank == 0:
         found["versions"] = versions(library())
         Path(out).write_text(json.dumps(found), encoding="utf-8")
-    topology.world.Barrier()
+    topology.world_comm.Barrier()
 
 
 if __name__ == "__main__":

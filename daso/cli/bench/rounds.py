@@ -54,7 +54,7 @@ def sent_bytes(topology: Topology) -> int | None:
     """
     first = topology.host_rank == 0
     mine = count_bytes(INTERFACES.read_text(encoding="ascii")) if first else 0
-    rows: list[tuple[int, int]] = topology.world.allgather((int(first), mine))
+    rows: list[tuple[int, int]] = topology.world_comm.allgather((int(first), mine))
     return sum(sent for _, sent in rows) if sum(hosts for hosts, _ in rows) > 1 else None
 
 

@@ -75,12 +75,12 @@ class Torchft(Plain):
         from torchft.manager import Manager
         from torchft.process_group import ProcessGroupGloo
 
-        place, world = topology.place, topology.world
+        rank_info, world = topology.rank_info, topology.world_comm
         model, inner = start(case)
         super().__init__(model, inner, averaged_every=every)
         self._world, self._lighthouse = world, None
-        if place.rank == 0:
-            self._lighthouse = LighthouseServer(bind="[::]:0", min_replicas=place.size)
+        if rank_info.rank == 0:
+            self._lighthouse = LighthouseServer(bind="[::]:0", min_replicas=rank_info.world_size)
         address = world.bcast(self._lighthouse and self._lighthouse.address())
         mine = socket.gethostbyname(socket.gethostname())
         self._store = dist.TCPStore(  # type: ignore[attr-defined]  # torch forgets to export it
@@ -88,7 +88,7 @@ class Torchft(Plain):
         )
         self._manager = Manager(
             ProcessGroupGloo(timeout=PATIENCE),
-            *(None, None, place.size),
+            *(None, None, rank_info.world_size),
             use_async_quorum=False,
             **{name: PATIENCE for name in ("timeout", "quorum_timeout", "connect_timeout")},
             rank=0,
@@ -96,7 +96,7 @@ class Torchft(Plain):
             store_addr=mine,
             store_port=self._store.port,
             lighthouse_addr=address,
-            replica_id=f"rank_{place.rank}",
+            replica_id=f"rank_{rank_info.rank}",
             init_sync=False,
         )
         self._hooks = ExitStack()

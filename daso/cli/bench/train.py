@@ -56,7 +56,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     """
     torch.set_num_threads(1)
     case = CASES[plan.model]
-    batches = case.batches(topology.place.rank)
+    batches = case.batches(topology.rank)
     names = [COMPUTE, *(name for name in plan.names if name != COMPUTE)]
     join_process_group(topology)
     makers = {**EVERYBODY, **ORDERS, **INSIDE}
@@ -87,14 +87,14 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         "plan": asdict(plan),
         "parameters": parameters,
         "batch": case.batch,
-        "nodes": list(topology.place.node_sizes),
+        "nodes": list(topology.node_sizes),
         "rows": rows,
     }
 
 
 def _run(contender: Contender, batches: Iterator[Batch], topology: Topology, least: int) -> Round:
     """Train for so many steps, and until the contender is where it began; as long on all ranks."""
-    world = topology.world
+    world = topology.world_comm
     contender.wake()
     exposed, sent = contender.report().get("exposed_seconds", 0.0), sent_bytes(topology)
     world.Barrier()

@@ -75,10 +75,10 @@ def _signals() -> list[signal.Signals]:
 
 def _recorded(run: Run, point: Point) -> AbstractContextManager[Recording | None]:
     """Return what records every rank, where that is asked for; a run that goes on begins anew."""
-    config, first = run.config, run.topology.place.rank == 0
+    config, first = run.config, run.topology.rank == 0
     if not config.trace:
         return nullcontext()
-    if run.topology.place.size == 1:
+    if run.topology.world_size == 1:
         logger.warning("trace=true records what ranks do together, but there is one: nothing is")
         return nullcontext()
     name = FILE if point.resumed is None else FILE.replace(".", f"-{point.step}.")
@@ -110,7 +110,7 @@ def _train(
                 recording.mark()
             point.epoch, point.total = point.epoch + 1, torch.zeros(())
         seconds = time.perf_counter() - start
-        samples = (point.step - first) * run.config.data.batch_size * run.topology.place.size
+        samples = (point.step - first) * run.config.data.batch_size * run.topology.world_size
         pace = {"seconds": seconds, "samples_per_second": samples / seconds}
         summary = _summary(run, point, figures | pace)
     if folder is not None:
@@ -131,8 +131,8 @@ def _prepare(config: Config, topology: Topology) -> Run:
     task.model.to(device)
     sampler = ShardedSampler(
         task.train_length,
-        rank=topology.place.rank,
-        size=topology.place.size,
+        rank=topology.rank,
+        size=topology.world_size,
         batch_size=config.data.batch_size,
         seed=config.seed,
     )
@@ -156,7 +156,7 @@ def _device(config: Config, topology: Topology) -> torch.device:
     problem = None
     if config.device == "cuda" and device.type != "cuda":
         problem = "device=cuda needs a GPU that torch sees, but there is none; set --device=cpu"
-    topology.agree(problem, ConfigError)
+    topology.raise_on_all_ranks(problem, ConfigError)
     return device
 
 
@@ -167,21 +167,21 @@ def _load(config: Config, topology: Topology) -> Task:
         task = make_task(config.data)
     except DasoError as error:
         problem = str(error)
-    topology.agree(problem, DataError)
+    topology.raise_on_all_ranks(problem, DataError)
     assert task is not None
     return task
 
 
 def _open_folder(run: Run, point: Point) -> RunFolder | None:
     folder, problem, config = None, None, run.config
-    if run.topology.place.rank == 0:
+    if run.topology.rank == 0:
         try:
             folder = RunFolder(
                 config.folder, tensorboard=config.tensorboard, resume=point.resumed is not None
             )
         except DasoError as error:
             problem = str(error)
-    run.topology.agree(problem, DasoError)
+    run.topology.raise_on_all_ranks(problem, DasoError)
     return folder
 
 
@@ -192,16 +192,16 @@ def _steps_left(run: Run, point: Point) -> int:
 def _greet(run: Run, point: Point, folder: RunFolder | None, progress: Progress) -> None:
     if folder is None:
         return
-    task, place = run.task, run.topology.place
+    task, rank_info = run.task, run.topology.rank_info
     progress.line(
-        f"{task.data}: {task.train_length} samples, {place.size} ranks on {place.nodes} "
-        f"nodes, batch {run.config.data.batch_size} per rank"
+        f"{task.data}: {task.train_length} samples, {rank_info.world_size} ranks on "
+        f"{rank_info.nodes} nodes, batch {run.config.data.batch_size} per rank"
     )
     parameters = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
     what = {
         "data": task.data,
-        "world": place.size,
-        "nodes": place.nodes,
+        "world": rank_info.world_size,
+        "nodes": rank_info.nodes,
         "parameters": parameters,
         "config": asdict(run.config),
     }
@@ -260,8 +260,8 @@ def _leave(
 
 def _score(run: Run) -> float:
     """Return the share of right answers on the test data, counted by all ranks together."""
-    place = run.topology.place
-    mine = evaluate(run.task.model, run.task.test, rank=place.rank, size=place.size)
+    rank_info = run.topology.rank_info
+    mine = evaluate(run.task.model, run.task.test, rank=rank_info.rank, size=rank_info.world_size)
     counts = gather(run.topology, mine, run.config.exchange.timeout_seconds)
     return float(sum(right for right, _ in counts) / sum(total for _, total in counts))
 
@@ -296,23 +296,23 @@ def digest(model: torch.nn.Module) -> str:
 
 
 def _summary(run: Run, point: Point, figures: dict[str, float]) -> dict[str, Any]:
-    report, place = run.optimizer.report(), run.topology.place
+    report, rank_info = run.optimizer.report(), run.topology.rank_info
     mine = (report["global_bytes_sent"], report["exposed_seconds"])
     reports = gather(run.topology, mine, run.config.exchange.timeout_seconds)
     model = digest(run.task.model)
     chosen = ("exchanges", "dropped", "skip_history", "skip_because", "wire", "merge", "policy")
     return {
         "data": run.task.data,
-        "world": place.size,
-        "nodes": place.nodes,
-        "node_sizes": list(place.node_sizes),
+        "world": rank_info.world_size,
+        "nodes": rank_info.nodes,
+        "node_sizes": list(rank_info.node_sizes),
         "epochs": run.config.epochs,
         "steps": point.step,
         "resumed_at": None if point.resumed is None else point.resumed.step,
         **figures,
         "global_bytes_sent": sum(nbytes for nbytes, _ in reports),
         "exposed_seconds": max(exposed for _, exposed in reports),
-        "identical": run.topology.same(model),
+        "identical": run.topology.equal_on_all_ranks(model),
         "model": model,
         **{key: report[key] for key in chosen},
         "step_restoration": report.get("step_restoration", "none"),

@@ -94,7 +94,7 @@ class Saver:
 
         Collective over the world; blocking.
         """
-        restarts = self._run.topology.world.bcast(restarts)
+        restarts = self._run.topology.world_comm.bcast(restarts)
         again = restarts > 0 and bool(self._checkpoints.steps())
         return self.resume() if resume or again else self.start()
 
@@ -127,10 +127,10 @@ class Saver:
                 f"start anew, name the run with --name=NAME, and save it with --checkpoint.every=N"
             )
         saved = loaded.payload
-        run.topology.agree(_differs(run, saved), ConfigError)
+        run.topology.raise_on_all_ranks(_differs(run, saved), ConfigError)
         run.task.model.load_state_dict(saved["model"])
         run.optimizer.load_state_dict(saved["optimizer"])
-        sampler, total = _place(loaded, run.topology.place.size)
+        sampler, total = _place(loaded, run.topology.world_size)
         run.sampler.load_state_dict(sampler)
         set_rng_state(saved["rng"])
         resumed = Resumed(loaded.step, loaded.world, loaded.same_world, loaded.refused)

@@ -25,7 +25,7 @@ MEETING, GIVEN_UP = 1, 2  # tags
 
 
 class StepWatchdog:
-    """One rank's bell; used by its training thread and its engine.
+    """One rank's watchdog; used by its training thread and its engine.
 
     Args:
         world: All ranks; a communicator of its own is made.

@@ -205,7 +205,7 @@ class NcclNode:
         nccl: Any,
         cuda: Any = torch.cuda,
     ) -> None:
-        self.name, self.rank = f"NCCL, {device}", topology.place.local_rank
+        self.name, self.rank = f"NCCL, {device}", topology.local_rank
         self.sums_stay = True
         self.waited_seconds = 0.0
         self._nccl, self._cuda, self._device = nccl, cuda, device
@@ -216,11 +216,11 @@ class NcclNode:
             mine = copies, cuda.Stream(device, priority=FIRST), StepTimer(copies.stamp)
         except Exception as error:
             problem = str(error)
-        problems = [one for one in topology.node.allgather(problem) if one is not None]
+        problems = [one for one in topology.node_comm.allgather(problem) if one is not None]
         if mine is None or problems:
             raise RuntimeError(problems[0])
         self.copies, self._stream, self._watch = mine
-        self._comm = start(topology.node, nccl, lambda: cuda.device(device), timeout_seconds)
+        self._comm = start(topology.node_comm, nccl, lambda: cuda.device(device), timeout_seconds)
 
     def row(self, numel: int, dtype: torch.dtype, most: int) -> NcclRow:  # noqa: ARG002
         """Make a row for gradients."""

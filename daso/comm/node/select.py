@@ -19,7 +19,7 @@ from daso.environment import may_share_a_gpu
 from daso.errors import TopologyError
 
 __all__ = [
-    "agree_device",
+    "check_device",
     "choose_device",
     "choose_node",
     "device_problem",
@@ -41,7 +41,7 @@ def device_problem(topology: Topology, device: torch.device) -> str | None:
 
     Collective over the world; blocking.
     """
-    first = topology.world.bcast(device.type)
+    first = topology.world_comm.bcast(device.type)
     if device.type != first:
         return (
             f"parameters must be on the same type of device on every rank, but they are on "
@@ -55,14 +55,14 @@ def device_problem(topology: Topology, device: torch.device) -> str | None:
     return None
 
 
-def agree_device(topology: Topology, device: torch.device, *, gpu_direct: bool) -> None:
+def check_device(topology: Topology, device: torch.device, *, gpu_direct: bool) -> None:
     """Check that parameters on ``device`` can be trained, and cross from where they shall.
 
     Collective over the world; blocking.
     """
-    topology.agree(device_problem(topology, device), TopologyError)
-    if gpu_direct and topology.place.nodes > 1:
-        topology.agree(library_problem(topology.world, device), TopologyError)
+    topology.raise_on_all_ranks(device_problem(topology, device), TopologyError)
+    if gpu_direct and topology.nodes > 1:
+        topology.raise_on_all_ranks(library_problem(topology.world_comm, device), TopologyError)
 
 
 def wants_nccl(topology: Topology, device: torch.device, reducer: str) -> bool:
@@ -70,11 +70,11 @@ def wants_nccl(topology: Topology, device: torch.device, reducer: str) -> bool:
 
     Collective over the node; blocking.
     """
-    if device.type != "cuda" or topology.place.local_size == 1 or reducer != "bucketed":
+    if device.type != "cuda" or topology.local_size == 1 or reducer != "bucketed":
         return False
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    told = topology.node.allgather((gpu, may_share_a_gpu()))
-    apart = len({gpu for gpu, _ in told}) == topology.place.local_size
+    told = topology.node_comm.allgather((gpu, may_share_a_gpu()))
+    apart = len({gpu for gpu, _ in told}) == topology.local_size
     return apart or all(may_share for _, may_share in told)
 
 
@@ -104,7 +104,7 @@ def _nccl_node(
 ) -> NcclNode | None:
     """Start NCCL where it is wanted; raise the same on every rank where that fails on any."""
     problem = nccl_problem() if wanted else None
-    topology.agree(problem, TopologyError)
+    topology.raise_on_all_ranks(problem, TopologyError)
     node = None
     if wanted:
         try:
@@ -115,7 +115,7 @@ def _nccl_node(
                 f"it does not start: {error}", "see what NCCL says with NCCL_DEBUG=WARN"
             )
     try:
-        topology.agree(problem, TopologyError)
+        topology.raise_on_all_ranks(problem, TopologyError)
     except TopologyError:
         if node is not None:
             node.abandon()

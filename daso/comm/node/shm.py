@@ -214,9 +214,9 @@ class ShmNode:
         self.late, self.name = late, "shared memory"
         self.copies: DeviceStaging | None = None
         self.sums_stay = False
-        self.comm = topology.node.Dup()
-        self.rank = topology.place.local_rank
-        self.world_ranks: list[int] = topology.node.allgather(topology.place.rank)
+        self.comm = topology.node_comm.Dup()
+        self.rank = topology.local_rank
+        self.world_ranks: list[int] = topology.node_comm.allgather(topology.rank)
         self.timeout_seconds = timeout_seconds
         self.waited_seconds = 0.0
         self.recorded_as: int | None = trace.NODE  # of waits

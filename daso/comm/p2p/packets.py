@@ -290,23 +290,27 @@ def routes(
 
     Collective over the world; blocking.
     """
-    place = topology.place
-    others = [rank for rank in range(place.size) if rank != place.rank]
+    rank_info = topology.rank_info
+    others = [rank for rank in range(rank_info.world_size) if rank != rank_info.rank]
     if transport == "messages":
         messages = Messages(comm)
         return dict.fromkeys(others, messages), [messages]
     found: dict[int, Packets] = {}
     ways: list[Packets] = []  # on every rank alike: freeing them is collective
-    if place.nodes > 1:
+    if rank_info.nodes > 1:
         _check_one_sided(topology, comm)
-        everybody = range(place.size)
-        putting = RmaSlots(lambda n: OneSidedMemory(comm, n), everybody, place.rank, most_bytes)
+        everybody = range(rank_info.world_size)
+        putting = RmaSlots(lambda n: OneSidedMemory(comm, n), everybody, rank_info.rank, most_bytes)
         found = dict.fromkeys(others, putting)
         ways.append(putting)
-    mates = [rank for rank in range(place.size) if place.node_of[rank] == place.node]
-    if place.local_size > 1:
-        shared = RmaSlots(lambda n: SharedMemory(topology.node, n), mates, place.rank, most_bytes)
-        found |= dict.fromkeys([rank for rank in mates if rank != place.rank], shared)
+    mates = [
+        rank for rank in range(rank_info.world_size) if rank_info.node_of[rank] == rank_info.node
+    ]
+    if rank_info.local_size > 1:
+        shared = RmaSlots(
+            lambda n: SharedMemory(topology.node_comm, n), mates, rank_info.rank, most_bytes
+        )
+        found |= dict.fromkeys([rank for rank in mates if rank != rank_info.rank], shared)
         ways.append(shared)
     return found, ways
 
@@ -327,4 +331,4 @@ def _check_one_sided(topology: Topology, comm: "MPI.Comm") -> None:
             f"transport='windows' needs puts between nodes that do not wait for their target, "
             f"{problem}; use transport='messages'"
         )
-    topology.agree(problem, ConfigError)
+    topology.raise_on_all_ranks(problem, ConfigError)

@@ -72,14 +72,14 @@ class DeltaBuffer:
         channels: Channels,
         outer: MakeOuter | None = None,
     ) -> None:
-        self.named, place = named, channels.place
+        self.named, rank_info = named, channels.rank_info
         self.layout = layout_of(named)
         even = 1 if node.copies is None else EVEN
-        self.spans = split(self.layout.numel, place.lanes, even)
-        self.span = self.spans[place.lane] if place.lane is not None else Span(0, 0)
+        self.spans = split(self.layout.numel, rank_info.lanes, even)
+        self.span = self.spans[rank_info.lane] if rank_info.lane is not None else Span(0, 0)
         self.shared = node.share(self.spans, dtype)
         self.rounded: dict[int, torch.Tensor] = {}  # what this lane rounded away of means
-        share = place.local_size / place.size
+        share = rank_info.local_size / rank_info.world_size
         way, copies = MergeOptions(channels.settings.eager, share, outer), node.copies
         self.part = DeltaShard(self.shared.mine, way, on_device=copies is not None)
         where = None

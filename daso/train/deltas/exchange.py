@@ -88,7 +88,10 @@ class Exchanges:
             coordinator.channels,
             coordinator.metrics,
         )
-        self.settings, self.place = coordinator.channels.settings, coordinator.topology.place
+        self.settings, self.rank_info = (
+            coordinator.channels.settings,
+            coordinator.topology.rank_info,
+        )
         if self.settings.exchange.gpu_direct:
             self._try_memory(node)
         self.rows = self._make_rows(node, outer)
@@ -96,7 +99,7 @@ class Exchanges:
         self._flight: InFlight | None = None
         self._node = node
         self._core_is_shared = coordinator.trained.device.type == "cpu" and not spare_cores(
-            self.place.local_size, torch.get_num_threads()
+            self.rank_info.local_size, torch.get_num_threads()
         )
         self._known = ExchangeState(since=[0] * self.settings.exchange.fragments)
 
@@ -104,7 +107,7 @@ class Exchanges:
         """Return what restores steps, the same on every rank. Collective over the world."""
         leads, topology = self.coordinator.leads, self.coordinator.topology
         made = make_step_restoration(self.coordinator.trained.inner, self.settings, says=leads)
-        if topology.same(made and list(made.traits)):
+        if topology.equal_on_all_ranks(made and list(made.traits)):
             return made
         if leads:
             logger.warning(
@@ -116,11 +119,11 @@ class Exchanges:
     def _try_memory(self, node: NodeTransport) -> None:
         """Let a row cross from this rank's device. Collective over the world; blocking."""
         problem, channels = None, self.channels
-        if self.place.lane is not None and node.copies is not None:
+        if self.rank_info.lane is not None and node.copies is not None:
             problem = channels.engine.run(
                 trial(channels.lane, self.coordinator.trained.device, node.copies)
             )
-        self.coordinator.topology.agree(problem, TopologyError)
+        self.coordinator.topology.raise_on_all_ranks(problem, TopologyError)
 
     def _make_rows(
         self, node: NodeTransport, outer: MakeOuter | None
@@ -170,10 +173,10 @@ class Exchanges:
         header = self._header(batch)
         since, before, met = known.marked or (batch, 0.0, 0)
         # A rank without a lane waits in its node; what meetings took is not the steps'.
-        if self.place.lane is not None and since < batch and met == self.metrics.meetings:
+        if self.rank_info.lane is not None and since < batch and met == self.metrics.meetings:
             header = replace(header, minus_exposed_seconds=-(exposed - before) / (batch - since))
         agreed, _ = self.coordinator.wait(
-            self.channels.engine.submit(self.channels.agree(header, Tally()))
+            self.channels.engine.submit(self.channels.allreduce_header(header, Tally()))
         )
         _check_aligned(agreed)
         exposed = self.metrics.watch.idle_seconds(trace.NODES)
@@ -235,9 +238,9 @@ class Exchanges:
         code = yield from self._nonfinite(rows)
         made_seconds = time.perf_counter() - begun
         header = replace(header, nonfinite=code)
-        agreed, sums = yield from self.channels.agree(header, tally)
+        agreed, sums = yield from self.channels.allreduce_header(header, tally)
         total = Measured()
-        if not agreed.nonfinite and agreed.aligned and self.place.lane is not None:
+        if not agreed.nonfinite and agreed.aligned and self.rank_info.lane is not None:
             for row in rows:
                 total += yield from row.exchange()
         measured = Tally.measured(total.distance, total.norm, total.moved, self._known.size)
@@ -247,12 +250,12 @@ class Exchanges:
 
     def _nonfinite(self, rows: list[DeltaBuffer]) -> Work[float]:
         """Return the first value that is not finite of what rows send, as a number."""
-        place, before, code = self.place, 0, 0.0
+        rank_info, before, code = self.rank_info, 0, 0.0
         for row in self._rows_of(None):
             if row in rows:
                 element = yield from row.collect()
                 if element is not None and not code:
-                    code = culprit(before + element, place.rank, place.size)
+                    code = culprit(before + element, rank_info.rank, rank_info.world_size)
             before += row.layout.numel
         return code
 
@@ -289,7 +292,7 @@ class Exchanges:
             return None
         measurements = self._learn(flight, outcome)
         rule = self.settings.merge_rule(
-            waited=batch - flight.batch, nodes=self.place.nodes, keeps=flight.keeps
+            waited=batch - flight.batch, nodes=self.rank_info.nodes, keeps=flight.keeps
         )
         for row in self._rows_of(flight.fragment):
             row.merge(rule)
@@ -316,11 +319,11 @@ class Exchanges:
         known, header = self._known, outcome.header
         if not header.same_lr:
             self.coordinator.tell_of_rates(-header.minus_lr, header.lr)
-        drift = outcome.tally.drift(nodes=self.place.nodes, batches=known.batches)
+        drift = outcome.tally.drift(nodes=self.rank_info.nodes, batches=known.batches)
         gain = 0.0
         if self.step_restoration is not None:
             gain = self.step_restoration.required_gain(
-                outcome.tally, nodes=self.place.nodes, batches=known.batches
+                outcome.tally, nodes=self.rank_info.nodes, batches=known.batches
             )
         known.measured, known.batches = outcome.measured, flight.batches
         for one in self._fragments_of(flight.fragment):
@@ -360,8 +363,8 @@ class Exchanges:
     def _drop(self, flight: InFlight, outcome: Outcome) -> None:
         """Set the node whose value is not finite back to the reference; say whose it is."""
         self._known.timed = ""  # next to nothing crossed
-        element, rank = decode_culprit(outcome.header.nonfinite, self.place.size)
-        if not all(self.coordinator.topology.node.allgather(outcome.sound)):
+        element, rank = decode_culprit(outcome.header.nonfinite, self.rank_info.world_size)
+        if not all(self.coordinator.topology.node_comm.allgather(outcome.sound)):
             for row in self._rows_of(None):
                 row.restore()
             zero_nonfinite(self.coordinator.trained.inner, self.coordinator.trained.named)

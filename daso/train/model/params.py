@@ -14,8 +14,8 @@ from daso.train.model.shared import common_tensors
 
 __all__ = [
     "Trained",
-    "agree_layout",
     "broadcast",
+    "check_same_layout",
     "flat_view",
     "layout_of",
     "start_equal",
@@ -72,18 +72,18 @@ def _slot(name: str, tensor: torch.Tensor) -> Slot:
     return Slot(name, tuple(tensor.shape), tuple(tensor.stride()), dtype)
 
 
-def agree_layout(trained: Trained, topology: Topology) -> None:
+def check_same_layout(trained: Trained, topology: Topology) -> None:
     """Check that every rank trains the same parameters and that they can be exchanged.
 
     Collective over the world; blocking.
     """
-    topology.agree(_problem(trained.named, trained.module), LayoutError)
+    topology.raise_on_all_ranks(_problem(trained.named, trained.module), LayoutError)
     layout = layout_of(trained.named)
-    if topology.same(layout.digest):
+    if topology.equal_on_all_ranks(layout.digest):
         return
-    first = topology.world.bcast(layout.slots)
+    first = topology.world_comm.bcast(layout.slots)
     difference = first_difference(layout, lay_out(first))
-    topology.agree(
+    topology.raise_on_all_ranks(
         difference
         and f"parameters must be the same in name, shape, type and order on every rank, but here "
         f"{difference} on rank 0; build the model in the same way everywhere",
@@ -166,7 +166,7 @@ def start_equal(trained: Trained, topology: Topology, timeout_seconds: float) ->
     def everyones(mine: dict[str, str]) -> list[dict[str, str]]:
         return gather(topology, mine, timeout_seconds)
 
-    says = topology.place.rank == 0
+    says = topology.rank == 0
     others = common_tensors(trained.others(), everyones, set(), says=says)
     broadcast([*(tensor for _, tensor in trained.named), *others], topology)
 
@@ -176,7 +176,7 @@ def broadcast(tensors: Iterable[torch.Tensor], topology: Topology) -> None:
     with torch.no_grad():
         for tensor in _distinct(tensors):
             row = tensor.detach().cpu().contiguous()
-            topology.world.Bcast(byte_buffer(row.view(-1)))
+            topology.world_comm.Bcast(byte_buffer(row.view(-1)))
             if row.data_ptr() != tensor.data_ptr():
                 tensor.copy_(row)
 

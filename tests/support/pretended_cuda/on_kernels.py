@@ -105,9 +105,9 @@ def test_skipping_equals_one_process(topology, kernels, skip, wait, merge, fragm
     options = {"wire": wire, "merge": merge, "fragments": fragments}
     packed, before = kernels._pack.launches, kernels._take.launches
     report = compare(topology, mlp, sgd, daso.Fixed(skip, wait), **options)
-    if topology.place.nodes > 1:
+    if topology.nodes > 1:
         assert report["packing"] == "kernels, interpreted"
-    if topology.place.nodes > 1 and topology.place.lane is not None:
+    if topology.nodes > 1 and topology.rank_info.lane is not None:
         assert kernels._pack.launches > packed
         taken = kernels._take.launches > before
         # Where parameters are not kept, what the wire lost is in a residual: torch takes it in.
@@ -134,5 +134,5 @@ def test_many_pieces_and_messages_equal_one_process(topology, kernels, monkeypat
     kernels._pack.jobs = {True: 0, False: 0}
     compare(topology, wide, sgd, daso.Fixed(2, 1), wire="bf16", steps=4)
     jobs = kernels._pack.jobs
-    if topology.place.nodes > 1 and topology.place.lane is not None:
+    if topology.nodes > 1 and topology.rank_info.lane is not None:
         assert jobs[True] > 20 * jobs[False], "lanes and messages begin evenly"

@@ -40,7 +40,7 @@ def mpi(monkeypatch):
 def direct(topology, taken, *args, **options):
     report = compare(topology, *args, gpu_direct=True, **options)
     # Beside the two rows of the trial.
-    assert (len(taken) > 2) == (report["exchanges"] > 0 and topology.place.lane is not None)
+    assert (len(taken) > 2) == (report["exchanges"] > 0 and topology.rank_info.lane is not None)
     return report
 
 
@@ -88,7 +88,7 @@ def everywhere(monkeypatch, mpi, topology):
     monkeypatch.setattr(daso, "Exchange", Direct)
     monkeypatch.setattr(test_state, "ORDERED", Direct(reduce="ordered", chunk_bytes=512))
     yield
-    assert (len(mpi) > 2) == (topology.place.nodes > 1 and topology.place.lane is not None)
+    assert (len(mpi) > 2) == (topology.nodes > 1 and topology.rank_info.lane is not None)
 
 
 @pytest.mark.usefixtures("everywhere")
@@ -108,7 +108,7 @@ def wrapped(topology, model):
 @pytest.mark.parametrize(("says", "told"), [(False, "says no"), (None, "does not say")])
 def test_a_library_that_is_not_able_to_is_refused(topology, monkeypatch, says, told):
     monkeypatch.setattr(aware, "cuda_aware", lambda: says)
-    if topology.place.nodes == 1:  # nothing will cross
+    if topology.nodes == 1:  # nothing will cross
         wrapped(topology, mlp()).close()
         return
     with pytest.raises(TopologyError, match=f"this one {told}; leave gpu_direct out"):
@@ -157,7 +157,7 @@ def test_a_run_goes_on_from_the_other_memory(topology, wire):
                     optimizer.load_state_dict(saved)
                 for step in range(first, first + count):
                     optimizer.zero_grad()
-                    test_sync.batch_loss(model, topology.place.rank, step).backward()
+                    test_sync.batch_loss(model, topology.rank, step).backward()
                     optimizer.step()
                 first += count
                 saved = optimizer.state_dict()

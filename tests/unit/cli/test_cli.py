@@ -112,7 +112,7 @@ def test_closed_streams_and_python_without_docstrings(tmp_path, closed):
     """``daso run x >&-``, and PYTHONOPTIMIZE=2 on ranks too."""
     program = tmp_path / "notes.py"
     program.write_text(
-        "import pathlib, daso\nrank = daso.init().place.rank\nprint('to nowhere')\n"
+        "import pathlib, daso\nrank = daso.init().rank\nprint('to nowhere')\n"
         "pathlib.Path(__file__).with_name(f'rank-{rank}').write_text('was here')\n"
     )
     shut = " ".join(f"{number}>&-" for number in closed)
@@ -130,7 +130,9 @@ def test_closed_streams_and_python_without_docstrings(tmp_path, closed):
 def test_what_other_launchers_left_in_the_environment_is_no_matter(tmp_path):
     """A shell within a job, or within a rank: Open MPI's variables, PMI's and SLURM's."""
     program = tmp_path / "who.py"
-    program.write_text("import daso; place = daso.init().place; print(place.rank, place.size)\n")
+    program.write_text(
+        "import daso; topology = daso.init(); print(topology.rank, topology.world_size)\n"
+    )
     slurm = {"JOB_ID": "77", "JOBID": "77", "NNODES": "2", "NTASKS": "2", "TASKS_PER_NODE": "1(x2)"}
     slurm |= dict.fromkeys(("NODELIST", "JOB_NODELIST"), "far[0-1]")
     left = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0", "PMI_FD": "9"}
@@ -420,8 +422,8 @@ def test_run_starts_real_ranks_on_pretend_nodes(tmp_path):
     script = tmp_path / "show.py"
     script.write_text(
         "import sys, daso\n"
-        "place = daso.init().place\n"
-        "line = f'{place.rank} {place.size} {place.nodes} {sys.argv[1]}\\n'\n"
+        "topology = daso.init()\n"
+        "line = f'{topology.rank} {topology.world_size} {topology.nodes} {sys.argv[1]}\\n'\n"
         "sys.stdout.write(line)  # at once, or mpirun mixes the ranks' pieces\n"
     )
     words = ("run", "-n", "2", "--ranks-per-node=1", str(script), "--x=1")

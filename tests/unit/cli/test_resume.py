@@ -109,10 +109,10 @@ def test_another_number_of_ranks_counts_the_same_samples(batch, world, size, pla
 class Alone:
     """A topology of one rank."""
 
-    place = SimpleNamespace(rank=0, size=1)
-    world = SimpleNamespace(bcast=lambda value: value)
+    rank, world_size = 0, 1
+    world_comm = SimpleNamespace(bcast=lambda value: value)
 
-    def agree(self, problem, error):
+    def raise_on_all_ranks(self, problem, error):
         assert problem is None
 
 

@@ -4,7 +4,7 @@ import time
 
 from local_world import run_ranks
 
-from daso.comm.health import liveness as roll
+from daso.comm.health import liveness
 from daso.comm.health.liveness import LivenessProbe
 
 MAYBE = "which hangs, or the link to it does"
@@ -25,7 +25,7 @@ class Clock:
 
 
 def test_a_late_answer_to_an_earlier_roll_call_is_none_to_the_next(monkeypatch):
-    monkeypatch.setattr(roll, "time", Clock())
+    monkeypatch.setattr(liveness, "time", Clock())
 
     def body(world):
         call = LivenessProbe(world, ["a", "b"])
@@ -44,8 +44,8 @@ def test_a_late_answer_to_an_earlier_roll_call_is_none_to_the_next(monkeypatch):
 
 
 def test_who_answers_in_time_is_there_at_every_roll_call(monkeypatch):
-    monkeypatch.setattr(roll, "time", Clock())
-    monkeypatch.setattr(roll, "ANSWER_SECONDS", float("inf"))
+    monkeypatch.setattr(liveness, "time", Clock())
+    monkeypatch.setattr(liveness, "ANSWER_SECONDS", float("inf"))
 
     def body(world):
         call = LivenessProbe(world, ["a", "b"])
