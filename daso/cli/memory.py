@@ -47,7 +47,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         "--second", default="host", help="second memory: host, or file:FOLDER (host)"
     )
     parser.add_argument(
-        "--policy", choices=[*POLICIES], default="pooch", help="who decides (pooch)"
+        "--policy", choices=[*POLICIES], default="search", help="who decides (search)"
     )
     parser.add_argument(
         "--units", default="", metavar="NAMES", help="modules to treat as wholes, by commas"

@@ -20,7 +20,7 @@ __all__ = ["Found", "as_json", "draw", "render"]
 
 MIB = 1 << 20
 SHOWN = 40  # rows of units
-MANY = 64  # units: pooch would look for minutes, once for each of some budgets
+MANY = 64  # units: the search would look for minutes, once for each of some budgets
 QUICK = ("keep_late_swap", "keep_late_recompute", "keep_late_both")
 PARTS = (0, 0.1, 0.25, 0.5, 0.75, 1)  # of the way from the floor to plain: budgets to show
 
@@ -63,7 +63,7 @@ class Found:
     def deciders(self) -> tuple[str, ...]:
         """Policies of which the fastest decides within each of these budgets."""
         many = len(self.made.script.units) > MANY
-        return QUICK if many and self.policy == "pooch" else (self.policy,)
+        return QUICK if many and self.policy == "search" else (self.policy,)
 
     def _within(self, nbytes: int) -> MemoryPlan | None:
         made, plans = self.made, list[MemoryPlan]()
@@ -115,7 +115,7 @@ def _head(found: Found) -> Iterator[str]:
         yield f"planned peak  {_mib(made.peak_bytes)} MiB"
         yield f"budget        {_mib(made.budget_bytes)} MiB"
         yield (
-            f"time          {made.slowdown:.3f} of plain, foretold: forward and backward "
+            f"time          {made.slowdown:.3f} of plain, predicted: forward and backward "
             f"{1e3 * made.chosen.course.seconds:,.1f} ms"
         )
         yield "activations   " + ", ".join(

@@ -88,11 +88,11 @@ class WorkHandle(Generic[Result]):
 
     @classmethod
     def over(cls, result: Result, seconds: float) -> "WorkHandle[Result]":
-        """Return the ticket of work that is over, as it is kept in a checkpoint."""
-        ticket = cls(work=_nothing(result))
-        ticket.result, ticket.finished_at = result, seconds
-        ticket.finished.set()
-        return ticket
+        """Return a finished handle, as it is kept in a checkpoint."""
+        handle = cls(work=_nothing(result))
+        handle.result, handle.finished_at = result, seconds
+        handle.finished.set()
+        return handle
 
     def done(self) -> bool:
         """Return whether the work is over, well or not."""
@@ -148,23 +148,23 @@ class Engine:
     def submit(self, work: Work[Result], key: int = trace.NO_KEY) -> WorkHandle[Result]:
         """Hand in work; does not block unless very much is queued."""
         self.check()
-        ticket = WorkHandle(work, key)
-        self._queue.put(ticket)  # type: ignore[arg-type]  # a ticket's result is read by its owner
-        return ticket
+        handle = WorkHandle(work, key)
+        self._queue.put(handle)  # type: ignore[arg-type]  # a result is read by its owner
+        return handle
 
-    def wait(self, ticket: WorkHandle[Result]) -> Result:
+    def wait(self, handle: WorkHandle[Result]) -> Result:
         """Block until the work is over and return what it gave."""
-        self._awaited = ticket  # type: ignore[assignment]  # as in `submit`
-        if not ticket.finished.wait(self.timeout_seconds):
+        self._awaited = handle  # type: ignore[assignment]  # as in `submit`
+        if not handle.finished.wait(self.timeout_seconds):
             who = self._cause()  # while the thread still answers others who ask the same
             self._abandoned = True  # ranks are out of step from here: nothing may follow
             raise StallError(
                 f"an exchange must finish within {self.timeout_seconds:g} s, but it did not: "
                 f"{who}; look there, or raise timeout_seconds"
             )
-        if ticket.error is not None:
-            raise ExchangeError(f"an exchange failed: {ticket.error}") from ticket.error
-        return ticket.result  # type: ignore[return-value]  # set with finished
+        if handle.error is not None:
+            raise ExchangeError(f"an exchange failed: {handle.error}") from handle.error
+        return handle.result  # type: ignore[return-value]  # set with finished
 
     @property
     def sound(self) -> bool:
@@ -181,9 +181,9 @@ class Engine:
         return f"{missing} (messages come, the last one {quiet_seconds:.1f} s ago: a slow link)"
 
     @contextmanager
-    def hurried(self, ticket: WorkHandle[Result] | None) -> Iterator[None]:
+    def poll_eagerly(self, handle: WorkHandle[Result] | None) -> Iterator[None]:
         """Poll more often for this work meanwhile: the training thread stands still for a part."""
-        self._awaited = ticket  # type: ignore[assignment]  # as in `submit`
+        self._awaited = handle  # type: ignore[assignment]  # as in `submit`
         try:
             yield
         finally:
@@ -218,43 +218,43 @@ class Engine:
         self.close(patience_seconds=2.0)
 
     def _loop(self) -> None:
-        while (ticket := self._queue.get()) is not None:
-            ticket.started_at = time.perf_counter()
+        while (handle := self._queue.get()) is not None:
+            handle.started_at = time.perf_counter()
             try:
-                ticket.result = self._carry_out(ticket)
+                handle.result = self._carry_out(handle)
                 if self._takes is not None:
-                    self._hold(ticket, self._takes(ticket.result))
+                    self._hold(handle, self._takes(handle.result))
             except BaseException as error:  # it surfaces in the training thread
                 self._error = self._error or error
-                ticket.error = error
-            ticket.finished_at = time.perf_counter()
+                handle.error = error
+            handle.finished_at = time.perf_counter()
             if self._kind is not None:
-                trace.record(self._kind, ticket.started_at, key=ticket.key)
-            ticket.finished.set()
+                trace.record(self._kind, handle.started_at, key=handle.key)
+            handle.finished.set()
 
-    def _hold(self, ticket: WorkHandle[object], seconds: float) -> None:
+    def _hold(self, handle: WorkHandle[object], seconds: float) -> None:
         """Let work take so long, and nothing go on beside it: the link is occupied."""
-        ends = ticket.started_at + seconds
+        ends = handle.started_at + seconds
         while (left := ends - time.perf_counter()) > 0 and not self._abandoned:
             time.sleep(min(left, RELAXED_SECONDS))
-            if self._late is not None and time.perf_counter() - ticket.started_at > LATE_SECONDS:
+            if self._late is not None and time.perf_counter() - handle.started_at > LATE_SECONDS:
                 self._late()
 
-    def _nap(self, ticket: WorkHandle[Result], before: float) -> None:
+    def _nap(self, handle: WorkHandle[Result], before: float) -> None:
         """Sleep until the next poll: not for long where the training thread stands still."""
         seconds = POLL_SECONDS
         if self._awaited is None or self._awaited.finished.is_set():
-            taken = time.perf_counter() - ticket.started_at
+            taken = time.perf_counter() - handle.started_at
             seconds = max(seconds, min(RELAXATION * taken, before / 2, RELAXED_SECONDS))
         time.sleep(seconds)
 
-    def _carry_out(self, ticket: WorkHandle[Result]) -> Result:
+    def _carry_out(self, handle: WorkHandle[Result]) -> Result:
         if self._error is not None:
             raise self._error
         before = RELAXED_SECONDS
         while True:
             try:
-                waited = next(ticket.work)
+                waited = next(handle.work)
             except StopIteration as stop:
                 return stop.value  # type: ignore[no-any-return]
             arrived = _arrival(waited, self._mpi)
@@ -262,7 +262,7 @@ class Engine:
             while not arrived():
                 if self._abandoned:
                     raise ExchangeError("an exchange was given up while it was under way")
-                self._nap(ticket, max(before, time.perf_counter() - start))
+                self._nap(handle, max(before, time.perf_counter() - start))
                 if self._late is not None and time.perf_counter() - start > LATE_SECONDS:
                     self._late()
             self._moved_at = time.perf_counter()

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from daso.memory.observe import Observer, Op, Seen
+from daso.memory.observe import ObservedStorage, Observer, Op
 from daso.memory.planner import Group, Unit
 
 __all__ = [
@@ -113,7 +113,7 @@ class Iteration:
         return self.observer.ops
 
     @property
-    def seen(self) -> Sequence[Seen]:
+    def seen(self) -> Sequence[ObservedStorage]:
         """All storages."""
         return self.observer.memory.seen
 

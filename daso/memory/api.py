@@ -12,7 +12,7 @@ import torch
 from daso.errors import ConfigError
 from daso.memory.activation_trace import ActivationTrace, write_script
 from daso.memory.passes import Counts, Follower, Pass, Steps
-from daso.memory.planner import Course, Link, Plan, choose, fate, floor
+from daso.memory.planner import Course, Link, Plan, choose, decision, floor
 from daso.memory.profile import Loss, default_loss, profile
 from daso.memory.sizes import parse_bytes
 from daso.memory.static import Static, static_bytes
@@ -61,7 +61,7 @@ class MemoryPlan:
 
     @property
     def slowdown(self) -> float:
-        """Foretold seconds of forward and backward over those if all were kept."""
+        """Predicted seconds of forward and backward over those if all were kept."""
         return self.chosen.course.seconds / max(self.plain.seconds, 1e-12)
 
     def bytes_of(self, way: str) -> int:
@@ -71,7 +71,7 @@ class MemoryPlan:
             group.nbytes
             for unit, chosen in units
             for name, group in (("head", unit.head), ("tail", unit.tail))
-            if fate(chosen, name) == way
+            if decision(chosen, name) == way
         )
 
 
@@ -82,7 +82,7 @@ def plan(
     *,
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    policy: str = "pooch",
+    policy: str = "search",
     second: Second = "host",
     units: Sequence[str] = (),
 ) -> MemoryPlan:

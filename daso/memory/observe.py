@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Observer", "Op", "Seen", "bytes_of", "counts", "has_storage", "tensors_in"]
+__all__ = ["ObservedStorage", "Observer", "Op", "bytes_of", "counts", "has_storage", "tensors_in"]
 
 NEVER = 1 << 62  # died: it has not
 
@@ -38,7 +38,7 @@ class Op:
 
 
 @dataclass(slots=True)
-class Seen:
+class ObservedStorage:
     """A storage.
 
     Args:
@@ -81,7 +81,7 @@ def counts(func: Any, args: Sequence[Any]) -> bool:
 class Memory:
     """Storages by the order in which they were seen."""
 
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[ObservedStorage] = field(default_factory=list)
     numbers: dict[int, int] = field(default_factory=dict)  # of those that are there, by address
     _references: dict[int, Any] = field(default_factory=dict)
 
@@ -92,7 +92,7 @@ class Memory:
         if address in self.numbers:
             return self.numbers[address]
         number = len(self.seen)
-        self.seen.append(Seen(storage.nbytes(), born))
+        self.seen.append(ObservedStorage(storage.nbytes(), born))
         self.numbers[address] = number
 
         def gone(_: object) -> None:

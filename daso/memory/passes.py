@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from daso.memory.activation_trace import ActivationTrace, Closure
 from daso.memory.observe import bytes_of, counts, has_storage, tensors_in
-from daso.memory.planner import KEEP, RECOMPUTE, SWAP, Part, Plan, fate
+from daso.memory.planner import KEEP, RECOMPUTE, SWAP, Part, Plan, decision
 from daso.memory.profile import View
 from daso.memory.recompute import RecomputeSegment
 from daso.memory.tiers import Copying, Tier
@@ -56,12 +56,12 @@ class Steps:
 
     def __init__(self, script: ActivationTrace, plan: Plan) -> None:
         self.script, self.plan, self.count = script, plan, len(script.units)
-        self.fates = {
-            one: fate(plan.ways[unit], name) for one, (unit, name) in script.groups.items()
+        self.decisions = {
+            one: decision(plan.ways[unit], name) for one, (unit, name) in script.groups.items()
         }
         self.parts = {one: Part(*group) for one, group in script.groups.items()}
         self.swapped = defaultdict[Part, list[int]](list)  # storages
-        swapped = [one for one, way in self.fates.items() if way == SWAP]
+        swapped = [one for one, way in self.decisions.items() if way == SWAP]
         for one in swapped:
             self.swapped[self.parts[one]].append(one)
         spans = aligned([script.nbytes[one] for one in swapped])
@@ -73,7 +73,7 @@ class Steps:
         self.closures = {
             unit: closure
             for unit, closure in script.closures.items()
-            if fate(plan.ways[unit], "tail") == RECOMPUTE
+            if decision(plan.ways[unit], "tail") == RECOMPUTE
         }
         self.noted = _users(self.closures, lambda closure: closure.ops)  # units, by operation
         self.anchors = _users(self.closures, lambda closure: closure.anchors)  # by storage
@@ -81,7 +81,7 @@ class Steps:
     @property
     def follows(self) -> bool:
         """Whether anything goes."""
-        return any(way != KEEP for way in self.fates.values())
+        return any(way != KEEP for way in self.decisions.values())
 
 
 def _users(
@@ -254,7 +254,7 @@ class Pass:
         for unit in range(self.unit, self.steps.count):
             self._send(unit)
         if not self.strayed and self._saved != len(self.steps.script.packs):
-            self.stray()
+            self.diverge()
         self._tails.clear()  # they belong to what is made of them
 
     def drop(self) -> None:
@@ -301,7 +301,7 @@ class Pass:
         some = (reference() for reference in self._swapped.get(part, ()))
         return [held for held in some if held is not None]
 
-    def stray(self) -> None:
+    def diverge(self) -> None:
         """Leave the plan: what is saved from here on stays."""
         self.strayed = True
         self._count_as_strayed()
@@ -316,7 +316,7 @@ class Pass:
         self._saved += 1
         number = -1 if self.strayed or index >= len(script.packs) else script.packs[index]
         if number >= 0 and not self.is_number(tensor, number):
-            self.stray()
+            self.diverge()
             number = -1
         with _disable_current_modes():  # what is done here is not the model's
             if number < 0:  # stays as it is; itself would hold its own history
@@ -327,7 +327,7 @@ class Pass:
         return Handle(held, View.of(tensor), script.users[index])
 
     def _hold(self, number: int, tensor: torch.Tensor) -> SavedTensor:
-        part, way = self.steps.parts[number], self.steps.fates[number]
+        part, way = self.steps.parts[number], self.steps.decisions[number]
         nbytes = tensor.untyped_storage().nbytes()
         larger = nbytes > self.steps.script.nbytes[number]
         if larger:
@@ -398,14 +398,14 @@ class Follower(TorchDispatchMode):
         number, script = self._next, self._steps.script
         self._next += 1
         if number >= len(script.funcs) or script.funcs[number] is not func:
-            self._pass.stray()
+            self._pass.diverge()
             return func(*args, **kwargs)
         if not self._pass.reads(tensors_in((args, kwargs)), number):
-            self._pass.stray()
+            self._pass.diverge()
             return func(*args, **kwargs)
         if number in script.begins:
             self._pass.begin(script.begins[number])
         found = self._pass.take(number, func, args, kwargs)
         if not self._pass.made(tensors_in(found), number):
-            self._pass.stray()
+            self._pass.diverge()
         return found

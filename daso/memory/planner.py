@@ -8,7 +8,7 @@ comes back. Decided before forward from measured bytes and times (US12645941B2; 
 1907.05013), on virtual time: computing is one resource, the way to the second memory another.
 
 What comes out is not only who goes, but also when: by which unit copies must have ended, and with
-which they begin to come back. Whoever follows it never has more bytes at once than were foretold,
+which they begin to come back. Whoever follows it never has more bytes at once than were predicted,
 however fast copies are.
 """
 
@@ -35,10 +35,10 @@ __all__ = [
     "Plan",
     "Unit",
     "choose",
-    "fate",
+    "decision",
     "floor",
-    "foretell",
     "parts",
+    "simulate_plan",
 ]
 
 KEEP, SWAP, RECOMPUTE, BOTH = "keep", "swap", "recompute", "recompute_swap"
@@ -154,7 +154,7 @@ def parts(units: Sequence[Unit]) -> Iterator[tuple[Part, Group]]:
                 yield Part(number, name), group
 
 
-def fate(way: str, name: str) -> str:
+def decision(way: str, name: str) -> str:
     """Return what becomes of one group of a unit: keep, swap or recompute."""
     if way == BOTH:
         return SWAP if name == "head" else RECOMPUTE
@@ -202,7 +202,7 @@ class _Time:
         self.there = self.swapped = 0
         self.leaving: deque[tuple[Part, float, int]] = deque()  # when copies end, what they free
         self.groups = dict(parts(units))
-        self.fates = {part: fate(ways[part.unit], part.name) for part in self.groups}
+        self.decisions = {part: decision(ways[part.unit], part.name) for part in self.groups}
         self.moments: list[int] = []
         self.waits: list[list[Part]] = [[] for _ in range(2 * len(units))]
         self.fetches: list[list[Part]] = [[] for _ in range(2 * len(units))]
@@ -216,7 +216,7 @@ class _Time:
     def make_room(self, nbytes: int) -> bool:
         """Wait for copies until there is room; return whether there can be.
 
-        What may have left counts unless it is waited for: copies may take longer than was foretold.
+        What may have left counts unless it is waited for: copies may take longer than was predicted.
         """
         while self.there + nbytes > self.capacity:
             if not self.leaving:
@@ -254,7 +254,7 @@ class _Time:
         )
 
 
-def foretell(
+def simulate_plan(
     units: Sequence[Unit], ways: Sequence[str], capacity: float, link: Link
 ) -> Course | None:
     """Return what a plan would come to; None if it needs more than there is."""
@@ -275,10 +275,10 @@ def _forward(time: _Time) -> bool:
         time.compute(unit.forward_seconds, unit.forward_bytes)
         for part in leaving[number]:
             nbytes = time.groups[part].nbytes
-            if time.fates[part] == SWAP:
+            if time.decisions[part] == SWAP:
                 time.swapped += nbytes
                 time.leaving.append((part, time.copy(nbytes), nbytes))
-            elif time.fates[part] == RECOMPUTE:
+            elif time.decisions[part] == RECOMPUTE:
                 time.there -= nbytes
     return True
 
@@ -293,15 +293,15 @@ def _by_unit(time: _Time, of: Callable[[Group], int]) -> list[list[Part]]:
 def _backward(time: _Time) -> bool:
     """Go on with backward: what was swapped comes back as early as there is room."""
     returning = _by_unit(time, lambda group: group.returns)
-    swapped = (part for part, fate in time.fates.items() if fate == SWAP)
+    swapped = (part for part, decision in time.decisions.items() if decision == SWAP)
     coming = deque(sorted(swapped, key=lambda part: (-time.groups[part].returns, -part.unit)))
     came: dict[Part, float] = {}  # when each is there again
     for number in reversed(range(len(time.units))):
         unit = time.units[number]
         while time.leaving and time.leaving[0][1] <= time.now:
             time.end_copy()
-        again = [part for part in returning[number] if time.fates[part] == RECOMPUTE]
-        due = [part for part in returning[number] if time.fates[part] == SWAP]
+        again = [part for part in returning[number] if time.decisions[part] == RECOMPUTE]
+        due = [part for part in returning[number] if time.decisions[part] == SWAP]
         due = [part for part in due if part not in came]
         nbytes = sum(time.groups[part].nbytes for part in (*again, *due))
         working = unit.backward_bytes + _again_bytes(time, again)
@@ -331,7 +331,7 @@ def _has_room(time: _Time, returning: Sequence[Sequence[Part]], at: int, early: 
     there = time.there + group.nbytes
     for number in range(at, group.returns, -1):
         unit = time.units[number]
-        again = [part for part in returning[number] if time.fates[part] == RECOMPUTE]
+        again = [part for part in returning[number] if time.decisions[part] == RECOMPUTE]
         if number < at:
             there += sum(time.groups[part].nbytes for part in again)
         if there + unit.backward_bytes + _again_bytes(time, again) > time.capacity:
@@ -372,7 +372,7 @@ def _kept_from_the_end(ways: Ways, try_: Try) -> Ways:
     return kept(fits)
 
 
-def _patent(units: Sequence[Unit], try_: Try) -> Ways:
+def _greedy(units: Sequence[Unit], try_: Try) -> Ways:
     """Recompute the units with most to recompute, as far as an allocation goes; swap the others.
 
     The allocation is the one of some that comes out fastest; heads of those that are recomputed
@@ -397,7 +397,7 @@ def _patent(units: Sequence[Unit], try_: Try) -> Ways:
 ALLOCATIONS = 8  # that are tried: so many parts of all that could be recomputed
 
 
-def _pooch(units: Sequence[Unit], try_: Try) -> Ways:
+def _search(units: Sequence[Unit], try_: Try) -> Ways:
     """Begin with the fastest of all others, and change single units as long as it gets faster."""
     starts = [choose_ways(units, try_) for choose_ways in STARTS.values()]
     courses = [(course.seconds, ways) for ways in starts if (course := try_(ways)) is not None]
@@ -439,16 +439,16 @@ STARTS: Mapping[str, Policy] = {
     "keep_late_swap": _keep_late(SWAP),
     "keep_late_recompute": _keep_late(RECOMPUTE),
     "keep_late_both": _keep_late(BOTH),
-    "patent": _patent,
+    "greedy": _greedy,
 }
 POLICIES: Mapping[str, Policy] = {
     **STARTS,
-    "pooch": _pooch,
+    "search": _search,
     "exact": _exact,
 }
 
 
-def choose(units: Sequence[Unit], capacity: float, link: Link, policy: str = "pooch") -> Plan:
+def choose(units: Sequence[Unit], capacity: float, link: Link, policy: str = "search") -> Plan:
     """Return what becomes of each unit, so that all fit and it takes as little time as may be."""
     if policy not in POLICIES:
         raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
@@ -458,7 +458,7 @@ def choose(units: Sequence[Unit], capacity: float, link: Link, policy: str = "po
         )
 
     def try_(ways: Ways) -> Course | None:
-        return foretell(units, ways, capacity, link)
+        return simulate_plan(units, ways, capacity, link)
 
     ways = POLICIES[policy](units, try_)
     course = try_(ways)

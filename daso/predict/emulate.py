@@ -82,9 +82,9 @@ def _crossing(channels: Channels, row: torch.Tensor, link: LinkModel) -> float:
     channels.engine.run(channels.gather(0.0))  # all begin together
     if channels.rank_info.lane is None:
         return 0.0
-    ticket = channels.engine.submit(channels.gradient_mean(row))
-    nbytes = channels.engine.wait(ticket)
-    return ticket.seconds / link.seconds(nbytes, payload_rounds(channels.rank_info.nodes)) - 1
+    handle = channels.engine.submit(channels.gradient_mean(row))
+    nbytes = channels.engine.wait(handle)
+    return handle.seconds / link.seconds(nbytes, payload_rounds(channels.rank_info.nodes)) - 1
 
 
 def _compute_off(plan: ThrottlePlan) -> float:

@@ -9,10 +9,10 @@ from daso.comm.dtypes import accumulator
 from daso.plan.layout import Span, aligned
 from daso.server.partition import Partition
 
-__all__ = ["Wired"]
+__all__ = ["PushCompressor"]
 
 
-class Wired:
+class PushCompressor:
     """One rank's gradients for others, and theirs for it.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from daso.errors import ConfigError
-from daso.server.compression import Wired
+from daso.server.compression import PushCompressor
 from daso.server.partition import Partition, layers_of
 from daso.server.plan import Apply, Log, Plan, Read, Send
 from daso.server.shard import (
@@ -106,7 +106,7 @@ class _Replay:
         self._owners = [
             ParameterShard(rank, one.shares, plan, factory) for rank, one in enumerate(self._ranks)
         ]
-        self._wired = [Wired(one.shares, plan.wire) for one in self._ranks]
+        self._compressor = [PushCompressor(one.shares, plan.wire) for one in self._ranks]
         self._todo = [[e for e in log.events if isinstance(e, Apply)] for log in logs]
         # By owner, layer and version.
         self._rows = {
@@ -237,7 +237,10 @@ class _Replay:
 
     def _crossed(self, source: int, owner: int, layer: int, one: _Computed) -> torch.Tensor:
         """Return gradients as they came to their owner."""
-        wired, row = self._wired[source], self._ranks[source].shares.pack(owner, [layer], one.grads)
+        wired, row = (
+            self._compressor[source],
+            self._ranks[source].shares.pack(owner, [layer], one.grads),
+        )
         return wired.decode(owner, [layer], wired.encode(owner, [layer], one.has, row))
 
     def _keep(self, owner: int, apply: Apply) -> None:

@@ -22,7 +22,7 @@ from daso.comm.p2p.packets import routes
 from daso.comm.p2p.send_queue import HEAD_BYTES, Message, SendQueue
 from daso.comm.topology import Topology
 from daso.errors import ExchangeError, StallError
-from daso.server.compression import Wired
+from daso.server.compression import PushCompressor
 from daso.server.partition import Partition
 from daso.server.plan import Plan, is_fresh
 from daso.server.shard import Contribution, ParameterShard, Rows, first_rows, rows_in
@@ -51,7 +51,7 @@ class ServerThread:
         self, topology: Topology, shares: Partition, plan: Plan, server: ParameterShard
     ) -> None:
         self.plan, self.server, self.shares = plan, server, shares
-        self._wired = Wired(shares, plan.wire)
+        self._compressor = PushCompressor(shares, plan.wire)
         self.rank, self.ranks = topology.rank, topology.world_size
         self._topology = topology
         self.world, self._letters = topology.world_comm.Dup(), topology.world_comm.Dup()
@@ -75,7 +75,7 @@ class ServerThread:
         self._news = threading.Condition()
         self._sign_at = time.perf_counter()  # when somebody was heard of last
         self._given: deque[Contribution] = deque()  # by the training thread
-        self._ticket: WorkHandle[None] | None = None
+        self._handle: WorkHandle[None] | None = None
         self._last: dict[int, int] = {}  # steps of each rank that takes no more until the meeting
         self._pausing: int | None = None  # this rank's, before it is told to all
         self._over: set[int] = set()  # ranks whose last rows came
@@ -84,21 +84,21 @@ class ServerThread:
 
     def go_on(self) -> None:
         """Serve, if that is not done already. Does not block."""
-        if self._ticket is None:
-            self._ticket = self.engine.submit(self._serve())
+        if self._handle is None:
+            self._handle = self.engine.submit(self._serve())
 
     @property
     def serves(self) -> bool:
         """Whether the thread is at work: this rank's rows may change."""
-        return self._ticket is not None
+        return self._handle is not None
 
     def give(self, owner: int, contribution: Contribution) -> None:
         """Hand over gradients; does not block."""
         one = contribution
-        payload = self._wired.encode(owner, one.layers, one.has, one.row)
+        payload = self._compressor.encode(owner, one.layers, one.has, one.row)
         if owner == self.rank:
             # As others' are: what the wire loses is part of the next.
-            row = self._wired.decode(owner, one.layers, payload)
+            row = self._compressor.decode(owner, one.layers, payload)
             self._given.append(replace(one, row=row))
             return
         notes = (GRADIENTS, one.step, one.layers, one.has, one.read, one.values)
@@ -164,18 +164,18 @@ class ServerThread:
         Collective over the world; blocking.
         """
         self.go_on()
-        ticket = self._ticket
-        assert ticket is not None
+        handle = self._handle
+        assert handle is not None
         self._pausing = steps
-        self._wait(lambda: self._is_over() or ticket.done(), lambda: "all ranks' last rows")
-        self.engine.wait(ticket)
+        self._wait(lambda: self._is_over() or handle.done(), lambda: "all ranks' last rows")
+        self.engine.wait(handle)
         self.engine.run(self._barrier())  # before anybody begins anew
         self.server.begin()
         for rows in chain.from_iterable(self._rows):
             last = rows[-1]
             rows.clear()
             rows.append(Rows(last.version, 0.0, last.behind, last.tensors))
-        self._ticket, self._pausing, self._last, self._over = None, None, {}, set()
+        self._handle, self._pausing, self._last, self._over = None, None, {}, set()
         self.step, self._clocks = 0, [0.0] * len(self._clocks)
 
     def _barrier(self) -> Work[None]:
@@ -184,7 +184,7 @@ class ServerThread:
     def _wait(self, arrived: Callable[[], bool], what: Callable[[], str], step: int = 0) -> None:
         start = time.perf_counter()
         try:
-            with self.engine.hurried(self._ticket), self._news:
+            with self.engine.poll_eagerly(self._handle), self._news:
                 while not self._news.wait_for(arrived, LOOK_SECONDS):
                     self._look(start, what, step)
         finally:
@@ -265,7 +265,7 @@ class ServerThread:
         if about == GRADIENTS:
             step, layers, has, read, values = notes
             start = time.perf_counter()
-            row = self._wired.decode(self.rank, layers, letter.payload)
+            row = self._compressor.decode(self.rank, layers, letter.payload)
             contribution = Contribution(source, step, layers, has, read, values, row)
             changed = self.server.contribute(contribution)
             trace.record(trace.SUMS, start, key=step)

@@ -72,10 +72,10 @@ class Coordinator:
         self.channels, self.metrics = channels, metrics
         self._told: set[str] = set()  # what was said: names of buffers that are left alone, `LR`
 
-    def wait(self, ticket: WorkHandle[Result]) -> Result:
+    def wait(self, handle: WorkHandle[Result]) -> Result:
         """Block until work is over and return its result; standing still is exposed time."""
-        with self.metrics.watch.waiting(trace.NODES, ticket.key):
-            return self.channels.engine.wait(ticket)
+        with self.metrics.watch.waiting(trace.NODES, handle.key):
+            return self.channels.engine.wait(handle)
 
     def gather(self, number: float) -> list[float]:
         """Return every rank's number, in rank order. Collective over the world; blocking."""

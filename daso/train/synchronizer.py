@@ -75,7 +75,7 @@ class Synchronizer:
         self.metrics, self.changes = metrics, ParameterChanges(trained)
         self.channels = Channels(topology, settings)
         self.coordinator = Coordinator(trained, topology, self.channels, self.metrics)
-        self._carrier = _carrier(self.channels, metrics, settings)
+        self._background = _background(self.channels, metrics, settings)
         self.over: str | None = None  # why it can do nothing any more
         self._batch = 0  # steps taken
         # Whether gradients are averaged between nodes, and on a narrow wire; steps are taken layer
@@ -89,7 +89,7 @@ class Synchronizer:
         self.buckets = GradientReducer(
             trained.named,
             self._choose_node(),
-            self._route(between=False),
+            self._reduce_plan(between=False),
             bucket_bytes=bucket_bytes,
             same_order=self.coordinator.same_order,
             callbacks=BackwardCallbacks(
@@ -140,7 +140,7 @@ class Synchronizer:
                 self.trained, self.buckets, self.coordinator.count_drop, self.metrics.good
             )
         # Of gradients that stay in the node nobody looks whether they are finite.
-        inside = isinstance(self._carrier, HostReducer)
+        inside = isinstance(self._background, HostReducer)
         return LayerwiseStep(self.trained, self.buckets) if inside else None
 
     def start_watch(self) -> None:
@@ -161,13 +161,21 @@ class Synchronizer:
         self._by_layers = state.synchronous and self.layers is not None
         # Nodes whose GradScalers went apart average between them after unscaling.
         apart = self.metrics.scales_apart and self.layers is None
-        self.buckets.route = self._route(between=self._synchronous and not apart)
+        self.buckets.reduce_plan = self._reduce_plan(between=self._synchronous and not apart)
 
-    def _route(self, *, between: bool) -> ReducePlan:
-        rank_info, carrier, whole = self.topology.rank_info, self._carrier, not self._by_layers
-        if between and carrier is not None:
+    def _reduce_plan(self, *, between: bool) -> ReducePlan:
+        rank_info, background, whole = (
+            self.topology.rank_info,
+            self._background,
+            not self._by_layers,
+        )
+        if between and background is not None:
             return ReducePlan(
-                rank_info.local_size, rank_info.lanes, carrier=carrier, world=True, whole=whole
+                rank_info.local_size,
+                rank_info.lanes,
+                background=background,
+                world=True,
+                whole=whole,
             )
         if between:
             stay = self._by_device and self.buckets.node.sums_stay
@@ -175,9 +183,9 @@ class Synchronizer:
                 rank_info.local_size, rank_info.lanes, self._average_between, stay=stay
             )
         alone = max(rank_info.node_sizes) == 1
-        inside = carrier if isinstance(carrier, HostReducer) else None
+        inside = background if isinstance(background, HostReducer) else None
         return ReducePlan(
-            rank_info.local_size, rank_info.local_size, carrier=inside, whole=whole, alone=alone
+            rank_info.local_size, rank_info.local_size, background=inside, whole=whole, alone=alone
         )
 
     @property
@@ -188,14 +196,14 @@ class Synchronizer:
 
     def _average_between(self, total: torch.Tensor, bucket: Bucket) -> Finish:
         """Start the mean over the world of a part that holds the sum over this node."""
-        ticket: WorkHandle[Any]
+        handle: WorkHandle[Any]
         if self._compresses or self._by_device:
-            ticket = self.channels.engine.submit(self._mean_of(total, bucket))
+            handle = self.channels.engine.submit(self._mean_of(total, bucket))
         else:
-            ticket = self.channels.engine.submit(self.channels.gradient_mean(total))
+            handle = self.channels.engine.submit(self.channels.gradient_mean(total))
 
         def finish() -> None:
-            sent = self.coordinator.wait(ticket)
+            sent = self.coordinator.wait(handle)
             self.metrics.global_bytes_sent += sent if isinstance(sent, int) else sent.nbytes
 
         return finish
@@ -220,8 +228,8 @@ class Synchronizer:
         """Wait for all gradients that are under way. Collective over the world; blocking."""
         self.flush()
         self.buckets.collect(range(len(self.trained.named)))
-        if self._carrier is not None:
-            self._carrier.finish()
+        if self._background is not None:
+            self._background.finish()
 
     def _cut(self, bucket_bytes: int) -> None:
         """Cut buckets anew, between two rounds. Collective over the world; blocking."""
@@ -233,21 +241,21 @@ class Synchronizer:
         """Take what is left of a step that is taken layer by layer. Collective over the world."""
         if self.layers is not None:
             self.layers.flush()
-        if self._carrier is not None and not self.buckets.under_way():
-            self._carrier.finish()
+        if self._background is not None and not self.buckets.under_way():
+            self._background.finish()
 
     def before_closure(self) -> None:
         """Get ready for a step that calls backward itself."""
         self._begin_step()
         self._check()
         self._refuse("closures", self._by_layers)
-        self.buckets.route = self._route(between=self._synchronous)
+        self.buckets.reduce_plan = self._reduce_plan(between=self._synchronous)
         if self._synchronous:
             self.metrics.good()
 
     def _check(self) -> None:
         """Raise what went wrong in other threads since, if anything."""
-        (self._carrier or self.channels.engine).check()
+        (self._background or self.channels.engine).check()
 
     def _look_around(self) -> None:
         """Look once, at the first step, at what may have been made after this; see `misuse`."""
@@ -257,7 +265,7 @@ class Synchronizer:
         rank_info, named = self.topology.rank_info, self.trained.named
         if rank_info.nodes > 1:
             reducers.refuse_wide((param for _, param in named), rank_info.local_size)
-        if self.buckets.route.alone:  # no average comes by that could look
+        if self.buckets.reduce_plan.alone:  # no average comes by that could look
             self.coordinator.look_for_same_batches(range(len(named)))
         if self.trained.module is None and self.coordinator.leads and has_batch_norm(named):
             logger.warning(
@@ -312,9 +320,9 @@ class Synchronizer:
 
     def _average_unscaled(self) -> None:
         """Average node means between nodes, after each node divided by a scale of its own."""
-        self.buckets.route = self._route(between=True)
+        self.buckets.reduce_plan = self._reduce_plan(between=True)
         self.buckets.finish_round()
-        self.buckets.route = self._route(between=False)
+        self.buckets.reduce_plan = self._reduce_plan(between=False)
 
     def mean_loss(self, loss: Any) -> Any:
         """Return a loss averaged over the ranks whose gradients are; number or 0-dim tensor.
@@ -350,7 +358,7 @@ class Synchronizer:
         if acts or not state.synchronous:
             self.flush()
         measurements = self.perform(acts, state)
-        if self._tuner is not None and not self.buckets.route.alone:
+        if self._tuner is not None and not self.buckets.reduce_plan.alone:
             self._tuner.after_step(state.batch, state.wait)
         return measurements
 
@@ -459,11 +467,11 @@ class Synchronizer:
         return self.channels.watchdog.steps
 
     def _close_carrier(self) -> bool:
-        return self._carrier is None or self._carrier.close()
+        return self._background is None or self._background.close()
 
     def abandon(self) -> None:
         """Stop all threads whatever is under way; for the end of the process."""
-        (self._carrier or self.channels.engine).abandon()
+        (self._background or self.channels.engine).abandon()
         self.buckets.node.abandon()
 
     def _unhook(self) -> None:
@@ -472,7 +480,9 @@ class Synchronizer:
         self.buckets.close()
 
 
-def _carrier(channels: Channels, metrics: Metrics, settings: Settings) -> BackgroundReducer | None:
+def _background(
+    channels: Channels, metrics: Metrics, settings: Settings
+) -> BackgroundReducer | None:
     """Return what averages gradients in other threads; None where the training thread does."""
     gradients = settings.gradients
     if gradients.reducer == "host":

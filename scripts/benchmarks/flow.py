@@ -125,14 +125,14 @@ def _speeds(plan: Plan, topology: Topology) -> dict[str, Any]:
         }
         for name, taken in seconds.items()
     ]
-    foretold = _foretold(plan, {row["name"]: row["per_second"] for row in rows}, topology)
-    return {"rows": rows, **foretold}
+    predicted = _predicted(plan, {row["name"]: row["per_second"] for row in rows}, topology)
+    return {"rows": rows, **predicted}
 
 
 # --- simulated ------------------------------------------------------------------------------------
 
 
-def _foretold(plan: Plan, measured: Mapping[str, float], topology: Topology) -> dict[str, Any]:
+def _predicted(plan: Plan, measured: Mapping[str, float], topology: Topology) -> dict[str, Any]:
     """Return what simulations say of the measured ranks, and of more.
 
     One setting calibrates them: one rank. Messages are not batched there, nor here.

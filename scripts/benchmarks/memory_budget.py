@@ -40,8 +40,8 @@ MODELS = ("resnet18", "gpt", "tiny")
 SAMPLES = {"resnet18": 32, "gpt": 4, "tiny": 512}  # of a batch
 PLAIN, AGAIN = "plain", "torch checkpoint"
 PURE = ("all_swap", "all_recompute")
-HYBRID = "pooch"
-POLICIES = (*PURE, "patent", HYBRID)
+HYBRID = "search"
+POLICIES = (*PURE, "greedy", HYBRID)
 BLOCKS = (Residual, Block)  # that torch's checkpoint takes one by one
 MiB = 2**20
 
@@ -234,7 +234,7 @@ def _fitted(
     batch: tuple[torch.Tensor, torch.Tensor],
     rate: float,
 ) -> tuple[Contender, dict[str, Any]] | None:
-    """Return a contender with a plan, and what was foretold; None where it does not fit."""
+    """Return a contender with a plan, and what was predicted; None where it does not fit."""
     own = copy.deepcopy(model)
     second = (lambda _: PacedTier(rate)) if rate else "host"
     try:
@@ -441,7 +441,7 @@ def _line(row: Mapping[str, Any]) -> str:
     text = f"    {row['name']:<18} {row['ratio']:6.3f} of plain, {row['live_bytes'] / MiB:7.1f} MiB"
     if "policy" in row:
         text += (
-            f" (planned {row['planned_bytes'] / MiB:.1f}), foretold {row['predicted']:.3f}, "
+            f" (planned {row['planned_bytes'] / MiB:.1f}), predicted {row['predicted']:.3f}, "
             f"swapped {row['swapped_bytes'] / MiB:.1f}, recomputed "
             f"{row['recomputed_bytes'] / MiB:.1f}"
         )

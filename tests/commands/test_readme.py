@@ -352,7 +352,7 @@ def test_times_in_less_memory_are_those_that_were_measured() -> None:
     found = json.loads((ROOT / "scripts/figures/memory.json").read_text())
     section = README.split("## Bigger models")[1].split("\n## ")[0]
     quoted = re.findall(r"^\| (\w+), ([\d.]+) MiB \| (.+) \|$", section, re.MULTILINE)
-    names = ["all_swap", "all_recompute", "pooch", "torch checkpoint"]
+    names = ["all_swap", "all_recompute", "search", "torch checkpoint"]
     measured = {}
     for run in found["runs"]:
         for one in run["budgets"]:

@@ -141,7 +141,7 @@ def wide():
     ).to(DEVICE)
 
 
-@pytest.mark.parametrize("policy", ["all_swap", "all_recompute", "pooch"])
+@pytest.mark.parametrize("policy", ["all_swap", "all_recompute", "search"])
 def test_a_plan_for_less_memory_changes_no_bit(policy):
     inputs = torch.randn(4096, 32).to(DEVICE)
     ended = []

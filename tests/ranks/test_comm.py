@@ -245,9 +245,9 @@ def test_two_exchanges_in_flight_do_not_mix(topology, engine):
     exchange = deterministic_allreduce(topology.world_comm, Cast(torch.float32), [1] * size, size)
     chunks = chunk_parts(500, size, 64)
     mine = [rows[topology.rank].clone() for rows in (one, two)]
-    tickets = [engine.submit(exchange.run(Row(row), chunks)) for row in mine]
-    for ticket in reversed(tickets):
-        engine.wait(ticket)
+    handles = [engine.submit(exchange.run(Row(row), chunks)) for row in mine]
+    for handle in reversed(handles):
+        engine.wait(handle)
     for row, rows in zip(mine, (one, two), strict=True):
         assert torch.equal(row, sequential_mean(rows, [1] * size, size))
 
@@ -257,9 +257,9 @@ def test_an_error_in_the_engine_surfaces_with_its_cause(engine):
         yield []
         raise OSError("cable cut")
 
-    ticket = engine.submit(broken())
+    handle = engine.submit(broken())
     with pytest.raises(ExchangeError, match="cable cut") as caught:
-        engine.wait(ticket)
+        engine.wait(handle)
     assert isinstance(caught.value.__cause__, OSError)
     with pytest.raises(ExchangeError, match="cable cut"):
         engine.check()

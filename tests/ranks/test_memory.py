@@ -9,7 +9,7 @@ from torch import nn
 import daso
 from daso.comm import topology as topologies
 from daso.errors import ConfigError
-from daso.memory.planner import BOTH, SWAP, Plan, foretell
+from daso.memory.planner import BOTH, SWAP, Plan, simulate_plan
 
 pytestmark = pytest.mark.mpi
 
@@ -29,7 +29,7 @@ def trained(rank, plan_with=None, second="host"):
     plan = daso.memory.plan(model, x, "1GiB", second=second)
     units = plan.script.units
     ways = (plan_with or "keep",) * len(units)
-    plan = replace(plan, chosen=Plan(ways, foretell(units, ways, float("inf"), plan.link)))
+    plan = replace(plan, chosen=Plan(ways, simulate_plan(units, ways, float("inf"), plan.link)))
     with daso.memory.apply(plan) as applied:
         for _ in range(5):
             optimizer.zero_grad()

@@ -358,7 +358,7 @@ def test_plans_of_memory_to_their_end(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(MEMORY)
     dice, codes = random.Random("memory"), set()
-    policies = ["all_keep", "pooch", "exact"]
+    policies = ["all_keep", "search", "exact"]
     for _ in range(EACH // 10):
         name = dice.choice(["budget", "second", "policy", "units"])
         odd = dice.choice([[], [f"--{name}={dice.choice(TYPED)}"]])

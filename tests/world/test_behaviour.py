@@ -400,9 +400,9 @@ def test_only_the_training_thread_writes_parameters_and_only_inside_step(topolog
             before = flat(model)
             sync = optimizer._session._sync
             if sync is not None and sync.exchanges and sync.exchanges._flight is not None:
-                ticket = sync.exchanges._flight.ticket
-                ticket.finished.wait(10)
-                assert ticket.done()
+                handle = sync.exchanges._flight.handle
+                handle.finished.wait(10)
+                assert handle.done()
             assert [p._version for p in model.parameters()] == versions
             assert torch.equal(flat(model), before)
         names = [thread.name for thread in threading.enumerate()]
@@ -418,11 +418,11 @@ def test_an_exchange_goes_on_while_the_training_thread_is_elsewhere(topology, ra
             model.weight.sum().backward()
             optimizer.step()
         if rank_info.nodes > 1:
-            ticket = optimizer._session._sync.exchanges._flight.ticket
+            handle = optimizer._session._sync.exchanges._flight.handle
             deadline = time.monotonic() + 20
-            while not ticket.done() and time.monotonic() < deadline:
+            while not handle.done() and time.monotonic() < deadline:
                 time.sleep(0.01)  # no MPI call on this thread
-            assert ticket.done()
+            assert handle.done()
 
 
 def test_bytes_between_nodes_are_what_the_wire_promises(topology, rank_info):

@@ -180,10 +180,10 @@ def test_a_sum_in_the_node_does_not_wait_for_an_exchange_between_nodes(topology)
     def busy():
         yield gate.is_set
 
-    ticket = engine.submit(busy())
+    handle = engine.submit(busy())
     for step in range(3):
         plain(model, optimizer, rank, step)
-    assert not ticket.done()
+    assert not handle.done()
     gate.set()
     optimizer.synchronize()
     optimizer.close()

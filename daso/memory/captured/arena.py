@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from daso.memory.captured.planner import pack
-from daso.memory.captured.recorded import Place, Recording, filled
+from daso.memory.captured.recorded import Recording, TensorView, filled
 from daso.memory.captured.writes import Call
 
 __all__ = ["ArenaRun"]
@@ -125,10 +125,10 @@ class ArenaRun:
         return {
             node: self._view(place)
             for node, place in self.recording.places.items()
-            if isinstance(place, Place) and place.home >= 0
+            if isinstance(place, TensorView) and place.home >= 0
         }
 
-    def _view(self, place: Place) -> torch.Tensor:
+    def _view(self, place: TensorView) -> torch.Tensor:
         typed = self._arena.view(place.dtype)
         start = self.plan.offsets[place.home] // place.dtype.itemsize + place.offset
         return typed.as_strided(place.size, place.stride, typed.storage_offset() + start)

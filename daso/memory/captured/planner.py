@@ -170,7 +170,7 @@ def _fill(
     return others
 
 
-def _patent(blocks: Sequence[Block]) -> list[int]:
+def _greedy(blocks: Sequence[Block]) -> list[int]:
     offsets, at = [0] * len(blocks), 0
     for segment in segments(blocks):
         for one, offset in segment:
@@ -297,7 +297,7 @@ def _better(
 
 
 WAYS: Mapping[str, Callable[[Sequence[Block]], list[int]]] = {
-    "patent": _patent,
+    "greedy": _greedy,
     "greedy_size": _greedy_size,
     "best_fit": _best_fit,
     "exact": _exact,

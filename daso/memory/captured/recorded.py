@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from daso.memory.captured.planner import Block
 from daso.memory.captured.writes import EMPTY, Make, copied, direct, flat, in_place, same
 
-__all__ = ["Place", "Recording", "Step", "UnfitError", "filled", "record"]
+__all__ = ["Recording", "Step", "TensorView", "UnfitError", "filled", "record"]
 
 aten = torch.ops.aten
 
@@ -24,7 +24,7 @@ class UnfitError(Exception):
     """A step cannot be run from a recording; why."""
 
 
-class Place(NamedTuple):
+class TensorView(NamedTuple):
     """Where a tensor lies."""
 
     home: int  # block; or, of what lies outside the arena, -1 - the value that it is part of
@@ -40,7 +40,7 @@ class Step(NamedTuple):
     node: Node
     way: str  # "out", "in place" or "copied"
     make: Make
-    outs: tuple[Place | None, ...]  # of what it returns and is to be kept
+    outs: tuple[TensorView | None, ...]  # of what it returns and is to be kept
 
 
 @dataclass(slots=True)
@@ -128,7 +128,7 @@ class _Recorder:
 
     def _root(self, node: Node, value: torch.Tensor) -> None:
         _check(value, self._values[0].device)
-        self.made.places[node] = _place(value, -1 - len(self.made.roots))
+        self.made.places[node] = _view_of(value, -1 - len(self.made.roots))
         self.made.roots.append(node)
         self._env[node] = value
 
@@ -204,7 +204,7 @@ class _Recorder:
             blocks = self.made.blocks
             blocks[home] = blocks[home]._replace(end=len(self.made.steps) + 1)
 
-    def _note_outside(self, ran: _Ran, places: Sequence[Place | None], way: str) -> None:
+    def _note_outside(self, ran: _Ran, places: Sequence[TensorView | None], way: str) -> None:
         if all(place is None or place.home >= 0 for place in places):
             return
         if way == "view":
@@ -283,13 +283,13 @@ def _storage(one: torch.Tensor) -> int:
     return int(one.untyped_storage()._cdata)
 
 
-def _located(one: torch.Tensor | None, homes: Mapping[int, int]) -> Place | None:
+def _located(one: torch.Tensor | None, homes: Mapping[int, int]) -> TensorView | None:
     home = None if one is None else homes.get(_storage(one))
-    return None if one is None or home is None else _place(one, home)
+    return None if one is None or home is None else _view_of(one, home)
 
 
-def _place(one: torch.Tensor, home: int) -> Place:
-    return Place(home, one.size(), one.stride(), int(one.storage_offset()), one.dtype)
+def _view_of(one: torch.Tensor, home: int) -> TensorView:
+    return TensorView(home, one.size(), one.stride(), int(one.storage_offset()), one.dtype)
 
 
 def filled(what: Any, env: Mapping[Node, Any]) -> Any:

@@ -125,7 +125,7 @@ class DeltaBuffer:
         means = [*self.wired.values(), *([] if self.dense is None else [self.dense])]
         codecs = [self.summed] if self.summed is not None else [mean.codec for mean in means]
         try:
-            part.rehearse(
+            part.warm_up(
                 [one for one in codecs if part.fused.handles(one)], self._spans, self._gather
             )
         except Exception as error:  # as in `choose`

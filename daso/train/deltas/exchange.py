@@ -208,8 +208,8 @@ class Exchanges:
         number = self.metrics.send()
         own = time.perf_counter() - begun - (self._node.waited_seconds - waited)
         trace.record(trace.SEND, begun, key=number)
-        ticket = self.channels.engine.submit(work, key=number)
-        self._flight = InFlight(ticket, batch, batches, fragment, ahead, keeps, wire, own)
+        handle = self.channels.engine.submit(work, key=number)
+        self._flight = InFlight(handle, batch, batches, fragment, ahead, keeps, wire, own)
 
     def _fragments_of(self, fragment: int | None) -> Sequence[int]:
         return range(len(self._known.since)) if fragment is None else [fragment]
@@ -276,15 +276,15 @@ class Exchanges:
         """Let the exchange in flight end, and leave what it brought. Blocking."""
         flight, self._flight = self._flight, None
         if flight is not None:
-            self.metrics.global_bytes_sent += self.coordinator.wait(flight.ticket).nbytes
+            self.metrics.global_bytes_sent += self.coordinator.wait(flight.handle).nbytes
 
     def _receive(self, batch: int) -> Measurements | None:
         """Finish the exchange in flight; return what was agreed on if it was merged."""
         flight, self._flight = self._flight, None
         assert flight is not None, "the schedule receives only what was sent"
-        outcome = self.coordinator.wait(flight.ticket)
+        outcome = self.coordinator.wait(flight.handle)
         came, waited = time.perf_counter(), self._node.waited_seconds
-        seconds = self.metrics.exchange_seconds = flight.ticket.seconds - outcome.made_seconds
+        seconds = self.metrics.exchange_seconds = flight.handle.seconds - outcome.made_seconds
         self.metrics.global_bytes_sent += outcome.nbytes
         _check_aligned(outcome.header)
         if outcome.header.nonfinite:
@@ -296,7 +296,7 @@ class Exchanges:
         )
         for row in self._rows_of(flight.fragment):
             row.merge(rule)
-        trace.record(trace.MERGE, came, key=flight.ticket.key, nbytes=outcome.nbytes)
+        trace.record(trace.MERGE, came, key=flight.handle.key, nbytes=outcome.nbytes)
         merging_seconds = time.perf_counter() - came - (self._node.waited_seconds - waited)
         own_seconds = flight.own_seconds + merging_seconds
         self._known.own_seconds = own_seconds + outcome.busy_seconds
@@ -402,7 +402,7 @@ class Exchanges:
     def _at_rest(self) -> list[DeltaBuffer]:
         """Return all rows, once nothing is under way between nodes."""
         if self._flight is not None:
-            self.channels.engine.wait(self._flight.ticket)
+            self.channels.engine.wait(self._flight.handle)
         return self._rows_of(None)
 
     def load(self, state: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ class Outcome:
 class InFlight:
     """An exchange under way."""
 
-    ticket: WorkHandle[Outcome]
+    handle: WorkHandle[Outcome]
     batch: int  # batch after which it was sent
     batches: int  # of work that it carries
     fragment: int | None  # None: all of them
@@ -38,10 +38,10 @@ class InFlight:
 
 def pack(flight: InFlight) -> dict[str, Any]:
     """Return an exchange that is over between nodes as plain values."""
-    assert flight.ticket.result is not None, "an exchange is stored once it is over"
+    assert flight.handle.result is not None, "an exchange is stored once it is over"
     return {
-        "outcome": asdict(flight.ticket.result),
-        "seconds": flight.ticket.seconds,
+        "outcome": asdict(flight.handle.result),
+        "seconds": flight.handle.seconds,
         "batch": flight.batch,
         "batches": flight.batches,
         "fragment": flight.fragment,
@@ -60,6 +60,6 @@ def unpack(values: dict[str, Any]) -> InFlight:
         "tally": Tally(**outcome["tally"]),
         "measured": Tally(**outcome["measured"]),
     }
-    ticket = WorkHandle.over(Outcome(**outcome | parts), values["seconds"])
+    handle = WorkHandle.over(Outcome(**outcome | parts), values["seconds"])
     names = ("batch", "batches", "fragment", "ahead", "keeps", "wire", "own_seconds")
-    return InFlight(ticket, *(values[name] for name in names))
+    return InFlight(handle, *(values[name] for name in names))

@@ -97,7 +97,7 @@ class DeltaShard:
         numel = min(self.piece, -(-shown.numel() // PIECE) * PIECE)
         self._room = torch.empty(2, numel, dtype=shown.dtype, device=shown.device)
 
-    def rehearse(self, codecs: Sequence[Codec], spans: Spans, gather: Gather) -> None:
+    def warm_up(self, codecs: Sequence[Codec], spans: Spans, gather: Gather) -> None:
         """Launch what exchanges will, before the first: nothing is made or compiled later."""
         mean = torch.zeros_like(self._room[0])
         try:

@@ -34,7 +34,7 @@ class BackgroundReducer(ABC):
         self._buckets: Sequence[NodeBucket] = ()  # of this round, in their order
         self._back: set[int] = set()  # places of those that hold the mean
         self._came = threading.Condition()  # one more does
-        self._tickets: list[WorkHandle[int]] = []  # of this round: bytes sent
+        self._handles: list[WorkHandle[int]] = []  # of this round: bytes sent
 
     def begin(self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool) -> None:
         """Begin a round; all buckets of the last one were waited for. Does not block.
@@ -42,7 +42,7 @@ class BackgroundReducer(ABC):
         Collective over the world, or the node; non-blocking.
         """
         self.finish()
-        if self._tickets:
+        if self._handles:
             raise ExchangeError(
                 "a backward must hand over all gradients before the next one begins, but one was "
                 "broken off; start anew, from a checkpoint"
@@ -51,7 +51,7 @@ class BackgroundReducer(ABC):
         self._back.clear()
         self._buckets = [bucket for _, bucket in portions]
         self._world = world
-        self._tickets = self._carry(portions, world=world)
+        self._handles = self._carry(portions, world=world)
 
     def ready(self, place: int) -> None:
         """Note that a bucket was started on this rank. Does not block."""
@@ -62,7 +62,7 @@ class BackgroundReducer(ABC):
         if place in self._back:
             return
         begun, kind = time.perf_counter(), trace.NODES if self._world else trace.NODE
-        with self._metrics.watch.waiting(kind), self._hurried(), self._came:
+        with self._metrics.watch.waiting(kind), self._poll_eagerly(), self._came:
             # Asleep, not polling: the other threads need this one's core and interpreter lock.
             while not self._came.wait_for(lambda: place in self._back, LATE_SECONDS):
                 self.check()
@@ -80,9 +80,9 @@ class BackgroundReducer(ABC):
         )
 
     @contextmanager
-    def _hurried(self) -> Iterator[None]:
+    def _poll_eagerly(self) -> Iterator[None]:
         """Let threads that carry poll more often: the training thread stands still."""
-        with self._channels.engine.hurried(self._tickets[-1]):
+        with self._channels.engine.poll_eagerly(self._handles[-1]):
             yield
 
     def is_back(self, place: int) -> bool:
@@ -91,10 +91,10 @@ class BackgroundReducer(ABC):
 
     def finish(self) -> None:
         """Block until the round is over, where all of its buckets were handed over."""
-        if self._tickets and len(self._here) == len(self._buckets):
-            for ticket in self._tickets:
-                self._metrics.global_bytes_sent += self._channels.engine.wait(ticket)
-            self._tickets = []
+        if self._handles and len(self._here) == len(self._buckets):
+            for handle in self._handles:
+                self._metrics.global_bytes_sent += self._channels.engine.wait(handle)
+            self._handles = []
 
     def check(self) -> None:
         """Raise what went wrong in another thread since, if anything."""

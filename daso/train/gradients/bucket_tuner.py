@@ -58,7 +58,7 @@ class BucketTuner:
         self.now = search.start()
         self._seconds: list[float] = []  # of each batch with this size
         self._stepped_at: float | None = None  # None: the next batch is the first with this size
-        self._ticket: WorkHandle[list[float]] | None = None  # everyone's median, on its way
+        self._handle: WorkHandle[list[float]] | None = None  # everyone's median, on its way
         self._left = 0  # batches until all ranks read it
 
     def after_step(self, batch: int, wait: int) -> None:
@@ -67,10 +67,10 @@ class BucketTuner:
         Collective over the world in the sense that all ranks ask and change after the same batches;
         blocks only for a rank that is more than ``wait`` batches behind.
         """
-        if self._ticket is not None:
+        if self._handle is not None:
             self._left -= 1
             if self._left <= 0:
-                everyones = self._coordinator.wait(self._ticket)
+                everyones = self._coordinator.wait(self._handle)
                 self._learn(batch, max(everyones))
             return
         now = time.perf_counter()
@@ -79,7 +79,7 @@ class BucketTuner:
         self._stepped_at = now
         if len(self._seconds) == self.search.every:
             channels, median = self._coordinator.channels, statistics.median(self._seconds)
-            self._ticket = channels.engine.submit(channels.gather_aside(median))
+            self._handle = channels.engine.submit(channels.gather_aside(median))
             self._left = wait + MARGIN
 
     def _learn(self, batch: int, seconds: float) -> None:
@@ -87,7 +87,7 @@ class BucketTuner:
         groups = self._groups(before.nbytes)
         while not self.now.holding and self._groups(self.now.nbytes) == groups:
             self.now = self.search.after(self.now, seconds)  # buckets are the same ones
-        self._ticket, self._stepped_at = None, None
+        self._handle, self._stepped_at = None, None
         self._seconds.clear()
         if self.now.nbytes != before.nbytes:
             self._cut(self.now.nbytes)

@@ -53,8 +53,8 @@ class HostReducer(BackgroundReducer):
         self._adder.check()
 
     @contextmanager
-    def _hurried(self) -> Iterator[None]:
-        with super()._hurried(), self._adder.hurried(self._tickets[-1]):
+    def _poll_eagerly(self) -> Iterator[None]:
+        with super()._poll_eagerly(), self._adder.poll_eagerly(self._handles[-1]):
             yield
 
     def _give_up(self, place: int) -> None:
@@ -74,10 +74,10 @@ class HostReducer(BackgroundReducer):
         self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool
     ) -> list[WorkHandle[int]]:
         now = _Round(len(portions))
-        tickets = [self._adder.submit(self._add(now, world=world))]
+        handles = [self._adder.submit(self._add(now, world=world))]
         if world:
-            tickets.insert(0, self._channels.engine.submit(self._exchange(now)))
-        return tickets
+            handles.insert(0, self._channels.engine.submit(self._exchange(now)))
+        return handles
 
     # --- on the thread that adds -------------------------------------------------------------
 

@@ -10,7 +10,7 @@ averages them between nodes.
 
 Where gradients lie, and how they are cut, `daso.train.gradients.buckets` says.
 
-Where a carrier takes them (`daso.train.gradients.background`), buckets start in the order in which
+Where a background reducer takes them (`daso.train.gradients.background`), buckets start in the order in which
 they fill, other threads average them, and each is collected by itself. Where gradients cross in
 portions (`daso.train.gradients.priority`), every portion is a bucket of its own, a large tensor
 several.
@@ -48,8 +48,10 @@ class ReducePlan:
     local_size: int  # ranks of the node
     parts: int  # first local ranks of the node that add a part each
     between: Between | None = None  # where parts go from there; None: nowhere, the node's mean
-    carrier: BackgroundReducer | None = None  # averages in other threads; then between is not used
-    world: bool = False  # whether the carrier does so over the world
+    background: BackgroundReducer | None = (
+        None  # averages in other threads; then between is not used
+    )
+    world: bool = False  # whether the background does so over the world
     whole: bool = True  # a backward ends only when it is through
     stay: bool = False  # sums that go between nodes are left on the device
     alone: bool = False  # every rank of the world is a node, and nothing goes between: no averages
@@ -106,7 +108,7 @@ class GradientReducer:
     Args:
         named: Names and parameters.
         node: The node in which gradients are averaged.
-        route: Where they are averaged; may be replaced between two rounds.
+        reduce_plan: Where they are averaged; may be replaced between two rounds.
         bucket_bytes: Bytes from which a bucket counts as full; see `cut`.
         same_order: Replaces an order (list of indices) by world rank 0's; collective over it.
         callbacks: Called as a backward begins.
@@ -117,14 +119,14 @@ class GradientReducer:
         self,
         named: Named,
         node: NodeTransport,
-        route: ReducePlan,
+        reduce_plan: ReducePlan,
         *,
         bucket_bytes: int,
         same_order: Callable[[list[int]], list[int]],
         callbacks: BackwardCallbacks,
         in_portions: bool = False,
     ) -> None:
-        self.named, self.node, self.route = named, node, route
+        self.named, self.node, self.reduce_plan = named, node, reduce_plan
         self._callbacks = callbacks
         self.bucket_bytes, self._same_order = bucket_bytes, same_order
         self.fresh = False  # a round was finished since somebody set this to False
@@ -156,7 +158,7 @@ class GradientReducer:
             self._discard_aborted_round()
         now, ready = self._round, self._round.ready
         _check_gradient(self.named[index][0], tensor, again=index in ready)
-        if self.route.alone:
+        if self.reduce_plan.alone:
             setattr(tensor.grad, OURS, True)
             return
         if not ready:
@@ -172,7 +174,7 @@ class GradientReducer:
         buckets = self.rows.buckets_of.get(index, [])
         for bucket in buckets:
             bucket.missing.discard(index)
-        if self.route.carrier is not None:
+        if self.reduce_plan.background is not None:
             self._start_carried(buckets)
         elif buckets:
             self._start_filled()
@@ -192,8 +194,8 @@ class GradientReducer:
         self._begin_carrying()
 
     def _begin_carrying(self) -> None:
-        """Begin a round of the carrier's; all of the last one was collected."""
-        if self.route.carrier is not None and self.rows:
+        """Begin a round of the background reducer's; all of the last one was collected."""
+        if self.reduce_plan.background is not None and self.rows:
             if self.under_way():
                 raise ConfigError(
                     "a step must follow each backward where no step waits for all gradients, but "
@@ -201,37 +203,37 @@ class GradientReducer:
                     "or use Gradients(step='model')"
                 )
             portions = [(one.portion, one.memory) for one in self.rows.buckets]
-            self.route.carrier.begin(portions, world=self.route.world)
+            self.reduce_plan.background.begin(portions, world=self.reduce_plan.world)
 
     def _start_carried(self, buckets: Sequence[Bucket], *, all_of_them: bool = False) -> None:
         """Hand over buckets that are filled."""
-        assert self.route.carrier is not None
+        assert self.reduce_plan.background is not None
         for bucket in buckets:
             if not bucket.under_way and (all_of_them or not bucket.missing):
                 self._start(bucket)
                 bucket.under_way = True
-                self.route.carrier.ready(bucket.place)
+                self.reduce_plan.background.ready(bucket.place)
 
     def under_way(self) -> bool:
-        """Return whether buckets were handed over to a carrier and not collected."""
+        """Return whether buckets were handed over to a background reducer and not collected."""
         return any(bucket.under_way for bucket in self.rows.buckets)
 
     def collect(self, params: Iterable[int]) -> None:
-        """Block until the means of parameters are there, where a carrier takes them."""
-        carrier = self.route.carrier
+        """Block until the means of parameters are there, where a background reducer takes them."""
+        background = self.reduce_plan.background
         buckets = [one for index in params for one in self.rows.buckets_of.get(index, [])]
         for bucket in buckets:
             if bucket.under_way:
-                assert carrier is not None, "a route is replaced between two rounds"
-                carrier.wait(bucket.place)
+                assert background is not None, "a route is replaced between two rounds"
+                background.wait(bucket.place)
                 bucket.under_way = False
                 self.rows.settle(bucket)
 
     def arrived(self, params: Iterable[int]) -> set[int]:
         """Return those of these parameters (indices) whose means are there. Does not block."""
-        carrier, missing = self.route.carrier, set[int]()
+        background, missing = self.reduce_plan.background, set[int]()
         for bucket in self.rows.buckets:
-            if bucket.under_way and carrier is not None and not carrier.is_back(bucket.place):
+            if bucket.under_way and background is not None and not background.is_back(bucket.place):
                 missing.update(bucket.params)
         return set(params) - missing
 
@@ -245,10 +247,10 @@ class GradientReducer:
 
     def _start(self, bucket: Bucket) -> None:
         self.rows.fill(bucket, self._round.moved)
-        parts = split(bucket.memory.flat.numel(), self.route.parts)
-        nothing = [Span(0, 0)] * (self.route.local_size - self.route.parts)
-        onward = self.route.between is not None or self.route.world
-        bucket.memory.start([*parts, *nothing], onward=onward, stay=self.route.stay)
+        parts = split(bucket.memory.flat.numel(), self.reduce_plan.parts)
+        nothing = [Span(0, 0)] * (self.reduce_plan.local_size - self.reduce_plan.parts)
+        onward = self.reduce_plan.between is not None or self.reduce_plan.world
+        bucket.memory.start([*parts, *nothing], onward=onward, stay=self.reduce_plan.stay)
 
     def _add_started(self, *, block: bool = False) -> None:
         """Add started buckets in order, as far as all ranks of the node are ready."""
@@ -258,10 +260,12 @@ class GradientReducer:
             total = bucket.memory.add()
             if total is None:
                 return
-            if self.route.between is None:
-                bucket.memory.deliver(self.route.local_size)
+            if self.reduce_plan.between is None:
+                bucket.memory.deliver(self.reduce_plan.local_size)
             else:  # delivered behind all others, in one order on every rank
-                bucket.finish = self.route.between(total, bucket) if total.numel() else _nothing
+                bucket.finish = (
+                    self.reduce_plan.between(total, bucket) if total.numel() else _nothing
+                )
             self._round.added += 1
 
     @_disable_dynamo
@@ -270,13 +274,13 @@ class GradientReducer:
 
         Collective over the node, and over the world where parts go between nodes; blocking.
         """
-        if self.route.alone:
+        if self.reduce_plan.alone:
             self.fresh = True
             return
         begun = bool(self._round.ready) and bool(self.rows)
         if not self.rows:
             self._make_rows(list(self._round.ready))
-        if self.route.carrier is not None:
+        if self.reduce_plan.background is not None:
             self._finish_carrying(begun=begun)
         else:
             self._finish_buckets()
@@ -288,7 +292,7 @@ class GradientReducer:
             self._begin_carrying()
         self._start_carried(self.rows.buckets, all_of_them=True)
         self._versions = self.rows.versions()
-        if self.route.whole:
+        if self.reduce_plan.whole:
             self.collect(range(len(self.named)))
 
     def _finish_buckets(self) -> None:

@@ -83,14 +83,14 @@ def kernels():
 def everywhere(kernels, monkeypatch):
     """Pack by kernels where there are any: not for int4, nor for fp64."""
     monkeypatch.setattr(rows, "choose", lambda *_: Choice(kernels, "kernels, interpreted"))
-    real = DeltaShard.rehearse
+    real = DeltaShard.warm_up
 
     def uncounted(part, *given):
         before = kernels._pack.launches, kernels._take.launches
         real(part, *given)
         kernels._pack.launches, kernels._take.launches = before
 
-    monkeypatch.setattr(DeltaShard, "rehearse", uncounted)
+    monkeypatch.setattr(DeltaShard, "warm_up", uncounted)
 
 
 test_one_nan = test_odd_moments.test_one_nan_costs_one_exchange_and_no_other_nodes_work

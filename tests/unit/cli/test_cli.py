@@ -170,7 +170,7 @@ def test_the_installed_command_is_this_one():
     [
         *(["--help"], ["train", "--help"], ["train", "--nosuch=1"]),
         *(["submit", "--help"], ["submit", "--dry-run", "-m", "daso", "train"]),
-        *(["memory", "--help"], ["memory", "--polcy", "pooch", "train.py"]),
+        *(["memory", "--help"], ["memory", "--polcy", "search", "train.py"]),
     ],
 )
 def test_help_and_refusals_load_neither_torch_nor_mpi(words):

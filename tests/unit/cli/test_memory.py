@@ -156,8 +156,8 @@ def test_the_picture_without_a_budget_and_many_units_in_few_rows(capfd):
     told = found("--plot=deep.png", path)
     assert Path("deep.png").stat().st_size > 10_000
     assert len(told["units"]) > 64
-    assert told["policy"] == "pooch"
-    assert "pooch" not in told["deciders"]
+    assert told["policy"] == "search"
+    assert "search" not in told["deciders"]
     capfd.readouterr()
     found("--policy=keep_late_swap", f"--budget={told['budgets'][2]['budget_bytes']}", path)
     out = capfd.readouterr().out
@@ -383,7 +383,7 @@ def test_wrong_use_is_told_in_one_line_before_the_script_runs(capfd, words, part
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["--polcy", "pooch", "train.py"], "--polcy=pooch"),
+        (["--polcy", "search", "train.py"], "--polcy=search"),
         (["--policy", "best", "train.py"], "invalid choice: 'best'"),
         (["--budget"], "expected one argument"),
     ],

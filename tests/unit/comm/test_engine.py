@@ -51,10 +51,10 @@ def carry_out(monkeypatch):
             for one in requests:
                 yield [one]
 
-        ticket = engine.submit(work())
-        assert ticket.finished.wait(20)
+        handle = engine.submit(work())
+        assert handle.finished.wait(20)
         engine.close()
-        assert ticket.error is None
+        assert handle.error is None
         return requests
 
     return run
@@ -83,9 +83,9 @@ def test_a_slow_link_is_no_missing_rank(moves):
             yield lambda: time.sleep(0.01) or True  # one message after the other
         yield ends.is_set
 
-    ticket = engine.submit(work())
+    handle = engine.submit(work())
     with pytest.raises(StallError, match="no answer from world rank 1") as caught:
-        engine.wait(ticket)
+        engine.wait(handle)
     assert ("messages come, the last one 0.0 s ago: a slow link" in str(caught.value)) == moves
     ends.set()
     engine.close()

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import daso
 from daso.errors import ConfigError
 from daso.memory import passes
-from daso.memory.planner import BOTH, KEEP, RECOMPUTE, SWAP, WAYS, Link, Plan, floor, foretell
+from daso.memory.planner import BOTH, KEEP, RECOMPUTE, SWAP, WAYS, Link, Plan, floor, simulate_plan
 from daso.memory.sizes import parse_bytes
 from daso.memory.static import static_bytes
 from daso.memory.tiers import HostTier
@@ -133,7 +133,7 @@ def planned(model, batch, budget="1GiB", **options):
 
 def with_ways(plan, ways, capacity=float("inf")):
     """The same plan with other ways."""
-    course = foretell(plan.script.units, tuple(ways), capacity, plan.link)
+    course = simulate_plan(plan.script.units, tuple(ways), capacity, plan.link)
     return None if course is None else replace(plan, chosen=Plan(tuple(ways), course))
 
 
@@ -250,7 +250,7 @@ class SlowTier(HostTier):
         return self.begin(lambda row: (time.sleep(0.002), there.copy_(row)), source)
 
 
-def test_plans_hold_however_fast_copies_were_foretold():
+def test_plans_hold_however_fast_copies_were_predicted():
     model, batch = made("residual")
     plan = planned(model, batch, second=lambda _: SlowTier(None))
     draw = random.Random(0)
@@ -272,7 +272,7 @@ def test_a_budget_holds_what_it_names():
     model, batch = made("residual")
     plain = planned(model, batch)
     least = plain.static.total + floor(plain.script.units)
-    for policy in ("all_swap", "patent", "pooch"):
+    for policy in ("all_swap", "greedy", "search"):
         for budget in (least, (least + plain.plain_bytes) // 2):
             plan = planned(model, batch, budget, policy=policy)
             assert plan.peak_bytes <= budget
@@ -918,12 +918,12 @@ def test_what_is_saved_may_not_be_changed():
 FULL = """
     import resource, torch, daso
     from dataclasses import replace
-    from daso.memory.planner import SWAP, Plan, foretell
+    from daso.memory.planner import SWAP, Plan, simulate_plan
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
     plan = daso.memory.plan(model, torch.randn(512, 256), "1GiB", second="file:{folder}")
     ways = (SWAP,) * len(plan.script.units)
     units = plan.script.units
-    plan = replace(plan, chosen=Plan(ways, foretell(units, ways, float("inf"), plan.link)))
+    plan = replace(plan, chosen=Plan(ways, simulate_plan(units, ways, float("inf"), plan.link)))
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     with daso.memory.apply(plan):
         model(torch.randn(512, 256)).sum().backward()

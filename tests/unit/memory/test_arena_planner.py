@@ -89,7 +89,7 @@ def test_the_largest_shares_its_memory_with_those_needed_at_other_times():
         Block(20, 0, 2),  # before that
     ]
     assert segments(some) == [[(0, 0), (1, 0), (2, 60), (3, 60)], [(4, 0), (5, 0)]]
-    arena = pack(some, "patent", alignment=1)
+    arena = pack(some, "greedy", alignment=1)
     assert arena.offsets == (0, 0, 60, 60, 100, 100)
     assert (arena.nbytes, arena.bound) == (150, 150)
 
@@ -122,7 +122,7 @@ def test_steps_forward_and_back_need_what_is_needed_at_once():
 @pytest.mark.parametrize(
     ("some", "way", "part"),
     [
-        ([Block(1, 0, 1)], "first", "way must be best, patent"),
+        ([Block(1, 0, 1)], "first", "way must be best, greedy"),
         ([Block(-1, 0, 1)], "best", "must have bytes"),
         ([Block(1, 3, 3)], "best", "end after it begins"),
         ([Block(1, 0, 1)] * (EXACT_MOST + 1), "exact", f"of {EXACT_MOST} blocks at most"),

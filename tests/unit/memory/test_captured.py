@@ -134,7 +134,7 @@ def test_twenty_steps_are_those_of_ordinary_ones(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", ["patent", "greedy_size", "best_fit"])
+@pytest.mark.parametrize("way", ["greedy", "greedy_size", "best_fit"])
 def test_memory_that_is_not_needed_any_more_may_hold_anything(kind, way):
     model, twin = pair(kind)
     whole, given = Whole(model, cross_entropy), next(batches(kind))

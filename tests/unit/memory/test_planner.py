@@ -20,10 +20,10 @@ from daso.memory.planner import (
     Part,
     Unit,
     choose,
-    fate,
+    decision,
     floor,
-    foretell,
     parts,
+    simulate_plan,
 )
 
 FAST = Link(1e9)
@@ -56,7 +56,7 @@ def computing(units, ways):
     return sum(
         u.forward_seconds
         + u.backward_seconds
-        + (u.recompute_seconds if u.tail.nbytes and fate(way, "tail") == RECOMPUTE else 0)
+        + (u.recompute_seconds if u.tail.nbytes and decision(way, "tail") == RECOMPUTE else 0)
         for u, way in zip(units, ways, strict=True)
     )
 
@@ -67,14 +67,14 @@ class Ledger:
     def __init__(self, units, ways, course):
         self.units, self.course = units, course
         self.groups = dict(parts(units))
-        self.fates = {part: fate(ways[part.unit], part.name) for part in self.groups}
+        self.decisions = {part: decision(ways[part.unit], part.name) for part in self.groups}
         self.there, self.out, self.found = set(), set(), []
 
     def some(self, way, of, number):
         return {
             part
             for part, group in self.groups.items()
-            if self.fates[part] == way and of(group) == number
+            if self.decisions[part] == way and of(group) == number
         }
 
     def moment(self, working):
@@ -93,7 +93,7 @@ class Ledger:
     def backward(self, number):
         fetched = set(self.course.fetches[len(self.found)])
         assert not fetched & self.there
-        assert all(self.fates[part] == SWAP for part in fetched)
+        assert all(self.decisions[part] == SWAP for part in fetched)
         self.there |= fetched | self.some(RECOMPUTE, lambda group: group.returns, number)
         read = {p for p, group in self.groups.items() if p.unit <= number <= group.returns}
         assert read <= self.there
@@ -116,19 +116,19 @@ TWO = chain((8, 1, 1.0, 2.0, 0.5), (4, 1, 1.0, 2.0, 0.5))
 
 
 def seen(units, ways, capacity, link):
-    course = foretell(units, ways, capacity, link)
+    course = simulate_plan(units, ways, capacity, link)
     return None if course is None else course[:3]
 
 
 def test_what_is_kept_costs_nothing_but_room():
     assert seen(TWO, (KEEP, KEEP), 14, FAST) == (6.0, 14, 0)
-    assert foretell(TWO, (KEEP, KEEP), 13, FAST) is None
+    assert simulate_plan(TWO, (KEEP, KEEP), 13, FAST) is None
 
 
 def test_what_is_recomputed_is_there_in_its_own_backward_alone():
     assert seen(TWO, (RECOMPUTE, KEEP), 14, FAST) == (6.5, 9, 0)
     assert seen(TWO, (RECOMPUTE, RECOMPUTE), 14, FAST) == (7.0, 9, 0)
-    assert foretell(TWO, (RECOMPUTE, RECOMPUTE), 8, FAST) is None
+    assert simulate_plan(TWO, (RECOMPUTE, RECOMPUTE), 8, FAST) is None
 
 
 def test_what_the_next_unit_reads_is_there_until_then_and_when_its_backward_begins():
@@ -137,7 +137,7 @@ def test_what_the_next_unit_reads_is_there_until_then_and_when_its_backward_begi
         Unit(Group(1, 1, 1), Group(4, 1, 1), 1.0, 2.0, 0.5),
     ]
     assert seen(units, (RECOMPUTE, KEEP), 14, FAST) == (6.5, 14, 0)
-    assert foretell(units, (RECOMPUTE, KEEP), 13, FAST) is None
+    assert simulate_plan(units, (RECOMPUTE, KEEP), 13, FAST) is None
     assert floor(units) == 14
 
 
@@ -152,7 +152,7 @@ def test_copies_go_beside_computing():
 
 def test_a_head_may_go_while_its_tail_is_recomputed():
     units = chain((8, 4, 1.0, 2.0, 0.5), (1, 1, 1.0, 2.0, 0.5))
-    course = foretell(units, (BOTH, KEEP), 14, Link(16.0))
+    course = simulate_plan(units, (BOTH, KEEP), 14, Link(16.0))
     assert course[:4] == (6.5, 12, 4, 0.0)
     assert course.fetches == ((), (), (Part(0, "head"),), ())
 
@@ -161,7 +161,7 @@ def test_who_needs_room_waits_for_a_copy():
     # 8 bytes go out from 1 to 5 s: the second's forward begins then. It is recomputed at 6 s and
     # backward until 8.5 s; for the first there is room only then, and it takes 4 s to come back.
     units = chain((8, 0, 1, 2, 0.5), (4, 1, 1, 2, 0.5))
-    course = foretell(units, (SWAP, RECOMPUTE), 12, Link(2.0))
+    course = simulate_plan(units, (SWAP, RECOMPUTE), 12, Link(2.0))
     assert course[:4] == (14.5, 8, 8, 8.0)
     assert course.waits == ((), (Part(0, "tail"),), (), ())
 
@@ -191,7 +191,7 @@ def test_what_is_small_is_recomputed_where_copies_have_a_latency():
 def test_room_is_left_for_what_is_recomputed_between():
     units = chain((6, 0, 1.0, 1.0, 0.1), (6, 0, 1.0, 1.0, 0.1), (4, 0, 1.0, 1.0, 0.1))
     # The first may not come back so early that the second cannot be recomputed.
-    course = foretell(units, (SWAP, RECOMPUTE, KEEP), 12, FAST)
+    course = simulate_plan(units, (SWAP, RECOMPUTE, KEEP), 12, FAST)
     assert course is not None
     assert course.peak_bytes <= 12
 
@@ -204,21 +204,21 @@ def test_room_is_left_for_what_is_recomputed_between():
 def test_no_plan_takes_more_room_than_there_is_or_less_time_than_computing(case, draw):
     units, capacity, link = case
     ways = tuple(draw.choice(WAYS) for _ in units)
-    course = foretell(units, ways, capacity, link)
+    course = simulate_plan(units, ways, capacity, link)
     if course is None:
         return
     assert course.peak_bytes <= capacity
     assert course.seconds == pytest.approx(computing(units, ways) + course.stalled_seconds)
-    swapped = [g.nbytes for p, g in parts(units) if fate(ways[p.unit], p.name) == SWAP]
+    swapped = [g.nbytes for p, g in parts(units) if decision(ways[p.unit], p.name) == SWAP]
     assert course.swapped_bytes == sum(swapped)
 
 
 @checked
 @given(cases(), st.randoms(use_true_random=False))
-def test_who_follows_a_plan_has_no_more_than_it_foretells_however_slow_copies_are(case, draw):
+def test_who_follows_a_plan_has_no_more_than_it_predicts_however_slow_copies_are(case, draw):
     units, capacity, link = case
     ways = tuple(draw.choice(WAYS) for _ in units)
-    course = foretell(units, ways, capacity, link)
+    course = simulate_plan(units, ways, capacity, link)
     if course is not None:
         assert followed(units, ways, course) == list(course.there)
         assert max(course.there) == course.peak_bytes
@@ -228,7 +228,7 @@ def test_who_follows_a_plan_has_no_more_than_it_foretells_however_slow_copies_ar
 @given(cases())
 def test_swapping_all_fits_wherever_anything_does(case):
     units, capacity, link = case
-    for policy in ("all_swap", "keep_late_both", "patent", "pooch"):
+    for policy in ("all_swap", "keep_late_both", "greedy", "search"):
         assert choose(units, capacity, link, policy).course.peak_bytes <= capacity
     if floor(units) > 0:
         with pytest.raises(ConfigError, match=f"no plan needs less than {floor(units):,}"):
@@ -240,8 +240,8 @@ def test_swapping_all_fits_wherever_anything_does(case):
 def test_all_plans_are_the_measure_of_the_others(case):
     units, capacity, link = case
     best = choose(units, capacity, link, "exact").course.seconds
-    pooch = choose(units, capacity, link, "pooch").course.seconds
-    assert best <= pooch + 1e-9
+    searched = choose(units, capacity, link, "search").course.seconds
+    assert best <= searched + 1e-9
     for policy in POLICIES:
         try:
             seconds = choose(units, capacity, link, policy).course.seconds
@@ -250,7 +250,7 @@ def test_all_plans_are_the_measure_of_the_others(case):
             continue
         assert best <= seconds + 1e-9
         if policy != "exact":
-            assert pooch <= seconds + 1e-9
+            assert searched <= seconds + 1e-9
 
 
 def test_single_changes_come_close_to_the_best_of_all_plans():

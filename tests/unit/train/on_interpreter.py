@@ -131,7 +131,7 @@ def test_a_rehearsal_leaves_nothing_behind(kernels, outer):
     spans = [tuple(span) for span in split(3500, 2)]
     for part in models[0].parts:
         reference = part.reference.clone()
-        part.rehearse([codec_named(wire) for wire in WIRES], spans, models[0].gather)
+        part.warm_up([codec_named(wire) for wire in WIRES], spans, models[0].gather)
         assert not part.shown.any()
         assert not part.reference.any()
         assert part.residual is None
