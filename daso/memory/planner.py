@@ -216,7 +216,7 @@ class _Time:
     def make_room(self, nbytes: int) -> bool:
         """Wait for copies until there is room; return whether there can be.
 
-        What may have left counts unless it is waited for: copies may take longer than was predicted.
+        What may have left counts unless it is waited for: copies may take longer than predicted.
         """
         while self.there + nbytes > self.capacity:
             if not self.leaving:

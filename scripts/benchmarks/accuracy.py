@@ -38,7 +38,7 @@ from daso.cli.bench.models import loss_of
 from daso.cli.train.report import versions
 from daso.comm.mpi import library
 from daso.examples.cnn import CNN
-from daso.plan.strict import strict_json
+from daso.plan.strict import json_by_rows
 from daso.train.optimizer import DASO
 
 __all__ = ["main"]
@@ -217,7 +217,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def write(path: Path, made: dict[str, dict[str, Any]], rows: list[dict[str, Any]]) -> None:
     """Write figures and rows, and of which versions they are."""
     known = {"versions": versions(library()), "date": date.today().isoformat()}
-    text = strict_json({"figures": made, **known, "rows": rows}, indent=2)
+    text = json_by_rows({"figures": made, **known, "rows": rows})
     path.write_text(text + "\n", encoding="utf-8")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from daso.cli.bench.places import HERE, Place
 from daso.cli.bench.runs import RUNS, Measured
-from daso.plan.strict import strict_json
+from daso.plan.strict import json_by_rows
 
 __all__ = ["MODELS", "Add", "add_links", "add_parser", "add_steps", "adder"]
 
@@ -103,5 +103,5 @@ def _main(chosen: argparse.Namespace, run: Any) -> int:
 def _write(path: Path | None, figures: Mapping[str, Any], found: Found) -> None:
     if path is not None:
         known = {"versions": found[0]["versions"], "date": date.today().isoformat()}
-        text = strict_json({"figures": figures, **known, "runs": found}, indent=1)
+        text = json_by_rows({"figures": figures, **known, "runs": found})
         path.write_text(text + "\n", encoding="utf-8")

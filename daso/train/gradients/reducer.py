@@ -10,10 +10,10 @@ averages them between nodes.
 
 Where gradients lie, and how they are cut, `daso.train.gradients.buckets` says.
 
-Where a background reducer takes them (`daso.train.gradients.background`), buckets start in the order in which
-they fill, other threads average them, and each is collected by itself. Where gradients cross in
-portions (`daso.train.gradients.priority`), every portion is a bucket of its own, a large tensor
-several.
+Where a background reducer takes them (`daso.train.gradients.background`), buckets start in the
+order in which they fill, other threads average them, and each is collected by itself. Where
+gradients cross in portions (`daso.train.gradients.priority`), every portion is a bucket of its own,
+a large tensor several.
 """
 
 import weakref

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from daso.plan.strict import strict_json
+from daso.plan.strict import json_by_rows, strict_json
 
 
 def refused(name):
@@ -26,3 +26,11 @@ def test_numbers_that_json_does_not_have_are_their_names(number):
 def test_all_else_is_as_json_writes_it(indent):
     value = {"a": [1, 2.5, -0.0, 1e300], "b": None, "c": (True, "nan"), 4: {}}
     assert strict_json(value, indent=indent) == json.dumps(value, indent=indent)
+
+
+def test_rows_are_lines_and_nothing_is_lost():
+    value = {"a": {"b": [1, {"c": [[2.5], {"d": "e"}]}]}, "f": [], "g": {"h": math.inf}}
+    text = json_by_rows(value)
+    assert read(text) == {**value, "g": {"h": "inf"}}
+    assert text.splitlines()[1:3] == [' "a": {', '  "b": [']
+    assert "     [2.5]," in text.splitlines()
