@@ -18,12 +18,12 @@ __all__ = [
     "KINDS",
     "MERGE",
     "MESSAGES",
-    "NODE",
-    "NODES",
     "SCHEMA",
     "SEND",
     "STEP",
     "SUMS",
+    "WAIT_INTER_NODE",
+    "WAIT_INTRA_NODE",
     "Recorder",
     "Span",
     "record",
@@ -46,7 +46,9 @@ KINDS = (
     "forward",
     "backward",
 )
-STEP, SEND, MERGE, NODES, NODE, EXCHANGE, MESSAGES, SUMS, FORWARD, BACKWARD = range(len(KINDS))
+STEP, SEND, MERGE, WAIT_INTER_NODE, WAIT_INTRA_NODE, EXCHANGE, MESSAGES, SUMS, FORWARD, BACKWARD = (
+    range(len(KINDS))
+)
 SCHEMA = 1  # of recordings' files; goes up when a field changes its meaning
 NO_KEY = -1
 CAPACITY = 1 << 17  # spans: 5 MB

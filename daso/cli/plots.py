@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from daso.timeline.report import Timeline
-from daso.trace import EXCHANGE, KINDS, MERGE, NODE, NODES, SEND, STEP
+from daso.trace import EXCHANGE, KINDS, MERGE, SEND, STEP, WAIT_INTER_NODE, WAIT_INTRA_NODE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,8 +17,8 @@ COLOURS = {
     STEP: "0.88",
     SEND: "tab:blue",
     MERGE: "tab:green",
-    NODES: "tab:red",
-    NODE: "tab:orange",
+    WAIT_INTER_NODE: "tab:red",
+    WAIT_INTRA_NODE: "tab:orange",
     EXCHANGE: "tab:purple",
 }
 BAR = 0.8  # of the space between two contenders, for all links together

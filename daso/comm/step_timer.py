@@ -65,7 +65,7 @@ class StepTimer:
     """
 
     def __init__(self, stamp: Callable[[], Timestamp] = HostTimestamp) -> None:
-        self._idle = {trace.NODE: 0.0, trace.NODES: 0.0}  # seconds
+        self._idle = {trace.WAIT_INTRA_NODE: 0.0, trace.WAIT_INTER_NODE: 0.0}  # seconds
         self._steps: deque[float] = deque(maxlen=MOST_STEPS)
         self._launched: deque[Launched] = deque()  # in order
         self.start(stamp)
@@ -117,6 +117,6 @@ class StepTimer:
                 continue
             idle = ended.since(begun)
             self._idle[kind] += idle
-            if kind == trace.NODES:
+            if kind == trace.WAIT_INTER_NODE:
                 self._idle_since += idle
             trace.record(kind, at - idle, ends=at, key=key)

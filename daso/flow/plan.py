@@ -43,7 +43,7 @@ class Updates:
             the step takes what has come by then of others under way too. ``"message"``: each one.
         weights: What backward computes with. ``"current"``: the weights of that moment.
             ``"stashed"``: those that forward computed with, of which copies are kept (PipeDream).
-        damped: Divide a gradient by one more than its age, in updates since its forward.
+        scale_by_staleness: Divide a gradient by 1 + its age, in updates since its forward.
 
     Raises:
         ConfigError: An argument has no such value.
@@ -52,18 +52,18 @@ class Updates:
     min_update_interval: int = 1
     unit: Unit = "instance"
     weights: Weights = "current"
-    damped: bool = False
+    scale_by_staleness: bool = False
 
     def __post_init__(self) -> None:
         check("min_update_interval", self.min_update_interval, whole(1))
         check("unit", self.unit, choice(*get_args(Unit)))
         check("weights", self.weights, choice(*get_args(Weights)))
-        check("damped", self.damped, flag())
+        check("scale_by_staleness", self.scale_by_staleness, flag())
 
 
-def age_factor(age: int, *, damped: bool) -> float:
+def age_factor(age: int, *, scale_by_staleness: bool) -> float:
     """Return by what a gradient of this age, in updates, is multiplied."""
-    return 1 / (1 + age) if damped else 1.0
+    return 1 / (1 + age) if scale_by_staleness else 1.0
 
 
 # --- who computes what ----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 
 from daso.errors import ConfigError
 from daso.memory.activation_trace import ActivationTrace, write_script
-from daso.memory.passes import Counts, Follower, Pass, Steps
+from daso.memory.passes import Follower, Pass, PlanMetrics, Steps
 from daso.memory.planner import Course, Link, Plan, choose, decision, floor
 from daso.memory.profile import Loss, default_loss, profile
 from daso.memory.sizes import parse_bytes
@@ -179,7 +179,7 @@ class Applied:
     """
 
     def __init__(self, made: MemoryPlan) -> None:
-        self._plan, self._counts = made, Counts()
+        self._plan, self._counts = made, PlanMetrics()
         self._steps = Steps(made.script, made.chosen)
         self._hooks: list[Any] = []
         self._entered: list[tuple[Pass, Any, Follower] | None] = []
@@ -216,7 +216,7 @@ class Applied:
         if not self._left:
             self._tier.close()
 
-    def report(self) -> Counts:
+    def report(self) -> PlanMetrics:
         """Return what was done so far: passes, bytes swapped, tails made again, bytes there."""
         return self._counts
 

@@ -17,11 +17,11 @@ from daso.memory.recompute import RecomputeSegment
 from daso.memory.tiers import Copying, Tier
 from daso.plan.layout import aligned
 
-__all__ = ["Counts", "Follower", "Pass", "Steps"]
+__all__ = ["Follower", "Pass", "PlanMetrics", "Steps"]
 
 
 @dataclass(slots=True)
-class Counts:
+class PlanMetrics:
     """What passes did so far.
 
     Args:
@@ -220,7 +220,7 @@ class Pass:
         device: Where the model is.
     """
 
-    def __init__(self, steps: Steps, tier: Tier, counts: Counts, device: torch.device) -> None:
+    def __init__(self, steps: Steps, tier: Tier, counts: PlanMetrics, device: torch.device) -> None:
         self.steps, self.tier, self.counts, self.device = steps, tier, counts, device
         self.held: weakref.WeakValueDictionary[int, SavedTensor] = weakref.WeakValueDictionary()
         self._tails = {unit: RecomputeSegment(closure) for unit, closure in steps.closures.items()}

@@ -189,7 +189,7 @@ class ServerThread:
                     self._look(start, what, step)
         finally:
             self.exposed_seconds += time.perf_counter() - start
-            trace.record(trace.NODES, start)
+            trace.record(trace.WAIT_INTER_NODE, start)
         self.engine.check()
 
     def _look(self, start: float, what: Callable[[], str], step: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from daso.errors import DataError
 from daso.timeline.clock_offsets import Loop, Reading, clocks, close_loop
-from daso.trace import EXCHANGE, MERGE, NODE, NODES, SCHEMA, SEND, STEP, Span
+from daso.trace import EXCHANGE, MERGE, SCHEMA, SEND, STEP, WAIT_INTER_NODE, WAIT_INTRA_NODE, Span
 
 __all__ = ["TRAINING", "Late", "Share", "Timeline", "late_ranks", "read_timeline", "shares"]
 
@@ -177,14 +177,14 @@ def _share(number: int, spans: Sequence[Span]) -> Share:
     count = sum(span.kind == STEP for span in spans)
     mine = [span for span in spans if span.thread == TRAINING]
     work = _common(_joined([span for span in spans if span.kind == EXCHANGE]), steps)
-    waits = _joined([span for span in mine if span.kind in (NODE, NODES)])
+    waits = _joined([span for span in mine if span.kind in (WAIT_INTRA_NODE, WAIT_INTER_NODE)])
 
     def mean(*kinds: int) -> float:
         return _length(_common(_joined([s for s in mine if s.kind in kinds]), steps)) / count
 
     # What a thread does that sends or merges while it waits is waiting.
-    still = mean(NODE, NODES)
-    node, send = mean(NODE), mean(SEND, MERGE, NODE, NODES) - still
+    still = mean(WAIT_INTRA_NODE, WAIT_INTER_NODE)
+    node, send = mean(WAIT_INTRA_NODE), mean(SEND, MERGE, WAIT_INTRA_NODE, WAIT_INTER_NODE) - still
     whole, busy = _length(steps) / count, _length(work)
     return Share(
         rank=number,

@@ -74,7 +74,7 @@ class Coordinator:
 
     def wait(self, handle: WorkHandle[Result]) -> Result:
         """Block until work is over and return its result; standing still is exposed time."""
-        with self.metrics.watch.waiting(trace.NODES, handle.key):
+        with self.metrics.watch.waiting(trace.WAIT_INTER_NODE, handle.key):
             return self.channels.engine.wait(handle)
 
     def gather(self, number: float) -> list[float]:
@@ -230,7 +230,7 @@ class Coordinator:
     def average(self, tensors: list[torch.Tensor]) -> None:
         """Set tensors to their means over all ranks. Collective over the world; blocking."""
         self.metrics.meetings += 1
-        with self.metrics.watch.waiting(trace.NODES):
+        with self.metrics.watch.waiting(trace.WAIT_INTER_NODE):
             self.metrics.global_bytes_sent += average_tensors(
                 tensors,
                 self.topology,

@@ -53,7 +53,9 @@ class Metrics:
     @property
     def exposed_seconds(self) -> float:
         """Seconds this rank computed nothing since it waited for others."""
-        return self.exposed_before + sum(map(self.watch.idle_seconds, (trace.NODES, trace.NODE)))
+        return self.exposed_before + sum(
+            map(self.watch.idle_seconds, (trace.WAIT_INTER_NODE, trace.WAIT_INTRA_NODE))
+        )
 
     @exposed_seconds.setter
     def exposed_seconds(self, seconds: float) -> None:

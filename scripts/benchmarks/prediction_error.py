@@ -15,7 +15,7 @@ from typing import Any
 
 from daso.cli.bench import train
 from daso.cli.bench.names import COMPUTE, OURS
-from daso.cli.bench.places import Place
+from daso.cli.bench.places import RankStarter
 from daso.cli.predict import TYPICAL_DRIFT
 from daso.cli.train.report import versions
 from daso.plan.options import Exchange, Gradients, Settings, Wire
@@ -97,7 +97,10 @@ def _base(row: Mapping[str, Any]) -> float:
 
 
 def compare(
-    place: Place, plan: train.Plan, settings: Sequence[tuple[str, int]], cores: int | None = None
+    place: RankStarter,
+    plan: train.Plan,
+    settings: Sequence[tuple[str, int]],
+    cores: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Calibrate, then measure and predict; yield rows of each setting.
 

@@ -31,7 +31,7 @@ from daso.environment import data_folder
 from daso.errors import ExchangeError
 
 if TYPE_CHECKING:
-    from daso.cli.bench.places import Place
+    from daso.cli.bench.places import RankStarter
 
 __all__ = ["KIND", "Plan", "compare", "measure", "samples_of", "warmed_cosine"]
 
@@ -230,7 +230,13 @@ def _test(
 
 
 def compare(
-    place: "Place", links: Sequence[str], plan: Plan, steps: train.Plan, *, nodes: int, ranks: int
+    place: "RankStarter",
+    links: Sequence[str],
+    plan: Plan,
+    steps: train.Plan,
+    *,
+    nodes: int,
+    ranks: int,
 ) -> Iterator[dict[str, Any]]:
     """Train with DDP once, and with the others on every link; blocking.
 

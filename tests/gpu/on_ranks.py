@@ -144,7 +144,7 @@ def test_times_are_those_of_the_device_which_is_behind_its_host(topology, device
     if max(rank_info.node_sizes) == 1:  # sums inside a node wait for ranks that share a device
         assert seen["exchange_seconds"] < step
         assert report["exposed_seconds"] - before < 0.2 * taken
-        waits = [one for one in recorder.take()[0] if one.kind == trace.NODES]
+        waits = [one for one in recorder.take()[0] if one.kind == trace.WAIT_INTER_NODE]
         assert len(waits) >= 2
         assert sum(one.ends - one.begins for one in waits) < 0.2 * taken
 

@@ -218,7 +218,11 @@ def test_without_updates_gradients_are_those_of_one_process(topology, name, most
         {"max_active_keys": 4},
         {"max_active_keys": 8, "batch": 4},
         {"updates": flow.Updates(min_update_interval=5, unit="message")},
-        {"updates": flow.Updates(min_update_interval=3, weights="stashed", damped=True)},
+        {
+            "updates": flow.Updates(
+                min_update_interval=3, weights="stashed", scale_by_staleness=True
+            )
+        },
         {"batch": 3, "updates": flow.Updates(unit="message", weights="stashed")},
         {"shuffle": True, "max_active_keys": 8},
     ],

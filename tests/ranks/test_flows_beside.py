@@ -141,7 +141,7 @@ def test_all_ranks_end_with_the_same(nodes, name, updates, batch):
         assert all(torch.equal(p, other) for other in WORLD.allgather(p))
 
 
-class Counts(nn.Module):
+class CountsCalls(nn.Module):
     """A layer with a buffer that forward changes, and a parameter that nobody trains."""
 
     def __init__(self):
@@ -158,7 +158,7 @@ class Counts(nn.Module):
 
 def test_buffers_and_frozen_parameters_end_the_same_too(nodes):
     torch.manual_seed(WORLD.rank)
-    parts = [Counts() for _ in range(3)]
+    parts = [CountsCalls() for _ in range(3)]
 
     def between(moves, across):
         return daso.DASO(moves, topology=across, policy=daso.Fixed(4, 1))

@@ -18,7 +18,7 @@ from daso.timeline.clock_offsets import Reading, clocks, close_loop
 from daso.timeline.clock_sync import ask_round
 from daso.timeline.recording import Recording
 from daso.timeline.report import late_ranks, read_timeline, shares
-from daso.trace import EXCHANGE, MERGE, MESSAGES, NODE, SEND, STEP
+from daso.trace import EXCHANGE, MERGE, MESSAGES, SEND, STEP, WAIT_INTRA_NODE
 
 pytestmark = pytest.mark.mpi
 STALL_SECONDS = 30.0
@@ -178,7 +178,7 @@ def test_ranks_of_a_node_that_wait_for_each_other_are_told(topology, rank_info, 
     optimizer.close()
     timeline = everyones(topology, path)
     for number, rank in enumerate(timeline.ranks):
-        waited = sum(span.ends - span.begins for span in rank.spans if span.kind == NODE)
+        waited = sum(span.ends - span.begins for span in rank.spans if span.kind == WAIT_INTRA_NODE)
         first = rank_info.node_of.index(rank_info.node_of[number]) == number
         alone = rank_info.node_of.count(rank_info.node_of[number]) == 1
         assert alone or first or waited > 0.08

@@ -96,7 +96,7 @@ LEGAL = {
         "min_update_interval": whole(1),
         "unit": named("instance", "message"),
         "weights": named("current", "stashed"),
-        "damped": FLAG,
+        "scale_by_staleness": FLAG,
     },
     daso.predict.Link: {
         "bytes_per_second": lambda one: above(0, 1e18)(one) or one is INFINITE,

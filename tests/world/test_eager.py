@@ -169,9 +169,15 @@ def test_a_replay_gives_the_same_bits(topology, mode, staleness, case, push_ever
     build, make = case
     make_flat = (lambda p: torch.optim.AdamW(p, lr=1e-2)) if make is adamw else sgd
     how = {"mode": mode, "staleness": staleness, "push_every": push_every}
-    for damped in {False, mode == "sharded" and staleness != 0}:
+    for scale_by_staleness in {False, mode == "sharded" and staleness != 0}:
         model, report, log = train(
-            topology, build, make_flat, steps=8, each=uneven, scale_by_staleness=damped, **how
+            topology,
+            build,
+            make_flat,
+            steps=8,
+            each=uneven,
+            scale_by_staleness=scale_by_staleness,
+            **how,
         )
         sends = Counter(one.step for one in log.events if isinstance(one, Send))
         # These models are below the floor: with "auto" nothing leaves before the end.

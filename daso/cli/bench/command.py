@@ -8,7 +8,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from daso.cli.bench.places import HERE, Place
+from daso.cli.bench.places import HERE, RankStarter
 from daso.cli.bench.runs import RUNS, Measured
 from daso.plan.strict import json_by_rows
 
@@ -18,7 +18,7 @@ MODELS = ("cnn", "resnet18", "gpt", "tiny")
 Found = list[dict[str, Any]]
 Run = Callable[[argparse.Namespace], Measured]
 Add = Callable[[str, str], argparse.ArgumentParser]
-Hosts = Callable[[int], AbstractContextManager[Place]]
+Hosts = Callable[[int], AbstractContextManager[RankStarter]]
 
 
 def add_parser(parser: argparse.ArgumentParser, hosts: Hosts | None = None) -> Any:

@@ -9,7 +9,7 @@ from daso.errors import ConfigError
 from daso.predict.link_rate import parse_rate
 
 if TYPE_CHECKING:
-    from daso.cli.bench.places import Place
+    from daso.cli.bench.places import RankStarter
 
 __all__ = [
     "above_zero",
@@ -119,7 +119,7 @@ def rate(link: str) -> float:
 
 def places(
     chosen: argparse.Namespace, links: Sequence[str], count: int
-) -> Iterator[tuple["Place", list[str]]]:
+) -> Iterator[tuple["RankStarter", list[str]]]:
     """Yield this machine and so many hosts, each with those of the links that it has."""
     from daso.cli.bench.places import HERE, Here
 

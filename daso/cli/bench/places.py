@@ -10,13 +10,13 @@ from typing import Any, Protocol
 from daso.cli.launch import Local, launch
 from daso.errors import ExchangeError
 
-__all__ = ["HERE", "Here", "Place", "program", "read_result", "run_here"]
+__all__ = ["HERE", "Here", "RankStarter", "program", "read_result", "run_here"]
 
 HERE = "here"
 RANKS = ("-m", "daso.cli.bench.ranks")
 
 
-class Place(Protocol):
+class RankStarter(Protocol):
     """Where ranks can be started."""
 
     fastest: str  # link

@@ -132,7 +132,7 @@ class HostShare:
             node.wait(self._out)
             self._out = None
             staged.publish()
-        with node.watch.waiting(trace.NODE):
+        with node.watch.waiting(trace.WAIT_INTRA_NODE):
             staged.wait()
         others = [at for at in range(len(self.parts)) if at != node.rank]
         # In turn: an earlier merge that was launched may still read what is written here.
@@ -146,7 +146,7 @@ class HostShare:
 
     def wait_released(self) -> None:
         """Block until all ranks have read."""
-        with self._node.watch.waiting(trace.NODE):
+        with self._node.watch.waiting(trace.WAIT_INTRA_NODE):
             self._staged.wait_released()
 
 
@@ -196,7 +196,7 @@ class HostNode:
     @property
     def idle_seconds(self) -> float:
         """Seconds of these in which the device had nothing to do."""
-        return self.watch.idle_seconds(trace.NODE)
+        return self.watch.idle_seconds(trace.WAIT_INTRA_NODE)
 
     def row(self, numel: int, dtype: torch.dtype, most: int) -> HostRow:
         """Make a row for gradients."""
@@ -220,7 +220,7 @@ class HostNode:
         if arrived():
             return
         host = self._host
-        with self.watch.waiting(trace.NODE):
+        with self.watch.waiting(trace.WAIT_INTRA_NODE):
             host.waited_seconds += wait_until(
                 arrived,
                 lambda: "a copy, or another rank of the node, is late",

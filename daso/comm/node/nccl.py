@@ -287,7 +287,7 @@ class NcclNode:
         """Block until something has arrived on the host."""
         if arrived():
             return
-        with self._watch.waiting(trace.NODE):
+        with self._watch.waiting(trace.WAIT_INTRA_NODE):
             self.waited_seconds += wait_until(arrived, _late_sum, self._timeout_seconds, self._late)
 
     def keep_up(self, event: Any) -> None:
@@ -297,7 +297,7 @@ class NcclNode:
     @property
     def idle_seconds(self) -> float:
         """Seconds of these waits in which the GPU had nothing to do."""
-        return self._watch.idle_seconds(trace.NODE)
+        return self._watch.idle_seconds(trace.WAIT_INTRA_NODE)
 
     def free(self) -> None:
         """Destroy the communicator, before MPI ends; idempotent."""

@@ -219,7 +219,7 @@ class ShmNode:
         self.world_ranks: list[int] = topology.node_comm.allgather(topology.rank)
         self.timeout_seconds = timeout_seconds
         self.waited_seconds = 0.0
-        self.recorded_as: int | None = trace.NODE  # of waits
+        self.recorded_as: int | None = trace.WAIT_INTRA_NODE  # of waits
         self._windows: list[SharedWindow] = []
 
     @property

@@ -63,7 +63,7 @@ class Weights:
         self.ages[0] += 1
         self.ages[1] += age
         self.ages[2] = max(self.ages[2], age)
-        factor = age_factor(age, damped=self._updates.damped)
+        factor = age_factor(age, scale_by_staleness=self._updates.scale_by_staleness)
         for place, grad in enumerate(grads):
             if grad is not None:
                 self._add(place, grad if factor == 1 else grad * factor)

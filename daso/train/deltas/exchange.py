@@ -169,7 +169,7 @@ class Exchanges:
 
         Collective over the world; blocking.
         """
-        known, exposed = self._known, self.metrics.watch.idle_seconds(trace.NODES)
+        known, exposed = self._known, self.metrics.watch.idle_seconds(trace.WAIT_INTER_NODE)
         header = self._header(batch)
         since, before, met = known.marked or (batch, 0.0, 0)
         # A rank without a lane waits in its node; what meetings took is not the steps'.
@@ -179,7 +179,7 @@ class Exchanges:
             self.channels.engine.submit(self.channels.allreduce_header(header, Tally()))
         )
         _check_aligned(agreed)
-        exposed = self.metrics.watch.idle_seconds(trace.NODES)
+        exposed = self.metrics.watch.idle_seconds(trace.WAIT_INTER_NODE)
         known.marked = batch, exposed, self.metrics.meetings
         measurements = Measurements(
             agreed.step_seconds, lr=agreed.lr, exposed_seconds=agreed.exposed_seconds

@@ -61,7 +61,10 @@ class BackgroundReducer(ABC):
         """Block until a bucket holds the mean."""
         if place in self._back:
             return
-        begun, kind = time.perf_counter(), trace.NODES if self._world else trace.NODE
+        begun, kind = (
+            time.perf_counter(),
+            trace.WAIT_INTER_NODE if self._world else trace.WAIT_INTRA_NODE,
+        )
         with self._metrics.watch.waiting(kind), self._poll_eagerly(), self._came:
             # Asleep, not polling: the other threads need this one's core and interpreter lock.
             while not self._came.wait_for(lambda: place in self._back, LATE_SECONDS):

@@ -1110,7 +1110,7 @@ def test_old_gradients_are_damped(running):
     layer = Shift()
     graph, start = started(lambda one: {(0,): one.x, (1,): one.x, (2,): one.x})
     graph.loss(lambda item, y: y.sum(), graph.layer(layer, start))
-    with running(graph, updates=Updates(unit="message", damped=True)) as runtime:
+    with running(graph, updates=Updates(unit="message", scale_by_staleness=True)) as runtime:
         runtime.train_epoch(ONES[:1])
     expected = torch.full((3,), -(1 + 1 / 2 + 1 / 3), dtype=torch.float64)
     assert_near(layer.p.detach(), expected)

@@ -62,12 +62,12 @@ def test_what_may_be_is_said():
     st.sampled_from(["current", "stashed"]),
     st.booleans(),
 )
-def test_good_keywords_are_kept(interval, unit, weights, damped):
+def test_good_keywords_are_kept(interval, unit, weights, scale_by_staleness):
     keywords = {
         "min_update_interval": interval,
         "unit": unit,
         "weights": weights,
-        "damped": damped,
+        "scale_by_staleness": scale_by_staleness,
     }
     assert asdict(Updates(**keywords)) == keywords
 
@@ -75,18 +75,18 @@ def test_good_keywords_are_kept(interval, unit, weights, damped):
 def test_updates_stay_as_they_were_made_and_are_equal_where_their_keywords_are():
     updates = Updates()
     assert updates == Updates(
-        min_update_interval=1, unit="instance", weights="current", damped=False
+        min_update_interval=1, unit="instance", weights="current", scale_by_staleness=False
     )
     with pytest.raises(FrozenInstanceError):
-        updates.damped = True
+        updates.scale_by_staleness = True
     with pytest.raises(ConfigError, match="by name"):
         Updates(4)
 
 
 @given(st.integers(0, 1000))
 def test_a_gradient_is_divided_by_one_more_than_its_age_where_that_is_damped(age):
-    assert age_factor(age, damped=False) == 1.0
-    assert age_factor(age, damped=True) == 1 / (age + 1)
+    assert age_factor(age, scale_by_staleness=False) == 1.0
+    assert age_factor(age, scale_by_staleness=True) == 1 / (age + 1)
 
 
 # --- who has an instance -------------------------------------------------------------------------

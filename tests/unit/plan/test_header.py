@@ -227,7 +227,7 @@ def test_a_size_that_measures_nothing_gives_0_and_does_not_raise(value, size):
     assert Tally.measured(value, value, value, size) == Tally()
 
 
-NODES = [
+TALLY_OF_NODES = [
     [3.0, -1.0, 2.0, 0.5, -2.5, 1.0, 4.0],
     [2.0, 0.0, 1.0, 1.5, -0.5, 3.0, 2.0],
     [4.0, -2.0, 1.5, 0.0, -1.5, 2.0, 3.5],
@@ -242,7 +242,7 @@ REFERENCE = [2.0, -1.0, 1.0, 1.0, -2.0, 1.5, 3.0]
 def test_drift_is_the_mean_square_distance_of_nodes_from_their_mean_by_the_references_size(
     nodes, batches, cuts
 ):
-    values = NODES[:nodes]
+    values = TALLY_OF_NODES[:nodes]
     means = [sum(column) / nodes for column in zip(*values, strict=True)]
     ranks = []
     for node in values:

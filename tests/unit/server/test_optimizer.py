@@ -77,14 +77,14 @@ def test_an_owner_waits_for_all_and_takes_the_mean():
     assert server.about(0) == (1, 1.0, 0)
 
 
-@pytest.mark.parametrize("damped", [False, True])
-def test_without_a_bound_each_gradient_is_a_share_of_a_step(damped):
-    model, server = serving(scale_by_staleness=damped)
+@pytest.mark.parametrize("scale_by_staleness", [False, True])
+def test_without_a_bound_each_gradient_is_a_share_of_a_step(scale_by_staleness):
+    model, server = serving(scale_by_staleness=scale_by_staleness)
     expected = rows(model, [p.detach().clone() for p in model.parameters()])
     for number, (source, step, read) in enumerate([(2, 0, 0), (2, 1, 1), (0, 0, 0), (3, 0, 0)]):
         one, grads = contribution(server, model, source, step, read=read)
         assert server.contribute(one) == [0]
-        rate = LR / RANKS / (1 + (number - read) / RANKS if damped else 1)
+        rate = LR / RANKS / (1 + (number - read) / RANKS if scale_by_staleness else 1)
         expected = [x - rate * g for x, g in zip(expected, rows(model, grads), strict=True)]
         assert all(
             torch.allclose(a, b, rtol=0, atol=1e-7)

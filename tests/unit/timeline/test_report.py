@@ -13,7 +13,16 @@ from daso.cli.trace import newest
 from daso.errors import DataError
 from daso.timeline.chrome import chrome_events
 from daso.timeline.report import late_ranks, read_timeline, shares
-from daso.trace import EXCHANGE, KINDS, MERGE, NODE, NODES, SEND, STEP, Recorder
+from daso.trace import (
+    EXCHANGE,
+    KINDS,
+    MERGE,
+    SEND,
+    STEP,
+    WAIT_INTER_NODE,
+    WAIT_INTRA_NODE,
+    Recorder,
+)
 
 
 @pytest.fixture
@@ -103,12 +112,12 @@ def test_a_step_is_parted_into_computing_waiting_and_what_went_on_beside(tmp_pat
     spans = [
         (STEP, 0, 1, 0.0, 1.0),
         (STEP, 0, 2, 1.0, 3.0),
-        (NODE, 0, -1, 0.5, 0.7),
-        (NODES, 0, 1, 2.0, 2.4),
+        (WAIT_INTRA_NODE, 0, -1, 0.5, 0.7),
+        (WAIT_INTER_NODE, 0, 1, 2.0, 2.4),
         (SEND, 0, 1, 1.0, 1.1),
         (MERGE, 0, 1, 2.4, 2.5),
         (EXCHANGE, 1, 1, 1.1, 2.4),
-        (NODES, 0, 1, 5.0, 6.0),  # outside of steps: at the end of an epoch
+        (WAIT_INTER_NODE, 0, 1, 5.0, 6.0),  # outside of steps: at the end of an epoch
     ]
     path = written(tmp_path, of_rank(0, *spans), of_rank(1, *spans), clocks(0.0))
     one, other = shares(read_timeline(path))
