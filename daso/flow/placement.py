@@ -59,7 +59,7 @@ class _Metered(Worker):
     def begin(self, measured: Measured) -> None:
         """Measure from now on."""
         self.measured = measured
-        self._together.clear()  # one by one
+        self._ready.take_one_by_one()
         self._causes: dict[tuple[int, bool, int, Any], set[int]] = {}
         self._held: dict[tuple[int, Any], set[int]] = defaultdict(set)
         self._now: set[int] = set()  # tasks behind what is sent at the moment

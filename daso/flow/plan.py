@@ -22,9 +22,9 @@ __all__ = [
     "check_copies",
     "choose_lane",
     "count_lanes",
-    "homes",
     "place",
     "rank_of",
+    "ranks_of_lane",
 ]
 
 Unit = Literal["instance", "message"]
@@ -103,7 +103,7 @@ def count_lanes(ranks_of: Sequence[Sequence[int]]) -> int:
     return math.lcm(*(len(ranks) for ranks in ranks_of))
 
 
-def homes(ranks_of: Sequence[Sequence[int]], lane: int) -> tuple[int, ...]:
+def ranks_of_lane(ranks_of: Sequence[Sequence[int]], lane: int) -> tuple[int, ...]:
     """Return the ranks that have to do with instances of a lane, in their order."""
     return tuple(sorted({rank_of(ranks, lane) for ranks in ranks_of}))
 

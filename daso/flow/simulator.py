@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from daso.flow.plan import Task, choose_lane, count_lanes, homes, rank_of
+from daso.flow.plan import Task, choose_lane, count_lanes, rank_of, ranks_of_lane
 
 __all__ = ["Costs", "Course", "run_flow"]
 
@@ -212,7 +212,7 @@ class _Run:
     def _come_back(self, one: _Instance) -> None:
         """Tell the others that it passed through that it is finished, and let in the next."""
         ends = [task for task, then in enumerate(one.then) if not then and self._rank(one, task)]
-        others = [rank for rank in homes(self._ranks_of, one.lane) if rank]
+        others = [rank for rank in ranks_of_lane(self._ranks_of, one.lane) if rank]
         taken = (len(ends) + len(others)) * self._costs.message_seconds
         self._give(0, CONTROL, taken, partial(self._finish, one, others))
 

@@ -20,7 +20,7 @@ from daso.flow.model.base import Base, Emit, Key, Pass
 from daso.flow.model.checks import Wiring
 from daso.flow.model.graph import Edge, Node
 from daso.flow.model.weights import Weights
-from daso.flow.plan import TaskRecord, homes, rank_of
+from daso.flow.plan import TaskRecord, rank_of, ranks_of_lane
 from daso.flow.routes import ROUTES, Route
 
 __all__ = ["Watch", "Worker", "behaviours"]
@@ -47,6 +47,95 @@ class Watch:
 
     def exchange(self) -> None:
         """Exchange with other flows."""
+
+
+class ReadyMessages:
+    """Messages that can be computed: gradients first, and of these what was computed last.
+
+    Args:
+        wiring: The flow.
+        shuffled: Draws messages in an order of its own.
+    """
+
+    def __init__(self, wiring: Wiring, shuffled: random.Random | None) -> None:
+        self._shuffled = shuffled
+        self._most = {(n.index, back): most for n in wiring.nodes for back, most in _together(n)}
+        self._heap: list[Ready] = []
+        self._together: dict[tuple[int, bool], deque[Ready]] = {one: deque() for one in self._most}
+        self._count = itertools.count()
+        self._order: dict[tuple[int, Key], int] = {}  # of forwards, as they were computed here
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    def push(self, message: Message) -> None:
+        """Queue a message; one whose node takes several is taken along with the first."""
+        ready = (self._urgency(message), next(self._count), message)
+        if (waiting := self._together.get((message.node, message.back))) is not None:
+            waiting.append(ready)
+            if len(waiting) > 1:
+                return
+        heapq.heappush(self._heap, ready)
+
+    def _urgency(self, message: Message) -> float:
+        # As autograd does in one graph.
+        order = -1 - self._order.pop((message.node, message.key), 0) if message.back else 1
+        return order if self._shuffled is None else self._shuffled.random()
+
+    def pop(self) -> Sequence[Message]:
+        """Return the next message, and those that wait for the same node if it takes several."""
+        message = heapq.heappop(self._heap)[2]
+        what = (message.node, message.back)
+        if what not in self._together:
+            return [message]
+        waiting = self._together[what]
+        messages = [waiting.popleft()[2] for _ in range(min(len(waiting), self._most[what]))]
+        if waiting:
+            heapq.heappush(self._heap, waiting[0])
+        return messages
+
+    def take_one_by_one(self) -> None:
+        """Take no two messages together from now on."""
+        self._together.clear()
+
+    def note_forward(self, node: int, keys: Iterable[Key]) -> None:
+        """Remember in which order forwards were computed."""
+        self._order.update(((node, key), next(self._count)) for key in keys)
+
+
+class FinishedInstances:
+    """Which instances were finished, as far as ranks were told.
+
+    Args:
+        rank: This one.
+        world_size: Ranks.
+        ranks_of: Ranks of every node.
+        hears_all: Whether every rank is told of every instance.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, ranks_of: Sequence[Sequence[int]], *, hears_all: bool
+    ) -> None:
+        self._rank, self._ranks_of, self._hears_all = rank, ranks_of, hears_all
+        self.told = [0] * world_size  # how many instances each rank was told to be finished
+        self.heard = 0  # instances, as far as this rank was told
+        self._ranks_of_lane: dict[int, Sequence[int]] = {}
+
+    def ranks_of_lane(self, lane: int) -> Sequence[int]:
+        """Return the ranks that have to do with instances of a lane."""
+        if lane not in self._ranks_of_lane:
+            everybody = range(len(self.told))
+            found = everybody if self._hears_all else ranks_of_lane(self._ranks_of, lane)
+            self._ranks_of_lane[lane] = found
+        return self._ranks_of_lane[lane]
+
+    def ticket(self, lane: int) -> Ticket:
+        """Return what an instance that comes in now comes after."""
+        return Ticket(lane, tuple(self.told[rank] for rank in self.ranks_of_lane(lane)))
+
+    def is_early(self, ticket: Ticket) -> bool:
+        """Whether this rank is yet to be told of instances that a message comes after."""
+        return ticket.after[self.ranks_of_lane(ticket.lane).index(self._rank)] > self.heard
 
 
 class Worker:
@@ -79,23 +168,16 @@ class Worker:
         self.nodes, self._wiring, self._ranks_of = nodes, wiring, ranks_of
         self._rank, self._post = rank_info.rank, post
         self._all, self._controller, self._watch = all_, controller, watch
-        self._shuffled = shuffled
         # From a node, backward or not, by a port: to which, and its port.
         self._ways = {(e.source, False, e.out): (e.target, e.into) for e in wiring.edges}
         self._ways |= {(e.target, True, e.into): _behind_conds(wiring, e) for e in wiring.edges}
         self._routes = {n: one for n, one in nodes.items() if isinstance(one, Route)}
         self._computes = {n: one for n, one in nodes.items() if isinstance(one, Compute)}
-        self._most = {(n.index, back): most for n in wiring.nodes for back, most in _together(n)}
-        self._ready: list[Ready] = []  # a heap
-        self._together: dict[tuple[int, bool], deque[Ready]] = {one: deque() for one in self._most}
+        self._ready = ReadyMessages(wiring, shuffled)
         self._passing: deque[Message] = deque()  # through nodes that only show the way
-        self._count = itertools.count()
-        self._order: dict[tuple[int, Key], int] = {}  # of forwards, as they were computed here
-        self._finished = 0  # instances, as far as this rank was told
-        self._told = [
-            0
-        ] * rank_info.world_size  # how many instances each rank was told to be finished
-        self._homes_of: dict[int, Sequence[int]] = {}  # ranks of each lane
+        self._instances = FinishedInstances(
+            rank_info.rank, rank_info.world_size, ranks_of, hears_all=watch.hears_all
+        )
         self._tickets: dict[int, Ticket] = {}  # of instances that are under way here
         self._early: list[Message] = []  # of instances that came in after one not yet told of
         self._due = 0  # batches of instances that are full
@@ -126,19 +208,19 @@ class Worker:
         if self._controller is not None and self._control(self._controller):
             return True
         if self._ready:
-            self._take(heapq.heappop(self._ready)[2])
+            self.compute(self._ready.pop())
             return True
         return self._over
 
     def _control(self, controller: Controller) -> bool:
         """Let an instance in, or find that all are finished."""
         if controller.is_over:
-            for rank in range(1, len(self._told)):
+            for rank in range(1, len(self._instances.told)):
                 self._put(rank, OVER, (0,))
             self._over = True
         elif controller.may_admit():
             messages = controller.admit(self._all.instances(controller.admitted))
-            ticket = self._ticket(controller.lane_of[-1])
+            ticket = self._instances.ticket(controller.lane_of[-1])
             for key, payload in messages:
                 self._send_on(self._wiring.source, (False, 0, key, payload), ticket)
             self._pass()
@@ -189,7 +271,7 @@ class Worker:
             self._over = True
         elif message.node == FINISHED:
             self._finish(message.key[0])
-        elif self._is_early(message.ticket):
+        elif self._instances.is_early(message.ticket):
             self._early.append(message)
         else:
             self._enter(message)
@@ -197,21 +279,10 @@ class Worker:
 
     def _enter(self, message: Message) -> None:
         """Queue what is to be computed; what only shows the way is done soon."""
-        node = message.node
-        if node not in self._computes:
+        if message.node in self._computes:
+            self._ready.push(message)
+        else:
             self._passing.append(message)
-            return
-        ready = (self._urgency(message), next(self._count), message)
-        if (waiting := self._together.get((node, message.back))) is not None:
-            waiting.append(ready)
-            if len(waiting) > 1:  # it is taken along with the first
-                return
-        heapq.heappush(self._ready, ready)
-
-    def _urgency(self, message: Message) -> float:
-        # Gradients first, and of these what was computed last: as autograd does in one graph.
-        order = -1 - self._order.pop((message.node, message.key), 0) if message.back else 1
-        return order if self._shuffled is None else self._shuffled.random()
 
     def _pass(self) -> None:
         while self._passing:
@@ -230,16 +301,6 @@ class Worker:
         for emit in emits:
             self._send_on(node, emit, ticket)
 
-    def _take(self, message: Message) -> None:
-        """Compute a message, and those that wait for the same node if it takes several."""
-        messages, what = [message], (message.node, message.back)
-        if what in self._together:
-            waiting = self._together[what]
-            messages = [waiting.popleft()[2] for _ in range(min(len(waiting), self._most[what]))]
-            if waiting:
-                heapq.heappush(self._ready, waiting[0])
-        self.compute(messages)
-
     def compute(self, messages: Sequence[Message]) -> None:
         """Compute messages of one node together."""
         start = time.perf_counter()
@@ -252,7 +313,7 @@ class Worker:
                 emits = one.backward(keys, payloads)
             else:
                 if not isinstance(one, Loss):  # to which nothing comes back
-                    self._order.update(((node, key), next(self._count)) for key in keys)
+                    self._ready.note_forward(node, keys)
                 emits = one.forward(keys, payloads)
         except Exception as error:
             self._fail([m for m in messages if m.key == one.at] or messages, error)
@@ -300,29 +361,15 @@ class Worker:
 
     def _tell_finished(self, number: int, lane: int) -> None:
         """Tell the ranks that have to do with it."""
-        for rank in self._homes(lane):
-            self._told[rank] += 1
+        for rank in self._instances.ranks_of_lane(lane):
+            self._instances.told[rank] += 1
             if rank == self._rank:
                 self._finish(number)
             else:
                 self._put(rank, FINISHED, (number,))
 
-    def _homes(self, lane: int) -> Sequence[int]:
-        if lane not in self._homes_of:
-            everybody = range(len(self._told))
-            found = everybody if self._watch.hears_all else homes(self._ranks_of, lane)
-            self._homes_of[lane] = found
-        return self._homes_of[lane]
-
-    def _ticket(self, lane: int) -> Ticket:
-        return Ticket(lane, tuple(self._told[rank] for rank in self._homes(lane)))
-
-    def _is_early(self, ticket: Ticket) -> bool:
-        """Whether this rank is yet to be told of instances that a message comes after."""
-        return ticket.after[self._homes(ticket.lane).index(self._rank)] > self._finished
-
     def _finish(self, number: int) -> None:
-        self._finished += 1
+        self._instances.heard += 1
         if self.log is not None:
             self.log.append(TaskRecord(FINISHED, False, ((number,),)))
         self._tickets.pop(number, None)

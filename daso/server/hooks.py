@@ -7,7 +7,8 @@ with those of the next layers, as many as the pace says.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,46 @@ __all__ = ["ServerHooks"]
 
 logger = logging.getLogger("daso")
 DROPS_IN_A_ROW = 3  # steps with a gradient that is not finite, at which a rank raises
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """Sizes and places of a model's layers."""
+
+    names: Sequence[str]
+    of_param: Mapping[int, int]  # the layer of each parameter
+    nbytes: Sequence[int]  # of a layer to the rank to which there are most
+    owners: Sequence[int]  # ranks to which gradients go
+    room_bytes: int  # that may wait to leave
+
+    @classmethod
+    def of(
+        cls, names: Sequence[str], shares: Partition, serving: ServerThread, plan: Plan
+    ) -> "_Layers":
+        """Return them as this rank sees them."""
+        ranks = range(serving.ranks)
+        nbytes = [max(shares.nbytes(r, [layer]) for r in ranks) for layer in range(len(names))]
+        return cls(
+            names=names,
+            of_param={at: layer for layer, params in enumerate(shares.layers) for at in params},
+            nbytes=nbytes,
+            owners=tuple(ranks) if plan.mode == "sharded" else (serving.rank,),
+            # Rows come back as well, or go out where gradients do not.
+            room_bytes=STEPS_WAITING * 2 * sum(nbytes),
+        )
+
+
+@dataclass(slots=True)
+class _Step:
+    """What a step has done so far."""
+
+    missing: list[set[int]]  # of each layer, parameters without a gradient
+    taken: set[int] = field(default_factory=set)  # layers that were taken up
+    finished: list[int] = field(default_factory=list)  # layers whose gradients have not left
+    sent: set[int] = field(default_factory=set)  # layers whose gradients were handed over
+    bad: set[int] = field(default_factory=set)  # layers whose gradient was not finite
+    left: dict[int, tuple[int, int]] = field(default_factory=dict)  # stamps, by parameter
+    values: list[dict[str, Any]] | None = None  # of parameter groups
 
 
 class ServerHooks:
@@ -51,7 +92,7 @@ class ServerHooks:
         groups: Callable[[], Sequence[dict[str, Any]]],
     ) -> None:
         self.shares, self.plan, self.serving = shares, plan, serving
-        self._names, self._groups = names, groups
+        self._groups = groups
         self.steps = 0  # since the start
         self.met_at = 0  # steps at the last meeting of all ranks
         self.dropped = 0  # steps with a gradient that was not finite
@@ -60,25 +101,9 @@ class ServerHooks:
         self._meetings: list[int] = []  # steps at each
         most = len(names)
         self.pace = first_pace(plan.push_every, most)
-        self._layer_of = {
-            index: layer for layer, params in enumerate(shares.layers) for index in params
-        }
-        ranks, rank = serving.ranks, serving.rank
-        self._owners = (rank,) if plan.mode != "sharded" else tuple(range(ranks))
-        # Bytes of a layer to the rank to which there are most.
-        self._nbytes = [
-            max(shares.nbytes(r, [layer]) for r in range(ranks)) for layer in range(most)
-        ]
-        # And its rows come back, or go out where gradients do not.
-        self._room_bytes = STEPS_WAITING * 2 * sum(self._nbytes)
-        self._loaded = [[0] * ranks for _ in range(most)]  # versions in the parameters
-        self._taken: set[int] = set()  # layers that were taken up in this step
-        self._missing: list[set[int]] = []  # of each layer, parameters without a gradient
-        self._finished: list[int] = []  # layers whose gradients have not left
-        self._sent: set[int] = set()  # layers whose gradients were handed over in this step
-        self._values: list[dict[str, Any]] | None = None  # of this step
+        self._layers = _Layers.of(names, shares, serving, plan)
+        self._loaded = [[0] * serving.ranks for _ in range(most)]  # versions in the parameters
         self._keeps = False  # gradients, for accumulation
-        self._bad: set[int] = set()  # layers whose gradient was not finite in this step
         self._bad_steps = 0  # in a row
         self._stepped_at = time.perf_counter()
         self._uses = ModuleParameters(module, shares.named)
@@ -97,10 +122,7 @@ class ServerHooks:
         self._begin()
 
     def _begin(self) -> None:
-        self._taken, self._sent, self._finished, self._bad = set(), set(), [], set()
-        self._left: dict[int, tuple[int, int]] = {}  # gradients as backward left them
-        self._values = None
-        self._missing = [set(params) for params in self.shares.layers]
+        self._step = _Step([set(params) for params in self.shares.layers])
 
     # --- rows come in ------------------------------------------------------------------------
 
@@ -110,20 +132,20 @@ class ServerHooks:
         self.serving.go_on()  # others may be training while this rank evaluates
         if not torch.is_grad_enabled():
             return  # an evaluation sees what training left
-        if not self._taken:
+        if not self._step.taken:
             needed += self._uses.nowhere
-        for layer in sorted({self._layer_of[index] for index in needed} - self._taken):
+        for layer in sorted({self._layers.of_param[index] for index in needed} - self._step.taken):
             self._take_up(layer)
 
     def _take_up(self, layer: int) -> None:
         if torch._C._current_graph_task_id() != -1:
             raise ConfigError(
                 f"parameters must not change while backward goes on, but layer "
-                f"{self._names[layer]!r} runs forward in it for the first time; use "
+                f"{self._layers.names[layer]!r} runs forward in it for the first time; use "
                 f"checkpoint(..., use_reentrant=False)"
             )
         self.serving.go_on()
-        self._taken.add(layer)
+        self._step.taken.add(layer)
         self._load(layer, self.serving.wait_for(layer, self.steps - self.met_at))
         if self.logs:
             self.log.append(Read(self.steps, layer, tuple(self._loaded[layer])))
@@ -134,7 +156,7 @@ class ServerHooks:
 
     def meet(self) -> None:
         """Take up the last rows of all ranks. Collective over the world; blocking."""
-        if self._sent or self._finished:
+        if self._step.sent or self._step.finished:
             raise ConfigError(
                 "ranks must meet between two steps, but gradients were computed since the last; "
                 "call step() first"
@@ -142,7 +164,7 @@ class ServerHooks:
         self.serving.meet(self.steps - self.met_at)
         self.met_at = self.steps
         self._meetings.append(self.steps)
-        for layer in range(len(self._names)):
+        for layer in range(len(self._layers.names)):
             self._load(layer, self.serving.last_rows(layer))
         self._begin()
 
@@ -155,32 +177,35 @@ class ServerHooks:
     def _ready(self, index: int, tensor: torch.Tensor) -> None:
         if self._keeps:
             return
-        self._left[index] = _stamp(tensor)
-        layer = self._layer_of[index]
-        if layer not in self._taken:
+        self._step.left[index] = _stamp(tensor)
+        layer = self._layers.of_param[index]
+        if layer not in self._step.taken:
             raise ConfigError(
                 f"parameters must be used by a module's forward, where the newest rows are taken "
                 f"up, but {self.shares.named[index][0]} got a gradient without one; call its module"
             )
-        if layer in self._sent or not self._missing[layer]:
+        if layer in self._step.sent or not self._step.missing[layer]:
             raise ConfigError(
                 f"a step must have one backward where gradients leave during it, but layer "
-                f"{self._names[layer]!r} got a second gradient; use no_sync() for all but the last"
+                f"{self._layers.names[layer]!r} got a second gradient; use no_sync() for all but "
+                f"the last"
             )
-        if self._values is None:  # all gradients of a step leave with the same
-            self._values = values_of(self._groups())
-        self._missing[layer].discard(index)
-        if not self._missing[layer]:
+        if self._step.values is None:  # all gradients of a step leave with the same
+            self._step.values = values_of(self._groups())
+        self._step.missing[layer].discard(index)
+        if not self._step.missing[layer]:
             self._finish(layer)
 
     def _finish(self, layer: int) -> None:
         if not self._is_finite(layer):
-            self._bad.add(layer)
-        self._finished.append(layer)
+            self._step.bad.add(layer)
+        self._step.finished.append(layer)
         backlog = self.serving.mailbox.backlog_bytes
-        self.pace = next_pace(self.pace, backlog_bytes=backlog, layer_bytes=self._nbytes[layer])
-        nbytes = sum(self._nbytes[one] for one in self._finished)
-        if leaves(self.pace, layers=len(self._finished), nbytes=nbytes):
+        self.pace = next_pace(
+            self.pace, backlog_bytes=backlog, layer_bytes=self._layers.nbytes[layer]
+        )
+        nbytes = sum(self._layers.nbytes[one] for one in self._step.finished)
+        if leaves(self.pace, layers=len(self._step.finished), nbytes=nbytes):
             self._send()
 
     def _is_finite(self, layer: int) -> bool:
@@ -193,34 +218,34 @@ class ServerHooks:
     def _send(self) -> None:
         """Hand over the gradients of finished layers."""
         self.serving.go_on()
-        layers, self._finished = tuple(sorted(self._finished)), []
-        self._sent.update(layers)
-        if self._values is None:
-            self._values = values_of(self._groups())
+        layers, self._step.finished = tuple(sorted(self._step.finished)), []
+        self._step.sent.update(layers)
+        if self._step.values is None:
+            self._step.values = values_of(self._groups())
         grads = [self._gradient(layer, at) for layer in layers for at in self.shares.layers[layer]]
-        for owner in self._owners:
+        for owner in self._layers.owners:
             one = Contribution(
                 source=self.serving.rank,
                 step=self.steps,
                 layers=layers,
                 has=tuple(grad is not None for grad in grads),
                 read=tuple(self._loaded[layer][owner] for layer in layers),
-                values=self._values,
+                values=self._step.values,
                 row=self.shares.pack(owner, layers, grads),
                 base=self._base(owner, layers),
             )
             self.serving.give(owner, one)
         if self.logs:
-            self.log.append(Send(self.steps, layers, self.pace.layers, tuple(self._values)))
+            self.log.append(Send(self.steps, layers, self.pace.layers, tuple(self._step.values)))
 
     def _gradient(self, layer: int, index: int) -> torch.Tensor | None:
-        return None if layer in self._bad else self.shares.named[index][1].grad
+        return None if layer in self._step.bad else self.shares.named[index][1].grad
 
     def _base(self, owner: int, layers: Sequence[int]) -> torch.Tensor | None:
         """Return the parameters that updates start from, where every rank has its own."""
         if not self.plan.whole:
             return None
-        for layer in set(layers) - self._taken:  # that no forward came to
+        for layer in set(layers) - self._step.taken:  # that no forward came to
             self._take_up(layer)
         now = [self.shares.named[index][1].detach() for index in self.shares.params(layers)]
         return self.shares.pack(owner, layers, now)
@@ -231,33 +256,33 @@ class ServerHooks:
         Blocks while more than two steps' messages have not left.
         """
         self._refuse_edits()
-        left = set(range(len(self._names))) - self._sent
-        for layer in left - set(self._finished):
+        left = set(range(len(self._layers.names))) - self._step.sent
+        for layer in left - set(self._step.finished):
             if any(self.shares.named[at][1].grad is not None for at in self.shares.layers[layer]):
-                self._bad.update(() if self._is_finite(layer) else [layer])
-        self._finished = sorted(left)
-        if self._values is not None and not same_values(self._groups(), self._values):
+                self._step.bad.update(() if self._is_finite(layer) else [layer])
+        self._step.finished = sorted(left)
+        if self._step.values is not None and not same_values(self._groups(), self._step.values):
             raise ConfigError(
                 "values of parameter groups must be set before backward, where gradients leave "
                 "with them, but they changed between backward and step; step schedulers after it"
             )
-        if self._finished:
+        if self._step.finished:
             self._send()
-        for layer in set(range(len(self._names))) - self._taken:
+        for layer in set(range(len(self._layers.names))) - self._step.taken:
             self.serving.skip(layer, self.steps - self.met_at)
         trace.record(trace.STEP, self._stepped_at, key=self.steps)
         self._stepped_at = time.perf_counter()
-        step, bad = self.steps, self._bad
+        step, bad = self.steps, self._step.bad
         self.steps += 1
         self.serving.step = self.steps - self.met_at
         self._begin()
         self._count_bad(step, bad)
         self.serving.engine.check()
-        self.serving.wait_for_room(self._room_bytes)
+        self.serving.wait_for_room(self._layers.room_bytes)
 
     def _refuse_edits(self) -> None:
         """Refuse gradients that were changed since backward: they left in it."""
-        for index, stamp in self._left.items():
+        for index, stamp in self._step.left.items():
             name, tensor = self.shares.named[index]
             if tensor.grad is not None and _stamp(tensor) != stamp:
                 raise ConfigError(
@@ -271,7 +296,7 @@ class ServerHooks:
             return
         self.dropped += 1
         self._bad_steps += 1
-        name = self._names[min(bad)]
+        name = self._layers.names[min(bad)]
         what = f"gradients of layer {name!r} are not finite in step {step}"
         at_once = self.plan.exchange.nonfinite == "raise"
         if at_once or self._bad_steps >= DROPS_IN_A_ROW:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from daso import flow
 from daso.errors import ConfigError, FlowError
-from daso.flow.plan import homes
+from daso.flow.plan import ranks_of_lane
 
 pytestmark = pytest.mark.nodes((2,), (4,))  # nodes make no difference to flows
 WORLD = MPI.COMM_WORLD
@@ -249,7 +249,7 @@ def test_replicas_are_averaged_and_replayed(topology, name):
     for log in logs[0]:  # nobody is told of what others do
         told = {did.keys[0][0] for did in log.did if did.node < 0}
         lanes = enumerate(logs[0][0].lanes)
-        assert told == {n for n, lane in lanes if log.rank in homes(log.ranks_of, lane)}
+        assert told == {n for n, lane in lanes if log.rank in ranks_of_lane(log.ranks_of, lane)}
     assert set(logs[0][0].lanes) == set(range(WORLD.size))
 
 

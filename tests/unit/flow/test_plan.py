@@ -14,9 +14,9 @@ from daso.flow.plan import (
     age_factor,
     choose_lane,
     count_lanes,
-    homes,
     place,
     rank_of,
+    ranks_of_lane,
 )
 
 checked = settings(derandomize=True, max_examples=200, deadline=None)
@@ -269,8 +269,8 @@ def test_on_one_rank_everything_is_there():
 def test_lanes_are_the_ways_through_replicas():
     ranks_of = [(0,), (0, 1), (2, 3, 4), (5,)]
     assert count_lanes(ranks_of) == 6
-    assert homes(ranks_of, 0) == (0, 2, 5)
-    assert homes(ranks_of, 5) == (0, 1, 4, 5)
+    assert ranks_of_lane(ranks_of, 0) == (0, 2, 5)
+    assert ranks_of_lane(ranks_of, 5) == (0, 1, 4, 5)
     assert count_lanes([(0,), (1,)]) == 1
 
 
