@@ -1,6 +1,8 @@
+import os
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,8 +72,6 @@ def test_a_wheel_has_the_files(tmp_path):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
     code = "from setuptools import build_meta; build_meta.build_wheel('out')"
-    import sys
-
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         cwd=source,
@@ -242,6 +242,25 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path, read):
 
 
 # --- the scripts for people who want no tool ------------------------------------------------------
+
+
+def test_the_batch_script_of_the_bench_finds_its_modules():
+    """All that `python -m benchmarks` imports, also where daso is installed and nothing else is."""
+    text = (ROOT / "slurm" / "bench.sbatch").read_text()
+    (command,) = re.findall(r"^PYTHONPATH=.* python -m benchmarks accuracy", text, re.MULTILINE)
+    environment = {"PATH": os.environ["PATH"], "HOME": "/"}
+    run = subprocess.run(
+        ["bash", "-c", command.replace(" python ", f" {sys.executable} ") + " --help"],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("usage: scripts/bench accuracy")
+
 
 PLAIN = sorted((ROOT / "slurm").glob("*.sbatch"))
 
