@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -54,6 +54,18 @@ __all__ = ["Runtime"]
 MEASURED = 16  # instances by which nodes are placed
 MEASURED_SECONDS = 2.0
 CACHED = 4  # times the instances under way
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """Keywords of a `Runtime`, checked."""
+
+    between_nodes: MakeBetween | None
+    instances_per_batch: int
+    max_active_keys: int
+    seed: int
+    timeout_seconds: float
+    shuffle: bool
 
 
 class Runtime:
@@ -122,17 +134,18 @@ class Runtime:
             _check_numbers(max_active_keys, instances_per_batch, seed, timeout_seconds)
             self._wiring = wire(graph)
         self._whole = default() if topology is None else topology
-        self._between, self._each = between_nodes, instances_per_batch
+        self._options = _Options(
+            between_nodes, instances_per_batch, max_active_keys, seed, timeout_seconds, shuffle
+        )
         self._held = ExitStack()  # what close() gives back
         self._topology = self._flow_topology(timeout_seconds)
         self._beside: FlowReplicas | None = None
-        self._most, self._seed, self._timeout_seconds = max_active_keys, seed, timeout_seconds
-        self._shuffle = shuffle
         ranks = self._topology.world_size
         self._fixed = said(self._wiring, {} if placement == "auto" else placement, ranks)
         self._copies = copied(self._wiring, replicas or {}, self._fixed, ranks)
         updates = Updates() if updates is None else updates
-        alike = (self._most, updates, shuffle, seed, self._fixed, self._copies, self._each)
+        placed_by_hand = (self._fixed, self._copies)
+        alike = (max_active_keys, updates, shuffle, seed, *placed_by_hand, instances_per_batch)
         self._check_same(alike)
         self._world = self._topology.world_comm.Dup()
         self._letters = self._topology.world_comm.Dup()
@@ -152,9 +165,9 @@ class Runtime:
         whole = self._whole
         whole.rendezvous("make a flow's Runtime", timeout_seconds)
         self._number = reclaim(whole, lambda word: gather(whole, word, timeout_seconds))
-        if not whole.equal_on_all_ranks(self._between is None):
+        if not whole.equal_on_all_ranks(self._options.between_nodes is None):
             raise ConfigError("between_nodes must be given to all ranks or to none, not to some")
-        if self._between is None:
+        if self._options.between_nodes is None:
             return whole
         inside = _inside(whole)
         self._held.callback(inside.free)
@@ -257,7 +270,7 @@ class Runtime:
             self._counts(before),
             0 if loop.post is None else loop.post.drain(),
         )
-        flows = 1 if self._between is None else self._whole.nodes
+        flows = 1 if self._options.between_nodes is None else self._whole.nodes
         parts = self._whole.world_comm.allgather(part)
         found = put_together(self.epoch, trains, flows * len(instances), parts)
         self._write(found)
@@ -271,17 +284,21 @@ class Runtime:
         trains: bool,
     ) -> "_Loop":
         rank_info, ranks_of = self._topology.rank_info, self._layers.ranks_of
-        all_ = Pass(_asked(instances, CACHED * self._most), trains, self._seed_now())
+        all_ = Pass(
+            _asked(instances, CACHED * self._options.max_active_keys), trains, self._seed_now()
+        )
         controller = None
         if rank_info.rank == 0:
             source = self._wiring.nodes[self._wiring.source]
-            controller = Controller(self._most, len(instances), source, count_lanes(ranks_of))
+            controller = Controller(
+                self._options.max_active_keys, len(instances), source, count_lanes(ranks_of)
+            )
         nodes = self._behaviours(all_)
         post = Post(self._packets, self._device()) if rank_info.world_size > 1 else None
         told = progress if self._whole.rank == 0 else None
         beside = self._beside if trains else None
-        watch = LoopMonitor(self._whole, self._timeout_seconds, controller, told, beside)
-        drawn = random.Random(hash((all_.seed, rank_info.rank))) if self._shuffle else None
+        watch = LoopMonitor(self._whole, self._options.timeout_seconds, controller, told, beside)
+        drawn = random.Random(hash((all_.seed, rank_info.rank))) if self._options.shuffle else None
         worker = Worker(
             self._wiring, nodes, ranks_of, rank_info, post, all_, controller, watch, drawn
         )
@@ -291,8 +308,8 @@ class Runtime:
 
     def _seed_now(self) -> int:
         # Of dropout: each node's flow has instances of its own.
-        node = () if self._between is None else (self._whole.node,)
-        return hash((self._seed, self.epoch, *node))
+        node = () if self._options.between_nodes is None else (self._whole.node,)
+        return hash((self._options.seed, self.epoch, *node))
 
     def _settle(self, loop: "_Loop", count: int) -> None:
         """Take in what is left of gradients, and let replicas and other nodes meet."""
@@ -324,7 +341,7 @@ class Runtime:
             )
 
     def _check_instances(self, instances: Sequence[Any]) -> None:
-        self._whole.rendezvous("begin an epoch of a flow", self._timeout_seconds)
+        self._whole.rendezvous("begin an epoch of a flow", self._options.timeout_seconds)
         count = len(instances)
         problem = None if count else "an epoch must have one instance at least, not none"
         self._whole.raise_on_all_ranks(problem, ConfigError)
@@ -389,9 +406,11 @@ class Runtime:
         if self._beside is not None:
             self._beside.close()
             self._beside = None
-        if self._between is not None and self._layers.ranks_of:
+        if self._options.between_nodes is not None and self._layers.ranks_of:
             layers = self._layers
-            self._beside = FlowReplicas(self._between, layers, self._whole, self._each)
+            self._beside = FlowReplicas(
+                self._options.between_nodes, layers, self._whole, self._options.instances_per_batch
+            )
             self._held.callback(self._beside.close)
             layers.publish()
 
@@ -445,7 +464,7 @@ class Runtime:
         Raises:
             ConfigError: Nodes have flows of their own: what comes of the others is in no log.
         """
-        if self._between is not None:
+        if self._options.between_nodes is not None:
             raise ConfigError(
                 "a log must hold all that was trained, but what comes of the flows of other nodes "
                 "is in none; leave between_nodes out"
@@ -504,7 +523,7 @@ class Runtime:
     def _unfit(self, state: Mapping[str, Any]) -> str | None:
         """Return why a state cannot be gone on from; None if it can."""
         alone = state.get("beside") is None
-        if state["ranks_of"] and alone != (self._between is None):
+        if state["ranks_of"] and alone != (self._options.between_nodes is None):
             return (
                 f"state must be that of a flow {'alone' if alone else 'between nodes'} to go on "
                 f"with one, but between_nodes is {'given' if alone else 'not'}"
@@ -515,7 +534,7 @@ class Runtime:
         """Give communicators back. Collective over the world; blocking; idempotent."""
         if not self._closed:
             self._closed = True
-            self._whole.rendezvous("close a flow's Runtime", self._timeout_seconds)
+            self._whole.rendezvous("close a flow's Runtime", self._options.timeout_seconds)
             self._held.close()
             forget(self)
 

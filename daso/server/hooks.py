@@ -274,7 +274,7 @@ class ServerHooks:
         self._stepped_at = time.perf_counter()
         step, bad = self.steps, self._step.bad
         self.steps += 1
-        self.serving.step = self.steps - self.met_at
+        self.serving.round.step = self.steps - self.met_at
         self._begin()
         self._count_bad(step, bad)
         self.serving.engine.check()

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -33,6 +33,17 @@ GRADIENTS, ROWS, LAST_STEP, LAST_ROWS = range(4)  # what letters are about
 STEPS_WAITING = 2  # whose gradients may wait here to be taken in
 LATEST = sys.maxsize  # urgency of what is to leave after everything else
 LOOK_SECONDS = 0.1  # how often who waits looks whether something failed
+
+
+@dataclass(slots=True)
+class _Round:
+    """What happened since all ranks met."""
+
+    clocks: list[float]  # of this rank's rows, as all were told
+    step: int = 0  # that this rank takes
+    last_steps: dict[int, int] = field(default_factory=dict)  # of ranks that take no more
+    pausing: int | None = None  # this rank's last step, before it is told to all
+    over: set[int] = field(default_factory=set)  # ranks whose last rows came
 
 
 class ServerThread:
@@ -69,16 +80,12 @@ class ServerThread:
         # By owner and layer: the version that was taken up last, and what came since; of owners
         # that do not wait for this rank more than one may have come. All start from the same.
         self._rows = [[deque([rows]) for rows in first_rows(server)] for _ in range(self.ranks)]
-        self.step = 0  # that this rank takes, since the last meeting
         self.exposed_seconds = 0.0
-        self._clocks = [0.0] * len(shares.layers)  # of this rank's rows, as all were told
         self._news = threading.Condition()
         self._sign_at = time.perf_counter()  # when somebody was heard of last
         self._given: deque[Contribution] = deque()  # by the training thread
         self._handle: WorkHandle[None] | None = None
-        self._last: dict[int, int] = {}  # steps of each rank that takes no more until the meeting
-        self._pausing: int | None = None  # this rank's, before it is told to all
-        self._over: set[int] = set()  # ranks whose last rows came
+        self.round = _Round([0.0] * len(shares.layers))
 
     # --- by the training thread --------------------------------------------------------------
 
@@ -102,7 +109,9 @@ class ServerThread:
             self._given.append(replace(one, row=row))
             return
         notes = (GRADIENTS, one.step, one.layers, one.has, one.read, one.values)
-        self.mailbox.post(owner, Message(notes, payload, self._urgency(self.step + 1, one.layers)))
+        self.mailbox.post(
+            owner, Message(notes, payload, self._urgency(self.round.step + 1, one.layers))
+        )
 
     def wait_for(self, layer: int, step: int) -> list[Rows]:
         """Return all owners' rows of a layer, fresh enough for a step.
@@ -166,7 +175,7 @@ class ServerThread:
         self.go_on()
         handle = self._handle
         assert handle is not None
-        self._pausing = steps
+        self.round.pausing = steps
         self._wait(lambda: self._is_over() or handle.done(), lambda: "all ranks' last rows")
         self.engine.wait(handle)
         self.engine.run(self._barrier())  # before anybody begins anew
@@ -175,8 +184,7 @@ class ServerThread:
             last = rows[-1]
             rows.clear()
             rows.append(Rows(last.version, 0.0, last.behind, last.tensors))
-        self._handle, self._pausing, self._last, self._over = None, None, {}, set()
-        self.step, self._clocks = 0, [0.0] * len(self._clocks)
+        self._handle, self.round = None, _Round([0.0] * len(self.shares.layers))
 
     def _barrier(self) -> Work[None]:
         yield [self.world.Ibarrier()]
@@ -195,8 +203,10 @@ class ServerThread:
     def _look(self, start: float, what: Callable[[], str], step: int) -> None:
         """Raise where waiting is in vain."""
         self.engine.check()
-        if self.plan.together and self._pausing is None:
-            gone = {rank: steps for rank, steps in dict(self._last).items() if steps <= step}
+        if self.plan.together and self.round.pausing is None:
+            gone = {
+                rank: steps for rank, steps in dict(self.round.last_steps).items() if steps <= step
+            }
             if gone:
                 rank, steps = next(iter(gone.items()))
                 raise ExchangeError(_uneven(rank, steps, self.rank, step + 1))
@@ -210,8 +220,12 @@ class ServerThread:
 
     def _late(self) -> str:
         """Return who is late: for an error."""
-        meets = self._pausing is not None  # and the others' threads answer for them
-        absent = [rank for rank in range(self.ranks) if rank not in self._last] if meets else []
+        meets = self.round.pausing is not None  # and the others' threads answer for them
+        absent = (
+            [rank for rank in range(self.ranks) if rank not in self.round.last_steps]
+            if meets
+            else []
+        )
         return self._topology.liveness.missing(absent)
 
     def close(self) -> None:
@@ -249,14 +263,14 @@ class ServerThread:
         return (
             self.mailbox.move()
             or bool(self._given)
-            or (self._pausing is not None and self.rank not in self._last)
+            or (self.round.pausing is not None and self.rank not in self.round.last_steps)
             or self._is_over()
             or (self._is_uneven() and self.mailbox.idle)
         )
 
     def _is_uneven(self) -> bool:
         """Return whether all ranks are told to have taken their last step, and not the same."""
-        steps = self._last.values()
+        steps = self.round.last_steps.values()
         return self.plan.together and len(steps) == self.ranks and len(set(steps)) > 1
 
     def _open(self, source: int, letter: Message) -> Sequence[int]:
@@ -276,7 +290,7 @@ class ServerThread:
         elif about == LAST_STEP:
             return self._note_last(source, *notes)
         else:
-            self._over.add(source)
+            self.round.over.add(source)
         return ()
 
     def _keep(self, owner: int, rows: dict[int, Rows]) -> None:
@@ -290,7 +304,7 @@ class ServerThread:
 
     def _note_last(self, rank: int, steps: int) -> Sequence[int]:
         """Note that a rank takes no more steps; return layers whose clock this changes."""
-        self._last[rank] = steps
+        self.round.last_steps[rank] = steps
         if self.plan.together or rank not in self.server.contributors:
             return ()
         self.server.finish(rank)
@@ -323,8 +337,8 @@ class ServerThread:
             return everybody
         if bound is None:
             return (source,)
-        before, self._clocks[layer] = self._clocks[layer], self.server.clock(layer)
-        if self._clocks[layer] > before:
+        before, self.round.clocks[layer] = self.round.clocks[layer], self.server.clock(layer)
+        if self.round.clocks[layer] > before:
             return everybody  # somebody may be waiting for that
         # Where the others are close behind, theirs will bring it.
         return (source,) if self.server.ahead(source, layer) > 1 else ()
@@ -332,7 +346,7 @@ class ServerThread:
     def _publish(self, layers: Sequence[int], ranks: Sequence[int]) -> None:
         """Let some ranks have this rank's rows of layers."""
         if not self.plan.together:
-            self._send_rows(layers, ranks, self.step + 1)
+            self._send_rows(layers, ranks, self.round.step + 1)
             return
         steps: dict[int, list[int]] = {}  # each version is taken up, in its order
         for layer in layers:
@@ -358,18 +372,29 @@ class ServerThread:
 
     def _go_towards_the_end(self) -> None:
         # What was given was given before the pause: read in this order.
-        if self._pausing is not None and not self._given and self.rank not in self._last:
-            self._tell_all((LAST_STEP, self._pausing), LATEST - 1)
-            self._publish_changes([(self.rank, self._note_last(self.rank, self._pausing))])
+        if (
+            self.round.pausing is not None
+            and not self._given
+            and self.rank not in self.round.last_steps
+        ):
+            self._tell_all((LAST_STEP, self.round.pausing), LATEST - 1)
+            self._publish_changes([(self.rank, self._note_last(self.rank, self.round.pausing))])
         if self._is_uneven():
             if self.mailbox.idle:  # all others know it too
-                fewest, most = (find(self._last, key=self._last.__getitem__) for find in (min, max))
-                raise ExchangeError(_uneven(fewest, self._last[fewest], most, self._last[most]))
-        elif len(self._last) == self.ranks and self.rank not in self._over:
+                fewest, most = (
+                    find(self.round.last_steps, key=self.round.last_steps.__getitem__)
+                    for find in (min, max)
+                )
+                raise ExchangeError(
+                    _uneven(
+                        fewest, self.round.last_steps[fewest], most, self.round.last_steps[most]
+                    )
+                )
+        elif len(self.round.last_steps) == self.ranks and self.rank not in self.round.over:
             if not self.plan.together:  # where everybody has every version
                 self._publish(range(len(self.shares.layers)), range(self.ranks))
             self._tell_all((LAST_ROWS,), LATEST)
-            self._over.add(self.rank)
+            self.round.over.add(self.rank)
 
     def _tell_all(self, notes: tuple[int, ...], urgency: int) -> None:
         for rank in range(self.ranks):
@@ -379,7 +404,7 @@ class ServerThread:
                 )
 
     def _is_over(self) -> bool:
-        return len(self._over) == self.ranks and self.mailbox.idle
+        return len(self.round.over) == self.ranks and self.mailbox.idle
 
 
 def _uneven(rank: int, steps: int, other: int, others_steps: int) -> str:
