@@ -69,6 +69,9 @@ class StopRequest:
 
         Every rank calls it after every batch. Waits only where the vote of some batches ago is not
         over.
+
+        Raises:
+            StallError: It was not over within the stall limit.
         """
         self._left -= 1
         if self._left:

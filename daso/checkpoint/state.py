@@ -78,6 +78,14 @@ class Checkpoints:
     def save(self, step: int, payload: Mapping[str, Any]) -> None:
         """Write a checkpoint and remove those that are too many.
 
+        Args:
+            step: The same on every rank, and above the steps saved before.
+            payload: What this rank wants back: tensors and plain values in dicts, lists, tuples.
+
+        Raises:
+            CheckpointError: It cannot be written; the same on every rank, with the rank, the path
+                and the cause. Earlier checkpoints stay.
+
         Collective over the world; blocking.
         """
         rank = self._topology.rank
@@ -163,6 +171,12 @@ class Checkpoints:
         """Read the newest checkpoint that is sound on every rank.
 
         Others that are newer are refused, and world rank 0 logs why.
+
+        Returns:
+            The checkpoint; None where none was ever completed.
+
+        Raises:
+            CheckpointError: There are checkpoints and none is sound; the same on every rank.
 
         Collective over the world; blocking.
         """

@@ -148,10 +148,10 @@ class Runtime:
         alike = (max_active_keys, updates, shuffle, seed, *placed_by_hand, instances_per_batch)
         self._check_same(alike)
         self._world = self._topology.world_comm.Dup()
-        self._letters = self._topology.world_comm.Dup()
-        self._held.callback(_free, self._world, self._letters)
+        self._message_comm = self._topology.world_comm.Dup()
+        self._held.callback(_free, self._world, self._message_comm)
         keep(self, self._whole, self._number, Closer(self._held.close, int, int))
-        self._packets = Messages(self._letters)
+        self._packets = Messages(self._message_comm)
         self._layers = Layers(self._wiring, optimizer_factory, updates, self._world)
         self._layers.fetch(lambda _: 0, self._whole.world_comm)
         self.epoch = 0  # passes that trained

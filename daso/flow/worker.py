@@ -145,7 +145,7 @@ class Worker:
         wiring: The flow.
         nodes: Those of this rank, by index.
         ranks_of: Ranks of every node.
-        place: Where this rank stands.
+        rank_info: This rank's numbers.
         post: To and from the others; None: there are none.
         all_: What is the same for all nodes.
         controller: On the rank where instances come in.

@@ -177,7 +177,7 @@ def begin(policy: Policy, state: State, *, memory: float, may_hide: bool) -> Sta
 
 
 def after_batch(policy: Policy, state: State) -> tuple[tuple[Action, ...], State]:
-    """Return the acts that are due after one more batch, in order, and the next state."""
+    """Return the actions that are due after one more batch, in order, and the next state."""
     batch, synchronous = state.batch + 1, state.synchronous
     share = next_noise_share(
         state.noise_share, batch=batch, memory=state.memory, synchronous=synchronous
@@ -196,7 +196,7 @@ def after_batch(policy: Policy, state: State) -> tuple[tuple[Action, ...], State
 def after_exchange(
     policy: Policy, state: State, measurements: Measurements
 ) -> tuple[tuple[Action, ...], State]:
-    """Return the acts after ranks agreed on measurements, and the state for the batches to come."""
+    """Return the actions after ranks agreed on measurements, and the state for the batches to come."""
     acts, state = _turn(state, policy.tune_exchange(state, measurements))
     return acts, replace(
         state, measurements=measurements, gain=next_gain(state.gain, measurements.required_gain)
@@ -204,7 +204,7 @@ def after_exchange(
 
 
 def after_epoch(policy: Policy, state: State, loss: float) -> tuple[tuple[Action, ...], State]:
-    """Return the acts at the end of an epoch, and the state for the next one.
+    """Return the actions at the end of an epoch, and the state for the next one.
 
     All work goes into an exchange and every exchange is received, as at the last batch of an epoch
     in the paper; then the policy chooses.
@@ -215,7 +215,7 @@ def after_epoch(policy: Policy, state: State, loss: float) -> tuple[tuple[Action
 
 
 def drain(state: State) -> tuple[tuple[Action, ...], State]:
-    """Return the acts after which nothing is in flight and all nodes agree."""
+    """Return the actions after which nothing is in flight and all nodes agree."""
     acts: tuple[Action, ...] = () if state.sent is None else (Action.RECEIVE,)
     # Work done after the last send is in no exchange yet; a late merge leaves it on its node.
     if state.agreed != state.batch:

@@ -23,7 +23,7 @@ def _named(value: Any) -> Any:
 
 def json_by_rows(value: Any) -> str:
     """Return the same JSON over lines: what holds no container of containers is one line."""
-    return _by_rows(_named(value), "\n")
+    return _by_rows(json.loads(strict_json(value)), "\n")
 
 
 def _by_rows(value: Any, newline: str) -> str:

@@ -83,7 +83,20 @@ def replay(
     optimizer_factory: MakeOptimizer,
     backward: Backward,
 ) -> Replayed:
-    """Take a training again."""
+    """Take a training again.
+
+    Args:
+        logs: Of all ranks, in rank order.
+        build: Makes the model as all ranks had it at the start.
+        optimizer_factory: As given to the server.
+        backward: Computes a rank's gradients of a step: (model, rank, step).
+
+    Returns:
+        What came out.
+
+    Raises:
+        ConfigError: A version has other bits than were logged, or the logs do not fit together.
+    """
     if [log.rank for log in logs] != [*range(len(logs))]:
         raise ConfigError(
             f"logs must be those of all ranks, in rank order, not of ranks "

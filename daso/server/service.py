@@ -29,7 +29,7 @@ from daso.server.shard import Contribution, ParameterShard, Rows, first_rows, ro
 
 __all__ = ["STEPS_WAITING", "ServerThread"]
 
-GRADIENTS, ROWS, LAST_STEP, LAST_ROWS = range(4)  # what letters are about
+GRADIENTS, ROWS, LAST_STEP, LAST_ROWS = range(4)  # what messages are about
 STEPS_WAITING = 2  # whose gradients may wait here to be taken in
 LATEST = sys.maxsize  # urgency of what is to leave after everything else
 LOOK_SECONDS = 0.1  # how often who waits looks whether something failed
@@ -65,9 +65,9 @@ class ServerThread:
         self._compressor = PushCompressor(shares, plan.wire)
         self.rank, self.ranks = topology.rank, topology.world_size
         self._topology = topology
-        self.world, self._letters = topology.world_comm.Dup(), topology.world_comm.Dup()
+        self.world, self._message_comm = topology.world_comm.Dup(), topology.world_comm.Dup()
         most = plan.exchange.chunk_bytes + HEAD_BYTES
-        ways, self._ways = routes(topology, self._letters, plan.transport, most)
+        ways, self._ways = routes(topology, self._message_comm, plan.transport, most)
         self.mailbox = SendQueue(ways, plan.exchange.chunk_bytes)
         liveness = topology.liveness
         self.engine = Engine(
@@ -238,7 +238,7 @@ class ServerThread:
             )
             for way in self._ways:
                 way.free()
-            for comm in (self.world, self._letters):
+            for comm in (self.world, self._message_comm):
                 if comm != load().COMM_NULL:
                     comm.Free()
 
@@ -248,8 +248,8 @@ class ServerThread:
         while not self._is_over():
             yield self._stirs
             changed = []
-            for source, letter in self.mailbox.take():
-                changed.append((source, self._open(source, letter)))
+            for source, message in self.mailbox.take():
+                changed.append((source, self._open(source, message)))
                 self._sign_at = time.perf_counter()
             for _ in range(len(self._given)):  # no more: others wait too
                 mine = self.server.contribute(self._given.popleft())
@@ -273,20 +273,20 @@ class ServerThread:
         steps = self.round.last_steps.values()
         return self.plan.together and len(steps) == self.ranks and len(set(steps)) > 1
 
-    def _open(self, source: int, letter: Message) -> Sequence[int]:
-        """Take in a letter; return layers of this rank that have a new version."""
-        about, *notes = letter.notes
+    def _open(self, source: int, message: Message) -> Sequence[int]:
+        """Take in a message; return layers of this rank that have a new version."""
+        about, *notes = message.notes
         if about == GRADIENTS:
             step, layers, has, read, values = notes
             start = time.perf_counter()
-            row = self._compressor.decode(self.rank, layers, letter.payload)
+            row = self._compressor.decode(self.rank, layers, message.payload)
             contribution = Contribution(source, step, layers, has, read, values, row)
             changed = self.server.contribute(contribution)
             trace.record(trace.SUMS, start, key=step)
             return changed
         if about == ROWS:
             layers, versions = notes
-            self._keep(source, rows_in(self.shares, source, layers, versions, letter.payload))
+            self._keep(source, rows_in(self.shares, source, layers, versions, message.payload))
         elif about == LAST_STEP:
             return self._note_last(source, *notes)
         else:
@@ -361,10 +361,10 @@ class ServerThread:
             self._keep(self.rank, rows_in(self.shares, self.rank, layers, about, row))
         # Where nobody goes in step the newest is as good as all.
         covers = frozenset(() if self.plan.together else layers)
-        letter = Message((ROWS, tuple(layers), about), row, self._urgency(step, layers), covers)
+        message = Message((ROWS, tuple(layers), about), row, self._urgency(step, layers), covers)
         for rank in ranks:
             if rank != self.rank:
-                self.mailbox.post(rank, letter)
+                self.mailbox.post(rank, message)
 
     def _urgency(self, step: int, layers: Sequence[int]) -> int:
         """Return how soon layers are needed that a step begins with: those of an earlier first."""

@@ -22,7 +22,11 @@ ENDS = b"."  # what a rank writes when it ends by itself
 
 
 def start() -> Callable[[], None]:
-    """Start to watch this process, before it starts MPI."""
+    """Start to watch this process, before it starts MPI.
+
+    Returns:
+        What tells that this process ends by itself; idempotent.
+    """
     if not has_marks():
         return lambda: None
     try:

@@ -75,7 +75,7 @@ class Channels:
                 f"not with reducer={settings.gradients.reducer!r}; leave Gradients(reducer=...) out"
             )
         # Meetings, votes of exchanges and words beside them do not mix: ranks that are out of step
-        # wait, each in its own, until the watchdog tells, instead of matching what is another's.
+        # wait, each in its own, until the watchdog raises, instead of matching what is another's.
         self.world, self._votes = topology.world_comm.Dup(), topology.world_comm.Dup()
         self._asides, self.turns = topology.world_comm.Dup(), topology.world_comm.Dup()
         self.lane = self._lane_of(topology)

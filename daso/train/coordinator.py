@@ -98,7 +98,7 @@ class Coordinator:
         """
         ddp = may_be_at_work()
         mine = 0.0 if ddp else gradient_checksum(self.trained.named, order)
-        prints = self.gather(mine)  # the watchdog is heard there
+        prints = self.gather(mine)  # the watchdog is polled there
         if self.leads and mine and is_alike(prints):
             logger.warning(
                 "every rank must train on batches of its own, but the first gradients of all %d "

@@ -84,7 +84,13 @@ class Setup:
     def shape(
         self, inner: torch.optim.Optimizer, rank_info: RankInfo | None
     ) -> dict[str, Any] | None:
-        """Return what a checkpoint must have in common with a session to fit it exactly."""
+        """Return what a checkpoint must have in common with a session to fit it exactly.
+
+        Args:
+            inner: The optimizer.
+            rank_info: Who is where; None for a copy that was not opened yet: it knows no world, and
+                asking is collective.
+        """
         if rank_info is None:
             return None
         named = Trained.by(inner, self.module).named

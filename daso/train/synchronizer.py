@@ -109,7 +109,7 @@ class Synchronizer:
             if topology.nodes > 1:
                 self.exchanges = Exchanges(self.coordinator, self.buckets.node, outer)
         except Exception:  # no memory: leave the user's model without hooks
-            self._close_carrier()
+            self._close_background()
             self.channels.engine.close()
             self.buckets.node.abandon()
             self._unhook()
@@ -127,7 +127,7 @@ class Synchronizer:
                 self.channels.late,
             )
         except Exception:
-            self._close_carrier()
+            self._close_background()
             self.channels.engine.close()
             raise
 
@@ -448,10 +448,14 @@ class Synchronizer:
         return found
 
     def close(self) -> bool:
-        """Stop the threads and give everything back. Collective over the world; idempotent."""
+        """Stop the threads and give everything back. Collective over the world; idempotent.
+
+        Returns:
+            Whether all work ended well; where it did not, threads may go on.
+        """
         self.over = self.over or "was closed"
         self._unhook()
-        sound = self._close_carrier()
+        sound = self._close_background()
         sound = self.channels.close() and sound  # until here an exchange in flight may go on
         if sound:
             self.buckets.node.free()
@@ -466,7 +470,7 @@ class Synchronizer:
             return None
         return self.channels.watchdog.steps
 
-    def _close_carrier(self) -> bool:
+    def _close_background(self) -> bool:
         return self._background is None or self._background.close()
 
     def abandon(self) -> None:

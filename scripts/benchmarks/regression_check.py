@@ -78,7 +78,8 @@ def refuse(found: Iterable[Verdict]) -> None:
         ratios = "; ".join(f"{one.figure} was {_spread(one.now)}" for one in worst)
         raise ExchangeError(
             f"the median ratio to a rival must be at most 1, and at most {WORST:g} times the "
-            f"recorded one, but {ratios}; run `daso bench train`, `exchange` or `node` for all rows"
+            f"recorded one, but {ratios}; run `scripts/bench train`, "
+            f"`exchange` or `node` for all rows"
         )
 
 
@@ -86,7 +87,7 @@ def verdicts(folder: Path, taken: Mapping[str, Mapping[str, Any]]) -> list[Verdi
     """Hold what was measured against what is recorded on the same nodes and link.
 
     Args:
-        folder: Holds what ``daso bench NAME --json NAME.json`` wrote; a file may be missing.
+        folder: Holds what ``scripts/bench NAME --json NAME.json`` wrote; a file may be missing.
         taken: What each bench found now.
     """
     return [

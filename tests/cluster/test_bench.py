@@ -1,4 +1,4 @@
-"""`daso bench` on hosts of its own."""
+"""`scripts/bench` on hosts of its own."""
 
 import json
 import subprocess
@@ -10,6 +10,7 @@ import pytest
 from jobs import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
+BENCHMARKS = f"{ROOT / 'scripts'}:{ROOT / 'slurm'}"
 
 
 def left():
@@ -26,7 +27,7 @@ def bench(cluster, tmp_path):
         command = [sys.executable, "-m", "benchmarks", *words, f"--json={path}"]
         done = subprocess.run(
             command,
-            env={**cluster.env, "PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT / 'slurm'}"},
+            env={**cluster.env, "PYTHONPATH": BENCHMARKS},
             capture_output=True,
             text=True,
             timeout=seconds,
@@ -57,8 +58,9 @@ def test_an_exchange_is_held_against_its_link(bench):
 def test_a_bench_that_is_ended_leaves_nothing(cluster):
     before, work = left(), sorted(Path("/var/tmp").glob("daso-bench-*"))
     words = ["exchange", "--nodes=2", "--link=200mbit", "--rounds=50"]
-    command = [sys.executable, "-m", "daso", "bench", *words]
-    with subprocess.Popen(command, env=cluster.env, stderr=subprocess.PIPE, text=True) as bench:
+    env = {**cluster.env, "PYTHONPATH": BENCHMARKS}
+    command = [sys.executable, "-m", "benchmarks", *words]
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as bench:
         folder = Path("/run") / f"daso-bench-{bench.pid}"
         try:
             while not set(Path("/var/tmp").glob("daso-bench-*")) - set(work):  # all hosts are there

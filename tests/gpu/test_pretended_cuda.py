@@ -2,7 +2,7 @@
 
 What it finds: tensors that mix host and device, launches of two streams with nothing between them,
 memory given back too early, a host that waits, copies that are read before they are there. What it
-cannot show: times, a GPU's own rounding, NCCL and the driver. See tests/pretended_cuda.
+cannot show: times, a GPU's own rounding, NCCL and the driver. See tests/support/pretended_cuda.
 """
 
 import os

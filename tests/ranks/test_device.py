@@ -1,7 +1,7 @@
 """Ranks that compute on devices: the same bodies as on CPUs, over copies that take their time.
 
-With ``-p pretended_cuda`` they compute on what torch takes for CUDA devices (tests/pretended_cuda);
-where there are real ones, on those.
+With ``-p pretended_cuda`` they compute on what torch takes for CUDA devices
+(tests/support/pretended_cuda); where there are real ones, on those.
 """
 
 import copy

@@ -25,15 +25,15 @@ def add_parser(parser: argparse.ArgumentParser, hosts: Hosts | None = None) -> A
     """Add the options of ``daso bench``."""
     kinds = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
     add = adder(kinds, RUNS, hosts)
-    train = add("train", "step times of ways to train, on links of a known rate")
-    add_links(train, "1gbit,100mbit,10mbit", default=None if hosts else HERE)
+    train = add("train", "step times of ways to train")
+    add_links(train, "1gbit,100mbit,10mbit" if hosts else HERE)
     train.add_argument("--model", choices=MODELS, default="cnn")
     train.add_argument("--only", action="append", help="a contender; may be given several times")
     add_steps(train, "8; quick 3", "20; quick 6")
     train.add_argument("--plot", type=Path, help="draw step times to this PNG")
-    exchange = add("exchange", "one exchange between nodes against its link's limit")
-    add_links(exchange, "1gbit", default=None if hosts else HERE)
-    exchange.add_argument("--nodes", default="2,3,4", help="hosts, separated by commas (2,3,4)")
+    exchange = add("exchange", "one exchange between nodes; on a link, against its limit")
+    add_links(exchange, "1gbit" if hosts else HERE)
+    exchange.add_argument("--nodes", default="2,3,4", help="how many, by commas (2,3,4)")
     node = add("node", "the mean of a buffer over the ranks of this machine")
     node.add_argument("--ranks", type=int, default=2, help="how many (2)")
     node.add_argument("--mebibytes", type=float, default=8, help="of the buffer, fp32 (8)")
@@ -64,7 +64,7 @@ def _draw(found: Found) -> Any:
 
 def add_steps(parser: argparse.ArgumentParser, seconds: str, settle: str) -> None:
     """Add options of benches that take steps."""
-    parser.add_argument("--nodes", type=int, default=2, help="hosts (2)")
+    parser.add_argument("--nodes", type=int, default=2, help="how many (2)")
     parser.add_argument("--ranks-per-node", type=int, default=1, help="on each (1)")
     parser.add_argument("--seconds", type=float, default=0, help=f"of a round ({seconds})")
     parser.add_argument("--settle", type=float, default=0, help=f"before the first ({settle})")
@@ -72,10 +72,11 @@ def add_steps(parser: argparse.ArgumentParser, seconds: str, settle: str) -> Non
 
 def add_links(parser: argparse.ArgumentParser, usual: str, *, default: str | None = None) -> None:
     """Add the links on which is measured."""
+    rates = "here: this machine, cut into nodes; with scripts/bench rates of links of hosts, none: "
     parser.add_argument(
         "--link",
         default=usual if default is None else default,
-        help=f"rates of links, separated by commas; none: unshaped; here: no hosts ({usual})",
+        help=f"{rates}unshaped; by commas ({usual})",
     )
 
 

@@ -20,11 +20,22 @@ class DeviceStaging(Protocol):
     """
 
     def out(self, source: torch.Tensor, target: torch.Tensor) -> Arrived:
-        """Start a copy to the host, after what this thread launched so far."""
+        """Start a copy to the host, after what this thread launched so far.
+
+        Args:
+            source: On the device (numel); must not be changed before the copy has arrived.
+            target: On the host (numel).
+        """
         ...
 
     def back(self, source: torch.Tensor, target: torch.Tensor, *, in_turn: bool = False) -> Arrived:
-        """Start a copy to the device."""
+        """Start a copy to the device.
+
+        Args:
+            source: On the host (numel); must not be changed before the copy has arrived.
+            target: On the device (numel).
+            in_turn: After what this thread launched so far, which may still read ``target``.
+        """
         ...
 
     def beside(self) -> AbstractContextManager[None]:

@@ -34,7 +34,7 @@ class ControlChannel:
         self._received = torch.zeros_like(self._sent)
 
     def send(self, rank: int, tag: int, *numbers: int) -> None:
-        """Send a note. Does not block."""
+        """Send a control message. Does not block."""
         row = torch.tensor([*numbers, *[0] * (NUMBERS - len(numbers))], device="cpu")
         self._sending.append((self.comm.Isend(sum_buffer(row), rank, tag), row))
         self._sent[rank] += 1

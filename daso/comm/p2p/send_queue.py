@@ -1,7 +1,7 @@
 """Letters between ranks that nobody has to expect, cut into packets, the most urgent first.
 
 How packets cross is the business of `daso.comm.p2p.packets`. One thread moves them; any thread may
-post. A letter that was posted earlier does not hold up one that is needed sooner for longer than
+post. A message that was posted earlier does not hold up one that is needed sooner for longer than
 the packets that are under way.
 """
 
@@ -20,7 +20,7 @@ from daso.comm.p2p.packets import Packets
 
 __all__ = ["HEAD_BYTES", "Message", "SendQueue"]
 
-HEAD_BYTES = 8 * 4  # before a packet's: number of the letter, its bytes, offset, bytes of notes
+HEAD_BYTES = 8 * 4  # before a packet's: number of the message, its bytes, offset, bytes of notes
 UNDER_WAY = 3  # packets to a rank
 
 
@@ -32,7 +32,7 @@ class Message:
         notes: Anything small that pickles.
         payload: Bytes (nbytes,) on the host, not to be written to any more.
         urgency: The smallest leaves first.
-        covers: Posted later to the same rank, a letter takes the place of one that has not begun to
+        covers: Posted later to the same rank, it takes the place of a message that has not begun to
             leave and covers no more than it; empty: of none.
     """
 
@@ -47,12 +47,12 @@ class _Outgoing:
     urgency: int
     number: int
     notes: bytes = field(compare=False)
-    letter: Message = field(compare=False)
+    message: Message = field(compare=False)
     sent: int = field(default=0, compare=False)  # bytes
 
     @property
     def nbytes(self) -> int:
-        return len(self.notes) + self.letter.payload.numel()
+        return len(self.notes) + self.message.payload.numel()
 
     def next_packet(self, most: int) -> torch.Tensor:
         """Return the next bytes to send, with their head."""
@@ -75,7 +75,7 @@ class _Outgoing:
             )
             room[:of_notes] = notes
         start = max(0, first - len(self.notes))
-        room[of_notes:] = self.letter.payload[start : start + room.numel() - of_notes]
+        room[of_notes:] = self.message.payload[start : start + room.numel() - of_notes]
 
 
 @dataclass(slots=True)
@@ -96,42 +96,42 @@ class _Incoming:
 
 
 class SendQueue:
-    """One rank's letters to and from the others.
+    """One rank's messages to and from the others.
 
     Args:
         routes: How packets reach each other rank; given back by whoever made them.
-        packet_bytes: Of a letter that cross in one packet.
+        packet_bytes: Of a message that cross in one packet.
     """
 
     def __init__(self, routes: Mapping[int, Packets], packet_bytes: int) -> None:
         self.packet_bytes = packet_bytes
         self._routes, self._ways = routes, set(routes.values())
-        self.sent_bytes = 0  # to all, of letters
+        self.sent_bytes = 0  # to all, of messages
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._outboxes = {rank: _Outbox() for rank in routes}
         self._open: dict[tuple[int, int], _Incoming] = {}
         self._arrived: deque[tuple[int, Message]] = deque()
 
-    def post(self, to: int, letter: Message) -> None:
-        """Hand over a letter; any thread. Does not block."""
-        notes = pickle.dumps(letter.notes)
+    def post(self, to: int, message: Message) -> None:
+        """Hand over a message; any thread. Does not block."""
+        notes = pickle.dumps(message.notes)
         notes += bytes(-len(notes) % 8)  # so that numbers behind them can be read where they lie
-        outgoing = _Outgoing(letter.urgency, next(self._numbers), notes, letter)
+        outgoing = _Outgoing(message.urgency, next(self._numbers), notes, message)
         box = self._outboxes[to]
         with self._lock:
-            if letter.covers:
-                self._replace(box, letter.covers)
+            if message.covers:
+                self._replace(box, message.covers)
             heapq.heappush(box.waiting, outgoing)
             box.nbytes += outgoing.nbytes
 
     @staticmethod
     def _replace(box: _Outbox, covers: frozenset[int]) -> None:
-        """Drop what has not begun to leave, and says less than a letter that comes now."""
+        """Drop what has not begun to leave, and says less than a message that comes now."""
         stale = [
             one
             for one in box.waiting
-            if one.sent == 0 and one.letter.covers and one.letter.covers <= covers
+            if one.sent == 0 and one.message.covers and one.message.covers <= covers
         ]
         for one in stale:
             box.waiting.remove(one)

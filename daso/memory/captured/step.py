@@ -113,7 +113,18 @@ class CapturedStep:
     def __call__(
         self, inputs: torch.Tensor | tuple[torch.Tensor, ...], targets: torch.Tensor
     ) -> torch.Tensor:
-        """Run forward and backward pass; gradients are added to those of the parameters."""
+        """Run forward and backward pass; gradients are added to those of the parameters.
+
+        Args:
+            inputs: As when the step was captured.
+            targets: Likewise.
+
+        Returns:
+            The loss, detached.
+
+        Raises:
+            ConfigError: Inputs or targets are not tensors.
+        """
         given = _given(inputs, targets)
         values: list[Any] = [*self._tensors.read(), *given]
         if self._run is None or (odd := self._guard.broken(values)):

@@ -51,7 +51,7 @@ class BackgroundReducer(ABC):
         self._back.clear()
         self._buckets = [bucket for _, bucket in portions]
         self._world = world
-        self._handles = self._carry(portions, world=world)
+        self._handles = self._start_reducing(portions, world=world)
 
     def ready(self, place: int) -> None:
         """Note that a bucket was started on this rank. Does not block."""
@@ -112,7 +112,7 @@ class BackgroundReducer(ABC):
         self._channels.engine.abandon()
 
     @abstractmethod
-    def _carry(
+    def _start_reducing(
         self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool
     ) -> list[WorkHandle[int]]:
         """Hand a round to other threads."""

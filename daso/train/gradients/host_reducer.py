@@ -70,7 +70,7 @@ class HostReducer(BackgroundReducer):
         self._adder.abandon()
         super().abandon()
 
-    def _carry(
+    def _start_reducing(
         self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool
     ) -> list[WorkHandle[int]]:
         now = _Round(len(portions))

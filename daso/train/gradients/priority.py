@@ -54,7 +54,7 @@ class PriorityReducer(BackgroundReducer):
         if self._channels.leads:
             self._ready.append(place)
 
-    def _carry(
+    def _start_reducing(
         self, portions: Sequence[tuple[Portion, NodeBucket]], *, world: bool
     ) -> list[WorkHandle[int]]:
         assert world, "inside a node the training thread adds"

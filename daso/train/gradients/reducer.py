@@ -48,10 +48,9 @@ class ReducePlan:
     local_size: int  # ranks of the node
     parts: int  # first local ranks of the node that add a part each
     between: Between | None = None  # where parts go from there; None: nowhere, the node's mean
-    background: BackgroundReducer | None = (
-        None  # averages in other threads; then between is not used
-    )
-    world: bool = False  # whether the background does so over the world
+    # Averages in other threads; `between` is not used then.
+    background: BackgroundReducer | None = None
+    world: bool = False  # whether the background reducer averages over the world
     whole: bool = True  # a backward ends only when it is through
     stay: bool = False  # sums that go between nodes are left on the device
     alone: bool = False  # every rank of the world is a node, and nothing goes between: no averages
@@ -191,9 +190,9 @@ class GradientReducer:
         ending = FinishCallback(partial(queue, finish) if now.behind else finish)
         now.backward = weakref.ref(ending)
         queue(ending)
-        self._begin_carrying()
+        self._begin_background()
 
-    def _begin_carrying(self) -> None:
+    def _begin_background(self) -> None:
         """Begin a round of the background reducer's; all of the last one was collected."""
         if self.reduce_plan.background is not None and self.rows:
             if self.under_way():
@@ -224,7 +223,7 @@ class GradientReducer:
         buckets = [one for index in params for one in self.rows.buckets_of.get(index, [])]
         for bucket in buckets:
             if bucket.under_way:
-                assert background is not None, "a route is replaced between two rounds"
+                assert background is not None, "a reduce plan is replaced between two rounds"
                 background.wait(bucket.place)
                 bucket.under_way = False
                 self.rows.settle(bucket)
@@ -281,15 +280,15 @@ class GradientReducer:
         if not self.rows:
             self._make_rows(list(self._round.ready))
         if self.reduce_plan.background is not None:
-            self._finish_carrying(begun=begun)
+            self._finish_background(begun=begun)
         else:
             self._finish_buckets()
         self._round, self.fresh = Round(), True
 
-    def _finish_carrying(self, *, begun: bool) -> None:
+    def _finish_background(self, *, begun: bool) -> None:
         """Hand over what is left; where steps are whole, collect everything."""
         if not begun:
-            self._begin_carrying()
+            self._begin_background()
         self._start_carried(self.rows.buckets, all_of_them=True)
         self._versions = self.rows.versions()
         if self.reduce_plan.whole:

@@ -1,4 +1,4 @@
-"""The pretended device finds what it is there to find; tests/test_pretended_cuda.py starts it."""
+"""The pretended device finds what it is for; tests/gpu/test_pretended_cuda.py starts this."""
 
 import copy
 import threading

@@ -1,4 +1,4 @@
-"""Rows on devices packed by kernels of our own; tests/test_pretended_cuda.py starts it on ranks.
+"""Rows packed by kernels of our own; tests/gpu/test_pretended_cuda.py starts it on ranks.
 
 Triton interprets them, in the books of the pretended device: who uses which memory on which stream.
 """

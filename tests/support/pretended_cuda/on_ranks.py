@@ -1,4 +1,4 @@
-"""Deltas that cross from a device's own memory; tests/test_pretended_cuda.py starts it on ranks.
+"""Deltas that cross from a device's memory; tests/gpu/test_pretended_cuda.py starts it on ranks.
 
 MPI finds what is "on" a pretended device in the host's memory, as one that takes a device's would.
 """

@@ -1,5 +1,6 @@
 """`daso bench`: what is computed, what is refused, and a short run on this machine."""
 
+import argparse
 import functools
 import json
 from functools import partial
@@ -23,6 +24,7 @@ from jobs import HANG_SECONDS, benchmark, typed, typed_benchmark
 
 from daso.cli.bench import exchange, train
 from daso.cli.bench.baselines import FIFO, INSIDE, PRIORITY
+from daso.cli.bench.command import add_parser
 from daso.cli.bench.models import CASES, loss_of
 from daso.cli.bench.names import COMPUTE
 from daso.cli.bench.rounds import Round, count_bytes, median_of, take_turns
@@ -154,6 +156,15 @@ def test_what_cannot_be_measured_is_told_in_one_line(words, parts):
     assert done.stderr.startswith("daso: ")
     assert done.stderr.count("\n") == 1
     assert all(part in done.stderr for part in parts)
+
+
+def test_an_installed_bench_measures_here_and_a_checkout_on_hosts():
+    links = {}
+    for hosts in (None, lambda count: None):
+        parser = argparse.ArgumentParser()
+        add_parser(parser, hosts)
+        links[hosts is None] = parser.parse_args(["train"]).link
+    assert links == {True: "here", False: "1gbit,100mbit,10mbit"}
 
 
 def test_an_installed_bench_refuses_links_that_need_hosts_of_their_own():

@@ -24,7 +24,7 @@ class Clock:
         time.sleep(0)
 
 
-def test_a_late_answer_to_an_earlier_roll_call_is_none_to_the_next(monkeypatch):
+def test_a_late_answer_to_an_earlier_probe_is_none_to_the_next(monkeypatch):
     monkeypatch.setattr(liveness, "time", Clock())
 
     def body(world):
@@ -43,7 +43,7 @@ def test_a_late_answer_to_an_earlier_roll_call_is_none_to_the_next(monkeypatch):
     assert run_ranks(2, body)[0] == [f"no answer from world rank 1 on host b, {MAYBE}"] * 2
 
 
-def test_who_answers_in_time_is_there_at_every_roll_call(monkeypatch):
+def test_who_answers_in_time_is_there_at_every_probe(monkeypatch):
     monkeypatch.setattr(liveness, "time", Clock())
     monkeypatch.setattr(liveness, "ANSWER_SECONDS", float("inf"))
 

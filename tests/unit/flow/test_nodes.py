@@ -1106,7 +1106,7 @@ def test_backward_computes_with_the_weights_that_it_is_told_to(running, weights)
     assert (epoch.updates, epoch.mean_age, epoch.max_age) == (2, 0.5, 1)
 
 
-def test_old_gradients_are_damped(running):
+def test_old_gradients_are_scaled_by_staleness(running):
     layer = Shift()
     graph, start = started(lambda one: {(0,): one.x, (1,): one.x, (2,): one.x})
     graph.loss(lambda item, y: y.sum(), graph.layer(layer, start))

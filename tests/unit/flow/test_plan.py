@@ -84,7 +84,7 @@ def test_updates_stay_as_they_were_made_and_are_equal_where_their_keywords_are()
 
 
 @given(st.integers(0, 1000))
-def test_a_gradient_is_divided_by_one_more_than_its_age_where_that_is_damped(age):
+def test_a_gradient_is_divided_by_one_more_than_its_age_where_that_is_asked(age):
     assert age_factor(age, scale_by_staleness=False) == 1.0
     assert age_factor(age, scale_by_staleness=True) == 1 / (age + 1)
 

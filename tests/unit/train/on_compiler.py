@@ -1,4 +1,4 @@
-"""Kernels as devices get them, which need not be there; tests/train/test_fused.py starts it."""
+"""Kernels as devices get them; none need be there; tests/unit/train/test_fused.py starts it."""
 
 import itertools
 import re
