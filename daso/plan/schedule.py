@@ -196,7 +196,7 @@ def after_batch(policy: Policy, state: State) -> tuple[tuple[Action, ...], State
 def after_exchange(
     policy: Policy, state: State, measurements: Measurements
 ) -> tuple[tuple[Action, ...], State]:
-    """Return the actions after ranks agreed on measurements, and the state for the batches to come."""
+    """Return the acts after ranks agreed on measurements, and the state for the batches to come."""
     acts, state = _turn(state, policy.tune_exchange(state, measurements))
     return acts, replace(
         state, measurements=measurements, gain=next_gain(state.gain, measurements.required_gain)
