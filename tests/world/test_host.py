@@ -111,14 +111,14 @@ def slow_chain(count=4):
 def told(monkeypatch):
     """Return a list of when chunks came back, for each round."""
     rounds = []
-    carry = HostReducer._carry
+    carry = HostReducer._start_reducing
 
     def carried(self, portions, *, world):
         self.log = Log()
         rounds.append(self.log)
         return carry(self, portions, world=world)
 
-    monkeypatch.setattr(HostReducer, "_carry", carried)
+    monkeypatch.setattr(HostReducer, "_start_reducing", carried)
     return rounds
 
 
