@@ -117,21 +117,28 @@ class FinishedInstances:
         self, rank: int, world_size: int, ranks_of: Sequence[Sequence[int]], *, hears_all: bool
     ) -> None:
         self._rank, self._ranks_of, self._hears_all = rank, ranks_of, hears_all
-        self.told = [0] * world_size  # how many instances each rank was told to be finished
+        self._told = [0] * world_size  # how many instances each rank was told to be finished
         self.heard = 0  # instances, as far as this rank was told
         self._ranks_of_lane: dict[int, Sequence[int]] = {}
 
     def ranks_of_lane(self, lane: int) -> Sequence[int]:
         """Return the ranks that have to do with instances of a lane."""
         if lane not in self._ranks_of_lane:
-            everybody = range(len(self.told))
+            everybody = range(len(self._told))
             found = everybody if self._hears_all else ranks_of_lane(self._ranks_of, lane)
             self._ranks_of_lane[lane] = found
         return self._ranks_of_lane[lane]
 
+    def tell(self, lane: int) -> Sequence[int]:
+        """Count an instance of a lane for the ranks that are to be told of it; return them."""
+        ranks = self.ranks_of_lane(lane)
+        for rank in ranks:
+            self._told[rank] += 1
+        return ranks
+
     def ticket(self, lane: int) -> Ticket:
         """Return what an instance that comes in now comes after."""
-        return Ticket(lane, tuple(self.told[rank] for rank in self.ranks_of_lane(lane)))
+        return Ticket(lane, tuple(self._told[rank] for rank in self.ranks_of_lane(lane)))
 
     def is_early(self, ticket: Ticket) -> bool:
         """Whether this rank is yet to be told of instances that a message comes after."""
@@ -166,7 +173,7 @@ class Worker:
         shuffled: random.Random | None = None,
     ) -> None:
         self.nodes, self._wiring, self._ranks_of = nodes, wiring, ranks_of
-        self._rank, self._post = rank_info.rank, post
+        self._rank, self._world_size, self._post = rank_info.rank, rank_info.world_size, post
         self._all, self._controller, self._watch = all_, controller, watch
         # From a node, backward or not, by a port: to which, and its port.
         self._ways = {(e.source, False, e.out): (e.target, e.into) for e in wiring.edges}
@@ -215,7 +222,7 @@ class Worker:
     def _control(self, controller: Controller) -> bool:
         """Let an instance in, or find that all are finished."""
         if controller.is_over:
-            for rank in range(1, len(self._instances.told)):
+            for rank in range(1, self._world_size):
                 self._put(rank, OVER, (0,))
             self._over = True
         elif controller.may_admit():
@@ -361,8 +368,7 @@ class Worker:
 
     def _tell_finished(self, number: int, lane: int) -> None:
         """Tell the ranks that have to do with it."""
-        for rank in self._instances.ranks_of_lane(lane):
-            self._instances.told[rank] += 1
+        for rank in self._instances.tell(lane):
             if rank == self._rank:
                 self._finish(number)
             else:
