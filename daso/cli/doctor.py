@@ -180,7 +180,7 @@ def _chosen() -> dict[str, Any]:
     return {
         "inside_node_cpu": "shared memory (MPI window), in place, rank order",
         "between_nodes": "sums in node order, 2 nodes swap and more add and return; MPI's own with "
-        "Exchange(reduce='iallreduce')",
+        "Exchange(algorithm='mpi')",
         "accuracy": "SGD as in synchronous training; Adam and its kin too where backward hides "
         "gradients in 4 bits, elsewhere less: README, What seldom exchanges cost",
         "python": sys.executable,

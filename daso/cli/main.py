@@ -141,6 +141,12 @@ def _parser() -> argparse.ArgumentParser:
         "doctor", help="look at MPI, torch, GPUs and nodes", allow_abbrev=False
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.add_argument(
+        "--nodes", type=int, metavar="N", help="how N nodes would exchange, and what that costs"
+    )
+    doctor.add_argument(
+        "--parameters", type=float, default=25e6, help="of the model, for --nodes (25e6)"
+    )
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -248,6 +254,12 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
 def _doctor(options: argparse.Namespace, _: Sequence[str]) -> int:
     from daso.cli.doctor import examine, render
 
+    if options.nodes is not None:
+        from daso.cli.algorithms import costs_of, table
+
+        rows = costs_of(options.nodes, options.parameters)
+        print(json.dumps(rows, indent=2) if options.json else table(rows))
+        return 0
     found = examine()
     if _speaks():
         print(json.dumps(found, indent=2) if options.json else render(found))

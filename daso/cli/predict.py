@@ -11,6 +11,7 @@ from typing import Any
 
 from daso.cli.outputs import may_write
 from daso.errors import ConfigError
+from daso.plan.cost_model import LinkCosts
 from daso.plan.options import Exchange, Gradients, Settings
 from daso.plan.policies import Auto, Fixed
 from daso.plan.schedule import Policy
@@ -141,6 +142,7 @@ def _job(chosen: argparse.Namespace) -> tuple[Job, tuple[str, ...]]:
     if chosen.step_ms is not None:
         given["step_seconds"] = chosen.step_ms / 1e3
     job = replace(job, **{name: value for name, value in given.items() if value is not None})
+    job = replace(job, message_seconds=LinkCosts().message_seconds)
     if not chosen.faster_compute > 0:
         raise ConfigError(f"--faster-compute must be above 0, not {chosen.faster_compute}")
     return replace(job, step_seconds=job.step_seconds / chosen.faster_compute), said
@@ -183,6 +185,7 @@ def _row(found: Outcome, job: Job) -> dict[str, Any]:
         "skip": found.skip,
         "wait": found.wait,
         "wire": found.wire,
+        "plan": found.plan,
     }
 
 
@@ -192,12 +195,12 @@ def table(job: Job, link: str, rows: Sequence[Mapping[str, Any]]) -> str:
         f"{job.parameters / 1e6:.1f} M parameters, {1e3 * job.step_seconds:.1f} ms of computing a "
         f"step (spread {job.jitter:.1%}), link {link}",
         f"{'nodes':>6}  {'':<21}{'ms/step':>10}{'efficiency':>12}{'wait ms':>9}{'MB/step':>10}"
-        f"  skip, wait",
+        f"  skip, wait, wire, exchange",
     ]
     for row in rows:
         alone = row["nodes"] == 1
         chosen = "-" if alone else f"{row['skip']}, {row['wait']}"
-        wire = "" if alone or row["policy"] == SYNCHRONOUS else f", {row['wire']}"
+        wire = "" if alone or row["policy"] == SYNCHRONOUS else f", {row['wire']}, {row['plan']}"
         lines.append(
             f"{row['nodes']:>6}  {row['policy']:<21}{row['step_ms']:>10.2f}"
             f"{row['efficiency']:>12.1%}{row['exposed_ms']:>9.2f}{row['mbytes']:>10.3f}"
@@ -222,8 +225,9 @@ def _assumptions(chosen: argparse.Namespace, job: Job) -> list[str]:
     return [
         f"every node has one link of its rate both ways, {HEADERS - 1:.1%} of headers, "
         f"{chosen.latency_us:g} us of latency; the switch between is never full",
-        "an exchange begins when the last node has sent; all ranks vote, then each node sends its "
-        "payload once (2 nodes) or in two phases, while its host works on it",
+        f"an exchange begins when the last node has sent; all ranks vote, then payloads cross as "
+        f"`daso doctor --nodes` shows, while hosts work on them, "
+        f"{1e6 * job.message_seconds:g} us for each message",
         f"packing and merging keep the training thread for "
         f"{1e3 * job.own_seconds * job.parameters:.3g} ms an exchange",
         "synchronous steps average fp32 gradients while backward goes on: the bytes of a ring, the "
@@ -235,5 +239,5 @@ def _assumptions(chosen: argparse.Namespace, job: Job) -> list[str]:
         f"of {chosen.steps} steps the first quarter does not count; epochs do not end",
         f"a rank has {chosen.cores:g} cores; an exchange's own work takes what is over 1 of them, "
         f"and of computing what is missing to 2",
-        "not modelled: what many small messages cost hosts, contention inside nodes, accuracy",
+        "not modelled: contention inside nodes and in the switch, accuracy",
     ]

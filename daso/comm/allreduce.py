@@ -3,7 +3,8 @@
 Two ways. `iallreduce` leaves the sum to MPI. `deterministic_allreduce` adds in rank order in fp32
 (fp64 for fp64 rows): bit for bit the sequential sum of what the wire carried, and the only way for
 a wire that MPI cannot add. Two ranks send each other the whole row (`PairwiseExchange`); more send
-each peer its part of the row, add the parts, and send the means back (`ReduceScatterAllGather`).
+each peer its part of the row, add the parts, and send the means back (`ReduceScatterAllGather`);
+many do so in groups, or in a ring (`daso.comm.multilevel_allreduce`).
 Wires that round number by number give the same bits for any chunking. All work chunk by chunk, and
 a few chunks are on their way at a time, so that the link is busy while one is added.
 
@@ -14,91 +15,48 @@ What lies on a device is added there (`OnDevice`): beside training, and nothing 
 makes it is over. MPI takes the memory of the device, or pinned copies of what crosses on the host.
 """
 
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
-from daso import trace
 from daso.comm.compression import PIECE, Cast, Codec, pieces
-from daso.comm.device.staging import Arrived, DeviceStaging
-from daso.comm.dtypes import accumulator, byte_buffer, device_buffer, sum_buffer
+from daso.comm.dtypes import accumulator, sum_buffer
 from daso.comm.mpi import load
+from daso.comm.multilevel_allreduce import MultiLevelAllReduce
+from daso.comm.ordered_allreduce import (
+    OnDevice,
+    OrderedAllReduce,
+    Requests,
+    Waits,
+    in_window,
+    outgoing,
+    window,
+)
 from daso.comm.reduction import (
-    CPU,
     BufferPool,
     Chunks,
     ReduceBuffer,
-    Spans,
-    StagedBuffer,
-    WeightedMean,
     add_and_deliver,
     deliver,
     whole,
 )
+from daso.plan.allreduce_plan import AllReducePlan, direct_plan
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
     "DeterministicAllReduce",
-    "OnDevice",
     "PairwiseExchange",
     "ReduceScatterAllGather",
     "deterministic_allreduce",
     "iallreduce",
 ]
 
-Requests = Generator["Sequence[MPI.Request] | Arrived", None, int]
-Waits = Generator["Sequence[MPI.Request] | Arrived", None, None]
-Finish = Callable[[int], Waits]
-
 SCATTER, RETURN, SWAP = 1, 2, 3  # tags: the two phases; whole chunks
-NOTHING = 4  # a tag that no message has
-MESSAGES = 8  # under way to and from a rank, about
-
-
-@dataclass(frozen=True, slots=True)
-class OnDevice:
-    """Where rows are added that lie on a device.
-
-    Args:
-        device: Which.
-        copies: Lets launches run beside training, and tells when they are over.
-        piece: Numbers that are added at a time, a multiple of `PIECE`.
-        staged: MPI sends copies on the host (`StagedBuffer`); else it takes the device's memory.
-    """
-
-    device: torch.device
-    copies: DeviceStaging
-    piece: int
-    staged: bool = False
-
-
-def window(peers: int) -> int:
-    """Return how many chunks are under way at a time, between so many ranks."""
-    return max(2, MESSAGES // peers)
-
-
-def _in_window(
-    count: int, window: int, start: Callable[[int], "list[MPI.Request]"], finish: Finish
-) -> Waits:
-    """Start chunks 0 to count - 1, and finish each in order with a window of them under way."""
-    crossing: deque[tuple[float, list[MPI.Request]]] = deque()
-    for index in range(count + window):
-        if index >= window and crossing:
-            begun, requests = crossing.popleft()
-            yield requests
-            trace.record(trace.MESSAGES, begun, key=index - window)
-            yield from finish(index - window)
-        if index < count:
-            crossing.append((time.perf_counter(), start(index)))
-            # Messages of the size of ours do not leave before the library is called again.
-            load().Request.Testall(crossing[0][1])
 
 
 def iallreduce(
@@ -120,7 +78,7 @@ def iallreduce(
 
     def start(index: int) -> "list[MPI.Request]":
         first, last = spans[index]
-        (payload,) = _outgoing(source, codec, [spans[index]])
+        (payload,) = outgoing(source, codec, [spans[index]])
         sums = rooms.row("sums", index, last - first, source.dtype)
         torch.mul(payload.view(source.dtype), weight, out=sums)
         crossing[index] = sums, payload
@@ -145,16 +103,9 @@ def iallreduce(
         if over is not None:
             yield over
 
-    yield from _in_window(len(chunks), rooms.window, start, finish)
+    yield from in_window(len(chunks), rooms.window, start, finish)
     numel = spans[-1][1] - spans[0][0] if spans else 0
     return 2 * (peers - 1) * numel * source.dtype.itemsize // peers
-
-
-def _outgoing(source: ReduceBuffer, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:
-    """Return what MPI on the host sends of spans."""
-    if isinstance(source, StagedBuffer):
-        return source.outgoing(codec, spans)
-    return source.payloads(codec, spans)
 
 
 def deterministic_allreduce(
@@ -166,100 +117,22 @@ def deterministic_allreduce(
     where: OnDevice | None = None,
     *,
     of_gradients: bool = False,
+    plan: AllReducePlan | None = None,
 ) -> "DeterministicAllReduce":
-    """Return the way to take means in rank order over so many ranks."""
-    if len(weights) == 2:
+    """Return what takes means over a communicator in a fixed order; without a plan directly."""
+    plan, kept = plan or direct_plan(len(weights)), {} if rounded is None else rounded
+    if plan.name == "swap":
         return PairwiseExchange(comm, codec, weights, total, {}, where)
-    kept = {} if rounded is None else rounded
+    if plan.name != "direct":
+        return MultiLevelAllReduce(
+            comm, plan, codec, weights, total, kept, where, of_gradients=of_gradients
+        )
     return ReduceScatterAllGather(
         comm, codec, weights, total, kept, where, of_gradients=of_gradients
     )
 
 
-class _InRankOrder:
-    """What both ways have: where they add, in memory that is kept, and when that is over.
-
-    Not to be run twice at the same time: what crosses beside it takes one of its own.
-
-    Args:
-        comm: Communicator of the engine.
-        codec: What crosses.
-        weights: Weight of each rank's row, in rank order.
-        total: What the sum is divided by.
-        rounded: What the owners of parts rounded away, by start of the part.
-        where: As in `deterministic_allreduce`.
-        of_gradients: As there.
-    """
-
-    def __init__(
-        self,
-        comm: "MPI.Comm",
-        codec: Codec,
-        weights: Sequence[int],
-        total: int,
-        rounded: dict[int, torch.Tensor],
-        where: OnDevice | None,
-        *,
-        of_gradients: bool = False,
-    ) -> None:
-        self.comm, self.codec = comm, codec
-        self.where = where
-        self._copies = None if where is None else where.copies
-        self._staged = where is not None and where.staged
-        self._buffer = byte_buffer if where is None or where.staged else device_buffer
-        device, piece = (CPU, PIECE) if where is None else (where.device, where.piece)
-        self.adder = WeightedMean(
-            codec, weights, total, rounded, device, piece, of_gradients=of_gradients
-        )
-        self.kept = BufferPool(window(len(weights)), device)
-        # What MPI reads and writes: the same memory, but where that is on the host.
-        self.crossing = self.kept
-        if where is not None and where.staged:
-            self.crossing = BufferPool(self.kept.window, CPU, where.copies.memory)
-
-    def _sent(self, source: ReduceBuffer, spans: Spans) -> Sequence[torch.Tensor]:
-        """Return what MPI sends of spans."""
-        if self._staged:
-            return _outgoing(source, self.codec, spans)
-        return source.payloads(self.codec, spans)
-
-    def _fetch(self, arrived: torch.Tensor, row: torch.Tensor) -> Waits:
-        """Bring what MPI wrote to where it is added, unless it lies there."""
-        if self._staged and self._copies is not None:
-            yield self._polled(self._copies.back(arrived, row))
-
-    def _bring(self, row: torch.Tensor, leaving: torch.Tensor) -> Waits:
-        """Bring what was added, and is over, to where MPI reads it, unless it lies there."""
-        if self._staged and self._copies is not None:
-            with self._copies.beside():
-                over = self._copies.out(row, leaving)
-            yield self._polled(over)
-
-    def _polled(self, over: Arrived) -> Arrived:
-        """Let other chunks' messages move while something is waited for."""
-        return lambda: self.comm.Iprobe(tag=NOTHING) or over()
-
-    def _beside(self) -> AbstractContextManager[None]:
-        """Let what is computed meanwhile run beside training."""
-        return nullcontext() if self._copies is None else self._copies.beside()
-
-    def _made(self, count: int, rows: Callable[[int], object]) -> Waits:
-        """Make what MPI will write on a device, and wait until whoever had that memory is done."""
-        if self._copies is not None:
-            with self._copies.beside():
-                for index in range(min(count, self.kept.window)):
-                    rows(index)
-            yield from self._computed()
-
-    def _computed(self) -> Waits:
-        """Wait until that is over: MPI and others may take what it made, and write what it read."""
-        if self._copies is not None:
-            with self._copies.beside():
-                over = self._copies.mark()
-            yield self._polled(over)
-
-
-class PairwiseExchange(_InRankOrder):
+class PairwiseExchange(OrderedAllReduce):
     """Two ranks send each other the whole row, and each adds both; buffers are kept.
 
     As many bytes as in two phases, in one: the mean is not rounded for the wire once more, and is
@@ -282,7 +155,7 @@ class PairwiseExchange(_InRankOrder):
             yield from self._computed()
 
         yield from self._made(len(spans), lambda at: self._other(spans[at], at, self.kept))
-        yield from _in_window(
+        yield from in_window(
             len(spans), self.kept.window, lambda at: self._swap(source, spans[at], at), finish
         )
         return sum(self.codec.nbytes(stop - start) for start, stop in spans)
@@ -294,11 +167,11 @@ class PairwiseExchange(_InRankOrder):
     def _swap(self, source: ReduceBuffer, span: tuple[int, int], index: int) -> "list[MPI.Request]":
         """Start sending a chunk to the other rank."""
         (sent,), peer = self._sent(source, [span]), 1 - self.comm.Get_rank()
-        receive = self.comm.Irecv(self._buffer(self._other(span, index, self.crossing)), peer, SWAP)
-        return [receive, self.comm.Isend(self._buffer(sent), peer, SWAP)]
+        receive = self.comm.Irecv(self.buffer(self._other(span, index, self.crossing)), peer, SWAP)
+        return [receive, self.comm.Isend(self.buffer(sent), peer, SWAP)]
 
 
-class ReduceScatterAllGather(_InRankOrder):
+class ReduceScatterAllGather(OrderedAllReduce):
     """Send each peer its part, add in rank order, send the means back; buffers are kept.
 
     Peer to peer, because MPICH 5.0 moves 16 KiB of an Ialltoallv per `Test`: 9 MB between two ranks
@@ -335,7 +208,7 @@ class ReduceScatterAllGather(_InRankOrder):
             len(chunks),
             lambda at: [self._rows(name, chunks[at], at) for name in ("receive", "back")],
         )
-        yield from _in_window(
+        yield from in_window(
             len(chunks),
             self.kept.window,
             lambda index: self._scatter(source, chunks[index], index),
@@ -360,8 +233,8 @@ class ReduceScatterAllGather(_InRankOrder):
         rank, size = self.comm.Get_rank(), len(outgoing)
         # Each begins with the rank after it: in the same order all would send to one at a time.
         peers = [(rank + turn) % size for turn in range(1, size)]
-        receives = [self.comm.Irecv(self._buffer(incoming[peer]), peer, tag) for peer in peers]
-        return receives + [self.comm.Isend(self._buffer(outgoing[p]), p, tag) for p in peers]
+        receives = [self.comm.Irecv(self.buffer(incoming[peer]), peer, tag) for peer in peers]
+        return receives + [self.comm.Isend(self.buffer(outgoing[p]), p, tag) for p in peers]
 
     def _scatter(
         self, source: ReduceBuffer, parts: Sequence[tuple[int, int]], index: int
@@ -414,4 +287,4 @@ class ReduceScatterAllGather(_InRankOrder):
         deliver(self.codec, means, source, parts, sent, room, self.adder.piece)
 
 
-DeterministicAllReduce = PairwiseExchange | ReduceScatterAllGather
+DeterministicAllReduce = PairwiseExchange | ReduceScatterAllGather | MultiLevelAllReduce

@@ -1,5 +1,6 @@
 """What ranks ask each other beside training, waiting no longer than the stall limit."""
 
+import hashlib
 import pickle
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -15,7 +16,14 @@ from daso.errors import StallError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["AsyncMaxReduce", "finish", "gather", "gather_in_node"]
+__all__ = [
+    "AsyncMaxReduce",
+    "finish",
+    "first_value",
+    "gather",
+    "gather_in_node",
+    "gather_unlike",
+]
 
 Value = TypeVar("Value")
 
@@ -38,6 +46,38 @@ def gather(topology: Topology, value: Value, timeout_seconds: float) -> list[Val
     target = [byte_buffer(everyones), (sizes.tolist(), None)]
     finish(topology, world.Iallgatherv(byte_buffer(mine), target), timeout_seconds)
     return [pickle.loads(part.numpy().tobytes()) for part in everyones.split(sizes.tolist())]
+
+
+def gather_unlike(topology: Topology, value: Value, timeout_seconds: float) -> list[Value]:
+    """Return every rank's value, in rank order, or one alone where all are alike.
+
+    Values that are alike cost the exchange of a hash, whatever the number of ranks.
+
+    Collective over the world; blocking.
+    """
+    digest = hashlib.sha256(repr(value).encode()).digest()
+    number = int.from_bytes(digest[:6], "big")
+    row = torch.tensor([number, -number], dtype=torch.int64, device="cpu")
+    request = topology.world_comm.Iallreduce(load().IN_PLACE, sum_buffer(row), op=load().MAX)
+    finish(topology, request, timeout_seconds)
+    most, minus_least = row.tolist()
+    return [value] if most == -minus_least else gather(topology, value, timeout_seconds)
+
+
+def first_value(topology: Topology, value: Value, timeout_seconds: float) -> Value:
+    """Return world rank 0's value; what others pass is not read.
+
+    Collective over the world; blocking.
+    """
+    leads = topology.rank == 0
+    text = bytearray(pickle.dumps(value)) if leads else bytearray()
+    size = torch.tensor([len(text)], device="cpu")
+    finish(topology, topology.world_comm.Ibcast(sum_buffer(size)), timeout_seconds)
+    row = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+    if leads:
+        row.copy_(torch.frombuffer(text, dtype=torch.uint8))
+    finish(topology, topology.world_comm.Ibcast(byte_buffer(row)), timeout_seconds)
+    return pickle.loads(row.numpy().tobytes())  # type: ignore[no-any-return]
 
 
 def gather_in_node(topology: Topology, number: float, timeout_seconds: float) -> list[float]:

@@ -63,16 +63,18 @@ class NestedWork(Generic[Result]):
         self._work = work
         self._arrived: Callable[[], bool] = lambda: True
         self.result: Result | None = None
+        self.moves = 0  # how often it came further
+        self.over = False
 
     def go_on(self) -> bool:
         """Go as far as possible without waiting; return whether it is over."""
-        while self._arrived():
+        while not self.over and self._arrived():
+            self.moves += 1
             try:
                 self._arrived = _arrival(next(self._work), load())
             except StopIteration as stop:
-                self.result = stop.value
-                return True
-        return False
+                self.result, self.over = stop.value, True
+        return self.over
 
 
 class WorkHandle(Generic[Result]):

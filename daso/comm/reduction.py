@@ -6,7 +6,7 @@ between ranks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -22,9 +22,9 @@ __all__ = [
     "SendBuffer",
     "Spans",
     "StagedBuffer",
+    "Terms",
     "WeightedMean",
     "add_and_deliver",
-    "cut",
     "deliver",
     "in_process",
     "whole",
@@ -32,7 +32,9 @@ __all__ = [
 
 CPU = torch.device("cpu")
 
-# One span (start, stop) for each peer, for each chunk; the spans of a chunk follow one another.
+LEVEL = 1 << 48  # numbers: no row has as many, so that a part of each level has a key of its own
+
+# For each chunk a span (start, stop) for each payload; the spans of a chunk follow one another.
 Chunks = Sequence[Sequence[tuple[int, int]]]
 Spans = Sequence[tuple[int, int]]
 
@@ -154,6 +156,20 @@ class BufferPool:
         return self.row("room", 0, numel, dtype)
 
 
+class Terms(NamedTuple):
+    """How versions are added that are not the ranks' own.
+
+    Args:
+        weights: Of each version.
+        total: What their sum is divided by.
+        level: On which the sum is rounded, from 1; 0: it is the mean.
+    """
+
+    weights: Sequence[int]
+    total: int
+    level: int = 0
+
+
 class WeightedMean:
     """Adds the ranks' versions of a part, and rounds the mean for the wire.
 
@@ -182,6 +198,7 @@ class WeightedMean:
         self._of_gradients = of_gradients
         self.rounded, self.device, self.piece = rounded, device, piece
         self._buffer = BufferPool(device=device).row
+        self._terms = Terms(self.weights, total)
 
     def add(
         self,
@@ -189,17 +206,27 @@ class WeightedMean:
         payload: torch.Tensor,
         span: tuple[int, int],
         dtype: torch.dtype,
+        *,
+        within: tuple[int, int] | None = None,
+        terms: Terms | None = None,
     ) -> None:
         """Write the weighted mean of a part, added in rank order, for the wire.
 
-        What is rounded away goes into the next mean.
+        What is rounded away goes into the next mean. Versions are of the part, or of one within
+        which it begins at a number that every codec can begin at.
         """
         codec, start, numel = self.codec, span[0], span[1] - span[0]
-        if start not in self.rounded and not codec.exact:
-            self.rounded[start] = torch.zeros(numel, dtype=dtype, device=self.device)
-        rounded = self.rounded.get(start)
+        if not numel:
+            return
+        first, stop = within or span
+        at, whole_numel, terms = start - first, stop - first, terms or self._terms
+        key = start + terms.level * LEVEL
+        if key not in self.rounded and not codec.exact:
+            self.rounded[key] = torch.zeros(numel, dtype=dtype, device=self.device)
+        rounded = self.rounded.get(key)
         for a, b in pieces(numel, self.piece):
-            mean = self.mean([codec.fields(one, numel, a, b) for one in versions], b - a, dtype)
+            fields_of = [codec.fields(one, whole_numel, at + a, at + b) for one in versions]
+            mean = self.mean(fields_of, b - a, dtype, terms)
             fields = codec.fields(payload, numel, a, b)
             if rounded is not None and self._of_gradients:
                 encode_gradients(codec, mean, rounded[a:b], fields)
@@ -211,28 +238,30 @@ class WeightedMean:
                 codec.decode(fields, rounded[a:b])
                 torch.sub(mean, rounded[a:b], out=rounded[a:b])
 
-    def mean(self, versions: Sequence[Fields], numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def mean(
+        self,
+        versions: Sequence[Fields],
+        numel: int,
+        dtype: torch.dtype,
+        terms: Terms | None = None,
+    ) -> torch.Tensor:
         """Return the weighted mean of a piece, added in rank order."""
+        terms = terms or self._terms
         total, term = (self._buffer(name, 0, numel, dtype) for name in ("sum", "term"))
-        for rank, weight in enumerate(self.weights):
+        for rank, weight in enumerate(terms.weights):
             out = total if rank == 0 else term
             self.codec.decode(versions[rank], out)
             if weight != 1:
                 out *= weight
             if rank > 0:
                 total += term
-        return divide_(total, self.total)
-
-
-def cut(chunks: Chunks, peers: int) -> Sequence[Spans]:
-    """Return what of each chunk gets a payload of its own: two peers swap all of it."""
-    return [[whole(parts)] for parts in chunks] if peers == 2 else chunks
+        return total if terms.total == 1 else divide_(total, terms.total)
 
 
 def in_process(sources: Sequence[ReduceBuffer], adder: WeightedMean, chunks: Chunks) -> int:
     """Do what `daso.comm.allreduce.deterministic_allreduce` does, for rows all in this process."""
     nbytes, peers, codec = 0, len(sources), adder.codec
-    for spans in cut(chunks, peers):
+    for spans in chunks:
         sizes = [codec.nbytes(stop - start) for start, stop in spans]
         payloads = [source.payloads(codec, spans) for source in sources]
         if peers == 2:
@@ -279,10 +308,11 @@ def add_and_deliver(
     source: ReduceBuffer,
     span: tuple[int, int],
     sent: torch.Tensor,
+    terms: Terms | None = None,
 ) -> None:
     """Give a row the mean of what all ranks sent of a span."""
     codec, start, numel = adder.codec, span[0], span[1] - span[0]
     for a, b in pieces(numel, adder.piece):
         fields = [codec.fields(one, numel, a, b) for one in versions]
-        mean = adder.mean(fields, b - a, accumulator(source.dtype))
+        mean = adder.mean(fields, b - a, accumulator(source.dtype), terms)
         source.deliver(start + a, start + b, mean, codec.fields(sent, numel, a, b))

@@ -7,10 +7,11 @@ lane reaches every node. Ranks beyond that have no lane.
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -55,9 +56,9 @@ logger = logging.getLogger("daso")
 _unfinished: list[object] = []  # after a stall: MPI may still write to what a request was given
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankInfo:
-    """Ranks and nodes as this rank sees them, in numbers."""
+    """Ranks and nodes as this rank sees them, in numbers; what takes a count is counted once."""
 
     rank: int  # world rank
     world_size: int  # ranks of the world
@@ -65,25 +66,31 @@ class RankInfo:
     node: int  # index of this rank's node
     node_of: tuple[int, ...]  # node of each world rank
 
-    @property
+    @cached_property
     def node_sizes(self) -> tuple[int, ...]:
         """Ranks of each node."""
-        return tuple(self.node_of.count(node) for node in range(max(self.node_of) + 1))
+        counts = Counter(self.node_of)
+        return tuple(counts[node] for node in range(len(counts)))
 
     @property
     def nodes(self) -> int:
         """Number of nodes."""
-        return max(self.node_of) + 1
+        return len(self.node_sizes)
 
     @property
     def local_size(self) -> int:
         """Ranks of this rank's node."""
-        return self.node_of.count(self.node)
+        return self.node_sizes[self.node]
 
-    @property
+    @cached_property
     def lanes(self) -> int:
         """Number of lanes: the ranks of the smallest node."""
         return min(self.node_sizes)
+
+    @cached_property
+    def largest_node(self) -> int:
+        """Ranks of the largest node."""
+        return max(self.node_sizes)
 
     @property
     def lane(self) -> int | None:

@@ -3,11 +3,35 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+from daso.plan.allreduce_plan import (
+    Algorithm,
+    AllReducePlan,
+    candidate_plans,
+    direct_plan,
+    named_plan,
+)
 from daso.plan.layout import Span
 from daso.plan.portions import Order, Portion, PriorityQueue
 
-__all__ = ["Layers", "flow_shop_seconds", "payload_rounds", "step_seconds", "vote_rounds"]
+__all__ = [
+    "AllReduceCost",
+    "Layers",
+    "LinkCosts",
+    "allreduce_cost",
+    "choose_plan",
+    "flow_shop_seconds",
+    "payload_rounds",
+    "pipelined_seconds",
+    "slots",
+    "step_seconds",
+    "vote_rounds",
+]
+
+FEW = 16  # ranks up to which each sends to each: few messages, each rounded twice in all
+ROUGHLY = 0.95
+SMALL_BYTES = 64 << 10  # of a message: below, what the host does for it costs more than the wire
 
 
 def vote_rounds(nodes: int) -> int:
@@ -18,6 +42,74 @@ def vote_rounds(nodes: int) -> int:
 def payload_rounds(nodes: int) -> int:
     """Return how many messages follow each other in a mean: two nodes swap, more add and return."""
     return 1 if nodes == 2 else 2
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCosts:
+    """What messages between nodes cost (Hockney's model, with the host's own time).
+
+    Args:
+        latency_seconds: Until a message of no bytes is there (alpha).
+        byte_seconds: Of the link for each byte (beta).
+        message_seconds: Of the host for each message that it sends or receives.
+        add_seconds: Of the host for each byte that arrives and is added or delivered (gamma).
+    """
+
+    latency_seconds: float = 50e-6
+    byte_seconds: float = 8.5e-9  # 1 Gbit/s
+    message_seconds: float = 20e-6
+    add_seconds: float = 0.6e-9
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceCost:
+    """What a mean takes of each rank."""
+
+    messages: int  # sent
+    smallest_bytes: float  # of a message, on average over chunks
+    sent_bytes: float
+    rounds: int  # messages that follow each other, of one chunk
+    seconds: float
+
+
+def allreduce_cost(
+    plan: AllReducePlan, nbytes: float, costs: LinkCosts, message_bytes: int = 256 << 10
+) -> AllReduceCost:
+    """Return what a mean of so many bytes on the wire costs by a plan."""
+    chunks = max(1, math.ceil(nbytes / (message_bytes * plan.messages_of_chunk)))
+    held, messages, rounds, sent, smallest = nbytes / chunks, 0, 0, 0.0, math.inf
+    for level in plan.levels:
+        part, others = held / level.parts, level.size - 1
+        ways = 1 if level.way == "whole" else 2  # there and back
+        messages += ways * others
+        rounds += ways * (others if level.way == "ring" else 1)
+        sent += ways * others * part
+        smallest, held = min(smallest, part), part
+    link = chunks * sent * costs.byte_seconds
+    host = chunks * (2 * messages * costs.message_seconds + sent * costs.add_seconds)
+    seconds = rounds * costs.latency_seconds + max(link, host) + min(link, host) / chunks
+    return AllReduceCost(chunks * messages, smallest, chunks * sent, rounds, seconds)
+
+
+@lru_cache(maxsize=4096)
+def choose_plan(
+    algorithm: Algorithm, peers: int, nbytes: float, costs: LinkCosts | None = None
+) -> AllReducePlan:
+    """Return the plan by which ranks take the mean of so many bytes on the wire.
+
+    Up to 16 ranks ``"auto"`` is direct, so that bits do not depend on costs there. Between more it
+    is the plan that costs least of those whose messages are of 64 KiB at the least, about, or of a
+    row too small for that a rank's share of it.
+    """
+    if algorithm not in ("auto", "mpi"):
+        return named_plan(algorithm, peers)
+    if peers <= FEW or algorithm == "mpi":
+        return direct_plan(peers)
+    known = costs or LinkCosts()
+    plans = [(plan, allreduce_cost(plan, nbytes, known)) for plan in candidate_plans(peers)]
+    least = ROUGHLY * min(SMALL_BYTES, nbytes / peers)
+    large = [(plan, cost) for plan, cost in plans if cost.smallest_bytes >= least]
+    return min(large, key=lambda one: (one[1].seconds, len(one[0].levels)))[0]
 
 
 def flow_shop_seconds(chunks: Sequence[Sequence[float]]) -> float:
@@ -84,3 +176,21 @@ def _cross(
         free += layers.transfer_seconds[layer] / portions[layer]
         arrived[layer] = free
     return arrived, free
+
+
+def slots(ranks: int) -> list[tuple[int, ...]]:
+    """Return to whom each rank sends in every slot: in slot k rank r sends to r + k.
+
+    Where all push to all in the same order, a receiver is hit by everybody at once and the others
+    have nothing to do: about 2 (p - 1) services for p ranks. In slots, each a permutation, nobody
+    is hit twice: p - 1.
+    """
+    return [tuple((rank + turn) % ranks for rank in range(ranks)) for turn in range(1, ranks)]
+
+
+def pipelined_seconds(ranks: int, segments: int, latency_seconds: float, seconds: float) -> float:
+    """Return how long a row takes from the first rank of a chain to the last, in segments.
+
+    Each is passed on while the next one comes (cut-through). One segment is store-and-forward.
+    """
+    return (ranks - 2 + segments) * (latency_seconds + seconds / segments)

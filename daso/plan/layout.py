@@ -27,7 +27,6 @@ __all__ = [
     "flagged",
     "fragments",
     "lay_out",
-    "message_chunks",
     "pieces",
     "split",
 ]
@@ -145,21 +144,6 @@ def chunk_parts(numel: int, parts: int, chunk: int, even: int = 1) -> tuple[tupl
     if not count:
         return ()
     return tuple(split(piece, parts, even) for piece in split(numel, count, even))
-
-
-def _messages_of_chunk(peers: int) -> int:
-    """Return how many full messages make a chunk: two peers swap all of it, more send each a part.
-
-    From 16 peers on chunks grow no more, because memory would: messages get smaller.
-    """
-    return 1 if peers <= 2 else min(peers, 16)
-
-
-def message_chunks(
-    message: int, numel: int, peers: int, even: int = 1
-) -> tuple[tuple[Span, ...], ...]:
-    """Cut a row into chunks of messages of a size; see `chunk_parts`."""
-    return chunk_parts(numel, peers, max(1, message) * _messages_of_chunk(peers), even)
 
 
 def pieces(layout: Layout, span: Span) -> Iterator[Piece]:

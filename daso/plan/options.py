@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 from daso.checks import check, choice, either, flag, one_of, positive, validated_record, whole
 from daso.errors import ConfigError
+from daso.plan.allreduce_plan import Algorithm
 from daso.plan.merge import Merge, MergeName, check_merge, is_eager, keeps_local, merge_rule
 from daso.plan.portions import Order
 from daso.plan.schedule import Measurements
@@ -12,7 +13,6 @@ from daso.plan.wires import BITS, NARROW, WIDE, GradientWire, Wire, next_wire
 
 __all__ = ["BucketRule", "Exchange", "Gradients", "Settings", "Wire"]
 
-Reduce = Literal["auto", "iallreduce", "ordered"]
 NonFinite = Literal["drop", "raise"]
 Restore = Literal["auto", "on", "off"]
 
@@ -27,8 +27,14 @@ class Exchange:
     """How nodes exchange.
 
     Args:
-        reduce: ``"ordered"``, which ``"auto"`` takes, adds in node order, bit for bit reproducible;
-            ``"iallreduce"`` leaves the order to MPI, for gradients and the fp32 wire alone.
+        algorithm: How the mean over nodes is taken. All but ``"mpi"`` add in a fixed order, bit for
+            bit reproducible. ``"direct"``: each node sends each its part, and the means back; two
+            swap all they have. ``"two-level"``: the same in groups of about as many as there are
+            groups, then between these. ``"halving"``: recursive halving and doubling, with groups
+            of the prime factors of the number of nodes. ``"ring"``: parts go round, for links that
+            are unequal. ``"mpi"`` leaves it to MPI's ``Iallreduce``, for gradients and the fp32
+            wire alone. ``"auto"``: direct up to 16 nodes, then what costs least with messages of
+            64 KiB at the least; see `daso.plan.cost_model.choose_plan`.
         chunk_bytes: Size of the messages an exchange is cut into, in bytes of the wire (of bf16,
             where that is chosen while training); less where they would hold more than 262,144
             numbers, or between more than 16 nodes. From devices no less than 4,194,304 numbers,
@@ -41,7 +47,7 @@ class Exchange:
         fragments: Parts of the model that take turns: each exchange carries one, and each part is
             exchanged every fragments * skip batches (Streaming DiLoCo).
         gpu_direct: Whether MPI reads and writes the memory of CUDA devices, with a library that
-            says it is able to, and not with ``reduce="iallreduce"``. Otherwise what crosses is
+            says it is able to, and not with ``algorithm="mpi"``. Otherwise what crosses is
             copied to pinned memory of the host. It is added on the device either way.
         step_restoration: Whether an inner optimizer that divides by the size of its gradients (as
             Adam does) steps longer between exchanges, by as much as the mean of all nodes' steps is
@@ -50,7 +56,7 @@ class Exchange:
             gain of its own, or ``wire="topk"``. Learning rates in ``param_groups`` stay the user's.
     """
 
-    reduce: Reduce = "auto"
+    algorithm: Algorithm = "auto"
     chunk_bytes: int = MiB // 4
     nonfinite: NonFinite = "drop"
     timeout_seconds: float = 300.0
@@ -60,13 +66,13 @@ class Exchange:
 
     def __post_init__(self) -> None:
         check("Exchange.gpu_direct", self.gpu_direct, flag())
-        if self.gpu_direct and self.reduce == "iallreduce":
+        if self.gpu_direct and self.algorithm == "mpi":
             raise ConfigError(
-                "Exchange(gpu_direct=True) needs reduce='auto' or 'ordered' (MPI libraries that "
-                "send from devices cannot add there while others compute), not 'iallreduce'"
+                "Exchange(gpu_direct=True) needs another algorithm (MPI libraries that send from "
+                "devices cannot add there while others compute) than 'mpi'; leave algorithm out"
             )
         check("Exchange.step_restoration", self.step_restoration, choice(*get_args(Restore)))
-        check("Exchange.reduce", self.reduce, choice(*get_args(Reduce)))
+        check("Exchange.algorithm", self.algorithm, choice(*get_args(Algorithm)))
         check("Exchange.nonfinite", self.nonfinite, choice(*get_args(NonFinite)))
         check("Exchange.chunk_bytes", self.chunk_bytes, whole(1, of=" of bytes"))
         check("Exchange.timeout_seconds", self.timeout_seconds, positive())
@@ -97,8 +103,8 @@ class Gradients:
             backward goes on, in bytes; ``"auto"``: 25 MiB on GPUs, where a bucket costs launches,
             and 1 MiB elsewhere; ``"search"`` tries sizes in the first hundreds of batches, keeps
             the fastest, and starts anew when batches come to take much longer or shorter. No
-            bit of a sum in rank order depends on it (``Exchange(reduce="ordered")``, or two nodes
-            at most). With ``"prioritized"`` the size of portions; it cannot be searched there.
+            bit of a sum in a fixed order depends on it (``Exchange(algorithm="mpi")`` has none from
+            three nodes on). With ``"prioritized"`` the size of portions, which cannot be searched.
         wire: What gradients cross between nodes in, in synchronous phases: ``"fp32"``, ``"bf16"``,
             ``"int8"`` or ``"int4"`` with a scale per 128 numbers. What these round away is kept and
             added to the next gradient (error feedback; Seide et al. 2014). ``"auto"``: fp32, and
@@ -175,15 +181,15 @@ class Settings:
                 f"wire='topk' needs merge 'auto', 'delta' or 'eager' (what it does not send would "
                 f"count twice where local parameters keep a part of it), not {self.merge!r}"
             )
-        if self.exchange.reduce == "iallreduce" and self.wire != "fp32":
+        if self.by_mpi and self.wire != "fp32":
             raise ConfigError(
-                f"Exchange.reduce='iallreduce' needs wire='fp32' (MPI adds 16-bit numbers wrongly "
-                f"or not at all), not {self.wire!r}; use reduce='auto'"
+                f"Exchange.algorithm='mpi' needs wire='fp32' (MPI adds 16-bit numbers wrongly or "
+                f"not at all), not {self.wire!r}; use algorithm='auto'"
             )
-        if self.exchange.reduce == "iallreduce" and self.gradients.wire not in ("auto", "fp32"):
+        if self.by_mpi and self.gradients.wire not in ("auto", "fp32"):
             raise ConfigError(
-                f"Exchange.reduce='iallreduce' needs Gradients.wire='fp32' (MPI adds 16-bit "
-                f"numbers wrongly or not at all), not {self.gradients.wire!r}; use reduce='auto'"
+                f"Exchange.algorithm='mpi' needs Gradients.wire='fp32' (MPI adds 16-bit numbers "
+                f"wrongly or not at all), not {self.gradients.wire!r}; use algorithm='auto'"
             )
 
     @property
@@ -226,14 +232,13 @@ class Settings:
         return self.wire == "topk"
 
     @property
-    def delta_reduce(self) -> Reduce:
-        """How deltas are added between nodes, decided."""
-        return self._reduce
+    def by_mpi(self) -> bool:
+        """Whether MPI adds between nodes, in an order of its own.
 
-    @property
-    def gradient_reduce(self) -> Reduce:
-        """How gradients, which cross in full precision, are added between nodes, decided."""
-        return self._reduce
+        Over what a link can carry, MPICH's sum takes 1.08 times with 2 nodes, but 2.80 with 3 and
+        1.86 with 4; in rank order it is 1.05, 1.06 and 1.08 (scripts/figures/exchange.json).
+        """
+        return self.exchange.algorithm == "mpi"
 
     def gradient_wire(self, *, hidden: bool) -> str:
         """Return what gradients cross between nodes in."""
@@ -243,7 +248,7 @@ class Settings:
     @property
     def may_hide(self) -> bool:
         """Whether `Auto` may average gradients because backward hides it."""
-        ordered = self.gradients.reducer == "bucketed" and self.gradient_reduce != "iallreduce"
+        ordered = self.gradients.reducer == "bucketed" and not self.by_mpi
         return ordered and self.exchange.fragments == 1 and self.may_restore_steps
 
     def gradient_seconds(self, exchange_seconds: float, wire: str) -> float:
@@ -251,9 +256,3 @@ class Settings:
         if not wire or not self.may_hide:
             return 0.0
         return exchange_seconds * BITS[self.gradient_wire(hidden=True)] / BITS[wire]
-
-    @property
-    def _reduce(self) -> Reduce:
-        # Over what a link can carry, MPICH's own sum takes 1.08 times with 2 nodes, but 2.80 with 3
-        # and 1.86 with 4; in rank order it is 1.05, 1.06 and 1.08 (scripts/figures/exchange.json).
-        return "ordered" if self.exchange.reduce == "auto" else self.exchange.reduce

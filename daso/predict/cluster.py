@@ -5,7 +5,15 @@ from dataclasses import dataclass, field
 
 from daso.checks import Rule, check, instance_of, number, positive, validated_record, whole
 from daso.errors import ConfigError
-from daso.plan.cost_model import Layers, payload_rounds, step_seconds
+from daso.plan.allreduce_plan import AllReducePlan
+from daso.plan.cost_model import (
+    AllReduceCost,
+    Layers,
+    LinkCosts,
+    allreduce_cost,
+    choose_plan,
+    step_seconds,
+)
 from daso.plan.wires import BITS
 from daso.predict.network import Link, vote_seconds
 
@@ -14,7 +22,8 @@ __all__ = [
     "PORTIONS",
     "Cluster",
     "Job",
-    "exchange_bytes",
+    "exchange_cost",
+    "exchange_plan",
     "exchange_seconds",
     "synchronous_seconds",
 ]
@@ -37,6 +46,7 @@ class Job:
             transfer, so the longer of both counts.
         own_seconds: Of the training thread, per parameter and exchange: half of it packs what is
             sent, half merges what came, and nothing goes on beside.
+        message_seconds: Of the host, for each message that it sends or receives.
         gradient_seconds: As ``host_seconds``, of gradients that are averaged in a synchronous step.
         jitter: Spread of step times: standard deviation of their logarithm.
         lr: Learning rate.
@@ -48,6 +58,7 @@ class Job:
     step_seconds: float
     host_seconds: float = 0.0
     own_seconds: float = 0.0
+    message_seconds: float = 0.0
     gradient_seconds: float = 0.0
     jitter: float = 0.0
     lr: float = 0.1
@@ -56,7 +67,7 @@ class Job:
     def __post_init__(self) -> None:
         check("parameters", self.parameters, positive(MOST_PARAMETERS))
         check("step_seconds", self.step_seconds, positive())
-        for name in ("host_seconds", "own_seconds", "gradient_seconds"):
+        for name in ("host_seconds", "own_seconds", "message_seconds", "gradient_seconds"):
             check(name, getattr(self, name), number(0, 1))
         for name in ("lr", "drift"):
             check(name, getattr(self, name), number(0, MOST_RATE))
@@ -105,23 +116,28 @@ class Cluster:
         return min(1.0, max(0.0, 2 - self.cores))
 
 
-def exchange_bytes(parameters: float, wire: str, nodes: int) -> float:
-    """Return what a node sends for one exchange of all parameters.
+def exchange_plan(parameters: float, wire: str, nodes: int) -> AllReducePlan:
+    """Return how nodes take the mean of so many numbers on a wire, as in training."""
+    return choose_plan("auto", nodes, parameters * BITS[wire] / 8)
 
-    Two nodes send each other the whole row; more send each peer its part, and the means back.
-    """
-    return 2 * (nodes - 1) / nodes * parameters * BITS[wire] / 8
+
+def exchange_cost(parameters: float, wire: str, nodes: int) -> AllReduceCost:
+    """Return messages, bytes and rounds of each node for one exchange of so many numbers."""
+    plan = exchange_plan(parameters, wire, nodes)
+    return allreduce_cost(plan, parameters * BITS[wire] / 8, LinkCosts())
 
 
 def exchange_seconds(job: Job, cluster: Cluster, wire: str) -> float:
     """Return how long an exchange takes from when the last node has sent.
 
-    All agree first; then payloads cross while the host encodes, adds and decodes others.
+    All agree first; then payloads cross while the host encodes, adds and decodes others, and works
+    on messages.
     """
-    link = cluster.link
-    crossing = link.seconds(exchange_bytes(job.parameters, wire, cluster.nodes))
-    work = job.host_seconds * job.parameters * cluster.stretch
-    there = max(crossing, work) + payload_rounds(cluster.nodes) * link.latency_seconds
+    link, cost = cluster.link, exchange_cost(job.parameters, wire, cluster.nodes)
+    crossing = link.seconds(cost.sent_bytes)
+    messages = 2 * cost.messages * job.message_seconds
+    work = (job.host_seconds * job.parameters + messages) * cluster.stretch
+    there = max(crossing, work) + cost.rounds * link.latency_seconds
     return vote_seconds(link, cluster.nodes) + there
 
 
@@ -137,8 +153,10 @@ def synchronous_seconds(job: Job, cluster: Cluster) -> float:
     if cluster.nodes == 1:
         return job.step_seconds
     link, nodes = cluster.link, cluster.nodes
-    crossing = link.seconds(exchange_bytes(job.parameters, GRADIENTS, nodes))
-    work = job.gradient_seconds * job.parameters * cluster.stretch
+    portion = exchange_cost(job.parameters / PORTIONS, GRADIENTS, nodes)
+    crossing = PORTIONS * link.seconds(portion.sent_bytes)
+    messages = PORTIONS * 2 * portion.messages * job.message_seconds
+    work = (job.gradient_seconds * job.parameters + messages) * cluster.stretch
     takes, vote = max(crossing, work), vote_seconds(link, nodes)
     layers = Layers(
         forward_seconds=(FORWARD * job.step_seconds / PORTIONS,) * PORTIONS,

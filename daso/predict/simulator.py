@@ -18,7 +18,8 @@ from daso.predict.cluster import (
     GRADIENTS,
     Cluster,
     Job,
-    exchange_bytes,
+    exchange_cost,
+    exchange_plan,
     exchange_seconds,
     synchronous_seconds,
 )
@@ -37,6 +38,7 @@ class Outcome:
     skip: int  # at the end
     wait: int  # at the end: how many batches old a mean is when it is merged
     wire: str  # at the end
+    plan: str  # of exchanges at the end: how nodes take a mean
 
     def efficiency(self, job: Job) -> float:
         """Return computing alone over a step."""
@@ -89,7 +91,7 @@ class _Nodes:
         at = max(self.times) + self._extra
         self.exposed += sum(at - time for time in self.times)
         self.times = [at] * len(self.times)
-        self.nbytes += exchange_bytes(self.job.parameters, GRADIENTS, self.cluster.nodes)
+        self.nbytes += exchange_cost(self.job.parameters, GRADIENTS, self.cluster.nodes).sent_bytes
         self._steps.clear()  # of steps that wait nobody is told
 
     def send(self) -> None:
@@ -100,7 +102,7 @@ class _Nodes:
         middle = len(self._steps) // 2
         fastest = min(sorted(steps)[middle] for steps in zip(*self._steps, strict=True))
         self._flight, self._steps = _Flight(begins, ends, fastest), []
-        self.nbytes += exchange_bytes(self.job.parameters, self.wire, self.cluster.nodes)
+        self.nbytes += exchange_cost(self.job.parameters, self.wire, self.cluster.nodes).sent_bytes
         self.exchanges += 1
 
     def receive(self) -> Measurements:
@@ -172,6 +174,7 @@ def simulate(
         skip=state.skip,
         wait=state.wait,
         wire=nodes.wire,
+        plan=exchange_plan(job.parameters, nodes.wire, cluster.nodes).name,
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 import torch
 
 from daso.checks import NONE, check, either, instance_of, validate_call
-from daso.comm.collectives import gather
+from daso.comm.collectives import gather, gather_unlike
 from daso.comm.emulation import emulated_link
 from daso.comm.reclaim import Closer, forget, keep, reclaim
 from daso.comm.topology import Topology, default, errors_on_all_ranks
@@ -244,7 +244,6 @@ class ParameterServer(torch.optim.Optimizer):
         average_tensors(
             self._common_buffers(),
             self._topology,
-            serving.world,
             serving.engine.run,
             self._plan.exchange.chunk_bytes,
         )
@@ -252,11 +251,11 @@ class ParameterServer(torch.optim.Optimizer):
     def _common_buffers(self) -> list[torch.Tensor]:
         """Return the buffers that all ranks share. Collective over the world; blocking."""
 
-        def everyones(mine: dict[str, str]) -> list[dict[str, str]]:
-            return gather(self._topology, mine, self._plan.exchange.timeout_seconds)
+        def unlike(mine: dict[str, str]) -> list[dict[str, str]]:
+            return gather_unlike(self._topology, mine, self._plan.exchange.timeout_seconds)
 
         says = self._topology.rank == 0
-        return common_tensors(self._model.named_buffers(), everyones, self._told, says=says)
+        return common_tensors(self._model.named_buffers(), unlike, self._told, says=says)
 
     def report(self) -> dict[str, Any]:
         """Return what was chosen and what happened so far, on this rank.

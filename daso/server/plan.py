@@ -89,10 +89,10 @@ class Plan:
         check("scale_by_staleness", self.scale_by_staleness, flag())
         check("exchange", self.exchange, instance_of(Exchange))
         unused = Exchange(fragments=self.exchange.fragments, gpu_direct=self.exchange.gpu_direct)
-        if self.exchange.reduce == "iallreduce" or unused != Exchange():
+        if self.exchange.algorithm == "mpi" or unused != Exchange():
             raise ConfigError(
                 f"a ParameterServer adds on the host in rank order and sends every layer by "
-                f"itself, so reduce, fragments and gpu_direct of exchange must be left out, not "
+                f"itself, so algorithm, fragments and gpu_direct of exchange must be left out, not "
                 f"{self.exchange!r}"
             )
 

@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from daso.comm.allreduce import (
-    DeterministicAllReduce,
-    OnDevice,
-    deterministic_allreduce,
-    iallreduce,
-    window,
-)
+from daso.comm.allreduce import DeterministicAllReduce, deterministic_allreduce, iallreduce
 from daso.comm.compression import Cast, Codec
 from daso.comm.dtypes import sum_buffer
 from daso.comm.emulation import LinkModel, emulated_link
@@ -21,12 +15,13 @@ from daso.comm.engine import Engine, Work
 from daso.comm.health.step_watchdog import StepWatchdog
 from daso.comm.mpi import load
 from daso.comm.node.base import NodeTransport
-from daso.comm.reduction import BufferPool, Row
+from daso.comm.ordered_allreduce import OnDevice, window
+from daso.comm.reduction import BufferPool, Row, whole
 from daso.comm.topology import Topology
 from daso.errors import ConfigError
-from daso.plan.cost_model import payload_rounds, vote_rounds
+from daso.plan.allreduce_plan import AllReducePlan
+from daso.plan.cost_model import choose_plan, payload_rounds, vote_rounds
 from daso.plan.header import Header, Tally
-from daso.plan.layout import message_chunks
 from daso.plan.options import Settings
 from daso.train.deltas.shard import DEVICE_PIECE, LEAST
 from daso.train.gradients.compression import Averaged, GradientCompressor
@@ -89,7 +84,9 @@ class Channels:
             settings.exchange.timeout_seconds, self.missing, self.late, takes=takes
         )
         self._rooms = [BufferPool(window(self.rank_info.nodes)) for _ in self._slots]
-        self._gradient_means: dict[tuple[torch.dtype, int], DeterministicAllReduce] = {}
+        self._gradient_means: dict[
+            tuple[torch.dtype, int, AllReducePlan], DeterministicAllReduce
+        ] = {}
 
     def _lane_of(self, topology: Topology) -> "MPI.Comm":
         return (
@@ -108,12 +105,22 @@ class Channels:
         self._liveness.answer()
         self.watchdog.late()
 
+    def plan(self, nbytes: int) -> AllReducePlan:
+        """Return how nodes take the mean of so many bytes on the wire; the same on every rank."""
+        return choose_plan(self.settings.exchange.algorithm, self.rank_info.nodes, nbytes)
+
     def ordered(
-        self, codec: Codec, rounded: dict[int, torch.Tensor], where: OnDevice | None = None
+        self,
+        codec: Codec,
+        rounded: dict[int, torch.Tensor],
+        where: OnDevice | None,
+        plan: AllReducePlan,
     ) -> DeterministicAllReduce:
         """Return an exchange over this rank's lane in which every node counts by its ranks."""
         weights = node_weights(self.rank_info.node_sizes)
-        return deterministic_allreduce(self.lane, codec, weights, sum(weights), rounded, where)
+        return deterministic_allreduce(
+            self.lane, codec, weights, sum(weights), rounded, where, plan=plan
+        )
 
     def compressor(
         self, wire: str, node: NodeTransport, device: torch.device
@@ -125,11 +132,12 @@ class Channels:
             where = OnDevice(device, node.copies, DEVICE_PIECE, staged)
         return GradientCompressor(
             wire,
-            nodes=rank_info.nodes,
+            plan=self.plan,
             chunk_bytes=self.settings.exchange.chunk_bytes,
-            ordered=lambda codec, rounded, where: deterministic_allreduce(
+            ordered=lambda codec, rounded, where, plan: deterministic_allreduce(
                 *(self.lane, codec, [1] * rank_info.nodes, rank_info.world_size, rounded, where),
                 of_gradients=True,
+                plan=plan,
             ),
             mean=self.gradient_mean,
             least=1 if node.copies is None else LEAST,
@@ -141,16 +149,18 @@ class Channels:
 
         Collective over the lane; non-blocking, as work for the engine.
         """
-        nodes, message = self.rank_info.nodes, self.settings.exchange.chunk_bytes // total.itemsize
-        chunks = message_chunks(message, total.numel(), nodes)
-        if self.settings.gradient_reduce == "iallreduce":
+        plan = self.plan(total.nbytes)
+        chunks = plan.chunks(total.numel(), self.settings.exchange.chunk_bytes // total.itemsize)
+        if self.settings.by_mpi:
             comm, rooms = self._slots[slot], self._rooms[slot]
-            return iallreduce(comm, Row(total), chunks, 1, self.rank_info.world_size, rooms)
-        key = total.dtype, slot
+            whole_chunks = [[whole(parts)] for parts in chunks]
+            return iallreduce(comm, Row(total), whole_chunks, 1, self.rank_info.world_size, rooms)
+        key = total.dtype, slot, plan
         if key not in self._gradient_means:
             codec = Cast(total.dtype, total.dtype)
             self._gradient_means[key] = deterministic_allreduce(
-                self._slots[slot], codec, [1] * self.rank_info.nodes, self.rank_info.world_size
+                *(self._slots[slot], codec, [1] * self.rank_info.nodes, self.rank_info.world_size),
+                plan=plan,
             )
         return self._gradient_means[key].run(Row(total), chunks)
 
@@ -177,6 +187,25 @@ class Channels:
         everyone = torch.empty(self.rank_info.world_size, dtype=torch.float64, device="cpu")
         yield [comm.Iallgather(sum_buffer(mine), sum_buffer(everyone))]
         return everyone.tolist()
+
+    def extremes(self, number: float) -> Work[tuple[float, float]]:
+        """Return the lowest and the highest of all ranks' numbers; also a barrier, as `gather`.
+
+        Collective over the world; non-blocking, as work for the engine.
+        """
+        row = torch.tensor([number, -number], dtype=torch.float64, device="cpu")
+        yield [self.world.Iallreduce(load().IN_PLACE, sum_buffer(row), op=load().MAX)]
+        highest, minus_lowest = row.tolist()
+        return -minus_lowest, highest
+
+    def first(self, number: float) -> Work[float]:
+        """Return world rank 0's number.
+
+        Collective over the world; non-blocking, as work for the engine.
+        """
+        row = torch.tensor([number], dtype=torch.float64, device="cpu")
+        yield [self.world.Ibcast(sum_buffer(row))]
+        return float(row)
 
     def gather_aside(self, number: float) -> Work[list[float]]:
         """Do what `gather` does, apart from meetings."""

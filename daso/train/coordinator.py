@@ -7,13 +7,13 @@ from typing import TypeVar
 import torch
 
 from daso import trace
-from daso.comm.collectives import gather
+from daso.comm.collectives import first_value, gather_unlike
 from daso.comm.engine import WorkHandle
 from daso.comm.topology import Topology
 from daso.errors import ConfigError, ExchangeError, LayoutError, NonFiniteError
 from daso.train.channels import Channels
 from daso.train.metrics import Metrics
-from daso.train.misuse import checksum, first_nonfinite, gradient_checksum, is_alike
+from daso.train.misuse import checksum, first_nonfinite, gradient_checksum
 from daso.train.model.params import Trained
 from daso.train.model.shared import common_tensors
 from daso.train.reducers import may_be_at_work
@@ -82,14 +82,31 @@ class Coordinator:
         self.metrics.meetings += 1
         return self.wait(self.channels.engine.submit(self.channels.gather(number)))
 
+    def extremes(self, number: float) -> tuple[float, float]:
+        """Return the lowest and highest of all ranks' numbers.
+
+        Collective over the world; blocking.
+        """
+        self.metrics.meetings += 1
+        return self.wait(self.channels.engine.submit(self.channels.extremes(number)))
+
+    def first(self, number: float) -> float:
+        """Return world rank 0's number. Collective over the world; blocking."""
+        self.metrics.meetings += 1
+        return self.wait(self.channels.engine.submit(self.channels.first(number)))
+
     def same_order(self, order: list[int]) -> list[int]:
         """Return world rank 0's order. Collective over the world; blocking."""
         self.look_for_same_batches(order)
-        mine = order if self.topology.rank == 0 else []
-        return self._everyones(mine)[0]
+        return first_value(self.topology, order, self._timeout_seconds)
 
-    def _everyones(self, value: Value) -> list[Value]:
-        return gather(self.topology, value, self.channels.settings.exchange.timeout_seconds)
+    @property
+    def _timeout_seconds(self) -> float:
+        return self.channels.settings.exchange.timeout_seconds
+
+    def _unlike(self, value: Value) -> list[Value]:
+        """Return every rank's value, or one where all are alike. Collective; blocking."""
+        return gather_unlike(self.topology, value, self._timeout_seconds)
 
     def look_for_same_batches(self, order: Sequence[int]) -> None:
         """Say it once where all ranks have the same gradients: they train on the same batches.
@@ -98,13 +115,13 @@ class Coordinator:
         """
         ddp = may_be_at_work()
         mine = 0.0 if ddp else gradient_checksum(self.trained.named, order)
-        prints = self.gather(mine)  # the watchdog is polled there
-        if self.leads and mine and is_alike(prints):
+        lowest, highest = self.extremes(mine)  # the watchdog is polled there
+        if self.leads and mine and lowest == highest:
             logger.warning(
                 "every rank must train on batches of its own, but the first gradients of all %d "
                 "ranks are the same bits; give each rank its part of the data "
                 "(torch.utils.data.DistributedSampler, or seed + rank)",
-                len(prints),
+                self.topology.world_size,
             )
 
     def equalize(self, *, expected: bool = False) -> bool:
@@ -113,7 +130,8 @@ class Coordinator:
         Collective over the world; blocking.
         """
         named = self.trained.named
-        if is_alike(self.gather(checksum(tensor for _, tensor in named))):
+        lowest, highest = self.extremes(checksum(tensor for _, tensor in named))
+        if lowest == highest:
             return True
         self._refuse_nonfinite()
         self.average([tensor for _, tensor in named])
@@ -123,9 +141,9 @@ class Coordinator:
                 "parameters must change only by the steps of daso's optimizer, and alike on every "
                 "rank, but they differed between ranks; all ranks have their mean now"
             )
-        rates = self.gather(largest_rate(self.trained.inner))
-        if not is_alike(rates):
-            self.tell_of_rates(min(rates), max(rates))
+        lowest, highest = self.extremes(largest_rate(self.trained.inner))
+        if lowest != highest:
+            self.tell_of_rates(lowest, highest)
         return False
 
     def tell_of_rates(self, lowest: float, highest: float) -> None:
@@ -142,7 +160,10 @@ class Coordinator:
     def _refuse_nonfinite(self) -> None:
         """Raise, on every rank alike, where parameters are not finite on some rank."""
         named = self.trained.named
-        slots = [int(slot) for slot in self.gather(float(first_nonfinite(named)))]
+        mine = float(first_nonfinite(named))
+        if self.extremes(mine)[1] < 0:
+            return
+        slots = [int(slot) for slot in self.gather(mine)]
         if bad := [(rank, slot) for rank, slot in enumerate(slots) if slot >= 0]:
             rank, slot = bad[0]
             raise NonFiniteError(
@@ -161,9 +182,9 @@ class Coordinator:
         Collective over the world; blocking.
         """
         with self.channels.watchdog.meeting(batch):
-            steps = self.gather(float(batch))
-        fewest, most = min(steps), max(steps)
+            fewest, most = self.extremes(float(batch))
         if fewest != most:
+            steps = self.gather(float(batch))
             raise ExchangeError(
                 f"every rank must take the same number of steps, but rank {steps.index(fewest)} "
                 f"took {fewest:.0f} and rank {steps.index(most)} took {most:.0f}; give every rank "
@@ -182,8 +203,7 @@ class Coordinator:
         """
         self.gather(0.0)
         inner, named = self.trained.inner, self.trained.named
-        everyones = self._everyones([*state_tensors(inner, named)])
-        drop_partial_state(inner, named, everyones)
+        drop_partial_state(inner, named, self._unlike([*state_tensors(inner, named)]))
         tensors = [*state_tensors(inner, named).values()]
         self.average(tensors)
         self.metrics.event("join", tensors=len(tensors))
@@ -205,7 +225,7 @@ class Coordinator:
     def _common_buffers(self) -> list[torch.Tensor]:
         """Return the buffers that all ranks share. Collective over the world; blocking."""
         buffers = self.trained.buffers()
-        return common_tensors(buffers, self._everyones, self._told, says=self.leads)
+        return common_tensors(buffers, self._unlike, self._told, says=self.leads)
 
     def mend_buffers(self) -> None:
         """Give buffers that are not finite here the mean of the ranks where they are.
@@ -234,7 +254,6 @@ class Coordinator:
             self.metrics.global_bytes_sent += average_tensors(
                 tensors,
                 self.topology,
-                self.channels.world,
                 self.channels.engine.run,
                 self.channels.settings.exchange.chunk_bytes,
             )

@@ -4,7 +4,7 @@ import gc
 import logging
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,6 @@ __all__ = [
     "gradient_checksum",
     "has_batch_norm",
     "has_hooks",
-    "is_alike",
     "stepping",
 ]
 
@@ -105,11 +104,6 @@ def gradient_checksum(named: Named, ready: Iterable[int]) -> float:
     """Return a `checksum` of the first gradients that became ready; 0 where all are zero."""
     grads = [grad for index in ready if (grad := named[index][1].grad) is not None][:FIRST]
     return checksum(grads) if any(bool(grad.any()) for grad in grads) else 0.0
-
-
-def is_alike(numbers: Sequence[float]) -> bool:
-    """Return whether all ranks have the same number."""
-    return all(number == numbers[0] for number in numbers)
 
 
 def first_nonfinite(named: Named) -> int:

@@ -597,7 +597,7 @@ class Session:
         sync, fits = self._sync, state is not None and state["shape"] == self._shape()
         if sync is not None:
             fits = fits and state is not None and state["sync"] is not None
-            fits = min(sync.coordinator.gather(float(fits))) == 1.0
+            fits = sync.coordinator.extremes(float(fits))[0] == 1.0
         if state is None or not fits:
             self._start_anew(state)
             return

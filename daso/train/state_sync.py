@@ -1,22 +1,20 @@
 """Make state outside the parameters equal on all ranks: buffers, the inner optimizer's state."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from daso.comm.allreduce import deterministic_allreduce
 from daso.comm.compression import Cast
-from daso.comm.dtypes import accumulator
+from daso.comm.dtypes import accumulator, sum_buffer
 from daso.comm.engine import Work
 from daso.comm.reduction import Row
 from daso.comm.topology import Topology
-from daso.plan.layout import message_chunks
+from daso.plan.allreduce_plan import direct_plan
+from daso.plan.cost_model import choose_plan
+from daso.plan.layout import split
 from daso.train.model.params import Named, broadcast
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 __all__ = [
     "average_tensors",
@@ -27,17 +25,22 @@ __all__ = [
     "zero_nonfinite",
 ]
 
+PART = 1 << 22  # numbers that are averaged at a time
+
 
 def average_tensors(
     tensors: Sequence[torch.Tensor],
     topology: Topology,
-    comm: "MPI.Comm",
     run: Callable[[Work[int]], int],
     chunk_bytes: int,
 ) -> int:
     """Set floating tensors to their mean over all ranks and other tensors to world rank 0's.
 
-    Differences from rank 0 are added in rank order, so every rank gets the same bits.
+    Differences from rank 0 are added over each node in rank order, then over nodes, so every rank
+    gets the same bits. In parts, so that little memory is needed beside the tensors.
+
+    Returns:
+        The bytes that this rank sent to other nodes.
 
     Collective over the world; blocking.
     """
@@ -45,26 +48,62 @@ def average_tensors(
     nbytes = 0
     for dtype in (torch.float32, torch.float64):
         members = [t for t in tensors if t.is_floating_point() and accumulator(t.dtype) == dtype]
-        row = torch.cat(
-            [t.detach().reshape(-1).to("cpu", dtype) for t in members]
-            or [torch.empty(0, device="cpu")]
+        for part in _parts(members):
+            row = torch.cat([piece.reshape(-1).to("cpu", dtype) for piece in part])
+            # The mean of differences from rank 0 leaves alone what is equal everywhere, to the bit.
+            first = row.clone()
+            broadcast([first], topology)
+            row = torch.where(row == first, 0.0, row - first)  # equal infinities too
+            nbytes += run(_mean_over_world(row, topology, chunk_bytes))
+            row = torch.where(row == 0, first, row + first)
+            with torch.no_grad():
+                sizes = [piece.numel() for piece in part]
+                for piece, mean in zip(part, torch.split(row, sizes), strict=True):
+                    piece.copy_(mean.view(piece.shape))
+    return nbytes
+
+
+def _parts(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Group tensors that are small, and cut large ones, into parts of about `PART` numbers."""
+    group: list[torch.Tensor] = []
+    for tensor in tensors:
+        values = tensor.detach()
+        pieces = values.view(-1).split(PART) if values.is_contiguous() else (values,)
+        for piece in pieces:
+            if group and sum(one.numel() for one in group) + piece.numel() > PART:
+                yield group
+                group = []
+            group.append(piece)
+    if group:
+        yield group
+
+
+def _mean_over_world(row: torch.Tensor, topology: Topology, chunk_bytes: int) -> Work[int]:
+    """Replace a row by its mean over the world: sums in nodes, means over lanes, back into nodes.
+
+    Collective over the world; non-blocking, as work for an engine.
+    """
+    rank_info, node = topology.rank_info, topology.node_comm
+    codec, message = Cast(row.dtype, row.dtype), chunk_bytes // row.itemsize
+    size, alone = rank_info.local_size, rank_info.nodes == 1
+    if size > 1:
+        plan = direct_plan(size)
+        sums = deterministic_allreduce(node, codec, [1] * size, size if alone else 1, plan=plan)
+        yield from sums.run(Row(row), plan.chunks(row.numel(), message))
+    if alone:
+        return 0
+    nbytes, spans = 0, split(row.numel(), rank_info.lanes)
+    if rank_info.lane is not None:
+        mine = row[slice(*spans[rank_info.lane])]
+        plan = choose_plan("auto", rank_info.nodes, mine.nbytes)
+        means = deterministic_allreduce(
+            *(topology.lane_comm, codec, [1] * rank_info.nodes, rank_info.world_size), plan=plan
         )
-        # The mean of differences from rank 0 leaves alone what is equal everywhere, to the bit.
-        first = row.clone()
-        broadcast([first], topology)
-        row = torch.where(row == first, 0.0, row - first)  # equal infinities too
-        size = topology.world_size
-        mean = deterministic_allreduce(comm, Cast(dtype, dtype), [1] * size, size)
-        chunks = message_chunks(chunk_bytes // dtype.itemsize, row.numel(), size)
-        sent = run(mean.run(Row(row), chunks))
-        # The parts of a row are equal, so the share that leaves the node is the share of ranks.
-        others = size - topology.local_size
-        nbytes += sent * others // max(1, size - 1)
-        row = torch.where(row == 0, first, row + first)
-        with torch.no_grad():
-            sizes = [t.numel() for t in members]
-            for tensor, part in zip(members, torch.split(row, sizes), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+        nbytes = yield from means.run(Row(mine), plan.chunks(mine.numel(), message))
+    if size > 1:
+        yield [
+            node.Ibcast(sum_buffer(row[slice(*span)]), root=lane) for lane, span in enumerate(spans)
+        ]
     return nbytes
 
 

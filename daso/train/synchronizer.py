@@ -182,7 +182,7 @@ class Synchronizer:
             return ReducePlan(
                 rank_info.local_size, rank_info.lanes, self._average_between, stay=stay
             )
-        alone = max(rank_info.node_sizes) == 1
+        alone = rank_info.largest_node == 1
         inside = background if isinstance(background, HostReducer) else None
         return ReducePlan(
             rank_info.local_size, rank_info.local_size, background=inside, whole=whole, alone=alone
@@ -191,8 +191,7 @@ class Synchronizer:
     @property
     def _by_device(self) -> bool:
         """Whether sums go on between nodes in messages of devices, which some may be left on."""
-        ordered = self.settings.gradient_reduce != "iallreduce"
-        return ordered and self.buckets.node.copies is not None
+        return not self.settings.by_mpi and self.buckets.node.copies is not None
 
     def _average_between(self, total: torch.Tensor, bucket: Bucket) -> Finish:
         """Start the mean over the world of a part that holds the sum over this node."""
@@ -437,7 +436,7 @@ class Synchronizer:
         """Return what is chosen here, some of it anew while training goes on; for reports."""
         found = {"node_transport": self.buckets.node.name}
         if self.exchanges is not None:
-            found["wire"] = self.exchanges.wire
+            found["wire"], found["allreduce"] = self.exchanges.wire, self.exchanges.plan_name
             found["gradient_wire"] = self.compressor.wire if self._compresses else "fp32"
             restored = self.exchanges.step_restoration is not None
             found["step_restoration"] = (

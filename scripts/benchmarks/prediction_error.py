@@ -21,7 +21,7 @@ from daso.cli.train.report import versions
 from daso.plan.options import Exchange, Gradients, Settings, Wire
 from daso.plan.policies import Auto, Fixed
 from daso.plan.schedule import Policy
-from daso.predict.cluster import GRADIENTS, PORTIONS, Cluster, Job, exchange_bytes
+from daso.predict.cluster import GRADIENTS, PORTIONS, Cluster, Job, exchange_cost
 from daso.predict.link_rate import parse_rate
 from daso.predict.network import Link, vote_seconds
 from daso.predict.simulator import simulate
@@ -183,7 +183,9 @@ def _row(
     )
     outcome = simulate(job, cluster, way.policy, settings, steps=STEPS)
     synchronous = name == SYNCHRONOUS
-    sent = exchange_bytes(job.parameters, GRADIENTS if synchronous else outcome.wire, cluster.nodes)
+    sent = exchange_cost(
+        job.parameters, GRADIENTS if synchronous else outcome.wire, cluster.nodes
+    ).sent_bytes
     added = cluster.link.seconds(sent) / (1 if synchronous else outcome.skip)
     return {
         "name": name,

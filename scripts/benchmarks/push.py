@@ -12,7 +12,7 @@ from daso.cli.bench.rounds import over, take_turns
 from daso.comm.dtypes import byte_buffer
 from daso.comm.mpi import load
 from daso.comm.topology import Topology
-from daso.plan.slots import slots
+from daso.plan.cost_model import slots
 from daso.predict.network import Link
 from daso.predict.transfers import push_seconds
 

@@ -13,6 +13,7 @@ from minicluster.start import check_machine
 
 from benchmarks.hosts import hosts
 from daso.cli.bench import exchange, node, train
+from daso.cli.bench.command import PARAMETERS
 from daso.cli.bench.names import DDP, OURS
 from daso.cli.bench.places import run_here
 from daso.errors import ExchangeError
@@ -142,7 +143,7 @@ def measure(
         names = (OURS, DDP)
         return asdict(train.Plan("cnn", names, rounds, seconds, settle, link))
 
-    swap = asdict(exchange.Plan(exchange.PARAMETERS, rounds, LINK, BITS_PER_SECOND, rivals=False))
+    swap = asdict(exchange.Plan(PARAMETERS, rounds, LINK, BITS_PER_SECOND, rivals=False))
     with ExitStack() as stack:
         try:
             check_machine()

@@ -96,6 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument(
         "--rate", default="none", help="of every link: 1gbit, 100mbit; none (default)"
     )
+    start.add_argument("--racks", type=int, default=1, help="with a bridge of their own each (1)")
+    start.add_argument("--uplink", default="none", help="rate of each rack's link to the others")
     start.add_argument("--cpus", type=int, default=4, help="that each host declares (4)")
     start.add_argument(
         "--share",
@@ -105,7 +107,8 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="a folder in /tmp that the hosts shall see; may be given several times",
     )
-    change = add("rate", _rate, "change the rate of every link")
+    change = add("rate", _rate, "change the rate of every link, or of some hosts'")
+    change.add_argument("hosts", metavar="HOST", nargs="*", help="whose; all without it")
     change.add_argument("rate", metavar="R", help="10mbit, 2.5gbit, ...; none")
     add("status", _status, "show hosts, addresses, links and states")
     for name, text in (("cut", "pull a host's cable"), ("mend", "put it back")):
@@ -127,6 +130,8 @@ def _up(options: argparse.Namespace, folder: Path) -> None:
         hosts=options.hosts,
         cpus=options.cpus,
         rate=options.rate,
+        racks=options.racks,
+        uplink=options.uplink,
         share=tuple(str(share.resolve(strict=True)) for share in options.share),
     )
     up(cluster)
@@ -146,7 +151,7 @@ def _down(_: argparse.Namespace, folder: Path) -> None:
 
 
 def _rate(options: argparse.Namespace, folder: Path) -> None:
-    set_rate(folder, options.rate)
+    set_rate(folder, options.rate, options.hosts)
 
 
 def _cable(options: argparse.Namespace, folder: Path) -> None:
@@ -192,7 +197,9 @@ def _status(_: argparse.Namespace, folder: Path) -> None:
     said = states(cluster)
     print(f"{cluster.hosts} hosts of {cluster.cpus} CPUs, links at {cluster.rate}, in {folder}")
     for name in cluster.names:
-        print(f"  {name:<7} {cluster.address(name):<14} {cables[name]:<5} {said.get(name, '?')}")
+        link = cluster.rates.get(name, "") + ("" if cluster.racks == 1 else cluster.bridge(name))
+        what = f"{cables[name]:<5} {said.get(name, '?'):<6} {link}".rstrip()
+        print(f"  {name:<7} {cluster.address(name):<14} {what}")
     print(f"use it: export SLURM_CONF={cluster.path('slurm.conf')}; srun hostname")
 
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
@@ -160,7 +160,7 @@ def _connect(cluster: Minicluster, pids: Mapping[str, int]) -> None:
     call("ip", "-batch", "-", text=cluster.outer_link(pids[CONTROL]))
     control = inside(pids[CONTROL], "net")
     call(*control, "ip", "-batch", "-", text=cluster.inner_links(pids))
-    call(*control, "tc", "-batch", "-", text=cluster.port_shapes(cluster.rate))
+    call(*control, "tc", "-batch", "-", text=cluster.port_shapes())
 
 
 def _go(cluster: Minicluster, started: Mapping[str, Popen]) -> None:
@@ -239,25 +239,28 @@ def _last_lines(cluster: Minicluster, name: str) -> str:
     return " | ".join(_log(cluster, name).splitlines()[-5:]) or "nothing"
 
 
-def set_rate(folder: Path, rate: str) -> None:
-    """Change the rate of every link of a running cluster, at once.
+def set_rate(folder: Path, rate: str, hosts: Sequence[str] = ()) -> None:
+    """Change the rate of links of a running cluster, at once.
 
     Args:
         folder: Its state folder.
         rate: Such as ``"100mbit"``, or ``"none"``.
+        hosts: Whose links; without any all, and none has a rate of its own any more.
 
     Raises:
-        ConfigError: It is no rate, or no cluster is up there.
+        ConfigError: It is no rate, there is no such host, or no cluster is up there.
     """
     parse_rate(rate)
     cluster = running(folder)
+    own = {**cluster.rates, **dict.fromkeys(hosts, rate)}
+    cluster = replace(cluster, rates=own) if hosts else replace(cluster, rate=rate, rates={})
     with locked(folder):
-        write_record(folder, replace(cluster, rate=rate))
-        for name in cluster.names:
+        write_record(folder, cluster)
+        for name in hosts or cluster.names:
             shape = cluster.shape("eth0", rate).split()
             call(*inside(process_of(cluster, name), "net"), "tc", *shape)
         control = inside(process_of(cluster, CONTROL), "net")
-        call(*control, "tc", "-batch", "-", text=cluster.port_shapes(rate))
+        call(*control, "tc", "-batch", "-", text=cluster.port_shapes())
 
 
 def states(cluster: Minicluster) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from daso.errors import ConfigError
@@ -26,6 +26,9 @@ class Minicluster:
         hosts: How many.
         cpus: What each host declares to SLURM.
         rate: Of every host's link, in both directions: ``1gbit``, ``none``.
+        rates: Of links of single hosts that have another, by name.
+        racks: Groups of hosts with a bridge of their own; hosts fill them one after the other.
+        uplink: Rate of each rack's link to the others, in both directions.
         subnet: Third number of its addresses, 10.77.SUBNET.x.
         memory: Mebibytes that each host declares.
         share: Folders in /tmp that the hosts see nevertheless.
@@ -39,6 +42,9 @@ class Minicluster:
     subnet: int = 0
     memory: int = 1024
     share: tuple[str, ...] = ()
+    rates: Mapping[str, str] = field(default_factory=dict)
+    racks: int = 1
+    uplink: str = "none"
 
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= MAX_HOSTS:
@@ -50,7 +56,16 @@ class Minicluster:
             raise ConfigError(
                 f"the CPUs of a host must be from 1 to 1024, not {self.cpus}; --cpus 4 is usual"
             )
-        parse_rate(self.rate)
+        if not 1 <= self.racks <= self.hosts:
+            raise ConfigError(
+                f"the number of racks must be from 1 to that of hosts ({self.hosts}), not "
+                f"{self.racks}; --racks 2 is usual"
+            )
+        for rate in (self.rate, self.uplink, *self.rates.values()):
+            parse_rate(rate)
+        for name in self.rates:
+            if name not in self.names:
+                raise ConfigError(f"a host must be one of {', '.join(self.names)}, not {name!r}")
         _check_folder(self.folder)
         for folder in self.share:
             _check_name("a folder to share", folder, "move it")
@@ -270,14 +285,34 @@ class Minicluster:
             "link set bridge up",
             "link set outside master bridge up",
         ]
+        for rack in range(self.racks if self.racks > 1 else 0):
+            lines += [
+                f"link add rack{rack} type bridge forward_delay 0 mcast_snooping 0",
+                f"link set rack{rack} up",
+                f"link add down{rack} type veth peer name up{rack}",
+                f"link set down{rack} master bridge up",
+                f"link set up{rack} master rack{rack} up",
+            ]
         for name in self.names:
             lines.append(f"link add {name} type veth peer name eth0 netns {pids[name]}")
-            lines.append(f"link set {name} master bridge up")
+            lines.append(f"link set {name} master {self.bridge(name)} up")
         return "\n".join(lines)
 
-    def port_shapes(self, rate: str) -> str:
-        """Return lines for ``tc -batch``, in control: the bridge's end of every link."""
-        return "\n".join(self.shape(name, rate) for name in self.names)
+    def bridge(self, name: str) -> str:
+        """Return the bridge that a host's link ends at."""
+        rack = self.names.index(name) * self.racks // self.hosts
+        return f"rack{rack}" if self.racks > 1 else "bridge"
+
+    def rate_of(self, name: str) -> str:
+        """Return the rate of a host's link."""
+        return self.rates.get(name, self.rate)
+
+    def port_shapes(self) -> str:
+        """Return lines for ``tc -batch``, in control: the bridges' ends of every link."""
+        ports = [self.shape(name, self.rate_of(name)) for name in self.names]
+        for rack in range(self.racks if self.racks > 1 else 0):
+            ports += [self.shape(f"{end}{rack}", self.uplink) for end in ("up", "down")]
+        return "\n".join(ports)
 
     def shape(self, device: str, rate: str) -> str:
         """Return the ``tc`` words that hold a device to a rate."""

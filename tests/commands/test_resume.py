@@ -17,7 +17,7 @@ SCHEDULE = [
     "--schedule.policy=fixed",
     "--schedule.skip=4",
     "--schedule.wait=1",
-    "--exchange.reduce=ordered",
+    "--exchange.algorithm=direct",
 ]
 EPOCHS = 16  # long enough to be asked in the middle of it, on any machine
 COMMON = ["--data.name=digits", f"--epochs={EPOCHS}", *SCHEDULE]

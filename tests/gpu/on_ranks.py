@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
 ]
 
-ORDERED = daso.Exchange(reduce="ordered", chunk_bytes=512)
+ORDERED = daso.Exchange(algorithm="direct", chunk_bytes=512)
 
 
 @pytest.fixture

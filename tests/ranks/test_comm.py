@@ -7,22 +7,23 @@ from mpi4py import MPI
 from worlds import ANY
 
 from daso.comm.allreduce import (
-    OnDevice,
     PairwiseExchange,
     ReduceScatterAllGather,
     deterministic_allreduce,
     iallreduce,
-    window,
 )
 from daso.comm.compression import PIECE, Cast, codec_named
 from daso.comm.emulation import CopyLink
 from daso.comm.engine import Engine
 from daso.comm.health.control_messages import ControlChannel
 from daso.comm.health.liveness import LivenessProbe
+from daso.comm.multilevel_allreduce import SequentialAllReduce
 from daso.comm.node.select import choose_device
 from daso.comm.node.shm import ShmNode
-from daso.comm.reduction import CPU, BufferPool, Row, WeightedMean, cut, in_process
+from daso.comm.ordered_allreduce import OnDevice, window
+from daso.comm.reduction import CPU, BufferPool, Row
 from daso.errors import ExchangeError, StallError, TopologyError
+from daso.plan.allreduce_plan import AllReducePlan, Level, direct_plan
 from daso.plan.layout import Span, chunk_parts, split
 from daso.plan.merge import ADOPT, KEEP
 from daso.train.deltas.shard import DeltaShard, MergeOptions
@@ -86,6 +87,19 @@ def test_node_sizes_that_do_not_add_up_are_refused_on_all_ranks(rank_info):
 # --- exchange ----------------------------------------------------------------------------------
 
 
+def cut(numel, size, chunk):
+    """Cut a row as ranks do that exchange directly."""
+    return chunk_parts(numel, direct_plan(size).parts, chunk)
+
+
+def plans(size):
+    """Return plans of all kinds for so many ranks."""
+    ways = ("scatter", "whole", "ring")
+    levels = [(Level(2, first), Level(2, second)) for first in ways for second in ways]
+    several = [AllReducePlan(one) for one in levels] if size == 4 else []
+    return [direct_plan(size), AllReducePlan((Level(size, "ring"),)), *several]
+
+
 @pytest.mark.nodes(*ANY)
 @pytest.mark.parametrize("numel", [0, 1, 5, 1000, 10_001])
 @pytest.mark.parametrize("chunk", [1_000_000, 333, 7])
@@ -102,7 +116,7 @@ def test_an_ordered_mean_equals_the_sequential_one_bit_for_bit(
         topology.world_comm, Cast(dtype, dtype), weights, sum(weights)
     )
     mine = rows[rank_info.rank].clone()
-    sent = engine.run(exchange.run(Row(mine), chunk_parts(numel, size, chunk)))
+    sent = engine.run(exchange.run(Row(mine), cut(numel, size, chunk)))
     assert torch.equal(mine, sequential_mean(rows, weights, sum(weights)))
     assert isinstance(exchange, PairwiseExchange if size == 2 else ReduceScatterAllGather)
     if numel == 1000 and chunk > numel and size in (2, 4):
@@ -131,7 +145,7 @@ def test_messages_move_while_a_device_adds(topology, engine):
         world, Cast(torch.float32), [1] * rank_info.world_size, rank_info.world_size, where=where
     )
     mine = torch.full((1000,), float(rank_info.rank))
-    engine.run(exchange.run(Row(mine), chunk_parts(1000, rank_info.world_size, 300)))
+    engine.run(exchange.run(Row(mine), cut(1000, rank_info.world_size, 300)))
     for request in requests:
         request.Wait()
     assert torch.equal(mine, torch.full((1000,), (rank_info.world_size - 1) / 2))
@@ -147,7 +161,7 @@ def test_iallreduce_is_near_the_mean_and_the_same_on_all_ranks(topology, engine,
     work = iallreduce(
         topology.world_comm,
         Row(mine),
-        chunk_parts(1003, size, chunk),
+        chunk_parts(1003, 1, chunk),
         weights[rank_info.rank],
         sum(weights),
     )
@@ -159,22 +173,22 @@ def test_iallreduce_is_near_the_mean_and_the_same_on_all_ranks(topology, engine,
 @pytest.mark.nodes(*ANY)
 def test_iallreduce_keeps_more_chunks_apart_than_are_under_way(topology, engine):
     rank_info, size = topology.rank_info, topology.world_size
-    kept, chunks = BufferPool(window(size)), chunk_parts(1100, size, 100)
+    kept, chunks = BufferPool(window(size)), chunk_parts(1100, 1, 100)
     assert len(chunks) > kept.window
     part = DeltaShard(torch.zeros(1100), MergeOptions())
     for seed in (1, 2):
         rows = rows_of_all_ranks(size, 1100, seed=seed)
         expected = sequential_mean([row - part.reference for row in rows], [1] * size, size)
         expected += part.reference
-        encode(part, Cast(torch.float32), chunks, 2, rows[rank_info.rank], keeps=True)
+        encode(part, Cast(torch.float32), chunks, rows[rank_info.rank], keeps=True)
         engine.run(iallreduce(topology.world_comm, part, chunks, 1, size, kept))
         torch.testing.assert_close(part.reference, expected)
         # What a merge that keeps local work adds.
         torch.testing.assert_close(part.shown, part.reference - rows[rank_info.rank])
 
 
-def encode(part, codec, chunks, peers, x, *, keeps):
-    spans = [span for parts in cut(chunks, peers) for span in parts]
+def encode(part, codec, chunks, x, *, keeps):
+    spans = [span for parts in chunks for span in parts]
     part.send(codec, spans, lambda a, b, row: row.copy_(x[a:b]), keeps=keeps)
     assert part.first_nonfinite(part.checks().tolist()) is None
 
@@ -186,7 +200,7 @@ def test_a_small_wire_never_freezes_a_weight(topology, engine, wire, keeps):
     rank_info, size = topology.rank_info, topology.world_size
     part = DeltaShard(torch.ones(37), MergeOptions())
     part.reference.fill_(1.0)
-    x, rounded, chunks = torch.ones(37), {}, chunk_parts(37, size, 10)
+    x, rounded, chunks = torch.ones(37), {}, cut(37, size, 10)
     exchange = deterministic_allreduce(
         topology.world_comm, codec_named(wire), [1] * size, size, rounded
     )
@@ -196,7 +210,7 @@ def test_a_small_wire_never_freezes_a_weight(topology, engine, wire, keeps):
     for mean in [exchange] * 100 + [dense] * (wire == "topk"):
         if mean is exchange:
             x = x - 0.001 * (1 + rank_info.rank)
-        encode(part, mean.codec, chunks, size, x, keeps=keeps)
+        encode(part, mean.codec, chunks, x, keeps=keeps)
         engine.run(mean.run(part, chunks))
         part.finish()
         part.show(KEEP if keeps else ADOPT)
@@ -215,35 +229,40 @@ def test_a_small_wire_never_freezes_a_weight(topology, engine, wire, keeps):
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "int8", "int4", "topk"])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_many_rows_in_one_process_get_the_same_bits(topology, engine, wire, keeps):
-    rank_info, size, codec = topology.rank_info, topology.world_size, codec_named(wire)
-    rows = rows_of_all_ranks(size, 9001, seed=3)
-    weights, chunks = [1 + rank % 2 for rank in range(size)], chunk_parts(9001, size, 5000)
-    parts = [DeltaShard(torch.empty(9001), MergeOptions()) for _ in rows]
-    mine = DeltaShard(torch.empty(9001), MergeOptions())
-    exchange = deterministic_allreduce(topology.world_comm, codec, weights, sum(weights))
-    adder = WeightedMean(codec, weights, sum(weights), {})
+    for plan in plans(topology.world_size):
+        look_for_the_same_bits(topology, engine, codec_named(wire), plan, keeps=keeps)
+
+
+def look_for_the_same_bits(topology, engine, codec, plan, *, keeps):
+    rank, size = topology.rank, topology.world_size
+    rows = rows_of_all_ranks(size, 20_001, seed=3)
+    weights, chunks = [1 + rank % 2 for rank in range(size)], plan.chunks(20_001, 5000)
+    parts = [DeltaShard(torch.empty(20_001), MergeOptions()) for _ in rows]
+    mine = DeltaShard(torch.empty(20_001), MergeOptions())
+    exchange = deterministic_allreduce(topology.world_comm, codec, weights, sum(weights), plan=plan)
+    means = SequentialAllReduce(codec, weights, sum(weights), plan, [{} for _ in rows])
     for _ in range(3):
-        encode(mine, codec, chunks, size, rows[rank_info.rank], keeps=keeps)
+        encode(mine, codec, chunks, rows[rank], keeps=keeps)
         nbytes = engine.run(exchange.run(mine, chunks))
         for part, row in zip(parts, rows, strict=True):
-            encode(part, codec, chunks, size, row, keeps=keeps)
-        everybody = in_process(parts, adder, chunks)
-        assert sum(topology.world_comm.allgather(nbytes)) == everybody
-        same = parts[rank_info.rank]
+            encode(part, codec, chunks, row, keeps=keeps)
+        everybody = means.run(parts, chunks)
+        assert sum(topology.world_comm.allgather(nbytes)) == everybody, plan.name
+        same = parts[rank]
         for one in (mine, same):
             one.finish()
-        assert torch.equal(mine.reference, same.reference)
+        assert torch.equal(mine.reference, same.reference), plan.name
         if keeps:
-            assert torch.equal(mine.shown, same.shown)
+            assert torch.equal(mine.shown, same.shown), plan.name
         elif not codec.exact:
-            assert torch.equal(mine.residual, same.residual)
+            assert torch.equal(mine.residual, same.residual), plan.name
 
 
 def test_two_exchanges_in_flight_do_not_mix(topology, engine):
     size = topology.world_size
     one, two = (rows_of_all_ranks(size, 500, seed=seed) for seed in (1, 2))
     exchange = deterministic_allreduce(topology.world_comm, Cast(torch.float32), [1] * size, size)
-    chunks = chunk_parts(500, size, 64)
+    chunks = cut(500, size, 64)
     mine = [rows[topology.rank].clone() for rows in (one, two)]
     handles = [engine.submit(exchange.run(Row(row), chunks)) for row in mine]
     for handle in reversed(handles):

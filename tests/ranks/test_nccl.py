@@ -127,7 +127,7 @@ def test_all_ranks_launch_the_same_after_what_they_need(topology, nccl, policy):
     rank_info = topology.rank_info
     torch.manual_seed(0)
     model = torch.nn.Sequential(mlp(), torch.nn.Linear(3, 3))
-    exchange = daso.Exchange(reduce="ordered", chunk_bytes=64)
+    exchange = daso.Exchange(algorithm="direct", chunk_bytes=64)
     with daso.DASO(
         sgd(model),
         module=model,

@@ -9,7 +9,7 @@ from sequential import Sequential
 
 import daso
 
-ORDERED = daso.Exchange(reduce="ordered", chunk_bytes=512)
+ORDERED = daso.Exchange(algorithm="direct", chunk_bytes=512)
 
 
 def assert_equal_to_oracle(model, oracle, node):

@@ -287,7 +287,7 @@ class Sequential:
         return x.lerp(g, nodes / (2 * waited + nodes))
 
     def join(self, _: int) -> None:
-        """Average the inner optimizers' state over ranks, in rank order."""
+        """Average the inner optimizers' state: over the ranks of each node, then over nodes."""
         if len(self.models) == 1:
             return
         for key in range(len(self.params(0))):
@@ -299,8 +299,10 @@ class Sequential:
     def join_tensor(self, values: list[torch.Tensor]) -> None:
         total, first = None, wide(values[0]).clone()
         for value, size in zip(values, self.node_sizes, strict=True):
+            of_node = None
             for _ in range(size):
-                total = add(total, wide(value) - first)
+                of_node = add(of_node, wide(value) - first)
+            total = add(total, of_node)
         assert total is not None
         for value in values:
             value.copy_(divided(total, sum(self.node_sizes)) + first)

@@ -24,7 +24,7 @@ FOR_ALL |= {"workers"}
 TRAINING = {"daso.comm", "daso.plan", "torch"}
 ROOMS = {
     "plan": set(),
-    "comm": {"mpi4py", "cupy", "numpy", "torch", "triton"},
+    "comm": {"daso.plan", "mpi4py", "cupy", "numpy", "torch", "triton"},
     "data": {"numpy", "torch", "sklearn"},
     "train": TRAINING,
     "checkpoint": TRAINING,
@@ -147,7 +147,7 @@ TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {}"
         ("daso.plan.x", TYPES.format("import torch"), "torch"),
         ("daso.memory.planner", "import torch", "torch"),
         ("daso.server.plan", "import daso.server.hooks", "daso.server.hooks"),
-        ("daso.comm.x", "from daso.plan.layout import split", "daso.plan.layout.split"),
+        ("daso.comm.x", "from daso.train.optimizer import DASO", "daso.train.optimizer.DASO"),
         ("daso.server.x", "import daso.flow.model.graph", "daso.flow.model.graph"),
         ("daso.train.x", "from mpi4py import MPI", "mpi4py.MPI"),
         ("daso.train.x", TYPES.format("import cupy"), "cupy"),

@@ -430,7 +430,7 @@ def test_bytes_between_nodes_are_what_the_wire_promises(topology, rank_info):
     sent = {}
     sizes = {"bf16": 2, "fp32": 4, "int8": 1 + 1 / 32, "int4": 0.5 + 1 / 32}
     for wire in sizes:
-        exchange = daso.Exchange(reduce="ordered")
+        exchange = daso.Exchange(algorithm="direct")
         optimizer = wrap(topology, model, policy=daso.Fixed(2, 0), wire=wire, exchange=exchange)
         for _ in range(6):
             optimizer.zero_grad()
@@ -811,7 +811,7 @@ def test_checkpoints_of_shared_weights_give_the_mean_gradient(topology, rank_inf
     [
         ({"wire": "int3"}, "wire must be one of auto, fp32, bf16, fp16, int8, int4"),
         ({"merge": "average"}, "merge must be one of auto, daso, delta, eager"),
-        ({"exchange": daso.Exchange(reduce="iallreduce")}, "needs wire='fp32'"),
+        ({"exchange": daso.Exchange(algorithm="mpi")}, "needs wire='fp32'"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_sent(topology, options, match):

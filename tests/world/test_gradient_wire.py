@@ -184,7 +184,7 @@ def test_a_phase_that_is_hidden_comes_and_goes_as_on_simulated_nodes(topology):
         ({"wire": "bf16", "reducer": "host"}, {}),
         ({"wire": "fp16"}, {}),
         ({"wire": "topk"}, {}),
-        ({"wire": "int4"}, {"reduce": "iallreduce"}),
+        ({"wire": "int4"}, {"algorithm": "mpi"}),
     ],
 )
 def test_what_cannot_cross_so_is_refused(topology, gradients, exchange):

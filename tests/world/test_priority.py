@@ -26,7 +26,7 @@ FREE = {
     "priority": {"reducer": "prioritized", "bucket_bytes": 64},
     "host": {"reducer": "host", "step": "layerwise", "bucket_bytes": 64},
 }
-ORDERED = daso.Exchange(reduce="ordered")
+ORDERED = daso.Exchange(algorithm="direct")
 
 
 class Attention(nn.Module):

@@ -34,7 +34,9 @@ def test_they_have_the_same_bits(
     topology, make, policy, wire, gradient_wire, merge, outer, fragments
 ):
     rank_info, build = topology.rank_info, seeded(mlp)
-    exchange = daso.Exchange(reduce="ordered", chunk_bytes=ORDERED.chunk_bytes, fragments=fragments)
+    exchange = daso.Exchange(
+        algorithm="direct", chunk_bytes=ORDERED.chunk_bytes, fragments=fragments
+    )
     gradients = daso.Gradients(wire=gradient_wire)
     settings = Settings(
         wire=wire,

@@ -54,7 +54,7 @@ def through_a_file(state):
 def test_a_run_resumed_anywhere_has_the_same_bits(
     topology, policy, fragments, gradient_wire, options
 ):
-    exchange = daso.Exchange(reduce="ordered", chunk_bytes=512, fragments=fragments)
+    exchange = daso.Exchange(algorithm="direct", chunk_bytes=512, fragments=fragments)
 
     def start(seed):
         torch.manual_seed(seed)

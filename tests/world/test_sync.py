@@ -80,7 +80,7 @@ def test_any_bucket_and_chunk_size_gives_the_same_bits(topology, size):
             module=model,
             topology=topology,
             policy=policy,
-            exchange=daso.Exchange(reduce="ordered", chunk_bytes=chunk_bytes),
+            exchange=daso.Exchange(algorithm="direct", chunk_bytes=chunk_bytes),
             gradients=daso.Gradients(bucket_bytes=bucket_bytes),
         ) as optimizer:
             for step in range(6):
@@ -107,7 +107,7 @@ def test_iallreduce_stays_near_the_oracle_and_identical(topology, dtype, order):
             policy=policy,
             wire="fp32",
             merge="daso",
-            exchange=daso.Exchange(reduce="iallreduce"),
+            exchange=daso.Exchange(algorithm="mpi"),
             gradients=daso.Gradients(reducer=order),
         ) as optimizer:
             for step in range(10):

@@ -22,7 +22,7 @@ def train(
         module=model,
         topology=topology,
         policy=policy,
-        exchange=daso.Exchange(reduce="ordered"),
+        exchange=daso.Exchange(algorithm="direct"),
         gradients=daso.Gradients(**how),
     ) as optimizer:
         for step in range(steps):

@@ -15,6 +15,7 @@ from daso.plan.strict import json_by_rows
 __all__ = ["MODELS", "Add", "add_links", "add_parser", "add_steps", "adder"]
 
 MODELS = ("cnn", "resnet18", "gpt", "tiny")
+PARAMETERS = 4_575_000  # whose exchange is measured: 18.3 MB of fp32
 Found = list[dict[str, Any]]
 Run = Callable[[argparse.Namespace], Measured]
 Add = Callable[[str, str], argparse.ArgumentParser]
@@ -34,6 +35,12 @@ def add_parser(parser: argparse.ArgumentParser, hosts: Hosts | None = None) -> A
     exchange = add("exchange", "one exchange between nodes; on a link, against its limit")
     add_links(exchange, "1gbit" if hosts else HERE)
     exchange.add_argument("--nodes", default="2,3,4", help="how many, by commas (2,3,4)")
+    exchange.add_argument(
+        "--algorithm", default="auto", help="how the mean is taken, by commas (auto)"
+    )
+    exchange.add_argument(
+        "--parameters", type=int, default=PARAMETERS, help=f"of the model ({PARAMETERS})"
+    )
     node = add("node", "the mean of a buffer over the ranks of this machine")
     node.add_argument("--ranks", type=int, default=2, help="how many (2)")
     node.add_argument("--mebibytes", type=float, default=8, help="of the buffer, fp32 (8)")

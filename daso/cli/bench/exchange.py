@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,15 +14,15 @@ from daso.cli.bench.rounds import sent_bytes, take_turns
 from daso.comm.allreduce import deterministic_allreduce
 from daso.comm.compression import codec_named
 from daso.comm.engine import Engine
-from daso.comm.reduction import Row, cut
+from daso.comm.reduction import Row
 from daso.comm.topology import Topology
-from daso.plan.layout import message_chunks
+from daso.plan.allreduce_plan import Algorithm
+from daso.plan.cost_model import choose_plan
 from daso.plan.options import Exchange
 from daso.train.deltas.shard import DeltaShard, MergeOptions, message_numel
 
-__all__ = ["PARAMETERS", "Plan", "figures", "limit_seconds", "measure", "ratios", "table"]
+__all__ = ["Plan", "figures", "limit_seconds", "measure", "ratios", "table"]
 
-PARAMETERS = 4_575_000  # elements: 18.3 MB of fp32
 WIRES = ("fp32", "bf16", "int8", "int4")
 
 
@@ -36,6 +36,7 @@ class Plan:
         link: For people.
         bits_per_second: Of every link; 0 where there is no limit.
         rivals: Whether MPI's Allreduce and gloo take turns too.
+        algorithms: How the mean is taken, by turns; see `daso.Exchange`.
     """
 
     numel: int
@@ -43,6 +44,7 @@ class Plan:
     link: str
     bits_per_second: float
     rivals: bool = True
+    algorithms: Sequence[Algorithm] = ("auto",)
 
 
 def limit_seconds(nbytes: float, nodes: int, bits_per_second: float) -> float:
@@ -63,7 +65,11 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     engine = Engine(Exchange().timeout_seconds, lambda: "a rank is missing")
     comm = world.Dup()
     kinds: dict[str, Callable[[], float | None]] = {
-        wire: _ordered(wire, plan.numel, engine, comm, size) for wire in WIRES
+        wire if algorithm == "auto" else f"{wire}, {algorithm}": _ordered(
+            wire, plan.numel, engine, comm, size, algorithm
+        )
+        for wire in WIRES
+        for algorithm in plan.algorithms
     }
     if plan.rivals:
         join_process_group(topology)
@@ -96,12 +102,13 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
 
 
 def _ordered(
-    wire: str, numel: int, engine: Engine, comm: Any, size: int
+    wire: str, numel: int, engine: Engine, comm: Any, size: int, algorithm: Algorithm
 ) -> Callable[[], float | None]:
     """Return what exchanges a row, and gives the seconds that packing it took before."""
     codec = codec_named(wire)
-    chunks = message_chunks(message_numel(codec, Exchange().chunk_bytes), numel, size)
-    exchange = deterministic_allreduce(comm, codec, [1] * size, size, {})
+    plan = choose_plan(algorithm, size, codec.nbytes(numel))
+    chunks = plan.chunks(numel, message_numel(codec, Exchange().chunk_bytes))
+    exchange = deterministic_allreduce(comm, codec, [1] * size, size, {}, plan=plan)
     if codec.exact:
         row = Row(torch.ones(numel))
 
@@ -110,7 +117,7 @@ def _ordered(
 
         return run_exact
     part, values = DeltaShard(torch.ones(numel), MergeOptions()), torch.ones(numel)
-    spans = [span for parts in cut(chunks, size) for span in parts]
+    spans = [span for parts in chunks for span in parts]
 
     def run() -> float:
         start = time.perf_counter()

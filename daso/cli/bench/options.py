@@ -3,9 +3,10 @@
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from daso.errors import ConfigError
+from daso.plan.allreduce_plan import Algorithm
 from daso.predict.link_rate import parse_rate
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "above_zero",
+    "algorithms",
     "counts",
     "links",
     "measured",
@@ -78,6 +80,15 @@ def nodes(text: str) -> list[int]:
     if not all(word.strip().isdecimal() and int(word) > 1 for word in words):
         raise ConfigError(f"--nodes must be numbers from 2 up such as 2,3,4, not {text!r}")
     return [int(word) for word in words]
+
+
+def algorithms(text: str) -> list[Algorithm]:
+    """Return the algorithms of exchanges that were asked for, by commas."""
+    known = [name for name in get_args(Algorithm) if name != "mpi"]
+    found = [word.strip() for word in text.split(",")]
+    if not set(found) <= set(known):
+        raise ConfigError(f"--algorithm must be of {', '.join(known)}, by commas, not {text!r}")
+    return [name for name in get_args(Algorithm) if name in found]
 
 
 def rates(name: str, text: str) -> list[float]:

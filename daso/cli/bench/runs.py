@@ -50,10 +50,12 @@ def _exchange(chosen: argparse.Namespace) -> Measured:
         options.nodes(chosen.nodes),
         options.rounds(chosen),
     )
+    options.positive(chosen, "parameters")
+    algorithms = options.algorithms(chosen.algorithm)
 
     def plan(link: str) -> dict[str, Any]:
-        rivals = not chosen.quick
-        return asdict(exchange.Plan(exchange.PARAMETERS, rounds, link, options.rate(link), rivals))
+        rate, rivals = options.rate(link), not chosen.quick
+        return asdict(exchange.Plan(chosen.parameters, rounds, link, rate, rivals, algorithms))
 
     for one in options.measured(chosen, "daso.cli.bench.exchange", links, nodes, plan, 1):
         yield one, exchange.table(one) + "\n", exchange.figures(one)

@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 
 from daso.checks import Rule, check, number, whole
 from daso.errors import ConfigError
+from daso.plan.allreduce_plan import Algorithm
 from daso.plan.merge import MergeName
 from daso.plan.options import BucketRule, Exchange, Gradients, Settings, Wire
 from daso.plan.policies import Auto, Fixed, Plateau, Qsr
@@ -123,7 +124,7 @@ class ExchangeConfig:
         outer_lr: The outer optimizer's learning rate.
         outer_momentum: The outer optimizer's momentum.
         fragments: Parts of the model that take turns.
-        reduce: Who adds fp32: MPI's iallreduce, or ordered, to the same bits everywhere.
+        algorithm: How the mean over nodes is taken; mpi: by MPI, in an order of its own.
         chunk_bytes: Bytes of a message between nodes.
         bucket_bytes: Bytes of a bucket of gradients inside a node; auto: 25 MiB on GPUs and 1 MiB
             elsewhere; search: searched while training.
@@ -142,7 +143,7 @@ class ExchangeConfig:
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     fragments: int = 1
-    reduce: Literal["auto", "iallreduce", "ordered"] = "auto"
+    algorithm: Algorithm = "auto"
     chunk_bytes: int = Exchange().chunk_bytes
     bucket_bytes: int | BucketRule = "auto"
     reducer: Literal["bucketed", "prioritized", "host"] = "bucketed"
@@ -249,7 +250,7 @@ class Config:
             merge=_merge(exchange.merge),
             outer=exchange.outer != "none",
             exchange=Exchange(
-                reduce=exchange.reduce,
+                algorithm=exchange.algorithm,
                 chunk_bytes=exchange.chunk_bytes,
                 nonfinite=exchange.nonfinite,
                 timeout_seconds=exchange.timeout_seconds,

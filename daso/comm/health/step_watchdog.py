@@ -2,9 +2,11 @@
 
 A rank that has taken its last step and comes to a meeting of all ranks (`synchronize`, `end_epoch`)
 waits there for others that may still be stepping, and they wait for it in an average. Whoever has
-waited in vain for a while at a meeting rings: it tells all others after how many steps it came. Who
-waits inside a later step then knows that the step will never be complete, gives up, and says so to
-all. Nothing is sent as long as nobody waits that long.
+waited in vain for a while at a meeting rings: it tells its neighbours after how many steps it came.
+Who waits inside a later step then knows that the step will never be complete, gives up, and says so
+to its neighbours, who pass it on. Neighbours are the ranks at distances of 1, 2, 4 ...: of ranks in
+two places some are always neighbours, and each sends 2 log2(ranks) messages. Nothing is sent as
+long as nobody waits that long.
 """
 
 import threading
@@ -18,10 +20,17 @@ from daso.errors import ExchangeError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["LATE_SECONDS", "StepWatchdog"]
+__all__ = ["LATE_SECONDS", "StepWatchdog", "neighbours"]
 
 LATE_SECONDS = 2.0  # of waiting before anybody rings or listens
 MEETING, GIVEN_UP = 1, 2  # tags
+
+
+def neighbours(rank: int, ranks: int) -> list[int]:
+    """Return the other ranks at distances of powers of two, on a ring of all."""
+    distances = [1 << bit for bit in range(ranks.bit_length()) if 1 << bit < ranks]
+    both = {(rank + sign * distance) % ranks for distance in distances for sign in (1, -1)}
+    return sorted(both - {rank})
 
 
 class StepWatchdog:
@@ -35,6 +44,7 @@ class StepWatchdog:
 
     def __init__(self, world: "MPI.Comm") -> None:
         self._notes = ControlChannel(world)
+        self._neighbours = neighbours(self._notes.rank, world.Get_size())
         self.steps = 0  # that this rank has taken or is in the middle of
         self.at_meeting = False
         self._meetings = 0  # that are over: the same on all ranks that are not out of step
@@ -67,13 +77,14 @@ class StepWatchdog:
                 raise ExchangeError(self._verdict)
 
     def _tell(self, tag: int, *numbers: int) -> None:
-        for rank in self._notes.others:
+        for rank in self._neighbours:
             self._notes.send(rank, tag, *numbers)
 
     def _listen(self) -> None:
         for source, tag, numbers in self._notes.arrived():
             if tag == GIVEN_UP:
                 self._verdict = _text(*numbers)
+                self._tell(GIVEN_UP, *numbers)
             elif numbers[1] < self._meetings:  # it was waiting for this rank, which came
                 continue
             # A rank that came after fewer steps than this one is in will never join it; two that

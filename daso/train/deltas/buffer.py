@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from daso.comm.allreduce import OnDevice, iallreduce
+from daso.comm.allreduce import iallreduce
 from daso.comm.compression import EVEN, Cast, codec_named, dense_codec
 from daso.comm.engine import Work
 from daso.comm.node.base import NodeTransport
-from daso.comm.reduction import cut
+from daso.comm.ordered_allreduce import OnDevice
+from daso.comm.reduction import whole
 from daso.errors import told
-from daso.plan.layout import Span, message_chunks, pieces, split
+from daso.plan.layout import Span, pieces, split
 from daso.plan.merge import ADOPT, KEEP, Merge
 from daso.train.channels import Channels
 from daso.train.deltas.fused import Fused
@@ -89,19 +90,22 @@ class DeltaBuffer:
         self.crossing = crossing_of(self.part, where, self.rounded)
         wires, rounded = channels.settings.wires, self.rounded
         codecs = {wire: codec_named(wire, dtype) for wire in wires}
-        self.wired = {wire: channels.ordered(one, rounded, where) for wire, one in codecs.items()}
+        # One plan and one cut for all wires: what is rounded away lies in its parts.
+        plan = self.plan = channels.plan(codecs[wires[0]].nbytes(self.spans[0].numel))
+        self.wired = {
+            wire: channels.ordered(one, rounded, where, plan) for wire, one in codecs.items()
+        }
         self.dense = None
         if channels.settings.sparse:
-            self.dense = channels.ordered(dense_codec(wires[0], dtype), rounded, where)
+            self.dense = channels.ordered(dense_codec(wires[0], dtype), rounded, where, plan)
         self.mean = self.wired[wires[0]]  # of the exchange that was started last
-        # One cut for all wires: what is rounded away lies in its parts.
         least = 1 if copies is None else LEAST
         message = message_numel(self.mean.codec, channels.settings.exchange.chunk_bytes, least)
-        peers = len(self.mean.adder.weights)
-        self.chunks = message_chunks(message, self.span.numel, peers, even)
-        # MPI adds rows as they are, and takes chunks whole, as two peers do.
-        self.summed = Cast(dtype, dtype) if channels.settings.delta_reduce == "iallreduce" else None
-        self.cuts = cut(self.chunks, peers if self.summed is None else 2)
+        self.chunks = plan.chunks(self.span.numel, message, even)
+        # MPI adds rows as they are, and takes chunks whole.
+        self.summed = Cast(dtype, dtype) if channels.settings.by_mpi else None
+        if self.summed is not None:
+            self.chunks = tuple((Span(*whole(parts)),) for parts in self.chunks)
         self.packing = None if copies is None else self._fuse()  # how, where that is on a device
 
     def _views(self, span: Span, row: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -136,7 +140,7 @@ class DeltaBuffer:
     @property
     def _spans(self) -> list[tuple[int, int]]:
         """What has a payload of its own."""
-        return [span for parts in self.cuts for span in parts]
+        return [span for parts in self.chunks for span in parts]
 
     def _lanes_views(self) -> list[tuple[torch.Tensor, int]]:
         """Return the parameters' elements in this lane's part, and where each begins in it."""
@@ -226,7 +230,7 @@ class DeltaBuffer:
         else:
             weight, total = mean.adder.weights[mean.comm.Get_rank()], mean.adder.total
             nbytes = yield from iallreduce(
-                *(mean.comm, self.crossing, self.cuts, weight, total, mean.crossing, mean.where)
+                *(mean.comm, self.crossing, self.chunks, weight, total, mean.crossing, mean.where)
             )
         return Measured(nbytes, *(yield from self.crossing.finish()))
 

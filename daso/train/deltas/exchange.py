@@ -151,7 +151,7 @@ class Exchanges:
     def anchor(self, batch: int) -> None:
         """Take the parameters, equal everywhere, as the reference."""
         norms = [row.anchor() for row in self._rows_of(None)]
-        size, known = self.coordinator.gather(sum(norms))[0] or 1.0, self._known
+        size, known = self.coordinator.first(sum(norms)) or 1.0, self._known
         self._known = ExchangeState(size=size, wire=known.wire, own_seconds=known.own_seconds)
         self._known.since = [batch] * self.settings.exchange.fragments
 
@@ -354,6 +354,13 @@ class Exchanges:
     def wire(self) -> str:
         """The wire of the next exchange."""
         return self._known.wire or self.settings.wires[0]
+
+    @property
+    def plan_name(self) -> str:
+        """How the mean of the largest row is taken, in words."""
+        if self.settings.by_mpi:
+            return "MPI's"
+        return max(self._rows_of(None), key=lambda row: row.layout.numel).plan.name
 
     @property
     def packing(self) -> str | None:

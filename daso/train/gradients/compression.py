@@ -9,17 +9,21 @@ from dataclasses import dataclass
 
 import torch
 
-from daso.comm.allreduce import DeterministicAllReduce, OnDevice
+from daso.comm.allreduce import DeterministicAllReduce
 from daso.comm.compression import PIECE, Cast, Codec, Fields, codec_named, encode_gradients, pieces
 from daso.comm.device.staging import Arrived, DeviceStaging
 from daso.comm.engine import Work
-from daso.comm.reduction import CPU, Chunks, SendBuffer, Spans, cut
-from daso.plan.layout import Span, message_chunks
+from daso.comm.ordered_allreduce import OnDevice
+from daso.comm.reduction import CPU, Chunks, SendBuffer, Spans
+from daso.plan.allreduce_plan import AllReducePlan
+from daso.plan.layout import Span
 from daso.train.deltas.shard import message_numel
 
 __all__ = ["Averaged", "CompressedSum", "GradientCompressor", "compressed_chunks"]
 
-Ordered = Callable[[Codec, dict[int, torch.Tensor], OnDevice | None], DeterministicAllReduce]
+Ordered = Callable[
+    [Codec, dict[int, torch.Tensor], OnDevice | None, AllReducePlan], DeterministicAllReduce
+]
 Key = tuple[torch.dtype, int]  # of the gradients in a row, and where a part of it starts
 
 
@@ -109,10 +113,10 @@ class CompressedSum:
 
 
 def compressed_chunks(
-    codec: Codec, chunk_bytes: int, start: int, numel: int, nodes: int, *, least: int = 1
+    codec: Codec, chunk_bytes: int, start: int, numel: int, plan: AllReducePlan, *, least: int = 1
 ) -> Chunks:
     """Return the chunks in which a part of a row crosses."""
-    chunks = message_chunks(message_numel(codec, chunk_bytes, least), numel, nodes)
+    chunks = plan.chunks(numel, message_numel(codec, chunk_bytes, least))
     return [[Span(a + start, b + start) for a, b in parts] for parts in chunks]
 
 
@@ -121,10 +125,10 @@ class GradientCompressor:
 
     Args:
         wire: "bf16", "int8" or "int4".
-        nodes: How many take part.
+        plan: Says how nodes take means of so many bytes on the wire.
         chunk_bytes: Of a message.
-        ordered: Makes what takes means of sums over nodes, of a codec, what owners round away, and
-            the device of sums.
+        ordered: Makes what takes means of sums over nodes, of a codec, what is rounded away, the
+            device of sums, and a plan.
         mean: Replaces a small sum over a node by the mean over the world, exactly; work for the
             engine.
         least: Numbers of a message at the least; the same on all nodes, also where sums are taken
@@ -136,14 +140,14 @@ class GradientCompressor:
         self,
         wire: str,
         *,
-        nodes: int,
+        plan: Callable[[int], AllReducePlan],
         chunk_bytes: int,
         ordered: Ordered,
         mean: Callable[[torch.Tensor], Work[int]],
         least: int,
         where: OnDevice | None,
     ) -> None:
-        self.wire, self._nodes, self._chunk_bytes = wire, nodes, chunk_bytes
+        self.wire, self._plan, self._chunk_bytes = wire, plan, chunk_bytes
         self._ordered, self._mean = ordered, mean
         self._least, self._where = least, where
         self._device = CPU if where is None else where.device
@@ -153,7 +157,7 @@ class GradientCompressor:
         self._places: dict[Key, torch.Tensor] = {}
         self._residuals: dict[Key, torch.Tensor] = {}
         self._rounded: dict[torch.dtype, dict[int, torch.Tensor]] = {}  # by owners of parts
-        self._means: dict[tuple[torch.dtype, bool], DeterministicAllReduce] = {}
+        self._means: dict[tuple[torch.dtype, bool, AllReducePlan], DeterministicAllReduce] = {}
 
     def mean(
         self,
@@ -198,7 +202,9 @@ class GradientCompressor:
         self, total: torch.Tensor, key: Key, flags: Sequence[int], *, exact: bool
     ) -> tuple[CompressedSum, DeterministicAllReduce, Chunks]:
         """Encode a sum; return it, what takes its mean, and the chunks in which it crosses."""
-        means = self._exchange(total.dtype, key[0], exact=exact)
+        codec = self._codec(total.dtype, exact=exact)
+        plan = self._plan(codec.nbytes(total.numel()))
+        means = self._exchange(codec, key[0], plan, exact=exact)
         places = self._no_flags if exact else self._flags(key, flags)
         if not exact and key not in self._residuals:
             self._residuals[key] = torch.zeros_like(total)
@@ -206,10 +212,9 @@ class GradientCompressor:
         # One after the other: the engine ends a mean before it begins the next.
         source = CompressedSum(total, key[1], residual, places, self._outbox, means.adder.piece)
         chunks = compressed_chunks(
-            *(means.codec, self._chunk_bytes, key[1], total.numel(), self._nodes),
-            least=self._least,
+            codec, self._chunk_bytes, key[1], total.numel(), plan, least=self._least
         )
-        source.encode(means.codec, [span for parts in cut(chunks, self._nodes) for span in parts])
+        source.encode(codec, [span for parts in chunks for span in parts])
         return source, means, chunks
 
     def _flags(self, key: Key, flags: Sequence[int]) -> torch.Tensor:
@@ -221,15 +226,18 @@ class GradientCompressor:
             self._places[key] = places.to(self._device, non_blocking=True)
         return self._places[key]
 
+    def _codec(self, dtype: torch.dtype, *, exact: bool) -> Codec:
+        return Cast(dtype, dtype) if exact else codec_named(self.wire, dtype)
+
     def _exchange(
-        self, dtype: torch.dtype, row: torch.dtype, *, exact: bool
+        self, codec: Codec, row: torch.dtype, plan: AllReducePlan, *, exact: bool
     ) -> DeterministicAllReduce:
         """Return what takes means of the parts of a row."""
-        if (row, exact) not in self._means:
-            codec = Cast(dtype, dtype) if exact else codec_named(self.wire, dtype)
+        key = row, exact, plan
+        if key not in self._means:
             rounded = {} if exact else self._rounded.setdefault(row, {})
-            self._means[row, exact] = self._ordered(codec, rounded, self._where)
-        return self._means[row, exact]
+            self._means[key] = self._ordered(codec, rounded, self._where, plan)
+        return self._means[key]
 
     def _mean_of_exact(self, source: CompressedSum) -> Work[int]:
         """Replace numbers that cross as they are; return the bytes sent."""

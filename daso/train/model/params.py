@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from daso.comm.collectives import gather
+from daso.comm.collectives import gather_unlike
 from daso.comm.dtypes import byte_buffer
 from daso.comm.topology import Topology
 from daso.errors import LayoutError
@@ -163,11 +163,11 @@ def start_equal(trained: Trained, topology: Topology, timeout_seconds: float) ->
     Collective over the world; blocking.
     """
 
-    def everyones(mine: dict[str, str]) -> list[dict[str, str]]:
-        return gather(topology, mine, timeout_seconds)
+    def unlike(mine: dict[str, str]) -> list[dict[str, str]]:
+        return gather_unlike(topology, mine, timeout_seconds)
 
     says = topology.rank == 0
-    others = common_tensors(trained.others(), everyones, set(), says=says)
+    others = common_tensors(trained.others(), unlike, set(), says=says)
     broadcast([*(tensor for _, tensor in trained.named), *others], topology)
 
 

@@ -25,6 +25,8 @@ def common_tensors(
 ) -> list[torch.Tensor]:
     """Return the tensors that every rank has in the same shape and type, and can write to.
 
+    ``gather`` gives every rank's, or one alone where all are alike.
+
     Collective over the world; blocking.
     """
     mine = dict(named)

@@ -5,9 +5,11 @@ from functools import partial
 
 import torch
 
-from daso.comm.compression import codec_named
+from daso.comm.compression import Codec, codec_named
 from daso.comm.dtypes import accumulator
-from daso.comm.reduction import WeightedMean, cut, in_process
+from daso.comm.multilevel_allreduce import SequentialAllReduce
+from daso.plan.allreduce_plan import AllReducePlan
+from daso.plan.cost_model import choose_plan
 from daso.plan.layout import fit_buckets, flagged
 from daso.plan.options import Settings
 from daso.train.gradients.compression import CompressedSum, compressed_chunks
@@ -35,7 +37,8 @@ class SimulatedGradients:
             for index, (_, tensor) in enumerate(named[0])
         ]
         self._residuals: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}  # and by node
-        self._adders: dict[torch.dtype, WeightedMean] = {}
+        self._rounded: dict[torch.dtype, list[dict[int, torch.Tensor]]] = {}  # by each node
+        self._means: dict[tuple[torch.dtype, AllReducePlan], SequentialAllReduce] = {}
 
     def _note(self, index: int, _: torch.Tensor) -> None:
         if index not in self._order:
@@ -44,7 +47,8 @@ class SimulatedGradients:
     def forget(self) -> None:
         """Forget what was rounded away."""
         self._residuals.clear()
-        self._adders.clear()
+        self._rounded.clear()
+        self._means.clear()
 
     def average(self) -> int:
         """Replace gradients by their mean over nodes; return the bytes that all would send."""
@@ -71,9 +75,8 @@ class SimulatedGradients:
         nodes, wide = len(self._named), accumulator(dtype)
         codec = codec_named(self._wire, wide)
         places = torch.tensor(flags, dtype=torch.int64, device="cpu")
-        adder = self._adders.setdefault(
-            dtype, WeightedMean(codec, [1] * nodes, nodes, {}, of_gradients=True)
-        )
+        exchange = self._settings.exchange
+        plan = choose_plan(exchange.algorithm, nodes, codec.nbytes(numel))
         sources = []
         for node in range(nodes):
             total = torch.zeros(numel, dtype=wide, device="cpu")
@@ -84,12 +87,11 @@ class SimulatedGradients:
                     total[flag] = 1
             residual = self._residuals.setdefault((dtype, node, start), torch.zeros_like(total))
             sources.append(CompressedSum(total, start, residual, places))
-        chunk_bytes = self._settings.exchange.chunk_bytes
-        chunks = compressed_chunks(codec, chunk_bytes, start, numel, nodes)
-        spans = [span for parts in cut(chunks, nodes) for span in parts]
+        chunks = compressed_chunks(codec, exchange.chunk_bytes, start, numel, plan)
+        spans = [span for parts in chunks for span in parts]
         for source in sources:
             source.encode(codec, spans)
-        nbytes = in_process(sources, adder, chunks)
+        nbytes = self._exchange(dtype, codec, plan).run(sources, chunks)
         used = torch.stack([source.exact for source in sources]).sum(0).tolist()
         for index, flag, count in zip(members, flags, used, strict=True):
             for source, named in zip(sources, self._named, strict=True):
@@ -99,3 +101,15 @@ class SimulatedGradients:
                     tensor.grad = torch.empty_like(tensor) if tensor.grad is None else tensor.grad
                     flat_view(tensor.grad).copy_(mean)
         return nbytes + 2 * (nodes - 1) * len(flags) * wide.itemsize
+
+    def _exchange(
+        self, dtype: torch.dtype, codec: Codec, plan: AllReducePlan
+    ) -> SequentialAllReduce:
+        """Return what takes means of gradients of a type by a plan."""
+        if (dtype, plan) not in self._means:
+            nodes = len(self._named)
+            rounded = self._rounded.setdefault(dtype, [{} for _ in range(nodes)])
+            self._means[dtype, plan] = SequentialAllReduce(
+                codec, [1] * nodes, nodes, plan, rounded, of_gradients=True
+            )
+        return self._means[dtype, plan]

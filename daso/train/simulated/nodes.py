@@ -2,7 +2,8 @@
 
 For statistics at a scale that is not at hand: what a schedule, a wire or a merge costs in accuracy
 on 16 nodes can be seen on a laptop. Nothing is sent; time is what the caller says it is. The bits
-are those of a real run with one rank per node and ``Exchange(reduce="ordered")``, for every wire.
+are those of a real run with one rank per node and the same `daso.Exchange`, for every wire and
+algorithm but MPI's own.
 Values that are not finite are not looked for.
 """
 
@@ -13,11 +14,13 @@ from typing import Any
 
 import torch
 
-from daso.comm.compression import EVEN, codec_named, dense_codec
+from daso.comm.compression import EVEN, Codec, codec_named, dense_codec
 from daso.comm.dtypes import accumulator
-from daso.comm.reduction import WeightedMean, cut, in_process
+from daso.comm.multilevel_allreduce import SequentialAllReduce
+from daso.plan.allreduce_plan import AllReducePlan
+from daso.plan.cost_model import choose_plan
 from daso.plan.header import Tally
-from daso.plan.layout import fragments, message_chunks
+from daso.plan.layout import fragments
 from daso.plan.merge import ADOPT, Merge
 from daso.plan.options import Settings
 from daso.plan.schedule import (
@@ -103,21 +106,23 @@ class Row:
         self.named, self.dtype, nodes = named, dtype, len(named)
         numel = sum(tensor.numel() for _, tensor in named[0])
         self.parts = [DeltaShard(torch.zeros(numel, dtype=dtype, device="cpu"), way) for _ in named]
-        rounded: dict[int, torch.Tensor] = {}
+        self.rounded: list[dict[int, torch.Tensor]] = [{} for _ in named]  # by each node
         wires = settings.wires
-        self.wired = {
-            wire: WeightedMean(codec_named(wire, dtype), [1] * nodes, nodes, rounded)
-            for wire in wires
-        }
+        codecs = {wire: codec_named(wire, dtype) for wire in wires}
+        codec = codecs[wires[0]]
+        plan = choose_plan(settings.exchange.algorithm, nodes, codec.nbytes(numel))
+        self.wired = {wire: self._mean(one, plan) for wire, one in codecs.items()}
         self.dense = self.wired[wires[0]]
         if settings.sparse:
-            self.dense = WeightedMean(dense_codec(wires[0], dtype), [1] * nodes, nodes, rounded)
-        self.rounded = rounded
+            self.dense = self._mean(dense_codec(wires[0], dtype), plan)
         least, even = (LEAST, EVEN) if on_devices else (1, 1)
-        codec = self.wired[wires[0]].codec
         message = message_numel(codec, settings.exchange.chunk_bytes, least)
-        self.chunks = message_chunks(message, numel, nodes, even)
-        self.spans = [span for parts in cut(self.chunks, nodes) for span in parts]
+        self.chunks = plan.chunks(numel, message, even)
+        self.spans = [span for parts in self.chunks for span in parts]
+
+    def _mean(self, codec: Codec, plan: AllReducePlan) -> SequentialAllReduce:
+        nodes = len(self.named)
+        return SequentialAllReduce(codec, [1] * nodes, nodes, plan, self.rounded)
 
     def _pairs(self, node: int, row: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         views = [flat_view(tensor) for _, tensor in self.named[node]]
@@ -129,21 +134,22 @@ class Row:
             for here, there in self._pairs(node, part.reference):
                 there.copy_(here)
             part.anchor()
-        self.rounded.clear()
+        for rounded in self.rounded:
+            rounded.clear()
         return float(self.parts[0].reference.double().square().sum())
 
     def send(
         self, wire: str, *, dense: bool, ahead: bool, keeps: bool
     ) -> tuple[int, list[tuple[float, float, float]]]:
         """Exchange deltas; return all nodes' bytes, and what each node's `DeltaShard` measured."""
-        adder = self.dense if dense and len(self.wired) == 1 else self.wired[wire]
+        means = self.dense if dense and len(self.wired) == 1 else self.wired[wire]
         for node, part in enumerate(self.parts):
             gather = self._gather(node)
-            part.send(adder.codec, self.spans, gather, keeps=keeps)
+            part.send(means.codec, self.spans, gather, keeps=keeps)
             if ahead:
                 part.go_ahead(gather)
                 merge_pairs(self._pairs(node, part.shown), ADOPT)
-        nbytes = in_process(self.parts, adder, self.chunks)
+        nbytes = means.run(self.parts, self.chunks)
         return nbytes, [part.measured(part.finish().tolist()) for part in self.parts]
 
     def _gather(self, node: int) -> Gather:

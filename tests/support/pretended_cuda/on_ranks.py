@@ -86,7 +86,7 @@ class Direct(daso.Exchange):
 @pytest.fixture
 def everywhere(monkeypatch, mpi, topology):
     monkeypatch.setattr(daso, "Exchange", Direct)
-    monkeypatch.setattr(test_state, "ORDERED", Direct(reduce="ordered", chunk_bytes=512))
+    monkeypatch.setattr(test_state, "ORDERED", Direct(algorithm="direct", chunk_bytes=512))
     yield
     assert (len(mpi) > 2) == (topology.nodes > 1 and topology.rank_info.lane is not None)
 

@@ -92,12 +92,32 @@ def test_the_flags_of_every_command_are_these_and_no_others(capsys):
     assert flags(help_of(capsys)) == {"-h", "--help", "--version"}
     assert flags(help_of(capsys, "run")) == ranks
     assert flags(help_of(capsys, "train")) == ranks | {"--resume"}
-    assert flags(help_of(capsys, "doctor")) == {"-h", "--help", "--json"}
+    assert flags(help_of(capsys, "doctor")) == {"-h", "--help", "--json", "--nodes", "--parameters"}
     planned = {"--budget", "--second", "--policy", "--units", "--plot", "--json"}
     assert flags(help_of(capsys, "memory")) == {"-h", "--help"} | planned
     assert flags(help_of(capsys, "trace")) == {"-h", "--help", "--chrome", "--json", "--plot"}
     assert flags(help_of(capsys, "status")) == {"-h", "--help", "--logs", "--site"}
     assert flags(help_of(capsys, "logs")) == {"-h", "--help", "--follow", "--logs", "--site"}
+
+
+def test_doctor_says_how_many_nodes_would_exchange(capsys):
+    assert main(["doctor", "--nodes=256", "--parameters=25e6", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["algorithm"] for row in rows] == ["auto", "direct", "two-level", "halving", "ring"]
+    assert [row["plan"] for row in rows[1:]] == [
+        "direct",
+        "16 x 16",
+        " x ".join("22222222"),
+        "ring",
+    ]
+    assert rows[0]["messages"] < rows[1]["messages"] / 4
+    assert main(["doctor", "--nodes=256"]) == 0
+    assert "50.0 MB of bf16 over 256 nodes" in capsys.readouterr().out
+    assert main(["doctor", "--nodes=1"]) == 2
+    assert (
+        "--nodes must be a whole number of at least 2 and at most 100000, not 1"
+        in capsys.readouterr().err
+    )
 
 
 def test_help_lists_the_commands(capsys):

@@ -52,7 +52,7 @@ KEYS = [
     "exchange.outer_lr",
     "exchange.outer_momentum",
     "exchange.fragments",
-    "exchange.reduce",
+    "exchange.algorithm",
     "exchange.chunk_bytes",
     "exchange.bucket_bytes",
     "exchange.reducer",
@@ -146,7 +146,7 @@ def test_the_settings_reach_the_records_of_the_optimizer():
     words = [
         "--exchange.wire=fp32",
         "--exchange.merge=delta",
-        "--exchange.reduce=iallreduce",
+        "--exchange.algorithm=mpi",
         "--exchange.chunk_bytes=1024",
         "--exchange.bucket_bytes=2048",
         "--exchange.reducer=host",
@@ -157,7 +157,7 @@ def test_the_settings_reach_the_records_of_the_optimizer():
     made = read_config(None, words).settings()
     assert (made.wire, made.merge) == ("fp32", "delta")
     assert made.exchange == Exchange(
-        reduce="iallreduce", chunk_bytes=1024, nonfinite="raise", timeout_seconds=7.0
+        algorithm="mpi", chunk_bytes=1024, nonfinite="raise", timeout_seconds=7.0
     )
     assert made.gradients == Gradients(reducer="host", step="layerwise", bucket_bytes=2048)
     narrow = read_config(None, ["--exchange.gradient_wire=int8"]).settings()
@@ -338,11 +338,11 @@ def test_plateau_phases_longer_than_the_run_are_refused_with_what_to_do():
     assert read_config(None, [*words, "--epochs=4"]).epochs == 4
 
 
-def test_iallreduce_on_a_bf16_wire_is_refused_with_what_to_do():
-    message = refused(None, "--exchange.reduce=iallreduce", "--exchange.wire=bf16")
+def test_mpi_on_a_bf16_wire_is_refused_with_what_to_do():
+    message = refused(None, "--exchange.algorithm=mpi", "--exchange.wire=bf16")
     assert "fp32" in message
     assert "'bf16'" in message
-    assert "reduce='auto'" in message
+    assert "algorithm='auto'" in message
 
 
 @pytest.mark.parametrize("key", ["lr", "momentum", "weight_decay"])
@@ -423,7 +423,7 @@ printable = st.text(st.sampled_from("aZ09 ._-=+äß漢\"'#[]{}\\"), min_size=1, 
 @st.composite
 def configs(draw):
     wire = draw(st.sampled_from(["bf16", "fp32"]))
-    reduce = draw(st.sampled_from(["auto", "ordered"] + ["iallreduce"] * (wire == "fp32")))
+    algorithm = draw(st.sampled_from(["auto", "ring"] + ["mpi"] * (wire == "fp32")))
     warmup, cooldown = draw(st.integers(0, 5)), draw(st.integers(0, 5))
     skip = draw(st.integers(1, 100))
     policy = draw(st.sampled_from(list(USED_BY)))
@@ -460,12 +460,12 @@ def configs(draw):
         exchange=ExchangeConfig(
             wire=wire,
             merge=draw(st.sampled_from(["auto", "daso", "delta", "eager", "0.5"])),
-            reduce=reduce,
+            algorithm=algorithm,
             chunk_bytes=draw(st.integers(1, 2**40)),
             bucket_bytes=draw(st.integers(1, 2**40)),
             nonfinite=draw(st.sampled_from(["drop", "raise"])),
             timeout_seconds=draw(numbers(1e-9, 1e9)),
-            gpu_direct=draw(st.booleans()) and reduce != "iallreduce",
+            gpu_direct=draw(st.booleans()) and algorithm != "mpi",
         ),
         checkpoint=CheckpointConfig(
             every=draw(st.integers(0, 2**40)), keep=draw(st.integers(1, 2**40))

@@ -15,6 +15,7 @@ def predict(*words):
     return typed("predict", *words)
 
 
+CHOSEN = "skip, wait, wire, exchange"
 GIVEN = ("--parameters=25.6e6", "--step-ms=100", "--steps=400")
 
 
@@ -29,11 +30,12 @@ def test_a_table_for_every_link_and_what_stands_behind_it(tmp_path):
     assert "Predicted, not measured." in done.stdout
     columns = [line for line in done.stdout.splitlines() if "efficiency" in line]
     assert [line.split() for line in columns] == [
-        [*["nodes", "ms/step", "efficiency", "wait", "ms", "MB/step", "skip,", "wait"]]
+        [*["nodes", "ms/step", "efficiency", "wait", "ms", "MB/step"], *CHOSEN.split()]
     ] * 2
     found = json.loads(path.read_text())
     assert len(found["rows"]) == 2 * 2 * 3
     by = {(row["link"], row["nodes"], row["policy"]): row for row in found["rows"]}
+    assert {row["nodes"]: row["plan"] for row in found["rows"]} == {2: "swap", 16: "direct"}
     slow = by["1gbit", 16, "synchronous, as DDP"]
     assert slow["efficiency"] < 0.1
     assert by["1gbit", 16, "Auto"]["efficiency"] > 0.95

@@ -21,7 +21,11 @@ def saved_by(config, epoch=0):
 
 def other(key, default):
     """Return another value that a setting may have."""
-    words = {"optimizer.name": "adamw", "schedule.policy": "plateau", "exchange.reduce": "ordered"}
+    words = {
+        "optimizer.name": "adamw",
+        "schedule.policy": "plateau",
+        "exchange.algorithm": "direct",
+    }
     words |= {"exchange.bucket_bytes": "search", "data.name": "digits"}
     words |= {"exchange.wire": "fp32", "exchange.merge": "delta"}
     words |= {"exchange.nonfinite": "raise", "tensorboard": "true", "data.folder": "f"}

@@ -22,7 +22,6 @@ from daso.plan.layout import (
     flagged,
     fragments,
     lay_out,
-    message_chunks,
     pieces,
     split,
 )
@@ -296,16 +295,6 @@ def test_the_parts_of_every_chunk_differ_by_at_most_one_element(numel, parts, ch
     for one in chunk_parts(numel, parts, chunk):
         sizes = [part.numel for part in one]
         assert max(sizes) - min(sizes) <= 1
-
-
-@pytest.mark.parametrize(
-    ("peers", "chunk"), [(1, 10), (2, 10), (3, 30), (4, 40), (16, 160), (17, 160), (64, 160)]
-)
-def test_chunks_grow_with_peers_so_that_messages_do_not_shrink_up_to_sixteen(peers, chunk):
-    chunks = message_chunks(10, 480, peers)
-    assert [sum(part.numel for part in one) for one in chunks] == [chunk] * (480 // chunk)
-    if 2 < peers <= 16:
-        assert {part.numel for one in chunks for part in one} == {10}
 
 
 def test_an_empty_row_has_no_chunk():

@@ -20,7 +20,7 @@ def make(**changes):
 
 def test_the_defaults_are_written_down():
     assert asdict(Exchange()) == {
-        "reduce": "auto",
+        "algorithm": "auto",
         "chunk_bytes": 2**18,
         "nonfinite": "drop",
         "timeout_seconds": 300.0,
@@ -61,18 +61,26 @@ def test_records_take_keywords_only(record):
         record("auto")
 
 
-@pytest.mark.parametrize("reduce", ["auto", "iallreduce", "ordered"])
+@pytest.mark.parametrize("algorithm", ["auto", "direct", "two-level", "halving", "ring", "mpi"])
 @pytest.mark.parametrize("nonfinite", ["drop", "raise"])
-def test_every_documented_choice_of_an_exchange_is_taken(reduce, nonfinite):
-    exchange = Exchange(reduce=reduce, nonfinite=nonfinite, chunk_bytes=1, timeout_seconds=0.1)
-    assert (exchange.reduce, exchange.nonfinite) == (reduce, nonfinite)
+def test_every_documented_choice_of_an_exchange_is_taken(algorithm, nonfinite):
+    exchange = Exchange(
+        algorithm=algorithm, nonfinite=nonfinite, chunk_bytes=1, timeout_seconds=0.1
+    )
+    assert (exchange.algorithm, exchange.nonfinite) == (algorithm, nonfinite)
 
 
 @pytest.mark.parametrize(
     ("values", "match"),
     [
-        ({"reduce": "sum"}, "Exchange.reduce must be one of auto, iallreduce, ordered, not 'sum'"),
-        ({"reduce": None}, "Exchange.reduce must be one of auto, iallreduce, ordered, not None"),
+        *(
+            (
+                {"algorithm": value},
+                "Exchange.algorithm must be one of auto, direct, two-level, halving, ring, mpi, "
+                f"not {value!r}",
+            )
+            for value in ("sum", None)
+        ),
         ({"nonfinite": "skip"}, "Exchange.nonfinite must be one of drop, raise, not 'skip'"),
         (
             {"chunk_bytes": 0},
@@ -189,32 +197,16 @@ def test_settings_go_ahead_when_their_merge_does(merge, outer):
 
 
 def test_mpi_may_not_add_16_bit_numbers_and_the_error_says_what_to_do():
-    exchange = Exchange(reduce="iallreduce")
+    exchange = Exchange(algorithm="mpi")
     for wire in ("bf16", "topk"):
-        text = f"needs wire='fp32' .* not '{wire}'; use reduce='auto'"
+        text = f"needs wire='fp32' .* not '{wire}'; use algorithm='auto'"
         with pytest.raises(ConfigError, match=text):
             make(wire=wire, merge="delta", exchange=exchange)
-    assert make(wire="fp32", exchange=exchange).delta_reduce == "iallreduce"
+    assert make(wire="fp32", exchange=exchange).by_mpi
 
 
 def test_mpi_may_not_add_in_a_devices_memory_and_the_error_says_what_to_do():
-    with pytest.raises(ConfigError, match=r"needs reduce='auto' or 'ordered' .* not 'iallreduce'"):
-        Exchange(gpu_direct=True, reduce="iallreduce")
+    with pytest.raises(ConfigError, match=r"needs another algorithm .* than 'mpi'; leave"):
+        Exchange(gpu_direct=True, algorithm="mpi")
     with pytest.raises(ConfigError, match="gpu_direct must be True or False, not 'gpu'"):
         Exchange(gpu_direct="gpu")
-
-
-@pytest.mark.parametrize(
-    ("reduce", "wire", "deltas", "gradients"),
-    [
-        ("auto", "bf16", "ordered", "ordered"),
-        ("auto", "fp32", "ordered", "ordered"),
-        ("ordered", "bf16", "ordered", "ordered"),
-        ("ordered", "fp32", "ordered", "ordered"),
-        ("iallreduce", "fp32", "iallreduce", "iallreduce"),
-        ("auto", "int4", "ordered", "ordered"),
-    ],
-)
-def test_how_to_add_is_decided_from_reduce_and_wire(reduce, wire, deltas, gradients):
-    made = make(wire=wire, exchange=Exchange(reduce=reduce))
-    assert (made.delta_reduce, made.gradient_reduce) == (deltas, gradients)

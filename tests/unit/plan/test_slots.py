@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daso.plan.slots import slots
+from daso.plan.cost_model import slots
 
 checked = settings(derandomize=True, max_examples=100, deadline=None)
 

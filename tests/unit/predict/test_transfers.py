@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daso.plan.slots import pipelined_seconds, slots
+from daso.plan.cost_model import pipelined_seconds, slots
 from daso.predict.network import Link
 from daso.predict.transfers import chain_seconds, push_seconds
 

@@ -110,7 +110,7 @@ def test_small_layers_wait_for_others_unless_the_pace_was_given():
         {"wire": "auto"},
         {"wire": "bf16", "mode": "local_rows"},
         {"exchange": Exchange(fragments=2)},
-        {"exchange": Exchange(reduce="iallreduce")},
+        {"exchange": Exchange(algorithm="mpi")},
         {"exchange": Exchange(gpu_direct=True)},
     ],
     ids=str,

@@ -74,10 +74,20 @@ def test_no_rate_is_no_queue():
 
 def test_both_ends_of_every_link_are_held_to_the_rate():
     one = cluster(rate="1gbit")
-    ports = one.port_shapes("1gbit").splitlines()
+    ports = one.port_shapes().splitlines()
     assert [line.split()[3] for line in ports] == ["mini0", "mini1", "mini2"]
     for name, port in zip(one.names, ports, strict=True):
         assert f"tc {port.replace(f'dev {name}', 'dev eth0')}" in one.host_script(name)
+
+
+def test_a_host_may_have_a_rate_of_its_own_and_a_rack_a_thin_link():
+    one = cluster(hosts=4, rate="1gbit", rates={"mini2": "100mbit"}, racks=2, uplink="200mbit")
+    rates = {line.split()[3]: line.split()[7] for line in one.port_shapes().splitlines()}
+    hosts = {name: "1000000000bit" for name in one.names}
+    links = dict.fromkeys(("up0", "down0", "up1", "down1"), "200000000bit")
+    assert rates == {**hosts, "mini2": "100000000bit", **links}
+    assert [one.bridge(name) for name in one.names] == ["rack0", "rack0", "rack1", "rack1"]
+    assert {cluster(hosts=4).bridge(name) for name in one.names} == {"bridge"}
 
 
 # --- what it refuses ------------------------------------------------------------------------------
@@ -89,6 +99,11 @@ def test_both_ends_of_every_link_are_held_to_the_rate():
         ({"hosts": 0}, "hosts must be from 1 to 60, not 0; "),
         ({"hosts": 61}, "hosts must be from 1 to 60, not 61; "),
         ({"cpus": 0}, "CPUs of a host must be from 1 to 1024, not 0; "),
+        ({"racks": 4}, r"racks must be from 1 to that of hosts \(3\), not 4; "),
+        ({"racks": 0}, r"racks must be from 1 to that of hosts \(3\), not 0; "),
+        ({"uplink": "fast"}, "rate of a link must be none or from .*'fast'; "),
+        ({"rates": {"mini9": "1gbit"}}, "host must be one of mini0, mini1, mini2, not 'mini9'"),
+        ({"rates": {"mini1": "fast"}}, "rate of a link must be none or from .*'fast'; "),
         ({"rate": "fast"}, "rate of a link must be none or from .*'fast'; "),
         ({"folder": "run"}, "must be an absolute path .*; set DASO_MINICLUSTER"),
         ({"folder": "/run/" + 80 * "x"}, "at most 80 characters, not .*; set DASO_MINICLUSTER"),

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from daso.comm.compression import codec_named
-from daso.comm.reduction import WeightedMean, cut, in_process
+from daso.comm.reduction import WeightedMean, in_process
+from daso.plan.allreduce_plan import direct_plan
 from daso.train.gradients.compression import CompressedSum, compressed_chunks
 
 NUMEL, START, ROUNDS = 700, 40, 30
@@ -27,9 +28,9 @@ def rounds_of(nodes, wire, dtype, flags=FLAGS, chunk_bytes=128):
             CompressedSum(total, START, residual, flags)
             for total, residual in zip(totals, residuals, strict=True)
         ]
-        chunks = compressed_chunks(codec, chunk_bytes, START, NUMEL, nodes)
+        chunks = compressed_chunks(codec, chunk_bytes, START, NUMEL, direct_plan(nodes))
         for source in sources:
-            source.encode(codec, [span for parts in cut(chunks, nodes) for span in parts])
+            source.encode(codec, [span for parts in chunks for span in parts])
         in_process(sources, adder, chunks)
         for source in sources:
             source.deliver_exact()
@@ -67,9 +68,9 @@ def test_what_is_kept_waits_for_a_batch_that_uses_the_parameter(nodes, wire):
     for batch in range(200):
         used = batch % 2 == 0
         sources = [CompressedSum(gradient * used, 0, residual, none) for residual in residuals]
-        chunks = compressed_chunks(codec, 1 << 18, 0, 128, nodes)
+        chunks = compressed_chunks(codec, 1 << 18, 0, 128, direct_plan(nodes))
         for source in sources:
-            source.encode(codec, [span for parts in cut(chunks, nodes) for span in parts])
+            source.encode(codec, [span for parts in chunks for span in parts])
         in_process(sources, adder, chunks)
         taken += sources[0].total * used
     assert (taken - 100 * gradient).abs().max() < 0.6
@@ -89,9 +90,9 @@ def test_what_is_not_finite_is_gone_with_the_next_batch(nodes, wire, bad):
             CompressedSum(total, 0, residual, none)
             for total, residual in zip(totals, residuals, strict=True)
         ]
-        chunks = compressed_chunks(codec, 1 << 18, 0, 300, nodes)
+        chunks = compressed_chunks(codec, 1 << 18, 0, 300, direct_plan(nodes))
         for source in sources:
-            source.encode(codec, [span for parts in cut(chunks, nodes) for span in parts])
+            source.encode(codec, [span for parts in chunks for span in parts])
         in_process(sources, adder, chunks)
         assert bool(totals[0].isfinite().all()) == (value == 0.3)
 

@@ -1,0 +1,480 @@
+"""Means over many ranks by a plan of levels: each rank exchanges with a few, in large messages.
+
+`LevelledMean` says which messages cross and holds all arithmetic, for one rank; it knows no MPI.
+`MultiLevelAllReduce` runs it between ranks, and `SequentialAllReduce` for many simulated ones in a
+process, to the same bits. A chunk goes on the moment its messages are there, whatever the others
+do: while one is added, others cross, and means return while sums still come (cut-through).
+
+On an exact wire sums cross. On a narrow one running means do, whose range stays that of what is
+added; what each rounding takes away is kept by the rank that rounds, and goes into its next sum.
+"""
+
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from daso import trace
+from daso.comm.compression import Codec, pieces
+from daso.comm.device.staging import Arrived
+from daso.comm.dtypes import accumulator
+from daso.comm.engine import NestedWork
+from daso.comm.ordered_allreduce import (
+    NOTHING,
+    Arrivals,
+    ExchangeMemory,
+    OnDevice,
+    Requests,
+    Waits,
+    adder_of,
+)
+from daso.comm.reduction import (
+    Chunks,
+    ReduceBuffer,
+    Terms,
+    WeightedMean,
+    add_and_deliver,
+    in_process,
+)
+from daso.plan.allreduce_plan import BLOCK, AllReducePlan
+from daso.plan.layout import Span, split
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["LevelledMean", "MultiLevelAllReduce", "SequentialAllReduce"]
+
+WINDOW = 4  # chunks under way at a time
+FIRST_TAG, PHASES = 16, 16  # tags of chunk i are FIRST_TAG + PHASES * i and those after
+TAGS = 1024  # chunks that have tags of their own; far more than are under way
+
+Messages = list[tuple[int, torch.Tensor]]  # the other rank, and what is sent or where it arrives
+
+
+class Transfers(NamedTuple):
+    """What one rank sends and receives at the same time."""
+
+    phase: int
+    sends: Messages
+    receives: Messages
+
+
+Steps = Generator["Transfers | Arrived", None, None]
+
+
+class _Cut(NamedTuple):
+    """What one rank holds of a chunk."""
+
+    held: list[tuple[Span, ...]]  # before each level: what has a payload of its own
+    mine: list[Span]  # what is added here on each level
+    leaves: tuple[Span, ...]  # of the chunk, after all levels
+    stops: list[int]  # bytes: where the means of leaves end in the memory of all of them
+
+    def region(self, leaves: tuple[int, int]) -> slice:
+        """Return the bytes of the means of some leaves."""
+        first, stop = leaves
+        return slice(self.stops[first - 1] if first else 0, self.stops[stop - 1])
+
+
+class LevelledMean(ExchangeMemory):
+    """One rank's part in means by a plan.
+
+    Args:
+        plan: Groups, level by level.
+        rank: Among the plan's.
+        adder: Adds versions; has the weight of each rank's row, and what this rank rounded away, by
+            where a part starts, and its level.
+        where: As in `daso.comm.allreduce.deterministic_allreduce`.
+        comm: Whose messages move while a device is waited for.
+    """
+
+    def __init__(
+        self,
+        plan: AllReducePlan,
+        rank: int,
+        adder: WeightedMean,
+        where: OnDevice | None = None,
+        comm: "MPI.Comm | None" = None,
+    ) -> None:
+        poll = (lambda: False) if comm is None else partial(comm.Iprobe, tag=NOTHING)
+        super().__init__(adder.codec, WINDOW, where, poll)
+        self.plan, self.rank, self.adder = plan, rank, adder
+        self.groups = [plan.group(rank, depth) for depth in range(len(plan.levels))]
+        self._units = [self._weights_on(depth) for depth in range(len(plan.levels))]
+        self._cuts: dict[tuple[int, int], _Cut] = {}
+
+    def _weights_on(self, depth: int) -> list[int]:
+        """Return how what each rank of a group holds counts on a level."""
+        weights, group = self.adder.weights, self.groups[depth]
+        if depth == 0:
+            return [weights[one] for one in group]
+        if self.codec.exact:  # sums
+            return [1] * len(group)
+        return [sum(weights[rank] for rank in self.plan.below(one, depth)) for one in group]
+
+    def cut(self, parts: Sequence[tuple[int, int]]) -> _Cut:
+        """Return what this rank holds of a chunk."""
+        key = parts[0][0], parts[-1][1]
+        if key not in self._cuts:
+            first = tuple(Span(*part) for part in parts)
+            held: list[tuple[Span, ...]] = [first]
+            mine: list[Span] = []
+            for depth, level in enumerate(self.plan.levels):
+                if depth > 0:
+                    held.append(split(mine[-1], level.parts, BLOCK))
+                at = self.plan.digit(self.rank, depth) if level.parts > 1 else 0
+                mine.append(held[-1][at])
+            leaves = self.plan.leaf_spans(first)
+            stops = list(accumulate(self.codec.nbytes(leaf.numel) for leaf in leaves))
+            self._cuts[key] = _Cut(held, mine, leaves, stops)
+        return self._cuts[key]
+
+    # --- memory ------------------------------------------------------------------------------
+
+    def _row(self, name: str, index: int, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return memory of a chunk: MPI's, and where is added."""
+        crossing, here = (
+            rows.row(name, index, nbytes, torch.uint8) for rows in (self.crossing, self.kept)
+        )
+        return crossing, here
+
+    def _sizes(self, spans: Sequence[Span]) -> list[int]:
+        return [self.codec.nbytes(span.numel) for span in spans]
+
+    def _arriving(self, cut: _Cut, depth: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where versions of a level arrive."""
+        if self.plan.levels[depth].way == "ring":
+            return self._row(f"receive{depth}", index, sum(self._sizes(cut.held[depth])))
+        nbytes = self.codec.nbytes(cut.mine[depth].numel) * self.plan.levels[depth].size
+        return self._row(f"receive{depth}", index, nbytes)
+
+    def _leaving(self, cut: _Cut, depth: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where what a level sends is encoded; on a ring what goes on from here."""
+        return self._row(f"send{depth}", index, sum(self._sizes(cut.held[depth])))
+
+    def made(self, chunks: Chunks) -> Arrivals:
+        """Make what exchanges need on a device before the first message."""
+
+        def rows(index: int) -> None:
+            cut = self.cut(chunks[index])
+            self._row("back", index, cut.stops[-1])
+            for depth in range(len(self.plan.levels)):
+                self._arriving(cut, depth, index)
+                self._leaving(cut, depth, index)
+
+        yield from self._made(len(chunks), rows)
+
+    # --- one chunk ---------------------------------------------------------------------------
+
+    def chunk(self, source: ReduceBuffer, parts: Sequence[tuple[int, int]], index: int) -> Steps:
+        """Take the mean of a chunk: yields what crosses next, and what is to be waited for."""
+        cut, dtype = self.cut(parts), accumulator(source.dtype)
+        payloads, leaving = source.payloads(self.codec, parts), self._sent(source, parts)
+        back = self._row("back", index, cut.stops[-1])
+        own, last = payloads, len(self.plan.levels) - 1
+        for depth, level in enumerate(self.plan.levels):
+            if level.way == "ring":
+                versions = yield from self._pass_round(cut, depth, index, payloads, leaving, dtype)
+                terms = self._last_stop(depth)
+            else:
+                versions = yield from self._gather(cut, depth, index, payloads, leaving)
+                terms = self._terms(depth, self._units[depth])
+            within = cut.mine[depth]
+            if depth == last and not self.plan.returns:
+                with self._beside():
+                    add_and_deliver(self.adder, versions, source, within, own[0], terms)
+                yield from self._computed()
+                return
+            spans, targets = self._next(cut, depth, index, back)
+            leaving, payloads = (torch.split(row, self._sizes(spans)) for row in targets)
+            with self._beside():
+                for span, payload in zip(spans, payloads, strict=True):
+                    self.adder.add(versions, payload, span, dtype, within=within, terms=terms)
+            yield from self._computed()
+            yield from self._bring(targets[1], targets[0])
+        yield from self._return(cut, back[0])
+        yield from self._fetch(*back)
+        with self._beside():
+            self._deliver(source, parts, cut, back[1], own)
+        yield from self._computed()
+
+    def _next(
+        self, cut: _Cut, depth: int, index: int, back: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[Sequence[Span], tuple[torch.Tensor, torch.Tensor]]:
+        """Return of what a level's sum is encoded anew, and where: for the next, or to return."""
+        if depth < len(self.plan.levels) - 1:
+            return cut.held[depth + 1], self._leaving(cut, depth + 1, index)
+        region = cut.region(self.plan.leaf_range(self.rank, depth))
+        return (cut.mine[depth],), (back[0][region], back[1][region])
+
+    def _terms(self, depth: int, weights: Sequence[int]) -> Terms:
+        """Return how versions are added to what a level makes of them."""
+        if depth == len(self.plan.levels) - 1:
+            return Terms(weights, self.adder.total)
+        return Terms(weights, 1 if self.codec.exact else sum(self._units[depth]), depth + 1)
+
+    def _last_stop(self, depth: int) -> Terms:
+        """Return how what came round a ring is added to this rank's own."""
+        units, here = self._units[depth], self.plan.digit(self.rank, depth)
+        return self._terms(depth, [self._passed(units, len(units) - 1, here), units[here]])
+
+    def _passed(self, units: Sequence[int], stops: int, here: int) -> int:
+        """Return how what comes round a ring counts, when so many ranks have added theirs."""
+        if stops == 1:
+            return units[here - 1]
+        return 1 if self.codec.exact else sum(units[here - 1 - at] for at in range(stops))
+
+    def _gather(
+        self,
+        cut: _Cut,
+        depth: int,
+        index: int,
+        payloads: Sequence[torch.Tensor],
+        leaving: Sequence[torch.Tensor],
+    ) -> Generator["Transfers | Arrived", None, list[torch.Tensor]]:
+        """Send each of a group its part, or all; return all versions of this rank's, in order."""
+        group, here = self.groups[depth], self.plan.digit(self.rank, depth)
+        arriving, there = self._arriving(cut, depth, index)
+        nbytes, whole = self.codec.nbytes(cut.mine[depth].numel), len(leaving) == 1
+        rows = torch.split(arriving, [nbytes] * len(group))
+        turns = _turns(here, len(group))
+        yield Transfers(
+            depth,
+            [(group[one], leaving[0 if whole else one]) for one in turns],
+            [(group[one], rows[one]) for one in reversed(turns)],
+        )
+        yield from self._fetch(arriving, there)
+        versions = list(torch.split(there, [nbytes] * len(group)))
+        versions[here] = payloads[0 if whole else here]
+        return versions
+
+    def _pass_round(
+        self,
+        cut: _Cut,
+        depth: int,
+        index: int,
+        payloads: Sequence[torch.Tensor],
+        leaving: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+    ) -> Generator["Transfers | Arrived", None, list[torch.Tensor]]:
+        """Pass parts round the group, each rank adding its own; return what came last, and own.
+
+        Part p begins at the rank after p, and ends at p.
+        """
+        group, here = self.groups[depth], self.plan.digit(self.rank, depth)
+        units, size, spans = self._units[depth], len(group), cut.held[depth]
+        arriving, there = (
+            torch.split(row, self._sizes(spans)) for row in self._arriving(cut, depth, index)
+        )
+        crossing, sums = (
+            torch.split(row, self._sizes(spans)) for row in self._leaving(cut, depth, index)
+        )
+        sent = leaving[here - 1]
+        for step in range(size - 1):
+            part = (here - 2 - step) % size
+            yield Transfers(
+                depth, [(group[(here + 1) % size], sent)], [(group[here - 1], arriving[part])]
+            )
+            yield from self._fetch(arriving[part], there[part])
+            if step < size - 2:
+                passed = self._passed(units, step + 1, here)
+                total = 1 if self.codec.exact else passed + units[here]
+                terms = Terms([passed, units[here]], total, depth + 1)
+                with self._beside():
+                    versions = [there[part], payloads[part]]
+                    self.adder.add(versions, sums[part], spans[part], dtype, terms=terms)
+                yield from self._computed()
+                yield from self._bring(sums[part], crossing[part])
+                sent = crossing[part]
+        return [there[here], payloads[here]]
+
+    def _return(self, cut: _Cut, means: torch.Tensor) -> Steps:
+        """Give the means of this rank's leaves to all, level by level."""
+        for depth in reversed(range(len(self.plan.levels))):
+            level, group = self.plan.levels[depth], self.groups[depth]
+            if level.way == "whole":
+                continue
+            regions = [means[cut.region(self.plan.leaf_range(one, depth))] for one in group]
+            here, size = self.plan.digit(self.rank, depth), len(group)
+            phase = len(self.plan.levels) + depth
+            if level.way == "ring":
+                for step in range(size - 1):
+                    sent, coming = regions[(here - step) % size], regions[(here - 1 - step) % size]
+                    after, before = group[(here + 1) % size], group[here - 1]
+                    yield Transfers(phase, [(after, sent)], [(before, coming)])
+                continue
+            turns = _turns(here, size)
+            yield Transfers(
+                phase,
+                [(group[one], regions[here]) for one in turns],
+                [(group[one], regions[one]) for one in reversed(turns)],
+            )
+
+    def _deliver(
+        self,
+        source: ReduceBuffer,
+        parts: Sequence[tuple[int, int]],
+        cut: _Cut,
+        means: torch.Tensor,
+        own: Sequence[torch.Tensor],
+    ) -> None:
+        """Give the row the means of all leaves."""
+        room, codec, start = self.kept.room(source.dtype, self.piece), self.codec, 0
+        leaves = iter(zip(cut.leaves, cut.stops, strict=True))
+        each = len(cut.leaves) // len(parts)
+        for (first, last), payload in zip(parts, own, strict=True):
+            for _ in range(each):
+                leaf, stop = next(leaves)
+                for a, b in pieces(leaf.numel, self.piece):
+                    codec.decode(codec.fields(means[start:stop], leaf.numel, a, b), room[: b - a])
+                    at = leaf.start - first
+                    sent = codec.fields(payload, last - first, at + a, at + b)
+                    source.deliver(leaf.start + a, leaf.start + b, room[: b - a], sent)
+                start = stop
+
+
+def _turns(here: int, size: int) -> list[int]:
+    """Return the others of a group in the order in which one sends to them.
+
+    Each begins with the one after it: in the same order all would send to one at a time.
+    """
+    return [(here + turn) % size for turn in range(1, size)]
+
+
+class MultiLevelAllReduce:
+    """Takes means over a communicator by a plan; not to be run twice at the same time.
+
+    Args:
+        comm: Communicator of the engine.
+        plan: Groups of its ranks, level by level.
+        codec: What crosses.
+        weights: Weight of each rank's row, in rank order.
+        total: What the sum is divided by.
+        rounded: As in `LevelledMean`.
+        where: As in `daso.comm.allreduce.deterministic_allreduce`.
+        of_gradients: As there.
+    """
+
+    def __init__(
+        self,
+        comm: "MPI.Comm",
+        plan: AllReducePlan,
+        codec: Codec,
+        weights: Sequence[int],
+        total: int,
+        rounded: dict[int, torch.Tensor],
+        where: OnDevice | None,
+        *,
+        of_gradients: bool = False,
+    ) -> None:
+        self.comm, self.codec, self.where = comm, codec, where
+        self.adder = adder_of(codec, weights, total, rounded, where, of_gradients=of_gradients)
+        self._means = LevelledMean(plan, comm.Get_rank(), self.adder, where, comm)
+        self.crossing = self._means.crossing
+        self._nbytes = 0
+
+    def run(self, source: ReduceBuffer, chunks: Chunks) -> Requests:
+        """Take the mean of a row; return the bytes sent.
+
+        Collective over the communicator; non-blocking, as work for the engine.
+        """
+        self._nbytes = 0
+        yield from self._means.made(chunks)
+        under_way: deque[NestedWork[None]] = deque()
+        coming = iter(range(len(chunks)))
+
+        def moved() -> bool:
+            """Go on with all chunks; return whether any came further, or one can be started."""
+            before = sum(work.moves for work in under_way)
+            for work in under_way:
+                work.go_on()
+            return sum(work.moves for work in under_way) > before
+
+        while True:
+            while under_way and under_way[0].over:
+                under_way.popleft()
+            while len(under_way) < WINDOW and (index := next(coming, None)) is not None:
+                work = NestedWork(self._cross(source, chunks[index], index))
+                under_way.append(work)
+                work.go_on()
+            if not under_way:
+                return self._nbytes
+            if not under_way[0].over:
+                yield moved
+
+    def _cross(self, source: ReduceBuffer, parts: Sequence[tuple[int, int]], index: int) -> Waits:
+        """Take the mean of a chunk."""
+        for step in self._means.chunk(source, parts, index):
+            if not isinstance(step, Transfers):
+                yield step
+                continue
+            begun = time.perf_counter()
+            yield self._start(step, FIRST_TAG + PHASES * (index % TAGS) + step.phase)
+            trace.record(trace.MESSAGES, begun, key=index)
+
+    def _start(self, step: Transfers, tag: int) -> "list[MPI.Request]":
+        buffer = self._means.buffer
+        self._nbytes += sum(tensor.numel() for _, tensor in step.sends)
+        requests = [self.comm.Irecv(buffer(row), peer, tag) for peer, row in step.receives]
+        return requests + [self.comm.Isend(buffer(row), peer, tag) for peer, row in step.sends]
+
+
+class SequentialAllReduce:
+    """What `daso.comm.allreduce.deterministic_allreduce` does, for rows all in this process.
+
+    Args:
+        codec: What crosses.
+        weights: Weight of each row.
+        total: What the sum is divided by.
+        plan: As between ranks.
+        rounded: What each rank rounded away; one for each, of which a plan of one level needs the
+            first alone.
+        of_gradients: As in `WeightedMean`.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        weights: Sequence[int],
+        total: int,
+        plan: AllReducePlan,
+        rounded: Sequence[dict[int, torch.Tensor]],
+        *,
+        of_gradients: bool = False,
+    ) -> None:
+        self.codec, self._flat = codec, plan.flat
+        adders = [
+            WeightedMean(codec, weights, total, kept, of_gradients=of_gradients)
+            for kept in (rounded[:1] if plan.flat else rounded)
+        ]
+        self._adder = adders[0]
+        self._means = [
+            LevelledMean(plan, rank, adder) for rank, adder in enumerate(adders) if not plan.flat
+        ]
+
+    def run(self, sources: Sequence[ReduceBuffer], chunks: Chunks) -> int:
+        """Replace rows by their mean; return the bytes that all ranks would send."""
+        if self._flat:
+            return in_process(sources, self._adder, chunks)
+        nbytes = 0
+        for parts in chunks:
+            ranks = [m.chunk(one, parts, 0) for m, one in zip(self._means, sources, strict=True)]
+            while steps := [step for rank in ranks if (step := next(rank, None)) is not None]:
+                nbytes += _carry(steps)
+        return nbytes
+
+
+def _carry(steps: "Sequence[Transfers | Arrived]") -> int:
+    """Copy what all ranks send at a time to where it arrives; return its bytes."""
+    transfers = [step for step in steps if isinstance(step, Transfers)]
+    sent = {
+        (rank, peer): tensor for rank, step in enumerate(transfers) for peer, tensor in step.sends
+    }
+    for rank, step in enumerate(transfers):
+        for peer, tensor in step.receives:
+            tensor.copy_(sent[peer, rank])
+    return sum(tensor.numel() for tensor in sent.values())
