@@ -28,14 +28,15 @@ from daso.train.simulated.nodes import SimulatedNodes
     merge=["daso", "delta", 0.5, "eager", "auto"],
     outer=[None, nesterov, adam],
     fragments=[1, 2, 3],
+    algorithm=["direct", "two-level", "halving", "ring"],
     only=lambda wire, merge, **_: wire != "topk" or merge in ("delta", "eager", "auto"),
 )
 def test_they_have_the_same_bits(
-    topology, make, policy, wire, gradient_wire, merge, outer, fragments
+    topology, make, policy, wire, gradient_wire, merge, outer, fragments, algorithm
 ):
     rank_info, build = topology.rank_info, seeded(mlp)
     exchange = daso.Exchange(
-        algorithm="direct", chunk_bytes=ORDERED.chunk_bytes, fragments=fragments
+        algorithm=algorithm, chunk_bytes=ORDERED.chunk_bytes, fragments=fragments
     )
     gradients = daso.Gradients(wire=gradient_wire)
     settings = Settings(
