@@ -95,8 +95,9 @@ class AllReducePlan:
 
     @property
     def flat(self) -> bool:
-        """Whether one level is all: each rank sends to each."""
-        return len(self.levels) == 1 and self.levels[0].way != "ring"
+        """Whether one level is all: two ranks swap, or each of more sends each its part."""
+        (first, *others) = self.levels
+        return not others and (first.way == "scatter" or first == Level(2, "whole"))
 
     @property
     def returns(self) -> bool:
@@ -108,7 +109,7 @@ class AllReducePlan:
         """In words, for logs and reports."""
         if self.flat:
             return "swap" if self.levels[0].way == "whole" else "direct"
-        if len(self.levels) == 1:
+        if self.levels == (Level(self.peers, "ring"),):
             return "ring"
         ways = {"scatter": "", "whole": " whole", "ring": " ring"}
         return " x ".join(f"{level.size}{ways[level.way]}" for level in self.levels)

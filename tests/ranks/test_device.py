@@ -17,6 +17,7 @@ import daso
 from daso.comm.emulation import CopyLink, pretend_device
 from daso.comm.node.host import HostBucket, HostNode
 from daso.comm.node.select import choose_device
+from daso.plan.allreduce_plan import AllReducePlan, Level
 
 pytestmark = [
     pytest.mark.mpi,
@@ -66,8 +67,14 @@ def test_narrow_gradients(topology, wire):
 
 @pytest.mark.nodes((1, 1), (1, 1, 1))
 @pytest.mark.parametrize("wire", ["fp32", *test_gradient_wire.NARROW])
-def test_gradients_that_stay_on_the_device_get_the_bits_of_the_host(topology, wire, monkeypatch):
+@pytest.mark.parametrize("way", ["auto", "ring", "whole"])
+def test_gradients_that_stay_on_the_device_get_the_bits_of_the_host(
+    topology, wire, way, monkeypatch
+):
     """Encoded, added and decoded there, and what was rounded away goes through a checkpoint."""
+    if way != "auto":  # as among more nodes
+        plan = AllReducePlan((Level(topology.nodes, way),))
+        monkeypatch.setattr("daso.train.channels.choose_plan", lambda *_: plan)
     left, real = [], HostBucket.start
 
     def start(self, parts, *, onward=False, stay=False):

@@ -15,6 +15,7 @@ PLANS = [
     for levels in (
         [(3, "ring")],
         [(7, "ring")],
+        [(5, "whole")],
         [(4, "scatter"), (3, "scatter")],
         [(3, "scatter"), (2, "scatter"), (2, "scatter")],
         [(4, "scatter"), (3, "whole")],
@@ -26,7 +27,7 @@ PLANS = [
     )
 ]
 NUMEL = 6 * BLOCK + 77
-ROUNDING = [PLANS[at] for at in (0, 2, 4, 5, 8)]  # where something is rounded in another way
+ROUNDING = [PLANS[at] for at in (0, 3, 5, 6, 9)]  # where something is rounded in another way
 
 
 def ids(plan):

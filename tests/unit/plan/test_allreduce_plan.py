@@ -108,6 +108,19 @@ def test_messages_do_not_shrink_up_to_sixteen_nodes_and_then_to_a_quarter(peers,
         assert {part.numel for part in first} == {10}
 
 
+def test_what_each_plan_is_called():
+    ways = [
+        [(2, "whole")],
+        [(3, "scatter")],
+        [(3, "whole")],
+        [(3, "ring")],
+        [(4, "ring"), (2, "whole")],
+    ]
+    plans = [AllReducePlan(tuple(Level(*one) for one in levels)) for levels in ways]
+    assert [one.name for one in plans] == ["swap", "direct", "3 whole", "ring", "4 ring x 2 whole"]
+    assert [one.flat for one in plans] == [True, True, False, False, False]
+
+
 def test_candidates_are_of_as_many_ranks_and_none_comes_twice():
     for peers in NODE_COUNTS:
         plans = candidate_plans(peers)
