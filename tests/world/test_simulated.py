@@ -31,7 +31,7 @@ from daso.train.simulated.nodes import SimulatedNodes
     algorithm=["direct", "two-level", "halving", "ring"],
     only=lambda wire, merge, **_: wire != "topk" or merge in ("delta", "eager", "auto"),
 )
-def test_they_have_the_same_bits(
+def test_they_have_the_same_bits(  # noqa: PLR0917 - pairs of all options
     topology, make, policy, wire, gradient_wire, merge, outer, fragments, algorithm
 ):
     rank_info, build = topology.rank_info, seeded(mlp)
