@@ -9,7 +9,7 @@ from typing import Self
 from daso.comm.collectives import AsyncMaxReduce
 from daso.comm.topology import Topology
 from daso.environment import read_ignored_signals
-from daso.plan.stopping import batches_to_next_vote
+from daso.plan.schedule import batches_to_next_vote
 from daso.workers import ignore_in_workers
 
 __all__ = ["CHECKPOINTED", "StopRequest"]

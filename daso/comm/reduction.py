@@ -221,9 +221,10 @@ class WeightedMean:
         first, stop = within or span
         at, whole_numel, terms = start - first, stop - first, terms or self._terms
         key = start + terms.level * LEVEL
-        if key not in self.rounded and not codec.exact:
-            self.rounded[key] = torch.zeros(numel, dtype=dtype, device=self.device)
         rounded = self.rounded.get(key)
+        if not codec.exact and (rounded is None or len(rounded) != numel):  # or cut anew
+            rounded = torch.zeros(numel, dtype=dtype, device=self.device)
+            self.rounded[key] = rounded
         for a, b in pieces(numel, self.piece):
             fields_of = [codec.fields(one, whole_numel, at + a, at + b) for one in versions]
             mean = self.mean(fields_of, b - a, dtype, terms)

@@ -7,11 +7,11 @@ is the direct reduce-scatter and all-gather; levels of two are recursive halving
 (Rabenseifner 2004); two levels are what clusters of racks do.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import isqrt, prod
-from typing import Literal
+from typing import Any, Literal
 
 from daso.plan.layout import Span, chunk_parts, split
 
@@ -23,10 +23,12 @@ __all__ = [
     "candidate_plans",
     "direct_plan",
     "named_plan",
+    "restored",
+    "stored",
 ]
 
 Way = Literal["scatter", "whole", "ring"]
-Algorithm = Literal["auto", "direct", "two-level", "halving", "ring", "mpi"]
+Algorithm = Literal["auto", "direct", "two-level", "halving", "ring", "planned", "mpi"]
 
 BLOCK = 4096  # numbers: a part is cut at multiples of them, which every codec can begin at
 FULL_MESSAGES = 16  # of a chunk at the most, unless messages would be too small: memory is kept
@@ -56,9 +58,15 @@ class Level:
 
 @dataclass(frozen=True)
 class AllReducePlan:
-    """Levels of groups, the first one first."""
+    """Levels of groups, the first one first.
+
+    Args:
+        levels: What groups do.
+        order: The ranks in the order in which they are numbered here; empty: as they are.
+    """
 
     levels: tuple[Level, ...]
+    order: tuple[int, ...] = ()
 
     @cached_property
     def peers(self) -> int:
@@ -109,29 +117,37 @@ class AllReducePlan:
         """In words, for logs and reports."""
         if self.flat:
             return "swap" if self.levels[0].way == "whole" else "direct"
+        order = f" of {' '.join(map(str, self.order))}" if self.order else ""
         if self.levels == (Level(self.peers, "ring"),):
-            return "ring"
+            return f"ring{order}"
         ways = {"scatter": "", "whole": " whole", "ring": " ring"}
-        return " x ".join(f"{level.size}{ways[level.way]}" for level in self.levels)
+        return " x ".join(f"{level.size}{ways[level.way]}" for level in self.levels) + order
 
     def _stride(self, depth: int) -> int:
         return prod(level.size for level in self.levels[:depth])
 
+    @cached_property
+    def _numbers(self) -> dict[int, int]:
+        """The number of each rank."""
+        return {rank: number for number, rank in enumerate(self.order or range(self.peers))}
+
+    def _ranks(self, numbers: range) -> tuple[int, ...]:
+        return tuple(self.order[one] for one in numbers) if self.order else tuple(numbers)
+
     def digit(self, rank: int, depth: int) -> int:
         """Return a rank's place in its group on a level."""
-        return rank // self._stride(depth) % self.levels[depth].size
+        return self._numbers[rank] // self._stride(depth) % self.levels[depth].size
 
     def group(self, rank: int, depth: int) -> tuple[int, ...]:
         """Return the ranks of a rank's group on a level, in the order in which they add."""
         stride, size = self._stride(depth), self.levels[depth].size
-        first = rank - self.digit(rank, depth) * stride
-        return tuple(range(first, first + size * stride, stride))
+        first = self._numbers[rank] - self.digit(rank, depth) * stride
+        return self._ranks(range(first, first + size * stride, stride))
 
-    def below(self, rank: int, depth: int) -> Iterator[int]:
-        """Yield the ranks whose versions are in what a rank holds before a level."""
-        stride = self._stride(depth)
-        first = rank - rank % stride
-        return iter(range(first, first + stride))
+    def below(self, rank: int, depth: int) -> tuple[int, ...]:
+        """Return the ranks whose versions are in what a rank holds before a level."""
+        stride, number = self._stride(depth), self._numbers[rank]
+        return self._ranks(range(number - number % stride, number - number % stride + stride))
 
     def leaf_range(self, rank: int, depth: int) -> tuple[int, int]:
         """Return the first leaf that a rank holds after a level, and the one after its last."""
@@ -149,6 +165,17 @@ class AllReducePlan:
             if level.parts > 1:
                 spans = tuple(one for span in spans for one in split(span, level.parts, BLOCK))
         return spans
+
+
+def stored(plan: AllReducePlan) -> dict[str, Any]:
+    """Return a plan as plain values, for checkpoints and logs."""
+    return {"levels": [[level.size, level.way] for level in plan.levels], "order": [*plan.order]}
+
+
+def restored(values: Mapping[str, Any]) -> AllReducePlan:
+    """Return the plan that `stored` was given."""
+    levels = tuple(Level(size, way) for size, way in values["levels"])
+    return AllReducePlan(levels, tuple(values["order"]))
 
 
 def direct_plan(peers: int) -> AllReducePlan:

@@ -101,7 +101,7 @@ def choose_plan(
     is the plan that costs least of those whose messages are of 64 KiB at the least, about, or of a
     row too small for that a rank's share of it.
     """
-    if algorithm not in ("auto", "mpi"):
+    if algorithm not in ("auto", "planned", "mpi"):
         return named_plan(algorithm, peers)
     if peers <= FEW or algorithm == "mpi":
         return direct_plan(peers)

@@ -32,7 +32,10 @@ class Exchange:
             swap all they have. ``"two-level"``: the same in groups of about as many as there are
             groups, then between these. ``"halving"``: recursive halving and doubling, with groups
             of the prime factors of the number of nodes. ``"ring"``: parts go round, for links that
-            are unequal. ``"mpi"`` leaves it to MPI's ``Iallreduce``, for gradients and the fp32
+            are unequal. ``"planned"``: links between nodes are measured in time slots, at the
+            start and when exchanges take longer than before, and the plan and order of nodes that
+            suit them are taken, by all ranks after the same exchange: bits depend on links then.
+            ``"mpi"`` leaves it to MPI's ``Iallreduce``, for gradients and the fp32
             wire alone. ``"auto"``: direct up to 16 nodes, then what costs least with messages of
             64 KiB at the least; see `daso.plan.cost_model.choose_plan`.
         chunk_bytes: Size of the messages an exchange is cut into, in bytes of the wire (of bf16,

@@ -12,6 +12,7 @@ DiLoCo, Douillard et al. 2025, arXiv 2501.18512).
 `State` is all there is to remember; ``dataclasses.asdict`` of it is the checkpoint.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -29,12 +30,15 @@ __all__ = [
     "after_batch",
     "after_epoch",
     "after_exchange",
+    "batches_to_next_vote",
     "begin",
     "drain",
 ]
 
 
 MEASURE_EVERY = 50  # batches of a synchronous phase that lasts while averaging is hidden
+SECONDS = 0.5  # from one vote on whether the job has to end to the next; a request waits for two
+MOST_BATCHES = 64
 MEASURE_FIRST = (2, 5)  # batches of a run after which that is measured too
 
 
@@ -247,3 +251,14 @@ def _turn(before: State, after: State) -> tuple[tuple[Action, ...], State]:
         return (Action.ANCHOR,), after
     acts, after = drain(after)
     return (*acts, Action.JOIN), after
+
+
+def batches_to_next_vote(step_seconds: float) -> int:
+    """Return after how many batches the next vote begins.
+
+    A vote is received at the next one's begin, so that nobody waits for it: ranks are at most that
+    many batches apart.
+    """
+    if not 0 < step_seconds < math.inf:
+        return 1
+    return max(1, min(MOST_BATCHES, math.ceil(SECONDS / step_seconds)))

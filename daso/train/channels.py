@@ -13,6 +13,7 @@ from daso.comm.dtypes import sum_buffer
 from daso.comm.emulation import LinkModel, emulated_link
 from daso.comm.engine import Engine, Work
 from daso.comm.health.step_watchdog import StepWatchdog
+from daso.comm.link_probe import link_rates
 from daso.comm.mpi import load
 from daso.comm.node.base import NodeTransport
 from daso.comm.ordered_allreduce import OnDevice, window
@@ -23,6 +24,7 @@ from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.cost_model import choose_plan, payload_rounds, vote_rounds
 from daso.plan.header import Header, Tally
 from daso.plan.options import Settings
+from daso.plan.routes import plan_routes
 from daso.train.deltas.shard import DEVICE_PIECE, LEAST
 from daso.train.gradients.compression import Averaged, GradientCompressor
 
@@ -83,6 +85,7 @@ class Channels:
         self.engine = Engine(
             settings.exchange.timeout_seconds, self.missing, self.late, takes=takes
         )
+        self.route: AllReducePlan | None = None  # where links were measured
         self._rooms = [BufferPool(window(self.rank_info.nodes)) for _ in self._slots]
         self._gradient_means: dict[
             tuple[torch.dtype, int, AllReducePlan], DeterministicAllReduce
@@ -107,7 +110,17 @@ class Channels:
 
     def plan(self, nbytes: int) -> AllReducePlan:
         """Return how nodes take the mean of so many bytes on the wire; the same on every rank."""
+        if self.route is not None:
+            return self.route
         return choose_plan(self.settings.exchange.algorithm, self.rank_info.nodes, nbytes)
+
+    def measure_links(self) -> Work[AllReducePlan]:
+        """Return the plan that suits the links between nodes, from messages over each of them.
+
+        Collective over the world; non-blocking, as work for the engine.
+        """
+        nodes, node = self.rank_info.nodes, self.rank_info.node
+        return plan_routes((yield from link_rates(self.lane, self.world, node, nodes)))
 
     def ordered(
         self,

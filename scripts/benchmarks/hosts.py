@@ -108,11 +108,13 @@ def _code_of(reason: str) -> int:
 
 
 @contextmanager
-def hosts(count: int) -> Iterator[Hosts]:
+def hosts(count: int, racks: int = 1, uplink: str = "none") -> Iterator[Hosts]:
     """Start so many hosts, and leave nothing of them, also when this program is ended (SIGTERM).
 
     Args:
         count: How many.
+        racks: Groups of them with a bridge of their own.
+        uplink: Rate of each rack's link to the others.
 
     Raises:
         DasoError: Not root, or a package is missing.
@@ -125,6 +127,8 @@ def hosts(count: int) -> Iterator[Hosts]:
         hosts=count,
         cpus=4,
         rate="none",
+        racks=racks,
+        uplink=uplink,
         share=tuple(sorted(seen)),
     )
     with interruptible():

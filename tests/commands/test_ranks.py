@@ -10,7 +10,7 @@ from on_mpi import PYTEST, run_on, run_tests
 
 TESTS = Path(__file__).parents[1]
 RANKS, WORLD = TESTS / "ranks", TESTS / "world"
-CONTRACT = RANKS / "test_contract.py"
+CONTRACT, MANY = RANKS / "test_contract.py", RANKS / "test_many.py"
 POINTS = 47  # of the drop-in contract
 
 
@@ -25,7 +25,17 @@ POINTS = 47  # of the drop-in contract
     ],
 )
 def test_on_ranks(ranks: int, record_property) -> None:
-    run_tests(ranks, record_property, str(WORLD), str(RANKS), f"--ignore={CONTRACT}")
+    run_tests(
+        ranks, record_property, str(WORLD), str(RANKS), f"--ignore={CONTRACT}", f"--ignore={MANY}"
+    )
+
+
+@pytest.mark.slow("more ranks than cores")
+@pytest.mark.later("more ranks than cores")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_on_many_ranks(ranks: int, record_property) -> None:
+    run_tests(ranks, record_property, str(MANY))
 
 
 @pytest.mark.slow("hundreds of tests in one job")

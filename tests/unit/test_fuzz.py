@@ -78,7 +78,7 @@ LEGAL = {
         "budget": above(0, 1e9),
     },
     daso.Exchange: {
-        "algorithm": named("auto", "direct", "two-level", "halving", "ring", "mpi"),
+        "algorithm": named("auto", "direct", "two-level", "halving", "ring", "planned", "mpi"),
         "chunk_bytes": BYTES,
         "nonfinite": named("drop", "raise"),
         "timeout_seconds": above(0, 1e9),

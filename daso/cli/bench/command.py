@@ -19,7 +19,7 @@ PARAMETERS = 4_575_000  # whose exchange is measured: 18.3 MB of fp32
 Found = list[dict[str, Any]]
 Run = Callable[[argparse.Namespace], Measured]
 Add = Callable[[str, str], argparse.ArgumentParser]
-Hosts = Callable[[int], AbstractContextManager[RankStarter]]
+Hosts = Callable[..., AbstractContextManager[RankStarter]]
 
 
 def add_parser(parser: argparse.ArgumentParser, hosts: Hosts | None = None) -> Any:
@@ -41,6 +41,9 @@ def add_parser(parser: argparse.ArgumentParser, hosts: Hosts | None = None) -> A
     exchange.add_argument(
         "--parameters", type=int, default=PARAMETERS, help=f"of the model ({PARAMETERS})"
     )
+    if hosts:
+        exchange.add_argument("--racks", type=int, default=1, help="with a bridge each (1)")
+        exchange.add_argument("--uplink", default="none", help="rate of each rack's link")
     node = add("node", "the mean of a buffer over the ranks of this machine")
     node.add_argument("--ranks", type=int, default=2, help="how many (2)")
     node.add_argument("--mebibytes", type=float, default=8, help="of the buffer, fp32 (8)")

@@ -14,11 +14,13 @@ from daso.cli.bench.rounds import sent_bytes, take_turns
 from daso.comm.allreduce import deterministic_allreduce
 from daso.comm.compression import codec_named
 from daso.comm.engine import Engine
+from daso.comm.link_probe import link_rates
 from daso.comm.reduction import Row
 from daso.comm.topology import Topology
 from daso.plan.allreduce_plan import Algorithm
 from daso.plan.cost_model import choose_plan
 from daso.plan.options import Exchange
+from daso.plan.routes import plan_routes
 from daso.train.deltas.shard import DeltaShard, MergeOptions, message_numel
 
 __all__ = ["Plan", "figures", "limit_seconds", "measure", "ratios", "table"]
@@ -107,6 +109,8 @@ def _ordered(
     """Return what exchanges a row, and gives the seconds that packing it took before."""
     codec = codec_named(wire)
     plan = choose_plan(algorithm, size, codec.nbytes(numel))
+    if algorithm == "planned":
+        plan = plan_routes(engine.run(link_rates(comm, comm, comm.Get_rank(), size)))
     chunks = plan.chunks(numel, message_numel(codec, Exchange().chunk_bytes))
     exchange = deterministic_allreduce(comm, codec, [1] * size, size, {}, plan=plan)
     if codec.exact:

@@ -138,7 +138,8 @@ def places(
         yield Here(), [HERE]
     rates = [link for link in links if link != HERE]
     if rates:
-        with chosen.hosts(count) as cluster:
+        racks = {name: getattr(chosen, name) for name in ("racks", "uplink") if name in chosen}
+        with chosen.hosts(count, **racks) as cluster:
             yield cluster, rates
 
 

@@ -5,19 +5,21 @@ fragments, those of one fragment. Lane l owns part l of it on every node: what a
 exists once per node, not per rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from daso.comm.allreduce import iallreduce
-from daso.comm.compression import EVEN, Cast, codec_named, dense_codec
+from daso.comm.allreduce import DeterministicAllReduce, iallreduce
+from daso.comm.compression import EVEN, Cast, Codec, codec_named, dense_codec
 from daso.comm.engine import Work
 from daso.comm.node.base import NodeTransport
 from daso.comm.ordered_allreduce import OnDevice
-from daso.comm.reduction import whole
+from daso.comm.reduction import Chunks, whole
 from daso.errors import told
+from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.layout import Span, pieces, split
 from daso.plan.merge import ADOPT, KEEP, Merge
 from daso.train.channels import Channels
@@ -49,6 +51,30 @@ class Measured:
             self.norm + other.norm,
             self.moved + other.moved,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What takes means of a row over the lane."""
+
+    plan: AllReducePlan  # one and one cut for all wires: what is rounded away lies in its parts
+    by_wire: Mapping[str, DeterministicAllReduce]
+    dense: DeterministicAllReduce | None  # after which nodes agree, where the wire is sparse
+    summed: Cast | None  # what crosses where MPI adds
+    chunks: Chunks
+
+    @property
+    def first(self) -> DeterministicAllReduce:
+        """Of the wire with which exchanges begin."""
+        return next(iter(self.by_wire.values()))
+
+    @property
+    def codecs(self) -> list[Codec]:
+        """All that cross."""
+        if self.summed is not None:
+            return [self.summed]
+        means = [*self.by_wire.values(), *([] if self.dense is None else [self.dense])]
+        return [mean.codec for mean in means]
 
 
 class DeltaBuffer:
@@ -83,30 +109,41 @@ class DeltaBuffer:
         share = rank_info.local_size / rank_info.world_size
         way, copies = MergeOptions(channels.settings.eager, share, outer), node.copies
         self.part = DeltaShard(self.shared.mine, way, on_device=copies is not None)
-        where = None
+        self._channels, self._on_device = channels, copies is not None
+        self.where = None
         if copies is not None:
             staged = not channels.settings.exchange.gpu_direct
-            where = OnDevice(self.part.shown.device, copies, self.part.piece, staged)
-        self.crossing = crossing_of(self.part, where, self.rounded)
-        wires, rounded = channels.settings.wires, self.rounded
-        codecs = {wire: codec_named(wire, dtype) for wire in wires}
-        # One plan and one cut for all wires: what is rounded away lies in its parts.
-        plan = self.plan = channels.plan(codecs[wires[0]].nbytes(self.spans[0].numel))
-        self.wired = {
-            wire: channels.ordered(one, rounded, where, plan) for wire, one in codecs.items()
-        }
-        self.dense = None
-        if channels.settings.sparse:
-            self.dense = channels.ordered(dense_codec(wires[0], dtype), rounded, where, plan)
-        self.mean = self.wired[wires[0]]  # of the exchange that was started last
-        least = 1 if copies is None else LEAST
-        message = message_numel(self.mean.codec, channels.settings.exchange.chunk_bytes, least)
-        self.chunks = plan.chunks(self.span.numel, message, even)
-        # MPI adds rows as they are, and takes chunks whole.
-        self.summed = Cast(dtype, dtype) if channels.settings.by_mpi else None
-        if self.summed is not None:
-            self.chunks = tuple((Span(*whole(parts)),) for parts in self.chunks)
+            self.where = OnDevice(self.part.shown.device, copies, self.part.piece, staged)
+        self.crossing = crossing_of(self.part, self.where, self.rounded)
+        self.means = self._means()
+        self.mean = self.means.first  # of the exchange that was started last
         self.packing = None if copies is None else self._fuse()  # how, where that is on a device
+
+    def _means(self) -> "Means":
+        """Return what takes this row's means, by the plan of now."""
+        channels, span, dtype = self._channels, self.spans[0], self.part.dtype
+        settings, codec = channels.settings, codec_named(channels.settings.wires[0], dtype)
+        plan = channels.plan(codec.nbytes(span.numel))
+        ordered = partial(channels.ordered, rounded=self.rounded, where=self.where, plan=plan)
+        message = message_numel(
+            codec, settings.exchange.chunk_bytes, LEAST if self._on_device else 1
+        )
+        chunks = plan.chunks(self.span.numel, message, EVEN if self._on_device else 1)
+        if settings.by_mpi:  # it adds rows as they are, and takes chunks whole
+            chunks = tuple((Span(*whole(parts)),) for parts in chunks)
+        return Means(
+            plan,
+            {wire: ordered(codec_named(wire, dtype)) for wire in settings.wires},
+            ordered(dense_codec(settings.wires[0], dtype)) if settings.sparse else None,
+            Cast(dtype, dtype) if settings.by_mpi else None,
+            chunks,
+        )
+
+    def take_plan(self) -> None:
+        """Take means by the plan of now; nothing may be under way."""
+        self.means = self._means()
+        self.mean = self.means.first
+        self.rounded.clear()  # of other parts
 
     def _views(self, span: Span, row: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pair the parameters' elements in a span with a row that holds that span."""
@@ -126,8 +163,7 @@ class DeltaBuffer:
         if choice.kernels is None:
             return choice.told
         part.fused = Fused(choice.kernels, self._lanes_views)
-        means = [*self.wired.values(), *([] if self.dense is None else [self.dense])]
-        codecs = [self.summed] if self.summed is not None else [mean.codec for mean in means]
+        codecs = self.means.codecs
         try:
             part.warm_up(
                 [one for one in codecs if part.fused.handles(one)], self._spans, self._gather
@@ -140,7 +176,7 @@ class DeltaBuffer:
     @property
     def _spans(self) -> list[tuple[int, int]]:
         """What has a payload of its own."""
-        return [span for parts in self.chunks for span in parts]
+        return [span for parts in self.means.chunks for span in parts]
 
     def _lanes_views(self) -> list[tuple[torch.Tensor, int]]:
         """Return the parameters' elements in this lane's part, and where each begins in it."""
@@ -159,8 +195,9 @@ class DeltaBuffer:
     def send(self, wire: str, *, dense: bool, keeps: bool) -> None:
         """Encode what the exchange that starts will carry."""
         self.shared.wait_released()
-        self.mean = self.dense if dense and self.dense is not None else self.wired[wire]
-        codec = self.summed or self.mean.codec
+        means = self.means
+        self.mean = means.dense if dense and means.dense is not None else means.by_wire[wire]
+        codec = means.summed or self.mean.codec
         self.crossing.send(codec, self._spans, self._gather, keeps=keeps)
 
     def go_ahead(self) -> None:
@@ -224,13 +261,13 @@ class DeltaBuffer:
 
         Collective over the lane; non-blocking, as work for the engine.
         """
-        mean = self.mean
-        if self.summed is None:
-            nbytes = yield from mean.run(self.crossing, self.chunks)
+        mean, chunks = self.mean, self.means.chunks
+        if self.means.summed is None:
+            nbytes = yield from mean.run(self.crossing, chunks)
         else:
             weight, total = mean.adder.weights[mean.comm.Get_rank()], mean.adder.total
             nbytes = yield from iallreduce(
-                *(mean.comm, self.crossing, self.chunks, weight, total, mean.crossing, mean.where)
+                *(mean.comm, self.crossing, chunks, weight, total, mean.crossing, mean.where)
             )
         return Measured(nbytes, *(yield from self.crossing.finish()))
 

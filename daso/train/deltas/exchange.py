@@ -20,8 +20,10 @@ from daso.comm.dtypes import accumulator
 from daso.comm.engine import Work
 from daso.comm.node.base import NodeTransport
 from daso.errors import ExchangeError, TopologyError
+from daso.plan.allreduce_plan import AllReducePlan, restored, stored
 from daso.plan.header import Header, Tally, culprit, decode_culprit
 from daso.plan.layout import fragments
+from daso.plan.routes import has_changed
 from daso.plan.schedule import Measurements
 from daso.train.coordinator import Coordinator, largest_rate
 from daso.train.deltas.buffer import DeltaBuffer, Measured
@@ -33,6 +35,7 @@ from daso.train.step_restoration import StepRestoration, make_step_restoration
 __all__ = ["Exchanges"]
 
 logger = logging.getLogger("daso")
+REMEMBERED = 20  # exchanges, of which it is looked whether the last ones took longer
 DIGESTS = 2**48  # a digest travels in a float64 and must survive there exactly
 
 
@@ -49,6 +52,9 @@ class ExchangeState:
     wire: str = ""  # of the next exchange; empty: the settings' first
     timed: str = ""  # wire of the last one; empty where it was dropped
     timed_numel: int = 0  # numbers that it carried
+    # Where plans follow links: seconds of the last exchanges of one wire and fragment.
+    routed: tuple[str, int | None] = ("", None)
+    lately: list[float] = field(default_factory=list)
     # When ranks measured last in this phase: batch, seconds exposed until then, and how often all
     # had met beside steps.
     marked: tuple[int, float, int] | None = None
@@ -94,6 +100,8 @@ class Exchanges:
         )
         if self.settings.exchange.gpu_direct:
             self._try_memory(node)
+        if self.settings.exchange.algorithm == "planned":
+            self.channels.route = self.channels.engine.run(self.channels.measure_links())
         self.rows = self._make_rows(node, outer)
         self.step_restoration = self._make_step_restoration()
         self._flight: InFlight | None = None
@@ -291,6 +299,7 @@ class Exchanges:
             self._drop(flight, outcome)
             return None
         measurements = self._learn(flight, outcome)
+        self._plan_anew(flight, measurements.exchange_seconds)
         rule = self.settings.merge_rule(
             waited=batch - flight.batch, nodes=self.rank_info.nodes, keeps=flight.keeps
         )
@@ -313,6 +322,30 @@ class Exchanges:
             **asdict(rule),
         )
         return measurements
+
+    def _plan_anew(self, flight: InFlight, seconds: float) -> None:
+        """Measure links again where exchanges of one kind take longer or shorter than they did.
+
+        All ranks agreed on the seconds. Collective over the world; blocking, where that is so.
+        """
+        kind = flight.wire, flight.fragment
+        if self.settings.exchange.algorithm != "planned" or kind != self._known.routed:
+            self._known.routed, self._known.lately = kind, []
+            return
+        lately = self._known.lately = [*self._known.lately, seconds][-REMEMBERED:]
+        if not has_changed(lately):
+            return
+        self._known.lately = []
+        route = self.coordinator.wait(self.channels.engine.submit(self.channels.measure_links()))
+        self.metrics.event("links", sent=flight.batch, plan=route.name)
+        if route != self.channels.route:
+            self.take_route(route)
+
+    def take_route(self, route: AllReducePlan | None) -> None:
+        """Take means by another plan from now on; nothing may be in flight."""
+        self.channels.route = route
+        for row in self._rows_of(None):
+            row.take_plan()
 
     def _learn(self, flight: InFlight, outcome: Outcome) -> Measurements:
         """Return what an exchange told all ranks; remember what the next one shall tell."""
@@ -360,7 +393,7 @@ class Exchanges:
         """How the mean of the largest row is taken, in words."""
         if self.settings.by_mpi:
             return "MPI's"
-        return max(self._rows_of(None), key=lambda row: row.layout.numel).plan.name
+        return max(self._rows_of(None), key=lambda row: row.layout.numel).means.plan.name
 
     @property
     def packing(self) -> str | None:
@@ -404,6 +437,7 @@ class Exchanges:
             "rows": [row.state() for row in self._at_rest()],
             "known": asdict(self._known),
             "flight": flight and pack(flight),
+            "route": self.channels.route and stored(self.channels.route),
         }
 
     def _at_rest(self) -> list[DeltaBuffer]:
@@ -414,9 +448,12 @@ class Exchanges:
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over what `state` returned on the same rank of a world of the same shape."""
+        self._at_rest()
+        if (route := state["route"]) is not None:
+            self.take_route(restored(route))
         for row, values in zip(self._at_rest(), state["rows"], strict=True):
             row.load(values)
         known = state["known"]
-        fresh = {"measured": Tally(**known["measured"]), "marked": None}
+        fresh = {"measured": Tally(**known["measured"]), "marked": None, "routed": ("", None)}
         self._known = ExchangeState(**known | fresh)
         self._flight = None if state["flight"] is None else unpack(state["flight"])

@@ -61,7 +61,9 @@ def test_records_take_keywords_only(record):
         record("auto")
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "direct", "two-level", "halving", "ring", "mpi"])
+@pytest.mark.parametrize(
+    "algorithm", ["auto", "direct", "two-level", "halving", "ring", "planned", "mpi"]
+)
 @pytest.mark.parametrize("nonfinite", ["drop", "raise"])
 def test_every_documented_choice_of_an_exchange_is_taken(algorithm, nonfinite):
     exchange = Exchange(
@@ -76,8 +78,8 @@ def test_every_documented_choice_of_an_exchange_is_taken(algorithm, nonfinite):
         *(
             (
                 {"algorithm": value},
-                "Exchange.algorithm must be one of auto, direct, two-level, halving, ring, mpi, "
-                f"not {value!r}",
+                "Exchange.algorithm must be one of auto, direct, two-level, halving, ring, "
+                f"planned, mpi, not {value!r}",
             )
             for value in ("sum", None)
         ),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daso.plan.stopping import MOST_BATCHES, SECONDS, batches_to_next_vote
+from daso.plan.schedule import MOST_BATCHES, SECONDS, batches_to_next_vote
 
 
 @pytest.mark.parametrize(

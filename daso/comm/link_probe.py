@@ -1,0 +1,69 @@
+"""How long messages take over each link between ranks, measured in time slots."""
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from daso.comm.dtypes import byte_buffer, sum_buffer
+from daso.comm.engine import Work
+from daso.comm.mpi import load
+from daso.plan.cost_model import slots
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["link_rates", "link_seconds"]
+
+PROBE_BYTES = 1 << 19  # of a message, as large as those of exchanges or larger
+TURNS = 3  # messages over each link, of which the fastest counts
+LEAST_SECONDS = 1e-6  # of a message
+PROBE, READY = 5, 6  # tags
+
+
+def link_seconds(comm: "MPI.Comm") -> Work[torch.Tensor]:
+    """Return the seconds of a message from each rank to this one (ranks,), 0 from itself.
+
+    In slots: in slot k each rank sends to the k-th after it, so that nobody is hit twice. Seconds
+    are from when this rank says that it is ready until all is there: no clock of another is read.
+
+    Collective over the communicator; non-blocking, as work for the engine.
+    """
+    rank, ranks = comm.Get_rank(), comm.Get_size()
+    seconds = torch.zeros(ranks, dtype=torch.float64, device="cpu")
+    leaving, coming = torch.zeros(2, PROBE_BYTES, dtype=torch.uint8, device="cpu")
+    word, heard = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
+    for slot in slots(ranks):
+        after, before = slot[rank], slot.index(rank)
+        taken = []
+        for _ in range(TURNS):
+            arrives, begun = comm.Irecv(byte_buffer(coming), before, PROBE), time.perf_counter()
+            ready = comm.Isend(byte_buffer(word), before, READY)
+            yield [comm.Irecv(byte_buffer(heard), after, READY)]
+            sent = comm.Isend(byte_buffer(leaving), after, PROBE)
+            yield [arrives]
+            taken.append(time.perf_counter() - begun)
+            yield [ready, sent]
+        seconds[before] = min(taken)
+    return seconds
+
+
+def link_rates(
+    lane: "MPI.Comm", world: "MPI.Comm", node: int, nodes: int
+) -> Work[list[list[float]]]:
+    """Return bytes per second from each node to each other, the same on every rank.
+
+    Args:
+        lane: This rank's lane, COMM_NULL where it has none.
+        world: All ranks; of several lanes the slowest counts.
+        node: Index of this rank's node.
+        nodes: How many.
+
+    Collective over the world; non-blocking, as work for the engine.
+    """
+    seconds = torch.zeros(nodes, nodes, dtype=torch.float64, device="cpu")  # to, from
+    if lane != load().COMM_NULL:
+        seconds[node] = yield from link_seconds(lane)
+    yield [world.Iallreduce(load().IN_PLACE, sum_buffer(seconds.view(-1)), op=load().MAX)]
+    rates: list[list[float]] = (PROBE_BYTES / seconds.T.clamp(min=LEAST_SECONDS)).tolist()
+    return rates

@@ -1,0 +1,120 @@
+"""Routes: which plan of a mean suits links that are unequal, from what each pair of ranks measured.
+
+A plan is as fast as the slowest of its ranks on each level. Where racks are joined by thin links,
+little must cross there: sums over a rack are made first, and cross once. On a ring, the order of
+ranks decides which links are used at all.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from daso.plan.allreduce_plan import AllReducePlan, Level, direct_plan
+
+__all__ = ["has_changed", "plan_routes", "racks", "ring_order", "seconds_of"]
+
+Rates = Sequence[Sequence[float]]  # bytes per second from a rank (row) to another (column)
+
+NEAR = 0.5  # of the widest link: what is as wide joins ranks of one rack
+BETTER = 0.8  # of the direct plan's seconds: for less it is not left
+CHANGED = 1.5  # times as long as before, or as short: links are others
+LATELY = 2  # exchanges in a row that must be
+
+
+def plan_routes(rates: Rates) -> AllReducePlan:
+    """Return the plan that takes least on links of such rates; the same on every rank.
+
+    Direct unless another is better by a fifth at least.
+    """
+    peers = len(rates)
+    if peers <= 2:
+        return direct_plan(peers)
+    plans = [*_candidates(rates)]
+    best = min(plans, key=lambda plan: seconds_of(plan, rates))
+    direct = direct_plan(peers)
+    return best if seconds_of(best, rates) < BETTER * seconds_of(direct, rates) else direct
+
+
+def _candidates(rates: Rates) -> Iterator[AllReducePlan]:
+    peers, groups = len(rates), racks(rates)
+    yield AllReducePlan((Level(peers, "ring"),), ring_order(rates))
+    sizes = {len(group) for group in groups}
+    if len(groups) > 1 and len(sizes) == 1 and sizes != {1}:
+        order = tuple(rank for group in groups for rank in group)
+        inside = Level(len(groups[0]))
+        for way in ("scatter", "whole"):
+            yield AllReducePlan((inside, Level(len(groups), way)), order)
+
+
+def seconds_of(plan: AllReducePlan, rates: Rates) -> float:
+    """Return how long a mean of one byte takes by a plan, latency apart."""
+    seconds, held = 0.0, 1.0
+    for depth, level in enumerate(plan.levels):
+        part, ways = held / level.parts, 1 if level.way == "whole" else 2
+        slowest = 0.0
+        for rank in range(plan.peers):
+            group, here = plan.group(rank, depth), plan.digit(rank, depth)
+            others = [one for one in group if one != rank]
+            if level.way == "ring":  # one part after the other, by the next link alone
+                after = group[(here + 1) % level.size]
+                sending = (level.size - 1) / rates[rank][after]
+                coming = (level.size - 1) / rates[group[here - 1]][rank]
+            else:
+                sending = sum(1 / rates[rank][other] for other in others)
+                coming = sum(1 / rates[other][rank] for other in others)
+            slowest = max(slowest, sending, coming)
+        seconds += ways * part * slowest
+        held = part
+    return seconds
+
+
+def racks(rates: Rates) -> list[list[int]]:
+    """Group ranks all of whose links among each other are near as wide as the widest of all."""
+    widest = max(
+        rate for rank, row in enumerate(rates) for to, rate in enumerate(row) if to != rank
+    )
+    groups: list[list[int]] = []
+    for rank in range(len(rates)):
+        for group in groups:
+            if min(_both(rates, rank, other) for other in group) >= NEAR * widest:
+                group.append(rank)
+                break
+        else:
+            groups.append([rank])
+    return groups
+
+
+def ring_order(rates: Rates) -> tuple[int, ...]:
+    """Return an order of ranks on a ring whose narrowest link is wide: 2-opt from the nearest."""
+    left, order = set(range(1, len(rates))), [0]
+    while left:
+        order.append(max(sorted(left), key=lambda rank: _both(rates, order[-1], rank)))
+        left.remove(order[-1])
+    better = True
+    while better:
+        better = False
+        for i in range(1, len(order) - 1):
+            for j in range(i + 1, len(order)):
+                other = order[:i] + order[i : j + 1][::-1] + order[j + 1 :]
+                if _width(other, rates) > _width(order, rates):
+                    order, better = other, True
+    return tuple(order)
+
+
+def _both(rates: Rates, one: int, other: int) -> float:
+    """Return the rate of the slower direction."""
+    return min(rates[one][other], rates[other][one])
+
+
+def _width(order: Sequence[int], rates: Rates) -> tuple[float, float]:
+    """Return the narrowest link of a ring, and then how wide all are together."""
+    links = [rates[a][b] for a, b in pairwise([*order, order[0]])]
+    return min(links), -sum(1 / link for link in links)
+
+
+def has_changed(seconds: Sequence[float]) -> bool:
+    """Return whether exchanges of one kind, the last ones last, take much longer or shorter now."""
+    if len(seconds) <= LATELY:
+        return False
+    usual = sorted(seconds[:-LATELY])[(len(seconds) - LATELY - 1) // 2]
+    lately = seconds[-LATELY:]
+    return min(lately) > CHANGED * usual or max(lately) < usual / CHANGED

@@ -1,0 +1,120 @@
+"""Plans for links that are unequal, from what each pair of ranks measured."""
+
+from itertools import pairwise, permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from daso.plan.allreduce_plan import AllReducePlan, Level, direct_plan, restored, stored
+from daso.plan.routes import has_changed, plan_routes, racks, ring_order, seconds_of
+
+checked = settings(derandomize=True, max_examples=60, deadline=None)
+
+
+def rates_of(ranks, rate):
+    """Return a matrix of rates, from a function of two ranks."""
+    return [
+        [0.0 if one == other else float(rate(one, other)) for other in range(ranks)]
+        for one in range(ranks)
+    ]
+
+
+def in_racks(ranks, rack_of, uplink):
+    return rates_of(ranks, lambda a, b: 1.0 if rack_of(a) == rack_of(b) else uplink)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
+def test_where_links_are_alike_all_send_to_all(ranks):
+    assert plan_routes(rates_of(ranks, lambda a, b: 1e8)) == direct_plan(ranks)
+    noisy = rates_of(ranks, lambda a, b: 1e8 * (1 + 0.1 * ((7 * a + 3 * b) % 5) / 5))
+    assert plan_routes(noisy) == direct_plan(ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rack_of", "groups"),
+    [
+        (8, lambda rank: rank // 4, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (8, lambda rank: rank % 2, [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        (6, lambda rank: rank % 3, [[0, 3], [1, 4], [2, 5]]),
+    ],
+)
+def test_sums_are_made_in_racks_and_cross_once(ranks, rack_of, groups):
+    rates = in_racks(ranks, rack_of, 0.05)
+    plan = plan_routes(rates)
+    assert racks(rates) == groups
+    assert plan.levels[0] == Level(len(groups[0]))
+    assert {plan.group(rank, 0) for rank in range(ranks)} == set(map(tuple, groups))
+    assert seconds_of(plan, rates) < 0.55 * seconds_of(direct_plan(ranks), rates)
+
+
+def test_racks_of_unequal_sizes_and_one_slow_rank_leave_a_ring_or_all_to_all():
+    uneven = in_racks(5, lambda rank: rank // 3, 0.05)
+    slow = rates_of(4, lambda a, b: 0.1 if 2 in (a, b) else 1.0)
+    for rates in (uneven, slow):
+        plan = plan_routes(rates)
+        assert len(plan.levels) == 1
+        assert seconds_of(plan, rates) <= seconds_of(direct_plan(len(rates)), rates)
+
+
+@checked
+@given(st.lists(st.floats(0.1, 10.0), min_size=10, max_size=10))
+def test_a_ring_is_nearly_as_wide_as_the_widest(rates):
+    found = iter(rates)
+    half = {(a, b): next(found) for a in range(5) for b in range(a)}
+    matrix = rates_of(5, lambda a, b: half[max(a, b), min(a, b)])
+
+    def width(order):
+        return min(matrix[a][b] for a, b in pairwise([*order, order[0]]))
+
+    order = ring_order(matrix)
+    assert sorted(order) == list(range(5))
+    widest = max(width((0, *rest)) for rest in permutations(range(1, 5)))
+    assert width(order) >= 0.5 * widest
+
+
+def test_a_ring_goes_through_each_rack_once():
+    matrix = in_racks(8, lambda rank: rank % 2, 0.1)
+    order = ring_order(matrix)
+    assert sum(a % 2 != b % 2 for a, b in pairwise([*order, order[0]])) == 2
+    ring = AllReducePlan((Level(8, "ring"),), order)
+    assert seconds_of(ring, matrix) <= seconds_of(AllReducePlan((Level(8, "ring"),)), matrix)
+
+
+def test_seconds_by_hand():
+    """Four ranks, one byte: halves and quarters over links of 1 and of 0.25 bytes a second."""
+    rates = in_racks(4, lambda rank: rank // 2, 0.25)
+    assert seconds_of(direct_plan(4), rates) == pytest.approx(2 * (1 + 4 + 4) / 4)
+    levels = AllReducePlan((Level(2), Level(2, "whole")))
+    assert seconds_of(levels, rates) == pytest.approx(2 * 0.5 + 0.5 * 4)
+    ring = AllReducePlan((Level(4, "ring"),))
+    assert seconds_of(ring, rates) == pytest.approx(2 * 3 / 4 * 4)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "changed"),
+    [
+        ([], False),
+        ([1.0, 9.0], False),
+        ([1.0, 1.0, 1.0, 1.0], False),
+        ([1.0, 1.1, 0.9, 9.0], False),  # once is chance
+        ([1.0, 1.1, 0.9, 1.6, 1.7], True),
+        ([1.0, 1.1, 0.9, 1.4, 1.7], False),
+        ([1.0, 1.1, 0.9, 0.5, 0.6], True),
+    ],
+)
+def test_two_exchanges_in_a_row_that_take_longer_or_shorter_tell_of_other_links(seconds, changed):
+    assert has_changed(seconds) == changed
+
+
+def test_plans_come_back_from_plain_values():
+    for plan in (direct_plan(3), AllReducePlan((Level(2), Level(2, "ring")), (0, 2, 1, 3))):
+        assert restored(stored(plan)) == plan
+
+
+def test_an_order_changes_who_is_whose_neighbour_and_no_number_of_messages():
+    plan = AllReducePlan((Level(2), Level(2, "whole")), (0, 2, 1, 3))
+    assert [plan.group(rank, 0) for rank in range(4)] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert [plan.group(rank, 1) for rank in range(4)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [plan.below(rank, 1) for rank in range(4)] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert plan.name == "2 x 2 whole of 0 2 1 3"

@@ -1,0 +1,77 @@
+"""Plans that follow measured links: all ranks change to another after the same exchange."""
+
+import copy
+
+import pytest
+from models import batch_loss, bits, mlp, seeded, sgd
+
+import daso
+from daso.plan.allreduce_plan import AllReducePlan, Level, direct_plan
+
+pytestmark = [pytest.mark.mpi, pytest.mark.nodes((1, 1, 1), (1, 1, 1, 1)), pytest.mark.real_mpi]
+
+
+def wrapped(topology, model, **options):
+    exchange = daso.Exchange(algorithm="planned", chunk_bytes=512)
+    return daso.DASO(*(sgd(model),), module=model, topology=topology, exchange=exchange, **options)
+
+
+def steps(topology, optimizer, model, numbers):
+    for step in numbers:
+        optimizer.zero_grad()
+        batch_loss(model, topology.rank, step).backward()
+        optimizer.step()
+
+
+def routes(topology, monkeypatch):
+    """Let links tell of a ring, and of direct exchanges when they are measured again."""
+    nodes = topology.nodes
+    ring = AllReducePlan((Level(nodes, "ring"),), tuple(reversed(range(nodes))))
+    chosen = iter([ring, direct_plan(nodes), direct_plan(nodes), ring])
+    monkeypatch.setattr("daso.train.channels.plan_routes", lambda rates: next(chosen))
+    return ring
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+def test_all_ranks_change_after_the_same_exchange(topology, wire, monkeypatch):
+    ring = routes(topology, monkeypatch)
+    asked = iter([False, False, True] + [False] * 100)
+    monkeypatch.setattr("daso.train.deltas.exchange.has_changed", lambda _: next(asked))
+    model = seeded(mlp)()
+    with wrapped(topology, model, policy=daso.Fixed(2, 1), wire=wire) as optimizer:
+        assert optimizer.report()["allreduce"] == ring.name
+        steps(topology, optimizer, model, range(16))
+        optimizer.synchronize()
+        assert topology.equal_on_all_ranks(bits(model))
+        report = optimizer.report()
+        assert report["allreduce"] == direct_plan(topology.nodes).name
+        links = [event for event in report["events"] if event["kind"] == "links"]
+        assert [event["plan"] for event in links] == [report["allreduce"]]
+        assert topology.equal_on_all_ranks([event["sent"] for event in links])
+
+
+def test_a_run_goes_on_by_the_plan_it_had(topology, monkeypatch):
+    """To the same bits, whatever links would tell now."""
+    routes(topology, monkeypatch)
+    monkeypatch.setattr("daso.train.deltas.exchange.has_changed", lambda _: False)
+    ended = []
+    for cut in (None, 7):
+        model = seeded(mlp)()
+        routes(topology, monkeypatch)
+        optimizer = wrapped(topology, model, policy=daso.Fixed(2, 1), wire="int8")
+        plan = optimizer.report()["allreduce"]
+        steps(topology, optimizer, model, range(cut or 12))
+        if cut is not None:
+            kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            optimizer.close()
+            model = seeded(mlp)()
+            optimizer = wrapped(topology, model, policy=daso.Fixed(2, 1), wire="int8")
+            assert optimizer.report()["allreduce"] != plan
+            model.load_state_dict(kept[0])
+            optimizer.load_state_dict(kept[1])
+            assert optimizer.report()["allreduce"] == plan
+            steps(topology, optimizer, model, range(cut, 12))
+        optimizer.synchronize()
+        ended.append(bits(model))
+        optimizer.close()
+    assert ended[0] == ended[1]
