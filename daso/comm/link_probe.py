@@ -1,5 +1,6 @@
 """How long messages take over each link between ranks, measured in time slots."""
 
+import statistics
 import time
 from typing import TYPE_CHECKING
 
@@ -16,35 +17,34 @@ if TYPE_CHECKING:
 __all__ = ["link_rates", "link_seconds"]
 
 PROBE_BYTES = 1 << 19  # of a message, as large as those of exchanges or larger
-TURNS = 3  # messages over each link, of which the fastest counts
+TURNS = 5  # messages over each link, of which the middle one counts
 LEAST_SECONDS = 1e-6  # of a message
-PROBE, READY = 5, 6  # tags
+PROBE = 5  # tag
 
 
 def link_seconds(comm: "MPI.Comm") -> Work[torch.Tensor]:
     """Return the seconds of a message from each rank to this one (ranks,), 0 from itself.
 
-    In slots: in slot k each rank sends to the k-th after it, so that nobody is hit twice. Seconds
-    are from when this rank says that it is ready until all is there: no clock of another is read.
+    In slots: in slot k each rank sends to the k-th after it, so that nobody is hit twice. All begin
+    a slot together; no clock of another is read.
 
     Collective over the communicator; non-blocking, as work for the engine.
     """
     rank, ranks = comm.Get_rank(), comm.Get_size()
     seconds = torch.zeros(ranks, dtype=torch.float64, device="cpu")
     leaving, coming = torch.zeros(2, PROBE_BYTES, dtype=torch.uint8, device="cpu")
-    word, heard = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
     for slot in slots(ranks):
         after, before = slot[rank], slot.index(rank)
         taken = []
         for _ in range(TURNS):
-            arrives, begun = comm.Irecv(byte_buffer(coming), before, PROBE), time.perf_counter()
-            ready = comm.Isend(byte_buffer(word), before, READY)
-            yield [comm.Irecv(byte_buffer(heard), after, READY)]
+            arrives = comm.Irecv(byte_buffer(coming), before, PROBE)
+            yield [comm.Ibarrier()]
+            begun = time.perf_counter()
             sent = comm.Isend(byte_buffer(leaving), after, PROBE)
             yield [arrives]
             taken.append(time.perf_counter() - begun)
-            yield [ready, sent]
-        seconds[before] = min(taken)
+            yield [sent]
+        seconds[before] = statistics.median(taken)
     return seconds
 
 

@@ -7,6 +7,7 @@ ranks decides which links are used at all.
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from statistics import fmean, median
 
 from daso.plan.allreduce_plan import AllReducePlan, Level, direct_plan
 
@@ -14,7 +15,7 @@ __all__ = ["has_changed", "plan_routes", "racks", "ring_order", "seconds_of"]
 
 Rates = Sequence[Sequence[float]]  # bytes per second from a rank (row) to another (column)
 
-NEAR = 0.5  # of the widest link: what is as wide joins ranks of one rack
+NEAR = 0.5  # of the widest links: what is as wide joins ranks of one rack
 BETTER = 0.8  # of the direct plan's seconds: for less it is not left
 CHANGED = 1.5  # times as long as before, or as short: links are others
 LATELY = 2  # exchanges in a row that must be
@@ -46,36 +47,38 @@ def _candidates(rates: Rates) -> Iterator[AllReducePlan]:
 
 
 def seconds_of(plan: AllReducePlan, rates: Rates) -> float:
-    """Return how long a mean of one byte takes by a plan, latency apart."""
+    """Return how long a mean of one byte takes by a plan, latency apart.
+
+    What is measured in slots is shared in slots: the slowest link of each counts, since all that
+    crosses a thin link between racks shares it.
+    """
     seconds, held = 0.0, 1.0
     for depth, level in enumerate(plan.levels):
         part, ways = held / level.parts, 1 if level.way == "whole" else 2
-        slowest = 0.0
-        for rank in range(plan.peers):
-            group, here = plan.group(rank, depth), plan.digit(rank, depth)
-            others = [one for one in group if one != rank]
-            if level.way == "ring":  # one part after the other, by the next link alone
-                after = group[(here + 1) % level.size]
-                sending = (level.size - 1) / rates[rank][after]
-                coming = (level.size - 1) / rates[group[here - 1]][rank]
-            else:
-                sending = sum(1 / rates[rank][other] for other in others)
-                coming = sum(1 / rates[other][rank] for other in others)
-            slowest = max(slowest, sending, coming)
-        seconds += ways * part * slowest
+        turns = [1] * (level.size - 1) if level.way == "ring" else range(1, level.size)
+        slowest = {turn: _slowest(plan, depth, turn, rates) for turn in set(turns)}
+        seconds += ways * part * sum(1 / slowest[turn] for turn in turns)
         held = part
     return seconds
 
 
-def racks(rates: Rates) -> list[list[int]]:
-    """Group ranks all of whose links among each other are near as wide as the widest of all."""
-    widest = max(
-        rate for rank, row in enumerate(rates) for to, rate in enumerate(row) if to != rank
+def _slowest(plan: AllReducePlan, depth: int, turn: int, rates: Rates) -> float:
+    """Return the rate of the slowest link where each sends to so many after it in its group."""
+    size, groups = plan.levels[depth].size, (plan.group(rank, depth) for rank in range(plan.peers))
+    return min(
+        rates[rank][group[(plan.digit(rank, depth) + turn) % size]]
+        for rank, group in enumerate(groups)
     )
+
+
+def racks(rates: Rates) -> list[list[int]]:
+    """Group ranks whose links among each other are on average near as wide as a rank's widest."""
+    each = [max(row[:rank] + row[rank + 1 :]) for rank, row in enumerate(map(list, rates))]
+    widest = median(each)
     groups: list[list[int]] = []
     for rank in range(len(rates)):
         for group in groups:
-            if min(_both(rates, rank, other) for other in group) >= NEAR * widest:
+            if fmean(_both(rates, rank, other) for other in group) >= NEAR * widest:
                 group.append(rank)
                 break
         else:

