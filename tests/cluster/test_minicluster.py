@@ -395,6 +395,16 @@ def test_every_link_has_the_rate_in_both_directions(cluster):
         assert seconds == pytest.approx(0.16, rel=0.2)
 
 
+def test_a_host_may_have_a_rate_of_its_own(cluster):
+    cluster.minicluster("rate", "mini2", "50mbit")
+    assert re.search(r"mini2 .*50mbit", cluster.minicluster("status").stdout)
+    seconds = seconds_to_send(cluster, 1_000_000, 0.16, hosts=("mini0", "mini2"))
+    assert seconds == pytest.approx(0.16, rel=0.2)
+    assert seconds_to_send(cluster, 1_000_000, hosts=("mini0", "mini1")) < seconds / 5
+    cluster.rate("none")
+    assert seconds_to_send(cluster, 1_000_000, hosts=("mini0", "mini2")) < seconds / 5
+
+
 @pytest.mark.slow("SLURM takes half a minute to find a host down")
 def test_a_host_cut_off_goes_down_and_comes_back(cluster):
     cluster.cut("mini3")

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from pathlib import Path
 
 import pytest
 from cluster.test_submit import Submitter
@@ -90,3 +91,24 @@ def test_a_rank_that_is_killed_in_training_ends_the_job(daso):
     said = re.findall(r"daso: rank \d of 2 on mini\d exited without reporting: it was killed", log)
     assert len(said) == 1, log[-2000:]
     assert daso.status(job)[0] == "FAILED"
+
+
+@pytest.mark.slow("a job trains for a while")
+def test_a_link_that_changes_in_mid_run_is_measured_within_five_exchanges(daso):
+    """By all ranks after the same exchange, and they stay the same bits."""
+    cluster = daso.cluster
+    cluster.rate("1gbit")
+    changed, out = cluster.work / "changed", cluster.work / "links.json"
+    program = Path(__file__).with_name("on_links.py")
+    job = daso.submit("--nodes=4", str(program), str(changed), str(out))
+    cluster.until((cluster.work / "training").exists, seconds=60)
+    time.sleep(3)  # some twenty exchanges
+    cluster.minicluster("rate", "mini3", "100mbit")
+    changed.touch()
+    log = daso.daso("logs", "--follow", job, seconds=200).stdout
+    assert out.exists(), log[-3000:]
+    found = json.loads(out.read_text())
+    assert found["same"]
+    kinds = found["kinds"]
+    at = kinds.index("links", found["noticed"])
+    assert kinds[:at].count("exchange") - found["noticed"] <= 5, kinds
