@@ -230,6 +230,22 @@ def test_step_times_it_quotes_are_those_that_were_measured() -> None:
         assert ratios == [rows.get(name, "-") for rows in measured]
 
 
+def test_exchanges_among_many_nodes_are_those_that_were_planned_and_measured() -> None:
+    import json
+
+    from daso.plan.cost_model import LinkCosts, allreduce_cost, choose_plan
+
+    nbytes, text = 50e6, " ".join(README.split())
+    plans = [(choose_plan("auto", nodes, nbytes), nodes) for nodes in (64, 256, 1024)]
+    counts = [allreduce_cost(plan, nbytes, LinkCosts()).messages for plan, _ in plans]
+    assert "nodes sends {}, {} and {} messages".format(*counts) in text
+    runs = json.loads((ROOT / "scripts/figures/exchange_nodes.json").read_text())["runs"]
+    (racks,) = [run for run in runs if run["plan"].get("racks") == 2]
+    ms = {row["name"]: f"{row['ms']:.0f}" for row in racks["rows"]}
+    said = (ms["fp32, planned"], ms["fp32"], ms["fp32, MPI Allreduce"], ms["fp32, gloo"])
+    assert "takes {} ms instead of {} (MPI's Allreduce {}, gloo {})".format(*said) in text
+
+
 def test_step_times_on_a_gpu_are_those_that_were_measured() -> None:
     import json
     from statistics import median
