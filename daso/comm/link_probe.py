@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,17 +10,32 @@ import torch
 from daso.comm.dtypes import byte_buffer, sum_buffer
 from daso.comm.engine import Work
 from daso.comm.mpi import load
-from daso.plan.cost_model import slots
+from daso.plan.cost_model import LinkCosts, fitted_costs, slots
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["link_rates", "link_seconds"]
+__all__ = ["link_costs", "link_rates", "link_seconds"]
 
 PROBE_BYTES = 1 << 19  # of a message, as large as those of exchanges or larger
 TURNS = 5  # messages over each link, of which the middle one counts
 LEAST_SECONDS = 1e-6  # of a message
 PROBE = 5  # tag
+
+
+def link_costs(lane: "MPI.Comm", world: "MPI.Comm") -> Work[LinkCosts]:
+    """Return what messages between neighbours cost, the same on every rank: the slowest of all.
+
+    Collective over the world; non-blocking, as work for the engine.
+    """
+    taken = torch.zeros(2, dtype=torch.float64, device="cpu")
+    if lane != load().COMM_NULL:
+        slot = slots(lane.Get_size())[0]
+        for at, nbytes in enumerate((1, PROBE_BYTES)):
+            taken[at] = yield from _seconds_in_slot(lane, slot, nbytes)
+    yield [world.Iallreduce(load().IN_PLACE, sum_buffer(taken), op=load().MAX)]
+    small, large = taken.tolist()
+    return fitted_costs(small, large, PROBE_BYTES)
 
 
 def link_seconds(comm: "MPI.Comm") -> Work[torch.Tensor]:
@@ -32,20 +48,24 @@ def link_seconds(comm: "MPI.Comm") -> Work[torch.Tensor]:
     """
     rank, ranks = comm.Get_rank(), comm.Get_size()
     seconds = torch.zeros(ranks, dtype=torch.float64, device="cpu")
-    leaving, coming = torch.zeros(2, PROBE_BYTES, dtype=torch.uint8, device="cpu")
     for slot in slots(ranks):
-        after, before = slot[rank], slot.index(rank)
-        taken = []
-        for _ in range(TURNS):
-            arrives = comm.Irecv(byte_buffer(coming), before, PROBE)
-            yield [comm.Ibarrier()]
-            begun = time.perf_counter()
-            sent = comm.Isend(byte_buffer(leaving), after, PROBE)
-            yield [arrives]
-            taken.append(time.perf_counter() - begun)
-            yield [sent]
-        seconds[before] = statistics.median(taken)
+        seconds[slot.index(rank)] = yield from _seconds_in_slot(comm, slot, PROBE_BYTES)
     return seconds
+
+
+def _seconds_in_slot(comm: "MPI.Comm", slot: Sequence[int], nbytes: int) -> Work[float]:
+    """Return how long a message takes that comes in a slot: the middle of some turns."""
+    rank, taken = comm.Get_rank(), []
+    leaving, coming = torch.zeros(2, nbytes, dtype=torch.uint8, device="cpu")
+    for _ in range(TURNS):
+        arrives = comm.Irecv(byte_buffer(coming), slot.index(rank), PROBE)
+        yield [comm.Ibarrier()]
+        begun = time.perf_counter()
+        sent = comm.Isend(byte_buffer(leaving), slot[rank], PROBE)
+        yield [arrives]
+        taken.append(time.perf_counter() - begun)
+        yield [sent]
+    return statistics.median(taken)
 
 
 def link_rates(

@@ -21,6 +21,8 @@ __all__ = [
     "LinkCosts",
     "allreduce_cost",
     "choose_plan",
+    "depends_on_costs",
+    "fitted_costs",
     "flow_shop_seconds",
     "payload_rounds",
     "pipelined_seconds",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 FEW = 16  # ranks up to which each sends to each: few messages, each rounded twice in all
+LEAST_SECONDS = 1e-6  # of a message
 ROUGHLY = 0.95
 SMALL_BYTES = 64 << 10  # of a message: below, what the host does for it costs more than the wire
 
@@ -59,6 +62,22 @@ class LinkCosts:
     byte_seconds: float = 8.5e-9  # 1 Gbit/s
     message_seconds: float = 20e-6
     add_seconds: float = 0.6e-9
+
+
+def fitted_costs(small_seconds: float, large_seconds: float, nbytes: int) -> LinkCosts:
+    """Return costs from the seconds of an empty message and of one of so many bytes.
+
+    In powers of two, so that what is chosen by them does not change with every measurement.
+    """
+    byte_seconds = max(large_seconds - small_seconds, LEAST_SECONDS) / nbytes
+    return LinkCosts(
+        latency_seconds=_power_of_two(max(small_seconds, LEAST_SECONDS)),
+        byte_seconds=_power_of_two(byte_seconds),
+    )
+
+
+def _power_of_two(number: float) -> float:
+    return float(2.0 ** round(math.log2(number)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +110,11 @@ def allreduce_cost(
     return AllReduceCost(chunks * messages, smallest, chunks * sent, rounds, seconds)
 
 
+def depends_on_costs(algorithm: Algorithm, peers: int) -> bool:
+    """Return whether `choose_plan` asks what messages cost."""
+    return algorithm in ("auto", "planned") and peers > FEW
+
+
 @lru_cache(maxsize=4096)
 def choose_plan(
     algorithm: Algorithm, peers: int, nbytes: float, costs: LinkCosts | None = None
@@ -103,7 +127,7 @@ def choose_plan(
     """
     if algorithm not in ("auto", "planned", "mpi"):
         return named_plan(algorithm, peers)
-    if peers <= FEW or algorithm == "mpi":
+    if not depends_on_costs(algorithm, peers):
         return direct_plan(peers)
     known = costs or LinkCosts()
     plans = [(plan, allreduce_cost(plan, nbytes, known)) for plan in candidate_plans(peers)]

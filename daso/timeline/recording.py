@@ -11,7 +11,7 @@ import torch
 
 from daso import trace
 from daso.checks import NONE, Rule, check, either, instance_of, positive, validate_call, whole
-from daso.comm.collectives import finish, gather
+from daso.comm.collectives import finish, first_value, gather
 from daso.comm.dtypes import byte_buffer
 from daso.comm.topology import Topology, default
 from daso.errors import ConfigError
@@ -157,6 +157,6 @@ class Recording(AbstractContextManager["Recording"]):
 
     def _agree(self, problem: str | None) -> None:
         """Raise world rank 0's problem on every rank."""
-        problem = gather(self._topology, problem, self._timeout_seconds)[0]
+        problem = first_value(self._topology, problem, self._timeout_seconds)
         if problem is not None:
             raise ConfigError(problem)

@@ -13,7 +13,7 @@ from daso.comm.dtypes import sum_buffer
 from daso.comm.emulation import LinkModel, emulated_link
 from daso.comm.engine import Engine, Work
 from daso.comm.health.step_watchdog import StepWatchdog
-from daso.comm.link_probe import link_rates
+from daso.comm.link_probe import link_costs, link_rates
 from daso.comm.mpi import load
 from daso.comm.node.base import NodeTransport
 from daso.comm.ordered_allreduce import OnDevice, window
@@ -21,7 +21,13 @@ from daso.comm.reduction import BufferPool, Row, whole
 from daso.comm.topology import Topology
 from daso.errors import ConfigError
 from daso.plan.allreduce_plan import AllReducePlan
-from daso.plan.cost_model import choose_plan, payload_rounds, vote_rounds
+from daso.plan.cost_model import (
+    LinkCosts,
+    choose_plan,
+    depends_on_costs,
+    payload_rounds,
+    vote_rounds,
+)
 from daso.plan.header import Header, Tally
 from daso.plan.options import Settings
 from daso.plan.routes import plan_routes
@@ -85,7 +91,9 @@ class Channels:
         self.engine = Engine(
             settings.exchange.timeout_seconds, self.missing, self.late, takes=takes
         )
-        self.route: AllReducePlan | None = None  # where links were measured
+        # Where they were measured: what suits links, and what messages cost.
+        self.route: AllReducePlan | None = None
+        self.costs: LinkCosts | None = None
         self._rooms = [BufferPool(window(self.rank_info.nodes)) for _ in self._slots]
         self._gradient_means: dict[
             tuple[torch.dtype, int, AllReducePlan], DeterministicAllReduce
@@ -112,7 +120,16 @@ class Channels:
         """Return how nodes take the mean of so many bytes on the wire; the same on every rank."""
         if self.route is not None:
             return self.route
-        return choose_plan(self.settings.exchange.algorithm, self.rank_info.nodes, nbytes)
+        algorithm, nodes = self.settings.exchange.algorithm, self.rank_info.nodes
+        return choose_plan(algorithm, nodes, nbytes, self.costs)
+
+    def look_at_links(self) -> None:
+        """Measure links as far as plans depend on them. Collective over the world; blocking."""
+        algorithm = self.settings.exchange.algorithm
+        if algorithm == "planned":
+            self.route = self.engine.run(self.measure_links())
+        elif depends_on_costs(algorithm, self.rank_info.nodes):
+            self.costs = self.engine.run(link_costs(self.lane, self.world))
 
     def measure_links(self) -> Work[AllReducePlan]:
         """Return the plan that suits the links between nodes, from messages over each of them.

@@ -7,6 +7,7 @@ from models import batch_loss, bits, mlp, seeded, sgd
 
 import daso
 from daso.plan.allreduce_plan import AllReducePlan, Level, direct_plan
+from daso.plan.cost_model import choose_plan
 
 pytestmark = [pytest.mark.mpi, pytest.mark.nodes((1, 1, 1), (1, 1, 1, 1)), pytest.mark.real_mpi]
 
@@ -75,3 +76,25 @@ def test_a_run_goes_on_by_the_plan_it_had(topology, monkeypatch):
         ended.append(bits(model))
         optimizer.close()
     assert ended[0] == ended[1]
+
+
+def test_what_messages_cost_is_measured_where_plans_depend_on_it(topology, monkeypatch):
+    """As among more than 16 nodes: all ranks measure, choose alike, and stay the same bits."""
+    monkeypatch.setattr("daso.plan.cost_model.FEW", 2)
+    choose_plan.cache_clear()
+    try:
+        model = seeded(mlp)()
+        with daso.DASO(
+            sgd(model), module=model, topology=topology, policy=daso.Fixed(2, 1), wire="int8"
+        ) as optimizer:
+            plan = optimizer.report()["allreduce"]
+            assert topology.equal_on_all_ranks(plan)
+            assert plan != "direct" or topology.nodes == 3
+            steps(topology, optimizer, model, range(9))
+            optimizer.synchronize()
+            assert topology.equal_on_all_ranks(bits(model))
+            costs = optimizer.state_dict()["daso"]["sync"]["exchanges"]["costs"]
+            assert topology.equal_on_all_ranks(costs)
+            assert 0 < costs["byte_seconds"] < costs["latency_seconds"] < 1
+    finally:
+        choose_plan.cache_clear()

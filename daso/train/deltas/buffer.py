@@ -140,10 +140,11 @@ class DeltaBuffer:
         )
 
     def take_plan(self) -> None:
-        """Take means by the plan of now; nothing may be under way."""
-        self.means = self._means()
-        self.mean = self.means.first
-        self.rounded.clear()  # of other parts
+        """Take means by the plan of now, where that is another; nothing may be under way."""
+        means = self._means()
+        if means.plan != self.means.plan:
+            self.means, self.mean = means, means.first
+            self.rounded.clear()  # of other parts
 
     def _views(self, span: Span, row: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pair the parameters' elements in a span with a row that holds that span."""

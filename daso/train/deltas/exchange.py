@@ -20,7 +20,8 @@ from daso.comm.dtypes import accumulator
 from daso.comm.engine import Work
 from daso.comm.node.base import NodeTransport
 from daso.errors import ExchangeError, TopologyError
-from daso.plan.allreduce_plan import AllReducePlan, restored, stored
+from daso.plan.allreduce_plan import restored, stored
+from daso.plan.cost_model import LinkCosts
 from daso.plan.header import Header, Tally, culprit, decode_culprit
 from daso.plan.layout import fragments
 from daso.plan.routes import has_changed
@@ -100,8 +101,7 @@ class Exchanges:
         )
         if self.settings.exchange.gpu_direct:
             self._try_memory(node)
-        if self.settings.exchange.algorithm == "planned":
-            self.channels.route = self.channels.engine.run(self.channels.measure_links())
+        self.channels.look_at_links()
         self.rows = self._make_rows(node, outer)
         self.step_restoration = self._make_step_restoration()
         self._flight: InFlight | None = None
@@ -338,12 +338,11 @@ class Exchanges:
         self._known.lately = []
         route = self.coordinator.wait(self.channels.engine.submit(self.channels.measure_links()))
         self.metrics.event("links", sent=flight.batch, plan=route.name)
-        if route != self.channels.route:
-            self.take_route(route)
-
-    def take_route(self, route: AllReducePlan | None) -> None:
-        """Take means by another plan from now on; nothing may be in flight."""
         self.channels.route = route
+        self._take_plans()
+
+    def _take_plans(self) -> None:
+        """Take means by the plans of now; nothing may be in flight."""
         for row in self._rows_of(None):
             row.take_plan()
 
@@ -438,6 +437,7 @@ class Exchanges:
             "known": asdict(self._known),
             "flight": flight and pack(flight),
             "route": self.channels.route and stored(self.channels.route),
+            "costs": self.channels.costs and asdict(self.channels.costs),
         }
 
     def _at_rest(self) -> list[DeltaBuffer]:
@@ -449,8 +449,11 @@ class Exchanges:
     def load(self, state: dict[str, Any]) -> None:
         """Take over what `state` returned on the same rank of a world of the same shape."""
         self._at_rest()
-        if (route := state["route"]) is not None:
-            self.take_route(restored(route))
+        if state["costs"] is not None:
+            self.channels.costs = LinkCosts(**state["costs"])
+        if state["route"] is not None:
+            self.channels.route = restored(state["route"])
+        self._take_plans()
         for row, values in zip(self._at_rest(), state["rows"], strict=True):
             row.load(values)
         known = state["known"]

@@ -15,7 +15,13 @@ from daso.plan.allreduce_plan import (
     direct_plan,
     named_plan,
 )
-from daso.plan.cost_model import LinkCosts, allreduce_cost, choose_plan
+from daso.plan.cost_model import (
+    LinkCosts,
+    allreduce_cost,
+    choose_plan,
+    depends_on_costs,
+    fitted_costs,
+)
 from daso.plan.layout import Span
 
 checked = settings(derandomize=True, max_examples=100, deadline=None)
@@ -179,3 +185,23 @@ def test_spans_of_levels_in_numbers():
     assert chunk == (Span(0, 3 * BLOCK + 3), Span(3 * BLOCK + 3, 6 * BLOCK + 5))
     sizes = [leaf.numel for leaf in plan.leaf_spans(chunk)]
     assert sizes == [2 * BLOCK, BLOCK, 3, 2 * BLOCK, BLOCK, 2]
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "latency", "per_byte"),
+    [(4e-5, 4.4e-3, 2**-15, 2**-27), (1e-6, 5e-5, 2**-20, 2**-33), (0.0, 0.0, 2**-20, 2**-39)],
+)
+def test_costs_are_fitted_to_two_messages_in_powers_of_two(small, large, latency, per_byte):
+    costs = fitted_costs(small, large, 1 << 19)
+    assert (costs.latency_seconds, costs.byte_seconds) == (latency, per_byte)
+
+
+def test_on_a_fast_link_messages_are_fewer():
+    """What hosts do for a message counts for more there than its bytes."""
+    slow, fast = (LinkCosts(byte_seconds=seconds) for seconds in (8e-9, 8e-11))
+    plans = [choose_plan("auto", 512, 50e6, costs) for costs in (slow, fast)]
+    messages = [allreduce_cost(plan, 50e6, fast).messages for plan in plans]
+    assert messages[1] <= messages[0]
+    assert depends_on_costs("auto", 17)
+    assert not depends_on_costs("auto", 16)
+    assert not depends_on_costs("ring", 512)

@@ -1,7 +1,10 @@
 """Virtual time against closed forms; the policies are those of real runs."""
 
+import json
 import math
+import statistics
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given as given_by
@@ -74,6 +77,32 @@ def test_an_exchange_takes_what_was_measured_where_the_link_is_slow(rate, wire, 
     job = Job(4.58e6, 0.08, host_seconds=0.13 / 4.58e6)
     found = exchange_seconds(job, Cluster(2, Link(rate, 1e-4)), wire)
     assert found == EXACT(measured, rel=0.07)
+
+
+def test_exchanges_of_2_to_8_hosts_take_what_was_measured():
+    """Host work from 16 hosts alone; two cores carry all, whose share shrinks with their number."""
+    path = Path(__file__).parents[3] / "scripts/figures/exchange_nodes.json"
+    recorded = json.loads(path.read_text())
+    errors, cores = [], 2
+    for wire in ("fp32", "bf16"):
+        taken = {
+            len(run["nodes"]): (run["plan"]["numel"], 1e-3 * (row["ms"] - row["packing_ms"]))
+            for run in recorded["runs"]
+            for row in run["rows"]
+            if row["name"] == wire and "racks" not in run["plan"]
+        }
+        numel, seconds = taken.pop(16)
+        host_seconds = seconds / numel * cores / 16
+        for nodes, (numel, seconds) in taken.items():
+            job = Job(numel, 1.0, host_seconds=host_seconds, message_seconds=2e-5)
+            cluster = Cluster(nodes, Link(125e6, 5e-5), cores=min(2.0, cores / nodes))
+            errors.append(abs(exchange_seconds(job, cluster, wire) / seconds - 1))
+    assert len(errors) == 8
+    assert statistics.median(errors) <= 0.05
+    assert max(errors) <= 0.15
+    figures = recorded["figures"]
+    assert figures["prediction_error_median_16_hosts"]["value"] == EXACT(statistics.median(errors))
+    assert figures["prediction_error_worst_16_hosts"]["value"] == EXACT(max(errors))
 
 
 @pytest.mark.parametrize(("skip", "wait"), [(1, 1), (4, 1), (4, 4), (16, 3), (2, 0)])
