@@ -179,8 +179,8 @@ def _nccl() -> dict[str, Any]:
 def _chosen() -> dict[str, Any]:
     return {
         "inside_node_cpu": "shared memory (MPI window), in place, rank order",
-        "between_nodes": "sums in node order, 2 nodes swap and more add and return; MPI's own with "
-        "Exchange(algorithm='mpi')",
+        "between_nodes": "sums in a fixed order: 2 nodes swap, up to 16 add and return, more go by "
+        "levels (daso doctor --nodes N); MPI's own with Exchange(algorithm='mpi')",
         "accuracy": "SGD as in synchronous training; Adam and its kin too where backward hides "
         "gradients in 4 bits, elsewhere less: README, What seldom exchanges cost",
         "python": sys.executable,

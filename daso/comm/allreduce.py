@@ -33,6 +33,7 @@ from daso.comm.ordered_allreduce import (
     Waits,
     in_window,
     outgoing,
+    turns_of,
     window,
 )
 from daso.comm.reduction import (
@@ -121,12 +122,12 @@ def deterministic_allreduce(
 ) -> "DeterministicAllReduce":
     """Return what takes means over a communicator in a fixed order; without a plan directly."""
     plan, kept = plan or direct_plan(len(weights)), {} if rounded is None else rounded
-    if plan.name == "swap":
-        return PairwiseExchange(comm, codec, weights, total, {}, where)
-    if plan.name != "direct":
+    if not plan.flat:
         return MultiLevelAllReduce(
             comm, plan, codec, weights, total, kept, where, of_gradients=of_gradients
         )
+    if plan.peers == 2:
+        return PairwiseExchange(comm, codec, weights, total, {}, where)
     return ReduceScatterAllGather(
         comm, codec, weights, total, kept, where, of_gradients=of_gradients
     )
@@ -230,9 +231,7 @@ class ReduceScatterAllGather(OrderedAllReduce):
         self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], tag: int
     ) -> "list[MPI.Request]":
         """Start sending one buffer to each peer and receiving one from each."""
-        rank, size = self.comm.Get_rank(), len(outgoing)
-        # Each begins with the rank after it: in the same order all would send to one at a time.
-        peers = [(rank + turn) % size for turn in range(1, size)]
+        peers = turns_of(self.comm.Get_rank(), len(outgoing))
         receives = [self.comm.Irecv(self.buffer(incoming[peer]), peer, tag) for peer in peers]
         return receives + [self.comm.Isend(self.buffer(outgoing[p]), p, tag) for p in peers]
 

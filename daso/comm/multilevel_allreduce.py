@@ -11,7 +11,7 @@ added; what each rounding takes away is kept by the rank that rounds, and goes i
 
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,6 +23,7 @@ from daso.comm.compression import Codec, pieces
 from daso.comm.device.staging import Arrived
 from daso.comm.dtypes import accumulator
 from daso.comm.engine import NestedWork
+from daso.comm.mpi import load
 from daso.comm.ordered_allreduce import (
     NOTHING,
     Arrivals,
@@ -31,6 +32,7 @@ from daso.comm.ordered_allreduce import (
     Requests,
     Waits,
     adder_of,
+    turns_of,
 )
 from daso.comm.reduction import (
     Chunks,
@@ -46,11 +48,11 @@ from daso.plan.layout import Span, split
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["LevelledMean", "MultiLevelAllReduce", "SequentialAllReduce"]
+__all__ = ["LevelledMean", "MultiLevelAllReduce", "SequentialAllReduce", "Transfers", "carry"]
 
 WINDOW = 4  # chunks under way at a time
-FIRST_TAG, PHASES = 16, 16  # tags of chunk i are FIRST_TAG + PHASES * i and those after
-TAGS = 1024  # chunks that have tags of their own; far more than are under way
+FIRST_TAG, PHASES = 16, 64  # tags of chunk i are FIRST_TAG + PHASES * i and those after
+TAGS = 256  # chunks that have tags of their own; far more than are under way
 
 Messages = list[tuple[int, torch.Tensor]]  # the other rank, and what is sent or where it arrives
 
@@ -103,6 +105,7 @@ class LevelledMean(ExchangeMemory):
         poll = (lambda: False) if comm is None else partial(comm.Iprobe, tag=NOTHING)
         super().__init__(adder.codec, WINDOW, where, poll)
         self.plan, self.rank, self.adder = plan, rank, adder
+        self.delivered = 0  # chunks of this row
         self.groups = [plan.group(rank, depth) for depth in range(len(plan.levels))]
         self._units = [self._weights_on(depth) for depth in range(len(plan.levels))]
         self._cuts: dict[tuple[int, int], _Cut] = {}
@@ -162,9 +165,10 @@ class LevelledMean(ExchangeMemory):
         def rows(index: int) -> None:
             cut = self.cut(chunks[index])
             self._row("back", index, cut.stops[-1])
-            for depth in range(len(self.plan.levels)):
+            for depth, level in enumerate(self.plan.levels):
                 self._arriving(cut, depth, index)
-                self._leaving(cut, depth, index)
+                if depth > 0 or level.way == "ring":  # elsewhere the row's own payloads leave
+                    self._leaving(cut, depth, index)
 
         yield from self._made(len(chunks), rows)
 
@@ -185,9 +189,8 @@ class LevelledMean(ExchangeMemory):
                 terms = self._terms(depth, self._units[depth])
             within = cut.mine[depth]
             if depth == last and not self.plan.returns:
-                with self._beside():
-                    add_and_deliver(self.adder, versions, source, within, own[0], terms)
-                yield from self._computed()
+                last_sum = partial(add_and_deliver, self.adder, versions, source, within, own[0])
+                yield from self._in_turn(index, partial(last_sum, terms))
                 return
             spans, targets = self._next(cut, depth, index, back)
             leaving, payloads = (torch.split(row, self._sizes(spans)) for row in targets)
@@ -198,8 +201,14 @@ class LevelledMean(ExchangeMemory):
             yield from self._bring(targets[1], targets[0])
         yield from self._return(cut, back[0])
         yield from self._fetch(*back)
+        yield from self._in_turn(index, partial(self._deliver, source, parts, cut, back[1], own))
+
+    def _in_turn(self, index: int, deliver: Callable[[], None]) -> Arrivals:
+        """Deliver a chunk after all before it: what the row sums over them has the same bits."""
+        yield lambda: self.delivered == index
         with self._beside():
-            self._deliver(source, parts, cut, back[1], own)
+            deliver()
+        self.delivered += 1
         yield from self._computed()
 
     def _next(
@@ -241,7 +250,7 @@ class LevelledMean(ExchangeMemory):
         arriving, there = self._arriving(cut, depth, index)
         nbytes, whole = self.codec.nbytes(cut.mine[depth].numel), len(leaving) == 1
         rows = torch.split(arriving, [nbytes] * len(group))
-        turns = _turns(here, len(group))
+        turns = turns_of(here, len(group))
         yield Transfers(
             depth,
             [(group[one], leaving[0 if whole else one]) for one in turns],
@@ -307,7 +316,7 @@ class LevelledMean(ExchangeMemory):
                     after, before = group[(here + 1) % size], group[here - 1]
                     yield Transfers(phase, [(after, sent)], [(before, coming)])
                 continue
-            turns = _turns(here, size)
+            turns = turns_of(here, size)
             yield Transfers(
                 phase,
                 [(group[one], regions[here]) for one in turns],
@@ -335,14 +344,6 @@ class LevelledMean(ExchangeMemory):
                     sent = codec.fields(payload, last - first, at + a, at + b)
                     source.deliver(leaf.start + a, leaf.start + b, room[: b - a], sent)
                 start = stop
-
-
-def _turns(here: int, size: int) -> list[int]:
-    """Return the others of a group in the order in which one sends to them.
-
-    Each begins with the one after it: in the same order all would send to one at a time.
-    """
-    return [(here + turn) % size for turn in range(1, size)]
 
 
 class MultiLevelAllReduce:
@@ -373,7 +374,9 @@ class MultiLevelAllReduce:
     ) -> None:
         self.comm, self.codec, self.where = comm, codec, where
         self.adder = adder_of(codec, weights, total, rounded, where, of_gradients=of_gradients)
-        self._means = LevelledMean(plan, comm.Get_rank(), self.adder, where, comm)
+        # A rank that no lane reaches has no part in means, and only asks what crosses.
+        rank = plan.ranks[0] if comm == load().COMM_NULL else comm.Get_rank()
+        self._means = LevelledMean(plan, rank, self.adder, where, comm)
         self.crossing = self._means.crossing
         self._nbytes = 0
 
@@ -382,7 +385,7 @@ class MultiLevelAllReduce:
 
         Collective over the communicator; non-blocking, as work for the engine.
         """
-        self._nbytes = 0
+        self._nbytes = self._means.delivered = 0
         yield from self._means.made(chunks)
         under_way: deque[NestedWork[None]] = deque()
         coming = iter(range(len(chunks)))
@@ -462,13 +465,15 @@ class SequentialAllReduce:
             return in_process(sources, self._adder, chunks)
         nbytes = 0
         for parts in chunks:
+            for mean in self._means:
+                mean.delivered = 0
             ranks = [m.chunk(one, parts, 0) for m, one in zip(self._means, sources, strict=True)]
             while steps := [step for rank in ranks if (step := next(rank, None)) is not None]:
-                nbytes += _carry(steps)
+                nbytes += carry(steps)
         return nbytes
 
 
-def _carry(steps: "Sequence[Transfers | Arrived]") -> int:
+def carry(steps: "Sequence[Transfers | Arrived]") -> int:
     """Copy what all ranks send at a time to where it arrives; return its bytes."""
     transfers = [step for step in steps if isinstance(step, Transfers)]
     sent = {

@@ -30,6 +30,7 @@ __all__ = [
     "adder_of",
     "in_window",
     "outgoing",
+    "turns_of",
     "window",
 ]
 
@@ -79,6 +80,14 @@ def in_window(
             crossing.append((time.perf_counter(), start(index)))
             # Messages of the size of ours do not leave before the library is called again.
             load().Request.Testall(crossing[0][1])
+
+
+def turns_of(here: int, size: int) -> list[int]:
+    """Return the others of a group in the order in which one sends to them.
+
+    Each begins with the one after it: in the same order all would send to one at a time.
+    """
+    return [(here + turn) % size for turn in range(1, size)]
 
 
 def outgoing(source: ReduceBuffer, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:

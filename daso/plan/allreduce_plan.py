@@ -131,6 +131,19 @@ class AllReducePlan:
         """The number of each rank."""
         return {rank: number for number, rank in enumerate(self.order or range(self.peers))}
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, in the order in which they are numbered."""
+        return self._ranks(range(self.peers))
+
+    @property
+    def rounds(self) -> int:
+        """Messages that follow each other in the mean of a chunk."""
+        return sum(
+            (1 if level.way == "whole" else 2) * (level.size - 1 if level.way == "ring" else 1)
+            for level in self.levels
+        )
+
     def _ranks(self, numbers: range) -> tuple[int, ...]:
         return tuple(self.order[one] for one in numbers) if self.order else tuple(numbers)
 

@@ -24,7 +24,6 @@ __all__ = [
     "depends_on_costs",
     "fitted_costs",
     "flow_shop_seconds",
-    "payload_rounds",
     "pipelined_seconds",
     "slots",
     "step_seconds",
@@ -40,11 +39,6 @@ SMALL_BYTES = 64 << 10  # of a message: below, what the host does for it costs m
 def vote_rounds(nodes: int) -> int:
     """Return how many messages follow each other when nodes agree: up a tree and down again."""
     return 2 * math.ceil(math.log2(nodes)) if nodes > 1 else 0
-
-
-def payload_rounds(nodes: int) -> int:
-    """Return how many messages follow each other in a mean: two nodes swap, more add and return."""
-    return 1 if nodes == 2 else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +90,17 @@ def allreduce_cost(
 ) -> AllReduceCost:
     """Return what a mean of so many bytes on the wire costs by a plan."""
     chunks = max(1, math.ceil(nbytes / (message_bytes * plan.messages_of_chunk)))
-    held, messages, rounds, sent, smallest = nbytes / chunks, 0, 0, 0.0, math.inf
+    held, messages, sent, smallest = nbytes / chunks, 0, 0.0, math.inf
     for level in plan.levels:
         part, others = held / level.parts, level.size - 1
         ways = 1 if level.way == "whole" else 2  # there and back
         messages += ways * others
-        rounds += ways * (others if level.way == "ring" else 1)
         sent += ways * others * part
         smallest, held = min(smallest, part), part
     link = chunks * sent * costs.byte_seconds
     host = chunks * (2 * messages * costs.message_seconds + sent * costs.add_seconds)
-    seconds = rounds * costs.latency_seconds + max(link, host) + min(link, host) / chunks
-    return AllReduceCost(chunks * messages, smallest, chunks * sent, rounds, seconds)
+    seconds = plan.rounds * costs.latency_seconds + max(link, host) + min(link, host) / chunks
+    return AllReduceCost(chunks * messages, smallest, chunks * sent, plan.rounds, seconds)
 
 
 def depends_on_costs(algorithm: Algorithm, peers: int) -> bool:
@@ -131,7 +124,9 @@ def choose_plan(
         return direct_plan(peers)
     known = costs or LinkCosts()
     plans = [(plan, allreduce_cost(plan, nbytes, known)) for plan in candidate_plans(peers)]
-    least = ROUGHLY * min(SMALL_BYTES, nbytes / peers)
+    # A row is cut into chunks of about a size: the direct plan's messages may be a little smaller.
+    direct = allreduce_cost(direct_plan(peers), nbytes, known)
+    least = ROUGHLY * min(SMALL_BYTES, nbytes / peers, direct.smallest_bytes)
     large = [(plan, cost) for plan, cost in plans if cost.smallest_bytes >= least]
     return min(large, key=lambda one: (one[1].seconds, len(one[0].levels)))[0]
 

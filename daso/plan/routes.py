@@ -19,6 +19,9 @@ NEAR = 0.5  # of the widest links: what is as wide joins ranks of one rack
 BETTER = 0.8  # of the direct plan's seconds: for less it is not left
 CHANGED = 1.5  # times as long as before, or as short: links are others
 LATELY = 2  # exchanges in a row that must be
+KNOWN = 4  # exchanges before, from which it is known what is usual
+RING_MOST = 64  # ranks of a ring whose order is looked for, which takes as their cube
+SWEEPS = 8  # of looking for a better order, at the most
 
 
 def plan_routes(rates: Rates) -> AllReducePlan:
@@ -37,7 +40,8 @@ def plan_routes(rates: Rates) -> AllReducePlan:
 
 def _candidates(rates: Rates) -> Iterator[AllReducePlan]:
     peers, groups = len(rates), racks(rates)
-    yield AllReducePlan((Level(peers, "ring"),), ring_order(rates))
+    if peers <= RING_MOST:
+        yield AllReducePlan((Level(peers, "ring"),), ring_order(rates))
     sizes = {len(group) for group in groups}
     if len(groups) > 1 and len(sizes) == 1 and sizes != {1}:
         order = tuple(rank for group in groups for rank in group)
@@ -56,18 +60,19 @@ def seconds_of(plan: AllReducePlan, rates: Rates) -> float:
     for depth, level in enumerate(plan.levels):
         part, ways = held / level.parts, 1 if level.way == "whole" else 2
         turns = [1] * (level.size - 1) if level.way == "ring" else range(1, level.size)
-        slowest = {turn: _slowest(plan, depth, turn, rates) for turn in set(turns)}
+        groups = [*{plan.group(rank, depth) for rank in range(plan.peers)}]
+        slowest = {turn: _slowest(groups, turn, rates) for turn in set(turns)}
         seconds += ways * part * sum(1 / slowest[turn] for turn in turns)
         held = part
     return seconds
 
 
-def _slowest(plan: AllReducePlan, depth: int, turn: int, rates: Rates) -> float:
+def _slowest(groups: Sequence[Sequence[int]], turn: int, rates: Rates) -> float:
     """Return the rate of the slowest link where each sends to so many after it in its group."""
-    size, groups = plan.levels[depth].size, (plan.group(rank, depth) for rank in range(plan.peers))
     return min(
-        rates[rank][group[(plan.digit(rank, depth) + turn) % size]]
-        for rank, group in enumerate(groups)
+        rates[rank][group[(here + turn) % len(group)]]
+        for group in groups
+        for here, rank in enumerate(group)
     )
 
 
@@ -92,14 +97,15 @@ def ring_order(rates: Rates) -> tuple[int, ...]:
     while left:
         order.append(max(sorted(left), key=lambda rank: _both(rates, order[-1], rank)))
         left.remove(order[-1])
-    better = True
-    while better:
-        better = False
+    for _ in range(SWEEPS):
+        width, before = _width(order, rates), order
         for i in range(1, len(order) - 1):
             for j in range(i + 1, len(order)):
                 other = order[:i] + order[i : j + 1][::-1] + order[j + 1 :]
-                if _width(other, rates) > _width(order, rates):
-                    order, better = other, True
+                if (wider := _width(other, rates)) > width:
+                    order, width = other, wider
+        if order == before:
+            break
     return tuple(order)
 
 
@@ -116,7 +122,7 @@ def _width(order: Sequence[int], rates: Rates) -> tuple[float, float]:
 
 def has_changed(seconds: Sequence[float]) -> bool:
     """Return whether exchanges of one kind, the last ones last, take much longer or shorter now."""
-    if len(seconds) <= LATELY:
+    if len(seconds) < KNOWN + LATELY:
         return False
     usual = sorted(seconds[:-LATELY])[(len(seconds) - LATELY - 1) // 2]
     lately = seconds[-LATELY:]

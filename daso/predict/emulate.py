@@ -9,7 +9,6 @@ import torch
 from daso.comm.emulation import LinkModel, Stretch, throttled
 from daso.comm.topology import Topology, default
 from daso.errors import ConfigError
-from daso.plan.cost_model import payload_rounds
 from daso.plan.options import Exchange, Gradients, Settings
 from daso.predict.throttle_plan import ThrottlePlan
 from daso.train.channels import Channels
@@ -84,7 +83,7 @@ def _crossing(channels: Channels, row: torch.Tensor, link: LinkModel) -> float:
         return 0.0
     handle = channels.engine.submit(channels.gradient_mean(row))
     nbytes = channels.engine.wait(handle)
-    return handle.seconds / link.seconds(nbytes, payload_rounds(channels.rank_info.nodes)) - 1
+    return handle.seconds / link.seconds(nbytes, channels.plan(nbytes).rounds) - 1
 
 
 def _compute_off(plan: ThrottlePlan) -> float:

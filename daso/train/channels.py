@@ -1,6 +1,6 @@
 """What runs between nodes for one model: the engine, its communicators, its exchanges."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING
@@ -25,7 +25,6 @@ from daso.plan.cost_model import (
     LinkCosts,
     choose_plan,
     depends_on_costs,
-    payload_rounds,
     vote_rounds,
 )
 from daso.plan.header import Header, Tally
@@ -48,14 +47,16 @@ def node_weights(node_sizes: Sequence[int]) -> list[int]:
     return [size // divisor for size in node_sizes]
 
 
-def _occupied_seconds(link: LinkModel, nodes: int, result: object) -> float:
+def _occupied_seconds(
+    link: LinkModel, nodes: int, plan: Callable[[int], AllReducePlan], result: object
+) -> float:
     """Return how long a link is occupied by work with such a result: an exchange, sums, a vote."""
     if isinstance(result, int):  # bytes of averaged gradients
         result = Averaged(result)
     if isinstance(result, Averaged):
-        return result.made_seconds + link.seconds(result.nbytes, payload_rounds(nodes))
+        return result.made_seconds + link.seconds(result.nbytes, plan(result.nbytes).rounds)
     sent = getattr(result, "nbytes", 0)
-    rounds = vote_rounds(nodes) + (payload_rounds(nodes) if sent else 0)
+    rounds = vote_rounds(nodes) + (plan(sent).rounds if sent else 0)
     return float(getattr(result, "made_seconds", 0.0)) + link.seconds(sent, rounds)
 
 
@@ -87,7 +88,11 @@ class Channels:
         self._slots = [self.lane, *(self._lane_of(topology) for _ in range(1, self.abreast))]
         self.watchdog, self._liveness = StepWatchdog(topology.world_comm), topology.liveness
         self.missing = self._liveness.missing
-        takes = None if link is None else partial(_occupied_seconds, link, self.rank_info.nodes)
+        takes = (
+            None
+            if link is None
+            else partial(_occupied_seconds, link, self.rank_info.nodes, self.plan)
+        )
         self.engine = Engine(
             settings.exchange.timeout_seconds, self.missing, self.late, takes=takes
         )
@@ -126,10 +131,16 @@ class Channels:
     def look_at_links(self) -> None:
         """Measure links as far as plans depend on them. Collective over the world; blocking."""
         algorithm = self.settings.exchange.algorithm
+        if self.rank_info.nodes <= 2:
+            return
         if algorithm == "planned":
             self.route = self.engine.run(self.measure_links())
         elif depends_on_costs(algorithm, self.rank_info.nodes):
             self.costs = self.engine.run(link_costs(self.lane, self.world))
+
+    def forget_means(self) -> None:
+        """Give back what means of gradients by other plans have kept; nothing may be under way."""
+        self._gradient_means.clear()
 
     def measure_links(self) -> Work[AllReducePlan]:
         """Return the plan that suits the links between nodes, from messages over each of them.

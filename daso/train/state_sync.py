@@ -66,14 +66,16 @@ def average_tensors(
 def _parts(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Group tensors that are small, and cut large ones, into parts of about `PART` numbers."""
     group: list[torch.Tensor] = []
+    numel = 0
     for tensor in tensors:
         values = tensor.detach()
         pieces = values.view(-1).split(PART) if values.is_contiguous() else (values,)
         for piece in pieces:
-            if group and sum(one.numel() for one in group) + piece.numel() > PART:
+            if group and numel + piece.numel() > PART:
                 yield group
-                group = []
+                group, numel = [], 0
             group.append(piece)
+            numel += piece.numel()
     if group:
         yield group
 

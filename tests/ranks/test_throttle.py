@@ -9,7 +9,8 @@ import torch
 import daso
 from daso.comm.emulation import LinkModel, throttled
 from daso.errors import ConfigError
-from daso.plan.cost_model import payload_rounds, vote_rounds
+from daso.plan.allreduce_plan import direct_plan
+from daso.plan.cost_model import vote_rounds
 from daso.predict import Machine, ThrottlePlan, estimate, simulate_target
 
 pytestmark = pytest.mark.mpi
@@ -59,7 +60,7 @@ def test_an_exchange_takes_no_less_than_its_link_does(topology, rank_info):
     assert len(exchanges) == 3
     for event in exchanges:
         messages = vote_rounds(rank_info.nodes) + (
-            payload_rounds(rank_info.nodes) if event["nbytes"] else 0
+            direct_plan(rank_info.nodes).rounds if event["nbytes"] else 0
         )
         assert event["seconds"] >= 0.01 * messages + event["nbytes"] / RATE
 

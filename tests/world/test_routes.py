@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import torch
 from models import batch_loss, bits, mlp, seeded, sgd
 
 import daso
@@ -98,3 +99,28 @@ def test_what_messages_cost_is_measured_where_plans_depend_on_it(topology, monke
             assert 0 < costs["byte_seconds"] < costs["latency_seconds"] < 1
     finally:
         choose_plan.cache_clear()
+
+
+@pytest.mark.nodes((1, 1, 1), (2, 1, 1))
+@pytest.mark.parametrize("algorithm", ["ring", "planned"])
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+def test_nodes_of_unequal_sizes_take_the_same_mean(topology, algorithm, wire, monkeypatch):
+    """Where a rank has no lane too; synchronous first, then not, then drained."""
+    routes(topology, monkeypatch)
+    ended = []
+    for chosen in ("direct", algorithm):
+        model, exchange = seeded(mlp)(), daso.Exchange(algorithm=chosen)
+        with daso.DASO(
+            *(sgd(model),),
+            module=model,
+            topology=topology,
+            policy=daso.Fixed(2, 1, warmup=2),
+            exchange=exchange,
+            wire=wire,
+        ) as optimizer:
+            steps(topology, optimizer, model, range(9))
+            optimizer.synchronize()
+            assert (optimizer.report()["allreduce"] == "direct") == (chosen == "direct")
+        assert topology.equal_on_all_ranks(bits(model))
+        ended.append(torch.cat([p.detach().view(-1) for p in model.parameters()]))
+    torch.testing.assert_close(*ended, atol=2e-3, rtol=0)

@@ -236,7 +236,7 @@ class Exchanges:
         )
         if seconds := self.metrics.watch.take_steps():
             header = replace(header, minus_step_seconds=-statistics.median(seconds))
-        if self.metrics.exchange_seconds:
+        if self.metrics.exchange_seconds and self.rank_info.lane is not None:
             header = replace(header, minus_exchange_seconds=-self.metrics.exchange_seconds)
         return header
 
@@ -299,7 +299,6 @@ class Exchanges:
             self._drop(flight, outcome)
             return None
         measurements = self._learn(flight, outcome)
-        self._plan_anew(flight, measurements.exchange_seconds)
         rule = self.settings.merge_rule(
             waited=batch - flight.batch, nodes=self.rank_info.nodes, keeps=flight.keeps
         )
@@ -321,6 +320,7 @@ class Exchanges:
             **asdict(measurements) | {"own_seconds": own_seconds},
             **asdict(rule),
         )
+        self._plan_anew(flight, measurements.exchange_seconds)
         return measurements
 
     def _plan_anew(self, flight: InFlight, seconds: float) -> None:
@@ -343,6 +343,7 @@ class Exchanges:
 
     def _take_plans(self) -> None:
         """Take means by the plans of now; nothing may be in flight."""
+        self.channels.forget_means()
         for row in self._rows_of(None):
             row.take_plan()
 

@@ -247,6 +247,7 @@ class GradientCompressor:
         """Forget what was rounded away: it is not finite, or belongs to other parts or phases."""
         self._residuals.clear()
         self._places.clear()
+        self._means.clear()  # which may be by another plan
         for rounded in self._rounded.values():
             rounded.clear()
 

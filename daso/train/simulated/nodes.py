@@ -2,8 +2,9 @@
 
 For statistics at a scale that is not at hand: what a schedule, a wire or a merge costs in accuracy
 on 16 nodes can be seen on a laptop. Nothing is sent; time is what the caller says it is. The bits
-are those of a real run with one rank per node and the same `daso.Exchange`, for every wire and
-algorithm but MPI's own.
+are those of a real run with one rank per node and the same `daso.Exchange`, for every wire; but not
+where the plan of means follows measured links: with ``algorithm="planned"``, and with ``"auto"``
+from 17 nodes on, which is planned here by usual costs.
 Values that are not finite are not looked for.
 """
 

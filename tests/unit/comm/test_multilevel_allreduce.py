@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from daso.comm.compression import Cast, codec_named
-from daso.comm.multilevel_allreduce import LevelledMean, SequentialAllReduce, Transfers
+from daso.comm.multilevel_allreduce import LevelledMean, SequentialAllReduce, Transfers, carry
 from daso.comm.reduction import Row, WeightedMean
 from daso.plan.allreduce_plan import BLOCK, AllReducePlan, Level
 from daso.plan.cost_model import LinkCosts, allreduce_cost
@@ -172,3 +172,31 @@ def test_messages_are_those_of_the_cost_model(plan):
     assert len(sent) == cost.messages * plan.peers
     assert sum(sent) == pytest.approx(cost.sent_bytes * plan.peers)
     assert min(sent) == pytest.approx(cost.smallest_bytes, rel=0.15)  # cut at blocks
+
+
+def test_a_chunk_is_delivered_after_all_before_it():
+    """What a row sums over chunks is added in one order, whichever ends first."""
+    plan, codec = PLANS[3], codec_named("fp32")
+    rows = [Row(torch.ones(NUMEL)) for _ in range(plan.peers)]
+    chunks = plan.chunks(NUMEL, BLOCK // 4)
+    ranks = [
+        LevelledMean(plan, rank, WeightedMean(codec, [1] * plan.peers, plan.peers, {}))
+        for rank in range(plan.peers)
+    ]
+
+    def to_the_end(index):
+        each = [
+            rank.chunk(row, chunks[index], index) for rank, row in zip(ranks, rows, strict=True)
+        ]
+        while True:
+            found = [next(one) for one in each]
+            if not any(isinstance(step, Transfers) for step in found):
+                return each, found
+            carry(found)
+
+    _, wait = to_the_end(1)
+    assert not any(step() for step in wait)
+    first, go = to_the_end(0)
+    assert all(step() for step in go)
+    assert [next(one, None) for one in first] == [None] * plan.peers
+    assert all(step() for step in wait)

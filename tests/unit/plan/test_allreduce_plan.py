@@ -167,7 +167,7 @@ def test_costs_in_numbers(algorithm):
     messages = {"direct": 2 * 15, "two-level": 2 * 6, "halving": 2 * 4, "ring": 2 * 15}
     rounds = {"direct": 2, "two-level": 4, "halving": 8, "ring": 30}
     assert cost.messages == 8 * messages[algorithm]
-    assert cost.rounds == rounds[algorithm]
+    assert cost.rounds == named_plan(algorithm, 16).rounds == rounds[algorithm]
     assert cost.seconds == pytest.approx(1e-3 * rounds[algorithm] + 1e-8 * cost.sent_bytes)
 
 
@@ -205,3 +205,14 @@ def test_on_a_fast_link_messages_are_fewer():
     assert depends_on_costs("auto", 17)
     assert not depends_on_costs("auto", 16)
     assert not depends_on_costs("ring", 512)
+
+
+@pytest.mark.parametrize("nbytes", [1e4, 1e6, 4.3e6, 50e6, 70e6, 2e9])
+def test_no_number_of_nodes_sends_much_more_than_any_mean_must(nbytes):
+    """Primes and their multiples too, of which there are no groups, or few."""
+    for peers in (*range(17, 200), 211, 251, 509, 513, 1021):
+        cost = allreduce_cost(choose_plan("auto", peers, nbytes), nbytes, LinkCosts())
+        direct = allreduce_cost(direct_plan(peers), nbytes, LinkCosts())
+        assert cost.seconds <= direct.seconds
+        if nbytes >= 1e6:
+            assert cost.sent_bytes <= 1.2 * direct.sent_bytes, peers
