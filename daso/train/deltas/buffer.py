@@ -27,7 +27,7 @@ from daso.train.deltas.fused import Fused
 from daso.train.deltas.kernel_choice import choose
 from daso.train.deltas.merging import merge_pairs
 from daso.train.deltas.outer import MakeOuter
-from daso.train.deltas.shard import LEAST, DeltaShard, MergeOptions, message_numel
+from daso.train.deltas.shard import DeltaShard, MergeOptions, cut_row
 from daso.train.deltas.staging import crossing_of
 from daso.train.model.params import Named, flat_view, layout_of
 
@@ -125,10 +125,9 @@ class DeltaBuffer:
         settings, codec = channels.settings, codec_named(channels.settings.wires[0], dtype)
         plan = channels.plan(codec.nbytes(span.numel))
         ordered = partial(channels.ordered, rounded=self.rounded, where=self.where, plan=plan)
-        message = message_numel(
-            codec, settings.exchange.chunk_bytes, LEAST if self._on_device else 1
+        chunks = cut_row(
+            plan, codec, self.span.numel, settings.exchange.chunk_bytes, on_device=self._on_device
         )
-        chunks = plan.chunks(self.span.numel, message, EVEN if self._on_device else 1)
         if settings.by_mpi:  # it adds rows as they are, and takes chunks whole
             chunks = tuple((Span(*whole(parts)),) for parts in chunks)
         return Means(

@@ -11,13 +11,22 @@ from typing import Any
 
 import torch
 
-from daso.comm.compression import PIECE, Codec, Fields, pieces
-from daso.comm.reduction import SendBuffer
+from daso.comm.compression import EVEN, PIECE, Codec, Fields, pieces
+from daso.comm.reduction import Chunks, SendBuffer
+from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.merge import Merge
 from daso.train.deltas.fused import Fused
 from daso.train.deltas.outer import MakeOuter, Outer
 
-__all__ = ["DEVICE_PIECE", "LEAST", "DeltaShard", "Gather", "MergeOptions", "message_numel"]
+__all__ = [
+    "DEVICE_PIECE",
+    "LEAST",
+    "DeltaShard",
+    "Gather",
+    "MergeOptions",
+    "cut_row",
+    "message_numel",
+]
 
 # Numbers of a piece on a device, where what a pass costs is its launch.
 DEVICE_PIECE = PIECE << 6
@@ -332,6 +341,14 @@ def _first_nonfinite(values: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
 
 def _stack(numbers: list[torch.Tensor], none: torch.Tensor) -> torch.Tensor:
     return torch.stack(numbers) if numbers else none
+
+
+def cut_row(
+    plan: AllReducePlan, codec: Codec, numel: int, chunk_bytes: int, *, on_device: bool
+) -> Chunks:
+    """Cut a row into what crosses by itself; as on devices, where each message costs launches."""
+    least, even = (LEAST, EVEN) if on_device else (1, 1)
+    return plan.chunks(numel, message_numel(codec, chunk_bytes, least), even)
 
 
 def message_numel(codec: Codec, chunk_bytes: int, least: int = 1) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from daso.comm.compression import EVEN, Codec, codec_named, dense_codec
+from daso.comm.compression import Codec, codec_named, dense_codec
 from daso.comm.dtypes import accumulator
 from daso.comm.multilevel_allreduce import SequentialAllReduce
 from daso.plan.allreduce_plan import AllReducePlan
@@ -37,7 +37,7 @@ from daso.plan.schedule import (
 )
 from daso.train.deltas.merging import merge_pairs
 from daso.train.deltas.outer import MakeOuter
-from daso.train.deltas.shard import LEAST, DeltaShard, Gather, MergeOptions, message_numel
+from daso.train.deltas.shard import DeltaShard, Gather, MergeOptions, cut_row
 from daso.train.model.params import Named, Trained, flat_view
 from daso.train.simulated.gradients import SimulatedGradients
 from daso.train.step_restoration import make_step_restoration
@@ -116,9 +116,9 @@ class Row:
         self.dense = self.wired[wires[0]]
         if settings.sparse:
             self.dense = self._mean(dense_codec(wires[0], dtype), plan)
-        least, even = (LEAST, EVEN) if on_devices else (1, 1)
-        message = message_numel(codec, settings.exchange.chunk_bytes, least)
-        self.chunks = plan.chunks(numel, message, even)
+        self.chunks = cut_row(
+            plan, codec, numel, settings.exchange.chunk_bytes, on_device=on_devices
+        )
         self.spans = [span for parts in self.chunks for span in parts]
 
     def _mean(self, codec: Codec, plan: AllReducePlan) -> SequentialAllReduce:
