@@ -12,6 +12,7 @@ from daso.plan.cost_model import (
     LinkCosts,
     allreduce_cost,
     choose_plan,
+    fitted_costs,
     step_seconds,
 )
 from daso.plan.wires import BITS
@@ -30,6 +31,7 @@ __all__ = [
 
 GRADIENTS = "fp32"  # in what synchronous ones cross unless `Gradients` has another wire
 PORTIONS = 16  # into which backward is cut for what crosses beside it
+MESSAGE_BYTES = 512 << 10  # of a message by which training measures links
 FORWARD = 1 / 3  # of a step's computing; backward takes the rest
 MOST_PARAMETERS, MOST_NODES, MOST_CORES, MOST_RATE = 1e15, 1_000_000, 1e6, 1e6
 
@@ -116,15 +118,21 @@ class Cluster:
         return min(1.0, max(0.0, 2 - self.cores))
 
 
-def exchange_plan(parameters: float, wire: str, nodes: int) -> AllReducePlan:
+def exchange_plan(parameters: float, wire: str, cluster: Cluster) -> AllReducePlan:
     """Return how nodes take the mean of so many numbers on a wire, as in training."""
-    return choose_plan("auto", nodes, parameters * BITS[wire] / 8)
+    return choose_plan("auto", cluster.nodes, parameters * BITS[wire] / 8, _costs(cluster.link))
 
 
-def exchange_cost(parameters: float, wire: str, nodes: int) -> AllReduceCost:
+def _costs(link: Link) -> LinkCosts:
+    """Return what training would measure of such a link."""
+    large_seconds = link.latency_seconds + link.seconds(MESSAGE_BYTES)
+    return fitted_costs(link.latency_seconds, large_seconds, MESSAGE_BYTES)
+
+
+def exchange_cost(parameters: float, wire: str, cluster: Cluster) -> AllReduceCost:
     """Return messages, bytes and rounds of each node for one exchange of so many numbers."""
-    plan = exchange_plan(parameters, wire, nodes)
-    return allreduce_cost(plan, parameters * BITS[wire] / 8, LinkCosts())
+    plan = exchange_plan(parameters, wire, cluster)
+    return allreduce_cost(plan, parameters * BITS[wire] / 8, _costs(cluster.link))
 
 
 def exchange_seconds(job: Job, cluster: Cluster, wire: str) -> float:
@@ -133,7 +141,7 @@ def exchange_seconds(job: Job, cluster: Cluster, wire: str) -> float:
     All agree first; then payloads cross while the host encodes, adds and decodes others, and works
     on messages.
     """
-    link, cost = cluster.link, exchange_cost(job.parameters, wire, cluster.nodes)
+    link, cost = cluster.link, exchange_cost(job.parameters, wire, cluster)
     crossing = link.seconds(cost.sent_bytes)
     messages = 2 * cost.messages * job.message_seconds
     work = (job.host_seconds * job.parameters + messages) * cluster.stretch
@@ -153,7 +161,7 @@ def synchronous_seconds(job: Job, cluster: Cluster) -> float:
     if cluster.nodes == 1:
         return job.step_seconds
     link, nodes = cluster.link, cluster.nodes
-    portion = exchange_cost(job.parameters / PORTIONS, GRADIENTS, nodes)
+    portion = exchange_cost(job.parameters / PORTIONS, GRADIENTS, cluster)
     crossing = PORTIONS * link.seconds(portion.sent_bytes)
     messages = PORTIONS * 2 * portion.messages * job.message_seconds
     work = (job.gradient_seconds * job.parameters + messages) * cluster.stretch

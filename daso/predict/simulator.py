@@ -91,7 +91,7 @@ class _Nodes:
         at = max(self.times) + self._extra
         self.exposed += sum(at - time for time in self.times)
         self.times = [at] * len(self.times)
-        self.nbytes += exchange_cost(self.job.parameters, GRADIENTS, self.cluster.nodes).sent_bytes
+        self.nbytes += exchange_cost(self.job.parameters, GRADIENTS, self.cluster).sent_bytes
         self._steps.clear()  # of steps that wait nobody is told
 
     def send(self) -> None:
@@ -102,7 +102,7 @@ class _Nodes:
         middle = len(self._steps) // 2
         fastest = min(sorted(steps)[middle] for steps in zip(*self._steps, strict=True))
         self._flight, self._steps = _Flight(begins, ends, fastest), []
-        self.nbytes += exchange_cost(self.job.parameters, self.wire, self.cluster.nodes).sent_bytes
+        self.nbytes += exchange_cost(self.job.parameters, self.wire, self.cluster).sent_bytes
         self.exchanges += 1
 
     def receive(self) -> Measurements:
@@ -174,7 +174,7 @@ def simulate(
         skip=state.skip,
         wait=state.wait,
         wire=nodes.wire,
-        plan=exchange_plan(job.parameters, nodes.wire, cluster.nodes).name,
+        plan=exchange_plan(job.parameters, nodes.wire, cluster).name,
     )
 
 

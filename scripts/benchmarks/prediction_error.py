@@ -184,7 +184,7 @@ def _row(
     outcome = simulate(job, cluster, way.policy, settings, steps=STEPS)
     synchronous = name == SYNCHRONOUS
     sent = exchange_cost(
-        job.parameters, GRADIENTS if synchronous else outcome.wire, cluster.nodes
+        job.parameters, GRADIENTS if synchronous else outcome.wire, cluster
     ).sent_bytes
     added = cluster.link.seconds(sent) / (1 if synchronous else outcome.skip)
     return {

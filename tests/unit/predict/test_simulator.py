@@ -49,16 +49,19 @@ def test_a_vote_goes_up_a_tree_and_down():
 
 @pytest.mark.parametrize(("nodes", "row"), [(2, 1.0), (3, 4 / 3), (4, 1.5), (16, 1.875)])
 def test_two_nodes_send_the_row_and_more_send_it_twice_but_their_part(nodes, row):
-    assert exchange_cost(1e6, "bf16", nodes).sent_bytes == EXACT(2e6 * row)
-    assert exchange_cost(1e6, "int4", nodes).sent_bytes == EXACT(1e6 * 4.25 / 8 * row)
+    assert exchange_cost(1e6, "bf16", Cluster(nodes, GIGABIT)).sent_bytes == EXACT(2e6 * row)
+    assert exchange_cost(1e6, "int4", Cluster(nodes, GIGABIT)).sent_bytes == EXACT(
+        1e6 * 4.25 / 8 * row
+    )
 
 
 def test_many_nodes_send_as_much_and_hosts_work_on_each_message():
-    cost = exchange_cost(1e6, "bf16", 100)
+    cost = exchange_cost(1e6, "bf16", Cluster(100, GIGABIT))
     assert cost.sent_bytes == EXACT(2e6 * 1.98, rel=0.05)
     assert cost.smallest_bytes >= 0.95 * 2e6 / 100
     few, many = (Job(1e6, 0.05, message_seconds=seconds) for seconds in (0.0, 1e-3))
     fast = Cluster(100, Link(math.inf))
+    cost = exchange_cost(1e6, "bf16", fast)
     added = exchange_seconds(many, fast, "bf16") - exchange_seconds(few, fast, "bf16")
     assert added == EXACT(2 * cost.messages * 1e-3)
 
@@ -118,7 +121,7 @@ def test_steps_wait_for_what_is_not_hidden_and_no_longer(skip, wait, nodes, wire
     exposed = max(0.0, takes - wait * job.step_seconds) / skip
     assert found.step_seconds == EXACT(job.step_seconds + exposed, rel=1e-9)
     assert found.exposed_seconds == EXACT(exposed, rel=1e-9, abs=1e-12)
-    assert found.bytes_per_step == EXACT(exchange_cost(1e7, wire, nodes).sent_bytes / skip)
+    assert found.bytes_per_step == EXACT(exchange_cost(1e7, wire, cluster).sent_bytes / skip)
     assert found.wire == wire
 
 
