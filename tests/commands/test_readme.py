@@ -243,7 +243,7 @@ def test_exchanges_among_many_nodes_are_those_that_were_planned_and_measured() -
     (racks,) = [run for run in runs if run["plan"].get("racks") == 2]
     ms = {row["name"]: f"{row['ms']:.0f}" for row in racks["rows"]}
     said = (ms["fp32, planned"], ms["fp32"], ms["fp32, MPI Allreduce"], ms["fp32, gloo"])
-    assert "takes {} ms instead of {} (MPI's Allreduce {}, gloo {})".format(*said) in text
+    assert "takes {} ms instead of {} (MPI's Allreduce {}, gloo {};".format(*said) in text
 
 
 def test_step_times_on_a_gpu_are_those_that_were_measured() -> None:
