@@ -13,8 +13,8 @@ from daso.plan.cost_model import choose_plan
 pytestmark = [pytest.mark.mpi, pytest.mark.nodes((1, 1, 1), (1, 1, 1, 1)), pytest.mark.real_mpi]
 
 
-def wrapped(topology, model, **options):
-    exchange = daso.Exchange(algorithm="planned", chunk_bytes=512)
+def wrapped(topology, model, fragments=1, **options):
+    exchange = daso.Exchange(algorithm="planned", chunk_bytes=512, fragments=fragments)
     return daso.DASO(*(sgd(model),), module=model, topology=topology, exchange=exchange, **options)
 
 
@@ -34,13 +34,14 @@ def routes(topology, monkeypatch):
     return ring
 
 
+@pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("wire", ["fp32", "int8"])
-def test_all_ranks_change_after_the_same_exchange(topology, wire, monkeypatch):
+def test_all_ranks_change_after_the_same_exchange(topology, wire, fragments, monkeypatch):
     ring = routes(topology, monkeypatch)
     asked = iter([False, False, True] + [False] * 100)
     monkeypatch.setattr("daso.train.deltas.exchange.has_changed", lambda _: next(asked))
     model = seeded(mlp)()
-    with wrapped(topology, model, policy=daso.Fixed(2, 1), wire=wire) as optimizer:
+    with wrapped(topology, model, fragments, policy=daso.Fixed(2, 1), wire=wire) as optimizer:
         assert optimizer.report()["allreduce"] == ring.name
         steps(topology, optimizer, model, range(16))
         optimizer.synchronize()

@@ -53,9 +53,10 @@ class ExchangeState:
     wire: str = ""  # of the next exchange; empty: the settings' first
     timed: str = ""  # wire of the last one; empty where it was dropped
     timed_numel: int = 0  # numbers that it carried
-    # Where plans follow links: seconds of the last exchanges of one wire and fragment.
-    routed: tuple[str, int | None] = ("", None)
-    lately: list[float] = field(default_factory=list)
+    # Where plans follow links: seconds of the last exchanges by wire and fragment, and which of
+    # these the last one was of.
+    lately: dict[str, list[float]] = field(default_factory=dict)
+    kind: str = ""
     # When ranks measured last in this phase: batch, seconds exposed until then, and how often all
     # had met beside steps.
     marked: tuple[int, float, int] | None = None
@@ -328,14 +329,14 @@ class Exchanges:
 
         All ranks agreed on the seconds. Collective over the world; blocking, where that is so.
         """
-        kind = flight.wire, flight.fragment
-        if self.settings.exchange.algorithm != "planned" or kind != self._known.routed:
-            self._known.routed, self._known.lately = kind, []
+        known = self._known
+        told, known.kind = known.kind, f"{flight.wire} {flight.fragment}"  # of the one before
+        if self.settings.exchange.algorithm != "planned" or not told:
             return
-        lately = self._known.lately = [*self._known.lately, seconds][-REMEMBERED:]
-        if not has_changed(lately):
+        known.lately[told] = [*known.lately.get(told, ()), seconds][-REMEMBERED:]
+        if not has_changed(known.lately[told]):
             return
-        self._known.lately = []
+        known.lately, known.kind = {}, ""
         route = self.coordinator.wait(self.channels.engine.submit(self.channels.measure_links()))
         self.metrics.event("links", sent=flight.batch, plan=route.name)
         self.channels.route = route
@@ -458,6 +459,6 @@ class Exchanges:
         for row, values in zip(self._at_rest(), state["rows"], strict=True):
             row.load(values)
         known = state["known"]
-        fresh = {"measured": Tally(**known["measured"]), "marked": None, "routed": ("", None)}
+        fresh = {"measured": Tally(**known["measured"]), "marked": None}
         self._known = ExchangeState(**known | fresh)
         self._flight = None if state["flight"] is None else unpack(state["flight"])
