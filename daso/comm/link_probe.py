@@ -15,7 +15,7 @@ from daso.plan.cost_model import LinkCosts, fitted_costs, slots
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["link_costs", "link_rates", "link_seconds"]
+__all__ = ["link_costs", "link_rates"]
 
 PROBE_BYTES = 1 << 19  # of a message, as large as those of exchanges or larger
 TURNS = 5  # messages over each link, of which the middle one counts
@@ -28,17 +28,17 @@ def link_costs(lane: "MPI.Comm", world: "MPI.Comm") -> Work[LinkCosts]:
 
     Collective over the world; non-blocking, as work for the engine.
     """
-    taken = torch.zeros(2, dtype=torch.float64, device="cpu")
+    seconds = torch.zeros(2, dtype=torch.float64, device="cpu")
     if lane != load().COMM_NULL:
         slot = slots(lane.Get_size())[0]
         for at, nbytes in enumerate((1, PROBE_BYTES)):
-            taken[at] = yield from _seconds_in_slot(lane, slot, nbytes)
-    yield [world.Iallreduce(load().IN_PLACE, sum_buffer(taken), op=load().MAX)]
-    small, large = taken.tolist()
+            seconds[at] = yield from _seconds_in_slot(lane, slot, nbytes)
+    yield [world.Iallreduce(load().IN_PLACE, sum_buffer(seconds), op=load().MAX)]
+    small, large = seconds.tolist()
     return fitted_costs(small, large, PROBE_BYTES)
 
 
-def link_seconds(comm: "MPI.Comm") -> Work[torch.Tensor]:
+def _link_seconds(comm: "MPI.Comm") -> Work[torch.Tensor]:
     """Return the seconds of a message from each rank to this one (ranks,), 0 from itself.
 
     In slots: in slot k each rank sends to the k-th after it, so that nobody is hit twice. All begin
@@ -55,7 +55,7 @@ def link_seconds(comm: "MPI.Comm") -> Work[torch.Tensor]:
 
 def _seconds_in_slot(comm: "MPI.Comm", slot: Sequence[int], nbytes: int) -> Work[float]:
     """Return how long a message takes that comes in a slot: the middle of some turns."""
-    rank, taken = comm.Get_rank(), []
+    rank, turns = comm.Get_rank(), []
     leaving, coming = torch.zeros(2, nbytes, dtype=torch.uint8, device="cpu")
     for _ in range(TURNS):
         arrives = comm.Irecv(byte_buffer(coming), slot.index(rank), PROBE)
@@ -63,9 +63,9 @@ def _seconds_in_slot(comm: "MPI.Comm", slot: Sequence[int], nbytes: int) -> Work
         begun = time.perf_counter()
         sent = comm.Isend(byte_buffer(leaving), slot[rank], PROBE)
         yield [arrives]
-        taken.append(time.perf_counter() - begun)
+        turns.append(time.perf_counter() - begun)
         yield [sent]
-    return statistics.median(taken)
+    return statistics.median(turns)
 
 
 def link_rates(
@@ -83,7 +83,7 @@ def link_rates(
     """
     seconds = torch.zeros(nodes, nodes, dtype=torch.float64, device="cpu")  # to, from
     if lane != load().COMM_NULL:
-        seconds[node] = yield from link_seconds(lane)
+        seconds[node] = yield from _link_seconds(lane)
     yield [world.Iallreduce(load().IN_PLACE, sum_buffer(seconds.view(-1)), op=load().MAX)]
     rates: list[list[float]] = (PROBE_BYTES / seconds.T.clamp(min=LEAST_SECONDS)).tolist()
     return rates

@@ -329,12 +329,15 @@ class Exchanges:
 
         All ranks agreed on the seconds. Collective over the world; blocking, where that is so.
         """
-        known = self._known
-        told, known.kind = known.kind, f"{flight.wire} {flight.fragment}"  # of the one before
-        if self.settings.exchange.algorithm != "planned" or not told:
+        if self.channels.route is None:  # no plan follows links
             return
-        known.lately[told] = [*known.lately.get(told, ()), seconds][-REMEMBERED:]
-        if not has_changed(known.lately[told]):
+        known = self._known
+        # The seconds are of the exchange before.
+        kind, known.kind = known.kind, f"{flight.wire} {flight.fragment}"
+        if not kind:
+            return
+        known.lately[kind] = [*known.lately.get(kind, ()), seconds][-REMEMBERED:]
+        if not has_changed(known.lately[kind]):
             return
         known.lately, known.kind = {}, ""
         route = self.coordinator.wait(self.channels.engine.submit(self.channels.measure_links()))
