@@ -597,16 +597,13 @@ def test_figures_of_growth_have_their_names(grows):
 def test_nothing_is_held_that_is_not_counted(tmp_path):
     """Growth of the processes is what was counted; tests/ranks/test_memory.py says what that is."""
     path = tmp_path / "memory.json"
-    for _ in range(3):  # what an allocator keeps comes on top in some runs, and not in all
-        done = bench(*("growth", "--quick", "--only=memory", "--memory=4,20", f"--json={path}"))
-        assert done.returncode == 0, done.stderr
-        found = json.loads(path.read_text())
-        assert [run["nodes"] for run in found["runs"]] == [[1, 1], [2, 2]]
-        rows = [row for run in found["runs"] for row in run["rows"]]
-        more = [row["resident_bytes_per_parameter"] - row["bytes_per_parameter"] for row in rows]
-        if max(map(abs, more)) < 0.8:  # a buffer has 1 at least
-            break
-    assert max(map(abs, more)) < 0.8, done.stdout
+    done = bench(*("growth", "--quick", "--only=memory", "--memory=4,20", f"--json={path}"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert [run["nodes"] for run in found["runs"]] == [[1, 1], [2, 2]]
+    rows = [row for run in found["runs"] for row in run["rows"]]
+    more = [row["resident_bytes_per_parameter"] - row["bytes_per_parameter"] for row in rows]
+    assert max(map(abs, more)) < 0.8, done.stdout  # a buffer has 1 at least
     figure = found["figures"]["toolkit_bytes_per_parameter"]
     assert (rows[0]["wire"], rows[0]["bytes_per_parameter"]) == ("bf16", figure["value"])
 
