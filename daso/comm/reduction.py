@@ -1,8 +1,7 @@
 """The arithmetic of an exchange, without MPI: what is read, encoded, added and delivered.
 
 Everything goes piece by piece, since a piece that a core's cache holds goes through many passes at
-the price of one. `in_process` does with it what `daso.comm.allreduce.deterministic_allreduce` does
-between ranks.
+the price of one. `in_process` does with it what `deterministic_allreduce` does between ranks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -260,7 +259,7 @@ class WeightedMean:
 
 
 def in_process(sources: Sequence[ReduceBuffer], adder: WeightedMean, chunks: Chunks) -> int:
-    """Do what `daso.comm.allreduce.deterministic_allreduce` does, for rows all in this process."""
+    """Do what `deterministic_allreduce` does between ranks, for rows all in this process."""
     nbytes, peers, codec = 0, len(sources), adder.codec
     for spans in chunks:
         sizes = [codec.nbytes(stop - start) for start, stop in spans]

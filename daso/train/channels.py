@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from daso.comm.allreduce import DeterministicAllReduce, deterministic_allreduce, iallreduce
+from daso.comm.allreduce.direct import DeterministicAllReduce, deterministic_allreduce, iallreduce
+from daso.comm.allreduce.ordered import OnDevice, window
 from daso.comm.compression import Cast, Codec
 from daso.comm.dtypes import sum_buffer
 from daso.comm.emulation import LinkModel, emulated_link
@@ -16,7 +17,6 @@ from daso.comm.health.step_watchdog import StepWatchdog
 from daso.comm.link_probe import link_costs, link_rates
 from daso.comm.mpi import load
 from daso.comm.node.base import NodeTransport
-from daso.comm.ordered_allreduce import OnDevice, window
 from daso.comm.reduction import BufferPool, Row, whole
 from daso.comm.topology import Topology
 from daso.errors import ConfigError

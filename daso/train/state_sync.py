@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from daso.comm.allreduce import deterministic_allreduce
+from daso.comm.allreduce.direct import deterministic_allreduce
 from daso.comm.compression import Cast
 from daso.comm.dtypes import accumulator, sum_buffer
 from daso.comm.engine import Work

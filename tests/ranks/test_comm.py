@@ -6,21 +6,21 @@ import torch
 from mpi4py import MPI
 from worlds import ANY
 
-from daso.comm.allreduce import (
+from daso.comm.allreduce.direct import (
     PairwiseExchange,
     ReduceScatterAllGather,
     deterministic_allreduce,
     iallreduce,
 )
+from daso.comm.allreduce.ordered import OnDevice, window
+from daso.comm.allreduce.runners import SequentialAllReduce
 from daso.comm.compression import PIECE, Cast, codec_named
 from daso.comm.emulation import CopyLink
 from daso.comm.engine import Engine
 from daso.comm.health.control_messages import ControlChannel
 from daso.comm.health.liveness import LivenessProbe
-from daso.comm.multilevel_allreduce import SequentialAllReduce
 from daso.comm.node.select import choose_device
 from daso.comm.node.shm import ShmNode
-from daso.comm.ordered_allreduce import OnDevice, window
 from daso.comm.reduction import CPU, BufferPool, Row
 from daso.errors import ExchangeError, StallError, TopologyError
 from daso.plan.allreduce_plan import AllReducePlan, Level, direct_plan

@@ -10,7 +10,7 @@ from ranks.test_comm import encode, look_for_the_same_bits, rows_of_all_ranks
 from world import test_checkpoint, test_simulated
 
 import daso
-from daso.comm.allreduce import deterministic_allreduce
+from daso.comm.allreduce.direct import deterministic_allreduce
 from daso.comm.compression import codec_named
 from daso.comm.engine import Engine
 from daso.errors import ExchangeError

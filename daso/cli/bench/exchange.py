@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from daso.cli.bench.baselines import join_process_group
 from daso.cli.bench.rounds import sent_bytes, take_turns
-from daso.comm.allreduce import deterministic_allreduce
+from daso.comm.allreduce.direct import deterministic_allreduce
 from daso.comm.compression import codec_named
 from daso.comm.engine import Engine
 from daso.comm.link_probe import link_rates

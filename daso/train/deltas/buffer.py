@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from daso.comm.allreduce import DeterministicAllReduce, iallreduce
+from daso.comm.allreduce.direct import DeterministicAllReduce, iallreduce
+from daso.comm.allreduce.ordered import OnDevice
 from daso.comm.compression import EVEN, Cast, Codec, codec_named, dense_codec
 from daso.comm.engine import Work
 from daso.comm.node.base import NodeTransport
-from daso.comm.ordered_allreduce import OnDevice
 from daso.comm.reduction import Chunks, whole
 from daso.errors import told
 from daso.plan.allreduce_plan import AllReducePlan

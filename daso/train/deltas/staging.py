@@ -8,10 +8,10 @@ from typing import Protocol
 
 import torch
 
+from daso.comm.allreduce.ordered import OnDevice
 from daso.comm.compression import Codec, Fields
 from daso.comm.device.staging import Arrived, DeviceStaging
 from daso.comm.engine import Work
-from daso.comm.ordered_allreduce import OnDevice
 from daso.comm.reduction import ReduceBuffer, SendBuffer, Spans
 from daso.train.deltas.shard import DeltaShard, Gather
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from daso.comm.allreduce import DeterministicAllReduce
+from daso.comm.allreduce.direct import DeterministicAllReduce
+from daso.comm.allreduce.ordered import OnDevice
 from daso.comm.compression import PIECE, Cast, Codec, Fields, codec_named, encode_gradients, pieces
 from daso.comm.device.staging import Arrived, DeviceStaging
 from daso.comm.engine import Work
-from daso.comm.ordered_allreduce import OnDevice
 from daso.comm.reduction import CPU, Chunks, SendBuffer, Spans
 from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.layout import Span

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from daso.comm.allreduce.runners import SequentialAllReduce
 from daso.comm.compression import Codec, codec_named, dense_codec
 from daso.comm.dtypes import accumulator
-from daso.comm.multilevel_allreduce import SequentialAllReduce
 from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.cost_model import choose_plan
 from daso.plan.header import Tally

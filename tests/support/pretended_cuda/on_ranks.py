@@ -11,7 +11,7 @@ from ranks import test_device
 from world import test_odd_moments, test_state, test_sync
 
 import daso
-from daso.comm import ordered_allreduce as exchange
+from daso.comm.allreduce import ordered as exchange
 from daso.comm.device import cuda_aware as aware
 from daso.errors import TopologyError
 from pretended_cuda import taken_by_mpi

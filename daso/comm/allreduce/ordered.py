@@ -117,7 +117,7 @@ class ExchangeMemory:
     Args:
         codec: What crosses.
         chunks: Under way at a time.
-        where: As in `daso.comm.allreduce.deterministic_allreduce`.
+        where: As in `daso.comm.allreduce.direct.deterministic_allreduce`.
         poll: Lets messages move while a device is waited for.
     """
 
@@ -188,7 +188,7 @@ class OrderedAllReduce(ExchangeMemory):
         weights: Weight of each rank's row, in rank order.
         total: What the sum is divided by.
         rounded: What the owners of parts rounded away, by start of the part.
-        where: As in `daso.comm.allreduce.deterministic_allreduce`.
+        where: As in `daso.comm.allreduce.direct.deterministic_allreduce`.
         of_gradients: As there.
     """
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from daso.comm.allreduce.levels import LevelledMean, Transfers
+from daso.comm.allreduce.runners import SequentialAllReduce, carry
 from daso.comm.compression import Cast, codec_named
-from daso.comm.multilevel_allreduce import LevelledMean, SequentialAllReduce, Transfers, carry
 from daso.comm.reduction import Row, WeightedMean
 from daso.plan.allreduce_plan import BLOCK, AllReducePlan, Level
 from daso.plan.cost_model import LinkCosts, allreduce_cost

@@ -4,7 +4,7 @@ Two ways. `iallreduce` leaves the sum to MPI. `deterministic_allreduce` adds in 
 (fp64 for fp64 rows): bit for bit the sequential sum of what the wire carried, and the only way for
 a wire that MPI cannot add. Two ranks send each other the whole row (`PairwiseExchange`); more send
 each peer its part of the row, add the parts, and send the means back (`ReduceScatterAllGather`);
-many do so in groups, or in a ring (`daso.comm.multilevel_allreduce`).
+many do so in groups, or in a ring (`daso.comm.allreduce.levels`).
 Wires that round number by number give the same bits for any chunking. All work chunk by chunk, and
 a few chunks are on their way at a time, so that the link is busy while one is added.
 
@@ -22,11 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from daso.comm.compression import PIECE, Cast, Codec, pieces
-from daso.comm.dtypes import accumulator, sum_buffer
-from daso.comm.mpi import load
-from daso.comm.multilevel_allreduce import MultiLevelAllReduce
-from daso.comm.ordered_allreduce import (
+from daso.comm.allreduce.ordered import (
     OnDevice,
     OrderedAllReduce,
     Requests,
@@ -36,6 +32,10 @@ from daso.comm.ordered_allreduce import (
     turns_of,
     window,
 )
+from daso.comm.allreduce.runners import MultiLevelAllReduce
+from daso.comm.compression import PIECE, Cast, Codec, pieces
+from daso.comm.dtypes import accumulator, sum_buffer
+from daso.comm.mpi import load
 from daso.comm.reduction import (
     BufferPool,
     Chunks,

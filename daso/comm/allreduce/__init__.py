@@ -1,0 +1,1 @@
+"""All-reduce algorithms: direct, in levels or a ring, and what runs them."""
