@@ -13,7 +13,8 @@ from daso.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from daso import errors, flow, memory, predict
-    from daso.comm.topology import Topology, init
+    from daso.comm.topology import Topology
+    from daso.comm.world import init
     from daso.plan.options import Exchange, Gradients
     from daso.plan.policies import Auto, Fixed, Plateau, Qsr
     from daso.server.optimizer import ParameterServer
@@ -59,7 +60,7 @@ __getattr__, __dir__ = on_first_use(
         "attach": "daso.train.attach",
         "errors": "daso.errors",
         "flow": "daso.flow",
-        "init": "daso.comm.topology",
+        "init": "daso.comm.world",
         "memory": "daso.memory",
         "predict": "daso.predict",
     },

@@ -15,7 +15,8 @@ from daso.comm.device.cuda_aware import cuda_aware
 from daso.comm.device.nccl_library import describe
 from daso.comm.mpi import check_wheels, library, load, wheels
 from daso.comm.node.select import choose_device, nccl_problem, wants_nccl
-from daso.comm.topology import Topology, init
+from daso.comm.topology import Topology
+from daso.comm.world import init
 from daso.environment import find_mpirun, read_launch
 from daso.errors import DasoError, told
 from daso.train.deltas.kernel_choice import choose

@@ -29,8 +29,9 @@ from daso.workers import is_worker
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["RENDEZVOUS", "RankInfo", "Topology", "default", "errors_on_all_ranks", "init"]
+__all__ = ["RENDEZVOUS", "RankInfo", "Topology", "default", "errors_on_all_ranks", "make_default"]
 
 # What ranks do together outside of steps.
 RENDEZVOUS = (
@@ -149,6 +150,7 @@ class Topology:
         self.liveness = LivenessProbe(
             self.world_comm, self.world_comm.allgather(mpi.Get_processor_name())
         )
+        self._mesh: DeviceMesh | None = None
         Topology._open_now += 1
         _tell_of_many(self.rank_info, Topology._open_now)
 
@@ -191,6 +193,20 @@ class Topology:
     def lanes(self) -> int:
         """Number of lanes: the ranks of the smallest node."""
         return self.rank_info.lanes
+
+    @property
+    def mesh(self) -> "DeviceMesh":
+        """Torch's mesh ``("node", "local")`` of these ranks, for FSDP2 and tensor parallelism."""
+        if self._mesh is None:
+            raise ConfigError(
+                "a mesh needs torch's process group, but none was asked for; call "
+                "daso.init(torch_backend='gloo') on CPUs, or 'nccl' on GPUs"
+            )
+        return self._mesh
+
+    @mesh.setter
+    def mesh(self, mesh: "DeviceMesh") -> None:
+        self._mesh = mesh
 
     def _find_rank_info(self) -> RankInfo:
         first = self.node_comm.bcast(self.world_comm.Get_rank())
@@ -391,15 +407,8 @@ def _pretend_group(
 _default: dict[Any, Topology] = {}  # at most one, by the sizes that were asked for
 
 
-@validate_call
-def init(*, ranks_per_node: int | Sequence[int] | None = None) -> Topology:
-    """Start MPI where needed and set the topology that `DASO` uses when none is given.
-
-    Args:
-        ranks_per_node: As for `Topology`.
-
-    Returns:
-        The topology; the same one where it is asked for again.
+def make_default(ranks_per_node: int | Sequence[int] | None) -> Topology:
+    """Return the topology that `daso.DASO` uses when none is given; made where it is another.
 
     Collective over the world; blocking.
     """
@@ -417,5 +426,5 @@ def _is_open(topology: Topology | None) -> bool:
 
 
 def default() -> Topology:
-    """Return the topology set by `init`, made now if there is none yet."""
-    return next((one for one in _default.values() if _is_open(one)), None) or init()
+    """Return the topology set by `daso.init`, made now if there is none yet."""
+    return next((one for one in _default.values() if _is_open(one)), None) or make_default(None)

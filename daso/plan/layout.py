@@ -95,12 +95,21 @@ class Layout:
         """
         return int.from_bytes(hashlib.sha256(repr(self.slots).encode()).digest()[:6], "big")
 
+    def slot_at(self, index: int) -> int:
+        """Return the index of the tensor that holds element ``index`` of the row."""
+        for slot, span in enumerate(self.spans):
+            if span.start <= index < span.stop:
+                return slot
+        raise IndexError(f"element {index} is outside this layout of {self.numel} elements")
+
     def name_at(self, index: int) -> str:
         """Return the name of the tensor that holds element ``index`` of the row."""
-        for slot, span in zip(self.slots, self.spans, strict=True):
-            if span.start <= index < span.stop:
-                return slot.name
-        raise IndexError(f"element {index} is outside this layout of {self.numel} elements")
+        return self.slots[self.slot_at(index)].name
+
+    def element_of(self, part: "Layout", index: int) -> int:
+        """Return an element of the same tensor as element ``index`` of a row of parts of these."""
+        slot = part.slot_at(index)
+        return self.spans[slot].start + index - part.spans[slot].start
 
 
 class Piece(NamedTuple):

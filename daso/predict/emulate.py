@@ -67,7 +67,7 @@ def _link_off(link: LinkModel, topology: Topology) -> float:
     sent = min(MOST_BYTES, seconds * link.bytes_per_second)
     numel = max(1, int(sent / 4 / (2 * (nodes - 1) / nodes)))
     settings = Settings(wire="fp32", merge="auto", exchange=Exchange(), gradients=Gradients())
-    channels = Channels(topology, settings)
+    channels = Channels(topology, settings, topology)
     try:
         parts = [
             _crossing(channels, torch.ones(numel, device="cpu"), link) for _ in range(TRIES + 1)

@@ -20,7 +20,7 @@ from daso.comm.collectives import gather, gather_unlike
 from daso.comm.emulation import emulated_link
 from daso.comm.reclaim import Closer, forget, keep, reclaim
 from daso.comm.topology import Topology, default, errors_on_all_ranks
-from daso.errors import CheckpointError, ConfigError
+from daso.errors import CheckpointError, ConfigError, LayoutError
 from daso.plan.options import Exchange
 from daso.server.hooks import ServerHooks
 from daso.server.partition import Partition, layers_of
@@ -29,6 +29,7 @@ from daso.server.service import ServerThread
 from daso.server.shard import MakeOptimizer, ParameterShard
 from daso.train.model.one_copy import is_saving_one_copy
 from daso.train.model.params import Trained, check_same_layout, start_equal
+from daso.train.model.shards import refusal
 from daso.train.model.shared import common_tensors
 from daso.train.setup import FACTORY, MODULE, stall_limit
 from daso.train.state_sync import average_tensors
@@ -159,8 +160,10 @@ class ParameterServer(torch.optim.Optimizer):
             f"{first} on rank 0; pass the same keywords everywhere",
             ConfigError,
         )
+        problem = refusal(named, "for daso.ParameterServer", "use daso.DASO")
+        self._topology.raise_on_all_ranks(problem, LayoutError)
         check_same_layout(trained, self._topology)
-        start_equal(trained, self._topology, self._plan.exchange.timeout_seconds)
+        start_equal(trained, self._topology, self._plan.exchange.timeout_seconds, self._topology)
 
     # --- as an optimizer ---------------------------------------------------------------------
 

@@ -66,12 +66,13 @@ class Channels:
     Args:
         topology: Who is where.
         settings: How to exchange.
+        holders: The ranks that hold the same parameters: all, or, of shards, those of a lane.
 
     Collective over the world; blocking.
     """
 
-    def __init__(self, topology: Topology, settings: Settings) -> None:
-        self.rank_info, self.settings, self._topology = topology.rank_info, settings, topology
+    def __init__(self, topology: Topology, settings: Settings, holders: Topology) -> None:
+        self.rank_info, self.settings, self._topology = holders.rank_info, settings, topology
         link = emulated_link()
         if link is not None and settings.gradients.reducer != "bucketed":
             raise ConfigError(
@@ -114,7 +115,7 @@ class Channels:
     @property
     def leads(self) -> bool:
         """Whether this rank tells the others whose turn it is."""
-        return self.rank_info.rank == 0
+        return self._topology.rank == 0
 
     def late(self) -> None:
         """Do what a long wait asks for: answer those who look for somebody, ring and listen."""
@@ -225,7 +226,7 @@ class Channels:
 
     def _gather(self, comm: "MPI.Comm", number: float) -> Work[list[float]]:
         mine = torch.tensor([number], dtype=torch.float64, device="cpu")
-        everyone = torch.empty(self.rank_info.world_size, dtype=torch.float64, device="cpu")
+        everyone = torch.empty(self._topology.world_size, dtype=torch.float64, device="cpu")
         yield [comm.Iallgather(sum_buffer(mine), sum_buffer(everyone))]
         return everyone.tolist()
 
@@ -244,8 +245,18 @@ class Channels:
 
         Collective over the world; non-blocking, as work for the engine.
         """
+        return (yield from self._first(self.world, number))
+
+    def first_of_lane(self, number: float) -> Work[float]:
+        """Return the number of the first node's rank of this lane.
+
+        Collective over the lane; non-blocking, as work for the engine.
+        """
+        return (yield from self._first(self.lane, number))
+
+    def _first(self, comm: "MPI.Comm", number: float) -> Work[float]:
         row = torch.tensor([number], dtype=torch.float64, device="cpu")
-        yield [self.world.Ibcast(sum_buffer(row))]
+        yield [comm.Ibcast(sum_buffer(row))]
         return float(row)
 
     def gather_aside(self, number: float) -> Work[list[float]]:

@@ -1,7 +1,9 @@
 """Where all ranks meet: what they check, wait for and average together, beside parameters."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -48,7 +50,11 @@ def check_same_options(trained: Trained, topology: Topology, mine: str) -> None:
             f"rank 0; pass the same keywords everywhere"
         )
     topology.raise_on_all_ranks(problem, ConfigError)
-    if not topology.equal_on_all_ranks(state_digest(trained.inner, trained.named)):
+    # Of sharded state there is an equal one on each node: on ranks of equal place.
+    digest = state_digest(trained.inner, trained.named)
+    same = trained.is_sharded or topology.equal_on_all_ranks(digest)
+    lane = topology.lane_comm.allgather(digest) if trained.is_sharded else [digest]
+    if not topology.equal_on_all_ranks(bool(same) and len(set(lane)) == 1):
         raise LayoutError(
             "the inner optimizer's state must be the same on every rank, but it differs; load it "
             "on every rank, or on none, before wrapping"
@@ -61,14 +67,20 @@ class Coordinator:
     Args:
         trained: The optimizer and what it trains.
         topology: Whose world.
+        holders: The ranks that hold the same parameters.
         channels: The engine that all traffic goes through.
         metrics: Where seconds and bytes are counted.
     """
 
     def __init__(
-        self, trained: Trained, topology: Topology, channels: Channels, metrics: Metrics
+        self,
+        trained: Trained,
+        topology: Topology,
+        holders: Topology,
+        channels: Channels,
+        metrics: Metrics,
     ) -> None:
-        self.trained, self.topology = trained, topology
+        self.trained, self.topology, self._holders = trained, topology, holders
         self.channels, self.metrics = channels, metrics
         self._told: set[str] = set()  # what was said: names of buffers that are left alone, `LR`
 
@@ -95,6 +107,21 @@ class Coordinator:
         self.metrics.meetings += 1
         return self.wait(self.channels.engine.submit(self.channels.first(number)))
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks of a node hold parts of parameters."""
+        return self._holders is not self.topology
+
+    def _differ(self, number: float) -> bool:
+        """Return whether ranks that hold the same parameters have other numbers, on any lane.
+
+        Collective over the world; blocking.
+        """
+        if self.is_sharded:
+            number -= self.wait(self.channels.engine.submit(self.channels.first_of_lane(number)))
+        lowest, highest = self.extremes(number)
+        return lowest != highest
+
     def same_order(self, order: list[int]) -> list[int]:
         """Return world rank 0's order. Collective over the world; blocking."""
         self.look_for_same_batches(order)
@@ -114,9 +141,9 @@ class Coordinator:
         Collective over the world; blocking.
         """
         ddp = may_be_at_work()
-        mine = 0.0 if ddp else gradient_checksum(self.trained.named, order)
-        lowest, highest = self.extremes(mine)  # the watchdog is polled there
-        if self.leads and mine and lowest == highest:
+        mine = 0.0 if ddp else gradient_checksum(self.trained.local, order)
+        differ = self._differ(mine)  # the watchdog is polled there
+        if self.leads and mine and not differ:
             logger.warning(
                 "every rank must train on batches of its own, but the first gradients of all %d "
                 "ranks are the same bits; give each rank its part of the data "
@@ -129,12 +156,11 @@ class Coordinator:
 
         Collective over the world; blocking.
         """
-        named = self.trained.named
-        lowest, highest = self.extremes(checksum(tensor for _, tensor in named))
-        if lowest == highest:
+        tensors = [tensor for _, tensor in self.trained.local]
+        if not self._differ(checksum(tensors)):
             return True
         self._refuse_nonfinite()
-        self.average([tensor for _, tensor in named])
+        self.average(tensors)
         self.metrics.event("equalized")
         if self.leads and not expected:
             logger.warning(
@@ -159,7 +185,7 @@ class Coordinator:
 
     def _refuse_nonfinite(self) -> None:
         """Raise, on every rank alike, where parameters are not finite on some rank."""
-        named = self.trained.named
+        named = self.trained.local
         mine = float(first_nonfinite(named))
         if self.extremes(mine)[1] < 0:
             return
@@ -213,14 +239,25 @@ class Coordinator:
 
         Collective over the world; blocking.
         """
-        self.average(self._common_buffers())
+        self._average_over(self.topology, self._common_buffers())
 
-    def shared_tensors(self) -> list[torch.Tensor]:
-        """Return parameters, and the buffers that all ranks share.
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let parameters, and the buffers that all ranks share, be the mean of all ranks inside.
 
-        Collective over the world; blocking.
+        Collective over the world; blocking, at its beginning.
         """
-        return [*(tensor for _, tensor in self.trained.named), *self._common_buffers()]
+        buffers = self._common_buffers()
+        params = [tensor.detach() for _, tensor in self.trained.local]
+        kept = [(tensor, tensor.detach().clone()) for tensor in (*params, *buffers)]
+        try:
+            self.average(params)
+            self._average_over(self.topology, buffers)
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, mine in kept:
+                    tensor.copy_(mine)
 
     def _common_buffers(self) -> list[torch.Tensor]:
         """Return the buffers that all ranks share. Collective over the world; blocking."""
@@ -232,7 +269,7 @@ class Coordinator:
 
         Collective over the world; blocking.
         """
-        mend_buffers(self._common_buffers(), self.average)
+        mend_buffers(self._common_buffers(), partial(self._average_over, self.topology))
 
     def count_drop(self, what: str) -> None:
         """Note a drop; raise, on every rank alike, when there were too many."""
@@ -248,12 +285,18 @@ class Coordinator:
             )
 
     def average(self, tensors: list[torch.Tensor]) -> None:
-        """Set tensors to their means over all ranks. Collective over the world; blocking."""
+        """Set tensors of parameters to their means over the ranks that hold the same.
+
+        Collective over the world; blocking.
+        """
+        self._average_over(self._holders, tensors)
+
+    def _average_over(self, ranks: Topology, tensors: list[torch.Tensor]) -> None:
         self.metrics.meetings += 1
         with self.metrics.watch.waiting(trace.WAIT_INTER_NODE):
             self.metrics.global_bytes_sent += average_tensors(
                 tensors,
-                self.topology,
+                ranks,
                 self.channels.engine.run,
                 self.channels.settings.exchange.chunk_bytes,
             )

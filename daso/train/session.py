@@ -9,7 +9,7 @@ optimization (DASO)", J. Big Data 9:14 (2022), doi 10.1186/s40537-021-00556-1.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -447,17 +447,12 @@ class Session:
             yield
             return
         coordinator = self._sync.coordinator
-        with _as_in_training:
+        with _as_in_training, ExitStack() as stack:
             coordinator.check_same_batch(self.schedule.batch)
-            kept = [(tensor, tensor.detach().clone()) for tensor in coordinator.shared_tensors()]
-        try:
-            with _as_in_training:
-                coordinator.average([tensor for tensor, _ in kept])
+            stack.enter_context(coordinator.averaged())
+            until_the_end = stack.pop_all()
+        with until_the_end:
             yield
-        finally:
-            with torch.no_grad():
-                for tensor, mine in kept:
-                    tensor.copy_(mine)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from daso.plan.allreduce_plan import direct_plan
 from daso.plan.cost_model import choose_plan
 from daso.plan.layout import split
 from daso.train.model.params import Named, broadcast
+from daso.train.model.shards import local_part
 
 __all__ = [
     "average_tensors",
@@ -128,12 +129,12 @@ def mend_buffers(
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, torch.Tensor]:
-    """List the tensors in an optimizer's state."""
+    """List the tensors in an optimizer's state: of sharded ones this rank's part."""
     found: dict[str, torch.Tensor] = {}
     for name, param in named:
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, torch.Tensor):
-                found[f"{name}/{key} {tuple(value.shape)} {value.dtype}"] = value
+                found[f"{name}/{key} {tuple(value.shape)} {value.dtype}"] = local_part(value)
     return found
 
 

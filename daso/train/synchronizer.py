@@ -14,11 +14,13 @@ from daso import trace
 from daso.comm.collectives import gather_in_node
 from daso.comm.emulation import Stretch, compute_factor
 from daso.comm.engine import Work, WorkHandle
+from daso.comm.lane_topology import LaneTopology
 from daso.comm.node.base import NodeTransport
 from daso.comm.node.select import check_device, choose_node
 from daso.comm.step_timer import HostTimestamp
 from daso.comm.topology import Topology
 from daso.errors import ConfigError, ExchangeError, NonFiniteError
+from daso.plan.bucket_search import BucketSizeSearch
 from daso.plan.layout import split
 from daso.plan.options import Settings
 from daso.plan.schedule import Action, Measurements, State
@@ -40,6 +42,7 @@ from daso.train.metrics import Metrics
 from daso.train.misuse import has_batch_norm
 from daso.train.model.changes import ParameterChanges
 from daso.train.model.params import Trained, check_same_layout, start_equal
+from daso.train.model.shards import check_shards
 
 __all__ = ["Synchronizer"]
 
@@ -68,13 +71,14 @@ class Synchronizer:
         *,
         outer: MakeOuter | None = None,
     ) -> None:
+        self.holders = _holders(trained, topology, settings)
         check_same_layout(trained, topology)
         check_device(topology, trained.device, gpu_direct=settings.exchange.gpu_direct)
-        start_equal(trained, topology, settings.exchange.timeout_seconds)
+        start_equal(trained, topology, settings.exchange.timeout_seconds, self.holders)
         self.trained, self.topology, self.settings = trained, topology, settings
         self.metrics, self.changes = metrics, ParameterChanges(trained)
-        self.channels = Channels(topology, settings)
-        self.coordinator = Coordinator(trained, topology, self.channels, self.metrics)
+        self.channels = Channels(topology, settings, self.holders)
+        self.coordinator = Coordinator(trained, topology, self.holders, self.channels, self.metrics)
         self._background = _background(self.channels, metrics, settings)
         self.over: str | None = None  # why it can do nothing any more
         self._batch = 0  # steps taken
@@ -83,11 +87,11 @@ class Synchronizer:
         self._synchronous = self._compresses = self._by_layers = self._looked = False
         bucket_bytes, search = first_size(
             settings,
-            sum(p.nbytes for _, p in trained.named),
+            sum(p.nbytes for _, p in trained.local),
             on_gpu=trained.device.type == "cuda",
         )
         self.buckets = GradientReducer(
-            trained.named,
+            trained.local,
             self._choose_node(),
             self._reduce_plan(between=False),
             bucket_bytes=bucket_bytes,
@@ -100,9 +104,7 @@ class Synchronizer:
         wire = settings.gradient_wire(hidden=True)
         self.compressor = self.channels.compressor(wire, self.buckets.node, trained.device)
         self.layers = self._layers()
-        self._tuner = None
-        if search is not None:
-            self._tuner = BucketTuner(search, self.coordinator, self._cut, self.buckets.rows.groups)
+        self._tuner = self._make_tuner(search)
         self._stretch = Stretch(compute_factor())
         self.exchanges: Exchanges | None = None
         try:
@@ -120,7 +122,7 @@ class Synchronizer:
         settings = self.settings
         try:
             return choose_node(
-                self.topology,
+                self.holders,
                 self.trained.device,
                 settings.gradients.reducer,
                 settings.exchange.timeout_seconds,
@@ -130,6 +132,12 @@ class Synchronizer:
             self._close_background()
             self.channels.engine.close()
             raise
+
+    def _make_tuner(self, search: BucketSizeSearch | None) -> BucketTuner | None:
+        """Return what searches the size of buckets; None where it is given."""
+        if search is None:
+            return None
+        return BucketTuner(search, self.coordinator, self._cut, self.buckets.rows.groups)
 
     def _layers(self) -> LayerwiseStep | None:
         """Return how steps are taken layer by layer; None where they are always whole."""
@@ -165,7 +173,7 @@ class Synchronizer:
 
     def _reduce_plan(self, *, between: bool) -> ReducePlan:
         rank_info, background, whole = (
-            self.topology.rank_info,
+            self.holders.rank_info,
             self._background,
             not self._by_layers,
         )
@@ -209,7 +217,7 @@ class Synchronizer:
 
     def _mean_of(self, total: torch.Tensor, bucket: Bucket) -> Work[Averaged]:
         """Return the mean of a bucket's part, on a narrow wire or left on its device, as work."""
-        memory, rank_info = bucket.memory, self.topology.rank_info
+        memory, rank_info = bucket.memory, self.holders.rank_info
         start, stop = split(memory.flat.numel(), rank_info.lanes)[rank_info.local_rank]
         flags = [at - start for at in bucket.places if start <= at < stop]
         key = memory.flat.dtype, bucket.portion.span.start + start
@@ -341,7 +349,7 @@ class Synchronizer:
         if not is_probe(self.trained.inner):
             return False
         return not any(
-            p.grad is not None and self.buckets.owns(p.grad) for _, p in self.trained.named
+            p.grad is not None and self.buckets.owns(p.grad) for _, p in self.trained.local
         )
 
     def after_step(self, acts: Sequence[Action], state: State) -> Measurements | None:
@@ -481,6 +489,21 @@ class Synchronizer:
         if self.layers is not None:
             self.layers.close()
         self.buckets.close()
+
+
+def _holders(trained: Trained, topology: Topology, settings: Settings) -> Topology:
+    """Return the ranks that hold the same parameters: all, or, of shards, those of this lane.
+
+    Collective over the world; blocking.
+    """
+    if not check_shards(trained.named, topology):
+        return topology
+    if settings.gradients.reducer != "bucketed" or not settings.whole:
+        raise ConfigError(
+            f"gradients of sharded parameters must go in buckets and steps be whole, but "
+            f"{settings.gradients!r} has them otherwise; leave Gradients(reducer=, step=) out"
+        )
+    return LaneTopology(topology)
 
 
 def _background(

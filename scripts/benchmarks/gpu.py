@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import daso
 from benchmarks.gpu_models import MODELS, PRETENDED, Shape
-from daso.cli.bench.baselines import join_process_group
 from daso.cli.bench.rounds import over, take_turns
 from daso.comm.emulation import CopyLink, pretend_device
 from daso.comm.node.select import choose_device
+from daso.comm.process_group import Backend, join_process_group
 from daso.comm.topology import Topology
 from daso.train.deltas.fused import Fused
 from daso.train.deltas.kernel_choice import Choice, choose, pack, take, views
@@ -163,7 +163,7 @@ def _process_group(topology: Topology, device: torch.device) -> Iterator[str | N
         yield None  # gloo of a torch without CUDA crashes on a simulated device's tensors
         return
     alone_on_gpu = device.type == "cuda" and topology.world_size == 1 and dist.is_nccl_available()
-    backend = "nccl" if alone_on_gpu else "gloo"
+    backend: Backend = "nccl" if alone_on_gpu else "gloo"
     join_process_group(topology, backend)
     try:
         yield backend

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.time_to_accuracy import samples_of, warmed_cosine
-from daso.cli.bench.baselines import SERVERS, Contender, join_process_group
+from daso.cli.bench.baselines import SERVERS, Contender
 from daso.cli.bench.models import Batch, Case, loss_of, score
 from daso.cli.bench.names import DDP, UNBOUNDED
 from daso.cli.bench.timed_models import Paced
+from daso.comm.process_group import join_process_group
 from daso.comm.topology import Topology
 from daso.data import ShardedSampler
 
@@ -98,7 +99,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     Collective over the world; blocking.
     """
     torch.set_num_threads(1)
-    join_process_group(topology)
+    join_process_group(topology, "gloo")
     samples, tests = (samples_of(plan.data, train=train) for train in (True, False))
     rows: list[dict[str, Any]] = [{"name": name, "courses": []} for name in plan.names]
     for seed in range(plan.seeds):

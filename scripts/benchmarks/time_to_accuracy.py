@@ -21,10 +21,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.learning_curves import is_tested, on_link
 from daso.cli.bench import train
-from daso.cli.bench.baselines import CONTENDERS, Contender, join_process_group
+from daso.cli.bench.baselines import CONTENDERS, Contender
 from daso.cli.bench.models import SIDE, Batch, Case, score, small_cnn
 from daso.cli.bench.names import DDP
 from daso.cli.bench.rounds import Clock
+from daso.comm.process_group import join_process_group
 from daso.comm.topology import Topology
 from daso.data import ShardedSampler, load_digits, load_fashion
 from daso.environment import data_folder
@@ -87,7 +88,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     Collective over the world; blocking.
     """
     torch.set_num_threads(1)
-    join_process_group(topology)
+    join_process_group(topology, "gloo")
     samples, tests = (samples_of(plan.data, train=train) for train in (True, False))
     mine = slice(topology.rank, None, topology.world_size)  # of the tests
     share = tests[0][mine], tests[1][mine]

@@ -158,7 +158,7 @@ TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {}"
         ("daso.memory.planner", TYPES.format("from mpi4py import MPI"), "mpi4py.MPI"),
         ("daso.server.plan", "import daso.flow.plan", "daso.flow.plan"),
         ("daso.data.x", "import mpi4py", "mpi4py"),
-        ("daso.data.x", "from daso.comm.topology import init", "daso.comm.topology.init"),
+        ("daso.data.x", "from daso.comm.world import init", "daso.comm.world.init"),
         ("daso.slurm.x", "import torch", "torch"),
         ("daso.timeline.x", "import daso.train.session", "daso.train.session"),
         ("daso.predict.x", "import daso.server.plan", "daso.server.plan"),

@@ -1,6 +1,5 @@
 """Ways to train the same model on several ranks, each behind the same `step`."""
 
-import socket
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,7 +36,6 @@ __all__ = [
     "Daso",
     "Make",
     "Plain",
-    "join_process_group",
     "start",
 ]
 
@@ -166,21 +164,6 @@ class Daso(Plain):
     def close(self) -> None:
         """Stop communicating."""
         self.wrapped.close()
-
-
-def join_process_group(topology: Topology, backend: str = "gloo") -> None:
-    """Start torch.distributed over TCP between the ranks of this world. Collective; blocking."""
-    rank_info, world = topology.rank_info, topology.world_comm
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        address, port = socket.gethostbyname(socket.gethostname()), probe.getsockname()[1]
-    address, port = world.bcast((address, port))
-    dist.init_process_group(
-        backend,
-        init_method=f"tcp://{address}:{port}",
-        rank=rank_info.rank,
-        world_size=rank_info.world_size,
-    )
 
 
 Make = Callable[[Case, Topology], Contender]

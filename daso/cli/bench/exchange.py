@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from daso.cli.bench.baselines import join_process_group
 from daso.cli.bench.rounds import sent_bytes, take_turns
 from daso.comm.allreduce.direct import deterministic_allreduce
 from daso.comm.compression import codec_named
 from daso.comm.engine import Engine
 from daso.comm.link_probe import link_rates
+from daso.comm.process_group import join_process_group
 from daso.comm.reduction import Row
 from daso.comm.topology import Topology
 from daso.plan.allreduce_plan import Algorithm
@@ -74,7 +74,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         for algorithm in plan.algorithms
     }
     if plan.rivals:
-        join_process_group(topology)
+        join_process_group(topology, "gloo")
         mine, sums = torch.ones(plan.numel), torch.empty(plan.numel)
         kinds["fp32, MPI Allreduce"] = lambda: world.Allreduce(mine.numpy(), sums.numpy())
         kinds["fp32, gloo"] = lambda: dist.all_reduce(mine.mul_(1e-3))

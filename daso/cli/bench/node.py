@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from daso.cli.bench.baselines import join_process_group
 from daso.cli.bench.rounds import over, take_turns
 from daso.comm.node.shm import ShmNode
+from daso.comm.process_group import join_process_group
 from daso.comm.topology import Topology
 from daso.plan.layout import split
 from daso.plan.options import Exchange
@@ -48,7 +48,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     bucket.flat.fill_(topology.rank)
     parts = split(numel, size)
     mine, sums = torch.ones(numel), torch.empty(numel)
-    join_process_group(topology)
+    join_process_group(topology, "gloo")
 
     def ours() -> None:
         bucket.start(parts)

@@ -8,7 +8,7 @@ from typing import Any
 
 from daso.cli.train.report import versions
 from daso.comm.mpi import library
-from daso.comm.topology import init
+from daso.comm.world import init
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from daso.cli.bench.baselines import INSIDE, ORDERS, Contender, join_process_group
+from daso.cli.bench.baselines import INSIDE, ORDERS, Contender
 from daso.cli.bench.models import CASES, Batch
 from daso.cli.bench.names import COMPUTE, DDP, OURS
 from daso.cli.bench.rounds import (
@@ -21,6 +21,7 @@ from daso.cli.bench.rounds import (
     take_turns,
 )
 from daso.cli.bench.third_party import EVERYBODY
+from daso.comm.process_group import join_process_group
 from daso.comm.topology import Topology
 
 __all__ = ["Plan", "figures", "measure", "ratios", "table"]
@@ -58,7 +59,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     case = CASES[plan.model]
     batches = case.batches(topology.rank)
     names = [COMPUTE, *(name for name in plan.names if name != COMPUTE)]
-    join_process_group(topology)
+    join_process_group(topology, "gloo")
     makers = {**EVERYBODY, **ORDERS, **INSIDE}
     contenders = {name: makers[name](case, topology) for name in names}
     rounds: dict[str, list[Round]] = {name: [] for name in names}

@@ -20,7 +20,8 @@ from daso.cli.train.resume import Point, Run, Saver
 from daso.cli.train.task import Task, evaluate, loss_of, make_optimizer, make_outer, make_task
 from daso.comm.collectives import gather
 from daso.comm.node.select import choose_device
-from daso.comm.topology import Topology, init
+from daso.comm.topology import Topology
+from daso.comm.world import init
 from daso.data import ShardedSampler
 from daso.environment import slurm_job, slurm_restarts
 from daso.errors import ConfigError, DasoError, DataError

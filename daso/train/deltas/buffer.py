@@ -20,7 +20,7 @@ from daso.comm.node.base import NodeTransport
 from daso.comm.reduction import Chunks, whole
 from daso.errors import told
 from daso.plan.allreduce_plan import AllReducePlan
-from daso.plan.layout import Span, pieces, split
+from daso.plan.layout import Layout, Span, pieces, split
 from daso.plan.merge import ADOPT, KEEP, Merge
 from daso.train.channels import Channels
 from daso.train.deltas.fused import Fused
@@ -31,7 +31,16 @@ from daso.train.deltas.shard import DeltaShard, MergeOptions, cut_row
 from daso.train.deltas.staging import crossing_of
 from daso.train.model.params import Named, flat_view, layout_of
 
-__all__ = ["DeltaBuffer", "Measured"]
+__all__ = ["DeltaBuffer", "Holding", "Measured"]
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """How the ranks of a node hold a row, as each of them sees it."""
+
+    whole: Layout  # of the node's, the same on every rank
+    parts: int = 1  # ranks of the node that hold a part each; 1: all of it, as one
+    copies: int = 1  # ranks of the node that exchange a copy each
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +90,8 @@ class DeltaBuffer:
     """Reference, exchange and merge of one row of parameters.
 
     Args:
-        named: Names and parameters, all accumulated in ``dtype``.
+        named: Names and parameters, all accumulated in ``dtype``; this rank's parts.
+        holding: How the ranks of a node hold them.
         dtype: fp32 or fp64.
         node: The node whose ranks read each other's parts.
         channels: Carries exchanges over this rank's lane.
@@ -93,13 +103,14 @@ class DeltaBuffer:
     def __init__(
         self,
         named: Named,
+        holding: Holding,
         dtype: torch.dtype,
         *,
         node: NodeTransport,
         channels: Channels,
         outer: MakeOuter | None = None,
     ) -> None:
-        self.named, rank_info = named, channels.rank_info
+        self.named, self.holding, rank_info = named, holding, channels.rank_info
         self.layout = layout_of(named)
         even = 1 if node.copies is None else EVEN
         self.spans = split(self.layout.numel, rank_info.lanes, even)
@@ -186,11 +197,16 @@ class DeltaBuffer:
         ]
 
     def anchor(self) -> float:
-        """Take the parameters, equal on all nodes, as the reference; return its squared norm."""
+        """Take the parameters, equal on all nodes, as the reference.
+
+        Returns:
+            Its squared norm; where ranks of a node hold parts, about that.
+        """
         self._gather(0, self.span.numel, self.part.reference)
         self.part.anchor()
         self.rounded.clear()
-        return sum(float(flat_view(p).double().square().sum()) for _, p in self.named)
+        norm = sum(float(flat_view(p).double().square().sum()) for _, p in self.named)
+        return norm * self.holding.parts
 
     def send(self, wire: str, *, dense: bool, keeps: bool) -> None:
         """Encode what the exchange that starts will carry."""
@@ -254,7 +270,9 @@ class DeltaBuffer:
     def collect(self) -> Work[int | None]:
         """Return the first element of the whole row that is not finite, if any, as work."""
         nonfinite = yield from self.crossing.collect()
-        return None if nonfinite is None else self.span.start + nonfinite
+        if nonfinite is None:
+            return None
+        return self.holding.whole.element_of(self.layout, self.span.start + nonfinite)
 
     def exchange(self) -> Work[Measured]:
         """Move the reference by the mean delta of all nodes.
@@ -269,7 +287,8 @@ class DeltaBuffer:
             nbytes = yield from iallreduce(
                 *(mean.comm, self.crossing, chunks, weight, total, mean.crossing, mean.where)
             )
-        return Measured(nbytes, *(yield from self.crossing.finish()))
+        copies = self.holding.copies  # each tells of it
+        return Measured(nbytes, *(one / copies for one in (yield from self.crossing.finish())))
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs; nothing may be under way."""

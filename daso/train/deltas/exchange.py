@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -27,9 +28,11 @@ from daso.plan.layout import fragments
 from daso.plan.routes import has_changed
 from daso.plan.schedule import Measurements
 from daso.train.coordinator import Coordinator, largest_rate
-from daso.train.deltas.buffer import DeltaBuffer, Measured
+from daso.train.deltas.buffer import DeltaBuffer, Holding, Measured
 from daso.train.deltas.in_flight import InFlight, Outcome, pack, unpack
 from daso.train.deltas.outer import MakeOuter
+from daso.train.model.params import layout_of
+from daso.train.model.shards import is_sharded
 from daso.train.state_sync import zero_nonfinite
 from daso.train.step_restoration import StepRestoration, make_step_restoration
 
@@ -138,19 +141,35 @@ class Exchanges:
         self, node: NodeTransport, outer: MakeOuter | None
     ) -> dict[int, list[DeltaBuffer]]:
         """Make the rows of each fragment, one for each type they are added in."""
-        named = self.coordinator.trained.named
-        cuts = fragments([p.numel() for _, p in named], self.settings.exchange.fragments)
+        trained = self.coordinator.trained
+        # Shards differ in length between ranks of a node: all cut by the whole parameters.
+        cuts = fragments([p.numel() for _, p in trained.named], self.settings.exchange.fragments)
         rows: dict[int, list[DeltaBuffer]] = {}
+        shared, ranks = self.coordinator.is_sharded, self.rank_info.local_size
         for number, cut in enumerate(cuts):
             rows[number] = []
-            for dtype in (torch.float32, torch.float64):
-                members = [named[at] for at in cut if accumulator(named[at][1].dtype) == dtype]
+            for kind in product((torch.float32, torch.float64), (True, False)):
+                members = [at for at in cut if self._kind(at) == kind]
                 if members:
                     row = DeltaBuffer(
-                        members, dtype, node=node, channels=self.channels, outer=outer
+                        [trained.local[at] for at in members],
+                        Holding(
+                            layout_of([trained.named[at] for at in members]),
+                            parts=ranks if kind[1] else 1,
+                            copies=ranks if shared and not kind[1] else 1,
+                        ),
+                        kind[0],
+                        node=node,
+                        channels=self.channels,
+                        outer=outer,
                     )
                     rows[number].append(row)
         return rows
+
+    def _kind(self, index: int) -> tuple[torch.dtype, bool]:
+        """Return in which type a parameter is added, and whether each rank holds a part of it."""
+        _, tensor = self.coordinator.trained.named[index]
+        return accumulator(tensor.dtype), is_sharded(tensor)
 
     def _rows_of(self, fragment: int | None) -> list[DeltaBuffer]:
         if fragment is not None:
@@ -224,7 +243,7 @@ class Exchanges:
         return range(len(self._known.since)) if fragment is None else [fragment]
 
     def _header(self, batch: int) -> Header:
-        digest = sum(row.layout.digest for row in self._rows_of(None)) % DIGESTS
+        digest = sum(row.holding.whole.digest for row in self._rows_of(None)) % DIGESTS
         lr = largest_rate(self.coordinator.trained.inner)
         header = Header(
             layout=digest,
@@ -265,7 +284,7 @@ class Exchanges:
                 element = yield from row.collect()
                 if element is not None and not code:
                     code = culprit(before + element, rank_info.rank, rank_info.world_size)
-            before += row.layout.numel
+            before += row.holding.whole.numel
         return code
 
     def receive(self, batch: int) -> Measurements | None:
@@ -380,7 +399,8 @@ class Exchanges:
 
     def _choose_wire(self, flight: InFlight, measurements: Measurements) -> None:
         """Choose the wire of the next exchange, where the seconds are those of one like this."""
-        known, numel = self._known, sum(row.layout.numel for row in self._rows_of(flight.fragment))
+        known = self._known
+        numel = sum(row.holding.whole.numel for row in self._rows_of(flight.fragment))
         if (known.timed, known.timed_numel) == (flight.wire, numel):
             known.wire = self.settings.next_wire(flight.wire, measurements, numel=numel)
             if known.wire != flight.wire:
@@ -397,7 +417,7 @@ class Exchanges:
         """How the mean of the largest row is taken, in words."""
         if self.settings.by_mpi:
             return "MPI's"
-        return max(self._rows_of(None), key=lambda row: row.layout.numel).means.plan.name
+        return max(self._rows_of(None), key=lambda row: row.holding.whole.numel).means.plan.name
 
     @property
     def packing(self) -> str | None:
@@ -423,9 +443,9 @@ class Exchanges:
 
     def _name_at(self, element: int) -> str:
         for row in self._rows_of(None):
-            if element < row.layout.numel:
-                return row.layout.name_at(element)
-            element -= row.layout.numel
+            if element < row.holding.whole.numel:
+                return row.holding.whole.name_at(element)
+            element -= row.holding.whole.numel
         raise AssertionError("an element outside all rows")
 
     # --- checkpoint --------------------------------------------------------------------------

@@ -18,7 +18,7 @@ class ParameterChanges:
         self._trained = trained
         self._trainable = _trainable(trained.inner)
         self._digest = layout_of(trained.named).digest
-        self._tensors = [tensor for _, tensor in trained.named]
+        self._tensors = [tensor for _, tensor in trained.local]
         self._addresses = self._where()
 
     def trainable_changed(self) -> bool:
@@ -36,7 +36,7 @@ class ParameterChanges:
         return False
 
     def _where(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, self._tensors))
+        return [tensor.data_ptr() for tensor in self._tensors]
 
 
 def _trainable(inner: torch.optim.Optimizer) -> list[int]:

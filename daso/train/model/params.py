@@ -10,6 +10,7 @@ from daso.comm.dtypes import byte_buffer
 from daso.comm.topology import Topology
 from daso.errors import LayoutError
 from daso.plan.layout import Layout, Slot, first_difference, lay_out
+from daso.train.model.shards import is_sharded, local_part, sharding_of
 from daso.train.model.shared import common_tensors
 
 __all__ = [
@@ -45,6 +46,16 @@ class Trained:
         return cls(inner, module, list(seen.values()))
 
     @property
+    def local(self) -> Named:
+        """The same, with this rank's part of each that is sharded."""
+        return [(name, local_part(tensor)) for name, tensor in self.named]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks of a node hold parts of parameters."""
+        return any(is_sharded(tensor) for _, tensor in self.named)
+
+    @property
     def device(self) -> torch.device:
         """Where the parameters live."""
         return self.named[0][1].device
@@ -68,7 +79,7 @@ def layout_of(named: Named) -> Layout:
 
 
 def _slot(name: str, tensor: torch.Tensor) -> Slot:
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = str(tensor.dtype).removeprefix("torch.") + sharding_of(tensor)
     return Slot(name, tuple(tensor.shape), tuple(tensor.stride()), dtype)
 
 
@@ -77,7 +88,7 @@ def check_same_layout(trained: Trained, topology: Topology) -> None:
 
     Collective over the world; blocking.
     """
-    topology.raise_on_all_ranks(_problem(trained.named, trained.module), LayoutError)
+    topology.raise_on_all_ranks(_problem(trained.local, trained.module), LayoutError)
     layout = layout_of(trained.named)
     if topology.equal_on_all_ranks(layout.digest):
         return
@@ -122,11 +133,6 @@ def _problem(named: Named, module: torch.nn.Module | None) -> str | None:
 
 
 def _tensor_problem(name: str, tensor: torch.Tensor) -> str | None:
-    if hasattr(tensor, "placements"):  # not imported: torch.distributed may not be there
-        return (
-            f"parameters must be plain tensors, but {name} is a {type(tensor).__name__} (of FSDP2, "
-            f"or of tensor parallelism); give daso.DASO a model that is not sharded"
-        )
     if tensor.is_complex():
         return f"parameters must be real, but {name} is {tensor.dtype}; use torch.view_as_real"
     if not _is_dense(tensor):
@@ -157,8 +163,17 @@ def view_like(row: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return row.as_strided(tensor.shape, tensor.stride(), row.storage_offset())
 
 
-def start_equal(trained: Trained, topology: Topology, timeout_seconds: float) -> None:
+def start_equal(
+    trained: Trained, topology: Topology, timeout_seconds: float, holders: Topology
+) -> None:
     """Give all ranks world rank 0's parameters, frozen ones and buffers.
+
+    Args:
+        trained: Whose.
+        topology: All ranks.
+        timeout_seconds: How long to wait at most.
+        holders: The ranks that hold the same shards as this one, where parameters are sharded: they
+            get those of the first node.
 
     Collective over the world; blocking.
     """
@@ -167,18 +182,23 @@ def start_equal(trained: Trained, topology: Topology, timeout_seconds: float) ->
         return gather_unlike(topology, mine, timeout_seconds)
 
     says = topology.rank == 0
-    others = common_tensors(trained.others(), unlike, set(), says=says)
-    broadcast([*(tensor for _, tensor in trained.named), *others], topology)
+    everything = [*trained.named, *trained.others()]
+    apart = [local_part(tensor) for _, tensor in everything if is_sharded(tensor)]
+    broadcast(apart, holders)
+    plain = [(name, tensor) for name, tensor in trained.others() if not is_sharded(tensor)]
+    others = common_tensors(plain, unlike, set(), says=says)
+    broadcast([*(t for _, t in trained.named if not is_sharded(t)), *others], topology)
 
 
 def broadcast(tensors: Iterable[torch.Tensor], topology: Topology) -> None:
     """Make tensors equal to world rank 0's. Collective over the world; blocking."""
     with torch.no_grad():
         for tensor in _distinct(tensors):
-            row = tensor.detach().cpu().contiguous()
+            values = tensor.detach()
+            row = values.cpu().contiguous()
             topology.world_comm.Bcast(byte_buffer(row.view(-1)))
-            if row.data_ptr() != tensor.data_ptr():
-                tensor.copy_(row)
+            if row.data_ptr() != values.data_ptr():
+                values.copy_(row)
 
 
 def _distinct(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -1,0 +1,158 @@
+"""torch.distributed's default process group over the ranks of a topology, met through MPI.
+
+For what shards or averages inside a node by torch's own collectives: FSDP2, tensor parallelism,
+DDP. No port or address has to be set, and rank r there is world rank r.
+"""
+
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from daso.comm.topology import Topology
+from daso.errors import ConfigError, TopologyError, told
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+TCPStore = Any  # torch does not tell of its type
+
+__all__ = ["Backend", "join_process_group", "node_mesh", "ranks_of_group"]
+
+Backend = Literal["gloo", "nccl"]
+
+
+def join_process_group(topology: Topology, backend: Backend) -> None:
+    """Make torch.distributed's default group, or check that the one there has the same ranks.
+
+    Args:
+        topology: Whose world.
+        backend: Of collectives; NCCL takes this host's GPUs in turn.
+
+    Raises:
+        ConfigError: A group of other ranks is there.
+        TopologyError: Ranks cannot reach world rank 0.
+
+    Collective over the world; blocking.
+    """
+    if not dist.is_available():
+        problem: str | None = "torch must have torch.distributed, but this build has not"
+        topology.raise_on_all_ranks(problem, ConfigError)
+    if not topology.equal_on_all_ranks(dist.is_initialized()):
+        topology.raise_on_all_ranks(
+            "torch.distributed must be initialized on every rank or on none, but it is on some; "
+            "leave init_process_group() out: daso.init makes the group",
+            ConfigError,
+        )
+    if dist.is_initialized():
+        topology.raise_on_all_ranks(_other_ranks(topology), ConfigError)
+        return
+    store = _store(topology)
+    device = None
+    if backend == "nccl":
+        device = torch.device("cuda", topology.host_rank % max(1, torch.cuda.device_count()))
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=topology.rank,
+        world_size=topology.world_size,
+        device_id=device,
+    )
+
+
+def _other_ranks(topology: Topology) -> str | None:
+    """Say how a group that is there differs from the world; None where it does not."""
+    here, size = dist.get_rank(), dist.get_world_size()
+    if (here, size) == (topology.rank, topology.world_size):
+        return None
+    return (
+        f"torch.distributed must have the ranks of MPI, rank {topology.rank} of "
+        f"{topology.world_size}, but it was initialized as rank {here} of {size}; leave "
+        f"init_process_group() out: daso.init makes the group"
+    )
+
+
+def _store(topology: Topology) -> TCPStore:
+    """Return the store at which all ranks meet. Collective over the world; blocking."""
+    store, problem = None, None
+    if topology.rank == 0:
+        try:
+            store = _server(topology.world_size)
+        except (OSError, RuntimeError) as error:
+            problem = f"a rank must be able to listen on a port of its host, but: {told(error)}"
+    topology.raise_on_all_ranks(problem, TopologyError)
+    port = 0 if store is None else store.port
+    hosts = topology.liveness.hosts
+    names = ["127.0.0.1"] if len(set(hosts)) == 1 else [socket.gethostname(), _address()]
+    names, port = topology.world_comm.bcast((names, port))
+    if store is None:
+        store, problem = _reached(names, port, topology.world_size)
+    topology.raise_on_all_ranks(problem, TopologyError)
+    assert store is not None, "a rank without one has a problem"
+    return store
+
+
+def _server(ranks: int) -> TCPStore:
+    return _tcp_store("0.0.0.0", 0, ranks, is_master=True, wait_for_workers=False)
+
+
+def _tcp_store(*words: Any, **keywords: Any) -> TCPStore:
+    return dist.TCPStore(*words, **keywords)  # type: ignore[attr-defined]  # not exported
+
+
+def _reached(names: Sequence[str], port: int, ranks: int) -> tuple[TCPStore | None, str | None]:
+    """Return world rank 0's store by the first of its names that leads there, or what is wrong."""
+    problems = []
+    for name in names:
+        try:
+            with socket.create_connection((name, port), timeout=10.0):
+                pass
+            return _tcp_store(name, port, ranks, is_master=False), None
+        except (OSError, RuntimeError) as error:
+            problems.append(f"{name}: {told(error)}")
+    return None, (
+        f"ranks must reach world rank 0's host by TCP to meet in torch.distributed, but port "
+        f"{port} is not reached ({'; '.join(problems)}); see that hosts resolve each other's names"
+    )
+
+
+def _address() -> str:
+    """Return the address that this host's own name leads to."""
+    with suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
+    return "127.0.0.1"
+
+
+def node_mesh(topology: Topology, device_type: str) -> "DeviceMesh":
+    """Return torch's mesh ``("node", "local")`` of the world.
+
+    Collective over the world; blocking.
+    """
+    if len(set(topology.node_sizes)) > 1:
+        raise TopologyError(
+            f"nodes must have the same number of ranks to be a mesh, not {topology.node_sizes}; "
+            f"start as many on each"
+        )
+    from torch.distributed.device_mesh import DeviceMesh
+
+    ranks = torch.arange(topology.world_size, device="cpu")
+    # A node's ranks need not follow each other: launchers may deal them out.
+    order = sorted(ranks.tolist(), key=lambda rank: (topology.rank_info.node_of[rank], rank))
+    return DeviceMesh(
+        device_type,
+        torch.tensor(order, device="cpu").view(topology.nodes, topology.local_size),
+        mesh_dim_names=("node", "local"),
+    )
+
+
+def ranks_of_group(topology: Topology) -> list[int]:
+    """Return the rank of each rank of this node in torch's default group.
+
+    Collective over the node; blocking.
+    """
+    ranks: list[int] = topology.node_comm.allgather(dist.get_rank())
+    return ranks

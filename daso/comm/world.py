@@ -1,0 +1,41 @@
+"""`daso.init`: starts MPI, and torch.distributed beside it where that is asked for."""
+
+from collections.abc import Sequence
+
+from daso.checks import NONE, check, either, one_of, validate_call
+from daso.comm.process_group import Backend, join_process_group, node_mesh
+from daso.comm.topology import Topology, make_default
+
+__all__ = ["init"]
+
+DEVICES: dict[str, str] = {"gloo": "cpu", "nccl": "cuda"}  # on which a backend's collectives run
+
+
+@validate_call
+def init(
+    *, ranks_per_node: int | Sequence[int] | None = None, torch_backend: Backend | None = None
+) -> Topology:
+    """Start MPI where needed and set the topology that `DASO` uses when none is given.
+
+    Args:
+        ranks_per_node: As for `Topology`.
+        torch_backend: Also make torch.distributed's default process group over the same ranks, and
+            ``.mesh``, a DeviceMesh ``("node", "local")``: ``fully_shard(model, mesh=world.mesh[
+            "local"])`` shards inside the node. ``"gloo"`` on CPUs, ``"nccl"`` on GPUs, where each
+            rank takes one of its host's; None: neither.
+
+    Returns:
+        The topology; the same one where it is asked for again.
+
+    Raises:
+        ConfigError: torch.distributed was initialized over other ranks.
+        TopologyError: As for `Topology`; ranks do not reach each other by TCP; nodes are unequal.
+
+    Collective over the world; blocking.
+    """
+    check("torch_backend", torch_backend, either(one_of(*DEVICES), NONE))
+    topology = make_default(ranks_per_node)
+    if torch_backend is not None:
+        join_process_group(topology, torch_backend)
+        topology.mesh = node_mesh(topology, DEVICES[torch_backend])
+    return topology
