@@ -17,6 +17,7 @@ from daso.train.channels import Channels
 from daso.train.metrics import Metrics
 from daso.train.misuse import checksum, first_nonfinite, gradient_checksum
 from daso.train.model.params import Trained
+from daso.train.model.shards import check_shards
 from daso.train.model.shared import common_tensors
 from daso.train.reducers import may_be_at_work
 from daso.train.state_sync import (
@@ -50,11 +51,11 @@ def check_same_options(trained: Trained, topology: Topology, mine: str) -> None:
             f"rank 0; pass the same keywords everywhere"
         )
     topology.raise_on_all_ranks(problem, ConfigError)
-    # Of sharded state there is an equal one on each node: on ranks of equal place.
     digest = state_digest(trained.inner, trained.named)
-    same = trained.is_sharded or topology.equal_on_all_ranks(digest)
-    lane = topology.lane_comm.allgather(digest) if trained.is_sharded else [digest]
-    if not topology.equal_on_all_ranks(bool(same) and len(set(lane)) == 1):
+    # Ranks of equal place in their nodes have the same state of shards.
+    same = check_shards(trained.named, topology)
+    same = same and len(set(topology.lane_comm.allgather(digest))) == 1
+    if not topology.equal_on_all_ranks(same or digest):
         raise LayoutError(
             "the inner optimizer's state must be the same on every rank, but it differs; load it "
             "on every rank, or on none, before wrapping"

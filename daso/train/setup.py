@@ -46,6 +46,12 @@ class Setup:
                     f"{len(trained)} is in this {type(self.module).__name__}; pass the model whose "
                     f"parameters() the optimizer was given"
                 )
+        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(inner).__mro__):
+            raise ConfigError(
+                "an optimizer must hold the state of all its parameters, but "
+                "ZeroRedundancyOptimizer keeps a part on each rank; shard the model by "
+                "torch.distributed.fsdp.fully_shard, which shards the state too"
+            )
         if isinstance(self.policy, Qsr) and not all("lr" in group for group in inner.param_groups):
             raise ConfigError(
                 f"Qsr needs a learning rate in every parameter group, but {type(inner).__name__} "

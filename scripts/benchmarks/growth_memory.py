@@ -72,7 +72,7 @@ def held(root: object, user: Iterable[torch.Tensor], local_rank: int) -> dict[st
         if isinstance(one, SharedWindow):
             others = [s for rank, s in enumerate(one.segments) if rank != local_rank]
             foreign |= {segment.untyped_storage().data_ptr() for segment in others}
-        elif isinstance(one, torch.Tensor):
+        elif isinstance(one, torch.Tensor) and not hasattr(one, "_local_tensor"):
             storage = one.untyped_storage()
             found.setdefault(storage.data_ptr(), (name, storage.nbytes()))
     taken: dict[int, int] = defaultdict(int)
@@ -110,7 +110,9 @@ def _inside(one: Any) -> Iterable[tuple[object, object]]:
     if isinstance(one, list | tuple | set | frozenset | deque):
         return enumerate(one)
     if isinstance(one, torch.Tensor):
-        return [("grad", one.grad)] if one.is_leaf else []
+        part = getattr(one, "_local_tensor", None)  # of a sharded one, which has no memory itself
+        inside = [] if part is None else [("_local_tensor", part)]
+        return [*inside, ("grad", one.grad)] if one.is_leaf else inside
     if type(one).__module__.startswith(FOLLOWED) and not isinstance(one, type):
         slots = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
         known = {name: getattr(one, name) for name in slots if hasattr(one, name)}

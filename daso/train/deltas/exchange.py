@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -31,8 +30,8 @@ from daso.train.coordinator import Coordinator, largest_rate
 from daso.train.deltas.buffer import DeltaBuffer, Holding, Measured
 from daso.train.deltas.in_flight import InFlight, Outcome, pack, unpack
 from daso.train.deltas.outer import MakeOuter
-from daso.train.model.params import layout_of
-from daso.train.model.shards import is_sharded
+from daso.train.model.params import Named, layout_of
+from daso.train.model.shards import parts_of, split_axes
 from daso.train.state_sync import zero_nonfinite
 from daso.train.step_restoration import StepRestoration, make_step_restoration
 
@@ -78,6 +77,20 @@ def _check_aligned(header: Header) -> None:
             f"were at steps {-header.minus_batch:.0f} to {header.batch:.0f}; give every rank "
             f"the same number of batches and let every rank call step() for each"
         )
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[bool, ...]]:
+    """Return what parameters of a row have in common: how they are added, who holds copies.
+
+    Ranks that hold copies of a row lay it out alike, and get the same bits on every wire.
+    """
+    return accumulator(tensor.dtype), split_axes(tensor)
+
+
+def _first_narrow(row: tuple[tuple[torch.dtype, tuple[bool, ...]], list[int]]) -> Any:
+    """Order rows: fp32 before fp64."""
+    (dtype, axes), _ = row
+    return dtype.itemsize, axes
 
 
 class Exchanges:
@@ -145,31 +158,28 @@ class Exchanges:
         # Shards differ in length between ranks of a node: all cut by the whole parameters.
         cuts = fragments([p.numel() for _, p in trained.named], self.settings.exchange.fragments)
         rows: dict[int, list[DeltaBuffer]] = {}
-        shared, ranks = self.coordinator.is_sharded, self.rank_info.local_size
         for number, cut in enumerate(cuts):
-            rows[number] = []
-            for kind in product((torch.float32, torch.float64), (True, False)):
-                members = [at for at in cut if self._kind(at) == kind]
-                if members:
-                    row = DeltaBuffer(
-                        [trained.local[at] for at in members],
-                        Holding(
-                            layout_of([trained.named[at] for at in members]),
-                            parts=ranks if kind[1] else 1,
-                            copies=ranks if shared and not kind[1] else 1,
-                        ),
-                        kind[0],
-                        node=node,
-                        channels=self.channels,
-                        outer=outer,
-                    )
-                    rows[number].append(row)
+            kinds: dict[Any, list[int]] = {}
+            for at in cut:
+                kinds.setdefault(_kind(trained.named[at][1]), []).append(at)
+            rows[number] = [
+                DeltaBuffer(
+                    [trained.local[at] for at in members],
+                    self._holding([trained.named[at] for at in members]),
+                    dtype,
+                    node=node,
+                    channels=self.channels,
+                    outer=outer,
+                )
+                for (dtype, _), members in sorted(kinds.items(), key=_first_narrow)
+            ]
         return rows
 
-    def _kind(self, index: int) -> tuple[torch.dtype, bool]:
-        """Return in which type a parameter is added, and whether each rank holds a part of it."""
-        _, tensor = self.coordinator.trained.named[index]
-        return accumulator(tensor.dtype), is_sharded(tensor)
+    def _holding(self, named: Named) -> Holding:
+        """Return how ranks of a node hold parameters of one kind."""
+        parts = parts_of(named[0][1])
+        copies = self.rank_info.local_size // parts if self.coordinator.is_sharded else 1
+        return Holding(layout_of(named), parts, copies)
 
     def _rows_of(self, fragment: int | None) -> list[DeltaBuffer]:
         if fragment is not None:

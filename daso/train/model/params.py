@@ -133,6 +133,12 @@ def _problem(named: Named, module: torch.nn.Module | None) -> str | None:
 
 
 def _tensor_problem(name: str, tensor: torch.Tensor) -> str | None:
+    if getattr(tensor, "_fsdp_flattened", False):
+        return (
+            f"parameters must be sharded by FSDP2, but {name} is by FSDP1; use "
+            f"torch.distributed.fsdp.fully_shard(model, mesh=daso.init(torch_backend=...)"
+            f".mesh['local'])"
+        )
     if tensor.is_complex():
         return f"parameters must be real, but {name} is {tensor.dtype}; use torch.view_as_real"
     if not _is_dense(tensor):

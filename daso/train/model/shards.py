@@ -5,6 +5,7 @@ averages gradients inside the node.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,7 +16,15 @@ from daso.errors import LayoutError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["check_shards", "is_sharded", "local_part", "refusal", "sharding_of"]
+__all__ = [
+    "check_shards",
+    "is_sharded",
+    "local_part",
+    "parts_of",
+    "refusal",
+    "sharding_of",
+    "split_axes",
+]
 
 Named = Sequence[tuple[str, torch.Tensor]]
 REMEDY = "shard over daso.init(torch_backend=...).mesh['local'], the ranks of one node"
@@ -24,6 +33,21 @@ REMEDY = "shard over daso.init(torch_backend=...).mesh['local'], the ranks of on
 def is_sharded(tensor: object) -> bool:
     """Return whether a tensor is a DTensor; torch.distributed is not imported for that."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def split_axes(tensor: torch.Tensor) -> tuple[bool, ...]:
+    """Return along which axes of its mesh a tensor is split; along the others are copies."""
+    if not is_sharded(tensor):
+        return ()
+    return tuple(placement.is_shard() for placement in cast("DTensor", tensor).placements)
+
+
+def parts_of(tensor: torch.Tensor) -> int:
+    """Return over how many ranks of a node a tensor is split."""
+    if not is_sharded(tensor):
+        return 1
+    sizes = cast("DTensor", tensor).device_mesh.shape
+    return prod(size for size, split in zip(sizes, split_axes(tensor), strict=True) if split)
 
 
 def sharding_of(tensor: torch.Tensor) -> str:
