@@ -13,10 +13,10 @@ from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Wire
 from daso.plan.schedule import Policy
 from daso.train.deltas.outer import MakeOuter
-from daso.train.grad_scaler import NATIVE, Scaling
+from daso.train.inner.grad_scaler import NATIVE, Scaling
+from daso.train.inner.step_restoration import StepRestoration
 from daso.train.session import Session
 from daso.train.setup import make_setup, stall_limit
-from daso.train.step_restoration import StepRestoration
 
 __all__ = ["Attached", "attach"]
 

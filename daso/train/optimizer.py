@@ -6,7 +6,7 @@ It holds the user's optimizer and delegates everything to it; only `step` does m
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
@@ -20,10 +20,10 @@ from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Wire
 from daso.plan.schedule import Policy
 from daso.train.deltas.outer import MakeOuter
-from daso.train.grad_scaler import Scaling
+from daso.train.inner.grad_scaler import Scaling
 from daso.train.misuse import InnerSteps, stepping
 from daso.train.session import Session
-from daso.train.setup import make_setup, stall_limit
+from daso.train.setup import combined, make_setup, stall_limit
 
 __all__ = ["DASO"]
 
@@ -48,7 +48,8 @@ class DASO(torch.optim.Optimizer):
     rank it is the inner optimizer, bit for bit.
 
     Args:
-        inner: The optimizer to wrap; make it after moving the model to its device.
+        inner: The optimizer to wrap; make it after moving the model to its device. Several over
+            one model, ``[muon, adamw]``, are stepped one after the other, and exchange as one.
         module: The model; gives parameter names and the buffers that `synchronize` averages.
         topology: Who is where; found from MPI if None.
         policy: Chooses how many batches lie between exchanges (skip) and how many an exchange may
@@ -83,7 +84,7 @@ class DASO(torch.optim.Optimizer):
     @validate_call
     def __init__(  # noqa: PLR0913 - a ninth keyword would be a missing record
         self,
-        inner: torch.optim.Optimizer,
+        inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         module: torch.nn.Module | None = None,
         topology: Topology | None = None,
@@ -95,6 +96,7 @@ class DASO(torch.optim.Optimizer):
         gradients: Gradients | None = None,
     ) -> None:
         with errors_on_all_ranks(topology, "wrap an optimizer", stall_limit(exchange)):
+            inner = combined(inner)
             setup = make_setup(
                 inner,
                 topology,

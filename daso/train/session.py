@@ -34,12 +34,12 @@ from daso.plan.schedule import (
 from daso.train import registry
 from daso.train.coordinator import check_same_options
 from daso.train.deltas.exchange import Exchanges
-from daso.train.grad_scaler import Scaling, is_probe
+from daso.train.inner.grad_scaler import Scaling, is_probe
+from daso.train.inner.step_restoration import StepRestoration
 from daso.train.metrics import Metrics
 from daso.train.model.one_copy import KEY, OneCopy, is_saving_one_copy, packed, refuse, unpacked
 from daso.train.model.params import Trained, check_same_layout
 from daso.train.setup import Setup
-from daso.train.step_restoration import StepRestoration
 from daso.train.synchronizer import Synchronizer
 
 __all__ = ["Session"]

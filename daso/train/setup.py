@@ -1,5 +1,6 @@
 """How a model is trained over all ranks: the keywords of the doors, checked, compared and told."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +15,10 @@ from daso.plan.options import Exchange, Gradients, Settings, Wire
 from daso.plan.policies import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy, State
 from daso.train.deltas.outer import MakeOuter, build_optimizer
+from daso.train.inner.combined import CombinedOptimizer
 from daso.train.model.params import Trained, layout_of
 
-__all__ = ["FACTORY", "MODULE", "Setup", "make_setup"]
+__all__ = ["FACTORY", "MODULE", "Setup", "combined", "make_setup", "stall_limit"]
 
 FORMAT = 3  # of a stored exchange; goes up when a tensor changes its meaning
 
@@ -46,6 +48,11 @@ class Setup:
                     f"{len(trained)} is in this {type(self.module).__name__}; pass the model whose "
                     f"parameters() the optimizer was given"
                 )
+        if isinstance(inner, CombinedOptimizer) and not self.settings.whole:
+            raise ConfigError(
+                f"several optimizers must step as a whole, but {self.settings.gradients!r} steps "
+                f"layer by layer; leave Gradients(reducer=, step=) out"
+            )
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(inner).__mro__):
             raise ConfigError(
                 "an optimizer must hold the state of all its parameters, but "
@@ -161,6 +168,22 @@ def make_setup(  # noqa: PLR0913 - the keywords of the doors
     setup = Setup(module, policy, settings, outer)
     setup.check(inner)  # type: ignore[arg-type]  # it is one
     return setup
+
+
+def combined(
+    inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> torch.optim.Optimizer:
+    """Return several optimizers as one; one as it is."""
+    if not isinstance(inner, list | tuple):
+        return inner  # type: ignore[return-value]  # it is checked later
+    for number, one in enumerate(inner):
+        check(f"inner[{number}]", one, OPTIMIZER)
+    if not inner:
+        raise ConfigError(
+            "inner must be an optimizer, or several, not an empty list; make one first: "
+            "torch.optim.AdamW(model.parameters())"
+        )
+    return inner[0] if len(inner) == 1 else CombinedOptimizer(inner)
 
 
 def stall_limit(exchange: object) -> float:

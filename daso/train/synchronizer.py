@@ -29,7 +29,6 @@ from daso.train.channels import Channels
 from daso.train.coordinator import Coordinator
 from daso.train.deltas.exchange import Exchanges
 from daso.train.deltas.outer import MakeOuter
-from daso.train.grad_scaler import Scaling, is_probe
 from daso.train.gradients.background import BackgroundReducer
 from daso.train.gradients.bucket_tuner import BucketTuner, first_size
 from daso.train.gradients.buckets import Bucket, Finish
@@ -38,6 +37,7 @@ from daso.train.gradients.host_reducer import HostReducer
 from daso.train.gradients.layerwise_step import INSTEAD, LayerwiseStep
 from daso.train.gradients.priority import PriorityReducer
 from daso.train.gradients.reducer import BackwardCallbacks, GradientReducer, ReducePlan
+from daso.train.inner.grad_scaler import Scaling, is_probe
 from daso.train.metrics import Metrics
 from daso.train.misuse import has_batch_norm
 from daso.train.model.changes import ParameterChanges
@@ -345,7 +345,7 @@ class Synchronizer:
         return loss.detach().clone().fill_(value) if isinstance(loss, torch.Tensor) else value
 
     def is_probe(self) -> bool:
-        """Return whether the step to come is torch's own; see `daso.train.grad_scaler.is_probe`."""
+        """Return whether the step to come is torch's own; see `grad_scaler.is_probe`."""
         if not is_probe(self.trained.inner):
             return False
         return not any(

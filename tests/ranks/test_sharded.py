@@ -130,7 +130,7 @@ def test_nodes_start_from_the_first_ones_shards(topology, rank_info):
 @pytest.mark.nodes(*SHARDED)
 def test_a_rank_holds_half_of_all_that_training_needs(topology):
     """Parameters, gradients, moments; reference, what is shown, and what crosses in bf16."""
-    small, large = (bytes_of_training(topology, width) for width in (8192, 24576))
+    small, large = (bytes_of_training(topology, width) for width in (16384, 32768))
     user, ours = (
         (b - a) / (large[0] - small[0]) for a, b in zip(small[1:], large[1:], strict=True)
     )

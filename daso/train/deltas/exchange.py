@@ -30,10 +30,10 @@ from daso.train.coordinator import Coordinator, largest_rate
 from daso.train.deltas.buffer import DeltaBuffer, Holding, Measured
 from daso.train.deltas.in_flight import InFlight, Outcome, pack, unpack
 from daso.train.deltas.outer import MakeOuter
+from daso.train.inner.step_restoration import StepRestoration, make_step_restoration
 from daso.train.model.params import Named, layout_of
 from daso.train.model.shards import parts_of, split_axes
 from daso.train.state_sync import zero_nonfinite
-from daso.train.step_restoration import StepRestoration, make_step_restoration
 
 __all__ = ["Exchanges"]
 

@@ -38,9 +38,9 @@ from daso.plan.schedule import (
 from daso.train.deltas.merging import merge_pairs
 from daso.train.deltas.outer import MakeOuter
 from daso.train.deltas.shard import DeltaShard, Gather, MergeOptions, cut_row
+from daso.train.inner.step_restoration import make_step_restoration
 from daso.train.model.params import Named, Trained, flat_view
 from daso.train.simulated.gradients import SimulatedGradients
-from daso.train.step_restoration import make_step_restoration
 
 __all__ = ["SimulatedNodes", "Times"]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from lion_pytorch import Lion
 
-from daso.train import optimizer_probe
-from daso.train.optimizer_probe import OptimizerTraits, probe_optimizer
+from daso.train.inner import optimizer_probe
+from daso.train.inner.optimizer_probe import OptimizerTraits, probe_optimizer
 
 O = torch.optim  # noqa: E741
 

@@ -7,8 +7,8 @@ import torch
 
 import daso
 from daso.plan.options import Settings
-from daso.train.optimizer_probe import OptimizerTraits, probe_optimizer
-from daso.train.step_restoration import StepRestoration, make_step_restoration
+from daso.train.inner.optimizer_probe import OptimizerTraits, probe_optimizer
+from daso.train.inner.step_restoration import StepRestoration, make_step_restoration
 
 
 def adamw(**options):

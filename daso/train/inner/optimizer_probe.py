@@ -30,6 +30,9 @@ class OptimizerTraits:
 
 def probe_optimizer(inner: torch.optim.Optimizer) -> list[OptimizerTraits] | None:
     """Return the traits of each parameter group; None where they cannot be told."""
+    if several := getattr(inner, "optimizers", None):
+        found = [probe_optimizer(one) for one in several]
+        return None if None in found else [trait for traits in found for trait in traits or ()]
     if getattr(inner, "is_linear", False):
         return [OptimizerTraits() for _ in inner.param_groups]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():

@@ -13,7 +13,7 @@ import torch
 from daso.plan.header import Tally
 from daso.plan.options import Settings
 from daso.plan.step_restoration import required_gain
-from daso.train.optimizer_probe import OptimizerTraits, probe_optimizer
+from daso.train.inner.optimizer_probe import OptimizerTraits, probe_optimizer
 
 __all__ = ["StepRestoration", "make_step_restoration"]
 
