@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from daso.comm.topology import Topology
 from daso.errors import ConfigError, TopologyError, told
+from daso.plan.options import Exchange
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,6 +39,7 @@ def join_process_group(topology: Topology, backend: Backend) -> None:
 
     Collective over the world; blocking.
     """
+    topology.rendezvous("join torch.distributed", Exchange().timeout_seconds)
     if not dist.is_available():
         problem: str | None = "torch must have torch.distributed, but this build has not"
         topology.raise_on_all_ranks(problem, ConfigError)

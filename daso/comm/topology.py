@@ -45,6 +45,7 @@ RENDEZVOUS = (
     "save a checkpoint",
     "load a checkpoint",
     "free a daso.Topology",
+    "join torch.distributed",
 )
 STALL_SECONDS = 300.0  # where nobody says another: that of Exchange
 GRACE_SECONDS = 5.0  # for rank 0, which can say who is missing

@@ -51,8 +51,8 @@ def attach(  # noqa: PLR0913 - the keywords of DASO
         gradients: As for `daso.DASO`.
 
     Returns:
-        A handle with ``synchronize``, ``averaged``, ``no_sync``, ``end_epoch``, ``report`` and
-        ``close``, and a context manager, like `daso.DASO`.
+        A handle with ``synchronize``, ``averaged``, ``no_sync``, ``end_epoch``, ``report``,
+        ``on_exchange`` and ``close``, and a context manager, like `daso.DASO`.
 
     Raises:
         ConfigError: A keyword has no such value.
@@ -94,7 +94,7 @@ class Attached:
         self.inner, self._session = inner, session
         self.synchronize, self.end_epoch = session.synchronize, session.end_epoch
         self.no_sync, self.report = session.no_sync, session.report
-        self.averaged = session.averaged
+        self.averaged, self.on_exchange = session.averaged, session.on_exchange
         self._set_aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._loading: Any = None
         self._restoration: StepRestoration | None = None  # of the step under way

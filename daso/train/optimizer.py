@@ -335,6 +335,23 @@ class DASO(torch.optim.Optimizer):
         """
         return self._session.no_sync()
 
+    def on_exchange(self, call: Callable[[dict[str, Any]], object]) -> Callable[[], None]:
+        """Call a function after each exchange, on every rank, in the training thread.
+
+        Args:
+            call: Takes one dict of numbers, as ``wandb.log`` does: ``batch``, ``epoch``, ``skip``,
+                ``wait`` (batches), ``gain`` (of the learning rate between exchanges), ``drift``,
+                ``exchange_seconds``, ``step_seconds``, ``lr`` (agreed by all ranks),
+                ``exposed_seconds`` and ``bytes_sent`` (of this rank, since the last call),
+                ``exchanges`` and ``dropped`` (in all), and what else was measured.
+
+        Returns:
+            What takes the function off again.
+
+        Not collective. An error that the function raises ends the step.
+        """
+        return self._session.on_exchange(call)
+
     def close(self) -> None:
         """Stop communicating and give memory back; the optimizer cannot step afterwards.
 

@@ -36,6 +36,7 @@ from daso.train.coordinator import check_same_options
 from daso.train.deltas.exchange import Exchanges
 from daso.train.inner.grad_scaler import Scaling, is_probe
 from daso.train.inner.step_restoration import StepRestoration
+from daso.train.listeners import Listeners
 from daso.train.metrics import Metrics
 from daso.train.model.one_copy import KEY, OneCopy, is_saving_one_copy, packed, refuse, unpacked
 from daso.train.model.params import Trained, check_same_layout
@@ -86,6 +87,8 @@ class Session:
         self._number = 0  # among those that are open
         self._joined = 0  # batch at which all nodes had the same optimizer state
         self._one_copy: OneCopy | None = None
+        self._listeners = Listeners()
+        self.on_exchange = self._listeners.add
 
     @classmethod
     def opened(
@@ -360,6 +363,10 @@ class Session:
                     self._sync.perform(acts, state)
             finally:
                 self._take(state)
+            if self._sync is not None:
+                self._listeners.tell(
+                    state, measurements, self._sync.metrics, self._sync.exposed_seconds
+                )
 
     # --- beside steps ------------------------------------------------------------------------
 
@@ -447,7 +454,8 @@ class Session:
             yield
             return
         coordinator = self._sync.coordinator
-        with _as_in_training, ExitStack() as stack:
+        # A context of its own: one object is not entered by several threads at a time.
+        with torch.inference_mode(mode=False), ExitStack() as stack:
             coordinator.check_same_batch(self.schedule.batch)
             stack.enter_context(coordinator.averaged())
             until_the_end = stack.pop_all()

@@ -28,6 +28,8 @@ AFTER = {
     "comm/health/control_messages.py: ControlChannel.free": CLOSE,
     "comm/p2p/packets.py: OneSidedMemory.__init__": SERVE,
     "comm/p2p/packets.py: one_sided_seconds": SERVE,
+    "comm/process_group.py: _store": "join torch.distributed",
+    "comm/process_group.py: ranks_of_group": WRAP,
     "comm/topology.py: Topology.__init__": INIT,
     "comm/topology.py: Topology._find_rank_info": INIT,
     "comm/topology.py: Topology.raise_on_all_ranks": WRAP,
@@ -50,6 +52,7 @@ AFTER = {
     "train/deltas/exchange.py: Exchanges._drop": STEP,
     "train/coordinator.py: check_same_options": WRAP,
     "train/model/params.py: check_same_layout": WRAP,
+    "train/model/shards.py: check_shards": WRAP,
     "train/model/params.py: broadcast": WRAP,
     "train/session.py: Session._start_anew": STEP,
 }
