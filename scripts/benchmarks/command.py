@@ -77,6 +77,11 @@ def _add_synchronous(add: Add) -> None:
     order.add_argument("--only", action="append", help="an order; may be given several times")
     add_steps(order, "4; quick 2", "4; quick 2")
     order.add_argument("--plot", type=Path, help="draw step times to this PNG")
+    sharded = add("sharded", "FSDP2 inside nodes: who averages between them")
+    add_links(sharded, "1gbit")
+    sharded.add_argument("--model", choices=MODELS, default="gpt")
+    add_steps(sharded, "8; quick 3", "20; quick 4")
+    sharded.set_defaults(ranks_per_node=2)  # a node of one rank has nothing to shard over
     host = add("host", "gradients inside a node: who adds them, and when")
     host.add_argument("--model", choices=(*MODELS, *DEVICES), default="cnn")
     host.add_argument("--ranks", type=int, default=2, help="of the node (2)")

@@ -43,6 +43,30 @@ def _gradient_order(chosen: argparse.Namespace) -> Measured:
         yield one, gradient_order.table(one) + "\n", gradient_order.figures(one)
 
 
+def _sharded(chosen: argparse.Namespace) -> Measured:
+    from benchmarks import sharded
+    from daso.cli.bench.names import COMPUTE
+
+    options.positive(chosen, "nodes", "ranks_per_node")
+    names = (COMPUTE, *sharded.SHARDED)
+    quick = chosen.quick
+
+    def plan(link: str) -> dict[str, Any]:
+        seconds, settle = (
+            chosen.seconds or (3 if quick else 8),
+            chosen.settle or (4 if quick else 20),
+        )
+        return asdict(
+            sharded.Plan(chosen.model, names, options.rounds(chosen), seconds, settle, link)
+        )
+
+    links = options.links(chosen)
+    for one in options.measured(
+        chosen, "benchmarks.sharded", links, [chosen.nodes], plan, chosen.ranks_per_node
+    ):
+        yield one, sharded.table(one) + "\n", sharded.figures(one)
+
+
 def _host(chosen: argparse.Namespace) -> Measured:
     from benchmarks import node_reducers
     from daso.cli.bench import train
@@ -275,6 +299,7 @@ def _growth(chosen: argparse.Namespace) -> Measured:
 
 RUNS: Mapping[str, Callable[[argparse.Namespace], Measured]] = {
     "gradient-order": _gradient_order,
+    "sharded": _sharded,
     "host": _host,
     "chunks": _chunks,
     "time-to-accuracy": _to_accuracy,

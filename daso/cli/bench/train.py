@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from daso.cli.bench.baselines import INSIDE, ORDERS, Contender
+from daso.cli.bench.baselines import INSIDE, ORDERS, Contender, Make
 from daso.cli.bench.models import CASES, Batch
 from daso.cli.bench.names import COMPUTE, DDP, OURS
 from daso.cli.bench.rounds import (
@@ -50,8 +50,15 @@ class Plan:
     link: str
 
 
-def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
+def measure(
+    plan: Plan, topology: Topology, more: Mapping[str, Make] | None = None
+) -> dict[str, Any]:
     """Train with all contenders in turn, and with compute only before and after every turn.
+
+    Args:
+        plan: What is measured.
+        topology: All ranks.
+        more: Contenders beside those of the package.
 
     Collective over the world; blocking.
     """
@@ -60,7 +67,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     batches = case.batches(topology.rank)
     names = [COMPUTE, *(name for name in plan.names if name != COMPUTE)]
     join_process_group(topology, "gloo")
-    makers = {**EVERYBODY, **ORDERS, **INSIDE}
+    makers = {**EVERYBODY, **ORDERS, **INSIDE, **(more or {})}
     contenders = {name: makers[name](case, topology) for name in names}
     rounds: dict[str, list[Round]] = {name: [] for name in names}
     steps = {name: 1 for name in names}
