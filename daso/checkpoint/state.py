@@ -9,13 +9,16 @@ In a folder that all ranks share::
 A crash at any moment leaves the checkpoints that were complete before it.
 """
 
+import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from daso.checkpoint.background import BackgroundWrite, staged
 from daso.checkpoint.files import (
     MANIFEST,
     Entry,
@@ -71,26 +74,36 @@ class Checkpoints:
         self._folder = folder
         self._topology = topology
         self._keep = keep
+        self._writing: BackgroundWrite | None = None  # the same on every rank: one, or none
         self._refused: set[int] = set()  # steps that `load` found not to be sound
 
     # --- saving ----------------------------------------------------------------------------
 
-    def save(self, step: int, payload: Mapping[str, Any]) -> None:
+    def save(self, step: int, payload: Mapping[str, Any], *, background: bool = False) -> None:
         """Write a checkpoint and remove those that are too many.
 
         Args:
             step: The same on every rank, and above the steps saved before.
             payload: What this rank wants back: tensors and plain values in dicts, lists, tuples.
+            background: Only copy tensors to memory of the host here; a thread writes them while
+                training goes on. The checkpoint counts once all ranks' are written; `wait`, or the
+                next `save` or `load`, waits for that, and raises what went wrong.
 
         Raises:
             CheckpointError: It cannot be written; the same on every rank, with the rank, the path
                 and the cause. Earlier checkpoints stay.
 
-        Collective over the world; blocking.
+        Collective over the world; blocking: until it is written, or copied.
         """
         rank = self._topology.rank
+        self.wait()
         self._topology.rendezvous("save a checkpoint", Exchange().timeout_seconds)
         self._agree(unfit(payload) or self._unready(step))
+        if background:
+            write = partial(self._write_beside, step, staged(payload))
+            complete = partial(self._complete_beside, step) if rank == 0 else None
+            self._writing = BackgroundWrite(step, write, complete)
+            return
         path, entry, problem = self._rank_file(step, rank), None, None
         try:
             entry = write_payload(path, dict(payload))
@@ -103,6 +116,50 @@ class Checkpoints:
         self._refused.discard(step)
         if rank == 0:
             self._prune(step)
+
+    def wait(self) -> None:
+        """Block until a checkpoint that is written in the background counts; else do nothing.
+
+        Raises:
+            CheckpointError: It could not be written; the same on every rank.
+
+        Collective over the world; blocking.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        problem = writing.wait_written()
+        try:
+            self._topology.rendezvous("save a checkpoint", Exchange().timeout_seconds)
+            self._agree(problem, clear=writing.step)
+        except Exception:
+            writing.give_up()
+            raise
+        self._agree(writing.join(), clear=writing.step)
+        self._refused.discard(writing.step)
+
+    def _write_beside(self, step: int, payload: dict[str, Any]) -> str | None:
+        """Write this rank's file, and beside it what it is; return what went wrong."""
+        path = self._rank_file(step, self._topology.rank)
+        try:
+            entry = write_payload(path, payload)
+            write_whole(_entry_of(path), json.dumps(asdict(entry)).encode())
+        except Exception as error:
+            return unwritable(path, error)
+        return None
+
+    def _complete_beside(self, step: int) -> tuple[bool, str | None]:
+        """Complete a step where all ranks' files are there; return whether, and what went wrong."""
+        paths = [self._rank_file(step, rank) for rank in range(self._topology.world_size)]
+        if not all(_entry_of(path).exists() for path in paths):
+            return False, None
+        entries = [Entry(**json.loads(_entry_of(path).read_text())) for path in paths]
+        problem = self._complete(step, entries)
+        if problem is None:
+            for path in paths:
+                _entry_of(path).unlink(missing_ok=True)
+            self._prune(step)
+        return True, problem
 
     def _agree(self, problem: str | None, *, clear: int | None = None) -> None:
         """Raise on every rank when any has a problem, and remove the step that it was met in."""
@@ -181,6 +238,7 @@ class Checkpoints:
         Collective over the world; blocking.
         """
         reasons: list[str] = []
+        self.wait()
         self._topology.rendezvous("load a checkpoint", Exchange().timeout_seconds)
         listed = self._listed()
         for step, whole in reversed(listed):
@@ -203,6 +261,7 @@ class Checkpoints:
 
         Collective over the world; blocking.
         """
+        self.wait()
         return [step for step, whole in self._listed() if whole]
 
     def _load(self, step: int) -> Loaded | str:
@@ -249,6 +308,11 @@ class Checkpoints:
 
     def _rank_file(self, step: int, rank: int) -> Path:
         return self._step_folder(step) / f"rank-{rank:05d}.pt"
+
+
+def _entry_of(path: Path) -> Path:
+    """Return the file that says that a rank's is whole, where a thread wrote it."""
+    return path.with_suffix(".json")
 
 
 def _joined(problems: list[str | None]) -> str:

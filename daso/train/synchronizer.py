@@ -97,7 +97,7 @@ class Synchronizer:
             bucket_bytes=bucket_bytes,
             same_order=self.coordinator.same_order,
             callbacks=BackwardCallbacks(
-                self._begin_step, reducers.may_be_at_work, self.changes.layout_changed
+                self._begin_step, self._others_average, self.changes.layout_changed
             ),
             in_portions=settings.gradients.reducer == "prioritized",
         )
@@ -116,6 +116,14 @@ class Synchronizer:
             self.buckets.node.abandon()
             self._unhook()
             raise
+
+    def _others_average(self) -> bool:
+        """Return whether gradients may be averaged elsewhere when they are there: wait for all.
+
+        FSDP2 has averaged a gradient on the host before it tells that it is there.
+        """
+        averaged = self.holders is not self.topology and self.trained.device.type == "cpu"
+        return not averaged and reducers.may_be_at_work()
 
     def _choose_node(self) -> NodeTransport:
         """Return the transport inside the node; where it cannot start, give back what is held."""

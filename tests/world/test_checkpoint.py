@@ -6,6 +6,9 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +48,14 @@ def assert_is(loaded, rank_info, step):
     assert torch.equal(loaded.payload["weights"], wanted["weights"])
     assert loaded.payload["bf16"].view(torch.int16).equal(wanted["bf16"].view(torch.int16))
     assert loaded.payload["plain"] == wanted["plain"]
+
+
+both_ways = pytest.mark.parametrize("background", [False, True], ids=["at once", "beside"])
+
+
+def save(store, step, what, background):
+    store.save(step, what, background=background)
+    store.wait()
 
 
 def error_of(topology, do, kind=CheckpointError):
@@ -279,16 +290,17 @@ def full(*_):
 
 
 @pytest.mark.real_mpi
+@both_ways
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_full_disk_on_one_rank_is_the_same_error_on_all(
-    store, folder, topology, rank_info, monkeypatch, call
+    store, folder, topology, rank_info, monkeypatch, call, background
 ):
     store.save(10, payload(rank_info, 10))
     before = topology.world_comm.bcast(names(folder))
     with monkeypatch.context() as patch:
         if rank_info.rank == rank_info.world_size - 1:
             patch.setattr(os, call, full)
-        said = error_of(topology, lambda: store.save(20, payload(rank_info, 20)))
+        said = error_of(topology, lambda: save(store, 20, payload(rank_info, 20), background))
     path = folder / "step-00000020" / f"rank-{rank_info.world_size - 1:05d}.pt"
     assert f"{path}: No space left on device; make room" in said
     assert said.startswith(f"rank {rank_info.world_size - 1}: ") or rank_info.world_size == 1
@@ -388,8 +400,9 @@ def test_a_crash_in_the_middle_of_the_first_manifest_leaves_no_checkpoint(
 
 
 @pytest.mark.real_mpi
+@both_ways
 def test_at_every_moment_of_saving_there_is_one_to_load(
-    folder, topology, rank_info, monkeypatch, tmp_path
+    folder, topology, rank_info, monkeypatch, tmp_path, background
 ):
     """Copy the folder before each change that rank 0 makes to it; each copy must load."""
     store = Checkpoints(folder, topology, keep=1)
@@ -416,9 +429,81 @@ def test_at_every_moment_of_saving_there_is_one_to_load(
         if rank_info.rank == 0:
             for name in ("fsync", "replace", "unlink", "rmdir", "mkdir"):
                 patch.setattr(os, name, copying(getattr(os, name)))
-        store.save(20, payload(rank_info, 20))
+        save(store, 20, payload(rank_info, 20), background)
     moments = topology.world_comm.bcast(next(count))
     assert moments > 10
     steps = [Checkpoints(copies / str(at), topology).load().step for at in range(moments)]
     assert set(steps) == {10, 20}
     assert steps == sorted(steps)
+
+
+# --- beside training ------------------------------------------------------------------------------
+
+
+def test_what_is_written_beside_is_what_was_there_when_it_was_saved(store, topology, rank_info):
+    live = payload(rank_info, 10)
+    store.save(10, live, background=True)
+    live["weights"].zero_()
+    live["plain"]["rank"] = -1
+    store.save(20, payload(rank_info, 20), background=True)  # waits for the one before
+    assert store.steps() == [10, 20]
+    assert_is(store.load(), rank_info, 20)
+    on_rank(topology, 0, lambda: damage_manifest(store, 20))
+    assert_is(store.load(), rank_info, 10)
+
+
+def damage_manifest(store, step):
+    (store._step_folder(step) / "manifest.json").unlink()
+
+
+def test_tied_tensors_stay_one_and_modules_keep_what_they_say(store, rank_info):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    state = model.state_dict()
+    store.save(10, {"model": state, "again": [state["0.weight"]]}, background=True)
+    loaded = store.load().payload
+    first, second = loaded["model"]["0.weight"], loaded["model"]["1.weight"]
+    assert first.data_ptr() == second.data_ptr() == loaded["again"][0].data_ptr()
+    assert loaded["model"]._metadata == state._metadata
+
+
+def test_a_rank_that_is_late_holds_nobody_up(folder, topology, rank_info, monkeypatch):
+    """The step does not count before the last rank's file is there, and then it does."""
+    store, last = Checkpoints(folder, topology), rank_info.world_size - 1
+    may_go, real = threading.Event(), Checkpoints._write_beside
+    with monkeypatch.context() as patch:
+
+        def write(self, step, what):
+            if self._topology.rank == last:
+                may_go.wait(20)
+            return real(self, step, what)
+
+        if rank_info.rank == 0 or topology.world_comm.Get_size() > 1:
+            patch.setattr(Checkpoints, "_write_beside", write)
+        store.save(10, payload(rank_info, 10), background=True)
+        topology.world_comm.Barrier()
+        assert not (folder / "step-00000010" / "manifest.json").exists()
+        topology.world_comm.Barrier()
+        may_go.set()
+        store.wait()
+    assert (folder / "step-00000010" / "manifest.json").exists()
+    assert_is(store.load(), rank_info, 10)
+    topology.world_comm.Barrier()
+    assert not list(folder.glob("step-*/rank-*.json"))
+
+
+ENDS_AT_ONCE = """
+import sys, pathlib, torch
+from daso.checkpoint.state import Checkpoints
+from daso.comm.topology import Topology
+store = Checkpoints(pathlib.Path(sys.argv[1]), Topology())
+store.save(7, {"weights": torch.arange(1_000_000)}, background=True)
+"""
+
+
+@pytest.mark.nodes((1,))
+def test_a_program_that_ends_at_once_has_its_checkpoint(topology, folder):
+    subprocess.run([sys.executable, "-c", ENDS_AT_ONCE, str(folder)], check=True, timeout=60)
+    assert torch.equal(
+        Checkpoints(folder, topology).load().payload["weights"], torch.arange(1_000_000)
+    )

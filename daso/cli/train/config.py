@@ -166,10 +166,13 @@ class CheckpointConfig:
     Args:
         every: Steps from one checkpoint to the next, and one at the end; 0: none.
         keep: Checkpoints that are kept; older ones are removed.
+        background: Whether training goes on while a thread writes; takes memory for a copy of all
+            that is saved.
     """
 
     every: int = 0
     keep: int = 3
+    background: bool = False
 
     def __post_init__(self) -> None:
         check("checkpoint.every", self.every, whole(0))

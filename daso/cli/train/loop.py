@@ -63,6 +63,8 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any] | None:
         if not stopped:
             raise
         logger.warning("the run is saved, but its recording is not whole: %s", error)
+    if not stopped:
+        saver.finish()
     run.optimizer.close()
     if folder is not None:
         folder.close()
@@ -253,6 +255,7 @@ def _leave(
 ) -> None:
     """Save and end the loop."""
     saver.save(point)
+    saver.finish()
     if folder is not None:
         folder.event("stopped", step=point.step, signal=number.name)
         progress.line(f"{number.name}: saved at step {point.step}, to go on from there")

@@ -28,6 +28,7 @@ FREE = {
     "data.folder",
     "exchange.gpu_direct",
     "exchange.timeout_seconds",
+    "checkpoint.background",
     "checkpoint.every",
     "checkpoint.keep",
 }
@@ -163,8 +164,13 @@ class Saver:
             "total": point.total,
             "rng": rng_state(),
         }
-        self._checkpoints.save(point.step, state)
+        background = run.config.checkpoint.background
+        self._checkpoints.save(point.step, state, background=background)
         self._saved = point.step
+
+    def finish(self) -> None:
+        """Wait until what was saved last is written. Collective over the world; blocking."""
+        self._checkpoints.wait()
 
 
 def _differs(run: Run, saved: Mapping[str, Any]) -> str | None:

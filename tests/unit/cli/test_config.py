@@ -64,6 +64,7 @@ KEYS = [
     "exchange.gpu_direct",
     "checkpoint.every",
     "checkpoint.keep",
+    "checkpoint.background",
 ]
 
 
