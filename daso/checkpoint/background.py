@@ -74,10 +74,10 @@ class BackgroundWrite:
         self._is_written.wait()
         return self._problem
 
-    def join(self) -> str | None:
-        """Block until all is done; return what is wrong."""
-        self._thread.join()
-        return self._problem
+    def join(self, seconds: float) -> tuple[bool, str | None]:
+        """Block until all is done, or so long; return whether it is, and what is wrong."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive(), self._problem
 
     def give_up(self) -> None:
         """Complete nothing any more, and end the thread."""

@@ -37,6 +37,7 @@ from daso.plan.options import Exchange
 
 __all__ = ["Checkpoints", "Loaded"]
 
+SEEN_SECONDS = 30.0  # until a file that was written is seen from another host
 ENOUGH = 3  # ranks' reasons in one message
 logger = logging.getLogger("daso")
 
@@ -100,7 +101,12 @@ class Checkpoints:
         self._topology.rendezvous("save a checkpoint", Exchange().timeout_seconds)
         self._agree(unfit(payload) or self._unready(step))
         if background:
-            write = partial(self._write_beside, step, staged(payload))
+            try:
+                copies, problem = staged(payload), None
+            except Exception as error:  # no memory: other ranks wait for this one's vote
+                copies, problem = {}, unwritable(self._rank_file(step, rank), error)
+            self._agree(problem, clear=step)
+            write = partial(self._write_beside, step, copies)
             complete = partial(self._complete_beside, step) if rank == 0 else None
             self._writing = BackgroundWrite(step, write, complete)
             return
@@ -135,7 +141,11 @@ class Checkpoints:
         except Exception:
             writing.give_up()
             raise
-        self._agree(writing.join(), clear=writing.step)
+        done, problem = writing.join(SEEN_SECONDS)
+        if not done:  # all ranks have written
+            writing.give_up()
+            problem = self._unseen(writing.step)
+        self._agree(problem, clear=writing.step)
         self._refused.discard(writing.step)
 
     def _write_beside(self, step: int, payload: dict[str, Any]) -> str | None:
@@ -196,10 +206,7 @@ class Checkpoints:
         for rank, entry in enumerate(entries):
             path = self._rank_file(step, rank)
             if not path.exists() or path.stat().st_size != entry.size:
-                return (
-                    f"all ranks must share {self._folder}, but {path}, which rank {rank} wrote, is "
-                    f"not seen from here: choose a folder on a shared file system"
-                )
+                return self._not_shared(path, rank)
         folder = self._step_folder(step)
         manifest = Manifest(step, self._topology.rank_info.node_of, tuple(entries))
         try:
@@ -208,6 +215,19 @@ class Checkpoints:
         except OSError as error:
             return unwritable(folder, error)
         return None
+
+    def _unseen(self, step: int) -> str | None:
+        """Return which rank's file of a step is not seen from here; None where all are."""
+        paths = [self._rank_file(step, rank) for rank in range(self._topology.world_size)]
+        lost = (rank for rank, path in enumerate(paths) if not _entry_of(path).exists())
+        rank = next(lost, self._topology.rank)
+        return self._not_shared(paths[rank], rank)
+
+    def _not_shared(self, path: Path, rank: int) -> str:
+        return (
+            f"all ranks must share {self._folder}, but {path}, which rank {rank} wrote, is not "
+            f"seen from here: choose a folder on a shared file system"
+        )
 
     def _prune(self, newest: int) -> None:
         """Remove old checkpoints, and what crashes left."""

@@ -52,8 +52,14 @@ def join_process_group(topology: Topology, backend: Backend) -> None:
     if dist.is_initialized():
         topology.raise_on_all_ranks(_other_ranks(topology), ConfigError)
         return
+    device, lacks = None, backend == "nccl" and not torch.cuda.is_available()
+    topology.raise_on_all_ranks(
+        "NCCL needs a GPU for each rank, but this one sees none; use torch_backend='gloo'"
+        if lacks
+        else None,
+        ConfigError,
+    )
     store = _store(topology)
-    device = None
     if backend == "nccl":
         device = torch.device("cuda", topology.host_rank % max(1, torch.cuda.device_count()))
         torch.cuda.set_device(device)

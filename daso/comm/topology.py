@@ -196,6 +196,11 @@ class Topology:
         return self.rank_info.lanes
 
     @property
+    def has_mesh(self) -> bool:
+        """Whether `mesh` was made."""
+        return self._mesh is not None
+
+    @property
     def mesh(self) -> "DeviceMesh":
         """Torch's mesh ``("node", "local")`` of these ranks, for FSDP2 and tensor parallelism."""
         if self._mesh is None:

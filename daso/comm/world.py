@@ -37,5 +37,6 @@ def init(
     topology = make_default(ranks_per_node)
     if torch_backend is not None:
         join_process_group(topology, torch_backend)
-        topology.mesh = node_mesh(topology, DEVICES[torch_backend])
+        if not topology.has_mesh:
+            topology.mesh = node_mesh(topology, DEVICES[torch_backend])
     return topology

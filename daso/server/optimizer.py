@@ -160,7 +160,7 @@ class ParameterServer(torch.optim.Optimizer):
             f"{first} on rank 0; pass the same keywords everywhere",
             ConfigError,
         )
-        problem = refusal(named, "for daso.ParameterServer", "use daso.DASO")
+        problem = refusal([*named, *trained.others()], "for daso.ParameterServer", "use daso.DASO")
         self._topology.raise_on_all_ranks(problem, LayoutError)
         check_same_layout(trained, self._topology)
         start_equal(trained, self._topology, self._plan.exchange.timeout_seconds, self._topology)

@@ -9,15 +9,15 @@ from typing import TypeVar
 import torch
 
 from daso import trace
-from daso.comm.collectives import first_value, gather_unlike
+from daso.comm.collectives import first_value, gather_in_node, gather_unlike
 from daso.comm.engine import WorkHandle
 from daso.comm.topology import Topology
 from daso.errors import ConfigError, ExchangeError, LayoutError, NonFiniteError
 from daso.train.channels import Channels
 from daso.train.metrics import Metrics
 from daso.train.misuse import checksum, first_nonfinite, gradient_checksum
-from daso.train.model.params import Trained
-from daso.train.model.shards import check_shards
+from daso.train.model.params import Trained, check_sharding
+from daso.train.model.shards import is_sharded, local_part
 from daso.train.model.shared import common_tensors
 from daso.train.reducers import may_be_at_work
 from daso.train.state_sync import (
@@ -35,6 +35,7 @@ Value = TypeVar("Value")
 logger = logging.getLogger("daso")
 
 LR = "learning rates"
+ALIKE = 0.01  # by how much gradients that are the same may differ, by rounding alone
 DROPS_LATELY = 3  # drops, without two good exchanges in a row between, at which all raise
 
 
@@ -53,7 +54,7 @@ def check_same_options(trained: Trained, topology: Topology, mine: str) -> None:
     topology.raise_on_all_ranks(problem, ConfigError)
     digest = state_digest(trained.inner, trained.named)
     # Ranks of equal place in their nodes have the same state of shards.
-    same = check_shards(trained.named, topology)
+    same = check_sharding(trained, topology) and trained.is_sharded
     same = same and len(set(topology.lane_comm.allgather(digest))) == 1
     if not topology.equal_on_all_ranks(same or digest):
         raise LayoutError(
@@ -157,11 +158,14 @@ class Coordinator:
 
         Collective over the world; blocking.
         """
-        tensors = [tensor for _, tensor in self.trained.local]
-        if not self._differ(checksum(tensors)):
+        plain = [one for _, one in self.trained.named if not is_sharded(one)]
+        shards = [local_part(one) for _, one in self.trained.named if is_sharded(one)]
+        lowest, highest = self.extremes(checksum(plain))
+        if lowest == highest and not (shards and self._differ(checksum(shards))):
             return True
         self._refuse_nonfinite()
-        self.average(tensors)
+        self._average_over(self.topology, plain)
+        self.average(shards)
         self.metrics.event("equalized")
         if self.leads and not expected:
             logger.warning(
@@ -202,6 +206,25 @@ class Coordinator:
     def leads(self) -> bool:
         """Whether this rank says what all ranks know."""
         return self.topology.rank == 0
+
+    def check_same_in_node(self) -> None:
+        """Refuse gradients of plain parameters that differ in a node, beside sharded ones.
+
+        Nobody averages them there: ranks of a node train them on the same batches, or not at all.
+        Collective over the world; blocking.
+        """
+        plain = [one for _, one in self.trained.named if not is_sharded(one)]
+        grads = [one.grad for one in plain if one.grad is not None]
+        mine = sum(float(grad.detach().double().norm()) for grad in grads)
+        everyones = gather_in_node(self.topology, mine, self._timeout_seconds)
+        apart = max(everyones) - min(everyones) > ALIKE * max(everyones)
+        if self.extremes(float(apart))[1] > 0:
+            raise ConfigError(
+                "where parameters are sharded, those that are not must get the same gradients on "
+                "all ranks of a node, but they get others; shard the whole model too, by "
+                "fully_shard(model, mesh=...), or give ranks of a node the same batches, as tensor "
+                "parallelism wants"
+            )
 
     def check_same_batch(self, batch: int) -> None:
         """Raise on every rank alike unless all have taken the same number of steps.
@@ -262,7 +285,7 @@ class Coordinator:
 
     def _common_buffers(self) -> list[torch.Tensor]:
         """Return the buffers that all ranks share. Collective over the world; blocking."""
-        buffers = self.trained.buffers()
+        buffers = [one for one in self.trained.buffers() if not is_sharded(one[1])]
         return common_tensors(buffers, self._unlike, self._told, says=self.leads)
 
     def mend_buffers(self) -> None:

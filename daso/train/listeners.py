@@ -35,6 +35,10 @@ class Listeners:
 
         return remove
 
+    def begin(self, metrics: Metrics, exposed_seconds: float) -> None:
+        """Count from here what is told of: what was before is another run's, or nobody's."""
+        self._exposed_seconds, self._bytes_sent = exposed_seconds, metrics.global_bytes_sent
+
     def tell(
         self, state: State, measurements: Measurements, metrics: Metrics, exposed_seconds: float
     ) -> None:

@@ -336,7 +336,9 @@ class DASO(torch.optim.Optimizer):
         return self._session.no_sync()
 
     def on_exchange(self, call: Callable[[dict[str, Any]], object]) -> Callable[[], None]:
-        """Call a function after each exchange, on every rank, in the training thread.
+        """Call a function after each exchange, in the training thread of this rank.
+
+        In synchronous phases after each look at how they go.
 
         Args:
             call: Takes one dict of numbers, as ``wandb.log`` does: ``batch``, ``epoch``, ``skip``,
@@ -348,7 +350,8 @@ class DASO(torch.optim.Optimizer):
         Returns:
             What takes the function off again.
 
-        Not collective. An error that the function raises ends the step.
+        Not collective. An error that it raises is that of `step`, or of `synchronize`, which the
+        other ranks go on with: log what may fail, and do not raise it.
         """
         return self._session.on_exchange(call)
 

@@ -36,7 +36,7 @@ from daso.train.coordinator import check_same_options
 from daso.train.deltas.exchange import Exchanges
 from daso.train.inner.grad_scaler import Scaling, is_probe
 from daso.train.inner.step_restoration import StepRestoration
-from daso.train.listeners import Listeners
+from daso.train.listeners import Listener, Listeners
 from daso.train.metrics import Metrics
 from daso.train.model.one_copy import KEY, OneCopy, is_saving_one_copy, packed, refuse, unpacked
 from daso.train.model.params import Trained, check_same_layout
@@ -88,7 +88,6 @@ class Session:
         self._joined = 0  # batch at which all nodes had the same optimizer state
         self._one_copy: OneCopy | None = None
         self._listeners = Listeners()
-        self.on_exchange = self._listeners.add
 
     @classmethod
     def opened(
@@ -436,6 +435,16 @@ class Session:
             self._sync.coordinator.join()
             self._joined = self.schedule.batch
 
+    def on_exchange(self, call: Listener) -> Callable[[], None]:
+        """Call a function after each exchange; return what takes it off again."""
+        remove = self._listeners.add(call)
+        self._begin_telling()
+        return remove
+
+    def _begin_telling(self) -> None:
+        if self._sync is not None:
+            self._listeners.begin(self._sync.metrics, self._sync.exposed_seconds)
+
     def _differs(self) -> bool:
         """Return whether nodes hold different parameters now."""
         return self._exchanges is not None and (self._stale or not self.schedule.alike)
@@ -610,6 +619,7 @@ class Session:
         if sync is not None:
             sync.load(state["sync"])
             sync.enter(self.schedule)
+            self._begin_telling()
 
     def _start_anew(self, state: Mapping[str, Any] | None) -> None:
         """Go on from world rank 0's count with nothing in flight, and hand out parameters."""

@@ -41,8 +41,7 @@ from daso.train.inner.grad_scaler import Scaling, is_probe
 from daso.train.metrics import Metrics
 from daso.train.misuse import has_batch_norm
 from daso.train.model.changes import ParameterChanges
-from daso.train.model.params import Trained, check_same_layout, start_equal
-from daso.train.model.shards import check_shards
+from daso.train.model.params import Trained, check_same_layout, check_sharding, start_equal
 
 __all__ = ["Synchronizer"]
 
@@ -71,10 +70,7 @@ class Synchronizer:
         *,
         outer: MakeOuter | None = None,
     ) -> None:
-        self.holders = _holders(trained, topology, settings)
-        check_same_layout(trained, topology)
-        check_device(topology, trained.device, gpu_direct=settings.exchange.gpu_direct)
-        start_equal(trained, topology, settings.exchange.timeout_seconds, self.holders)
+        self.holders = _start_alike(trained, topology, settings)
         self.trained, self.topology, self.settings = trained, topology, settings
         self.metrics, self.changes = metrics, ParameterChanges(trained)
         self.channels = Channels(topology, settings, self.holders)
@@ -280,6 +276,8 @@ class Synchronizer:
         rank_info, named = self.topology.rank_info, self.trained.named
         if rank_info.nodes > 1:
             reducers.refuse_wide((param for _, param in named), rank_info.local_size)
+        if self.coordinator.is_sharded:
+            self.coordinator.check_same_in_node()
         if self.buckets.reduce_plan.alone:  # no average comes by that could look
             self.coordinator.look_for_same_batches(range(len(named)))
         if self.trained.module is None and self.coordinator.leads and has_batch_norm(named):
@@ -313,9 +311,12 @@ class Synchronizer:
         self.metrics.scales_apart |= scaling.active and not self._synchronous
         if self._synchronous and self.metrics.scales_apart:
             self._average_unscaled()
-            finite = self.buckets.rows.first_nonfinite() is None
+            finite = self._nonfinite_gradient() is None
         if not scaling.active:
             return self._gradients_sound()
+        if self.coordinator.is_sharded:  # each rank saw a part
+            timeout_seconds = self.settings.exchange.timeout_seconds
+            finite = all(gather_in_node(self.topology, float(finite), timeout_seconds))
         if self._synchronous and finite:
             self.metrics.good()
         return finite
@@ -324,7 +325,7 @@ class Synchronizer:
         """Tell whether a synchronous step may be taken; its gradients are the same everywhere."""
         if not self._synchronous:
             return True
-        name = self.buckets.rows.first_nonfinite()
+        name = self._nonfinite_gradient()
         if name is None:
             self.metrics.good()
             return True
@@ -332,6 +333,18 @@ class Synchronizer:
             f"the mean gradient of {name} is not finite; this step is dropped"
         )
         return False
+
+    def _nonfinite_gradient(self) -> str | None:
+        """Return the name of a parameter whose mean gradient is not finite, the same on all ranks.
+
+        Collective over the world, and blocking, where ranks hold parts.
+        """
+        name = self.buckets.rows.first_nonfinite()
+        if not self.coordinator.is_sharded:
+            return name
+        names = ["", *(one for one, _ in self.trained.named)]
+        last = self.coordinator.extremes(float(names.index(name or "")))[1]
+        return names[int(last)] or None
 
     def _average_unscaled(self) -> None:
         """Average node means between nodes, after each node divided by a scale of its own."""
@@ -499,19 +512,29 @@ class Synchronizer:
         self.buckets.close()
 
 
-def _holders(trained: Trained, topology: Topology, settings: Settings) -> Topology:
-    """Return the ranks that hold the same parameters: all, or, of shards, those of this lane.
+def _start_alike(trained: Trained, topology: Topology, settings: Settings) -> Topology:
+    """Check a model and let all ranks start from the same parameters.
+
+    Returns:
+        The ranks that hold the same trained ones: all, or, of shards, those of this lane.
 
     Collective over the world; blocking.
     """
-    if not check_shards(trained.named, topology):
-        return topology
-    if settings.gradients.reducer != "bucketed" or not settings.whole:
+    lane = LaneTopology(topology) if check_sharding(trained, topology) else topology
+    _refuse_reducers(trained, settings)
+    check_same_layout(trained, topology)
+    check_device(topology, trained.device, gpu_direct=settings.exchange.gpu_direct)
+    start_equal(trained, topology, settings.exchange.timeout_seconds, lane)
+    return lane if trained.is_sharded else topology
+
+
+def _refuse_reducers(trained: Trained, settings: Settings) -> None:
+    """Refuse reducers that cannot take gradients of shards."""
+    if trained.is_sharded and (settings.gradients.reducer != "bucketed" or not settings.whole):
         raise ConfigError(
             f"gradients of sharded parameters must go in buckets and steps be whole, but "
             f"{settings.gradients!r} has them otherwise; leave Gradients(reducer=, step=) out"
         )
-    return LaneTopology(topology)
 
 
 def _background(

@@ -82,6 +82,11 @@ def _add_synchronous(add: Add) -> None:
     sharded.add_argument("--model", choices=MODELS, default="gpt")
     add_steps(sharded, "8; quick 3", "20; quick 4")
     sharded.set_defaults(ranks_per_node=2)  # a node of one rank has nothing to shard over
+    checkpoint = add("checkpoint", "how long one holds training up, at once and beside it")
+    checkpoint.add_argument("--model", choices=MODELS, default="resnet18")
+    checkpoint.add_argument("--ranks", type=int, default=2, help="each a node (2)")
+    checkpoint.add_argument("--steps", type=int, default=0, help="of a round (60; quick 20)")
+    checkpoint.add_argument("--folder", default="", help="where they are written (temporary)")
     host = add("host", "gradients inside a node: who adds them, and when")
     host.add_argument("--model", choices=(*MODELS, *DEVICES), default="cnn")
     host.add_argument("--ranks", type=int, default=2, help="of the node (2)")

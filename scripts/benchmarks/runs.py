@@ -81,6 +81,17 @@ def _host(chosen: argparse.Namespace) -> Measured:
     yield one, node_reducers.table(one), node_reducers.figures(one)
 
 
+def _checkpoint(chosen: argparse.Namespace) -> Measured:
+    from benchmarks import checkpoint_stall
+    from daso.cli.bench.places import run_here
+
+    options.positive(chosen, "ranks")
+    steps = chosen.steps or (20 if chosen.quick else 60)
+    plan = asdict(checkpoint_stall.Plan(chosen.model, options.rounds(chosen), steps, chosen.folder))
+    one = run_here("benchmarks.checkpoint_stall", plan, ranks=chosen.ranks, ranks_per_node=1)
+    yield one, checkpoint_stall.table(one), checkpoint_stall.figures(one)
+
+
 def _chunks(chosen: argparse.Namespace) -> Measured:
     from benchmarks import chunks
     from daso.cli.bench.places import run_here
@@ -300,6 +311,7 @@ def _growth(chosen: argparse.Namespace) -> Measured:
 RUNS: Mapping[str, Callable[[argparse.Namespace], Measured]] = {
     "gradient-order": _gradient_order,
     "sharded": _sharded,
+    "checkpoint": _checkpoint,
     "host": _host,
     "chunks": _chunks,
     "time-to-accuracy": _to_accuracy,

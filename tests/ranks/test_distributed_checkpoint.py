@@ -135,3 +135,27 @@ def test_a_copy_of_a_model_has_its_state_alone(topology, rank_info):
     for _ in range(2):  # dropped ones leave none behind
         daso.DASO(adam(model), module=model, topology=topology, policy=RARE)
     assert len(model._state_dict_pre_hooks) <= hooks + 1
+
+
+def test_several_optimizers_are_saved_and_loaded_as_one(topology, rank_info, shared_folder):
+    def make(seed):
+        model = network(seed)
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        others = [p for p in model.parameters() if p.ndim != 2]
+        inner = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
+        return model, daso.DASO(inner, module=model, topology=topology, policy=RARE)
+
+    model, optimizer = make(0)
+    train(optimizer, model, rank_info.rank, 6)
+    optimizer.synchronize(optimizer_state=True)
+    checkpoint.save(states(model, optimizer), checkpoint_id=shared_folder / "several")
+    expected = bits(model), bits(optimizer.state_dict()["state"])
+    optimizer.close()
+    again, optimizer = make(1)
+    target = states(again, optimizer)
+    checkpoint.load(target, checkpoint_id=shared_folder / "several")
+    set_state_dict(
+        again, optimizer, model_state_dict=target["model"], optim_state_dict=target["optimizer"]
+    )
+    assert (bits(again), bits(optimizer.state_dict()["state"])) == expected
+    optimizer.close()

@@ -1,12 +1,18 @@
 """Eight and sixteen ranks, more than there are cores: few small tests of what is for many."""
 
+import copy
 import time
 
 import pytest
 import torch
+from doors import batch
 from jobs import slowness
 from models import adamw, batch_loss, bits, mlp, seeded, sgd
 from ranks.test_comm import encode, look_for_the_same_bits, rows_of_all_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from world import test_checkpoint, test_simulated
 
 import daso
@@ -100,4 +106,37 @@ def test_a_rank_that_stops_early_is_named_within_seconds(topology):
             optimizer.step()
         optimizer.synchronize()
     assert time.monotonic() - start < 20 * slowness()
+    optimizer.close()
+
+
+@pytest.mark.nodes((4, 4))
+@pytest.mark.usefixtures("world_group")
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+def test_fsdp2_and_tensor_parallelism_on_two_axes_of_a_node(topology, rank_info, wire):
+    """Pairs of ranks see the same batch; all end with the same bits, near those of one process."""
+    policy = daso.Fixed(1, 0) if wire == "fp32" else daso.Fixed(3, 1)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("node", "dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh())
+    alone = copy.deepcopy(model)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = daso.DASO(inner, module=model, topology=topology, policy=policy, wire=wire)
+    plain = torch.optim.AdamW(alone.parameters(), lr=0.01)
+    pair = rank_info.rank // 2
+    for step in range(6):
+        optimizer.zero_grad()
+        model(batch(step, pair)).square().mean().backward()
+        optimizer.step()
+        plain.zero_grad()
+        sum(alone(batch(step, one)).square().mean() / 4 for one in range(4)).backward()
+        plain.step()
+    optimizer.synchronize()
+    found = [p.full_tensor().detach() for p in model.parameters()]
+    assert topology.equal_on_all_ranks([one.numpy().tobytes() for one in found])
+    assert {row.holding.copies for row in optimizer._session._exchanges._rows_of(None)} == {1, 2}
+    if wire == "fp32":
+        for a, b in zip(found, alone.parameters(), strict=True):
+            torch.testing.assert_close(a, b.detach(), rtol=1e-3, atol=1e-4)
     optimizer.close()

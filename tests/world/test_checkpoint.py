@@ -17,6 +17,7 @@ import torch
 from local_world import Comm
 from worlds import PerRank
 
+from daso.checkpoint import state
 from daso.checkpoint.files import write_whole
 from daso.checkpoint.rng import rng_state, set_rng_state
 from daso.checkpoint.state import Checkpoints
@@ -346,9 +347,11 @@ def test_a_file_in_place_of_the_folder(store, folder, topology, rank_info):
         assert "Not a directory" in said
 
 
-def test_a_folder_that_not_all_ranks_share(folder, topology, rank_info):
+@both_ways
+def test_a_folder_that_not_all_ranks_share(folder, topology, rank_info, background, monkeypatch):
+    monkeypatch.setattr(state, "SEEN_SECONDS", 0.2)
     mine = Checkpoints(folder / str(rank_info.rank), topology)
-    said = error_of(topology, lambda: mine.save(1, payload(rank_info, 1)))
+    said = error_of(topology, lambda: save(mine, 1, payload(rank_info, 1), background))
     assert "which rank 1 wrote" in said
     assert "shared file system" in said
 

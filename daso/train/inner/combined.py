@@ -90,6 +90,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all optimizers as that of one: parameters are counted through."""
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for one in self.optimizers:
@@ -99,33 +101,32 @@ class CombinedOptimizer(torch.optim.Optimizer):
                 {**group, "params": [before + index for index in group["params"]]}
                 for group in part["param_groups"]
             ]
-        return {"state": state, "param_groups": groups}
+        found: dict[str, Any] = {"state": state, "param_groups": groups}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, found)
+            found = found if changed is None else changed
+        return found
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned for as many groups."""
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned for as many parameters in as many groups."""
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         groups = list(state_dict["param_groups"])
-        if len(groups) != len(self.param_groups):
+        sizes = [[len(group["params"]) for group in some] for some in (groups, self.param_groups)]
+        if sizes[0] != sizes[1]:
             raise CheckpointError(
-                f"a state of several optimizers must have their {len(self.param_groups)} parameter "
-                f"groups, but it has {len(groups)}; load it into the same optimizers"
+                f"a state of several optimizers must have groups of {sizes[1]} parameters, as they "
+                f"have, but it has {sizes[0]}; load it into the same optimizers"
             )
         for one in self.optimizers:
             mine, groups = groups[: len(one.param_groups)], groups[len(one.param_groups) :]
-            first = min((index for group in mine for index in group["params"]), default=0)
-            indices = [index for group in mine for index in group["params"]]
-            one.load_state_dict(
-                {
-                    "state": {
-                        index - first: state_dict["state"][index]
-                        for index in indices
-                        if index in state_dict["state"]
-                    },
-                    "param_groups": [
-                        {**group, "params": [index - first for index in group["params"]]}
-                        for group in mine
-                    ],
-                }
-            )
+            # Parameters are told by their place: torch's own loaders pass names instead of numbers.
+            keys = [key for group in mine for key in group["params"]]
+            state = {key: value for key, value in state_dict["state"].items() if key in keys}
+            one.load_state_dict({"state": state, "param_groups": mine})
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
 
 class _Handles(RemovableHandle):

@@ -10,13 +10,14 @@ from daso.comm.dtypes import byte_buffer
 from daso.comm.topology import Topology
 from daso.errors import LayoutError
 from daso.plan.layout import Layout, Slot, first_difference, lay_out
-from daso.train.model.shards import is_sharded, local_part, sharding_of
+from daso.train.model.shards import check_shards, is_sharded, local_part, sharding_of
 from daso.train.model.shared import common_tensors
 
 __all__ = [
     "Trained",
     "broadcast",
     "check_same_layout",
+    "check_sharding",
     "flat_view",
     "layout_of",
     "start_equal",
@@ -71,6 +72,14 @@ class Trained:
         trained = {id(tensor) for _, tensor in self.named}
         params = [one for one in self.module.named_parameters() if id(one[1]) not in trained]
         return [*params, *self.buffers()]
+
+
+def check_sharding(trained: Trained, topology: Topology) -> bool:
+    """Return whether any parameter is sharded, frozen ones too; check that it is inside nodes.
+
+    Collective over the world; blocking.
+    """
+    return check_shards([*trained.named, *trained.others()], topology)
 
 
 def layout_of(named: Named) -> Layout:
@@ -170,7 +179,7 @@ def view_like(row: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def start_equal(
-    trained: Trained, topology: Topology, timeout_seconds: float, holders: Topology
+    trained: Trained, topology: Topology, timeout_seconds: float, lane: Topology
 ) -> None:
     """Give all ranks world rank 0's parameters, frozen ones and buffers.
 
@@ -178,7 +187,7 @@ def start_equal(
         trained: Whose.
         topology: All ranks.
         timeout_seconds: How long to wait at most.
-        holders: The ranks that hold the same shards as this one, where parameters are sharded: they
+        lane: The ranks that hold the same shards as this one, where parameters are sharded: they
             get those of the first node.
 
     Collective over the world; blocking.
@@ -190,7 +199,7 @@ def start_equal(
     says = topology.rank == 0
     everything = [*trained.named, *trained.others()]
     apart = [local_part(tensor) for _, tensor in everything if is_sharded(tensor)]
-    broadcast(apart, holders)
+    broadcast(apart, lane)
     plain = [(name, tensor) for name, tensor in trained.others() if not is_sharded(tensor)]
     others = common_tensors(plain, unlike, set(), says=says)
     broadcast([*(t for _, t in trained.named if not is_sharded(t)), *others], topology)

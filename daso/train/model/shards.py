@@ -39,7 +39,8 @@ def split_axes(tensor: torch.Tensor) -> tuple[bool, ...]:
     """Return along which axes of its mesh a tensor is split; along the others are copies."""
     if not is_sharded(tensor):
         return ()
-    return tuple(placement.is_shard() for placement in cast("DTensor", tensor).placements)
+    # Not is_shard(): what FSDP2 splits of what tensor parallelism has split says no to it.
+    return tuple(not placement.is_replicate() for placement in cast("DTensor", tensor).placements)
 
 
 def parts_of(tensor: torch.Tensor) -> int:
@@ -91,9 +92,19 @@ class LocalShard:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """This rank's part of the gradient, sharing memory."""
-        grad = self.param.grad
-        return grad._local_tensor if is_sharded(grad) else grad  # type: ignore[union-attr]
+        """This rank's part of the gradient, sharing memory.
+
+        Where backward left it spread otherwise than the parameter (a sum that ranks hold in part,
+        of sequence parallelism), it is spread alike first: collective over the node then.
+        """
+        grad = cast("DTensor | None", self.param.grad)
+        if grad is None:
+            return None
+        if grad.placements != self.param.placements:
+            with torch.no_grad():
+                grad = grad.redistribute(placements=self.param.placements)
+            self.param.grad = grad
+        return grad._local_tensor
 
     @grad.setter
     def grad(self, part: torch.Tensor | None) -> None:
@@ -102,15 +113,8 @@ class LocalShard:
             return
         from torch.distributed.tensor import DTensor
 
-        param = self.param
-        self.param.grad = DTensor.from_local(
-            part,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
+        # Not from_local(): it moves what FSDP2 keeps on the host to the mesh's device.
+        self.param.grad = DTensor(part, self.param._spec, requires_grad=False)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[..., None]) -> Any:
         """Call a hook with this part whenever the parameter's gradient is there."""
