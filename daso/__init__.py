@@ -12,7 +12,7 @@ from daso.public_names import on_first_use
 from daso.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from daso import errors, flow, memory, predict
+    from daso import errors, flow, integrations, memory, predict
     from daso.comm.topology import Topology
     from daso.comm.world import init
     from daso.plan.options import Exchange, Gradients
@@ -40,6 +40,7 @@ __all__ = [
     "errors",
     "flow",
     "init",
+    "integrations",
     "memory",
     "predict",
 ]
@@ -61,6 +62,7 @@ __getattr__, __dir__ = on_first_use(
         "errors": "daso.errors",
         "flow": "daso.flow",
         "init": "daso.comm.world",
+        "integrations": "daso.integrations",
         "memory": "daso.memory",
         "predict": "daso.predict",
     },

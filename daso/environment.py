@@ -32,6 +32,7 @@ __all__ = [
     "site_name",
     "slurm_job",
     "slurm_restarts",
+    "tell_frameworks",
     "terminal_columns",
 ]
 
@@ -101,6 +102,20 @@ def note_process(rank: int, env: Mapping[str, str] | None = None) -> None:
 def may_share_a_gpu(env: Mapping[str, str] | None = None) -> bool:
     """Return whether NCCL was told that ranks may share a GPU; it can from 2.30 on."""
     return (os.environ if env is None else env).get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+
+
+def tell_frameworks(
+    rank: int, size: int, local_rank: int, local_size: int, first_host: str
+) -> None:
+    """Say what torchrun says to its ranks, for frameworks that ask nobody else."""
+    told = {
+        "MASTER_ADDR": first_host,
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_size,
+    }
+    os.environ.update({name: str(value) for name, value in told.items()})
 
 
 def slurm_job(env: Mapping[str, str] | None = None) -> str | None:

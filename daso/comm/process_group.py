@@ -4,6 +4,7 @@ For what shards or averages inside a node by torch's own collectives: FSDP2, ten
 DDP. No port or address has to be set, and rank r there is world rank r.
 """
 
+import atexit
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
@@ -70,6 +71,13 @@ def join_process_group(topology: Topology, backend: Backend) -> None:
         world_size=topology.world_size,
         device_id=device,
     )
+    # Its threads must not outlive the interpreter; an error has ended the job before.
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _other_ranks(topology: Topology) -> str | None:

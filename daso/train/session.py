@@ -623,12 +623,13 @@ class Session:
 
     def _start_anew(self, state: Mapping[str, Any] | None) -> None:
         """Go on from world rank 0's count with nothing in flight, and hand out parameters."""
-        old, same = self.schedule, True
+        old, same, apart = self.schedule, True, True
         if state is not None:
             old = State.load(state["schedule"])
             same = state["shape"] is not None and state["shape"]["setup"] == self.setup.lasting()
+            apart = state["sync"] is None or state["sync"]["counts"]["scales_apart"]
         if self._sync is not None:
-            old, same = self.topology.world_comm.bcast((old, same))
+            old, same, apart = self.topology.world_comm.bcast((old, same, apart))
         first = self.setup.start()
         batch, epoch = old.batch, old.epoch
         self._take(
@@ -642,7 +643,7 @@ class Session:
             )
         )
         if self._sync is not None:
-            self._stale = self._sync.metrics.scales_apart = True
+            self._stale, self._sync.metrics.scales_apart = True, apart
             if self.topology.rank == 0:
                 logger.warning(
                     "state of another world, model or setup, or one for all ranks, was loaded: the "

@@ -312,6 +312,9 @@ class Synchronizer:
         if self._synchronous and self.metrics.scales_apart:
             self._average_unscaled()
             finite = self._nonfinite_gradient() is None
+        # Without a scaler no scales are apart, whatever was loaded: from the next step on nodes
+        # average before users see gradients, and clip them.
+        self.metrics.scales_apart &= scaling.active
         if not scaling.active:
             return self._gradients_sound()
         if self.coordinator.is_sharded:  # each rank saw a part

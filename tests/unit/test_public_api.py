@@ -24,6 +24,7 @@ PUBLIC = [
     "errors",
     "flow",
     "init",
+    "integrations",
     "memory",
     "predict",
 ]

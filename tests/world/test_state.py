@@ -1,5 +1,6 @@
 """Invariants 7 and 8: a run resumed, or replayed from its log, has the same bits."""
 
+import copy
 import io
 
 import pytest
@@ -176,3 +177,33 @@ def test_one_process_replays_a_run_from_its_log(topology, rank_info, monkeypatch
         model.parameters(), nodes.models[rank_info.rank].parameters(), strict=True
     ):
         assert torch.equal(mine.cpu(), theirs)
+
+
+@pytest.mark.nodes((1, 1), (2, 1))
+def test_after_one_copy_was_loaded_gradients_are_clipped_as_before(topology, rank_info):
+    """By the norm of the mean over all ranks, not by that of a node's."""
+    model = seeded(mlp)()
+    inner = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    policy = daso.Fixed(1, 0)
+    optimizer = daso.DASO(inner, module=model, topology=topology, policy=policy)
+
+    def steps(first):
+        for step in range(first, first + 3):
+            optimizer.zero_grad()
+            batch_loss(model, rank_info.rank, step).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+
+    steps(0)
+    optimizer.synchronize(optimizer_state=True)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    first = topology.world_comm.bcast(saved)
+    steps(3)
+    optimizer.synchronize()
+    expected = bits(model)
+    model.load_state_dict(first[0])
+    optimizer.load_state_dict(first[1])
+    steps(3)
+    optimizer.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(bits(model), expected, strict=True))
+    optimizer.close()

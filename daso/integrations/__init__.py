@@ -1,0 +1,21 @@
+"""DASO inside other frameworks: Hugging Face's Accelerate and Trainer. Each is optional."""
+
+from typing import TYPE_CHECKING
+
+from daso.public_names import on_first_use
+
+if TYPE_CHECKING:
+    from daso.integrations.accelerate import DasoAccelerator
+    from daso.integrations.launch import start
+    from daso.integrations.transformers import DasoTrainer
+
+__all__ = ["DasoAccelerator", "DasoTrainer", "start"]
+
+__getattr__, __dir__ = on_first_use(
+    __name__,
+    {
+        "DasoAccelerator": "daso.integrations.accelerate",
+        "DasoTrainer": "daso.integrations.transformers",
+        "start": "daso.integrations.launch",
+    },
+)

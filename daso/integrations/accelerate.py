@@ -1,0 +1,103 @@
+"""Accelerate with DASO in place of DDP: data loaders, `gather` and checkpoints of all ranks."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from daso.errors import ConfigError
+from daso.train.attach import Attached, attach
+
+__all__ = ["DasoAccelerator"]
+
+
+class DasoAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
+    """An `accelerate.Accelerator` whose `prepare` attaches DASO to optimizers, and makes no DDP.
+
+    `daso.integrations.start` comes first. Data loaders are sharded over all ranks, `gather` and
+    `gather_for_metrics` go over all of them, rank 0 saves. `save_state` lets all ranks agree before
+    it saves, so that one copy holds for all; call `synchronize` before you evaluate, or save by
+    yourself.
+
+    Args:
+        *args: As for `accelerate.Accelerator`.
+        daso: Keywords of `daso.attach`: policy, wire, exchange, ...
+        **kwargs: As for `accelerate.Accelerator`.
+    """
+
+    def __init__(self, *args: Any, daso: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.use_daso(daso or {})
+
+    def use_daso(self, keywords: dict[str, Any]) -> None:
+        """Begin without optimizers; also where a framework has made the accelerator."""
+        self._keywords = keywords
+        self.handles: dict[int, Attached] = {}  # by the id of the optimizer
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare as Accelerate does, and attach DASO to optimizers.
+
+        Collective over the world; blocking.
+        """
+        prepared = super().prepare(*args, device_placement=device_placement)
+        for one in self._optimizers:
+            inner = one.optimizer
+            if id(inner) not in self.handles:
+                self.handles[id(inner)] = attach(
+                    inner, module=self._model_of(inner), **self._keywords
+                )
+        return prepared
+
+    def _model_of(self, inner: torch.optim.Optimizer) -> torch.nn.Module:
+        trained = {id(param) for group in inner.param_groups for param in group["params"]}
+        for model in self._models:
+            if any(id(param) in trained for param in model.parameters()):
+                found: torch.nn.Module = model
+                return found
+        raise ConfigError(
+            f"a model must be prepared with its optimizer, or before it, but none has the "
+            f"parameters of {type(inner).__name__}; call accelerator.prepare(model, optimizer)"
+        )
+
+    def prepare_model(
+        self,
+        model: torch.nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,  # noqa: ARG002
+    ) -> torch.nn.Module:
+        """Place a model; it is not wrapped: DASO averages between ranks, not DDP."""
+        placed: torch.nn.Module = super().prepare_model(
+            model, device_placement=device_placement, evaluation_mode=True
+        )
+        return placed
+
+    @contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """Let gradients pile up on this rank."""
+        with ExitStack() as stack:
+            stack.enter_context(super().no_sync(model))
+            for handle in self.handles.values():
+                stack.enter_context(handle.no_sync())
+            yield
+
+    def synchronize(self, *, optimizer_state: bool = False) -> None:
+        """Let all ranks hold the same parameters, as `daso.DASO.synchronize` does.
+
+        Collective over the world; blocking.
+        """
+        for handle in self.handles.values():
+            handle.synchronize(optimizer_state=optimizer_state)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Let all ranks agree, and save as Accelerate does. Collective; blocking."""
+        self.synchronize(optimizer_state=True)
+        return super().save_state(*args, **kwargs)
+
+    def close(self) -> None:
+        """Synchronize, and stop exchanging. Collective over the world; blocking; idempotent."""
+        handles, self.handles = self.handles, {}
+        for handle in handles.values():
+            handle.synchronize()
+            handle.close()
