@@ -36,6 +36,7 @@ class BackgroundWrite:
         self.step = step
         self._write, self._complete = write, complete
         self._problem: str | None = None
+        self._is_done = complete is None  # nothing to complete here, or it is
         self._is_written, self._stop = threading.Event(), threading.Event()
         # Not a daemon: a program that ends has its last checkpoint.
         self._thread = threading.Thread(target=self._run, name="daso checkpoint", daemon=False)
@@ -59,8 +60,8 @@ class BackgroundWrite:
         assert self._complete is not None
         ends_at: float | None = None
         while not self._stop.is_set():
-            done, problem = self._complete()
-            if done:
+            self._is_done, problem = self._complete()
+            if self._is_done:
                 return problem
             if ends_at is None and not threading.main_thread().is_alive():
                 ends_at = time.monotonic() + GRACE_SECONDS
@@ -75,9 +76,13 @@ class BackgroundWrite:
         return self._problem
 
     def join(self, seconds: float) -> tuple[bool, str | None]:
-        """Block until all is done, or so long; return whether it is, and what is wrong."""
+        """Block until all is done; return whether it is, and what is wrong.
+
+        Other ranks' files are looked for so long, and no longer.
+        """
         self._thread.join(seconds)
-        return not self._thread.is_alive(), self._problem
+        self.give_up()
+        return self._is_done, self._problem
 
     def give_up(self) -> None:
         """Complete nothing any more, and end the thread."""

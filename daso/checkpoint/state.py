@@ -142,8 +142,7 @@ class Checkpoints:
             writing.give_up()
             raise
         done, problem = writing.join(SEEN_SECONDS)
-        if not done:  # all ranks have written
-            writing.give_up()
+        if not done and problem is None:  # all ranks have written
             problem = self._unseen(writing.step)
         self._agree(problem, clear=writing.step)
         self._refused.discard(writing.step)

@@ -27,12 +27,15 @@ __all__ = ["Backend", "join_process_group", "node_mesh", "ranks_of_group"]
 Backend = Literal["gloo", "nccl"]
 
 
-def join_process_group(topology: Topology, backend: Backend) -> None:
+def join_process_group(topology: Topology, backend: Backend) -> bool:
     """Make torch.distributed's default group, or check that the one there has the same ranks.
 
     Args:
         topology: Whose world.
         backend: Of collectives; NCCL takes this host's GPUs in turn.
+
+    Returns:
+        Whether it was made now.
 
     Raises:
         ConfigError: A group of other ranks is there.
@@ -52,7 +55,7 @@ def join_process_group(topology: Topology, backend: Backend) -> None:
         )
     if dist.is_initialized():
         topology.raise_on_all_ranks(_other_ranks(topology), ConfigError)
-        return
+        return False
     device, lacks = None, backend == "nccl" and not torch.cuda.is_available()
     topology.raise_on_all_ranks(
         "NCCL needs a GPU for each rank, but this one sees none; use torch_backend='gloo'"
@@ -73,6 +76,7 @@ def join_process_group(topology: Topology, backend: Backend) -> None:
     )
     # Its threads must not outlive the interpreter; an error has ended the job before.
     atexit.register(_leave)
+    return True
 
 
 def _leave() -> None:

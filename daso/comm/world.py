@@ -36,7 +36,7 @@ def init(
     check("torch_backend", torch_backend, either(one_of(*DEVICES), NONE))
     topology = make_default(ranks_per_node)
     if torch_backend is not None:
-        join_process_group(topology, torch_backend)
-        if not topology.has_mesh:
+        made = join_process_group(topology, torch_backend)
+        if made or not topology.has_mesh:
             topology.mesh = node_mesh(topology, DEVICES[torch_backend])
     return topology

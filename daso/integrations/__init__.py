@@ -1,4 +1,4 @@
-"""DASO inside other frameworks: Hugging Face's Accelerate and Trainer. Each is optional."""
+"""DASO inside Hugging Face's Trainer and Accelerate, and Lightning; each is optional."""
 
 from typing import TYPE_CHECKING
 
@@ -7,14 +7,16 @@ from daso.public_names import on_first_use
 if TYPE_CHECKING:
     from daso.integrations.accelerate import DasoAccelerator
     from daso.integrations.launch import start
+    from daso.integrations.lightning import DasoStrategy
     from daso.integrations.transformers import DasoTrainer
 
-__all__ = ["DasoAccelerator", "DasoTrainer", "start"]
+__all__ = ["DasoAccelerator", "DasoStrategy", "DasoTrainer", "start"]
 
 __getattr__, __dir__ = on_first_use(
     __name__,
     {
         "DasoAccelerator": "daso.integrations.accelerate",
+        "DasoStrategy": "daso.integrations.lightning",
         "DasoTrainer": "daso.integrations.transformers",
         "start": "daso.integrations.launch",
     },

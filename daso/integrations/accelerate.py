@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 
+from daso.comm.topology import default
 from daso.errors import ConfigError
 from daso.train.attach import Attached, attach
 
@@ -35,6 +37,7 @@ class DasoAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
         """Begin without optimizers; also where a framework has made the accelerator."""
         self._keywords = keywords
         self.handles: dict[int, Attached] = {}  # by the id of the optimizer
+        self._placed: list[torch.nn.Module] = []
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare as Accelerate does, and attach DASO to optimizers.
@@ -42,20 +45,27 @@ class DasoAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
         Collective over the world; blocking.
         """
         prepared = super().prepare(*args, device_placement=device_placement)
-        for one in self._optimizers:
-            inner = one.optimizer
-            if id(inner) not in self.handles:
-                self.handles[id(inner)] = attach(
-                    inner, module=self._model_of(inner), **self._keywords
-                )
+        # Of this call alone: loaders are prepared to evaluate when training is over.
+        for one in prepared if isinstance(prepared, tuple) else (prepared,):
+            if isinstance(one, AcceleratedOptimizer) and id(one.optimizer) not in self.handles:
+                self._attach(one.optimizer)
         return prepared
+
+    def _attach(self, inner: torch.optim.Optimizer) -> None:
+        size = default().world_size
+        if self.num_processes != size:
+            raise ConfigError(
+                f"Accelerate must see all {size} ranks, but it sees {self.num_processes}; call "
+                f"daso.integrations.start() before TrainingArguments or the accelerator is made, "
+                f"on CPUs with cpu=True, and say so there too (use_cpu=True, cpu=True)"
+            )
+        self.handles[id(inner)] = attach(inner, module=self._model_of(inner), **self._keywords)
 
     def _model_of(self, inner: torch.optim.Optimizer) -> torch.nn.Module:
         trained = {id(param) for group in inner.param_groups for param in group["params"]}
-        for model in self._models:
+        for model in reversed(self._placed):
             if any(id(param) in trained for param in model.parameters()):
-                found: torch.nn.Module = model
-                return found
+                return model
         raise ConfigError(
             f"a model must be prepared with its optimizer, or before it, but none has the "
             f"parameters of {type(inner).__name__}; call accelerator.prepare(model, optimizer)"
@@ -71,6 +81,7 @@ class DasoAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
         placed: torch.nn.Module = super().prepare_model(
             model, device_placement=device_placement, evaluation_mode=True
         )
+        self._placed = [*(one for one in self._placed if one is not placed), placed]
         return placed
 
     @contextmanager
@@ -99,5 +110,11 @@ class DasoAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
         """Synchronize, and stop exchanging. Collective over the world; blocking; idempotent."""
         handles, self.handles = self.handles, {}
         for handle in handles.values():
-            handle.synchronize()
+            handle.synchronize(optimizer_state=True)  # it may be attached again
             handle.close()
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Stop exchanging, and forget what was prepared. Collective over the world; blocking."""
+        self.close()
+        self._placed = []
+        return super().free_memory(*objects)

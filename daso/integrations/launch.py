@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from daso.checks import check, flag, validate_call
-from daso.comm.topology import Topology
-from daso.comm.world import init
+from daso.comm.process_group import join_process_group
+from daso.comm.topology import Topology, make_default
 from daso.environment import tell_frameworks
 
 __all__ = ["start"]
@@ -31,13 +31,15 @@ def start(*, cpu: bool = False, ranks_per_node: int | Sequence[int] | None = Non
     Collective over the world; blocking.
     """
     check("cpu", cpu, flag())
-    topology = init(ranks_per_node=ranks_per_node, torch_backend="gloo" if cpu else "nccl")
-    # Of the host, not of a pretend node: by that devices are chosen.
+    topology = make_default(ranks_per_node)
+    join_process_group(topology, "gloo" if cpu else "nccl")
+    # Of the host, not of a pretend node: by that devices are chosen, and threads dealt out.
+    hosts = topology.liveness.hosts
     tell_frameworks(
         topology.rank,
         topology.world_size,
         topology.host_rank,
-        topology.local_size,
-        topology.liveness.hosts[0],
+        hosts.count(hosts[topology.rank]),
+        hosts[0],
     )
     return topology

@@ -25,7 +25,7 @@ class DasoTrainer(Trainer):
     def __init__(self, *args: Any, daso: dict[str, Any] | None = None, **kwargs: Any) -> None:
         self._daso = daso or {}
         super().__init__(*args, **kwargs)
-        self.add_callback(_Agree(self.accelerator))
+        self.add_callback(_Close(self))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator as Trainer does, and let it use DASO."""
@@ -33,26 +33,22 @@ class DasoTrainer(Trainer):
         self.accelerator.__class__ = DasoAccelerator
         self.accelerator.use_daso(self._daso)
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Let all ranks agree where they will evaluate or save, and after the last step."""
+        control = self.control
+        if control.should_save or control.should_evaluate or control.should_training_stop:
+            saves = not control.should_evaluate or control.should_save
+            joined = saves or self.args.save_strategy == "best"
+            self.accelerator.synchronize(optimizer_state=joined)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
-class _Agree(TrainerCallback):
-    """Lets all ranks hold the same before they evaluate or save, and at the end."""
 
-    def __init__(self, accelerator: DasoAccelerator) -> None:
-        self._accelerator = accelerator
+class _Close(TrainerCallback):
+    """Stops exchanging when training ends; all ranks agreed after the last step."""
 
-    def _agree(self, args: Any, control: Any) -> None:
-        if control.should_save or control.should_evaluate:
-            saves = control.should_save or str(args.save_strategy).endswith("best")
-            self._accelerator.synchronize(optimizer_state=saves)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Agree where a save or an evaluation comes."""
-        self._agree(args, control)
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Agree where a save or an evaluation comes."""
-        self._agree(args, control)
+    def __init__(self, trainer: DasoTrainer) -> None:
+        self._trainer = trainer
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Agree, and stop exchanging."""
-        self._accelerator.close()
+        """Stop exchanging."""
+        self._trainer.accelerator.close()

@@ -1,4 +1,4 @@
-"""DASO inside Hugging Face's Trainer and Accelerate, each with the real framework on ranks."""
+"""DASO inside Trainer, Accelerate and Lightning, each with the real framework on ranks."""
 
 import json
 import re
@@ -87,11 +87,23 @@ torch.save(
 )
 
 
-def train(tmp_path, name, ranks, nodes_of, batch, steps, policy, resume="anew"):
-    """Return what each rank ended with."""
-    program, folder = tmp_path / "trainer.py", tmp_path / name
-    program.write_text(TRAINER)
-    words = [str(program), str(folder), str(batch), str(steps), policy, resume]
+def train(
+    tmp_path,
+    name,
+    ranks,
+    nodes_of,
+    batch,
+    steps,
+    policy,
+    *,
+    resume="anew",
+    program=TRAINER,
+    epochs=0,
+):
+    """Return what each rank ended with; until so many steps, or epochs."""
+    path, folder = tmp_path / "train.py", tmp_path / name
+    path.write_text(program)
+    words = [str(path), str(folder), str(batch), str(epochs or steps), policy, resume]
     run = run_daso("run", "-n", str(ranks), "--ranks-per-node", str(nodes_of), *words)
     assert run.returncode == 0, run.stderr
     ends = [torch.load(folder / f"rank-{rank}.pt") for rank in range(ranks)]
@@ -109,29 +121,61 @@ def loopback(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
-@pytest.mark.parametrize(("ranks", "nodes_of"), [(2, 1), (4, 2)])
-def test_the_trainer_sees_all_ranks_and_trains_as_one_process(tmp_path, ranks, nodes_of):
+def test_the_trainer_sees_all_ranks_and_trains_as_one_process(tmp_path):
     """Ranks take batches in turn: together they are the batches of one process."""
     steps, policy = 24, "daso.Fixed(1, 0)"
-    found, folder = train(tmp_path, "ranks", ranks, nodes_of, 8 // ranks, steps, policy)
+    found, folder = train(tmp_path, "ranks", 4, 2, 2, steps, policy)
     alone, _ = train(tmp_path, "alone", 1, 1, 8, steps, policy)
     for name, one in found["model"].items():
         torch.testing.assert_close(one, alone["model"][name], rtol=1e-4, atol=1e-5)
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-4)
     saved = sorted(path.name for path in (folder / "checkpoint-24").iterdir())
     assert saved.count("optimizer.pt") == 1
-    assert sum(name.startswith("rng_state") for name in saved) == ranks
+    assert sum(name.startswith("rng_state") for name in saved) == 4
 
 
 def test_a_training_resumes_from_the_one_copy_to_the_same_bits(tmp_path):
     policy = "daso.Fixed(4, 2)"
     whole, _ = train(tmp_path, "whole", 2, 1, 4, 24, policy)
     train(tmp_path, "parts", 2, 1, 4, 12, policy)
-    again, folder = train(tmp_path, "parts", 2, 1, 4, 24, policy, "resume")
+    again, folder = train(tmp_path, "parts", 2, 1, 4, 24, policy, resume="resume")
     state = json.loads((folder / "checkpoint-24" / "trainer_state.json").read_text())
     assert state["global_step"] == 24
     for name, one in again["model"].items():
         assert torch.equal(one, whole["model"][name]), name
+
+
+def test_a_trainer_evaluates_and_trains_again(tmp_path):
+    """With moments of a node's own, and nothing saved: all is the same on all ranks at the end."""
+    program = TRAINER.replace('optim="sgd"', 'optim="adamw_torch"').replace(
+        "save_steps=6", 'save_strategy="no"'
+    )
+    again = """
+trainer.train()
+trainer.evaluate()
+trainer.train()
+assert not trainer.accelerator.handles
+"""
+    assert "trainer.train(resume" in program
+    program = program.replace("trainer.train(resume", f"{again}trainer.train(resume")
+    train(tmp_path, "again", 2, 1, 4, 10, "daso.Fixed(4, 2)", program=program)
+
+
+def test_a_framework_that_does_not_see_the_ranks_is_refused(tmp_path):
+    program = tmp_path / "late.py"
+    program.write_text(
+        COMMON
+        + """
+accelerator = daso.integrations.DasoAccelerator()  # start() is forgotten
+model = Model()
+accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+"""
+    )
+    run = run_daso("run", "-n", "2", "--ranks-per-node", "1", str(program))
+    assert run.returncode == 1
+    assert (
+        "Accelerate must see all 2 ranks, but it sees 1; call daso.integrations.start" in run.stderr
+    )
 
 
 ACCELERATE = (
@@ -200,4 +244,85 @@ def test_accelerate_prepares_gathers_accumulates_and_resumes(tmp_path: Path, pol
     )
     assert len(told) == 2
     assert told[0] == told[1]
-    assert int(told[0][0]) in (18, 24)  # as loaded: 12 and 6 more
+    assert int(told[0][0]) == 18  # as loaded: 12 and 6 more
+
+
+LIGHTNING = (
+    COMMON
+    + """
+folder, batch_size, epochs, policy, resume = sys.argv[1:6]
+world = daso.integrations.start(cpu=True)
+from lightning import pytorch as lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+
+class Lit(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = Model()
+
+    def training_step(self, batch, _):
+        return self.model(**batch)["loss"]
+
+    def validation_step(self, batch, _):
+        self.log("loss", self.model(**batch)["loss"], sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+torch.manual_seed(0 if world.rank == 0 else 5)
+lit = Lit()
+save = ModelCheckpoint(folder, save_last=True, every_n_epochs=1)
+trainer = lightning.Trainer(
+    accelerator="cpu",
+    devices=world.local_size,
+    num_nodes=world.nodes,
+    strategy=daso.integrations.DasoStrategy(
+        daso={"policy": eval(policy, {"daso": daso}), "wire": "fp32"}
+    ),
+    max_epochs=int(epochs),
+    gradient_clip_val=1.0,
+    callbacks=[save],
+    default_root_dir=folder,
+    logger=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+loader = torch.utils.data.DataLoader(data, batch_size=int(batch_size))
+checks = torch.utils.data.DataLoader(data[:32], batch_size=int(batch_size))
+last = str(Path(folder) / "last.ckpt") if resume == "resume" else None
+trainer.fit(lit, loader, checks, ckpt_path=last)
+torch.save(
+    {
+        "model": lit.state_dict(),
+        "steps": trainer.global_step,
+        "loss": float(trainer.callback_metrics["loss"]),
+        "world": [trainer.world_size, trainer.global_rank],
+    },
+    Path(folder) / f"rank-{world.rank}.pt",
+)
+"""
+)
+
+
+def test_lightning_sees_all_ranks_and_trains_as_one_process(tmp_path):
+    policy = "daso.Fixed(1, 0)"
+    common = {"program": LIGHTNING, "epochs": 2}
+    found, folder = train(tmp_path, "ranks", 4, 2, 2, 24, policy, **common)
+    alone, _ = train(tmp_path, "alone", 1, 1, 8, 24, policy, **common)
+    for name, one in found["model"].items():
+        torch.testing.assert_close(one, alone["model"][name], rtol=1e-4, atol=1e-5)
+    assert found["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+    assert (folder / "last.ckpt").exists()
+
+
+def test_a_training_of_lightning_resumes_to_the_same_bits(tmp_path):
+    policy = "daso.Fixed(5, 2)"
+    whole, _ = train(tmp_path, "whole", 2, 1, 4, 24, policy, program=LIGHTNING, epochs=2)
+    train(tmp_path, "parts", 2, 1, 4, 12, policy, program=LIGHTNING, epochs=1)
+    again, _ = train(
+        tmp_path, "parts", 2, 1, 4, 24, policy, resume="resume", program=LIGHTNING, epochs=2
+    )
+    for name, one in again["model"].items():
+        assert torch.equal(one, whole["model"][name]), name

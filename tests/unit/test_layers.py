@@ -31,7 +31,7 @@ ROOMS = {
     "flow": TRAINING,
     "timeline": {"daso.comm", "torch"},
     "server": TRAINING | {"daso.train"},
-    "integrations": TRAINING | {"daso.train", "accelerate", "transformers"},
+    "integrations": TRAINING | {"daso.train", "accelerate", "lightning", "transformers"},
     "memory": TRAINING | {"daso.train"},
     "predict": TRAINING | {"daso.train"},
     "slurm": {"daso.comm", "jinja2"},

@@ -79,7 +79,16 @@ def check_sharding(trained: Trained, topology: Topology) -> bool:
 
     Collective over the world; blocking.
     """
-    return check_shards([*trained.named, *trained.others()], topology)
+    found = check_shards([*trained.named, *trained.others()], topology)
+    same = topology.equal_on_all_ranks(trained.is_sharded)
+    topology.raise_on_all_ranks(
+        None
+        if same
+        else "the same sharded parameters must be trained on every rank, but some "
+        "train none; freeze the same ones everywhere",
+        LayoutError,
+    )
+    return found
 
 
 def layout_of(named: Named) -> Layout:

@@ -1,0 +1,174 @@
+"""Lightning with DASO in place of DDP: a strategy, and what it knows of ranks."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+
+from daso.comm.topology import Topology, default
+from daso.errors import ConfigError
+from daso.train.attach import Attached, attach
+
+__all__ = ["DasoEnvironment", "DasoStrategy"]
+
+
+class DasoEnvironment(ClusterEnvironment):
+    """The ranks that an MPI launcher started, as Lightning asks for them.
+
+    Args:
+        topology: Who is where.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__()
+        self._topology = topology
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Whether ranks are there already: they are."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Host of world rank 0; ranks have met."""
+        return self._topology.liveness.hosts[0]
+
+    @property
+    def main_port(self) -> int:
+        """No port: ranks have met."""
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        """Return whether this is to be taken by itself: no, a `DasoStrategy` brings it."""
+        return False
+
+    def world_size(self) -> int:
+        """Return the ranks of the world."""
+        return self._topology.world_size
+
+    def set_world_size(self, size: int) -> None:
+        """Leave it: the launcher said it."""
+
+    def global_rank(self) -> int:
+        """Return the world rank."""
+        return self._topology.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Leave it: the launcher said it."""
+
+    def local_rank(self) -> int:
+        """Return the rank inside the node."""
+        return self._topology.local_rank
+
+    def node_rank(self) -> int:
+        """Return the index of the node."""
+        return self._topology.node
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Refuse a Trainer that was made for other ranks."""
+        here = self._topology
+        if (num_devices, num_nodes) != (here.local_size, here.nodes):
+            raise ConfigError(
+                f"Trainer must be given the ranks that were started, devices={here.local_size}, "
+                f"num_nodes={here.nodes}, not devices={num_devices}, num_nodes={num_nodes}; pass "
+                f"devices=world.local_size, num_nodes=world.nodes"
+            )
+
+
+class DasoStrategy(DDPStrategy):
+    """Lightning's strategy that attaches DASO to the module's optimizers, and makes no DDP.
+
+    `daso.integrations.start` comes first; then ``Trainer(strategy=DasoStrategy(),
+    devices=world.local_size, num_nodes=world.nodes)``. Samplers are sharded over all ranks, rank 0
+    logs and saves; all ranks agree before they validate or save.
+
+    Args:
+        daso: Keywords of `daso.attach`: policy, wire, exchange, ...
+        **kwargs: As for Lightning's ``DDPStrategy``.
+    """
+
+    strategy_name = "daso"
+
+    def __init__(self, daso: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self._topology = default()
+        super().__init__(cluster_environment=DasoEnvironment(self._topology), **kwargs)
+        self._keywords = daso or {}
+        self.handles: list[Attached] = []
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device: ranks of a host take its devices in turn."""
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[self._topology.host_rank % len(devices)]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Samplers are for all ranks."""
+        return {"num_replicas": self._topology.world_size, "rank": self._topology.rank}
+
+    def configure_ddp(self) -> None:
+        """Leave the module as it is: DASO averages, by hooks on optimizers."""
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the module's optimizers, and attach DASO. Collective over the world; blocking."""
+        super().setup_optimizers(trainer)
+        self.close()
+        self.handles = [
+            attach(one, module=self.model, topology=self._topology, **self._keywords)
+            for one in self.optimizers
+        ]
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(one, _Agree) for one in callbacks):
+            callbacks.append(_Agree(self))
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Let gradients pile up on this rank."""
+        with ExitStack() as stack:
+            for handle in self.handles:
+                stack.enter_context(handle.no_sync())
+            yield
+
+    def synchronize(self, *, optimizer_state: bool = False) -> None:
+        """Let all ranks hold the same parameters, as `daso.DASO.synchronize` does.
+
+        Collective over the world; blocking.
+        """
+        for handle in self.handles:
+            handle.synchronize(optimizer_state=optimizer_state)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state to be saved, on which all ranks agree.
+
+        Collective over the world; blocking.
+        """
+        self.synchronize(optimizer_state=True)
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
+
+    def close(self) -> None:
+        """Synchronize, and stop exchanging. Collective over the world; blocking; idempotent."""
+        handles, self.handles = self.handles, []
+        for handle in handles:
+            handle.synchronize(optimizer_state=True)
+            handle.close()
+
+
+class _Agree(Callback):
+    """Lets all ranks hold the same before they validate, and at the end."""
+
+    def __init__(self, strategy: DasoStrategy) -> None:
+        self._strategy = strategy
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Agree."""
+        self._strategy.synchronize()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Agree, and stop exchanging."""
+        self._strategy.close()
