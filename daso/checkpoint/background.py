@@ -1,9 +1,8 @@
-"""Writes a checkpoint beside training: copied to memory of the host first, then by a thread."""
+"""Writes a checkpoint in the background: copied to host memory first, then by a thread."""
 
 import copy
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,8 +22,8 @@ class BackgroundWrite:
     Args:
         step: Of the checkpoint.
         write: Writes this rank's file; returns what is wrong.
-        complete: Completes the checkpoint where all ranks' files are there; returns what is wrong,
-            and None without having done so where they are not there yet. None on ranks that do not.
+        complete: Completes the checkpoint where all ranks' files are there; returns whether they
+            are, and what went wrong. None on ranks that leave it to another.
     """
 
     def __init__(
@@ -100,10 +99,10 @@ def _staged(value: Any, copies: dict[Any, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         place = value.untyped_storage().data_ptr(), value.storage_offset(), value.dtype
         key = (*place, value.shape, value.stride())
-        if key not in copies or value.numel() == 0:
+        if key not in copies:
             copies[key] = value.detach().to("cpu", copy=True)
         return copies[key]
-    if isinstance(value, dict | OrderedDict):
+    if isinstance(value, dict):
         made = copy.copy(value)  # with what a state_dict says of its modules
         made.update({name: _staged(one, copies) for name, one in value.items()})
         return made

@@ -106,8 +106,8 @@ class Checkpoints:
             except Exception as error:  # no memory: other ranks wait for this one's vote
                 copies, problem = {}, unwritable(self._rank_file(step, rank), error)
             self._agree(problem, clear=step)
-            write = partial(self._write_beside, step, copies)
-            complete = partial(self._complete_beside, step) if rank == 0 else None
+            write = partial(self._write_in_background, step, copies)
+            complete = partial(self._complete_in_background, step) if rank == 0 else None
             self._writing = BackgroundWrite(step, write, complete)
             return
         path, entry, problem = self._rank_file(step, rank), None, None
@@ -147,7 +147,7 @@ class Checkpoints:
         self._agree(problem, clear=writing.step)
         self._refused.discard(writing.step)
 
-    def _write_beside(self, step: int, payload: dict[str, Any]) -> str | None:
+    def _write_in_background(self, step: int, payload: dict[str, Any]) -> str | None:
         """Write this rank's file, and beside it what it is; return what went wrong."""
         path = self._rank_file(step, self._topology.rank)
         try:
@@ -157,7 +157,7 @@ class Checkpoints:
             return unwritable(path, error)
         return None
 
-    def _complete_beside(self, step: int) -> tuple[bool, str | None]:
+    def _complete_in_background(self, step: int) -> tuple[bool, str | None]:
         """Complete a step where all ranks' files are there; return whether, and what went wrong."""
         paths = [self._rank_file(step, rank) for rank in range(self._topology.world_size)]
         if not all(_entry_of(path).exists() for path in paths):
@@ -215,8 +215,8 @@ class Checkpoints:
             return unwritable(folder, error)
         return None
 
-    def _unseen(self, step: int) -> str | None:
-        """Return which rank's file of a step is not seen from here; None where all are."""
+    def _unseen(self, step: int) -> str:
+        """Say which rank's file of a step is not seen from here."""
         paths = [self._rank_file(step, rank) for rank in range(self._topology.world_size)]
         lost = (rank for rank, path in enumerate(paths) if not _entry_of(path).exists())
         rank = next(lost, self._topology.rank)

@@ -44,9 +44,8 @@ def join_process_group(topology: Topology, backend: Backend) -> bool:
     Collective over the world; blocking.
     """
     topology.rendezvous("join torch.distributed", Exchange().timeout_seconds)
-    if not dist.is_available():
-        problem: str | None = "torch must have torch.distributed, but this build has not"
-        topology.raise_on_all_ranks(problem, ConfigError)
+    lacks = None if dist.is_available() else "torch must have torch.distributed, but has not"
+    topology.raise_on_all_ranks(lacks, ConfigError)
     if not topology.equal_on_all_ranks(dist.is_initialized()):
         topology.raise_on_all_ranks(
             "torch.distributed must be initialized on every rank or on none, but it is on some; "
@@ -56,14 +55,10 @@ def join_process_group(topology: Topology, backend: Backend) -> bool:
     if dist.is_initialized():
         topology.raise_on_all_ranks(_other_ranks(topology), ConfigError)
         return False
-    device, lacks = None, backend == "nccl" and not torch.cuda.is_available()
-    topology.raise_on_all_ranks(
-        "NCCL needs a GPU for each rank, but this one sees none; use torch_backend='gloo'"
-        if lacks
-        else None,
-        ConfigError,
-    )
-    store = _store(topology)
+    if backend == "nccl" and not torch.cuda.is_available():
+        lacks = "NCCL needs a GPU for each rank, but this one sees none; use torch_backend='gloo'"
+    topology.raise_on_all_ranks(lacks, ConfigError)
+    store, device = _store(topology), None
     if backend == "nccl":
         device = torch.device("cuda", topology.host_rank % max(1, torch.cuda.device_count()))
         torch.cuda.set_device(device)

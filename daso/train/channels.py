@@ -66,13 +66,14 @@ class Channels:
     Args:
         topology: Who is where.
         settings: How to exchange.
-        holders: The ranks that hold the same parameters: all, or, of shards, those of a lane.
+        replicas: The replica group: ranks that hold the same parameters; all, or, of shards, those
+            of a lane.
 
     Collective over the world; blocking.
     """
 
-    def __init__(self, topology: Topology, settings: Settings, holders: Topology) -> None:
-        self.rank_info, self.settings, self._topology = holders.rank_info, settings, topology
+    def __init__(self, topology: Topology, settings: Settings, replicas: Topology) -> None:
+        self.rank_info, self.settings, self._topology = replicas.rank_info, settings, topology
         link = emulated_link()
         if link is not None and settings.gradients.reducer != "bucketed":
             raise ConfigError(

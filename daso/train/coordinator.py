@@ -69,7 +69,7 @@ class Coordinator:
     Args:
         trained: The optimizer and what it trains.
         topology: Whose world.
-        holders: The ranks that hold the same parameters.
+        replicas: The replica group: ranks that hold the same parameters.
         channels: The engine that all traffic goes through.
         metrics: Where seconds and bytes are counted.
     """
@@ -78,11 +78,11 @@ class Coordinator:
         self,
         trained: Trained,
         topology: Topology,
-        holders: Topology,
+        replicas: Topology,
         channels: Channels,
         metrics: Metrics,
     ) -> None:
-        self.trained, self.topology, self._holders = trained, topology, holders
+        self.trained, self.topology, self._replicas = trained, topology, replicas
         self.channels, self.metrics = channels, metrics
         self._told: set[str] = set()  # what was said: names of buffers that are left alone, `LR`
 
@@ -112,7 +112,7 @@ class Coordinator:
     @property
     def is_sharded(self) -> bool:
         """Whether ranks of a node hold parts of parameters."""
-        return self._holders is not self.topology
+        return self._replicas is not self.topology
 
     def _differ(self, number: float) -> bool:
         """Return whether ranks that hold the same parameters have other numbers, on any lane.
@@ -165,7 +165,8 @@ class Coordinator:
             return True
         self._refuse_nonfinite()
         self._average_over(self.topology, plain)
-        self.average(shards)
+        if self.is_sharded:
+            self.average(shards)
         self.metrics.event("equalized")
         if self.leads and not expected:
             logger.warning(
@@ -313,7 +314,7 @@ class Coordinator:
 
         Collective over the world; blocking.
         """
-        self._average_over(self._holders, tensors)
+        self._average_over(self._replicas, tensors)
 
     def _average_over(self, ranks: Topology, tensors: list[torch.Tensor]) -> None:
         self.metrics.meetings += 1

@@ -45,7 +45,7 @@ class Listeners:
         """Tell all of an exchange that all nodes agreed on."""
         if not self._calls:
             return
-        told = {
+        record = {
             **asdict(measurements),
             "batch": state.batch,
             "epoch": state.epoch,
@@ -59,4 +59,4 @@ class Listeners:
         }
         self._exposed_seconds, self._bytes_sent = exposed_seconds, metrics.global_bytes_sent
         for call in list(self._calls.values()):
-            call(dict(told))
+            call(dict(record))

@@ -14,9 +14,8 @@ from daso import trace
 from daso.comm.collectives import gather_in_node
 from daso.comm.emulation import Stretch, compute_factor
 from daso.comm.engine import Work, WorkHandle
-from daso.comm.lane_topology import LaneTopology
 from daso.comm.node.base import NodeTransport
-from daso.comm.node.select import check_device, choose_node
+from daso.comm.node.select import choose_node
 from daso.comm.step_timer import HostTimestamp
 from daso.comm.topology import Topology
 from daso.errors import ConfigError, ExchangeError, NonFiniteError
@@ -29,19 +28,18 @@ from daso.train.channels import Channels
 from daso.train.coordinator import Coordinator
 from daso.train.deltas.exchange import Exchanges
 from daso.train.deltas.outer import MakeOuter
-from daso.train.gradients.background import BackgroundReducer
 from daso.train.gradients.bucket_tuner import BucketTuner, first_size
 from daso.train.gradients.buckets import Bucket, Finish
 from daso.train.gradients.compression import Averaged
 from daso.train.gradients.host_reducer import HostReducer
 from daso.train.gradients.layerwise_step import INSTEAD, LayerwiseStep
-from daso.train.gradients.priority import PriorityReducer
 from daso.train.gradients.reducer import BackwardCallbacks, GradientReducer, ReducePlan
 from daso.train.inner.grad_scaler import Scaling, is_probe
 from daso.train.metrics import Metrics
 from daso.train.misuse import has_batch_norm
 from daso.train.model.changes import ParameterChanges
-from daso.train.model.params import Trained, check_same_layout, check_sharding, start_equal
+from daso.train.model.params import Trained
+from daso.train.startup import make_background, start_alike
 
 __all__ = ["Synchronizer"]
 
@@ -70,12 +68,14 @@ class Synchronizer:
         *,
         outer: MakeOuter | None = None,
     ) -> None:
-        self.holders = _start_alike(trained, topology, settings)
+        self.replicas = start_alike(trained, topology, settings)
         self.trained, self.topology, self.settings = trained, topology, settings
         self.metrics, self.changes = metrics, ParameterChanges(trained)
-        self.channels = Channels(topology, settings, self.holders)
-        self.coordinator = Coordinator(trained, topology, self.holders, self.channels, self.metrics)
-        self._background = _background(self.channels, metrics, settings)
+        self.channels = Channels(topology, settings, self.replicas)
+        self.coordinator = Coordinator(
+            trained, topology, self.replicas, self.channels, self.metrics
+        )
+        self._background = make_background(self.channels, metrics, settings)
         self.over: str | None = None  # why it can do nothing any more
         self._batch = 0  # steps taken
         # Whether gradients are averaged between nodes, and on a narrow wire; steps are taken layer
@@ -118,7 +118,7 @@ class Synchronizer:
 
         FSDP2 has averaged a gradient on the host before it tells that it is there.
         """
-        averaged = self.holders is not self.topology and self.trained.device.type == "cpu"
+        averaged = self.replicas is not self.topology and self.trained.device.type == "cpu"
         return not averaged and reducers.may_be_at_work()
 
     def _choose_node(self) -> NodeTransport:
@@ -126,7 +126,7 @@ class Synchronizer:
         settings = self.settings
         try:
             return choose_node(
-                self.holders,
+                self.replicas,
                 self.trained.device,
                 settings.gradients.reducer,
                 settings.exchange.timeout_seconds,
@@ -177,7 +177,7 @@ class Synchronizer:
 
     def _reduce_plan(self, *, between: bool) -> ReducePlan:
         rank_info, background, whole = (
-            self.holders.rank_info,
+            self.replicas.rank_info,
             self._background,
             not self._by_layers,
         )
@@ -221,7 +221,7 @@ class Synchronizer:
 
     def _mean_of(self, total: torch.Tensor, bucket: Bucket) -> Work[Averaged]:
         """Return the mean of a bucket's part, on a narrow wire or left on its device, as work."""
-        memory, rank_info = bucket.memory, self.holders.rank_info
+        memory, rank_info = bucket.memory, self.replicas.rank_info
         start, stop = split(memory.flat.numel(), rank_info.lanes)[rank_info.local_rank]
         flags = [at - start for at in bucket.places if start <= at < stop]
         key = memory.flat.dtype, bucket.portion.span.start + start
@@ -513,40 +513,3 @@ class Synchronizer:
         if self.layers is not None:
             self.layers.close()
         self.buckets.close()
-
-
-def _start_alike(trained: Trained, topology: Topology, settings: Settings) -> Topology:
-    """Check a model and let all ranks start from the same parameters.
-
-    Returns:
-        The ranks that hold the same trained ones: all, or, of shards, those of this lane.
-
-    Collective over the world; blocking.
-    """
-    lane = LaneTopology(topology) if check_sharding(trained, topology) else topology
-    _refuse_reducers(trained, settings)
-    check_same_layout(trained, topology)
-    check_device(topology, trained.device, gpu_direct=settings.exchange.gpu_direct)
-    start_equal(trained, topology, settings.exchange.timeout_seconds, lane)
-    return lane if trained.is_sharded else topology
-
-
-def _refuse_reducers(trained: Trained, settings: Settings) -> None:
-    """Refuse reducers that cannot take gradients of shards."""
-    if trained.is_sharded and (settings.gradients.reducer != "bucketed" or not settings.whole):
-        raise ConfigError(
-            f"gradients of sharded parameters must go in buckets and steps be whole, but "
-            f"{settings.gradients!r} has them otherwise; leave Gradients(reducer=, step=) out"
-        )
-
-
-def _background(
-    channels: Channels, metrics: Metrics, settings: Settings
-) -> BackgroundReducer | None:
-    """Return what averages gradients in other threads; None where the training thread does."""
-    gradients = settings.gradients
-    if gradients.reducer == "host":
-        return HostReducer(channels, metrics, channels.rank_info.local_size)
-    if gradients.reducer == "prioritized":
-        return PriorityReducer(channels, metrics, gradients.priority)
-    return None

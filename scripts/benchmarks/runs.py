@@ -1,9 +1,10 @@
 """What each benchmark runs, from its options: checks them, starts ranks, yields what they found."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
+from types import ModuleType
 from typing import Any
 
 from benchmarks import growth_axes
@@ -22,25 +23,37 @@ def _gradient_order(chosen: argparse.Namespace) -> Measured:
     from benchmarks import gradient_order
     from daso.cli.bench.baselines import FIFO, ORDERS
 
-    links, quick = options.links(chosen), chosen.quick
+    links = options.links(chosen)
     options.positive(chosen, "nodes", "ranks_per_node")
     options.named(chosen.only or (), ORDERS)
-    usual = list(ORDERS)[:4] if quick else ORDERS
+    usual = list(ORDERS)[:4] if chosen.quick else ORDERS
     names = tuple(dict.fromkeys([FIFO, *(chosen.only or usual)]))
 
+    yield from _trained(chosen, gradient_order, names, links, usual=(4, 4), quick=(2, 2))
+
+
+def _trained(
+    chosen: argparse.Namespace,
+    bench: ModuleType,
+    names: Sequence[str],
+    links: Sequence[str],
+    *,
+    usual: tuple[float, float],
+    quick: tuple[float, float],
+) -> Measured:
+    """Run a bench of training steps; seconds of a round, and before the first, where not given."""
+    seconds, settle = quick if chosen.quick else usual
+
     def plan(link: str) -> dict[str, Any]:
-        seconds, settle = (
-            chosen.seconds or (2 if quick else 4),
-            chosen.settle or (2 if quick else 4),
-        )
+        long, before = chosen.seconds or seconds, chosen.settle or settle
         return asdict(
-            gradient_order.Plan(chosen.model, names, options.rounds(chosen), seconds, settle, link)
+            bench.Plan(chosen.model, tuple(names), options.rounds(chosen), long, before, link)
         )
 
     for one in options.measured(
-        chosen, "benchmarks.gradient_order", links, [chosen.nodes], plan, chosen.ranks_per_node
+        chosen, bench.__name__, links, [chosen.nodes], plan, chosen.ranks_per_node
     ):
-        yield one, gradient_order.table(one) + "\n", gradient_order.figures(one)
+        yield one, bench.table(one) + "\n", bench.figures(one)
 
 
 def _sharded(chosen: argparse.Namespace) -> Measured:
@@ -48,23 +61,8 @@ def _sharded(chosen: argparse.Namespace) -> Measured:
     from daso.cli.bench.names import COMPUTE
 
     options.positive(chosen, "nodes", "ranks_per_node")
-    names = (COMPUTE, *sharded.SHARDED)
-    quick = chosen.quick
-
-    def plan(link: str) -> dict[str, Any]:
-        seconds, settle = (
-            chosen.seconds or (3 if quick else 8),
-            chosen.settle or (4 if quick else 20),
-        )
-        return asdict(
-            sharded.Plan(chosen.model, names, options.rounds(chosen), seconds, settle, link)
-        )
-
-    links = options.links(chosen)
-    for one in options.measured(
-        chosen, "benchmarks.sharded", links, [chosen.nodes], plan, chosen.ranks_per_node
-    ):
-        yield one, sharded.table(one) + "\n", sharded.figures(one)
+    names, links = (COMPUTE, *sharded.SHARDED), options.links(chosen)
+    yield from _trained(chosen, sharded, names, links, usual=(8, 20), quick=(3, 4))
 
 
 def _host(chosen: argparse.Namespace) -> Measured:

@@ -135,7 +135,7 @@ def test_fsdp2_and_tensor_parallelism_on_two_axes_of_a_node(topology, rank_info,
     optimizer.synchronize()
     found = [p.full_tensor().detach() for p in model.parameters()]
     assert topology.equal_on_all_ranks([one.numpy().tobytes() for one in found])
-    assert {row.holding.copies for row in optimizer._session._exchanges._rows_of(None)} == {1, 2}
+    assert {row.sharding.copies for row in optimizer._session._exchanges._rows_of(None)} == {1, 2}
     if wire == "fp32":
         for a, b in zip(found, alone.parameters(), strict=True):
             torch.testing.assert_close(a, b.detach(), rtol=1e-3, atol=1e-4)

@@ -473,7 +473,7 @@ def test_tied_tensors_stay_one_and_modules_keep_what_they_say(store, rank_info):
 def test_a_rank_that_is_late_holds_nobody_up(folder, topology, rank_info, monkeypatch):
     """The step does not count before the last rank's file is there, and then it does."""
     store, last = Checkpoints(folder, topology), rank_info.world_size - 1
-    may_go, real = threading.Event(), Checkpoints._write_beside
+    may_go, real = threading.Event(), Checkpoints._write_in_background
     with monkeypatch.context() as patch:
 
         def write(self, step, what):
@@ -482,7 +482,7 @@ def test_a_rank_that_is_late_holds_nobody_up(folder, topology, rank_info, monkey
             return real(self, step, what)
 
         if rank_info.rank == 0 or topology.world_comm.Get_size() > 1:
-            patch.setattr(Checkpoints, "_write_beside", write)
+            patch.setattr(Checkpoints, "_write_in_background", write)
         store.save(10, payload(rank_info, 10), background=True)
         topology.world_comm.Barrier()
         assert not (folder / "step-00000010" / "manifest.json").exists()

@@ -31,16 +31,16 @@ from daso.train.deltas.shard import DeltaShard, MergeOptions, cut_row
 from daso.train.deltas.staging import crossing_of
 from daso.train.model.params import Named, flat_view, layout_of
 
-__all__ = ["DeltaBuffer", "Holding", "Measured"]
+__all__ = ["DeltaBuffer", "Measured", "RowSharding"]
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """How the ranks of a node hold a row, as each of them sees it."""
+class RowSharding:
+    """How a row is sharded over the ranks of a node."""
 
-    whole: Layout  # of the node's, the same on every rank
-    parts: int = 1  # ranks of the node that hold a part each; 1: all of it, as one
-    copies: int = 1  # ranks of the node that exchange a copy each
+    whole: Layout  # of all shards together, the same on every rank
+    parts: int = 1  # ranks that hold a shard each; 1: it is not sharded
+    copies: int = 1  # ranks that exchange a copy each
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class DeltaBuffer:
 
     Args:
         named: Names and parameters, all accumulated in ``dtype``; this rank's parts.
-        holding: How the ranks of a node hold them.
+        sharding: How the ranks of a node hold them.
         dtype: fp32 or fp64.
         node: The node whose ranks read each other's parts.
         channels: Carries exchanges over this rank's lane.
@@ -103,14 +103,14 @@ class DeltaBuffer:
     def __init__(
         self,
         named: Named,
-        holding: Holding,
+        sharding: RowSharding,
         dtype: torch.dtype,
         *,
         node: NodeTransport,
         channels: Channels,
         outer: MakeOuter | None = None,
     ) -> None:
-        self.named, self.holding, rank_info = named, holding, channels.rank_info
+        self.named, self.sharding, rank_info = named, sharding, channels.rank_info
         self.layout = layout_of(named)
         even = 1 if node.copies is None else EVEN
         self.spans = split(self.layout.numel, rank_info.lanes, even)
@@ -206,7 +206,7 @@ class DeltaBuffer:
         self.part.anchor()
         self.rounded.clear()
         norm = sum(float(flat_view(p).double().square().sum()) for _, p in self.named)
-        return norm * self.holding.parts
+        return norm * self.sharding.parts
 
     def send(self, wire: str, *, dense: bool, keeps: bool) -> None:
         """Encode what the exchange that starts will carry."""
@@ -272,7 +272,7 @@ class DeltaBuffer:
         nonfinite = yield from self.crossing.collect()
         if nonfinite is None:
             return None
-        return self.holding.whole.element_of(self.layout, self.span.start + nonfinite)
+        return self.sharding.whole.element_of(self.layout, self.span.start + nonfinite)
 
     def exchange(self) -> Work[Measured]:
         """Move the reference by the mean delta of all nodes.
@@ -287,7 +287,7 @@ class DeltaBuffer:
             nbytes = yield from iallreduce(
                 *(mean.comm, self.crossing, chunks, weight, total, mean.crossing, mean.where)
             )
-        copies = self.holding.copies  # each tells of it
+        copies = self.sharding.copies  # each tells of it
         return Measured(nbytes, *(one / copies for one in (yield from self.crossing.finish())))
 
     def state(self) -> dict[str, Any]:

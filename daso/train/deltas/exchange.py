@@ -16,23 +16,20 @@ import torch
 
 from daso import trace
 from daso.comm.device.cuda_aware import trial
-from daso.comm.dtypes import accumulator
 from daso.comm.engine import Work
 from daso.comm.node.base import NodeTransport
 from daso.errors import ExchangeError, TopologyError
 from daso.plan.allreduce_plan import restored, stored
 from daso.plan.cost_model import LinkCosts
 from daso.plan.header import Header, Tally, culprit, decode_culprit
-from daso.plan.layout import fragments
 from daso.plan.routes import has_changed
 from daso.plan.schedule import Measurements
 from daso.train.coordinator import Coordinator, largest_rate
-from daso.train.deltas.buffer import DeltaBuffer, Holding, Measured
+from daso.train.deltas.buffer import DeltaBuffer, Measured
 from daso.train.deltas.in_flight import InFlight, Outcome, pack, unpack
 from daso.train.deltas.outer import MakeOuter
+from daso.train.deltas.rows import make_rows
 from daso.train.inner.step_restoration import StepRestoration, make_step_restoration
-from daso.train.model.params import Named, layout_of
-from daso.train.model.shards import parts_of, split_axes
 from daso.train.state_sync import zero_nonfinite
 
 __all__ = ["Exchanges"]
@@ -79,20 +76,6 @@ def _check_aligned(header: Header) -> None:
         )
 
 
-def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[bool, ...]]:
-    """Return what parameters of a row have in common: how they are added, who holds copies.
-
-    Ranks that hold copies of a row lay it out alike, and get the same bits on every wire.
-    """
-    return accumulator(tensor.dtype), split_axes(tensor)
-
-
-def _first_narrow(row: tuple[tuple[torch.dtype, tuple[bool, ...]], list[int]]) -> Any:
-    """Order rows: fp32 before fp64."""
-    (dtype, axes), _ = row
-    return dtype.itemsize, axes
-
-
 class Exchanges:
     """What nodes exchange of one model.
 
@@ -119,7 +102,7 @@ class Exchanges:
         if self.settings.exchange.gpu_direct:
             self._try_memory(node)
         self.channels.look_at_links()
-        self.rows = self._make_rows(node, outer)
+        self.rows = make_rows(coordinator, node, outer)
         self.step_restoration = self._make_step_restoration()
         self._flight: InFlight | None = None
         self._node = node
@@ -149,37 +132,6 @@ class Exchanges:
                 trial(channels.lane, self.coordinator.trained.device, node.copies)
             )
         self.coordinator.topology.raise_on_all_ranks(problem, TopologyError)
-
-    def _make_rows(
-        self, node: NodeTransport, outer: MakeOuter | None
-    ) -> dict[int, list[DeltaBuffer]]:
-        """Make the rows of each fragment, one for each type they are added in."""
-        trained = self.coordinator.trained
-        # Shards differ in length between ranks of a node: all cut by the whole parameters.
-        cuts = fragments([p.numel() for _, p in trained.named], self.settings.exchange.fragments)
-        rows: dict[int, list[DeltaBuffer]] = {}
-        for number, cut in enumerate(cuts):
-            kinds: dict[Any, list[int]] = {}
-            for at in cut:
-                kinds.setdefault(_kind(trained.named[at][1]), []).append(at)
-            rows[number] = [
-                DeltaBuffer(
-                    [trained.local[at] for at in members],
-                    self._holding([trained.named[at] for at in members]),
-                    dtype,
-                    node=node,
-                    channels=self.channels,
-                    outer=outer,
-                )
-                for (dtype, _), members in sorted(kinds.items(), key=_first_narrow)
-            ]
-        return rows
-
-    def _holding(self, named: Named) -> Holding:
-        """Return how ranks of a node hold parameters of one kind."""
-        parts = parts_of(named[0][1])
-        copies = self.rank_info.local_size // parts if self.coordinator.is_sharded else 1
-        return Holding(layout_of(named), parts, copies)
 
     def _rows_of(self, fragment: int | None) -> list[DeltaBuffer]:
         if fragment is not None:
@@ -253,7 +205,7 @@ class Exchanges:
         return range(len(self._known.since)) if fragment is None else [fragment]
 
     def _header(self, batch: int) -> Header:
-        digest = sum(row.holding.whole.digest for row in self._rows_of(None)) % DIGESTS
+        digest = sum(row.sharding.whole.digest for row in self._rows_of(None)) % DIGESTS
         lr = largest_rate(self.coordinator.trained.inner)
         header = Header(
             layout=digest,
@@ -294,7 +246,7 @@ class Exchanges:
                 element = yield from row.collect()
                 if element is not None and not code:
                     code = culprit(before + element, rank_info.rank, rank_info.world_size)
-            before += row.holding.whole.numel
+            before += row.sharding.whole.numel
         return code
 
     def receive(self, batch: int) -> Measurements | None:
@@ -410,7 +362,7 @@ class Exchanges:
     def _choose_wire(self, flight: InFlight, measurements: Measurements) -> None:
         """Choose the wire of the next exchange, where the seconds are those of one like this."""
         known = self._known
-        numel = sum(row.holding.whole.numel for row in self._rows_of(flight.fragment))
+        numel = sum(row.sharding.whole.numel for row in self._rows_of(flight.fragment))
         if (known.timed, known.timed_numel) == (flight.wire, numel):
             known.wire = self.settings.next_wire(flight.wire, measurements, numel=numel)
             if known.wire != flight.wire:
@@ -427,7 +379,7 @@ class Exchanges:
         """How the mean of the largest row is taken, in words."""
         if self.settings.by_mpi:
             return "MPI's"
-        return max(self._rows_of(None), key=lambda row: row.holding.whole.numel).means.plan.name
+        return max(self._rows_of(None), key=lambda row: row.sharding.whole.numel).means.plan.name
 
     @property
     def packing(self) -> str | None:
@@ -453,9 +405,9 @@ class Exchanges:
 
     def _name_at(self, element: int) -> str:
         for row in self._rows_of(None):
-            if element < row.holding.whole.numel:
-                return row.holding.whole.name_at(element)
-            element -= row.holding.whole.numel
+            if element < row.sharding.whole.numel:
+                return row.sharding.whole.name_at(element)
+            element -= row.sharding.whole.numel
         raise AssertionError("an element outside all rows")
 
     # --- checkpoint --------------------------------------------------------------------------

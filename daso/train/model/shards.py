@@ -26,7 +26,6 @@ __all__ = [
     "split_axes",
 ]
 
-Named = Sequence[tuple[str, torch.Tensor]]
 REMEDY = "shard over daso.init(torch_backend=...).mesh['local'], the ranks of one node"
 
 
@@ -178,5 +177,8 @@ def _problem(name: str, one: "DTensor", ranks: Sequence[int], topology: Topology
             f"{len(mesh)} of them; {REMEDY}"
         )
     if any(placement.is_partial() for placement in one.placements):
-        return f"parameters must be whole numbers of sums, but {name} is Partial; redistribute it"
+        return (
+            f"ranks must hold values of parameters, but of {name} they hold terms of a sum "
+            f"({one.placements}); redistribute() it to Shard or Replicate"
+        )
     return None

@@ -597,7 +597,7 @@ def test_figures_of_growth_have_their_names(grows):
 def test_nothing_is_held_that_is_not_counted(tmp_path):
     """Growth of the processes is what was counted; tests/ranks/test_memory.py says what that is."""
     path = tmp_path / "memory.json"
-    done = bench(*("growth", "--quick", "--only=memory", "--memory=4,20", f"--json={path}"))
+    done = bench(*("growth", "--quick", "--only=memory", "--memory=4,12", f"--json={path}"))
     assert done.returncode == 0, done.stderr
     found = json.loads(path.read_text())
     assert [run["nodes"] for run in found["runs"]] == [[1, 1], [2, 2]]

@@ -1,0 +1,52 @@
+"""What happens once when a model is taken up: it is checked, made equal, and given its threads."""
+
+from daso.comm.lane_topology import LaneTopology
+from daso.comm.node.select import check_device
+from daso.comm.topology import Topology
+from daso.errors import ConfigError
+from daso.plan.options import Settings
+from daso.train.channels import Channels
+from daso.train.gradients.background import BackgroundReducer
+from daso.train.gradients.host_reducer import HostReducer
+from daso.train.gradients.priority import PriorityReducer
+from daso.train.metrics import Metrics
+from daso.train.model.params import Trained, check_same_layout, check_sharding, start_equal
+
+__all__ = ["make_background", "start_alike"]
+
+
+def start_alike(trained: Trained, topology: Topology, settings: Settings) -> Topology:
+    """Check a model and let all ranks start from the same parameters.
+
+    Returns:
+        The replica group of what is trained: all ranks, or, of shards, those of this lane.
+
+    Collective over the world; blocking.
+    """
+    lane = LaneTopology(topology) if check_sharding(trained, topology) else topology
+    _refuse_reducers(trained, settings)
+    check_same_layout(trained, topology)
+    check_device(topology, trained.device, gpu_direct=settings.exchange.gpu_direct)
+    start_equal(trained, topology, settings.exchange.timeout_seconds, lane)
+    return lane if trained.is_sharded else topology
+
+
+def _refuse_reducers(trained: Trained, settings: Settings) -> None:
+    """Refuse reducers that cannot take gradients of shards."""
+    if trained.is_sharded and (settings.gradients.reducer != "bucketed" or not settings.whole):
+        raise ConfigError(
+            f"gradients of sharded parameters must go in buckets and steps be whole, but "
+            f"{settings.gradients!r} has them otherwise; leave Gradients(reducer=, step=) out"
+        )
+
+
+def make_background(
+    channels: Channels, metrics: Metrics, settings: Settings
+) -> BackgroundReducer | None:
+    """Return what averages gradients in other threads; None where the training thread does."""
+    gradients = settings.gradients
+    if gradients.reducer == "host":
+        return HostReducer(channels, metrics, channels.rank_info.local_size)
+    if gradients.reducer == "prioritized":
+        return PriorityReducer(channels, metrics, gradients.priority)
+    return None
