@@ -19,7 +19,7 @@ from daso.train.misuse import checksum, first_nonfinite, gradient_checksum
 from daso.train.model.params import Trained, check_sharding
 from daso.train.model.shards import is_sharded, local_part
 from daso.train.model.shared import common_tensors
-from daso.train.reducers import may_be_at_work
+from daso.train.reducers import DdpFinder
 from daso.train.state_sync import (
     average_tensors,
     drop_partial_state,
@@ -84,6 +84,7 @@ class Coordinator:
     ) -> None:
         self.trained, self.topology, self._replicas = trained, topology, replicas
         self.channels, self.metrics = channels, metrics
+        self.ddps = DdpFinder(param for _, param in trained.named)
         self._told: set[str] = set()  # what was said: names of buffers that are left alone, `LR`
 
     def wait(self, handle: WorkHandle[Result]) -> Result:
@@ -142,8 +143,8 @@ class Coordinator:
 
         Collective over the world; blocking.
         """
-        ddp = may_be_at_work()
-        mine = 0.0 if ddp else gradient_checksum(self.trained.local, order)
+        alike = self.is_sharded or self.ddps.around()  # in a node, by what averages there
+        mine = 0.0 if alike else gradient_checksum(self.trained.local, order)
         differ = self._differ(mine)  # the watchdog is polled there
         if self.leads and mine and not differ:
             logger.warning(

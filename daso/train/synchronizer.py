@@ -23,7 +23,6 @@ from daso.plan.bucket_search import BucketSizeSearch
 from daso.plan.layout import split
 from daso.plan.options import Settings
 from daso.plan.schedule import Action, Measurements, State
-from daso.train import reducers
 from daso.train.channels import Channels
 from daso.train.coordinator import Coordinator
 from daso.train.deltas.exchange import Exchanges
@@ -114,12 +113,13 @@ class Synchronizer:
             raise
 
     def _others_average(self) -> bool:
-        """Return whether gradients may be averaged elsewhere when they are there: wait for all.
+        """Return whether others may still average gradients that are there: wait for all.
 
         FSDP2 has averaged a gradient on the host before it tells that it is there.
         """
-        averaged = self.replicas is not self.topology and self.trained.device.type == "cpu"
-        return not averaged and reducers.may_be_at_work()
+        if self.coordinator.is_sharded:
+            return self.trained.device.type != "cpu"
+        return bool(self.coordinator.ddps.around())
 
     def _choose_node(self) -> NodeTransport:
         """Return the transport inside the node; where it cannot start, give back what is held."""
@@ -275,7 +275,7 @@ class Synchronizer:
         self._looked = True
         rank_info, named = self.topology.rank_info, self.trained.named
         if rank_info.nodes > 1:
-            reducers.refuse_wide((param for _, param in named), rank_info.local_size)
+            self.coordinator.ddps.refuse_wide(rank_info.local_size)
         if self.coordinator.is_sharded:
             self.coordinator.check_same_in_node()
         if self.buckets.reduce_plan.alone:  # no average comes by that could look

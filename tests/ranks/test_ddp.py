@@ -4,10 +4,12 @@ import pytest
 import torch
 from doors import batch, bits
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import daso
 from daso.errors import ConfigError
+from daso.train.reducers import DdpFinder
 
 pytestmark = pytest.mark.mpi
 STEPS = 50  # a race of some of them
@@ -58,6 +60,20 @@ def trained(order, topology, policy):
     finally:  # where DDP is refused, on all ranks
         optimizer.close()
     return bits(model)
+
+
+@pytest.mark.nodes((2,))
+def test_only_ddp_around_these_parameters_is_waited_for(topology, node_group):
+    """Whatever process groups and other models there are: else buckets leave during backward."""
+    model, other = network(), network()
+    parallel(other)
+    finder = DdpFinder(model.parameters())
+    assert finder.around() == []
+    first = parallel(model)
+    assert finder.around() == [first]
+    replicate(model)
+    model(torch.ones(1, 4))  # makes its DDP
+    assert len(finder.around()) == 2
 
 
 @pytest.mark.nodes((1, 1), (2, 2))
