@@ -32,6 +32,7 @@ __all__ = [
     "site_name",
     "slurm_job",
     "slurm_restarts",
+    "survives_lost_ranks",
     "tell_frameworks",
     "terminal_columns",
 ]
@@ -97,6 +98,11 @@ def note_process(rank: int, env: Mapping[str, str] | None = None) -> None:
     folder = (os.environ if env is None else env).get("DASO_PROCESSES")
     if folder and Path(folder).is_dir():
         (Path(folder) / str(rank)).write_text(str(os.getpid()))
+
+
+def survives_lost_ranks(env: Mapping[str, str] | None = None) -> bool:
+    """Return whether Open MPI goes on without a rank that is killed: ``mpirun --with-ft ulfm``."""
+    return (os.environ if env is None else env).get("OMPI_MCA_mpi_ft_enable") == "1"
 
 
 def may_share_a_gpu(env: Mapping[str, str] | None = None) -> bool:

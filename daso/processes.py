@@ -10,6 +10,7 @@ __all__ = ["end_with_parent", "end_with_starter", "is_proxy", "parent_of"]
 
 PR_SET_PDEATHSIG = 1
 PROXY = "hydra_pmi_proxy"  # of MPICH and Intel MPI
+STARTERS = (PROXY, "prterun", "prted")  # the others of Open MPI 5
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
@@ -19,20 +20,26 @@ def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
 
 
 def end_with_starter() -> None:
-    """Let this rank end where what mpiexec started it by is killed: MPICH's mpiexec sees nothing.
+    """Let this rank end with what mpirun started it by.
 
-    Others (srun, Open MPI) end their ranks by themselves.
+    MPICH's mpiexec does not see that its proxy was killed; Open MPI's mpirun, where it goes on
+    without lost ranks, leaves the others behind when one aborts. srun ends its ranks by itself.
     """
-    if is_proxy(os.getppid()):
+    if _name_of(os.getppid()) in STARTERS:
         end_with_parent(signal.SIGKILL)
 
 
 def is_proxy(pid: int) -> bool:
     """Return whether a process is what MPICH's mpiexec starts ranks by."""
+    return _name_of(pid) == PROXY
+
+
+def _name_of(pid: int) -> str:
+    """Return what a process calls itself; empty where it has ended."""
     try:
-        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() == PROXY
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip()
     except OSError:
-        return False
+        return ""
 
 
 def parent_of(pid: int) -> int:

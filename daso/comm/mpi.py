@@ -1,6 +1,7 @@
 """The door to MPI: nothing here runs before somebody calls `load`."""
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -20,6 +21,7 @@ __all__ = [
     "abort_on_error",
     "check_launch",
     "check_wheels",
+    "die_on_error",
     "finalize",
     "library",
     "load",
@@ -140,6 +142,15 @@ def check_launch(world: "MPI.Comm", launch: Launch) -> None:
     )
 
 
+_others_go_on = False  # where a rank is lost
+
+
+def die_on_error() -> None:
+    """Let an uncaught exception end this rank alone from now on: the others go on without it."""
+    global _others_go_on  # noqa: PLW0603 - of this process, whose excepthook asks
+    _others_go_on = True
+
+
 def abort_on_error() -> None:
     """Make an uncaught exception on this rank end the whole job, naming the rank; idempotent.
 
@@ -158,6 +169,9 @@ def abort_on_error() -> None:
             before(kind, error, trace)
             print(f"daso: {where} failed: {kind.__name__}: {error}", file=sys.stderr, flush=True)
         time.sleep(DRAIN_SECONDS)
+        if _others_go_on and not issubclass(kind, KeyboardInterrupt):
+            # Open MPI tells the others of a rank that a signal ends, not of one that exits.
+            os.kill(os.getpid(), signal.SIGKILL)
         code = 130 if issubclass(kind, KeyboardInterrupt) else 1
         # Where a host is cut off, MPI_Abort stays until the link is mended.
         end = threading.Timer(ABORT_SECONDS, os._exit, [code])

@@ -286,6 +286,12 @@ class Topology:
         """Return whether every rank passed an equal value. Collective over the world; blocking."""
         return all(other == value for other in self.world_comm.allgather(value))
 
+    def become(self, other: "Topology") -> None:
+        """Take the place of another topology, which must not be used any more."""
+        Topology._open_now -= 1
+        self.__dict__.clear()
+        self.__dict__.update(other.__dict__)
+
     def free(self) -> None:
         """Give the communicators back. Collective over the world; blocking; idempotent."""
         mpi = load()

@@ -57,6 +57,9 @@ class Exchange:
             shorter than the step of one big batch; see `daso.plan.step_restoration`. ``"auto"``:
             where a few steps of a copy of it show that it does; never with ``outer``, which has a
             gain of its own, or ``wire="topk"``. Learning rates in ``param_groups`` stay the user's.
+        elastic: Whether training goes on when a rank is killed, without that rank's node: see
+            `docs/elastic.md`. Under Open MPI 5 or later, started by ``mpirun --with-ft ulfm``, as
+            ``daso run --elastic`` does; anywhere else it says so, and the job ends.
     """
 
     algorithm: Algorithm = "auto"
@@ -66,6 +69,7 @@ class Exchange:
     fragments: int = 1
     gpu_direct: bool = False
     step_restoration: Restore = "auto"
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         check("Exchange.gpu_direct", self.gpu_direct, flag())
@@ -74,6 +78,7 @@ class Exchange:
                 "Exchange(gpu_direct=True) needs another algorithm (MPI libraries that send from "
                 "devices cannot add there while others compute) than 'mpi'; leave algorithm out"
             )
+        check("Exchange.elastic", self.elastic, flag())
         check("Exchange.step_restoration", self.step_restoration, choice(*get_args(Restore)))
         check("Exchange.algorithm", self.algorithm, choice(*get_args(Algorithm)))
         check("Exchange.nonfinite", self.nonfinite, choice(*get_args(NonFinite)))
@@ -193,6 +198,12 @@ class Settings:
             raise ConfigError(
                 f"Exchange.algorithm='mpi' needs Gradients.wire='fp32' (MPI adds 16-bit numbers "
                 f"wrongly or not at all), not {self.gradients.wire!r}; use algorithm='auto'"
+            )
+
+        if self.exchange.elastic and not (self.whole and self.gradients.reducer == "bucketed"):
+            raise ConfigError(
+                f"Exchange(elastic=True) needs steps of the whole model and gradients in buckets, "
+                f"but {self.gradients!r} has them otherwise; leave Gradients(reducer=, step=) out"
             )
 
     @property

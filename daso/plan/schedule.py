@@ -13,7 +13,7 @@ DiLoCo, Douillard et al. 2025, arXiv 2501.18512).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Protocol
@@ -26,6 +26,8 @@ __all__ = [
     "Action",
     "Measurements",
     "Policy",
+    "Progress",
+    "Rejoined",
     "State",
     "after_batch",
     "after_epoch",
@@ -33,6 +35,7 @@ __all__ = [
     "batches_to_next_vote",
     "begin",
     "drain",
+    "rejoin",
 ]
 
 
@@ -226,6 +229,41 @@ def drain(state: State) -> tuple[tuple[Action, ...], State]:
         acts = (*acts, Action.SEND_ALL, Action.RECEIVE)
         state = replace(state, last=state.batch)
     return acts, replace(state, sent=None, agreed=state.batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a rank was when another one was lost."""
+
+    node: int  # of those that go on
+    state: State  # after the step, or the call, in which it learned of that
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoined:
+    """How a rank goes on together with ranks that were a few batches further."""
+
+    state: State  # with this rank's count of batches
+    aside_until: int  # batch up to which it lets batches pass: its node, or all, had them already
+    meets_at: int  # batch from which it takes part in what is due; until then it trains alone
+
+
+def rejoin(progress: Sequence[Progress], rank: int) -> Rejoined:
+    """Return how a rank goes on once all hold the mean of their parameters.
+
+    Every rank has a count of batches of its own, which it keeps: its program counts too. All go by
+    the schedule of the rank that was furthest. In synchronous phases no rank trains alone.
+
+    Args:
+        progress: Of every rank that goes on.
+        rank: Whose way is asked for.
+    """
+    mine, states = progress[rank], [one.state for one in progress]
+    first = max(states, key=lambda state: state.batch)
+    in_node = max(one.state.batch for one in progress if one.node == mine.node)
+    least = first.batch if first.synchronous else min(state.batch for state in states)
+    state = replace(first, batch=mine.state.batch, sent=None, last=first.batch, agreed=least)
+    return Rejoined(state, first.batch if first.synchronous else in_node, first.batch)
 
 
 def _exchange(state: State) -> tuple[tuple[Action, ...], State]:

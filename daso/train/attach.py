@@ -13,6 +13,7 @@ from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Wire
 from daso.plan.schedule import Policy
 from daso.train.deltas.outer import MakeOuter
+from daso.train.elastic import session_class
 from daso.train.inner.grad_scaler import NATIVE, Scaling
 from daso.train.inner.step_restoration import StepRestoration
 from daso.train.session import Session
@@ -79,7 +80,7 @@ def attach(  # noqa: PLR0913 - the keywords of DASO
                 f"{setup.settings.gradients!r} has it step layer by layer; wrap it with daso.DASO, "
                 f"or pass step='model'"
             )
-    return Attached(inner, Session.opened(inner, setup, topology))
+    return Attached(inner, session_class(setup).opened(inner, setup, topology))
 
 
 class Attached:

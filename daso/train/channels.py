@@ -14,6 +14,7 @@ from daso.comm.dtypes import sum_buffer
 from daso.comm.emulation import LinkModel, emulated_link
 from daso.comm.engine import Engine, Work
 from daso.comm.health.step_watchdog import StepWatchdog
+from daso.comm.health.survivors import revoke
 from daso.comm.link_probe import link_costs, link_rates
 from daso.comm.mpi import load
 from daso.comm.node.base import NodeTransport
@@ -263,6 +264,12 @@ class Channels:
     def gather_aside(self, number: float) -> Work[list[float]]:
         """Do what `gather` does, apart from meetings."""
         return self._gather(self._asides, number)
+
+    def lose(self) -> None:
+        """Let nobody wait for this rank here any more, and stop the engine. Does not block long."""
+        revoke((*self._slots, self.world, self._votes, self._asides, self.turns))
+        self.watchdog.revoke()
+        self.engine.abandon()
 
     def close(self) -> bool:
         """Stop the engine, then free its communicators. Collective over the world; idempotent."""

@@ -20,6 +20,7 @@ from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Wire
 from daso.plan.schedule import Policy
 from daso.train.deltas.outer import MakeOuter
+from daso.train.elastic import session_class
 from daso.train.inner.grad_scaler import Scaling
 from daso.train.misuse import InnerSteps, stepping
 from daso.train.session import Session
@@ -108,7 +109,7 @@ class DASO(torch.optim.Optimizer):
                 exchange=exchange,
                 gradients=gradients,
             )
-        self._hold(inner, Session.opened(inner, setup, topology))
+        self._hold(inner, session_class(setup).opened(inner, setup, topology))
 
     def _hold(self, inner: torch.optim.Optimizer, session: Session) -> None:
         # Optimizer.__init__ is not called: it would copy groups and state, and let them drift.
@@ -141,7 +142,7 @@ class DASO(torch.optim.Optimizer):
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        session = Session.copied(
+        session = session_class(state["setup"]).copied(
             state["inner"],
             state["setup"],
             state["schedule"],

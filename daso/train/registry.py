@@ -15,7 +15,7 @@ from daso.errors import ConfigError
 from daso.train.model.params import Trained
 from daso.train.synchronizer import Synchronizer
 
-__all__ = ["add", "close", "closer_of", "take_over"]
+__all__ = ["add", "close", "closer_of", "forget", "take_over"]
 
 logger = logging.getLogger("daso")
 
@@ -61,8 +61,13 @@ def close(sync: Synchronizer) -> None:
     Collective over the world; blocking; idempotent.
     """
     if sync.close():
-        for number in [number for number, one in _open_syncs.items() if one is sync]:
-            del _open_syncs[number]
+        forget(sync)
+
+
+def forget(sync: Synchronizer) -> None:
+    """Forget a model that is over."""
+    for number in [number for number, one in _open_syncs.items() if one is sync]:
+        del _open_syncs[number]
 
 
 def closer_of(sync: Synchronizer) -> Closer:

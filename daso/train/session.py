@@ -177,7 +177,14 @@ class Session:
             return
         trained = Trained.by(self.inner, self.setup.module)
         settings = self.setup.settings
-        self._sync = Synchronizer(trained, self.topology, settings, metrics, outer=self.setup.outer)
+        self._sync = Synchronizer(
+            trained,
+            self.topology,
+            settings,
+            metrics,
+            outer=self.setup.outer,
+            absorbs=self._absorbs,
+        )
         registry.add(self._sync)
         keep(self, self.topology, self._number, registry.closer_of(self._sync))
         if self._one_copy is None and self.setup.module is not None:
@@ -186,6 +193,10 @@ class Session:
         anchor = () if self.schedule.synchronous else (Action.ANCHOR,)
         self._sync.perform((*acts, *anchor), self.schedule)
         self._sync.start_watch()  # the first step does not hold the setup
+
+    def _absorbs(self, _: Exception) -> bool:
+        """Return whether the next step takes care of an error that a backward met."""
+        return False
 
     def _begin(self) -> None:
         """Tell the schedule what the inner optimizer is like."""

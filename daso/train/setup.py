@@ -83,11 +83,13 @@ class Setup:
     def lasting(self) -> str:
         """Return what must stay the same for a checkpoint to fit, as text.
 
-        How long ranks wait for each other may change, how long the run shall be, and from which
-        memory deltas cross.
+        How long ranks wait for each other may change, how long the run shall be, from which
+        memory deltas cross, and what happens when a rank is lost.
         """
         exchange = self.settings.exchange
-        exchange = replace(exchange, timeout_seconds=1.0, nonfinite="drop", gpu_direct=False)
+        exchange = replace(
+            exchange, timeout_seconds=1.0, nonfinite="drop", gpu_direct=False, elastic=False
+        )
         policy = self.policy
         if isinstance(policy, Plateau):
             policy = replace(policy, epochs=1 + policy.warmup + policy.cooldown)

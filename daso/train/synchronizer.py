@@ -5,7 +5,8 @@ by the training thread, at step boundaries, and nowhere else.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class Synchronizer:
         settings: How to exchange.
         metrics: Where everything is counted.
         outer: Makes an optimizer for the reference.
+        absorbs: Tells whether an error in a backward is left to the step to come.
 
     Collective over the world; blocking.
     """
@@ -66,6 +68,7 @@ class Synchronizer:
         metrics: Metrics,
         *,
         outer: MakeOuter | None = None,
+        absorbs: Callable[[Exception], bool] = lambda _: False,
     ) -> None:
         self.replicas = start_alike(trained, topology, settings)
         self.trained, self.topology, self.settings = trained, topology, settings
@@ -92,7 +95,7 @@ class Synchronizer:
             bucket_bytes=bucket_bytes,
             same_order=self.coordinator.same_order,
             callbacks=BackwardCallbacks(
-                self._begin_step, self._others_average, self.changes.layout_changed
+                self._begin_step, self._others_average, self.changes.layout_changed, absorbs
             ),
             in_portions=settings.gradients.reducer == "prioritized",
         )
@@ -393,6 +396,18 @@ class Synchronizer:
             self._tuner.after_step(state.batch, state.wait)
         return measurements
 
+    def pass_batch(self, state: State, *, aside: bool) -> None:
+        """Go on to a batch in which nothing is due here; gradients stay on this rank if aside."""
+        self.buckets.fresh = False
+        self.metrics.step()
+        self.enter(state)
+        if aside:
+            self.stand_aside()
+
+    def stand_aside(self) -> None:
+        """Average nothing until the next batch."""
+        self.buckets.reduce_plan = replace(self._reduce_plan(between=False), alone=True)
+
     def perform(self, acts: Sequence[Action], state: State) -> Measurements | None:
         """Carry out acts in order, then go on from ``state``; return what was agreed on last."""
         measurements, error = None, None
@@ -492,6 +507,21 @@ class Synchronizer:
             self.buckets.node.free()
         self.exchanges = None
         return sound
+
+    def lose(self) -> None:
+        """Let go of everything but the node's memory, where a rank is lost. Does not block long."""
+        self.over = "lost a rank"
+        self.channels.lose()
+        self._unhook()
+        self.exchanges = None
+
+    def go_on_from(self, other: "Synchronizer") -> None:
+        """Take the place of one that lost a rank; give back its memory.
+
+        Collective over the node; blocking.
+        """
+        self._looked = True  # as it had
+        other.buckets.node.free()
 
     def sound_steps(self) -> int | None:
         """Return the steps taken, if nothing failed here; None if something did."""

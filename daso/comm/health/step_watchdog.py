@@ -96,6 +96,10 @@ class StepWatchdog:
             if self._verdict is not None:
                 return
 
+    def revoke(self) -> None:
+        """End all notes, for good, where a rank is lost. Does not block."""
+        self._notes.comm.Revoke()
+
     def free(self) -> None:
         """Give the communicator back. Collective over the world; blocking; idempotent."""
         self._notes.free()

@@ -19,7 +19,7 @@ a large tensor several.
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -94,11 +94,14 @@ class BackwardCallbacks:
             nothing starts before it is through.
         outdated: Tells whether parameters are laid out anew: then gradients are left to the step,
             before which the caller sets up anew.
+        absorbs: Tells whether an error is left to the step to come: then nothing is averaged until
+            it has come.
     """
 
     begin: Callable[[], None]
     behind: Callable[[], bool]
     outdated: Callable[[], bool]
+    absorbs: Callable[[Exception], bool]
 
 
 class GradientReducer:
@@ -151,6 +154,19 @@ class GradientReducer:
 
     @_disable_dynamo
     def _on_ready(self, index: int, tensor: torch.Tensor) -> None:
+        try:
+            self._take(index, tensor)
+        except Exception as error:
+            self._absorb(error)
+
+    def _absorb(self, error: Exception) -> None:
+        """Average nothing more, where the step to come takes care of an error; or raise it."""
+        if not self._callbacks.absorbs(error):
+            raise error
+        self.reduce_plan = replace(self.reduce_plan, alone=True)
+
+    def _take(self, index: int, tensor: torch.Tensor) -> None:
+        """Take a gradient that is ready."""
         if self._paused:
             return
         if self._round.aborted:
@@ -186,7 +202,7 @@ class GradientReducer:
         queue = torch.autograd.Variable._execution_engine.queue_callback
         # DDP queues its own last: queue behind it, from a callback.
         now.behind = self._callbacks.behind()
-        finish = self.finish_round
+        finish = self._end_backward
         ending = FinishCallback(partial(queue, finish) if now.behind else finish)
         now.backward = weakref.ref(ending)
         queue(ending)
@@ -266,6 +282,13 @@ class GradientReducer:
                     self.reduce_plan.between(total, bucket) if total.numel() else _nothing
                 )
             self._round.added += 1
+
+    @_disable_dynamo
+    def _end_backward(self) -> None:
+        try:
+            self.finish_round()
+        except Exception as error:
+            self._absorb(error)
 
     @_disable_dynamo
     def finish_round(self) -> None:

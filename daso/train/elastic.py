@@ -1,0 +1,323 @@
+"""Training that goes on without the nodes that are lost.
+
+Whoever learns that a rank was lost, in a step, between two, or in a meeting of all ranks, drops
+what is under way and tells the others, who do the same. The ranks of whole nodes make a smaller
+world. All of them go on from the mean of their parameters, so that no work of theirs is lost, and
+with their own count of batches: those that were behind catch up before anything is exchanged
+(`daso.plan.schedule.rejoin`).
+
+What is gone: the work of the lost node since the last exchange, the gradients of the batch in which
+a rank learned of it, what wires had left over for later, and an outer optimizer's state.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from daso.comm.collectives import gather
+from daso.comm.engine import NestedWork, Work
+from daso.comm.health.survivors import agree, is_loss, leave, lost, problem, regroup
+from daso.comm.mpi import die_on_error
+from daso.comm.node.base import wait_until
+from daso.comm.reclaim import forget
+from daso.comm.topology import RankInfo, Topology
+from daso.errors import ConfigError
+from daso.plan.schedule import Action, Progress, State, after_batch, rejoin
+from daso.train import registry
+from daso.train.inner.grad_scaler import Scaling
+from daso.train.metrics import Metrics
+from daso.train.model.params import Trained
+from daso.train.session import Closure, Session
+from daso.train.setup import Setup
+from daso.train.state_sync import average_tensors
+from daso.train.synchronizer import Synchronizer
+
+__all__ = ["ElasticSession", "session_class"]
+
+Result = TypeVar("Result")
+logger = logging.getLogger("daso")
+
+_open: "weakref.WeakSet[ElasticSession]" = weakref.WeakSet()
+
+
+def session_class(setup: Setup) -> type[Session]:
+    """Return how a model is kept in step: as a whole world, or as what is left of it."""
+    return ElasticSession if setup.settings.exchange.elastic else Session
+
+
+class ElasticSession(Session):
+    """A session that goes on without the nodes that are lost; see `Session`.
+
+    Where the launcher or the MPI library cannot, it says so, and is as any other.
+    """
+
+    _noticed: Exception | None = None  # in a backward, left to the step
+    _ended = False  # this step: the world was made anew as it began
+    _after: State | None = None  # where this rank goes on from, while a world is made anew
+    _aside_until = _meets_at = 0  # see `daso.plan.schedule.Rejoined`
+    _lost: Synchronizer | None = None  # whose node's memory is to be given back
+    _can: bool | None = None  # go on; None: not looked at yet
+
+    def _open(self, metrics: Metrics, *acts: Action) -> None:
+        super()._open(metrics, *acts)
+        if self._can is None and self._sync is not None:
+            self._begin_to_survive(self._sync)
+
+    def _begin_to_survive(self, sync: Synchronizer) -> None:
+        """Go on from now on, where that is possible; say so where it is not."""
+        if sync.coordinator.is_sharded:
+            raise ConfigError(
+                "Exchange(elastic=True) needs parameters that each rank holds whole, but they are "
+                "sharded; leave elastic out, and start again from a checkpoint"
+            )
+        cause = problem()
+        self._can = cause is None
+        if cause is None:
+            die_on_error()
+            _open.add(self)
+        elif self.topology.rank == 0:
+            logger.warning("%s: where a rank is lost, all end", cause)
+
+    def _open_again(self) -> list["ElasticSession"]:
+        """Return all sessions of these ranks, in the order in which they were opened."""
+        ours = [one for one in _open if one.topology is self.topology and not one._over]
+        return sorted(ours, key=lambda one: one._number)
+
+    # --- one step ----------------------------------------------------------------------------
+
+    def begin(self, closure: Closure | None, scaling: Scaling) -> tuple[bool, Closure | None]:
+        """Get ready for the inner optimizer's step; see `Session.begin`.
+
+        Returns:
+            Whether to take it: not where a rank was lost, or where others had this batch before.
+        """
+        if self.schedule.batch < self._aside_until:
+            return False, None
+        try:
+            self._raise_noticed()
+            return super().begin(closure, scaling)
+        except Exception as error:
+            self._go_on(error, after_batch(self.setup.policy, self.schedule)[1])
+            self._ended = True
+            return False, None
+
+    def end(self) -> None:
+        """Count a step, and start or finish an exchange when one is due; see `Session.end`."""
+        if self._ended:
+            self._ended = False
+            return
+        if self.schedule.batch < self._meets_at and not self._probing:
+            self._pass_batch()
+            return
+        try:
+            super().end()
+            self._look()
+        except Exception as error:
+            self._go_on(error, self.schedule)
+
+    def _pass_batch(self) -> None:
+        """Count a batch that others had before: nothing is exchanged."""
+        self._take(replace(self.schedule, batch=self.schedule.batch + 1))
+        if self._sync is not None:
+            aside = self.schedule.batch < self._aside_until
+            self._sync.pass_batch(self.schedule, aside=aside)
+
+    def _raise_noticed(self) -> None:
+        """Raise what a backward met and left to the step."""
+        if self._noticed is not None:
+            raise self._noticed
+
+    def _absorbs(self, error: Exception) -> bool:
+        if not self._is_survived(error):
+            return False
+        self._noticed = error
+        return True
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Reset gradients; see `Session.zero_grad`."""
+        try:
+            super().zero_grad(set_to_none)
+        except Exception as error:
+            if not self._absorbs(error):
+                raise
+            self.inner.zero_grad(set_to_none)
+
+    # --- meetings of all ranks ---------------------------------------------------------------
+
+    def end_epoch(self, loss: float | torch.Tensor) -> float:
+        """Tell the schedule that an epoch is over; see `Session.end_epoch`."""
+        return self._together(lambda: super(ElasticSession, self).end_epoch(loss))
+
+    def synchronize(self, *, optimizer_state: bool = False) -> None:
+        """Finish what is in flight; see `Session.synchronize`."""
+        call = super().synchronize
+        self._together(lambda: call(optimizer_state=optimizer_state))
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model be the mean of all ranks for a while; see `Session.averaged`."""
+        with ExitStack() as stack:
+            call = super().averaged
+            self._together(lambda: stack.enter_context(call()), undo=stack.close)
+            yield
+
+    def state(self) -> dict[str, Any]:
+        """Return what this rank needs to go on to the same bits; see `Session.state`."""
+        call = super().state
+        return self._together(call, meets=False)
+
+    def close(self) -> None:
+        """Stop communicating and give memory back; see `Session.close`."""
+        try:
+            super().close()
+        except Exception as error:
+            if not self._is_survived(error):
+                raise
+            self._lose()
+
+    def _together(
+        self,
+        call: Callable[[], Result],
+        *,
+        meets: bool = True,
+        undo: Callable[[], None] = lambda: None,
+    ) -> Result:
+        """Do what all ranks do at the same place, again where a rank was lost meanwhile."""
+        while True:
+            before = self.schedule
+            try:
+                self._look()
+                result = call()
+                if meets and self._sync is not None and self._can:
+                    agree(self.topology.world_comm)
+                return result  # noqa: TRY300 - again otherwise
+            except Exception as error:
+                undo()
+                self._go_on(error, before)
+
+    # --- when a rank is lost -----------------------------------------------------------------
+
+    def _is_survived(self, error: Exception) -> bool:
+        """Return whether an error comes of a lost rank, and others go on."""
+        if not self._can or self._sync is None:
+            return False
+        return is_loss(error) or lost(self.topology.world_comm)
+
+    def _look(self) -> None:
+        """Raise where a rank is lost. Does not block."""
+        if self._can and self._sync is not None and lost(self.topology.world_comm):
+            raise self._noticed or ConnectionError("a rank is lost")
+
+    def _go_on(self, error: Exception, after: State) -> None:
+        """Make a world of the ranks that are left, or raise the error where none was lost.
+
+        Args:
+            error: What went wrong.
+            after: Where this rank goes on from.
+
+        Collective over the ranks that are left; blocking.
+        """
+        if not self._is_survived(error):
+            raise error
+        former, hosts = self.topology.rank_info, self.topology.liveness.hosts
+        self._after = after
+        sessions = self._open_again()
+        while (stay := _made_anew(sessions, self.topology)) is None:
+            pass
+        if self.topology.rank == 0:
+            _tell(former, hosts, stay, self.schedule.batch)
+
+    def _lose(self) -> None:
+        """Let go of what lost a rank."""
+        self._noticed = None
+        self._after = self._after or self.schedule
+        if self._sync is not None:
+            self._sync.lose()
+            registry.forget(self._sync)
+            forget(self)
+            self._lost, self._sync = self._lost or self._sync, None
+
+    def _rejoin(self, stay: list[int]) -> None:
+        """Go on from the mean of all parameters.
+
+        Args:
+            stay: The former world ranks of those that go on.
+
+        Collective over the world; blocking.
+        """
+        assert self._after is not None, "told when it let go"
+        limit = self.setup.settings.exchange.timeout_seconds
+        progress = gather(self.topology, Progress(self.topology.node, self._after), limit)
+        ours = rejoin(progress, self.topology.rank)
+        self._aside_until, self._meets_at = ours.aside_until, ours.meets_at
+        trained = Trained.by(self.inner, self.setup.module)
+        average_tensors(
+            [tensor.detach() for _, tensor in trained.local],
+            self.topology,
+            self._run,
+            self.setup.settings.exchange.chunk_bytes,
+        )
+        self._take(ours.state)
+        self._after = None
+        former, self._lost = self._lost, None
+        metrics = Metrics() if former is None else former.metrics
+        self._open(metrics)
+        if self._sync is not None:
+            if ours.state.synchronous:
+                self._sync.coordinator.join()
+            self._sync.coordinator.average_buffers()
+            if former is not None:
+                self._sync.go_on_from(former)
+            if ours.state.batch < ours.aside_until:
+                self._sync.stand_aside()
+        metrics.event(
+            "regrouped", batch=ours.state.batch, meets_at=ours.meets_at, ranks=tuple(stay)
+        )
+
+    def _run(self, work: Work[int]) -> int:
+        """Carry out work on this thread."""
+        nested, liveness = NestedWork(work), self.topology.liveness
+        limit = self.setup.settings.exchange.timeout_seconds
+        wait_until(nested.go_on, liveness.missing, limit, liveness.answer)
+        assert nested.result is not None, "it is over"
+        return nested.result
+
+
+def _made_anew(sessions: Sequence[ElasticSession], topology: Topology) -> list[int] | None:
+    """Let sessions go on in a smaller world; return the former ranks in it.
+
+    None: one more rank was lost meanwhile. Does not return on ranks of broken nodes.
+    """
+    for one in sessions:
+        one._lose()
+    stay = regroup(topology)
+    if stay is None:
+        leave(topology)
+    assert stay is not None, "who leaves is gone"
+    try:
+        for one in sessions:
+            one._rejoin(stay)
+    except Exception as error:
+        if not (is_loss(error) or lost(topology.world_comm)):
+            raise
+        return None
+    return stay
+
+
+def _tell(former: RankInfo, hosts: Sequence[str], stay: list[int], batch: int) -> None:
+    """Say who is gone, by the numbers that ranks had."""
+    nodes = {node for rank, node in enumerate(former.node_of) if rank not in stay}
+    names = sorted({hosts[rank] for rank, node in enumerate(former.node_of) if node in nodes})
+    logger.warning(
+        "node %s (%s) lost a rank: after %d steps training goes on with %d of %d ranks",
+        ", ".join(map(str, sorted(nodes))),
+        ", ".join(names),
+        batch,
+        len(stay),
+        former.world_size,
+    )
