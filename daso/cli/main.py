@@ -202,7 +202,14 @@ def _add_ranks(parser: argparse.ArgumentParser, default: int) -> None:
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_ranks(parser, default=1)
-    parser.usage = "daso run [-n RANKS] [--ranks-per-node R] (SCRIPT | -m MODULE) [ARGUMENTS]"
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="let Exchange(elastic=True) go on where a rank is killed (Open MPI 5 or later)",
+    )
+    parser.usage = (
+        "daso run [-n RANKS] [--ranks-per-node R] [--elastic] (SCRIPT | -m MODULE) [ARGUMENTS]"
+    )
     parser.set_defaults(run=_run)
 
 
@@ -223,7 +230,14 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
             f"the program must be a script that is there, but there is no "
             f"{format_value(program[0])} in {Path.cwd()}; mend its path, or run a module with -m"
         )
-    return launch(Local(ranks=ranks, ranks_per_node=pretend, program=tuple(program)))
+    return launch(
+        Local(
+            ranks=ranks,
+            ranks_per_node=pretend,
+            program=tuple(program),
+            elastic=options.elastic,
+        )
+    )
 
 
 def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
@@ -240,7 +254,10 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
         files = [str(options.config)] if options.config else []
         again = ["-m", "daso", "train", *flags, *files, *words]
         ranks, pretend = options.ranks, options.ranks_per_node
-        return launch(Local(ranks=ranks, ranks_per_node=pretend, program=tuple(again)))
+        elastic = config.exchange.elastic
+        return launch(
+            Local(ranks=ranks, ranks_per_node=pretend, program=tuple(again), elastic=elastic)
+        )
     from daso.checkpoint.preemption import CHECKPOINTED
     from daso.cli.train.loop import train
     from daso.comm.mpi import finalize

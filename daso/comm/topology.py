@@ -8,7 +8,7 @@ lane reaches every node. Ranks beyond that have no lane.
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -31,7 +31,15 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["RENDEZVOUS", "RankInfo", "Topology", "default", "errors_on_all_ranks", "make_default"]
+__all__ = [
+    "RENDEZVOUS",
+    "RankInfo",
+    "Regrouped",
+    "Topology",
+    "default",
+    "errors_on_all_ranks",
+    "make_default",
+]
 
 # What ranks do together outside of steps.
 RENDEZVOUS = (
@@ -100,6 +108,15 @@ class RankInfo:
         return self.local_rank if self.local_rank < self.lanes else None
 
 
+@dataclass(frozen=True, slots=True)
+class Regrouped:
+    """What is told where ranks were lost and the others go on; see `Topology.on_regroup`."""
+
+    rank: int  # world rank from now on
+    world_size: int  # ranks from now on
+    most: Callable[[int], int]  # returns the largest of all ranks' numbers; collective, blocking
+
+
 class Topology:
     """The communicators of world, node and lane.
 
@@ -152,6 +169,8 @@ class Topology:
             self.world_comm, self.world_comm.allgather(mpi.Get_processor_name())
         )
         self._mesh: DeviceMesh | None = None
+        self.is_elastic = False  # goes on without ranks that are lost
+        self._followers: dict[int, Callable[[Regrouped], object]] = {}
         Topology._open_now += 1
         _tell_of_many(self.rank_info, Topology._open_now)
 
@@ -286,11 +305,29 @@ class Topology:
         """Return whether every rank passed an equal value. Collective over the world; blocking."""
         return all(other == value for other in self.world_comm.allgather(value))
 
+    def on_regroup(self, call: Callable[[Regrouped], object]) -> Callable[[], None]:
+        """Call a function where ranks were lost and the others go on; return what takes it off.
+
+        All ranks must add the same functions in the same order, for these may communicate.
+        """
+        number = 1 + max(self._followers, default=0)
+        self._followers[number] = call
+        return partial(self._followers.pop, number, None)
+
     def become(self, other: "Topology") -> None:
         """Take the place of another topology, which must not be used any more."""
         Topology._open_now -= 1
+        lasting = {"is_elastic": self.is_elastic, "_followers": self._followers}
         self.__dict__.clear()
-        self.__dict__.update(other.__dict__)
+        self.__dict__.update(other.__dict__ | lasting)
+
+    def tell_regrouped(self) -> None:
+        """Call what `on_regroup` was given. Collective over the world; blocking."""
+        told = Regrouped(
+            self.rank, self.world_size, lambda number: max(self.world_comm.allgather(number))
+        )
+        for call in list(self._followers.values()):
+            call(told)
 
     def free(self) -> None:
         """Give the communicators back. Collective over the world; blocking; idempotent."""

@@ -1,6 +1,8 @@
 """Deals a data set out to the ranks of the world; give it to a DataLoader as `batch_sampler`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -9,6 +11,32 @@ from torch.utils.data import Sampler
 from daso.errors import ConfigError
 
 __all__ = ["ShardedSampler"]
+
+
+class Regrouped(Protocol):
+    """A world that lost ranks; see `daso.comm.topology.Regrouped`."""
+
+    @property
+    def rank(self) -> int:
+        """World rank from now on."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks from now on."""
+
+    @property
+    def most(self) -> Callable[[int], int]:
+        """Returns the largest of all ranks' numbers; collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Deal:
+    """How samples are dealt from a batch on."""
+
+    batch: int  # the first one
+    sample: int  # where it begins
+    rank: int
+    size: int  # ranks
 
 
 class ShardedSampler(Sampler[list[int]]):
@@ -44,9 +72,8 @@ class ShardedSampler(Sampler[list[int]]):
         shuffle: bool = True,
     ) -> None:
         _check(length, rank, size, batch_size, seed)
-        self._length = length
-        self._global_batch = size * batch_size
-        self._part = slice(rank * batch_size, (rank + 1) * batch_size)  # of a global batch
+        self._length, self._batch_size = length, batch_size
+        self._deals = [_Deal(0, 0, rank, size)]  # of this epoch; the last one holds from then on
         self._seed = seed if shuffle else None
         self._epoch = 0
         self._batch = 0  # batches yielded this epoch
@@ -54,7 +81,33 @@ class ShardedSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Batches of a whole epoch, also where an iteration begins in the middle of one."""
-        return self._length // self._global_batch
+        last = self._deals[-1]
+        return last.batch + max(0, self._length - last.sample) // self._global_batch
+
+    @property
+    def _global_batch(self) -> int:
+        return self._deals[-1].size * self._batch_size
+
+    @property
+    def batches_done(self) -> int:
+        """Batches yielded this epoch."""
+        return self._batch
+
+    def regroup(self, world: "Regrouped") -> None:
+        """Deal what is left of the epoch to other ranks: those that are left when some were lost.
+
+        Give it to ``topology.on_regroup``. All ranks change behind the batch that any of them has
+        drawn already, so that no sample is seen twice; a lost rank's part of these is not seen.
+
+        Args:
+            world: Has ``rank``, ``world_size`` (ranks), and ``most(number)``, the largest of all
+                ranks' numbers.
+
+        Collective over the world; blocking.
+        """
+        batch = world.most(self._batch)
+        sample, _ = self._place(batch)
+        self._deals.append(_Deal(batch, sample, world.rank, world.world_size))
 
     def __iter__(self) -> Iterator[list[int]]:
         start, self._start = self._start, 0
@@ -73,7 +126,7 @@ class ShardedSampler(Sampler[list[int]]):
         if epoch < 0:
             raise ConfigError(f"epoch counts from 0, not {epoch}: pass the loop's counter")
         if epoch != self._epoch:
-            self._epoch, self._batch, self._start = epoch, 0, 0
+            self._begin(epoch, 0)
 
     def state_dict(self) -> dict[str, int]:
         """Return the place in the epoch, the same on all ranks that have done as many batches.
@@ -81,8 +134,12 @@ class ShardedSampler(Sampler[list[int]]):
         Returns:
             "epoch", and "batch": the batches yielded in it. A DataLoader with workers draws
             batches ahead: there, save the number of batches trained on as "batch" instead.
+            Where ranks were lost in this epoch, "batch" counts as if they had never been.
         """
-        return {"epoch": self._epoch, "batch": self._batch}
+        batch = self._batch
+        if len(self._deals) > 1:
+            batch = self._place(batch)[0] // self._global_batch
+        return {"epoch": self._epoch, "batch": batch}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on, in the next iteration, behind the batches that the state has counted.
@@ -94,12 +151,24 @@ class ShardedSampler(Sampler[list[int]]):
             ConfigError: The state is of no place in an epoch of this data set.
         """
         epoch, batch = state["epoch"], state["batch"]
-        if epoch < 0 or not 0 <= batch <= len(self):
+        most = self._length // self._global_batch
+        if epoch < 0 or not 0 <= batch <= most:
             raise ConfigError(
-                f"a state of this sampler has an epoch from 0 and a batch of 0..{len(self)}, not "
+                f"a state of this sampler has an epoch from 0 and a batch of 0..{most}, not "
                 f"{epoch} and {batch}: resume with the data set and global batch it was saved with"
             )
+        self._begin(epoch, batch)
+
+    def _begin(self, epoch: int, batch: int) -> None:
+        """Begin the next iteration behind so many batches of an epoch, of one deal."""
+        last = self._deals[-1]
         self._epoch, self._batch, self._start = epoch, batch, batch
+        self._deals = [_Deal(0, 0, last.rank, last.size)]
+
+    def _place(self, batch: int) -> tuple[int, int]:
+        """Return the first sample of a global batch, and the rank that this one has in it."""
+        deal = next(one for one in reversed(self._deals) if one.batch <= batch)
+        return deal.sample + (batch - deal.batch) * deal.size * self._batch_size, deal.rank
 
     def _order(self) -> torch.Tensor:
         if self._seed is None:
@@ -110,10 +179,13 @@ class ShardedSampler(Sampler[list[int]]):
         return torch.randperm(self._length, generator=generator, device="cpu")
 
     def _batches(self, order: torch.Tensor, start: int) -> Iterator[list[int]]:
-        for batch in range(start, len(self)):
-            begin = batch * self._global_batch
-            self._batch = batch + 1
-            yield order[begin : begin + self._global_batch][self._part].tolist()
+        batch = start
+        while batch < len(self):  # which changes where ranks are lost
+            begin, rank = self._place(batch)
+            begin += rank * self._batch_size
+            batch += 1
+            self._batch = batch
+            yield order[begin : begin + self._batch_size].tolist()
 
 
 def _check(length: int, rank: int, size: int, batch_size: int, seed: int) -> None:

@@ -53,7 +53,7 @@ def attach(  # noqa: PLR0913 - the keywords of DASO
 
     Returns:
         A handle with ``synchronize``, ``averaged``, ``no_sync``, ``end_epoch``, ``report``,
-        ``on_exchange`` and ``close``, and a context manager, like `daso.DASO`.
+        ``on_exchange``, ``together`` and ``close``, and a context manager, like `daso.DASO`.
 
     Raises:
         ConfigError: A keyword has no such value.
@@ -96,6 +96,7 @@ class Attached:
         self.synchronize, self.end_epoch = session.synchronize, session.end_epoch
         self.no_sync, self.report = session.no_sync, session.report
         self.averaged, self.on_exchange = session.averaged, session.on_exchange
+        self.together = session.together
         self._set_aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._loading: Any = None
         self._restoration: StepRestoration | None = None  # of the step under way

@@ -80,6 +80,7 @@ class ElasticSession(Session):
         if cause is None:
             die_on_error()
             _open.add(self)
+            self.topology.is_elastic = True
         elif self.topology.rank == 0:
             logger.warning("%s: where a rank is lost, all end", cause)
 
@@ -165,6 +166,10 @@ class ElasticSession(Session):
             call = super().averaged
             self._together(lambda: stack.enter_context(call()), undo=stack.close)
             yield
+
+    def together(self, call: Callable[[], Result]) -> Result:
+        """Do what all ranks do at this place; see `Session.together`."""
+        return self._together(call)
 
     def state(self) -> dict[str, Any]:
         """Return what this rank needs to go on to the same bits; see `Session.state`."""
@@ -302,6 +307,7 @@ def _made_anew(sessions: Sequence[ElasticSession], topology: Topology) -> list[i
     try:
         for one in sessions:
             one._rejoin(stay)
+        topology.tell_regrouped()
     except Exception as error:
         if not (is_loss(error) or lost(topology.world_comm)):
             raise

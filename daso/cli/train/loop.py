@@ -108,6 +108,7 @@ def _train(
                 if number := stop.after_step():
                     _leave(point, saver, folder, progress, number)
             figures = {"loss": _end_epoch(run, point), "test_accuracy": _score(run)}
+            folder = folder or _inherited(run)
             _tell(run, point, figures, folder, progress)
             if recording is not None:
                 recording.mark()
@@ -115,7 +116,8 @@ def _train(
         seconds = time.perf_counter() - start
         samples = (point.step - first) * run.config.data.batch_size * run.topology.world_size
         pace = {"seconds": seconds, "samples_per_second": samples / seconds}
-        summary = _summary(run, point, figures | pace)
+        summary = run.optimizer.together(lambda: _summary(run, point, figures | pace))
+        folder = folder or _inherited(run)
     if folder is not None:
         folder.summary(summary)
         folder.event(
@@ -139,6 +141,7 @@ def _prepare(config: Config, topology: Topology) -> Run:
         batch_size=config.data.batch_size,
         seed=config.seed,
     )
+    topology.on_regroup(sampler.regroup)
     optimizer = DASO(
         make_optimizer(config.optimizer, task.model),
         module=task.model,
@@ -186,6 +189,13 @@ def _open_folder(run: Run, point: Point) -> RunFolder | None:
             problem = str(error)
     run.topology.raise_on_all_ranks(problem, DasoError)
     return folder
+
+
+def _inherited(run: Run) -> RunFolder | None:
+    """Return the run folder where this rank is the first now, since that one was lost."""
+    if run.topology.rank > 0:
+        return None
+    return RunFolder(run.config.folder, tensorboard=run.config.tensorboard, resume=True)
 
 
 def _steps_left(run: Run, point: Point) -> int:
@@ -264,10 +274,15 @@ def _leave(
 
 def _score(run: Run) -> float:
     """Return the share of right answers on the test data, counted by all ranks together."""
+    counts = run.optimizer.together(lambda: _counts(run))
+    return float(sum(right for right, _ in counts) / sum(total for _, total in counts))
+
+
+def _counts(run: Run) -> list[tuple[int, int]]:
+    """Return right answers and all answers of each rank's share of the test data."""
     rank_info = run.topology.rank_info
     mine = evaluate(run.task.model, run.task.test, rank=rank_info.rank, size=rank_info.world_size)
-    counts = gather(run.topology, mine, run.config.exchange.timeout_seconds)
-    return float(sum(right for right, _ in counts) / sum(total for _, total in counts))
+    return gather(run.topology, mine, run.config.exchange.timeout_seconds)
 
 
 def _tell(

@@ -26,6 +26,7 @@ FREE = {
     "tensorboard",
     "trace",
     "data.folder",
+    "exchange.elastic",
     "exchange.gpu_direct",
     "exchange.timeout_seconds",
     "checkpoint.background",
@@ -48,7 +49,7 @@ class Run:
     @property
     def batch(self) -> int:
         """Batches done in the epoch."""
-        return self.sampler.state_dict()["batch"]
+        return self.sampler.batches_done
 
     @property
     def data(self) -> dict[str, Any]:
@@ -154,6 +155,10 @@ class Saver:
         """
         if self._saved == point.step:
             return
+        self._run.optimizer.together(lambda: self._save(point))
+        self._saved = point.step
+
+    def _save(self, point: Point) -> None:
         run = self._run
         state = {
             "config": asdict(run.config),
@@ -166,7 +171,6 @@ class Saver:
         }
         background = run.config.checkpoint.background
         self._checkpoints.save(point.step, state, background=background)
-        self._saved = point.step
 
     def finish(self) -> None:
         """Wait until what was saved last is written. Collective over the world; blocking."""
