@@ -312,7 +312,12 @@ class Topology:
         """
         number = 1 + max(self._followers, default=0)
         self._followers[number] = call
-        return partial(self._followers.pop, number, None)
+
+        def remove() -> None:
+            """Take it off; idempotent."""
+            self._followers.pop(number, None)
+
+        return remove
 
     def become(self, other: "Topology") -> None:
         """Take the place of another topology, which must not be used any more."""

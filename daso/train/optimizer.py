@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
@@ -27,6 +27,8 @@ from daso.train.session import Session
 from daso.train.setup import combined, make_setup, stall_limit
 
 __all__ = ["DASO"]
+
+Result = TypeVar("Result")
 
 STATE_DICT = Rule(
     "what an optimizer's state_dict() returns, with 'state' and 'param_groups'",

@@ -109,14 +109,18 @@ def _train(
                     _leave(point, saver, folder, progress, number)
             figures = {"loss": _end_epoch(run, point), "test_accuracy": _score(run)}
             folder = folder or _inherited(run)
+            progress.shown = folder is not None
             _tell(run, point, figures, folder, progress)
             if recording is not None:
                 recording.mark()
             point.epoch, point.total = point.epoch + 1, torch.zeros(())
+            run.sampler.set_epoch(point.epoch)
+            progress.until(point.step + _steps_left(run, point))
         seconds = time.perf_counter() - start
         samples = (point.step - first) * run.config.data.batch_size * run.topology.world_size
         pace = {"seconds": seconds, "samples_per_second": samples / seconds}
-        summary = run.optimizer.together(lambda: _summary(run, point, figures | pace))
+        figures |= pace
+        summary: dict[str, Any] = run.optimizer.together(lambda: _summary(run, point, figures))
         folder = folder or _inherited(run)
     if folder is not None:
         folder.summary(summary)

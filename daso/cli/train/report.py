@@ -210,6 +210,11 @@ class Progress(AbstractContextManager["Progress"]):
         if self._bar is not None:
             self._bar.advance(self._task, steps)
 
+    def until(self, steps: int) -> None:
+        """So many steps it will be in all: not as many as before where ranks were lost."""
+        if self._bar is not None:
+            self._bar.update(self._task, total=steps)
+
     def line(self, text: str) -> None:
         """Show a line, above the bar where there is one."""
         if self._bar is not None:
