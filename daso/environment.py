@@ -14,6 +14,7 @@ __all__ = [
     "TORCHRUN",
     "Launch",
     "data_folder",
+    "end_without_others",
     "expand",
     "find_mpirun",
     "for_sbatch",
@@ -103,6 +104,11 @@ def note_process(rank: int, env: Mapping[str, str] | None = None) -> None:
 def survives_lost_ranks(env: Mapping[str, str] | None = None) -> bool:
     """Return whether Open MPI goes on without a rank that is killed: ``mpirun --with-ft ulfm``."""
     return (os.environ if env is None else env).get("OMPI_MCA_mpi_ft_enable") == "1"
+
+
+def end_without_others() -> None:
+    """Let MPI_Finalize not wait for ranks that were lost; call it before MPI starts."""
+    os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
 
 
 def may_share_a_gpu(env: Mapping[str, str] | None = None) -> bool:

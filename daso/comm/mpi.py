@@ -11,7 +11,15 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
-from daso.environment import TORCHRUN, Launch, find_mpirun, mpi_is_chosen, promises
+from daso.environment import (
+    TORCHRUN,
+    Launch,
+    end_without_others,
+    find_mpirun,
+    mpi_is_chosen,
+    promises,
+    survives_lost_ranks,
+)
 from daso.errors import TopologyError
 
 if TYPE_CHECKING:
@@ -32,6 +40,7 @@ __all__ = [
 # MPICH 5.0's mpiexec drops what a rank printed just before it aborts.
 DRAIN_SECONDS = 0.3
 WAIT_POLL_SECONDS = 0.01
+LAST_SECONDS = 2.0  # for the other ranks to fail by the same error
 ABORT_SECONDS = 5.0  # for MPI_Abort to end this process
 
 
@@ -54,6 +63,8 @@ def load() -> "ModuleType":
             f"`pip install 'daso[mpich]'` or set MPI4PY_LIBMPI to the path of libmpi.so"
         ) from error
     if not MPI.Is_initialized():
+        if survives_lost_ranks():
+            end_without_others()
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise TopologyError(
@@ -151,6 +162,22 @@ def die_on_error() -> None:
     _others_go_on = True
 
 
+def _is_last(world: "MPI.Comm") -> bool:
+    """Return whether no other rank is left: the job failed. The first that is left waits for it."""
+    end = time.monotonic() + LAST_SECONDS
+    while True:
+        failed = world.Get_failed()
+        gone = failed.Translate_ranks(range(failed.Get_size()), world.Get_group())
+        if len(gone) == world.Get_size() - 1:
+            return True
+        if len([rank for rank in gone if rank < world.Get_rank()]) < world.Get_rank():
+            return False
+        if time.monotonic() > end:
+            return False
+        world.Iprobe()  # lets MPI look
+        time.sleep(WAIT_POLL_SECONDS)
+
+
 def abort_on_error() -> None:
     """Make an uncaught exception on this rank end the whole job, naming the rank; idempotent.
 
@@ -170,6 +197,8 @@ def abort_on_error() -> None:
             print(f"daso: {where} failed: {kind.__name__}: {error}", file=sys.stderr, flush=True)
         time.sleep(DRAIN_SECONDS)
         if _others_go_on and not issubclass(kind, KeyboardInterrupt):
+            if _is_last(world):
+                os._exit(1)  # with MPI_Abort mpirun's exit code would be 0
             # Open MPI tells the others of a rank that a signal ends, not of one that exits.
             os.kill(os.getpid(), signal.SIGKILL)
         code = 130 if issubclass(kind, KeyboardInterrupt) else 1

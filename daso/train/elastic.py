@@ -58,6 +58,7 @@ class ElasticSession(Session):
 
     _noticed: Exception | None = None  # in a backward, left to the step
     _ended = False  # this step: the world was made anew as it began
+    _drops = False  # the batch of this step, if the world is made anew now
     _after: State | None = None  # where this rank goes on from, while a world is made anew
     _aside_until = _meets_at = 0  # see `daso.plan.schedule.Rejoined`
     _lost: Synchronizer | None = None  # whose node's memory is to be given back
@@ -103,8 +104,9 @@ class ElasticSession(Session):
             self._raise_noticed()
             return super().begin(closure, scaling)
         except Exception as error:
+            self._drops = True
             self._go_on(error, after_batch(self.setup.policy, self.schedule)[1])
-            self._ended = True
+            self._ended, self._drops = True, False
             return False, None
 
     def end(self) -> None:
@@ -281,7 +283,11 @@ class ElasticSession(Session):
             if ours.state.batch < ours.aside_until:
                 self._sync.stand_aside()
         metrics.event(
-            "regrouped", batch=ours.state.batch, meets_at=ours.meets_at, ranks=tuple(stay)
+            "regrouped",
+            batch=ours.state.batch,
+            dropped=self._drops,
+            meets_at=ours.meets_at,
+            ranks=tuple(stay),
         )
 
     def _run(self, work: Work[int]) -> int:
