@@ -21,7 +21,7 @@ import torch
 
 from daso.comm.collectives import gather
 from daso.comm.engine import NestedWork, Work
-from daso.comm.health.survivors import agree, is_loss, leave, lost, problem, regroup
+from daso.comm.health.survivors import is_loss, leave, lost, problem, raise_where_lost, regroup
 from daso.comm.mpi import die_on_error
 from daso.comm.node.base import wait_until
 from daso.comm.reclaim import forget
@@ -201,7 +201,7 @@ class ElasticSession(Session):
                 self._look()
                 result = call()
                 if meets and self._sync is not None and self._can:
-                    agree(self.topology.world_comm)
+                    raise_where_lost(self.topology.world_comm)
                 return result  # noqa: TRY300 - again otherwise
             except Exception as error:
                 undo()

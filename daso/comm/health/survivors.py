@@ -20,7 +20,16 @@ from daso.errors import ExchangeError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["agree", "is_loss", "leave", "lost", "problem", "regroup", "revoke", "staying"]
+__all__ = [
+    "is_loss",
+    "leave",
+    "lost",
+    "problem",
+    "raise_where_lost",
+    "regroup",
+    "revoke",
+    "staying",
+]
 
 logger = logging.getLogger("daso")
 
@@ -67,7 +76,7 @@ def revoke(comms: Iterable["MPI.Comm"]) -> None:
             comm.Revoke()
 
 
-def agree(comm: "MPI.Comm") -> None:
+def raise_where_lost(comm: "MPI.Comm") -> None:
     """Raise on every rank alike where one was lost in what they have just done together.
 
     Collective; blocking.
@@ -103,7 +112,7 @@ def regroup(topology: Topology) -> list[int] | None:
         base = base.Shrink()
         try:
             fresh, stay = _whole_nodes(base, topology)
-            agree(base)
+            raise_where_lost(base)
         except load().Exception as error:
             if not is_loss(error):
                 raise

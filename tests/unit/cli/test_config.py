@@ -62,6 +62,7 @@ KEYS = [
     "exchange.timeout_seconds",
     "exchange.step_restoration",
     "exchange.gpu_direct",
+    "exchange.elastic",
     "checkpoint.every",
     "checkpoint.keep",
     "checkpoint.background",
@@ -165,6 +166,10 @@ def test_the_settings_reach_the_records_of_the_optimizer():
     assert narrow.gradients == Gradients(wire="int8")
     direct = read_config(None, ["--exchange.gpu_direct=true"]).settings()
     assert direct.exchange == Exchange(gpu_direct=True)
+    elastic = read_config(None, ["--exchange.elastic=true"]).settings()
+    assert elastic.exchange == Exchange(elastic=True)
+    with pytest.raises(ConfigError, match=r"must keep all of its ranks to be recorded, but"):
+        read_config(None, ["--exchange.elastic=true", "--trace=true"])
 
 
 def test_no_size_of_buckets_is_one_to_be_searched():

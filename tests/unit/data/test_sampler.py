@@ -1,4 +1,6 @@
 import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -173,3 +175,46 @@ def test_a_state_of_another_data_set_is_refused_and_changes_nothing(state):
 def test_a_negative_epoch_is_refused():
     with pytest.raises(ConfigError, match="-1"):
         ShardedSampler(20, rank=0, size=1, batch_size=5).set_epoch(-1)
+
+
+@dataclass(frozen=True)
+class Fewer:
+    """A world that lost ranks, as one of those that are left is told of it."""
+
+    rank: int
+    world_size: int
+    most: Callable[[int], int]
+
+
+@checked
+@given(worlds(), st.data())
+def test_ranks_that_are_left_deal_what_is_left_of_the_epoch_among_them(world, data):
+    """None of them sees a sample twice, and none is lost that a lost rank had not drawn."""
+    ranks, size = samplers(world), world["size"]
+    drawn = [data.draw(st.integers(0, len(ranks[0]))) for _ in ranks]
+    begun = [iter(sampler) for sampler in ranks]
+    seen = [list(itertools.islice(one, count)) for one, count in zip(begun, drawn, strict=True)]
+    left = sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=1)))
+    most = max(drawn[rank] for rank in left)
+    for new, rank in enumerate(left):
+        ranks[rank].regroup(Fewer(new, len(left), lambda _: most))
+        assert ranks[rank].batches_done == drawn[rank]
+    rest = {rank: [*seen[rank], *begun[rank]] for rank in left}
+    assert len({len(batches) for batches in rest.values()}) == 1
+    assert {len(ranks[rank]) for rank in left} == {len(batches) for batches in rest.values()}
+    dealt = [sample for batches in rest.values() for batch in batches for sample in batch]
+    assert len(set(dealt)) == len(dealt)
+    whole = global_batches(world)
+    lost = {
+        sample
+        for batch in whole[:most]
+        for rank in set(range(size)) - set(left)
+        for sample in batch[rank * world["batch_size"] :][: world["batch_size"]]
+    }
+    assert not lost & set(dealt)
+    assert world["length"] - len(lost) - len(dealt) < len(left) * world["batch_size"]
+    first = ranks[left[0]]
+    place = first.state_dict()["batch"] * len(left) * world["batch_size"]
+    assert world["length"] - place < 2 * len(left) * world["batch_size"]
+    first.set_epoch(1)
+    assert len(first) == world["length"] // (len(left) * world["batch_size"])

@@ -27,6 +27,7 @@ def test_the_defaults_are_written_down():
         "fragments": 1,
         "gpu_direct": False,
         "step_restoration": "auto",
+        "elastic": False,
     }
     assert asdict(Gradients()) == {
         "bucket_bytes": "auto",

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daso.plan.policies import Fixed, Plateau
-from daso.plan.schedule import Action, State, after_batch, after_epoch, drain
+from daso.plan.schedule import Action, Progress, State, after_batch, after_epoch, drain, rejoin
 
 checked = settings(derandomize=True, max_examples=100, deadline=None)
 
@@ -546,3 +546,32 @@ def test_a_state_holds_nothing_else():
         "measurements",
     ]
     assert not hasattr(State(), "__dict__")
+
+
+@checked
+@given(policies, st.integers(0, 30), st.lists(st.integers(0, 3), min_size=1, max_size=5), st.data())
+def test_ranks_that_are_left_come_into_step_with_the_one_that_was_furthest(
+    policy, batches, behind, data
+):
+    """Each keeps its own count; from where all meet, all have one state and work to exchange."""
+    states = [policy.start()]
+    for _ in range(batches + 3):
+        states.append(after_batch(policy, states[-1])[1])
+    nodes = [data.draw(st.integers(0, rank)) for rank in range(len(behind))]
+    progress = [
+        Progress(node, states[batches + 3 - lag]) for node, lag in zip(nodes, behind, strict=True)
+    ]
+    ours = [rejoin(progress, rank) for rank in range(len(behind))]
+    first = max((one.state for one in progress), key=lambda state: state.batch)
+    for own, was, node in zip(ours, progress, nodes, strict=True):
+        assert own.state.batch == was.state.batch
+        assert own.meets_at == own.state.last == first.batch
+        assert own.state.sent is None
+        in_node = [one.state.batch for one in progress if one.node == node]
+        assert own.aside_until == (first.batch if first.synchronous else max(in_node))
+        same = {"batch": first.batch, "sent": None, "last": first.batch}
+        assert replace(own.state, **same, agreed=0) == replace(first, **same, agreed=0)
+    met = {replace(one.state, batch=one.meets_at) for one in ours}
+    assert len(met) == 1
+    apart = min(behind) != max(behind) and not first.synchronous
+    assert met.pop().alike is not apart
