@@ -71,10 +71,14 @@ class ElasticSession(Session):
 
     def _begin_to_survive(self, sync: Synchronizer) -> None:
         """Go on from now on, where that is possible; say so where it is not."""
-        if sync.coordinator.is_sharded:
+        distributed = torch.distributed
+        if sync.coordinator.is_sharded or (
+            distributed.is_available() and distributed.is_initialized()
+        ):
             raise ConfigError(
-                "Exchange(elastic=True) needs parameters that each rank holds whole, but they are "
-                "sharded; leave elastic out, and start again from a checkpoint"
+                "Exchange(elastic=True) needs ranks that meet through daso alone, but parameters "
+                "are sharded, or torch.distributed has a process group, which would wait for lost "
+                "ranks; leave elastic out, and start again from a checkpoint"
             )
         cause = problem()
         self._can = cause is None

@@ -8,6 +8,7 @@ optimization (DASO)", J. Big Data 9:14 (2022), doi 10.1186/s40537-021-00556-1.
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -184,7 +185,7 @@ class Session:
             settings,
             metrics,
             outer=self.setup.outer,
-            absorbs=self._absorbs,
+            absorbs=_weakly(weakref.WeakMethod(self._absorbs)),
         )
         registry.add(self._sync)
         keep(self, self.topology, self._number, registry.closer_of(self._sync))
@@ -667,3 +668,16 @@ class Session:
                     "rank 0's parameters",
                     batch,
                 )
+
+
+def _weakly(
+    method: "weakref.WeakMethod[Callable[[Exception], bool]]",
+) -> Callable[[Exception], bool]:
+    """Return a call of a session's method that does not keep alive what a user dropped."""
+
+    def call(error: Exception) -> bool:
+        """Return False where it was dropped."""
+        bound = method()
+        return bound is not None and bound(error)
+
+    return call
