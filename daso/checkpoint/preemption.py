@@ -7,7 +7,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from daso.comm.collectives import AsyncMaxReduce
-from daso.comm.health.survivors import is_loss
+from daso.comm.health.survivors import is_loss, raise_where_lost
 from daso.comm.mpi import load
 from daso.comm.topology import Regrouped, Topology
 from daso.environment import read_ignored_signals
@@ -84,6 +84,9 @@ class StopRequest:
             return None
         try:
             heard, step_seconds = self._vote.result()
+            if heard and self._topology.is_elastic:
+                self._heard = heard  # should it be asked again
+                raise_where_lost(self._topology.world_comm)
         except load().Exception as error:
             if not (self._topology.is_elastic and is_loss(error)):
                 raise
@@ -103,7 +106,14 @@ class StopRequest:
     def close(self) -> None:
         """Put the handlers back. Collective over the world; blocking; idempotent."""
         self._restore()
-        self._vote.free()
+        self._free()
+
+    def _free(self) -> None:
+        try:
+            self._vote.free()
+        except load().Exception as error:
+            if not (self._topology.is_elastic and is_loss(error)):
+                raise
 
     def _restore(self) -> None:
         self._forget()
@@ -126,4 +136,4 @@ class StopRequest:
         """Close it; after an error ranks may be missing, and nothing collective is done."""
         self._restore()
         if error is None:
-            self._vote.free()
+            self._free()

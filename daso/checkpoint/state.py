@@ -100,6 +100,7 @@ class Checkpoints:
         self.wait()
         self._topology.rendezvous("save a checkpoint", Exchange().timeout_seconds)
         self._agree(unfit(payload) or self._unready(step))
+        self._refused.add(step)  # until all ranks know of it: it may be saved again before
         if background:
             try:
                 copies, problem = staged(payload), None
@@ -175,8 +176,10 @@ class Checkpoints:
         try:
             self._topology.raise_on_all_ranks(problem, CheckpointError)
         except CheckpointError:
-            if clear is not None and self._topology.rank == 0:
-                remove(self._step_folder(clear))
+            if clear is not None:
+                self._refused.discard(clear)
+                if self._topology.rank == 0:
+                    remove(self._step_folder(clear))
             raise
 
     def _unready(self, step: int) -> str | None:

@@ -106,11 +106,14 @@ class ShardedSampler(Sampler[list[int]]):
         Collective over the world; blocking.
         """
         batch = world.most(self._batch)
-        sample, _ = self._place(batch)
+        # Behind the last batch of the epoch nothing is left: some ranks may have ended it.
+        sample = self._length if batch >= len(self) else self._place(batch)[0]
         self._deals.append(_Deal(batch, sample, world.rank, world.world_size))
 
     def __iter__(self) -> Iterator[list[int]]:
         start, self._start = self._start, 0
+        if start == 0:  # anew, by one deal
+            self._begin(self._epoch, 0)
         self._batch = start
         return self._batches(self._order(), start)
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from daso.comm.collectives import gather
+from daso.comm.collectives import gather, gather_unlike
 from daso.comm.engine import NestedWork, Work
 from daso.comm.health.survivors import is_loss, leave, lost, problem, raise_where_lost, regroup
 from daso.comm.mpi import die_on_error
@@ -32,6 +32,7 @@ from daso.train import registry
 from daso.train.inner.grad_scaler import Scaling
 from daso.train.metrics import Metrics
 from daso.train.model.params import Trained
+from daso.train.model.shared import common_tensors
 from daso.train.session import Closure, Session
 from daso.train.setup import Setup
 from daso.train.state_sync import average_tensors
@@ -62,6 +63,9 @@ class ElasticSession(Session):
     _after: State | None = None  # where this rank goes on from, while a world is made anew
     _aside_until = _meets_at = 0  # see `daso.plan.schedule.Rejoined`
     _lost: Synchronizer | None = None  # whose node's memory is to be given back
+    _metrics: Metrics | None = None
+    _depth = 0  # of calls that are made again as a whole
+    _averaging: ExitStack | None = None  # puts this rank's own parameters back
     _can: bool | None = None  # go on; None: not looked at yet
 
     def _open(self, metrics: Metrics, *acts: Action) -> None:
@@ -103,15 +107,50 @@ class ElasticSession(Session):
             Whether to take it: not where a rank was lost, or where others had this batch before.
         """
         if self.schedule.batch < self._aside_until:
+            self._probing = False
             return False, None
         try:
             self._raise_noticed()
-            return super().begin(closure, scaling)
+            with self._inside():
+                return super().begin(closure, scaling)
         except Exception as error:
             self._drops = True
-            self._go_on(error, after_batch(self.setup.policy, self.schedule)[1])
-            self._ended, self._drops = True, False
+            try:
+                self._go_on(error, after_batch(self.setup.policy, self.schedule)[1])
+            finally:
+                self._drops = False
+            self._ended = True
             return False, None
+
+    def _averaged(self, closure: Closure) -> Closure:
+        loss: Any = None
+
+        def mine() -> Any:
+            nonlocal loss
+            loss = closure()
+            return loss
+
+        averaged = super()._averaged(mine)
+
+        def absorbing() -> Any:
+            """Return this rank's own loss where a rank is lost: the next step sees to it."""
+            try:
+                return averaged()
+            except Exception as error:
+                if not self._absorbs(error):
+                    raise
+                return loss
+
+        return absorbing
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Leave errors of meetings inside to what is called here, which is made again whole."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
 
     def end(self) -> None:
         """Count a step, and start or finish an exchange when one is due; see `Session.end`."""
@@ -154,6 +193,20 @@ class ElasticSession(Session):
                 raise
             self.inner.zero_grad(set_to_none)
 
+    def report(self) -> dict[str, Any]:
+        """Return what was chosen and what happened so far; see `Session.report`."""
+        report = super().report()
+        if self._sync is None and self._metrics is not None:  # alone is left
+            metrics = self._metrics
+            report |= {
+                "exchanges": metrics.exchanges,
+                "dropped": metrics.dropped,
+                "global_bytes_sent": metrics.global_bytes_sent,
+                "exposed_seconds": metrics.exposed_seconds,
+                "events": list(metrics.events),
+            }
+        return report
+
     # --- meetings of all ranks ---------------------------------------------------------------
 
     def end_epoch(self, loss: float | torch.Tensor) -> float:
@@ -171,7 +224,11 @@ class ElasticSession(Session):
         with ExitStack() as stack:
             call = super().averaged
             self._together(lambda: stack.enter_context(call()), undo=stack.close)
-            yield
+            self._averaging = stack
+            try:
+                yield
+            finally:
+                self._averaging = None
 
     def together(self, call: Callable[[], Result]) -> Result:
         """Do what all ranks do at this place; see `Session.together`."""
@@ -199,11 +256,14 @@ class ElasticSession(Session):
         undo: Callable[[], None] = lambda: None,
     ) -> Result:
         """Do what all ranks do at the same place, again where a rank was lost meanwhile."""
+        if self._depth:
+            return call()
         while True:
             before = self.schedule
             try:
                 self._look()
-                result = call()
+                with self._inside():
+                    result = call()
                 if meets and self._sync is not None and self._can:
                     raise_where_lost(self.topology.world_comm)
                 return result  # noqa: TRY300 - again otherwise
@@ -238,16 +298,22 @@ class ElasticSession(Session):
         former, hosts = self.topology.rank_info, self.topology.liveness.hosts
         self._after = after
         sessions = self._open_again()
-        while (stay := _made_anew(sessions, self.topology)) is None:
+        stay = list(range(former.world_size))
+        while not _made_anew(sessions, self.topology, stay):
             pass
         if self.topology.rank == 0:
             _tell(former, hosts, stay, self.schedule.batch)
 
     def _lose(self) -> None:
         """Let go of what lost a rank."""
-        self._noticed = None
+        self._noticed, self._stale = None, False
         self._after = self._after or self.schedule
+        if self._averaging is not None:
+            self._averaging.close()
         if self._sync is not None:
+            metrics = self._metrics = self._sync.metrics
+            metrics.exposed_before += self._sync.buckets.node.idle_seconds
+            metrics.drops_lately = metrics.good_in_a_row = 0  # ranks may have counted otherwise
             self._sync.lose()
             registry.forget(self._sync)
             forget(self)
@@ -267,21 +333,24 @@ class ElasticSession(Session):
         ours = rejoin(progress, self.topology.rank)
         self._aside_until, self._meets_at = ours.aside_until, ours.meets_at
         trained = Trained.by(self.inner, self.setup.module)
+        buffers = common_tensors(
+            trained.buffers(),
+            lambda value: gather_unlike(self.topology, value, limit),
+            set(),
+            says=False,
+        )
         average_tensors(
-            [tensor.detach() for _, tensor in trained.local],
+            [*(tensor.detach() for _, tensor in trained.local), *buffers],
             self.topology,
             self._run,
             self.setup.settings.exchange.chunk_bytes,
         )
         self._take(ours.state)
-        self._after = None
-        former, self._lost = self._lost, None
-        metrics = Metrics() if former is None else former.metrics
+        former, metrics = self._lost, self._metrics or Metrics()
         self._open(metrics)
         if self._sync is not None:
             if ours.state.synchronous:
                 self._sync.coordinator.join()
-            self._sync.coordinator.average_buffers()
             if former is not None:
                 self._sync.go_on_from(former)
             if ours.state.batch < ours.aside_until:
@@ -293,6 +362,7 @@ class ElasticSession(Session):
             meets_at=ours.meets_at,
             ranks=tuple(stay),
         )
+        self._after = self._lost = None
 
     def _run(self, work: Work[int]) -> int:
         """Carry out work on this thread."""
@@ -303,17 +373,23 @@ class ElasticSession(Session):
         return nested.result
 
 
-def _made_anew(sessions: Sequence[ElasticSession], topology: Topology) -> list[int] | None:
-    """Let sessions go on in a smaller world; return the former ranks in it.
+def _made_anew(sessions: Sequence[ElasticSession], topology: Topology, stay: list[int]) -> bool:
+    """Let sessions go on in a smaller world; return False where one more rank was lost meanwhile.
 
-    None: one more rank was lost meanwhile. Does not return on ranks of broken nodes.
+    Does not return on ranks of broken nodes.
+
+    Args:
+        sessions: Of these ranks.
+        topology: Whose world.
+        stay: The ranks that were in it; becomes those that still are.
     """
     for one in sessions:
         one._lose()
-    stay = regroup(topology)
-    if stay is None:
+    left = regroup(topology)
+    if left is None:
         leave(topology)
-    assert stay is not None, "who leaves is gone"
+    assert left is not None, "who leaves is gone"
+    stay[:] = [stay[rank] for rank in left]
     try:
         for one in sessions:
             one._rejoin(stay)
@@ -321,8 +397,8 @@ def _made_anew(sessions: Sequence[ElasticSession], topology: Topology) -> list[i
     except Exception as error:
         if not (is_loss(error) or lost(topology.world_comm)):
             raise
-        return None
-    return stay
+        return False
+    return True
 
 
 def _tell(former: RankInfo, hosts: Sequence[str], stay: list[int], batch: int) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from daso import trace
-from daso.comm.collectives import gather_in_node
+from daso.comm.collectives import first_value, gather_in_node
 from daso.comm.emulation import Stretch, compute_factor
 from daso.comm.engine import Work, WorkHandle
+from daso.comm.health.survivors import raise_where_lost
 from daso.comm.node.base import NodeTransport
 from daso.comm.node.select import choose_node
 from daso.comm.step_timer import HostTimestamp
@@ -428,7 +429,7 @@ class Synchronizer:
         elif exchanges is None:  # one node: nothing goes between nodes
             return None
         elif act is Action.ANCHOR:
-            exchanges.anchor(state.batch)
+            exchanges.anchor(state.agreed)  # not a rank's own count, where ranks were lost
         elif act is Action.SEND:
             exchanges.send(state.batch, state.fragment, wait=state.wait)
         elif act is Action.SEND_ALL:
@@ -518,9 +519,17 @@ class Synchronizer:
     def go_on_from(self, other: "Synchronizer") -> None:
         """Take the place of one that lost a rank; give back its memory.
 
-        Collective over the node; blocking.
+        Collective over the world; blocking.
         """
         self._looked = True  # as it had
+        # Now, where all are: later some ranks train alone.
+        order = first_value(
+            self.topology, other.buckets.order, self.settings.exchange.timeout_seconds
+        )
+        raise_where_lost(self.topology.world_comm)  # or a rank of this node may not come
+        if order:
+            self.buckets.order = order
+            self.buckets.rows.make(order, self.buckets.bucket_bytes)
         other.buckets.node.free()
 
     def sound_steps(self) -> int | None:

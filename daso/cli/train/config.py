@@ -239,10 +239,11 @@ class Config:
         # Else a run would write outside of `runs`.
         check("name", self.name, NAME, "; choose another --name=NAME")
         check("runs", self.runs, PATH, "; choose another --runs=FOLDER")
-        if self.trace and self.exchange.elastic:
+        if self.exchange.elastic and (self.trace or self.checkpoint.background):
             raise ConfigError(
-                "a run must keep all of its ranks to be recorded, but exchange.elastic lets it go "
-                "on without some; leave --trace or --exchange.elastic out"
+                "a run must keep all of its ranks to be recorded, or saved in the background, but "
+                "exchange.elastic lets it go on without some; leave --trace and "
+                "--checkpoint.background, or --exchange.elastic, out"
             )
         self.settings()
         self.policy()

@@ -199,7 +199,11 @@ def _inherited(run: Run) -> RunFolder | None:
     """Return the run folder where this rank is the first now, since that one was lost."""
     if run.topology.rank > 0:
         return None
-    return RunFolder(run.config.folder, tensorboard=run.config.tensorboard, resume=True)
+    try:
+        return RunFolder(run.config.folder, tensorboard=run.config.tensorboard, resume=True)
+    except ConfigError as error:  # the others train on; so does this one
+        logger.warning("nothing more is written: %s", error)
+        return None
 
 
 def _steps_left(run: Run, point: Point) -> int:

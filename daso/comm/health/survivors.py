@@ -108,7 +108,7 @@ def regroup(topology: Topology) -> list[int] | None:
     """
     base, rank_info = topology.world_comm, topology.rank_info
     while True:
-        revoke([base, topology.lane_comm])
+        revoke([base, topology.lane_comm, topology.node_comm])
         base = base.Shrink()
         try:
             fresh, stay = _whole_nodes(base, topology)

@@ -168,8 +168,9 @@ def test_the_settings_reach_the_records_of_the_optimizer():
     assert direct.exchange == Exchange(gpu_direct=True)
     elastic = read_config(None, ["--exchange.elastic=true"]).settings()
     assert elastic.exchange == Exchange(elastic=True)
-    with pytest.raises(ConfigError, match=r"must keep all of its ranks to be recorded, but"):
-        read_config(None, ["--exchange.elastic=true", "--trace=true"])
+    for other in ("--trace=true", "--checkpoint.background=true"):
+        with pytest.raises(ConfigError, match=r"must keep all of its ranks to be recorded, or"):
+            read_config(None, ["--exchange.elastic=true", other])
 
 
 def test_no_size_of_buckets_is_one_to_be_searched():
