@@ -110,7 +110,7 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class Regrouped:
-    """What is told where ranks were lost and the others go on; see `Topology.on_regroup`."""
+    """Tells a rank its place in the world that is left; see `Topology.on_regroup`."""
 
     rank: int  # world rank from now on
     world_size: int  # ranks from now on
@@ -327,7 +327,7 @@ class Topology:
         self.__dict__.update(other.__dict__ | lasting)
 
     def tell_regrouped(self) -> None:
-        """Call what `on_regroup` was given. Collective over the world; blocking."""
+        """Call the functions that `on_regroup` was given. Collective over the world; blocking."""
         told = Regrouped(
             self.rank, self.world_size, lambda number: max(self.world_comm.allgather(number))
         )

@@ -93,7 +93,7 @@ class ElasticSession(Session):
         elif self.topology.rank == 0:
             logger.warning("%s: where a rank is lost, all end", cause)
 
-    def _open_again(self) -> list["ElasticSession"]:
+    def _elastic_sessions(self) -> list["ElasticSession"]:
         """Return all sessions of these ranks, in the order in which they were opened."""
         ours = [one for one in _open if one.topology is self.topology and not one._over]
         return sorted(ours, key=lambda one: one._number)
@@ -297,7 +297,7 @@ class ElasticSession(Session):
             raise error
         former, hosts = self.topology.rank_info, self.topology.liveness.hosts
         self._after = after
-        sessions = self._open_again()
+        sessions = self._elastic_sessions()
         stay = list(range(former.world_size))
         while not _made_anew(sessions, self.topology, stay):
             pass

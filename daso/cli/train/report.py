@@ -211,7 +211,7 @@ class Progress(AbstractContextManager["Progress"]):
             self._bar.advance(self._task, steps)
 
     def until(self, steps: int) -> None:
-        """So many steps it will be in all: not as many as before where ranks were lost."""
+        """Set the number of steps in all, which changes where ranks are lost."""
         if self._bar is not None:
             self._bar.update(self._task, total=steps)
 

@@ -1,4 +1,4 @@
-"""What ranks do when others are lost: find out, let each other know, and make a smaller world.
+"""Finds lost ranks, tells the others, and shrinks the world to the nodes that are whole.
 
 By User-Level Failure Mitigation (ULFM; Bland et al., "Post-failure recovery of MPI communication
 capability", IJHPCA 2013), which Open MPI has from 5.0 on under ``mpirun --with-ft ulfm``. A request
@@ -6,7 +6,6 @@ that a lost rank takes part in ends with an error on those who wait for it. The 
 revokes all communicators, so that the others do not wait for ranks that went to mend the world.
 """
 
-import logging
 import os
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -30,8 +29,6 @@ __all__ = [
     "revoke",
     "staying",
 ]
-
-logger = logging.getLogger("daso")
 
 
 def problem() -> str | None:
