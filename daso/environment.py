@@ -60,16 +60,19 @@ class Launch:
     size: int  # ranks promised
     rank: int  # world rank promised
     ranks_per_node: tuple[int, ...] | None  # pretend nodes
+    spares: int = 0  # of the ranks, the last ones: they wait until others are lost
 
 
 def read_launch(env: Mapping[str, str] | None = None) -> Launch:
     """Read how this process was started."""
     env = os.environ if env is None else env
     pretend = parse_ranks_per_node(env.get("DASO_RANKS_PER_NODE", ""))
-    found = [replace(launch, ranks_per_node=pretend) for launch in promises(env)]
+    spares = _parse_spares(env.get("DASO_SPARES", ""))
+    found = promises(env)
     # One task of a SLURM step may have started torchrun: who started several started these.
     several = [launch for launch in found if launch.size > 1]
-    return next(iter(several + found), Launch(None, 1, 0, pretend))
+    launch = next(iter(several + found), Launch(None, 1, 0, None))
+    return replace(launch, ranks_per_node=pretend, spares=spares)
 
 
 def promises(env: Mapping[str, str] | None = None) -> list[Launch]:
@@ -92,6 +95,14 @@ def parse_ranks_per_node(text: str) -> tuple[int, ...] | None:
             f"ranks per node must be a positive number or a list such as 3,1, not {text!r}"
         )
     return tuple(int(word) for word in words)
+
+
+def _parse_spares(text: str) -> int:
+    if text.strip() and not text.strip().isdecimal():
+        raise ConfigError(
+            f"DASO_SPARES must be a number of ranks, 0 or more, not {text!r}; mend it or unset it"
+        )
+    return int(text) if text.strip() else 0
 
 
 def note_process(rank: int, env: Mapping[str, str] | None = None) -> None:

@@ -100,7 +100,10 @@ class StopRequest:
     def _vote_anew(self, world: Regrouped) -> None:
         """Vote with the ranks that are left, first behind the batch that all of them have had."""
         self._vote = AsyncMaxReduce(self._topology, self._timeout_seconds)
-        self._between, self._left = 1, 1 + world.most(self._batches) - self._batches
+        most = world.most(self._batches + world.in_step)
+        if world.is_new:
+            self._batches = max(0, most - 1)
+        self._between, self._left = 1, 1 + most - self._batches
         self._vote.start([self._heard, 0.0])
 
     def close(self) -> None:

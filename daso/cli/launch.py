@@ -48,16 +48,25 @@ class Local:
         ranks_per_node: Cut them into pretend nodes: ``"2"`` or ``"3,1"``; None for one node.
         program: What each rank runs: a script or ``-m module``, then its arguments.
         elastic: Let the other ranks go on where one is killed: Open MPI 5 or later.
+        spares: Ranks beside these that wait until one is killed; they need ``elastic``.
     """
 
     ranks: int
     ranks_per_node: str | None
     program: tuple[str, ...]
     elastic: bool = False
+    spares: int = 0
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise TopologyError(f"the number of ranks must be at least 1, not {self.ranks}")
+        if self.spares < 0:
+            raise TopologyError(f"the number of spare ranks must be 0 or more, not {self.spares}")
+        if self.spares and not self.elastic:
+            raise TopologyError(
+                f"spare ranks take the place of one that is killed, where the others go on without "
+                f"it, but --spares {self.spares} comes without --elastic; add it"
+            )
         if not self.program:
             raise TopologyError("a program must follow: `daso run -n 4 train.py`, or -m module")
 
@@ -67,7 +76,7 @@ class Local:
         Python runs the program through mpi4py, so that an exception on one rank ends all.
         """
         python = [sys.executable, "-m", "mpi4py", *self.program]
-        return [str(mpirun), *self._options, "-n", str(self.ranks), *python]
+        return [str(mpirun), *self._options, "-n", str(self.ranks + self.spares), *python]
 
     @property
     def _options(self) -> tuple[str, ...]:
@@ -83,14 +92,16 @@ class Local:
             # Open MPI 5.0 prints an error per window otherwise, and goes on without it.
             "OMPI_MCA_osc": "^ucx",
         }
-        if self.ranks > cores:
+        if self.ranks + self.spares > cores:
             # A rank that waits sleeps, and leaves its core to others; Open MPI sees to that itself.
             ours["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"
         if root:
             ours |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         if self.ranks_per_node is not None:
             ours["DASO_RANKS_PER_NODE"] = self.ranks_per_node
-        forced = {"DASO_RANKS_PER_NODE"}
+        if self.spares:
+            ours["DASO_SPARES"] = str(self.spares)
+        forced = {"DASO_RANKS_PER_NODE", "DASO_SPARES"}
         here = {name: value for name, value in env.items() if not name.startswith(OF_A_RANK)}
         if any(name.startswith("SLURM_") for name in env):  # these ranks are of this machine alone
             here = {**NOT_BY_SLURM, **here}

@@ -85,7 +85,10 @@ def _refuse(why: str) -> int:
 
 
 def _speaks() -> bool:
-    """Return whether this rank is the one that prints."""
+    """Return whether this rank is the one that prints; after a loss it may be another one."""
+    topology = sys.modules.get("daso.comm.topology")
+    if topology is not None and (rank := topology.rank_now()) is not None:
+        return bool(rank == 0)
     try:
         return read_launch().rank == 0
     except ConfigError:
@@ -151,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-OURS = ("-n", "--ranks", "--ranks-per-node")
+OURS = ("-n", "--ranks", "--ranks-per-node", "--spares")
 CUTS = {"submit": submit.cut, "memory": memory.cut}
 
 
@@ -207,14 +210,27 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let Exchange(elastic=True) go on where a rank is killed (Open MPI 5 or later)",
     )
+    _add_spares(parser)
     parser.usage = (
-        "daso run [-n RANKS] [--ranks-per-node R] [--elastic] (SCRIPT | -m MODULE) [ARGUMENTS]"
+        "daso run [-n RANKS] [--ranks-per-node R] [--elastic [--spares S]] (SCRIPT | -m MODULE) "
+        "[ARGUMENTS]"
     )
     parser.set_defaults(run=_run)
 
 
+def _add_spares(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--spares",
+        type=int,
+        default=0,
+        metavar="S",
+        help="start S more ranks that wait until they take the place of a killed one",
+    )
+
+
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_ranks(parser, default=1)
+    _add_spares(parser)
     parser.add_argument("config", nargs="?", type=Path, help="a TOML file with settings")
     parser.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint in runs/NAME"
@@ -236,6 +252,7 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
             ranks_per_node=pretend,
             program=tuple(program),
             elastic=options.elastic,
+            spares=options.spares,
         )
     )
 
@@ -244,7 +261,7 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
     config = read_config(options.config, words)
     parse_ranks_per_node(options.ranks_per_node or "")
     launched = read_launch()
-    if options.ranks != 1 or options.ranks_per_node:
+    if options.ranks != 1 or options.ranks_per_node or options.spares:
         if launched.size > 1:
             raise ConfigError(
                 f"-n and --ranks-per-node start ranks, but {launched.launcher} already did; leave "
@@ -256,7 +273,13 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
         ranks, pretend = options.ranks, options.ranks_per_node
         elastic = config.exchange.elastic
         return launch(
-            Local(ranks=ranks, ranks_per_node=pretend, program=tuple(again), elastic=elastic)
+            Local(
+                ranks=ranks,
+                ranks_per_node=pretend,
+                program=tuple(again),
+                elastic=elastic,
+                spares=options.spares,
+            )
         )
     from daso.checkpoint.preemption import CHECKPOINTED
     from daso.cli.train.loop import train

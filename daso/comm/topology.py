@@ -20,6 +20,7 @@ import torch
 from daso.checks import NONE, Rule, check, either, validate_call
 from daso.comm.dtypes import sum_buffer
 from daso.comm.health.liveness import LivenessProbe
+from daso.comm.health.spares import Reserve, dismiss_at_exit, set_aside
 from daso.comm.mpi import abort_on_error, check_launch, check_wheels, load, wheels
 from daso.comm.node.base import wait_until
 from daso.environment import TORCHRUN, note_process, read_launch
@@ -39,6 +40,7 @@ __all__ = [
     "default",
     "errors_on_all_ranks",
     "make_default",
+    "rank_now",
 ]
 
 # What ranks do together outside of steps.
@@ -115,6 +117,9 @@ class Regrouped:
     rank: int  # world rank from now on
     world_size: int  # ranks from now on
     most: Callable[[int], int]  # returns the largest of all ranks' numbers; collective, blocking
+    first: Callable[[Any], Any]  # returns what world rank 0 passes; collective, blocking
+    is_new: bool  # this rank was a spare until now, and has done no batch
+    in_step: bool  # inside a step, which the program has not counted yet
 
 
 class Topology:
@@ -155,16 +160,7 @@ class Topology:
         end_with_starter()
         everybody = mpi.COMM_WORLD if world is None else world
         _wait_for_all(everybody)
-        self.world_comm: MPI.Comm = everybody.Dup()
-        host = self.world_comm.Split_type(mpi.COMM_TYPE_SHARED)
-        self.host_rank: int = host.Get_rank()  # pretend nodes of a host do not change it
-        group, problem = _pretend_group(self.host_rank, host.Get_size(), sizes)
-        self.raise_on_all_ranks(problem, TopologyError)
-        self.node_comm: MPI.Comm = host.Split(group, self.host_rank)
-        host.Free()
-        self.rank_info = self._find_rank_info()
-        color = mpi.UNDEFINED if self.rank_info.lane is None else self.rank_info.lane
-        self.lane_comm: MPI.Comm = self.world_comm.Split(color, self.rank_info.node)
+        self._part(everybody, sizes, spares=launch.spares if world is None else 0)
         self.liveness = LivenessProbe(
             self.world_comm, self.world_comm.allgather(mpi.Get_processor_name())
         )
@@ -245,6 +241,55 @@ class Topology:
             node_of=tuple(heads.index(head) for head in firsts),
         )
 
+    def _part(
+        self, everybody: "MPI.Comm", sizes: int | Sequence[int] | None, *, spares: int
+    ) -> None:
+        """Make the communicators. Collective over everybody; blocking."""
+        mpi = load()
+        if spares and Topology._open_now:
+            raise TopologyError(
+                "a job with spare ranks has one topology, but there is one already; pass it on "
+                "(topology=), or call daso.init(), which returns it"
+            )
+        is_spare = spares > 0 and everybody.Get_rank() >= everybody.Get_size() - spares
+        self.world_comm: MPI.Comm = set_aside(everybody, spares) if spares else everybody.Dup()
+        host = self.world_comm.Split_type(mpi.COMM_TYPE_SHARED)
+        self.host_rank: int = host.Get_rank()  # pretend nodes of a host do not change it
+        sizes = sizes[-1] if is_spare and isinstance(sizes, Sequence) else sizes
+        group, problem = _pretend_group(self.host_rank, host.Get_size(), sizes)
+        self.raise_on_all_ranks(problem, TopologyError)
+        self.node_comm: MPI.Comm = host.Split(group, self.host_rank)
+        host.Free()
+        self.rank_info = self._find_rank_info()
+        self.reserve: Reserve | None = None  # spare ranks, where there are any
+        if spares:
+            self._know_spares(everybody.Dup(), spares, is_spare)
+        lane = None if is_spare else self.rank_info.lane
+        color = mpi.UNDEFINED if lane is None else lane
+        self.lane_comm: MPI.Comm = self.world_comm.Split(color, self.rank_info.node)
+
+    def _know_spares(self, comm: "MPI.Comm", spares: int, is_spare: bool) -> None:
+        """Let a world and its spares know each other; until it is needed, each spare node is alone.
+
+        Collective over both; blocking.
+        """
+        node_of, all_ranks = comm.bcast(self.rank_info.node_of), comm.Get_size()
+        waiting = tuple(range(all_ranks - spares, all_ranks))
+        place = self.rank_info.node if is_spare else None
+        self.reserve = Reserve(comm, 1 + max(node_of), waiting, place)
+        if not is_spare:
+            dismiss_at_exit(self.reserve)
+            return
+        self.world_comm.Free()
+        self.world_comm, local_rank = self.node_comm.Dup(), self.node_comm.Get_rank()
+        rank = max(0, len(node_of) - self.node_comm.Get_size()) + local_rank
+        self.rank_info = RankInfo(rank, len(node_of), local_rank, node_of[-1], node_of)
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this rank waits until others are lost; until then it goes by the last ones."""
+        return self.reserve is not None and self.reserve.is_spare
+
     def rendezvous(self, what: str, timeout_seconds: float) -> None:
         """Wait until every rank has come to the same place of the program.
 
@@ -261,10 +306,11 @@ class Topology:
 
         Collective over the world; blocking.
         """
-        if self.rank_info.world_size == 1:
+        ranks = self.world_comm.Get_size()
+        if ranks == 1:
             return
         mine = torch.tensor([RENDEZVOUS.index(what)], device="cpu")
-        places = torch.empty(self.rank_info.world_size, dtype=torch.int64, device="cpu")
+        places = torch.empty(ranks, dtype=torch.int64, device="cpu")
         request = self.world_comm.Iallgather(sum_buffer(mine), sum_buffer(places))
         try:
             wait_until(
@@ -306,7 +352,7 @@ class Topology:
         return all(other == value for other in self.world_comm.allgather(value))
 
     def on_regroup(self, call: Callable[[Regrouped], object]) -> Callable[[], None]:
-        """Call a function where ranks were lost and the others go on; return what takes it off.
+        """Call a function where ranks were lost or joined; return what takes it off.
 
         All ranks must add the same functions in the same order, for these may communicate.
         """
@@ -319,17 +365,33 @@ class Topology:
 
         return remove
 
-    def become(self, other: "Topology") -> None:
-        """Take the place of another topology, which must not be used any more."""
+    def become(self, other: "Topology", reserve: Reserve | None) -> None:
+        """Take the place of another topology, which must not be used any more.
+
+        Args:
+            other: That one.
+            reserve: The spare ranks that are left.
+        """
         Topology._open_now -= 1
-        lasting = {"is_elastic": self.is_elastic, "_followers": self._followers}
+        if reserve is not None:
+            dismiss_at_exit(reserve)
+        lasting = {
+            "is_elastic": self.is_elastic,
+            "_followers": self._followers,
+            "reserve": reserve,
+        }
         self.__dict__.clear()
         self.__dict__.update(other.__dict__ | lasting)
 
-    def tell_regrouped(self) -> None:
+    def tell_regrouped(self, *, is_new: bool, in_step: bool) -> None:
         """Call the functions that `on_regroup` was given. Collective over the world; blocking."""
         told = Regrouped(
-            self.rank, self.world_size, lambda number: max(self.world_comm.allgather(number))
+            rank=self.rank,
+            world_size=self.world_size,
+            most=lambda number: max(self.world_comm.allgather(number)),
+            first=self.world_comm.bcast,
+            is_new=is_new,
+            in_step=in_step,
         )
         for call in list(self._followers.values()):
             call(told)
@@ -358,7 +420,7 @@ def errors_on_all_ranks(topology: object, what: str, timeout_seconds: float) -> 
     except DasoError as error:
         problem = error
     where = topology if isinstance(topology, Topology) else next(iter(_default.values()), None)
-    if where is None or not _is_open(where) or where.rank_info.world_size == 1:
+    if where is None or not _is_open(where) or where.world_comm.Get_size() == 1:
         if problem is not None:
             raise problem
         return
@@ -477,6 +539,11 @@ def make_default(ranks_per_node: int | Sequence[int] | None) -> Topology:
 
 def _is_open(topology: Topology | None) -> bool:
     return topology is not None and topology.world_comm != load().COMM_NULL
+
+
+def rank_now() -> int | None:
+    """Return this rank in the default topology, whose numbers change where ranks are lost."""
+    return next((one.rank for one in _default.values() if _is_open(one)), None)
 
 
 def default() -> Topology:

@@ -1,8 +1,8 @@
 """Deals a data set out to the ranks of the world; give it to a DataLoader as `batch_sampler`."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,14 @@ class Regrouped(Protocol):
     @property
     def most(self) -> Callable[[int], int]:
         """Returns the largest of all ranks' numbers; collective."""
+
+    @property
+    def first(self) -> Callable[[Any], Any]:
+        """Returns what world rank 0 passes; collective."""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether this rank was a spare until now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,7 @@ class ShardedSampler(Sampler[list[int]]):
         self._seed = seed if shuffle else None
         self._epoch = 0
         self._batch = 0  # batches yielded this epoch
-        self._start = 0  # the batch that the next iteration begins with
+        self._start: int | None = 0  # the next iteration begins with; None: a whole epoch anew
 
     def __len__(self) -> int:
         """Batches of a whole epoch, also where an iteration begins in the middle of one."""
@@ -93,27 +101,39 @@ class ShardedSampler(Sampler[list[int]]):
         """Batches yielded this epoch."""
         return self._batch
 
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch, from 0."""
+        return self._epoch
+
     def regroup(self, world: "Regrouped") -> None:
-        """Deal what is left of the epoch to other ranks: those that are left when some were lost.
+        """Deal what is left of the epoch to other ranks, where some were lost or came.
 
         Give it to ``topology.on_regroup``. All ranks change behind the batch that any of them has
-        drawn already, so that no sample is seen twice; a lost rank's part of these is not seen.
+        drawn already, so that no sample is seen twice; a lost rank's part of these is not seen. A
+        rank that is new begins with the last of these batches, which its optimizer lets pass, in
+        the `epoch` of the others. No DataLoader may draw batches ahead then (``num_workers=0``).
 
         Args:
-            world: Has ``rank``, ``world_size`` (ranks), and ``most(number)``, the largest of all
-                ranks' numbers.
+            world: Has ``rank``, ``world_size`` (ranks), ``most(number)``, the largest of all ranks'
+                numbers, ``first(value)``, world rank 0's, and ``is_new``.
 
         Collective over the world; blocking.
         """
         batch = world.most(self._batch)
+        epoch, deals = world.first((self._epoch, self._deals))
+        if world.is_new:
+            self._epoch, self._batch = epoch, max(0, batch - 1)
+            self._start = self._batch
+            self._deals = [replace(deal, rank=0) for deal in deals]  # it has no part in these
         # Behind the last batch of the epoch nothing is left: some ranks may have ended it.
         sample = self._length if batch >= len(self) else self._place(batch)[0]
         self._deals.append(_Deal(batch, sample, world.rank, world.world_size))
 
     def __iter__(self) -> Iterator[list[int]]:
-        start, self._start = self._start, 0
-        if start == 0:  # anew, by one deal
+        if self._start is None:  # once more
             self._begin(self._epoch, 0)
+        start, self._start = self._start or 0, None
         self._batch = start
         return self._batches(self._order(), start)
 

@@ -236,7 +236,7 @@ class Progress:
     """How far a rank was when another one was lost."""
 
     node: int  # of those that go on
-    state: State  # after the step, or the call, in which it learned of that
+    state: State | None  # after the step, or the call, in which it learned of that; None: it is new
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,17 +252,21 @@ def rejoin(progress: Sequence[Progress], rank: int) -> Rejoined:
     """Return how a rank goes on once all hold the mean of their parameters.
 
     Every rank has a count of batches of its own, which it keeps: its program counts too. All go by
-    the schedule of the rank that was furthest. In synchronous phases no rank trains alone.
+    the schedule of the rank that was furthest. In synchronous phases no rank trains alone. A rank
+    that is new begins with the last batch of the one that was furthest, and lets it pass: it does
+    what the others do behind that batch, whatever that is.
 
     Args:
         progress: Of every rank that goes on.
         rank: Whose way is asked for.
     """
-    mine, states = progress[rank], [one.state for one in progress]
+    known = [(one.node, one.state) for one in progress if one.state is not None]
+    mine, states = progress[rank], [state for _, state in known]
     first = max(states, key=lambda state: state.batch)
-    in_node = max(one.state.batch for one in progress if one.node == mine.node)
     least = first.batch if first.synchronous else min(state.batch for state in states)
-    state = replace(first, batch=mine.state.batch, sent=None, last=first.batch, agreed=least)
+    batch = max(0, first.batch - 1) if mine.state is None else mine.state.batch
+    in_node = max((state.batch for node, state in known if node == mine.node), default=first.batch)
+    state = replace(first, batch=batch, sent=None, last=first.batch, agreed=least)
     return Rejoined(state, first.batch if first.synchronous else in_node, first.batch)
 
 

@@ -13,9 +13,9 @@ from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Wire
 from daso.plan.schedule import Policy
 from daso.train.deltas.outer import MakeOuter
-from daso.train.elastic import session_class
 from daso.train.inner.grad_scaler import NATIVE, Scaling
 from daso.train.inner.step_restoration import StepRestoration
+from daso.train.recovery.session import session_class
 from daso.train.session import Session
 from daso.train.setup import make_setup, stall_limit
 
@@ -53,7 +53,7 @@ def attach(  # noqa: PLR0913 - the keywords of DASO
 
     Returns:
         A handle with ``synchronize``, ``averaged``, ``no_sync``, ``end_epoch``, ``report``,
-        ``on_exchange``, ``together`` and ``close``, and a context manager, like `daso.DASO`.
+        ``on_exchange``, ``together``, ``join``, ``close``, and a context manager, as `daso.DASO`.
 
     Raises:
         ConfigError: A keyword has no such value.
@@ -96,7 +96,7 @@ class Attached:
         self.synchronize, self.end_epoch = session.synchronize, session.end_epoch
         self.no_sync, self.report = session.no_sync, session.report
         self.averaged, self.on_exchange = session.averaged, session.on_exchange
-        self.together = session.together
+        self.together, self.join = session.together, session.join
         self._set_aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._loading: Any = None
         self._restoration: StepRestoration | None = None  # of the step under way

@@ -20,9 +20,9 @@ from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Wire
 from daso.plan.schedule import Policy
 from daso.train.deltas.outer import MakeOuter
-from daso.train.elastic import session_class
 from daso.train.inner.grad_scaler import Scaling
 from daso.train.misuse import InnerSteps, stepping
+from daso.train.recovery.session import session_class
 from daso.train.session import Session
 from daso.train.setup import combined, make_setup, stall_limit
 
@@ -357,6 +357,22 @@ class DASO(torch.optim.Optimizer):
         other ranks go on with: log what may fail, and do not raise it.
         """
         return self._session.on_exchange(call)
+
+    def join(self) -> int:
+        """Return how many batches were trained on; a spare rank waits first until it is needed.
+
+        Where `daso run --spares` started spare ranks, call it on all ranks before the first step,
+        when everything else is set up: there a spare waits until it takes the place of a lost
+        rank. It then has the parameters, optimizer state and schedule of the others, and begins
+        with the batch that they are in, which the optimizer lets pass. A spare that nobody needs
+        ends here, with the job. On other ranks it does nothing.
+
+        Returns:
+            Batches done, where the loop over steps begins.
+
+        Blocking, on a spare.
+        """
+        return self._session.join()
 
     def together(self, call: Callable[[], Result]) -> Result:
         """Call a function in which all ranks meet, and once more where a rank was lost meanwhile.

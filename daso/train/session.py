@@ -97,6 +97,11 @@ class Session:
     ) -> "Session":
         """Return a session that has agreed with all ranks. Collective over the world; blocking."""
         session = cls(inner, setup, topology)
+        if session.topology.reserve is not None and not setup.settings.exchange.elastic:
+            raise ConfigError(
+                "spare ranks take the place of lost ones under Exchange(elastic=True), but this "
+                "optimizer does not go on without lost ranks; say so, or leave --spares out"
+            )
         rank_info = session.topology.rank_info
         if rank_info.world_size == 1:
             return session
@@ -447,6 +452,10 @@ class Session:
         if optimizer_state:
             self._sync.coordinator.join()
             self._joined = self.schedule.batch
+
+    def join(self) -> int:
+        """Return the batches done; a spare waits before that until it is needed."""
+        return self.schedule.batch
 
     def together(self, call: Callable[[], Result]) -> Result:
         """Call a function in which all ranks meet, again where a rank was lost meanwhile."""

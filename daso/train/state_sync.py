@@ -34,11 +34,19 @@ def average_tensors(
     topology: Topology,
     run: Callable[[Work[int]], int],
     chunk_bytes: int,
+    ranks: int | None = None,
 ) -> int:
     """Set floating tensors to their mean over all ranks and other tensors to world rank 0's.
 
     Differences from rank 0 are added over each node in rank order, then over nodes, so every rank
     gets the same bits. In parts, so that little memory is needed beside the tensors.
+
+    Args:
+        tensors: Of the same shapes on all ranks.
+        topology: Whose world.
+        run: Carries out the work.
+        chunk_bytes: Bytes in a message.
+        ranks: How many count; the others have what rank 0 has. None: all.
 
     Returns:
         The bytes that this rank sent to other nodes.
@@ -55,7 +63,8 @@ def average_tensors(
             first = row.clone()
             broadcast([first], topology)
             row = torch.where(row == first, 0.0, row - first)  # equal infinities too
-            nbytes += run(_mean_over_world(row, topology, chunk_bytes))
+            divisor = topology.world_size if ranks is None else ranks
+            nbytes += run(_mean_over_world(row, topology, chunk_bytes, divisor))
             row = torch.where(row == 0, first, row + first)
             with torch.no_grad():
                 sizes = [piece.numel() for piece in part]
@@ -81,8 +90,10 @@ def _parts(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield group
 
 
-def _mean_over_world(row: torch.Tensor, topology: Topology, chunk_bytes: int) -> Work[int]:
-    """Replace a row by its mean over the world: sums in nodes, means over lanes, back into nodes.
+def _mean_over_world(
+    row: torch.Tensor, topology: Topology, chunk_bytes: int, divisor: int
+) -> Work[int]:
+    """Replace a row by its sum over the world, divided: first in nodes, then over lanes, and back.
 
     Collective over the world; non-blocking, as work for an engine.
     """
@@ -91,7 +102,7 @@ def _mean_over_world(row: torch.Tensor, topology: Topology, chunk_bytes: int) ->
     size, alone = rank_info.local_size, rank_info.nodes == 1
     if size > 1:
         plan = direct_plan(size)
-        sums = deterministic_allreduce(node, codec, [1] * size, size if alone else 1, plan=plan)
+        sums = deterministic_allreduce(node, codec, [1] * size, divisor if alone else 1, plan=plan)
         yield from sums.run(Row(row), plan.chunks(row.numel(), message))
     if alone:
         return 0
@@ -100,7 +111,7 @@ def _mean_over_world(row: torch.Tensor, topology: Topology, chunk_bytes: int) ->
         mine = row[slice(*spans[rank_info.lane])]
         plan = choose_plan("auto", rank_info.nodes, mine.nbytes)
         means = deterministic_allreduce(
-            *(topology.lane_comm, codec, [1] * rank_info.nodes, rank_info.world_size), plan=plan
+            *(topology.lane_comm, codec, [1] * rank_info.nodes, divisor), plan=plan
         )
         nbytes = yield from means.run(Row(mine), plan.chunks(mine.numel(), message))
     if size > 1:

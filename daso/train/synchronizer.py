@@ -516,21 +516,24 @@ class Synchronizer:
         self._unhook()
         self.exchanges = None
 
-    def go_on_from(self, other: "Synchronizer") -> None:
-        """Take the place of one that lost a rank; give back its memory.
+    def go_on_from(self, other: "Synchronizer | None") -> None:
+        """Take the place of one that lost a rank, where this rank had one; give back its memory.
 
         Collective over the world; blocking.
         """
         self._looked = True  # as it had
         # Now, where all are: later some ranks train alone.
         order = first_value(
-            self.topology, other.buckets.order, self.settings.exchange.timeout_seconds
+            self.topology,
+            None if other is None else other.buckets.order,
+            self.settings.exchange.timeout_seconds,
         )
         raise_where_lost(self.topology.world_comm)  # or a rank of this node may not come
         if order:
             self.buckets.order = order
             self.buckets.rows.make(order, self.buckets.bucket_bytes)
-        other.buckets.node.free()
+        if other is not None:
+            other.buckets.node.free()
 
     def sound_steps(self) -> int | None:
         """Return the steps taken, if nothing failed here; None if something did."""

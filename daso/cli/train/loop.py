@@ -20,7 +20,7 @@ from daso.cli.train.resume import Point, Run, Saver
 from daso.cli.train.task import Task, evaluate, loss_of, make_optimizer, make_outer, make_task
 from daso.comm.collectives import gather
 from daso.comm.node.select import choose_device
-from daso.comm.topology import Topology
+from daso.comm.topology import Regrouped, Topology
 from daso.comm.world import init
 from daso.data import ShardedSampler
 from daso.environment import slurm_job, slurm_restarts
@@ -55,6 +55,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any] | None:
     stop = StopRequest(run.topology, signals=_signals(), timeout_seconds=timeout_seconds)
     try:
         with stop, _recorded(run, point) as recording:
+            _join(run, point)
             try:
                 summary = _train(run, point, saver, folder, stop, recording)
             except Stopped:
@@ -69,6 +70,19 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any] | None:
     if folder is not None:
         folder.close()
     return summary
+
+
+def _join(run: Run, point: Point) -> None:
+    """Wait, on a spare rank, until it is needed, and go on where the others are."""
+
+    def follow(world: Regrouped) -> None:
+        epoch, total = world.first((point.epoch, point.total.cpu()))
+        if world.is_new:
+            point.epoch, point.total = epoch, total
+
+    run.topology.on_regroup(follow)
+    if run.topology.is_spare:
+        point.step = run.optimizer.join()
 
 
 def _signals() -> list[signal.Signals]:

@@ -8,9 +8,11 @@ revokes all communicators, so that the others do not wait for ranks that went to
 
 import os
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from daso.comm.health.spares import Member, Reserve, members_of_next_world
 from daso.comm.mpi import library, load
 from daso.comm.topology import Topology
 from daso.environment import survives_lost_ranks
@@ -27,8 +29,9 @@ __all__ = [
     "raise_where_lost",
     "regroup",
     "revoke",
-    "staying",
 ]
+
+NEW = -1  # former rank of one that was a spare
 
 
 def problem() -> str | None:
@@ -81,64 +84,89 @@ def raise_where_lost(comm: "MPI.Comm") -> None:
     comm.Agree(1)
 
 
-def staying(node_of: Sequence[int], alive: Collection[int]) -> list[int]:
-    """Return the ranks of nodes of which every rank is alive, in order."""
-    broken = {node for rank, node in enumerate(node_of) if rank not in alive}
-    return [rank for rank, node in enumerate(node_of) if node not in broken]
-
-
-def regroup(topology: Topology) -> list[int] | None:
-    """Make a topology that of the nodes that are whole.
+def regroup(topology: Topology, *, ready: bool) -> list[int] | None:
+    """Make a topology that of the nodes that are whole, and of spare ones for those that are not.
 
     Communicators that lost a rank are kept as they are: to free one takes all of its ranks.
 
     Args:
-        topology: Changes in place: ranks and nodes have other numbers, and are fewer.
+        topology: Changes in place: ranks and nodes have other numbers.
+        ready: Spares may come: they would meet this rank where they begin. Where one rank is not,
+            they wait on, and `Reserve.due` says so.
 
     Returns:
-        The former world ranks of those that go on; None on a rank whose node is broken.
+        The former world rank of each rank that goes on, `NEW` for one that was a spare; None on a
+        rank that does not: one of a broken node, or a spare that waits on.
 
     Raises:
         ExchangeError: No node is whole.
 
-    Collective over the ranks that are left, also of broken nodes; blocking.
+    Collective over the ranks that are left, also of broken nodes, and spares; blocking.
     """
-    base, rank_info = topology.world_comm, topology.rank_info
+    reserve = topology.reserve
+    base = topology.world_comm if reserve is None else reserve.comm
     while True:
-        revoke([base, topology.lane_comm, topology.node_comm])
+        revoke([base])
+        if not topology.is_spare:
+            revoke([topology.world_comm, topology.lane_comm, topology.node_comm])
         base = base.Shrink()
         try:
-            fresh, stay = _whole_nodes(base, topology)
+            fresh, former, reserve = _next_world(base, topology, _member(topology, ready))
             raise_where_lost(base)
         except load().Exception as error:
             if not is_loss(error):
                 raise
             continue  # one more was lost meanwhile
         if fresh is not None:
-            topology.become(fresh)
-        return stay if rank_info.rank in stay else None
+            topology.become(fresh, reserve)
+            return former
+        topology.reserve = reserve
+        return None
 
 
-def _whole_nodes(survivors: "MPI.Comm", topology: Topology) -> tuple[Topology | None, list[int]]:
-    """Return the topology of the nodes that are whole, for a rank of one, and their old ranks."""
-    rank_info, mpi = topology.rank_info, load()
-    stay = staying(rank_info.node_of, survivors.allgather(rank_info.rank))
-    if not stay:
+def _next_world(
+    survivors: "MPI.Comm", topology: Topology, mine: Member
+) -> tuple[Topology | None, list[int], Reserve | None]:
+    """Return the next topology, where this rank is in it, its ranks' former ones, and its spares.
+
+    Collective over the ranks that are left; blocking.
+    """
+    mpi, reserve = load(), topology.reserve
+    members = survivors.allgather(mine)
+    wanted = chosen = members_of_next_world(members, 0 if reserve is None else reserve.nodes)
+    if not all(one.ready for one in members):
+        chosen = members_of_next_world(members, 0)
+    if not chosen:
         raise ExchangeError(
             "training goes on without a lost rank's node where another node is whole, but there is "
             "none; start again from a checkpoint"
         )
-    stays = rank_info.rank in stay
-    part = survivors.Split(0 if stays else mpi.UNDEFINED, rank_info.rank)
-    if not stays:
-        return None, stay
+    former = [NEW if members[at].node[0] else members[at].rank for at in chosen]
+    if reserve is not None:
+        spares = (at for at, one in enumerate(members) if one.node[0] and at not in chosen)
+        due = len(wanted) > len(chosen)
+        reserve = replace(reserve, comm=survivors, waiting=tuple(spares), due=due)
+    here = survivors.Get_rank()
+    is_in = here in chosen
+    part = survivors.Split(0 if is_in else mpi.UNDEFINED, chosen.index(here) if is_in else 0)
+    if not is_in:
+        return None, former, reserve
     host = part.Split_type(mpi.COMM_TYPE_SHARED)
-    nodes = host.allgather(rank_info.node)
+    nodes = host.allgather(mine.node)
     host.Free()
     sizes = [nodes.count(node) for node in dict.fromkeys(nodes)]  # pretend nodes of this host
     fresh = Topology(part, ranks_per_node=sizes)
     part.Free()
-    return fresh, stay
+    return fresh, former, None if reserve is None else replace(reserve, place=None)
+
+
+def _member(topology: Topology, ready: bool) -> Member:
+    """Return what this rank says of itself."""
+    rank_info, reserve = topology.rank_info, topology.reserve
+    if reserve is not None and reserve.place is not None:
+        size = topology.world_comm.Get_size()  # its node alone
+        return Member(topology.world_comm.Get_rank(), (True, reserve.place), size, ready)
+    return Member(rank_info.rank, (False, rank_info.node), rank_info.local_size, ready)
 
 
 def leave(topology: Topology) -> None:

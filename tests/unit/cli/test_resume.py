@@ -113,7 +113,7 @@ def test_another_number_of_ranks_counts_the_same_samples(batch, world, size, pla
 class Alone:
     """A topology of one rank."""
 
-    rank, world_size = 0, 1
+    rank, world_size, is_spare = 0, 1, False
     world_comm = SimpleNamespace(bcast=lambda value: value)
 
     def raise_on_all_ranks(self, problem, error):

@@ -4,20 +4,6 @@ from daso.comm.health import survivors
 from daso.comm.mpi import load
 
 
-@pytest.mark.parametrize(
-    ("node_of", "alive", "stay"),
-    [
-        ((0, 1, 2), (0, 1), [0, 1]),
-        ((0, 0, 1, 1), (0, 1, 3), [0, 1]),
-        ((0, 0, 1, 1), (1, 2), []),
-        ((0, 1, 0, 1), (1, 3), [1, 3]),  # launchers may deal ranks out
-        ((0, 0, 0, 1), (0, 1, 2), [0, 1, 2]),
-    ],
-)
-def test_ranks_of_whole_nodes_stay(node_of, alive, stay):
-    assert survivors.staying(node_of, alive) == stay
-
-
 def test_a_loss_is_told_from_other_errors_also_where_it_is_the_cause():
     mpi = load()
     loss = mpi.Exception(mpi.ERR_PROC_FAILED)

@@ -574,4 +574,8 @@ def test_ranks_that_are_left_come_into_step_with_the_one_that_was_furthest(
     met = {replace(one.state, batch=one.meets_at) for one in ours}
     assert len(met) == 1
     apart = min(behind) != max(behind) and not first.synchronous
-    assert met.pop().alike is not apart
+    assert met.copy().pop().alike is not apart
+    new = rejoin([*progress, Progress(max(nodes) + 1, None)], len(progress))
+    assert new.state.batch == max(0, new.meets_at - 1)  # the batch that the others are in passes
+    assert new.aside_until == new.meets_at == first.batch
+    assert replace(new.state, batch=first.batch) in met

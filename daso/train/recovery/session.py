@@ -1,16 +1,18 @@
-"""Training that goes on without the nodes that are lost.
+"""Training that goes on without the nodes that are lost, or with spare ones in their place.
 
 Whoever learns that a rank was lost, in a step, between two, or in a meeting of all ranks, drops
 what is under way and tells the others, who do the same. The ranks of whole nodes make a smaller
 world. All of them go on from the mean of their parameters, so that no work of theirs is lost, and
 with their own count of batches: those that were behind catch up before anything is exchanged
-(`daso.plan.schedule.rejoin`).
+(`daso.plan.schedule.rejoin`). Spare nodes, where there are any, take the place of lost ones: they
+begin with rank 0's optimizer state and that mean, from the batch on from which all meet.
 
 What is gone: the work of the lost node since the last exchange, the gradients of the batch in which
 a rank learned of it, what wires had left over for later, and an outer optimizer's state.
 """
 
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,9 +21,19 @@ from typing import Any, TypeVar
 
 import torch
 
-from daso.comm.collectives import gather, gather_unlike
+from daso.comm.collectives import first_value, gather, gather_unlike
 from daso.comm.engine import NestedWork, Work
-from daso.comm.health.survivors import is_loss, leave, lost, problem, raise_where_lost, regroup
+from daso.comm.health.spares import Reserve, wait_until_needed
+from daso.comm.health.survivors import (
+    NEW,
+    is_loss,
+    leave,
+    lost,
+    problem,
+    raise_where_lost,
+    regroup,
+    revoke,
+)
 from daso.comm.mpi import die_on_error
 from daso.comm.node.base import wait_until
 from daso.comm.reclaim import forget
@@ -33,6 +45,7 @@ from daso.train.inner.grad_scaler import Scaling
 from daso.train.metrics import Metrics
 from daso.train.model.params import Trained
 from daso.train.model.shared import common_tensors
+from daso.train.recovery.hand_over import hand_over
 from daso.train.session import Closure, Session
 from daso.train.setup import Setup
 from daso.train.state_sync import average_tensors
@@ -54,7 +67,8 @@ def session_class(setup: Setup) -> type[Session]:
 class ElasticSession(Session):
     """A session that goes on without the nodes that are lost; see `Session`.
 
-    Where the launcher or the MPI library cannot, it says so, and is as any other.
+    Where the launcher or the MPI library cannot, it says so, and is as any other. A spare rank does
+    nothing before `join`.
     """
 
     _noticed: Exception | None = None  # in a backward, left to the step
@@ -66,12 +80,34 @@ class ElasticSession(Session):
     _metrics: Metrics | None = None
     _depth = 0  # of calls that are made again as a whole
     _averaging: ExitStack | None = None  # puts this rank's own parameters back
+    _is_new = False  # a spare that has not been given anything
+    _in_step = False
+    _meetings = 0  # of all ranks since the last step
     _can: bool | None = None  # go on; None: not looked at yet
 
     def _open(self, metrics: Metrics, *acts: Action) -> None:
         super()._open(metrics, *acts)
         if self._can is None and self._sync is not None:
             self._begin_to_survive(self._sync)
+
+    @classmethod
+    def opened(
+        cls, inner: torch.optim.Optimizer, setup: Setup, topology: Topology | None
+    ) -> "Session":
+        """Return a session that has agreed with all ranks; see `Session.opened`."""
+        session = cls(inner, setup, topology)
+        if session.topology.reserve is not None and session._elastic_sessions():
+            raise ConfigError(
+                "in a job with spare ranks one optimizer may be wrapped, but this is the second; "
+                "pass all to one (daso.DASO([one, other])), or leave --spares out"
+            )
+        if not session.topology.is_spare:
+            return super().opened(inner, setup, topology)
+        die_on_error()
+        session._is_new = session._can = session.topology.is_elastic = True
+        session._number = len(session._elastic_sessions())
+        _open.add(session)
+        return session
 
     def _begin_to_survive(self, sync: Synchronizer) -> None:
         """Go on from now on, where that is possible; say so where it is not."""
@@ -98,6 +134,32 @@ class ElasticSession(Session):
         ours = [one for one in _open if one.topology is self.topology and not one._over]
         return sorted(ours, key=lambda one: one._number)
 
+    # --- spares ------------------------------------------------------------------------------
+
+    def join(self) -> int:
+        """Wait, on a spare, until it takes the place of a lost rank; see `Session.join`."""
+        while self.topology.is_spare:
+            assert self.topology.reserve is not None, "a spare knows of it"
+            if not wait_until_needed(self.topology.reserve):
+                _end_unneeded(self.topology.reserve)
+            _go_on_together(self._elastic_sessions(), self.topology, [], in_step=False)
+        return self.schedule.batch
+
+    def _call_spares(self) -> None:
+        """Have a world made with spares that could not come when a rank was lost."""
+        reserve = self.topology.reserve
+        if reserve is not None and reserve.due and self.topology.rank == 0:
+            revoke([self.topology.world_comm])
+            raise ConnectionError("spare ranks join")
+
+    def _check_open(self) -> None:
+        super()._check_open()
+        if self.topology.is_spare:
+            raise ConfigError(
+                "a spare rank must wait until it is needed before it trains, but this one goes on; "
+                "call optimizer.join() on all ranks, before the first step"
+            )
+
     # --- one step ----------------------------------------------------------------------------
 
     def begin(self, closure: Closure | None, scaling: Scaling) -> tuple[bool, Closure | None]:
@@ -109,16 +171,18 @@ class ElasticSession(Session):
         if self.schedule.batch < self._aside_until:
             self._probing = False
             return False, None
+        self._meetings = 0
         try:
             self._raise_noticed()
+            self._call_spares()
             with self._inside():
                 return super().begin(closure, scaling)
         except Exception as error:
-            self._drops = True
+            self._drops = self._in_step = True
             try:
                 self._go_on(error, after_batch(self.setup.policy, self.schedule)[1])
             finally:
-                self._drops = False
+                self._drops = self._in_step = False
             self._ended = True
             return False, None
 
@@ -164,7 +228,11 @@ class ElasticSession(Session):
             super().end()
             self._look()
         except Exception as error:
-            self._go_on(error, self.schedule)
+            self._in_step = True
+            try:
+                self._go_on(error, self.schedule)
+            finally:
+                self._in_step = False
 
     def _pass_batch(self) -> None:
         """Count a batch that others had before: nothing is exchanged."""
@@ -266,6 +334,7 @@ class ElasticSession(Session):
                     result = call()
                 if meets and self._sync is not None and self._can:
                     raise_where_lost(self.topology.world_comm)
+                self._meetings += meets
                 return result  # noqa: TRY300 - again otherwise
             except Exception as error:
                 undo()
@@ -297,17 +366,16 @@ class ElasticSession(Session):
             raise error
         former, hosts = self.topology.rank_info, self.topology.liveness.hosts
         self._after = after
-        sessions = self._elastic_sessions()
-        stay = list(range(former.world_size))
-        while not _made_anew(sessions, self.topology, stay):
-            pass
+        ranks = list(range(former.world_size))
+        _go_on_together(self._elastic_sessions(), self.topology, ranks, in_step=self._in_step)
         if self.topology.rank == 0:
-            _tell(former, hosts, stay, self.schedule.batch)
+            _tell(former, hosts, ranks, self.schedule.batch)
 
     def _lose(self) -> None:
         """Let go of what lost a rank."""
         self._noticed, self._stale = None, False
-        self._after = self._after or self.schedule
+        if not self._is_new:
+            self._after = self._after or self.schedule
         if self._averaging is not None:
             self._averaging.close()
         if self._sync is not None:
@@ -319,20 +387,22 @@ class ElasticSession(Session):
             forget(self)
             self._lost, self._sync = self._lost or self._sync, None
 
-    def _rejoin(self, stay: list[int]) -> None:
+    def _rejoin(self, ranks: list[int]) -> None:
         """Go on from the mean of all parameters.
 
         Args:
-            stay: The former world ranks of those that go on.
+            ranks: The former world ranks of those that go on.
 
         Collective over the world; blocking.
         """
-        assert self._after is not None, "told when it let go"
         limit = self.setup.settings.exchange.timeout_seconds
         progress = gather(self.topology, Progress(self.topology.node, self._after), limit)
         ours = rejoin(progress, self.topology.rank)
         self._aside_until, self._meets_at = ours.aside_until, ours.meets_at
         trained = Trained.by(self.inner, self.setup.module)
+        new = [rank for rank, one in enumerate(progress) if one.state is None]
+        if new:
+            self._hand_over(trained, new, limit)
         buffers = common_tensors(
             trained.buffers(),
             lambda value: gather_unlike(self.topology, value, limit),
@@ -344,6 +414,7 @@ class ElasticSession(Session):
             self.topology,
             self._run,
             self.setup.settings.exchange.chunk_bytes,
+            len(progress) - len(new),
         )
         self._take(ours.state)
         former, metrics = self._lost, self._metrics or Metrics()
@@ -351,8 +422,7 @@ class ElasticSession(Session):
         if self._sync is not None:
             if ours.state.synchronous:
                 self._sync.coordinator.join()
-            if former is not None:
-                self._sync.go_on_from(former)
+            self._sync.go_on_from(former)
             if ours.state.batch < ours.aside_until:
                 self._sync.stand_aside()
         metrics.event(
@@ -360,9 +430,17 @@ class ElasticSession(Session):
             batch=ours.state.batch,
             dropped=self._drops,
             meets_at=ours.meets_at,
-            ranks=tuple(stay),
+            ranks=tuple(ranks),
         )
-        self._after = self._lost = None
+        self._after, self._lost, self._is_new = None, None, False
+
+    def _hand_over(self, trained: Trained, new: Sequence[int], limit: float) -> None:
+        """Give ranks that are new all that rank 0 has. Collective over the world; blocking."""
+        told = first_value(self.topology, (self._number, self._history, self._joined), limit)
+        if self.topology.rank in new:
+            self._number, self._history, self._joined = told
+        tensors = [tensor for _, tensor in (*trained.local, *trained.buffers())]
+        hand_over(self.topology, self.inner, tensors, new, limit)
 
     def _run(self, work: Work[int]) -> int:
         """Carry out work on this thread."""
@@ -373,27 +451,44 @@ class ElasticSession(Session):
         return nested.result
 
 
-def _made_anew(sessions: Sequence[ElasticSession], topology: Topology, stay: list[int]) -> bool:
-    """Let sessions go on in a smaller world; return False where one more rank was lost meanwhile.
-
-    Does not return on ranks of broken nodes.
+def _go_on_together(
+    sessions: Sequence[ElasticSession], topology: Topology, ranks: list[int], *, in_step: bool
+) -> None:
+    """Let sessions go on in another world; does not return on ranks of broken nodes.
 
     Args:
         sessions: Of these ranks.
         topology: Whose world.
-        stay: The ranks that were in it; becomes those that still are.
+        ranks: The ranks that were in it; becomes those that still are, `NEW` for spares.
+        in_step: A step is under way.
     """
-    for one in sessions:
-        one._lose()
-    left = regroup(topology)
-    if left is None:
-        leave(topology)
-    assert left is not None, "who leaves is gone"
-    stay[:] = [stay[rank] for rank in left]
+    was_spare, made = topology.is_spare, False
+    while not made:  # one more may be lost meanwhile
+        for one in sessions:
+            one._lose()
+        left = regroup(topology, ready=all(one._meetings == 0 for one in sessions))
+        if left is None:
+            if was_spare:
+                return  # it waits on
+            leave(topology)
+        assert left is not None, "who leaves is gone"
+        ranks[:] = [NEW if rank == NEW else ranks[rank] if ranks else rank for rank in left]
+        made = _rejoined(sessions, topology, ranks, is_new=was_spare, in_step=in_step)
+
+
+def _rejoined(
+    sessions: Sequence[ElasticSession],
+    topology: Topology,
+    ranks: list[int],
+    *,
+    is_new: bool,
+    in_step: bool,
+) -> bool:
+    """Let sessions agree in a world that was made anew; return False where that lost a rank too."""
     try:
         for one in sessions:
-            one._rejoin(stay)
-        topology.tell_regrouped()
+            one._rejoin(ranks)
+        topology.tell_regrouped(is_new=is_new, in_step=in_step)
     except Exception as error:
         if not (is_loss(error) or lost(topology.world_comm)):
             raise
@@ -401,15 +496,28 @@ def _made_anew(sessions: Sequence[ElasticSession], topology: Topology, stay: lis
     return True
 
 
-def _tell(former: RankInfo, hosts: Sequence[str], stay: list[int], batch: int) -> None:
-    """Say who is gone, by the numbers that ranks had."""
-    nodes = {node for rank, node in enumerate(former.node_of) if rank not in stay}
+def _tell(former: RankInfo, hosts: Sequence[str], ranks: list[int], batch: int) -> None:
+    """Say who is gone, by the numbers that ranks had, and who came."""
+    nodes = {node for rank, node in enumerate(former.node_of) if rank not in ranks}
+    if not nodes:
+        logger.warning("%d spare ranks joined after %d steps", ranks.count(NEW), batch)
+        return
     names = sorted({hosts[rank] for rank, node in enumerate(former.node_of) if node in nodes})
+    spares = ranks.count(NEW)
     logger.warning(
-        "node %s (%s) lost a rank: after %d steps training goes on with %d of %d ranks",
+        "node %s (%s) lost a rank: after %d steps training goes on with %d of %d ranks%s",
         ", ".join(map(str, sorted(nodes))),
         ", ".join(names),
         batch,
-        len(stay),
+        len(ranks) - spares,
         former.world_size,
+        f", and {spares} that were spare" if spares else "",
     )
+
+
+def _end_unneeded(reserve: Reserve) -> None:
+    """End this process, a spare, as the job is over. Does not return."""
+    failed = reserve.comm.Get_failed().Get_size()
+    if failed >= reserve.comm.Get_size() - len(reserve.waiting):  # nobody came to the end
+        os._exit(1)
+    raise SystemExit(0)

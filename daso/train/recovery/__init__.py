@@ -1,0 +1,1 @@
+"""Training that goes on when nodes are lost, and takes in spare ones."""
