@@ -117,6 +117,8 @@ class AsyncMaxReduce:
 
     def __init__(self, topology: Topology, timeout_seconds: float) -> None:
         self.comm, self._liveness = topology.world_comm.Dup(), topology.liveness
+        topology.others.append(self.comm)
+        self._topology = topology
         self._timeout_seconds = timeout_seconds
         self._request: MPI.Request | None = None
         self._row = torch.zeros(0, dtype=torch.float64, device="cpu")
@@ -142,4 +144,6 @@ class AsyncMaxReduce:
         if self._request is not None:
             self.result()
         if self.comm != load().COMM_NULL:
+            if self.comm in self._topology.others:  # else that is another world's now
+                self._topology.others.remove(self.comm)
             self.comm.Free()

@@ -164,6 +164,7 @@ class Topology:
         self.liveness = LivenessProbe(
             self.world_comm, self.world_comm.allgather(mpi.Get_processor_name())
         )
+        self.others: list[MPI.Comm] = []  # of these ranks, on which they wait outside of steps
         self._mesh: DeviceMesh | None = None
         self.is_elastic = False  # goes on without ranks that are lost
         self._followers: dict[int, Callable[[Regrouped], object]] = {}
@@ -209,6 +210,12 @@ class Topology:
     def lanes(self) -> int:
         """Number of lanes: the ranks of the smallest node."""
         return self.rank_info.lanes
+
+    @property
+    def communicators(self) -> "list[MPI.Comm]":
+        """All on which ranks wait for each other, but those of optimizers."""
+        own = [self.world_comm, self.lane_comm, self.node_comm, self.liveness.comm]
+        return [*own, *self.others]
 
     @property
     def has_mesh(self) -> bool:

@@ -40,6 +40,11 @@ class LivenessProbe:
         self._round = 0
         self._lock = threading.Lock()
 
+    @property
+    def comm(self) -> "MPI.Comm":
+        """What it asks over."""
+        return self._notes.comm
+
     def answer(self) -> None:
         """Answer those who ask. Does not block; cheap."""
         with self._lock:

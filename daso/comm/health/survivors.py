@@ -108,7 +108,7 @@ def regroup(topology: Topology, *, ready: bool) -> list[int] | None:
     while True:
         revoke([base])
         if not topology.is_spare:
-            revoke([topology.world_comm, topology.lane_comm, topology.node_comm])
+            revoke(topology.communicators)
         base = base.Shrink()
         try:
             fresh, former, reserve = _next_world(base, topology, _member(topology, ready))

@@ -149,7 +149,7 @@ class ElasticSession(Session):
         """Have a world made with spares that could not come when a rank was lost."""
         reserve = self.topology.reserve
         if reserve is not None and reserve.due and self.topology.rank == 0:
-            revoke([self.topology.world_comm])
+            revoke(self.topology.communicators)
             raise ConnectionError("spare ranks join")
 
     def _check_open(self) -> None:
