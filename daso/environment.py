@@ -30,9 +30,9 @@ __all__ = [
     "read_cpu_mask",
     "read_ignored_signals",
     "read_launch",
+    "restarts",
     "site_name",
     "slurm_job",
-    "slurm_restarts",
     "survives_lost_ranks",
     "tell_frameworks",
     "terminal_columns",
@@ -146,10 +146,11 @@ def slurm_job(env: Mapping[str, str] | None = None) -> str | None:
     return (os.environ if env is None else env).get("SLURM_JOB_ID") or None
 
 
-def slurm_restarts(env: Mapping[str, str] | None = None) -> int:
-    """Return how often SLURM put the job back into its queue; 0 where there is no job."""
-    text = (os.environ if env is None else env).get("SLURM_RESTART_COUNT", "")
-    return int(text) if text.isdecimal() else 0
+def restarts(env: Mapping[str, str] | None = None) -> int:
+    """Return how often SLURM put the job back into its queue, or `daso run` started it again."""
+    env = os.environ if env is None else env
+    texts = (env.get(name, "") for name in ("SLURM_RESTART_COUNT", "DASO_RESTARTS"))
+    return sum(int(text) for text in texts if text.isdecimal())
 
 
 def note_requeue(env: Mapping[str, str] | None = None) -> None:

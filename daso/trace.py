@@ -8,7 +8,7 @@ import itertools
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "record",
     "start",
     "stop",
+    "watch",
 ]
 
 # What a span can be: a whole batch; packing what is sent; merging what came; standing still for
@@ -122,6 +123,7 @@ def _spans(rows: bytearray, count: int, capacity: int) -> Iterator[Span]:
 
 
 _recorder: Recorder | None = None
+_watcher: Callable[[int], None] | None = None
 
 
 def start(recorder: Recorder) -> None:
@@ -136,10 +138,18 @@ def stop() -> None:
     _recorder = None
 
 
+def watch(call: Callable[[int], None] | None) -> None:
+    """Call a function with the kind of each span, when it ends, in its thread; None: no more."""
+    global _watcher  # noqa: PLW0603 - as in `start`
+    _watcher = call
+
+
 def record(
     kind: int, begins: float, *, ends: float | None = None, key: int = NO_KEY, nbytes: int = 0
 ) -> None:
     """Keep that something of this kind took a while, if anybody records."""
-    recorder = _recorder  # which another thread may stop meanwhile
+    recorder, watcher = _recorder, _watcher  # which another thread may stop meanwhile
     if recorder is not None:
         recorder.add(kind, begins, time.perf_counter() if ends is None else ends, key, nbytes)
+    if watcher is not None:
+        watcher(kind)

@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -24,6 +24,7 @@ LEAST_OPEN_MPI = 5  # that goes on where a rank is killed
 POLL_MILLISECONDS = 100
 INTERRUPT_SECONDS = 5.0  # after Ctrl-C, for mpirun and programs that save to end by themselves
 ORPHANED_SECONDS = 2.0  # for mpirun to end once what started the ranks has
+NOT_AGAIN = {0, 2, 75, 130}  # well, wrong use, asked to end, interrupted
 CHECKPOINTED = 75  # exit code; `daso.checkpoint.preemption` says what it means, and needs torch
 
 
@@ -49,6 +50,8 @@ class Local:
         program: What each rank runs: a script or ``-m module``, then its arguments.
         elastic: Let the other ranks go on where one is killed: Open MPI 5 or later.
         spares: Ranks beside these that wait until one is killed; they need ``elastic``.
+        restarts: Start a job that fails again, so often at most.
+        faults: What goes wrong on a rank; see `daso.testing.faults`.
     """
 
     ranks: int
@@ -56,6 +59,8 @@ class Local:
     program: tuple[str, ...]
     elastic: bool = False
     spares: int = 0
+    restarts: int = 0
+    faults: str = ""
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -67,6 +72,8 @@ class Local:
                 f"spare ranks take the place of one that is killed, where the others go on without "
                 f"it, but --spares {self.spares} comes without --elastic; add it"
             )
+        if self.restarts < 0:
+            raise TopologyError(f"the number of restarts must be 0 or more, not {self.restarts}")
         if not self.program:
             raise TopologyError("a program must follow: `daso run -n 4 train.py`, or -m module")
 
@@ -75,7 +82,8 @@ class Local:
 
         Python runs the program through mpi4py, so that an exception on one rank ends all.
         """
-        python = [sys.executable, "-m", "mpi4py", *self.program]
+        faults = ("-m", "daso.testing.faults", self.faults) if self.faults else ()
+        python = [sys.executable, "-m", "mpi4py", *faults, *self.program]
         return [str(mpirun), *self._options, "-n", str(self.ranks + self.spares), *python]
 
     @property
@@ -109,7 +117,7 @@ class Local:
 
 
 def launch(local: Local) -> int:
-    """Run mpirun and wait for it."""
+    """Run mpirun and wait for it; again where the job fails, as often as is told."""
     path = find_mpirun()
     if path is None:
         raise TopologyError(
@@ -119,13 +127,28 @@ def launch(local: Local) -> int:
     if local.elastic:
         _check_elastic(path)
     env = local.environment(os.environ, root=os.geteuid() == 0, cores=len(os.sched_getaffinity(0)))
+    code, asked = _run(local.command(path), env)
+    for restart in range(1, local.restarts + 1):
+        if asked or code in NOT_AGAIN:
+            break
+        print(
+            f"daso: the job starts again: restart {restart} of at most {local.restarts}",
+            file=sys.stderr,
+        )
+        again = replace(local, faults="")  # a rehearsed fault strikes once
+        code, asked = _run(again.command(path), {**env, "DASO_RESTARTS": str(restart)})
+    return code
+
+
+def _run(command: list[str], env: Mapping[str, str]) -> tuple[int, bool]:
+    """Run mpirun once; return its exit code, and whether a signal came here meanwhile."""
     sys.stdout.flush()
     with tempfile.TemporaryDirectory(prefix="daso-") as folder:
-        env["DASO_PROCESSES"] = folder
+        more = {"DASO_PROCESSES": folder}
         if (columns := terminal_columns({})) is not None:
-            env["DASO_TERMINAL"] = str(columns)
-        mpirun = _start(local.command(path), env)
-        with _signals_to(mpirun):
+            more["DASO_TERMINAL"] = str(columns)
+        mpirun = _start(command, {**env, **more})
+        with _signals_to(mpirun) as heard:
             gone = _watch(mpirun, Path(folder))
         code = mpirun.wait()
     if _shell_code(code) == CHECKPOINTED:
@@ -134,7 +157,7 @@ def launch(local: Local) -> int:
         # A rank that raised has said so itself, and outlives those that its abort ends.
         first = "" if _shell_code(code) in (1, 2, 130) else gone
         print(f"daso: the job ended with exit code {_shell_code(code)}{first}", file=sys.stderr)
-    return _shell_code(code)
+    return _shell_code(code), bool(heard)
 
 
 def _check_elastic(mpirun: Path) -> None:
@@ -170,13 +193,19 @@ def _shell_code(code: int) -> int:
 
 
 @contextmanager
-def _signals_to(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """Pass signals on to mpirun; Ctrl-C it gets itself, and is told only where it goes on."""
+def _signals_to(process: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
+    """Pass signals on to mpirun; Ctrl-C it gets itself, and is told only where it goes on.
+
+    Yields the list of those that come.
+    """
+    heard: list[int] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:
+        heard.append(number)
         process.send_signal(number)
 
-    def interrupt(*_: object) -> None:
+    def interrupt(number: int, _: FrameType | None) -> None:
+        heard.append(number)
         later = threading.Timer(INTERRUPT_SECONDS, _interrupt, [process])
         later.daemon = True
         later.start()
@@ -185,7 +214,7 @@ def _signals_to(process: "subprocess.Popen[bytes]") -> Iterator[None]:
     before = {number: signal.signal(number, pass_on) for number in numbers}
     before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
-        yield
+        yield heard
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

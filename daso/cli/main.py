@@ -18,6 +18,7 @@ from daso.cli.train.config import describe, read_config, takes_value
 from daso.environment import parse_ranks_per_node, read_launch
 from daso.errors import ConfigError, DasoError
 from daso.slurm import status, submit
+from daso.testing.faults import parse as parse_faults
 
 __all__ = ["Parser", "carry_out", "main"]
 
@@ -154,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-OURS = ("-n", "--ranks", "--ranks-per-node", "--spares")
+OURS = ("-n", "--ranks", "--ranks-per-node", "--spares", "--restarts", "--fault")
 CUTS = {"submit": submit.cut, "memory": memory.cut}
 
 
@@ -210,15 +211,28 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let Exchange(elastic=True) go on where a rank is killed (Open MPI 5 or later)",
     )
-    _add_spares(parser)
+    _add_survival(parser)
+    parser.add_argument(
+        "--fault",
+        default="",
+        metavar="TEXT",
+        help="rehearse a fault, such as `kill rank 1 at step 50`; see docs/elastic.md",
+    )
     parser.usage = (
-        "daso run [-n RANKS] [--ranks-per-node R] [--elastic [--spares S]] (SCRIPT | -m MODULE) "
-        "[ARGUMENTS]"
+        "daso run [-n RANKS] [--ranks-per-node R] [--elastic [--spares S]] [--restarts N] [--fault "
+        "TEXT] (SCRIPT | -m MODULE) [ARGUMENTS]"
     )
     parser.set_defaults(run=_run)
 
 
-def _add_spares(parser: argparse.ArgumentParser) -> None:
+def _add_survival(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start a job that fails again, at most N times: daso train goes on where it saved",
+    )
     parser.add_argument(
         "--spares",
         type=int,
@@ -230,7 +244,7 @@ def _add_spares(parser: argparse.ArgumentParser) -> None:
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_ranks(parser, default=1)
-    _add_spares(parser)
+    _add_survival(parser)
     parser.add_argument("config", nargs="?", type=Path, help="a TOML file with settings")
     parser.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint in runs/NAME"
@@ -240,6 +254,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
     parse_ranks_per_node(options.ranks_per_node or "")
+    parse_faults(options.fault)
     ranks, pretend = options.ranks, options.ranks_per_node
     if program and not program[0].startswith("-") and not Path(program[0]).is_file():
         raise ConfigError(
@@ -253,6 +268,8 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
             program=tuple(program),
             elastic=options.elastic,
             spares=options.spares,
+            restarts=options.restarts,
+            faults=options.fault,
         )
     )
 
@@ -261,7 +278,7 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
     config = read_config(options.config, words)
     parse_ranks_per_node(options.ranks_per_node or "")
     launched = read_launch()
-    if options.ranks != 1 or options.ranks_per_node or options.spares:
+    if options.ranks != 1 or options.ranks_per_node or options.spares or options.restarts:
         if launched.size > 1:
             raise ConfigError(
                 f"-n and --ranks-per-node start ranks, but {launched.launcher} already did; leave "
@@ -279,6 +296,7 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
                 program=tuple(again),
                 elastic=elastic,
                 spares=options.spares,
+                restarts=options.restarts,
             )
         )
     from daso.checkpoint.preemption import CHECKPOINTED

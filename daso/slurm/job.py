@@ -61,6 +61,7 @@ class Job:
     dependency: str = _option("", "wait for other jobs, such as afterany:123")
     signal_seconds: int = _option(120, "send SIGUSR1 so long before the time limit", "S")
     max_restarts: int = _option(100, f"requeue at most so often after exit code {REQUEUE}", "N")
+    restart_on_failure: int = _option(0, "requeue a job that fails, at most so often", "N")
     logs: str = _option("runs/slurm", "folder of logs and scripts", "FOLDER")
     python: str = _option("", "Python of the ranks; default: the one that submits", "PATH")
     container: str = _option("", "run in this image", "IMAGE")
@@ -211,6 +212,7 @@ LEAST = {
     "gpus_per_node": 0,
     "signal_seconds": 0,
     "max_restarts": 0,
+    "restart_on_failure": 0,
 }
 # Words that sbatch reads as they are: it would take a blank, quote or # for the end of a value.
 WORD = (r"[^\s'\"\\#]+", "one word without blanks, quotes, # and backslashes")

@@ -1,6 +1,7 @@
 """Ranks are killed, and the others go on: under Open MPI, whose wheel is put in place first."""
 
 import copy
+import itertools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import elastic_program
 import pytest
+import soak
 import torch
 from elastic_program import EPOCH, batch_loss, digest, network, sgd
 from jobs import run_on, slowness
@@ -127,12 +129,12 @@ def test_one_process_replays_it_to_the_same_bits(python, tmp_path, policy) -> No
 
 def _replay(policy, steps, lost_at, told, spare=None) -> str:
     """Return the hash of what three nodes become of which the last one is lost, or replaced."""
-    names = {0: 0, 1: 1, 2: 2}
-
-    def loss(model, rank, step):
-        return batch_loss(model, names[rank], step)
-
-    oracle = Sequential(network, sgd, loss, (1, 1, 1), policy=policy, merge="auto")
+    names = [0, 1, 2]  # of processes, by rank
+    oracle = Sequential(
+        *(network, sgd, lambda model, rank, step: batch_loss(model, names[rank], step), (1, 1, 1)),
+        policy=policy,
+        merge="auto",
+    )
     _run(oracle, lost_at)
     state, progress = oracle.state, []
     for rank, event in enumerate(told):
@@ -142,18 +144,11 @@ def _replay(policy, steps, lost_at, told, spare=None) -> str:
             if not (event["dropped"] and step == event["batch"] - 1):
                 _step(oracle, rank, step)
         progress.append(Progress(rank, alone))
-    oracle.models, oracle.inners, oracle.node_sizes = oracle.models[:2], oracle.inners[:2], (1, 1)
-    with torch.no_grad():
-        for both in zip(oracle.params(0), oracle.params(1), strict=True):
-            oracle.join_tensor(list(both))
+    _take_the_mean_of_two(oracle)
     ours = [rejoin(progress, rank) for rank in (0, 1)]
     if spare is not None:
         names[2] = spare
-        oracle.models.append(network())
-        oracle.models[2].load_state_dict(oracle.models[0].state_dict())
-        oracle.inners.append(sgd(oracle.models[2]))
-        oracle.inners[2].load_state_dict(copy.deepcopy(oracle.inners[0].state_dict()))
-        oracle.node_sizes = (1, 1, 1)
+        _add_copy_of_the_first(oracle)
     oracle.anchor(0)
     if ours[0].state.synchronous:
         oracle.join(0)
@@ -165,6 +160,23 @@ def _replay(policy, steps, lost_at, told, spare=None) -> str:
     _run(oracle, steps - ours[0].meets_at)
     oracle.synchronize()
     return digest(oracle.models[0])
+
+
+def _take_the_mean_of_two(oracle) -> None:
+    oracle.models, oracle.inners, oracle.node_sizes = oracle.models[:2], oracle.inners[:2], (1, 1)
+    with torch.no_grad():
+        for both in zip(oracle.params(0), oracle.params(1), strict=True):
+            oracle.join_tensor(list(both))
+
+
+def _add_copy_of_the_first(oracle) -> None:
+    model = network()
+    model.load_state_dict(oracle.models[0].state_dict())
+    inner = sgd(model)
+    inner.load_state_dict(copy.deepcopy(oracle.inners[0].state_dict()))
+    oracle.models.append(model)
+    oracle.inners.append(inner)
+    oracle.node_sizes = (1,) * len(oracle.models)
 
 
 def _run(oracle, steps) -> None:
@@ -180,6 +192,31 @@ def _step(oracle, rank, step) -> None:
     inner.zero_grad()
     batch_loss(model, rank, step).backward()
     inner.step()
+
+
+@pytest.mark.parametrize("number", [1, 4, 14, 17])
+def test_faults_drawn_from_a_seed_keep_the_promise(python, number) -> None:
+    """`scripts/soak` goes on with that for as long as is wanted."""
+    job = next(itertools.islice(soak.jobs(1), number, None))
+    assert soak.run(python, job) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({}, None),
+        ({"digest": "b"}, "ranks differ: {'digest'"),
+        ({"batches": 31}, "ranks differ: {'batches'"),
+        ({"world": 3}, "ranks differ: {'world'"),
+    ],
+)
+def test_a_soak_sees_a_broken_promise(change, problem) -> None:
+    job = soak.Job((1, 1, 1), 0, "Auto()", 2, "kill rank 1 at step 3")
+    well = {"digest": "a", "batches": 32, "world": 2}
+    found = soak.broken_promise(job, 0, {0: well, 2: well | change}, "daso: fault: kill rank 1 at")
+    assert found is None if problem is None else problem in found
+    assert "did not come" in soak.broken_promise(job, 0, {0: well}, "")
+    assert "exit code 1" in soak.broken_promise(job, 1, {}, "")
 
 
 def test_a_training_goes_on_where_the_rank_that_reports_is_killed(python, tmp_path) -> None:

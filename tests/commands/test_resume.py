@@ -178,6 +178,34 @@ def test_a_killed_run_ends_like_one_that_was_not(runs, tmp_path) -> None:
 
 @pytest.mark.slow("starts ranks again and again")
 @pytest.mark.later("starts ranks again and again")
+def test_a_job_that_may_be_started_again_goes_on_by_itself_where_a_rank_is_killed(
+    runs, tmp_path
+) -> None:
+    folder = tmp_path / "again"
+    words = [*RANKS, *COMMON, f"--runs={tmp_path}", "--name=again", "--checkpoint.every=4"]
+    job = start(*words, "--restarts=1")
+    deadline = time.monotonic() + 250
+    while (saved(folder) or [0])[-1] < 16:
+        assert job.poll() is None, job.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    ranks = [pid for pid in processes(f"--runs={tmp_path}") if is_a_rank(pid)]
+    os.kill(max(ranks), signal.SIGKILL)
+    out, err = job.communicate(timeout=HANG_SECONDS)
+    assert job.returncode == 0, err
+    assert "daso: the job starts again: restart 1 of at most 1" in err
+    assert "the job was started anew: restart 1" in out
+    assert events(folder, "resume")[0]["restarts"] == 1
+    assert summary_of(folder)["model"] == summary_of(runs / "whole")["model"]
+
+
+def is_a_rank(process: int) -> bool:
+    """Whether mpi4py runs a program in it."""
+    return b"mpi4py" in Path(f"/proc/{process}/cmdline").read_bytes()
+
+
+@pytest.mark.slow("starts ranks again and again")
+@pytest.mark.later("starts ranks again and again")
 def test_the_one_before_is_taken_when_the_newest_is_damaged(runs, tmp_path) -> None:
     folder = copy(runs, tmp_path)
     before, newest = saved(folder)[-2:]

@@ -13,8 +13,8 @@ from daso.environment import (
     note_process,
     parse_ranks_per_node,
     read_launch,
+    restarts,
     slurm_job,
-    slurm_restarts,
 )
 from daso.errors import ConfigError, TopologyError
 
@@ -245,10 +245,11 @@ def test_two_wheels_are_refused_unless_one_is_chosen(monkeypatch):
 
 
 def test_a_job_and_its_restarts():
-    assert (slurm_job({}), slurm_restarts({})) == (None, 0)
-    assert (slurm_job(STEP), slurm_restarts(STEP)) == ("1", 0)
-    assert slurm_restarts(STEP | {"SLURM_RESTART_COUNT": "3"}) == 3
-    assert slurm_restarts({"SLURM_RESTART_COUNT": "many"}) == 0
+    assert (slurm_job({}), restarts({})) == (None, 0)
+    assert (slurm_job(STEP), restarts(STEP)) == ("1", 0)
+    assert restarts(STEP | {"SLURM_RESTART_COUNT": "3"}) == 3
+    assert restarts({"SLURM_RESTART_COUNT": "many"}) == 0
+    assert restarts({"DASO_RESTARTS": "2"}) == 2
 
 
 def test_sbatch_does_what_its_script_says_and_not_what_the_environment_says():

@@ -35,6 +35,7 @@ ROOMS = {
     "memory": TRAINING | {"daso.train"},
     "predict": TRAINING | {"daso.train"},
     "slurm": {"daso.comm", "jinja2"},
+    "testing": {"runpy.run_path", "runpy.run_module"},
     # Ranks of a bench import its module by name: those of scripts/benchmarks too.
     "cli": {"daso", "torch", "matplotlib", "rich", "horovod", "torchft", "import_module(module)"},
     "examples": {"daso.data", "torch"} | {f"daso.{name}" for name in daso.__all__},

@@ -23,7 +23,7 @@ from daso.comm.node.select import choose_device
 from daso.comm.topology import Regrouped, Topology
 from daso.comm.world import init
 from daso.data import ShardedSampler
-from daso.environment import slurm_job, slurm_restarts
+from daso.environment import restarts, slurm_job
 from daso.errors import ConfigError, DasoError, DataError
 from daso.timeline.recording import Recording
 from daso.train.optimizer import DASO
@@ -40,7 +40,7 @@ class Stopped(Exception):  # noqa: N818 - no error: the run was asked to end, an
 def train(config: Config, *, resume: bool = False) -> dict[str, Any] | None:
     """Train one model on all ranks of the world.
 
-    A job that SLURM started anew goes on from its newest checkpoint by itself.
+    A job that was started anew goes on from its newest checkpoint by itself.
 
     Collective over the world; blocking.
     """
@@ -48,7 +48,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any] | None:
     torch.manual_seed(config.seed)
     run = _prepare(config, init())
     saver = Saver(run)
-    point = saver.open(resume=resume, restarts=slurm_restarts())
+    point = saver.open(resume=resume, restarts=restarts())
     folder = _open_folder(run, point)
     timeout_seconds = config.exchange.timeout_seconds
     summary, stopped = None, False
@@ -240,9 +240,10 @@ def _greet(run: Run, point: Point, folder: RunFolder | None, progress: Progress)
         "parameters": parameters,
         "config": asdict(run.config),
     }
-    if restarts := slurm_restarts():
-        what["restarts"] = restarts
-        progress.line(f"SLURM started job {slurm_job()} anew: restart {restarts}")
+    if times := restarts():
+        what["restarts"] = times
+        who = f"SLURM started job {slurm_job()}" if slurm_job() else "the job was started"
+        progress.line(f"{who} anew: restart {times}")
     if point.resumed is None:
         folder.event("start", **what)
         return

@@ -89,9 +89,10 @@ def help_of(capsys, *words):
 
 def test_the_flags_of_every_command_are_these_and_no_others(capsys):
     ranks = {"-h", "--help", "-n", "--ranks", "--ranks-per-node"}
+    again = {"--restarts", "--spares"}
     assert flags(help_of(capsys)) == {"-h", "--help", "--version"}
-    assert flags(help_of(capsys, "run")) == ranks | {"--elastic", "--spares"}
-    assert flags(help_of(capsys, "train")) == ranks | {"--resume", "--spares"}
+    assert flags(help_of(capsys, "run")) == ranks | again | {"--elastic", "--fault"}
+    assert flags(help_of(capsys, "train")) == ranks | again | {"--resume"}
     assert flags(help_of(capsys, "doctor")) == {"-h", "--help", "--json", "--nodes", "--parameters"}
     planned = {"--budget", "--second", "--policy", "--units", "--plot", "--json"}
     assert flags(help_of(capsys, "memory")) == {"-h", "--help"} | planned

@@ -157,6 +157,41 @@ def test_the_exit_code_is_passed_on_and_told(mpirun, capfd, code):
     assert capfd.readouterr() == ("", f"daso: the job ended with exit code {code}\n")
 
 
+def again(times):
+    return Local(ranks=2, ranks_per_node=None, program=("train.py",), restarts=times)
+
+
+def test_a_job_that_fails_is_started_again_as_often_as_is_told(mpirun, tmp_path, capfd):
+    mpirun('echo "${DASO_RESTARTS:-0}" >> starts; test "$DASO_RESTARTS" = 2')
+    assert launch(again(1)) == 1
+    assert (tmp_path / "starts").read_text().split() == ["0", "1"]
+    assert launch(again(3)) == 0
+    assert (tmp_path / "starts").read_text().split() == ["0", "1", "0", "1", "2"]
+    said = capfd.readouterr().err
+    assert said.count("daso: the job starts again: restart 1 of at most 3\n") == 1
+    assert said.count("daso: the job ended with exit code 1\n") == 4
+
+
+@pytest.mark.parametrize("code", [2, 75, 130])
+def test_a_job_of_wrong_use_or_that_was_asked_to_end_is_not_started_again(mpirun, tmp_path, code):
+    mpirun(f"echo x >> starts; exit {code}")
+    assert launch(again(3)) == code
+    assert (tmp_path / "starts").read_text() == "x\n"
+
+
+def test_spares_are_started_beside_the_ranks_and_told():
+    made = Local(ranks=2, ranks_per_node="1", program=("a.py",), elastic=True, spares=3)
+    command = made.command(Path("/opt/bin/mpirun"))
+    assert command[1:5] == ["--with-ft", "ulfm", "-n", "5"]
+    assert environment(made)["DASO_SPARES"] == "3"
+    assert environment(made)["OMP_NUM_THREADS"] == "4"  # spares sleep
+    with pytest.raises(TopologyError, match="without --elastic; add it"):
+        Local(ranks=2, ranks_per_node=None, program=("a.py",), spares=1)
+    for wrong in ("spares", "restarts"):
+        with pytest.raises(TopologyError, match="must be 0 or more, not -1"):
+            Local(ranks=2, ranks_per_node=None, program=("a.py",), **{wrong: -1})
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
 def test_death_by_a_signal_is_told_as_a_shell_does(mpirun, capfd, number):
     mpirun(f"ulimit -c 0; kill -{int(number)} $$")
@@ -212,9 +247,9 @@ while :; do sleep 0.05; done
 """
 
 
-def start(tmp_path):
+def start(tmp_path, *options):
     (tmp_path / "train.py").touch()
-    words = [sys.executable, "-m", "daso", "run", str(tmp_path / "train.py")]
+    words = [sys.executable, "-m", "daso", "run", *options, str(tmp_path / "train.py")]
     pipe = subprocess.PIPE
     daso = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     until = time.monotonic() + 20
@@ -226,7 +261,7 @@ def start(tmp_path):
 @pytest.mark.parametrize(("name", "code"), [("TERM", 7), ("USR1", 8)])
 def test_signals_of_a_batch_system_are_passed_on_to_mpirun(mpirun, tmp_path, name, code):
     mpirun(WAITING)
-    with start(tmp_path) as daso:
+    with start(tmp_path, "--restarts=2") as daso:  # not after a signal
         daso.send_signal(getattr(signal, f"SIG{name}"))
         out, err = daso.communicate(timeout=HANG_SECONDS)
     assert daso.returncode == code

@@ -1,5 +1,3 @@
-import pytest
-
 from daso.comm.health import survivors
 from daso.comm.mpi import load
 

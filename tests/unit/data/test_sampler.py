@@ -188,51 +188,49 @@ class Fewer:
     is_new: bool = False
 
 
-@checked
-@given(worlds(), st.data())
-def test_a_rank_that_is_new_shares_what_is_left_of_the_epoch(world, data):
-    """It draws the batch once more that the furthest rank is in, which it lets pass."""
-    ranks, size = samplers(world), world["size"]
-    epoch, lost = data.draw(st.integers(0, 2)), data.draw(st.integers(0, size - 1))
-    for sampler in ranks:
-        sampler.set_epoch(epoch)
-    stay, spare = [rank for rank in range(size) if rank != lost], samplers(world)[lost]
-    if not stay:
-        return
-    if data.draw(st.booleans()):  # the loss was in the epoch before, and they were fewer meanwhile
-        for new, rank in enumerate(stay):
-            list(ranks[rank])
-            ranks[rank].regroup(Fewer(new, len(stay), lambda _: len(ranks[stay[0]])))
-            ranks[rank].set_epoch(epoch + 1)
-        epoch += 1
-    drawn = {rank: data.draw(st.integers(1, len(ranks[stay[0]]))) for rank in stay}
-    begun = {rank: iter(ranks[rank]) for rank in stay}
-    seen = {rank: list(itertools.islice(begun[rank], count)) for rank, count in drawn.items()}
-    most = max(drawn.values())
+def deal_anew(stay, size, most, new=()):
+    """Tell samplers, in the order of their ranks, of a world of this size."""
     told = {}
 
     def first(value):
         return told.setdefault("first", value)
 
-    for new, rank in enumerate(stay):
-        ranks[rank].regroup(Fewer(new, size, lambda _: most, first))
-    spare.regroup(Fewer(size - 1, size, lambda _: most, first, is_new=True))
-    assert (spare.epoch, spare.batches_done) == (epoch, most - 1)
-    spare.set_epoch(epoch)
+    for rank, sampler in enumerate((*stay, *new)):
+        sampler.regroup(Fewer(rank, size, lambda _: most, first, is_new=rank >= len(stay)))
+
+
+def samples(batches):
+    return [sample for batch in batches for sample in batch]
+
+
+@checked
+@given(worlds().filter(lambda world: world["size"] > 1), st.data())
+def test_a_rank_that_is_new_shares_what_is_left_of_the_epoch(world, data):
+    """It draws the batch once more that the furthest rank is in, which it lets pass."""
+    *stay, spare = samplers(world)
+    if earlier := data.draw(st.booleans()):  # the loss was in the epoch before
+        list(map(list, stay))
+        deal_anew(stay, len(stay), len(stay[0]))
+    for sampler in stay:
+        sampler.set_epoch(int(earlier))
+    drawn = [data.draw(st.integers(1, len(stay[0]))) for _ in stay]
+    begun = list(map(iter, stay))
+    seen = [list(itertools.islice(one, count)) for one, count in zip(begun, drawn, strict=True)]
+    deal_anew(stay, world["size"], max(drawn), new=[spare])
+    assert (spare.epoch, spare.batches_done) == (int(earlier), max(drawn) - 1)
+    spare.set_epoch(int(earlier))
     passes, *rest = list(spare)
     assert len(passes) == world["batch_size"]
-    dealt = [sample for batch in rest for sample in batch]
-    for rank in stay:
-        batches = [*seen[rank], *begun[rank]]
-        assert len(batches) == most + len(rest) == len(ranks[rank])
-        dealt += [sample for batch in batches for sample in batch]
+    dealt = samples(rest)
+    for before, after in zip(seen, begun, strict=True):
+        batches = [*before, *after]
+        assert len(batches) == max(drawn) + len(rest) == len(stay[0])
+        dealt += samples(batches)
     assert len(set(dealt)) == len(dealt)
-    everybody = []
-    for sampler in (*(ranks[rank] for rank in stay), spare):
-        sampler.set_epoch(epoch + 1)
-        everybody.append(list(sampler))
-    whole = [sample for batches in everybody for batch in batches for sample in batch]
-    assert len(set(whole)) == len(whole) == len(ranks[stay[0]]) * size * world["batch_size"]
+    for sampler in (*stay, spare):
+        sampler.set_epoch(5)
+    whole = samples(samples(map(list, (*stay, spare))))
+    assert len(set(whole)) == len(whole) == len(spare) * world["size"] * world["batch_size"]
 
 
 @checked

@@ -39,6 +39,7 @@ FULL = replace(
     dependency="afterany:123",
     signal_seconds=300,
     max_restarts=7,
+    restart_on_failure=3,
     container="/images/a b.sif",
     module=("GCC/12", "OpenMPI"),
     setup=("source venv/bin/activate", "export A=$HOME"),
@@ -327,6 +328,30 @@ def test_the_last_restart_is_the_last(job, tmp_path):
     assert lines[2:] == ["daso: job 12 ended with exit code 75"]
 
 
+def test_a_job_that_fails_is_requeued_as_often_as_is_told(job, tmp_path):
+    (tmp_path / "runs/slurm/failures-12-0").write_text("9\n")  # of an older job of this number
+    again, program = replace(job, restart_on_failure=2), SRUN.format("return 137")
+    for failure in (1, 2):
+        env = {"SLURM_RESTART_COUNT": str(failure - 1)}
+        code, lines, _ = run_script(again, tmp_path, program, env)
+        assert code == 137
+        assert lines[1:] == [
+            f"daso: the program ended with exit code 137; requeueing job 12 after failure "
+            f"{failure} of at most 2",
+            "scontrol requeue 12",
+        ]
+    code, lines, _ = run_script(again, tmp_path, program, {"SLURM_RESTART_COUNT": "2"})
+    assert (code, lines[1:]) == (137, ["daso: job 12 ended with exit code 137"])
+    assert list((tmp_path / "runs/slurm").iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_what_would_end_the_same_way_again_is_not_requeued(job, tmp_path, code):
+    again = replace(job, restart_on_failure=2)
+    found, lines, _ = run_script(again, tmp_path, SRUN.format(f"return {code}"))
+    assert (found, lines[1:]) == (code, [f"daso: job 12 ended with exit code {code}"])
+
+
 def test_a_job_that_cannot_be_requeued_says_so(job, tmp_path):
     program = SRUN.format("return 75") + "scontrol() { return 1; }\n"
     code, lines, _ = run_script(job, tmp_path, program)
@@ -430,6 +455,7 @@ def test_times_that_it_does_not_take(time):
         ({"gpus_per_node": -2}, ["--gpus-per-node", "at least 0", "not -2"]),
         ({"signal_seconds": 70000}, ["--signal-seconds", "at most 65535", "70000"]),
         ({"max_restarts": -1}, ["--max-restarts", "at least 0"]),
+        ({"restart_on_failure": -1}, ["--restart-on-failure", "at least 0"]),
         ({"name": "a b"}, ["--name", "'a b'", "letters"]),
         ({"name": "../x"}, ["--name", "'../x'"]),
         ({"mem": "lots"}, ["--mem", "'lots'", "64G"]),

