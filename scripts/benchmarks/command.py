@@ -24,9 +24,14 @@ def main(words: Sequence[str] | None = None) -> int:
         from benchmarks import accuracy
 
         return accuracy.main(words[1:])
+    if words[:1] == ["overview"]:
+        from benchmarks import overview
+
+        return overview.main(words[1:])
     parser = Parser(prog="scripts/bench", description=__doc__, allow_abbrev=False)
     kinds = add_parser(parser, hosts)
     kinds.add_parser("accuracy", help="what seldom exchanges cost, on simulated nodes")
+    kinds.add_parser("overview", help="draw the README's picture from what was measured")
     _add_benchmarks(adder(kinds, RUNS, hosts))
     return carry_out(parser, words)
 

@@ -1,4 +1,4 @@
-"""The README's code runs as it stands, its files exist, its commands are real."""
+"""README and docs/: code runs as it stands, figures are those measured, commands are real."""
 
 import re
 import subprocess
@@ -10,11 +10,18 @@ import pytest
 from jobs import HANG_SECONDS, started
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+PAGES = {
+    path.stem: path.read_text()
+    for path in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    )
+}
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(page: str, language: str = "python") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGES[page], re.DOTALL)
 
 
 run_daso = partial(started, "daso")
@@ -24,7 +31,7 @@ run_daso = partial(started, "daso")
 @pytest.mark.slow("starts ranks")
 @pytest.mark.parametrize("ranks_per_node", ["2", "4"])
 def test_the_program_runs_as_it_stands_on_four_ranks(tmp_path: Path, ranks_per_node: str) -> None:
-    program = blocks("python")[0]
+    program = blocks("README")[0]
     path = tmp_path / "train.py"
     path.write_text(program)
     run = run_daso("run", "-n", "4", "--ranks-per-node", ranks_per_node, str(path))
@@ -62,7 +69,7 @@ def train_one_step():
 @pytest.mark.slow("starts ranks")
 def test_its_imitation_of_another_machine_runs_on_two_nodes(tmp_path: Path) -> None:
     path = tmp_path / "soon.py"
-    path.write_text(TRAINING + blocks("python")[5])
+    path.write_text(TRAINING + blocks("predict")[0])
     run = run_daso("run", "-n", "2", "--ranks-per-node", "1", str(path))
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("emulated, not measured on the target") == 2
@@ -73,7 +80,9 @@ def test_its_imitation_of_another_machine_runs_on_two_nodes(tmp_path: Path) -> N
 @pytest.mark.slow("starts ranks")
 def test_its_server_trains_on_ranks(tmp_path: Path) -> None:
     path = tmp_path / "serve.py"
-    path.write_text(blocks("python")[1] + "print(f\"steps {server.report()['steps']}\")\n")
+    path.write_text(
+        blocks("parameter-server")[0] + "print(f\"steps {server.report()['steps']}\")\n"
+    )
     run = run_daso("run", "-n", "2", str(path))
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("steps ") == 2
@@ -83,7 +92,7 @@ def test_its_server_trains_on_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow("starts ranks")
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_its_flow_learns(tmp_path: Path, ranks: str) -> None:
-    text = blocks("python")[2]
+    text = blocks("dynamic-models")[0]
     assert len(text.splitlines()) < 40
     path = tmp_path / "flow.py"
     path.write_text(text)
@@ -97,12 +106,12 @@ def test_its_flow_learns(tmp_path: Path, ranks: str) -> None:
 @pytest.mark.later("starts ranks")
 @pytest.mark.slow("starts ranks")
 def test_its_flows_on_two_nodes_end_with_the_same(tmp_path: Path) -> None:
-    head, _ = blocks("python")[2].split("updates = daso.flow.Updates")
+    head, _ = blocks("dynamic-models")[0].split("updates = daso.flow.Updates")
     path = tmp_path / "flows.py"
     path.write_text(
         "import zlib\n"
         + head
-        + blocks("python")[3]
+        + blocks("dynamic-models")[1]
         + """
 topology = daso.init()
 with runtime:
@@ -124,7 +133,7 @@ print(f"found {after < before} {bits}\\n", end="", flush=True)
 @pytest.mark.slow("starts ranks")
 def test_its_plan_of_memory_holds(tmp_path: Path) -> None:
     path = tmp_path / "fit.py"
-    path.write_text(blocks("python")[4])
+    path.write_text(blocks("memory")[0])
     run = run_daso("run", "-n", "2", str(path))
     assert run.returncode == 0, run.stderr
     told = re.findall(r"(\d+) MiB plainly, (\d+) as planned", run.stdout)
@@ -134,7 +143,7 @@ def test_its_plan_of_memory_holds(tmp_path: Path) -> None:
 
 def test_the_program_runs_alone(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    path.write_text(blocks("python")[0])
+    path.write_text(blocks("README")[0])
     run = subprocess.run(
         [sys.executable, str(path)],
         capture_output=True,
@@ -147,16 +156,33 @@ def test_the_program_runs_alone(tmp_path: Path) -> None:
 
 
 def test_files_and_folders_it_names_exist() -> None:
-    named = set(re.findall(r"`((?:daso|notebooks|slurm|tests|scripts)/[\w/.]+)`", README))
-    named |= set(re.findall(r"^\./(scripts/\w+)", README, re.MULTILINE))
+    text = "\n".join(PAGES.values())
+    named = set(re.findall(r"`((?:daso|notebooks|slurm|tests|scripts)/[\w/.]+)`", text))
+    named |= set(re.findall(r"^\./(scripts/\w+)", text, re.MULTILINE))
     assert len(named) > 8
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_links_lead_to_files() -> None:
+    for page, text in PAGES.items():
+        folder = ROOT / "docs" if (ROOT / "docs" / f"{page}.md").exists() else ROOT
+        links = re.findall(r"\]\((?!http)([^)#]+)", text)
+        assert [link for link in links if not (folder / link).exists()] == [], page
+    assert {f"docs/{page}.md" for page in PAGES} - {
+        "docs/README.md",
+        "docs/CONTRIBUTING.md",
+    } <= set(re.findall(r"\]\(([^)#]+)", PAGES["README"])), "each page is linked"
+
+
+def test_the_readme_is_one_page() -> None:
+    assert len(PAGES["README"].splitlines()) <= 150
 
 
 def test_commands_it_shows_are_known() -> None:
     shown = {
         line.split()[1]
-        for text in blocks("sh")
+        for page in PAGES
+        for text in blocks(page, "sh")
         for line in text.splitlines()
         if line.startswith("daso ")
     }
@@ -178,7 +204,7 @@ def test_accuracies_it_quotes_are_those_that_were_measured() -> None:
 
     found = json.loads((ROOT / "scripts/figures/accuracy.json").read_text())
     rows = {row["setting"]: row for row in found["rows"] if row["trial"] == "fashion, 16 nodes"}
-    section = README.split("## What seldom exchanges cost")[1].split("\n## ")[0]
+    section = PAGES["accuracy"]
     row = r"^\| ([^|]+) \| (\S+) ± (\S+) \| (\S+) \| (\S+)x \|$"
     quoted = re.findall(row, section, re.MULTILINE)
     assert {name for name, *_ in quoted} == set(rows)
@@ -192,12 +218,12 @@ def test_accuracies_of_the_transformer_are_those_that_were_measured() -> None:
     import json
 
     found = json.loads((ROOT / "scripts/figures/accuracy-text.json").read_text())["rows"]
-    (head,) = re.findall(r"^\| setting \| (2 nodes, .*) \|$", README, re.MULTILINE)
+    (head,) = re.findall(r"^\| setting \| (2 nodes, .*) \|$", PAGES["accuracy"], re.MULTILINE)
     *columns, last = head.split(" | ")
     most = re.fullmatch(r"fewer bytes, (\d+) nodes", last)[1]
     rows = {(row["setting"], row["trial"]): row for row in found}
     names = list(dict.fromkeys(setting for setting, _ in rows))
-    for line, name in zip(README.split(head)[1].splitlines()[2:], names, strict=False):
+    for line, name in zip(PAGES["accuracy"].split(head)[1].splitlines()[2:], names, strict=False):
         quoted, *cells, ratio = [cell.strip() for cell in line.strip("|").split("|")]
         assert quoted == name
         for column, cell in zip(columns, cells, strict=True):
@@ -221,13 +247,35 @@ def test_step_times_it_quotes_are_those_that_were_measured() -> None:
     runs = found["runs"]
     measured = [{row["name"]: f"{row['over_compute']:.2f}x" for row in run["rows"]} for run in runs]
     links = " | ".join(run["plan"]["link"] for run in runs)
-    section = README.split("## How fast")[1].split("\n## ")[0]
+    section = PAGES["performance"]
     assert f"| | {links} |" in section
     quoted = re.findall(r"^\| ([^|]+) \| (\S+) \| (\S+) \| (\S+) \|$", section, re.MULTILINE)
     quoted = [row for row in quoted if row[1].endswith("x")]
     assert {name for name, *_ in quoted} == set().union(*measured) - {"compute only"}
     for name, *ratios in quoted:
         assert ratios == [rows.get(name, "-") for rows in measured]
+    row = r"^\| ([^|]+) \| (\S+x) \| (\S+x) \|$"
+    quoted = re.findall(row, PAGES["README"], re.MULTILINE)
+    assert len(quoted) == 4
+    for name, *ratios in quoted:
+        assert ratios == [rows[name] for rows in measured[:2]]
+
+
+def test_its_picture_shows_what_was_measured() -> None:
+    import json
+
+    from benchmarks.overview import draw_overview, gaps_of_default, step_ratios
+
+    train, text, short = (
+        json.loads((ROOT / f"scripts/figures/{name}.json").read_text())
+        for name in ("train", "accuracy-text", "accuracy-short")
+    )
+    left, right = draw_overview(train, text, short).axes
+    drawn = [bar.get_height() for bars in left.containers for bar in bars]
+    assert drawn == [ratio for ratios in step_ratios(train).values() for ratio in ratios]
+    gaps = [gap for gap, _ in gaps_of_default(text, short).values()]
+    assert list(right.lines[0].get_ydata()) == gaps
+    assert min(gaps) > right.get_ylim()[0], "the worst one is seen"
 
 
 def test_exchanges_among_many_nodes_are_those_that_were_planned_and_measured() -> None:
@@ -235,7 +283,7 @@ def test_exchanges_among_many_nodes_are_those_that_were_planned_and_measured() -
 
     from daso.plan.cost_model import LinkCosts, allreduce_cost, choose_plan
 
-    nbytes, text = 50e6, " ".join(README.split())
+    nbytes, text = 50e6, " ".join(PAGES["options"].split())
     plans = [(choose_plan("auto", nodes, nbytes), nodes) for nodes in (64, 256, 1024)]
     counts = [allreduce_cost(plan, nbytes, LinkCosts()).messages for plan, _ in plans]
     assert "nodes sends {}, {} and {} messages".format(*counts) in text
@@ -251,7 +299,7 @@ def test_step_times_on_a_gpu_are_those_that_were_measured() -> None:
     from statistics import median
 
     runs = json.loads((ROOT / "scripts/figures/gpu.json").read_text())["runs"]
-    section = README.split("## On GPUs")[1].split("\n## ")[0]
+    section = PAGES["gpus"]
     row = r"^\| (\d) \| (\w+), \w+ \| (\S+)x \| (\S+)x? \| (\S+)x \|$"
     quoted = re.findall(row, section, re.MULTILINE)
     assert len(quoted) == 4
@@ -274,7 +322,7 @@ def test_step_times_of_other_models_are_those_that_were_measured() -> None:
 
     runs = json.loads((ROOT / "scripts/figures/train_models.json").read_text())["runs"]
     head = " | ".join(f"{run['plan']['model']}, {run['plan']['link']}" for run in runs)
-    lines = README.split(f"| | {head} |")[1].splitlines()[2:5]
+    lines = PAGES["performance"].split(f"| | {head} |")[1].splitlines()[2:5]
     for line in lines:
         name, *ratios = [cell.strip() for cell in line.strip("|").split("|")]
         rows = [{row["name"]: row["over_compute"] for row in run["rows"]} for run in runs]
@@ -286,12 +334,10 @@ def test_keywords_it_lists_are_those_of_the_optimizer() -> None:
 
     import daso
 
-    table = README.split("## Choose")[1].split("## Where")[0]
-    listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    listed = re.findall(r"^\| `(\w+)` \|", PAGES["options"], re.MULTILINE)
     signature = inspect.signature(daso.DASO.__init__).parameters
     assert listed == [name for name in signature if name not in ("self", "inner")]
-    table = README.split("## Where some ranks are slower")[1].split("\n## ")[0]
-    listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    listed = re.findall(r"^\| `(\w+)` \|", PAGES["parameter-server"], re.MULTILINE)
     signature = inspect.signature(daso.ParameterServer.__init__).parameters
     assert set(listed) < set(signature)
 
@@ -313,7 +359,9 @@ def test_seconds_to_a_loss_are_those_that_were_measured() -> None:
     }
     runs = json.loads((ROOT / "scripts/figures/server.json").read_text())["runs"]
     found = {}
-    for line in README.split("| | last rank 3 times as slow |")[1].splitlines()[2:10]:
+    for line in (
+        PAGES["parameter-server"].split("| | last rank 3 times as slow |")[1].splitlines()[2:10]
+    ):
         name, *ratios = [cell.strip() for cell in line.strip("|").split("|")]
         found[names[name]] = ratios
     slow = [run for run in runs if run["plan"]["slow"]]
@@ -326,7 +374,10 @@ def test_seconds_to_a_loss_are_those_that_were_measured() -> None:
 @pytest.mark.slow("starts ranks")
 def test_training_with_the_settings_it_shows(tmp_path: Path) -> None:
     (line,) = [
-        line for text in blocks("sh") for line in text.splitlines() if "--data.name=text" in line
+        line
+        for text in blocks("train", "sh")
+        for line in text.splitlines()
+        if "--data.name=text" in line
     ]
     words = [*line.split()[1:], f"--runs={tmp_path}", "--epochs=1"]
     run = run_daso(*words)
@@ -338,7 +389,7 @@ def test_flows_are_as_fast_as_it_says() -> None:
     import json
 
     found = json.loads((ROOT / "scripts/figures/flow.json").read_text())
-    section = README.split("## Dynamic models")[1].split("\n## ")[0]
+    section = PAGES["dynamic-models"]
     quoted = {
         row.split(" | ")[0]: re.findall(r"([\d.]+)x", row)
         for row in re.findall(r"^\| (.+) \|$", section, re.MULTILINE)
@@ -366,7 +417,7 @@ def test_times_in_less_memory_are_those_that_were_measured() -> None:
     import json
 
     found = json.loads((ROOT / "scripts/figures/memory.json").read_text())
-    section = README.split("## Bigger models")[1].split("\n## ")[0]
+    section = PAGES["memory"]
     quoted = re.findall(r"^\| (\w+), ([\d.]+) MiB \| (.+) \|$", section, re.MULTILINE)
     names = ["all_swap", "all_recompute", "search", "torch checkpoint"]
     measured = {}

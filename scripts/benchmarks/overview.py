@@ -1,0 +1,102 @@
+"""The picture of the README: step times beside rivals', accuracy beside synchronous training."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["draw_overview", "gaps_of_default", "main", "step_ratios"]
+
+FIGURES = Path(__file__).parents[1] / "figures"
+LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
+CONTENDERS = ("DASO Auto", "DDP, gloo, fp16", "DDP, gloo", "Horovod")
+COLORS = ("#0072b2", "#e69f00", "#d55e00", "#999999")  # told apart by the colour-blind
+TEXT_NODES = (2, 4, 8, 16)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Draw it."""
+    parser = argparse.ArgumentParser(prog="scripts/bench overview", description=__doc__)
+    parser.add_argument("path", nargs="?", type=Path, default=Path("docs/overview.png"))
+    path = parser.parse_args(words).path
+    draw_overview(_read("train"), _read("accuracy-text"), _read("accuracy-short")).savefig(
+        path, dpi=160
+    )
+    print(f"written to {path}")
+    return 0
+
+
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((FIGURES / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def step_ratios(train: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return step time over compute only of each contender, by link."""
+    runs = {run["plan"]["link"]: run["rows"] for run in train["runs"]}
+    return {
+        name: [
+            next(row["over_compute"] for row in runs[link] if row["name"] == name) for link in LINKS
+        ]
+        for name in CONTENDERS
+    }
+
+
+def gaps_of_default(
+    text: Mapping[str, Any], short: Mapping[str, Any]
+) -> dict[str, tuple[float, float]]:
+    """Return points of accuracy that the default ends above synchronous, with standard errors."""
+    found = {}
+    for nodes in TEXT_NODES:
+        rows = [row for row in text["rows"] if row["trial"] == f"text, {nodes} nodes"]
+        row = next(row for row in rows if row["setting"] == "Auto, int4")
+        found[f"text, AdamW\n{nodes} nodes"] = (-row["gap"], row["gap_error"])
+    row = next(row for row in short["rows"] if row["setting"].startswith("Auto"))
+    found["images, SGD\n2 nodes"] = (-row["gap"], row["gap_error"])
+    return found
+
+
+def draw_overview(
+    train: Mapping[str, Any], text: Mapping[str, Any], short: Mapping[str, Any]
+) -> "Figure":
+    """Draw both halves; from train.json, accuracy-text.json and accuracy-short.json."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _draw_steps(left, step_ratios(train))
+    _draw_gaps(right, gaps_of_default(text, short))
+    return figure
+
+
+def _draw_steps(axes: "Axes", ratios: Mapping[str, Sequence[float]]) -> None:
+    width = 0.8 / len(ratios)
+    for at, (name, heights) in enumerate(ratios.items()):
+        places = [group + (at - (len(ratios) - 1) / 2) * width for group in range(len(LINKS))]
+        bars = axes.bar(places, heights, width, label=name, color=COLORS[at])
+        axes.bar_label(bars, fmt="%.2f", fontsize=9, padding=1)
+    axes.axhline(1, color="0.3", linewidth=1)
+    axes.set_yscale("log")
+    axes.set_ylim(0.7, 60)
+    axes.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
+    axes.set_yticks([], minor=True)
+    axes.set_xticks(range(len(LINKS)), LINKS.values())
+    axes.set_ylabel("step time over compute only (log)")
+    axes.set_title("Time: less is better", fontsize=11)
+    axes.legend(fontsize=9, loc="upper left")
+
+
+def _draw_gaps(axes: "Axes", gaps: Mapping[str, tuple[float, float]]) -> None:
+    heights, errors = zip(*gaps.values(), strict=True)
+    axes.errorbar(range(len(gaps)), heights, errors, fmt="o", color=COLORS[0], capsize=4)
+    axes.axhline(0, color="0.3", linewidth=1)
+    axes.set_xlim(-0.6, len(gaps) - 0.4)
+    axes.set_ylim(-2, 1)
+    axes.set_xticks(range(len(gaps)), gaps, fontsize=8)
+    axes.set_ylabel("points above synchronous training")
+    axes.set_title("Accuracy of the default: 0 is synchronous", fontsize=11)
