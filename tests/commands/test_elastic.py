@@ -198,7 +198,7 @@ def _step(oracle, rank, step) -> None:
 def test_faults_drawn_from_a_seed_keep_the_promise(python, number) -> None:
     """`scripts/soak` goes on with that for as long as is wanted."""
     job = next(itertools.islice(soak.jobs(1), number, None))
-    assert soak.run(python, job) is None
+    assert soak.run(python, job).problem is None
 
 
 @pytest.mark.parametrize(

