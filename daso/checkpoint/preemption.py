@@ -91,6 +91,8 @@ class StopRequest:
             if not (self._topology.is_elastic and is_loss(error)):
                 raise
             return None  # the optimizer's next step sees to it
+        if heard:
+            self._topology.takes_spares = False  # they would train on, and the others leave
         now = time.perf_counter()
         self._vote.start([self._heard, (now - self._begun) / self._between])
         self._begun = now

@@ -70,7 +70,8 @@ class Local:
         if self.spares and not self.elastic:
             raise TopologyError(
                 f"spare ranks take the place of one that is killed, where the others go on without "
-                f"it, but --spares {self.spares} comes without --elastic; add it"
+                f"it, but --spares {self.spares} comes without --elastic (daso train: "
+                f"--exchange.elastic=true); add it"
             )
         if self.restarts < 0:
             raise TopologyError(f"the number of restarts must be 0 or more, not {self.restarts}")

@@ -16,7 +16,7 @@ from daso.cli.bench import command as bench
 from daso.cli.launch import Local, launch
 from daso.cli.train.config import describe, read_config, takes_value
 from daso.environment import parse_ranks_per_node, read_launch
-from daso.errors import ConfigError, DasoError
+from daso.errors import ConfigError, DasoError, ExchangeError, NonFiniteError, StallError
 from daso.slurm import status, submit
 from daso.testing.faults import parse as parse_faults
 
@@ -59,6 +59,8 @@ def carry_out(
     options = parser.parse_args(words)
     try:
         code: int = options.run(options, rest)
+    except (ExchangeError, NonFiniteError, StallError) as error:
+        return _fail(str(error))
     except DasoError as error:
         return _refuse(str(error))
     except OSError as error:
@@ -83,6 +85,15 @@ def _refuse(why: str) -> int:
     if _speaks():
         print(f"daso: {' '.join(why.splitlines())}", file=sys.stderr)  # names may hold line breaks
     return 2
+
+
+def _fail(why: str) -> int:
+    """Print what went wrong at work; return the exit code of what may go well another time."""
+    from daso.comm.mpi import end_alone
+
+    end_alone(f"daso: {' '.join(why.splitlines())}")  # who spoke for all may be lost
+    _refuse(why)
+    return 1
 
 
 def _speaks() -> bool:
@@ -281,8 +292,9 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
     if options.ranks != 1 or options.ranks_per_node or options.spares or options.restarts:
         if launched.size > 1:
             raise ConfigError(
-                f"-n and --ranks-per-node start ranks, but {launched.launcher} already did; leave "
-                f"-n out, and set DASO_RANKS_PER_NODE for pretend nodes"
+                f"-n, --ranks-per-node, --spares and --restarts start ranks, but "
+                f"{launched.launcher} already did; leave them out, and set DASO_RANKS_PER_NODE for "
+                f"pretend nodes, DASO_SPARES for spare ranks"
             )
         flags = ["--resume"] if options.resume else []
         files = [str(options.config)] if options.config else []

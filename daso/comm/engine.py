@@ -223,16 +223,21 @@ class Engine:
         while (handle := self._queue.get()) is not None:
             handle.started_at = time.perf_counter()
             try:
-                handle.result = self._carry_out(handle)
-                if self._takes is not None:
-                    self._hold(handle, self._takes(handle.result))
+                self._finish(handle)
             except BaseException as error:  # it surfaces in the training thread
                 self._error = self._error or error
                 handle.error = error
+            handle.finished.set()
+
+    def _finish(self, handle: WorkHandle[object]) -> None:
+        try:
+            handle.result = self._carry_out(handle)
+            if self._takes is not None:
+                self._hold(handle, self._takes(handle.result))
+        finally:
             handle.finished_at = time.perf_counter()
             if self._kind is not None:
                 trace.record(self._kind, handle.started_at, key=handle.key)
-            handle.finished.set()
 
     def _hold(self, handle: WorkHandle[object], seconds: float) -> None:
         """Let work take so long, and nothing go on beside it: the link is occupied."""

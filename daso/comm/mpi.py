@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ __all__ = [
     "check_launch",
     "check_wheels",
     "die_on_error",
+    "end_alone",
     "finalize",
     "library",
     "load",
@@ -162,6 +164,23 @@ def die_on_error() -> None:
     _others_go_on = True
 
 
+def end_alone(why: str = "") -> None:
+    """End this rank, which failed, where the others go on without it; else do nothing.
+
+    Args:
+        why: What to print before; nothing where that was printed.
+    """
+    if not _others_go_on:
+        return
+    if why:
+        print(why, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    if _is_last(load().COMM_WORLD):
+        os._exit(1)  # with MPI_Abort mpirun's exit code would be 0
+    # Open MPI tells the others of a rank that a signal ends, not of one that exits.
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _is_last(world: "MPI.Comm") -> bool:
     """Return whether no other rank is left: the job failed. The first that is left waits for it."""
     end = time.monotonic() + LAST_SECONDS
@@ -174,7 +193,8 @@ def _is_last(world: "MPI.Comm") -> bool:
             return False
         if time.monotonic() > end:
             return False
-        world.Iprobe()  # lets MPI look
+        with suppress(load().Exception):  # of those that are lost
+            world.Iprobe()  # lets MPI look
         time.sleep(WAIT_POLL_SECONDS)
 
 
@@ -196,11 +216,8 @@ def abort_on_error() -> None:
             before(kind, error, trace)
             print(f"daso: {where} failed: {kind.__name__}: {error}", file=sys.stderr, flush=True)
         time.sleep(DRAIN_SECONDS)
-        if _others_go_on and not issubclass(kind, KeyboardInterrupt):
-            if _is_last(world):
-                os._exit(1)  # with MPI_Abort mpirun's exit code would be 0
-            # Open MPI tells the others of a rank that a signal ends, not of one that exits.
-            os.kill(os.getpid(), signal.SIGKILL)
+        if not issubclass(kind, KeyboardInterrupt):
+            end_alone()
         code = 130 if issubclass(kind, KeyboardInterrupt) else 1
         # Where a host is cut off, MPI_Abort stays until the link is mended.
         end = threading.Timer(ABORT_SECONDS, os._exit, [code])

@@ -167,6 +167,7 @@ class Topology:
         self.others: list[MPI.Comm] = []  # of these ranks, on which they wait outside of steps
         self._mesh: DeviceMesh | None = None
         self.is_elastic = False  # goes on without ranks that are lost
+        self.takes_spares = True  # not once all are about to end
         self._followers: dict[int, Callable[[Regrouped], object]] = {}
         Topology._open_now += 1
         _tell_of_many(self.rank_info, Topology._open_now)
@@ -282,6 +283,14 @@ class Topology:
         """
         node_of, all_ranks = comm.bcast(self.rank_info.node_of), comm.Get_size()
         waiting = tuple(range(all_ranks - spares, all_ranks))
+        sizes = comm.allgather(self.rank_info.local_size)
+        if max(node_of) == 0 or max(sizes[-spares:]) > max(sizes[:-spares]):
+            raise TopologyError(
+                f"spare nodes take the place of lost ones where another node is left, so there "
+                f"must be two nodes, and no spare one may be larger, but {len(node_of)} ranks are "
+                f"on {1 + max(node_of)} nodes, and {spares} are spare; say --ranks-per-node, or "
+                f"leave spares out"
+            )
         place = self.rank_info.node if is_spare else None
         self.reserve = Reserve(comm, 1 + max(node_of), waiting, place)
         if not is_spare:
@@ -384,6 +393,7 @@ class Topology:
             dismiss_at_exit(reserve)
         lasting = {
             "is_elastic": self.is_elastic,
+            "takes_spares": self.takes_spares,
             "_followers": self._followers,
             "reserve": reserve,
         }

@@ -25,6 +25,7 @@ from daso.errors import ConfigError
 
 __all__ = ["Fault", "parse", "plant"]
 
+LEAST_STOP_SECONDS = 0.05  # so that nobody is woken before it stands still
 Kind = Literal["kill", "stop", "slow", "raise"]
 FORM = re.compile(
     rf"(?P<kind>{'|'.join(get_args(Kind))}) rank (?P<rank>\d+) at (?P<every>every )?"
@@ -117,9 +118,11 @@ def _stop(seconds: float | None) -> None:
     if seconds is not None:
         mine = os.getpid()
         if os.fork() == 0:
-            time.sleep(seconds)
-            os.kill(mine, signal.SIGCONT)
-            os._exit(0)
+            try:
+                time.sleep(max(seconds, LEAST_STOP_SECONDS))
+                os.kill(mine, signal.SIGCONT)
+            finally:
+                os._exit(0)  # whatever: this is a copy of a rank
     os.kill(os.getpid(), signal.SIGSTOP)
 
 

@@ -15,7 +15,7 @@ import pytest
 import soak
 import torch
 from elastic_program import EPOCH, batch_loss, digest, network, sgd
-from jobs import run_on, slowness
+from jobs import HANG_SECONDS, outside, run_on, slowness
 from libraries import elastic_run, python_with
 from sequential import Sequential
 
@@ -73,7 +73,8 @@ WITH_SPARES = {
     "the spare is lost too": ((1,) * 3, "Fixed(4, 1)", ["1:20:step", "3:30:backward"], 2),
     "in a meeting": ((1,) * 3, "Fixed(4, 2)", ["1:31:averaged"], 1),
     "between meetings": ((1,) * 3, "Auto()", ["1:31:meeting"], 1),
-    "several ranks a node": ((2, 2), "Fixed(4, 1)", ["1:20:backward"], 2),
+    "between meetings of two": ((1,) * 2, "Fixed(4, 1)", ["1:31:meeting"], 1),
+    "several ranks a node": ((2, 2), "Fixed(4, 1)", ["1:20:backward", "3:30:step"], 4),
     "more losses than spares": ((1,) * 4, "Fixed(2, 1)", ["1:20:step", "3:26:after"], 1),
 }
 
@@ -248,6 +249,29 @@ def test_a_training_goes_on_with_a_spare_in_place_of_the_rank_that_reports(
     assert re.search(r"ranks identical +yes", run.stdout)
     summary = json.loads((tmp_path / "x" / "summary.json").read_text())
     assert summary["test_accuracy"] > 0.8
+
+
+def test_a_training_of_which_no_node_is_whole_starts_again_from_its_checkpoint(
+    python, tmp_path
+) -> None:
+    fault = "kill rank 0 at step 30; kill rank 3 at step 30"
+    again = ("run", "--elastic", "-n4", "--ranks-per-node=2", "--restarts=1", "--fault", fault)
+    words = ("train", "--data.name=digits", "--epochs=4", f"--runs={tmp_path}", "--name=x")
+    more = ("--exchange.elastic=true", "--checkpoint.every=5")
+    run = subprocess.run(
+        [python, "-m", "daso", *again, "-m", "daso", *words, *more],
+        env=outside(),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=HANG_SECONDS,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "where another node is whole, but there is none" in run.stderr
+    assert "daso: the job ended with exit code 1\n" in run.stderr
+    assert "resumed at step 2" in run.stdout  # 20 or 25: what was saved last
+    assert re.search(r"ranks identical +yes", run.stdout)
 
 
 KILLED = """

@@ -267,9 +267,9 @@ def _steps(run: Run, point: Point, saver: Saver, progress: Progress) -> Iterator
         run.optimizer.step()
         point.total = point.total.to(run.device) + loss.detach()
         point.step += 1
-        saver.after_step(point)
         progress.step()
-        yield
+        yield  # where the step is counted; a rank that joins while others save has counted it too
+        saver.after_step(point)
 
 
 def _end_epoch(run: Run, point: Point) -> float:

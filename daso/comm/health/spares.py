@@ -42,6 +42,18 @@ class Reserve:
         """Whether this rank waits."""
         return self.place is not None
 
+    @property
+    def active(self) -> set[int]:
+        """Ranks in ``comm`` of the world."""
+        return set(range(self.comm.Get_size())) - set(self.waiting)
+
+    def lost(self) -> set[int]:
+        """Return the ranks in ``comm`` that are known to be lost. Does not block."""
+        failed = self.comm.Get_failed()
+        found = failed.Translate_ranks(range(failed.Get_size()), self.comm.Get_group())
+        failed.Free()
+        return set(found)
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -103,8 +115,7 @@ def wait_until_needed(reserve: Reserve) -> bool:
     It is over for a rank that says so when it ends, and for one that is lost.
     """
     mpi, comm = load(), reserve.comm
-    group, gone = comm.Get_group(), set[int]()
-    active = set(range(comm.Get_size())) - set(reserve.waiting)
+    gone = set[int]()
     status = mpi.Status()
     while not comm.Is_revoked():
         try:
@@ -115,10 +126,7 @@ def wait_until_needed(reserve: Reserve) -> bool:
             if error.Get_error_class() == mpi.ERR_REVOKED:
                 return True
             comm.Ack_failed()  # messages of any rank can be received again
-        failed = comm.Get_failed()
-        lost = failed.Translate_ranks(range(failed.Get_size()), group)
-        failed.Free()
-        if active <= gone | set(lost):
+        if reserve.active <= gone | reserve.lost():
             return False
         time.sleep(POLL_SECONDS)
     return True

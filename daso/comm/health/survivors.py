@@ -111,7 +111,9 @@ def regroup(topology: Topology, *, ready: bool) -> list[int] | None:
             revoke(topology.communicators)
         base = base.Shrink()
         try:
-            fresh, former, reserve = _next_world(base, topology, _member(topology, ready))
+            fresh, former, reserve = _next_world(
+                base, topology, _member(topology, ready and topology.takes_spares)
+            )
             raise_where_lost(base)
         except load().Exception as error:
             if not is_loss(error):

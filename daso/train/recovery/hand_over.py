@@ -12,7 +12,7 @@ from daso.comm.dtypes import byte_buffer
 from daso.comm.mpi import load
 from daso.comm.topology import Topology
 
-__all__ = ["hand_over"]
+__all__ = ["hand_over", "share_settings"]
 
 PART_BYTES = 1 << 24  # that are sent at a time
 
@@ -22,15 +22,30 @@ class _Blank:
     """What a tensor is like, without its values."""
 
     shape: torch.Size
+    stride: tuple[int, ...]
     dtype: torch.dtype
     device: str  # type
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "_Blank":
-        return cls(tensor.shape, tensor.dtype, tensor.device.type)
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device.type)
 
     def make(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+def share_settings(
+    topology: Topology, inner: torch.optim.Optimizer, new: Sequence[int], timeout_seconds: float
+) -> None:
+    """Give ranks that are new what groups of rank 0's optimizer say, and room for its state.
+
+    Also which parameters are frozen. An error is that of the new rank alone.
+
+    Collective over the world; blocking.
+    """
+    told = first_value(topology, _settings(inner), timeout_seconds)
+    if topology.rank in new:
+        _take(inner, *told)
 
 
 def hand_over(
@@ -40,11 +55,11 @@ def hand_over(
     new: Sequence[int],
     timeout_seconds: float,
 ) -> None:
-    """Make tensors, and an optimizer's settings and state, of some ranks equal to world rank 0's.
+    """Make tensors, and an optimizer's state, of some ranks equal to world rank 0's.
 
     Args:
         topology: Whose world.
-        inner: The optimizer; of others nothing changes.
+        inner: The optimizer, after `share_settings`.
         tensors: As many, and of the same shapes, on all ranks.
         new: World ranks that are given them; not 0.
         timeout_seconds: How long to wait for a part at most.
@@ -52,13 +67,10 @@ def hand_over(
     Collective over the world; blocking.
     """
     mpi, rank = load(), topology.rank
-    told = first_value(topology, _settings(inner), timeout_seconds)
     takes_part = rank == 0 or rank in new
     comm = topology.world_comm.Split(0 if takes_part else mpi.UNDEFINED, rank)
     if not takes_part:
         return
-    if rank != 0:
-        _take(inner, told)
     with torch.no_grad():
         for tensor in (*tensors, *_state_tensors(inner)):
             for part in _parts(tensor):
@@ -73,8 +85,10 @@ def _parameters(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in inner.param_groups for param in group["params"]]
 
 
-def _settings(inner: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return what groups say, and what the state of each parameter is like."""
+def _settings(
+    inner: torch.optim.Optimizer,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[bool]]:
+    """Return what groups say, what the state of each parameter is like, and which are trained."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups]
     states = [
         {
@@ -83,14 +97,18 @@ def _settings(inner: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], list[
         }
         for param in _parameters(inner)
     ]
-    return groups, states
+    return groups, states, [param.requires_grad for param in _parameters(inner)]
 
 
 def _take(
-    inner: torch.optim.Optimizer, told: tuple[list[dict[str, Any]], list[dict[str, Any]]]
+    inner: torch.optim.Optimizer,
+    groups: list[dict[str, Any]],
+    states: list[dict[str, Any]],
+    trained: list[bool],
 ) -> None:
     """Take up what groups say, and make room for the state."""
-    groups, states = told
+    for param, is_trained in zip(_parameters(inner), trained, strict=True):
+        param.requires_grad_(is_trained)
     for group, said in zip(inner.param_groups, groups, strict=True):
         group.update(said)
     for param, state in zip(_parameters(inner), states, strict=True):

@@ -45,7 +45,7 @@ from daso.train.inner.grad_scaler import Scaling
 from daso.train.metrics import Metrics
 from daso.train.model.params import Trained
 from daso.train.model.shared import common_tensors
-from daso.train.recovery.hand_over import hand_over
+from daso.train.recovery.hand_over import hand_over, share_settings
 from daso.train.session import Closure, Session
 from daso.train.setup import Setup
 from daso.train.state_sync import average_tensors
@@ -344,7 +344,9 @@ class ElasticSession(Session):
 
     def _is_survived(self, error: Exception) -> bool:
         """Return whether an error comes of a lost rank, and others go on."""
-        if not self._can or self._sync is None:
+        reserve = self.topology.reserve
+        alone = self._sync is None and not (reserve is not None and reserve.due)
+        if not self._can or alone:
             return False
         return is_loss(error) or lost(self.topology.world_comm)
 
@@ -399,10 +401,10 @@ class ElasticSession(Session):
         progress = gather(self.topology, Progress(self.topology.node, self._after), limit)
         ours = rejoin(progress, self.topology.rank)
         self._aside_until, self._meets_at = ours.aside_until, ours.meets_at
-        trained = Trained.by(self.inner, self.setup.module)
         new = [rank for rank, one in enumerate(progress) if one.state is None]
         if new:
-            self._hand_over(trained, new, limit)
+            self._hand_over(new, limit)
+        trained = Trained.by(self.inner, self.setup.module)
         buffers = common_tensors(
             trained.buffers(),
             lambda value: gather_unlike(self.topology, value, limit),
@@ -418,6 +420,7 @@ class ElasticSession(Session):
         )
         self._take(ours.state)
         former, metrics = self._lost, self._metrics or Metrics()
+        metrics.scales_apart = True  # should there be GradScalers: they may have counted otherwise
         self._open(metrics)
         if self._sync is not None:
             if ours.state.synchronous:
@@ -432,13 +435,15 @@ class ElasticSession(Session):
             meets_at=ours.meets_at,
             ranks=tuple(ranks),
         )
-        self._after, self._lost, self._is_new = None, None, False
+        self._after = self._lost = None
 
-    def _hand_over(self, trained: Trained, new: Sequence[int], limit: float) -> None:
+    def _hand_over(self, new: Sequence[int], limit: float) -> None:
         """Give ranks that are new all that rank 0 has. Collective over the world; blocking."""
         told = first_value(self.topology, (self._number, self._history, self._joined), limit)
         if self.topology.rank in new:
             self._number, self._history, self._joined = told
+        share_settings(self.topology, self.inner, new, limit)
+        trained = Trained.by(self.inner, self.setup.module)
         tensors = [tensor for _, tensor in (*trained.local, *trained.buffers())]
         hand_over(self.topology, self.inner, tensors, new, limit)
 
@@ -462,18 +467,20 @@ def _go_on_together(
         ranks: The ranks that were in it; becomes those that still are, `NEW` for spares.
         in_step: A step is under way.
     """
-    was_spare, made = topology.is_spare, False
+    is_new, made = topology.is_spare, False
     while not made:  # one more may be lost meanwhile
         for one in sessions:
             one._lose()
         left = regroup(topology, ready=all(one._meetings == 0 for one in sessions))
         if left is None:
-            if was_spare:
+            if topology.is_spare:
                 return  # it waits on
             leave(topology)
         assert left is not None, "who leaves is gone"
         ranks[:] = [NEW if rank == NEW else ranks[rank] if ranks else rank for rank in left]
-        made = _rejoined(sessions, topology, ranks, is_new=was_spare, in_step=in_step)
+        made = _rejoined(sessions, topology, ranks, is_new=is_new, in_step=in_step)
+    for one in sessions:
+        one._is_new = False
 
 
 def _rejoined(
@@ -517,7 +524,6 @@ def _tell(former: RankInfo, hosts: Sequence[str], ranks: list[int], batch: int) 
 
 def _end_unneeded(reserve: Reserve) -> None:
     """End this process, a spare, as the job is over. Does not return."""
-    failed = reserve.comm.Get_failed().Get_size()
-    if failed >= reserve.comm.Get_size() - len(reserve.waiting):  # nobody came to the end
+    if not reserve.active - reserve.lost():  # nobody came to the end
         os._exit(1)
     raise SystemExit(0)
