@@ -72,8 +72,7 @@ WITH_SPARES = {
     "synchronous": ((1,) * 3, "Fixed(1, 0)", ["1:15:step", "0:37:backward"], 2),
     "the spare is lost too": ((1,) * 3, "Fixed(4, 1)", ["1:20:step", "3:30:backward"], 2),
     "in a meeting": ((1,) * 3, "Fixed(4, 2)", ["1:31:averaged"], 1),
-    "between meetings": ((1,) * 3, "Auto()", ["1:31:meeting"], 1),
-    "between meetings of two": ((1,) * 2, "Fixed(4, 1)", ["1:31:meeting"], 1),
+    "between meetings of two": ((1,) * 2, "Auto()", ["1:31:meeting"], 1),
     "several ranks a node": ((2, 2), "Fixed(4, 1)", ["1:20:backward", "3:30:step"], 4),
     "more losses than spares": ((1,) * 4, "Fixed(2, 1)", ["1:20:step", "3:26:after"], 1),
 }
@@ -195,7 +194,7 @@ def _step(oracle, rank, step) -> None:
     inner.step()
 
 
-@pytest.mark.parametrize("number", [1, 4, 14, 17])
+@pytest.mark.parametrize("number", [4, 14])
 def test_faults_drawn_from_a_seed_keep_the_promise(python, number) -> None:
     """`scripts/soak` goes on with that for as long as is wanted."""
     job = next(itertools.islice(soak.jobs(1), number, None))
