@@ -370,6 +370,23 @@ def test_seconds_to_a_loss_are_those_that_were_measured() -> None:
         assert ratios == [f"{server.ratio_to(run, name):.2f}" for run in slow]
 
 
+def test_faults_came_to_what_it_says() -> None:
+    import json
+
+    rows = json.loads((ROOT / "scripts/figures/faults.json").read_text())["rows"]
+    struck = [row for row in rows if row["struck"]]
+    assert not [row for row in rows if row["problem"]]
+    text = " ".join(PAGES["elastic"].split())
+    assert f"Of {len(rows)} jobs of three nodes" in text
+    assert f"{len(struck)} faults came to strike" in text
+    longest = [
+        max(row["longest_step_seconds"] for row in struck if row["faults"].startswith(kind))
+        for kind in ("kill", "raise", "stop")
+    ]
+    said = "took {:.2f} s where a spare {} killed rank, {:.2f} s where a rank raised, and {:.2f} s"
+    assert said.format(longest[0], "took the place of a", *longest[1:]) in text
+
+
 @pytest.mark.later("starts ranks")
 @pytest.mark.slow("starts ranks")
 def test_training_with_the_settings_it_shows(tmp_path: Path) -> None:
