@@ -559,8 +559,9 @@ def _is_open(topology: Topology | None) -> bool:
 
 
 def rank_now() -> int | None:
-    """Return this rank in the default topology, whose numbers change where ranks are lost."""
-    return next((one.rank for one in _default.values() if _is_open(one)), None)
+    """Return this rank where numbers may change, as ranks are lost; None where they stay."""
+    open_now = (one for one in _default.values() if _is_open(one) and one.is_elastic)
+    return next((one.rank for one in open_now), None)
 
 
 def default() -> Topology:
