@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Literal, get_args
 
 from daso import trace
@@ -139,7 +140,7 @@ def _main(words: Sequence[str]) -> None:
         runpy.run_module(words[2], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(words[1:])
-        sys.path.insert(0, os.path.dirname(os.path.abspath(words[1])))  # noqa: PTH100, PTH120 - as Python does
+        sys.path.insert(0, str(Path(words[1]).resolve().parent))  # as Python does
         runpy.run_path(words[1], run_name="__main__")
 
 
