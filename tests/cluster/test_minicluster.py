@@ -100,7 +100,7 @@ def unchanged(folder):
         time.sleep(0.1)
 
 
-def run(folder, *words, seconds=60):
+def run(folder, *words, seconds=HANG_SECONDS):
     return subprocess.run(
         [SCRIPT, *map(str, words)],
         env={**os.environ, "DASO_MINICLUSTER": str(folder)},
@@ -308,7 +308,7 @@ def test_wrong_use_is_one_line(cluster, words, message):
 
 def test_more_than_there_is_is_refused(cluster):
     for asked in (["--nodes=5"], ["--ntasks=17"], ["--nodes=1", "--ntasks=5"]):
-        failed = cluster.run(["srun", *asked, "true"], check=False, seconds=20)
+        failed = cluster.run(["srun", *asked, "true"], check=False, seconds=60)
         assert failed.returncode != 0
         assert "Unable to allocate resources" in failed.stderr
 
@@ -413,7 +413,7 @@ def test_a_host_cut_off_goes_down_and_comes_back(cluster):
     cluster.until(lambda: cluster.states()["mini3"] == "down*", seconds=60)
     assert cluster.run(["srun", "-N3", "hostname"]).stdout.count("mini") == 3
     cluster.mend("mini3")
-    cluster.until(lambda: cluster.states()["mini3"] == "idle", seconds=10)
+    cluster.until(lambda: cluster.states()["mini3"] == "idle", seconds=60)
     assert cluster.run(["srun", "-N4", "hostname"]).stdout.count("mini") == 4
 
 

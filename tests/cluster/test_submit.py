@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs import HANG_SECONDS
 
 from daso.slurm.slurm_commands import library_of
 
@@ -63,7 +64,7 @@ class Submitter:
         for name, text in PROGRAMS.items():
             (cluster.work / name).write_text(text)
 
-    def daso(self, *words, check=True, seconds=90):
+    def daso(self, *words, check=True, seconds=HANG_SECONDS):
         env = {"DASO_SITE": "minicluster", "PYTHONPATH": str(ROOT), "PATH": self.path}
         words = [self.python, "-m", "daso", *words]
         return self.cluster.run(words, seconds=seconds, check=check, **env)
@@ -163,7 +164,7 @@ def test_a_cluster_that_is_not_up_or_does_not_answer_is_told_soon(daso):
             (folder / "slurm.conf").write_text(f"{text}{rest}MessageTimeout=2\n")
         env = {"DASO_MINICLUSTER": str(folder), "PYTHONPATH": str(ROOT)}
         words = [daso.cluster.python, "-m", "daso", "submit", "--site=minicluster", "hello.py"]
-        done = daso.cluster.run(words, check=False, seconds=40, **env)
+        done = daso.cluster.run(words, check=False, seconds=HANG_SECONDS, **env)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
         assert told in done.stderr
 
@@ -294,7 +295,7 @@ def plain(daso, name, **lines):
     path.write_text(text)
     folder = str(Path(sys.executable).parent)
     env = {"PYTHONPATH": str(ROOT), "PATH": f"{folder}:{daso.cluster.env['PATH']}"}
-    daso.cluster.batch(path, seconds=110, **env)
+    daso.cluster.batch(path, seconds=HANG_SECONDS, **env)
     (log,) = daso.cluster.work.glob(f"{name}-*.out")
     return log.read_text()
 

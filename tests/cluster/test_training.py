@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cluster.test_submit import Submitter
-from jobs import slowness
+from jobs import HANG_SECONDS, slowness
 
 # Long enough that the limit comes in between, whatever the machine does.
 COMMON = ["--data.name=digits", "--schedule.policy=fixed", "--schedule.skip=4", "--schedule.wait=1"]
@@ -31,7 +31,7 @@ def events(daso, name):
 def until_it_trains(daso, name, job):
     """Wait until the first epoch is over."""
     daso.cluster.until(
-        lambda: any(event["event"] == "epoch" for event in events(daso, name)), seconds=60
+        lambda: any(event["event"] == "epoch" for event in events(daso, name)), seconds=HANG_SECONDS
     )
     assert daso.status(job)[0] == "RUNNING"
 
@@ -70,8 +70,8 @@ def test_a_host_that_is_cut_off_ends_the_job_and_is_named(daso):
     daso.cluster.cut("mini2")
     # The script is over then; SLURM waits for the host until it takes it for down.
     ended = f"job {job} ended with exit code"
-    daso.cluster.until(lambda: ended in daso.daso("logs", job).stdout, seconds=5 + 3 + 12)
-    log = daso.daso("logs", "--follow", job, seconds=100).stdout
+    daso.cluster.until(lambda: ended in daso.daso("logs", job).stdout, seconds=(5 + 3 + 12) * slowness())
+    log = daso.daso("logs", "--follow", job, seconds=HANG_SECONDS).stdout
     assert re.search(r"no answer from world rank 2 on host mini2", log), log[-3000:]
     assert daso.status(job)[0] in ("FAILED", "NODE_FAIL", "COMPLETING")
 
@@ -101,7 +101,7 @@ def test_a_link_that_changes_in_mid_run_is_measured_within_five_exchanges(daso):
     changed, out = cluster.work / "changed", cluster.work / "links.json"
     program = Path(__file__).with_name("on_links.py")
     job = daso.submit("--nodes=4", str(program), str(changed), str(out))
-    cluster.until((cluster.work / "training").exists, seconds=60)
+    cluster.until((cluster.work / "training").exists, seconds=HANG_SECONDS)
     time.sleep(3)  # some twenty exchanges
     cluster.minicluster("rate", "mini3", "100mbit")
     changed.touch()

@@ -10,7 +10,7 @@ EXAMPLES = Path(__file__).parents[2] / "daso" / "examples"
 
 
 def run(*words: str) -> str:
-    done = started(*words, seconds=110, DASO_DATA="")
+    done = started(*words, DASO_DATA="")
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -15,7 +15,7 @@ KEYS = {
 
 
 def daso_train(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return started("daso", "train", *words, seconds=110, cwd=cwd, **env)
+    return started("daso", "train", *words, cwd=cwd, **env)
 
 
 def test_training_writes_a_summary_and_one_line_per_event(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import sys
 import time
 
 import pytest
+from jobs import HANG_SECONDS
 
 from daso import trace
 from daso.errors import ConfigError
@@ -80,7 +81,7 @@ def test_a_program_runs_unchanged_until_a_fault_strikes(tmp_path, fault, code, e
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_SECONDS,
         check=False,
         env=env,
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from jobs import HANG_SECONDS
 from local_world import Comm
 from worlds import PerRank
 
@@ -506,7 +507,7 @@ store.save(7, {"weights": torch.arange(1_000_000)}, background=True)
 
 @pytest.mark.nodes((1,))
 def test_a_program_that_ends_at_once_has_its_checkpoint(topology, folder):
-    subprocess.run([sys.executable, "-c", ENDS_AT_ONCE, str(folder)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", ENDS_AT_ONCE, str(folder)], check=True, timeout=HANG_SECONDS)
     assert torch.equal(
         Checkpoints(folder, topology).load().payload["weights"], torch.arange(1_000_000)
     )
