@@ -507,7 +507,9 @@ store.save(7, {"weights": torch.arange(1_000_000)}, background=True)
 
 @pytest.mark.nodes((1,))
 def test_a_program_that_ends_at_once_has_its_checkpoint(topology, folder):
-    subprocess.run([sys.executable, "-c", ENDS_AT_ONCE, str(folder)], check=True, timeout=HANG_SECONDS)
+    subprocess.run(
+        [sys.executable, "-c", ENDS_AT_ONCE, str(folder)], check=True, timeout=HANG_SECONDS
+    )
     assert torch.equal(
         Checkpoints(folder, topology).load().payload["weights"], torch.arange(1_000_000)
     )
