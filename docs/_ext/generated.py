@@ -1,0 +1,94 @@
+"""Pages that the code itself writes: settings of `daso train`, error messages with their remedies.
+
+Directives of Sphinx, so that neither can be older than the code beside it.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.util.docutils import SphinxDirective
+
+from daso import errors
+from daso.cli.train.config import settings
+
+__all__ = ["messages", "setup"]
+
+PACKAGE = Path(errors.__file__).parent
+KINDS = [name for name in errors.__all__ if name.endswith("Error") and name != "DasoError"]
+
+
+class Settings(SphinxDirective):
+    """A table of every key of `daso train`."""
+
+    def run(self) -> list[nodes.Node]:
+        """Return the table."""
+        lines = ["| key | default | may be | |", "|---|---|---|---|"]
+        lines += [
+            f"| `{key}` | `{default if default != '' else ' '}` | {_cell(choices)} | {_cell(meaning)} |"
+            for key, default, meaning, choices in settings()
+        ]
+        return self.parse_text_to_nodes("\n".join(lines))
+
+
+class Messages(SphinxDirective):
+    """Every error message, by its class."""
+
+    def run(self) -> list[nodes.Node]:
+        """Return a section for each class."""
+        lines: list[str] = []
+        found = list(messages())
+        for kind in KINDS:
+            rows = sorted({(text, remedy) for one, text, remedy in found if one == kind})
+            lines += ["", f"## {kind}", "", (getattr(errors, kind).__doc__ or "").split("\n")[0], ""]
+            lines += ["| message | remedy |", "|---|---|"]
+            lines += [f"| {_cell(text)} | {_cell(remedy)} |" for text, remedy in rows]
+        return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
+
+
+def messages() -> Iterator[tuple[str, str, str]]:
+    """List (class, message, remedy) of every error that the package raises, names for values."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in KINDS and node.args:
+                text = _text(node.args[0])
+                if text is not None and ("; " in text or " " in text):
+                    message, _, remedy = text.rpartition("; ")
+                    yield node.func.id, *((message, remedy) if message else (text, ""))  # type: ignore[attr-defined]
+
+
+def _text(node: ast.expr) -> str | None:
+    """Return what an expression says, with ``{name}`` for what is only known at run time."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            str(part.value) if isinstance(part, ast.Constant) else _placeholder(part)
+            for part in node.values
+        )
+    return None
+
+
+def _placeholder(part: ast.expr) -> str:
+    value = part.value if isinstance(part, ast.FormattedValue) else part
+    names = [one.attr if isinstance(one, ast.Attribute) else one.id
+             for one in ast.walk(value) if isinstance(one, ast.Attribute | ast.Name)]
+    named = [name for name in names if name not in ("format_value", "join", "str", "len", "told")]
+    return f"<{named[0] if named else 'value'}>"
+
+
+def _cell(text: object) -> str:
+    """Return a text as a cell of a table shows it."""
+    escaped = str(text).replace("\\", "\\\\")
+    for sign in "|<*_[`$":
+        escaped = escaped.replace(sign, f"\\{sign}")
+    return " ".join(escaped.split())
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Add the directives."""
+    app.add_directive("daso-settings", Settings)
+    app.add_directive("daso-messages", Messages)
+    return {"parallel_read_safe": True}
