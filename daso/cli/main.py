@@ -20,7 +20,7 @@ from daso.errors import ConfigError, DasoError, ExchangeError, NonFiniteError, S
 from daso.slurm import status, submit
 from daso.testing.faults import parse as parse_faults
 
-__all__ = ["Parser", "carry_out", "main"]
+__all__ = ["Parser", "carry_out", "main", "make_parser"]
 
 DESCRIPTION = "Hierarchical asynchronous data-parallel training for PyTorch over MPI."
 
@@ -49,7 +49,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for word in ours:
         if word.startswith("-") and word.endswith("=--"):  # argparse would make a list of it
             return _refuse(f"{word.removesuffix('=--')} must have a value, not --; give one")
-    return carry_out(_parser(), ours, theirs)
+    return carry_out(make_parser(), ours, theirs)
 
 
 def carry_out(
@@ -107,7 +107,8 @@ def _speaks() -> bool:
         return True
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line; its help is the reference in the docs."""
     parser = Parser(prog="daso", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"daso {daso.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -227,7 +228,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--fault",
         default="",
         metavar="TEXT",
-        help="rehearse a fault, such as `kill rank 1 at step 50`; see docs/elastic.md",
+        help="rehearse a fault, such as `kill rank 1 at step 50`; see docs/how-to/elastic.md",
     )
     parser.usage = (
         "daso run [-n RANKS] [--ranks-per-node R] [--elastic [--spares S]] [--restarts N] [--fault "

@@ -5,6 +5,7 @@ trip. Offsets add up to 0 round a closed loop, but for these errors: a link that
 way than the other by more than it should be able to shows there. A tree has no such check.
 """
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 __all__ = ["Clock", "Loop", "Reading", "clocks", "close_loop"]
 
 LEAST_SECONDS = 1.0  # between two loops, for drift to show above the error of offsets
+MOST_DRIFT = 1e-4  # seconds a second, between two crystals of 50 ppm
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Loop:
         bounds: Seconds by which each of them may be wrong.
         closure: Seconds that offsets round the ring do not add up to 0 by.
         bound: Seconds that this can be at most where every trip takes as long there as back, give
-            or take all of it: half of all trips.
+            or take all of it: half of all trips, and what clocks drift apart between the readings.
     """
 
     ats: tuple[float, ...]
@@ -61,7 +63,9 @@ def close_loop(readings: Sequence[Reading]) -> Loop:
     """
     closure = sum(reading.offset for reading in readings)
     trips = sum(reading.trip for reading in readings)
-    share = closure / trips if trips and abs(closure) <= trips / 2 else 0.0
+    drifted = MOST_DRIFT * max(0.0, _seconds_between(readings) - trips)
+    bound = trips / 2 + drifted
+    share = closure / trips if trips and abs(closure) <= bound else 0.0
     offsets, there = [0.0], [0.0]  # along the ring, with trips so far
     for reading in readings[:-1]:
         offsets.append(offsets[-1] + reading.offset - share * reading.trip)
@@ -69,10 +73,20 @@ def close_loop(readings: Sequence[Reading]) -> Loop:
     return Loop(
         ats=tuple(reading.at for reading in readings),
         offsets=tuple(offsets),
-        bounds=tuple(_bound(way, trips, closed=share != 0.0 or closure == 0.0) for way in there),
+        bounds=tuple(
+            _bound(way, trips, closed=share != 0.0 or closure == 0.0) + (drifted if rank else 0.0)
+            for rank, way in enumerate(there)
+        ),
         closure=closure,
-        bound=trips / 2,
+        bound=bound,
     )
+
+
+def _seconds_between(readings: Sequence[Reading]) -> float:
+    """Return the seconds between the first and the last reading, give or take all trips."""
+    ahead = itertools.accumulate((reading.offset for reading in readings[:-1]), initial=0.0)
+    times = [reading.at - offset for reading, offset in zip(readings, ahead, strict=True)]
+    return max(times) - min(times)
 
 
 def _bound(way: float, trips: float, *, closed: bool) -> float:

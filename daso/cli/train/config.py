@@ -25,7 +25,7 @@ from daso.plan.policies import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy
 from daso.plan.wires import GradientWire
 
-__all__ = ["Config", "describe", "read_config", "takes_value"]
+__all__ = ["Config", "describe", "read_config", "settings", "takes_value"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class ExchangeConfig:
         timeout_seconds: How long to wait for ranks that do not come.
         step_restoration: Longer steps of Adam and its kin between exchanges.
         gpu_direct: Let MPI read and write the memory of GPUs, where it is able to.
-        elastic: Go on without the node of a rank that is killed; see docs/elastic.md.
+        elastic: Go on without the node of a rank that is killed; see docs/how-to/elastic.md.
     """
 
     wire: Wire = "auto"
@@ -450,10 +450,10 @@ def _convert_bool(key: str, value: object) -> bool:
 def describe() -> str:
     """Return what each key means, its default and what it may be, as wide as the terminal."""
     columns = min(MOST_COLUMNS, shutil.get_terminal_size().columns)
-    rows = []
-    meanings = dict(_meanings(Config))
-    for key, annotation, default in _keys(Config):
-        rows.append((f"  --{key}={default}", f"{meanings.get(key, '')}({_choices(annotation)})"))
+    rows = [
+        (f"  --{key}={default}", f"{meaning}{' ' if meaning else ''}({choices})")
+        for key, default, meaning, choices in settings()
+    ]
     width = max(len(left) for left, _ in rows) + 2
     wrapped = textwrap.TextWrapper(max(40, columns - width), break_long_words=False)
     return "\n".join(
@@ -461,6 +461,13 @@ def describe() -> str:
         for first, text in rows
         for left, line in zip_longest([first], wrapped.wrap(text), fillvalue="")
     )
+
+
+def settings() -> Iterator[tuple[str, object, str, str]]:
+    """List (key, default, meaning, what it may be) of every setting."""
+    meanings = dict(_meanings(Config))
+    for key, annotation, default in _keys(Config):
+        yield key, default, meanings.get(key, ""), _choices(annotation)
 
 
 def _meanings(kind: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -473,4 +480,4 @@ def _meanings(kind: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
         if is_dataclass(hints[name]):
             yield from _meanings(hints[name], f"{prefix}{name}.")
         else:
-            yield prefix + name, f"{meaning.strip().removesuffix('.')} "
+            yield prefix + name, meaning.strip().removesuffix(".")

