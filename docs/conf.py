@@ -17,7 +17,6 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinxarg.ext",
     "generated",
 ]
 exclude_patterns = ["_ext"]
@@ -26,8 +25,6 @@ default_role = "code"
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
-# README and files beside docs/ are linked as files, for those who read on the repository's host.
-suppress_warnings = ["myst.xref_missing"] if False else []
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

@@ -58,8 +58,9 @@ class Exchange:
             where a few steps of a copy of it show that it does; never with ``outer``, which has a
             gain of its own, or ``wire="topk"``. Learning rates in ``param_groups`` stay the user's.
         elastic: Whether training goes on when a rank is killed, without that rank's node: see
-            `docs/how-to/elastic.md`. Under Open MPI 5 or later, started by ``mpirun --with-ft ulfm``, as
-            ``daso run --elastic`` does; anywhere else it says so, and the job ends.
+            `docs/how-to/elastic.md`. Under Open MPI 5 or later, started by
+            ``mpirun --with-ft ulfm``, as ``daso run --elastic`` does; anywhere else it says so, and
+            the job ends.
     """
 
     algorithm: Algorithm = "auto"

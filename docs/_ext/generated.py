@@ -1,8 +1,9 @@
-"""Pages that the code itself writes: settings of `daso train`, error messages with their remedies.
+"""Pages that the code itself writes: commands, settings, error messages with their remedies.
 
 Directives of Sphinx, so that neither can be older than the code beside it.
 """
 
+import argparse
 import ast
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 from daso import errors
+from daso.cli.main import make_parser
 from daso.cli.train.config import settings
 
 __all__ = ["messages", "setup"]
@@ -27,10 +29,27 @@ class Settings(SphinxDirective):
         """Return the table."""
         lines = ["| key | default | may be | |", "|---|---|---|---|"]
         lines += [
-            f"| `{key}` | `{default if default != '' else ' '}` | {_cell(choices)} | {_cell(meaning)} |"
+            f"| `{key}` | {'' if default == '' else f'`{default}`'} | {_cell(choices)} | {_cell(meaning)} |"
             for key, default, meaning, choices in settings()
         ]
         return self.parse_text_to_nodes("\n".join(lines))
+
+
+class Commands(SphinxDirective):
+    """The help of every command, as it is printed."""
+
+    def run(self) -> list[nodes.Node]:
+        """Return a section for each command."""
+        (commands,) = [
+            action
+            for action in make_parser()._actions
+            if isinstance(action, argparse._SubParsersAction)
+        ]
+        lines: list[str] = []
+        for name, parser in commands.choices.items():
+            parser.epilog = None if name == "train" else parser.epilog  # a page of its own
+            lines += [f"## daso {name}", "", "```text", parser.format_help().rstrip(), "```", ""]
+        return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
 
 
 class Messages(SphinxDirective):
@@ -42,7 +61,8 @@ class Messages(SphinxDirective):
         found = list(messages())
         for kind in KINDS:
             rows = sorted({(text, remedy) for one, text, remedy in found if one == kind})
-            lines += ["", f"## {kind}", "", (getattr(errors, kind).__doc__ or "").split("\n")[0], ""]
+            lines += ["", f"## {kind}", "", (getattr(errors, kind).__doc__ or "").split("\n")[0]]
+            lines += [""]
             lines += ["| message | remedy |", "|---|---|"]
             lines += [f"| {_cell(text)} | {_cell(remedy)} |" for text, remedy in rows]
         return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
@@ -52,11 +72,12 @@ def messages() -> Iterator[tuple[str, str, str]]:
     """List (class, message, remedy) of every error that the package raises, names for values."""
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in KINDS and node.args:
+            named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            if named and node.func.id in KINDS and node.args:
                 text = _text(node.args[0])
-                if text is not None and ("; " in text or " " in text):
+                if text is not None and " " in text:
                     message, _, remedy = text.rpartition("; ")
-                    yield node.func.id, *((message, remedy) if message else (text, ""))  # type: ignore[attr-defined]
+                    yield node.func.id, message or remedy, remedy if message else ""
 
 
 def _text(node: ast.expr) -> str | None:
@@ -73,8 +94,11 @@ def _text(node: ast.expr) -> str | None:
 
 def _placeholder(part: ast.expr) -> str:
     value = part.value if isinstance(part, ast.FormattedValue) else part
-    names = [one.attr if isinstance(one, ast.Attribute) else one.id
-             for one in ast.walk(value) if isinstance(one, ast.Attribute | ast.Name)]
+    names = [
+        one.attr if isinstance(one, ast.Attribute) else one.id
+        for one in ast.walk(value)
+        if isinstance(one, ast.Attribute | ast.Name)
+    ]
     named = [name for name in names if name not in ("format_value", "join", "str", "len", "told")]
     return f"<{named[0] if named else 'value'}>"
 
@@ -89,6 +113,7 @@ def _cell(text: object) -> str:
 
 def setup(app: Any) -> dict[str, bool]:
     """Add the directives."""
+    app.add_directive("daso-commands", Commands)
     app.add_directive("daso-settings", Settings)
     app.add_directive("daso-messages", Messages)
     return {"parallel_read_safe": True}
