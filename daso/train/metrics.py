@@ -4,11 +4,12 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, NotRequired, TypedDict
 
 from daso import trace
 from daso.comm.step_timer import StepTimer
 
-__all__ = ["Metrics"]
+__all__ = ["Metrics", "Report"]
 
 # What a checkpoint keeps: votes on too many drops, and totals.
 KEPT = (
@@ -22,6 +23,47 @@ KEPT = (
     "exchange_seconds",
     "scales_apart",
 )
+
+
+class Report(TypedDict):
+    """What `optimizer.report()` tells; `docs/reference/report.md` says what each key means."""
+
+    # Of the world; left out before it is known.
+    mpi: NotRequired[str]
+    world: NotRequired[int]
+    nodes: NotRequired[int]
+    node_sizes: NotRequired[list[int]]
+    lanes: NotRequired[int]
+    node_transport: NotRequired[str]
+    # What was chosen.
+    policy: str
+    wire: str
+    merge: str | float
+    outer: bool
+    fragments: int
+    gpu_direct: bool
+    algorithm: str
+    gradient_reducer: str
+    step: str
+    # What was chosen while training, where there is something to exchange.
+    allreduce: NotRequired[str]
+    gradient_wire: NotRequired[str]
+    step_restoration: NotRequired[str]
+    packing: NotRequired[str]
+    bucket_bytes: NotRequired[int]
+    # Where training is.
+    batches: int
+    in_flight: bool
+    skip_history: list[tuple[int, int, int]]
+    skip_because: str
+    gain: float
+    measurements: dict[str, Any]
+    # What happened, on this rank.
+    exchanges: int
+    dropped: int
+    global_bytes_sent: int
+    exposed_seconds: float
+    events: list[dict[str, object]]
 
 
 @dataclass(slots=True)

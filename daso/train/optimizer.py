@@ -21,6 +21,7 @@ from daso.plan.options import Exchange, Gradients, Wire
 from daso.plan.schedule import Policy
 from daso.train.deltas.outer import MakeOuter
 from daso.train.inner.grad_scaler import Scaling
+from daso.train.metrics import Report
 from daso.train.misuse import InnerSteps, stepping
 from daso.train.recovery.session import session_class
 from daso.train.session import Session
@@ -414,14 +415,12 @@ class DASO(torch.optim.Optimizer):
             self.synchronize()
             self.close()
 
-    def report(self) -> dict[str, Any]:
-        """Return what was chosen and what happened so far, on this rank.
+    def report(self) -> Report:
+        """Return what was chosen and what happened so far, on this rank; does not communicate.
 
         Returns:
-            Plain values: ``batches``, ``in_flight`` (an exchange is on its way), ``exchanges``,
-            ``dropped``, ``global_bytes_sent`` (bytes, by this rank), ``exposed_seconds`` (this
-            rank computed nothing since it waited for others), ``skip_history`` (batch, skip, wait),
-            ``measurements`` (agreed times in seconds, learning rate, drift), ``events``, and the
-            choices.
+            Plain values, such as ``exchanges``, ``exposed_seconds`` (this rank computed nothing
+            since it waited for others), ``skip_because`` and ``events``; all keys are told in
+            `docs/reference/report.md`.
         """
         return self._session.report()

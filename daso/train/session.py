@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -38,7 +38,7 @@ from daso.train.deltas.exchange import Exchanges
 from daso.train.inner.grad_scaler import Scaling, is_probe
 from daso.train.inner.step_restoration import StepRestoration
 from daso.train.listeners import Listener, Listeners
-from daso.train.metrics import Metrics
+from daso.train.metrics import Metrics, Report
 from daso.train.model.one_copy import KEY, OneCopy, is_saving_one_copy, packed, refuse, unpacked
 from daso.train.model.params import Trained, check_same_layout
 from daso.train.setup import Setup
@@ -528,18 +528,9 @@ class Session:
                 registry.close(self._sync)
                 forget(self)
 
-    def report(self) -> dict[str, Any]:
-        """Return what was chosen and what happened so far, on this rank.
-
-        Returns:
-            Plain values: ``batches``, ``in_flight`` (an exchange is on its way), ``exchanges``,
-            ``dropped``, ``global_bytes_sent`` (bytes, by this rank), ``exposed_seconds`` (this
-            rank computed nothing since it waited for others), ``skip_history`` (batch, skip, wait),
-            ``skip_because`` (in words), ``gain`` (of the inner learning rate between exchanges),
-            ``measurements`` (agreed times in seconds, learning rate, drift), ``bucket_bytes``
-            (where gradients are averaged), ``events``, and the choices.
-        """
-        report = {
+    def report(self) -> Report:
+        """Return what was chosen and what happened so far, on this rank."""
+        report: dict[str, Any] = {
             **self._choices(),
             "batches": self.schedule.batch,
             "in_flight": self.schedule.sent is not None,
@@ -548,19 +539,23 @@ class Session:
             "gain": self.schedule.gain,
             "measurements": asdict(self.schedule.measurements),
         }
-        if self._sync is None:
-            nothing = {"exchanges": 0, "dropped": 0, "global_bytes_sent": 0, "exposed_seconds": 0.0}
-            return {**report, **nothing, "events": []}
-        metrics = self._sync.metrics
-        return {
-            **report,
+        metrics = self._counted() or Metrics()
+        exposed_seconds = metrics.exposed_seconds
+        if self._sync is not None:
+            report["bucket_bytes"] = self._sync.buckets.bucket_bytes
+            exposed_seconds = self._sync.exposed_seconds
+        report |= {
             "exchanges": metrics.exchanges,
             "dropped": metrics.dropped,
             "global_bytes_sent": metrics.global_bytes_sent,
-            "exposed_seconds": self._sync.exposed_seconds,
-            "bucket_bytes": self._sync.buckets.bucket_bytes,
+            "exposed_seconds": exposed_seconds,
             "events": list(metrics.events),
         }
+        return cast(Report, report)
+
+    def _counted(self) -> Metrics | None:
+        """Return what was counted; None where nothing is exchanged."""
+        return None if self._sync is None else self._sync.metrics
 
     def _why(self) -> str:
         """Return why skip is what it is."""

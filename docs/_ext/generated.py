@@ -28,10 +28,9 @@ class Settings(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Return the table."""
         lines = ["| key | default | may be | |", "|---|---|---|---|"]
-        lines += [
-            f"| `{key}` | {'' if default == '' else f'`{default}`'} | {_cell(choices)} | {_cell(meaning)} |"
-            for key, default, meaning, choices in settings()
-        ]
+        for key, default, meaning, choices in settings():
+            shown = "" if default == "" else f"`{default}`"
+            lines.append(f"| `{key}` | {shown} | {_cell(choices)} | {_cell(meaning)} |")
         return self.parse_text_to_nodes("\n".join(lines))
 
 

@@ -261,19 +261,9 @@ class ElasticSession(Session):
                 raise
             self.inner.zero_grad(set_to_none)
 
-    def report(self) -> dict[str, Any]:
-        """Return what was chosen and what happened so far; see `Session.report`."""
-        report = super().report()
-        if self._sync is None and self._metrics is not None:  # alone is left
-            metrics = self._metrics
-            report |= {
-                "exchanges": metrics.exchanges,
-                "dropped": metrics.dropped,
-                "global_bytes_sent": metrics.global_bytes_sent,
-                "exposed_seconds": metrics.exposed_seconds,
-                "events": list(metrics.events),
-            }
-        return report
+    def _counted(self) -> Metrics | None:
+        """Return what was counted; see `Session._counted`."""
+        return self._metrics if self._sync is None else self._sync.metrics  # alone is left
 
     # --- meetings of all ranks ---------------------------------------------------------------
 
