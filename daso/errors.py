@@ -36,7 +36,7 @@ class NonFiniteError(DasoError):
 
 
 class StallError(DasoError):
-    """A rank of this node did not arrive within the stall limit."""
+    """A rank did not come to a meeting within `Exchange.timeout_seconds`."""
 
 
 class ConfigError(DasoError, ValueError):

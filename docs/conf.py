@@ -35,6 +35,8 @@ autodoc_mock_imports = ["accelerate", "lightning", "transformers"]
 napoleon_use_rtype = False
 napoleon_preprocess_types = False
 
+html_math_renderer = "mathml"
+html_show_copyright = False
 html_theme = "furo"
 html_title = f"daso {release}"
 html_static_path: list[str] = []

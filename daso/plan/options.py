@@ -168,7 +168,7 @@ class Settings:
     Args:
         wire: What crosses between nodes for deltas: ``"fp32"``, ``"bf16"``, ``"fp16"``,
             ``"int8"`` and ``"int4"`` with a scale per 128 numbers, or ``"topk"``: of every 4096
-            numbers the 64 largest. ``"auto"``: bf16, or int4 where that takes a batch or more
+            numbers the 64 largest. ``"auto"``: bf16, or int4 where that takes 0.8 of one or more
             (more where exchanges are dear) and is of many numbers; see `daso.plan.wires`.
         merge: How a mean that is some batches old is taken in; see `daso.plan.merge`.
         outer: Whether an outer optimizer moves the reference.

@@ -63,7 +63,7 @@ class Report(TypedDict):
     dropped: int
     global_bytes_sent: int
     exposed_seconds: float
-    events: list[dict[str, object]]
+    events: list[dict[str, Any]]
 
 
 @dataclass(slots=True)

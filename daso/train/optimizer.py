@@ -62,7 +62,7 @@ class DASO(torch.optim.Optimizer):
         wire: What crosses between nodes: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``
             or ``"topk"``; what a wire loses is kept and sent later. ``"auto"``: bf16, and int4
             where the link is so slow that an exchange of half a million numbers or more would take
-            a batch or longer.
+            0.8 of a batch or longer.
         merge: How a node takes in a mean that is some batches old: ``"daso"`` weighs its own work
             by the batches waited, ``"delta"`` keeps it whole, ``"eager"`` goes ahead and corrects
             later, a number from 0 to 1 is the weight of local parameters, ``"auto"`` chooses by

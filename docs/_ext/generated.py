@@ -1,6 +1,7 @@
 """Pages that the code itself writes: commands, settings, error messages with their remedies.
 
-Directives of Sphinx, so that neither can be older than the code beside it.
+Directives of Sphinx, so that none of it can be older than the code beside it. Formulas become
+MathML, which browsers show without fetching a script: these pages are read on clusters too.
 """
 
 import argparse
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from latex2mathml.converter import convert
 from sphinx.util.docutils import SphinxDirective
 
 from daso import errors
@@ -79,6 +81,16 @@ def messages() -> Iterator[tuple[str, str, str]]:
                     yield node.func.id, message or remedy, remedy if message else ""
 
 
+def _show_inline(writer: Any, node: nodes.Node) -> None:
+    writer.body.append(convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def _show_block(writer: Any, node: nodes.Node) -> None:
+    writer.body.append(convert(node.astext(), display="block"))
+    raise nodes.SkipNode
+
+
 def _text(node: ast.expr) -> str | None:
     """Return what an expression says, with ``{name}`` for what is only known at run time."""
     if isinstance(node, ast.Constant):
@@ -112,6 +124,7 @@ def _cell(text: object) -> str:
 
 def setup(app: Any) -> dict[str, bool]:
     """Add the directives."""
+    app.add_html_math_renderer("mathml", (_show_inline, None), (_show_block, None))
     app.add_directive("daso-commands", Commands)
     app.add_directive("daso-settings", Settings)
     app.add_directive("daso-messages", Messages)

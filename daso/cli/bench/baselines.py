@@ -148,7 +148,7 @@ class Daso(Plain):
 
     def report(self) -> Mapping[str, Any]:
         """Return counts of exchanges, and what is exposed."""
-        found = self.wrapped.report()
+        found: Mapping[str, Any] = self.wrapped.report()
         kept = (
             "exchanges",
             "exposed_seconds",
