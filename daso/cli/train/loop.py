@@ -4,7 +4,7 @@ import hashlib
 import logging
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -338,7 +338,8 @@ def digest(model: torch.nn.Module) -> str:
 
 
 def _summary(run: Run, point: Point, figures: dict[str, float]) -> dict[str, Any]:
-    report, rank_info = run.optimizer.report(), run.topology.rank_info
+    report: Mapping[str, Any] = run.optimizer.report()
+    rank_info = run.topology.rank_info
     mine = (report["global_bytes_sent"], report["exposed_seconds"])
     reports = gather(run.topology, mine, run.config.exchange.timeout_seconds)
     model = digest(run.task.model)
