@@ -5,26 +5,34 @@ from typing import Any
 
 from daso.checks import check, positive, whole
 from daso.plan.allreduce_plan import Algorithm, AllReducePlan, named_plan
+from daso.errors import ConfigError
 from daso.plan.cost_model import LinkCosts, allreduce_cost, choose_plan
+from daso.predict.link_rate import parse_rate
 
 __all__ = ["costs_of", "table"]
 
 BYTES = 2  # of a number on the wire: bf16, with which exchanges begin
 MOST_NODES = 100_000
+LINE_BITS = 8.5  # that a link carries for each byte, with the headers of packets
+FASTEST = 1600 * 10**9  # bits per second, as in `daso predict`
 NAMED: tuple[Algorithm, ...] = ("direct", "two-level", "halving", "ring")
 
 
-def costs_of(nodes: int, parameters: float) -> list[dict[str, Any]]:
-    """Return what each algorithm costs a node for one exchange over 1 Gbit/s, the chosen first."""
+def costs_of(nodes: int, parameters: float, link: str = "1gbit") -> list[dict[str, Any]]:
+    """Return what each algorithm costs a node for one exchange over its link, the chosen first."""
     check("--nodes", nodes, whole(2, MOST_NODES))
     check("--parameters", parameters, positive(1e15))
-    nbytes = BYTES * parameters
-    rows = [_row("auto", choose_plan("auto", nodes, nbytes), nbytes)]
-    return rows + [_row(name, named_plan(name, nodes), nbytes) for name in NAMED]
+    rate = parse_rate(link, FASTEST)
+    if rate is None:
+        raise ConfigError(f"--link must be a rate such as 10gbit, not {link!r}")
+    nbytes, costs = BYTES * parameters, LinkCosts(byte_seconds=LINE_BITS / rate)
+    plans = {"auto": choose_plan("auto", nodes, nbytes, costs)}
+    plans |= {name: named_plan(name, nodes) for name in NAMED}
+    return [_row(name, plan, nbytes, costs) | {"link": link} for name, plan in plans.items()]
 
 
-def _row(algorithm: str, plan: AllReducePlan, nbytes: float) -> dict[str, Any]:
-    cost = allreduce_cost(plan, nbytes, LinkCosts())
+def _row(algorithm: str, plan: AllReducePlan, nbytes: float, costs: LinkCosts) -> dict[str, Any]:
+    cost = allreduce_cost(plan, nbytes, costs)
     return {
         "algorithm": algorithm,
         "plan": plan.name,
@@ -42,7 +50,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as lines for a terminal."""
     first = rows[0]
     lines = [
-        f"{first['megabytes']:.1f} MB of bf16 over {first['nodes']} nodes, links of 1 Gbit/s; of "
+        f"{first['megabytes']:.1f} MB of bf16 over {first['nodes']} nodes, links of {first['link']}; of "
         f"each node, predicted",
         f"{'algorithm':<11}{'plan':<26}{'messages':>9}{'KiB least':>11}{'MB sent':>9}"
         f"{'rounds':>8}{'ms':>10}",

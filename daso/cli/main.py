@@ -163,6 +163,7 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--parameters", type=float, default=25e6, help="of the model, for --nodes (25e6)"
     )
+    doctor.add_argument("--link", default="1gbit", help="of each node, for --nodes (1gbit)")
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -328,7 +329,7 @@ def _doctor(options: argparse.Namespace, _: Sequence[str]) -> int:
     if options.nodes is not None:
         from daso.cli.algorithms import costs_of, table
 
-        rows = costs_of(options.nodes, options.parameters)
+        rows = costs_of(options.nodes, options.parameters, options.link)
         print(json.dumps(rows, indent=2) if options.json else table(rows))
         return 0
     found = examine()

@@ -51,7 +51,9 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drift", type=float, help=f"of nodes in a batch ({TYPICAL_DRIFT:g})")
     parser.add_argument("--cores", type=float, default=2, help="of a rank: 2 or more: one to spare")
     parser.add_argument("--faster-compute", type=float, default=1, help="divides step times")
-    parser.add_argument("--steps", type=int, default=1000, help="to go through (1000)")
+    parser.add_argument(
+        "--steps", type=int, default=1000, help=f"to go through, {LEAST_STEPS} or more (1000)"
+    )
     parser.add_argument("--json", type=Path, help="write what is predicted to this file")
     parser.add_argument("--plot", type=Path, help="draw efficiency over nodes to this PNG")
     parser.set_defaults(run=lambda chosen, _: _main(chosen))

@@ -240,6 +240,19 @@ def test_accuracies_of_the_transformer_are_those_that_were_measured() -> None:
         assert ratio == ("-" if row is None else f"{row['bytes_ratio']:.1f}x")
 
 
+def test_gaps_that_pages_of_explanation_quote_are_those_that_were_measured() -> None:
+    import json
+
+    names = ("accuracy-text", "accuracy", "accuracy-short")
+    files = [json.loads((ROOT / f"scripts/figures/{name}.json").read_text()) for name in names]
+    rows = [row for found in files for row in found["rows"] if "gap_error" in row]
+    measured = {f"{row['gap']:.2f} ± {row['gap_error']:.2f}" for row in rows}
+    for page in ("step-restoration", "schedules", "glossary", "exactness"):
+        quoted = set(re.findall(r"\d+\.\d\d ± \d+\.\d\d", PAGES[page]))
+        assert quoted <= measured, page
+        assert quoted or page != "step-restoration"
+
+
 def test_step_times_it_quotes_are_those_that_were_measured() -> None:
     import json
 

@@ -93,7 +93,14 @@ def test_the_flags_of_every_command_are_these_and_no_others(capsys):
     assert flags(help_of(capsys)) == {"-h", "--help", "--version"}
     assert flags(help_of(capsys, "run")) == ranks | again | {"--elastic", "--fault"}
     assert flags(help_of(capsys, "train")) == ranks | again | {"--resume"}
-    assert flags(help_of(capsys, "doctor")) == {"-h", "--help", "--json", "--nodes", "--parameters"}
+    assert flags(help_of(capsys, "doctor")) == {
+        "-h",
+        "--help",
+        "--json",
+        "--link",
+        "--nodes",
+        "--parameters",
+    }
     planned = {"--budget", "--second", "--policy", "--units", "--plot", "--json"}
     assert flags(help_of(capsys, "memory")) == {"-h", "--help"} | planned
     assert flags(help_of(capsys, "trace")) == {"-h", "--help", "--chrome", "--json", "--plot"}
@@ -114,6 +121,13 @@ def test_doctor_says_how_many_nodes_would_exchange(capsys):
     assert rows[0]["messages"] < rows[1]["messages"] / 4
     assert main(["doctor", "--nodes=256"]) == 0
     assert "50.0 MB of bf16 over 256 nodes" in capsys.readouterr().out
+    assert main(["doctor", "--nodes=256", "--parameters=25e6", "--json", "--link=100mbit"]) == 0
+    slow = json.loads(capsys.readouterr().out)
+    assert all(
+        9 < a["seconds"] / b["seconds"] < 10 for a, b in zip(slow[2:4], rows[2:4], strict=True)
+    )
+    assert main(["doctor", "--nodes=2", "--link=none"]) == 2
+    assert "--link must be a rate such as 10gbit, not 'none'" in capsys.readouterr().err
     assert main(["doctor", "--nodes=1"]) == 2
     assert (
         "--nodes must be a whole number of at least 2 and at most 100000, not 1"
