@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from daso.checks import check, positive, whole
-from daso.plan.allreduce_plan import Algorithm, AllReducePlan, named_plan
 from daso.errors import ConfigError
+from daso.plan.allreduce_plan import Algorithm, AllReducePlan, named_plan
 from daso.plan.cost_model import LinkCosts, allreduce_cost, choose_plan
 from daso.predict.link_rate import parse_rate
 
@@ -50,8 +50,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as lines for a terminal."""
     first = rows[0]
     lines = [
-        f"{first['megabytes']:.1f} MB of bf16 over {first['nodes']} nodes, links of {first['link']}; of "
-        f"each node, predicted",
+        f"{first['megabytes']:.1f} MB of bf16 over {first['nodes']} nodes, links of "
+        f"{first['link']}; of each node, predicted",
         f"{'algorithm':<11}{'plan':<26}{'messages':>9}{'KiB least':>11}{'MB sent':>9}"
         f"{'rounds':>8}{'ms':>10}",
     ]
