@@ -5,20 +5,15 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 import daso
 from daso.checks import format_value
-from daso.cli import memory, predict, trace
-from daso.cli.bench import command as bench
-from daso.cli.launch import Local, launch
-from daso.cli.train.config import describe, read_config, takes_value
 from daso.environment import parse_ranks_per_node, read_launch
 from daso.errors import ConfigError, DasoError, ExchangeError, NonFiniteError, StallError
-from daso.slurm import status, submit
-from daso.testing.faults import parse as parse_faults
 
 __all__ = ["Parser", "carry_out", "main", "make_parser"]
 
@@ -49,7 +44,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for word in ours:
         if word.startswith("-") and word.endswith("=--"):  # argparse would make a list of it
             return _refuse(f"{word.removesuffix('=--')} must have a value, not --; give one")
-    return carry_out(make_parser(), ours, theirs)
+    return carry_out(make_parser(called=ours[0] if ours else ""), ours, theirs)
 
 
 def carry_out(
@@ -107,69 +102,62 @@ def _speaks() -> bool:
         return True
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line; its help is the reference in the docs."""
+# What each command is for, and what adds its options: only the module of the one that is called is
+# imported, so that the shell does not wait for the others.
+COMMANDS = {
+    "run": ("start a program on several ranks of this machine", "daso.cli.main:_add_run"),
+    "train": ("train one of the built-in models", "daso.cli.main:_add_train"),
+    "submit": ("submit a program to SLURM", "daso.slurm.submit:add_parser"),
+    "status": ("show submitted jobs", "daso.slurm.status:add_status"),
+    "logs": ("print a submitted job's log", "daso.slurm.status:add_logs"),
+    "bench": (
+        "measure ways to train on this machine, beside rivals",
+        "daso.cli.bench.command:add_parser",
+    ),
+    "predict": ("what a schedule would cost on other nodes", "daso.cli.predict:add_parser"),
+    "memory": ("what a script's model needs, and within a budget", "daso.cli.memory:add_parser"),
+    "trace": ("where a recorded run's time went, and who was late", "daso.cli.trace:add_parser"),
+    "doctor": ("look at MPI, torch, GPUs and nodes", "daso.cli.main:_add_doctor"),
+}
+
+
+def make_parser(called: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of the command line; its help is the reference in the docs.
+
+    Args:
+        called: The command whose options are wanted; None: of all.
+    """
     parser = Parser(prog="daso", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"daso {daso.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_run(
-        commands.add_parser(
-            "run", help="start a program on several ranks of this machine", allow_abbrev=False
-        )
-    )
-    _add_train(
-        commands.add_parser(
-            "train",
-            help="train one of the built-in models",
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            epilog="settings, with defaults:\n" + describe(),
-        )
-    )
-    submit.add_parser(
-        commands.add_parser("submit", help="submit a program to SLURM", allow_abbrev=False)
-    )
-    status.add_status(commands.add_parser("status", help="show submitted jobs", allow_abbrev=False))
-    status.add_logs(
-        commands.add_parser("logs", help="print a submitted job's log", allow_abbrev=False)
-    )
-    bench.add_parser(
-        commands.add_parser(
-            "bench", help="measure ways to train on this machine, beside rivals", allow_abbrev=False
-        )
-    )
-    predict.add_parser(
-        commands.add_parser(
-            "predict", help="what a schedule would cost on other nodes", allow_abbrev=False
-        )
-    )
-    memory.add_parser(
-        commands.add_parser(
-            "memory", help="what a script's model needs, and within a budget", allow_abbrev=False
-        )
-    )
-    trace.add_parser(
-        commands.add_parser(
-            "trace", help="where a recorded run's time went, and who was late", allow_abbrev=False
-        )
-    )
-    doctor = commands.add_parser(
-        "doctor", help="look at MPI, torch, GPUs and nodes", allow_abbrev=False
-    )
-    doctor.add_argument("--json", action="store_true", help="print JSON")
-    doctor.add_argument(
-        "--nodes", type=int, metavar="N", help="how N nodes would exchange, and what that costs"
-    )
-    doctor.add_argument(
-        "--parameters", type=float, default=25e6, help="of the model, for --nodes (25e6)"
-    )
-    doctor.add_argument("--link", default="1gbit", help="of each node, for --nodes (1gbit)")
-    doctor.set_defaults(run=_doctor)
+    for name, (meaning, place) in COMMANDS.items():
+        command = commands.add_parser(name, help=meaning, allow_abbrev=False)
+        if called in (None, name):
+            _named(place)(command)
     return parser
 
 
+def _named(place: str) -> Callable[..., Any]:
+    """Return the function that ``module:name`` names."""
+    module, _, name = place.partition(":")
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    return function
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="how N nodes would exchange, and what that costs"
+    )
+    parser.add_argument(
+        "--parameters", type=float, default=25e6, help="of the model, for --nodes (25e6)"
+    )
+    parser.add_argument("--link", default="1gbit", help="of each node, for --nodes (1gbit)")
+    parser.set_defaults(run=_doctor)
+
+
 OURS = ("-n", "--ranks", "--ranks-per-node", "--spares", "--restarts", "--fault")
-CUTS = {"submit": submit.cut, "memory": memory.cut}
+CUTS = {"submit": "daso.slurm.submit:cut", "memory": "daso.cli.memory:cut"}
 
 
 def _cut(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -179,7 +167,7 @@ def _cut(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
     blank in it for a file.
     """
     if words and words[0] in CUTS:
-        options, program = CUTS[words[0]](words[1:])
+        options, program = _named(CUTS[words[0]])(words[1:])
         return [words[0], *options], program
     if words[:1] == ["run"]:
         at = 1
@@ -193,6 +181,8 @@ def _cut(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
 
 def _cut_train(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
     """Part options from settings, ``--key=value`` or ``--key value``."""
+    from daso.cli.train.config import takes_value
+
     ours, settings, at = words[:1], list[str](), 1
     while at < len(words):
         word, at = words[at], at + 1
@@ -256,6 +246,10 @@ def _add_survival(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
+    from daso.cli.train.config import describe
+
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "settings, with defaults:\n" + describe()
     _add_ranks(parser, default=1)
     _add_survival(parser)
     parser.add_argument("config", nargs="?", type=Path, help="a TOML file with settings")
@@ -266,6 +260,9 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
+    from daso.cli.launch import Local, launch
+    from daso.testing.faults import parse as parse_faults
+
     parse_ranks_per_node(options.ranks_per_node or "")
     parse_faults(options.fault)
     ranks, pretend = options.ranks, options.ranks_per_node
@@ -288,6 +285,8 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
 
 
 def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
+    from daso.cli.train.config import read_config
+
     config = read_config(options.config, words)
     parse_ranks_per_node(options.ranks_per_node or "")
     launched = read_launch()
@@ -303,6 +302,8 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
         again = ["-m", "daso", "train", *flags, *files, *words]
         ranks, pretend = options.ranks, options.ranks_per_node
         elastic = config.exchange.elastic
+        from daso.cli.launch import Local, launch
+
         return launch(
             Local(
                 ranks=ranks,

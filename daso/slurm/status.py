@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from daso.environment import expand
@@ -32,6 +32,7 @@ def add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "job", nargs="?", help=f"job id; default: the newest {NEWEST} submitted from here"
     )
+    parser.add_argument("--json", action="store_true", help="print JSON, a list of jobs")
     _add_common(parser)
     parser.set_defaults(run=status)
 
@@ -87,7 +88,9 @@ def status(chosen: argparse.Namespace, _: Sequence[str]) -> int:
     wanted: list[str] = [chosen.job] if chosen.job else list(records)[-NEWEST:]
     site = read_site(chosen.site).client
     found = [_look_up(one, records.get(_number(one)), site) for one in wanted]
-    print(render([state for several in found for state in several]))
+    states = [state for several in found for state in several]
+    as_json = json.dumps([asdict(state) for state in states], indent=2) if chosen.json else ""
+    print(as_json or render(states))
     return 0
 
 

@@ -142,6 +142,17 @@ def test_the_command_tells_its_use_without_anything_heavy(words):
     assert packages(modules) & HEAVY == set()
 
 
+def test_a_command_imports_its_own_module_alone():
+    program = (
+        "import sys; from daso.cli.main import main\n"
+        "try: main(['trace', '--help'])\n"
+        "except SystemExit: print(*sys.modules)\n"
+    )
+    modules = python("-c", program).stdout.split()
+    ours = {module for module in modules if module.startswith(("daso.cli.", "daso.slurm"))}
+    assert ours == {"daso.cli.main", "daso.cli.outputs", "daso.cli.trace"}
+
+
 def test_what_is_heavy_would_be_seen():
     modules, _ = imported_by("-c", "import numpy")
     assert packages(modules) & HEAVY == {"numpy"}

@@ -238,6 +238,9 @@ def test_status_lists_what_was_submitted_from_here(capsys, folder, answers):
     keep(folder, record(folder))
     assert main(["status"]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["12", "train", "RUNNING"]
+    assert main(["status", "--json"]) == 0
+    (job,) = json.loads(capsys.readouterr().out)
+    assert (job["job"], job["state"]) == ("12", "RUNNING")
 
 
 def test_status_lists_the_newest_jobs_of_many(capsys, folder, monkeypatch):
