@@ -20,7 +20,6 @@ extensions = [
     "generated",
 ]
 exclude_patterns = ["_ext"]
-nitpicky = False  # types of torch and MPI have no page here
 default_role = "code"
 
 myst_enable_extensions = ["dollarmath"]
@@ -39,5 +38,4 @@ html_math_renderer = "mathml"
 html_show_copyright = False
 html_theme = "furo"
 html_title = f"daso {release}"
-html_static_path: list[str] = []
 html_theme_options = {"navigation_with_keys": True}

@@ -7,14 +7,13 @@ from daso.checks import check, positive, whole
 from daso.errors import ConfigError
 from daso.plan.allreduce_plan import Algorithm, AllReducePlan, named_plan
 from daso.plan.cost_model import LinkCosts, allreduce_cost, choose_plan
-from daso.predict.link_rate import parse_rate
+from daso.predict.link_rate import FASTEST_PREDICTED, parse_rate
 
 __all__ = ["costs_of", "table"]
 
 BYTES = 2  # of a number on the wire: bf16, with which exchanges begin
 MOST_NODES = 100_000
-LINE_BITS = 8.5  # that a link carries for each byte, with the headers of packets
-FASTEST = 1600 * 10**9  # bits per second, as in `daso predict`
+DEFAULT_RATE = 10**9  # bits per second of the link that `LinkCosts` holds by default
 NAMED: tuple[Algorithm, ...] = ("direct", "two-level", "halving", "ring")
 
 
@@ -22,10 +21,11 @@ def costs_of(nodes: int, parameters: float, link: str = "1gbit") -> list[dict[st
     """Return what each algorithm costs a node for one exchange over its link, the chosen first."""
     check("--nodes", nodes, whole(2, MOST_NODES))
     check("--parameters", parameters, positive(1e15))
-    rate = parse_rate(link, FASTEST)
+    rate = parse_rate(link, FASTEST_PREDICTED)
     if rate is None:
         raise ConfigError(f"--link must be a rate such as 10gbit, not {link!r}")
-    nbytes, costs = BYTES * parameters, LinkCosts(byte_seconds=LINE_BITS / rate)
+    nbytes = BYTES * parameters
+    costs = LinkCosts(byte_seconds=LinkCosts().byte_seconds * DEFAULT_RATE / rate)
     plans = {"auto": choose_plan("auto", nodes, nbytes, costs)}
     plans |= {name: named_plan(name, nodes) for name in NAMED}
     return [_row(name, plan, nbytes, costs) | {"link": link} for name, plan in plans.items()]

@@ -15,7 +15,7 @@ from daso.checks import format_value
 from daso.environment import parse_ranks_per_node, read_launch
 from daso.errors import ConfigError, DasoError, ExchangeError, NonFiniteError, StallError
 
-__all__ = ["Parser", "carry_out", "main", "make_parser"]
+__all__ = ["COMMANDS", "Parser", "add_options", "carry_out", "main", "make_parser"]
 
 DESCRIPTION = "Hierarchical asynchronous data-parallel training for PyTorch over MPI."
 
@@ -122,7 +122,7 @@ COMMANDS = {
 
 
 def make_parser(called: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of the command line; its help is the reference in the docs.
+    """Return the parser of the command line.
 
     Args:
         called: The command whose options are wanted; None: of all.
@@ -130,11 +130,16 @@ def make_parser(called: str | None = None) -> argparse.ArgumentParser:
     parser = Parser(prog="daso", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"daso {daso.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (meaning, place) in COMMANDS.items():
+    for name, (meaning, _) in COMMANDS.items():
         command = commands.add_parser(name, help=meaning, allow_abbrev=False)
         if called in (None, name):
-            _named(place)(command)
+            add_options(command, name)
     return parser
+
+
+def add_options(parser: argparse.ArgumentParser, command: str) -> None:
+    """Give a parser the options of a command."""
+    _named(COMMANDS[command][1])(parser)
 
 
 def _named(place: str) -> Callable[..., Any]:
@@ -285,6 +290,7 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
 
 
 def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
+    from daso.cli.launch import Local, launch
     from daso.cli.train.config import read_config
 
     config = read_config(options.config, words)
@@ -302,8 +308,6 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
         again = ["-m", "daso", "train", *flags, *files, *words]
         ranks, pretend = options.ranks, options.ranks_per_node
         elastic = config.exchange.elastic
-        from daso.cli.launch import Local, launch
-
         return launch(
             Local(
                 ranks=ranks,

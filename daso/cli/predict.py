@@ -17,7 +17,7 @@ from daso.plan.policies import Auto, Fixed
 from daso.plan.schedule import Policy
 from daso.plan.wires import BITS
 from daso.predict.cluster import Cluster, Job
-from daso.predict.link_rate import parse_rate
+from daso.predict.link_rate import FASTEST_PREDICTED, parse_rate
 from daso.predict.network import HEADERS, Link
 from daso.predict.run_log import read_run
 from daso.predict.simulator import Outcome, simulate
@@ -27,7 +27,6 @@ __all__ = ["TYPICAL_DRIFT", "add_parser"]
 LEAST_STEPS = 400  # Auto takes about 250 to find its place
 MOST_STEPS = 10**8  # of all nodes together: about a minute for each policy
 SCALES = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}  # after a number of parameters
-FASTEST = 1600 * 10**9  # bits per second
 SYNCHRONOUS = "synchronous, as DDP"
 POLICIES = ("synchronous", "fixed:4:1", "auto")
 TYPICAL_DRIFT = 1e-5  # of a batch, where no run tells: 16 nodes, Fashion-MNIST, late in training
@@ -159,7 +158,7 @@ def _whole(word: str, flag: str) -> int:
 def _link(word: str, latency_us: float) -> Link:
     if not 0 <= latency_us < math.inf:
         raise ConfigError(f"--latency-us must be at least 0, not {latency_us}")
-    bits = parse_rate(word.strip(), FASTEST)
+    bits = parse_rate(word.strip(), FASTEST_PREDICTED)
     return Link(math.inf if bits is None else bits / 8, latency_us / 1e6)
 
 

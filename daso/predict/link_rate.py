@@ -6,11 +6,12 @@ from fractions import Fraction
 
 from daso.errors import ConfigError
 
-__all__ = ["discipline", "parse_rate"]
+__all__ = ["FASTEST_PREDICTED", "discipline", "parse_rate"]
 
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 LARGEST = 72 * 1024  # bytes: 64 KiB of data, and what 45 packets' headers add
 SLOWEST, FASTEST = 10**6, 100 * 10**9  # bits per second; SLURM's own messages must get through
+FASTEST_PREDICTED = 1600 * 10**9  # bits per second, of links that are only predicted
 
 
 def parse_rate(word: str, fastest: int = FASTEST) -> int | None:

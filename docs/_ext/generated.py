@@ -4,81 +4,72 @@ Directives of Sphinx, so that none of it can be older than the code beside it. F
 MathML, which browsers show without fetching a script: these pages are read on clusters too.
 """
 
-import argparse
-import ast
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from error_messages import KINDS, messages
 from latex2mathml.converter import convert
 from sphinx.util.docutils import SphinxDirective
 
 from daso import errors
-from daso.cli.main import make_parser
+from daso.cli.main import COMMANDS, Parser, add_options
 from daso.cli.train.config import settings
 
-__all__ = ["messages", "setup"]
-
-PACKAGE = Path(errors.__file__).parent
-KINDS = [name for name in errors.__all__ if name.endswith("Error") and name != "DasoError"]
+__all__ = ["setup"]
 
 
-class Settings(SphinxDirective):
-    """A table of every key of `daso train`."""
+class FromCode(SphinxDirective):
+    """Content that the package's code writes: read anew in every build."""
 
     def run(self) -> list[nodes.Node]:
-        """Return the table."""
+        """Return what the code tells now."""
+        self.env.note_reread()  # Sphinx would keep the page while its own text stays the same
+        return self.parse_text_to_nodes("\n".join(self.lines()), allow_section_headings=True)
+
+    def lines(self) -> list[str]:
+        """Return Markdown."""
+        raise NotImplementedError
+
+
+class Settings(FromCode):
+    """A table of every key of `daso train`."""
+
+    def lines(self) -> list[str]:
+        """Return the table, in Markdown."""
         lines = ["| key | default | may be | |", "|---|---|---|---|"]
         for key, default, meaning, choices in settings():
             shown = "" if default == "" else f"`{default}`"
             lines.append(f"| `{key}` | {shown} | {_cell(choices)} | {_cell(meaning)} |")
-        return self.parse_text_to_nodes("\n".join(lines))
+        return lines
 
 
-class Commands(SphinxDirective):
+class Commands(FromCode):
     """The help of every command, as it is printed."""
 
-    def run(self) -> list[nodes.Node]:
-        """Return a section for each command."""
-        (commands,) = [
-            action
-            for action in make_parser()._actions
-            if isinstance(action, argparse._SubParsersAction)
-        ]
+    def lines(self) -> list[str]:
+        """Return a section for each command, in Markdown."""
         lines: list[str] = []
-        for name, parser in commands.choices.items():
+        for name in COMMANDS:
+            parser = Parser(prog=f"daso {name}", allow_abbrev=False)
+            add_options(parser, name)
             parser.epilog = None if name == "train" else parser.epilog  # a page of its own
             lines += [f"## daso {name}", "", "```text", parser.format_help().rstrip(), "```", ""]
-        return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
+        return lines
 
 
-class Messages(SphinxDirective):
+class Messages(FromCode):
     """Every error message, by its class."""
 
-    def run(self) -> list[nodes.Node]:
-        """Return a section for each class."""
+    def lines(self) -> list[str]:
+        """Return a section for each class, in Markdown."""
         lines: list[str] = []
         found = list(messages())
         for kind in KINDS:
             rows = sorted({(text, remedy) for one, text, remedy in found if one == kind})
-            lines += ["", f"## {kind}", "", (getattr(errors, kind).__doc__ or "").split("\n")[0]]
-            lines += [""]
+            lines += ["", f"## {kind}", "", getattr(errors, kind).__doc__, ""]
             lines += ["| message | remedy |", "|---|---|"]
             lines += [f"| {_cell(text)} | {_cell(remedy)} |" for text, remedy in rows]
-        return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
-
-
-def messages() -> Iterator[tuple[str, str, str]]:
-    """List (class, message, remedy) of every error that the package raises, names for values."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-            if named and node.func.id in KINDS and node.args:
-                text = _text(node.args[0])
-                if text is not None and " " in text:
-                    message, _, remedy = text.rpartition("; ")
-                    yield node.func.id, message or remedy, remedy if message else ""
+        return lines
 
 
 def _show_inline(writer: Any, node: nodes.Node) -> None:
@@ -89,29 +80,6 @@ def _show_inline(writer: Any, node: nodes.Node) -> None:
 def _show_block(writer: Any, node: nodes.Node) -> None:
     writer.body.append(convert(node.astext(), display="block"))
     raise nodes.SkipNode
-
-
-def _text(node: ast.expr) -> str | None:
-    """Return what an expression says, with ``{name}`` for what is only known at run time."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(
-            str(part.value) if isinstance(part, ast.Constant) else _placeholder(part)
-            for part in node.values
-        )
-    return None
-
-
-def _placeholder(part: ast.expr) -> str:
-    value = part.value if isinstance(part, ast.FormattedValue) else part
-    names = [
-        one.attr if isinstance(one, ast.Attribute) else one.id
-        for one in ast.walk(value)
-        if isinstance(one, ast.Attribute | ast.Name)
-    ]
-    named = [name for name in names if name not in ("format_value", "join", "str", "len", "told")]
-    return f"<{named[0] if named else 'value'}>"
 
 
 def _cell(text: object) -> str:

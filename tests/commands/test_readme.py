@@ -240,6 +240,16 @@ def test_accuracies_of_the_transformer_are_those_that_were_measured() -> None:
         assert ratio == ("-" if row is None else f"{row['bytes_ratio']:.1f}x")
 
 
+def test_exchanges_over_the_limit_of_their_link_are_those_that_were_measured() -> None:
+    import json
+
+    found = json.loads((ROOT / "scripts/figures/exchange.json").read_text())["figures"]
+    nodes, text = (2, 3, 4), " ".join(PAGES["exchanges"].split())
+    for wire, said in (("fp32", "fp32 takes {}, {} and {}"), ("bf16", "bf16 {}, {} and {}")):
+        values = [f"{found[f'exchange_{wire}_over_limit_{n}']['value']:.2f}" for n in nodes]
+        assert said.format(*values) in text
+
+
 def test_gaps_that_pages_of_explanation_quote_are_those_that_were_measured() -> None:
     import json
 
@@ -294,12 +304,18 @@ def test_its_picture_shows_what_was_measured() -> None:
 def test_exchanges_among_many_nodes_are_those_that_were_planned_and_measured() -> None:
     import json
 
+    from daso.cli.algorithms import costs_of, table
+    from daso.plan.allreduce_plan import direct_plan
     from daso.plan.cost_model import LinkCosts, allreduce_cost, choose_plan
 
     nbytes, text = 50e6, " ".join(PAGES["options"].split())
     plans = [(choose_plan("auto", nodes, nbytes), nodes) for nodes in (64, 256, 1024)]
     counts = [allreduce_cost(plan, nbytes, LinkCosts()).messages for plan, _ in plans]
     assert "nodes sends {}, {} and {} messages".format(*counts) in text
+    direct = [allreduce_cost(direct_plan(plan.peers), nbytes, LinkCosts()) for plan, _ in plans]
+    said = "all to all in parts takes {:,}, {:,} and {:,}"
+    assert said.format(*(cost.messages for cost in direct)) in text
+    assert table(costs_of(256, 25e6)) in PAGES["exchanges"]
     runs = json.loads((ROOT / "scripts/figures/exchange_nodes.json").read_text())["runs"]
     (racks,) = [run for run in runs if run["plan"].get("racks") == 2]
     ms = {row["name"]: f"{row['ms']:.0f}" for row in racks["rows"]}
