@@ -96,6 +96,7 @@ def test_the_papers_schedule_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.later("starts ranks")
+@pytest.mark.slow("starts ranks")
 def test_the_same_seed_gives_the_same_model_on_any_cut_into_nodes(tmp_path: Path) -> None:
     accuracies = []
     for cut in ("1", "2", "4"):
