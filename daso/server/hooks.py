@@ -16,8 +16,9 @@ import torch
 
 from daso import trace
 from daso.errors import ConfigError, NonFiniteError
+from daso.server.departures import Departures
 from daso.server.partition import Partition
-from daso.server.plan import Log, Plan, Read, Send, first_pace, leaves, next_pace
+from daso.server.plan import Log, Plan, Read, Send, first_pace
 from daso.server.service import STEPS_WAITING, ServerThread
 from daso.server.shard import Contribution, Rows, take_up
 from daso.train.gradients.module_params import ModuleParameters
@@ -32,29 +33,29 @@ DROPS_IN_A_ROW = 3  # steps with a gradient that is not finite, at which a rank 
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """Sizes and places of a model's layers."""
+    """Names and places of a model's layers."""
 
     names: Sequence[str]
     of_param: Mapping[int, int]  # the layer of each parameter
-    nbytes: Sequence[int]  # of a layer to the rank to which there are most
-    owners: Sequence[int]  # ranks to which gradients go
     room_bytes: int  # that may wait to leave
 
     @classmethod
-    def of(
-        cls, names: Sequence[str], shares: Partition, serving: ServerThread, plan: Plan
-    ) -> "_Layers":
-        """Return them as this rank sees them."""
-        ranks = range(serving.ranks)
-        nbytes = [max(shares.nbytes(r, [layer]) for r in ranks) for layer in range(len(names))]
+    def of(cls, names: Sequence[str], shares: Partition, ranks: int) -> "_Layers":
+        """Return them as all ranks see them."""
+        layers = range(len(names))
         return cls(
             names=names,
             of_param={at: layer for layer, params in enumerate(shares.layers) for at in params},
-            nbytes=nbytes,
-            owners=tuple(ranks) if plan.mode == "sharded" else (serving.rank,),
             # Rows come back as well, or go out where gradients do not.
-            room_bytes=STEPS_WAITING * 2 * sum(nbytes),
+            room_bytes=STEPS_WAITING * 2 * max(shares.nbytes(r, layers) for r in range(ranks)),
         )
+
+
+def _receivers(shares: Partition, rank: int, plan: Plan) -> list[tuple[int, ...]]:
+    """Return for each layer the ranks to which a rank's gradients go."""
+    if plan.mode == "sharded":
+        return list(shares.owners)
+    return [(rank,) if rank in owners else () for owners in shares.owners]
 
 
 @dataclass(slots=True)
@@ -63,8 +64,6 @@ class _Step:
 
     missing: list[set[int]]  # of each layer, parameters without a gradient
     taken: set[int] = field(default_factory=set)  # layers that were taken up
-    finished: list[int] = field(default_factory=list)  # layers whose gradients have not left
-    sent: set[int] = field(default_factory=set)  # layers whose gradients were handed over
     bad: set[int] = field(default_factory=set)  # layers whose gradient was not finite
     left: dict[int, tuple[int, int]] = field(default_factory=dict)  # stamps, by parameter
     values: list[dict[str, Any]] | None = None  # of parameter groups
@@ -99,10 +98,14 @@ class ServerHooks:
         self.logs = False  # what it does
         self.log: list[Read | Send] = []
         self._meetings: list[int] = []  # steps at each
-        most = len(names)
-        self.pace = first_pace(plan.push_every, most)
-        self._layers = _Layers.of(names, shares, serving, plan)
-        self._loaded = [[0] * serving.ranks for _ in range(most)]  # versions in the parameters
+        self._layers = _Layers.of(names, shares, serving.ranks)
+        self.departures = Departures(
+            _receivers(shares, serving.rank, plan),
+            lambda owner, layer: shares.nbytes(owner, [layer]),
+            first_pace(plan.push_every, len(names)),
+        )
+        # Of each layer, by owner: the version in the parameters.
+        self._loaded = [dict.fromkeys(owners, 0) for owners in shares.owners]
         self._keeps = False  # gradients, for accumulation
         self._bad_steps = 0  # in a row
         self._stepped_at = time.perf_counter()
@@ -148,15 +151,14 @@ class ServerHooks:
         self._step.taken.add(layer)
         self._load(layer, self.serving.wait_for(layer, self.steps - self.met_at))
         if self.logs:
-            self.log.append(Read(self.steps, layer, tuple(self._loaded[layer])))
+            self.log.append(Read(self.steps, layer, tuple(self._loaded[layer].values())))
 
-    def _load(self, layer: int, rows: Sequence[Rows]) -> None:
+    def _load(self, layer: int, rows: Mapping[int, Rows]) -> None:
         take_up(self.shares, layer, rows, self._loaded[layer], whole=self.plan.whole)
-        self._loaded[layer] = [one.version for one in rows]
 
     def meet(self) -> None:
         """Take up the last rows of all ranks. Collective over the world; blocking."""
-        if self._step.sent or self._step.finished:
+        if self.departures.began:
             raise ConfigError(
                 "ranks must meet between two steps, but gradients were computed since the last; "
                 "call step() first"
@@ -184,7 +186,7 @@ class ServerHooks:
                 f"parameters must be used by a module's forward, where the newest rows are taken "
                 f"up, but {self.shares.named[index][0]} got a gradient without one; call its module"
             )
-        if layer in self._step.sent or not self._step.missing[layer]:
+        if not self._step.missing[layer]:
             raise ConfigError(
                 f"a step must have one backward where gradients leave during it, but layer "
                 f"{self._layers.names[layer]!r} got a second gradient; use no_sync() for all but "
@@ -199,14 +201,9 @@ class ServerHooks:
     def _finish(self, layer: int) -> None:
         if not self._is_finite(layer):
             self._step.bad.add(layer)
-        self._step.finished.append(layer)
         backlog = self.serving.mailbox.backlog_bytes
-        self.pace = next_pace(
-            self.pace, backlog_bytes=backlog, layer_bytes=self._layers.nbytes[layer]
-        )
-        nbytes = sum(self._layers.nbytes[one] for one in self._step.finished)
-        if leaves(self.pace, layers=len(self._step.finished), nbytes=nbytes):
-            self._send()
+        leaving = self.departures.finish(layer, backlog_bytes=backlog, now=time.perf_counter())
+        self._send(leaving)
 
     def _is_finite(self, layer: int) -> bool:
         grads = [self.shares.named[index][1].grad for index in self.shares.layers[layer]]
@@ -215,28 +212,31 @@ class ServerHooks:
             return True
         return all(bool(grad.isfinite().all()) for grad in there)  # large ones may overflow
 
-    def _send(self) -> None:
-        """Hand over the gradients of finished layers."""
-        self.serving.go_on()
-        layers, self._step.finished = tuple(sorted(self._step.finished)), []
-        self._step.sent.update(layers)
+    def _send(self, leaving: Mapping[int, tuple[int, ...]]) -> None:
+        """Hand over the gradients of layers, by owner."""
+        if leaving:
+            self.serving.go_on()
         if self._step.values is None:
             self._step.values = values_of(self._groups())
+        for owner, layers in leaving.items():
+            self._send_to(owner, layers, self._step.values)
+
+    def _send_to(self, owner: int, layers: tuple[int, ...], values: list[dict[str, Any]]) -> None:
         grads = [self._gradient(layer, at) for layer in layers for at in self.shares.layers[layer]]
-        for owner in self._layers.owners:
-            one = Contribution(
-                source=self.serving.rank,
-                step=self.steps,
-                layers=layers,
-                has=tuple(grad is not None for grad in grads),
-                read=tuple(self._loaded[layer][owner] for layer in layers),
-                values=self._step.values,
-                row=self.shares.pack(owner, layers, grads),
-                base=self._base(owner, layers),
-            )
-            self.serving.give(owner, one)
+        one = Contribution(
+            source=self.serving.rank,
+            step=self.steps,
+            layers=layers,
+            has=tuple(grad is not None for grad in grads),
+            read=tuple(self._loaded[layer][owner] for layer in layers),
+            values=values,
+            row=self.shares.pack(owner, layers, grads),
+            base=self._base(owner, layers),
+        )
+        self.serving.give(owner, one)
         if self.logs:
-            self.log.append(Send(self.steps, layers, self.pace.layers, tuple(self._step.values)))
+            every = self.departures.pace.layers
+            self.log.append(Send(self.steps, owner, layers, every, tuple(values)))
 
     def _gradient(self, layer: int, index: int) -> torch.Tensor | None:
         return None if layer in self._step.bad else self.shares.named[index][1].grad
@@ -256,18 +256,15 @@ class ServerHooks:
         Blocks while more than two steps' messages have not left.
         """
         self._refuse_edits()
-        left = set(range(len(self._layers.names))) - self._step.sent
-        for layer in left - set(self._step.finished):
-            if any(self.shares.named[at][1].grad is not None for at in self.shares.layers[layer]):
-                self._step.bad.update(() if self._is_finite(layer) else [layer])
-        self._step.finished = sorted(left)
+        for layer, missing in enumerate(self._step.missing):
+            if missing and self._has_gradient(layer) and not self._is_finite(layer):
+                self._step.bad.add(layer)
         if self._step.values is not None and not same_values(self._groups(), self._step.values):
             raise ConfigError(
                 "values of parameter groups must be set before backward, where gradients leave "
                 "with them, but they changed between backward and step; step schedulers after it"
             )
-        if self._step.finished:
-            self._send()
+        self._send(self.departures.end())
         for layer in set(range(len(self._layers.names))) - self._step.taken:
             self.serving.skip(layer, self.steps - self.met_at)
         trace.record(trace.STEP, self._stepped_at, key=self.steps)
@@ -279,6 +276,9 @@ class ServerHooks:
         self._count_bad(step, bad)
         self.serving.engine.check()
         self.serving.wait_for_room(self._layers.room_bytes)
+
+    def _has_gradient(self, layer: int) -> bool:
+        return any(self.shares.named[at][1].grad is not None for at in self.shares.layers[layer])
 
     def _refuse_edits(self) -> None:
         """Refuse gradients that were changed since backward: they left in it."""

@@ -274,7 +274,7 @@ class ParameterServer(torch.optim.Optimizer):
             "staleness": self._plan.staleness,
             "wire": self._plan.wire,
             "transport": self._plan.transport,
-            "push_every": self._client.pace.layers,
+            "push_every": self._client.departures.pace.layers,
             "steps": self._client.steps,
             "updates": sum(self._serving.server.versions),
             "dropped": self._client.dropped,

@@ -5,10 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from daso.plan.layout import Span, aligned
-from daso.server.plan import rows_of
+from daso.server.plan import owners_of, rows_of
 from daso.train.model.params import Named
 
 __all__ = ["Partition", "layers_of"]
+
+NO_ROWS = Span(0, 0)
 
 
 def layers_of(module: torch.nn.Module) -> tuple[list[str], Named, tuple[tuple[int, ...], ...]]:
@@ -44,20 +46,31 @@ class Partition:
         self, named: Named, layers: Sequence[Sequence[int]], ranks: int, *, whole: bool
     ) -> None:
         self.named, self.layers, self.ranks = named, layers, ranks
-        self._spans = [rows_of(_rows(p), ranks, whole=whole) for _, p in named]
-        self._nbytes = [
-            [self._share_nbytes(index, rank) for rank in range(ranks)]
-            for index in range(len(named))
+        self.owners = owners_of(
+            [sum(named[index][1].nbytes for index in params) for params in layers],
+            [max(_rows(named[index][1]) for index in params) for params in layers],
+            ranks,
+            whole=whole,
+        )
+        owners = {index: who for who, own in zip(self.owners, layers, strict=True) for index in own}
+        self._spans = [
+            rows_of(_rows(p), owners[index], whole=whole) for index, (_, p) in enumerate(named)
         ]
 
     def _share_nbytes(self, index: int, rank: int) -> int:
-        tensor = self.named[index][1]
-        rows = _rows(tensor)
-        return tensor.nbytes // rows * self._spans[index][rank].numel if rows else 0
+        tensor, span = self.named[index][1], self._span(index, rank)
+        return tensor.nbytes // _rows(tensor) * span.numel if span.numel else 0
+
+    def _span(self, index: int, rank: int) -> Span:
+        return self._spans[index].get(rank, NO_ROWS)
+
+    def owned(self, rank: int) -> list[int]:
+        """Return the layers of which a rank updates rows."""
+        return [layer for layer, owners in enumerate(self.owners) if rank in owners]
 
     def of(self, rank: int, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return a rank's rows of something shaped like a parameter (rows, ...), as a view."""
-        return _in_rows(tensor)[slice(*self._spans[index][rank])]
+        return _in_rows(tensor)[slice(*self._span(index, rank))]
 
     def params(self, layers: Iterable[int]) -> list[int]:
         """Return the parameters of layers, in order."""
@@ -65,11 +78,11 @@ class Partition:
 
     def nbytes(self, rank: int, layers: Iterable[int]) -> int:
         """Return the bytes of a rank's rows of layers."""
-        return sum(self._nbytes[index][rank] for index in self.params(layers))
+        return sum(self._share_nbytes(index, rank) for index in self.params(layers))
 
     def packed_nbytes(self, rank: int, layers: Iterable[int]) -> int:
         """Return the bytes that `pack` makes of a rank's rows of layers."""
-        spans = aligned([self._nbytes[index][rank] for index in self.params(layers)])
+        spans = self._places(rank, self.params(layers))
         return spans[-1].stop if spans else 0
 
     def pack(
@@ -77,7 +90,7 @@ class Partition:
     ) -> torch.Tensor:
         """Copy a rank's rows into a row of bytes."""
         params = self.params(layers)
-        spans = aligned([self._nbytes[index][rank] for index in params])
+        spans = self._places(rank, params)
         row = torch.empty(spans[-1].stop if spans else 0, dtype=torch.uint8, device="cpu")
         with torch.no_grad():
             for index, span, tensor in zip(params, spans, tensors, strict=True):
@@ -94,13 +107,17 @@ class Partition:
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield each parameter of layers, and a rank's rows of it: views of a message."""
         params = self.params(layers)
-        spans = aligned([self._nbytes[index][rank] for index in params])
+        spans = self._places(rank, params)
         for index, span in zip(params, spans, strict=True):
             yield index, self._read(row, index, rank, span)
 
+    def _places(self, rank: int, params: Sequence[int]) -> tuple[Span, ...]:
+        """Return where a rank's rows of parameters lie in a message."""
+        return aligned([self._share_nbytes(index, rank) for index in params])
+
     def _read(self, row: torch.Tensor, index: int, rank: int, span: Span) -> torch.Tensor:
         tensor = self.named[index][1]
-        shape = (self._spans[index][rank].numel, *_in_rows(tensor).shape[1:])
+        shape = (self._span(index, rank).numel, *_in_rows(tensor).shape[1:])
         return row[slice(*span)].view(tensor.dtype).view(shape)
 
     def stand_ins(self, rank: int) -> list[torch.nn.Parameter]:

@@ -1,11 +1,11 @@
-"""What an eager parameter server decides: whose rows are whose, when they leave, how old they are.
+"""What an eager parameter server decides: who owns which rows, when they leave, how old they are.
 
 The mechanism is that of US11630994B2: parameters of a layer leave the node while backward goes on
 for the layers below, after every n-th layer, and n changes while backward runs. A bound on how far
 ranks may be apart is that of stale-synchronous parallel training (Ho et al., NIPS 2013).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -17,9 +17,11 @@ from daso.plan.wires import Wire
 
 __all__ = [
     "FLOOR_BYTES",
+    "MESSAGE_SECONDS",
     "Apply",
     "Log",
     "Mode",
+    "Moment",
     "Pace",
     "Plan",
     "Read",
@@ -28,8 +30,9 @@ __all__ = [
     "age",
     "first_pace",
     "is_fresh",
-    "leaves",
+    "leaving",
     "next_pace",
+    "owners_of",
     "rows_of",
 ]
 
@@ -37,7 +40,8 @@ Mode = Literal["sharded", "local_rows", "replicated"]
 Transport = Literal["messages", "windows"]
 
 WIRES = tuple(wire for wire in get_args(Wire) if wire not in ("auto", "fp32"))
-FLOOR_BYTES = 64 << 10  # a message of less is not worth its headers and polls
+FLOOR_BYTES = 64 << 10  # a message of less is worth its headers and polls only where time is left
+MESSAGE_SECONDS = 1e-3  # for each message of less: twenty times what its host works on it
 QUIET_LAYERS = 2  # that found nothing on its way, until n shrinks
 
 
@@ -111,9 +115,37 @@ class Plan:
         return self.staleness == 0
 
 
-def rows_of(rows: int, ranks: int, *, whole: bool) -> tuple[Span, ...]:
-    """Return which rows of a tensor each rank updates."""
-    return (Span(0, rows),) * ranks if whole else split(rows, ranks)
+def owners_of(
+    nbytes: Sequence[int], rows: Sequence[int], ranks: int, *, whole: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks that update each layer, in order.
+
+    A layer has no more owners than make shares of `FLOOR_BYTES`, so that it can leave by itself
+    however many ranks there are; large layers choose first, and those with least to do own.
+
+    Args:
+        nbytes: Of each layer.
+        rows: Of each layer's longest tensor.
+        ranks: World size.
+        whole: Every rank updates all rows.
+    """
+    if whole:
+        return (tuple(range(ranks)),) * len(nbytes)
+    loads = [0] * ranks
+    chosen: dict[int, tuple[int, ...]] = {}
+    for layer in sorted(range(len(nbytes)), key=lambda layer: -nbytes[layer]):
+        count = max(1, min(ranks, nbytes[layer] // FLOOR_BYTES, rows[layer]))
+        owners = tuple(sorted(sorted(range(ranks), key=loads.__getitem__)[:count]))
+        for owner in owners:
+            loads[owner] += -(-nbytes[layer] // count)
+        chosen[layer] = owners
+    return tuple(chosen[layer] for layer in range(len(nbytes)))
+
+
+def rows_of(rows: int, owners: Sequence[int], *, whole: bool) -> dict[int, Span]:
+    """Return which rows of a tensor each owner of its layer updates."""
+    spans = (Span(0, rows),) * len(owners) if whole else split(rows, len(owners))
+    return dict(zip(owners, spans, strict=True))
 
 
 def is_fresh(clock: float, step: int, staleness: int | None) -> bool:
@@ -166,9 +198,39 @@ def next_pace(pace: Pace, *, backlog_bytes: int, layer_bytes: int) -> Pace:
     return replace(pace, layers=max(1, pace.layers // 2), quiet=0)
 
 
-def leaves(pace: Pace, *, layers: int, nbytes: int) -> bool:
-    """Return whether finished layers leave now."""
-    return layers >= pace.layers and (pace.fixed or nbytes >= FLOOR_BYTES)
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When a layer is finished.
+
+    Args:
+        layers: Finished since gradients left, this one too.
+        quiet_seconds: Since a message below the floor left.
+        remaining_seconds: Until backward ends, as in the last step; 0 in the first.
+    """
+
+    layers: int
+    quiet_seconds: float = 0.0
+    remaining_seconds: float = 0.0
+
+
+def leaving(pace: Pace, moment: Moment, nbytes: Mapping[int, int]) -> list[int]:
+    """Return the owners for whom gradients leave now.
+
+    What is below the floor leaves where backward goes on for long enough that it is hidden, and
+    not so often that its messages keep the host busy.
+
+    Args:
+        pace: After how many layers.
+        moment: When this is.
+        nbytes: That wait for each owner.
+    """
+    if moment.layers < pace.layers:
+        return []
+    small = [owner for owner, waiting in nbytes.items() if waiting < FLOOR_BYTES]
+    room = min(moment.quiet_seconds, moment.remaining_seconds)
+    if pace.fixed or len(small) * MESSAGE_SECONDS <= room:
+        return list(nbytes)
+    return [owner for owner in nbytes if owner not in small]
 
 
 # --- what is logged -------------------------------------------------------------------------------
@@ -180,14 +242,15 @@ class Read:
 
     step: int
     layer: int
-    versions: tuple[int, ...]  # of each owner
+    versions: tuple[int, ...]  # of each owner of the layer
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A rank handed over gradients of finished layers."""
+    """A rank handed over gradients of finished layers to one owner."""
 
     step: int
+    owner: int
     layers: tuple[int, ...]
     every: int  # n at that moment
     values: tuple[Mapping[str, Any], ...]  # of each parameter group, as learning rates were

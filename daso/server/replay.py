@@ -52,19 +52,20 @@ class _Rank:
     shares: Partition
     reads: dict[int, list[Read]]
     sends: dict[int, list[Send]]
-    loaded: list[list[int]]
+    loaded: list[dict[int, int]]
     meetings: Sequence[int]  # steps at each meeting
+    first: int  # step
     step: int  # the next
     # By step and layer.
     gradients: dict[tuple[int, int], "_Computed"] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
-        return max(self.sends, default=-1) + 1
+        return max([*self.sends, *self.reads], default=-1) + 1
 
     def between(self, meeting: int) -> tuple[int, int]:
         """Return the first step after so many meetings, and that after the next."""
-        bounds = [min(self.sends, default=0), *self.meetings, self.steps]
+        bounds = [self.first, *self.meetings, self.steps]
         return bounds[meeting], bounds[meeting + 1]
 
 
@@ -73,7 +74,7 @@ class _Computed:
     has: tuple[bool, ...]
     grads: tuple[torch.Tensor | None, ...]
     base: tuple[torch.Tensor, ...]
-    loaded: tuple[int, ...]
+    loaded: Mapping[int, int]  # versions, by owner
     values: Sequence[Mapping[str, Any]]
 
 
@@ -125,7 +126,7 @@ class _Replay:
         self._rows = {
             (owner, layer, 0): rows
             for owner, server in enumerate(self._owners)
-            for layer, rows in enumerate(first_rows(server))
+            for layer, rows in first_rows(server).items()
         }
         self._steps_in: dict[tuple[int, int, int], dict[int, int]] = {}
         self._oldest = 0
@@ -141,7 +142,8 @@ class _Replay:
             )
         first = self._ranks[0]
         for layer in range(len(first.shares.layers)):
-            self._load(first, layer, [server.versions[layer] for server in self._owners])
+            newest = [self._owners[owner].versions[layer] for owner in first.shares.owners[layer]]
+            self._load(first, layer, newest)
         versions = sum(sum(server.versions) for server in self._owners)
         return Replayed(first.model, versions, self._oldest)
 
@@ -155,7 +157,7 @@ class _Replay:
         """Take the next step of a rank, if all that it read is there."""
         one = self._ranks[rank]
         reads = one.reads.get(one.step, [])
-        if one.step not in one.sends or not all(map(self._is_there, reads)):
+        if one.step >= one.steps or not all(self._is_there(one, read) for read in reads):
             return False
         for read in reads:
             self._load(one, read.layer, read.versions)
@@ -163,19 +165,26 @@ class _Replay:
         for _, tensor in one.shares.named:
             tensor.grad = None
         self._backward(one.model, rank, one.step)
-        for send in one.sends[one.step]:
+        for send in one.sends.get(one.step, []):
             for layer in send.layers:
                 one.gradients[one.step, layer] = self._computed(one, layer, send)
         one.step += 1
         return True
 
-    def _is_there(self, read: Read) -> bool:
-        return all((o, read.layer, v) in self._rows for o, v in enumerate(read.versions))
+    def _is_there(self, one: _Rank, read: Read) -> bool:
+        owners = one.shares.owners[read.layer]
+        return all(
+            (owner, read.layer, version) in self._rows
+            for owner, version in zip(owners, read.versions, strict=True)
+        )
 
     def _load(self, one: _Rank, layer: int, versions: Sequence[int]) -> None:
-        rows = [self._rows[owner, layer, version] for owner, version in enumerate(versions)]
+        owners = one.shares.owners[layer]
+        rows = {
+            owner: self._rows[owner, layer, version]
+            for owner, version in zip(owners, versions, strict=True)
+        }
         take_up(one.shares, layer, rows, one.loaded[layer], whole=self._plan.whole)
-        one.loaded[layer] = list(versions)
 
     def _measure(self, one: _Rank, read: Read) -> None:
         """Note how many steps of the slowest contributor rows were behind their reader.
@@ -183,7 +192,8 @@ class _Replay:
         Counted since the last meeting; who takes no more steps until the next is not behind.
         """
         meeting = sum(met <= read.step for met in one.meetings)
-        for owner, version in enumerate(read.versions):
+        owners = one.shares.owners[read.layer]
+        for owner, version in zip(owners, read.versions, strict=True):
             steps = self._steps_in.get((owner, read.layer, version), {})
             for source in self._owners[owner].contributors:
                 first, last = self._ranks[source].between(meeting)
@@ -201,7 +211,7 @@ class _Replay:
             has=tuple(grad is not None for grad in grads),
             grads=tuple(grads),
             base=tuple(p.detach().clone() for p in tensors),
-            loaded=tuple(one.loaded[layer]),
+            loaded=dict(one.loaded[layer]),
             values=send.values,
         )
 
@@ -277,6 +287,6 @@ def _rank(log: Log, model: torch.nn.Module, ranks: int, plan: Plan) -> _Rank:
             sends.setdefault(event.step, []).append(event)
     _, named, layers = layers_of(model)
     shares = Partition(named, layers, ranks, whole=plan.whole)
-    loaded = [[0] * ranks for _ in layers]
-    first = min(sends, default=0)
-    return _Rank(model, shares, reads, sends, loaded, log.meetings, first)
+    loaded = [dict.fromkeys(owners, 0) for owners in shares.owners]
+    first = min([*sends, *reads], default=0)
+    return _Rank(model, shares, reads, sends, loaded, log.meetings, first, first)

@@ -32,6 +32,7 @@ __all__ = ["STEPS_WAITING", "ServerThread"]
 GRADIENTS, ROWS, LAST_STEP, LAST_ROWS = range(4)  # what messages are about
 STEPS_WAITING = 2  # whose gradients may wait here to be taken in
 LATEST = sys.maxsize  # urgency of what is to leave after everything else
+NO_UPDATE = Rows(0, 0.0, 0, ())  # of others, from whom nothing came
 LOOK_SECONDS = 0.1  # how often who waits looks whether something failed
 
 
@@ -64,6 +65,7 @@ class ServerThread:
         self.plan, self.server, self.shares = plan, server, shares
         self._compressor = PushCompressor(shares, plan.wire)
         self.rank, self.ranks = topology.rank, topology.world_size
+        self._owned = shares.owned(self.rank)
         self._topology = topology
         self.world, self._message_comm = topology.world_comm.Dup(), topology.world_comm.Dup()
         most = plan.exchange.chunk_bytes + HEAD_BYTES
@@ -77,9 +79,13 @@ class ServerThread:
             name="daso-server",
             kind=None,
         )
-        # By owner and layer: the version that was taken up last, and what came since; of owners
-        # that do not wait for this rank more than one may have come. All start from the same.
-        self._rows = [[deque([rows]) for rows in first_rows(server)] for _ in range(self.ranks)]
+        # Of each layer, by owner: the version that was taken up last, and what came since; of
+        # owners that do not wait for this rank more than one may have come. All start alike.
+        first = first_rows(server)
+        self._rows = [
+            {owner: deque([first.get(layer, NO_UPDATE)]) for owner in owners}
+            for layer, owners in enumerate(shares.owners)
+        ]
         self.exposed_seconds = 0.0
         self._news = threading.Condition()
         self._sign_at = time.perf_counter()  # when somebody was heard of last
@@ -113,16 +119,16 @@ class ServerThread:
             owner, Message(notes, payload, self._urgency(self.round.step + 1, one.layers))
         )
 
-    def wait_for(self, layer: int, step: int) -> list[Rows]:
-        """Return all owners' rows of a layer, fresh enough for a step.
+    def wait_for(self, layer: int, step: int) -> dict[int, Rows]:
+        """Return a layer's rows by owner, fresh enough for a step.
 
         Blocks as far as the bound on staleness says.
         """
         bound = self.plan.staleness
 
         def late() -> list[int]:
-            rows = [mine[layer][-1] for mine in self._rows]
-            found = [one.behind for one in rows if not is_fresh(one.clock, step, bound)]
+            rows = self.last_rows(layer)
+            found = [one.behind for one in rows.values() if not is_fresh(one.clock, step, bound)]
             if self.plan.whole and rows[self.rank].clock < step:
                 # Its next gradient starts from what it computes with: with its last one in it.
                 found.append(self.rank)
@@ -134,7 +140,7 @@ class ServerThread:
 
         if late():
             self._wait(lambda: not late(), who, step)
-        return [self._take(mine[layer], step) for mine in self._rows]
+        return {owner: self._take(rows, step) for owner, rows in self._rows[layer].items()}
 
     def _take(self, versions: deque[Rows], step: int) -> Rows:
         """Return the newest version, or where all go together that of the step."""
@@ -147,14 +153,13 @@ class ServerThread:
     def skip(self, layer: int, step: int) -> None:
         """Forget versions of a layer that a step had no use for; the newest stays."""
         if self.plan.together:
-            for mine in self._rows:
-                versions = mine[layer]
+            for versions in self._rows[layer].values():
                 while len(versions) > 1 and versions[0].clock < step:
                     versions.popleft()
 
-    def last_rows(self, layer: int) -> list[Rows]:
-        """Return all owners' newest rows of a layer; while nobody serves."""
-        return [mine[layer][-1] for mine in self._rows]
+    def last_rows(self, layer: int) -> dict[int, Rows]:
+        """Return a layer's newest rows by owner."""
+        return {owner: versions[-1] for owner, versions in self._rows[layer].items()}
 
     def wait_for_room(self, most_bytes: int) -> None:
         """Block until no more bytes than these wait to leave, and gradients here to be taken in."""
@@ -180,7 +185,7 @@ class ServerThread:
         self.engine.wait(handle)
         self.engine.run(self._barrier())  # before anybody begins anew
         self.server.begin()
-        for rows in chain.from_iterable(self._rows):
+        for rows in chain.from_iterable(layer.values() for layer in self._rows):
             last = rows[-1]
             rows.clear()
             rows.append(Rows(last.version, 0.0, last.behind, last.tensors))
@@ -295,7 +300,7 @@ class ServerThread:
 
     def _keep(self, owner: int, rows: dict[int, Rows]) -> None:
         for layer, one in rows.items():
-            versions = self._rows[owner][layer]
+            versions = self._rows[layer][owner]
             if self.plan.together:
                 versions.append(one)  # in their order, as they were sent
             elif (one.version, one.clock) >= (versions[-1].version, versions[-1].clock):
@@ -309,7 +314,7 @@ class ServerThread:
             return ()
         self.server.finish(rank)
         # Where nobody waits for a clock, the last rows bring all.
-        return () if self.plan.staleness is None else range(len(self.shares.layers))
+        return () if self.plan.staleness is None else self._owned
 
     def _publish_changes(self, changed: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Send new versions to those who need them: who brought the gradient, or all.
@@ -317,18 +322,16 @@ class ServerThread:
         A rank takes up a layer once in a step. Where nobody waits, the answer to its gradient is
         what it takes up in its next step; what comes between would only fill the link.
         """
-        to: dict[int, set[int]] = {rank: set() for rank in range(self.ranks)}
+        to: dict[int, set[int]] = {}
         for source, layers in changed:
             for layer in layers:
-                to[self.rank].add(layer)
-                for rank in self._in_need(source, layer):
-                    to[rank].add(layer)
+                for rank in (self.rank, *self._in_need(source, layer)):
+                    to.setdefault(rank, set()).add(layer)
         alike: dict[frozenset[int], list[int]] = {}
         for rank, mine in to.items():
             alike.setdefault(frozenset(mine), []).append(rank)
         for which, ranks in alike.items():
-            if which:
-                self._publish(sorted(which), ranks)
+            self._publish(sorted(which), ranks)
 
     def _in_need(self, source: int, layer: int) -> Iterable[int]:
         """Return the ranks that need a version which a rank's gradient has made."""
@@ -391,8 +394,8 @@ class ServerThread:
                     )
                 )
         elif len(self.round.last_steps) == self.ranks and self.rank not in self.round.over:
-            if not self.plan.together:  # where everybody has every version
-                self._publish(range(len(self.shares.layers)), range(self.ranks))
+            if self._owned and not self.plan.together:  # where everybody has every version
+                self._publish(self._owned, range(self.ranks))
             self._tell_all((LAST_ROWS,), LATEST)
             self.round.over.add(self.rank)
 

@@ -253,29 +253,43 @@ def rows_in(
     }
 
 
-def first_rows(server: ParameterShard) -> list[Rows]:
-    """Return an owner's rows of every layer before any update; whole ones alone are looked at."""
-    layers = range(len(server.shares.layers))
+def first_rows(server: ParameterShard) -> dict[int, Rows]:
+    """Return an owner's rows of its layers before any update; whole ones alone are looked at."""
+    layers = server.shares.owned(server.rank)
     if not server.plan.whole:
-        return [Rows(0, 0.0, 0, ()) for _ in layers]
+        return {layer: Rows(0, 0.0, 0, ()) for layer in layers}
     about = [server.about(layer) for layer in layers]
-    return [*rows_in(server.shares, server.rank, layers, about, server.packed(layers)).values()]
+    return rows_in(server.shares, server.rank, layers, about, server.packed(layers))
 
 
 def take_up(
-    shares: Partition, layer: int, rows: Sequence[Rows], loaded: Sequence[int], *, whole: bool
+    shares: Partition,
+    layer: int,
+    rows: Mapping[int, Rows],
+    loaded: dict[int, int],
+    *,
+    whole: bool,
 ) -> None:
-    """Copy the newest rows of a layer into its parameters."""
-    new = [owner for owner, one in enumerate(rows) if one.version != loaded[owner]]
+    """Copy the newest rows of a layer into its parameters, and note their versions.
+
+    Args:
+        shares: Which rows are whose.
+        layer: Which layer.
+        rows: Of each of its owners, in rank order.
+        loaded: By owner, the version that is in the parameters; changed.
+        whole: Every owner has all rows: their mean is taken.
+    """
+    new = [owner for owner, one in rows.items() if one.version != loaded[owner]]
     with torch.no_grad():
         for at, index in enumerate(shares.layers[layer] if new else ()):
             tensor = shares.named[index][1]
             if whole:
-                mean = _mean([one.tensors[at] for one in rows], len(rows))
+                mean = _mean([one.tensors[at] for one in rows.values()], len(rows))
                 shares.of(0, index, tensor).copy_(mean)
                 continue
             for owner in new:
                 shares.of(owner, index, tensor).copy_(rows[owner].tensors[at])
+    loaded.update({owner: one.version for owner, one in rows.items()})
 
 
 def _mean(tensors: Sequence[torch.Tensor], count: int) -> torch.Tensor:

@@ -4,11 +4,10 @@ import copy
 import math
 import threading
 import time
-from collections import Counter
 
 import pytest
 import torch
-from jobs import slowness
+from jobs import HANG_SECONDS, slowness
 from models import Odd, adamw, batch_loss, mlp, seeded
 from pairwise import pairwise
 from sequential import add
@@ -27,8 +26,22 @@ from daso.errors import (
     NonFiniteError,
     StallError,
 )
-from daso.server.plan import FLOOR_BYTES, Read, Send
+from daso.server.partition import Partition, layers_of
+from daso.server.plan import FLOOR_BYTES, MESSAGE_SECONDS, Read, Send
 from daso.server.replay import replay
+
+
+@pytest.fixture
+def real_floor():
+    """Leave the bytes that a message should have as they are."""
+
+
+@pytest.fixture(autouse=True)
+def _small_floor(request, monkeypatch):
+    """Let shares of small layers be worth a message, so that these have many owners."""
+    if "real_floor" not in request.fixturenames:
+        for module in ("plan", "departures"):
+            monkeypatch.setattr(f"daso.server.{module}.FLOOR_BYTES", 24)
 
 
 def sgd(params):
@@ -42,6 +55,7 @@ def sequential(build, make, ranks, steps, mode, rates=None):
     masters = [build() for _ in range(stands)]
     inners = [make([p for p in m.parameters() if p.requires_grad]) for m in masters]
     current = [p.detach().clone() for p in masters[0].parameters() if p.requires_grad]
+    owners = owners_of_params(masters[0], ranks)
     for step in range(steps):
         grads = []
         for rank, model in enumerate(models):
@@ -66,11 +80,20 @@ def sequential(build, make, ranks, steps, mode, rates=None):
                 group["lr"] = group["lr"] if rates is None else rates(step)
             inner.step()
             results.append([p.detach().clone() for p in params])
-        current = [joined(mode, [one[at] for one in results]) for at in range(len(current))]
+        current = [joined(mode, [one[at] for one in results], owners[at]) for at in owners]
     return current
 
 
-def joined(mode, versions):
+def owners_of_params(model, ranks):
+    """Return the ranks that own rows of each trained parameter, by its number."""
+    _, named, layers = layers_of(model)
+    shares = Partition(named, layers, ranks, whole=False)
+    return dict(
+        sorted((at, shares.owners[layer]) for layer, own in enumerate(layers) for at in own)
+    )
+
+
+def joined(mode, versions, owners):
     if mode == "sharded":
         return versions[0]
     if mode == "replicated":
@@ -79,6 +102,7 @@ def joined(mode, versions):
             total = add(total, version)
         return (total / len(versions)).to(versions[0].dtype)
     rows = [v if v.ndim else v.unsqueeze(0) for v in versions]
+    rows = [rows[owner] for owner in owners]
     out, count = rows[0].clone(), len(rows)
     size, longer = divmod(len(out), count)
     at = 0
@@ -179,9 +203,9 @@ def test_a_replay_gives_the_same_bits(topology, mode, staleness, case, push_ever
             scale_by_staleness=scale_by_staleness,
             **how,
         )
-        sends = Counter(one.step for one in log.events if isinstance(one, Send))
-        # These models are below the floor: with "auto" nothing leaves before the end.
-        assert min(sends.values()) > 1 if push_every == 1 else set(sends.values()) == {1}
+        sends = [one for one in log.events if isinstance(one, Send)]
+        handed_over = [(one.step, one.owner, layer) for one in sends for layer in one.layers]
+        assert len(set(handed_over)) == len(handed_over)  # each gradient once to each owner
         logs = topology.world_comm.allgather(log)
 
         found = replay(logs, seeded(build), make_flat, backward)
@@ -196,53 +220,104 @@ def test_a_replay_gives_the_same_bits(topology, mode, staleness, case, push_ever
 
 
 class Early(nn.Module):
-    """Of three layers: a thin one, one just below the floor to each owner, and one just above."""
+    """Of three layers: a thin one, one just below the floor, and one above it for each owner."""
 
     def __init__(self, owners):
         super().__init__()
-        self.thin = nn.Linear(6, 122 * owners, bias=False)
-        self.below = nn.Linear(122 * owners, 128, bias=False)
+        self.thin = nn.Linear(6, 122, bias=False)
+        self.below = nn.Linear(122, 128, bias=False)
         self.above = nn.Linear(128, 129 * owners, bias=False)
 
     def forward(self, x):
         self.early = self.thin(x).tanh()
-        return self.above(self.below(self.early).tanh())
+        self.late = self.below(self.early).tanh()
+        return self.above(self.late)
 
 
 THIN, BELOW, ABOVE = range(3)
 
 
+BACKWARD_SECONDS = 20 * MESSAGE_SECONDS  # of the first layer
+
+
 @pytest.mark.parametrize("mode", ["sharded", "local_rows", "replicated"])
 @pytest.mark.parametrize(
-    ("every", "early", "in_backward", "in_step"),
+    ("every", "early", "in_backward", "in_step", "early_again"),
     [
-        (1, [(ABOVE,), (BELOW,)], [(THIN,)], []),
-        (2, [(BELOW, ABOVE)], [], [(THIN,)]),
-        (100, [], [(THIN, BELOW, ABOVE)], []),
-        ("auto", [(ABOVE,)], [], [(THIN, BELOW)]),
+        (1, [ABOVE, BELOW], [THIN], [], [ABOVE, BELOW]),
+        (2, [ABOVE, BELOW], [], [THIN], [ABOVE, BELOW]),
+        (100, [], [ABOVE, BELOW, THIN], [], []),
+        # How long backward goes on is known in the second step.
+        ("auto", [ABOVE], [], [BELOW, THIN], [ABOVE, BELOW]),
     ],
 )
-def test_layers_leave_while_backward_goes_on(topology, mode, every, early, in_backward, in_step):
+def test_layers_leave_while_backward_goes_on(
+    real_floor, topology, mode, every, early, in_backward, in_step, early_again
+):
     """Those before backward comes to the first layer, those before it returns, and the rest."""
-    rank = topology.rank
-    owners = 1 if mode == "replicated" else topology.world_size
-    model = seeded(lambda: Early(owners))()
-    thin, below, above = (one.weight.nbytes // owners for one in model.children())
-    assert thin + below < FLOOR_BYTES < above
+    model = seeded(lambda: Early(topology.world_size))()
+    thin, below, above = (one.weight.nbytes for one in model.children())
+    assert thin + below < FLOOR_BYTES < above // topology.world_size
     with daso.ParameterServer(model, sgd, topology=topology, mode=mode, push_every=every) as server:
         server.keep_log()
+        mine = {
+            layer: who if mode == "sharded" else {topology.rank} & {*who}
+            for layer, who in enumerate(server._client.shares.owners)
+        }
 
-        def left():
-            return [one.layers for one in server.logged().events if isinstance(one, Send)]
+        def left(step):
+            events = [one for one in server.logged().events if isinstance(one, Send)]
+            return {
+                (layer, one.owner) for one in events for layer in one.layers if one.step == step
+            }
+
+        def expected(*layers):
+            return {(layer, owner) for layer in layers for owner in mine[layer]}
+
+        def let_it_leave(_):
+            """Wait until none of it is on its way, which would make the pace slower."""
+            limit = time.perf_counter() + HANG_SECONDS
+            while server._serving.mailbox.backlog_bytes and time.perf_counter() < limit:
+                time.sleep(1e-4)
+
+        def look(_):
+            seen.append(left(server._client.steps))
+            time.sleep(BACKWARD_SECONDS)
 
         seen = []
-        loss = batch_loss(model, rank, 0)
-        model.early.register_hook(lambda _: seen.append(left()))
+        for step in range(2):
+            loss = batch_loss(model, topology.rank, step)
+            model.late.register_hook(let_it_leave)
+            model.early.register_hook(look)
+            loss.backward()
+            if step == 0:
+                assert left(step) == expected(*early, *in_backward)
+            server.step()
+            assert left(step) == expected(*early, *in_backward, *in_step)
+        assert seen == [expected(*early), expected(*early_again)]
+
+
+@pytest.mark.parametrize("mode", ["sharded", "local_rows", "replicated"])
+def test_new_rows_of_a_layer_come_back_while_backward_goes_on(real_floor, topology, mode):
+    """All ranks stand in the middle of backward until what they sent has come back as rows."""
+    model = seeded(lambda: Early(topology.world_size))()
+    with daso.ParameterServer(model, sgd, topology=topology, mode=mode) as server:
+        serving, seen = server._serving, []
+
+        def versions():
+            return [rows.version for rows in serving.last_rows(ABOVE).values()]
+
+        def wait(_):
+            limit = time.perf_counter() + HANG_SECONDS
+            while min(versions()) < 1 and time.perf_counter() < limit:
+                time.sleep(1e-3)
+            seen.append(versions())
+
+        loss = batch_loss(model, topology.rank, 0)
+        model.early.register_hook(wait)
         loss.backward()
-        assert seen == [early]
-        assert left() == early + in_backward
         server.step()
-        assert left() == early + in_backward + in_step
+    assert seen == [[1] * topology.world_size]
 
 
 @pytest.mark.parametrize("staleness", [1, 4])
@@ -308,6 +383,15 @@ def test_a_replica_starts_each_step_from_what_it_made_of_its_last(topology):
 
 
 # --- odd ones -------------------------------------------------------------------------------------
+
+
+def test_small_layers_have_one_owner_each(real_floor, topology):
+    """All bits are the same as where every rank has rows of them."""
+    model, report, _ = train(topology, many, sgd, steps=2, push_every=1)
+    assert same(params(model), sequential(seeded(many), sgd, topology.world_size, 2, "sharded"))
+    updates = topology.world_comm.allgather(report["updates"])
+    assert sum(updates) == 2 * 201  # layers
+    assert max(updates) - min(updates) <= 2
 
 
 def many():
@@ -450,7 +534,7 @@ def test_ranks_may_take_different_numbers_of_steps(topology, staleness):
                 server.step()
             server.synchronize()
         assert server.report()["steps"] == 2 * (3 + 2 * rank)
-        updates = 2 * len(server._client.shares.layers) * sum(3 + 2 * r for r in range(size))
+        updates = 2 * len(server._client.shares.owned(rank)) * sum(3 + 2 * r for r in range(size))
         assert server.report()["updates"] == updates
     everyones = topology.world_comm.allgather(params(model))
     assert all(same(one, everyones[0]) for one in everyones)
@@ -686,7 +770,7 @@ def test_layers_that_are_not_used_any_more_hold_no_memory(topology):
             x = torch.randn(5, 6, generator=generator)
             model(x, sometimes=step == 0).tanh().mean().backward()
             server.step()
-        kept = [len(versions) for mine in server._serving._rows for versions in mine]
+        kept = [len(one) for layer in server._serving._rows for one in layer.values()]
         assert max(kept) <= 3
 
 

@@ -109,7 +109,7 @@ class SendQueue:
         self.sent_bytes = 0  # to all, of messages
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._outboxes = {rank: _Outbox() for rank in routes}
+        self._outboxes: dict[int, _Outbox] = {}  # of ranks to which something goes
         self._open: dict[tuple[int, int], _Incoming] = {}
         self._arrived: deque[tuple[int, Message]] = deque()
 
@@ -118,8 +118,8 @@ class SendQueue:
         notes = pickle.dumps(message.notes)
         notes += bytes(-len(notes) % 8)  # so that numbers behind them can be read where they lie
         outgoing = _Outgoing(message.urgency, next(self._numbers), notes, message)
-        box = self._outboxes[to]
         with self._lock:
+            box = self._outboxes.setdefault(to, _Outbox())
             if message.covers:
                 self._replace(box, message.covers)
             heapq.heappush(box.waiting, outgoing)
@@ -142,18 +142,21 @@ class SendQueue:
     @property
     def backlog_bytes(self) -> int:
         """Bytes that were posted and have not left, to the rank to which there are most."""
-        return max((box.nbytes for box in self._outboxes.values()), default=0)
+        with self._lock:
+            return max((box.nbytes for box in self._outboxes.values()), default=0)
 
     @property
     def idle(self) -> bool:
         """Whether everything posted has left."""
-        return all(not box.nbytes for box in self._outboxes.values())
+        return not self._outboxes
 
     # --- by the thread that moves them -------------------------------------------------------
 
     def move(self) -> bool:
         """Send and receive as far as possible without blocking; one thread."""
-        for rank, box in self._outboxes.items():
+        with self._lock:
+            boxes = [*self._outboxes.items()]
+        for rank, box in boxes:
             self._send(rank, box)
         self._receive()
         return bool(self._arrived)
@@ -170,6 +173,9 @@ class SendQueue:
         if gone:
             with self._lock:
                 box.nbytes -= gone
+                if not box.nbytes:
+                    del self._outboxes[rank]
+                    return
         while len(box.under_way) < UNDER_WAY:
             packet = box.stuck if box.stuck is not None else self._next_packet(box)
             if packet is None:

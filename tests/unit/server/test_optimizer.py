@@ -28,7 +28,7 @@ def sgd(params):
 
 def serving(rank=1, **keywords):
     torch.manual_seed(3)
-    model = nn.Linear(3, 8)
+    model = nn.Linear(8 << 10, 8)  # of which each rank owns two rows
     plan = Plan(**{**PLAN, **keywords})
     _, named, layers = layers_of(model)
     shares = Partition(named, layers, RANKS, whole=plan.whole)

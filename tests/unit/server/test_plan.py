@@ -8,14 +8,18 @@ from hypothesis import strategies as st
 
 from daso.errors import ConfigError
 from daso.plan.options import Exchange
+from daso.server.departures import Departures
 from daso.server.plan import (
     FLOOR_BYTES,
+    MESSAGE_SECONDS,
+    Moment,
     Plan,
     age,
     first_pace,
     is_fresh,
-    leaves,
+    leaving,
     next_pace,
+    owners_of,
     rows_of,
 )
 
@@ -30,17 +34,43 @@ GOOD = {
 }
 
 
-@given(st.integers(0, 1000), st.integers(1, 40))
-def test_every_row_has_one_owner_and_shares_are_even(rows, ranks):
-    spans = rows_of(rows, ranks, whole=False)
-    assert [row for start, stop in spans for row in range(start, stop)] == [*range(rows)]
-    sizes = [span.numel for span in spans]
+@given(st.integers(0, 1000), st.sets(st.integers(0, 1000), min_size=1))
+def test_every_row_has_one_owner_and_shares_are_even(rows, owners):
+    spans = rows_of(rows, sorted(owners), whole=False)
+    assert [*spans] == sorted(owners)
+    assert [row for start, stop in spans.values() for row in range(start, stop)] == [*range(rows)]
+    sizes = [span.numel for span in spans.values()]
     assert max(sizes) - min(sizes) <= 1
 
 
 @given(st.integers(0, 1000), st.integers(1, 40))
 def test_replicas_own_all_rows(rows, ranks):
-    assert set(rows_of(rows, ranks, whole=True)) == {(0, rows)}
+    assert owners_of([8 * rows], [rows], ranks, whole=True) == (tuple(range(ranks)),)
+    assert set(rows_of(rows, range(ranks), whole=True).values()) == {(0, rows)}
+
+
+ROW_BYTES = 256
+LAYERS = st.lists(st.integers(1, 1 << 16), min_size=1, max_size=60)  # rows of each
+
+
+@given(LAYERS, st.integers(1, 1100))
+def test_a_share_of_a_layer_is_worth_a_message_and_ranks_own_alike(rows, ranks):
+    nbytes = [ROW_BYTES * one for one in rows]
+    owners = owners_of(nbytes, rows, ranks, whole=False)
+    assert all(who == tuple(sorted(set(who))) and who[-1] < ranks for who in owners)
+    loads = [0.0] * ranks
+    for size, who in zip(nbytes, owners, strict=True):
+        share = size / len(who)
+        assert share >= FLOOR_BYTES or len(who) == 1
+        assert share < 2 * FLOOR_BYTES or len(who) == ranks
+        for owner in who:
+            loads[owner] += share
+    # A share below the bound is all that any has more than another.
+    assert max(loads) - min(loads) <= 2 * FLOOR_BYTES
+
+
+def test_a_layer_of_one_long_row_has_one_owner():
+    assert owners_of([10 << 20], [1], 64, whole=False) == ((0,),)
 
 
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 10))
@@ -87,12 +117,55 @@ def test_gradients_leave_seldom_while_more_than_a_layer_waits_and_often_when_non
     assert seen == [2, 4, 8, 8, 8, 4, 4, 2, 2, 1, 1]
 
 
-def test_small_layers_wait_for_others_unless_the_pace_was_given():
+SMALL, LARGE = FLOOR_BYTES - 1, FLOOR_BYTES
+
+
+def test_gradients_leave_for_those_for_whom_enough_waits_unless_the_pace_was_given():
     auto, given_pace = first_pace("auto", 8), first_pace(1, 8)
-    assert not leaves(auto, layers=1, nbytes=FLOOR_BYTES - 1)
-    assert leaves(auto, layers=1, nbytes=FLOOR_BYTES)
-    assert leaves(given_pace, layers=1, nbytes=1)
-    assert not leaves(first_pace(2, 8), layers=1, nbytes=10**9)
+    assert leaving(auto, Moment(1), {0: SMALL, 3: LARGE}) == [3]
+    assert leaving(given_pace, Moment(1), {0: 1, 3: LARGE}) == [0, 3]
+    assert leaving(first_pace(2, 8), Moment(1), {0: 10**9}) == []
+
+
+@pytest.mark.parametrize(
+    ("small", "quiet", "remaining", "early"),
+    [
+        (1, MESSAGE_SECONDS, MESSAGE_SECONDS, True),
+        (1, 0.99 * MESSAGE_SECONDS, 1.0, False),  # one has just left
+        (1, 1.0, 0.99 * MESSAGE_SECONDS, False),  # backward is about to end
+        (4, 3.9 * MESSAGE_SECONDS, 1.0, False),  # as many messages keep the host busy
+        (4, 4.1 * MESSAGE_SECONDS, 1.0, True),
+    ],
+)
+def test_little_leaves_where_backward_goes_on_for_long_enough(small, quiet, remaining, early):
+    nbytes = {owner: SMALL for owner in range(small)} | {9: LARGE}
+    chosen = leaving(first_pace("auto", 8), Moment(1, quiet, remaining), nbytes)
+    assert chosen == ([*nbytes] if early else [9])
+
+
+@given(
+    st.lists(st.sets(st.integers(0, 5)), min_size=1, max_size=12),
+    st.one_of(st.just("auto"), st.integers(1, 4)),
+    st.randoms(use_true_random=False),
+)
+def test_every_gradient_leaves_once_for_each_of_its_owners(owners, every, random):
+    """Whatever waits, in whatever order layers are finished, and if some have no gradient."""
+    owners = [tuple(sorted(who)) for who in owners]
+    departures = Departures(owners, lambda *_: random.choice([1, LARGE]), first_pace(every, 12))
+    for step in range(3):
+        finished = random.sample(range(len(owners)), random.randint(0, len(owners)))
+        left = []
+        for at, layer in enumerate(finished):
+            now = step + 1e-3 * at * random.randint(1, 5)
+            found = departures.finish(layer, backlog_bytes=random.choice([0, 10**6]), now=now)
+            assert departures.began
+            left += [(owner, one) for owner, layers in found.items() for one in layers]
+            assert {one for _, one in left} <= {*finished[: at + 1]}
+        left += [(owner, one) for owner, layers in departures.end().items() for one in layers]
+        assert sorted(left) == sorted(
+            (owner, layer) for layer, who in enumerate(owners) for owner in who
+        )
+        assert not departures.began
 
 
 @pytest.mark.parametrize(
