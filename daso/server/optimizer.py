@@ -24,7 +24,7 @@ from daso.errors import CheckpointError, ConfigError, LayoutError
 from daso.plan.options import Exchange
 from daso.server.hooks import ServerHooks
 from daso.server.partition import Partition, layers_of
-from daso.server.plan import Log, Mode, Plan, Transport
+from daso.server.plan import Log, Mode, OptimizerState, Plan, Transport
 from daso.server.service import ServerThread
 from daso.server.shard import MakeOptimizer, ParameterShard
 from daso.train.model.one_copy import is_saving_one_copy
@@ -73,6 +73,12 @@ class ParameterServer(torch.optim.Optimizer):
             waits to be sent.
         scale_by_staleness: Divide the learning rate of a gradient by one more than its age in
             steps.
+        optimizer_state: ``"per_rank"``: unless ``staleness`` is 0, an owner keeps a state
+            (momentum, Adam's moments) for the gradients of each rank, and takes SGD's momentum in
+            Nesterov's form; without that, momentum of gradients that are late adds up. Costs as
+            much memory a rank as the bare optimizer on the whole model; ``optimizer_factory`` is
+            called once for each rank. After DANA (Hakimi et al., arXiv 1907.11612).
+            ``"shared"``: one for all.
         wire: How gradients cross: ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"`` or ``"topk"``;
             what it loses is part of the next gradient. Rows come back as they are. None: gradients
             too.
@@ -104,6 +110,7 @@ class ParameterServer(torch.optim.Optimizer):
         staleness: int | None = 0,
         push_every: int | Literal["auto"] = "auto",
         scale_by_staleness: bool = False,
+        optimizer_state: OptimizerState = "per_rank",
         wire: str | None = None,
         transport: Transport = "messages",
         exchange: Exchange | None = None,
@@ -118,6 +125,7 @@ class ParameterServer(torch.optim.Optimizer):
                 staleness=staleness,
                 push_every=push_every,
                 scale_by_staleness=scale_by_staleness,
+                optimizer_state=optimizer_state,
                 wire=wire,
                 transport=transport,
                 exchange=Exchange() if exchange is None else exchange,
@@ -174,7 +182,7 @@ class ParameterServer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # read only
-        """State of the optimizer of this rank's rows, which its serving thread changes."""
+        """State for this rank's rows and its own gradients, which its serving thread changes."""
         if is_saving_one_copy():
             raise CheckpointError(
                 "torch.distributed.checkpoint keeps one copy for all ranks, but a "
@@ -301,20 +309,30 @@ class ParameterServer(torch.optim.Optimizer):
                 "state must be saved while nobody trains, but steps were taken since ranks met; "
                 "call synchronize() first"
             )
-        inner = self._serving.server.inner.state_dict()
-        groups = [
-            {**group, "params": saved["params"]}
-            for group, saved in zip(self._groups, inner["param_groups"], strict=True)
-        ]
+        optimizers = self._serving.server.optimizers
         return {
-            "inner": {**inner, "param_groups": groups},
+            "inner": {source: self._saved(inner) for source, inner in optimizers.items()},
             "share": self._share(),
             "steps": self._client.steps,
         }
 
+    def _saved(self, inner: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state, with the values of groups that steps are taken with."""
+        state = inner.state_dict()
+        groups = [
+            {**group, "params": saved["params"]}
+            for group, saved in zip(self._groups, state["param_groups"], strict=True)
+        ]
+        return {**state, "param_groups": groups}
+
     def _share(self) -> dict[str, Any]:
         rank_info = self._topology.rank_info
-        return {"mode": self._plan.mode, "rank": rank_info.rank, "ranks": rank_info.world_size}
+        return {
+            "mode": self._plan.mode,
+            "rank": rank_info.rank,
+            "ranks": rank_info.world_size,
+            "states": [*self._serving.server.optimizers],
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with the state of this rank's rows; load the model before making the server.
@@ -336,9 +354,10 @@ class ParameterServer(torch.optim.Optimizer):
                 f"{state_dict.get('share')}; load each rank's own, in a world of the same size"
             )
         self._topology.raise_on_all_ranks(problem, CheckpointError)
-        inner = self._serving.server.inner
-        inner.load_state_dict(dict(state_dict["inner"]))
-        self._groups[:] = [dict(group) for group in inner.param_groups]
+        server = self._serving.server
+        for source, inner in server.optimizers.items():
+            inner.load_state_dict(dict(state_dict["inner"][source]))
+        self._groups[:] = [dict(group) for group in server.inner.param_groups]
         self._client.steps = self._client.met_at = int(state_dict["steps"])
 
     def __enter__(self) -> Self:

@@ -22,6 +22,7 @@ __all__ = [
     "Log",
     "Mode",
     "Moment",
+    "OptimizerState",
     "Pace",
     "Plan",
     "Read",
@@ -38,6 +39,7 @@ __all__ = [
 
 Mode = Literal["sharded", "local_rows", "replicated"]
 Transport = Literal["messages", "windows"]
+OptimizerState = Literal["per_rank", "shared"]
 
 WIRES = tuple(wire for wire in get_args(Wire) if wire not in ("auto", "fp32"))
 FLOOR_BYTES = 64 << 10  # a message of less is worth its headers and polls only where time is left
@@ -54,6 +56,7 @@ class Plan:
         staleness: Steps that a rank may be ahead of the slowest; None: any number.
         push_every: Layers whose gradients leave together, or "auto".
         scale_by_staleness: Divide the learning rate of a gradient by one more than its age.
+        optimizer_state: Whether each rank's gradients have a state (momentum) of their own.
         wire: How gradients cross; None: as they are.
         transport: How packets cross.
         exchange: How large packets are, how long to wait, and what happens to NaN.
@@ -63,6 +66,7 @@ class Plan:
     staleness: int | None
     push_every: int | Literal["auto"]
     scale_by_staleness: bool
+    optimizer_state: OptimizerState
     wire: str | None
     transport: Transport
     exchange: Exchange
@@ -84,6 +88,7 @@ class Plan:
     def _check_names(self) -> None:
         check("mode", self.mode, choice(*get_args(Mode)))
         check("transport", self.transport, choice(*get_args(Transport)))
+        check("optimizer_state", self.optimizer_state, choice(*get_args(OptimizerState)))
         check("wire", self.wire, choice(None, *WIRES))
 
     def _check_numbers(self) -> None:
@@ -108,6 +113,12 @@ class Plan:
     def contributors(self, rank: int, ranks: int) -> tuple[int, ...]:
         """Return the ranks whose gradients an owner of rows takes in."""
         return tuple(range(ranks)) if self.mode == "sharded" else (rank,)
+
+    @property
+    def per_rank(self) -> bool:
+        """Whether gradients of several ranks are taken in, each with a state of its own."""
+        alone = self.mode == "sharded" and not self.together
+        return alone and self.optimizer_state == "per_rank"
 
     @property
     def together(self) -> bool:

@@ -61,7 +61,7 @@ def draw_losses(runs: Sequence[Mapping[str, Any]]) -> "Figure":
     """
     from matplotlib.figure import Figure
 
-    drawn = [run for run in runs if run["plan"]["slow"]]
+    drawn = [run for run in runs if run["plan"]["slow"] and not run["plan"].get("epochs")]
     figure = Figure(figsize=(10, 0.8 + 3.2 * len(drawn)), layout="constrained")
     panels = figure.subplots(len(drawn), 2, squeeze=False, sharey=True)
     for (left, right), run in zip(panels, drawn, strict=True):

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -42,9 +43,10 @@ class Plan:
         data: "fashion", or "digits" (few and easy, for trying).
         names: Of contenders; DDP's is the first.
         slow: How many times as long the last rank's layers take; 0: layers take no time of their
-            own, and what counts is accuracy after so many epochs.
+            own.
         seeds: Trainings of each, with seeds from 0.
-        seconds: Of a training; with ``slow=0`` epochs.
+        seconds: Of a training that is to reach a loss.
+        epochs: Of a training for accuracy; 0: it is one for a loss.
         every: Seconds from one copy of the model to the next.
         loss: That is to be reached.
         lr: Learning rate; of trainings for accuracy the highest.
@@ -57,6 +59,7 @@ class Plan:
     slow: float
     seeds: int
     seconds: float
+    epochs: int
     every: float
     loss: float
     lr: float
@@ -104,7 +107,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     rows: list[dict[str, Any]] = [{"name": name, "courses": []} for name in plan.names]
     for seed in range(plan.seeds):
         for row in rows:
-            course = _epochs if plan.slow == 0 else _course
+            course = _epochs if plan.epochs else _course
             row["courses"].append(course(plan, row["name"], seed, samples, tests, topology))
     dist.destroy_process_group()
     numel = sum(p.numel() for p in _model(0).parameters())
@@ -134,7 +137,7 @@ def _course(
     world, rank_info = topology.world_comm, topology.rank_info
     contender = _contender(plan, name, seed, topology)
     batches = _batches(samples, rank_info.rank, seed)
-    free = name.startswith("eager") and name.endswith(UNBOUNDED)
+    free = _is_free(name)
     world.Barrier()
     start, steps = time.perf_counter(), 0
     most = 0  # steps, where all take the same number
@@ -190,22 +193,27 @@ def _test(
 def _epochs(
     plan: Plan, name: str, seed: int, samples: Batch, tests: Batch, topology: Topology
 ) -> dict[str, Any]:
-    """Train for some epochs, every rank as many steps, and count right answers."""
+    """Train for some epochs, and count right answers.
+
+    Who waits for nobody takes as many steps of the total as its speed is of all ranks'.
+    """
     rank_info = topology.rank_info
     contender = _contender(plan, name, seed, topology)
     sampler = ShardedSampler(
         len(samples[0]), rank=rank_info.rank, size=rank_info.world_size, batch_size=BATCH, seed=seed
     )
-    total, steps = int(plan.seconds) * len(sampler), 0
+    total, steps = plan.epochs * len(sampler), 0
+    if plan.slow and _is_free(name):
+        speeds = [1.0] * (rank_info.world_size - 1) + [1 / plan.slow]
+        total = round(total * len(speeds) * speeds[rank_info.rank] / sum(speeds))
     topology.world_comm.Barrier()
     start = time.perf_counter()
-    for epoch in range(int(plan.seconds)):
-        sampler.set_epoch(epoch)
-        for chosen in sampler:
-            for group in contender.optimizer.param_groups:
-                group["lr"] = plan.lr * warmed_cosine(steps / total)
-            contender.step((samples[0][chosen], samples[1][chosen]))
-            steps += 1
+    for chosen in islice(_endless(sampler), total):
+        for group in contender.optimizer.param_groups:
+            group["lr"] = plan.lr * warmed_cosine(steps / total)
+        contender.step((samples[0][chosen], samples[1][chosen]))
+        steps += 1
+    trained = time.perf_counter() - start
     contender.finish()
     lasted = time.perf_counter() - start
     contender.close()
@@ -213,9 +221,21 @@ def _epochs(
     return {
         "seed": seed,
         "steps": steps,
+        "trained": topology.world_comm.allgather(trained),
         "lasted": lasted,
         "accuracy": topology.world_comm.bcast(percent),
     }
+
+
+def _endless(sampler: ShardedSampler) -> Iterator[list[int]]:
+    for epoch in count():
+        sampler.set_epoch(epoch)
+        yield from sampler
+
+
+def _is_free(name: str) -> bool:
+    """Return whether a contender's ranks take different numbers of steps."""
+    return name.startswith("eager") and UNBOUNDED in name
 
 
 # --- where the bench was started -----------------------------------------------------------------
@@ -248,7 +268,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def table(found: Mapping[str, Any]) -> str:
     """Return the rows as aligned lines."""
     plan = found["plan"]
-    if plan["slow"] == 0:
+    if plan["epochs"]:
         lines = [_head(found), f"{'':<24}{'accuracy %':>12}{'+-':>7}{'seconds':>10}"]
         for row in found["rows"]:
             finals = [course["accuracy"] for course in row["courses"]]
@@ -290,13 +310,17 @@ def _head(found: Mapping[str, Any]) -> str:
         f"{len(found['nodes'])} nodes, link {plan['link']}, batch {BATCH}, SGD at {plan['lr']:g} "
         f"with momentum {plan['momentum']:g}"
     )
-    if plan["slow"] == 0:
-        return f"{what}, {where}, {plan['seconds']:g} epochs, mean of {plan['seeds']} seeds"
+    if plan["epochs"] and not plan["slow"]:
+        return f"{what}, {where}, {plan['epochs']:g} epochs, mean of {plan['seeds']} seeds"
     pause = 1e3 * LAYERS * (FORWARD_SECONDS + BACKWARD_SECONDS)
+    wanted = (
+        f"{plan['epochs']:g} epochs of all ranks together"
+        if plan["epochs"]
+        else f"loss {plan['loss']:g} on {TESTS} test samples at most"
+    )
     return (
         f"{what}, layers that take {pause:.0f} ms and no core beside computing, on the last rank "
-        f"{plan['slow']:g} times as long, {where}, loss {plan['loss']:g} on {TESTS} test samples "
-        f"at most, mean of {plan['seeds']} seeds"
+        f"{plan['slow']:g} times as long, {where}, {wanted}, mean of {plan['seeds']} seeds"
     )
 
 
@@ -304,8 +328,10 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the figures, named as everywhere; a loss never reached has none."""
     plan = found["plan"]
     courses = {row["name"]: row["courses"] for row in found["rows"]}
-    suffix = f"_momentum_{plan['momentum']:g}".replace(".", "_") if plan["momentum"] else ""
-    if plan["slow"] == 0:
+    suffix = "_momentum" if plan["momentum"] else ""
+    if plan["epochs"]:
+        if plan["slow"]:
+            suffix = f"_slow{plan['slow']:g}".replace(".", "_") + suffix
         finals = {
             name: statistics.mean(course["accuracy"] for course in mine)
             for name, mine in courses.items()

@@ -335,6 +335,7 @@ SERVERS: Mapping[str, Make] = {
     "eager, 1 step apart": _eager(staleness=1),
     "eager, 4 steps apart": _eager(staleness=4),
     f"eager, {UNBOUNDED}": _eager(staleness=None),
+    f"eager, {UNBOUNDED}, shared state": _eager(staleness=None, optimizer_state="shared"),
     "eager, blocks, unbounded": _eager(mode="local_rows", staleness=None),
     "eager, replicas, unbounded": _eager(mode="replicated", staleness=None),
 }

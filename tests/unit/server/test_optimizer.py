@@ -16,6 +16,7 @@ PLAN = {
     "staleness": None,
     "push_every": 1,
     "scale_by_staleness": False,
+    "optimizer_state": "per_rank",
     "wire": None,
     "transport": "messages",
     "exchange": Exchange(),
@@ -26,13 +27,17 @@ def sgd(params):
     return torch.optim.SGD(params, lr=LR)
 
 
-def serving(rank=1, **keywords):
+def momentum(params):
+    return torch.optim.SGD(params, lr=LR, momentum=0.9)
+
+
+def serving(rank=1, make=sgd, **keywords):
     torch.manual_seed(3)
     model = nn.Linear(8 << 10, 8)  # of which each rank owns two rows
     plan = Plan(**{**PLAN, **keywords})
     _, named, layers = layers_of(model)
     shares = Partition(named, layers, RANKS, whole=plan.whole)
-    server = ParameterShard(rank, shares, plan, sgd)
+    server = ParameterShard(rank, shares, plan, make)
     server.logs = True
     return model, server
 
@@ -95,6 +100,30 @@ def test_without_a_bound_each_gradient_is_a_share_of_a_step(scale_by_staleness):
     assert [one.of for one in server.log] == [((2, 0),), ((2, 1),), ((0, 0),), ((3, 0),)]
     server.finish(1)
     assert server.clock(0) == 1.0
+
+
+@pytest.mark.parametrize("optimizer_state", ["per_rank", "shared"])
+def test_each_ranks_gradients_have_a_momentum_and_rows_look_ahead(optimizer_state):
+    """DANA-Slim written out: v[r] = 0.9 v[r] + g; x -= lr / P * (g + 0.9 v[r])."""
+    model, server = serving(make=momentum, optimizer_state=optimizer_state)
+    expected = rows(model, [p.detach().clone() for p in model.parameters()])
+    buffers = {}
+    for source, step in [(2, 0), (0, 0), (2, 1), (2, 2), (3, 0), (0, 1), (1, 0)]:
+        one, grads = contribution(server, model, source, step)
+        server.contribute(one)
+        for at, grad in enumerate(rows(model, grads)):
+            key = (at, source if optimizer_state == "per_rank" else "all")
+            buffers[key] = 0.9 * buffers[key] + grad if key in buffers else grad.clone()
+            move = grad + 0.9 * buffers[key] if optimizer_state == "per_rank" else buffers[key]
+            expected[at] = expected[at] - LR / RANKS * move
+    for stand_in, wanted in zip(server.stand_ins, expected, strict=True):
+        torch.testing.assert_close(stand_in.detach(), wanted)
+
+
+def test_where_all_gradients_are_taken_in_together_there_is_one_state():
+    _, server = serving(make=momentum, staleness=0)
+    assert [*server.optimizers] == [server.rank]
+    assert server.inner.param_groups[0]["nesterov"] is False
 
 
 def test_a_replica_starts_from_what_its_gradient_was_computed_with():
