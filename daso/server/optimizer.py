@@ -67,8 +67,9 @@ class ParameterServer(torch.optim.Optimizer):
             computes with the mean of all ranks' newest.
         staleness: How many steps a rank may be ahead of the slowest. 0: all take the same steps
             with the mean gradient, bit for bit those of one process that adds in rank order. None:
-            nobody waits. Unless it is 0, an owner takes in each gradient by itself, with the
-            learning rate divided by the number of ranks.
+            nobody waits for other ranks' steps, only until its own gradients of the step before
+            last are taken in: a slow link does not make gradients old. Unless it is 0, an owner
+            takes in each gradient by itself, with the learning rate divided by the number of ranks.
         push_every: After how many finished layers gradients leave (n); ``"auto"`` follows what
             waits to be sent.
         scale_by_staleness: Divide the learning rate of a gradient by one more than its age in
@@ -273,9 +274,9 @@ class ParameterServer(torch.optim.Optimizer):
 
         Returns:
             Plain values: ``mode``, ``staleness``, ``wire``, ``transport``, ``push_every`` (layers,
-            now), ``steps``, ``updates`` (of this rank's rows, over layers), ``dropped`` (steps),
-            ``bytes_sent`` (to all ranks), ``exposed_seconds`` (the training thread stood still for
-            others).
+            now), ``steps``, ``gradient_age`` (mean, in steps of all ranks, when this rank took one
+            in), ``updates`` (of this rank's rows, over layers), ``dropped`` (steps), ``bytes_sent``
+            (to all ranks), ``exposed_seconds`` (the training thread stood still for others).
         """
         return {
             "mode": self._plan.mode,
@@ -284,6 +285,7 @@ class ParameterServer(torch.optim.Optimizer):
             "transport": self._plan.transport,
             "push_every": self._client.departures.pace.layers,
             "steps": self._client.steps,
+            "gradient_age": self._serving.server.ages.mean,
             "updates": sum(self._serving.server.versions),
             "dropped": self._client.dropped,
             "bytes_sent": self._serving.mailbox.sent_bytes,

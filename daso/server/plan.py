@@ -121,6 +121,11 @@ class Plan:
         return alone and self.optimizer_state == "per_rank"
 
     @property
+    def answered(self) -> bool:
+        """Whether a rank waits for what owners make of its own gradients, not for other ranks."""
+        return self.mode == "sharded" and self.staleness is None
+
+    @property
     def together(self) -> bool:
         """Whether an owner waits for all gradients of a step, and takes their mean."""
         return self.staleness == 0

@@ -269,7 +269,7 @@ class _Replay:
     def _keep(self, owner: int, apply: Apply) -> None:
         server, layer, version = self._owners[owner], apply.layer, apply.version
         row = server.packed([layer])
-        rows = rows_in(server.shares, owner, [layer], [server.about(layer)], row)
+        rows = rows_in(server.shares, owner, [layer], [server.about(layer, owner)], row)
         self._rows[owner, layer, version] = rows[layer]
         after = dict(self._steps_in.get((owner, layer, version - 1), {}))
         for source, step in apply.of:

@@ -31,8 +31,9 @@ __all__ = ["STEPS_WAITING", "ServerThread"]
 
 GRADIENTS, ROWS, LAST_STEP, LAST_ROWS = range(4)  # what messages are about
 STEPS_WAITING = 2  # whose gradients may wait here to be taken in
+AHEAD = 1  # steps whose gradients need not have been taken in where nobody waits for others
 LATEST = sys.maxsize  # urgency of what is to leave after everything else
-NO_UPDATE = Rows(0, 0.0, 0, ())  # of others, from whom nothing came
+NO_UPDATE = Rows(0, 0.0, 0, 0.0, ())  # of others, from whom nothing came
 LOOK_SECONDS = 0.1  # how often who waits looks whether something failed
 
 
@@ -129,6 +130,8 @@ class ServerThread:
         def late() -> list[int]:
             rows = self.last_rows(layer)
             found = [one.behind for one in rows.values() if not is_fresh(one.clock, step, bound)]
+            if self.plan.answered:
+                found += [owner for owner, one in rows.items() if one.taken_in < step - AHEAD]
             if self.plan.whole and rows[self.rank].clock < step:
                 # Its next gradient starts from what it computes with: with its last one in it.
                 found.append(self.rank)
@@ -188,7 +191,7 @@ class ServerThread:
         for rows in chain.from_iterable(layer.values() for layer in self._rows):
             last = rows[-1]
             rows.clear()
-            rows.append(Rows(last.version, 0.0, last.behind, last.tensors))
+            rows.append(replace(last, clock=0.0, taken_in=0.0))
         self._handle, self.round = None, _Round([0.0] * len(self.shares.layers))
 
     def _barrier(self) -> Work[None]:
@@ -358,16 +361,16 @@ class ServerThread:
             self._send_rows(mine, ranks, step)
 
     def _send_rows(self, layers: Sequence[int], ranks: Sequence[int], step: int) -> None:
-        about = [self.server.about(layer) for layer in layers]
-        row = self.server.packed(layers)
-        if self.rank in ranks:
-            self._keep(self.rank, rows_in(self.shares, self.rank, layers, about, row))
+        row, urgency = self.server.packed(layers), self._urgency(step, layers)
         # Where nobody goes in step the newest is as good as all.
         covers = frozenset(() if self.plan.together else layers)
-        message = Message((ROWS, tuple(layers), about), row, self._urgency(step, layers), covers)
         for rank in ranks:
-            if rank != self.rank:
-                self.mailbox.post(rank, message)
+            about = [self.server.about(layer, rank) for layer in layers]
+            if rank == self.rank:
+                self._keep(rank, rows_in(self.shares, rank, layers, about, row))
+            else:
+                notes = (ROWS, tuple(layers), about)
+                self.mailbox.post(rank, Message(notes, row, urgency, covers))
 
     def _urgency(self, step: int, layers: Sequence[int]) -> int:
         """Return how soon layers are needed that a step begins with: those of an earlier first."""

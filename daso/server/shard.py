@@ -30,7 +30,7 @@ __all__ = [
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 Values = Sequence[Mapping[str, Any]]
-About = tuple[int, float, int]  # version, clock, behind
+About = tuple[int, float, int, float]  # version, clock, behind, taken_in
 INSTEAD = "use daso.DASO"
 HOST = torch.device("cpu")
 NEVER = float("inf")
@@ -68,6 +68,7 @@ class Rows:
     version: int  # updates that are in them
     clock: float  # steps of all contributors that are in them; infinity: all there will be
     behind: int  # the contributor with fewest
+    taken_in: float  # steps of the rank that reads them that are in them
     tensors: tuple[torch.Tensor, ...]  # of each parameter of the layer; not to be written to
 
 
@@ -79,6 +80,24 @@ class Gradient:
     read: int
     tensors: tuple[torch.Tensor | None, ...]  # (rows, ...) of each parameter
     base: tuple[torch.Tensor, ...] | None
+
+
+@dataclass(slots=True)
+class Ages:
+    """How old gradients were when they were taken in."""
+
+    count: int = 0
+    total: float = 0.0  # steps of all ranks
+
+    def add(self, steps: float) -> None:
+        """Note a gradient."""
+        self.count += 1
+        self.total += steps
+
+    @property
+    def mean(self) -> float:
+        """Steps of all ranks; 0 before any gradient."""
+        return self.total / max(1, self.count)
 
 
 class ParameterShard:
@@ -103,6 +122,7 @@ class ParameterShard:
             for optimizer in self.optimizers.values():
                 _look_ahead(optimizer)
         self.versions = [0] * len(shares.layers)
+        self.ages = Ages()
         self.logs = False  # its versions
         self.log: list[Apply] = []
         self._counts: list[dict[int, float]] = []  # of each layer: steps of each that are in it
@@ -126,10 +146,11 @@ class ParameterShard:
         """Return how many steps a contributor is ahead of the slowest, in a layer."""
         return self._counts[layer][source] - self.clock(layer)
 
-    def about(self, layer: int) -> About:
-        """Return a layer's version, its clock, and the contributor that is behind."""
+    def about(self, layer: int, reader: int) -> About:
+        """Return what is in a layer's rows, for a rank that is to read them; see `Rows`."""
         counts = self._counts[layer]
-        return self.versions[layer], self.clock(layer), min(counts, key=counts.__getitem__)
+        behind = min(counts, key=counts.__getitem__)
+        return self.versions[layer], self.clock(layer), behind, counts.get(reader, NEVER)
 
     def finish(self, source: int) -> None:
         """Note that a rank takes no more steps: nobody waits for it."""
@@ -189,6 +210,7 @@ class ParameterShard:
         """Step with one rank's gradient: a share of a step of all."""
         by_scale: dict[float, dict[int, torch.Tensor]] = {}
         for layer, gradient in gradients.items():
+            self.ages.add(age(self.versions[layer], gradient.read, len(self.contributors)))
             self._rebase(layer, gradient)
             grads = by_scale.setdefault(self._scale(layer, gradient), {})
             for index, tensor in zip(self.shares.layers[layer], gradient.tensors, strict=True):
@@ -271,8 +293,8 @@ def first_rows(server: ParameterShard) -> dict[int, Rows]:
     """Return an owner's rows of its layers before any update; whole ones alone are looked at."""
     layers = server.shares.owned(server.rank)
     if not server.plan.whole:
-        return {layer: Rows(0, 0.0, 0, ()) for layer in layers}
-    about = [server.about(layer) for layer in layers]
+        return {layer: Rows(0, 0.0, 0, 0.0, ()) for layer in layers}
+    about = [server.about(layer, server.rank) for layer in layers]
     return rows_in(server.shares, server.rank, layers, about, server.packed(layers))
 
 

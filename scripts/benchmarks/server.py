@@ -172,7 +172,7 @@ def _course(
     }
 
 
-REPORTED = ("exposed_seconds", "push_every", "updates", "bytes_sent")
+REPORTED = ("exposed_seconds", "push_every", "updates", "bytes_sent", "gradient_age")
 
 
 @torch.no_grad()
@@ -217,12 +217,14 @@ def _epochs(
     contender.finish()
     lasted = time.perf_counter() - start
     contender.close()
+    report = dict(contender.report())
     percent = score(contender.model, *tests) if rank_info.rank == 0 else 0.0
     return {
         "seed": seed,
         "steps": steps,
         "trained": topology.world_comm.allgather(trained),
         "lasted": lasted,
+        "report": {key: report[key] for key in sorted(report) if key in REPORTED},
         "accuracy": topology.world_comm.bcast(percent),
     }
 

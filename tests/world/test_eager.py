@@ -29,6 +29,7 @@ from daso.errors import (
 from daso.server.partition import Partition, layers_of
 from daso.server.plan import FLOOR_BYTES, MESSAGE_SECONDS, Read, Send
 from daso.server.replay import replay
+from daso.server.service import AHEAD
 
 
 @pytest.fixture
@@ -341,6 +342,35 @@ def test_a_rank_goes_as_far_ahead_of_the_slowest_as_it_may_and_waits_there(topol
     found = replay(world.allgather(log), seeded(mlp), sgd, backward)
     assert same(params(found.model), params(model))
     assert found.oldest == staleness
+
+
+def test_who_waits_for_nobody_still_waits_for_what_owners_make_of_its_own_gradients(topology):
+    rank, world = topology.rank, topology.world_comm
+    model, told = seeded(mlp)(), []
+    with daso.ParameterServer(model, sgd, topology=topology, staleness=None) as server:
+        serving = server._serving
+        wait, contribute = serving._wait, serving.server.contribute
+
+        def tell(arrived, what, step=0):
+            if rank and step and not told:
+                told.append(step)
+                world.send(step, 0)
+            wait(arrived, what, step)
+
+        def hold(one):
+            """Take in no gradient before all others wait."""
+            if rank == 0 and not told:
+                told.extend(world.recv(source=other) for other in range(1, topology.world_size))
+            return contribute(one)
+
+        serving._wait, serving.server.contribute = tell, hold
+        for step in range(4):
+            server.zero_grad()
+            batch_loss(model, rank, step).backward()
+            server.step()
+        server.synchronize()
+    assert set(told) <= {AHEAD + 1}
+    assert bool(told) == (topology.world_size > 1)
 
 
 def test_a_replica_starts_each_step_from_what_it_made_of_its_last(topology):

@@ -79,7 +79,7 @@ def test_an_owner_waits_for_all_and_takes_the_mean():
         for _, grads in sorted(given, key=lambda pair: pair[0]):
             total = total + rows(model, grads)[at]
         assert torch.equal(server.stand_ins[at], before - LR * (total / RANKS))
-    assert server.about(0) == (1, 1.0, 0)
+    assert server.about(0, 2) == (1, 1.0, 0, 1.0)
 
 
 @pytest.mark.parametrize("scale_by_staleness", [False, True])
@@ -95,8 +95,7 @@ def test_without_a_bound_each_gradient_is_a_share_of_a_step(scale_by_staleness):
             torch.allclose(a, b, rtol=0, atol=1e-7)
             for a, b in zip(server.stand_ins, expected, strict=True)
         )
-    version, clock, behind = server.about(0)
-    assert (version, clock, behind) == (4, 0.0, 1)  # rank 1 has not brought any
+    assert server.about(0, 2) == (4, 0.0, 1, 2.0)  # rank 1 has not brought any
     assert [one.of for one in server.log] == [((2, 0),), ((2, 1),), ((0, 0),), ((3, 0),)]
     server.finish(1)
     assert server.clock(0) == 1.0
