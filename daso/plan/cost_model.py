@@ -13,7 +13,7 @@ from daso.plan.allreduce_plan import (
     named_plan,
 )
 from daso.plan.layout import Span
-from daso.plan.portions import Order, Portion, PriorityQueue
+from daso.plan.portions import Order, Portion, PriorityQueue, efficient_bytes
 
 __all__ = [
     "AllReduceCost",
@@ -22,6 +22,7 @@ __all__ = [
     "allreduce_cost",
     "choose_plan",
     "depends_on_costs",
+    "efficient_portion_bytes",
     "fitted_costs",
     "flow_shop_seconds",
     "pipelined_seconds",
@@ -33,6 +34,7 @@ __all__ = [
 FEW = 16  # ranks up to which each sends to each: few messages, each rounded twice in all
 LEAST_SECONDS = 1e-6  # of a message
 ROUGHLY = 0.95
+LARGEST_PORTION = 25 << 20  # bytes: a larger one holds up what is needed sooner
 SMALL_BYTES = 64 << 10  # of a message: below, what the host does for it costs more than the wire
 
 
@@ -101,6 +103,19 @@ def allreduce_cost(
     host = chunks * (2 * messages * costs.message_seconds + sent * costs.add_seconds)
     seconds = plan.rounds * costs.latency_seconds + max(link, host) + min(link, host) / chunks
     return AllReduceCost(chunks * messages, smallest, chunks * sent, plan.rounds, seconds)
+
+
+def efficient_portion_bytes(efficiency: float, plan: AllReducePlan, costs: LinkCosts) -> int:
+    """Return the size of portions with which the link does a share of what it could.
+
+    A portion's mean takes its rounds and the host's work on its messages, whatever its size, and
+    the link for its bytes; see `efficient_bytes`.
+    """
+    one = allreduce_cost(plan, LARGEST_PORTION, costs, message_bytes=LARGEST_PORTION)
+    fixed = one.rounds * costs.latency_seconds + 2 * one.messages * costs.message_seconds
+    rate = LARGEST_PORTION / (one.sent_bytes * costs.byte_seconds)
+    nbytes = efficient_bytes(efficiency, latency_seconds=fixed, bytes_per_second=rate)
+    return min(max(nbytes, SMALL_BYTES), LARGEST_PORTION)
 
 
 def depends_on_costs(algorithm: Algorithm, peers: int) -> bool:

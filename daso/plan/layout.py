@@ -9,11 +9,12 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from math import prod
 from typing import NamedTuple
 
 __all__ = [
+    "LEAST_BUCKET_BYTES",
     "Block",
     "Layout",
     "Piece",
@@ -26,6 +27,7 @@ __all__ = [
     "fit_buckets",
     "flagged",
     "fragments",
+    "last_layer",
     "lay_out",
     "pieces",
     "split",
@@ -33,6 +35,7 @@ __all__ = [
 
 
 ALIGNMENT = 8  # bytes: of every tensor in a message
+LEAST_BUCKET_BYTES = 64 << 10  # for the sake of which the last layer goes by itself
 
 
 class Span(NamedTuple):
@@ -215,12 +218,45 @@ def flagged(numels: Sequence[int]) -> tuple[Span, ...]:
     )
 
 
-def fit_buckets(nbytes: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
+def last_layer(names: Sequence[str]) -> int:
+    """Return how many of the last tensors, in the order of readiness, are of one module."""
+    modules = [name.rpartition(".")[0] for name in reversed(names)]
+    return sum(1 for _ in takewhile(lambda module: module == modules[0], modules))
+
+
+def fit_buckets(
+    nbytes: Sequence[int], capacity: int, *, last: int = 0
+) -> tuple[tuple[int, ...], ...]:
     """Group tensors, in the order given, into buckets of about ``capacity`` bytes.
 
     A bucket is closed by the tensor that fills it, so a tensor is never cut and one larger than
     the capacity closes its bucket alone or with what came before.
+
+    The last layer has nothing to hide behind: backward ends with it. So it shares no bucket with
+    layers that could leave while its gradient is computed (after US 11164079 B2, whose chunks are
+    of layers "other than a last layer"), unless these are too little for a bucket.
+
+    Args:
+        nbytes: Of each tensor, in the order in which gradients become ready.
+        capacity: Bytes from which a bucket counts as full.
+        last: How many tensors at the end are the last layer's; 0: it is none by itself.
     """
+    buckets = _filled(nbytes, capacity)
+    first = len(nbytes) - last
+    return tuple(
+        part
+        for bucket in buckets
+        for part in _without_last(bucket, first, sum(nbytes[at] for at in bucket if at < first))
+    )
+
+
+def _without_last(bucket: tuple[int, ...], first: int, before: int) -> list[tuple[int, ...]]:
+    """Cut a bucket before a tensor, where so many bytes come before it."""
+    parts = [tuple(at for at in bucket if at < first), tuple(at for at in bucket if at >= first)]
+    return parts if before >= LEAST_BUCKET_BYTES and all(parts) else [bucket]
+
+
+def _filled(nbytes: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
     buckets: list[tuple[int, ...]] = []
     filling: list[int] = []
     filled = 0

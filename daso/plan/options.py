@@ -3,7 +3,17 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from daso.checks import check, choice, either, flag, one_of, positive, validated_record, whole
+from daso.checks import (
+    check,
+    choice,
+    either,
+    flag,
+    number,
+    one_of,
+    positive,
+    validated_record,
+    whole,
+)
 from daso.errors import ConfigError
 from daso.plan.allreduce_plan import Algorithm
 from daso.plan.merge import Merge, MergeName, check_merge, is_eager, keeps_local, merge_rule
@@ -113,7 +123,11 @@ class Gradients:
             and 1 MiB elsewhere; ``"search"`` tries sizes in the first hundreds of batches, keeps
             the fastest, and starts anew when batches come to take much longer or shorter. No
             bit of a sum in a fixed order depends on it (``Exchange(algorithm="mpi")`` has none from
-            three nodes on). With ``"prioritized"`` the size of portions, which cannot be searched.
+            three nodes on). With ``"prioritized"`` the size of portions, which cannot be searched;
+            ``"auto"`` is that of ``link_efficiency``.
+        link_efficiency: Of portions whose size is ``"auto"``: the share of its rate that the link
+            between nodes is to reach with them, from 0.01 to 0.999; their size follows from what
+            messages cost, measured at the start (US 11941528 B2, claim 14).
         wire: What gradients cross between nodes in, in synchronous phases: ``"fp32"``, ``"bf16"``,
             ``"int8"`` or ``"int4"`` with a scale per 128 numbers. What these round away is kept and
             added to the next gradient (error feedback; Seide et al. 2014). ``"auto"``: fp32, and
@@ -124,6 +138,7 @@ class Gradients:
     reducer: Literal["bucketed", "prioritized", "host"] = "bucketed"
     step: Literal["auto", "model", "layerwise"] = "auto"
     priority: Order = "layer"
+    link_efficiency: float = 0.9
     wire: GradientWire = "auto"
 
     def __post_init__(self) -> None:
@@ -146,11 +161,17 @@ class Gradients:
                 "Gradients.bucket_bytes must be a number of bytes with reducer='prioritized', not "
                 "'search'"
             )
+        check("Gradients.link_efficiency", self.link_efficiency, number(0.01, 0.999))
         nbytes = whole(1, of=" of bytes")
         rule = either(
             nbytes, one_of(*get_args(BucketRule)), text=f'{nbytes.text}, "auto" or "search"'
         )
         check("Gradients.bucket_bytes", self.bucket_bytes, rule)
+
+    @property
+    def sizes_portions(self) -> bool:
+        """Whether the size of portions follows from what messages cost."""
+        return self.reducer == "prioritized" and self.bucket_bytes == "auto"
 
     def first_bucket_bytes(self, *, on_gpu: bool) -> int | None:
         """Return the size of buckets to begin with; None: the search says."""

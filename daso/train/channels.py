@@ -141,6 +141,12 @@ class Channels:
         elif depends_on_costs(algorithm, self.rank_info.nodes):
             self.costs = self.engine.run(link_costs(self.lane, self.world))
 
+    def measured_costs(self) -> LinkCosts:
+        """Return what messages cost, measured once. Collective over the world; blocking."""
+        if self.costs is None:
+            self.costs = self.engine.run(link_costs(self.lane, self.world))
+        return self.costs
+
     def forget_means(self) -> None:
         """Give back what means of gradients by other plans have kept; nothing may be under way."""
         self._gradient_means.clear()

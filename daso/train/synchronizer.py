@@ -22,15 +22,16 @@ from daso.comm.step_timer import HostTimestamp
 from daso.comm.topology import Topology
 from daso.errors import ConfigError, ExchangeError, NonFiniteError
 from daso.plan.bucket_search import BucketSizeSearch
+from daso.plan.cost_model import efficient_portion_bytes
 from daso.plan.layout import split
-from daso.plan.options import Settings
+from daso.plan.options import MiB, Settings
 from daso.plan.schedule import Action, Measurements, State
 from daso.train.channels import Channels
 from daso.train.coordinator import Coordinator
 from daso.train.deltas.exchange import Exchanges
 from daso.train.deltas.outer import MakeOuter
 from daso.train.gradients.bucket_tuner import BucketTuner, first_size
-from daso.train.gradients.buckets import Bucket, Finish
+from daso.train.gradients.buckets import Bucket, Cuts, Finish
 from daso.train.gradients.compression import Averaged
 from daso.train.gradients.host_reducer import HostReducer
 from daso.train.gradients.layerwise_step import INSTEAD, LayerwiseStep
@@ -45,6 +46,7 @@ from daso.train.startup import make_background, start_alike
 __all__ = ["Synchronizer"]
 
 logger = logging.getLogger("daso")
+CUTS: dict[str, Cuts] = {"bucketed": "none", "host": "last", "prioritized": "all"}
 
 
 class Synchronizer:
@@ -88,6 +90,7 @@ class Synchronizer:
             settings,
             sum(p.nbytes for _, p in trained.local),
             on_gpu=trained.device.type == "cuda",
+            portion_bytes=self._portion_bytes(),
         )
         self.buckets = GradientReducer(
             trained.local,
@@ -98,7 +101,7 @@ class Synchronizer:
             callbacks=BackwardCallbacks(
                 self._begin_step, self._others_average, self.changes.layout_changed, absorbs
             ),
-            in_portions=settings.gradients.reducer == "prioritized",
+            cuts=CUTS[settings.gradients.reducer],
         )
         wire = settings.gradient_wire(hidden=True)
         self.compressor = self.channels.compressor(wire, self.buckets.node, trained.device)
@@ -115,6 +118,17 @@ class Synchronizer:
             self.buckets.node.abandon()
             self._unhook()
             raise
+
+    def _portion_bytes(self) -> int | None:
+        """Return how large portions are, where that follows from what messages cost.
+
+        Collective over the world, then blocking.
+        """
+        gradients = self.settings.gradients
+        if not gradients.sizes_portions or self.topology.nodes == 1:
+            return None
+        costs = self.channels.measured_costs()
+        return efficient_portion_bytes(gradients.link_efficiency, self.channels.plan(MiB), costs)
 
     def _others_average(self) -> bool:
         """Return whether others may still average gradients that are there: wait for all.

@@ -25,9 +25,11 @@ def bucket_search(nbytes: int) -> BucketSizeSearch:
 
 
 def first_size(
-    settings: Settings, nbytes: int, *, on_gpu: bool
+    settings: Settings, nbytes: int, *, on_gpu: bool, portion_bytes: int | None = None
 ) -> tuple[int, BucketSizeSearch | None]:
     """Return the size of buckets to begin with, and the search for a better one, if any."""
+    if portion_bytes is not None:
+        return portion_bytes, None
     size = settings.gradients.first_bucket_bytes(on_gpu=on_gpu)
     if size is not None:
         return size, None

@@ -9,18 +9,20 @@ lies in several.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
 from daso.comm.node.base import NodeBucket, NodeRow, NodeTransport
-from daso.plan.layout import Span, fit_buckets, flagged
+from daso.plan.layout import LEAST_BUCKET_BYTES, Span, fit_buckets, flagged, last_layer
 from daso.plan.portions import Portion, cut_portions
 from daso.train.model.params import Named, view_like
 
-__all__ = ["Bucket", "Finish", "FlatGradients"]
+__all__ = ["Bucket", "Cuts", "Finish", "FlatGradients"]
 
 Finish = Callable[[], None]
+Cuts = Literal["none", "last", "all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,11 @@ class FlatGradients:
     Args:
         named: Names and parameters.
         node: The node in which gradients are averaged.
-        in_portions: Buckets are portions, which may cut a tensor.
+        cuts: Which tensors may lie in several buckets: all (portions), or the last layer's.
     """
 
-    def __init__(self, named: Named, node: NodeTransport, *, in_portions: bool = False) -> None:
-        self.named, self.node, self._in_portions = named, node, in_portions
+    def __init__(self, named: Named, node: NodeTransport, *, cuts: Cuts = "none") -> None:
+        self.named, self.node, self._cuts = named, node, cuts
         self.buckets: list[Bucket] = []  # in the order in which they fill
         self.buckets_of: dict[int, list[Bucket]] = {}  # several where a parameter is cut
         self._rows: list[Row] = []
@@ -83,7 +85,7 @@ class FlatGradients:
             tensors = [self.named[index][1] for index in params]
             spans = flagged([tensor.numel() for tensor in tensors])
             numel, most = spans[-1].stop + 1, len(params)
-            if self._in_portions:  # each tensor in as many as it fills, rounded
+            if self._cuts != "none":  # each tensor in as many as it fills, rounded
                 most = 2 * len(params) + numel // _elements(bucket_bytes, dtype)
             memory = self.node.row(numel, dtype, most)
             self._rows.append(Row(params, tuple(t.nbytes for t in tensors), spans, memory))
@@ -108,17 +110,24 @@ class FlatGradients:
 
     def groups(self, bucket_bytes: int) -> list[tuple[tuple[int, ...], ...]]:
         """Return which parameters of each row share a bucket of a size, where none is cut."""
-        return [fit_buckets(row.nbytes, bucket_bytes) for row in self._rows]
+        return [self._fit(row, bucket_bytes) for row in self._rows]
+
+    def _fit(self, row: Row, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
+        last = last_layer([self.named[index][0] for index in row.params])
+        return fit_buckets(row.nbytes, bucket_bytes, last=last)
 
     def _cut(self, row: Row, bucket_bytes: int) -> list[Bucket]:
         """Return a row's buckets."""
-        if self._in_portions:
-            # What became ready last belongs to the first layers.
-            layers = [len(self.named) - 1 - self._place_of[index] for index in row.params]
-            elements = _elements(bucket_bytes, row.memory.flat.dtype)
+        # What became ready last belongs to the first layers.
+        layers = [len(self.named) - 1 - self._place_of[index] for index in row.params]
+        elements = _elements(bucket_bytes, row.memory.flat.dtype)
+        if self._cuts == "all":
             portions: Sequence[Portion] = cut_portions(row.spans, layers, elements)
         else:
-            portions = _whole_tensors(row, bucket_bytes)
+            portions = _whole_tensors(row, self._fit(row, bucket_bytes))
+        if self._cuts == "last":
+            least = _elements(LEAST_BUCKET_BYTES, row.memory.flat.dtype)
+            portions = _with_last_cut(row, portions, layers, max(elements, least))
         memories = row.memory.cut([portion.span for portion in portions])
         return [
             _bucket(row, portion, memory)
@@ -223,11 +232,20 @@ def _elements(bucket_bytes: int, dtype: torch.dtype) -> int:
     return max(1, bucket_bytes // dtype.itemsize)
 
 
-def _whole_tensors(row: Row, bucket_bytes: int) -> list[Portion]:
+def _whole_tensors(row: Row, groups: Sequence[tuple[int, ...]]) -> list[Portion]:
     """Cut a row so that every tensor is in one bucket."""
-    groups = fit_buckets(row.nbytes, bucket_bytes)
     spans = [Span(row.spans[group[0]].start, row.spans[group[-1]].stop + 1) for group in groups]
     return [Portion(span, group, 0) for span, group in zip(spans, groups, strict=True)]
+
+
+def _with_last_cut(
+    row: Row, portions: Sequence[Portion], layers: Sequence[int], elements: int
+) -> list[Portion]:
+    """Cut the last bucket: its stages have no backward to hide behind, but can hide each other."""
+    first = portions[-1].params[0]
+    parts = cut_portions(row.spans[first:], layers[first:], elements)
+    moved = [replace(part, params=tuple(first + at for at in part.params)) for part in parts]
+    return [*portions[:-1], *moved]
 
 
 def _bucket(row: Row, portion: Portion, memory: NodeBucket) -> Bucket:

@@ -29,7 +29,7 @@ from daso.comm.node.base import NodeTransport
 from daso.errors import ConfigError, LayoutError
 from daso.plan.layout import Span, split
 from daso.train.gradients.background import BackgroundReducer
-from daso.train.gradients.buckets import Bucket, Finish, FlatGradients
+from daso.train.gradients.buckets import Bucket, Cuts, Finish, FlatGradients
 from daso.train.model.params import Named
 
 __all__ = ["BackwardCallbacks", "Between", "GradientReducer", "ReducePlan"]
@@ -114,7 +114,7 @@ class GradientReducer:
         bucket_bytes: Bytes from which a bucket counts as full; see `cut`.
         same_order: Replaces an order (list of indices) by world rank 0's; collective over it.
         callbacks: Called as a backward begins.
-        in_portions: Buckets are portions (see `daso.plan.portions`), which may cut a tensor.
+        cuts: Which tensors may lie in several buckets.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class GradientReducer:
         bucket_bytes: int,
         same_order: Callable[[list[int]], list[int]],
         callbacks: BackwardCallbacks,
-        in_portions: bool = False,
+        cuts: Cuts = "none",
     ) -> None:
         self.named, self.node, self.reduce_plan = named, node, reduce_plan
         self._callbacks = callbacks
@@ -134,7 +134,7 @@ class GradientReducer:
         self.fresh = False  # a round was finished since somebody set this to False
         self.order: list[int] = []  # of parameters in rows, once these are made
         self._paused = False
-        self.rows = FlatGradients(named, node, in_portions=in_portions)
+        self.rows = FlatGradients(named, node, cuts=cuts)
         self._round = Round()
         self._versions: list[int] = []  # of rows, when the last round was handed over
         self._hooks = [

@@ -10,7 +10,7 @@ from daso.comm.compression import Codec, codec_named
 from daso.comm.dtypes import accumulator
 from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.cost_model import choose_plan
-from daso.plan.layout import fit_buckets, flagged
+from daso.plan.layout import fit_buckets, flagged, last_layer
 from daso.plan.options import Settings
 from daso.train.gradients.compression import CompressedSum, compressed_chunks
 from daso.train.model.params import Named, flat_view
@@ -61,7 +61,8 @@ class SimulatedGradients:
             tensors = [self._named[0][at][1] for at in members]
             spans = flagged([tensor.numel() for tensor in tensors])
             size = self._settings.gradients.first_bucket_bytes(on_gpu=False) or 1 << 20
-            for group in fit_buckets([tensor.nbytes for tensor in tensors], size):
+            last = last_layer([self._named[0][at][0] for at in members])
+            for group in fit_buckets([tensor.nbytes for tensor in tensors], size, last=last):
                 start, stop = spans[group[0]].start, spans[group[-1]].stop + 1
                 places = [spans[at].stop - start for at in group]
                 inside = [members[at] for at in group]

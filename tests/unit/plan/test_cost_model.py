@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daso.plan.cost_model import Layers, flow_shop_seconds, step_seconds
+from daso.plan.allreduce_plan import named_plan
+from daso.plan.cost_model import (
+    LARGEST_PORTION,
+    SMALL_BYTES,
+    Layers,
+    LinkCosts,
+    allreduce_cost,
+    choose_plan,
+    efficient_portion_bytes,
+    flow_shop_seconds,
+    step_seconds,
+)
 
 seconds = st.floats(0.0, 10.0)
 models = st.integers(1, 6).flatmap(
@@ -86,3 +97,37 @@ def test_the_model_is_deterministic_and_settles(model):
         for steps in (5, 6, 7)
     ]
     assert all(a == pytest.approx(b) for a, b in pairwise(several))
+
+
+COSTS = st.builds(
+    LinkCosts,
+    latency_seconds=st.floats(1e-6, 1e-2),
+    byte_seconds=st.floats(1e-11, 1e-6),
+    message_seconds=st.floats(0, 1e-4),
+)
+
+
+@given(COSTS, st.floats(0.01, 0.999), st.integers(2, 64))
+def test_portions_reach_the_efficiency_that_is_asked_for(costs, efficiency, nodes):
+    plan = choose_plan("auto", nodes, 1 << 20, costs)
+    nbytes = efficient_portion_bytes(efficiency, plan, costs)
+    assert SMALL_BYTES <= nbytes <= LARGEST_PORTION
+    one = allreduce_cost(plan, nbytes, costs, message_bytes=LARGEST_PORTION)
+    link = one.sent_bytes * costs.byte_seconds
+    fixed = one.rounds * costs.latency_seconds + 2 * one.messages * costs.message_seconds
+    reached = link / (link + fixed)
+    if SMALL_BYTES < nbytes < LARGEST_PORTION:
+        assert reached == pytest.approx(efficiency, rel=1e-3)
+    else:
+        assert (reached >= efficiency) == (nbytes == SMALL_BYTES) or reached == pytest.approx(
+            efficiency, rel=1e-3
+        )
+
+
+def test_portions_by_hand():
+    """Two nodes swap halves: one round of 100 us, one message each way of 20 us at both ends."""
+    costs = LinkCosts(latency_seconds=100e-6, byte_seconds=8e-9, message_seconds=20e-6)
+    plan = named_plan("direct", 2)
+    fixed = plan.rounds * 100e-6 + 2 * allreduce_cost(plan, 1, costs).messages * 20e-6
+    sent = allreduce_cost(plan, 1 << 20, costs, message_bytes=1 << 20).sent_bytes / (1 << 20)
+    assert efficient_portion_bytes(0.9, plan, costs) == round(9 * fixed / (sent * 8e-9))

@@ -11,6 +11,7 @@ from jobs import HANG_SECONDS
 
 from daso.plan.layout import (
     ALIGNMENT,
+    LEAST_BUCKET_BYTES,
     Layout,
     Slot,
     Span,
@@ -21,6 +22,7 @@ from daso.plan.layout import (
     fit_buckets,
     flagged,
     fragments,
+    last_layer,
     lay_out,
     pieces,
     split,
@@ -490,6 +492,38 @@ def test_a_bucket_is_closed_by_the_tensor_that_fills_it(nbytes, capacity):
 )
 def test_buckets_in_numbers(nbytes, capacity, buckets):
     assert fit_buckets(nbytes, capacity) == buckets
+
+
+LEAST = LEAST_BUCKET_BYTES
+
+
+@checked
+@given(st.lists(st.integers(0, 3 * LEAST), max_size=20), st.integers(1, 10 * LEAST), st.data())
+def test_the_last_layer_shares_no_bucket_with_what_could_leave_before_it(nbytes, capacity, data):
+    last = data.draw(st.integers(0, len(nbytes)))
+    first = len(nbytes) - last
+    buckets = fit_buckets(nbytes, capacity, last=last)
+    assert list(chain(*buckets)) == list(range(len(nbytes)))
+    assert all(buckets)
+    for bucket in buckets:
+        before = sum(nbytes[at] for at in bucket if at < first)
+        assert before < LEAST or bucket[-1] < first or bucket[0] >= first
+    # Cut once more at most than where the last layer is none by itself.
+    assert len(buckets) - len(fit_buckets(nbytes, capacity)) in (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("names", "count"),
+    [
+        ([], 0),
+        (["head.bias", "head.weight", "body.bias", "conv.bias", "conv.weight"], 2),
+        (["2.weight", "0.weight"], 1),
+        (["b.c.weight", "b.weight", "b.bias"], 2),
+        (["3", "2", "1"], 3),  # parameters without modules: no layers are known
+    ],
+)
+def test_the_last_layer_is_what_becomes_ready_last_of_one_module(names, count):
+    assert last_layer(names) == count
 
 
 @given(st.lists(st.integers(0, 50), max_size=20))

@@ -34,6 +34,7 @@ def test_the_defaults_are_written_down():
         "reducer": "bucketed",
         "step": "auto",
         "priority": "layer",
+        "link_efficiency": 0.9,
         "wire": "auto",
     }
     assert not make().outer
