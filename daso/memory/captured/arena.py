@@ -1,24 +1,37 @@
 """A recorded step's operations, run in one piece of memory that was planned in advance.
 
-Every tensor that an operation makes has its place in the arena, known before the step begins: the
-operation writes there itself, or what it returns is copied there.
+Every tensor that an operation makes has its place in the arena, known before the step begins, where
+the operation itself writes it. What operations can only allocate stays where they put it, until it
+is not needed any more: the tensors that stand for it are pointed there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.fx import Node
 
 from daso.memory.captured.planner import pack
-from daso.memory.captured.recorded import Recording, TensorView, filled
+from daso.memory.captured.recorded import Output, Recording, TensorView, filled
 from daso.memory.captured.writes import Call
 
-__all__ = ["ArenaRun"]
+__all__ = ["ArenaRun", "Receiver"]
 
 ALIGNMENT = 64  # bytes: a cache line, and what torch gives to a tensor of its own
 POISON = 0xFF  # in every byte: NaN in all floating-point types
+
+
+class Receiver(Protocol):
+    """Who is given gradients while backward goes on."""
+
+    def memory(self, index: int) -> torch.Tensor | None:
+        """Return memory for a gradient, laid out as its parameter; None: it may lie anywhere."""
+        ...
+
+    def take(self, index: int, gradient: torch.Tensor, *, own: bool) -> None:
+        """Take a gradient; its memory is overwritten afterwards unless it is the taker's own."""
+        ...
 
 
 class ArenaRun:
@@ -34,22 +47,35 @@ class ArenaRun:
     def __init__(
         self, recording: Recording, way: str, device: torch.device, *, _poison: bool = False
     ) -> None:
-        self.plan = pack(recording.blocks, way, alignment=ALIGNMENT)
+        blocks = recording.blocks
+        planned = [home for home in range(len(blocks)) if home not in recording.loose]
+        self.plan = pack([blocks[home] for home in planned], way, alignment=ALIGNMENT)
         self.recording = recording
+        self.offsets = dict(zip(planned, self.plan.offsets, strict=True))
         self._arena = _aligned(self.plan.nbytes, device)
-        self._poison = _poison
-        self._env = self._views()
-        self._calls: list[Call | None] = [None] * len(recording.steps)
+        self._tensors: list[list[tuple[torch.Tensor, TensorView]]] = [[] for _ in blocks]
+        self._env, self._outs = self._views(), self._results()
         self._held: list[tuple[torch.Tensor | None, int]] = [(None, 0)] * len(recording.roots)
         self._touched: dict[tuple[int, ...], tuple[list[tuple[Node, Node | None]], list[int]]] = {}
-        if _poison:
-            self._arena.fill_(POISON)
-        for index, step in enumerate(recording.steps):
-            if all(recording.places[one].home >= 0 for one in step.node.all_input_nodes):
-                self._calls[index] = self._bound(index)
+        self._handed: set[int] = set()  # blocks that lie in memory of the receiver's
+        self._receiver: Receiver = _Copies()
+        self._calls: list[Call] = []
+        self._at: list[int] = []  # where in them each operation is
+        self._forward = 0  # how many of them are the forward pass's
+        for home in planned:
+            self._to_arena(home)
+        self._arrange(poison=_poison)
+
+    # --- a run -------------------------------------------------------------------------------
 
     def __call__(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Run the operations."""
+        """Return loss and gradients, in memory of their own."""
+        copies, loss = _Copies(), self.forward(values).clone()
+        self.backward(copies)
+        return [loss, *map(copies.gradients.get, range(len(self.recording.outputs) - 1))]
+
+    def forward(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Run the forward pass; return the loss, which is overwritten afterwards."""
         values = [*values, *self.recording.own]
         changed = [
             index
@@ -58,9 +84,19 @@ class ArenaRun:
         ]
         if changed:
             self._bind(tuple(changed), values)
-        for call in self._calls:
-            call()  # type: ignore[misc]
-        return [None if one is None else self._env[one] for one in self.recording.outputs()]
+        for call in self._calls[: self._forward]:
+            call()
+        loss = self.recording.outputs[0]
+        assert loss is not None
+        found: torch.Tensor = self._env[loss.node]
+        return found
+
+    def backward(self, receiver: Receiver) -> None:
+        """Run the backward pass; hand over each gradient as soon as it is there."""
+        self._receiver = receiver
+        for call in self._calls[self._forward :]:
+            call()
+        self._receiver = _Copies()
 
     def forget(self, which: Sequence[int]) -> None:
         """Let go of some values: they are not kept alive until the next call."""
@@ -69,9 +105,125 @@ class ArenaRun:
         for node in [*(recording.roots[one] for one in which), *(node for node, _ in outside)]:
             self._env.pop(node, None)
         for index in steps:
-            self._calls[index] = None
+            self._calls[self._at[index]] = _unbound
         for one in which:
             self._held[one] = (None, 0)
+
+    # --- what is called, and in which order --------------------------------------------------
+
+    def _arrange(self, *, poison: bool) -> None:
+        """List operations, and what is due before each."""
+        steps = range(len(self.recording.steps))
+        events = [*self._deliveries(), *self._releases(), *self._preparations()]
+        events += self._poisonings() if poison else []
+        events += [_Event(index, OPERATION, index, _unbound) for index in steps]
+        self._at = [0] * len(steps)
+        for event in sorted(events, key=lambda one: one[:3]):
+            if event.kind == OPERATION:
+                self._at[event.order] = len(self._calls)
+            if event.kind == BACKWARD:
+                self._forward = len(self._calls)
+            self._calls.append(event.call)
+        for index, step in enumerate(self.recording.steps):
+            if all(self.recording.places[one].home >= 0 for one in step.node.all_input_nodes):
+                self._calls[self._at[index]] = self._bound(index)
+
+    def _deliveries(self) -> Iterator["_Event"]:
+        order = {node: at for at, node in enumerate(self.recording.graph.nodes)}
+        for index, output in enumerate(self.recording.outputs):
+            if output is not None:
+                kind = GRADIENT if index else BACKWARD
+                call = partial(self._deliver, index - 1, output) if index else _nothing
+                yield _Event(output.step, kind, order[output.node], call)
+
+    def _releases(self) -> Iterator["_Event"]:
+        for home in {*self.recording.loose, *(home for _, home in self._placed_gradients())}:
+            end = self.recording.blocks[home].end
+            yield _Event(end, RELEASE, home, partial(self._release, home))
+
+    def _preparations(self) -> Iterator["_Event"]:
+        for index, home in self._placed_gradients():
+            begin = self.recording.blocks[home].begin
+            yield _Event(begin, PREPARE, home, partial(self._prepare, index, home))
+
+    def _poisonings(self) -> Iterator["_Event"]:
+        for home, at in self.offsets.items():
+            block = self.recording.blocks[home]
+            dead = self._arena[at : at + block.nbytes]
+            yield _Event(block.end, RELEASE, home, partial(dead.fill_, POISON))
+
+    def _placed_gradients(self) -> Iterator[tuple[int, int]]:
+        """Return gradients that an operation may write to ``.grad`` itself, and their blocks."""
+        for index, output in enumerate(self.recording.outputs):
+            if output is not None and output.alone:
+                home = self.recording.places[output.node].home
+                if home in self.offsets:
+                    yield index - 1, home
+
+    def _prepare(self, index: int, home: int) -> None:
+        """Let a gradient be written where its receiver wants it."""
+        memory = self._receiver.memory(index)
+        if memory is not None:
+            self._point(home, memory.untyped_storage(), memory.storage_offset() * memory.itemsize)
+            self._handed.add(home)
+        elif home in self._handed:
+            self._to_arena(home)
+
+    def _deliver(self, index: int, output: Output) -> None:
+        gradient, home = self._env[output.node], self.recording.places[output.node].home
+        own = output.alone and (home in self._handed or home in self.recording.loose)
+        self._receiver.take(index, gradient.detach() if own else gradient, own=own)
+
+    def _release(self, home: int) -> None:
+        """Let go of memory outside the arena."""
+        if home in self.recording.loose or home in self._handed:
+            for tensor, _ in self._tensors[home]:
+                tensor.set_()  # type: ignore[call-overload]
+
+    # --- where tensors lie -------------------------------------------------------------------
+
+    def _point(self, home: int, storage: torch.UntypedStorage, start: int) -> None:
+        """Let all tensors of a block lie in some memory, from a byte on."""
+        for tensor, place in self._tensors[home]:
+            offset = start // place.dtype.itemsize + place.offset
+            tensor.set_(storage, offset, place.size, place.stride)
+
+    def _to_arena(self, home: int) -> None:
+        start = self._arena.storage_offset() + self.offsets[home]
+        self._point(home, self._arena.untyped_storage(), start)
+        self._handed.discard(home)
+
+    def _land(self, home: int, result: torch.Tensor) -> None:
+        """Take what an operation allocated for a block."""
+        self._point(home, result.untyped_storage(), 0)
+
+    def _tensor(self, place: TensorView) -> torch.Tensor:
+        """Return a tensor of a block, which lies nowhere yet."""
+        tensor = torch.empty(0, dtype=place.dtype, device=self._arena.device)
+        self._tensors[place.home].append((tensor, place))
+        return tensor
+
+    def _views(self) -> dict[Node, Any]:
+        """Return the tensors of all blocks, by the nodes whose results they are."""
+        return {
+            node: self._tensor(place)
+            for node, place in self.recording.places.items()
+            if isinstance(place, TensorView) and place.home >= 0
+        }
+
+    def _results(self) -> list[list[Any]]:
+        """Return, for each operation, where its results go: a tensor, or who takes a result."""
+
+        def target(place: TensorView | None) -> Any:
+            if place is None:
+                return None
+            if place.home in self.recording.loose:
+                return partial(self._land, place.home)
+            return self._tensor(place)
+
+        return [[target(place) for place in step.outs] for step in self.recording.steps]
+
+    # --- what operations are given -----------------------------------------------------------
 
     def _bind(self, changed: tuple[int, ...], values: Sequence[torch.Tensor]) -> None:
         """Let the operations that use values use those that are there now."""
@@ -85,7 +237,7 @@ class ArenaRun:
                 kwargs = {name: filled(one, self._env) for name, one in node.kwargs.items()}
                 self._env[node] = node.target(*filled(node.args, self._env), **kwargs)  # type: ignore[operator]
         for index in steps:
-            self._calls[index] = self._bound(index)
+            self._calls[self._at[index]] = self._bound(index)
         for one in changed:
             self._held[one] = (values[one], values[one].data_ptr())
 
@@ -108,36 +260,41 @@ class ArenaRun:
     def _bound(self, index: int) -> Call:
         """Return an operation with its arguments."""
         step = self.recording.steps[index]
-        outs = [None if place is None else self._view(place) for place in step.outs]
         kwargs = {name: filled(one, self._env) for name, one in step.node.kwargs.items()}
-        call = step.make(outs, filled(step.node.args, self._env), kwargs)
-        if not self._poison:
-            return call
-        dead = [
-            self._arena[at : at + block.nbytes]
-            for at, block in zip(self.plan.offsets, self.recording.blocks, strict=True)
-            if block.end == index + 1
-        ]
-        return partial(_then_fill, call, dead)
-
-    def _views(self) -> dict[Node, Any]:
-        """Return the tensors in the arena, by the nodes whose results they are."""
-        return {
-            node: self._view(place)
-            for node, place in self.recording.places.items()
-            if isinstance(place, TensorView) and place.home >= 0
-        }
-
-    def _view(self, place: TensorView) -> torch.Tensor:
-        typed = self._arena.view(place.dtype)
-        start = self.plan.offsets[place.home] // place.dtype.itemsize + place.offset
-        return typed.as_strided(place.size, place.stride, typed.storage_offset() + start)
+        return step.make(self._outs[index], filled(step.node.args, self._env), kwargs)
 
 
-def _then_fill(call: Call, dead: Sequence[torch.Tensor]) -> None:
-    call()
-    for one in dead:
-        one.fill_(POISON)
+GRADIENT, RELEASE, PREPARE, OPERATION = range(1, 5)  # kinds of events, in their order
+BACKWARD = 0  # begins
+
+
+class _Event(NamedTuple):
+    """A call, and when it is due."""
+
+    step: int  # operations that run before it
+    kind: int
+    order: int  # of events of one kind
+    call: Call
+
+
+class _Copies:
+    """Receives gradients and keeps copies."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[int, torch.Tensor] = {}
+
+    def memory(self, _: int) -> torch.Tensor | None:
+        return None
+
+    def take(self, index: int, gradient: torch.Tensor, *, own: bool) -> None:
+        self.gradients[index] = gradient if own else gradient.clone()
+
+
+def _nothing() -> None: ...
+
+
+def _unbound() -> None:
+    raise AssertionError("an operation runs before its arguments are there")
 
 
 def _home(place: Any) -> int:

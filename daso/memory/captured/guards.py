@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules import module as torch_module
 
-__all__ = ["Guard", "Tensors", "Whole", "autocast_kinds", "first_hook"]
+__all__ = ["Guard", "Tensors", "Whole", "autocast_kinds", "first_hook", "gradient_hooks"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 APART = {"_parameters", "_buffers", "_modules", *HOOKS}  # are looked at in their own ways
@@ -209,7 +209,13 @@ def _modes(device: torch.device) -> tuple[Any, ...]:
 
 
 def _has_hook(param: torch.Tensor | None) -> bool:
-    return param is not None and bool(param._backward_hooks or param._post_accumulate_grad_hooks)
+    return param is not None and bool(param._backward_hooks)
+
+
+def gradient_hooks(param: torch.Tensor) -> Sequence[Callable[[torch.Tensor], object]]:
+    """Return what a parameter's ``register_post_accumulate_grad_hook`` was given."""
+    hooks = param._post_accumulate_grad_hooks
+    return [*hooks.values()] if hooks else []
 
 
 def _signature(one: torch.Tensor | None) -> Any:

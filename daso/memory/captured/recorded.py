@@ -13,9 +13,9 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from daso.memory.captured.planner import Block
-from daso.memory.captured.writes import EMPTY, Make, copied, direct, flat, in_place, same
+from daso.memory.captured.writes import EMPTY, Make, allocating, direct, flat, in_place, same
 
-__all__ = ["Recording", "Step", "TensorView", "UnfitError", "filled", "record"]
+__all__ = ["Output", "Recording", "Step", "TensorView", "UnfitError", "filled", "record"]
 
 aten = torch.ops.aten
 
@@ -38,9 +38,17 @@ class Step(NamedTuple):
     """An operation that is run."""
 
     node: Node
-    way: str  # "out", "in place" or "copied"
+    way: str  # "out", "in place" or "allocates"
     make: Make
     outs: tuple[TensorView | None, ...]  # of what it returns and is to be kept
+
+
+class Output(NamedTuple):
+    """Something that a step returns."""
+
+    node: Node
+    step: int  # operations that run before it is there
+    alone: bool  # its memory may become that of ``.grad``: laid out so, and nobody else's
 
 
 @dataclass(slots=True)
@@ -55,6 +63,8 @@ class Recording:
         outside: Views of what lies outside; of an operation in place, the node that it is.
         places: Of each node; a list of an operation with several results.
         blocks: Storages that operations made, and when they are needed.
+        loose: Those of them that an operation allocates itself.
+        outputs: Loss and gradients; None where a parameter gets none.
     """
 
     graph: Graph
@@ -64,10 +74,8 @@ class Recording:
     outside: list[tuple[Node, Node | None]] = field(default_factory=list)
     places: dict[Node, Any] = field(default_factory=dict)
     blocks: list[Block] = field(default_factory=list)
-
-    def outputs(self) -> list[Node | None]:
-        """Return what the step returns."""
-        return flat(self.graph.output_node().args[0])
+    loose: set[int] = field(default_factory=set)
+    outputs: list[Output | None] = field(default_factory=list)
 
     def counted(self, way: str) -> dict[str, int]:
         """Count the operations that are run in some way, by name."""
@@ -105,6 +113,8 @@ class _Recorder:
         self._values = values
         self._fixed = fixed
         self._env: dict[Node, Any] = {}
+        self._results = flat(graph.graph.output_node().args[0])
+        self._moments: dict[Node, int] = {}  # of results: how many operations ran before
 
     def add(self, node: Node) -> None:
         if node.op == "placeholder":
@@ -115,16 +125,30 @@ class _Recorder:
             self._item(node)
         else:
             self._operation(node)
+        if node in self._results:
+            self._moments[node] = len(self.made.steps)
 
     def forget(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
             del self._env[node]
 
     def finish(self) -> Recording:
-        for node in self.made.outputs():
-            if node is not None:
-                self._use(node)
+        homes = [self.made.places[node].home for node in self._results if node is not None]
+        self.made.outputs = [
+            None if node is None else self._output(index, node, homes)
+            for index, node in enumerate(self._results)
+        ]
         return self.made
+
+    def _output(self, index: int, node: Node, homes: Sequence[int]) -> Output:
+        place, step = self.made.places[node], self._moments[node]
+        if place.home < 0:
+            return Output(node, step, alone=False)
+        block = self.made.blocks[place.home]
+        self.made.blocks[place.home] = block._replace(end=max(block.end, step))
+        others = block.end > step or homes.count(place.home) > 1
+        alone = index > 0 and not others and _is_gradient(place, block, self._values[index - 1])
+        return Output(node, step, alone=alone)
 
     def _root(self, node: Node, value: torch.Tensor) -> None:
         _check(value, self._values[0].device)
@@ -155,7 +179,7 @@ class _Recorder:
         way, make = _how(ran, fresh)
         for one in _wanted(ran, way):
             if _storage(one) not in homes:
-                homes[_storage(one)] = self._block(one)
+                homes[_storage(one)] = self._block(one, way)
         places = [_located(one, homes) for one in ran.results]
         several = isinstance(self._env[node], (tuple, list))
         self.made.places[node] = places if several else places[0]
@@ -191,12 +215,15 @@ class _Recorder:
                 if value in self._fixed or value >= len(self._values):
                     raise UnfitError(f"it changes, by {op}, what it is given or keeps")
 
-    def _block(self, one: torch.Tensor) -> int:
+    def _block(self, one: torch.Tensor, way: str) -> int:
         if any(not step and size > 1 for size, step in zip(one.shape, one.stride(), strict=True)):
             raise UnfitError("an operation returned a tensor whose elements share memory")
         now = len(self.made.steps)
+        home = len(self.made.blocks)
         self.made.blocks.append(Block(one.untyped_storage().nbytes(), now, now + 1))
-        return len(self.made.blocks) - 1
+        if way == "allocates":
+            self.made.loose.add(home)
+        return home
 
     def _use(self, node: Node) -> None:
         home = self.made.places[node].home
@@ -229,7 +256,7 @@ def _how(ran: _Ran, fresh: Sequence[bool]) -> tuple[str, Make]:
         for make in direct(ran.op):
             if _writes(make, ran):
                 return "out", make
-    return "copied", partial(copied, ran.op)
+    return "allocates", partial(allocating, ran.op)
 
 
 def _writes(make: Make, ran: _Ran) -> bool:
@@ -254,9 +281,9 @@ def _shape(out: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _wanted(ran: _Ran, way: str) -> list[torch.Tensor]:
-    """Return the results that get a place: of several that are copied, those in use."""
+    """Return the results that get a place: of several that are allocated, those in use."""
     results = dict(enumerate(ran.results))
-    if way == "copied" and len(results) > 1:
+    if way == "allocates" and len(results) > 1:
         used = {user.args[1] for user in ran.node.users if user.users}
         results = {index: one for index, one in results.items() if index in used}
     return [one for one in results.values() if one is not None]
@@ -290,6 +317,17 @@ def _located(one: torch.Tensor | None, homes: Mapping[int, int]) -> TensorView |
 
 def _view_of(one: torch.Tensor, home: int) -> TensorView:
     return TensorView(home, one.size(), one.stride(), int(one.storage_offset()), one.dtype)
+
+
+def _is_gradient(place: TensorView, block: Block, param: torch.Tensor) -> bool:
+    """Return whether a tensor fills its block, and is laid out as its parameter."""
+    like = torch.empty_like(param, device="meta")
+    sound = block.nbytes == param.numel() * param.dtype.itemsize and place.offset == 0
+    return sound and (place.size, place.stride, place.dtype) == (
+        like.size(),
+        like.stride(),
+        like.dtype,
+    )
 
 
 def filled(what: Any, env: Mapping[Node, Any]) -> Any:

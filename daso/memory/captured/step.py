@@ -9,14 +9,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from daso.errors import ConfigError
 from daso.memory.captured.arena import ArenaRun
+from daso.memory.captured.gradients import Gradients, in_backward
 from daso.memory.captured.guards import Guard, Tensors, Whole, autocast_kinds, first_hook
-from daso.memory.captured.planner import pack
+from daso.memory.captured.planner import lower_bound, pack
 from daso.memory.captured.recorded import UnfitError
 from daso.memory.captured.tracing import capture, without_autocast
 
@@ -32,13 +34,14 @@ class CapturedReport:
 
     Args:
         way: Who planned the arena; empty if the step could not be captured.
-        arena: Bytes of the arena.
+        arena: Bytes of the arena. Gradients that become ``.grad`` as they are lie outside it.
         bound: Bytes that no arena can do without.
         one_by_one: Bytes of all buffers, if each had its own memory.
         ops: Operations of a step, views not counted.
         direct: Of these, the ones that write to the arena themselves: allocate no result.
         in_place: The ones that change what is there already.
-        copied: The ones that allocate their result, which is then copied: how many, by name.
+        allocating: The ones that cannot, and allocate their result: how many, by name.
+        allocated: Bytes of such results that are needed at once, at most; beside the arena.
         fallbacks: Calls that ran as ordinary steps.
     """
 
@@ -49,7 +52,8 @@ class CapturedReport:
     ops: int = 0
     direct: int = 0
     in_place: int = 0
-    copied: dict[str, int] = field(default_factory=dict)
+    allocating: dict[str, int] = field(default_factory=dict)
+    allocated: int = 0
     fallbacks: int = 0
 
 
@@ -59,7 +63,8 @@ class CapturedStep:
     Loss, gradients, buffers and random numbers are those of the ordinary step, to the bit: the two
     are compared when the step is captured. A call for which it was not captured (other shapes,
     ``model.eval()``, autocast, ...) runs as an ordinary step, and so do all calls if the model
-    cannot be captured; either is warned of once. What Python computes from anything but the model's
+    cannot be captured; either is warned of once. Hooks of ``register_post_accumulate_grad_hook``,
+    those of `daso.DASO` among them, are called while backward goes on, as by autograd. What Python computes from anything but the model's
     own attributes is that of the capture, and so are lists and dictionaries in these.
 
     Args:
@@ -70,8 +75,8 @@ class CapturedStep:
         way: How memory is planned: ``"best"`` or one of `daso.memory.captured.planner.WAYS`.
 
     Raises:
-        ConfigError: An argument is not of this kind, nothing is to be trained, or the model or a
-            parameter has hooks: gradients do not pass through autograd, so none would be called.
+        ConfigError: An argument is not of this kind, nothing is to be trained, or a module or a
+            parameter has hooks that the captured step would not call.
 
     Sources: US10782897B2, claim 1; Sekiyama et al., arXiv 1804.10001.
     """
@@ -91,8 +96,10 @@ class CapturedStep:
         self._whole = Whole(model, loss_fn)
         if name := first_hook(self._whole):
             raise ConfigError(
-                f"a captured step must have no hooks, since it calls no modules and its gradients "
-                f"do not pass through autograd, but {name} has one: remove it, or do not capture"
+                f"a captured step must have no hooks but those on accumulated gradients, since it "
+                f"calls no modules and its gradients do not pass through autograd, but {name} has "
+                f"one: remove it, or do not capture; daso's own are not there with "
+                f"Gradients(step='model')"
             )
         self._tensors = Tensors(self._whole)
         with torch.enable_grad():
@@ -131,16 +138,14 @@ class CapturedStep:
             if self._run is not None:
                 self._warn(odd)
             return self._ordinary(given)
-        params = values[: self._tensors.nparams]
         casts = without_autocast(targets.device) if self._casts else nullcontext()
         with torch.no_grad(), casts:
-            loss, *grads = self._run(values)
-            assert loss is not None
-            kept = loss.clone()
-            for param, grad in zip(params, grads, strict=True):
-                _add(param, grad)
+            loss = self._run.forward(values).clone()
+            gradients = Gradients(values[: self._tensors.nparams])
+            backward = partial(self._run.backward, gradients)
+            _ = in_backward(backward) if gradients.hooked() else backward()
         self._run.forget(range(len(values) - len(given), len(values)))
-        return kept
+        return loss
 
     def report(self) -> CapturedReport:
         """Return what the step needs, and how many calls ran without the arena."""
@@ -155,7 +160,8 @@ class CapturedStep:
             ops=len(recording.steps),
             direct=sum(recording.counted("out").values()),
             in_place=sum(recording.counted("in place").values()),
-            copied=recording.counted("copied"),
+            allocating=recording.counted("allocates"),
+            allocated=lower_bound([recording.blocks[home] for home in recording.loose]),
             fallbacks=self._fallbacks,
         )
 
@@ -209,13 +215,3 @@ def _check(model: Any, loss_fn: Any, given: Values) -> None:
                 "the model must not be a DistributedDataParallel, whose averaging is done by "
                 "hooks on gradients that a captured step does not call: pass its module"
             )
-
-
-def _add(param: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Add a gradient that will be overwritten."""
-    if grad is None:
-        return
-    if param.grad is None:
-        param.grad = torch.empty_like(param).copy_(grad)
-    else:
-        param.grad.add_(grad)

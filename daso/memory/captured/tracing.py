@@ -151,7 +151,7 @@ def _captured(run: ArenaRun, tensors: Tensors, values: Values) -> list[torch.Ten
     """Return loss, gradients and then buffers of a captured step."""
     twins = _twins(tensors, values)
     with torch.no_grad(), without_autocast(values[-1].device):
-        found = [None if one is None else one.clone() for one in run(twins)]
+        found = run(twins)
     run.forget(range(len(values)))
     return [*found, *twins[tensors.nparams : len(tensors.names)]]
 
@@ -166,10 +166,13 @@ def _trace(whole: Whole, tensors: Tensors, values: Values) -> GraphModule:
         torch.set_autocast_cache_enabled(caches)  # make_fx has switched it off
         params = twins[: tensors.nparams]
         needing = [param for param in params if param.requires_grad]
+        for param in needing:  # where it is in the trace tells when the gradient is there
+            param.register_hook(_marked)
 
         def backward(loss: torch.Tensor) -> list[torch.Tensor | None]:
+            known = _marked(loss)
             grads = iter(torch.autograd.grad(loss, needing, allow_unused=True))
-            return [loss, *(next(grads) if param.requires_grad else None for param in params)]
+            return [known, *(next(grads) if param.requires_grad else None for param in params)]
 
         return list(_run(whole, tensors, twins, backward))
 
@@ -183,6 +186,10 @@ def _trace(whole: Whole, tensors: Tensors, values: Values) -> GraphModule:
         raise UnfitError(f"it cannot be traced ({type(error).__name__}: {told})") from error
     finally:
         torch.clear_autocast_cache()
+
+
+def _marked(one: torch.Tensor) -> torch.Tensor:
+    return one.view_as(one)
 
 
 def _check_equal(one: GraphModule, other: GraphModule) -> None:

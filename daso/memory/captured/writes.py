@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-__all__ = ["EMPTY", "Call", "Make", "copied", "direct", "flat", "in_place", "same"]
+__all__ = ["EMPTY", "Call", "Make", "allocating", "direct", "flat", "in_place", "same"]
 
 aten = torch.ops.aten
 Call = Callable[[], object]
@@ -59,19 +59,22 @@ def _masked_fill(outs: Sequence[Any], args: Sequence[Any], _: Mapping[str, Any])
 
 
 def _embedding(outs: Sequence[Any], args: Sequence[Any], _: Mapping[str, Any]) -> Call:
-    weight, indices = args[:2]
-    rows = outs[0].view(-1, weight.shape[1])
-    return partial(aten.index_select.out, weight, 0, indices.reshape(-1), out=rows)
+    (out,), (weight, indices) = outs, args[:2]
+
+    def write() -> None:
+        rows = out.view(-1, weight.shape[1])
+        aten.index_select.out(weight, 0, indices.reshape(-1), out=rows)
+
+    return write
 
 
 def _part(choose: Callable[..., torch.Tensor]) -> Make:
     def make(outs: Sequence[Any], args: Sequence[Any], _: Mapping[str, Any]) -> Call:
         (out,), (source, _sizes, *where) = outs, args
-        part = choose(out, *where)
 
         def write() -> None:
             out.zero_()
-            part.copy_(source)
+            choose(out, *where).copy_(source)
 
         return write
 
@@ -161,14 +164,14 @@ def in_place(
     return partial(op, *args, **kwargs)
 
 
-def copied(
-    op: OpOverload, outs: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+def allocating(
+    op: OpOverload, lands: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Call:
-    """Run an operation as it is, and copy what it returns; not to where out is None."""
+    """Run an operation as it is; hand what it allocates to ``lands``, not where that is None."""
 
-    def write() -> None:
-        for out, one in zip(outs, flat(op(*args, **kwargs)), strict=True):
-            if out is not None:
-                out.copy_(one)
+    def run() -> None:
+        for land, one in zip(lands, flat(op(*args, **kwargs)), strict=True):
+            if land is not None:
+                land(one)
 
-    return write
+    return run
