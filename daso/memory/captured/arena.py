@@ -5,7 +5,9 @@ the operation itself writes it. What operations can only allocate stays where th
 is not needed any more: the tensors that stand for it are pointed there.
 """
 
+import mmap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +20,7 @@ from daso.memory.captured.writes import Call
 
 __all__ = ["ArenaRun", "Receiver"]
 
+HUGE_PAGE = 1 << 21  # bytes: fewer pages to look up, and to make
 ALIGNMENT = 64  # bytes: a cache line, and what torch gives to a tensor of its own
 POISON = 0xFF  # in every byte: NaN in all floating-point types
 
@@ -52,7 +55,7 @@ class ArenaRun:
         self.plan = pack([blocks[home] for home in planned], way, alignment=ALIGNMENT)
         self.recording = recording
         self.offsets = dict(zip(planned, self.plan.offsets, strict=True))
-        self._arena = _aligned(self.plan.nbytes, device)
+        self._arena = _make_arena(self.plan.nbytes, device)
         self._tensors: list[list[tuple[torch.Tensor, TensorView]]] = [[] for _ in blocks]
         self._env, self._outs = self._views(), self._results()
         self._held: list[tuple[torch.Tensor | None, int]] = [(None, 0)] * len(recording.roots)
@@ -204,11 +207,13 @@ class ArenaRun:
         return tensor
 
     def _views(self) -> dict[Node, Any]:
-        """Return the tensors of all blocks, by the nodes whose results they are."""
+        """Return the tensors that are used, by the nodes whose results they are."""
+        used = {node for step in self.recording.steps for node in step.node.all_input_nodes}
+        used |= {output.node for output in self.recording.outputs if output is not None}
         return {
             node: self._tensor(place)
             for node, place in self.recording.places.items()
-            if isinstance(place, TensorView) and place.home >= 0
+            if node in used and isinstance(place, TensorView) and place.home >= 0
         }
 
     def _results(self) -> list[list[Any]]:
@@ -304,8 +309,16 @@ def _home(place: Any) -> int:
     return 0 if place is None else int(place.home)
 
 
-def _aligned(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return memory whose first byte is aligned."""
-    room = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
-    start = -room.data_ptr() % ALIGNMENT
+def _make_arena(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return memory whose first byte is aligned; on the host in large pages, where it has such."""
+    align = ALIGNMENT if device.type != "cpu" else HUGE_PAGE if nbytes >= HUGE_PAGE else ALIGNMENT
+    size = max(1, nbytes) + align
+    if align == HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages = mmap.mmap(-1, size)
+        with suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        room = torch.frombuffer(pages, dtype=torch.uint8)
+    else:
+        room = torch.empty(size, dtype=torch.uint8, device=device)
+    start = -room.data_ptr() % align
     return room[start : start + nbytes]

@@ -136,6 +136,10 @@ class FlatGradients:
 
     # --- gradients ---------------------------------------------------------------------------
 
+    def view_of(self, index: int) -> torch.Tensor | None:
+        """Return where in its row a parameter's gradient lies; None before rows are made."""
+        return self._views.get(index)
+
     def fill(self, bucket: Bucket, moved: set[int]) -> None:
         """Copy gradients that autograd made elsewhere into the bucket; make them views of it."""
         params = [index for index in bucket.params if index not in moved]

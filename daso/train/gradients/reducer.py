@@ -104,6 +104,26 @@ class BackwardCallbacks:
     absorbs: Callable[[Exception], bool]
 
 
+class GradientHook:
+    """Tells that a gradient is ready; offers who makes gradients without autograd their memory.
+
+    Args:
+        ready: Called with the parameter.
+        memory: Returns where its gradient is averaged, laid out as the parameter, or None.
+    """
+
+    def __init__(
+        self,
+        ready: Callable[[torch.Tensor], None],
+        memory: Callable[[], torch.Tensor | None],
+    ) -> None:
+        self._ready, self.memory = ready, memory
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """Tell that the gradient of a parameter is ready."""
+        self._ready(tensor)
+
+
 class GradientReducer:
     """Averages the gradients of a model's parameters.
 
@@ -138,7 +158,9 @@ class GradientReducer:
         self._round = Round()
         self._versions: list[int] = []  # of rows, when the last round was handed over
         self._hooks = [
-            tensor.register_post_accumulate_grad_hook(partial(self._on_ready, index))
+            tensor.register_post_accumulate_grad_hook(
+                GradientHook(partial(self._on_ready, index), partial(self._memory_of, index))
+            )
             for index, (_, tensor) in enumerate(named)
         ]
 
@@ -151,6 +173,14 @@ class GradientReducer:
         finally:
             self._paused = before
             self.fresh = False  # what piled up is not averaged yet
+
+    def _memory_of(self, index: int) -> torch.Tensor | None:
+        """Return where a gradient of this rank may be written; None: where autograd would."""
+        free = not (self._paused or self.reduce_plan.alone or self._round.aborted)
+        buckets = self.rows.buckets_of.get(index, [])
+        if not free or index in self._round.ready or any(one.under_way for one in buckets):
+            return None
+        return self.rows.view_of(index)
 
     @_disable_dynamo
     def _on_ready(self, index: int, tensor: torch.Tensor) -> None:
