@@ -255,14 +255,16 @@ def _fitted(
     return Contender(policy, own, batch, lambda _: daso.memory.apply(made)), told
 
 
-def measure(plan: Plan, topology: Topology) -> dict[str, Any]:  # noqa: ARG001
-    """Measure on one rank.
+def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
+    """Measure on one rank; on several, a step in one arena under `daso.DASO`.
 
     Args:
         plan: What is measured.
-        topology: Of one rank.
+        topology: Of the ranks.
     """
     torch.set_num_threads(1)
+    if topology.world_size > 1:
+        return _captured_daso(plan, topology)
     model, batch = _made(plan)
     whole = daso.memory.plan(model, batch[0], 1 << 50, loss=_loss_for(batch[1]))
     least = floor(whole.script.units)
@@ -320,29 +322,55 @@ def _at_budget(
 
 def _captured(plan: Plan) -> dict[str, Any]:
     """Let ordinary steps and one in an arena take turns."""
-    model, (inputs, targets) = _made(plan)
+    model, batch = _made(plan)
     model.zero_grad(set_to_none=True)
+    step = daso.memory.CapturedStep(model, _loss, *batch)
+    return _step_turns(plan, model, batch, step, model.zero_grad, lambda: None)
 
-    def loss_fn(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(output.flatten(0, -2), targets.flatten())
 
-    step = daso.memory.CapturedStep(model, loss_fn, inputs, targets)
+def _captured_daso(plan: Plan, topology: Topology) -> dict[str, Any]:
+    """Let them take turns where gradients are averaged at every batch; collective."""
+    model, batch = _made(plan)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    with daso.DASO(inner, module=model, topology=topology, policy=daso.Fixed(1, 0)) as optimizer:
+        step = daso.memory.CapturedStep(model, _loss, *batch)
+        return {
+            "ranks": topology.world_size,
+            "nodes": topology.nodes,
+            **_step_turns(plan, model, batch, step, optimizer.zero_grad, optimizer.step),
+        }
 
-    def plain() -> None:
-        loss_fn(model(inputs), targets).backward()
 
-    seconds: dict[str, list[float]] = {"plain": [], "captured": []}
+def _loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(output.flatten(0, -2), targets.flatten())
+
+
+def _step_turns(
+    plan: Plan,
+    model: nn.Module,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    step: daso.memory.CapturedStep,
+    before: Callable[[], object],
+    after: Callable[[], object],
+) -> dict[str, Any]:
+    """Return seconds of ordinary and captured steps, and their ratio."""
+    inputs, targets = batch
     runs: dict[str, Callable[[], object]] = {
-        "plain": plain,
+        "plain": lambda: _loss(model(inputs), targets).backward(),
         "captured": lambda: step(inputs, targets),
     }
-    for name in take_turns([*runs], 3 * plan.rounds):
-        model.zero_grad(set_to_none=True)
+
+    def once(name: str) -> None:
+        before()
         runs[name]()
+        after()
+
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for name in take_turns([*runs], 3 * plan.rounds):
+        once(name)
         start = time.perf_counter()
         for _ in range(plan.steps):
-            model.zero_grad(set_to_none=True)
-            runs[name]()
+            once(name)
         seconds[name].append((time.perf_counter() - start) / plan.steps)
     ratio = statistics.median(over(seconds["captured"], seconds["plain"]))
     return {"seconds": seconds, "ratio": ratio, **asdict(step.report())}
@@ -426,7 +454,14 @@ def table(found: Mapping[str, Any]) -> str:
             f"  one arena: {step['ratio']:.3f} of an ordinary step's time, "
             f"{step['arena'] / MiB:.2f} MiB, bound {step['bound'] / MiB:.2f}, "
             f"one by one {step['one_by_one'] / MiB:.2f}; "
-            f"{step['direct'] + step['in_place']} of {step['ops']} operations allocate nothing"
+            f"{step['direct'] + step['in_place']} of {step['ops']} operations allocate nothing, "
+            f"the others {step['allocated'] / MiB:.2f} MiB at once"
+        )
+    if found.get("captured_daso") is not None:
+        step = found["captured_daso"]
+        lines.append(
+            f"  under daso.DASO, {step['ranks']} ranks in {step['nodes']} node(s): "
+            f"{step['ratio']:.3f} of an ordinary step's time"
         )
     if found["resident"] is not None:
         grown = {name: nbytes / MiB for name, nbytes in found["resident"].items()}
@@ -466,6 +501,11 @@ def figures(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         "swapped_bytes_ratio": swapped,
         "planned_peak_over_bound": [step["arena"] / step["bound"] for step in steps],
         "captured_step_time_ratio": [step["ratio"] for step in steps],
+        "captured_step_time_ratio_daso": [
+            model["captured_daso"]["ratio"]
+            for model in found
+            if model.get("captured_daso") is not None
+        ],
     }
     conditions = ", ".join(f"{one['model']} with {one['batch']} samples" for one in found)
     return {

@@ -287,7 +287,12 @@ def _memory(chosen: argparse.Namespace) -> Measured:
     found: Found = []
     for model in models:
         plan = memory_budget.Plan(model, rounds, chosen.steps, parts, rates, True, chosen.folder)
-        found.append(run_here("benchmarks.memory_budget", asdict(plan), ranks=1, ranks_per_node=1))
+        one, two = (
+            run_here("benchmarks.memory_budget", asdict(plan), ranks=ranks, ranks_per_node=ranks)
+            for ranks in (1, 2)
+        )
+        two.pop("versions")  # those of the other
+        found.append(one | {"captured_daso": two})
         yield found[-1], memory_budget.table(found[-1]) + "\n", memory_budget.figures(found)
 
 

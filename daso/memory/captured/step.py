@@ -61,11 +61,12 @@ class CapturedStep:
     """A training step of fixed structure, run in one planned piece of memory.
 
     Loss, gradients, buffers and random numbers are those of the ordinary step, to the bit: the two
-    are compared when the step is captured. A call for which it was not captured (other shapes,
-    ``model.eval()``, autocast, ...) runs as an ordinary step, and so do all calls if the model
-    cannot be captured; either is warned of once. Hooks of ``register_post_accumulate_grad_hook``,
-    those of `daso.DASO` among them, are called while backward goes on, as by autograd. What Python computes from anything but the model's
-    own attributes is that of the capture, and so are lists and dictionaries in these.
+    are compared when the step is captured. Each gradient is given to its parameter while backward
+    goes on, and the parameter's ``register_post_accumulate_grad_hook`` hooks are called then, as by
+    autograd: `daso.DASO` and `daso.attach` average meanwhile. A call for which it was not captured
+    (other shapes, ``model.eval()``, autocast, ...) runs as an ordinary step, and so do all calls if
+    the model cannot be captured; either is warned of once. What Python computes from anything but
+    the model's own attributes is that of the capture, and so are lists and dictionaries in these.
 
     Args:
         model: Called with the inputs. Capturing leaves it as it is.

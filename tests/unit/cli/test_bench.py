@@ -630,6 +630,7 @@ def test_training_in_less_memory(tmp_path):
         swapped = rows["all_swap"]["swapped_bytes"]
         assert rows["search"]["swapped_bytes"] <= swapped
     assert run["captured"]["arena"] >= run["captured"]["bound"]
+    assert (run["captured_daso"]["ranks"], run["captured_daso"]["fallbacks"]) == (2, 0)
     assert set(run["resident"]) == {"plain", "file"}
     assert memory_budget.table(run) in done.stdout
     assert set(found["figures"]) == {
@@ -637,6 +638,7 @@ def test_training_in_less_memory(tmp_path):
         "swapped_bytes_ratio",
         "planned_peak_over_bound",
         "captured_step_time_ratio",
+        "captured_step_time_ratio_daso",
     }
 
 

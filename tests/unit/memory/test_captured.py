@@ -194,6 +194,73 @@ def test_gradients_are_added_and_those_that_are_kept_do_not_change():
     assert all(param.grad is not one for param, one in zip(model.parameters(), kept, strict=True))
 
 
+class Pair(nn.Module):
+    """Two parameters with one gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, CLASSES)
+        self.a, self.b = (nn.Parameter(torch.zeros(8, CLASSES)) for _ in range(2))
+
+    def forward(self, x):
+        return self.linear(x) + self.a + self.b
+
+
+def test_gradients_that_are_one_tensor_get_memory_of_their_own():
+    model, twin = pair(Pair)
+    first, second = batches(mlp, 2)
+    step = CapturedStep(model, cross_entropy, *first)
+    both(step, model, twin, first)
+    kept = model.a.grad, model.b.grad
+    copies = [one.clone() for one in kept]
+    model.zero_grad()
+    step(*second)
+    assert equal(kept, copies)
+    model.a.grad.zero_()
+    assert model.b.grad.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_of_gradients_are_called_by_autograds_order(kind):
+    model, twin = pair(kind)
+    logs = []
+    for one in (model, twin):
+        params = [*one.parameters()]
+        logs.append([])
+
+        def hook(param, params=params, log=logs[-1]):
+            index = next(at for at, other in enumerate(params) if other is param)
+            log.append((index, sum(other.grad is not None for other in params)))
+            param.grad.mul_(2)  # as a hook that scales
+
+        for param in params:
+            param.register_post_accumulate_grad_hook(hook)
+    step = CapturedStep(model, cross_entropy, *next(batches(kind)))
+    assert logs[0] == []
+    for batch in batches(kind, 2):
+        both(step, model, twin, batch)
+    assert logs[0] == logs[1]
+    assert {index for index, _ in logs[0]} == {*range(len(params))}
+    assert step.report().fallbacks == 0
+
+
+def test_a_hook_that_raises_ends_the_step():
+    model, twin = pair(mlp)
+    first, second = batches(mlp, 2)
+    step = CapturedStep(model, cross_entropy, *first)
+
+    def stop(_):
+        raise KeyError("planned")
+
+    handle = model[2].weight.register_post_accumulate_grad_hook(stop)
+    with pytest.raises(KeyError, match="planned"):
+        step(*first)
+    assert model[0].weight.grad is None
+    handle.remove()
+    model.zero_grad()
+    both(step, model, twin, second)
+
+
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_under_autocast(kind, cached):
