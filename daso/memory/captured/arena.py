@@ -167,7 +167,8 @@ class ArenaRun:
         """Let a gradient be written where its receiver wants it."""
         memory = self._receiver.memory(index)
         if memory is not None:
-            self._point(home, memory.untyped_storage(), memory.storage_offset() * memory.itemsize)
+            start = int(memory.storage_offset()) * memory.itemsize
+            self._point(home, memory.untyped_storage(), start)
             self._handed.add(home)
         elif home in self._handed:
             self._to_arena(home)
@@ -192,7 +193,7 @@ class ArenaRun:
             tensor.set_(storage, offset, place.size, place.stride)
 
     def _to_arena(self, home: int) -> None:
-        start = self._arena.storage_offset() + self.offsets[home]
+        start = int(self._arena.storage_offset()) + self.offsets[home]
         self._point(home, self._arena.untyped_storage(), start)
         self._handed.discard(home)
 

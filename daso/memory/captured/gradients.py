@@ -72,6 +72,6 @@ class _Backward(torch.autograd.Function):
         return start.clone()
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, None]:
         ctx.call()
         return None, None

@@ -144,7 +144,10 @@ class CapturedStep:
             loss = self._run.forward(values).clone()
             gradients = Gradients(values[: self._tensors.nparams])
             backward = partial(self._run.backward, gradients)
-            _ = in_backward(backward) if gradients.hooked() else backward()
+            if gradients.hooked():
+                in_backward(backward)
+            else:
+                backward()
         self._run.forget(range(len(values) - len(given), len(values)))
         return loss
 
