@@ -191,11 +191,11 @@ class Contender:
         }
 
 
-def _made(plan: Plan) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+def _made(plan: Plan, rank: int = 0) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(0)
     case = CASES[plan.model]
     model = case.build()
-    inputs, targets = next(replace(case, batch=SAMPLES[plan.model]).batches(0))
+    inputs, targets = next(replace(case, batch=SAMPLES[plan.model]).batches(rank))
     return model, (inputs, targets)
 
 
@@ -330,7 +330,7 @@ def _captured(plan: Plan) -> dict[str, Any]:
 
 def _captured_daso(plan: Plan, topology: Topology) -> dict[str, Any]:
     """Let them take turns where gradients are averaged at every batch; collective."""
-    model, batch = _made(plan)
+    model, batch = _made(plan, topology.rank)
     inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     with daso.DASO(inner, module=model, topology=topology, policy=daso.Fixed(1, 0)) as optimizer:
         step = daso.memory.CapturedStep(model, _loss, *batch)
