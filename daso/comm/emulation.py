@@ -1,7 +1,8 @@
 """Parts of a machine that take a known time, for want of the real ones."""
 
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -15,10 +16,11 @@ __all__ = [
     "CopyLink",
     "LinkModel",
     "Stretch",
-    "compute_factor",
     "emulated_copies",
     "emulated_link",
     "pretend_device",
+    "sleep_for",
+    "stretch",
     "throttled",
 ]
 
@@ -44,10 +46,25 @@ class LinkModel:
     def __init__(self, bytes_per_second: float, latency_seconds: float = 0.0) -> None:
         _check(bytes_per_second, latency_seconds)
         self.bytes_per_second, self.latency_seconds = bytes_per_second, latency_seconds
+        self._free_at = 0.0  # seconds, time.perf_counter
+        self._lock = threading.Lock()
 
     def seconds(self, nbytes: int, messages: int = 1) -> float:
         """Return how long the link is occupied, at the least."""
         return messages * self.latency_seconds + nbytes / self.bytes_per_second
+
+    def occupy(self, nbytes: int, messages: int = 1, since: float | None = None) -> float:
+        """Take the link after who has it; return when it is free again, by time.perf_counter.
+
+        Args:
+            nbytes: That cross.
+            messages: One after the other.
+            since: When they could begin; None: now.
+        """
+        with self._lock:
+            begins = max(time.perf_counter() if since is None else since, self._free_at)
+            self._free_at = begins + self.seconds(nbytes, messages)
+            return self._free_at
 
 
 class Stretch:
@@ -55,20 +72,37 @@ class Stretch:
 
     Args:
         factor: How many times; 1 at least.
+        padded: Returns the seconds that were added inside of steps until now.
     """
 
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-        self._stood = 0.0
+    def __init__(self, factor: float, padded: Callable[[], float] = lambda: 0.0) -> None:
+        self.factor, self._padded_until_now = factor, padded
+        self._stood, self._padded = 0.0, padded()
+        self._ahead = 0.0  # seconds that steps took too long
         self._steps = 0
 
     def after_step(self, begun: float, stood: float) -> None:
         """Sleep for what is missing of a step; not after the first, which holds the setup."""
         self._steps += 1
+        padded = self._padded_until_now()
         if self.factor > 1 and self._steps > 1:
             computed = time.perf_counter() - begun - (stood - self._stood)
-            time.sleep(max(0.0, (self.factor - 1) * computed))
-        self._stood = stood
+            self._settle(computed - (padded - self._padded), padded - self._padded)
+        self._stood, self._padded = stood, padded
+
+    def _settle(self, computed: float, added: float) -> None:
+        missing = (self.factor - 1) * computed - added - self._ahead
+        slept = sleep_for(missing)
+        self._ahead = slept - missing
+
+
+def sleep_for(seconds: float) -> float:
+    """Sleep, if that is more than 0; return how long it took, which is often a little more."""
+    if seconds <= 0:
+        return 0.0
+    begun = time.perf_counter()
+    time.sleep(seconds)
+    return time.perf_counter() - begun
 
 
 class CopyLink:
@@ -170,7 +204,9 @@ def pretend_device(copies: DeviceStaging) -> Iterator[None]:
 
 
 _link: ContextVar[LinkModel | None] = ContextVar("link", default=None)
-_factor: ContextVar[float] = ContextVar("factor", default=1.0)
+_stretch: ContextVar[tuple[float, Callable[[], float]]] = ContextVar(
+    "stretch", default=(1.0, lambda: 0.0)
+)
 
 
 def emulated_link() -> LinkModel | None:
@@ -178,19 +214,27 @@ def emulated_link() -> LinkModel | None:
     return _link.get()
 
 
-def compute_factor() -> float:
-    """Return how many times as long computing shall take; 1: as long as it does."""
-    return _factor.get()
+def stretch() -> Stretch:
+    """Return what lets steps take as long as they shall."""
+    return Stretch(*_stretch.get())
 
 
 @contextmanager
-def throttled(link: LinkModel | None, factor: float = 1.0) -> Iterator[None]:
-    """Slow down exchanges and computing of the models that are wrapped meanwhile."""
+def throttled(
+    link: LinkModel | None, factor: float = 1.0, padded: Callable[[], float] = lambda: 0.0
+) -> Iterator[None]:
+    """Slow down exchanges and computing of the models that are wrapped meanwhile.
+
+    Args:
+        link: Between nodes; None: as it is.
+        factor: How many times as long computing takes.
+        padded: Returns the seconds that were added inside of steps until now.
+    """
     if not 1 <= factor < float("inf"):
         raise ConfigError(f"computing must take 1 to many times as long, not {factor}")
-    tokens = _link.set(link), _factor.set(factor)
+    tokens = _link.set(link), _stretch.set((factor, padded))
     try:
         yield
     finally:
         _link.reset(tokens[0])
-        _factor.reset(tokens[1])
+        _stretch.reset(tokens[1])

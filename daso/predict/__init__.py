@@ -12,6 +12,7 @@ from daso.public_names import on_first_use
 if TYPE_CHECKING:
     from daso.predict.cluster import Cluster, Job
     from daso.predict.emulate import simulate_target
+    from daso.predict.measure import measure_machine
     from daso.predict.network import Link
     from daso.predict.simulator import Outcome, simulate
     from daso.predict.throttle_plan import Estimate, Machine, ThrottlePlan, estimate
@@ -25,6 +26,7 @@ __all__ = [
     "Outcome",
     "ThrottlePlan",
     "estimate",
+    "measure_machine",
     "simulate",
     "simulate_target",
 ]
@@ -34,5 +36,9 @@ __getattr__, __dir__ = on_first_use(
     dict.fromkeys(("Estimate", "Machine", "ThrottlePlan", "estimate"), "daso.predict.throttle_plan")
     | dict.fromkeys(("Cluster", "Job"), "daso.predict.cluster")
     | dict.fromkeys(("Outcome", "simulate"), "daso.predict.simulator")
-    | {"Link": "daso.predict.network", "simulate_target": "daso.predict.emulate"},
+    | {
+        "Link": "daso.predict.network",
+        "measure_machine": "daso.predict.measure",
+        "simulate_target": "daso.predict.emulate",
+    },
 )

@@ -15,41 +15,64 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from daso.checks import check, instance_of, number, positive, validated_record
+from daso.checks import NONE, check, either, instance_of, number, positive, validated_record
 from daso.errors import ConfigError
 
-__all__ = ["Estimate", "Machine", "ThrottlePlan", "estimate"]
+__all__ = ["RATES", "Estimate", "Machine", "ThrottlePlan", "estimate"]
 
 BLOCKS = 12  # into which steps are cut: means of many steps in a row are about independent
 QUANTILE = 2.201  # 0.975 of Student's t with 11 degrees of freedom
+LABELS = {
+    "memory_bytes_per_second": "memory",
+    "copy_bytes_per_second": "copies between host and device",
+    "disk_write_bytes_per_second": "writes to the disk",
+    "disk_read_bytes_per_second": "reads from the disk",
+}
+RATES = ("link_bytes_per_second", *LABELS)  # beside computing, which every machine has
+ALWAYS = (
+    "emulated, not measured on the target: caches and cores are those of the machine at hand; "
+    "Python's time between operations and that of the thread that exchanges do not shrink",
+    "a link carries one message at a time; switches are never full",
+    "what is left of computing is stretched at the end of each step: code of a forward or backward "
+    "that is no torch operation on the CPU has less time here beside what crosses",
+)
 
 
 @validated_record
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What counts of the nodes of a machine.
+    """What counts of the nodes of a machine; `measure_machine` measures the one at hand.
 
     Args:
         compute: How fast a node computes this model, in any unit that both machines are given in:
             samples or steps per second, FLOP/s.
-        link_bytes_per_second: Of a node's link, each way.
+        link_bytes_per_second: Of a node's link, each way; None: not counted, as below.
         latency_seconds: From one node to another.
+        memory_bytes_per_second: That a rank reads and writes.
+        copy_bytes_per_second: Between host and device, each way.
+        disk_write_bytes_per_second: Until they are on the disk.
+        disk_read_bytes_per_second: That no cache holds.
     """
 
     compute: float
-    link_bytes_per_second: float
+    link_bytes_per_second: float | None = None
     latency_seconds: float = 0.0
+    memory_bytes_per_second: float | None = None
+    copy_bytes_per_second: float | None = None
+    disk_write_bytes_per_second: float | None = None
+    disk_read_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         check("compute", self.compute, positive(1e30))
-        check("link_bytes_per_second", self.link_bytes_per_second, positive(1e18))
+        for name in RATES:
+            check(name, getattr(self, name), either(positive(1e18), NONE))
         check("latency_seconds", self.latency_seconds, number(0, 1e12))
 
 
 @validated_record
 @dataclass(frozen=True, slots=True)
 class ThrottlePlan:
-    """How to slow the current machine down to imitate another one.
+    """How to slow the current machine down to imitate another one; counts what both give.
 
     Args:
         current: What is at hand.
@@ -65,11 +88,18 @@ class ThrottlePlan:
     def __post_init__(self) -> None:
         check("current", self.current, instance_of(Machine))
         check("target", self.target, instance_of(Machine))
-        if self.current.latency_seconds > 0 and self.target.latency_seconds == 0:
+        has_latency = self.current.latency_seconds > 0 and "link_bytes_per_second" in self.counted
+        if has_latency and self.target.latency_seconds == 0:
             raise ConfigError(
                 f"latency_seconds of the target must be above 0 where the current machine's is "
                 f"{self.current.latency_seconds:g}, not 0; leave both out, or give both"
             )
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """Rates that both machines give, by name; the others are left as they are."""
+        both = self.current, self.target
+        return tuple(name for name in RATES if all(getattr(one, name) is not None for one in both))
 
     @property
     def ratio(self) -> float:
@@ -78,41 +108,60 @@ class ThrottlePlan:
         Not below what brings everything down, and not above.
         """
         current, target = self.current, self.target
-        ratios = [
-            target.compute / current.compute,
-            target.link_bytes_per_second / current.link_bytes_per_second,
-        ]
-        if current.latency_seconds > 0:
+        names = ("compute", *self.counted)
+        ratios: list[float] = [getattr(target, name) / getattr(current, name) for name in names]
+        if self.has_link and current.latency_seconds > 0:
             ratios.append(current.latency_seconds / target.latency_seconds)
         return max(ratios)
 
     @property
-    def compute_factor(self) -> float:
-        """How many times as long computing must take here; 1 at least."""
-        return max(1.0, self.ratio * self.current.compute / self.target.compute)
+    def has_link(self) -> bool:
+        """Whether both machines give their link between nodes."""
+        return "link_bytes_per_second" in self.counted
 
     @property
-    def link_bytes_per_second(self) -> float:
-        """What the link must carry here, no more than it can."""
-        return self.target.link_bytes_per_second / self.ratio
+    def compute_factor(self) -> float:
+        """How many times as long computing must take here; 1 at least."""
+        return self.factor("compute")
+
+    @property
+    def link_bytes_per_second(self) -> float | None:
+        """What the link must carry here, no more than it can; None: it is not counted."""
+        return self.rate("link_bytes_per_second")
 
     @property
     def latency_seconds(self) -> float:
         """What a message must take here beside its bytes, no less than it does."""
         return self.target.latency_seconds * self.ratio
 
+    def rate(self, name: str) -> float | None:
+        """Return what a rate must be here, no more than it is; None: it is not counted."""
+        target: float = getattr(self.target, name)
+        return target / self.ratio if name in ("compute", *self.counted) else None
+
+    def factor(self, name: str) -> float:
+        """Return how many times as long that which goes at a rate must take here; 1 at least."""
+        rate = self.rate(name)
+        current: float = getattr(self.current, name)
+        return 1.0 if rate is None else max(1.0, current / rate)
+
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What stands behind an estimate."""
+        words = [f"computing is stretched {self.compute_factor:.3g} times by sleeping"]
+        if self.link_bytes_per_second is not None:
+            words.append(
+                f"the link is held to {self.link_bytes_per_second / 1e6:.4g} MB/s and "
+                f"{1e6 * self.latency_seconds:.4g} us"
+            )
+        for name in self.counted:
+            if name in LABELS:
+                words.append(f"{LABELS[name]} to {(self.rate(name) or 0) / 1e6:.4g} MB/s")
+        aside = [LABELS.get(name, "the link") for name in RATES if name not in self.counted]
         return (
-            f"everything takes {self.ratio:.3g} times as long as on the target: computing is "
-            f"stretched {self.compute_factor:.3g} times by sleeping, the link is held to "
-            f"{self.link_bytes_per_second / 1e6:.4g} MB/s and {1e6 * self.latency_seconds:.4g} us",
-            "emulated, not measured on the target: caches, cores and memory are those of the "
-            "machine at hand; Python's time and that of the thread that exchanges do not shrink",
-            "a link carries one exchange at a time; switches are never full",
-            "computing is stretched at the end of each step: what crosses while a backward goes on "
-            "has less time here, so that synchronous training comes out slower than it would be",
+            f"everything takes {self.ratio:.3g} times as long as on the target: {', '.join(words)}",
+            *([f"taken for as much better as all: {', '.join(aside)}"] if aside else ()),
+            *ALWAYS,
         )
 
 

@@ -17,7 +17,6 @@ import torch
 
 from daso.checks import NONE, check, either, instance_of, validate_call
 from daso.comm.collectives import gather, gather_unlike
-from daso.comm.emulation import emulated_link
 from daso.comm.reclaim import Closer, forget, keep, reclaim
 from daso.comm.topology import Topology, default, errors_on_all_ranks
 from daso.errors import CheckpointError, ConfigError, LayoutError
@@ -131,11 +130,6 @@ class ParameterServer(torch.optim.Optimizer):
                 transport=transport,
                 exchange=Exchange() if exchange is None else exchange,
             )
-            if emulated_link() is not None:
-                raise ConfigError(
-                    "over an imitated link a model must be trained with daso.DASO, not "
-                    "ParameterServer"
-                )
         self._topology = default() if topology is None else topology
         self._model, self._plan = model, plan
         limit = plan.exchange.timeout_seconds

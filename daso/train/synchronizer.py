@@ -13,7 +13,7 @@ import torch
 
 from daso import trace
 from daso.comm.collectives import first_value, gather_in_node
-from daso.comm.emulation import Stretch, compute_factor
+from daso.comm.emulation import stretch
 from daso.comm.engine import Work, WorkHandle
 from daso.comm.health.survivors import raise_where_lost
 from daso.comm.node.base import NodeTransport
@@ -107,7 +107,7 @@ class Synchronizer:
         self.compressor = self.channels.compressor(wire, self.buckets.node, trained.device)
         self.layers = self._layers()
         self._tuner = self._make_tuner(search)
-        self._stretch = Stretch(compute_factor())
+        self._stretch = stretch()
         self.exchanges: Exchanges | None = None
         try:
             if topology.nodes > 1:

@@ -30,12 +30,14 @@ class Sleeps(torch.nn.Module):
         return self.layer(values)
 
 
-def train(topology, policy, seconds=0.02, steps=12):
+def train(topology, policy, seconds=0.02, steps=12, **options):
     """Return how long steps took but the first ones, and what the optimizer told."""
     torch.manual_seed(0)
     model = Sleeps(seconds)
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
-    optimizer = daso.DASO(inner, module=model, topology=topology, policy=policy, wire="fp32")
+    optimizer = daso.DASO(
+        inner, module=model, topology=topology, policy=policy, wire="fp32", **options
+    )
     took = []
     for _ in range(steps):
         start = time.perf_counter()
@@ -109,16 +111,46 @@ def taken_beside_sleep(topology, policy, seconds, steps):
     return max(topology.world_comm.allgather(statistics.fmean(took))) - seconds
 
 
-def test_an_order_that_no_imitated_link_holds_is_refused(topology, rank_info):
-    model = Sleeps(0.0)
-    inner = torch.optim.SGD(model.parameters(), lr=0.01)
-    with (
-        throttled(LinkModel(RATE)),
-        pytest.raises(ConfigError, match="gradients must go in buckets"),
-    ):
-        daso.DASO(
-            inner, module=model, topology=topology, gradients=daso.Gradients(reducer="prioritized")
-        )
+@pytest.mark.parametrize("reducer", ["bucketed", "prioritized", "host"])
+def test_gradients_of_every_reducer_take_the_link_one_after_the_other(topology, rank_info, reducer):
+    """And give the bits that they give over the real one."""
+    gradients = daso.Gradients(reducer=reducer, bucket_bytes=1 << 17)
+    plain = train(topology, daso.Fixed(1, 0), seconds=0.0, steps=5, gradients=gradients)
+    with throttled(LinkModel(RATE, latency_seconds=1e-3)):
+        slow = train(topology, daso.Fixed(1, 0), seconds=0.0, steps=5, gradients=gradients)
+    assert all(map(torch.equal, plain[2], slow[2]))
+    nodes = rank_info.nodes
+    if nodes > 1 and rank_info.lane is not None:
+        sent = 4 * SIZE * SIZE / rank_info.lanes * 2 * (nodes - 1) / nodes
+        assert statistics.fmean(slow[0]) >= sent / RATE  # a step waits for the gradients before it
+
+
+def serve(topology, steps=4):
+    """Return what steps of a parameter server took, and the parameters at its end."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(SIZE, SIZE)
+    make = lambda rows: torch.optim.SGD(rows, lr=0.01)  # noqa: E731 - as users write it
+    took = []
+    with daso.ParameterServer(model, make, topology=topology) as server:
+        for _ in range(steps):
+            start = time.perf_counter()
+            server.zero_grad()
+            model(torch.ones(1, SIZE)).sum().backward()
+            server.step()
+            took.append(time.perf_counter() - start)
+    return took[1:-1], [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_parameter_servers_messages_take_the_link_too(topology, rank_info):
+    plain = serve(topology)
+    with throttled(LinkModel(RATE, latency_seconds=1e-3)):
+        slow = serve(topology)
+    assert all(map(torch.equal, plain[1], slow[1]))
+    if rank_info.nodes > 1:
+        # Of a step: gradients of the others' rows leave, and this rank's rows come to all others.
+        aside = rank_info.world_size - rank_info.local_size
+        least = 2 * aside * 4 * SIZE * SIZE / rank_info.world_size / RATE
+        assert statistics.fmean(slow[0]) >= 0.9 * least
 
 
 def test_a_link_that_is_not_what_it_was_said_to_be_is_refused(topology, rank_info):

@@ -20,6 +20,7 @@ from daso.checkpoint.files import Entry, Manifest, read_payload, write_payload
 from daso.cli.train.config import read_config
 from daso.comm.topology import RankInfo
 from daso.errors import DasoError
+from daso.predict.throttle_plan import RATES
 from daso.slurm.sites import parse_site
 from daso.timeline.report import read_timeline
 
@@ -118,7 +119,7 @@ LEGAL = {
     },
     daso.predict.Machine: {
         "compute": above(0, 1e30),
-        "link_bytes_per_second": above(0, 1e18),
+        **dict.fromkeys(RATES, lambda one: one is None or above(0, 1e18)(one)),
         "latency_seconds": real(0, 1e12),
     },
     daso.predict.ThrottlePlan: dict.fromkeys(
@@ -135,7 +136,7 @@ SANE = {
     daso.predict.Link: {"bytes_per_second": 1e9},
     daso.predict.Job: {"parameters": 1e6, "step_seconds": 0.1},
     daso.predict.Cluster: {"nodes": 4, "link": daso.predict.Link(1e9)},
-    daso.predict.Machine: {"compute": 1.0, "link_bytes_per_second": 1e9},
+    daso.predict.Machine: {"compute": 1.0},
     daso.predict.ThrottlePlan: {"current": MACHINE, "target": MACHINE},
 }
 

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 
 from daso.comm.dtypes import byte_buffer
+from daso.comm.emulation import emulated_link
 from daso.comm.mpi import library, load
+from daso.comm.p2p.emulated_link import LinkedPackets
 from daso.comm.shared_memory import SharedWindow
 from daso.comm.topology import Topology
 from daso.errors import ConfigError
@@ -290,6 +292,19 @@ def routes(
 
     Collective over the world; blocking.
     """
+    found, ways = _real_routes(topology, comm, transport, most_bytes)
+    link, rank_info = emulated_link(), topology.rank_info
+    if link is not None:
+        linked = {way: LinkedPackets(way, link) for way in set(found.values())}
+        for rank, way in found.items():
+            if rank_info.node_of[rank] != rank_info.node:
+                found[rank] = linked[way]
+    return found, ways
+
+
+def _real_routes(
+    topology: Topology, comm: "MPI.Comm", transport: str, most_bytes: int
+) -> tuple[dict[int, Packets], list[Packets]]:
     rank_info = topology.rank_info
     others = [rank for rank in range(rank_info.world_size) if rank != rank_info.rank]
     if transport == "messages":

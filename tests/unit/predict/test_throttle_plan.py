@@ -132,3 +132,25 @@ def test_more_steps_bring_closer_bounds():
 def test_too_few_steps_are_refused():
     with pytest.raises(ConfigError, match="24 steps at least, not 23"):
         estimate(HALF, [1.0] * 23)
+
+
+# --- more than computing and the link ------------------------------------------------------------
+
+
+def test_every_rate_that_both_machines_give_counts():
+    current = Machine(1.0, memory_bytes_per_second=10.0, disk_write_bytes_per_second=4.0)
+    target = Machine(2.0, memory_bytes_per_second=30.0, copy_bytes_per_second=7.0)
+    plan = ThrottlePlan(current, target)
+    assert plan.counted == ("memory_bytes_per_second",)
+    assert plan.ratio == EXACT(3)
+    assert plan.compute_factor == EXACT(1.5)
+    assert plan.factor("memory_bytes_per_second") == EXACT(1)
+    assert plan.rate("copy_bytes_per_second") is None
+    assert plan.factor("copy_bytes_per_second") == 1
+    assert (plan.has_link, plan.link_bytes_per_second) == (False, None)
+    assert "taken for as much better as all: the link, copies" in plan.assumptions[1]
+
+
+def test_a_latency_without_a_link_counts_for_nothing():
+    plan = ThrottlePlan(Machine(1.0, None, 1e-6), Machine(1.0, 1e9, 1e-3))
+    assert plan.ratio == 1
