@@ -162,7 +162,11 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 OURS = ("-n", "--ranks", "--ranks-per-node", "--spares", "--restarts", "--fault")
-CUTS = {"submit": "daso.slurm.submit:cut", "memory": "daso.cli.memory:cut"}
+CUTS = {
+    "submit": "daso.slurm.submit:cut",
+    "memory": "daso.cli.memory:cut",
+    "predict": "daso.cli.predict:cut",
+}
 
 
 def _cut(words: list[str]) -> tuple[list[str], tuple[str, ...]]:

@@ -1,4 +1,7 @@
-"""`daso predict`: what a schedule would cost on nodes that are not at hand. Nothing is measured."""
+"""`daso predict`: what a schedule would cost on nodes that are not at hand. Nothing is measured.
+
+With ``--throttle`` a program runs on this machine slowed down, which is measured, and estimated.
+"""
 
 import argparse
 import json
@@ -22,7 +25,7 @@ from daso.predict.network import HEADERS, Link
 from daso.predict.run_log import read_run
 from daso.predict.simulator import Outcome, simulate
 
-__all__ = ["TYPICAL_DRIFT", "add_parser"]
+__all__ = ["TYPICAL_DRIFT", "add_parser", "cut"]
 
 LEAST_STEPS = 400  # Auto takes about 250 to find its place
 MOST_STEPS = 10**8  # of all nodes together: about a minute for each policy
@@ -55,7 +58,31 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, help="write what is predicted to this file")
     parser.add_argument("--plot", type=Path, help="draw efficiency over nodes to this PNG")
-    parser.set_defaults(run=lambda chosen, _: _main(chosen))
+    parser.add_argument(
+        "--throttle",
+        type=Path,
+        metavar="PLAN",
+        help="run the program behind -- on this machine, slowed down as a TOML file says",
+    )
+    parser.set_defaults(run=_run)
+
+
+def cut(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Part the words behind ``predict`` into options and, behind ``--``, a program."""
+    at = words.index("--") if "--" in words else len(words)
+    return list(words[:at]), tuple(words[at + 1 :])
+
+
+def _run(chosen: argparse.Namespace, program: Sequence[str]) -> int:
+    if chosen.throttle is not None:
+        from daso.cli.throttled import run_throttled
+
+        return run_throttled(chosen.throttle, program)
+    if program:
+        raise ConfigError(
+            f"a program is run with --throttle=PLAN alone, but {program[0]!r} comes without; add it"
+        )
+    return _main(chosen)
 
 
 def count(word: str) -> float:

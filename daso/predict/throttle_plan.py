@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from daso.checks import NONE, check, either, instance_of, number, positive, validated_record
 from daso.errors import ConfigError
 
-__all__ = ["RATES", "Estimate", "Machine", "ThrottlePlan", "estimate"]
+__all__ = ["LEAST_STEPS", "RATES", "Estimate", "Machine", "ThrottlePlan", "estimate"]
 
 BLOCKS = 12  # into which steps are cut: means of many steps in a row are about independent
+LEAST_STEPS = 2 * BLOCKS  # of an estimate
 QUANTILE = 2.201  # 0.975 of Student's t with 11 degrees of freedom
 LABELS = {
     "memory_bytes_per_second": "memory",
@@ -199,10 +200,9 @@ def estimate(plan: ThrottlePlan, seconds: Sequence[float]) -> Estimate:
         plan: By which they were throttled.
         seconds: Of all steps, in order; many times as many as lie between exchanges.
     """
-    least = 2 * BLOCKS
-    if len(seconds) < least:
+    if len(seconds) < LEAST_STEPS:
         raise ConfigError(
-            f"an estimate needs {least} steps at least, not {len(seconds)}; take more"
+            f"an estimate needs {LEAST_STEPS} steps at least, not {len(seconds)}; take more"
         )
     kept = seconds[len(seconds) // 4 :]
     ends = [len(kept) * block // BLOCKS for block in range(BLOCKS + 1)]
