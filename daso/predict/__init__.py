@@ -11,7 +11,9 @@ from daso.public_names import on_first_use
 
 if TYPE_CHECKING:
     from daso.predict.cluster import Cluster, Job
+    from daso.predict.copy_sweep import slow_copies, sweep_link
     from daso.predict.emulate import simulate_target
+    from daso.predict.link_sweep import LinkSweep
     from daso.predict.measure import measure_machine
     from daso.predict.network import Link
     from daso.predict.simulator import Outcome, simulate
@@ -22,6 +24,7 @@ __all__ = [
     "Estimate",
     "Job",
     "Link",
+    "LinkSweep",
     "Machine",
     "Outcome",
     "ThrottlePlan",
@@ -29,6 +32,8 @@ __all__ = [
     "measure_machine",
     "simulate",
     "simulate_target",
+    "slow_copies",
+    "sweep_link",
 ]
 
 __getattr__, __dir__ = on_first_use(
@@ -36,8 +41,10 @@ __getattr__, __dir__ = on_first_use(
     dict.fromkeys(("Estimate", "Machine", "ThrottlePlan", "estimate"), "daso.predict.throttle_plan")
     | dict.fromkeys(("Cluster", "Job"), "daso.predict.cluster")
     | dict.fromkeys(("Outcome", "simulate"), "daso.predict.simulator")
+    | dict.fromkeys(("slow_copies", "sweep_link"), "daso.predict.copy_sweep")
     | {
         "Link": "daso.predict.network",
+        "LinkSweep": "daso.predict.link_sweep",
         "measure_machine": "daso.predict.measure",
         "simulate_target": "daso.predict.emulate",
     },

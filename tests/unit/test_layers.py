@@ -49,7 +49,7 @@ PURE = {
     *("daso.flow.plan", "daso.memory.planner", "daso.memory.captured.planner", "daso.server.plan"),
     *("daso.flow.simulator", "daso.predict.throttle_plan", "daso.timeline.clock_offsets"),
     *(f"daso.predict.{name}" for name in ("cluster", "link_rate", "network", "simulator")),
-    "daso.predict.throttle_file",
+    *("daso.predict.throttle_file", "daso.predict.link_sweep"),
 }
 # mpi4py's communicators are made in comm; those who pass them on have to name their type.
 NAME_COMMUNICATORS = {"train", "flow", "memory", "timeline"}

@@ -24,7 +24,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-__all__ = ["DEVICES", "install", "pageable", "taken_by_mpi", "violations", "waits"]
+__all__ = ["DEVICES", "install", "pageable", "set_link", "taken_by_mpi", "violations", "waits"]
 
 SOURCE = Path(__file__).parent / "device.cpp"
 # Arguments of its function that tells who uses which memory.
@@ -75,6 +75,7 @@ def _load():
         "touch": [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_char_p],
         "pin": [ctypes.c_uint64, ctypes.c_uint64],
         "unpin": [ctypes.c_uint64],
+        "link": [ctypes.c_double, ctypes.c_double],
     }.items():
         getattr(lib, f"pretended_{name}").argtypes = kinds
     return lib
@@ -103,6 +104,11 @@ def waits():
 def pageable():
     """Return how many copies were to go on by themselves, and could not: memory not pinned."""
     return LIBRARY.pretended_pageable()
+
+
+def set_link(bytes_per_second, latency_seconds=0.0):
+    """Let copies between host and devices take time from now on; 0: they take none."""
+    LIBRARY.pretended_link(bytes_per_second, latency_seconds)
 
 
 def taken_by_mpi(tensor):

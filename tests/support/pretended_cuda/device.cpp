@@ -14,7 +14,8 @@
 // Kernels run when they are launched, after what was launched on their stream; the books, not the
 // data, tell where an order is missing between kernels of two streams.
 //
-// Kernels take no time of the device but for `_sleep`, during which the host goes on.
+// Kernels take no time of the device but for `_sleep`, during which the host goes on. Copies take
+// time where `pretended_link` gave the link to the host a rate: one at a time each way.
 //
 // One clock of the host for all its threads: what one of them has seen the end of, no thread that
 // launches later can race with.
@@ -117,6 +118,8 @@ struct World {
   int64_t pageable = 0;                  // copies that were to be late, and could not
   int64_t events = 0;
   int devices = 1;
+  double bytes_per_second = 0, latency_seconds = 0;  // of the link to the host; 0: takes no time
+  Time link_free[2] = {};                            // to the host, to a device
 };
 
 World& world() {
@@ -500,6 +503,15 @@ at::Tensor empty_strided(
       c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype));
 }
 
+// Let the link carry so many bytes when the stream comes to it; the stream is busy meanwhile.
+void occupy_link(Stream& stream, bool to_device, size_t nbytes) {
+  if (world().bytes_per_second <= 0) return;
+  auto& free = world().link_free[to_device];
+  auto seconds = world().latency_seconds + nbytes / world().bytes_per_second;
+  auto taken = std::chrono::duration_cast<Time::duration>(std::chrono::duration<double>(seconds));
+  free = stream.busy = std::max({now(), stream.busy, free}) + taken;
+}
+
 void copy_now(const at::Tensor& target, const at::Tensor& source) {
   Inside guard;
   at::AutoDispatchBelowADInplaceOrView below;
@@ -536,6 +548,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   auto at = launch(stream);
   use(source, false, stream, "copy");
   use(self, true, stream, "copy");
+  occupy_link(stream, self.is_cuda(), self.nbytes());
   if (late && whole) {
     void* to = const_cast<void*>(self.const_data_ptr());
     const void* from = source.const_data_ptr();
@@ -545,7 +558,10 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   }
   drain(stream, UINT64_MAX);
   copy_now(self, source);
-  if (!non_blocking) join(world().seen, stream.clock);
+  if (!non_blocking) {
+    rest_until(stream.busy);
+    join(world().seen, stream.clock);
+  }
   return self;
 }
 
@@ -750,6 +766,11 @@ REGISTER_CUDA_HOOKS(CUDAHooks);
 extern "C" {
 
 void pretended_devices(int count) { world().devices = count; }
+void pretended_link(double bytes_per_second, double latency_seconds) {
+  Lock lock(world().mutex);
+  world().bytes_per_second = bytes_per_second;
+  world().latency_seconds = latency_seconds;
+}
 int pretended_current_device() { return current_device; }
 void pretended_set_device(int device) { current_device = device; }
 void pretended_refuse_waits(int refuse) { refuses_waits = refuse; }
