@@ -47,6 +47,8 @@ def _add_benchmarks(add: Add) -> None:
     push.add_argument("--nodes", default="4", help="hosts, separated by commas (4)")
     push.add_argument("--mebibytes", type=float, default=4, help="of a message (4)")
     _add_predict(add("predict", "what is predicted, beside what is then measured"))
+    throttle = add("throttle", "what throttled runs estimate, beside the target itself")
+    throttle.add_argument("--steps", type=int, default=0, help="of a run (60)")
     _add_server(add("server", "time to a loss where one rank is slower than the others"))
     _add_flow(add("flow", "instances of any shape, many at once, beside plain programs"))
     _add_memory(add("memory", "training in less memory: time against budget, beside torch's ways"))

@@ -202,6 +202,18 @@ def _server(chosen: argparse.Namespace) -> Measured:
             yield one, server.table(one) + "\n", server.figures(one)
 
 
+def _throttle(chosen: argparse.Namespace) -> Measured:
+    from benchmarks import link_ratio, throttle_error
+    from daso.cli.bench.places import run_here
+
+    factors, rates = ((2.0,), (2e8,)) if chosen.quick else ((2.0, 3.0), (1e8, 4e8))
+    plan = asdict(throttle_error.Plan(factors, rates, chosen.steps or 60))
+    one = run_here("benchmarks.throttle_error", plan, ranks=2, ranks_per_node=1)
+    yield one, throttle_error.table(one) + "\n", throttle_error.figures(one)
+    two = link_ratio.measure()
+    yield two | {"versions": one["versions"]}, link_ratio.table(two), link_ratio.figures(two)
+
+
 def _predict(chosen: argparse.Namespace) -> Measured:
     from benchmarks import prediction_error
     from benchmarks.hosts import hosts
@@ -327,6 +339,7 @@ RUNS: Mapping[str, Callable[[argparse.Namespace], Measured]] = {
     "flow": _flow,
     "memory": _memory,
     "predict": _predict,
+    "throttle": _throttle,
     "trace": _trace,
     "guard": _guard,
     "growth": _growth,

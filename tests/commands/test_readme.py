@@ -79,6 +79,25 @@ def test_its_imitation_of_another_machine_runs_on_two_nodes(tmp_path: Path) -> N
 
 @pytest.mark.later("starts ranks")
 @pytest.mark.slow("starts ranks")
+def test_a_program_on_two_nodes_is_throttled_unchanged(tmp_path: Path) -> None:
+    path, plan = tmp_path / "train.py", tmp_path / "plan.toml"
+    path.write_text(f"{TRAINING}for _ in range(60):\n    train_one_step()\n")
+    plan.write_text(
+        "[current]\ncompute = 500\nlink_bytes_per_second = 125e6\n"
+        "[target]\ncompute = '3x'\nlink_bytes_per_second = '1x'\n"
+    )
+    run = run_daso(
+        *("predict", "--throttle", str(plan), "--", sys.executable, "-m", "daso", "run"),
+        *("-n", "2", "--ranks-per-node", "1", str(path)),
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("emulated, not measured on the target") == 1
+    assert "the link is held to 41.67 MB/s" in run.stdout
+    assert "of 59 steps, of world rank 0" in run.stdout
+
+
+@pytest.mark.later("starts ranks")
+@pytest.mark.slow("starts ranks")
 def test_its_server_trains_on_ranks(tmp_path: Path) -> None:
     path = tmp_path / "serve.py"
     path.write_text(

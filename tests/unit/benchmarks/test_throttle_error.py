@@ -1,0 +1,54 @@
+"""`scripts/bench throttle`: errors of estimates, and the figures that the docs quote."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from benchmarks import link_ratio, throttle_error
+
+ROOT = Path(__file__).parents[3]
+EXACT = pytest.approx
+
+
+def row(estimated, measured, factor=2.0):
+    named = {"policy": "synchronous", "mbytes_per_second": 100.0, "factor": factor}
+    return named | {"now_ms": 10.0, "estimated_ms": estimated, "measured_ms": measured}
+
+
+def test_errors_are_parts_of_what_was_measured():
+    rows = [row(11.0, 10.0), row(16.0, 20.0), row(30.0, 30.0)]
+    plan = {"factors": [2.0], "rates": [1e8], "steps": 60}
+    found = throttle_error.figures({"rows": rows, "plan": plan})
+    values = {name: one["value"] for name, one in found.items()}
+    assert values == {
+        "throttle_prediction_error_median": EXACT(0.1),
+        "throttle_prediction_error_worst": EXACT(0.2),
+    }
+    assert throttle_error.errors(rows[:1], "unchanged") == EXACT([0.0])
+    assert throttle_error.errors(rows[:1], "all times the factor") == EXACT([1.0])
+    lines = throttle_error.table({"rows": rows}).splitlines()
+    assert len(lines) == 4
+    assert "-20.0%" in lines[2]
+
+
+def test_a_simulated_device_is_said_to_be_one():
+    told = {"copy": 0.3, "times": 2.0, "now_ms": 9.0, "estimated_ms": 4.4, "measured_ms": 4.0}
+    figure = link_ratio.figures({"rows": [told]})["link_ratio_error_median"]
+    assert figure["value"] == EXACT(0.1)
+    assert "SIMULATED" in figure["conditions"]
+    assert "10.0%" in link_ratio.table({"rows": [told]})
+
+
+def test_errors_that_the_guide_quotes_are_those_that_were_measured():
+    told = json.loads((ROOT / "scripts/figures/throttle.json").read_text())
+    page = " ".join((ROOT / "docs/how-to/predict.md").read_text().split())
+    found = re.search(
+        r"off by (\S+) % in the median and by (\S+) % at most \((\S+), `scripts/figures/throttle",
+        page,
+    )
+    link = re.search(r"On simulated devices estimates were off by (\S+) % in the median", page)
+    names = "throttle_prediction_error_median", "throttle_prediction_error_worst"
+    values = [f"{100 * told['figures'][name]['value']:.1f}" for name in names]
+    assert found.groups() == (*values, told["date"])
+    assert link[1] == f"{100 * told['figures']['link_ratio_error_median']['value']:.1f}"
