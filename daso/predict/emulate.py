@@ -71,7 +71,10 @@ def _refuse(problems: list[str], topology: Topology | None) -> None:
     problem = None
     if problems:
         rule = f"a throttle must be right to {MOST_OFF:.0%}"
-        problem = f"{rule}, but {'; '.join(problems)}; correct what `current` is said to be"
+        problem = (
+            f"{rule}, but {'; '.join(problems)}; correct what `current` is said to be, or let "
+            f"nothing else run here"
+        )
     if topology is not None:
         topology.raise_on_all_ranks(problem, ConfigError)
     elif problem is not None:

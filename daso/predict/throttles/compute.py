@@ -18,7 +18,7 @@ WIDTH_OF_NONE = 8  # of a model whose operations take next to nothing
 WIDTH, BATCH = 512, 128  # of matrices that are multiplied to try the padding
 PRODUCTS = 40  # of a try: some pauses
 WOKEN = 3  # products after a pause that are looked at
-TRIES = 5
+TRIES = 15
 PAUSES = 15  # by which what a core is slower after one is measured
 
 
