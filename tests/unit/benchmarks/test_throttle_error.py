@@ -43,10 +43,8 @@ def test_a_simulated_device_is_said_to_be_one():
 def test_errors_that_the_guide_quotes_are_those_that_were_measured():
     told = json.loads((ROOT / "scripts/figures/throttle.json").read_text())
     page = " ".join((ROOT / "docs/how-to/predict.md").read_text().split())
-    found = re.search(
-        r"off by (\S+) % in the median and by (\S+) % at most \((\S+), `scripts/figures/throttle",
-        page,
-    )
+    errors = r"off by (\S+) % in the median and by (\S+) % at most "
+    found = re.search(errors + r"\((\S+), `scripts/figures/throttle", page)
     link = re.search(r"On simulated devices estimates were off by (\S+) % in the median", page)
     names = "throttle_prediction_error_median", "throttle_prediction_error_worst"
     values = [f"{100 * told['figures'][name]['value']:.1f}" for name in names]
