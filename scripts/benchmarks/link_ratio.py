@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def measure() -> dict[str, Any]:
 
 def _rows() -> list[dict[str, Any]]:
     """Return what is estimated and measured; in a process that has the device."""
-    import pretended_cuda  # before torch
+    pretended_cuda: Any = import_module("pretended_cuda")  # before torch
 
     pretended_cuda.install()
     import torch
