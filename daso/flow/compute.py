@@ -299,7 +299,9 @@ def gradients(
     if not roots or not (wanted or weights):
         return (None,) * len(inputs), (None,) * len(weights)
     ends, starts = zip(*roots, strict=True)
-    found = iter(torch.autograd.grad(ends, [*wanted, *weights], starts, allow_unused=True))
+    # What `torch.autograd.grad` calls: its checks take as long as backward of a small layer.
+    run = torch.autograd.Variable._execution_engine.run_backward
+    found = iter(run(ends, starts, False, False, (*wanted, *weights), True, accumulate_grad=False))  # noqa: FBT003
     of_inputs = tuple(
         _settled(next(found)) if one is not None and one.requires_grad else None for one in inputs
     )

@@ -12,8 +12,8 @@ import torch
 from daso.comm.topology import RankInfo
 from daso.errors import FlowError
 from daso.flow.controller import Controller
-from daso.flow.messages import Message, Ticket
-from daso.flow.model.base import Pass
+from daso.flow.messages import Message
+from daso.flow.model.base import Emit, Pass
 from daso.flow.model.checks import Wiring
 from daso.flow.model.weights import Weights
 from daso.flow.plan import Edge, Task, Updates, check_copies, place
@@ -60,35 +60,41 @@ class _Metered(Worker):
         """Measure from now on."""
         self.measured = measured
         self._ready.take_one_by_one()
-        self._causes: dict[tuple[int, bool, int, Any], set[int]] = {}
+        self._causes: dict[tuple[Any, ...], set[int]] = {}
         self._held: dict[tuple[int, Any], set[int]] = defaultdict(set)
         self._now: set[int] = set()  # tasks behind what is sent at the moment
 
     def compute(self, messages: Sequence[Message]) -> None:
         """Compute and note how long it took."""
         (message,) = messages
-        node, back, port, key, _, _ = message
-        causes = self._causes.pop((node, back, port, key), set())
+        causes = self._causes.pop(message[:4], set())
         tasks = self.measured.tasks[0]
         number = len(tasks)
         self._now = {number}
-        tasks.append(Task(node, back, 0.0, tuple(sorted(causes))))
+        tasks.append(Task(message.node, message.back, 0.0, tuple(sorted(causes))))
         start = time.perf_counter()
         super().compute(messages)
         tasks[number] = tasks[number]._replace(seconds=time.perf_counter() - start)
 
-    def _go_through(self, message: Message) -> None:
-        node, back, port, key, _, _ = message
-        causes = self._causes.pop((node, back, port, key), set())
-        self._now = self._behind(message, causes)
-        super()._go_through(message)
+    def _send_on(self, node: int, emits: Sequence[Emit]) -> None:
+        for emit in emits:
+            self._note(node, emit, self._now)
+        super()._send_on(node, emits)
+
+    def _go_through(self, message: Message) -> Sequence[Emit]:
+        causes = self._causes.pop(message[:4], set())
+        behind = self._behind(message, causes)
+        emits = super()._go_through(message)
+        for emit in emits:
+            self._note(message.node, emit, behind)
+        return emits
 
     def _behind(self, message: Message, causes: set[int]) -> set[int]:
         """Return the tasks behind what a node that shows the way will send for a message."""
         node, back, _, key, _, _ = message
         one = self.nodes.get(node)
         if isinstance(one, Group) and not back:
-            self._held[node, key] = causes  # until its group is complete: see `_send_on`
+            self._held[node, key] = causes  # until its group is complete: see `_note`
             return causes
         if isinstance(one, Flatmap) and back:
             key = one.parent(key)
@@ -96,15 +102,15 @@ class _Metered(Worker):
         held |= causes
         return held
 
-    def _send_on(self, node: int, emit: Any, ticket: Ticket) -> None:
+    def _note(self, node: int, emit: Emit, behind: set[int]) -> None:
+        """Note what crosses to the next node, and the tasks behind it."""
         back, port, key, payload = emit
         one = self.nodes.get(node)
         if isinstance(one, Group) and not back:
-            self._now = set().union(*(self._held.pop((node, member)) for member in one.cache[key]))
+            behind = set().union(*(self._held.pop((node, member)) for member in one.cache[key]))
         to, into = self._ways[node, back, port]
-        self._causes[to, back, into, key] = set(self._now)
+        self._causes[to, back, into, key] = set(behind)
         self.measured.traffic[node, to] += sum(t.nbytes for t in payload if t is not None)
-        super()._send_on(node, emit, ticket)
 
 
 def measure(

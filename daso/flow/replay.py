@@ -52,11 +52,8 @@ class _Rank(Worker):
         """Whether all that was logged is done."""
         return self._at == len(self._did)
 
-    def _enter(self, message: Message) -> None:
-        if message.node in self._computes:
-            self._there[message.node, message.back, message.key] = message
-        else:
-            self._passing.append(message)
+    def _queue(self, message: Message) -> None:
+        self._there[message.node, message.back, message.key] = message
 
     def admit(self) -> bool:
         """Let the next instance in, if one is left."""
@@ -72,7 +69,6 @@ class _Rank(Worker):
                 self._heard.add(message.key)
             elif message.node != OVER:
                 self._enter(message)
-        self._pass()
         while not self.is_done and self._do(self._did[self._at]):
             self._at += 1
         return self._at > before or bool(box)

@@ -30,6 +30,7 @@ Ready = tuple[float, int, Message]  # urgency: less is sooner; number
 SPINS = 200  # looks in vain before the thread sleeps between them
 NAP_SECONDS = 5e-5
 LOOK_SECONDS = 0.1
+EXCHANGE_SECONDS = 2e-4  # of computing, between two looks for messages of other ranks
 TOGETHER = 16  # messages, at most, that functions and losses are given without a look around
 
 
@@ -175,13 +176,10 @@ class Worker:
         self.nodes, self._wiring, self._ranks_of = nodes, wiring, ranks_of
         self._rank, self._world_size, self._post = rank_info.rank, rank_info.world_size, post
         self._all, self._controller, self._watch = all_, controller, watch
-        # From a node, backward or not, by a port: to which, and its port.
-        self._ways = {(e.source, False, e.out): (e.target, e.into) for e in wiring.edges}
-        self._ways |= {(e.target, True, e.into): _behind_conds(wiring, e) for e in wiring.edges}
+        self._ways = _ways(wiring)
         self._routes = {n: one for n, one in nodes.items() if isinstance(one, Route)}
         self._computes = {n: one for n, one in nodes.items() if isinstance(one, Compute)}
         self._ready = ReadyMessages(wiring, shuffled)
-        self._passing: deque[Message] = deque()  # through nodes that only show the way
         self._instances = FinishedInstances(
             rank_info.rank, rank_info.world_size, ranks_of, hears_all=watch.hears_all
         )
@@ -189,7 +187,7 @@ class Worker:
         self._early: list[Message] = []  # of instances that came in after one not yet told of
         self._due = 0  # batches of instances that are full
         self._over = False
-        self._looks_at = 0.0
+        self._looks_at = self._exchanges_at = 0.0  # seconds of the clock
         self.log: list[TaskRecord] | None = None
         self.busy_seconds = 0.0
 
@@ -197,19 +195,27 @@ class Worker:
         """Go on until all instances are finished."""
         with torch.no_grad():
             while not self._over:
-                did = self._take_step()
                 if self._post is not None:
-                    self._post.send()
-                if not did:
+                    self._exchange_messages(self._post)
+                if not self._take_step():
                     self._wait()
+            if self._post is not None:
+                self._post.send()
             if self._due:
                 self._exchange()
 
+    def _exchange_messages(self, post: Post) -> None:
+        """Send and receive, if nothing is ready or some time was computed."""
+        now = time.perf_counter()
+        if now < self._exchanges_at and self._ready:
+            return
+        self._exchanges_at = now + EXCHANGE_SECONDS
+        post.send()
+        for message in post.arrived():
+            self._deliver(message)
+
     def _take_step(self) -> bool:
         """Do one thing, if there is one."""
-        if self._post is not None:
-            for message in self._post.arrived():
-                self._deliver(message)
         if self._due:
             self._exchange()
         if self._controller is not None and self._control(self._controller):
@@ -226,11 +232,10 @@ class Worker:
                 self._put(rank, OVER, (0,))
             self._over = True
         elif controller.may_admit():
-            messages = controller.admit(self._all.instances(controller.admitted))
-            ticket = self._instances.ticket(controller.lane_of[-1])
-            for key, payload in messages:
-                self._send_on(self._wiring.source, (False, 0, key, payload), ticket)
-            self._pass()
+            number = controller.admitted
+            messages = controller.admit(self._all.instances(number))
+            self._tickets[number] = self._instances.ticket(controller.lane_of[-1])
+            self._send_on(self._wiring.source, [(False, 0, *message) for message in messages])
         else:
             return False
         return True
@@ -239,6 +244,7 @@ class Worker:
         """Nothing is to be done here: wait for other ranks."""
         if self._post is None:
             raise FlowError(self._stuck())
+        self._post.send()
         start, spins = time.perf_counter(), 0
         while not self._over:
             came = False
@@ -282,31 +288,29 @@ class Worker:
             self._early.append(message)
         else:
             self._enter(message)
-            self._pass()
 
     def _enter(self, message: Message) -> None:
-        """Queue what is to be computed; what only shows the way is done soon."""
+        """Queue what is to be computed; let the rest go on at once."""
+        self._tickets[message.key[0]] = message.ticket
         if message.node in self._computes:
-            self._ready.push(message)
+            self._queue(message)
         else:
-            self._passing.append(message)
+            self._send_on(message.node, self._go_through(message))
 
-    def _pass(self) -> None:
-        while self._passing:
-            self._go_through(self._passing.popleft())
+    def _queue(self, message: Message) -> None:
+        self._ready.push(message)
 
-    def _go_through(self, message: Message) -> None:
-        node, back, port, key, payload, ticket = message
+    def _go_through(self, message: Message) -> Sequence[Emit]:
+        """Return what leaves a node that only shows the way; nothing leaves the source again."""
+        node, back, port, key, payload, _ = message
         one = self._routes.get(node)
         if one is None:
-            self._come_back(key[0])  # to the source
-            return
+            self._come_back(key[0])
+            return ()
         try:
-            emits = one.backward(port, key, payload) if back else one.forward(port, key, payload)
+            return one.backward(port, key, payload) if back else one.forward(port, key, payload)
         except Exception as error:
             self._fail([message], error)
-        for emit in emits:
-            self._send_on(node, emit, ticket)
 
     def compute(self, messages: Sequence[Message]) -> None:
         """Compute messages of one node together."""
@@ -326,11 +330,7 @@ class Worker:
             self._fail([m for m in messages if m.key == one.at] or messages, error)
         if self.log is not None:
             self.log.append(TaskRecord(node, back, tuple(keys)))
-        tickets = self._tickets
-        tickets.update((message.key[0], message.ticket) for message in messages)
-        for emit in emits:  # perhaps of messages that came before
-            self._send_on(node, emit, tickets[emit[2][0]])
-        self._pass()
+        self._send_on(node, emits)
         now = time.perf_counter()
         self.busy_seconds += now - start
         self._look_after(now, now)
@@ -349,14 +349,28 @@ class Worker:
             f"{message.key[0]}, state {message.key[1:]}{more}: {type(error).__name__}: {error}"
         ) from error
 
-    def _send_on(self, node: int, emit: Emit, ticket: Ticket) -> None:
-        back, port, key, payload = emit
-        to, into = self._ways[node, back, port]
-        message = Message(to, back, into, key, payload, ticket)
-        if self._post is None or (rank := rank_of(self._ranks_of[to], ticket.lane)) == self._rank:
-            self._enter(message)
-        else:
-            self._post.put(rank, message)
+    def _send_on(self, node: int, emits: Sequence[Emit]) -> None:
+        """Let what a node emits go on, to queues and other ranks, by the nodes that show the way.
+
+        Whatever the length of that way, nothing is queued on it.
+        """
+        tickets, computes, ways, ranks_of = self._tickets, self._computes, self._ways, self._ranks_of
+        left = deque([(node, emits)])
+        while left:
+            node, emits = left.popleft()
+            for back, port, key, payload in emits:
+                to, into = ways[node, back, port]
+                ticket = tickets[key[0]]
+                message = Message(to, back, into, key, payload, ticket)
+                if (
+                    self._post is not None
+                    and (rank := rank_of(ranks_of[to], ticket.lane)) != self._rank
+                ):
+                    self._post.put(rank, message)
+                elif to in computes:
+                    self._queue(message)
+                else:
+                    left.append((to, self._go_through(message)))
 
     # --- instances ---------------------------------------------------------------------------
 
@@ -399,6 +413,12 @@ class Worker:
     def _put(self, rank: int, what: int, key: Key) -> None:
         assert self._post is not None
         self._post.put(rank, Message(what, False, 0, key, (), NO_TICKET))
+
+
+def _ways(wiring: Wiring) -> dict[tuple[int, bool, int], tuple[int, int]]:
+    """Return where messages go from a node, backward or not, by a port: to which, and its port."""
+    ways = {(e.source, False, e.out): (e.target, e.into) for e in wiring.edges}
+    return ways | {(e.target, True, e.into): _behind_conds(wiring, e) for e in wiring.edges}
 
 
 def _behind_conds(wiring: Wiring, edge: Edge) -> tuple[int, int]:
