@@ -1,9 +1,11 @@
 """Messages of a flow between ranks: one buffer each, a head and the tensors behind it."""
 
+import statistics
 import struct
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -11,16 +13,26 @@ import torch
 
 from daso.comm.dtypes import CODES, DTYPES
 from daso.comm.p2p.packets import Packets
-from daso.flow.model.base import Key, Payload
-from daso.plan.layout import ALIGNMENT, aligned
+from daso.flow.model.base import ALIGNMENT, Key, Payload
 
-__all__ = ["FINISHED", "NO_TICKET", "OVER", "Message", "Post", "Ticket", "pack", "unpack"]
+__all__ = [
+    "FINISHED",
+    "NO_TICKET",
+    "OVER",
+    "Message",
+    "Post",
+    "Ticket",
+    "message_seconds",
+    "pack",
+    "unpack",
+]
 
 # Instead of a node: all of an instance is over; the pass is over.
 FINISHED, OVER = -1, -2
 
 NUMBER = 8  # bytes
 ABSENT = -1  # code of a gradient that there is none of
+TRIED, TRIALS = 4, 20  # messages of a packet whose seconds are measured, and packets
 
 
 class Ticket(NamedTuple):
@@ -59,58 +71,96 @@ class Message(NamedTuple):
     ticket: Ticket
 
 
+@torch.no_grad()
 def pack(messages: Sequence[Message]) -> torch.Tensor:
     """Return messages as bytes (nbytes,) on the host; a copy.
 
     First how many numbers the head has, then the head, then the tensors' bytes.
     """
     numbers = [0, len(messages)]
-    rows = []
+    rows: list[torch.Tensor] = []  # bytes of tensors, and what fills up to where the next may begin
+    nbytes = 0
     for node, back, port, key, payload, (lane, after) in messages:
         numbers += (node, back, port, lane, len(after), len(key), len(payload), *after, *key)
         for tensor in payload:
             if tensor is None:
                 numbers += (ABSENT, 0, 0)
                 continue
-            numbers += (CODES[tensor.dtype], tensor.requires_grad, tensor.dim(), *tensor.shape)
-            rows.append(tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8))
+            shape = tensor.shape
+            numbers += (CODES[tensor.dtype], tensor.requires_grad, len(shape), *shape)
+            row = tensor.cpu().reshape(-1).view(torch.uint8)
+            size = row.numel()
+            nbytes += size + -size % ALIGNMENT
+            rows.append(row)
+            if size % ALIGNMENT:
+                rows.append(_filler(-size % ALIGNMENT))
     numbers[0] = len(numbers)
-    head = struct.pack(f"<{len(numbers)}q", *numbers)  # a multiple of the alignment of tensors
-    spans = aligned([row.numel() for row in rows])
-    buffer = bytearray(len(head) + (spans[-1].stop if spans else 0))
-    buffer[: len(head)] = head
-    packet = torch.frombuffer(buffer, dtype=torch.uint8)
-    body = packet[len(head) :]
-    for (start, stop), row in zip(spans, rows, strict=True):
-        body[start:stop] = row
+    head = struct.pack(f"<{len(numbers)}q", *numbers)
+    packet = torch.empty(_up(len(head)) + nbytes, dtype=torch.uint8, device="cpu")
+    memoryview(packet.numpy())[: len(head)] = head  # type: ignore[arg-type]  # of numpy's stubs
+    if rows:
+        torch.cat(rows, out=packet[_up(len(head)) :])
     return packet
 
 
 def unpack(packet: torch.Tensor, device: torch.device) -> Iterator[Message]:
-    """Yield the messages in bytes; copies."""
+    """Yield the messages in bytes, whose memory their tensors share.
+
+    They begin there where torch's allocator would let them: where numbers lie decides in which
+    order some kernels add.
+    """
     memory = memoryview(packet.numpy())  # type: ignore[arg-type]  # of numpy's stubs
     (count,) = struct.unpack_from("<q", memory)
-    numbers = iter(struct.unpack_from(f"<{count - 1}q", memory, NUMBER))
-    at = NUMBER * count
-    for _ in range(next(numbers)):
-        node, back, port, lane, told, depth, width = islice(numbers, 7)
-        ticket = Ticket(lane, tuple(islice(numbers, told)))
-        key = tuple(islice(numbers, depth))
+    numbers = struct.unpack_from(f"<{count}q", memory)
+    at, offset, is_host = 2, _up(NUMBER * count), device.type == "cpu"
+    for _ in range(numbers[1]):
+        node, back, port, lane, told, depth, width = numbers[at : at + 7]
+        at += 7 + told + depth
+        ticket = Ticket(lane, numbers[at - depth - told : at - depth])
+        key = numbers[at - depth : at]
         payload: list[torch.Tensor | None] = []
         for _ in range(width):
-            code, wants_grad, dim = islice(numbers, 3)
-            shape = tuple(islice(numbers, dim))
+            code, wants_grad, dim = numbers[at : at + 3]
+            at += 3 + dim
             if code == ABSENT:
                 payload.append(None)
                 continue
-            dtype, numel = DTYPES[code], prod(shape)
-            # In memory of its own: where numbers lie decides in which order some kernels add.
-            part = torch.empty(shape, dtype=dtype, device="cpu")
-            if numel:
-                part.view(-1).copy_(torch.frombuffer(memory, dtype=dtype, count=numel, offset=at))
-            payload.append(part.to(device).requires_grad_(bool(wants_grad)))
-            at += -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+            part = _part(memory, offset, DTYPES[code], numbers[at - dim : at])
+            offset += _up(part.nbytes)
+            part = part if is_host else part.to(device)
+            payload.append(part.requires_grad_() if wants_grad else part)
         yield Message(node, bool(back), port, key, tuple(payload), ticket)
+
+
+def _part(
+    memory: memoryview, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> torch.Tensor:
+    numel = prod(shape)
+    if not numel:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset).view(shape)
+
+
+def _up(nbytes: int) -> int:
+    """Return where the next tensor may begin."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@cache
+def _filler(nbytes: int) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def message_seconds() -> float:
+    """Measure what a small message takes of the rank that sends it, or of the one that gets it."""
+    some = [Message(0, False, 0, (0, 0), (torch.zeros(1, 128, device="cpu"),), NO_TICKET)] * TRIED
+    taken = []
+    for _ in range(TRIALS):
+        start = time.perf_counter()
+        for _ in unpack(pack(some), torch.device("cpu")):
+            pass
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken) / TRIED / 2
 
 
 class Post:

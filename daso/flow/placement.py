@@ -5,14 +5,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from daso.comm.topology import RankInfo
 from daso.errors import FlowError
+from daso.flow.balance import balanced
 from daso.flow.controller import Controller
-from daso.flow.messages import Message
+from daso.flow.messages import Message, message_seconds
 from daso.flow.model.base import Emit, Pass
 from daso.flow.model.checks import Wiring
 from daso.flow.model.weights import Weights
@@ -24,6 +25,7 @@ __all__ = ["Measured", "copied", "measure", "placed", "said"]
 
 ALONE = RankInfo(rank=0, world_size=1, local_rank=0, node=0, node_of=(0,))
 Said = Mapping[str, int | Sequence[int]]
+W = TypeVar("W", bound=Worker)
 
 
 @dataclass(slots=True)
@@ -33,10 +35,14 @@ class Measured:
     Args:
         tasks: Of each instance: what was computed, and what each waited for.
         traffic: Bytes that crossed each pair of nodes.
+        messages: That did.
+        together: Seconds of each node, with all these instances under way at once.
     """
 
     tasks: list[list[Task]] = field(default_factory=list)
     traffic: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
+    messages: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
+    together: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def seconds(self, nodes: int) -> list[float]:
         """Return the time that each of so many nodes took in all."""
@@ -49,6 +55,14 @@ class Measured:
     def edges(self) -> list[Edge]:
         """Return what crosses between nodes."""
         return [Edge(*pair, nbytes) for pair, nbytes in self.traffic.items()]
+
+    def crossing(self, message_seconds: float) -> list[Edge]:
+        """Return the seconds that messages between nodes take of either rank, where these differ.
+
+        Args:
+            message_seconds: To pack a message, or to unpack it.
+        """
+        return [Edge(*pair, count * message_seconds) for pair, count in self.messages.items()]
 
 
 class _Metered(Worker):
@@ -110,7 +124,19 @@ class _Metered(Worker):
             behind = set().union(*(self._held.pop((node, member)) for member in one.cache[key]))
         to, into = self._ways[node, back, port]
         self._causes[to, back, into, key] = set(behind)
+        self.measured.messages[node, to] += 1
         self.measured.traffic[node, to] += sum(t.nbytes for t in payload if t is not None)
+
+
+class _Timed(Worker):
+    """A loop that measures what nodes take while many instances are under way."""
+
+    together: dict[int, float]
+
+    def compute(self, messages: Sequence[Message]) -> None:
+        start = time.perf_counter()
+        super().compute(messages)
+        self.together[messages[0].node] += time.perf_counter() - start
 
 
 def measure(
@@ -131,6 +157,9 @@ def measure(
             _let_through(wiring, instances, number, measured)
             if time.perf_counter() > end:
                 break
+        worker = _alone(_Timed, wiring, instances, len(measured.tasks))
+        worker.together = measured.together
+        worker.run()
     for owner, name, buffer, before in kept:
         buffer.copy_(before)
         setattr(owner, name, buffer)  # which the module may have replaced
@@ -144,18 +173,25 @@ def _layers(wiring: Wiring) -> list[Any]:
 def _let_through(
     wiring: Wiring, instances: Callable[[int], Any], number: int, measured: Measured
 ) -> None:
-    all_ = Pass(lambda _: instances(number), trains=True, seed=0)
+    worker = _alone(_Metered, wiring, lambda _: instances(number), 1)
+    one = Measured([[]], measured.traffic, measured.messages)
+    worker.begin(one)
+    worker.run()
+    measured.tasks += one.tasks
+
+
+def _alone(
+    kind: type[W], wiring: Wiring, instances: Callable[[int], Any], count: int
+) -> W:
+    """Return a loop over the first instances, all under way at once, with all nodes."""
+    all_ = Pass(instances, trains=True, seed=0)
     # Their gradients are part of what layers take; nothing is done with them.
     never = Updates(min_update_interval=sys.maxsize)
     weights = {node.index: Weights(node.call, torch.optim.SGD, never) for node in _layers(wiring)}
     nodes = behaviours(wiring, range(len(wiring.nodes)), all_, weights)
-    controller = Controller(1, 1, wiring.nodes[wiring.source])
+    controller = Controller(count, count, wiring.nodes[wiring.source])
     everywhere = [(0,)] * len(wiring.nodes)
-    worker = _Metered(wiring, nodes, everywhere, ALONE, None, all_, controller, Watch())
-    one = Measured([[]], measured.traffic)
-    worker.begin(one)
-    worker.run()
-    measured.tasks += one.tasks
+    return kind(wiring, nodes, everywhere, ALONE, None, all_, controller, Watch())
 
 
 def said(wiring: Wiring, placement: Said, ranks: int) -> dict[int, tuple[int, ...]]:
@@ -207,6 +243,12 @@ def placed(
     copies: Mapping[int, int],
 ) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of every node."""
-    seconds = measured.seconds(len(wiring.nodes))
+    seconds = [measured.together.get(node, 0.0) for node in range(len(wiring.nodes))]
     layers = {node.index for node in _layers(wiring)}
-    return place(seconds, measured.edges(), ranks, copies, wiring.source, fixed, layers)
+    found = place(seconds, measured.edges(), ranks, copies, wiring.source, fixed, layers)
+    if ranks == 1 or any(len(homes) > 1 for homes in found):
+        return found  # an instance stays on its replicas' rank as far as it can
+    fixed_ranks = {node: homes[0] for node, homes in fixed.items()} | {wiring.source: 0}
+    start = {node: homes[0] for node, homes in enumerate(found)}
+    crossing = measured.crossing(message_seconds())
+    return tuple((rank,) for rank in balanced(seconds, crossing, ranks, fixed_ranks, start))

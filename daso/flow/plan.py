@@ -13,6 +13,7 @@ from daso.checks import check, choice, flag, validated_record, whole
 from daso.errors import ConfigError
 
 __all__ = [
+    "NEGLIGIBLE",
     "Edge",
     "Log",
     "Task",
@@ -22,6 +23,8 @@ __all__ = [
     "check_copies",
     "choose_lane",
     "count_lanes",
+    "follow",
+    "neighbours",
     "place",
     "rank_of",
     "ranks_of_lane",
@@ -144,7 +147,7 @@ def place(
     for node, homes in placed.items():
         for rank in homes:
             load[rank] += seconds[node] / len(homes)
-    near = _neighbours(edges, len(seconds))
+    near = neighbours(edges, len(seconds))
     negligible = NEGLIGIBLE * max(seconds, default=0.0)
     replicated = bool(copies) or any(len(homes) > 1 for homes in fixed.values())
     heavy = [
@@ -160,7 +163,7 @@ def place(
         placed[node] = tuple(sorted(order[:count]))
         for rank in placed[node]:
             load[rank] += seconds[node] / count
-    _follow(placed, near, len(seconds), single)
+    follow(placed, near, len(seconds), single)
     return tuple(placed[node] for node in range(len(seconds)))
 
 
@@ -172,7 +175,8 @@ def _rounded(load: float) -> float:
     return float(f"{load:.{DIGITS - 1}e}")
 
 
-def _neighbours(edges: Sequence[Edge], nodes: int) -> list[list[tuple[int, float]]]:
+def neighbours(edges: Sequence[Edge], nodes: int) -> list[list[tuple[int, float]]]:
+    """Return for each node with which others it exchanges how much."""
     near: list[list[tuple[int, float]]] = [[] for _ in range(nodes)]
     for source, target, weight in edges:
         near[source].append((target, weight))
@@ -192,7 +196,7 @@ def _pull(
     return pull
 
 
-def _follow(
+def follow(
     placed: dict[int, tuple[int, ...]],
     near: Sequence[Sequence[tuple[int, float]]],
     nodes: int,

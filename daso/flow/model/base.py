@@ -10,7 +10,7 @@ import torch
 from daso.errors import FlowError
 from daso.flow.model.graph import Item, Node, State
 
-__all__ = ["Base", "Emit", "Key", "Pass", "Payload", "leaf", "settled"]
+__all__ = ["ALIGNMENT", "Base", "Emit", "Key", "Pass", "Payload", "leaf", "settled"]
 
 Key = tuple[int, ...]  # number of the instance in its epoch, and the state
 Payload = tuple[torch.Tensor | None, ...]  # backward: None where there is no gradient

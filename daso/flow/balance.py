@@ -1,0 +1,84 @@
+"""Better placements of a flow's nodes: the busiest rank has less to do, messages counted."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from daso.flow.plan import NEGLIGIBLE, Edge, follow, neighbours
+
+__all__ = ["balanced"]
+
+Homes = dict[int, int]  # rank of each node
+Cost = tuple[float, float]  # seconds of the busiest rank, of all
+WORTH = 0.99  # times the cost before: what gains less is not done
+
+
+def balanced(
+    seconds: Sequence[float],
+    crossing: Sequence[Edge],
+    ranks: int,
+    fixed: Mapping[int, int],
+    start: Mapping[int, int],
+) -> tuple[int, ...]:
+    """Return a rank for every node, none of which has replicas.
+
+    Local search: nodes that take time are moved, and swapped, as long as the busiest rank has less
+    to do by it. What takes none goes along with what it exchanges most with.
+
+    Args:
+        seconds: That each node takes.
+        crossing: Seconds that messages between two nodes would take of either, on different ranks.
+        ranks: How many there are.
+        fixed: Ranks of nodes that stay.
+        start: Ranks of all nodes to begin with; from all nodes on one rank it begins too.
+    """
+    near = neighbours(crossing, len(seconds))
+    least = NEGLIGIBLE * max(seconds)
+    heavy = [n for n, taken in enumerate(seconds) if n not in fixed and taken > least]
+
+    def settled(homes: Homes) -> Homes:
+        placed = {node: (rank,) for node, rank in (fixed | homes).items()}
+        follow(placed, near, len(seconds), range(len(seconds)))
+        return {node: rank for node, (rank,) in placed.items()}
+
+    def cost(homes: Homes) -> Cost:
+        return _cost(settled(homes), seconds, crossing, ranks)
+
+    begins = [{node: start[node] for node in heavy}, dict.fromkeys(heavy, 0)]
+    found = settled(min((_descend(one, ranks, cost) for one in begins), key=cost))
+    return tuple(found[node] for node in range(len(seconds)))
+
+
+def _cost(homes: Homes, seconds: Sequence[float], crossing: Sequence[Edge], ranks: int) -> Cost:
+    load = [0.0] * ranks
+    for node, taken in enumerate(seconds):
+        load[homes[node]] += taken
+    for source, target, taken in crossing:
+        if homes[source] != homes[target]:
+            load[homes[source]] += taken
+            load[homes[target]] += taken
+    return max(load), sum(load)
+
+
+def _descend(homes: Homes, ranks: int, cost: Callable[[Homes], Cost]) -> Homes:
+    """Take the best change again and again, as long as one is worth it."""
+    before = cost(homes)
+    while True:
+        best = min(_changed(homes, ranks), key=cost, default=homes)
+        after = cost(best)
+        if not _is_better(after, before):
+            return homes
+        homes, before = best, after
+
+
+def _is_better(after: Cost, before: Cost) -> bool:
+    return after[0] < WORTH * before[0] or (after[0] <= before[0] and after[1] < WORTH * before[1])
+
+
+def _changed(homes: Homes, ranks: int) -> Iterator[Homes]:
+    """Yield placements in which one node is elsewhere, or two have changed places."""
+    for node, rank in homes.items():
+        yield from (homes | {node: other} for other in range(ranks) if other != rank)
+        yield from (
+            homes | {node: place, other: rank}
+            for other, place in homes.items()
+            if node < other and place != rank
+        )
