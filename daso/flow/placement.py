@@ -13,8 +13,8 @@ from daso.comm.topology import RankInfo
 from daso.errors import FlowError
 from daso.flow.balance import balanced
 from daso.flow.controller import Controller
-from daso.flow.messages import Message, message_seconds
-from daso.flow.model.base import Emit, Pass
+from daso.flow.messages import NO_TICKET, Message, message_seconds
+from daso.flow.model.base import Emit, Key, Pass, Payload
 from daso.flow.model.checks import Wiring
 from daso.flow.model.weights import Weights
 from daso.flow.plan import Edge, Task, Updates, check_copies, place
@@ -35,13 +35,15 @@ class Measured:
     Args:
         tasks: Of each instance: what was computed, and what each waited for.
         traffic: Bytes that crossed each pair of nodes.
-        messages: That did.
+        messages: How many did.
+        samples: One that did.
         together: Seconds of each node, with all these instances under way at once.
     """
 
     tasks: list[list[Task]] = field(default_factory=list)
     traffic: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
     messages: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
+    samples: dict[tuple[int, int], Message] = field(default_factory=dict)
     together: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def seconds(self, nodes: int) -> list[float]:
@@ -56,13 +58,11 @@ class Measured:
         """Return what crosses between nodes."""
         return [Edge(*pair, nbytes) for pair, nbytes in self.traffic.items()]
 
-    def crossing(self, message_seconds: float) -> list[Edge]:
-        """Return the seconds that messages between nodes take of either rank, where these differ.
-
-        Args:
-            message_seconds: To pack a message, or to unpack it.
-        """
-        return [Edge(*pair, count * message_seconds) for pair, count in self.messages.items()]
+    def crossing(self) -> list[Edge]:
+        """Return the seconds that messages between nodes take of either rank, where these differ."""
+        taken = message_seconds(list(self.samples.values()))
+        pairs = zip(self.samples, taken, strict=True)
+        return [Edge(*pair, self.messages[pair] * seconds) for pair, seconds in pairs]
 
 
 class _Metered(Worker):
@@ -95,17 +95,18 @@ class _Metered(Worker):
             self._note(node, emit, self._now)
         super()._send_on(node, emits)
 
-    def _go_through(self, message: Message) -> Sequence[Emit]:
-        causes = self._causes.pop(message[:4], set())
-        behind = self._behind(message, causes)
-        emits = super()._go_through(message)
+    def _go_through(
+        self, node: int, back: bool, port: int, key: Key, payload: Payload
+    ) -> Sequence[Emit]:
+        causes = self._causes.pop((node, back, port, key), set())
+        behind = self._behind(node, back, key, causes)
+        emits = super()._go_through(node, back, port, key, payload)
         for emit in emits:
-            self._note(message.node, emit, behind)
+            self._note(node, emit, behind)
         return emits
 
-    def _behind(self, message: Message, causes: set[int]) -> set[int]:
+    def _behind(self, node: int, back: bool, key: Key, causes: set[int]) -> set[int]:
         """Return the tasks behind what a node that shows the way will send for a message."""
-        node, back, _, key, _, _ = message
         one = self.nodes.get(node)
         if isinstance(one, Group) and not back:
             self._held[node, key] = causes  # until its group is complete: see `_note`
@@ -125,6 +126,7 @@ class _Metered(Worker):
         to, into = self._ways[node, back, port]
         self._causes[to, back, into, key] = set(behind)
         self.measured.messages[node, to] += 1
+        self.measured.samples[node, to] = Message(to, back, into, key, payload, NO_TICKET)
         self.measured.traffic[node, to] += sum(t.nbytes for t in payload if t is not None)
 
 
@@ -174,7 +176,7 @@ def _let_through(
     wiring: Wiring, instances: Callable[[int], Any], number: int, measured: Measured
 ) -> None:
     worker = _alone(_Metered, wiring, lambda _: instances(number), 1)
-    one = Measured([[]], measured.traffic, measured.messages)
+    one = Measured([[]], measured.traffic, measured.messages, measured.samples)
     worker.begin(one)
     worker.run()
     measured.tasks += one.tasks
@@ -250,5 +252,5 @@ def placed(
         return found  # an instance stays on its replicas' rank as far as it can
     fixed_ranks = {node: homes[0] for node, homes in fixed.items()} | {wiring.source: 0}
     start = {node: homes[0] for node, homes in enumerate(found)}
-    crossing = measured.crossing(message_seconds())
+    crossing = measured.crossing()
     return tuple((rank,) for rank in balanced(seconds, crossing, ranks, fixed_ranks, start))

@@ -16,7 +16,7 @@ from daso.errors import DasoError, FlowError
 from daso.flow.compute import Compute, Loss
 from daso.flow.controller import Controller
 from daso.flow.messages import FINISHED, NO_TICKET, OVER, Message, Post, Ticket
-from daso.flow.model.base import Base, Emit, Key, Pass
+from daso.flow.model.base import Base, Emit, Key, Pass, Payload
 from daso.flow.model.checks import Wiring
 from daso.flow.model.graph import Edge, Node
 from daso.flow.model.weights import Weights
@@ -177,6 +177,7 @@ class Worker:
         self._rank, self._world_size, self._post = rank_info.rank, rank_info.world_size, post
         self._all, self._controller, self._watch = all_, controller, watch
         self._ways = _ways(wiring)
+        self._alone = {n for n, ranks in enumerate(ranks_of) if tuple(ranks) == (self._rank,)}
         self._routes = {n: one for n, one in nodes.items() if isinstance(one, Route)}
         self._computes = {n: one for n, one in nodes.items() if isinstance(one, Compute)}
         self._ready = ReadyMessages(wiring, shuffled)
@@ -295,14 +296,15 @@ class Worker:
         if message.node in self._computes:
             self._queue(message)
         else:
-            self._send_on(message.node, self._go_through(message))
+            self._send_on(message.node, self._go_through(*message[:5]))
 
     def _queue(self, message: Message) -> None:
         self._ready.push(message)
 
-    def _go_through(self, message: Message) -> Sequence[Emit]:
+    def _go_through(
+        self, node: int, back: bool, port: int, key: Key, payload: Payload
+    ) -> Sequence[Emit]:
         """Return what leaves a node that only shows the way; nothing leaves the source again."""
-        node, back, port, key, payload, _ = message
         one = self._routes.get(node)
         if one is None:
             self._come_back(key[0])
@@ -310,7 +312,7 @@ class Worker:
         try:
             return one.backward(port, key, payload) if back else one.forward(port, key, payload)
         except Exception as error:
-            self._fail([message], error)
+            self._fail([Message(node, back, port, key, payload, NO_TICKET)], error)
 
     def compute(self, messages: Sequence[Message]) -> None:
         """Compute messages of one node together."""
@@ -354,23 +356,24 @@ class Worker:
 
         Whatever the length of that way, nothing is queued on it.
         """
-        tickets, computes, ways, ranks_of = self._tickets, self._computes, self._ways, self._ranks_of
+        ways, alone, computes, tickets = self._ways, self._alone, self._computes, self._tickets
         left = deque([(node, emits)])
         while left:
             node, emits = left.popleft()
             for back, port, key, payload in emits:
                 to, into = ways[node, back, port]
-                ticket = tickets[key[0]]
-                message = Message(to, back, into, key, payload, ticket)
-                if (
-                    self._post is not None
-                    and (rank := rank_of(ranks_of[to], ticket.lane)) != self._rank
-                ):
+                if to not in alone and (rank := self._rank_for(to, key)) != self._rank:
+                    assert self._post is not None
+                    message = Message(to, back, into, key, payload, tickets[key[0]])
                     self._post.put(rank, message)
                 elif to in computes:
-                    self._queue(message)
+                    self._queue(Message(to, back, into, key, payload, tickets[key[0]]))
                 else:
-                    left.append((to, self._go_through(message)))
+                    left.append((to, self._go_through(to, back, into, key, payload)))
+
+    def _rank_for(self, node: int, key: Key) -> int:
+        """Return to which rank of a node an instance goes."""
+        return rank_of(self._ranks_of[node], self._tickets[key[0]].lane)
 
     # --- instances ---------------------------------------------------------------------------
 
