@@ -70,12 +70,13 @@ class Compute(Base):
     def __init__(self, node: Node, all_: Pass, weights: Weights | None) -> None:
         super().__init__(node, all_)
         self.weights = weights
+        self._one_by_one = node.kind == "function" or node.more == 1
         self._draws = node.kind == "layer" and draws(node.call)
         self.at: Key | None = None  # what the user's function is called for, if that is one message
 
     def forward(self, keys: Sequence[Key], payloads: Sequence[Payload]) -> Sequence[Emit]:
         """Compute for one message, or for several together; return the messages that leave."""
-        if self.node.kind == "function":
+        if self._one_by_one:
             return [
                 emit
                 for key, payload in zip(keys, payloads, strict=True)
@@ -175,6 +176,7 @@ class Compute(Base):
         return [batch] if len(batch.grads) == len(batch.keys) else []
 
     def _back_through(self, batch: _Batch, weights: Weights) -> Sequence[Emit]:
+        self.at = batch.keys[0] if len(batch.keys) == 1 else None
         part = batch.inputs, batch.outputs, batch.together()
         found, of_weights = gradients(*part, batch.weights)
         weights.add(of_weights, batch.version, [key[0] for key in batch.keys])

@@ -30,8 +30,8 @@ Ready = tuple[float, int, Message]  # urgency: less is sooner; number
 SPINS = 200  # looks in vain before the thread sleeps between them
 NAP_SECONDS = 5e-5
 LOOK_SECONDS = 0.1
-EXCHANGE_SECONDS = 2e-4  # of computing, between two looks for messages of other ranks
-TOGETHER = 16  # messages, at most, that functions and losses are given without a look around
+EXCHANGE_SECONDS = 5e-4  # of computing, between two looks for messages of other ranks
+TOGETHER = 16  # messages, at most, that a node is given at once and computes one by one
 
 
 class Watch:
@@ -61,8 +61,10 @@ class ReadyMessages:
     def __init__(self, wiring: Wiring, shuffled: random.Random | None) -> None:
         self._shuffled = shuffled
         self._most = {(n.index, back): most for n in wiring.nodes for back, most in _together(n)}
+        # Whose gradients are taken together for one instance alone: it may be finished by them.
+        self._apart = {n.index for n in wiring.nodes if n.kind == "layer" and n.more == 1}
         self._heap: list[Ready] = []
-        self._together: dict[tuple[int, bool], deque[Ready]] = {one: deque() for one in self._most}
+        self._together: dict[tuple[int, bool, int], deque[Ready]] = {}
         self._count = itertools.count()
         self._order: dict[tuple[int, Key], int] = {}  # of forwards, as they were computed here
 
@@ -72,11 +74,17 @@ class ReadyMessages:
     def push(self, message: Message) -> None:
         """Queue a message; one whose node takes several is taken along with the first."""
         ready = (self._urgency(message), next(self._count), message)
-        if (waiting := self._together.get((message.node, message.back))) is not None:
+        if message[:2] in self._most:
+            waiting = self._together.setdefault(self._group(message), deque())
             waiting.append(ready)
             if len(waiting) > 1:
                 return
         heapq.heappush(self._heap, ready)
+
+    def _group(self, message: Message) -> tuple[int, bool, int]:
+        """Return what messages that are taken together have in common."""
+        node, back, _, key, _, _ = message
+        return node, back, key[0] if back and node in self._apart else 0
 
     def _urgency(self, message: Message) -> float:
         # As autograd does in one graph.
@@ -86,18 +94,20 @@ class ReadyMessages:
     def pop(self) -> Sequence[Message]:
         """Return the next message, and those that wait for the same node if it takes several."""
         message = heapq.heappop(self._heap)[2]
-        what = (message.node, message.back)
-        if what not in self._together:
+        most = self._most.get(message[:2])
+        if most is None:
             return [message]
-        waiting = self._together[what]
-        messages = [waiting.popleft()[2] for _ in range(min(len(waiting), self._most[what]))]
+        waiting = self._together[group := self._group(message)]
+        messages = [waiting.popleft()[2] for _ in range(min(len(waiting), most))]
         if waiting:
             heapq.heappush(self._heap, waiting[0])
+        else:
+            del self._together[group]
         return messages
 
     def take_one_by_one(self) -> None:
         """Take no two messages together from now on."""
-        self._together.clear()
+        self._most.clear()
 
     def note_forward(self, node: int, keys: Iterable[Key]) -> None:
         """Remember in which order forwards were computed."""
@@ -432,12 +442,10 @@ def _behind_conds(wiring: Wiring, edge: Edge) -> tuple[int, int]:
 
 
 def _together(node: Node) -> Sequence[tuple[bool, int]]:
-    """Return in which direction how many messages a node computes together at most.
-
-    Beside layers that may, those of which the gradients are the same, to the last bit.
-    """
+    """Return in which direction how many messages a node is given together at most."""
     if node.kind == "layer":
-        return [(False, node.more), (True, node.more)] if node.more > 1 else []
+        most = node.more if node.more > 1 else TOGETHER
+        return [(False, most), (True, most)]
     return {"loss": [(False, TOGETHER)], "function": [(False, TOGETHER), (True, TOGETHER)]}.get(
         node.kind, []
     )
