@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from daso.errors import FlowError
 from daso.flow.model.base import Base, Emit, Key, Pass, Payload, leaf, settled
@@ -10,7 +11,9 @@ from daso.flow.model.graph import Node
 from daso.flow.model.signatures import draws
 from daso.flow.model.weights import Weights
 
-__all__ = ["Compute", "Loss"]
+__all__ = ["Compute", "Loss", "gradients", "gradients_of_linear", "is_linear"]
+
+MATRIX = 2  # dimensions
 
 
 class _Batch:
@@ -71,6 +74,7 @@ class Compute(Base):
         super().__init__(node, all_)
         self.weights = weights
         self._one_by_one = node.kind == "function" or node.more == 1
+        self._linear = weights is not None and is_linear(node.call)
         self._draws = node.kind == "layer" and draws(node.call)
         self.at: Key | None = None  # what the user's function is called for, if that is one message
 
@@ -88,7 +92,8 @@ class Compute(Base):
         self.at = keys[0] if len(keys) == 1 else None
         rows = [self._rows(payload) for payload in payloads] if len(keys) > 1 else []
         inputs = _joined(payloads) if rows else payloads[0]
-        with torch.set_grad_enabled(self.all.trains):
+        like = self._without_autograd(inputs)
+        with torch.set_grad_enabled(self.all.trains and like is None):
             outputs = self._call(keys[0], inputs)
         if self.all.trains:
             weights = self.weights
@@ -97,12 +102,22 @@ class Compute(Base):
             for key in keys:
                 self.keep(key, batch)
         if not rows:
-            return [(False, 0, keys[0], tuple(map(leaf, outputs)))]
+            return [(False, 0, keys[0], tuple(leaf(one, like) for one in outputs))]
         self._check_rows(outputs, sum(rows))
         parts = zip(*(output.split(rows) for output in outputs), strict=True)
         return [
-            (False, 0, key, tuple(map(leaf, part))) for key, part in zip(keys, parts, strict=True)
+            (False, 0, key, tuple(leaf(one, like) for one in part))
+            for key, part in zip(keys, parts, strict=True)
         ]
+
+    def _without_autograd(self, inputs: Payload) -> torch.Tensor | None:
+        """Return the weight of a layer whose gradients are two products; None: autograd's way."""
+        (first, *_) = inputs
+        if not self._linear or not self.all.trains or first is None or first.dim() != MATRIX:
+            return None
+        assert self.weights is not None
+        autocasts = torch.is_autocast_enabled(first.device.type)
+        return None if autocasts else self.weights.live[0]
 
     def _call(self, key: Key, inputs: Payload) -> tuple[torch.Tensor, ...]:
         call = self.node.call
@@ -178,7 +193,9 @@ class Compute(Base):
     def _back_through(self, batch: _Batch, weights: Weights) -> Sequence[Emit]:
         self.at = batch.keys[0] if len(batch.keys) == 1 else None
         part = batch.inputs, batch.outputs, batch.together()
-        found, of_weights = gradients(*part, batch.weights)
+        uses_autograd = batch.outputs[0].requires_grad or not self._linear
+        find = gradients if uses_autograd else gradients_of_linear
+        found, of_weights = find(*part, batch.weights)
         weights.add(of_weights, batch.version, [key[0] for key in batch.keys])
         self._publish()
         return _dealt(batch, found)
@@ -308,6 +325,30 @@ def gradients(
         _settled(next(found)) if one is not None and one.requires_grad else None for one in inputs
     )
     return of_inputs, tuple(found)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is torch's own linear layer, all of which is trained, and nothing more."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return (
+        type(module) is nn.Linear
+        and not any((*hooks, module._backward_pre_hooks, "forward" in module.__dict__))
+        and all(p.requires_grad and not p._backward_hooks for p in module.parameters())
+    )
+
+
+def gradients_of_linear(
+    inputs: Sequence[torch.Tensor | None],
+    _outputs: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
+    weights: Sequence[torch.Tensor],
+) -> tuple[Payload, Payload]:
+    """Return what `gradients` does, to the same bits, for a linear layer, whose inputs are rows."""
+    (rows,), (grad,), (weight, *bias) = inputs, grads, weights
+    if grad is None or rows is None:
+        return (None,), (None,) * len(weights)
+    of_rows = settled(grad.mm(weight)) if rows.requires_grad else None
+    return (of_rows,), (grad.t().mm(rows), *(grad.sum(0) for _ in bias))
 
 
 def _settled(grad: torch.Tensor | None) -> torch.Tensor | None:
