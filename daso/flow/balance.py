@@ -35,9 +35,10 @@ def balanced(
     heavy = [n for n, taken in enumerate(seconds) if n not in fixed and taken > least]
 
     def settled(homes: Homes) -> Homes:
-        placed = {node: (rank,) for node, rank in (fixed | homes).items()}
+        placed: dict[int, tuple[int, ...]]
+        placed = {node: (rank,) for node, rank in (*fixed.items(), *homes.items())}
         follow(placed, near, len(seconds), range(len(seconds)))
-        return {node: rank for node, (rank,) in placed.items()}
+        return {node: ranks[0] for node, ranks in placed.items()}
 
     def cost(homes: Homes) -> Cost:
         return _cost(settled(homes), seconds, crossing, ranks)

@@ -320,7 +320,8 @@ def gradients(
     ends, starts = zip(*roots, strict=True)
     # What `torch.autograd.grad` calls: its checks take as long as backward of a small layer.
     run = torch.autograd.Variable._execution_engine.run_backward
-    found = iter(run(ends, starts, False, False, (*wanted, *weights), True, accumulate_grad=False))  # noqa: FBT003
+    asked = (*wanted, *weights)
+    found = iter(run(ends, starts, False, False, asked, True, accumulate_grad=False))
     of_inputs = tuple(
         _settled(next(found)) if one is not None and one.requires_grad else None for one in inputs
     )

@@ -77,7 +77,8 @@ def pack(messages: Sequence[Message]) -> torch.Tensor:
     First how many bytes the head has, then the head, then the tensors, each where torch's allocator
     would let it begin.
     """
-    heads, parts = [], []
+    heads: list[tuple[Any, ...]] = []
+    parts: list[Any] = []  # buffers
     for node, back, port, key, payload, (lane, after) in messages:
         kinds: list[tuple[int, bool, tuple[int, ...]] | None] = []
         for tensor in payload:
@@ -112,7 +113,7 @@ def unpack(packet: torch.Tensor, device: torch.device) -> Iterator[Message]:
     memory = memoryview(packet.numpy())  # type: ignore[arg-type]  # of numpy's stubs
     (size,) = NUMBER.unpack_from(memory)
     offset, is_host = _up(NUMBER.size + size), device.type == "cpu"
-    for node, back, port, key, lane, after, kinds in pickle.loads(memory[NUMBER.size :]):  # noqa: S301 - of another rank's `pack`
+    for node, back, port, key, lane, after, kinds in pickle.loads(memory[NUMBER.size :]):
         payload: list[torch.Tensor | None] = []
         for kind in kinds:
             if kind is None:

@@ -59,7 +59,7 @@ class Measured:
         return [Edge(*pair, nbytes) for pair, nbytes in self.traffic.items()]
 
     def crossing(self) -> list[Edge]:
-        """Return the seconds that messages between nodes take of either rank, where these differ."""
+        """Return the seconds that messages between nodes would take of either of two ranks."""
         taken = message_seconds(list(self.samples.values()))
         pairs = zip(self.samples, taken, strict=True)
         return [Edge(*pair, self.messages[pair] * seconds) for pair, seconds in pairs]
@@ -182,9 +182,7 @@ def _let_through(
     measured.tasks += one.tasks
 
 
-def _alone(
-    kind: type[W], wiring: Wiring, instances: Callable[[int], Any], count: int
-) -> W:
+def _alone(kind: type[W], wiring: Wiring, instances: Callable[[int], Any], count: int) -> W:
     """Return a loop over the first instances, all under way at once, with all nodes."""
     all_ = Pass(instances, trains=True, seed=0)
     # Their gradients are part of what layers take; nothing is done with them.

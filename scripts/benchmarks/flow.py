@@ -35,7 +35,7 @@ from daso.flow.model.checks import wire
 from daso.flow.placement import Measured, placed
 from daso.flow.simulator import Costs, run_flow
 
-__all__ = ["Plan", "figures", "measure", "table"]
+__all__ = ["Plan", "figures", "measure", "spread_figures", "table"]
 
 WARMED_BY = 64  # instances
 MEASURED = 64  # instances that are simulated again and again
@@ -240,6 +240,30 @@ def table(found: Mapping[str, Any]) -> str:
     if found["courses"]:
         lines += ["", flow_learning.table(found["courses"])]
     return "\n".join(lines)
+
+
+SPREAD_TASKS = ("trees", "molecules")
+
+
+def spread_figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the worst ratios of trees and molecules whose layers are spread; {} without both."""
+    of_task = {run["plan"]["task"]: run for run in runs}
+    if not of_task.keys() >= set(SPREAD_TASKS):
+        return {}
+    runs = [of_task[task] for task in SPREAD_TASKS]
+    rows = [{row["name"]: row["ratio"] for row in run["rows"]} for run in runs]
+    most = max(runs[0]["plan"]["at_once"])
+    return {
+        name: {
+            "value": min(of[flow_name("spread", most, batched=batched)] for of in rows),
+            "unit": "x instances/s of eager torch, instance by instance in one process; each layer "
+            "on one of the ranks",
+            "conditions": f"the worse of {' and '.join(SPREAD_TASKS)}, width "
+            f"{runs[0]['plan']['width']}, {runs[0]['ranks']} ranks of one machine, "
+            f"{most} under way",
+        }
+        for name, batched in (("flow_spread_ratio", True), ("flow_spread_unbatched_ratio", False))
+    }
 
 
 def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -270,6 +270,7 @@ def _flow(chosen: argparse.Namespace) -> Measured:
         "seeds": chosen.seeds,
         "target": 0.97,
     }
+    found: list[dict[str, Any]] = []
     for task in tasks:
         learns = chosen.learn and task == "lists"
         plan = flow.Plan(
@@ -284,7 +285,8 @@ def _flow(chosen: argparse.Namespace) -> Measured:
         one = run_here(
             "benchmarks.flow", asdict(plan), ranks=chosen.ranks, ranks_per_node=chosen.ranks
         )
-        yield one, flow.table(one) + "\n", flow.figures(one)
+        found.append(one)
+        yield one, flow.table(one) + "\n", flow.figures(one) | flow.spread_figures(found)
 
 
 def _memory(chosen: argparse.Namespace) -> Measured:
