@@ -12,7 +12,9 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from daso import flow
+from daso.comm.p2p.packets import Messages
 from daso.errors import ConfigError, FlowError
+from daso.flow.messages import NO_TICKET, Message, Post
 from daso.flow.plan import ranks_of_lane
 
 pytestmark = pytest.mark.nodes((2,), (4,))  # nodes make no difference to flows
@@ -288,6 +290,38 @@ def test_an_evaluation_is_the_same_wherever_nodes_are(topology, name):
     assert found.loss == pytest.approx(math.fsum(losses) / len(losses), rel=1e-6)
     assert found.updates == 0
     assert_equal(graph, build())
+
+
+class Counted(Messages):
+    """Counts what MPI sends."""
+
+    starts = 0
+
+    def start(self, to, packet):
+        self.starts += 1
+        return super().start(to, packet)
+
+
+def test_many_messages_cross_as_one_and_keep_their_order():
+    sent = [Message(n, False, 0, (n,), (torch.full((3,), float(n)),), NO_TICKET) for n in range(50)]
+    comm = WORLD.Dup()
+    counted = Counted(comm)
+    post = Post(counted, torch.device("cpu"))
+    others = [rank for rank in range(WORLD.size) if rank != WORLD.rank]
+    for rank in others:
+        for one in sent:
+            post.put(rank, one)
+    post.send()
+    assert counted.starts == len(others)
+    came = []
+    while len(came) < len(others) * len(sent):
+        came += post.arrived()
+    post.drain()
+    comm.Barrier()
+    comm.Free()
+    numbers = [message.node for message in came]
+    assert numbers == list(range(50)) * len(others)  # a packet is unpacked as a whole
+    assert all(torch.equal(one.payload[0], sent[one.node].payload[0]) for one in came)
 
 
 # --- beside training ------------------------------------------------------------------------------

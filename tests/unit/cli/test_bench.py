@@ -475,6 +475,23 @@ def test_flows_train_beside_plain_programs(tmp_path):
     }
 
 
+def test_the_worse_of_trees_and_molecules_is_a_figure():
+    def run(task, spread, unbatched):
+        rows = [
+            {"name": "flow, spread, 4 at once", "ratio": spread},
+            {"name": "flow, spread, 4 at once, unbatched", "ratio": unbatched},
+        ]
+        return {"plan": {"task": task, "width": 8, "at_once": [1, 4]}, "ranks": 2, "rows": rows}
+
+    runs = [run("lists", 0.1, 0.1), run("trees", 1.5, 0.8), run("molecules", 1.2, 0.9)]
+    assert flow.spread_figures(runs[:2]) == {}
+    found = flow.spread_figures(runs)
+    assert {name: one["value"] for name, one in found.items()} == {
+        "flow_spread_ratio": 1.2,
+        "flow_spread_unbatched_ratio": 0.8,
+    }
+
+
 def test_epochs_to_an_accuracy_are_counted():
     def course(*accuracies):
         return [

@@ -18,6 +18,7 @@ from torch import nn
 import daso
 from daso.errors import CheckpointError, ConfigError, FlowError
 from daso.flow import Epoch, Graph, Runtime, Updates, replay
+from daso.flow.compute import gradients, gradients_of_linear, is_linear
 
 checked = settings(derandomize=True, max_examples=25, deadline=None)
 active = pytest.mark.parametrize("most", [1, 3], ids=lambda most: f"{most} at once")
@@ -1159,6 +1160,93 @@ def test_messages_computed_together_give_the_same(running, batch):
     assert (epoch.updates, epoch.mean_age) == (alone.updates, alone.mean_age)
     for p, q in zip(net.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 5, 12, 33])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("sizes", [(128, 5), (5, 128), (7, 3), (64, 64)], ids=str)
+def test_a_linear_layer_by_hand_has_the_bits_of_autograd(dtype, rows, bias, sizes):
+    torch.manual_seed(rows)
+    layer = nn.Linear(*sizes, bias=bias, dtype=dtype)
+    assert is_linear(layer)
+    weights = list(layer.parameters())
+    given = torch.randn(rows, sizes[0], dtype=dtype).requires_grad_()
+    grad = torch.randn(rows, sizes[1], dtype=dtype)
+    expected = gradients([given], [layer(given)], [grad], weights)
+    found = gradients_of_linear([given], [], [grad], weights)
+    for a, b in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
+        assert torch.equal(a, b)
+        assert a.stride() == b.stride()
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def _frozen(layer):
+    layer.bias.requires_grad_(False)
+
+
+def _hooked(layer):
+    layer.register_forward_hook(lambda module, given, found: 2 * found)
+
+
+def _parameter_hooked(layer):
+    layer.weight.register_hook(lambda grad: 2 * grad)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (Scaled, lambda _: None),
+        (nn.Linear, _frozen),
+        (nn.Linear, _hooked),
+        (nn.Linear, _parameter_hooked),
+        (nn.Linear, torch.nn.utils.parametrizations.weight_norm),
+    ],
+    ids=["subclass", "frozen", "hook", "hook of a parameter", "weight norm"],
+)
+def test_a_linear_layer_that_does_more_is_autograds(running, kind, change):
+    def built():
+        torch.manual_seed(0)
+        layer = kind(3, 3, dtype=torch.float64)
+        change(layer)
+        return layer
+
+    layer, twin = built(), built()
+    assert not is_linear(layer)
+    graph, start = started(lambda one: one.x.view(-1, 3))
+    graph.loss(square, graph.layer(layer, start))
+    optimizer = sgd([p for p in twin.parameters() if p.requires_grad])
+    with running(graph, max_active_keys=1) as runtime:
+        runtime.train_epoch(ONES)
+    for one in ONES:
+        optimizer.zero_grad()
+        square(None, twin(one.x.view(-1, 3))).backward()
+        optimizer.step()
+    for p, q in zip(layer.parameters(), twin.parameters(), strict=True):
+        assert_near(p, q)
+
+
+def test_messages_that_a_layer_computes_one_by_one_are_taken_together(running):
+    """Forward of all instances; backward of one, which may be finished by it."""
+    states = [(place,) for place in range(3)]
+    graph, start = started(lambda one: dict.fromkeys(states, one.x))
+    graph.loss(square, graph.layer(Shift(), start))
+    with running(graph, max_active_keys=2) as runtime:
+        runtime.keep_log()
+        runtime.train_epoch(ONES[:2])
+        did = [one for one in runtime.logged().did if one.node == 1]
+    forward, *backward = [{key[0] for key in one.keys} for one in did]
+    assert not did[0].back
+    assert len(did[0].keys) > len(states)
+    assert forward == {0, 1}
+    assert all(one.back for one in did[1:])
+    assert all(len(instances) == 1 for instances in backward)
+    assert sum(len(one.keys) for one in did[1:]) == 2 * len(states)
+    assert len(backward) < 2 * len(states)
 
 
 def test_no_more_messages_are_computed_together_than_may_be(running):
