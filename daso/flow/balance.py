@@ -1,6 +1,7 @@
 """Better placements of a flow's nodes: the busiest rank has less to do, messages counted."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 
 from daso.flow.plan import NEGLIGIBLE, Edge, follow, neighbours
 
@@ -8,6 +9,7 @@ __all__ = ["balanced"]
 
 Homes = dict[int, int]  # rank of each node
 Cost = tuple[float, float]  # seconds of the busiest rank, of all
+WORK = 3_000_000  # pairs of nodes that are looked at, at most: about two seconds
 WORTH = 0.99  # times the cost before: what gains less is not done
 
 
@@ -43,8 +45,9 @@ def balanced(
     def cost(homes: Homes) -> Cost:
         return _cost(settled(homes), seconds, crossing, ranks)
 
+    tries = WORK // len(seconds) ** 2
     begins = [{node: start[node] for node in heavy}, dict.fromkeys(heavy, 0)]
-    found = settled(min((_descend(one, ranks, cost) for one in begins), key=cost))
+    found = settled(min((_descend(one, ranks, cost, tries) for one in begins), key=cost))
     return tuple(found[node] for node in range(len(seconds)))
 
 
@@ -59,15 +62,18 @@ def _cost(homes: Homes, seconds: Sequence[float], crossing: Sequence[Edge], rank
     return max(load), sum(load)
 
 
-def _descend(homes: Homes, ranks: int, cost: Callable[[Homes], Cost]) -> Homes:
-    """Take the best change again and again, as long as one is worth it."""
+def _descend(homes: Homes, ranks: int, cost: Callable[[Homes], Cost], tries: int) -> Homes:
+    """Take the best change again and again, as long as one is worth it; look at so many."""
     before = cost(homes)
-    while True:
-        best = min(_changed(homes, ranks), key=cost, default=homes)
+    while tries > 0:
+        changes = [*islice(_changed(homes, ranks), tries)]
+        tries -= len(changes) + 1
+        best = min(changes, key=cost, default=homes)
         after = cost(best)
         if not _is_better(after, before):
-            return homes
+            break
         homes, before = best, after
+    return homes
 
 
 def _is_better(after: Cost, before: Cost) -> bool:
