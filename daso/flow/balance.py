@@ -1,5 +1,6 @@
 """Better placements of a flow's nodes: the busiest rank has less to do, messages counted."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
@@ -30,7 +31,8 @@ def balanced(
         crossing: Seconds that messages between two nodes would take of either, on different ranks.
         ranks: How many there are.
         fixed: Ranks of nodes that stay.
-        start: Ranks of all nodes to begin with; from all nodes on one rank it begins too.
+        start: Ranks of all nodes to begin with; it begins too from all nodes on one rank, and from
+            clusters of nodes that exchange most.
     """
     near = neighbours(crossing, len(seconds))
     least = NEGLIGIBLE * max(seconds)
@@ -46,9 +48,45 @@ def balanced(
         return _cost(settled(homes), seconds, crossing, ranks)
 
     tries = WORK // len(seconds) ** 2
-    begins = [{node: start[node] for node in heavy}, dict.fromkeys(heavy, 0)]
+    mean = sum(seconds) / ranks
+    starts = [start, dict.fromkeys(heavy, 0)]
+    starts += [_clustered(seconds, crossing, ranks, fixed, mean / parts) for parts in (1, 2)]
+    begins = [{node: homes[node] for node in heavy} for homes in starts]
     found = settled(min((_descend(one, ranks, cost, tries) for one in begins), key=cost))
+    found = min(found, dict(start), key=lambda homes: _cost(homes, seconds, crossing, ranks))
     return tuple(found[node] for node in range(len(seconds)))
+
+
+def _clustered(
+    seconds: Sequence[float],
+    crossing: Sequence[Edge],
+    ranks: int,
+    fixed: Mapping[int, int],
+    most: float,
+) -> Homes:
+    """Merge nodes that exchange most, up to so many seconds; place the longest clusters first."""
+    members = {node: [node] for node in range(len(seconds))}
+    taken, pinned, of = dict(enumerate(seconds)), dict(fixed), list(range(len(seconds)))
+    between: dict[tuple[int, int], float] = defaultdict(float)
+    for source, target, weight in crossing:
+        between[min(source, target), max(source, target)] += weight
+    for source, target in sorted(between, key=lambda pair: (-between[pair], pair)):
+        one, other = of[source], of[target]
+        homes = {pinned[cluster] for cluster in (one, other) if cluster in pinned}
+        if one == other or len(homes) > 1 or taken[one] + taken[other] > most:
+            continue
+        for node in members[other]:
+            of[node] = one
+        members[one] += members.pop(other)
+        taken[one] += taken.pop(other)
+        for rank in homes:
+            pinned[one] = rank
+    load, found = [0.0] * ranks, {}
+    for cluster in sorted(members, key=lambda one: (one not in pinned, -taken[one], one)):
+        rank = pinned.get(cluster, min(range(ranks), key=load.__getitem__))
+        load[rank] += taken[cluster]
+        found |= dict.fromkeys(members[cluster], rank)
+    return found
 
 
 def _cost(homes: Homes, seconds: Sequence[float], crossing: Sequence[Edge], ranks: int) -> Cost:

@@ -38,6 +38,15 @@ def test_what_takes_no_time_is_with_what_it_exchanges_most_with():
     assert balanced([0.0, 4.0, 0.0, 4.0], crossing, 2, {0: 0}, start)[1:] in {(0, 1, 1), (1, 0, 0)}
 
 
+def test_a_cluster_is_moved_as_a_whole_where_each_of_its_nodes_alone_would_cost():
+    # 1 - 2 - 3 and 4 - 5 - 6, which exchange much among themselves, and little with each other.
+    seconds = [0.0, *[1.0] * 6]
+    among = [(1, 2), (2, 3), (4, 5), (5, 6)]
+    crossing = [*(Edge(*pair, 5.0) for pair in among), Edge(0, 1, 0.1), Edge(3, 4, 0.1)]
+    start = dict(enumerate([0, 0, 1, 0, 1, 0, 1]))
+    assert balanced(seconds, crossing, 2, {0: 0}, start) == (0, 0, 0, 0, 1, 1, 1)
+
+
 def test_what_the_caller_placed_stays():
     fixed = {0: 0, 1: 1, 2: 1}
     found = balanced([0.0, 5.0, 5.0, 2.0], [], 2, fixed, {0: 0, 1: 1, 2: 1, 3: 1})
@@ -46,7 +55,7 @@ def test_what_the_caller_placed_stays():
 
 @checked
 @given(
-    st.lists(st.floats(0.5, 3.0), min_size=1, max_size=7),
+    st.lists(st.just(0.0) | st.floats(0.5, 3.0), min_size=1, max_size=7),
     st.integers(1, 4),
     st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7), st.floats(0, 1.0)), max_size=10),
     st.lists(st.integers(0, 3), min_size=8, max_size=8),
