@@ -10,7 +10,7 @@ __all__ = ["balanced"]
 
 Homes = dict[int, int]  # rank of each node
 Cost = tuple[float, float]  # seconds of the busiest rank, of all
-WORK = 3_000_000  # pairs of nodes that are looked at, at most: about two seconds
+WORK = 2_000_000  # pairs of nodes that are looked at, at most: about two seconds
 WORTH = 0.99  # times the cost before: what gains less is not done
 
 
