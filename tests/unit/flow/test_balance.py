@@ -47,6 +47,14 @@ def test_a_cluster_is_moved_as_a_whole_where_each_of_its_nodes_alone_would_cost(
     assert balanced(seconds, crossing, 2, {0: 0}, start) == (0, 0, 0, 0, 1, 1, 1)
 
 
+def test_who_gets_a_message_has_to_do_with_it_too():
+    seconds, fixed = [4.2, 3.0, 0.4], {0: 0, 1: 1}
+    for begin in (0, 1):
+        start = fixed | {2: begin}
+        # 4.6 and 3.0, or 4.2 and a message, 4.7, and 3.9
+        assert balanced(seconds, [Edge(2, 0, 0.5)], 2, fixed, start) == (0, 1, 0)
+
+
 def test_what_the_caller_placed_stays():
     fixed = {0: 0, 1: 1, 2: 1}
     found = balanced([0.0, 5.0, 5.0, 2.0], [], 2, fixed, {0: 0, 1: 1, 2: 1, 3: 1})
