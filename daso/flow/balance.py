@@ -81,7 +81,8 @@ def _clustered(
         taken[one] += taken.pop(other)
         for rank in homes:
             pinned[one] = rank
-    load, found = [0.0] * ranks, {}
+    load = [0.0] * ranks
+    found: Homes = {}
     for cluster in sorted(members, key=lambda one: (one not in pinned, -taken[one], one)):
         rank = pinned.get(cluster, min(range(ranks), key=load.__getitem__))
         load[rank] += taken[cluster]
