@@ -48,6 +48,7 @@ def test_the_device_finds_what_it_is_there_to_find(monkeypatch) -> None:
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_copies_are_slowed_down_on_a_device_with_a_link() -> None:
     run = pytest_of(str(PRETENDED / "on_copies.py"))
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]

@@ -45,6 +45,13 @@ def test_bytes_are_what_interfaces_sent_past_loopback():
     assert count_bytes(NET_DEV) == 3040
 
 
+@pytest.mark.parametrize("name", ["exchange", "node", "train", *command.RUNS])
+def test_every_bench_has_help(name):
+    done = typed_benchmark(name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"scripts/bench {name}" in done.stdout
+
+
 def test_every_contender_has_every_place_in_turn():
     assert list(take_turns("abc", 3)) == list("abcbcacab")
 
