@@ -138,7 +138,7 @@ def _add_flow(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--at-once", default=usual, help=f"instances under way ({usual})")
     parser.add_argument("--interval", type=int, default=16, help="instances of an update (16)")
     parser.add_argument("--count", type=int, default=0, help="instances a round (400; quick 200)")
-    parser.add_argument("--learn", action="store_true", help="train lists to 97 %% too, for minutes")
+    parser.add_argument("--learn", action="store_true", help="train lists to 97 %% too: minutes")
     parser.add_argument("--seeds", type=int, default=0, help="trainings of each (3; quick 1)")
     parser.add_argument("--epochs", type=int, default=0, help="of a training (6; quick 2)")
     parser.add_argument("--samples", type=int, default=8000, help="lists to learn from (8000)")
