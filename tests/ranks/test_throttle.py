@@ -1,10 +1,13 @@
 """Links and computing that are slowed down, on real ranks, and what is predicted by that."""
 
+import os
 import statistics
 import time
+from contextlib import ExitStack
 
 import pytest
 import torch
+from jobs import slowness
 
 import daso
 from daso.comm.emulation import LinkModel, throttled
@@ -99,7 +102,15 @@ def test_a_target_is_told_by_computing_that_is_stretched(topology, rank_info):
     """A link twice as fast, and computing as it is: by computing that takes twice as long."""
     plan = ThrottlePlan(Machine(1.0, RATE), Machine(1.0, 2 * RATE))
     own = taken_beside_sleep(topology, daso.Fixed(1000, 1), 0.05, steps=26)
-    with simulate_target(plan, topology):
+    with ExitStack() as throttles:
+        try:
+            throttles.enter_context(simulate_target(plan, topology))
+        except ConfigError as refused:
+            # Computing cannot be held to 5 % where others take the core meanwhile: then it says so.
+            assert "computing takes" in str(refused)
+            crowded = topology.world_size > (os.cpu_count() or 1)
+            assert crowded or max(topology.world_comm.allgather(slowness())) > 1
+            return
         took, *_ = train(topology, daso.Fixed(1000, 1), seconds=0.05, steps=26)
     assert 0.05 <= estimate(plan, took).seconds < 1.1 * 0.05 + 2 * own
 

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from jobs import slowness
 
 import pretended_cuda
 from daso.errors import ConfigError
@@ -46,8 +47,10 @@ def test_every_copy_takes_as_many_times_as_long(factor, pinned):
     with CopyDelay(factor) as delay:
         for call in calls:
             call()  # makes memory
-            assert 0.95 < seconds(call) / (factor * 0.02) < 1.5
-        assert delay.bytes == [6 * host.nbytes, 6 * host.nbytes]
+            taken = [seconds(call) / (factor * 0.02) for _ in range(3)]
+            assert min(taken) > 0.95
+            assert min(taken) < 1.5 * slowness()
+        assert delay.bytes == [12 * host.nbytes, 12 * host.nbytes]
 
 
 def test_the_host_goes_on_and_the_stream_is_held_up():
@@ -57,7 +60,7 @@ def test_the_host_goes_on_and_the_stream_is_held_up():
         begun.record(torch.cuda.current_stream())
         at = time.perf_counter()
         there.copy_(host, non_blocking=True)
-        assert time.perf_counter() - at < 0.02, "less than one copy takes"
+        assert time.perf_counter() - at < 0.02 * slowness(), "less than one copy takes"
         ended.record(torch.cuda.current_stream())
         torch.cuda.synchronize()
     assert begun.elapsed_time(ended) >= 3 * 20 * 0.99
