@@ -118,7 +118,7 @@ class ParameterShard:
         self.optimizers = {
             source: build_optimizer("optimizer_factory", make, self.stand_ins) for source in states
         }
-        if plan.per_rank:
+        if len(self.optimizers) > 1:
             for optimizer in self.optimizers.values():
                 _look_ahead(optimizer)
         self.versions = [0] * len(shares.layers)
@@ -344,7 +344,7 @@ def _look_ahead(optimizer: torch.optim.Optimizer) -> None:
     for gradients that are late: DANA-Slim (Hakimi et al., arXiv 1907.11612).
     """
     for group in optimizer.param_groups:
-        if group.get("nesterov") is False and group["momentum"] and not group["dampening"]:
+        if group.get("nesterov") is False and group.get("momentum") and not group.get("dampening"):
             group["nesterov"] = True
 
 

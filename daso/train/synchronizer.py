@@ -127,7 +127,12 @@ class Synchronizer:
         gradients = self.settings.gradients
         if not gradients.sizes_portions or self.topology.nodes == 1:
             return None
-        costs = self.channels.measured_costs()
+        try:
+            costs = self.channels.measured_costs()
+        except Exception:
+            self._close_background()
+            self.channels.engine.close()
+            raise
         return efficient_portion_bytes(gradients.link_efficiency, self.channels.plan(MiB), costs)
 
     def _others_average(self) -> bool:

@@ -276,6 +276,27 @@ def test_a_portion_is_of_the_layer_that_the_next_forward_comes_to(topology):
     assert set(layers) == set(range(len(model)))
 
 
+@pytest.mark.parametrize("reducer", ["prioritized", "host"])
+def test_an_earlier_run_may_have_had_smaller_portions(topology, reducer):
+    """Their size follows from what messages cost, which is measured anew at every start."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 3)))()
+    with wrapped(topology, model, sgd, reducer=reducer, bucket_bytes=1 << 20) as optimizer:
+        for nbytes in (1 << 20, 1 << 16, 100):
+            buckets = optimizer._session._sync.buckets
+            buckets.arrange(buckets.order, nbytes)
+            optimizer.zero_grad()
+            torch.manual_seed(topology.rank)
+            model(torch.randn(4, 300)).square().mean().backward()
+            optimizer.step()
+            optimizer.flush()
+        count = len(buckets.rows.buckets)
+    assert count > (1000 if reducer == "prioritized" else 4)
+    everyones = topology.world_comm.allgather([p.detach().clone() for p in model.parameters()])
+    assert all(
+        torch.equal(a, b) for one in everyones for a, b in zip(one, everyones[0], strict=True)
+    )
+
+
 def check_abreast(log):
     """A few portions are under way at a time, and one is told ahead."""
     under_way, most = 0, 0

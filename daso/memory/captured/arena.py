@@ -97,9 +97,11 @@ class ArenaRun:
     def backward(self, receiver: Receiver) -> None:
         """Run the backward pass; hand over each gradient as soon as it is there."""
         self._receiver = receiver
-        for call in self._calls[self._forward :]:
-            call()
-        self._receiver = _Copies()
+        try:
+            for call in self._calls[self._forward :]:
+                call()
+        finally:
+            self._receiver = _Copies()
 
     def forget(self, which: Sequence[int]) -> None:
         """Let go of some values: they are not kept alive until the next call."""

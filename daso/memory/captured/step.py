@@ -217,5 +217,5 @@ def _check(model: Any, loss_fn: Any, given: Values) -> None:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             raise ConfigError(
                 "the model must not be a DistributedDataParallel, whose averaging is done by "
-                "hooks on gradients that a captured step does not call: pass its module"
+                "hooks inside autograd, which a captured step does not call: pass its module"
             )

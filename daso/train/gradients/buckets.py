@@ -65,6 +65,7 @@ class FlatGradients:
         self.buckets: list[Bucket] = []  # in the order in which they fill
         self.buckets_of: dict[int, list[Bucket]] = {}  # several where a parameter is cut
         self._rows: list[Row] = []
+        self._least_bytes = 0  # of buckets, for which rows have room
         # In them, of each parameter's gradient. What becomes ``.grad`` is an alias of it: users may
         # replace the memory behind a gradient (``.data``, ``model.double()``), and ours must stay.
         self._views: dict[int, torch.Tensor] = {}
@@ -80,18 +81,23 @@ class FlatGradients:
         Collective over the node; blocking.
         """
         self._place_of = {index: at for at, index in enumerate(order)}
+        self._least_bytes = min(bucket_bytes, LEAST_BUCKET_BYTES)  # a run that is resumed had less
         for dtype in dict.fromkeys(tensor.dtype for _, tensor in self.named):
             params = tuple(index for index in order if self.named[index][1].dtype == dtype)
             tensors = [self.named[index][1] for index in params]
             spans = flagged([tensor.numel() for tensor in tensors])
             numel, most = spans[-1].stop + 1, len(params)
             if self._cuts != "none":  # each tensor in as many as it fills, rounded
-                most = 2 * len(params) + numel // _elements(bucket_bytes, dtype)
+                most = 2 * len(params) + numel // _elements(self._least_bytes, dtype)
             memory = self.node.row(numel, dtype, most)
             self._rows.append(Row(params, tuple(t.nbytes for t in tensors), spans, memory))
             for index, tensor, span in zip(params, tensors, spans, strict=True):
                 self._views[index] = view_like(memory.flat[slice(*span)], tensor)
         self.cut(bucket_bytes)
+
+    def has_room_for(self, bucket_bytes: int) -> bool:
+        """Return whether rows can be cut into buckets of a size."""
+        return self._cuts == "none" or bucket_bytes >= self._least_bytes
 
     def cut(self, bucket_bytes: int) -> None:
         """Cut rows into buckets of another size; between two rounds.

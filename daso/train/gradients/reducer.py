@@ -411,8 +411,10 @@ class GradientReducer:
 
         Does not communicate, but all ranks must do it alike.
         """
-        if order and list(order) != self.order:
+        moved = bool(order) and list(order) != self.order
+        if moved or not self.rows.has_room_for(bucket_bytes):
             self.rows.release()
+        if moved:
             self.order = list(order)
         if bucket_bytes != self.bucket_bytes:
             self.cut(bucket_bytes)
