@@ -56,6 +56,7 @@ RENDEZVOUS = (
     "load a checkpoint",
     "free a daso.Topology",
     "join torch.distributed",
+    "measure the machine",
 )
 STALL_SECONDS = 300.0  # where nobody says another: that of Exchange
 GRACE_SECONDS = 5.0  # for rank 0, which can say who is missing

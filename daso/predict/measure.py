@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from daso.checks import NONE, Rule, check, either, instance_of, validate_call
-from daso.comm.topology import Topology, default
+from daso.comm.topology import STALL_SECONDS, Topology, default
 from daso.environment import read_launch
 from daso.predict.link_trials import link_rate
 from daso.predict.throttle_plan import Machine
@@ -63,6 +63,7 @@ def measure_machine(
     }
     if world is None:
         return Machine(**rates)
+    world.rendezvous("measure the machine", STALL_SECONDS)
     told = world.world_comm.allgather(rates)
     slowest: dict[str, Any] = {
         name: None if rates[name] is None else min(one[name] for one in told) for name in rates

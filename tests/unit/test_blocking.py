@@ -17,6 +17,7 @@ LOSS = "a loss"  # which ends on all ranks what they wait for, and so does anoth
 WRAP, SERVE, FLOW = "wrap an optimizer", "make a daso.ParameterServer", "make a flow's Runtime"
 EPOCH, LOAD = "begin an epoch of a flow", "load a checkpoint"
 CLOSE = "close an optimizer"
+MEASURE = "measure the machine"
 
 # Where a rank may block in MPI, and where all ranks have met right before.
 AFTER = {
@@ -43,6 +44,8 @@ AFTER = {
     "comm/topology.py: Topology.equal_on_all_ranks": WRAP,
     "comm/shared_memory.py: SharedWindow.__init__": STEP,
     "flow/replicas.py: FlowReplicas.__init__": FLOW,
+    "predict/measure.py: measure_machine": MEASURE,
+    "predict/link_trials.py: link_rate": MEASURE,
     "flow/replicas.py: FlowReplicas.end_epoch": EPOCH,
     "flow/model/layers.py: Layers.fetch": FLOW,
     "flow/model/layers.py: _average": EPOCH,
