@@ -5,7 +5,6 @@ step; nobody else writes to them. After a layer's backward its gradients are cop
 with those of the next layers, as many as the pace says.
 """
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +14,9 @@ from typing import Any
 import torch
 
 from daso import trace
-from daso.errors import ConfigError, NonFiniteError
+from daso.errors import ConfigError
 from daso.server.departures import Departures
+from daso.server.finite import FiniteChecks
 from daso.server.partition import Partition
 from daso.server.plan import Log, Plan, Read, Send, first_pace
 from daso.server.service import STEPS_WAITING, ServerThread
@@ -26,9 +26,6 @@ from daso.train.gradients.partial_step import same_values, values_of
 from daso.train.model.hooks import Hook
 
 __all__ = ["ServerHooks"]
-
-logger = logging.getLogger("daso")
-DROPS_IN_A_ROW = 3  # steps with a gradient that is not finite, at which a rank raises
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,6 @@ class _Step:
 
     missing: list[set[int]]  # of each layer, parameters without a gradient
     taken: set[int] = field(default_factory=set)  # layers that were taken up
-    bad: set[int] = field(default_factory=set)  # layers whose gradient was not finite
     left: dict[int, tuple[int, int]] = field(default_factory=dict)  # stamps, by parameter
     values: list[dict[str, Any]] | None = None  # of parameter groups
 
@@ -94,7 +90,12 @@ class ServerHooks:
         self._groups = groups
         self.steps = 0  # since the start
         self.met_at = 0  # steps at the last meeting of all ranks
-        self.dropped = 0  # steps with a gradient that was not finite
+        self.checks = FiniteChecks(
+            names,
+            serving.rank,
+            at_once=plan.exchange.nonfinite == "raise",
+            copies=serving.copies,
+        )
         self.logs = False  # what it does
         self.log: list[Read | Send] = []
         self._meetings: list[int] = []  # steps at each
@@ -107,7 +108,6 @@ class ServerHooks:
         # Of each layer, by owner: the version in the parameters.
         self._loaded = [dict.fromkeys(owners, 0) for owners in shares.owners]
         self._keeps = False  # gradients, for accumulation
-        self._bad_steps = 0  # in a row
         self._stepped_at = time.perf_counter()
         self._uses = ModuleParameters(module, shares.named)
         self._hooks = [
@@ -154,7 +154,8 @@ class ServerHooks:
             self.log.append(Read(self.steps, layer, tuple(self._loaded[layer].values())))
 
     def _load(self, layer: int, rows: Mapping[int, Rows]) -> None:
-        take_up(self.shares, layer, rows, self._loaded[layer], whole=self.plan.whole)
+        pinned = self.serving.pinned
+        take_up(self.shares, layer, rows, self._loaded[layer], whole=self.plan.whole, pinned=pinned)
 
     def meet(self) -> None:
         """Take up the last rows of all ranks. Collective over the world; blocking."""
@@ -163,6 +164,7 @@ class ServerHooks:
                 "ranks must meet between two steps, but gradients were computed since the last; "
                 "call step() first"
             )
+        self.checks.settle()
         self.serving.meet(self.steps - self.met_at)
         self.met_at = self.steps
         self._meetings.append(self.steps)
@@ -199,18 +201,13 @@ class ServerHooks:
             self._finish(layer)
 
     def _finish(self, layer: int) -> None:
-        if not self._is_finite(layer):
-            self._step.bad.add(layer)
-        backlog = self.serving.mailbox.backlog_bytes
+        self.checks.look(layer, self._gradients([layer]))
+        backlog = self.serving.backlog_bytes
         leaving = self.departures.finish(layer, backlog_bytes=backlog, now=time.perf_counter())
         self._send(leaving)
 
-    def _is_finite(self, layer: int) -> bool:
-        grads = [self.shares.named[index][1].grad for index in self.shares.layers[layer]]
-        there = [grad for grad in grads if grad is not None]
-        if bool(torch.stack([grad.sum().float() for grad in there]).isfinite().all()):
-            return True
-        return all(bool(grad.isfinite().all()) for grad in there)  # large ones may overflow
+    def _gradients(self, layers: Sequence[int]) -> list[torch.Tensor | None]:
+        return [self.shares.named[index][1].grad for index in self.shares.params(layers)]
 
     def _send(self, leaving: Mapping[int, tuple[int, ...]]) -> None:
         """Hand over the gradients of layers, by owner."""
@@ -222,7 +219,7 @@ class ServerHooks:
             self._send_to(owner, layers, self._step.values)
 
     def _send_to(self, owner: int, layers: tuple[int, ...], values: list[dict[str, Any]]) -> None:
-        grads = [self._gradient(layer, at) for layer in layers for at in self.shares.layers[layer]]
+        grads, there = self._gradients(layers), self.serving.device
         one = Contribution(
             source=self.serving.rank,
             step=self.steps,
@@ -230,16 +227,13 @@ class ServerHooks:
             has=tuple(grad is not None for grad in grads),
             read=tuple(self._loaded[layer][owner] for layer in layers),
             values=values,
-            row=self.shares.pack(owner, layers, grads),
+            row=self.shares.pack(owner, layers, grads, there),
             base=self._base(owner, layers),
         )
-        self.serving.give(owner, one)
+        self.serving.give(owner, one, self.checks.of(layers, there))
         if self.logs:
             every = self.departures.pace.layers
             self.log.append(Send(self.steps, owner, layers, every, tuple(values)))
-
-    def _gradient(self, layer: int, index: int) -> torch.Tensor | None:
-        return None if layer in self._step.bad else self.shares.named[index][1].grad
 
     def _base(self, owner: int, layers: Sequence[int]) -> torch.Tensor | None:
         """Return the parameters that updates start from, where every rank has its own."""
@@ -248,7 +242,7 @@ class ServerHooks:
         for layer in set(layers) - self._step.taken:  # that no forward came to
             self._take_up(layer)
         now = [self.shares.named[index][1].detach() for index in self.shares.params(layers)]
-        return self.shares.pack(owner, layers, now)
+        return self.shares.pack(owner, layers, now, self.serving.device)
 
     def step(self) -> None:
         """End a step: what has not left leaves, and layers without a gradient are told of.
@@ -257,8 +251,8 @@ class ServerHooks:
         """
         self._refuse_edits()
         for layer, missing in enumerate(self._step.missing):
-            if missing and self._has_gradient(layer) and not self._is_finite(layer):
-                self._step.bad.add(layer)
+            if missing:
+                self.checks.look(layer, self._gradients([layer]))
         if self._step.values is not None and not same_values(self._groups(), self._step.values):
             raise ConfigError(
                 "values of parameter groups must be set before backward, where gradients leave "
@@ -269,16 +263,13 @@ class ServerHooks:
             self.serving.skip(layer, self.steps - self.met_at)
         trace.record(trace.STEP, self._stepped_at, key=self.steps)
         self._stepped_at = time.perf_counter()
-        step, bad = self.steps, self._step.bad
+        step = self.steps
         self.steps += 1
         self.serving.round.step = self.steps - self.met_at
         self._begin()
-        self._count_bad(step, bad)
+        self.checks.end(step, self.serving.device)
         self.serving.engine.check()
         self.serving.wait_for_room(self._layers.room_bytes)
-
-    def _has_gradient(self, layer: int) -> bool:
-        return any(self.shares.named[at][1].grad is not None for at in self.shares.layers[layer])
 
     def _refuse_edits(self) -> None:
         """Refuse gradients that were changed since backward: they left in it."""
@@ -289,23 +280,6 @@ class ServerHooks:
                     f"gradients must be left alone between backward and step, since they leave in "
                     f"backward, but that of {name} was changed (clipping, scaling?); use daso.DASO"
                 )
-
-    def _count_bad(self, step: int, bad: set[int]) -> None:
-        if not bad:
-            self._bad_steps = 0
-            return
-        self.dropped += 1
-        self._bad_steps += 1
-        name = self._layers.names[min(bad)]
-        what = f"gradients of layer {name!r} are not finite in step {step}"
-        at_once = self.plan.exchange.nonfinite == "raise"
-        if at_once or self._bad_steps >= DROPS_IN_A_ROW:
-            raise NonFiniteError(
-                f"gradients must be finite, but {what} on rank {self.serving.rank} (in "
-                f"{self._bad_steps} steps in a row); lower the learning rate, or look at that "
-                f"rank's data"
-            )
-        logger.warning("%s on rank %d; they were left out", what, self.serving.rank)
 
     def logged(self) -> Log:
         """Return what this rank did, in the order of each thread."""

@@ -17,6 +17,8 @@ import torch
 
 from daso.checks import NONE, check, either, instance_of, validate_call
 from daso.comm.collectives import gather, gather_unlike
+from daso.comm.device.staging import DeviceStaging
+from daso.comm.node.select import staging_of
 from daso.comm.reclaim import Closer, forget, keep, reclaim
 from daso.comm.topology import Topology, default, errors_on_all_ranks
 from daso.errors import CheckpointError, ConfigError, LayoutError
@@ -27,7 +29,7 @@ from daso.server.plan import Log, Mode, OptimizerState, Plan, Transport
 from daso.server.service import ServerThread
 from daso.server.shard import MakeOptimizer, ParameterShard
 from daso.train.model.one_copy import is_saving_one_copy
-from daso.train.model.params import Trained, check_same_layout, start_equal
+from daso.train.model.params import Named, Trained, check_same_layout, start_equal
 from daso.train.model.shards import refusal
 from daso.train.model.shared import common_tensors
 from daso.train.setup import FACTORY, MODULE, stall_limit
@@ -87,7 +89,8 @@ class ParameterServer(torch.optim.Optimizer):
         exchange: ``chunk_bytes`` of a message cross in one piece: what is needed sooner waits for
             no more than a few of them. A rank waits ``timeout_seconds`` without a sign of the
             others before it raises and names who is missing. ``nonfinite``: gradients of a layer
-            that are not finite are left out, and raise in the third step in a row; or at once.
+            that are not finite are left out, and raise in the third step in a row; or at once. On
+            a GPU, which no hook waits for, they raise in the first step that knows of it.
 
     Raises:
         ConfigError: A keyword has no such value.
@@ -143,7 +146,7 @@ class ParameterServer(torch.optim.Optimizer):
         self._topology.raise_on_all_ranks(_problem(rows), ConfigError)
         # What schedulers and people change; the serving thread has groups of its own.
         groups = self._groups = [dict(group) for group in rows.inner.param_groups]
-        self._serving = ServerThread(self._topology, shares, plan, rows)
+        self._serving = ServerThread(self._topology, shares, plan, rows, _copies(named))
         self._client = ServerHooks(model, names, shares, plan, self._serving, lambda: groups)
         self._closed = False
         self._told: set[str] = set()  # names of buffers that are left alone
@@ -281,7 +284,7 @@ class ParameterServer(torch.optim.Optimizer):
             "steps": self._client.steps,
             "gradient_age": self._serving.server.ages.mean,
             "updates": sum(self._serving.server.versions),
-            "dropped": self._client.dropped,
+            "dropped": self._client.checks.dropped,
             "bytes_sent": self._serving.mailbox.sent_bytes,
             "exposed_seconds": self._serving.exposed_seconds,
         }
@@ -400,6 +403,12 @@ class ParameterServer(torch.optim.Optimizer):
             "a ParameterServer trains the parameters that its model had when it was made; make "
             "another one after adding some"
         )
+
+
+def _copies(named: Named) -> DeviceStaging | None:
+    """Return how gradients come to the host; None where that is their place, or places differ."""
+    devices = {tensor.device for _, tensor in named}
+    return staging_of(devices.pop()) if len(devices) == 1 else None
 
 
 def _problem(rows: ParameterShard) -> str | None:

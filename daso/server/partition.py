@@ -11,6 +11,7 @@ from daso.train.model.params import Named
 __all__ = ["Partition", "layers_of"]
 
 NO_ROWS = Span(0, 0)
+HOST = torch.device("cpu")
 
 
 def layers_of(module: torch.nn.Module) -> tuple[list[str], Named, tuple[tuple[int, ...], ...]]:
@@ -86,12 +87,16 @@ class Partition:
         return spans[-1].stop if spans else 0
 
     def pack(
-        self, rank: int, layers: Sequence[int], tensors: Sequence[torch.Tensor | None]
+        self,
+        rank: int,
+        layers: Sequence[int],
+        tensors: Sequence[torch.Tensor | None],
+        device: torch.device = HOST,
     ) -> torch.Tensor:
-        """Copy a rank's rows into a row of bytes."""
+        """Copy a rank's rows into a row of bytes on a device."""
         params = self.params(layers)
         spans = self._places(rank, params)
-        row = torch.empty(spans[-1].stop if spans else 0, dtype=torch.uint8, device="cpu")
+        row = torch.empty(spans[-1].stop if spans else 0, dtype=torch.uint8, device=device)
         with torch.no_grad():
             for index, span, tensor in zip(params, spans, tensors, strict=True):
                 room = self._read(row, index, rank, span)

@@ -16,6 +16,7 @@ from itertools import chain
 import torch
 
 from daso import trace
+from daso.comm.device.staging import DeviceStaging
 from daso.comm.engine import Engine, Work, WorkHandle
 from daso.comm.mpi import load
 from daso.comm.p2p.packets import routes
@@ -23,9 +24,10 @@ from daso.comm.p2p.send_queue import HEAD_BYTES, Message, SendQueue
 from daso.comm.topology import Topology
 from daso.errors import ExchangeError, StallError
 from daso.server.compression import PushCompressor
-from daso.server.partition import Partition
+from daso.server.partition import HOST, Partition
 from daso.server.plan import Plan, is_fresh
 from daso.server.shard import Contribution, ParameterShard, Rows, first_rows, rows_in
+from daso.server.staging import Staging, sound
 
 __all__ = ["STEPS_WAITING", "ServerThread"]
 
@@ -56,14 +58,24 @@ class ServerThread:
         shares: Which rows are whose.
         plan: How gradients are taken in.
         server: This rank's rows.
+        copies: Between the device of the model and its host; None: gradients are packed on the
+            host, and who packs them waits for a device.
 
     Collective over the world; blocking.
     """
 
     def __init__(
-        self, topology: Topology, shares: Partition, plan: Plan, server: ParameterShard
+        self,
+        topology: Topology,
+        shares: Partition,
+        plan: Plan,
+        server: ParameterShard,
+        copies: DeviceStaging | None = None,
     ) -> None:
         self.plan, self.server, self.shares = plan, server, shares
+        self.copies = copies
+        self.device = HOST if copies is None else shares.named[0][1].device  # of packed gradients
+        self._staging = None if copies is None else Staging(copies)
         self._compressor = PushCompressor(shares, plan.wire)
         self.rank, self.ranks = topology.rank, topology.world_size
         self._owned = shares.owned(self.rank)
@@ -106,9 +118,25 @@ class ServerThread:
         """Whether the thread is at work: this rank's rows may change."""
         return self._handle is not None
 
-    def give(self, owner: int, contribution: Contribution) -> None:
-        """Hand over gradients; does not block."""
-        one = contribution
+    def give(self, owner: int, contribution: Contribution, finite: torch.Tensor) -> None:
+        """Hand over gradients; does not block.
+
+        Args:
+            owner: To whom.
+            contribution: Its row and base lie on `device`; nobody else writes to them.
+            finite: Of each of its layers, whether its gradient is (layers,), there.
+        """
+        urgency = self._urgency(self.round.step + 1, contribution.layers)
+        if self._staging is None:
+            self._post(owner, urgency, contribution, finite)
+        else:
+            self._staging.begin(owner, urgency, contribution, finite)
+
+    def _post(
+        self, owner: int, urgency: int, contribution: Contribution, finite: torch.Tensor
+    ) -> None:
+        """Let gradients leave that are on the host; those of this rank's rows stay."""
+        one = sound(self.shares, owner, contribution, finite)
         payload = self._compressor.encode(owner, one.layers, one.has, one.row)
         if owner == self.rank:
             # As others' are: what the wire loses is part of the next.
@@ -116,9 +144,20 @@ class ServerThread:
             self._given.append(replace(one, row=row))
             return
         notes = (GRADIENTS, one.step, one.layers, one.has, one.read, one.values)
-        self.mailbox.post(
-            owner, Message(notes, payload, self._urgency(self.round.step + 1, one.layers))
-        )
+        self.mailbox.post(owner, Message(notes, payload, urgency))
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes that were given and have not left, to the rank to which there are most."""
+        staged = 0 if self._staging is None else self._staging.backlog_bytes()
+        return staged + self.mailbox.backlog_bytes
+
+    def pinned(self, row: torch.Tensor) -> torch.Tensor:
+        """Return what holds a row's values, and is copied to the device while others go on."""
+        if self.copies is None:
+            return row
+        copy = self.copies.memory(row.nbytes).view(row.dtype).view(row.shape)
+        return copy.copy_(row)
 
     def wait_for(self, layer: int, step: int) -> dict[int, Rows]:
         """Return a layer's rows by owner, fresh enough for a step.
@@ -168,9 +207,8 @@ class ServerThread:
         """Block until no more bytes than these wait to leave, and gradients here to be taken in."""
 
         def is_room() -> bool:
-            return self.mailbox.backlog_bytes <= most_bytes and len(
-                self._given
-            ) <= STEPS_WAITING * len(self.shares.layers)
+            most = STEPS_WAITING * len(self.shares.layers)
+            return self.backlog_bytes <= most_bytes and len(self._given) <= most
 
         if not is_room():
             self._wait(is_room, lambda: "a free link")
@@ -256,6 +294,8 @@ class ServerThread:
         while not self._is_over():
             yield self._stirs
             changed = []
+            for staged in () if self._staging is None else self._staging.take():
+                self._post(staged.owner, staged.urgency, staged.contribution, staged.finite)
             for source, message in self.mailbox.take():
                 changed.append((source, self._open(source, message)))
                 self._sign_at = time.perf_counter()
@@ -271,6 +311,7 @@ class ServerThread:
         return (
             self.mailbox.move()
             or bool(self._given)
+            or (self._staging is not None and self._staging.came())
             or (self.round.pausing is not None and self.rank not in self.round.last_steps)
             or self._is_over()
             or (self._is_uneven() and self.mailbox.idle)
@@ -294,7 +335,8 @@ class ServerThread:
             return changed
         if about == ROWS:
             layers, versions = notes
-            self._keep(source, rows_in(self.shares, source, layers, versions, message.payload))
+            row = self.pinned(message.payload)
+            self._keep(source, rows_in(self.shares, source, layers, versions, row))
         elif about == LAST_STEP:
             return self._note_last(source, *notes)
         else:
@@ -367,7 +409,7 @@ class ServerThread:
         for rank in ranks:
             about = [self.server.about(layer, rank) for layer in layers]
             if rank == self.rank:
-                self._keep(rank, rows_in(self.shares, rank, layers, about, row))
+                self._keep(rank, rows_in(self.shares, rank, layers, about, self.pinned(row)))
             else:
                 notes = (ROWS, tuple(layers), about)
                 self.mailbox.post(rank, Message(notes, row, urgency, covers))
@@ -381,6 +423,7 @@ class ServerThread:
         if (
             self.round.pausing is not None
             and not self._given
+            and not self._staging
             and self.rank not in self.round.last_steps
         ):
             self._tell_all((LAST_STEP, self.round.pausing), LATEST - 1)

@@ -305,8 +305,11 @@ def take_up(
     loaded: dict[int, int],
     *,
     whole: bool,
+    pinned: Callable[[torch.Tensor], torch.Tensor] = lambda row: row,
 ) -> None:
     """Copy the newest rows of a layer into its parameters, and note their versions.
+
+    Does not block where rows are pinned.
 
     Args:
         shares: Which rows are whose.
@@ -314,6 +317,7 @@ def take_up(
         rows: Of each of its owners, in rank order.
         loaded: By owner, the version that is in the parameters; changed.
         whole: Every owner has all rows: their mean is taken.
+        pinned: Returns what holds the same, and is copied to the device while others go on.
     """
     new = [owner for owner, one in rows.items() if one.version != loaded[owner]]
     with torch.no_grad():
@@ -321,10 +325,11 @@ def take_up(
             tensor = shares.named[index][1]
             if whole:
                 mean = _mean([one.tensors[at] for one in rows.values()], len(rows))
-                shares.of(0, index, tensor).copy_(mean)
+                shares.of(0, index, tensor).copy_(pinned(mean), non_blocking=True)
                 continue
             for owner in new:
-                shares.of(owner, index, tensor).copy_(rows[owner].tensors[at])
+                mine = rows[owner].tensors[at]
+                shares.of(owner, index, tensor).copy_(mine, non_blocking=True)
     loaded.update({owner: one.version for owner, one in rows.items()})
 
 

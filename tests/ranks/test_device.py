@@ -10,13 +10,21 @@ import sys
 import pytest
 import torch
 from compare import compare
-from models import Odd, Wide, adamw, bits, mlp, seeded, sgd
-from world import test_behaviour, test_gradient_wire, test_odd_moments, test_state, test_sync
+from models import Odd, Wide, adamw, batch_loss, bits, mlp, seeded, sgd
+from world import (
+    test_behaviour,
+    test_eager,
+    test_gradient_wire,
+    test_odd_moments,
+    test_state,
+    test_sync,
+)
 
 import daso
 from daso.comm.emulation import CopyLink, pretend_device
 from daso.comm.node.host import HostBucket, HostNode
 from daso.comm.node.select import choose_device
+from daso.errors import NonFiniteError
 from daso.plan.allreduce_plan import AllReducePlan, Level
 
 pytestmark = [
@@ -138,3 +146,82 @@ def test_many_pieces_and_messages_equal_one_process(topology, monkeypatch):
         return torch.nn.Sequential(torch.nn.Linear(6, 30_000), torch.nn.Linear(30_000, 3))
 
     compare(topology, wide, sgd, daso.Fixed(2, 1), wire="bf16", steps=4)
+
+
+# --- the parameter server -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def many_owners(monkeypatch):
+    """Let shares of small layers be worth a message."""
+    for module in ("plan", "departures"):
+        monkeypatch.setattr(f"daso.server.{module}.FLOOR_BYTES", 24)
+
+
+def one_by_one(params):
+    """SGD that rounds 16-bit parameters on a device as on the host, where a server has rows."""
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=1e-3, foreach=False)
+
+
+@pytest.mark.parametrize("every", [1, "auto"])
+@pytest.mark.parametrize("make", [mlp, Odd])
+def test_a_server_equals_one_process(topology, many_owners, make, every):
+    test_eager.test_without_staleness_every_step_equals_one_process(
+        topology, make, one_by_one, every, 100
+    )
+
+
+@pytest.mark.parametrize("mode", ["local_rows", "replicated"])
+def test_a_servers_other_modes_equal_one_process(topology, many_owners, mode):
+    test_eager.test_other_modes_equal_one_process_too(topology, Odd, one_by_one, mode)
+
+
+@pytest.mark.parametrize("mode", ["sharded", "local_rows", "replicated"])
+def test_a_server_without_a_bound_is_replayed(topology, many_owners, mode):
+    if torch.cuda.is_available() and "pretended_cuda" not in sys.modules:
+        pytest.skip("a GPU's own products are not those of a CPU to the bit")
+    case = (Odd, one_by_one)
+    test_eager.test_a_replay_gives_the_same_bits(topology, mode, None, case, "auto")
+
+
+@pytest.mark.parametrize("wire", [None, "bf16"])
+def test_gradients_that_are_not_finite_are_left_out_and_told_of_once_known(topology, caplog, wire):
+    rank, model = topology.rank, seeded(mlp)()
+    with daso.ParameterServer(model, one_by_one, topology=topology, wire=wire) as server:
+        for step in range(5):
+            server.zero_grad()
+            loss = batch_loss(model, rank, step)
+            (loss * float("nan") if (rank, step) == (0, 2) else loss).backward()
+            server.step()
+        server.synchronize()
+        assert server.report()["dropped"] == (rank == 0)
+        assert all(p.isfinite().all() for p in model.parameters())
+        with pytest.raises(NonFiniteError, match="in 3 steps in a row"):
+            for _ in range(3):
+                server.zero_grad()
+                (batch_loss(model, rank, step) * float("nan")).backward()
+                server.step()
+            server.synchronize()  # where the device has told of the last
+    assert ("not finite in step 2 on rank 0" in caplog.text) == (rank == 0)
+
+
+@pytest.mark.parametrize("mode", ["sharded", "local_rows", "replicated"])
+@pytest.mark.parametrize("staleness", [0, None])
+def test_no_thread_of_a_server_waits_for_the_device(topology, many_owners, mode, staleness):
+    """Steps wait for other ranks alone, and the thread that serves asks what has come."""
+    if not torch.cuda.is_available():
+        pytest.skip("a CPU does not tell who waits for it")
+    model = seeded(Odd)()
+    how = {"topology": topology, "mode": mode, "staleness": staleness}
+    batches = [torch.randn(5, 6) for _ in range(6)]
+    targets = torch.arange(5) % 3
+    with daso.ParameterServer(model, one_by_one, **how) as server:
+        for step, batch in enumerate(batches):
+            # A driver may wait once for memory that it pins.
+            torch.cuda.set_sync_debug_mode("error" if step else "default")
+            try:
+                server.zero_grad()
+                torch.nn.functional.cross_entropy(model(batch, step % 2 == 0), targets).backward()
+                server.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")

@@ -24,6 +24,7 @@ __all__ = [
     "choose_node",
     "device_problem",
     "nccl_problem",
+    "staging_of",
     "wants_nccl",
 ]
 
@@ -89,7 +90,7 @@ def choose_node(
         wanted = wants_nccl(topology, device, reducer)
         if node := _nccl_node(topology, device, timeout_seconds, late, wanted=wanted):
             return node
-    host, copies = ShmNode(topology, timeout_seconds, late), _copies(device)
+    host, copies = ShmNode(topology, timeout_seconds, late), staging_of(device)
     return host if copies is None else HostNode(host, device, copies)
 
 
@@ -136,6 +137,6 @@ def _refusal(why: str, remedy: str) -> str:
     )
 
 
-def _copies(device: torch.device) -> DeviceStaging | None:
+def staging_of(device: torch.device) -> DeviceStaging | None:
     """Return how rows on ``device`` go to the host and back; None where they lie there."""
     return CudaCopies(device) if device.type == "cuda" else emulated_copies()
