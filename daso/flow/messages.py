@@ -5,7 +5,7 @@ import statistics
 import struct
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -162,12 +162,13 @@ class Post:
     well under a millisecond, and a thread of its own would take the interpreter away from it.
 
     Args:
-        packets: How they cross.
+        packets: How they cross to each other rank.
         device: Where tensors are computed with.
     """
 
-    def __init__(self, packets: Packets, device: torch.device) -> None:
+    def __init__(self, packets: Mapping[int, Packets], device: torch.device) -> None:
         self._packets, self._device = packets, device
+        self._ways = (*dict.fromkeys(packets.values()),)
         self._waiting: dict[int, list[Message]] = defaultdict(list)
         self._leaving: list[Callable[[], bool]] = []
         self.sent_bytes = 0
@@ -182,7 +183,7 @@ class Post:
             return
         for rank, messages in self._waiting.items():
             packet = pack(messages)
-            left = self._packets.start(rank, packet)
+            left = self._packets[rank].start(rank, packet)
             assert left is not None  # messages always have room
             self.sent_bytes += packet.numel()
             if not left():
@@ -193,8 +194,9 @@ class Post:
         """Yield what came: of one rank in the order of sending."""
         if self._leaving:
             self._leaving = [left for left in self._leaving if not left()]
-        for _, packet in self._packets.arrived():
-            yield from unpack(packet, self._device)
+        for way in self._ways:
+            for _, packet in way.arrived():
+                yield from unpack(packet, self._device)
 
     def drain(self) -> int:
         """Wait until all that was sent has left, as the receivers' loops are over; return bytes."""

@@ -26,7 +26,7 @@ from daso.checks import (
 )
 from daso.comm.collectives import gather
 from daso.comm.mpi import load
-from daso.comm.p2p.packets import Messages
+from daso.comm.p2p.packets import routes
 from daso.comm.reclaim import Closer, forget, keep, reclaim
 from daso.comm.topology import Topology, default, errors_on_all_ranks
 from daso.errors import CheckpointError, ConfigError, FlowError
@@ -151,7 +151,7 @@ class Runtime:
         self._message_comm = self._topology.world_comm.Dup()
         self._held.callback(_free, self._world, self._message_comm)
         keep(self, self._whole, self._number, Closer(self._held.close, int, int))
-        self._packets = Messages(self._message_comm)
+        self._packets, _ = routes(self._topology, self._message_comm, "messages", 0)
         self._layers = Layers(self._wiring, optimizer_factory, updates, self._world)
         self._layers.fetch(lambda _: 0, self._whole.world_comm)
         self.epoch = 0  # passes that trained

@@ -306,8 +306,8 @@ def test_many_messages_cross_as_one_and_keep_their_order():
     sent = [Message(n, False, 0, (n,), (torch.full((3,), float(n)),), NO_TICKET) for n in range(50)]
     comm = WORLD.Dup()
     counted = Counted(comm)
-    post = Post(counted, torch.device("cpu"))
     others = [rank for rank in range(WORLD.size) if rank != WORLD.rank]
+    post = Post(dict.fromkeys(others, counted), torch.device("cpu"))
     for rank in others:
         for one in sent:
             post.put(rank, one)

@@ -4,12 +4,14 @@ import os
 import statistics
 import time
 from contextlib import ExitStack
+from itertools import pairwise
 
 import pytest
 import torch
 from jobs import slowness
 
 import daso
+from daso import flow
 from daso.comm.emulation import LinkModel, throttled
 from daso.errors import ConfigError
 from daso.plan.allreduce_plan import direct_plan
@@ -162,6 +164,39 @@ def test_a_parameter_servers_messages_take_the_link_too(topology, rank_info):
         aside = rank_info.world_size - rank_info.local_size
         least = 2 * aside * 4 * SIZE * SIZE / rank_info.world_size / RATE
         assert statistics.fmean(slow[0]) >= 0.9 * least
+
+
+def flows(topology, count=6):
+    """Return what a pass of a flow took, and its parameters at the end."""
+    torch.manual_seed(0)
+    graph = flow.Graph()
+    values = graph.source(lambda one: one)
+    placement = {}
+    for rank in range(topology.world_size):
+        name = f"layer {rank}"
+        values = graph.layer(torch.nn.Linear(SIZE, SIZE), values, name=name)
+        placement[name] = rank
+    graph.loss(lambda _, found: found.square().mean(), values)
+    make = lambda params: torch.optim.SGD(params, lr=0.01)  # noqa: E731 - as users write it
+    how = {"topology": topology, "placement": placement, "max_active_keys": 1}
+    with flow.Runtime(graph, make, **how) as runtime:
+        start = time.perf_counter()
+        runtime.train_epoch([torch.ones(100, SIZE)] * count)
+        took = time.perf_counter() - start
+    modules = [node.call for node in graph.nodes if node.kind == "layer"]
+    return took, [p.detach().clone() for m in modules for p in m.parameters()]
+
+
+def test_a_flows_messages_take_the_link_between_nodes(topology, rank_info):
+    """Forward and backward, of one instance after the other; to the same bits."""
+    plain = flows(topology)
+    with throttled(LinkModel(RATE, latency_seconds=1e-3)):
+        slow = flows(topology)
+    assert all(map(torch.equal, plain[1], slow[1]))
+    between = sum(a != b for a, b in pairwise(rank_info.node_of))
+    least = 6 * 2 * between * (4 * 100 * SIZE / RATE + 1e-3)
+    assert slow[0] >= least
+    assert slow[0] < least + 2 * plain[0] + 6 * 2 * between * 0.03 * slowness()
 
 
 def test_a_link_that_is_not_what_it_was_said_to_be_is_refused(topology, rank_info):
