@@ -192,7 +192,7 @@ def _where(wiring: Any, nodes: Measured, layout: str, ranks: int) -> Sequence[Se
 def _crossing_seconds(width: int, topology: Topology) -> float:
     """Return what a message between two ranks takes of each, as they send one to and fro."""
     comm = topology.world_comm.Dup()
-    post = Post(Messages(comm), torch.device("cpu"))
+    post = Post(dict.fromkeys(range(comm.size), Messages(comm)), torch.device("cpu"))
     message = Message(0, False, 0, (0, 0), (torch.zeros(1, width),), NO_TICKET)
     rank, found = topology.rank, 0.0
     if rank < 2 <= topology.world_size:
