@@ -14,7 +14,7 @@ from daso.cli.main import Parser, carry_out
 
 __all__ = ["main"]
 
-DEVICES = ("device", "device-even")  # layers that take a known time and no core
+DEVICES = ("device", "device-early", "device-even")  # layers that take a known time and no core
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from daso.cli.bench import train
-from daso.cli.bench.baselines import FIFO, PRIORITY
+from daso.cli.bench.baselines import BUCKETS, FIFO, PRIORITIZED, PRIORITY
 
 __all__ = ["Plan", "figures", "measure", "table"]
 
@@ -14,7 +14,7 @@ Plan, measure = train.Plan, train.measure
 
 def table(found: Mapping[str, Any]) -> str:
     """Return the rows as aligned lines, each also over first-in-first-out with a barrier."""
-    ratios = _over_fifo(found)
+    ratios = _over(FIFO, found)
     head, columns, *lines = train.table(found).splitlines()
     rows = zip(lines, found["rows"], strict=True)
     return "\n".join(
@@ -24,23 +24,27 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the figure of this model and link."""
+    """Return the figures of this model and link."""
     plan, head = found["plan"], train.table(found).splitlines()[0]
     where = plan["link"] if plan["model"] == "cnn" else f"{plan['model']}_{plan['link']}"
-    ratios = _over_fifo(found)
-    if PRIORITY not in ratios:
-        return {}
+    names = {row["name"] for row in found["rows"]}
+    kinds = (
+        ("priority_ratio", PRIORITY, FIFO, "portions of 1 MiB"),
+        ("prioritized_over_default", PRIORITIZED, BUCKETS, "portions as large as the link needs"),
+    )
     return {
-        f"priority_ratio_{where}": {
-            "value": ratios[PRIORITY],
-            "unit": f"ratio of step times, over {FIFO}",
-            "conditions": f"synchronous gradients in portions of 1 MiB: {head}",
+        f"{name}_{where}": {
+            "value": _over(base, found)[one],
+            "unit": f"ratio of step times, over {base}",
+            "conditions": f"synchronous gradients in {what}: {head}",
         }
+        for name, one, base, what in kinds
+        if {one, base} <= names
     }
 
 
-def _over_fifo(found: Mapping[str, Any]) -> dict[str, float]:
-    """Return step times over those of first-in-first-out, medians over rounds.
+def _over(base: str, found: Mapping[str, Any]) -> dict[str, float]:
+    """Return step times over those of another contender, medians over rounds.
 
     Both are taken over compute only right before and after them, for the machine is not equally
     fast at every moment.
@@ -50,10 +54,10 @@ def _over_fifo(found: Mapping[str, Any]) -> dict[str, float]:
         name: [one["seconds"] / one["base_seconds"] for one in rounds]
         for name, rounds in rows.items()
     }
-    count = len(paced[FIFO])
+    count = len(paced[base])
     return {
         name: statistics.median(
-            one / other for one, other in zip(mine[:count], paced[FIFO], strict=True)
+            one / other for one, other in zip(mine[:count], paced[base], strict=True)
         )
         for name, mine in paced.items()
     }

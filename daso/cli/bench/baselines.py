@@ -24,12 +24,14 @@ from daso.comm.topology import Topology
 
 __all__ = [
     "ALLREDUCE",
+    "BUCKETS",
     "CONTENDERS",
     "FIFO",
     "HOST",
     "INSIDE",
     "ORDERS",
     "PERIOD",
+    "PRIORITIZED",
     "PRIORITY",
     "SERVERS",
     "Contender",
@@ -229,28 +231,29 @@ CONTENDERS: Mapping[str, Make] = {
 }
 
 
-def _ordered(portions: Any, mebibytes: float, *, whole: bool) -> Make:
+def _ordered(portions: Any, mebibytes: float | None, *, whole: bool) -> Make:
     gradients = daso.Gradients(
         reducer="prioritized",
         priority=portions,
         step="model" if whole else "layerwise",
-        bucket_bytes=int(mebibytes * (1 << 20)),
+        bucket_bytes="auto" if mebibytes is None else int(mebibytes * (1 << 20)),
     )
     return _daso(gradients=gradients)
 
 
 # Of synchronous gradients: what goes first, and what a forward waits for.
-FIFO, PRIORITY = "fifo, barrier", "priority"
+FIFO, PRIORITY, PRIORITIZED, BUCKETS = "fifo, barrier", "priority", "prioritized", "buckets"
 ORDERS: Mapping[str, Make] = {
     FIFO: _ordered("fifo", 1, whole=True),
     "fifo, no barrier": _ordered("fifo", 1, whole=False),
     "priority, barrier": _ordered("layer", 1, whole=True),
     PRIORITY: _ordered("layer", 1, whole=False),
+    PRIORITIZED: _ordered("layer", None, whole=False),
     **{
         f"priority, {mebibytes:g} MiB": _ordered("layer", mebibytes, whole=False)
         for mebibytes in (0.25, 0.5, 2, 4, 16)
     },
-    "buckets": _daso(policy=daso.Fixed(1, 0)),
+    BUCKETS: _daso(policy=daso.Fixed(1, 0)),
 }
 
 
