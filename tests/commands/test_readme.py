@@ -418,6 +418,22 @@ def test_seconds_to_a_loss_are_those_that_were_measured() -> None:
         assert ratios == [f"{server.ratio_to(run, name):.2f}" for run in slow]
 
 
+def test_accuracies_of_a_server_with_momentum_are_those_that_were_measured() -> None:
+    import json
+    from statistics import mean
+
+    found = json.loads((ROOT / "scripts/figures/server_momentum.json").read_text())
+    page, figures = PAGES["parameter-server"], found["figures"]
+    ratio = figures["time_to_loss_ratio_slow3_momentum"]["value"]
+    assert f"`staleness=None` took {ratio:.2f} of DDP's seconds" in " ".join(page.split())
+    _, alike, slow = found["runs"]
+    names = ("DDP over gloo", "`staleness=None`", "`staleness=1`")
+    for name, one, other in zip(names, alike["rows"], slow["rows"], strict=True):
+        cells = [f"{mean(c['accuracy'] for c in row['courses']):.2f} %" for row in (one, other)]
+        cells.append(f"{mean(c['lasted'] for c in other['courses']):.1f}")
+        assert f"| {name} | {' | '.join(cells)} |" in page
+
+
 def test_faults_came_to_what_it_says() -> None:
     import json
 
