@@ -9,9 +9,12 @@ from hypothesis import settings
 # As scripts/test has it: with more threads torch adds in another order, and bits differ.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-pytest_plugins = ["worlds", "tiers"]
-
 HERE = Path(__file__).parent
+# Of processes that tests start; see support/startup/sitecustomize.py.
+STARTUP = (str(HERE / "support" / "startup"), os.environ.get("PYTHONPATH", ""))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(STARTUP)))
+
+pytest_plugins = ["worlds", "tiers"]
 
 
 def pytest_configure() -> None:

@@ -13,6 +13,7 @@ __all__ = ["run_throttled", "with_runner"]
 
 RUNNER = "daso.predict.run_throttled"
 PYTHON = re.compile(r"python[\d.]*")
+PROGRAM = re.compile(r"-([bBdEhiIOPqRsSuvVx?]*)([cm])")  # flags, and what comes next is it
 VALUED = {"-W", "-X", "--check-hash-based-pycs"}  # options of Python with a word of their own
 VALUED_BY_RUN = {"-n", "--ranks", "--ranks-per-node", "--spares", "--restarts", "--fault"}
 
@@ -35,6 +36,8 @@ def run_throttled(path: Path, program: Sequence[str]) -> int:
 def with_runner(words: Sequence[str], plan: str) -> list[str]:
     """Return a command with the runner before the program of its Python, or of ``daso run``."""
     at = _place(words)
+    if words[at].startswith("-m") and words[at] != "-m":  # as Python takes it too
+        words = [*words[:at], "-m", words[at][2:], *words[at + 1 :]]
     return [*words[:at], "-m", RUNNER, plan, *words[at:]]
 
 
@@ -55,12 +58,20 @@ def _place(words: Sequence[str]) -> int:
 
 
 def _behind_options(words: Sequence[str], at: int, valued: set[str]) -> int:
-    while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "--"):
-        if words[at] == "-c":
+    while at < len(words) and words[at].startswith("-") and words[at] != "--":
+        program = PROGRAM.match(words[at])
+        if program and program[2] == "c":
             raise ConfigError(
                 "a throttled program must be a file or a module (-m), not words after -c; write "
                 "them to a file"
             )
+        if program and program[1]:
+            raise ConfigError(
+                f"-m must be an option of its own in a throttled program, not part of "
+                f"{words[at]!r}; write -{program[1]} -m"
+            )
+        if program:
+            break
         at += 2 if words[at] in valued else 1
     at += words[at : at + 1] == ["--"]
     if at >= len(words):

@@ -8,7 +8,7 @@ import torch
 
 from daso.checks import Rule, check, number
 from daso.errors import ConfigError
-from daso.predict.link_sweep import LinkSweep
+from daso.predict.link_sweep import LinkSweep, check_factors
 from daso.predict.throttles.copies import CopyDelay
 
 __all__ = ["slow_copies", "sweep_link"]
@@ -67,6 +67,7 @@ def sweep_link(run: Callable[[], object], factors: Sequence[float] = FACTORS) ->
         ConfigError: As of `slow_copies`.
     """
     check("run", run, CALLABLE)
+    check_factors(factors)
     seconds = []
     for at, factor in enumerate(factors):
         with slow_copies(factor):

@@ -1,7 +1,7 @@
 """A program of the user's on a machine that is slowed down to imitate another one."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -58,17 +58,31 @@ def simulate_target(plan: ThrottlePlan, topology: Topology | None = None) -> Ite
             )
     topology = topology or world_of_launch()
     with ExitStack() as throttles:
-        problems, steps = [], StepTimes(plan.compute_factor)
-        for begin in (_hog, _copies, _disk, _computing):
-            problems.append(begin(plan, throttles, steps))
-        problems.append(_link(plan, throttles, steps, topology))
-        _refuse([one for one in problems if one], topology)
+        steps = StepTimes(plan.compute_factor)
+        mine = (_hog, _copies, _disk, _computing)
+        # Before ranks try the link together.
+        _refuse([_begun(one, plan, throttles, steps) for one in mine], topology)
+        _refuse([_link(plan, throttles, steps, topology)], topology)
         throttles.enter_context(steps)
         yield steps
 
 
-def _refuse(problems: list[str], topology: Topology | None) -> None:
-    problem = None
+def _begun(
+    begin: Callable[[ThrottlePlan, ExitStack, StepTimes], str],
+    plan: ThrottlePlan,
+    throttles: ExitStack,
+    steps: StepTimes,
+) -> str:
+    """Begin a throttle of this rank's own; return what is wrong with it."""
+    try:
+        return begin(plan, throttles, steps)
+    except (OSError, RuntimeError) as error:  # a full disk, or what a driver says
+        return f"one fails here: {error}"
+
+
+def _refuse(found: Sequence[str], topology: Topology | None) -> None:
+    """Raise what is wrong with throttles, on every rank. Collective over the world; blocking."""
+    problem, problems = None, [one for one in found if one]
     if problems:
         rule = f"a throttle must be right to {MOST_OFF:.0%}"
         problem = (
@@ -119,6 +133,8 @@ def _copies(plan: ThrottlePlan, throttles: ExitStack, steps: StepTimes) -> str: 
     factor = plan.factor("copy_bytes_per_second")
     if factor < NOTHING:
         return ""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device here whose copies could be slowed down"
     delay = throttles.enter_context(CopyDelay(factor))
     return _problem("a copy to the device", delay.off())
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from daso.checks import check, positive
 from daso.errors import ConfigError
 
-__all__ = ["LinkSweep"]
+__all__ = ["LinkSweep", "check_factors"]
 
 LEAST_FACTORS = 3  # of a fit: it has three numbers
 
@@ -40,11 +40,7 @@ class LinkSweep:
     @classmethod
     def fit(cls, factors: Sequence[float], seconds: Sequence[float]) -> "LinkSweep":
         """Return the closest such function: the least squares of all ways to cut the factors."""
-        if len(set(factors)) < LEAST_FACTORS or len(factors) != len(seconds):
-            raise ConfigError(
-                f"a sweep needs {LEAST_FACTORS} factors at least, and a time for each, not "
-                f"{len(set(factors))} and {len(seconds)}; give more factors"
-            )
+        check_factors(factors)
         pairs = sorted(zip(factors, seconds, strict=True))
         fits = [_fit(pairs, hidden) for hidden in range(len(pairs) + 1)]
         best = min(fits, key=lambda one: _squares(pairs, *one))
@@ -71,12 +67,22 @@ class LinkSweep:
         return self.seconds_with(times) / times
 
 
+def check_factors(factors: Sequence[float]) -> None:
+    """Refuse fewer factors than a fit needs."""
+    if len(set(factors)) < LEAST_FACTORS:
+        raise ConfigError(
+            f"a sweep needs {LEAST_FACTORS} different factors at least, not {len(set(factors))}; "
+            f"give more factors"
+        )
+
+
 def _fit(pairs: Sequence[tuple[float, float]], hidden: int) -> tuple[float, float, float]:
     """Return floor, base and slope where copies of the first factors are hidden."""
     floor = statistics.fmean(seconds for _, seconds in pairs[:hidden]) if hidden else 0.0
     rest = pairs[hidden:]
-    if len(rest) < 2:
-        return max(floor, *(seconds for _, seconds in rest), 0.0), 0.0, 0.0
+    if len({factor for factor, _ in rest}) < 2:
+        held = statistics.fmean(seconds for _, seconds in rest) if rest else 0.0
+        return max(floor, held), 0.0, 0.0
     fitted = statistics.linear_regression(*zip(*rest, strict=True))
     return floor, fitted.intercept, max(0.0, fitted.slope)
 

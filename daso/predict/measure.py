@@ -53,7 +53,9 @@ def measure_machine(
     check("topology", topology, either(instance_of(Topology), NONE))
     check("folder", folder, either(FOLDER, NONE))
     world = world_of_launch() if topology is None else topology
+    _rendezvous(world)
     disk = disk_rates(Path(tempfile.gettempdir() if folder is None else folder))
+    _rendezvous(world)  # who had the disk last is late
     rates: dict[str, Any] = {
         "compute": _flops() * (1 if world is None else world.local_size),
         "memory_bytes_per_second": memory_bytes_per_second(),
@@ -63,10 +65,10 @@ def measure_machine(
     }
     if world is None:
         return Machine(**rates)
-    world.rendezvous("measure the machine", STALL_SECONDS)
     told = world.world_comm.allgather(rates)
     slowest: dict[str, Any] = {
-        name: None if rates[name] is None else min(one[name] for one in told) for name in rates
+        name: None if any(one[name] is None for one in told) else min(one[name] for one in told)
+        for name in rates
     }
     if world.nodes == 1:
         return Machine(**slowest)
@@ -74,6 +76,12 @@ def measure_machine(
     return Machine(
         **slowest, link_bytes_per_second=bytes_per_second, latency_seconds=latency_seconds
     )
+
+
+def _rendezvous(world: Topology | None) -> None:
+    """Let all ranks measure at once."""
+    if world is not None:
+        world.rendezvous("measure the machine", STALL_SECONDS)
 
 
 def world_of_launch() -> Topology | None:

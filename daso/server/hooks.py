@@ -154,7 +154,7 @@ class ServerHooks:
             self.log.append(Read(self.steps, layer, tuple(self._loaded[layer].values())))
 
     def _load(self, layer: int, rows: Mapping[int, Rows]) -> None:
-        pinned = self.serving.pinned
+        pinned = None if self.serving.copies is None else self.serving.pinned
         take_up(self.shares, layer, rows, self._loaded[layer], whole=self.plan.whole, pinned=pinned)
 
     def meet(self) -> None:
@@ -164,7 +164,6 @@ class ServerHooks:
                 "ranks must meet between two steps, but gradients were computed since the last; "
                 "call step() first"
             )
-        self.checks.settle()
         self.serving.meet(self.steps - self.met_at)
         self.met_at = self.steps
         self._meetings.append(self.steps)
@@ -202,7 +201,7 @@ class ServerHooks:
 
     def _finish(self, layer: int) -> None:
         self.checks.look(layer, self._gradients([layer]))
-        backlog = self.serving.backlog_bytes
+        backlog = self.serving.mailbox.backlog_bytes  # what the link is behind, not the device
         leaving = self.departures.finish(layer, backlog_bytes=backlog, now=time.perf_counter())
         self._send(leaving)
 

@@ -256,6 +256,7 @@ class ParameterServer(torch.optim.Optimizer):
             serving.engine.run,
             self._plan.exchange.chunk_bytes,
         )
+        self._client.checks.settle()  # who raises has met the others
 
     def _common_buffers(self) -> list[torch.Tensor]:
         """Return the buffers that all ranks share. Collective over the world; blocking."""
@@ -369,7 +370,11 @@ class ParameterServer(torch.optim.Optimizer):
         trace: TracebackType | None,
     ) -> None:
         if kind is None:
-            self.synchronize()
+            try:
+                self.synchronize()
+            except BaseException:
+                self.abandon()
+                raise
             self.close()
         else:
             self.abandon()

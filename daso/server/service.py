@@ -312,10 +312,17 @@ class ServerThread:
             self.mailbox.move()
             or bool(self._given)
             or (self._staging is not None and self._staging.came())
-            or (self.round.pausing is not None and self.rank not in self.round.last_steps)
+            or self._last_step() is not None
             or self._is_over()
             or (self._is_uneven() and self.mailbox.idle)
         )
+
+    def _last_step(self) -> int | None:
+        """Return this rank's last step, if it is to be told: all before it was taken in."""
+        pausing = self.round.pausing  # read first: what was given was given before the pause
+        if self._given or self._staging or self.rank in self.round.last_steps:
+            return None
+        return pausing
 
     def _is_uneven(self) -> bool:
         """Return whether all ranks are told to have taken their last step, and not the same."""
@@ -419,15 +426,9 @@ class ServerThread:
         return step * len(self.shares.layers) + min(layers)
 
     def _go_towards_the_end(self) -> None:
-        # What was given was given before the pause: read in this order.
-        if (
-            self.round.pausing is not None
-            and not self._given
-            and not self._staging
-            and self.rank not in self.round.last_steps
-        ):
-            self._tell_all((LAST_STEP, self.round.pausing), LATEST - 1)
-            self._publish_changes([(self.rank, self._note_last(self.rank, self.round.pausing))])
+        if (last := self._last_step()) is not None:
+            self._tell_all((LAST_STEP, last), LATEST - 1)
+            self._publish_changes([(self.rank, self._note_last(self.rank, last))])
         if self._is_uneven():
             if self.mailbox.idle:  # all others know it too
                 fewest, most = (

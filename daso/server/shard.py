@@ -305,11 +305,11 @@ def take_up(
     loaded: dict[int, int],
     *,
     whole: bool,
-    pinned: Callable[[torch.Tensor], torch.Tensor] = lambda row: row,
+    pinned: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
     """Copy the newest rows of a layer into its parameters, and note their versions.
 
-    Does not block where rows are pinned.
+    Does not block where rows are pinned, whatever the device.
 
     Args:
         shares: Which rows are whose.
@@ -317,7 +317,7 @@ def take_up(
         rows: Of each of its owners, in rank order.
         loaded: By owner, the version that is in the parameters; changed.
         whole: Every owner has all rows: their mean is taken.
-        pinned: Returns what holds the same, and is copied to the device while others go on.
+        pinned: Rows are, and this returns what is and holds the same.
     """
     new = [owner for owner, one in rows.items() if one.version != loaded[owner]]
     with torch.no_grad():
@@ -325,11 +325,12 @@ def take_up(
             tensor = shares.named[index][1]
             if whole:
                 mean = _mean([one.tensors[at] for one in rows.values()], len(rows))
-                shares.of(0, index, tensor).copy_(pinned(mean), non_blocking=True)
+                mean = mean if pinned is None else pinned(mean)
+                shares.of(0, index, tensor).copy_(mean, non_blocking=pinned is not None)
                 continue
             for owner in new:
                 mine = rows[owner].tensors[at]
-                shares.of(owner, index, tensor).copy_(mine, non_blocking=True)
+                shares.of(owner, index, tensor).copy_(mine, non_blocking=pinned is not None)
     loaded.update({owner: one.version for owner, one in rows.items()})
 
 

@@ -166,7 +166,7 @@ def test_a_parameter_servers_messages_take_the_link_too(topology, rank_info):
         assert statistics.fmean(slow[0]) >= 0.9 * least
 
 
-def flows(topology, count=6):
+def flows(topology, count=6, **how):
     """Return what a pass of a flow took, and its parameters at the end."""
     torch.manual_seed(0)
     graph = flow.Graph()
@@ -178,7 +178,7 @@ def flows(topology, count=6):
         placement[name] = rank
     graph.loss(lambda _, found: found.square().mean(), values)
     make = lambda params: torch.optim.SGD(params, lr=0.01)  # noqa: E731 - as users write it
-    how = {"topology": topology, "placement": placement, "max_active_keys": 1}
+    how = {"topology": topology, "placement": placement, "max_active_keys": 1, **how}
     with flow.Runtime(graph, make, **how) as runtime:
         start = time.perf_counter()
         runtime.train_epoch([torch.ones(100, SIZE)] * count)
@@ -197,6 +197,25 @@ def test_a_flows_messages_take_the_link_between_nodes(topology, rank_info):
     least = 6 * 2 * between * (4 * 100 * SIZE / RATE + 1e-3)
     assert slow[0] >= least
     assert slow[0] < least + 2 * plain[0] + 6 * 2 * between * 0.03 * slowness()
+
+
+def test_a_flow_with_replicas_ends_over_a_link_too(topology):
+    """The last notes leave before ranks wait for each other to average."""
+    ranks = topology.world_size
+    with throttled(LinkModel(RATE, latency_seconds=0.05)):
+        flows(topology, placement={}, replicas={"layer 0": ranks}, max_active_keys=ranks)
+
+
+@pytest.mark.nodes((1, 2), (3, 1))
+def test_ranks_of_an_unequal_node_share_its_link(topology, rank_info):
+    """What a parameter server sends to the other node takes what all ranks' bytes would."""
+    plain = serve(topology)
+    with throttled(LinkModel(RATE / topology.lanes, latency_seconds=1e-3)):  # as a plan's
+        slow = serve(topology)
+    assert all(map(torch.equal, plain[1], slow[1]))
+    aside = rank_info.world_size - rank_info.local_size
+    mine = 2 * aside * 4 * SIZE * SIZE / rank_info.world_size
+    assert statistics.fmean(slow[0]) >= 0.9 * mine * rank_info.local_size / RATE
 
 
 def test_a_link_that_is_not_what_it_was_said_to_be_is_refused(topology, rank_info):

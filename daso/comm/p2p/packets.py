@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from daso.comm.dtypes import byte_buffer
-from daso.comm.emulation import emulated_link
+from daso.comm.emulation import LinkModel, emulated_link
 from daso.comm.mpi import library, load
 from daso.comm.p2p.emulated_link import LinkedPackets
 from daso.comm.shared_memory import SharedWindow
@@ -295,11 +295,20 @@ def routes(
     found, ways = _real_routes(topology, comm, transport, most_bytes)
     link, rank_info = emulated_link(), topology.rank_info
     if link is not None:
+        link = _share(link, topology)
         linked = {way: LinkedPackets(way, link) for way in set(found.values())}
         for rank, way in found.items():
             if rank_info.node_of[rank] != rank_info.node:
                 found[rank] = linked[way]
     return found, ways
+
+
+def _share(link: LinkModel, topology: Topology) -> LinkModel:
+    """Return one rank's share of a node's link, of which the given one is a lane's."""
+    if topology.local_size == topology.lanes:
+        return link
+    rate = link.bytes_per_second * topology.lanes / topology.local_size
+    return LinkModel(rate, link.latency_seconds)
 
 
 def _real_routes(

@@ -55,16 +55,17 @@ class CopyDelay(TorchDispatchMode):
 
     def _copy_more(self, source: torch.Tensor, target: torch.Tensor, *, late: bool) -> None:
         source = source.detach().reshape(-1)
-        spare = self._spare_like(target, source.is_pinned() or target.is_pinned())
+        there = source.device if target.is_cpu else target.device
+        spare = self._spare_like(target, source.is_pinned() or target.is_pinned(), there)
         left = (self.factor - 1) * source.numel()
         while (count := min(round(left), source.numel())) > 0:
             spare[:count].copy_(source[:count], non_blocking=late)
             left -= count
 
-    def _spare_like(self, target: torch.Tensor, pinned: bool) -> torch.Tensor:
+    def _spare_like(self, target: torch.Tensor, pinned: bool, device: torch.device) -> torch.Tensor:
         pinned = pinned and target.is_cpu
         # A stream may still write to what another has left.
-        stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         key = target.device, target.dtype, pinned, stream
         spare = self._spare.get(key)
         if spare is None or spare.numel() < target.numel():

@@ -4,6 +4,8 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +77,8 @@ class DiskDelay:
         parts = []
         for _ in range(TRIES):
             self._ahead = 0.0
-            _write(folder).unlink()
+            with _written(folder):
+                pass
             begun = time.perf_counter()
             self.settle()
             parts.append((time.perf_counter() - begun) / (TRIAL_BYTES * self._write) - 1)
@@ -87,21 +90,24 @@ def disk_rates(folder: Path) -> DiskRates:
     written, read = [], []
     for _ in range(TRIES):
         begun = time.perf_counter()
-        path = _write(folder)
-        written.append(time.perf_counter() - begun)
-        read.append(_read(path))
-        path.unlink()
+        with _written(folder) as path:
+            written.append(time.perf_counter() - begun)
+            read.append(_read(path))
     return DiskRates(*(TRIAL_BYTES / statistics.median(one) for one in (written, read)))
 
 
-def _write(folder: Path) -> Path:
-    """Write a file until it is on the disk."""
+@contextmanager
+def _written(folder: Path) -> Iterator[Path]:
+    """Write a file until it is on the disk; it is deleted at the end, whatever comes."""
     number, name = tempfile.mkstemp(prefix="daso-disk-", dir=folder)
-    with os.fdopen(number, "wb") as file:
-        file.write(os.urandom(1 << 16) * (TRIAL_BYTES >> 16))
-        file.flush()
-        os.fsync(file.fileno())
-    return Path(name)
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(os.urandom(1 << 16) * (TRIAL_BYTES >> 16))
+            file.flush()
+            os.fsync(file.fileno())
+        yield Path(name)
+    finally:
+        Path(name).unlink()
 
 
 def _read(path: Path) -> float:

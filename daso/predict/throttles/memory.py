@@ -50,6 +50,14 @@ class MemoryHog:
     def acquire(self) -> None:
         """Start to copy, as much as it takes. Blocks for about 2 s."""
         self._thread.start()
+        try:
+            self._search()
+        except BaseException:
+            self.release()
+            raise
+
+    def _search(self) -> None:
+        """Find how much of the time it is to copy."""
         low, high = 0.0, 1.0
         for _ in range(HALVINGS):
             self._duty = (low + high) / 2

@@ -30,6 +30,7 @@ TWICE = "[current]\ncompute = 1.0\n[target]\ncompute = 2.0\n"
     [
         ("python train.py -m 3", f"python {RUNNER} train.py -m 3"),
         ("/bin/python3.11 -u -W error -m mpi4py train.py", None),
+        ("python -u -mpkg.train -m 3", f"python -u {RUNNER} -m pkg.train -m 3"),
         ("mpirun -n 2 python -m train --n=2", f"mpirun -n 2 python {RUNNER} -m train --n=2"),
         (
             "daso run -n 2 --elastic train.py -n 3",
@@ -50,6 +51,8 @@ def test_the_runner_comes_before_the_program(command, expected):
         ("", "a program must follow that Python or `daso run` starts"),
         ("bash train.sh", "a program must follow that Python or `daso run` starts"),
         ("python -c pass", "must be a file or a module (-m), not words after -c"),
+        ("python -uc'pass'", "must be a file or a module (-m), not words after -c"),
+        ("python -um train", "not part of '-um'; write -u -m"),
         ("python -u", "a program must follow the options"),
     ],
 )

@@ -39,8 +39,14 @@ def test_what_was_not_measured_is_said():
         found.estimate(5)
 
 
+def test_the_largest_factor_may_be_given_twice():
+    found = LinkSweep.fit((1, 2, 4, 4), (5.0, 5.0, 5.0, 7.0))
+    assert found.seconds_with(1) == pytest.approx(5.0)
+    assert found.seconds_with(4) == pytest.approx(6.0, abs=1.0)
+
+
 def test_too_few_factors_are_refused():
-    with pytest.raises(ConfigError, match="3 factors at least, and a time for each, not 2 and 2"):
+    with pytest.raises(ConfigError, match="3 different factors at least, not 2"):
         LinkSweep.fit((1, 2), (1.0, 2.0))
 
 

@@ -154,6 +154,16 @@ def test_a_saved_model_is_delayed(tmp_path):
     assert time.perf_counter() - begun >= 0.95 * model.nbytes * (1 / 4e7 - 1 / 1e9)
 
 
+def test_nothing_is_left_on_a_disk_that_is_full(tmp_path, monkeypatch):
+    def full(number):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        disk_rates(tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_disk_has_rates_and_nothing_is_left_on_it(tmp_path):
     rates = disk_rates(tmp_path)
     assert rates.write > 0
