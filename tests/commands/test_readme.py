@@ -418,6 +418,19 @@ def test_seconds_to_a_loss_are_those_that_were_measured() -> None:
         assert ratios == [f"{server.ratio_to(run, name):.2f}" for run in slow]
 
 
+def test_prioritized_gradients_are_over_the_default_what_was_measured() -> None:
+    import json
+
+    figures = json.loads((ROOT / "scripts/figures/prioritized.json").read_text())["figures"]
+    links = ("500mbit", "1gbit", "2gbit")
+    rows = (("the CNN", ""), ("layers that sleep", "device-early_"))
+    for label, model in rows:
+        (line,) = [one for one in PAGES["options"].splitlines() if one.startswith(f"| {label}")]
+        for cell, link in zip(line.strip("|").split("|")[1:], links, strict=True):
+            value = figures[f"prioritized_over_default_{model}{link}"]["value"]
+            assert cell.strip() == f"{value:.2f}"
+
+
 def test_accuracies_of_a_server_with_momentum_are_those_that_were_measured() -> None:
     import json
     from statistics import mean
