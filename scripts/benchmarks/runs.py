@@ -203,15 +203,21 @@ def _server(chosen: argparse.Namespace) -> Measured:
 
 
 def _throttle(chosen: argparse.Namespace) -> Measured:
-    from benchmarks import link_ratio, throttle_error
+    from benchmarks import link_ratio, throttle_error, throttle_links
+    from benchmarks.hosts import hosts
     from daso.cli.bench.places import run_here
 
     factors, rates = ((2.0,), (2e8,)) if chosen.quick else ((2.0, 3.0), (1e8, 4e8))
-    plan = asdict(throttle_error.Plan(factors, rates, chosen.steps or 60))
+    steps = chosen.steps or 60
+    plan = asdict(throttle_error.Plan(factors, rates, steps))
     one = run_here("benchmarks.throttle_error", plan, ranks=2, ranks_per_node=1)
     yield one, throttle_error.table(one) + "\n", throttle_error.figures(one)
     two = link_ratio.measure()
-    yield two | {"versions": one["versions"]}, link_ratio.table(two), link_ratio.figures(two)
+    yield two | {"versions": one["versions"]}, link_ratio.table(two) + "\n", link_ratio.figures(two)
+    targets = throttle_links.TARGETS[-1:] if chosen.quick else throttle_links.TARGETS
+    with hosts(2) as place:
+        three = throttle_links.compare(place, steps, targets) | {"versions": one["versions"]}
+    yield three, throttle_links.table(three), throttle_links.figures(three)
 
 
 def _predict(chosen: argparse.Namespace) -> Measured:

@@ -25,7 +25,7 @@ from daso.errors import ConfigError
 from daso.predict.emulate import simulate_target
 from daso.predict.throttle_plan import Machine, ThrottlePlan, estimate
 
-__all__ = ["Plan", "figures", "measure", "quota", "table"]
+__all__ = ["POLICIES", "Plan", "figures", "mean", "measure", "quota", "table", "train"]
 
 GROUPS = Path("/sys/fs/cgroup/cpu")  # version 1
 PERIOD_US = 10_000  # in which a quota is used up
@@ -74,11 +74,11 @@ def _row(topology: Topology, policy: str, rate: float, factor: float, steps: int
     target = ThrottlePlan(link, Machine(1.0, rate, LATENCY_SECONDS))
     real = LinkModel(rate, LATENCY_SECONDS)
     with throttled(real):
-        now = _mean(_train(topology, policy, steps))
+        now = mean(train(topology, policy, steps))
     with simulate_target(target, topology):
-        found = estimate(target, _train(topology, policy, steps))
+        found = estimate(target, train(topology, policy, steps))
     with throttled(real), quota(topology.rank, factor):
-        there = _mean(_train(topology, policy, steps))
+        there = mean(train(topology, policy, steps))
     told = topology.world_comm.allgather((now, found.seconds, there))
     now, estimated, there = (1e3 * statistics.fmean(column) for column in zip(*told, strict=True))
     return {
@@ -112,7 +112,7 @@ def quota(rank: int, factor: float) -> Iterator[None]:
         group.rmdir()
 
 
-def _train(topology: Topology, policy: str, steps: int) -> list[float]:
+def train(topology: Topology, policy: str, steps: int) -> list[float]:
     """Return the seconds of steps."""
     torch.manual_seed(topology.rank)
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
@@ -134,7 +134,8 @@ def _train(topology: Topology, policy: str, steps: int) -> list[float]:
     return seconds
 
 
-def _mean(seconds: Sequence[float]) -> float:
+def mean(seconds: Sequence[float]) -> float:
+    """Return the mean of a run's steps but for its first quarter."""
     return statistics.fmean(seconds[len(seconds) // 4 :])
 
 

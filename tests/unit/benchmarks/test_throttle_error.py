@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from benchmarks import link_ratio, throttle_error
+from benchmarks import link_ratio, throttle_error, throttle_links
 
 ROOT = Path(__file__).parents[3]
 EXACT = pytest.approx
@@ -38,6 +38,16 @@ def test_a_simulated_device_is_said_to_be_one():
     assert figure["value"] == EXACT(0.1)
     assert "SIMULATED" in figure["conditions"]
     assert "10.0%" in link_ratio.table({"rows": [told]})
+
+
+def test_links_that_the_system_shapes_have_errors_of_their_own():
+    told = {"now_ms": 10.0, "estimated_ms": 45.0, "measured_ms": 50.0}
+    rows = [{"policy": "synchronous", "link": link, **told} for link in ("100mbit", "250mbit")]
+    found = {"rows": rows, "link_bytes_per_second": 1.1e8, "steps": 9}
+    assert throttle_links.table(found).splitlines()[2].endswith("-10.0%")
+    figure = throttle_links.figures(found)["throttle_link_error_worst"]
+    assert figure["value"] == EXACT(0.1)
+    assert "links of 100mbit, 250mbit that tc shapes" in figure["conditions"]
 
 
 def test_errors_that_the_guide_quotes_are_those_that_were_measured():
