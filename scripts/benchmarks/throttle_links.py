@@ -66,7 +66,7 @@ def compare(place: Hosts, steps: int, targets: Sequence[str] = TARGETS) -> dict[
         plan = asdict(Plan(rates, steps))
         return place.run("benchmarks.throttle_links", plan, link=link, nodes=2, ranks=1)
 
-    fast = run(FAST, [parse_rate(link) for link in targets])
+    fast = run(FAST, [(parse_rate(link) or 0) / 8 for link in targets])
     there = {link: run(link, [])["milliseconds"] for link in targets}
     rows = [
         {
