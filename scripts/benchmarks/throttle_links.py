@@ -79,7 +79,7 @@ def compare(place: Hosts, steps: int, targets: Sequence[str] = TARGETS) -> dict[
         for policy in POLICIES
         for at, link in enumerate(targets)
     ]
-    return fast | {"steps": steps, "rows": rows}
+    return {**fast, "steps": steps, "rows": rows}
 
 
 def _errors(rows: Sequence[Mapping[str, Any]]) -> list[float]:
