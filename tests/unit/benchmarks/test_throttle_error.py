@@ -59,7 +59,7 @@ def test_errors_that_the_guide_quotes_are_those_that_were_measured():
     names = "throttle_prediction_error_median", "throttle_prediction_error_worst"
     values = [f"{100 * told['figures'][name]['value']:.1f}" for name in names]
     assert found.groups() == (*values, told["date"])
-    shaped = re.search(r"Mbit/s were off by (\S+) % in the median and by (\S+) % at most", page)
+    shaped = re.search(r"Gbit/s were off by (\S+) % in the median and by (\S+) % at most", page)
     names = "throttle_link_error_median", "throttle_link_error_worst"
     assert shaped.groups() == tuple(f"{100 * told['figures'][name]['value']:.1f}" for name in names)
     assert link[1] == f"{100 * told['figures']['link_ratio_error_median']['value']:.1f}"
