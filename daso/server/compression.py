@@ -1,6 +1,6 @@
 """Gradients as they cross to the owners of rows: encoded, and what a code loses is sent later."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -48,6 +48,16 @@ class PushCompressor:
             codec.encode(wide[start:stop], fields)
             codec.decode(fields, kept[start:stop])
         self._residuals[key] = torch.sub(wide, kept, out=kept)
+
+    def residuals(self) -> dict[tuple[int, int], torch.Tensor]:
+        """Return a copy of what the wire has lost so far, by owner and parameter."""
+        return {key: lost.clone() for key, lost in self._residuals.items()}
+
+    def load_residuals(self, residuals: Mapping[tuple[int, int], torch.Tensor]) -> None:
+        """Go on with what the wire had lost; nothing where there is none now."""
+        self._residuals = {
+            key: lost.clone() for key, lost in residuals.items() if self._wire is not None
+        }
 
     def decode(self, owner: int, layers: Sequence[int], payload: torch.Tensor) -> torch.Tensor:
         """Return gradients as `Partition.pack` made them, but for what was lost."""

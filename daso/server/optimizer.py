@@ -312,6 +312,7 @@ class ParameterServer(torch.optim.Optimizer):
         optimizers = self._serving.server.optimizers
         return {
             "inner": {source: self._saved(inner) for source, inner in optimizers.items()},
+            "residuals": self._serving.compressor.residuals(),
             "share": self._share(),
             "steps": self._client.steps,
         }
@@ -357,6 +358,7 @@ class ParameterServer(torch.optim.Optimizer):
         server = self._serving.server
         for source, inner in server.optimizers.items():
             inner.load_state_dict(dict(state_dict["inner"][source]))
+        self._serving.compressor.load_residuals(state_dict.get("residuals", {}))
         self._groups[:] = [dict(group) for group in server.inner.param_groups]
         self._client.steps = self._client.met_at = int(state_dict["steps"])
 

@@ -76,7 +76,7 @@ class ServerThread:
         self.copies = copies
         self.device = HOST if copies is None else shares.named[0][1].device  # of packed gradients
         self._staging = None if copies is None else Staging(copies)
-        self._compressor = PushCompressor(shares, plan.wire)
+        self.compressor = PushCompressor(shares, plan.wire)
         self.rank, self.ranks = topology.rank, topology.world_size
         self._owned = shares.owned(self.rank)
         self._topology = topology
@@ -137,10 +137,10 @@ class ServerThread:
     ) -> None:
         """Let gradients leave that are on the host; those of this rank's rows stay."""
         one = sound(self.shares, owner, contribution, finite)
-        payload = self._compressor.encode(owner, one.layers, one.has, one.row)
+        payload = self.compressor.encode(owner, one.layers, one.has, one.row)
         if owner == self.rank:
             # As others' are: what the wire loses is part of the next.
-            row = self._compressor.decode(owner, one.layers, payload)
+            row = self.compressor.decode(owner, one.layers, payload)
             self._given.append(replace(one, row=row))
             return
         notes = (GRADIENTS, one.step, one.layers, one.has, one.read, one.values)
@@ -335,7 +335,7 @@ class ServerThread:
         if about == GRADIENTS:
             step, layers, has, read, values = notes
             start = time.perf_counter()
-            row = self._compressor.decode(self.rank, layers, message.payload)
+            row = self.compressor.decode(self.rank, layers, message.payload)
             contribution = Contribution(source, step, layers, has, read, values, row)
             changed = self.server.contribute(contribution)
             trace.record(trace.SUMS, start, key=step)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from daso.comm.dtypes import accumulator
-from daso.server.partition import Partition
+from daso.server.partition import HOST, Partition
 from daso.server.plan import Apply, Plan, age
 from daso.train.deltas.outer import build_optimizer
 from daso.train.gradients.partial_step import refuse_counting, step_with
@@ -32,7 +32,6 @@ MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 Values = Sequence[Mapping[str, Any]]
 About = tuple[int, float, int, float]  # version, clock, behind, taken_in
 INSTEAD = "use daso.DASO"
-HOST = torch.device("cpu")
 NEVER = float("inf")
 
 
