@@ -144,7 +144,7 @@ def same(found, expected):
 def test_without_staleness_every_step_equals_one_process(
     topology, build, make, every, packet_bytes
 ):
-    make_flat = (lambda p: torch.optim.AdamW(p, lr=1e-2)) if make is adamw else sgd
+    make_flat = (lambda p: torch.optim.AdamW(p, lr=1e-2)) if make is adamw else make
     packets = daso.Exchange(chunk_bytes=packet_bytes)
     model, report, _ = train(topology, build, make_flat, push_every=every, exchange=packets)
     expected = sequential(seeded(build), make_flat, topology.world_size, 5, "sharded")
@@ -192,7 +192,7 @@ def uneven(server, step):
 )
 def test_a_replay_gives_the_same_bits(topology, mode, staleness, case, push_every):
     build, make = case
-    make_flat = (lambda p: torch.optim.AdamW(p, lr=1e-2)) if make is adamw else sgd
+    make_flat = (lambda p: torch.optim.AdamW(p, lr=1e-2)) if make is adamw else make
     how = {"mode": mode, "staleness": staleness, "push_every": push_every}
     for scale_by_staleness in {False, mode == "sharded" and staleness != 0}:
         model, report, log = train(
