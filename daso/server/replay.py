@@ -48,20 +48,22 @@ class Replayed:
 class _Rank:
     """One rank's side: its model, what it read, and what it computed."""
 
+    rank: int
     model: torch.nn.Module
     shares: Partition
-    reads: dict[int, list[Read]]
-    sends: dict[int, list[Send]]
+    events: Mapping[int, Sequence[Read | Send]]  # by step
     loaded: list[dict[int, int]]
     meetings: Sequence[int]  # steps at each meeting
     first: int  # step
-    step: int  # the next
+    step: int  # that it takes
+    taken: int = 0  # of the step's events
+    has_gradients: bool = False  # of the step
     # By step and layer.
     gradients: dict[tuple[int, int], "_Computed"] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
-        return max([*self.sends, *self.reads], default=-1) + 1
+        return max(self.events, default=-1) + 1
 
     def between(self, meeting: int) -> tuple[int, int]:
         """Return the first step after so many meetings, and that after the next."""
@@ -148,28 +150,45 @@ class _Replay:
         return Replayed(first.model, versions, self._oldest)
 
     def _go_on(self) -> list[bool]:
-        computed = [self._compute(rank) for rank in range(len(self._ranks))]
-        return computed + [self._update(owner) for owner in range(len(self._owners))]
+        went_on = [self._train(one) for one in self._ranks]
+        return went_on + [self._update(owner) for owner in range(len(self._owners))]
 
     # --- ranks compute -----------------------------------------------------------------------
 
-    def _compute(self, rank: int) -> bool:
-        """Take the next step of a rank, if all that it read is there."""
-        one = self._ranks[rank]
-        reads = one.reads.get(one.step, [])
-        if one.step >= one.steps or not all(self._is_there(one, read) for read in reads):
+    def _train(self, one: _Rank) -> bool:
+        """Go on in a rank's step, as far as what it read is there; return whether it went on.
+
+        What no forward came to is read when gradients have left, and others have gone on by them.
+        """
+        if one.step >= one.steps:
             return False
-        for read in reads:
-            self._load(one, read.layer, read.versions)
-            self._measure(one, read)
+        before, events = one.taken, one.events.get(one.step, ())
+        for event in events[before:]:
+            if isinstance(event, Send):
+                self._leave(one, event)
+            elif self._is_there(one, event):
+                self._load(one, event.layer, event.versions)
+                self._measure(one, event)
+            else:
+                return one.taken > before
+            one.taken += 1
+        self._compute(one)
+        one.step, one.taken, one.has_gradients = one.step + 1, 0, False
+        return True
+
+    def _compute(self, one: _Rank) -> None:
+        """Compute the gradients of a rank's step, once."""
+        if one.has_gradients:
+            return
         for _, tensor in one.shares.named:
             tensor.grad = None
-        self._backward(one.model, rank, one.step)
-        for send in one.sends.get(one.step, []):
-            for layer in send.layers:
-                one.gradients[one.step, layer] = self._computed(one, layer, send)
-        one.step += 1
-        return True
+        self._backward(one.model, one.rank, one.step)
+        one.has_gradients = True
+
+    def _leave(self, one: _Rank, send: Send) -> None:
+        self._compute(one)
+        for layer in send.layers:
+            one.gradients[one.step, layer] = self._computed(one, layer, send)
 
     def _is_there(self, one: _Rank, read: Read) -> bool:
         owners = one.shares.owners[read.layer]
@@ -278,15 +297,12 @@ class _Replay:
 
 
 def _rank(log: Log, model: torch.nn.Module, ranks: int, plan: Plan) -> _Rank:
-    reads: dict[int, list[Read]] = {}
-    sends: dict[int, list[Send]] = {}
+    events: dict[int, list[Read | Send]] = {}
     for event in log.events:
-        if isinstance(event, Read):
-            reads.setdefault(event.step, []).append(event)
-        elif isinstance(event, Send):
-            sends.setdefault(event.step, []).append(event)
+        if not isinstance(event, Apply):
+            events.setdefault(event.step, []).append(event)
     _, named, layers = layers_of(model)
     shares = Partition(named, layers, ranks, whole=plan.whole)
     loaded = [dict.fromkeys(owners, 0) for owners in shares.owners]
-    first = min([*sends, *reads], default=0)
-    return _Rank(model, shares, reads, sends, loaded, log.meetings, first, first)
+    first = min(events, default=0)
+    return _Rank(log.rank, model, shares, events, loaded, log.meetings, first, first)

@@ -217,6 +217,42 @@ def test_a_replay_gives_the_same_bits(topology, mode, staleness, case, push_ever
             assert found.oldest <= staleness
 
 
+def sometimes_one(model, rank, step):
+    """Backward through both layers of a rank's model, and on rank 0 not through the second."""
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(rank + step))
+    (model[0](x) if (rank, step) == (0, 1) else model[0](x) + model[1](x)).square().sum().backward()
+
+
+def wait_for_version(server, layer, owner, version):
+    limit = time.perf_counter() + HANG_SECONDS
+    while server._serving.last_rows(layer)[owner].version < version:
+        assert time.perf_counter() < limit
+        time.sleep(0.001)
+
+
+def test_a_replay_takes_up_late_what_no_forward_came_to(topology):
+    """Rank 0 ends a step with rows of a rank that has gone on with its gradient of that step."""
+    build = seeded(lambda: nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]))
+    model, rank, several = build(), topology.rank, topology.world_size > 1
+    how = {"mode": "replicated", "staleness": None, "push_every": 1}
+    with daso.ParameterServer(model, sgd, topology=topology, **how) as server:
+        server.keep_log()
+        for step in range(2):
+            if (rank > 0, step) == (True, 1):
+                wait_for_version(server, 0, owner=0, version=2)
+            server.zero_grad()
+            sometimes_one(model, rank, step)
+            if (rank, step) == (0, 1) and several:
+                wait_for_version(server, 1, owner=1, version=2)
+            server.step()
+        server.synchronize()
+        logs = topology.world_comm.allgather(server.logged())
+    read = {(e.step, e.layer): e.versions for e in logs[0].events if isinstance(e, Read)}
+    assert read[1, 1][1] == 2 if several else read[1, 1] == (1,)
+    found = replay(logs, build, sgd, sometimes_one)
+    assert same(params(found.model), params(model))
+
+
 # --- when they leave, and who waits for whom ------------------------------------------------------
 
 
