@@ -23,7 +23,9 @@ __all__ = [
     "Entry",
     "Manifest",
     "cause",
+    "decode_payload",
     "read_payload",
+    "read_whole",
     "remove",
     "unfit",
     "unwritable",
@@ -116,14 +118,30 @@ def read_payload(path: Path, entry: Entry) -> tuple[dict[str, Any], str | None]:
         with path.open("rb") as file:
             if problem := _damage(path, file, entry):
                 return {}, problem
-            payload: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        if isinstance(payload, dict):
-            return payload, None
-        return {}, f"{path} must hold a dict, not a {type(payload).__name__}"
+            return decode_payload(file, path)
     except OSError as error:
         return {}, cause(path, error)
+
+
+def decode_payload(file: BinaryIO, path: Path) -> tuple[dict[str, Any], str | None]:
+    """Read what a rank gave; return it, or what is wrong with it."""
+    try:
+        payload: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever it is, the other ranks wait for this one's vote
         return {}, f"{path} must be readable by torch {torch.__version__}, but: {told(error)}"
+    if isinstance(payload, dict):
+        return payload, None
+    return {}, f"{path} must hold a dict, not a {type(payload).__name__}"
+
+
+def read_whole(path: Path, entry: Entry) -> tuple[bytes, str | None]:
+    """Read a rank's file as it is; return it, or what is wrong with it."""
+    try:
+        with path.open("rb") as file:
+            problem = _damage(path, file, entry)
+            return (b"", problem) if problem else (file.read(), None)
+    except OSError as error:
+        return b"", cause(path, error)
 
 
 def _damage(path: Path, file: BufferedReader, entry: Entry) -> str | None:

@@ -12,7 +12,7 @@ A crash at any moment leaves the checkpoints that were complete before it.
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from daso.comm.topology import Topology
 from daso.errors import CheckpointError, ConfigError
 from daso.plan.options import Exchange
 
-__all__ = ["Checkpoints", "Loaded"]
+__all__ = ["Checkpoints", "Loaded", "joined"]
 
 SEEN_SECONDS = 30.0  # until a file that was written is seen from another host
 ENOUGH = 3  # ranks' reasons in one message
@@ -303,7 +303,7 @@ class Checkpoints:
         payload, problem = read_payload(self._rank_file(step, rank), manifest.files[rank])
         problems = world.allgather(problem)
         if any(problems):
-            return _joined(problems)
+            return joined(problems)
         return Loaded(step, payload, len(manifest.files), same, ())
 
     def _listed(self) -> list[tuple[int, bool]]:
@@ -337,7 +337,7 @@ def _entry_of(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
-def _joined(problems: list[str | None]) -> str:
+def joined(problems: Sequence[str | None]) -> str:
     """Return the ranks' reasons as one text; once where all have the same."""
     if len(set(problems)) == 1:
         return str(problems[0])

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncMaxReduce",
+    "broadcast_row",
+    "exchange_rows",
     "finish",
     "first_value",
     "gather",
@@ -26,6 +28,9 @@ __all__ = [
 ]
 
 Value = TypeVar("Value")
+
+PIECE_BYTES = 1 << 26  # of a message
+ROWS = 31_338  # tag; the world may be used by others
 
 _unfinished: list[object] = []  # after a stall: MPI may still write to what a request was given
 
@@ -100,6 +105,54 @@ def finish(topology: Topology, request: "MPI.Request", timeout_seconds: float) -
         wait_until(request.Test, liveness.missing, timeout_seconds, liveness.answer)
     except StallError:
         _unfinished.append(request)  # which holds its buffers
+        raise
+
+
+def exchange_rows(
+    topology: Topology,
+    sent: Sequence[tuple[int, torch.Tensor]],
+    received: Sequence[tuple[int, torch.Tensor]],
+    timeout_seconds: float,
+) -> None:
+    """Send rows of any length to ranks and receive those of others, each of the length it has.
+
+    Args:
+        topology: Whose world.
+        sent: To whom, and what.
+        received: From whom, and where to; one from each rank at most.
+        timeout_seconds: How long a piece of a row is waited for at most.
+
+    Blocking; by those ranks alone.
+    """
+    comm, requests = topology.world_comm, []
+    for source, row in received:
+        requests += [comm.Irecv(byte_buffer(one), source=source, tag=ROWS) for one in _pieces(row)]
+    for to, row in sent:
+        requests += [comm.Isend(byte_buffer(one), dest=to, tag=ROWS) for one in _pieces(row)]
+    _finish_all(topology, requests, timeout_seconds)
+
+
+def broadcast_row(topology: Topology, row: torch.Tensor, root: int, timeout_seconds: float) -> None:
+    """Give all ranks a row of any length of one of them. Collective over the world; blocking."""
+    comm = topology.world_comm
+    requests = [comm.Ibcast(byte_buffer(one), root=root) for one in _pieces(row)]
+    _finish_all(topology, requests, timeout_seconds)
+
+
+def _pieces(row: torch.Tensor) -> Sequence[torch.Tensor]:
+    pieces: Sequence[torch.Tensor] = row.view(torch.uint8).split(PIECE_BYTES)
+    return pieces
+
+
+def _finish_all(
+    topology: Topology, requests: "Sequence[MPI.Request]", timeout_seconds: float
+) -> None:
+    """Block until requests are over; where one is not, all are kept, with what MPI may write to."""
+    try:
+        for request in requests:
+            finish(topology, request, timeout_seconds)
+    except BaseException:
+        _unfinished.extend(requests)
         raise
 
 

@@ -167,6 +167,7 @@ def test_a_killed_run_ends_like_one_that_was_not(runs, tmp_path) -> None:
     assert f"resumed at step {step}" in said
     (event,) = events(folder, "resume")
     assert (event["step"], event["saved_by"], event["same_world"]) == (step, 4, True)
+    assert not event["in_memory"]
     assert summary_of(folder)["resumed_at"] == step
     assert len(events(folder, "start")) == 1
     assert {event["epoch"] for event in events(folder, "epoch")} == set(range(1, EPOCHS + 1))
@@ -181,11 +182,13 @@ def test_a_killed_run_ends_like_one_that_was_not(runs, tmp_path) -> None:
 def test_a_job_that_may_be_started_again_goes_on_by_itself_where_a_rank_is_killed(
     runs, tmp_path
 ) -> None:
-    folder = tmp_path / "again"
-    words = [*RANKS, *COMMON, f"--runs={tmp_path}", "--name=again", "--checkpoint.every=4"]
+    """From what its hosts keep in memory: nothing is on the disk."""
+    folder, memory = tmp_path / "again", tmp_path / "memory"
+    words = [*RANKS, *COMMON, f"--runs={tmp_path}", "--name=again"]
+    words += ["--checkpoint.memory_every=3", f"--checkpoint.memory_folder={memory}"]
     job = start(*words, "--restarts=1")
     deadline = time.monotonic() + 250
-    while (saved(folder) or [0])[-1] < 16:
+    while not any(memory.glob("daso-*/step-0000001[5-9]")):
         assert job.poll() is None, job.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -195,7 +198,10 @@ def test_a_job_that_may_be_started_again_goes_on_by_itself_where_a_rank_is_kille
     assert job.returncode == 0, err
     assert "daso: the job starts again: restart 1 of at most 1" in err
     assert "the job was started anew: restart 1" in out
-    assert events(folder, "resume")[0]["restarts"] == 1
+    (event,) = events(folder, "resume")
+    assert (event["restarts"], event["in_memory"], event["same_world"]) == (1, True, True)
+    assert event["step"] >= 12
+    assert [*memory.iterdir()] == [], "nothing is left behind"
     assert summary_of(folder)["model"] == summary_of(runs / "whole")["model"]
 
 

@@ -170,15 +170,23 @@ class CheckpointConfig:
         keep: Checkpoints that are kept; older ones are removed.
         background: Whether training goes on while a thread writes; takes memory for a copy of all
             that is saved.
+        memory_every: Steps from one copy in the memory of hosts to the next, each node's on its own
+            host and on that of the next node; 0: none. A run goes on from what is newer, that or a
+            checkpoint.
+        memory_folder: Where a host has files in memory; takes up to four times what its ranks save.
     """
 
     every: int = 0
     keep: int = 3
     background: bool = False
+    memory_every: int = 0
+    memory_folder: str = "/dev/shm"
 
     def __post_init__(self) -> None:
         check("checkpoint.every", self.every, whole(0))
         check("checkpoint.keep", self.keep, whole(1))
+        check("checkpoint.memory_every", self.memory_every, whole(0))
+        check("checkpoint.memory_folder", self.memory_folder, PATH)
 
 
 MOST_COLUMNS = 100

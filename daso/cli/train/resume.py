@@ -1,11 +1,15 @@
 """What a checkpoint of `daso train` holds, and how a run goes on from one."""
 
+import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from daso.checkpoint.neighbours import NeighbourCopies
 from daso.checkpoint.rng import rng_state, set_rng_state
 from daso.checkpoint.state import Checkpoints, Loaded
 from daso.cli.train.config import Config
@@ -32,6 +36,8 @@ FREE = {
     "checkpoint.background",
     "checkpoint.every",
     "checkpoint.keep",
+    "checkpoint.memory_every",
+    "checkpoint.memory_folder",
 }
 
 
@@ -65,6 +71,7 @@ class Resumed:
     saved_by: int  # ranks
     same_world: bool
     refused: tuple[str, ...]  # newer checkpoints, and why
+    in_memory: bool  # of hosts, no checkpoint in a folder
 
 
 @dataclass(slots=True)
@@ -90,6 +97,7 @@ class Saver:
         self._every, self._saved = checkpoint.every, 0
         self._folder = run.config.folder / "checkpoints"
         self._checkpoints = Checkpoints(self._folder, run.topology, keep=checkpoint.keep)
+        self._copies = _copies(run)
 
     def open(self, *, resume: bool, restarts: int) -> Point:
         """Return where the run begins.
@@ -99,8 +107,11 @@ class Saver:
         if self._run.topology.is_spare:  # it is told, once it is needed
             return Point(0, 0, torch.zeros(()))
         restarts = self._run.topology.world_comm.bcast(restarts)
-        again = restarts > 0 and bool(self._checkpoints.steps())
+        again = restarts > 0 and (bool(self._checkpoints.steps()) or self._has_copies())
         return self.resume() if resume or again else self.start()
+
+    def _has_copies(self) -> bool:
+        return self._copies is not None and self._copies.exist()
 
     def start(self) -> Point:
         """Return the point where nothing is done.
@@ -114,17 +125,26 @@ class Saver:
                 f"{steps[-1]}; go on from it with --resume, choose another --name=NAME, or remove "
                 f"that folder"
             )
+        if self._has_copies():
+            raise ConfigError(
+                f"a new run needs a name of its own, but hosts keep {self._folder.parent} in "
+                f"memory; go on from there with --resume, or choose another --name=NAME"
+            )
         return Point(0, 0, torch.zeros(()))
 
     def resume(self) -> Point:
         """Put all parts of the run back to where the newest sound checkpoint has them.
+
+        Copies in the memory of hosts count as one.
 
         On another number of ranks, or on nodes of other sizes, every rank takes up what rank 0 had,
         and as many samples count as seen.
 
         Collective over the world; blocking.
         """
-        run, loaded = self._run, self._checkpoints.load()
+        run, kept = self._run, None if self._copies is None else self._copies.load()
+        in_memory = kept is not None and kept.step > max(self._checkpoints.steps(), default=-1)
+        loaded = kept if in_memory else self._checkpoints.load()
         if loaded is None:
             raise CheckpointError(
                 f"--resume goes on from a checkpoint, but {self._folder} has none; leave it out to "
@@ -137,7 +157,9 @@ class Saver:
         sampler, total = _place(loaded, run.topology.world_size)
         run.sampler.load_state_dict(sampler)
         set_rng_state(saved["rng"])
-        resumed = Resumed(loaded.step, loaded.world, loaded.same_world, loaded.refused)
+        if self._copies is not None:
+            self._copies.forget(but=loaded.step)  # what is newer is not whole
+        resumed = Resumed(loaded.step, loaded.world, loaded.same_world, loaded.refused, in_memory)
         return Point(loaded.step, sampler["epoch"], total, resumed)
 
     def after_step(self, point: Point) -> None:
@@ -149,6 +171,9 @@ class Saver:
         last = point.epoch + 1 == run.config.epochs and run.batch == len(run.sampler)
         if self._every > 0 and (point.step % self._every == 0 or last):
             self.save(point)
+        elif self._copies is not None and point.step % run.config.checkpoint.memory_every == 0:
+            copies = self._copies
+            run.optimizer.together(lambda: copies.save(point.step, self._state(point)))
 
     def save(self, point: Point) -> None:
         """Save, unless this step is saved.
@@ -161,8 +186,13 @@ class Saver:
         self._saved = point.step
 
     def _save(self, point: Point) -> None:
+        background = self._run.config.checkpoint.background
+        self._checkpoints.save(point.step, self._state(point), background=background)
+
+    def _state(self, point: Point) -> dict[str, Any]:
+        """Return what this rank wants back."""
         run = self._run
-        state = {
+        return {
             "config": asdict(run.config),
             "data": run.data,
             "model": run.task.model.state_dict(),
@@ -171,12 +201,24 @@ class Saver:
             "total": point.total,
             "rng": rng_state(),
         }
-        background = run.config.checkpoint.background
-        self._checkpoints.save(point.step, state, background=background)
 
     def finish(self) -> None:
         """Wait until what was saved last is written. Collective over the world; blocking."""
         self._checkpoints.wait()
+        if self._copies is not None:
+            self._copies.remove()
+
+
+def _copies(run: Run) -> NeighbourCopies | None:
+    """Return the run's copies in the memory of hosts, where it has any."""
+    checkpoint = run.config.checkpoint
+    if checkpoint.memory_every == 0:
+        return None
+    whose = hashlib.sha256(str(run.config.folder.resolve()).encode()).hexdigest()[:12]
+    folder = Path(checkpoint.memory_folder) / f"daso-{os.getuid()}-{whose}"
+    return NeighbourCopies(
+        folder, run.topology, timeout_seconds=run.config.exchange.timeout_seconds
+    )
 
 
 def _differs(run: Run, saved: Mapping[str, Any]) -> str | None:

@@ -66,6 +66,8 @@ KEYS = [
     "checkpoint.every",
     "checkpoint.keep",
     "checkpoint.background",
+    "checkpoint.memory_every",
+    "checkpoint.memory_folder",
 ]
 
 

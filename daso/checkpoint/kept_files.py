@@ -1,0 +1,118 @@
+"""The files of copies in memory: who keeps whose, what each is, and who supplies it."""
+
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from daso.checkpoint.files import Entry
+
+__all__ = [
+    "Copy",
+    "keepers",
+    "mapped",
+    "read_note",
+    "reserved",
+    "suppliers",
+    "text_of",
+    "words_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A file that a host keeps."""
+
+    step: int
+    rank: int  # who saved it
+    by: int  # who kept it
+    node_of: tuple[int, ...]  # of the world that saved
+    entry: Entry
+
+    @property
+    def name(self) -> str:
+        """Where it is, in the folder of its host."""
+        return f"step-{self.step:08d}/rank-{self.rank:05d}-by-{self.by:05d}.pt"
+
+
+def keepers(node_of: Sequence[int]) -> list[int]:
+    """Return who keeps a copy of each rank's state: a rank of the node after its own.
+
+    Args:
+        node_of: Node of each rank.
+    """
+    members: dict[int, list[int]] = {}
+    places = []  # of each rank, in its node
+    for rank, node in enumerate(node_of):
+        places.append(len(members.setdefault(node, [])))
+        members[node].append(rank)
+    after = [members[(node + 1) % len(members)] for node in node_of]
+    return [ranks[place % len(ranks)] for ranks, place in zip(after, places, strict=True)]
+
+
+def suppliers(
+    kept: Sequence[Collection[Copy]], needed: Mapping[int, int]
+) -> dict[int, tuple[int, Copy]] | int:
+    """Choose whose file each rank takes: one on its own host where there is one.
+
+    Args:
+        kept: What each rank's host keeps of a step.
+        needed: Whose state each rank is to have.
+
+    Returns:
+        For each rank who supplies it, and the file; or the first of which nobody has any.
+    """
+    first: dict[int, tuple[int, Copy]] = {}  # of each rank that saved
+    for holder, copies in enumerate(kept):
+        for copy in copies:
+            first.setdefault(copy.rank, (holder, copy))
+    chosen = {}
+    for taker, saved in needed.items():
+        if saved not in first:
+            return saved
+        own = [copy for copy in kept[taker] if copy.rank == saved]
+        chosen[taker] = (taker, own[0]) if own else first[saved]
+    return chosen
+
+
+def read_note(path: Path) -> Copy | None:
+    """Return what a file is; None where another rank of the host removes it just now."""
+    try:
+        known = json.loads(path.read_text())
+        rank, by = path.stem.removeprefix("rank-").split("-by-")
+        step = int(path.parent.name.removeprefix("step-"))
+        entry = Entry(str(known["sha256"]), int(known["size"]))
+        return Copy(step, int(rank), int(by), tuple(map(int, known["node_of"])), entry)
+    except (OSError, LookupError, TypeError, ValueError):
+        return None
+
+
+def reserved(path: Path, nbytes: int) -> torch.Tensor:
+    """Return the memory of a new file (nbytes,) uint8: what is written there is in the file.
+
+    Raises:
+        OSError: There is no room. Said here, for who writes to memory that is not there is killed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+    return mapped(path, nbytes)
+
+
+def mapped(path: Path, nbytes: int) -> torch.Tensor:
+    """Return a file's bytes (nbytes,) uint8, which is shared with it."""
+    return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def words_of(sha256: str) -> list[int]:
+    """Return a hash as four numbers of 64 bits."""
+    raw = bytes.fromhex(sha256)
+    return [int.from_bytes(raw[at : at + 8], "little", signed=True) for at in range(0, 32, 8)]
+
+
+def text_of(words: Sequence[int]) -> str:
+    """Return the hash of which these are the numbers."""
+    return b"".join(word.to_bytes(8, "little", signed=True) for word in words).hex()
