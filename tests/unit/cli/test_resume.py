@@ -29,6 +29,7 @@ def other(key, default):
     words |= {"exchange.bucket_bytes": "search", "data.name": "digits"}
     words |= {"exchange.wire": "fp32", "exchange.merge": "delta"}
     words |= {"exchange.nonfinite": "raise", "tensorboard": "true", "data.folder": "f"}
+    words |= {"checkpoint.memory_folder": "m"}
     words |= {
         "name": "n",
         "runs": "r",
