@@ -104,7 +104,10 @@ def remove(folder: Path) -> None:
 def write_payload(path: Path, payload: dict[str, Any]) -> Entry:
     """Write a rank's file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, lambda file: torch.save(payload, file))
+    try:
+        write_whole(path, lambda file: torch.save(payload, file))
+    except RuntimeError as error:  # of torch's zip, about positions, where a disk is full
+        raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return Entry(digest, os.fstat(file.fileno()).st_size)

@@ -2,6 +2,7 @@
 
     daso run --elastic -n 3 --ranks-per-node 1 --fault "kill rank 1 at merge 3" train.py
     mpirun -n 3 python -m daso.testing.faults "stop rank 2 at step 10 for 5 s" train.py
+    daso run -n 2 --fault "full rank 0 at step 10 after 4096 bytes" train.py
 
 Moments are the ends of what a recording shows (`daso.trace.KINDS`): the third merge on that rank,
 its tenth step, any message. The program is not changed.
@@ -9,11 +10,13 @@ its tenth step, any message. The program is not changed.
 
 import os
 import re
+import resource
 import runpy
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -27,12 +30,19 @@ from daso.errors import ConfigError
 __all__ = ["Fault", "parse", "plant"]
 
 LEAST_STOP_SECONDS = 0.05  # so that nobody is woken before it stands still
-Kind = Literal["kill", "stop", "slow", "raise"]
+Kind = Literal["kill", "stop", "slow", "raise", "full", "jump"]
 FORM = re.compile(
     rf"(?P<kind>{'|'.join(get_args(Kind))}) rank (?P<rank>\d+) at (?P<every>every )?"
     rf"(?P<event>{'|'.join(trace.KINDS)})(?: (?P<number>[1-9]\d*))?"
-    r"(?: for (?P<seconds>\d+(?:\.\d+)?) s)?",
+    r"(?: for (?P<seconds>\d+(?:\.\d+)?) s| by (?P<jump>-?\d+(?:\.\d+)?) s"
+    r"| after (?P<nbytes>\d+) bytes)?",
 )
+WORDS = {"stop": "seconds", "slow": "seconds", "full": "nbytes", "jump": "jump"}  # that may follow
+NEEDS = {
+    "slow": "a rank is slow for some time, but {} has none; add `for 0.1 s`",
+    "full": "a disk is full after some bytes, but {} has none; add `after 4096 bytes`",
+    "jump": "a clock jumps by some time, but {} has none; add `by 3600 s`",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +52,15 @@ class Fault:
     Args:
         kind: ``"kill"``: SIGKILL. ``"stop"``: the whole process stands still, for ``seconds``, or
             for ever. ``"slow"``: the thread that meets it waits ``seconds``. ``"raise"``: that
-            thread raises a RuntimeError.
+            thread raises a RuntimeError. ``"full"``: from then on no file of the process may grow
+            longer than ``nbytes``: writing more is an OSError, as on a full disk. ``"jump"``: the
+            clock that `time.time` reads is ``seconds`` later, or earlier; what measures how long
+            something took is not.
         rank: World rank, as the launcher counts.
         event: One of `daso.trace.KINDS`; the fault strikes when it ends.
         number: Which of them on this rank, from 1; None: every one.
-        seconds: How long; None: for ever.
+        seconds: How long, or by how much; None: for ever.
+        nbytes: How long files may be.
     """
 
     kind: Kind
@@ -54,6 +68,7 @@ class Fault:
     event: str
     number: int | None = 1
     seconds: float | None = None
+    nbytes: int | None = None
 
 
 def parse(text: str) -> list[Fault]:
@@ -67,17 +82,30 @@ def parse(text: str) -> list[Fault]:
 
 def _parse_one(text: str) -> Fault:
     found = FORM.fullmatch(text)
-    if found is None or (found["every"] and found["number"]):
+    given = {} if found is None else {name: found[name] for name in set(WORDS.values())}
+    if (
+        found is None
+        or (found["every"] and found["number"])
+        or any(value and WORDS.get(found["kind"]) != name for name, value in given.items())
+    ):
         raise ConfigError(
             f"a fault must read `{'|'.join(get_args(Kind))} rank R at EVENT N [for S s]`, or `at "
-            f"every EVENT`, not {format_value(text)}; events are {', '.join(trace.KINDS)}"
+            f"every EVENT`, `full ... after B bytes`, `jump ... by S s`, not {format_value(text)}; "
+            f"events are {', '.join(trace.KINDS)}"
         )
-    if found["kind"] == "slow" and not found["seconds"]:
-        raise ConfigError(f"a rank is slow for some time, but {text!r} has none; add `for 0.1 s`")
-    number = None if found["every"] else int(found["number"] or 1)
-    seconds = float(found["seconds"]) if found["seconds"] else None
     kind: Kind = found["kind"]  # type: ignore[assignment]  # the pattern has these alone
-    return Fault(kind, int(found["rank"]), found["event"], number, seconds)
+    if kind in NEEDS and not found[WORDS[kind]]:
+        raise ConfigError(NEEDS[kind].format(repr(text)))
+    number = None if found["every"] else int(found["number"] or 1)
+    seconds = found["seconds"] or found["jump"]
+    return Fault(
+        kind,
+        int(found["rank"]),
+        found["event"],
+        number,
+        float(seconds) if seconds else None,
+        int(found["nbytes"]) if found["nbytes"] else None,
+    )
 
 
 def plant(faults: Sequence[Fault], *, rank: int | None = None) -> Callable[[], None]:
@@ -89,18 +117,23 @@ def plant(faults: Sequence[Fault], *, rank: int | None = None) -> Callable[[], N
     """
     mine = read_launch().rank if rank is None else rank
     ours = [(fault, count(1)) for fault in faults if fault.rank == mine]
+    changed = ExitStack()
 
     def meet(kind: int) -> None:
         for fault, met in ours:
             if trace.KINDS[kind] == fault.event and fault.number in (None, next(met)):
-                _strike(fault)
+                _strike(fault, changed)
+
+    def remove() -> None:
+        trace.watch(None)
+        changed.close()
 
     if ours:
         trace.watch(meet)
-    return lambda: trace.watch(None)
+    return remove
 
 
-def _strike(fault: Fault) -> None:
+def _strike(fault: Fault, changed: ExitStack) -> None:
     where = f"rank {fault.rank} at {fault.event} {fault.number or ''}".strip()
     if fault.kind != "slow" or fault.number:  # one that comes every time would fill the terminal
         print(f"daso: fault: {fault.kind} {where}", file=sys.stderr, flush=True)
@@ -110,6 +143,10 @@ def _strike(fault: Fault) -> None:
         _stop(fault.seconds)
     elif fault.kind == "raise":
         raise RuntimeError(f"a fault that was asked for, on {where}")
+    elif fault.kind == "full":
+        changed.enter_context(_full_disk(fault.nbytes or 0))
+    elif fault.kind == "jump":
+        changed.enter_context(_other_clock(fault.seconds or 0.0))
     else:
         time.sleep(fault.seconds or 0.0)
 
@@ -125,6 +162,25 @@ def _stop(seconds: float | None) -> None:
             finally:
                 os._exit(0)  # whatever: this is a copy of a rank
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@contextmanager
+def _full_disk(nbytes: int) -> Iterator[None]:
+    """Let no file of this process become longer; Python ignores the signal that comes with it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def _other_clock(seconds: float) -> Iterator[None]:
+    """Let Python's clock of the day be another; no kernel gives a process one of its own."""
+    before = time.time, time.time_ns
+    time.time = lambda: before[0]() + seconds
+    time.time_ns = lambda: before[1]() + int(seconds * 1e9)
+    yield
+    time.time, time.time_ns = before
 
 
 def _main(words: Sequence[str]) -> None:

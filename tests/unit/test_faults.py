@@ -20,6 +20,10 @@ def test_faults_are_read_from_text():
     assert parse("stop rank 12 at wait for nodes for 5 s") == [
         Fault("stop", 12, "wait for nodes", 1, 5.0)
     ]
+    assert parse("full rank 1 at step 4 after 4096 bytes") == [
+        Fault("full", 1, "step", 4, None, 4096)
+    ]
+    assert parse("jump rank 1 at exchange by -3600 s") == [Fault("jump", 1, "exchange", 1, -3600.0)]
     assert parse("") == []
 
 
@@ -28,11 +32,40 @@ def test_faults_are_read_from_text():
     [
         *("kill rank 1", "kill rank x at step", "burn rank 1 at step", "kill rank 1 at lunch"),
         *("kill rank 1 at every step 3", "kill rank 1 at step 0", "slow rank 1 at step 2"),
+        *("full rank 1 at step 2", "jump rank 1 at step 2", "full rank 1 at step 2 for 3 s"),
+        *(
+            "kill rank 1 at step 2 for 1 s",
+            "stop rank 1 at step 2 by 1 s",
+            "raise rank 1 at step after 1 bytes",
+        ),
     ],
 )
 def test_other_text_is_refused_with_the_form(text):
-    with pytest.raises(ConfigError, match=r"a fault must read|is slow for some time"):
+    with pytest.raises(ConfigError, match=r"a fault must read|, but .* has none; add `"):
         parse(text)
+
+
+def test_a_disk_is_full_from_some_byte_on_until_the_fault_is_taken_away(tmp_path):
+    path = tmp_path / "file"
+    remove = plant(parse("full rank 0 at send after 5000 bytes"), rank=0)
+    path.write_bytes(bytes(9000))
+    trace.record(trace.SEND, time.perf_counter())
+    path.write_bytes(bytes(5000))
+    with pytest.raises(OSError, match="File too large"):
+        path.write_bytes(bytes(9000))
+    remove()
+    path.write_bytes(bytes(9000))
+
+
+def test_a_clock_jumps_and_what_measures_time_does_not():
+    remove = plant(parse("jump rank 0 at send by -7200 s"), rank=0)
+    begun, now = time.perf_counter(), time.time()
+    trace.record(trace.SEND, begun)
+    assert -7201 < time.time() - now < -7100
+    assert -7201 < time.time_ns() / 1e9 - now < -7100
+    assert 0 <= time.perf_counter() - begun < 100
+    remove()
+    assert time.time() >= now
 
 
 def test_a_fault_strikes_its_rank_at_its_event_once():

@@ -18,12 +18,14 @@ from jobs import HANG_SECONDS
 from local_world import Comm
 from worlds import PerRank
 
+from daso import trace
 from daso.checkpoint import state
-from daso.checkpoint.files import write_whole
+from daso.checkpoint.files import write_payload, write_whole
 from daso.checkpoint.rng import rng_state, set_rng_state
 from daso.checkpoint.state import Checkpoints
 from daso.comm.topology import Topology
 from daso.errors import CheckpointError, ConfigError
+from daso.testing.faults import parse, plant
 
 
 @pytest.fixture
@@ -50,6 +52,17 @@ def assert_is(loaded, rank_info, step):
     assert torch.equal(loaded.payload["weights"], wanted["weights"])
     assert loaded.payload["bf16"].view(torch.int16).equal(wanted["bf16"].view(torch.int16))
     assert loaded.payload["plain"] == wanted["plain"]
+
+
+def test_of_a_disk_that_is_full_the_reason_is_told(tmp_path, monkeypatch):
+    remove = plant(parse("full rank 0 at send after 3000 bytes"), rank=0)
+    trace.record(trace.SEND, 0.0)
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_payload(tmp_path / "file", {"weights": torch.zeros(1000)})
+    finally:
+        remove()
+    assert not [*tmp_path.iterdir()]
 
 
 both_ways = pytest.mark.parametrize("background", [False, True], ids=["at once", "beside"])
