@@ -23,9 +23,9 @@ __all__ = [
     "Entry",
     "Manifest",
     "cause",
+    "damage",
     "decode_payload",
     "read_payload",
-    "read_whole",
     "remove",
     "unfit",
     "unwritable",
@@ -137,14 +137,13 @@ def decode_payload(file: BinaryIO, path: Path) -> tuple[dict[str, Any], str | No
     return {}, f"{path} must hold a dict, not a {type(payload).__name__}"
 
 
-def read_whole(path: Path, entry: Entry) -> tuple[bytes, str | None]:
-    """Read a rank's file as it is; return it, or what is wrong with it."""
+def damage(path: Path, entry: Entry) -> str | None:
+    """Return in what a rank's file is not what was written."""
     try:
         with path.open("rb") as file:
-            problem = _damage(path, file, entry)
-            return (b"", problem) if problem else (file.read(), None)
+            return _damage(path, file, entry)
     except OSError as error:
-        return b"", cause(path, error)
+        return cause(path, error)
 
 
 def _damage(path: Path, file: BufferedReader, entry: Entry) -> str | None:

@@ -30,7 +30,13 @@ class Copy:
     rank: int  # who saved it
     by: int  # who kept it
     node_of: tuple[int, ...]  # of the world that saved
+    attempt: int  # drawn for each save: a step may be saved once more, after a loss in it
     entry: Entry
+
+    @property
+    def save(self) -> tuple[int, int, tuple[int, ...]]:
+        """What all files of one save have in common; newer steps are larger."""
+        return self.step, self.attempt, self.node_of
 
     @property
     def name(self) -> str:
@@ -58,23 +64,31 @@ def suppliers(
 ) -> dict[int, tuple[int, Copy]] | int:
     """Choose whose file each rank takes: one on its own host where there is one.
 
+    Another host's is read by the rank that kept it, or as its ranks take turns: none reads all.
+
     Args:
-        kept: What each rank's host keeps of a step.
+        kept: What each rank's host keeps of a save.
         needed: Whose state each rank is to have.
 
     Returns:
         For each rank who supplies it, and the file; or the first of which nobody has any.
     """
-    first: dict[int, tuple[int, Copy]] = {}  # of each rank that saved
+    holders: dict[Copy, list[int]] = {}
     for holder, copies in enumerate(kept):
         for copy in copies:
-            first.setdefault(copy.rank, (holder, copy))
+            holders.setdefault(copy, []).append(holder)
+    of: dict[int, list[Copy]] = {}  # of each rank that saved
+    for copy in sorted(holders, key=lambda one: (one.rank, one.by)):
+        of.setdefault(copy.rank, []).append(copy)
     chosen = {}
     for taker, saved in needed.items():
-        if saved not in first:
+        if saved not in of:
             return saved
-        own = [copy for copy in kept[taker] if copy.rank == saved]
-        chosen[taker] = (taker, own[0]) if own else first[saved]
+        own = [copy for copy in of[saved] if copy in kept[taker]]
+        copy = (own or of[saved])[0]
+        there = holders[copy]
+        reader = copy.by if copy.by in there else there[saved % len(there)]
+        chosen[taker] = (taker if own else reader, copy)
     return chosen
 
 
@@ -85,7 +99,8 @@ def read_note(path: Path) -> Copy | None:
         rank, by = path.stem.removeprefix("rank-").split("-by-")
         step = int(path.parent.name.removeprefix("step-"))
         entry = Entry(str(known["sha256"]), int(known["size"]))
-        return Copy(step, int(rank), int(by), tuple(map(int, known["node_of"])), entry)
+        node_of, attempt = tuple(map(int, known["node_of"])), int(known["attempt"])
+        return Copy(step, int(rank), int(by), node_of, attempt, entry)
     except (OSError, LookupError, TypeError, ValueError):
         return None
 
@@ -97,6 +112,7 @@ def reserved(path: Path, nbytes: int) -> torch.Tensor:
         OSError: There is no room. Said here, for who writes to memory that is not there is killed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # MPI may still write to it, after a loss
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
     return mapped(path, nbytes)

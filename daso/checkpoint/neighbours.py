@@ -13,9 +13,13 @@ et al., SC 2010), and checkpoints in the memory of other hosts of Gemini (Wang e
 import errno
 import io
 import json
+import logging
 import os
+import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+import stat
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +29,8 @@ import torch
 from daso.checkpoint.files import (
     Entry,
     cause,
+    damage,
     decode_payload,
-    read_whole,
     unfit,
     write_payload,
     write_whole,
@@ -42,11 +46,20 @@ from daso.checkpoint.kept_files import (
     words_of,
 )
 from daso.checkpoint.state import Loaded, joined
-from daso.comm.collectives import broadcast_row, exchange_rows, gather
+from daso.comm.collectives import (
+    broadcast_row,
+    exchange_rows,
+    first_value,
+    gather,
+    gather_unlike,
+)
 from daso.comm.topology import Topology
 from daso.errors import CheckpointError
 
 __all__ = ["NeighbourCopies"]
+
+Save = tuple[int, int, tuple[int, ...]]  # a step, its attempt, and the world: as of `Copy.save`
+logger = logging.getLogger("daso")
 
 
 class NeighbourCopies:
@@ -79,28 +92,38 @@ class NeighbourCopies:
         """
         topology, rank = self._topology, self._topology.rank
         topology.rendezvous("save a checkpoint", self._timeout_seconds)
-        one = Copy(step, rank, rank, topology.rank_info.node_of, Entry("", 0))
-        mine, problem = one, unfit(payload)
-        try:
-            if problem is None:
+        attempt = first_value(topology, secrets.randbits(62), self._timeout_seconds)
+        node_of = topology.rank_info.node_of
+        mine, problem = Copy(step, rank, rank, node_of, attempt, Entry("", 0)), unfit(payload)
+        if problem is None:
+            with self._told() as problems:
                 self._own()
-                mine = replace(one, entry=write_payload(self._folder / one.name, dict(payload)))
+                entry = write_payload(self._folder / mine.name, dict(payload))
+                mine = replace(mine, entry=entry)
                 self._note(mine)
-        except Exception as error:  # whatever it is, the other ranks wait for this one's vote
-            problem = self._no_room(error)
+            problem = problems[0] if problems else None
         self._agree(problem, step)
-        theirs = self._announce(mine)
-        rows, problem = {}, None
-        try:
+        theirs, rows = self._announce(mine), dict[Copy, torch.Tensor]()
+        with self._told() as problems:
             rows = {copy: reserved(self._folder / copy.name, copy.entry.size) for copy in theirs}
-        except OSError as error:
-            problem = self._no_room(error)
-        self._agree(problem, step)
-        self._move(mine, rows)
-        for copy in rows:
-            self._note(copy)
-        self._agree(None, step)  # all are kept: only then may older ones go
-        self.forget(but=step)
+            own = mapped(self._folder / mine.name, mine.entry.size)
+        self._agree(problems[0] if problems else None, step)
+        self._move(rank, own, rows)
+        with self._told() as problems:
+            for copy in rows:
+                self._note(copy)
+        # Only where all are kept may older ones go.
+        self._agree(problems[0] if problems else None, step)
+        self._forget(step)
+
+    @contextmanager
+    def _told(self) -> Iterator[list[str]]:
+        """Put what goes wrong into words for the vote that follows: other ranks wait for it."""
+        problems: list[str] = []
+        try:
+            yield problems
+        except Exception as error:
+            problems.append(self._no_room(error))
 
     def _announce(self, mine: Copy) -> list[Copy]:
         """Tell who keeps this rank's copy of it; return those that this rank is to keep."""
@@ -118,11 +141,10 @@ class NeighbourCopies:
         }
         return [replace(mine, rank=one, by=rank, entry=entry) for one, entry in entries.items()]
 
-    def _move(self, mine: Copy, rows: Mapping[Copy, torch.Tensor]) -> None:
+    def _move(self, rank: int, own: torch.Tensor, rows: Mapping[Copy, torch.Tensor]) -> None:
         """Send this rank's state to its keeper, and receive those that are kept here."""
-        keeper, sent = keepers(mine.node_of)[mine.rank], []
-        if keeper != mine.rank:
-            sent.append((keeper, mapped(self._folder / mine.name, mine.entry.size)))
+        keeper = keepers(self._topology.rank_info.node_of)[rank]
+        sent = [(keeper, own)] if keeper != rank else []
         self._exchange(sent, [(copy.rank, row) for copy, row in rows.items()])
 
     def _exchange(
@@ -135,22 +157,30 @@ class NeighbourCopies:
     def _own(self) -> None:
         """Make the folder, for nobody else to see or to have made."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self._folder.stat().st_uid != os.getuid():
+        if not self._is_own():
             raise PermissionError(errno.EPERM, "it is another user's")
+
+    def _is_own(self) -> bool:
+        """Return whether the folder is there, and was made by this user: links are not followed."""
+        try:
+            found = self._folder.lstat()
+        except OSError:
+            return False
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
     def _note(self, copy: Copy) -> None:
         """Write down what a file is: it is whole."""
-        known = {"node_of": copy.node_of, **asdict(copy.entry)}
+        known = {"node_of": copy.node_of, "attempt": copy.attempt, **asdict(copy.entry)}
         path = (self._folder / copy.name).with_suffix(".json")
         write_whole(path, json.dumps(known).encode())
 
     def _agree(self, problem: str | None, step: int) -> None:
         """Raise on every rank when any has a problem, and forget the step that it was met in."""
-        try:
-            self._topology.raise_on_all_ranks(problem, CheckpointError)
-        except CheckpointError:
+        problems = gather_unlike(self._topology, problem, self._timeout_seconds)
+        found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
+        if found:
             shutil.rmtree(self._step_folder(step), ignore_errors=True)
-            raise
+            raise CheckpointError(str(problem) if len(problems) == 1 else found[0])
 
     def _no_room(self, error: Exception) -> str:
         return (
@@ -159,21 +189,35 @@ class NeighbourCopies:
             f"checkpoint.memory_folder, or leave checkpoint.memory_every out"
         )
 
-    def forget(self, *, but: int) -> None:
-        """Remove what this host keeps of all steps but one. Does not communicate."""
+    def _forget(self, but: int) -> None:
+        """Remove all steps but one."""
         for folder in self._folder.glob("step-*"):
             if folder != self._step_folder(but):
                 shutil.rmtree(folder, ignore_errors=True)  # another rank of the host does it too
 
     def remove(self) -> None:
-        """Remove what this host keeps of the run. Does not communicate."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Remove what hosts keep of the run, once no rank needs it.
+
+        Collective over the world; blocking.
+        """
+        self._topology.rendezvous("save a checkpoint", self._timeout_seconds)
+        if self._is_own():
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- loading ---------------------------------------------------------------------------
 
     def exist(self) -> bool:
-        """Return whether any host keeps something. Collective over the world; blocking."""
-        return any(gather(self._topology, bool(self._list()), self._timeout_seconds))
+        """Return whether hosts keep a state that is whole. Collective over the world; blocking."""
+        kept = gather(self._topology, self._list(), self._timeout_seconds)
+        return any(
+            not isinstance(suppliers(_of(kept, save), self._needed(save)), int)
+            for save in _saves(kept)
+        )
+
+    def _needed(self, save: Save) -> dict[int, int]:
+        """Return whose state ranks are to have: each its own, or all that of rank 0."""
+        ours = self._topology.rank_info.node_of
+        return {rank: rank for rank in range(len(ours))} if save[2] == ours else {0: 0}
 
     def load(self) -> Loaded | None:
         """Take up the newest state that is whole: each rank its own, from wherever it is kept.
@@ -188,64 +232,71 @@ class NeighbourCopies:
         self._topology.rendezvous("load a checkpoint", self._timeout_seconds)
         kept = gather(self._topology, self._list(), self._timeout_seconds)
         reasons: list[str] = []
-        # A step twice where a node was lost while it was kept, and the others kept it again.
-        for step, node_of in sorted(
-            {(c.step, c.node_of) for one in kept for c in one}, reverse=True
-        ):
-            which = [{c for c in one if (c.step, c.node_of) == (step, node_of)} for one in kept]
-            found = self._load(which, node_of)
+        for save in _saves(kept):
+            found = self._load(_of(kept, save), self._needed(save))
             if isinstance(found, Loaded):
                 return replace(found, refused=tuple(reasons))
-            reasons.append(f"step {step} in memory: {found}")
+            reasons.append(f"step {save[0]} in memory: {found}")
+            if self._topology.rank == 0:
+                logger.warning("checkpoint refused: %s", reasons[-1])
         return None
 
-    def _load(self, kept: list[set[Copy]], node_of: tuple[int, ...]) -> Loaded | str:
-        """Take up a step that a world saved, or return why not."""
-        ours = self._topology.rank_info.node_of
-        needed = {rank: rank if node_of == ours else 0 for rank in range(len(ours))}
+    def _load(self, kept: list[set[Copy]], needed: Mapping[int, int]) -> Loaded | str:
+        """Take up a save, or return why not."""
         why = ""
         while not isinstance(chosen := suppliers(kept, needed), int):
             mine = {copy for holder, copy in chosen.values() if holder == self._topology.rank}
-            read = {copy: read_whole(self._folder / copy.name, copy.entry) for copy in mine}
-            problems = {copy: problem for copy, (_, problem) in read.items() if problem}
+            found = {copy: damage(self._folder / copy.name, copy.entry) for copy in mine}
+            problems = {copy: problem for copy, problem in found.items() if problem}
             everyones = gather(self._topology, problems, self._timeout_seconds)
             if not any(everyones):
-                rows = {copy: row for copy, (row, _) in read.items()}
-                return self._take(chosen, rows, same=node_of == ours)
+                return self._take(chosen)
             why = f" ({joined(['; '.join(one.values()) or None for one in everyones])})"
             kept = [copies - set().union(*everyones) for copies in kept]
         return f"no host has what rank {chosen} saved{why}"
 
-    def _take(
-        self, chosen: Mapping[int, tuple[int, Copy]], rows: Mapping[Copy, bytes], *, same: bool
-    ) -> Loaded | str:
-        """Give others what they need of this rank's files, and take up what this one needs."""
+    def _take(self, chosen: Mapping[int, tuple[int, Copy]]) -> Loaded | str:
+        """Give others what they need of this host's files, and take up what this rank needs."""
         rank = self._topology.rank
-        out = {
-            copy: torch.frombuffer(bytearray(row), dtype=torch.uint8) for copy, row in rows.items()
-        }
+        same = len(chosen) > 1 or self._topology.world_size == 1
         holder, mine = chosen[rank if same else 0]
-        empty = torch.empty(mine.entry.size * (holder != rank), dtype=torch.uint8, device="cpu")
-        row = out.get(mine, empty)
+        path = self._folder / mine.name
+        if holder == rank:
+            row = mapped(path, mine.entry.size)
+        else:
+            row = torch.empty(mine.entry.size, dtype=torch.uint8, device="cpu")
         if same:
-            given = [(to, out[copy]) for to, (who, copy) in chosen.items() if who == rank != to]
+            given = [
+                (to, mapped(self._folder / copy.name, copy.entry.size))
+                for to, (who, copy) in chosen.items()
+                if who == rank != to
+            ]
             self._exchange(given, [(holder, row)] if holder != rank else [])
         else:
             broadcast_row(self._topology, row, holder, self._timeout_seconds)
-        path = self._folder / mine.name
-        payload, problem = decode_payload(io.BytesIO(row.numpy().tobytes()), path)
+        payload, problem = decode_payload(io.BytesIO(row.numpy().data), path)
         problems = gather(self._topology, problem, self._timeout_seconds)
         if any(problems):
             return joined(problems)
+        same = mine.node_of == self._topology.rank_info.node_of
         return Loaded(mine.step, payload, len(mine.node_of), same, ())
 
     # --- the folder ------------------------------------------------------------------------
 
     def _list(self) -> list[Copy]:
         """List what this host keeps: files that were noted as whole."""
-        if not self._folder.exists() or self._folder.stat().st_uid != os.getuid():
+        if not self._is_own():
             return []
         return [copy for copy in map(read_note, self._folder.glob("step-*/rank-*.json")) if copy]
 
     def _step_folder(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
+
+
+def _saves(kept: Sequence[Collection[Copy]]) -> list[Save]:
+    """List what hosts keep, newest first."""
+    return sorted({copy.save for copies in kept for copy in copies}, reverse=True)
+
+
+def _of(kept: Sequence[Collection[Copy]], save: Save) -> list[set[Copy]]:
+    return [{copy for copy in copies if copy.save == save} for copies in kept]

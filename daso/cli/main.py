@@ -15,7 +15,7 @@ from daso.checks import format_value
 from daso.environment import parse_ranks_per_node, read_launch
 from daso.errors import ConfigError, DasoError, ExchangeError, NonFiniteError, StallError
 
-__all__ = ["COMMANDS", "Parser", "add_options", "carry_out", "main", "make_parser"]
+__all__ = ["COMMANDS", "OURS", "Parser", "add_options", "carry_out", "main", "make_parser"]
 
 DESCRIPTION = "Hierarchical asynchronous data-parallel training for PyTorch over MPI."
 
@@ -118,6 +118,7 @@ COMMANDS = {
     "memory": ("what a script's model needs, and within a budget", "daso.cli.memory:add_parser"),
     "trace": ("where a recorded run's time went, and who was late", "daso.cli.trace:add_parser"),
     "doctor": ("look at MPI, torch, GPUs and nodes", "daso.cli.main:_add_doctor"),
+    "completion": ("let a shell complete these words", "daso.cli.completion:add_parser"),
 }
 
 
@@ -161,6 +162,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_doctor)
 
 
+# Options that take a word, before a program or settings.
 OURS = ("-n", "--ranks", "--ranks-per-node", "--spares", "--restarts", "--fault")
 CUTS = {
     "submit": "daso.slurm.submit:cut",

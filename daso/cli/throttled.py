@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from daso.cli.main import OURS
 from daso.errors import ConfigError
 from daso.predict.throttle_file import read_throttle_file
 
@@ -15,7 +16,6 @@ RUNNER = "daso.predict.run_throttled"
 PYTHON = re.compile(r"python[\d.]*")
 PROGRAM = re.compile(r"-([bBdEhiIOPqRsSuvVx?]*)([cm])")  # flags, and what comes next is it
 VALUED = {"-W", "-X", "--check-hash-based-pycs"}  # options of Python with a word of their own
-VALUED_BY_RUN = {"-n", "--ranks", "--ranks-per-node", "--spares", "--restarts", "--fault"}
 
 
 def run_throttled(path: Path, program: Sequence[str]) -> int:
@@ -46,10 +46,10 @@ def _place(words: Sequence[str]) -> int:
     for at, word in enumerate(words):
         name = Path(word).name
         if name == "daso" and words[at + 1 : at + 2] == ["run"]:
-            return _behind_options(words, at + 2, VALUED_BY_RUN)
+            return _behind_options(words, at + 2, {*OURS})
         if PYTHON.fullmatch(name):
             if list(words[at + 1 : at + 4]) == ["-m", "daso", "run"]:
-                return _behind_options(words, at + 4, VALUED_BY_RUN)
+                return _behind_options(words, at + 4, {*OURS})
             return _behind_options(words, at + 1, VALUED)
     raise ConfigError(
         f"a program must follow that Python or `daso run` starts, as in `daso predict --throttle "

@@ -2,7 +2,8 @@
 
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -124,19 +125,25 @@ def exchange_rows(
 
     Blocking; by those ranks alone.
     """
-    comm, requests = topology.world_comm, []
-    for source, row in received:
-        requests += [comm.Irecv(byte_buffer(one), source=source, tag=ROWS) for one in _pieces(row)]
-    for to, row in sent:
-        requests += [comm.Isend(byte_buffer(one), dest=to, tag=ROWS) for one in _pieces(row)]
-    _finish_all(topology, requests, timeout_seconds)
+    comm = topology.world_comm
+    calls = [
+        partial(comm.Irecv, byte_buffer(one), source=source, tag=ROWS)
+        for source, row in received
+        for one in _pieces(row)
+    ]
+    calls += [
+        partial(comm.Isend, byte_buffer(one), dest=to, tag=ROWS)
+        for to, row in sent
+        for one in _pieces(row)
+    ]
+    _finish_all(topology, calls, timeout_seconds)
 
 
 def broadcast_row(topology: Topology, row: torch.Tensor, root: int, timeout_seconds: float) -> None:
     """Give all ranks a row of any length of one of them. Collective over the world; blocking."""
     comm = topology.world_comm
-    requests = [comm.Ibcast(byte_buffer(one), root=root) for one in _pieces(row)]
-    _finish_all(topology, requests, timeout_seconds)
+    calls = [partial(comm.Ibcast, byte_buffer(one), root=root) for one in _pieces(row)]
+    _finish_all(topology, calls, timeout_seconds)
 
 
 def _pieces(row: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -145,10 +152,13 @@ def _pieces(row: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _finish_all(
-    topology: Topology, requests: "Sequence[MPI.Request]", timeout_seconds: float
+    topology: Topology, calls: "Sequence[Callable[[], MPI.Request]]", timeout_seconds: float
 ) -> None:
     """Block until requests are over; where one is not, all are kept, with what MPI may write to."""
+    requests: list[MPI.Request] = []
     try:
+        for call in calls:
+            requests.append(call())
         for request in requests:
             finish(topology, request, timeout_seconds)
     except BaseException:

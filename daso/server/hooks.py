@@ -21,6 +21,7 @@ from daso.server.partition import Partition
 from daso.server.plan import Log, Plan, Read, Send, first_pace
 from daso.server.service import STEPS_WAITING, ServerThread
 from daso.server.shard import Contribution, Rows, take_up
+from daso.server.shard_server import pinned_on
 from daso.train.gradients.module_params import ModuleParameters
 from daso.train.gradients.partial_step import same_values, values_of
 from daso.train.model.hooks import Hook
@@ -94,12 +95,12 @@ class ServerHooks:
             names,
             serving.rank,
             at_once=plan.exchange.nonfinite == "raise",
-            copies=serving.copies,
+            copies=serving.service.copies,
         )
         self.logs = False  # what it does
         self.log: list[Read | Send] = []
         self._meetings: list[int] = []  # steps at each
-        self._layers = _Layers.of(names, shares, serving.ranks)
+        self._layers = _Layers.of(names, shares, shares.ranks)
         self.departures = Departures(
             _receivers(shares, serving.rank, plan),
             lambda owner, layer: shares.nbytes(owner, [layer]),
@@ -154,7 +155,8 @@ class ServerHooks:
             self.log.append(Read(self.steps, layer, tuple(self._loaded[layer].values())))
 
     def _load(self, layer: int, rows: Mapping[int, Rows]) -> None:
-        pinned = None if self.serving.copies is None else self.serving.pinned
+        copies = self.serving.service.copies
+        pinned = None if copies is None else partial(pinned_on, copies)
         take_up(self.shares, layer, rows, self._loaded[layer], whole=self.plan.whole, pinned=pinned)
 
     def meet(self) -> None:
@@ -168,7 +170,7 @@ class ServerHooks:
         self.met_at = self.steps
         self._meetings.append(self.steps)
         for layer in range(len(self._layers.names)):
-            self._load(layer, self.serving.last_rows(layer))
+            self._load(layer, self.serving.service.rows.newest(layer))
         self._begin()
 
     # --- gradients leave ---------------------------------------------------------------------
@@ -201,7 +203,9 @@ class ServerHooks:
 
     def _finish(self, layer: int) -> None:
         self.checks.look(layer, self._gradients([layer]))
-        backlog = self.serving.mailbox.backlog_bytes  # what the link is behind, not the device
+        backlog = (
+            self.serving.service.mailbox.backlog_bytes
+        )  # what the link is behind, not the device
         leaving = self.departures.finish(layer, backlog_bytes=backlog, now=time.perf_counter())
         self._send(leaving)
 
@@ -229,7 +233,7 @@ class ServerHooks:
             row=self.shares.pack(owner, layers, grads, there),
             base=self._base(owner, layers),
         )
-        self.serving.give(owner, one, self.checks.of(layers, there))
+        self.serving.service.give(owner, one, self.checks.of(layers, there))
         if self.logs:
             every = self.departures.pace.layers
             self.log.append(Send(self.steps, owner, layers, every, tuple(values)))
@@ -259,12 +263,12 @@ class ServerHooks:
             )
         self._send(self.departures.end())
         for layer in set(range(len(self._layers.names))) - self._step.taken:
-            self.serving.skip(layer, self.steps - self.met_at)
+            self.serving.service.rows.skip(layer, self.steps - self.met_at)
         trace.record(trace.STEP, self._stepped_at, key=self.steps)
         self._stepped_at = time.perf_counter()
         step = self.steps
         self.steps += 1
-        self.serving.round.step = self.steps - self.met_at
+        self.serving.service.round.step = self.steps - self.met_at
         self._begin()
         self.checks.end(step, self.serving.device)
         self.serving.engine.check()
@@ -282,7 +286,7 @@ class ServerHooks:
 
     def logged(self) -> Log:
         """Return what this rank did, in the order of each thread."""
-        events = (*self.log, *self.serving.server.log)
+        events = (*self.log, *self.serving.service.shard.log)
         return Log(self.serving.rank, self.plan, tuple(self._meetings), events)
 
     def close(self) -> None:

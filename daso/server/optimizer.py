@@ -146,6 +146,7 @@ class ParameterServer(torch.optim.Optimizer):
         self._topology.raise_on_all_ranks(_problem(rows), ConfigError)
         # What schedulers and people change; the serving thread has groups of its own.
         groups = self._groups = [dict(group) for group in rows.inner.param_groups]
+        self._shard = rows
         self._serving = ServerThread(self._topology, shares, plan, rows, _copies(named))
         self._client = ServerHooks(model, names, shares, plan, self._serving, lambda: groups)
         self._closed = False
@@ -187,12 +188,12 @@ class ParameterServer(torch.optim.Optimizer):
                 "ParameterServer's state is that of each rank's own rows; save state_dict() of "
                 "each rank by torch.save"
             )
-        return self._serving.server.inner.state
+        return self._shard.inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # read only
         """Defaults of the optimizer of this rank's rows."""
-        return self._serving.server.inner.defaults
+        return self._shard.inner.defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of the model's trained parameters."""
@@ -283,16 +284,16 @@ class ParameterServer(torch.optim.Optimizer):
             "transport": self._plan.transport,
             "push_every": self._client.departures.pace.layers,
             "steps": self._client.steps,
-            "gradient_age": self._serving.server.ages.mean,
-            "updates": sum(self._serving.server.versions),
+            "gradient_age": self._shard.ages.mean,
+            "updates": sum(self._shard.versions),
             "dropped": self._client.checks.dropped,
-            "bytes_sent": self._serving.mailbox.sent_bytes,
+            "bytes_sent": self._serving.service.mailbox.sent_bytes,
             "exposed_seconds": self._serving.exposed_seconds,
         }
 
     def keep_log(self) -> None:
         """Keep in memory from now on what a training is replayed from; before the first step."""
-        self._client.logs = self._serving.server.logs = True
+        self._client.logs = self._shard.logs = True
 
     def logged(self) -> Log:
         """Return what this rank did since `keep_log`: see `daso.server.replay`."""
@@ -309,10 +310,10 @@ class ParameterServer(torch.optim.Optimizer):
                 "state must be saved while nobody trains, but steps were taken since ranks met; "
                 "call synchronize() first"
             )
-        optimizers = self._serving.server.optimizers
+        optimizers = self._shard.optimizers
         return {
             "inner": {source: self._saved(inner) for source, inner in optimizers.items()},
-            "residuals": self._serving.compressor.residuals(),
+            "residuals": self._serving.service.compressor.residuals(),
             "share": self._share(),
             "steps": self._client.steps,
         }
@@ -332,7 +333,7 @@ class ParameterServer(torch.optim.Optimizer):
             "mode": self._plan.mode,
             "rank": rank_info.rank,
             "ranks": rank_info.world_size,
-            "states": [*self._serving.server.optimizers],
+            "states": [*self._shard.optimizers],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -355,10 +356,10 @@ class ParameterServer(torch.optim.Optimizer):
                 f"{state_dict.get('share')}; load each rank's own, in a world of the same size"
             )
         self._topology.raise_on_all_ranks(problem, CheckpointError)
-        server = self._serving.server
+        server = self._shard
         for source, inner in server.optimizers.items():
             inner.load_state_dict(dict(state_dict["inner"][source]))
-        self._serving.compressor.load_residuals(state_dict.get("residuals", {}))
+        self._serving.service.compressor.load_residuals(state_dict.get("residuals", {}))
         self._groups[:] = [dict(group) for group in server.inner.param_groups]
         self._client.steps = self._client.met_at = int(state_dict["steps"])
 
@@ -397,7 +398,7 @@ class ParameterServer(torch.optim.Optimizer):
         self._serving.engine.abandon()
 
     def __repr__(self) -> str:
-        return f"ParameterServer({self._serving.server.inner!r}, {self._plan!r})"
+        return f"ParameterServer({self._shard.inner!r}, {self._plan!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         raise ConfigError(

@@ -119,9 +119,16 @@ def has_batch_norm(named: Named) -> bool:
 
     Looks at all objects of the process: tens of milliseconds.
     """
-    ours = {id(tensor) for _, tensor in named}
+    ours, kinds = {id(tensor) for _, tensor in named}, set(_kinds(_BatchNorm))
+    norms: Iterable[_BatchNorm] = (one for one in gc.get_objects() if type(one) in kinds)
     return any(
         one.track_running_stats and any(id(param) in ours for param in one._parameters.values())
-        for one in gc.get_objects()
-        if issubclass(type(one), _BatchNorm)
+        for one in norms
     )
+
+
+def _kinds(kind: type) -> Iterator[type]:
+    """Yield a class and all that are derived from it."""
+    yield kind
+    for one in kind.__subclasses__():
+        yield from _kinds(one)

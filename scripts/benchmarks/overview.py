@@ -14,7 +14,7 @@ __all__ = ["draw_overview", "gaps_of_default", "main", "step_ratios"]
 
 FIGURES = Path(__file__).parents[1] / "figures"
 LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
-CONTENDERS = ("DASO Auto", "DDP, gloo, fp16", "DDP, gloo", "Horovod")
+CONTENDERS = ("DASO Auto", "PostLocalSGD, every 4", "DDP, gloo, fp16", "DDP, gloo")
 COLORS = ("#0072b2", "#e69f00", "#d55e00", "#999999")  # told apart by the colour-blind
 TEXT_NODES = (2, 4, 8, 16)
 

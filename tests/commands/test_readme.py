@@ -218,19 +218,24 @@ def test_commands_it_shows_are_known() -> None:
     }
 
 
-def test_accuracies_it_quotes_are_those_that_were_measured() -> None:
+@pytest.mark.parametrize(
+    ("file", "trial", "part"),
+    [("accuracy", "fashion, 16 nodes", 0), ("accuracy-long", "fashion, 16 nodes, long", 1)],
+)
+def test_accuracies_it_quotes_are_those_that_were_measured(file, trial, part) -> None:
     import json
 
-    found = json.loads((ROOT / "scripts/figures/accuracy.json").read_text())
-    rows = {row["setting"]: row for row in found["rows"] if row["trial"] == "fashion, 16 nodes"}
-    section = PAGES["accuracy"]
-    row = r"^\| ([^|]+) \| (\S+) ± (\S+) \| (\S+) \| (\S+)x \|$"
+    found = json.loads((ROOT / f"scripts/figures/{file}.json").read_text())
+    rows = {row["setting"]: row for row in found["rows"] if row["trial"] == trial}
+    section = PAGES["accuracy"].split("A long training")[part]
+    row = r"^\| ([^|]+) \| (\S+) ± (\S+) \| (\S+)(?: ± (\S+))? \| (\S+)x \|$"
     quoted = re.findall(row, section, re.MULTILINE)
     assert {name for name, *_ in quoted} == set(rows)
-    for name, score, spread, gap, ratio in quoted:
+    for name, score, spread, gap, error, ratio in quoted:
         row = rows[name]
         assert (score, spread) == (f"{row['score']:.2f}", f"{row['spread']:.2f}")
         assert (gap, ratio) == (f"{row['gap']:.2f}", f"{row['bytes_ratio']:.1f}")
+        assert error in ("", f"{row.get('gap_error', 0.0):.2f}")
 
 
 def test_accuracies_of_the_transformer_are_those_that_were_measured() -> None:
@@ -291,8 +296,7 @@ def test_step_times_it_quotes_are_those_that_were_measured() -> None:
     links = " | ".join(run["plan"]["link"] for run in runs)
     section = PAGES["performance"]
     assert f"| | {links} |" in section
-    quoted = re.findall(r"^\| ([^|]+) \| (\S+) \| (\S+) \| (\S+) \|$", section, re.MULTILINE)
-    quoted = [row for row in quoted if row[1].endswith("x")]
+    quoted = re.findall(r"^\| ([^|]+) \| (\S+x) \| (\S+x) \|$", section, re.MULTILINE)
     assert {name for name, *_ in quoted} == set().union(*measured) - {"compute only"}
     for name, *ratios in quoted:
         assert ratios == [rows.get(name, "-") for rows in measured]

@@ -66,6 +66,12 @@ def test_a_clock_jumps_and_what_measures_time_does_not():
     assert 0 <= time.perf_counter() - begun < 100
     remove()
     assert time.time() >= now
+    remove = plant(parse("jump rank 0 at every send by 10 s"), rank=0)
+    for _ in range(2000):
+        trace.record(trace.SEND, begun)
+    assert time.time() - now > 20_000
+    remove()
+    assert time.time() - now < 10_000
 
 
 def test_a_fault_strikes_its_rank_at_its_event_once():

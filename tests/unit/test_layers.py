@@ -37,7 +37,16 @@ ROOMS = {
     "slurm": {"daso.comm", "jinja2"},
     "testing": {"runpy.run_path", "runpy.run_module"},
     # Ranks of a bench import its module by name: those of scripts/benchmarks too.
-    "cli": {"daso", "torch", "matplotlib", "rich", "horovod", "torchft", "import_module(module)"},
+    "cli": {
+        "daso",
+        "torch",
+        "matplotlib",
+        "rich",
+        "shtab",
+        "horovod",
+        "torchft",
+        "import_module(module)",
+    },
     "examples": {"daso.data", "torch"} | {f"daso.{name}" for name in daso.__all__},
     "public_names": {"import_module(homes[name])"},
     "": {"daso"},

@@ -225,7 +225,7 @@ def sometimes_one(model, rank, step):
 
 def wait_for_version(server, layer, owner, version):
     limit = time.perf_counter() + HANG_SECONDS
-    while server._serving.last_rows(layer)[owner].version < version:
+    while server._serving.service.rows.newest(layer)[owner].version < version:
         assert time.perf_counter() < limit
         time.sleep(0.001)
 
@@ -335,7 +335,7 @@ def test_new_rows_of_a_layer_come_back_while_backward_goes_on(real_floor, topolo
         serving, seen = server._serving, []
 
         def versions():
-            return [rows.version for rows in serving.last_rows(ABOVE).values()]
+            return [rows.version for rows in serving.service.rows.newest(ABOVE).values()]
 
         def wait(_):
             limit = time.perf_counter() + HANG_SECONDS
@@ -385,7 +385,7 @@ def test_who_waits_for_nobody_still_waits_for_what_owners_make_of_its_own_gradie
     model, told = seeded(mlp)(), []
     with daso.ParameterServer(model, sgd, topology=topology, staleness=None) as server:
         serving = server._serving
-        wait, contribute = serving._wait, serving.server.contribute
+        wait, contribute = serving._wait, serving.service.shard.contribute
 
         def tell(arrived, what, step=0):
             if rank and step and not told:
@@ -399,7 +399,7 @@ def test_who_waits_for_nobody_still_waits_for_what_owners_make_of_its_own_gradie
                 told.extend(world.recv(source=other) for other in range(1, topology.world_size))
             return contribute(one)
 
-        serving._wait, serving.server.contribute = tell, hold
+        serving._wait, serving.service.shard.contribute = tell, hold
         for step in range(4):
             server.zero_grad()
             batch_loss(model, rank, step).backward()
@@ -417,7 +417,7 @@ def test_a_replica_starts_each_step_from_what_it_made_of_its_last(topology):
     with daso.ParameterServer(model, sgd, topology=topology, **how) as server:
         server.keep_log()
         serving = server._serving
-        give, wait = serving.give, serving._wait
+        give, wait = serving.service.give, serving._wait
 
         def give_all():
             while held:
@@ -427,7 +427,7 @@ def test_a_replica_starts_each_step_from_what_it_made_of_its_last(topology):
             give_all()
             wait(*of)
 
-        serving.give = lambda *one: held.append(one)
+        serving.service.give = lambda *one: held.append(one)
         serving._wait = give_and_wait
         for step in range(steps):
             server.zero_grad()
@@ -860,8 +860,8 @@ def test_layers_that_are_not_used_any_more_hold_no_memory(topology):
             x = torch.randn(5, 6, generator=generator)
             model(x, sometimes=step == 0).tanh().mean().backward()
             server.step()
-        kept = [len(one) for layer in server._serving._rows for one in layer.values()]
-        assert max(kept) <= 3
+        rows = server._serving.service.rows._rows
+        assert max(len(one) for layer in rows for one in layer.values()) <= 3
 
 
 def test_it_closes_without_a_meeting_too(topology):

@@ -5,6 +5,7 @@ import os
 import shutil
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from hypothesis import strategies as st
 from worlds import PerRank
 
 from daso.checkpoint import kept_files, neighbours
-from daso.checkpoint.kept_files import keepers
+from daso.checkpoint.files import Entry
+from daso.checkpoint.kept_files import Copy, keepers, suppliers
 from daso.checkpoint.neighbours import NeighbourCopies
-from daso.errors import CheckpointError
+from daso.cli.train.config import CheckpointConfig, Config
+from daso.cli.train.resume import Saver
+from daso.errors import CheckpointError, ConfigError
 
 CUTS = [(2, 1), (1, 1), (2, 2), (1, 1, 1), (3, 1), (2,)]
 
@@ -74,6 +78,7 @@ def test_everyones_is_back_where_no_or_any_one_host_is_lost(topology, hosts, cop
         topology.world_comm.Barrier()
     copies.remove()
     topology.world_comm.Barrier()
+    assert not [*hosts.glob("host-*/run")]
     assert not copies.exist()
     assert copies.load() is None
 
@@ -83,7 +88,41 @@ def test_everyones_is_back_where_no_or_any_one_host_is_lost(topology, hosts, cop
 def test_two_hosts_that_follow_each_other_are_one_too_many(topology, hosts, copies):
     copies.save(1, payload(topology, 1))
     on_rank_0(topology, lambda: [shutil.rmtree(hosts / f"host-{one}") for one in (1, 2)])
+    assert not copies.exist()
+    assert copies.load() is None
+
+
+@pytest.mark.nodes(*CUTS[:3])
+def test_a_first_save_that_was_torn_is_none(topology, hosts, copies):
+    copies.save(1, payload(topology, 1))
+    topology.world_comm.Barrier()
+    # Rank 0 died before anybody had its state.
+    on_rank_0(topology, lambda: [one.unlink() for one in hosts.rglob("rank-00000-by-*.json")])
+    assert not copies.exist()
+    assert copies.load() is None
+    topology.world_comm.Barrier()
+    copies.save(1, payload(topology, 1))
     assert copies.exist()
+    assert_is(copies.load(), topology, 1)
+
+
+@pytest.mark.nodes(*CUTS[:3])
+def test_files_of_two_saves_of_a_step_are_not_mixed(topology, hosts, copies):
+    """A node was lost in a save, and another took its place: who is who is not what it was."""
+    copies.save(4, payload(topology, 9))
+    topology.world_comm.Barrier()
+    old = {path: path.read_bytes() for path in hosts.rglob("rank-*") if path.is_file()}
+    topology.world_comm.Barrier()
+    copies.save(4, payload(topology, 4))
+    topology.world_comm.Barrier()
+    last = topology.world_size - 1  # of whom the first save is left, here and at its keeper
+    on_rank_0(
+        topology,
+        lambda: [
+            path.write_bytes(row) for path, row in old.items() if f"rank-{last:05d}" in path.name
+        ],
+    )
+    assert not copies.exist()
     assert copies.load() is None
 
 
@@ -119,9 +158,6 @@ def test_where_both_copies_are_damaged_the_step_before_counts(topology, hosts, c
     (why,) = loaded.refused
     assert "step 2 in memory: no host has what rank 0 saved (" in why
     assert "bytes, not" in why
-    copies.forget(but=1)
-    topology.world_comm.Barrier()
-    assert_is(copies.load(), topology, 1)
 
 
 @pytest.mark.nodes((2, 1), (2, 2))
@@ -137,17 +173,20 @@ def test_a_world_cut_otherwise_takes_up_rank_0s(topology, hosts, copies):
         topology.rank_info = shape
 
 
-@pytest.fixture(params=["write_payload", "reserved"], ids=["own", "neighbour's"])
+@pytest.fixture(params=["write_payload", "reserved", "own note", "last note"])
 def fill_host_0(request, hosts, monkeypatch):
     """Let there be no room for such files on host 0 while a mark is there."""
-    real, mark = getattr(neighbours, request.param), hosts / "full"
+    name = "write_whole" if "note" in request.param else request.param
+    real, mark = getattr(neighbours, name), hosts / "full"
 
     def full(path, *rest):
-        if mark.exists() and "host-0" in path.parts:
+        rank, _, by = path.stem.removeprefix("rank-").partition("-by-")
+        its = {"own note": rank == by, "last note": rank != by}.get(request.param, True)
+        if mark.exists() and "host-0" in path.parts and its:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(path, *rest)
 
-    monkeypatch.setattr(neighbours, request.param, full)
+    monkeypatch.setattr(neighbours, name, full)
     return mark
 
 
@@ -167,9 +206,33 @@ def test_where_a_host_has_no_room_all_say_so_and_the_step_before_stays(
     assert_is(copies.load(), topology, 2)
 
 
-def test_room_that_is_not_there_is_an_error_and_no_signal(tmp_path):
-    with pytest.raises(OSError, match=r"too large|No space"):
-        kept_files.reserved(tmp_path / "new" / "file", 1 << 60)
+def test_room_is_there_before_it_is_written_to(tmp_path):
+    row = kept_files.reserved(tmp_path / "new" / "file", 1 << 20)
+    assert (tmp_path / "new" / "file").stat().st_blocks * 512 >= 1 << 20, "no hole"
+    row.fill_(7)
+    assert (tmp_path / "new" / "file").read_bytes() == b"\7" * (1 << 20)
+
+
+def test_a_lost_hosts_states_are_read_by_many():
+    """Of nodes of four ranks, one that is lost: each of the next node reads what it kept."""
+    entry, node_of = Entry("", 0), (0,) * 4 + (1,) * 4
+    own = {Copy(1, rank, rank, node_of, 0, entry) for rank in range(4, 8)}
+    kept = own | {Copy(1, rank, rank + 4, node_of, 0, entry) for rank in range(4)}
+    chosen = suppliers([set()] * 4 + [kept] * 4, {rank: rank for rank in range(8)})
+    assert {taker: holder for taker, (holder, _) in chosen.items()} == {
+        **{rank: rank + 4 for rank in range(4)},
+        **{rank: rank for rank in range(4, 8)},
+    }
+    assert suppliers([kept] + [own] * 7, {0: 0}) == {0: (0, Copy(1, 0, 4, node_of, 0, entry))}
+    assert suppliers([own] * 8, {rank: rank for rank in range(8)}) == 0
+
+
+def test_another_users_folder_and_a_link_are_not_used(tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert not NeighbourCopies(tmp_path / "link", None, timeout_seconds=1)._is_own()
+    assert NeighbourCopies(tmp_path, None, timeout_seconds=1)._is_own()
+    monkeypatch.setattr(os, "getuid", lambda: 12_345)
+    assert not NeighbourCopies(tmp_path, None, timeout_seconds=1)._is_own()
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
@@ -183,3 +246,36 @@ def test_a_rank_is_kept_by_one_of_the_node_after_its_own(sizes):
         assert max(mine) - min(mine) <= 1, "shared out"
         assert sum(mine) == sizes[node - 1]
         assert len(mine) == size
+
+
+@pytest.mark.nodes(*CUTS[:2])
+def test_a_run_goes_on_from_the_newest_that_is_sound_in_memory_or_on_disk(topology, hosts):
+    memory = str(hosts / f"memory-{topology.node}")
+    checkpoint = CheckpointConfig(every=10, memory_every=4, memory_folder=memory)
+    config = Config(runs=str(hosts), name="x", checkpoint=checkpoint)
+    run = SimpleNamespace(topology=topology, config=config)
+    saver = Saver(run)
+    assert saver.open(resume=False, restarts=0).step == 0
+    assert saver.mark == (hosts / "x" / "memory-mark").read_text()
+    saver._copies.save(8, payload(topology, 8))
+    with pytest.raises(
+        ConfigError, match=r"hosts keep .*/x in memory; go on from there with --res"
+    ):
+        saver.start()
+    found, in_memory = saver._newest()
+    assert in_memory
+    assert_is(found, topology, 8)
+    saver._checkpoints.save(10, payload(topology, 10))
+    found, in_memory = saver._newest()
+    assert not in_memory
+    assert_is(found, topology, 10)
+    topology.world_comm.Barrier()
+    on_rank_0(topology, (hosts / "x/checkpoints/step-00000010/rank-00000.pt").unlink)
+    found, in_memory = saver._newest()
+    assert in_memory, "what is on the disk is damaged"
+    assert_is(found, topology, 8)
+    saver._copies.save(12, payload(topology, 12))
+    assert_is(saver._newest()[0], topology, 12)
+    saver.finish()
+    topology.world_comm.Barrier()
+    assert not [*hosts.glob("memory-*/daso-*")]

@@ -173,7 +173,8 @@ class CheckpointConfig:
         memory_every: Steps from one copy in the memory of hosts to the next, each node's on its own
             host and on that of the next node; 0: none. A run goes on from what is newer, that or a
             checkpoint.
-        memory_folder: Where a host has files in memory; takes up to four times what its ranks save.
+        memory_folder: Where a host has files in memory; takes up to twice what its own ranks save,
+            and twice what those of the node before it do.
     """
 
     every: int = 0

@@ -55,7 +55,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any] | None:
     stop = StopRequest(run.topology, signals=_signals(), timeout_seconds=timeout_seconds)
     try:
         with stop, _recorded(run, point) as recording:
-            _join(run, point)
+            _join(run, point, saver)
             try:
                 summary = _train(run, point, saver, folder, stop, recording)
             except Stopped:
@@ -72,13 +72,15 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any] | None:
     return summary
 
 
-def _join(run: Run, point: Point) -> None:
+def _join(run: Run, point: Point, saver: Saver) -> None:
     """Wait, on a spare rank, until it is needed, and go on where the others are."""
 
     def follow(world: Regrouped) -> None:
-        epoch, total = world.first((point.epoch, point.total.cpu()))
+        epoch, total, mark = world.first((point.epoch, point.total.cpu(), saver.mark))
         if world.is_new:
             point.epoch, point.total = epoch, total
+            if mark:
+                saver.know(mark)
 
     run.topology.on_regroup(follow)
     if run.topology.is_spare:

@@ -1,7 +1,7 @@
 """What a checkpoint of `daso train` holds, and how a run goes on from one."""
 
-import hashlib
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from daso.checkpoint.files import cause, write_whole
 from daso.checkpoint.neighbours import NeighbourCopies
 from daso.checkpoint.rng import rng_state, set_rng_state
 from daso.checkpoint.state import Checkpoints, Loaded
 from daso.cli.train.config import Config
 from daso.cli.train.task import Task
+from daso.comm.collectives import first_value
 from daso.comm.topology import Topology
 from daso.data import ShardedSampler
 from daso.errors import CheckpointError, ConfigError
@@ -97,7 +99,8 @@ class Saver:
         self._every, self._saved = checkpoint.every, 0
         self._folder = run.config.folder / "checkpoints"
         self._checkpoints = Checkpoints(self._folder, run.topology, keep=checkpoint.keep)
-        self._copies = _copies(run)
+        self.mark = ""  # of the run's copies in memory; none where it has none
+        self._copies: NeighbourCopies | None = None
 
     def open(self, *, resume: bool, restarts: int) -> Point:
         """Return where the run begins.
@@ -107,8 +110,18 @@ class Saver:
         if self._run.topology.is_spare:  # it is told, once it is needed
             return Point(0, 0, torch.zeros(()))
         restarts = self._run.topology.world_comm.bcast(restarts)
+        if self._run.config.checkpoint.memory_every > 0:
+            self.know(_mark_of(self._run))
         again = restarts > 0 and (bool(self._checkpoints.steps()) or self._has_copies())
         return self.resume() if resume or again else self.start()
+
+    def know(self, mark: str) -> None:
+        """Keep copies in memory under a mark, as all ranks do. Does not communicate."""
+        config = self._run.config
+        folder = Path(config.checkpoint.memory_folder) / f"daso-{os.getuid()}-{mark}"
+        timeout_seconds = config.exchange.timeout_seconds
+        self.mark = mark
+        self._copies = NeighbourCopies(folder, self._run.topology, timeout_seconds=timeout_seconds)
 
     def _has_copies(self) -> bool:
         return self._copies is not None and self._copies.exist()
@@ -128,27 +141,25 @@ class Saver:
         if self._has_copies():
             raise ConfigError(
                 f"a new run needs a name of its own, but hosts keep {self._folder.parent} in "
-                f"memory; go on from there with --resume, or choose another --name=NAME"
+                f"memory; go on from there with --resume, choose another --name=NAME, or remove "
+                f"{self._folder.parent}"
             )
         return Point(0, 0, torch.zeros(()))
 
     def resume(self) -> Point:
         """Put all parts of the run back to where the newest sound checkpoint has them.
 
-        Copies in the memory of hosts count as one.
-
-        On another number of ranks, or on nodes of other sizes, every rank takes up what rank 0 had,
-        and as many samples count as seen.
+        Copies in the memory of hosts count as one. On another number of ranks, or on nodes of other
+        sizes, every rank takes up what rank 0 had, and as many samples count as seen.
 
         Collective over the world; blocking.
         """
-        run, kept = self._run, None if self._copies is None else self._copies.load()
-        in_memory = kept is not None and kept.step > max(self._checkpoints.steps(), default=-1)
-        loaded = kept if in_memory else self._checkpoints.load()
+        run, (loaded, in_memory) = self._run, self._newest()
         if loaded is None:
             raise CheckpointError(
-                f"--resume goes on from a checkpoint, but {self._folder} has none; leave it out to "
-                f"start anew, name the run with --name=NAME, and save it with --checkpoint.every=N"
+                f"--resume goes on from a checkpoint, but {self._folder} has none, and hosts keep "
+                f"none that is whole in memory; leave it out to start anew, name the run with "
+                f"--name=NAME, and save it with --checkpoint.every=N or --checkpoint.memory_every=N"
             )
         saved = loaded.payload
         run.topology.raise_on_all_ranks(_differs(run, saved), ConfigError)
@@ -157,10 +168,21 @@ class Saver:
         sampler, total = _place(loaded, run.topology.world_size)
         run.sampler.load_state_dict(sampler)
         set_rng_state(saved["rng"])
-        if self._copies is not None:
-            self._copies.forget(but=loaded.step)  # what is newer is not whole
         resumed = Resumed(loaded.step, loaded.world, loaded.same_world, loaded.refused, in_memory)
         return Point(loaded.step, sampler["epoch"], total, resumed)
+
+    def _newest(self) -> tuple[Loaded | None, bool]:
+        """Return the newest state that is sound, and whether it was in memory."""
+        kept = None if self._copies is None else self._copies.load()
+        try:
+            saved = self._checkpoints.load()
+        except CheckpointError:  # alike on all ranks
+            if kept is None:
+                raise
+            saved = None
+        if kept is None or (saved is not None and saved.step >= kept.step):
+            return saved, False
+        return kept, True
 
     def after_step(self, point: Point) -> None:
         """Save when it is time to: every so many steps, and at the end.
@@ -209,16 +231,25 @@ class Saver:
             self._copies.remove()
 
 
-def _copies(run: Run) -> NeighbourCopies | None:
-    """Return the run's copies in the memory of hosts, where it has any."""
-    checkpoint = run.config.checkpoint
-    if checkpoint.memory_every == 0:
-        return None
-    whose = hashlib.sha256(str(run.config.folder.resolve()).encode()).hexdigest()[:12]
-    folder = Path(checkpoint.memory_folder) / f"daso-{os.getuid()}-{whose}"
-    return NeighbourCopies(
-        folder, run.topology, timeout_seconds=run.config.exchange.timeout_seconds
-    )
+def _mark_of(run: Run) -> str:
+    """Return by what hosts tell a run from others. Collective over the world; blocking."""
+    mark, problem = "", None
+    if run.topology.rank == 0:
+        try:
+            mark = _mark(run.config.folder)
+        except OSError as error:
+            problem = f"a run folder must be writable, but {cause(run.config.folder, error)}"
+    run.topology.raise_on_all_ranks(problem, ConfigError)
+    return first_value(run.topology, mark, run.config.exchange.timeout_seconds)
+
+
+def _mark(folder: Path) -> str:
+    """Return what a run's folder has for a mark, drawn where it begins."""
+    path = folder / "memory-mark"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, secrets.token_hex(6).encode())
+    return path.read_text()
 
 
 def _differs(run: Run, saved: Mapping[str, Any]) -> str | None:

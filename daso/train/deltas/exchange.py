@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -26,6 +26,7 @@ from daso.plan.routes import has_changed
 from daso.plan.schedule import Measurements
 from daso.train.coordinator import Coordinator, largest_rate
 from daso.train.deltas.buffer import DeltaBuffer, Measured
+from daso.train.deltas.core_loss import CoreLoss
 from daso.train.deltas.in_flight import InFlight, Outcome, pack, unpack
 from daso.train.deltas.outer import MakeOuter
 from daso.train.deltas.rows import make_rows
@@ -106,9 +107,10 @@ class Exchanges:
         self.step_restoration = self._make_step_restoration()
         self._flight: InFlight | None = None
         self._node = node
-        self._core_is_shared = coordinator.trained.device.type == "cpu" and not spare_cores(
-            self.rank_info.local_size, torch.get_num_threads()
-        )
+        ranks, threads = self.rank_info.local_size, torch.get_num_threads()
+        cores: Literal["spare", "shared"] = "spare" if spare_cores(ranks, threads) else "shared"
+        on_host = coordinator.trained.device.type == "cpu"
+        self._core_loss = CoreLoss(cores if on_host else "other")
         self._known = ExchangeState(since=[0] * self.settings.exchange.fragments)
 
     def _make_step_restoration(self) -> StepRestoration | None:
@@ -198,6 +200,7 @@ class Exchanges:
         number = self.metrics.send()
         own = time.perf_counter() - begun - (self._node.waited_seconds - waited)
         trace.record(trace.SEND, begun, key=number)
+        self._core_loss.begin()
         handle = self.channels.engine.submit(work, key=number)
         self._flight = InFlight(handle, batch, batches, fragment, ahead, keeps, wire, own)
 
@@ -235,7 +238,7 @@ class Exchanges:
                 total += yield from row.exchange()
         measured = Tally.measured(total.distance, total.norm, total.moved, self._known.size)
         sound = header.nonfinite == 0.0
-        busy_seconds = time.thread_time() - busy if self._core_is_shared else 0.0
+        busy_seconds = time.thread_time() - busy
         return Outcome(agreed, sums, measured, total.nbytes, sound, made_seconds, busy_seconds)
 
     def _nonfinite(self, rows: list[DeltaBuffer]) -> Work[float]:
@@ -289,7 +292,7 @@ class Exchanges:
         trace.record(trace.MERGE, came, key=flight.handle.key, nbytes=outcome.nbytes)
         merging_seconds = time.perf_counter() - came - (self._node.waited_seconds - waited)
         own_seconds = flight.own_seconds + merging_seconds
-        self._known.own_seconds = own_seconds + outcome.busy_seconds
+        self._known.own_seconds = own_seconds + self._core_loss.end(outcome.busy_seconds)
         self.metrics.good()
         self.metrics.event(
             "exchange",

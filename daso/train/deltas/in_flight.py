@@ -19,7 +19,7 @@ class Outcome:
     nbytes: int  # sent by this rank
     sound: bool  # this rank's own values were finite
     made_seconds: float = 0.0  # of the engine's, until a device had come so far as to send
-    busy_seconds: float = 0.0  # of the engine's thread, where that takes a core from training
+    busy_seconds: float = 0.0  # of a core, of the engine's thread
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,69 @@
+"""What exchanges take from training by the processor time of their thread: measured, not assumed.
+
+A free core on which exchanges go on beside training may be another's: of a second job, of a
+container with a quota, a hyperthread. The kernel tells how long a thread was ready to run while
+others had its core (`/proc/thread-self/schedstat`, Documentation/scheduler/sched-stats.rst).
+"""
+
+import time
+from pathlib import Path
+from typing import Literal
+
+__all__ = ["CoreLoss", "ready_seconds"]
+
+SCHEDSTAT = Path("/proc/thread-self/schedstat")
+SHARE = 0.25  # of the newest exchange in the mean
+LEAST_SECONDS = 0.02  # between two exchanges, to learn what others take from there
+
+
+def ready_seconds() -> float:
+    """Return how long this thread was ready, but had no core; 0 where the kernel does not tell."""
+    try:
+        return int(SCHEDSTAT.read_text().split()[1]) / 1e9
+    except (OSError, LookupError, ValueError):
+        return 0.0
+
+
+class CoreLoss:
+    """What the thread that trains loses by exchanges beside it.
+
+    Args:
+        cores: ``"shared"``: exchanges take their time from training, as no core is left;
+            ``"spare"``: they do as far as is measured; ``"other"``: they do not, since training
+            is elsewhere, on a GPU.
+    """
+
+    def __init__(self, cores: Literal["shared", "spare", "other"]) -> None:
+        self._cores = cores
+        self._begun: tuple[float, float] | None = None  # when; ready until then
+        self._ended: tuple[float, float] | None = None
+        self._others = 0.0  # share of its time that a thread is ready without exchanges
+        self._loss: float | None = None  # seconds an exchange, smoothed
+
+    def begin(self) -> None:
+        """An exchange begins. By the thread that trains."""
+        if self._cores != "spare":
+            return
+        self._begun = now, ready = time.perf_counter(), ready_seconds()
+        if self._ended is not None and now - self._ended[0] > LEAST_SECONDS:
+            share = (ready - self._ended[1]) / (now - self._ended[0])
+            self._others += SHARE * (share - self._others)
+
+    def end(self, busy_seconds: float) -> float:
+        """An exchange is over; return what one takes from training, in seconds.
+
+        Args:
+            busy_seconds: Processor time of its thread: it took no more.
+
+        By the thread that trains.
+        """
+        if self._cores != "spare":
+            return busy_seconds if self._cores == "shared" else 0.0
+        if self._begun is not None:
+            now, ready = time.perf_counter(), ready_seconds()
+            during = ready - self._begun[1] - self._others * (now - self._begun[0])
+            lost = min(busy_seconds, max(0.0, during))
+            before = lost if self._loss is None else self._loss
+            self._loss = before + SHARE * (lost - before)
+            self._begun, self._ended = None, (now, ready)
+        return self._loss or 0.0

@@ -1,0 +1,51 @@
+"""`daso completion`: asked as a shell asks it."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from jobs import typed
+
+pytest.importorskip("shtab")
+
+
+def completed(script, *words):
+    """Return what bash offers for the last word."""
+    line = " ".join(f"'{word}'" for word in words)
+    asked = (
+        f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; "
+        'COMP_LINE="${COMP_WORDS[*]}"; _shtab_daso daso "${COMP_WORDS[COMP_CWORD]}"; '
+        'printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    bash = shutil.which("bash")
+    done = subprocess.run(
+        [bash, "-c", f"{script}\n{asked}"], capture_output=True, text=True, timeout=60, check=True
+    )
+    return set(done.stdout.split())
+
+
+def test_bash_offers_commands_options_settings_and_what_they_may_be():
+    done = typed("completion", "bash")
+    assert done.returncode == 0, done.stderr
+    assert {"run", "train", "submit", "completion"} <= completed(done.stdout, "daso", "")
+    assert completed(done.stdout, "daso", "tr") == {"train", "trace"}
+    assert "--ranks-per-node" in completed(done.stdout, "daso", "run", "--ran")
+    offered = completed(done.stdout, "daso", "train", "--checkpoint.")
+    assert {"--checkpoint.every", "--checkpoint.memory_every"} <= offered
+    assert "int8" in completed(done.stdout, "daso", "train", "--exchange.wire", "in")
+
+
+@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+def test_other_shells_get_a_script_too(shell):
+    done = typed("completion", shell)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--exchange.wire" in done.stdout
+
+
+def test_a_shell_that_is_not_known_and_a_library_that_is_not_there_are_told(monkeypatch):
+    assert "invalid choice: 'fish'" in typed("completion", "fish").stderr
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    done = typed("completion", "bash")
+    assert done.returncode == 2
+    assert "pip install shtab" in done.stderr

@@ -1,0 +1,96 @@
+"""What exchanges take of the core that trains: of an imitated kernel, and of the real one."""
+
+import os
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from jobs import HANG_SECONDS
+
+from daso.train.deltas import core_loss
+from daso.train.deltas.core_loss import SHARE, CoreLoss, ready_seconds
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Time, and how long the thread was ready without a core, as a test sets them."""
+    told = SimpleNamespace(now=0.0, ready=0.0)
+    monkeypatch.setattr(core_loss.time, "perf_counter", lambda: told.now)
+    monkeypatch.setattr(core_loss, "ready_seconds", lambda: told.ready)
+
+    def after(seconds, ready=0.0):
+        told.now, told.ready = told.now + seconds, told.ready + ready
+
+    return after
+
+
+def test_where_no_core_is_left_all_of_it_is_lost_and_beside_a_gpu_nothing():
+    for cores, lost in (("shared", 0.05), ("other", 0.0)):
+        one = CoreLoss(cores)
+        one.begin()
+        assert one.end(0.05) == lost
+
+
+def test_what_a_thread_waits_for_its_core_during_an_exchange_is_lost(kernel):
+    one = CoreLoss("spare")
+    assert one.end(0.05) == 0.0, "an exchange that a checkpoint brought"
+    one.begin()
+    kernel(0.2, ready=0.03)
+    assert one.end(0.05) == pytest.approx(0.03)
+    kernel(1.0)
+    one.begin()
+    kernel(0.2, ready=0.07)
+    assert one.end(0.05) == pytest.approx(0.03 + SHARE * 0.02), "no more than it was busy, smoothed"
+    for _ in range(50):
+        kernel(1.0)
+        one.begin()
+        kernel(0.2)
+        loss = one.end(0.05)
+    assert loss < 1e-6, "and a core that comes free is learned"
+
+
+def test_what_others_take_without_exchanges_too_is_not_theirs(kernel):
+    one = CoreLoss("spare")
+    for _ in range(60):
+        one.begin()
+        kernel(0.2, ready=0.2 * 0.3 + 0.01)
+        loss = one.end(0.05)
+        kernel(1.0, ready=1.0 * 0.3)
+    assert loss == pytest.approx(0.01, rel=0.01)
+
+
+def test_the_kernel_tells_that_two_threads_of_one_core_wait_for_it():
+    """Which no other process needs to share."""
+    cores, found = os.sched_getaffinity(0), []
+
+    def spin():
+        os.sched_setaffinity(0, {min(cores)})
+        before = ready_seconds()
+        ends = time.perf_counter() + HANG_SECONDS
+        while ready_seconds() - before < 0.02 and time.perf_counter() < ends:
+            sum(range(1000))
+        found.append(ready_seconds() - before)
+
+    other = os.fork()
+    if other == 0:
+        os.sched_setaffinity(0, {min(cores)})
+        while True:
+            pass
+    try:
+        thread = threading.Thread(target=spin)
+        thread.start()
+        thread.join()
+    finally:
+        os.kill(other, 9)
+        os.waitpid(other, 0)
+    assert found[0] >= 0.02
+
+
+def test_a_kernel_that_does_not_tell_counts_as_no_loss(monkeypatch, tmp_path):
+    for text in (None, "", "1", "1 x 3"):
+        path = tmp_path / "schedstat"
+        if text is not None:
+            path.write_text(text)
+        monkeypatch.setattr(core_loss, "SCHEDSTAT", path)
+        assert ready_seconds() == 0.0
