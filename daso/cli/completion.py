@@ -1,4 +1,4 @@
-"""`daso completion`: what a shell needs to complete daso's commands, options and settings."""
+"""`daso complete`: what a shell needs to complete daso's commands, options and settings."""
 
 import argparse
 from collections.abc import Iterator, Sequence

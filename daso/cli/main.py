@@ -118,7 +118,7 @@ COMMANDS = {
     "memory": ("what a script's model needs, and within a budget", "daso.cli.memory:add_parser"),
     "trace": ("where a recorded run's time went, and who was late", "daso.cli.trace:add_parser"),
     "doctor": ("look at MPI, torch, GPUs and nodes", "daso.cli.main:_add_doctor"),
-    "completion": ("let a shell complete these words", "daso.cli.completion:add_parser"),
+    "complete": ("let a shell complete these words", "daso.cli.completion:add_parser"),
 }
 
 

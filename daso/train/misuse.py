@@ -119,11 +119,11 @@ def has_batch_norm(named: Named) -> bool:
 
     Looks at all objects of the process: tens of milliseconds.
     """
-    ours, kinds = {id(tensor) for _, tensor in named}, set(_kinds(_BatchNorm))
-    norms: Iterable[_BatchNorm] = (one for one in gc.get_objects() if type(one) in kinds)
+    ours, kinds = {id(tensor) for _, tensor in named}, set[Any](_kinds(_BatchNorm))
     return any(
         one.track_running_stats and any(id(param) in ours for param in one._parameters.values())
-        for one in norms
+        for one in gc.get_objects()
+        if type(one) in kinds
     )
 
 

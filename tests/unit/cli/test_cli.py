@@ -138,7 +138,7 @@ def test_doctor_says_how_many_nodes_would_exchange(capsys):
 def test_help_lists_the_commands(capsys):
     text = help_of(capsys)
     lines = [line.split()[0] for line in text.splitlines() if line.startswith("    ")]
-    ours = "run train submit status logs bench predict memory trace doctor completion"
+    ours = "run train submit status logs bench predict memory trace doctor complete"
     assert lines == ours.split()
 
 

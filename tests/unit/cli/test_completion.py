@@ -1,4 +1,4 @@
-"""`daso completion`: asked as a shell asks it."""
+"""`daso complete`: asked as a shell asks it."""
 
 import shutil
 import subprocess
@@ -26,9 +26,9 @@ def completed(script, *words):
 
 
 def test_bash_offers_commands_options_settings_and_what_they_may_be():
-    done = typed("completion", "bash")
+    done = typed("complete", "bash")
     assert done.returncode == 0, done.stderr
-    assert {"run", "train", "submit", "completion"} <= completed(done.stdout, "daso", "")
+    assert {"run", "train", "submit", "complete"} <= completed(done.stdout, "daso", "")
     assert completed(done.stdout, "daso", "tr") == {"train", "trace"}
     assert "--ranks-per-node" in completed(done.stdout, "daso", "run", "--ran")
     offered = completed(done.stdout, "daso", "train", "--checkpoint.")
@@ -38,14 +38,14 @@ def test_bash_offers_commands_options_settings_and_what_they_may_be():
 
 @pytest.mark.parametrize("shell", ["zsh", "tcsh"])
 def test_other_shells_get_a_script_too(shell):
-    done = typed("completion", shell)
+    done = typed("complete", shell)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--exchange.wire" in done.stdout
 
 
 def test_a_shell_that_is_not_known_and_a_library_that_is_not_there_are_told(monkeypatch):
-    assert "invalid choice: 'fish'" in typed("completion", "fish").stderr
+    assert "invalid choice: 'fish'" in typed("complete", "fish").stderr
     monkeypatch.setitem(sys.modules, "shtab", None)
-    done = typed("completion", "bash")
+    done = typed("complete", "bash")
     assert done.returncode == 2
     assert "pip install shtab" in done.stderr
