@@ -119,11 +119,11 @@ def has_batch_norm(named: Named) -> bool:
 
     Looks at all objects of the process: tens of milliseconds.
     """
-    ours, kinds = {id(tensor) for _, tensor in named}, set[Any](_kinds(_BatchNorm))
+    ours, kinds = {id(tensor) for _, tensor in named}, frozenset(_kinds(_BatchNorm))
+    norms: Iterator[Any] = filter(lambda one: type(one) in kinds, gc.get_objects())
     return any(
         one.track_running_stats and any(id(param) in ours for param in one._parameters.values())
-        for one in gc.get_objects()
-        if type(one) in kinds
+        for one in norms
     )
 
 
