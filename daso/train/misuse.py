@@ -120,14 +120,14 @@ def has_batch_norm(named: Named) -> bool:
     Looks at all objects of the process: tens of milliseconds.
     """
     ours, kinds = {id(tensor) for _, tensor in named}, frozenset(_kinds(_BatchNorm))
-    norms: Iterator[Any] = filter(lambda one: type(one) in kinds, gc.get_objects())
     return any(
         one.track_running_stats and any(id(param) in ours for param in one._parameters.values())
-        for one in norms
+        for one in gc.get_objects()
+        if type(one) in kinds
     )
 
 
-def _kinds(kind: type) -> Iterator[type]:
+def _kinds(kind: type[object]) -> Iterator[type[object]]:
     """Yield a class and all that are derived from it."""
     yield kind
     for one in kind.__subclasses__():
