@@ -12,6 +12,8 @@ from daso.checkpoint.files import Entry
 
 __all__ = [
     "Copy",
+    "Save",
+    "folder_of",
     "keepers",
     "mapped",
     "read_note",
@@ -20,6 +22,15 @@ __all__ = [
     "text_of",
     "words_of",
 ]
+
+
+Save = tuple[int, int, tuple[int, ...]]  # a step, its attempt, and the world: as of `Copy.save`
+
+
+def folder_of(save: Save) -> str:
+    """Return the name of a save's folder."""
+    step, attempt, _ = save
+    return f"step-{step:08d}-{attempt:016x}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +45,14 @@ class Copy:
     entry: Entry
 
     @property
-    def save(self) -> tuple[int, int, tuple[int, ...]]:
+    def save(self) -> Save:
         """What all files of one save have in common; newer steps are larger."""
         return self.step, self.attempt, self.node_of
 
     @property
     def name(self) -> str:
         """Where it is, in the folder of its host."""
-        return f"step-{self.step:08d}/rank-{self.rank:05d}-by-{self.by:05d}.pt"
+        return f"{folder_of(self.save)}/rank-{self.rank:05d}-by-{self.by:05d}.pt"
 
 
 def keepers(node_of: Sequence[int]) -> list[int]:
@@ -97,10 +108,10 @@ def read_note(path: Path) -> Copy | None:
     try:
         known = json.loads(path.read_text())
         rank, by = path.stem.removeprefix("rank-").split("-by-")
-        step = int(path.parent.name.removeprefix("step-"))
+        step, attempt = path.parent.name.removeprefix("step-").split("-")
         entry = Entry(str(known["sha256"]), int(known["size"]))
-        node_of, attempt = tuple(map(int, known["node_of"])), int(known["attempt"])
-        return Copy(step, int(rank), int(by), node_of, attempt, entry)
+        node_of = tuple(map(int, known["node_of"]))
+        return Copy(int(step), int(rank), int(by), node_of, int(attempt, 16), entry)
     except (OSError, LookupError, TypeError, ValueError):
         return None
 

@@ -3,8 +3,8 @@
 Processes may end, and one node of two that follow each other may be gone: what all ranks had is
 still somewhere. In a folder of each host's memory::
 
-    step-00000120/rank-00003-by-00001.pt      what rank 3 gave, kept by rank 1
-    step-00000120/rank-00003-by-00001.json    of which world, and its hash
+    step-00000120-ATTEMPT/rank-00003-by-00001.pt      what rank 3 gave, kept by rank 1
+    step-00000120-ATTEMPT/rank-00003-by-00001.json    of which world, and its hash
 
 A step counts where what every rank gave is kept by somebody. Source: partner copies of SCR (Moody
 et al., SC 2010), and checkpoints in the memory of other hosts of Gemini (Wang et al., SOSP 2023).
@@ -37,6 +37,8 @@ from daso.checkpoint.files import (
 )
 from daso.checkpoint.kept_files import (
     Copy,
+    Save,
+    folder_of,
     keepers,
     mapped,
     read_note,
@@ -58,7 +60,6 @@ from daso.errors import CheckpointError
 
 __all__ = ["NeighbourCopies"]
 
-Save = tuple[int, int, tuple[int, ...]]  # a step, its attempt, and the world: as of `Copy.save`
 logger = logging.getLogger("daso")
 
 
@@ -73,7 +74,7 @@ class NeighbourCopies:
     """
 
     def __init__(self, folder: Path, topology: Topology, *, timeout_seconds: float) -> None:
-        self._folder, self._topology = folder, topology
+        self.folder, self._topology = folder, topology
         self._timeout_seconds = timeout_seconds
 
     # --- saving ----------------------------------------------------------------------------
@@ -98,23 +99,23 @@ class NeighbourCopies:
         if problem is None:
             with self._told() as problems:
                 self._own()
-                entry = write_payload(self._folder / mine.name, dict(payload))
+                entry = write_payload(self.folder / mine.name, dict(payload))
                 mine = replace(mine, entry=entry)
                 self._note(mine)
             problem = problems[0] if problems else None
-        self._agree(problem, step)
+        self._agree(problem, mine.save)
         theirs, rows = self._announce(mine), dict[Copy, torch.Tensor]()
         with self._told() as problems:
-            rows = {copy: reserved(self._folder / copy.name, copy.entry.size) for copy in theirs}
-            own = mapped(self._folder / mine.name, mine.entry.size)
-        self._agree(problems[0] if problems else None, step)
+            rows = {copy: reserved(self.folder / copy.name, copy.entry.size) for copy in theirs}
+            own = mapped(self.folder / mine.name, mine.entry.size)
+        self._agree(problems[0] if problems else None, mine.save)
         self._move(rank, own, rows)
         with self._told() as problems:
             for copy in rows:
                 self._note(copy)
         # Only where all are kept may older ones go.
-        self._agree(problems[0] if problems else None, step)
-        self._forget(step)
+        self._agree(problems[0] if problems else None, mine.save)
+        self._forget(mine.save)
 
     @contextmanager
     def _told(self) -> Iterator[list[str]]:
@@ -156,43 +157,43 @@ class NeighbourCopies:
 
     def _own(self) -> None:
         """Make the folder, for nobody else to see or to have made."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self._is_own():
             raise PermissionError(errno.EPERM, "it is another user's")
 
     def _is_own(self) -> bool:
         """Return whether the folder is there, and was made by this user: links are not followed."""
         try:
-            found = self._folder.lstat()
+            found = self.folder.lstat()
         except OSError:
             return False
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
     def _note(self, copy: Copy) -> None:
         """Write down what a file is: it is whole."""
-        known = {"node_of": copy.node_of, "attempt": copy.attempt, **asdict(copy.entry)}
-        path = (self._folder / copy.name).with_suffix(".json")
+        known = {"node_of": copy.node_of, **asdict(copy.entry)}
+        path = (self.folder / copy.name).with_suffix(".json")
         write_whole(path, json.dumps(known).encode())
 
-    def _agree(self, problem: str | None, step: int) -> None:
-        """Raise on every rank when any has a problem, and forget the step that it was met in."""
+    def _agree(self, problem: str | None, save: Save) -> None:
+        """Raise on every rank when any has a problem, and forget the save that it was met in."""
         problems = gather_unlike(self._topology, problem, self._timeout_seconds)
         found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
         if found:
-            shutil.rmtree(self._step_folder(step), ignore_errors=True)
+            shutil.rmtree(self.folder / folder_of(save), ignore_errors=True)
             raise CheckpointError(str(problem) if len(problems) == 1 else found[0])
 
     def _no_room(self, error: Exception) -> str:
         return (
             f"a host must have room for its states and for those of another node, twice, but "
-            f"{cause(self._folder, error)}; give it more memory there, choose another "
+            f"{cause(self.folder, error)}; give it more memory there, choose another "
             f"checkpoint.memory_folder, or leave checkpoint.memory_every out"
         )
 
-    def _forget(self, but: int) -> None:
-        """Remove all steps but one."""
-        for folder in self._folder.glob("step-*"):
-            if folder != self._step_folder(but):
+    def _forget(self, but: Save) -> None:
+        """Remove all saves but one."""
+        for folder in self.folder.glob("step-*"):
+            if folder.name != folder_of(but):
                 shutil.rmtree(folder, ignore_errors=True)  # another rank of the host does it too
 
     def remove(self) -> None:
@@ -202,17 +203,22 @@ class NeighbourCopies:
         """
         self._topology.rendezvous("save a checkpoint", self._timeout_seconds)
         if self._is_own():
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     # --- loading ---------------------------------------------------------------------------
 
     def exist(self) -> bool:
         """Return whether hosts keep a state that is whole. Collective over the world; blocking."""
         kept = gather(self._topology, self._list(), self._timeout_seconds)
-        return any(
-            not isinstance(suppliers(_of(kept, save), self._needed(save)), int)
-            for save in _saves(kept)
-        )
+        lacking = None
+        for save in _saves(kept):
+            found = suppliers(_of(kept, save), self._needed(save))
+            if not isinstance(found, int):
+                return True
+            lacking = lacking or (save[0], found)
+        if lacking is not None and self._topology.rank == 0:
+            logger.warning("of step %d in memory no host has what rank %d saved", *lacking)
+        return False
 
     def _needed(self, save: Save) -> dict[int, int]:
         """Return whose state ranks are to have: each its own, or all that of rank 0."""
@@ -246,7 +252,7 @@ class NeighbourCopies:
         why = ""
         while not isinstance(chosen := suppliers(kept, needed), int):
             mine = {copy for holder, copy in chosen.values() if holder == self._topology.rank}
-            found = {copy: damage(self._folder / copy.name, copy.entry) for copy in mine}
+            found = {copy: damage(self.folder / copy.name, copy.entry) for copy in mine}
             problems = {copy: problem for copy, problem in found.items() if problem}
             everyones = gather(self._topology, problems, self._timeout_seconds)
             if not any(everyones):
@@ -260,14 +266,14 @@ class NeighbourCopies:
         rank = self._topology.rank
         same = len(chosen) > 1 or self._topology.world_size == 1
         holder, mine = chosen[rank if same else 0]
-        path = self._folder / mine.name
+        path = self.folder / mine.name
         if holder == rank:
             row = mapped(path, mine.entry.size)
         else:
             row = torch.empty(mine.entry.size, dtype=torch.uint8, device="cpu")
         if same:
             given = [
-                (to, mapped(self._folder / copy.name, copy.entry.size))
+                (to, mapped(self.folder / copy.name, copy.entry.size))
                 for to, (who, copy) in chosen.items()
                 if who == rank != to
             ]
@@ -287,10 +293,7 @@ class NeighbourCopies:
         """List what this host keeps: files that were noted as whole."""
         if not self._is_own():
             return []
-        return [copy for copy in map(read_note, self._folder.glob("step-*/rank-*.json")) if copy]
-
-    def _step_folder(self, step: int) -> Path:
-        return self._folder / f"step-{step:08d}"
+        return [copy for copy in map(read_note, self.folder.glob("step-*/rank-*.json")) if copy]
 
 
 def _saves(kept: Sequence[Collection[Copy]]) -> list[Save]:

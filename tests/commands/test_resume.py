@@ -188,7 +188,7 @@ def test_a_job_that_may_be_started_again_goes_on_by_itself_where_a_rank_is_kille
     words += ["--checkpoint.memory_every=3", f"--checkpoint.memory_folder={memory}"]
     job = start(*words, "--restarts=1")
     deadline = time.monotonic() + 250
-    while not any(int(one.name[-8:]) >= 15 for one in memory.glob("daso-*/step-*")):
+    while not any(int(one.name[5:13]) >= 15 for one in memory.glob("daso-*/step-*")):
         assert job.poll() is None, job.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.002)

@@ -70,7 +70,8 @@ def test_everyones_is_back_where_no_or_any_one_host_is_lost(topology, hosts, cop
         copies.save(step, payload(topology, step))
         topology.world_comm.Barrier()
         kept = {path.parent.name for path in hosts.rglob("*.pt")}
-        assert kept == {f"step-{step:08d}"}, "the step before is not needed any more"
+        assert len(kept) == 1, "the step before is not needed any more"
+        assert min(kept).startswith(f"step-{step:08d}-")
         topology.world_comm.Barrier()
         on_rank_0(topology, partial(shutil.rmtree, hosts / f"host-{lost}", ignore_errors=True))
         assert copies.exist()
@@ -115,13 +116,17 @@ def test_files_of_two_saves_of_a_step_are_not_mixed(topology, hosts, copies):
     topology.world_comm.Barrier()
     copies.save(4, payload(topology, 4))
     topology.world_comm.Barrier()
-    last = topology.world_size - 1  # of whom the first save is left, here and at its keeper
-    on_rank_0(
-        topology,
-        lambda: [
-            path.write_bytes(row) for path, row in old.items() if f"rank-{last:05d}" in path.name
-        ],
-    )
+    last = f"rank-{topology.world_size - 1:05d}"  # of whom the first save alone is left
+
+    def mix():
+        for path in hosts.rglob(f"{last}-*"):
+            path.unlink()
+        for path, row in old.items():
+            if last in path.name:
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(row)
+
+    on_rank_0(topology, mix)
     assert not copies.exist()
     assert copies.load() is None
 
@@ -150,7 +155,7 @@ def test_where_both_copies_are_damaged_the_step_before_counts(topology, hosts, c
     topology.world_comm.Barrier()
     if topology.local_rank == 0:
         shutil.copytree(old, on_own, dirs_exist_ok=True)
-        for path in on_own.glob("step-00000002/rank-00000-by-*.pt"):
+        for path in on_own.glob("step-00000002-*/rank-00000-by-*.pt"):
             path.write_bytes(path.read_bytes()[:-1])
     topology.world_comm.Barrier()
     loaded = copies.load()
@@ -248,23 +253,30 @@ def test_a_rank_is_kept_by_one_of_the_node_after_its_own(sizes):
         assert len(mine) == size
 
 
+@pytest.fixture
+def run(hosts):
+    """A run that is saved to a disk and, more often, to memory."""
+
+    def of(topology):
+        memory = str(hosts / f"memory-{topology.node}")
+        checkpoint = CheckpointConfig(every=10, memory_every=4, memory_folder=memory)
+        return SimpleNamespace(
+            topology=topology,
+            config=Config(runs=str(hosts), name="x", checkpoint=checkpoint),
+            optimizer=SimpleNamespace(together=lambda do: do()),
+        )
+
+    return PerRank(of)
+
+
 @pytest.mark.nodes(*CUTS[:2])
-def test_a_run_goes_on_from_the_newest_that_is_sound_in_memory_or_on_disk(topology, hosts):
-    memory = str(hosts / f"memory-{topology.node}")
-    checkpoint = CheckpointConfig(every=10, memory_every=4, memory_folder=memory)
-    config = Config(runs=str(hosts), name="x", checkpoint=checkpoint)
-    run = SimpleNamespace(topology=topology, config=config)
+def test_a_run_goes_on_from_the_newest_that_is_sound_in_memory_or_on_disk(topology, hosts, run):
     saver = Saver(run)
     assert saver.open(resume=False, restarts=0).step == 0
-    assert saver.mark == (hosts / "x" / "memory-mark").read_text()
     saver._copies.save(8, payload(topology, 8))
-    with pytest.raises(
-        ConfigError, match=r"hosts keep .*/x in memory; go on from there with --res"
-    ):
+    with pytest.raises(ConfigError, match=r"hosts keep .*/x in memory; go on from there with --re"):
         saver.start()
-    found, in_memory = saver._newest()
-    assert in_memory
-    assert_is(found, topology, 8)
+    assert_is(saver._newest()[0], topology, 8)
     saver._checkpoints.save(10, payload(topology, 10))
     found, in_memory = saver._newest()
     assert not in_memory
@@ -279,3 +291,20 @@ def test_a_run_goes_on_from_the_newest_that_is_sound_in_memory_or_on_disk(topolo
     saver.finish()
     topology.world_comm.Barrier()
     assert not [*hosts.glob("memory-*/daso-*")]
+
+
+@pytest.mark.nodes(*CUTS[:2])
+def test_a_run_knows_its_own_copies_by_a_mark_in_its_folder(topology, hosts, run):
+    saver, again, new = Saver(run), Saver(run), Saver(run)
+    saver.open(resume=False, restarts=0)
+    assert topology.equal_on_all_ranks(saver.mark)
+    on_rank_0(topology, lambda: [(hosts / "x").mkdir(), saver.note()])
+    assert (hosts / "x" / "memory-mark").read_text() == saver.mark
+    saver._copies.save(4, payload(topology, 4))
+    again.resume = lambda: again._newest()[0]
+    assert_is(again.open(resume=False, restarts=1), topology, 4)
+    assert again.mark == saver.mark
+    topology.world_comm.Barrier()
+    on_rank_0(topology, lambda: shutil.rmtree(hosts / "x"))
+    assert new.open(resume=False, restarts=1).step == 0
+    assert new.mark != saver.mark, "another run does not go on from what this one left"

@@ -49,7 +49,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any] | None:
     run = _prepare(config, init())
     saver = Saver(run)
     point = saver.open(resume=resume, restarts=restarts())
-    folder = _open_folder(run, point)
+    folder = _open_folder(run, point, saver)
     timeout_seconds = config.exchange.timeout_seconds
     summary, stopped = None, False
     stop = StopRequest(run.topology, signals=_signals(), timeout_seconds=timeout_seconds)
@@ -198,13 +198,14 @@ def _load(config: Config, topology: Topology) -> Task:
     return task
 
 
-def _open_folder(run: Run, point: Point) -> RunFolder | None:
+def _open_folder(run: Run, point: Point, saver: Saver) -> RunFolder | None:
     folder, problem, config = None, None, run.config
     if run.topology.rank == 0:
         try:
             folder = RunFolder(
                 config.folder, tensorboard=config.tensorboard, resume=point.resumed is not None
             )
+            saver.note()
         except DasoError as error:
             problem = str(error)
     run.topology.raise_on_all_ranks(problem, DasoError)

@@ -43,6 +43,9 @@ FREE = {
 }
 
 
+MARK = "memory-mark"  # in a run's folder
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """The parts of a run, on this rank."""
@@ -110,10 +113,36 @@ class Saver:
         if self._run.topology.is_spare:  # it is told, once it is needed
             return Point(0, 0, torch.zeros(()))
         restarts = self._run.topology.world_comm.bcast(restarts)
-        if self._run.config.checkpoint.memory_every > 0:
-            self.know(_mark_of(self._run))
+        keeps = self._run.config.checkpoint.memory_every > 0
+        if keeps and (mark := self._told_by_rank_0(_read_mark(self._run.config.folder))):
+            self.know(mark)
         again = restarts > 0 and (bool(self._checkpoints.steps()) or self._has_copies())
-        return self.resume() if resume or again else self.start()
+        begins = not (resume or again)
+        point = self.start() if begins else self.resume()
+        if keeps and (begins or not self.mark):
+            self.know(self._told_by_rank_0(secrets.token_hex(6)))
+        return point
+
+    def _told_by_rank_0(self, text: str) -> str:
+        return first_value(self._run.topology, text, self._run.config.exchange.timeout_seconds)
+
+    def note(self) -> None:
+        """Write down, in the run's folder, by what hosts tell its copies from others'.
+
+        Raises:
+            ConfigError: It cannot be written.
+
+        Does not communicate.
+        """
+        path = self._run.config.folder / MARK
+        try:
+            if self.mark:
+                write_whole(path, self.mark.encode())
+        except OSError as error:
+            raise ConfigError(
+                f"a run folder must be writable, but {cause(path, error)}; make room there, or "
+                f"choose another --runs=FOLDER"
+            ) from error
 
     def know(self, mark: str) -> None:
         """Keep copies in memory under a mark, as all ranks do. Does not communicate."""
@@ -139,10 +168,11 @@ class Saver:
                 f"that folder"
             )
         if self._has_copies():
+            assert self._copies is not None, "they exist"
             raise ConfigError(
                 f"a new run needs a name of its own, but hosts keep {self._folder.parent} in "
                 f"memory; go on from there with --resume, choose another --name=NAME, or remove "
-                f"{self._folder.parent}"
+                f"{self._copies.folder} on them"
             )
         return Point(0, 0, torch.zeros(()))
 
@@ -174,6 +204,8 @@ class Saver:
     def _newest(self) -> tuple[Loaded | None, bool]:
         """Return the newest state that is sound, and whether it was in memory."""
         kept = None if self._copies is None else self._copies.load()
+        if kept is not None and kept.step > max(self._checkpoints.steps(), default=-1):
+            return kept, True
         try:
             saved = self._checkpoints.load()
         except CheckpointError:  # alike on all ranks
@@ -228,28 +260,15 @@ class Saver:
         """Wait until what was saved last is written. Collective over the world; blocking."""
         self._checkpoints.wait()
         if self._copies is not None:
-            self._copies.remove()
+            self._run.optimizer.together(self._copies.remove)
 
 
-def _mark_of(run: Run) -> str:
-    """Return by what hosts tell a run from others. Collective over the world; blocking."""
-    mark, problem = "", None
-    if run.topology.rank == 0:
-        try:
-            mark = _mark(run.config.folder)
-        except OSError as error:
-            problem = f"a run folder must be writable, but {cause(run.config.folder, error)}"
-    run.topology.raise_on_all_ranks(problem, ConfigError)
-    return first_value(run.topology, mark, run.config.exchange.timeout_seconds)
-
-
-def _mark(folder: Path) -> str:
-    """Return what a run's folder has for a mark, drawn where it begins."""
-    path = folder / "memory-mark"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, secrets.token_hex(6).encode())
-    return path.read_text()
+def _read_mark(folder: Path) -> str:
+    """Return by what hosts tell a run's copies from others'; nothing where it has none."""
+    try:
+        return (folder / MARK).read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return ""
 
 
 def _differs(run: Run, saved: Mapping[str, Any]) -> str | None:

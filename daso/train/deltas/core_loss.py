@@ -6,6 +6,7 @@ others had its core (`/proc/thread-self/schedstat`, Documentation/scheduler/sche
 """
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -40,14 +41,16 @@ class CoreLoss:
         self._others = 0.0  # share of its time that a thread is ready without exchanges
         self._loss: float | None = None  # seconds an exchange, smoothed
 
-    def begin(self) -> None:
-        """An exchange begins. By the thread that trains."""
-        if self._cores != "spare":
+    def begin(self, *, beside: bool) -> None:
+        """An exchange begins, beside training or while that waits. By the thread that trains."""
+        self._begun = None
+        if self._cores != "spare" or not beside:
             return
         self._begun = now, ready = time.perf_counter(), ready_seconds()
         if self._ended is not None and now - self._ended[0] > LEAST_SECONDS:
             share = (ready - self._ended[1]) / (now - self._ended[0])
-            self._others += SHARE * (share - self._others)
+            # Another thread may train now, of which the kernel counts from another start.
+            self._others += SHARE * (min(1.0, max(0.0, share)) - self._others)
 
     def end(self, busy_seconds: float) -> float:
         """An exchange is over; return what one takes from training, in seconds.
@@ -59,11 +62,25 @@ class CoreLoss:
         """
         if self._cores != "spare":
             return busy_seconds if self._cores == "shared" else 0.0
+        self._ended = None
         if self._begun is not None:
             now, ready = time.perf_counter(), ready_seconds()
-            during = ready - self._begun[1] - self._others * (now - self._begun[0])
-            lost = min(busy_seconds, max(0.0, during))
+            # Less than none where others took less than before: noise must not add up.
+            lost = min(busy_seconds, ready - self._begun[1] - self._others * (now - self._begun[0]))
             before = lost if self._loss is None else self._loss
             self._loss = before + SHARE * (lost - before)
             self._begun, self._ended = None, (now, ready)
-        return self._loss or 0.0
+        return max(0.0, self._loss or 0.0)
+
+    def drop(self) -> None:
+        """An exchange came to nothing. By the thread that trains."""
+        self._begun = self._ended = None
+
+    def state(self) -> dict[str, float | None]:
+        """Return what was learned, as plain values."""
+        return {"loss": self._loss, "others": self._others}
+
+    def load(self, state: Mapping[str, float | None]) -> None:
+        """Take up what `state` returned; what is under way is not this one's."""
+        self._loss, self._others = state["loss"], state["others"] or 0.0
+        self.drop()

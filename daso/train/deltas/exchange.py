@@ -200,7 +200,7 @@ class Exchanges:
         number = self.metrics.send()
         own = time.perf_counter() - begun - (self._node.waited_seconds - waited)
         trace.record(trace.SEND, begun, key=number)
-        self._core_loss.begin()
+        self._core_loss.begin(beside=not blocking)
         handle = self.channels.engine.submit(work, key=number)
         self._flight = InFlight(handle, batch, batches, fragment, ahead, keeps, wire, own)
 
@@ -392,6 +392,7 @@ class Exchanges:
     def _drop(self, flight: InFlight, outcome: Outcome) -> None:
         """Set the node whose value is not finite back to the reference; say whose it is."""
         self._known.timed = ""  # next to nothing crossed
+        self._core_loss.drop()
         element, rank = decode_culprit(outcome.header.nonfinite, self.rank_info.world_size)
         if not all(self.coordinator.topology.node_comm.allgather(outcome.sound)):
             for row in self._rows_of(None):
@@ -425,6 +426,7 @@ class Exchanges:
         return {
             "rows": [row.state() for row in self._at_rest()],
             "known": asdict(self._known),
+            "core_loss": self._core_loss.state(),
             "flight": flight and pack(flight),
             "route": self.channels.route and stored(self.channels.route),
             "costs": self.channels.costs and asdict(self.channels.costs),
@@ -449,4 +451,5 @@ class Exchanges:
         known = state["known"]
         fresh = {"measured": Tally(**known["measured"]), "marked": None}
         self._known = ExchangeState(**known | fresh)
+        self._core_loss.load(state.get("core_loss", {"loss": None, "others": 0.0}))
         self._flight = None if state["flight"] is None else unpack(state["flight"])

@@ -1,6 +1,8 @@
 """What exchanges take of the core that trains: of an imitated kernel, and of the real one."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -28,23 +30,23 @@ def kernel(monkeypatch):
 def test_where_no_core_is_left_all_of_it_is_lost_and_beside_a_gpu_nothing():
     for cores, lost in (("shared", 0.05), ("other", 0.0)):
         one = CoreLoss(cores)
-        one.begin()
+        one.begin(beside=True)
         assert one.end(0.05) == lost
 
 
 def test_what_a_thread_waits_for_its_core_during_an_exchange_is_lost(kernel):
     one = CoreLoss("spare")
     assert one.end(0.05) == 0.0, "an exchange that a checkpoint brought"
-    one.begin()
+    one.begin(beside=True)
     kernel(0.2, ready=0.03)
     assert one.end(0.05) == pytest.approx(0.03)
     kernel(1.0)
-    one.begin()
+    one.begin(beside=True)
     kernel(0.2, ready=0.07)
     assert one.end(0.05) == pytest.approx(0.03 + SHARE * 0.02), "no more than it was busy, smoothed"
     for _ in range(50):
         kernel(1.0)
-        one.begin()
+        one.begin(beside=True)
         kernel(0.2)
         loss = one.end(0.05)
     assert loss < 1e-6, "and a core that comes free is learned"
@@ -53,37 +55,69 @@ def test_what_a_thread_waits_for_its_core_during_an_exchange_is_lost(kernel):
 def test_what_others_take_without_exchanges_too_is_not_theirs(kernel):
     one = CoreLoss("spare")
     for _ in range(60):
-        one.begin()
+        one.begin(beside=True)
         kernel(0.2, ready=0.2 * 0.3 + 0.01)
         loss = one.end(0.05)
         kernel(1.0, ready=1.0 * 0.3)
     assert loss == pytest.approx(0.01, rel=0.01)
 
 
-def test_the_kernel_tells_that_two_threads_of_one_core_wait_for_it():
-    """Which no other process needs to share."""
-    cores, found = os.sched_getaffinity(0), []
+def test_where_training_waits_anyhow_and_of_what_came_to_nothing_nothing_is_learned(kernel):
+    one = CoreLoss("spare")
+    for _ in range(3):
+        one.begin(beside=True)
+        kernel(0.2, ready=0.03)
+        assert one.end(0.05) == pytest.approx(0.03)
+        one.begin(beside=False)
+        kernel(0.2)
+        assert one.end(0.05) == pytest.approx(0.03)
+        one.begin(beside=True)
+        kernel(0.2, ready=0.2)
+        one.drop()
+    assert one.state() == {"loss": pytest.approx(0.03), "others": 0.0}
+    other = CoreLoss("spare")
+    other.load(one.state())
+    assert other.end(0.05) == pytest.approx(0.03), "an exchange that a checkpoint brought"
+
+
+def test_noise_of_others_does_not_add_up_and_another_thread_spoils_nothing(kernel):
+    one, noise = CoreLoss("spare"), 0
+    for turn in range(200):
+        one.begin(beside=True)
+        kernel(0.2, ready=0.02 * (turn % 2))
+        noise = one.end(0.05)
+        kernel(1.0, ready=0.05)
+    assert noise < 0.005
+    kernel(1.0, ready=-1e4)
+    one.begin(beside=True)
+    kernel(0.2, ready=0.01)
+    assert 0 <= one.end(0.05) < 0.02
+    kernel(1.0, ready=1e6)
+    one.begin(beside=True)
+    kernel(0.2)
+    assert one.end(0.05) == 0.0
+
+
+def test_the_kernel_tells_that_a_thread_waits_for_its_core():
+    """Which another process has too."""
+    core, found = min(os.sched_getaffinity(0)), []
 
     def spin():
-        os.sched_setaffinity(0, {min(cores)})
-        before = ready_seconds()
-        ends = time.perf_counter() + HANG_SECONDS
+        os.sched_setaffinity(0, {core})
+        before, ends = ready_seconds(), time.perf_counter() + HANG_SECONDS
         while ready_seconds() - before < 0.02 and time.perf_counter() < ends:
             sum(range(1000))
         found.append(ready_seconds() - before)
 
-    other = os.fork()
-    if other == 0:
-        os.sched_setaffinity(0, {min(cores)})
-        while True:
-            pass
+    spins = f"import os, time; os.sched_setaffinity(0, {{{core}}})\nend = time.time() + 60\n"
+    other = subprocess.Popen([sys.executable, "-c", f"{spins}while time.time() < end: pass"])
     try:
         thread = threading.Thread(target=spin)
         thread.start()
         thread.join()
     finally:
-        os.kill(other, 9)
-        os.waitpid(other, 0)
+        other.kill()
+        other.wait()
     assert found[0] >= 0.02
 
 
