@@ -59,7 +59,7 @@ def test_the_server_learns_as_well_as_all_in_step() -> None:
     [
         (["lists", "--lists=2000", "--epochs=4"], 0.8),
         (["trees", "--trees=1500", "--epochs=2"], 0.85),
-        (["graphs", "--graphs=200", "--epochs=2"], 0.95),
+        (["graphs", "--graphs=200", "--epochs=3"], 0.95),
         (["pipeline", "--data=digits", "--epochs=3"], 0.85),
     ],
     ids=lambda found: found[0] if isinstance(found, list) else "",
