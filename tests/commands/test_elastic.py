@@ -239,6 +239,8 @@ def test_a_training_goes_on_with_a_spare_in_place_of_the_rank_that_reports(
 ) -> None:
     words = ("--data.name=digits", "--epochs=4", f"--runs={tmp_path}", "--name=x")
     more = ("--exchange.elastic=true", "--checkpoint.every=9", "--schedule.policy=fixed")
+    # A spare that joins keeps copies in memory with the others.
+    more += ("--checkpoint.memory_every=4", f"--checkpoint.memory_folder={tmp_path / 'memory'}")
     program = KILLED if step == "7" else KILLED_IN_A_MEETING
     run = elastic_run(
         *(python, (1, 1, 1), "-c", program, "train", *words, *more, "--schedule.skip=3"), spares=1
@@ -246,6 +248,7 @@ def test_a_training_goes_on_with_a_spare_in_place_of_the_rank_that_reports(
     assert run.returncode == 0, run.stderr[-4000:]
     assert re.search(r"ranks, nodes +3 ranks on 3 nodes", run.stdout), run.stdout
     assert re.search(r"ranks identical +yes", run.stdout)
+    assert [*(tmp_path / "memory").iterdir()] == []
     summary = json.loads((tmp_path / "x" / "summary.json").read_text())
     assert summary["test_accuracy"] > 0.8
 
