@@ -124,7 +124,7 @@ class NeighbourCopies:
         try:
             yield problems
         except Exception as error:
-            problems.append(self._no_room(error))
+            problems.append(self._why(error))
 
     def _announce(self, mine: Copy) -> list[Copy]:
         """Tell who keeps this rank's copy of it; return those that this rank is to keep."""
@@ -183,11 +183,18 @@ class NeighbourCopies:
             shutil.rmtree(self.folder / folder_of(save), ignore_errors=True)
             raise CheckpointError(str(problem) if len(problems) == 1 else found[0])
 
-    def _no_room(self, error: Exception) -> str:
+    def _why(self, error: Exception) -> str:
+        """Return the message for a state that cannot be kept."""
+        what = cause(self.folder, error)
+        if isinstance(error, PermissionError):
+            return (
+                f"copies in memory must be in a folder of one's own, but {what}; choose another "
+                f"checkpoint.memory_folder"
+            )
         return (
             f"a host must have room for its states and for those of another node, twice, but "
-            f"{cause(self.folder, error)}; give it more memory there, choose another "
-            f"checkpoint.memory_folder, or leave checkpoint.memory_every out"
+            f"{what}; give it more memory there, choose another checkpoint.memory_folder, or leave "
+            f"checkpoint.memory_every out"
         )
 
     def _forget(self, but: Save) -> None:

@@ -237,7 +237,13 @@ def test_another_users_folder_and_a_link_are_not_used(tmp_path, monkeypatch):
     assert not NeighbourCopies(tmp_path / "link", None, timeout_seconds=1)._is_own()
     assert NeighbourCopies(tmp_path, None, timeout_seconds=1)._is_own()
     monkeypatch.setattr(os, "getuid", lambda: 12_345)
-    assert not NeighbourCopies(tmp_path, None, timeout_seconds=1)._is_own()
+    others = NeighbourCopies(tmp_path, None, timeout_seconds=1)
+    assert not others._is_own()
+    assert others._list() == []
+    with others._told() as problems:
+        others._own()
+    assert "in a folder of one's own, but" in problems[0]
+    assert "it is another user's; choose another checkpoint.memory_folder" in problems[0]
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
