@@ -30,11 +30,13 @@ __all__ = [
     "last_layer",
     "lay_out",
     "pieces",
+    "small_tensors",
     "split",
 ]
 
 
 ALIGNMENT = 8  # bytes: of every tensor in a message
+SMALL_SHARE = 32  # small tensors are together at most one of so many numbers
 LEAST_BUCKET_BYTES = 64 << 10  # for the sake of which the last layer goes by itself
 
 
@@ -196,6 +198,17 @@ def blocks(tensors: Sequence[Piece], payloads: Sequence[tuple[Span, int]]) -> It
             numel = min(end, stop) - at
             yield Block(slot, inside.start + at - start, at, at + shift, numel)
             at += numel
+
+
+def small_tensors(numels: Sequence[int]) -> list[int]:
+    """Return which tensors are small: with all of their sizes, a 32nd of all numbers at most."""
+    total, small = 0, set()
+    for numel in sorted(set(numels)):
+        total += numel * numels.count(numel)
+        if total > sum(numels) // SMALL_SHARE:
+            break
+        small.add(numel)
+    return [at for at, numel in enumerate(numels) if numel in small]
 
 
 def fragments(numels: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:

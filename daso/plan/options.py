@@ -195,6 +195,7 @@ class Settings:
         outer: Whether an outer optimizer moves the reference.
         exchange: How nodes exchange.
         gradients: How gradients are averaged.
+        selective: Whether the policy wants small tensors exchanged more often.
     """
 
     wire: Wire
@@ -202,6 +203,7 @@ class Settings:
     exchange: Exchange
     gradients: Gradients
     outer: bool = False
+    selective: bool = False
 
     def __post_init__(self) -> None:
         check("wire", self.wire, choice(*get_args(Wire)))
@@ -266,6 +268,12 @@ class Settings:
     def sparse(self) -> bool:
         """Whether an exchange leaves work behind that must not be lost."""
         return self.wire == "topk"
+
+    @property
+    def may_select(self) -> bool:
+        """Whether small tensors may be exchanged between two exchanges of everything."""
+        whole = self.exchange.fragments == 1 and not self.sparse
+        return self.selective and whole and not self.outer and not self.eager
 
     @property
     def by_mpi(self) -> bool:

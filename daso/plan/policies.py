@@ -10,7 +10,17 @@
 import math
 from dataclasses import dataclass, replace
 
-from daso.checks import NONE, Rule, check, either, number, positive, validated_record, whole
+from daso.checks import (
+    NONE,
+    Rule,
+    check,
+    either,
+    flag,
+    number,
+    positive,
+    validated_record,
+    whole,
+)
 from daso.errors import ConfigError
 from daso.plan.plateau import observe
 from daso.plan.schedule import Measurements, State
@@ -26,6 +36,7 @@ OVERLAP = 0.5  # of a step: behind which gradients are averaged while backward g
 # 1.800, at every 4th 2.101, 1.855 and 1.821.
 EXPOSED = 0.1
 EARLY, HOPELESS = 300, 3.0  # batches at the start, which decide most, and as long as these last
+EARLY_SKIP = 16  # at most in these batches, where small tensors are exchanged more often
 AGAIN = 1000  # batches after which synchronous training is tried again
 SLACK = 8  # `Auto` waits for skip // SLACK batches, and more where an exchange takes longer
 
@@ -225,6 +236,13 @@ class Auto:
     Skip begins at 1 and at most doubles with each exchange, so that the first, steepest steps are
     averaged often.
 
+    Where skip is long, nodes that train by plain SGD drift apart first, and lose most by it, in the
+    small tensors of a model: early convolutions, norms, biases. Where all of one size or less are
+    a 32nd of its numbers at most, these are exchanged by themselves up to eight times between two
+    exchanges of everything, and in the first 300 batches everything at least every 16. A CNN of
+    4.58 M numbers (2 nodes, 1,404 steps, rate 0.1) then ends 0.1 points below synchronous training
+    with everything every 46 batches, not 0.4 to 0.5.
+
     Adam and its kin lose accuracy by averages that come after their step, most of it in the first
     batches. So with such an inner optimizer training begins synchronous, with gradients on a narrow
     wire (``Gradients(wire=...)``), for 300 batches where that takes less than four times as long,
@@ -239,14 +257,17 @@ class Auto:
         max_skip: Most batches between exchanges.
         warmup: Synchronous batches at the start.
         budget: Part of the steps' time that exchanges may take from training.
+        selective: Whether small tensors are exchanged more often than the others.
     """
 
     drift: float | None = None
     max_skip: int = 128
     warmup: int = 0
     budget: float = BUDGET
+    selective: bool = True
 
     def __post_init__(self) -> None:
+        check("Auto.selective", self.selective, flag())
         check("Auto.drift", self.drift, either(positive(), NONE))
         check("Auto.max_skip", self.max_skip, whole(1))
         check("Auto.warmup", self.warmup, whole(0))
@@ -272,7 +293,8 @@ class Auto:
         most = min(2 * state.wait, self.max_skip)
         wait = min(self._wait(state, measurements), most)
         affordable = min(self._affordable(measurements), 2 * state.skip)
-        skip = max(wait, min(affordable, self._skip(state, measurements), self.max_skip))
+        longest = EARLY_SKIP if state.selective and state.batch < EARLY else self.max_skip
+        skip = max(wait, min(affordable, self._skip(state, measurements), longest, self.max_skip))
         wait = min(max(wait, skip // SLACK), most)
         return replace(state, skip=skip, wait=wait)
 
@@ -358,10 +380,12 @@ class Replay:
         history: ``report()["skip_history"]`` of the run: (batch, skip, wait), first for batch 0.
         hidden: Batches from which on the run was synchronous because backward hid it: of `Auto`,
             those with skip 1 and wait 0 but for its warm-up.
+        selective: Whether the run's policy was.
     """
 
     history: tuple[tuple[int, int, int], ...]
     hidden: tuple[int, ...] = ()
+    selective: bool = False
 
     def start(self) -> State:
         """Return the state before the first batch."""

@@ -7,7 +7,8 @@ With skip=1 and wait=0 the phase is *synchronous*: gradients are averaged over a
 batch, and there is nothing to send. In every other phase `after_batch` says which acts are due.
 
 With fragments, an exchange carries one part of the parameters, and the parts take turns (Streaming
-DiLoCo, Douillard et al. 2025, arXiv 2501.18512).
+DiLoCo, Douillard et al. 2025, arXiv 2501.18512). In a selective schedule the small tensors of the
+model are exchanged by themselves too, several times between two exchanges of everything.
 
 `State` is all there is to remember; ``dataclasses.asdict`` of it is the checkpoint.
 """
@@ -23,6 +24,8 @@ from daso.plan.step_restoration import next_gain, next_noise_share, shared_gain
 
 __all__ = [
     "MEASURE_EVERY",
+    "SMALL_EXCHANGES",
+    "SMALL_WAIT",
     "Action",
     "Measurements",
     "Policy",
@@ -36,6 +39,7 @@ __all__ = [
     "begin",
     "drain",
     "rejoin",
+    "small_period",
 ]
 
 
@@ -43,6 +47,8 @@ MEASURE_EVERY = 50  # batches of a synchronous phase that lasts while averaging 
 SECONDS = 0.5  # from one vote on whether the job has to end to the next; a request waits for two
 MOST_BATCHES = 64
 MEASURE_FIRST = (2, 5)  # batches of a run after which that is measured too
+SMALL_EXCHANGES = 8  # of small tensors, at most, between two exchanges of everything
+SMALL_WAIT = 1  # batches that one takes
 
 
 class Action(Enum):
@@ -51,6 +57,7 @@ class Action(Enum):
     ANCHOR = "anchor"  # parameters agree everywhere: take them as the reference
     SEND = "send"  # start an exchange of deltas: of one fragment, where there are several
     SEND_ALL = "send_all"  # start an exchange of all that is not agreed yet
+    SEND_SMALL = "send_small"  # start an exchange of small tensors alone
     RECEIVE = "receive"  # finish the exchange in flight and merge it
     JOIN = "join"  # nodes go in step from here: average the inner optimizer's state
     MEASURE = "measure"  # agree on how long synchronous steps stand still for others
@@ -102,6 +109,9 @@ class State:
     memory: float = 0.0
     noise_share: float = 1.0
     sparse: bool = False  # an exchange leaves work behind; one of everything does not
+    selective: bool = False  # small tensors are exchanged between exchanges of everything, too
+    small_last: int = 0  # batch after which they were sent alone last
+    small_in_flight: bool = False  # what is in flight is they alone
     hidden: bool = False  # synchronous because averaging gradients is hidden behind backward
     hide_again: int = 0  # batch from which that may be tried again
     plateau: PlateauState = field(default_factory=PlateauState)
@@ -174,9 +184,12 @@ class Policy(Protocol):
         ...
 
 
-def begin(policy: Policy, state: State, *, memory: float, may_hide: bool) -> State:
+def begin(
+    policy: Policy, state: State, *, memory: float, may_hide: bool, selective: bool = False
+) -> State:
     """Return the state in which training begins, or goes on, with an inner optimizer."""
-    state, choose = replace(state, memory=memory), getattr(policy, "begin", None)
+    state = replace(state, memory=memory, selective=selective)
+    choose = getattr(policy, "begin", None)
     if not may_hide or choose is None or state.batch or state.epoch:
         return state
     began: State = choose(state)
@@ -231,6 +244,11 @@ def drain(state: State) -> tuple[tuple[Action, ...], State]:
     return acts, replace(state, sent=None, agreed=state.batch)
 
 
+def small_period(skip: int) -> int:
+    """Return the batches from one exchange of small tensors alone to the next."""
+    return max(2 * SMALL_WAIT, skip // SMALL_EXCHANGES)
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far a rank was when another one was lost."""
@@ -272,17 +290,31 @@ def rejoin(progress: Sequence[Progress], rank: int) -> Rejoined:
 
 def _exchange(state: State) -> tuple[tuple[Action, ...], State]:
     acts: tuple[Action, ...] = ()
-    if state.sent is not None and state.batch - state.sent >= state.wait:
+    wait = SMALL_WAIT if state.small_in_flight else state.wait
+    if state.sent is not None and state.batch - state.sent >= wait:
         acts, state = (Action.RECEIVE,), replace(state, sent=None)
     if state.sent is None and state.batch - state.last >= state.skip:
         acts = (*acts, Action.SEND)
         whole = state.fragments == 1 and not state.sparse
         agreed = state.batch if whole else state.agreed
         now = state.batch
-        state = replace(state, sent=now, last=now, sends=state.sends + 1, agreed=agreed)
+        state = replace(
+            state, sent=now, last=now, sends=state.sends + 1, agreed=agreed, small_in_flight=False
+        )
         if state.wait == 0:
             acts, state = (*acts, Action.RECEIVE), replace(state, sent=None)
+    elif _is_small_due(state):
+        acts = (*acts, Action.SEND_SMALL)
+        state = replace(state, sent=state.batch, small_last=state.batch, small_in_flight=True)
     return acts, state
+
+
+def _is_small_due(state: State) -> bool:
+    """Tell whether small tensors go now: some batches after, and before, they went with all."""
+    period = small_period(state.skip)
+    since = state.batch - max(state.last, state.small_last)
+    left = state.last + state.skip - state.batch
+    return state.selective and state.sent is None and since >= period and left >= period
 
 
 def _turn(before: State, after: State) -> tuple[tuple[Action, ...], State]:

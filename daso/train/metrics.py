@@ -15,6 +15,7 @@ __all__ = ["Metrics", "Report"]
 KEPT = (
     "epoch",
     "exchanges",
+    "small_exchanges",
     "dropped",
     "drops_lately",
     "good_in_a_row",
@@ -60,6 +61,7 @@ class Report(TypedDict):
     measurements: dict[str, Any]
     # What happened, on this rank.
     exchanges: int
+    small_exchanges: int
     dropped: int
     global_bytes_sent: int
     exposed_seconds: float
@@ -72,6 +74,7 @@ class Metrics:
 
     epoch: int = 0  # epochs finished
     exchanges: int = 0  # merged, and synchronous batches
+    small_exchanges: int = 0  # of small tensors alone
     sent: int = 0  # exchanges of parameters, for recordings: the same on every rank
     dropped: int = 0  # exchanges or steps dropped for values that are not finite
     drops_lately: int = 0  # without two good exchanges in a row between them

@@ -210,7 +210,13 @@ class Session:
         restoration = self.step_restoration
         memory = 0.0 if restoration is None else restoration.memory
         may_hide = restoration is not None and self.setup.settings.may_hide
-        self.schedule = begin(self.setup.policy, self.schedule, memory=memory, may_hide=may_hide)
+        self.schedule = begin(
+            self.setup.policy,
+            self.schedule,
+            memory=memory,
+            may_hide=may_hide,
+            selective=self._exchanges is not None and self._exchanges.is_selective,
+        )
         if self.schedule.batch == 0:
             self._history = [(0, self.schedule.skip, self.schedule.wait)]
 
@@ -546,6 +552,7 @@ class Session:
             exposed_seconds = self._sync.exposed_seconds
         report |= {
             "exchanges": metrics.exchanges,
+            "small_exchanges": metrics.small_exchanges,
             "dropped": metrics.dropped,
             "global_bytes_sent": metrics.global_bytes_sent,
             "exposed_seconds": exposed_seconds,

@@ -449,15 +449,22 @@ class Synchronizer:
             return None
         elif act is Action.ANCHOR:
             exchanges.anchor(state.agreed)  # not a rank's own count, where ranks were lost
-        elif act is Action.SEND:
-            exchanges.send(state.batch, state.fragment, wait=state.wait)
-        elif act is Action.SEND_ALL:
-            exchanges.send(state.batch, None, wait=0)
         elif act is Action.RECEIVE:
             return exchanges.receive(state.batch)
         elif act is Action.MEASURE:
             return exchanges.measure(state.batch)
+        elif act is Action.SEND_SMALL:
+            exchanges.send_small(state.batch)
+        else:
+            self._send(act, state, exchanges)
         return None
+
+    @staticmethod
+    def _send(act: Action, state: State, exchanges: Exchanges) -> None:
+        if act is Action.SEND:
+            exchanges.send(state.batch, state.fragment, wait=state.wait)
+        elif act is Action.SEND_ALL:
+            exchanges.send(state.batch, None, wait=0)
 
     def equalize(self, state: State) -> None:
         """Make parameters bit-identical on all ranks where something else than steps changed them.

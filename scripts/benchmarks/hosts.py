@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,13 @@ class Hosts:
     Args:
         state: The cluster's state folder.
         work: A folder that all hosts see.
+        count: How many there are.
     """
 
     fastest = "none"
 
-    def __init__(self, state: Path, work: Path) -> None:
-        self._state, self._work = state, work
+    def __init__(self, state: Path, work: Path, count: int) -> None:
+        self._state, self.work, self._count = state, work, count
         self._client = {"SLURM_CONF": str(state / "slurm.conf")}
         self._launcher = choose(library_of(sys.executable), offered(self._client))
 
@@ -58,11 +59,11 @@ class Hosts:
             ranks: On each.
         """
         set_rate(self._state, link)
-        out, log = self._work / "found.json", self._work / "log"
+        out, log = self.work / "found.json", self.work / "log"
         job = Job(
             program=program(kind, plan, out),
             launcher=self._launcher,
-            chdir=self._work,
+            chdir=self.work,
             root=True,
             mpirun=str(find_mpirun() or "mpirun"),
             python=sys.executable,
@@ -72,12 +73,29 @@ class Hosts:
             extra=(f"--output={log}",),
         )
         template, name = read_template(None)
-        script = self._work / "script"
+        script = self.work / "script"
         script.write_text(render(job, template, name=name), encoding="utf-8")
         code = self._wait_for(script, out)
         if code != 0 and log.exists():
             print(log.read_text(encoding="utf-8", errors="replace"), file=sys.stderr)
         return read_result(out, code)
+
+    def run_script(self, text: str, *, link: str) -> str:
+        """Run a batch script on all hosts, and return what it printed; blocking.
+
+        Args:
+            text: Of the script, without SLURM's options.
+            link: The rate of every link.
+        """
+        set_rate(self._state, link)
+        script, log = self.work / "script", self.work / "log"
+        options = f"#SBATCH --nodes={self._count} --ntasks-per-node=1 --output={log}"
+        script.write_text(f"#!/bin/bash\n{options}\n{text}", encoding="utf-8")
+        code = self._wait_for(script, self.work / "never")
+        said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        if code != 0:
+            raise ExchangeError(f"a bench's script must end with exit code 0, not {code}:\n{said}")
+        return said
 
     def _wait_for(self, script: Path, out: Path) -> int:
         """Submit a script, and return its exit code once the job has ended.
@@ -108,13 +126,16 @@ def _code_of(reason: str) -> int:
 
 
 @contextmanager
-def hosts(count: int, racks: int = 1, uplink: str = "none") -> Iterator[Hosts]:
+def hosts(
+    count: int, racks: int = 1, uplink: str = "none", share: Sequence[str] = ()
+) -> Iterator[Hosts]:
     """Start so many hosts, and leave nothing of them, also when this program is ended (SIGTERM).
 
     Args:
         count: How many.
         racks: Groups of them with a bridge of their own.
         uplink: Rate of each rack's link to the others.
+        share: Folders in /tmp that they shall see.
 
     Raises:
         DasoError: Not root, or a package is missing.
@@ -129,13 +150,13 @@ def hosts(count: int, racks: int = 1, uplink: str = "none") -> Iterator[Hosts]:
         rate="none",
         racks=racks,
         uplink=uplink,
-        share=tuple(sorted(seen)),
+        share=tuple(sorted(seen | set(share))),
     )
     with interruptible():
         up(cluster)
         work = Path(tempfile.mkdtemp(prefix="daso-bench-", dir="/var/tmp"))
         try:
-            yield Hosts(state, work)
+            yield Hosts(state, work, count)
         finally:
             take_down(cluster)
             shutil.rmtree(work, ignore_errors=True)

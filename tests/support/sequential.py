@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from daso.plan.layout import fragments as cut
+from daso.plan.layout import small_tensors
 from daso.plan.schedule import Policy, after_batch, after_epoch, drain
 from daso.plan.step_restoration import shared_gain
 
@@ -51,6 +52,8 @@ class Sequential:
         self.policy, self.wire, self.merge = policy, WIRES[wire], merge
         self.memory = self.inners[0].param_groups[0].get("betas", (0.0, 0.0))[1]
         self.state = replace(policy.start(), fragments=fragments, memory=self.memory)
+        self.small = self.small_of(policy, merge, outer, fragments)
+        self.state = replace(self.state, selective=bool(self.small))
         self.step_number = 0
         self.cuts = cut([p.numel() for p in self.params(0)], fragments)
         self.make_outer, self.outer = outer, None
@@ -63,6 +66,12 @@ class Sequential:
         self.sent = 0
         self.sending: Sequence[int] = ()
         self.keeps = False  # the merge of what is on its way keeps local work
+
+    def small_of(self, policy: Policy, merge, outer, fragments: int) -> list[int]:
+        plain = outer is None and merge != "eager" and fragments == 1 and self.memory == 0
+        if not (plain and getattr(policy, "selective", False)):
+            return []
+        return small_tensors([p.numel() for p in self.params(0)])
 
     def params(self, node: int) -> list[torch.Tensor]:
         return [p for p in self.models[node].parameters() if p.requires_grad]
@@ -158,6 +167,11 @@ class Sequential:
                 for index in self.sending:
                     self.go_ahead(node, index)
 
+    def send_small(self, batch: int) -> None:
+        self.sending, self.keeps = self.small, self.merge in ("delta", "auto")
+        self.take_snapshot(batch)
+        self.measures = False
+
     def send_all(self, batch: int) -> None:
         self.sending, self.keeps = range(len(self.reference)), False
         self.take_snapshot(batch)
@@ -166,7 +180,7 @@ class Sequential:
         self.snapshot = [[wide(p).clone() for p in self.params(n)] for n in range(len(self.models))]
         self.ahead = [[s.clone() for s in node] for node in self.snapshot]
         self.step = [[s.clone() for s in node] for node in self.snapshot]
-        self.sent = batch
+        self.sent, self.measures = batch, True
 
     def share(self, node: int) -> float:
         return self.node_sizes[node] / sum(self.node_sizes)
@@ -195,7 +209,8 @@ class Sequential:
             mean, sent = self.receive_tensor(index, batch - self.sent)
             apart += sum(float((one - mean).double().square().sum()) for one in sent)
             moved += float(mean.double().square().sum())
-        self.measure(apart / len(self.models), moved)
+        if self.measures:
+            self.measure(apart / len(self.models), moved)
 
     def measure(self, apart: float, moved: float) -> None:
         """Move the gain by what the exchange before was like, as the header tells it."""

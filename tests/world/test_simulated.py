@@ -9,7 +9,10 @@ from worlds import APART
 
 import daso
 from daso.plan.options import Settings
+from daso.plan.policies import Replay
 from daso.train.simulated.nodes import SimulatedNodes
+
+SELECTIVE = Replay(((0, 5, 2),), selective=True)
 
 
 @pytest.mark.also_real
@@ -22,6 +25,7 @@ from daso.train.simulated.nodes import SimulatedNodes
         daso.Fixed(2, 2, warmup=3),
         daso.Fixed(3, 0),
         daso.Plateau(2, warmup=1, cooldown=0),
+        SELECTIVE,
     ],
     wire=["fp32", "bf16", "fp16", "int8", "int4", "topk"],
     gradient_wire=["fp32", "bf16", "int8", "int4"],
@@ -45,6 +49,7 @@ def test_they_have_the_same_bits(  # noqa: PLR0917 - pairs of all options
         exchange=exchange,
         gradients=gradients,
         outer=outer is not None,
+        selective=policy is SELECTIVE,
     )
     simulated = SimulatedNodes(
         build, make, rank_info.world_size, policy=policy, settings=settings, outer=outer
@@ -71,5 +76,8 @@ def test_they_have_the_same_bits(  # noqa: PLR0917 - pairs of all options
             theirs = simulated.models[rank_info.rank].parameters()
             assert all(map(torch.equal, model.parameters(), theirs))
             assert optimizer.report()["gain"] == simulated.state.gain
+        small_exchanges = optimizer.report()["small_exchanges"]
+    plain = make is sgd and outer is None and merge != "eager" and fragments == 1 and wire != "topk"
+    assert (small_exchanges > 0) == (plain and policy is SELECTIVE)
     restored = make is adamw and outer is None and wire != "topk" and policy != daso.Fixed(1, 0)
     assert (simulated.state.gain > 1) == restored

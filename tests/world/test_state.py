@@ -153,7 +153,7 @@ def test_one_process_replays_a_run_from_its_log(topology, rank_info, monkeypatch
     assert len(history) > 2  # what Auto measured made a difference
     wires = [one["wire"] for one in optimizer.report()["events"] if one["kind"] == "exchange"]
     assert set(wires) == ({"bf16", "int4"} if wire == "auto" else {wire})
-    settings = Settings(**how, gradients=daso.Gradients())
+    settings = Settings(**how, gradients=daso.Gradients(), selective=True)
     on_devices = optimizer.report()["node_transport"] != "shared memory"
     log = [one for one in optimizer.report()["events"] if one["kind"] == "exchange"]
     sent = {one["sent"]: one["wire"] for one in log}

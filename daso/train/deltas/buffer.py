@@ -96,6 +96,7 @@ class DeltaBuffer:
         node: The node whose ranks read each other's parts.
         channels: Carries exchanges over this rank's lane.
         outer: Makes an optimizer for the reference.
+        is_small: It has the small tensors of the model.
 
     Collective over the node; blocking.
     """
@@ -109,8 +110,10 @@ class DeltaBuffer:
         node: NodeTransport,
         channels: Channels,
         outer: MakeOuter | None = None,
+        is_small: bool = False,
     ) -> None:
         self.named, self.sharding, rank_info = named, sharding, channels.rank_info
+        self.is_small = is_small
         self.layout = layout_of(named)
         even = 1 if node.copies is None else EVEN
         self.spans = split(self.layout.numel, rank_info.lanes, even)

@@ -23,7 +23,7 @@ from daso.plan.allreduce_plan import restored, stored
 from daso.plan.cost_model import LinkCosts
 from daso.plan.header import Header, Tally, culprit, decode_culprit
 from daso.plan.routes import has_changed
-from daso.plan.schedule import Measurements
+from daso.plan.schedule import SMALL_WAIT, Measurements
 from daso.train.coordinator import Coordinator, largest_rate
 from daso.train.deltas.buffer import DeltaBuffer, Measured
 from daso.train.deltas.core_loss import CoreLoss
@@ -49,6 +49,7 @@ class ExchangeState:
     measured: Tally = field(default_factory=Tally)  # by this rank, about the last exchange
     batches: int = 0  # of work that the last exchange carried
     own_seconds: float = 0.0  # of a core that training wanted, for the last exchange
+    small_seconds: float = 0.0  # that the training thread took for small tensors alone, since it
     drift: float = 0.0  # that all ranks agreed on last; see `daso.plan.schedule.Measurements`
     wire: str = ""  # of the next exchange; empty: the settings' first
     timed: str = ""  # wire of the last one; empty where it was dropped
@@ -103,8 +104,10 @@ class Exchanges:
         if self.settings.exchange.gpu_direct:
             self._try_memory(node)
         self.channels.look_at_links()
-        self.rows = make_rows(coordinator, node, outer)
         self.step_restoration = self._make_step_restoration()
+        # Of an optimizer that normalizes, all is measured over one number of batches.
+        selective = self.settings.may_select and self.step_restoration is None
+        self.rows = make_rows(coordinator, node, outer, selective=selective)
         self._flight: InFlight | None = None
         self._node = node
         ranks, threads = self.rank_info.local_size, torch.get_num_threads()
@@ -140,6 +143,15 @@ class Exchanges:
             return self.rows[fragment]
         return [row for rows in self.rows.values() for row in rows]
 
+    @property
+    def _small_rows(self) -> list[DeltaBuffer]:
+        return [row for row in self._rows_of(None) if row.is_small]
+
+    @property
+    def is_selective(self) -> bool:
+        """Whether there are small tensors to exchange between two exchanges of everything."""
+        return bool(self._small_rows)
+
     def anchor(self, batch: int) -> None:
         """Take the parameters, equal everywhere, as the reference."""
         norms = [row.anchor() for row in self._rows_of(None)]
@@ -162,7 +174,7 @@ class Exchanges:
         Collective over the world; blocking.
         """
         known, exposed = self._known, self.metrics.watch.idle_seconds(trace.WAIT_INTER_NODE)
-        header = self._header(batch)
+        header = self._measured_header(batch)
         since, before, met = known.marked or (batch, 0.0, 0)
         # A rank without a lane waits in its node; what meetings took is not the steps'.
         if self.rank_info.lane is not None and since < batch and met == self.metrics.meetings:
@@ -196,7 +208,7 @@ class Exchanges:
         if ahead:
             for row in rows:
                 row.go_ahead()
-        work = self._exchange(rows, self._header(batch), known.measured)
+        work = self._exchange(rows, self._measured_header(batch), known.measured)
         number = self.metrics.send()
         own = time.perf_counter() - begun - (self._node.waited_seconds - waited)
         trace.record(trace.SEND, begun, key=number)
@@ -204,21 +216,44 @@ class Exchanges:
         handle = self.channels.engine.submit(work, key=number)
         self._flight = InFlight(handle, batch, batches, fragment, ahead, keeps, wire, own)
 
+    def send_small(self, batch: int) -> None:
+        """Start an exchange of small tensors alone, of which nothing is measured.
+
+        Collective over the world; non-blocking.
+        """
+        begun, waited = time.perf_counter(), self._node.waited_seconds
+        rows, wire = self._small_rows, self.settings.wires[0]
+        keeps = self.settings.keeps(wait=SMALL_WAIT, drift=self._known.drift)
+        for row in rows:
+            row.send(wire, dense=False, keeps=keeps)
+        work = self._exchange(rows, self._header(batch), Tally())
+        number = self.metrics.send()
+        own = time.perf_counter() - begun - (self._node.waited_seconds - waited)
+        trace.record(trace.SEND, begun, key=number)
+        handle = self.channels.engine.submit(work, key=number)
+        self._flight = InFlight(
+            handle, batch, 0, 0, ahead=False, keeps=keeps, wire=wire, own_seconds=own, small=True
+        )
+
     def _fragments_of(self, fragment: int | None) -> Sequence[int]:
         return range(len(self._known.since)) if fragment is None else [fragment]
 
     def _header(self, batch: int) -> Header:
+        """Return what ranks check at every exchange."""
         digest = sum(row.sharding.whole.digest for row in self._rows_of(None)) % DIGESTS
         lr = largest_rate(self.coordinator.trained.inner)
-        header = Header(
+        return Header(
             layout=digest,
             minus_layout=-digest,
             batch=batch,
             minus_batch=-batch,
             lr=lr,
             minus_lr=-lr,
-            own_seconds=self._known.own_seconds,
         )
+
+    def _measured_header(self, batch: int) -> Header:
+        """Return that, and what this rank measured since it returned one last."""
+        header = replace(self._header(batch), own_seconds=self._known.own_seconds)
         if seconds := self.metrics.watch.take_steps():
             header = replace(header, minus_step_seconds=-statistics.median(seconds))
         if self.metrics.exchange_seconds and self.rank_info.lane is not None:
@@ -258,12 +293,35 @@ class Exchanges:
         Collective over the world; blocking.
         """
         flight = self._flight
+        if flight is not None and flight.small:
+            self._receive_small(flight, batch)
+            return None
         measurements = self._receive(batch)
         # A blocking exchange promises that all nodes agree: repeat it when it was dropped.
         while measurements is None and flight is not None and flight.batch == batch:
             self.send(batch, flight.fragment, wait=0)
             measurements = self._receive(batch)
         return measurements
+
+    def _receive_small(self, flight: InFlight, batch: int) -> None:
+        """Finish an exchange of small tensors, and merge it."""
+        self._flight = None
+        outcome = self.coordinator.wait(flight.handle)
+        came, waited = time.perf_counter(), self._node.waited_seconds
+        self.metrics.global_bytes_sent += outcome.nbytes
+        _check_aligned(outcome.header)
+        if outcome.header.nonfinite:
+            self._drop(flight, outcome)
+            return
+        rule = self.settings.merge_rule(
+            waited=batch - flight.batch, nodes=self.rank_info.nodes, keeps=flight.keeps
+        )
+        for row in self._small_rows:
+            row.merge(rule)
+        trace.record(trace.MERGE, came, key=flight.handle.key, nbytes=outcome.nbytes)
+        merging_seconds = time.perf_counter() - came - (self._node.waited_seconds - waited)
+        self._known.small_seconds += flight.own_seconds + merging_seconds
+        self.metrics.small_exchanges += 1
 
     def forget(self) -> None:
         """Let the exchange in flight end, and leave what it brought. Blocking."""
@@ -291,7 +349,8 @@ class Exchanges:
             row.merge(rule)
         trace.record(trace.MERGE, came, key=flight.handle.key, nbytes=outcome.nbytes)
         merging_seconds = time.perf_counter() - came - (self._node.waited_seconds - waited)
-        own_seconds = flight.own_seconds + merging_seconds
+        own_seconds = flight.own_seconds + merging_seconds + self._known.small_seconds
+        self._known.small_seconds = 0.0
         self._known.own_seconds = own_seconds + self._core_loss.end(outcome.busy_seconds)
         self.metrics.good()
         self.metrics.event(

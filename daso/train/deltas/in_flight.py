@@ -34,6 +34,7 @@ class InFlight:
     keeps: bool  # the merge keeps local work
     wire: str
     own_seconds: float  # that the training thread packed
+    small: bool = False  # it carries small tensors alone
 
 
 def pack(flight: InFlight) -> dict[str, Any]:
@@ -49,6 +50,7 @@ def pack(flight: InFlight) -> dict[str, Any]:
         "keeps": flight.keeps,
         "wire": flight.wire,
         "own_seconds": flight.own_seconds,
+        "small": flight.small,
     }
 
 
@@ -61,5 +63,5 @@ def unpack(values: dict[str, Any]) -> InFlight:
         "measured": Tally(**outcome["measured"]),
     }
     handle = WorkHandle.over(Outcome(**outcome | parts), values["seconds"])
-    names = ("batch", "batches", "fragment", "ahead", "keeps", "wire", "own_seconds")
+    names = ("batch", "batches", "fragment", "ahead", "keeps", "wire", "own_seconds", "small")
     return InFlight(handle, *(values[name] for name in names))

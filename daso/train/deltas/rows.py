@@ -4,7 +4,7 @@ import torch
 
 from daso.comm.dtypes import accumulator
 from daso.comm.node.base import NodeTransport
-from daso.plan.layout import fragments
+from daso.plan.layout import fragments, small_tensors
 from daso.train.coordinator import Coordinator
 from daso.train.deltas.buffer import DeltaBuffer, RowSharding
 from daso.train.deltas.outer import MakeOuter
@@ -13,27 +13,30 @@ from daso.train.model.shards import parts_of, split_axes
 
 __all__ = ["make_rows"]
 
-Kind = tuple[torch.dtype, tuple[bool, ...]]
+Kind = tuple[bool, torch.dtype, tuple[bool, ...]]  # small tensors; added in; how they are sharded
 
 
 def make_rows(
-    coordinator: Coordinator, node: NodeTransport, outer: MakeOuter | None
+    coordinator: Coordinator, node: NodeTransport, outer: MakeOuter | None, *, selective: bool
 ) -> dict[int, list[DeltaBuffer]]:
     """Make the rows of each fragment: one for each type they are added in, and way to be sharded.
 
-    Ranks that hold copies of a row lay it out alike, and get the same bits on every wire.
+    Ranks that hold copies of a row lay it out alike, and get the same bits on every wire. Where
+    exchanges are selective, small tensors have rows of their own, behind the others.
 
     Collective over the node; blocking.
     """
     named, local = coordinator.trained.named, coordinator.trained.local
     channels, ranks = coordinator.channels, coordinator.topology.local_size
     # Shards differ in length between ranks of a node: all cut by the whole parameters.
-    cuts = fragments([p.numel() for _, p in named], channels.settings.exchange.fragments)
+    numels = [p.numel() for _, p in named]
+    cuts = fragments(numels, channels.settings.exchange.fragments)
+    small = set(small_tensors(numels)) if selective else set()
     rows: dict[int, list[DeltaBuffer]] = {}
     for number, cut in enumerate(cuts):
         members: dict[Kind, list[int]] = {}
         for at in cut:
-            kind = accumulator(named[at][1].dtype), split_axes(named[at][1])
+            kind = at in small, accumulator(named[at][1].dtype), split_axes(named[at][1])
             members.setdefault(kind, []).append(at)
         rows[number] = []
         for kind in sorted(members, key=_width):
@@ -43,15 +46,16 @@ def make_rows(
             row = DeltaBuffer(
                 [local[at] for at in members[kind]],
                 RowSharding(layout, parts, copies),
-                kind[0],
+                kind[1],
                 node=node,
                 channels=channels,
                 outer=outer,
+                is_small=kind[0],
             )
             rows[number].append(row)
     return rows
 
 
-def _width(kind: Kind) -> tuple[int, tuple[bool, ...]]:
-    """Order rows: fp32 before fp64."""
-    return kind[0].itemsize, kind[1]
+def _width(kind: Kind) -> tuple[bool, int, tuple[bool, ...]]:
+    """Order rows: large tensors before small ones, fp32 before fp64."""
+    return kind[0], kind[1].itemsize, kind[2]

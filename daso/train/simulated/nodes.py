@@ -21,10 +21,11 @@ from daso.comm.dtypes import accumulator
 from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.cost_model import choose_plan
 from daso.plan.header import Tally
-from daso.plan.layout import fragments
+from daso.plan.layout import fragments, small_tensors
 from daso.plan.merge import ADOPT, Merge
 from daso.plan.options import Settings
 from daso.plan.schedule import (
+    SMALL_WAIT,
     Action,
     Measurements,
     Policy,
@@ -70,6 +71,14 @@ class InFlight:
     wire: str
 
 
+@dataclass(frozen=True, slots=True)
+class SmallInFlight:
+    """An exchange of small tensors alone under way."""
+
+    batch: int
+    keeps: bool
+
+
 @dataclass(slots=True)
 class ExchangeState:
     """What is remembered from exchange to exchange; see `daso.train.deltas.exchange`."""
@@ -93,6 +102,7 @@ class Row:
         way: How exchanges are taken in.
         settings: How to exchange.
         on_devices: See `Times`.
+        is_small: It has the small tensors of the model.
     """
 
     def __init__(
@@ -103,8 +113,10 @@ class Row:
         settings: Settings,
         *,
         on_devices: bool,
+        is_small: bool,
     ) -> None:
         self.named, self.dtype, nodes = named, dtype, len(named)
+        self.is_small = is_small
         numel = sum(tensor.numel() for _, tensor in named[0])
         self.parts = [DeltaShard(torch.zeros(numel, dtype=dtype, device="cpu"), way) for _ in named]
         self.rounded: list[dict[int, torch.Tensor]] = [{} for _ in named]  # by each node
@@ -201,20 +213,25 @@ class SimulatedNodes:
         way = MergeOptions(settings.eager, 1 / nodes, outer)
         pairs = zip(self.inners, self.models, strict=True)
         self.named = [Trained.by(inner, model).named for inner, model in pairs]
-        self.rows = [self._rows(cut, way) for cut in self._cuts()]
         self.step_restorations = [
             make_step_restoration(inner, settings, says=False) for inner in self.inners
         ]
         restoration = self.step_restorations[0]
+        self.rows = [
+            self._rows(cut, way, selective=settings.may_select and restoration is None)
+            for cut in self._cuts()
+        ]
+        self._small_rows = [row for rows in self.rows for row in rows if row.is_small]
         self.state = begin(
             policy,
             replace(policy.start(), fragments=len(self.rows), sparse=settings.sparse),
             memory=0.0 if restoration is None else restoration.memory,
             may_hide=restoration is not None and settings.may_hide,
+            selective=bool(self._small_rows),
         )
         self.global_bytes_sent = 0  # by all nodes
         self.events: list[dict[str, Any]] = []
-        self._flight: InFlight | None = None
+        self._flight: InFlight | SmallInFlight | None = None
         self._known = ExchangeState()
         wire = settings.gradient_wire(hidden=True)
         self._compressed = SimulatedGradients(self.named, wire, settings)
@@ -224,15 +241,21 @@ class SimulatedNodes:
     def _cuts(self) -> Sequence[Sequence[int]]:
         return fragments([p.numel() for _, p in self.named[0]], self.settings.exchange.fragments)
 
-    def _rows(self, cut: Sequence[int], way: MergeOptions) -> list[Row]:
-        rows = []
-        for dtype in (torch.float32, torch.float64):
-            mine = [at for at in cut if accumulator(self.named[0][at][1].dtype) == dtype]
-            if mine:
-                members = [[one[at] for at in mine] for one in self.named]
-                on_devices = self.times.on_devices
-                rows.append(Row(members, dtype, way, self.settings, on_devices=on_devices))
-        return rows
+    def _rows(self, cut: Sequence[int], way: MergeOptions, *, selective: bool) -> list[Row]:
+        tensors = [tensor for _, tensor in self.named[0]]
+        small = set(small_tensors([one.numel() for one in tensors])) if selective else set()
+        kinds = {at: (at in small, accumulator(tensors[at].dtype)) for at in cut}
+        return [
+            Row(
+                [[one[at] for at in cut if kinds[at] == kind] for one in self.named],
+                kind[1],
+                way,
+                self.settings,
+                on_devices=self.times.on_devices,
+                is_small=kind[0],
+            )
+            for kind in sorted(set(kinds.values()), key=lambda kind: (kind[0], kind[1].itemsize))
+        ]
 
     # --- training ----------------------------------------------------------------------------
 
@@ -299,6 +322,8 @@ class SimulatedNodes:
             self._send(state.batch, state.fragment, wait=state.wait)
         elif act is Action.SEND_ALL:
             self._send(state.batch, None, wait=0)
+        elif act is Action.SEND_SMALL:
+            self._send_small(state.batch)
         elif act is Action.RECEIVE:
             return self._receive(state.batch)
         elif act is Action.MEASURE:
@@ -360,9 +385,23 @@ class SimulatedNodes:
         for one in sent:
             known.since[one] = batch
 
-    def _receive(self, batch: int) -> Measurements:
+    def _send_small(self, batch: int) -> None:
+        keeps = self.settings.keeps(wait=SMALL_WAIT, drift=self._known.drift)
+        for row in self._small_rows:
+            nbytes, _ = row.send(self.settings.wires[0], dense=False, ahead=False, keeps=keeps)
+            self.global_bytes_sent += nbytes
+        self._flight = SmallInFlight(batch, keeps)
+
+    def _receive(self, batch: int) -> Measurements | None:
         flight, self._flight = self._flight, None
         assert flight is not None, "the schedule receives only what was sent"
+        if isinstance(flight, SmallInFlight):
+            rule = self.settings.merge_rule(
+                waited=batch - flight.batch, nodes=len(self.models), keeps=flight.keeps
+            )
+            for row in self._small_rows:
+                row.merge(rule)
+            return None
         rule = self.settings.merge_rule(
             waited=batch - flight.batch, nodes=len(self.models), keeps=flight.keeps
         )

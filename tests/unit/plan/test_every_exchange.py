@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
-from itertools import chain, cycle, permutations
+from itertools import chain, cycle, pairwise, permutations
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from daso.plan.header import Header, Tally
 from daso.plan.policies import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import (
+    SMALL_EXCHANGES,
+    SMALL_WAIT,
     Action,
     Measurements,
     State,
@@ -18,12 +20,14 @@ from daso.plan.schedule import (
     after_epoch,
     after_exchange,
     drain,
+    small_period,
 )
 from daso.plan.step_restoration import required_gain
 
 checked = settings(derandomize=True, max_examples=100, deadline=None)
 
 SEND, SEND_ALL, RECEIVE, MEASURE = Action.SEND, Action.SEND_ALL, Action.RECEIVE, Action.MEASURE
+SEND_SMALL = Action.SEND_SMALL
 # By the last act after measurements: whether all were in step before, and are afterwards.
 TURNS = {
     (): [(False, False), (True, True)],
@@ -115,6 +119,34 @@ def test_after_an_end_the_grid_starts_again_and_the_next_fragment_has_its_turn(f
     assert sent == [(batch, turn % fragments) for turn, batch in enumerate(batches)]
 
 
+@pytest.mark.parametrize("skip", [1, 2, 3, 4, 8, 15, 16, 46, 128])
+def test_small_tensors_go_between_two_exchanges_of_everything_and_delay_none(skip):
+    for wait in {min(skip, wait) for wait in (1, 2, 3, skip)}:
+        policy = Fixed(skip, wait)
+        plain, state = policy.start(), replace(policy.start(), selective=True)
+        small, period = [], small_period(skip)
+        for batch in range(1, 4 * skip + 1):
+            without, plain = after_batch(policy, plain)
+            acts, state = after_batch(policy, state)
+            rest = list(acts)
+            if small and batch == small[-1] + SMALL_WAIT:
+                assert rest.pop(0) is RECEIVE
+            if SEND_SMALL in rest:
+                assert rest.pop() is SEND_SMALL
+                small.append(batch)
+            assert tuple(rest) == without  # what goes with everything goes as if there were no more
+            assert state.last == plain.last
+        gaps = [later - batch for batch, later in pairwise(small)]
+        assert all(gap >= period for gap in gaps)
+        assert all(period <= batch % skip <= skip - period for batch in small)
+        # While everything is in flight, for `wait` batches, they do not go by themselves.
+        rounds = [[at for at in small if at // skip == number] for number in range(4)]
+        assert rounds[0] == list(range(period, skip - period + 1, period))
+        grids = [range(max(wait, period), skip - period + 1, period)] * 3
+        assert [[at % skip for at in one] for one in rounds[1:]] == list(map(list, grids))
+        assert len(rounds[0]) <= SMALL_EXCHANGES
+
+
 # --- any policy, whatever is measured ----------------------------------------------------------
 
 
@@ -123,13 +155,16 @@ class Training:
 
     def __init__(self, policy, fragments, told):
         self.policy, self.told = policy, cycle(told)
-        self.state = replace(policy.start(), fragments=fragments)
+        selective = isinstance(policy, Auto) and fragments == 1
+        self.state = replace(policy.start(), fragments=fragments, selective=selective)
+        self.small = False  # what is in flight is small tensors alone
         self.flight, self.sends, self.log = None, 0, []
         self.waits = []  # since the exchange in flight was sent
 
     def _perform(self, acts, state):
+        small = self.small
         self._carry_out(acts, state)
-        if RECEIVE in acts or MEASURE in acts:
+        if acts.count(RECEIVE) > small or MEASURE in acts:
             self._learn()
 
     def _carry_out(self, acts, state):
@@ -138,14 +173,15 @@ class Training:
         for act in acts:
             if act is RECEIVE:
                 assert self.flight is not None, "received once"
-                self.flight = None
-            if act in (SEND, SEND_ALL):
+                self.flight, self.small = None, False
+            if act in (SEND, SEND_ALL, SEND_SMALL):
                 assert self.flight is None, "received before the next is sent"
                 self.flight, self.waits = state.batch, []
+                self.small = act is SEND_SMALL
             if act is SEND:
                 assert state.fragment == self.sends % state.fragments
                 self.sends += 1
-        self.waits.append(state.wait)
+        self.waits.append(SMALL_WAIT if self.small else state.wait)
         assert (self.flight is None) == (state.sent is None)
         assert not (state.synchronous and self.flight is not None)
 
@@ -155,7 +191,7 @@ class Training:
         assert (before, state.synchronous) in TURNS[acts[-1:]]
         self._carry_out(acts, state)
         assert self.state.measurements == measurements
-        self.waits.append(self.state.wait)
+        self.waits.append(SMALL_WAIT if self.small else self.state.wait)
 
     def step(self):
         flight, waits = self.flight, list(self.waits)

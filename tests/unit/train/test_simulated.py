@@ -10,9 +10,14 @@ from sequential import Sequential
 
 import daso
 from daso.plan.options import Settings
+from daso.plan.policies import Replay
 from daso.train.simulated.nodes import SimulatedNodes
 
-POLICIES = [daso.Fixed(1, 0), daso.Fixed(3, 1), daso.Fixed(2, 2, warmup=3), daso.Fixed(3, 0)]
+SELECTIVE = Replay(((0, 6, 1), (8, 4, 2)), selective=True)
+POLICIES = [
+    *(daso.Fixed(1, 0), daso.Fixed(3, 1), daso.Fixed(2, 2, warmup=3), daso.Fixed(3, 0)),
+    SELECTIVE,
+]
 MERGES = ["daso", "delta", 0.5, "eager", "auto"]
 OUTERS = [None, nesterov, adam]
 
@@ -24,6 +29,7 @@ def assert_equal(nodes, policy, wire, merge, outer, fragments):
         exchange=daso.Exchange(fragments=fragments),
         gradients=daso.Gradients(),
         outer=outer is not None,
+        selective=policy is SELECTIVE,
     )
     build = seeded(mlp)
     simulated = SimulatedNodes(build, sgd, nodes, policy=policy, settings=settings, outer=outer)
@@ -38,6 +44,7 @@ def assert_equal(nodes, policy, wire, merge, outer, fragments):
         for node in range(nodes):
             mine = simulated.models[node].parameters()
             assert all(map(torch.equal, mine, oracle.params(node))), (policy, wire, options)
+    assert (simulated.state.small_last > 0) == bool(oracle.small)
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
