@@ -36,7 +36,7 @@ __all__ = [
 
 
 ALIGNMENT = 8  # bytes: of every tensor in a message
-SMALL_SHARE = 32  # small tensors are together at most one of so many numbers
+SMALL_SHARE = 16  # small tensors are together at most one of so many numbers
 LEAST_BUCKET_BYTES = 64 << 10  # for the sake of which the last layer goes by itself
 
 
@@ -201,7 +201,7 @@ def blocks(tensors: Sequence[Piece], payloads: Sequence[tuple[Span, int]]) -> It
 
 
 def small_tensors(numels: Sequence[int]) -> list[int]:
-    """Return which tensors are small: with all of their sizes, a 32nd of all numbers at most."""
+    """Return which tensors are small: with all of their sizes, a 16th of all numbers at most."""
     total, small = 0, set()
     for numel in sorted(set(numels)):
         total += numel * numels.count(numel)

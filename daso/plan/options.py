@@ -195,7 +195,8 @@ class Settings:
         outer: Whether an outer optimizer moves the reference.
         exchange: How nodes exchange.
         gradients: How gradients are averaged.
-        selective: Whether the policy wants small tensors exchanged more often.
+        selective: Numbers of a model from which on its small tensors shall be exchanged more often;
+            None: never.
     """
 
     wire: Wire
@@ -203,7 +204,7 @@ class Settings:
     exchange: Exchange
     gradients: Gradients
     outer: bool = False
-    selective: bool = False
+    selective: int | None = None
 
     def __post_init__(self) -> None:
         check("wire", self.wire, choice(*get_args(Wire)))
@@ -269,11 +270,11 @@ class Settings:
         """Whether an exchange leaves work behind that must not be lost."""
         return self.wire == "topk"
 
-    @property
-    def may_select(self) -> bool:
-        """Whether small tensors may be exchanged between two exchanges of everything."""
+    def selects(self, numel: int) -> bool:
+        """Return whether small tensors of a model may be exchanged between exchanges of all."""
         whole = self.exchange.fragments == 1 and not self.sparse
-        return self.selective and whole and not self.outer and not self.eager
+        large = self.selective is not None and numel >= self.selective
+        return large and whole and not self.outer and not self.eager
 
     @property
     def by_mpi(self) -> bool:

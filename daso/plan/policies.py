@@ -15,7 +15,6 @@ from daso.checks import (
     Rule,
     check,
     either,
-    flag,
     number,
     positive,
     validated_record,
@@ -36,6 +35,7 @@ OVERLAP = 0.5  # of a step: behind which gradients are averaged while backward g
 # 1.800, at every 4th 2.101, 1.855 and 1.821.
 EXPOSED = 0.1
 EARLY, HOPELESS = 300, 3.0  # batches at the start, which decide most, and as long as these last
+SELECTIVE = 1 << 21  # numbers: what eight exchanges of small tensors cost, one of as many does
 EARLY_SKIP = 16  # at most in these batches, where small tensors are exchanged more often
 AGAIN = 1000  # batches after which synchronous training is tried again
 SLACK = 8  # `Auto` waits for skip // SLACK batches, and more where an exchange takes longer
@@ -237,11 +237,9 @@ class Auto:
     averaged often.
 
     Where skip is long, nodes that train by plain SGD drift apart first, and lose most by it, in the
-    small tensors of a model: early convolutions, norms, biases. Where all of one size or less are
-    a 32nd of its numbers at most, these are exchanged by themselves up to eight times between two
-    exchanges of everything, and in the first 300 batches everything at least every 16. A CNN of
-    4.58 M numbers (2 nodes, 1,404 steps, rate 0.1) then ends 0.1 points below synchronous training
-    with everything every 46 batches, not 0.4 to 0.5.
+    small tensors of a model: early convolutions, norms, biases. Those of the smallest sizes that
+    make up a 16th of its numbers at most are exchanged by themselves up to eight times between two
+    exchanges of everything, and in the first 300 batches everything at least every 16.
 
     Adam and its kin lose accuracy by averages that come after their step, most of it in the first
     batches. So with such an inner optimizer training begins synchronous, with gradients on a narrow
@@ -257,17 +255,18 @@ class Auto:
         max_skip: Most batches between exchanges.
         warmup: Synchronous batches at the start.
         budget: Part of the steps' time that exchanges may take from training.
-        selective: Whether small tensors are exchanged more often than the others.
+        selective: Numbers of a model from which on its small tensors are exchanged more often than
+            the others; None: never.
     """
 
     drift: float | None = None
     max_skip: int = 128
     warmup: int = 0
     budget: float = BUDGET
-    selective: bool = True
+    selective: int | None = SELECTIVE
 
     def __post_init__(self) -> None:
-        check("Auto.selective", self.selective, flag())
+        check("Auto.selective", self.selective, either(whole(1, of=" of numbers"), NONE))
         check("Auto.drift", self.drift, either(positive(), NONE))
         check("Auto.max_skip", self.max_skip, whole(1))
         check("Auto.warmup", self.warmup, whole(0))
@@ -380,12 +379,12 @@ class Replay:
         history: ``report()["skip_history"]`` of the run: (batch, skip, wait), first for batch 0.
         hidden: Batches from which on the run was synchronous because backward hid it: of `Auto`,
             those with skip 1 and wait 0 but for its warm-up.
-        selective: Whether the run's policy was.
+        selective: As the run's policy had it.
     """
 
     history: tuple[tuple[int, int, int], ...]
     hidden: tuple[int, ...] = ()
-    selective: bool = False
+    selective: int | None = None
 
     def start(self) -> State:
         """Return the state before the first batch."""

@@ -111,9 +111,10 @@ class Metrics:
         self.sent += 1
         return self.sent
 
-    def good(self) -> None:
-        """An exchange was merged, or a synchronous step taken."""
-        self.exchanges += 1
+    def good(self, *, small: bool = False) -> None:
+        """An exchange was merged, be it of small tensors alone, or a synchronous step taken."""
+        self.exchanges += not small
+        self.small_exchanges += small
         self.good_in_a_row += 1
         # One good exchange may only show that the one before it was dropped and mended.
         if self.good_in_a_row > 1:

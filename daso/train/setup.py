@@ -167,7 +167,7 @@ def make_setup(  # noqa: PLR0913 - the keywords of the doors
     if policy is None:
         synchronous = settings.gradients.reducer == "prioritized" or not settings.whole
         policy = Fixed(1, 0) if synchronous else Auto()
-    settings = replace(settings, selective=getattr(policy, "selective", False))
+    settings = replace(settings, selective=getattr(policy, "selective", None))
     setup = Setup(module, policy, settings, outer)
     setup.check(inner)  # type: ignore[arg-type]  # it is one
     return setup

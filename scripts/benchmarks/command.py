@@ -24,6 +24,10 @@ def main(words: Sequence[str] | None = None) -> int:
         from benchmarks import accuracy
 
         return accuracy.main(words[1:])
+    if words[:1] == ["recovery"]:
+        from benchmarks import recovery
+
+        return recovery.main(words[1:])
     if words[:1] == ["overview"]:
         from benchmarks import overview
 
@@ -31,6 +35,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = Parser(prog="scripts/bench", description=__doc__, allow_abbrev=False)
     kinds = add_parser(parser, hosts)
     kinds.add_parser("accuracy", help="what seldom exchanges cost, on simulated nodes")
+    kinds.add_parser("recovery", help="how long a killed rank holds training up, beside torchft")
     kinds.add_parser("overview", help="draw the README's picture from what was measured")
     _add_benchmarks(adder(kinds, RUNS, hosts))
     return carry_out(parser, words)

@@ -120,24 +120,27 @@ def script_of(contender: Contender, plan: Plan, torchft: str) -> str:
     words = ("-m", "benchmarks.recovery_ranks", json.dumps(asdict(plan)))
     program = " ".join(map(shlex.quote, words))
     paths = os.pathsep.join((str(FOLDER), str(FOLDER.parent)))
-    lines = [f"export PYTHONPATH={shlex.quote(paths)} OMP_NUM_THREADS=1", f"cd {plan.folder}"]
+    lines = [
+        f"export PYTHONPATH={shlex.quote(paths)} OMP_NUM_THREADS=1",
+        f"cd {shlex.quote(plan.folder)}",
+    ]
     if contender.by == DASO:
         spares = int(contender.returns)
         lines += [
             "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
             f"export OMPI_MCA_osc=^ucx DASO_SPARES={spares}",
-            f"timeout 300 {find_mpirun()} --with-ft ulfm --map-by ppr:1:node -n {RANKS + spares} "
-            f"{sys.executable} {program}",
+            f"timeout 300 {find_mpirun() or 'mpirun'} --with-ft ulfm --map-by ppr:1:node "
+            f"-n {RANKS + spares} {shlex.quote(sys.executable)} {program}",
         ]
         return "\n".join(lines) + "\n"
     tries = "1 2" if contender.returns else "1"
-    here = Path(torchft).parent
+    here, python = shlex.quote(str(Path(torchft).parent)), shlex.quote(torchft)
     lines += [
         f"{here}/{LIGHTHOUSE} --heartbeat_timeout_ms {contender.heartbeat_ms} &",
         "export TORCHFT_LIGHTHOUSE=http://$(hostname -i):29510 GLOO_SOCKET_IFNAME=eth0",
         f"again='for _ in {tries}; do \"$@\" && break; done'",
         f"timeout 300 srun --nodes={RANKS} --ntasks={RANKS} --kill-on-bad-exit=0 "
-        f'bash -c "$again" again {torchft} {program}',
+        f'bash -c "$again" again {python} {program}',
         "kill %1",
     ]
     return "\n".join(lines) + "\n"

@@ -133,7 +133,6 @@ def train_daso(plan: Plan) -> None:
 
 def train_torchft(plan: Plan) -> None:
     """Train by torchft's LocalSGD; each rank is a replica group of its own."""
-    from torch.distributed import TCPStore
     from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import LocalSGD
 
@@ -141,7 +140,8 @@ def train_torchft(plan: Plan) -> None:
     training = Training(plan, rank)
     model, inner, limit = training.model, training.inner, timedelta(seconds=60)
     address = socket.gethostbyname(socket.gethostname())
-    store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    make_store: Any = vars(torch.distributed)["TCPStore"]  # torch does not tell of its type
+    store = make_store(address, 0, is_master=True, wait_for_workers=False)
 
     def load(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])

@@ -69,7 +69,7 @@ class Sequential:
 
     def small_of(self, policy: Policy, merge, outer, fragments: int) -> list[int]:
         plain = outer is None and merge != "eager" and fragments == 1 and self.memory == 0
-        if not (plain and getattr(policy, "selective", False)):
+        if not (plain and getattr(policy, "selective", None)):
             return []
         return small_tensors([p.numel() for p in self.params(0)])
 

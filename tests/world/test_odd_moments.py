@@ -10,6 +10,7 @@ from worlds import SEVERAL_NODES
 
 import daso
 from daso.errors import NonFiniteError
+from daso.plan.policies import Replay
 
 
 def nesterov(params):
@@ -86,11 +87,15 @@ def test_inf_on_one_node_drops_the_step_everywhere_though_scalers_went_apart(top
 @pytest.mark.nodes(*SEVERAL_NODES)
 @pytest.mark.parametrize("merge", ["delta", "eager"])
 @pytest.mark.parametrize("fragments", [1, 2])
-@pytest.mark.parametrize("policy", [daso.Fixed(2, 1), daso.Fixed(2, 2)], ids=repr)
+@pytest.mark.parametrize(
+    "policy",
+    [daso.Fixed(2, 1), daso.Fixed(2, 2), Replay(((0, 8, 1),), selective=1)],
+    ids=repr,
+)
 def test_one_nan_costs_one_exchange_and_no_other_nodes_work(
     topology, rank_info, policy, fragments, merge
 ):
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
     exchange = daso.Exchange(fragments=fragments)
     options = {"policy": policy, "merge": merge, "exchange": exchange}
     with wrap(topology, model, **options) as optimizer:

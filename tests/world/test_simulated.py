@@ -12,7 +12,7 @@ from daso.plan.options import Settings
 from daso.plan.policies import Replay
 from daso.train.simulated.nodes import SimulatedNodes
 
-SELECTIVE = Replay(((0, 5, 2),), selective=True)
+SELECTIVE = Replay(((0, 5, 2),), selective=1)
 
 
 @pytest.mark.also_real
@@ -49,7 +49,7 @@ def test_they_have_the_same_bits(  # noqa: PLR0917 - pairs of all options
         exchange=exchange,
         gradients=gradients,
         outer=outer is not None,
-        selective=policy is SELECTIVE,
+        selective=policy.selective if policy is SELECTIVE else None,
     )
     simulated = SimulatedNodes(
         build, make, rank_info.world_size, policy=policy, settings=settings, outer=outer

@@ -106,8 +106,8 @@ class Exchanges:
         self.channels.look_at_links()
         self.step_restoration = self._make_step_restoration()
         # Of an optimizer that normalizes, all is measured over one number of batches.
-        selective = self.settings.may_select and self.step_restoration is None
-        self.rows = make_rows(coordinator, node, outer, selective=selective)
+        may_select = self.step_restoration is None
+        self.rows = make_rows(coordinator, node, outer, may_select=may_select)
         self._flight: InFlight | None = None
         self._node = node
         ranks, threads = self.rank_info.local_size, torch.get_num_threads()
@@ -321,7 +321,7 @@ class Exchanges:
         trace.record(trace.MERGE, came, key=flight.handle.key, nbytes=outcome.nbytes)
         merging_seconds = time.perf_counter() - came - (self._node.waited_seconds - waited)
         self._known.small_seconds += flight.own_seconds + merging_seconds
-        self.metrics.small_exchanges += 1
+        self.metrics.good(small=True)
 
     def forget(self) -> None:
         """Let the exchange in flight end, and leave what it brought. Blocking."""

@@ -17,12 +17,12 @@ Kind = tuple[bool, torch.dtype, tuple[bool, ...]]  # small tensors; added in; ho
 
 
 def make_rows(
-    coordinator: Coordinator, node: NodeTransport, outer: MakeOuter | None, *, selective: bool
+    coordinator: Coordinator, node: NodeTransport, outer: MakeOuter | None, *, may_select: bool
 ) -> dict[int, list[DeltaBuffer]]:
     """Make the rows of each fragment: one for each type they are added in, and way to be sharded.
 
     Ranks that hold copies of a row lay it out alike, and get the same bits on every wire. Where
-    exchanges are selective, small tensors have rows of their own, behind the others.
+    small tensors may be exchanged alone, they have rows of their own, behind the others.
 
     Collective over the node; blocking.
     """
@@ -31,7 +31,8 @@ def make_rows(
     # Shards differ in length between ranks of a node: all cut by the whole parameters.
     numels = [p.numel() for _, p in named]
     cuts = fragments(numels, channels.settings.exchange.fragments)
-    small = set(small_tensors(numels)) if selective else set()
+    selects = may_select and channels.settings.selects(sum(numels))
+    small = set(small_tensors(numels)) if selects else set()
     rows: dict[int, list[DeltaBuffer]] = {}
     for number, cut in enumerate(cuts):
         members: dict[Kind, list[int]] = {}

@@ -217,10 +217,7 @@ class SimulatedNodes:
             make_step_restoration(inner, settings, says=False) for inner in self.inners
         ]
         restoration = self.step_restorations[0]
-        self.rows = [
-            self._rows(cut, way, selective=settings.may_select and restoration is None)
-            for cut in self._cuts()
-        ]
+        self.rows = [self._rows(cut, way, may_select=restoration is None) for cut in self._cuts()]
         self._small_rows = [row for rows in self.rows for row in rows if row.is_small]
         self.state = begin(
             policy,
@@ -241,9 +238,11 @@ class SimulatedNodes:
     def _cuts(self) -> Sequence[Sequence[int]]:
         return fragments([p.numel() for _, p in self.named[0]], self.settings.exchange.fragments)
 
-    def _rows(self, cut: Sequence[int], way: MergeOptions, *, selective: bool) -> list[Row]:
+    def _rows(self, cut: Sequence[int], way: MergeOptions, *, may_select: bool) -> list[Row]:
         tensors = [tensor for _, tensor in self.named[0]]
-        small = set(small_tensors([one.numel() for one in tensors])) if selective else set()
+        numels = [tensor.numel() for tensor in tensors]
+        selects = may_select and self.settings.selects(sum(numels))
+        small = set(small_tensors(numels)) if selects else set()
         kinds = {at: (at in small, accumulator(tensors[at].dtype)) for at in cut}
         return [
             Row(

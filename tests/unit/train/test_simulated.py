@@ -13,7 +13,7 @@ from daso.plan.options import Settings
 from daso.plan.policies import Replay
 from daso.train.simulated.nodes import SimulatedNodes
 
-SELECTIVE = Replay(((0, 6, 1), (8, 4, 2)), selective=True)
+SELECTIVE = Replay(((0, 6, 1), (8, 4, 2)), selective=1)
 POLICIES = [
     *(daso.Fixed(1, 0), daso.Fixed(3, 1), daso.Fixed(2, 2, warmup=3), daso.Fixed(3, 0)),
     SELECTIVE,
@@ -29,7 +29,7 @@ def assert_equal(nodes, policy, wire, merge, outer, fragments):
         exchange=daso.Exchange(fragments=fragments),
         gradients=daso.Gradients(),
         outer=outer is not None,
-        selective=policy is SELECTIVE,
+        selective=policy.selective if policy is SELECTIVE else None,
     )
     build = seeded(mlp)
     simulated = SimulatedNodes(build, sgd, nodes, policy=policy, settings=settings, outer=outer)
