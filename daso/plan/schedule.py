@@ -303,8 +303,8 @@ def _exchange(state: State) -> tuple[tuple[Action, ...], State]:
         )
         if state.wait == 0:
             acts, state = (*acts, Action.RECEIVE), replace(state, sent=None)
-    elif _is_small_due(state):
-        acts = (*acts, Action.SEND_SMALL)
+    elif not acts and _is_small_due(state):  # a batch that merges has enough to do
+        acts = (Action.SEND_SMALL,)
         state = replace(state, sent=state.batch, small_last=state.batch, small_in_flight=True)
     return acts, state
 

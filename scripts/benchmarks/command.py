@@ -114,7 +114,7 @@ def _add_synchronous(add: Add) -> None:
 def _add_predict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, default="cnn")
     parser.add_argument("--seconds", type=float, default=0, help="of a round (4; quick 2)")
-    parser.add_argument("--settle", type=float, default=0, help="before the first (15; quick 5)")
+    parser.add_argument("--settle", type=float, help="before the first (15; quick 5)")
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:

@@ -45,7 +45,7 @@ def _trained(
     seconds, settle = quick if chosen.quick else usual
 
     def plan(link: str) -> dict[str, Any]:
-        long, before = chosen.seconds or seconds, chosen.settle or settle
+        long, before = chosen.seconds or seconds, options.settle_seconds(chosen, settle)
         return asdict(
             bench.Plan(chosen.model, tuple(names), options.rounds(chosen), long, before, link)
         )
@@ -122,7 +122,7 @@ def _to_accuracy(chosen: argparse.Namespace) -> Measured:
         "", chosen.data, chosen.seeds, chosen.epochs, chosen.lr, chosen.every, chosen.level, ""
     )
     seconds = chosen.seconds or (2 if quick else 3)
-    settle = chosen.settle or (3 if quick else 6)
+    settle = options.settle_seconds(chosen, 3 if quick else 6)
     steps = train.Plan("cnn", (DDP, *names), rounds, seconds, settle, "")
     size = {"nodes": chosen.nodes, "ranks": chosen.ranks_per_node}
     for place, rates in options.places(chosen, links, chosen.nodes):
@@ -227,7 +227,8 @@ def _predict(chosen: argparse.Namespace) -> Measured:
 
     quick = chosen.quick
     settings = prediction_error.SETTINGS[:3] if quick else prediction_error.SETTINGS
-    seconds, settle = chosen.seconds or (2 if quick else 4), chosen.settle or (5 if quick else 15)
+    seconds = chosen.seconds or (2 if quick else 4)
+    settle = options.settle_seconds(chosen, 5 if quick else 15)
     plan = train.Plan(chosen.model, (), options.rounds(chosen), seconds, settle, "")
     one, text, figures = prediction_error.pace()
     yield one, text + "\n", figures

@@ -77,7 +77,9 @@ def add_steps(parser: argparse.ArgumentParser, seconds: str, settle: str) -> Non
     parser.add_argument("--nodes", type=int, default=2, help="how many (2)")
     parser.add_argument("--ranks-per-node", type=int, default=1, help="on each (1)")
     parser.add_argument("--seconds", type=float, default=0, help=f"of a round ({seconds})")
-    parser.add_argument("--settle", type=float, default=0, help=f"before the first ({settle})")
+    parser.add_argument(
+        "--settle", type=float, help=f"before the first; 0: from the first batch on ({settle})"
+    )
 
 
 def add_links(parser: argparse.ArgumentParser, usual: str, *, default: str | None = None) -> None:

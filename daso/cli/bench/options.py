@@ -26,6 +26,7 @@ __all__ = [
     "rate",
     "rates",
     "rounds",
+    "settle_seconds",
 ]
 
 
@@ -58,6 +59,15 @@ def above_zero(chosen: argparse.Namespace, *names: str) -> None:
     for name in names:
         if not getattr(chosen, name) > 0:
             raise ConfigError(f"--{name} must be more than 0, not {getattr(chosen, name)}")
+
+
+def settle_seconds(chosen: argparse.Namespace, usual: float) -> float:
+    """Return the seconds before the first round: as asked for, which may be none at all."""
+    if chosen.settle is None:
+        return usual
+    if not chosen.settle >= 0:
+        raise ConfigError(f"--settle must be 0 or more seconds, not {chosen.settle}")
+    return float(chosen.settle)
 
 
 def rounds(chosen: argparse.Namespace) -> int:

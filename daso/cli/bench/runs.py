@@ -31,7 +31,7 @@ def _train(chosen: argparse.Namespace) -> Measured:
 
     def plan(link: str) -> dict[str, Any]:
         seconds = chosen.seconds or (3 if chosen.quick else 8)
-        settle = chosen.settle or (6 if chosen.quick else 20)
+        settle = options.settle_seconds(chosen, 6 if chosen.quick else 20)
         return asdict(
             train.Plan(chosen.model, names, options.rounds(chosen), seconds, settle, link)
         )

@@ -38,7 +38,8 @@ class Plan:
         names: Contenders besides compute only.
         rounds: Of every contender.
         seconds: That a round lasts, at least.
-        settle: Seconds of training before the first round, for schedules to find their place.
+        settle: Seconds of training before the first round, for schedules to find their place; 0:
+            rounds begin with the first batch.
         link: For people.
     """
 
@@ -72,6 +73,9 @@ def measure(
     rounds: dict[str, list[Round]] = {name: [] for name in names}
     steps = {name: 1 for name in names}
     for name, contender in contenders.items():
+        if plan.settle == 0 and name != COMPUTE:
+            steps[name] = steps[COMPUTE]  # of which it has taken none yet
+            continue
         for seconds in (0.0, plan.settle, plan.seconds):  # the last says how many steps a round has
             found = _run(contender, batches, topology, steps[name])
             steps[name] = max(1, math.ceil((seconds or 1.0) / found.seconds))

@@ -22,7 +22,7 @@ from benchmarks import (
 from benchmarks.flow_baselines import BATCHES, EAGER
 from jobs import HANG_SECONDS, benchmark, typed, typed_benchmark
 
-from daso.cli.bench import exchange, train
+from daso.cli.bench import exchange, options, train
 from daso.cli.bench.baselines import FIFO, INSIDE, PRIORITY
 from daso.cli.bench.command import add_parser
 from daso.cli.bench.models import CASES, loss_of
@@ -181,6 +181,16 @@ def test_an_installed_bench_refuses_links_that_need_hosts_of_their_own():
         "daso: --link must be here, not 1gbit: hosts with links of a rate are made by "
         "scripts/bench, in the project's repository\n"
     )
+
+
+@pytest.mark.parametrize(("asked", "seconds"), [(None, 20), (0.0, 0), (3.0, 3)])
+def test_no_seconds_before_the_first_round_are_none(asked, seconds):
+    assert options.settle_seconds(argparse.Namespace(settle=asked), 20) == seconds
+
+
+def test_seconds_before_the_first_round_are_not_below_zero():
+    with pytest.raises(ConfigError, match="--settle must be 0 or more seconds, not -1"):
+        options.settle_seconds(argparse.Namespace(settle=-1.0), 20)
 
 
 def test_a_bench_that_makes_no_sense_starts_nothing_that_stays():
@@ -356,10 +366,13 @@ def test_ways_inside_a_node_train_side_by_side(tmp_path):
 @runs_a_bench
 def test_orders_of_gradients_train_side_by_side(tmp_path):
     path = tmp_path / "order.json"
-    words = ["--link=here", "--rounds=1", "--seconds=0.2", "--settle=0.1", "--model=device-even"]
+    words = ["--link=here", "--rounds=1", "--seconds=0.2", "--settle=0", "--model=device-even"]
     done = bench("gradient-order", *words, f"--only={PRIORITY}", f"--json={path}")
     assert done.returncode == 0, done.stderr
     (run,) = json.loads(path.read_text())["runs"]
+    assert run["plan"]["settle"] == 0
+    steps = [[one["steps"] for one in row["rounds"]] for row in run["rows"]]
+    assert all(one[0] == steps[0][0] for one in steps)  # as many as compute only takes
     assert [row["name"] for row in run["rows"]] == [COMPUTE, FIFO, PRIORITY]
     assert gradient_order.figures(run).keys() == {"priority_ratio_device-even_here"}
     assert gradient_order.table(run).splitlines()[3].endswith("1.000")
