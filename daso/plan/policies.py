@@ -238,8 +238,8 @@ class Auto:
 
     Where skip is long, nodes that train by plain SGD drift apart first, and lose most by it, in the
     small tensors of a model: early convolutions, norms, biases. Those of the smallest sizes that
-    make up a 16th of its numbers at most are exchanged by themselves up to eight times between two
-    exchanges of everything, and in the first 300 batches everything at least every 16.
+    make up a 16th of its numbers at most are exchanged by themselves every 4 to 8 batches between
+    two exchanges of everything, and in the first 300 batches everything at least every 16.
 
     Adam and its kin lose accuracy by averages that come after their step, most of it in the first
     batches. So with such an inner optimizer training begins synchronous, with gradients on a narrow

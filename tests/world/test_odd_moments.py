@@ -89,7 +89,7 @@ def test_inf_on_one_node_drops_the_step_everywhere_though_scalers_went_apart(top
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize(
     "policy",
-    [daso.Fixed(2, 1), daso.Fixed(2, 2), Replay(((0, 8, 1),), selective=1)],
+    [daso.Fixed(2, 1), daso.Fixed(2, 2), Replay(((0, 12, 1),), selective=1)],
     ids=repr,
 )
 def test_one_nan_costs_one_exchange_and_no_other_nodes_work(

@@ -12,7 +12,7 @@ from daso.plan.options import Settings
 from daso.plan.policies import Replay
 from daso.train.simulated.nodes import SimulatedNodes
 
-SELECTIVE = Replay(((0, 5, 2),), selective=1)
+SELECTIVE = Replay(((0, 9, 2),), selective=1)
 
 
 @pytest.mark.also_real

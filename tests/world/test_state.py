@@ -43,7 +43,7 @@ def through_a_file(state):
     policy=[
         *(daso.Fixed(1, 0), daso.Fixed(4, 3), daso.Fixed(3, 1, warmup=4)),
         # Small tensors alone are in flight where the run is cut.
-        Replay(((0, 6, 1), (5, 8, 1)), selective=1),
+        Replay(((0, 11, 1),), selective=1),
     ],
     fragments=[1, 2],
     gradient_wire=["fp32", "bf16", "int4"],

@@ -22,6 +22,7 @@ from daso.errors import ExchangeError, TopologyError
 from daso.plan.allreduce_plan import restored, stored
 from daso.plan.cost_model import LinkCosts
 from daso.plan.header import Header, Tally, culprit, decode_culprit
+from daso.plan.merge import Merge
 from daso.plan.routes import has_changed
 from daso.plan.schedule import SMALL_WAIT, Measurements
 from daso.train.coordinator import Coordinator, largest_rate
@@ -307,21 +308,30 @@ class Exchanges:
         """Finish an exchange of small tensors, and merge it."""
         self._flight = None
         outcome = self.coordinator.wait(flight.handle)
-        came, waited = time.perf_counter(), self._node.waited_seconds
         self.metrics.global_bytes_sent += outcome.nbytes
         _check_aligned(outcome.header)
         if outcome.header.nonfinite:
             self._drop(flight, outcome)
             return
+        _, merging_seconds = self._merge(flight, self._small_rows, batch, outcome.nbytes)
+        self._known.small_seconds += flight.own_seconds + merging_seconds
+        self.metrics.good(small=True)
+
+    def _merge(
+        self, flight: InFlight, rows: Sequence[DeltaBuffer], batch: int, nbytes: int
+    ) -> tuple[Merge, float]:
+        """Merge what an exchange brought; return how, and the seconds of this thread.
+
+        Collective over the node; blocking.
+        """
+        begun, waited = time.perf_counter(), self._node.waited_seconds
         rule = self.settings.merge_rule(
             waited=batch - flight.batch, nodes=self.rank_info.nodes, keeps=flight.keeps
         )
-        for row in self._small_rows:
+        for row in rows:
             row.merge(rule)
-        trace.record(trace.MERGE, came, key=flight.handle.key, nbytes=outcome.nbytes)
-        merging_seconds = time.perf_counter() - came - (self._node.waited_seconds - waited)
-        self._known.small_seconds += flight.own_seconds + merging_seconds
-        self.metrics.good(small=True)
+        trace.record(trace.MERGE, begun, key=flight.handle.key, nbytes=nbytes)
+        return rule, time.perf_counter() - begun - (self._node.waited_seconds - waited)
 
     def forget(self) -> None:
         """Let the exchange in flight end, and leave what it brought. Blocking."""
@@ -334,7 +344,6 @@ class Exchanges:
         flight, self._flight = self._flight, None
         assert flight is not None, "the schedule receives only what was sent"
         outcome = self.coordinator.wait(flight.handle)
-        came, waited = time.perf_counter(), self._node.waited_seconds
         seconds = self.metrics.exchange_seconds = flight.handle.seconds - outcome.made_seconds
         self.metrics.global_bytes_sent += outcome.nbytes
         _check_aligned(outcome.header)
@@ -342,13 +351,8 @@ class Exchanges:
             self._drop(flight, outcome)
             return None
         measurements = self._learn(flight, outcome)
-        rule = self.settings.merge_rule(
-            waited=batch - flight.batch, nodes=self.rank_info.nodes, keeps=flight.keeps
-        )
-        for row in self._rows_of(flight.fragment):
-            row.merge(rule)
-        trace.record(trace.MERGE, came, key=flight.handle.key, nbytes=outcome.nbytes)
-        merging_seconds = time.perf_counter() - came - (self._node.waited_seconds - waited)
+        rows = self._rows_of(flight.fragment)
+        rule, merging_seconds = self._merge(flight, rows, batch, outcome.nbytes)
         own_seconds = flight.own_seconds + merging_seconds + self._known.small_seconds
         self._known.small_seconds = 0.0
         self._known.own_seconds = own_seconds + self._core_loss.end(outcome.busy_seconds)

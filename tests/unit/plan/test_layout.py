@@ -25,6 +25,7 @@ from daso.plan.layout import (
     last_layer,
     lay_out,
     pieces,
+    small_tensors,
     split,
 )
 
@@ -541,3 +542,21 @@ def test_tensors_of_a_message_do_not_overlap_and_can_be_read_where_they_lie(size
     assert [span.numel for span in spans] == sizes
     assert all(span.start % ALIGNMENT == 0 for span in spans)
     assert all(a.stop <= b.start < a.stop + ALIGNMENT for a, b in pairwise(spans))
+
+
+@checked
+@given(st.lists(st.integers(0, 300), max_size=30))
+def test_small_tensors_are_a_16th_at_most_and_no_size_is_cut_in_two(numels):
+    small = small_tensors(numels)
+    assert small == sorted(set(small))
+    sizes, large = (
+        {numels[at] for at in small},
+        [n for at, n in enumerate(numels) if at not in small],
+    )
+    assert 16 * sum(numels[at] for at in small) <= sum(numels)
+    assert not sizes & set(large)
+    if large:  # with those of the next size they would be too many
+        following = min(large)
+        assert not sizes or max(sizes) < following
+        more = sum(numels[at] for at in small) + following * numels.count(following)
+        assert 16 * more > sum(numels) or following == 0

@@ -13,6 +13,7 @@ from daso.plan.policies import (
     AGAIN,
     DRIFT,
     EARLY,
+    EARLY_SKIP,
     EXPOSED,
     HOPELESS,
     NORMALIZED_DRIFT,
@@ -651,3 +652,13 @@ def test_qsr_and_auto_take_the_edges_of_their_ranges():
     assert Qsr(1, skip=1, wait=1, max_skip=1).start() == State(skip=1, wait=1)
     assert Qsr(1, skip=2, wait=0, max_skip=2).start() == State(skip=2, wait=0)
     assert tuned(Auto(drift=1, max_skip=1), 1, 1, Measurements(1.0, 9.0, 0.1, 1e-9)).skip == 1
+
+
+@pytest.mark.parametrize(
+    ("selective", "batch", "most"),
+    [(True, 0, EARLY_SKIP), (True, EARLY - 1, EARLY_SKIP), (True, EARLY, 60), (False, 0, 60)],
+)
+def test_where_small_tensors_go_alone_everything_goes_often_at_the_start(selective, batch, most):
+    state = State(batch=batch, skip=30, wait=2, selective=selective)
+    dear = Measurements(0.1, 0.1, 0.1, 1e-12, own_seconds=1.0)
+    assert after_exchange(Auto(), state, dear)[1].skip == most

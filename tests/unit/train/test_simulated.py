@@ -13,7 +13,7 @@ from daso.plan.options import Settings
 from daso.plan.policies import Replay
 from daso.train.simulated.nodes import SimulatedNodes
 
-SELECTIVE = Replay(((0, 6, 1), (8, 4, 2)), selective=1)
+SELECTIVE = Replay(((0, 10, 1), (10, 9, 2)), selective=1)
 POLICIES = [
     *(daso.Fixed(1, 0), daso.Fixed(3, 1), daso.Fixed(2, 2, warmup=3), daso.Fixed(3, 0)),
     SELECTIVE,
