@@ -25,7 +25,6 @@ SELECTIVE = Replay(((0, 9, 2),), selective=1)
         daso.Fixed(2, 2, warmup=3),
         daso.Fixed(3, 0),
         daso.Plateau(2, warmup=1, cooldown=0),
-        SELECTIVE,
     ],
     wire=["fp32", "bf16", "fp16", "int8", "int4", "topk"],
     gradient_wire=["fp32", "bf16", "int8", "int4"],
@@ -38,6 +37,40 @@ SELECTIVE = Replay(((0, 9, 2),), selective=1)
 def test_they_have_the_same_bits(  # noqa: PLR0917 - pairs of all options
     topology, make, policy, wire, gradient_wire, merge, outer, fragments, algorithm
 ):
+    simulated, _ = compare(
+        *(topology, make, policy, wire, gradient_wire, merge, outer, fragments, algorithm)
+    )
+    restored = make is adamw and outer is None and wire != "topk" and policy != daso.Fixed(1, 0)
+    assert (simulated.state.gain > 1) == restored
+
+
+@pytest.mark.also_real
+@pytest.mark.nodes(*APART)
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int4"])
+@pytest.mark.parametrize("merge", ["auto", "daso", 0.5])
+def test_small_tensors_alone_have_the_same_bits(topology, wire, merge):
+    simulated, report = compare(topology, sgd, SELECTIVE, wire, "fp32", merge, None, 1, "direct")
+    assert simulated.state.small_last > 0
+    assert report["small_exchanges"] > 0
+
+
+@pytest.mark.nodes(*APART)
+@pytest.mark.parametrize(
+    ("make", "outer", "fragments"), [(adamw, None, 1), (sgd, nesterov, 1), (sgd, None, 2)]
+)
+def test_where_everything_is_measured_or_takes_turns_they_do_not_go_alone(
+    topology, make, outer, fragments
+):
+    _, report = compare(
+        topology, make, SELECTIVE, "bf16", "fp32", "auto", outer, fragments, "direct"
+    )
+    assert report["small_exchanges"] == 0
+
+
+def compare(  # noqa: PLR0917 - pairs of all options
+    topology, make, policy, wire, gradient_wire, merge, outer, fragments, algorithm
+):
+    """Train on ranks and on simulated nodes: parameters are the same after each epoch."""
     rank_info, build = topology.rank_info, seeded(mlp)
     exchange = daso.Exchange(
         algorithm=algorithm, chunk_bytes=ORDERED.chunk_bytes, fragments=fragments
@@ -49,7 +82,7 @@ def test_they_have_the_same_bits(  # noqa: PLR0917 - pairs of all options
         exchange=exchange,
         gradients=gradients,
         outer=outer is not None,
-        selective=policy.selective if policy is SELECTIVE else None,
+        selective=getattr(policy, "selective", None),
     )
     simulated = SimulatedNodes(
         build, make, rank_info.world_size, policy=policy, settings=settings, outer=outer
@@ -76,8 +109,4 @@ def test_they_have_the_same_bits(  # noqa: PLR0917 - pairs of all options
             theirs = simulated.models[rank_info.rank].parameters()
             assert all(map(torch.equal, model.parameters(), theirs))
             assert optimizer.report()["gain"] == simulated.state.gain
-        small_exchanges = optimizer.report()["small_exchanges"]
-    plain = make is sgd and outer is None and merge != "eager" and fragments == 1 and wire != "topk"
-    assert (small_exchanges > 0) == (plain and policy is SELECTIVE)
-    restored = make is adamw and outer is None and wire != "topk" and policy != daso.Fixed(1, 0)
-    assert (simulated.state.gain > 1) == restored
+        return simulated, optimizer.report()
