@@ -1,9 +1,11 @@
 """The option records of the optimizer: frozen, checked when made."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from daso.checks import (
+    NONE,
     check,
     choice,
     either,
@@ -16,6 +18,7 @@ from daso.checks import (
 )
 from daso.errors import ConfigError
 from daso.plan.allreduce_plan import Algorithm
+from daso.plan.layout import small_tensors
 from daso.plan.merge import Merge, MergeName, check_merge, is_eager, keeps_local, merge_rule
 from daso.plan.portions import Order
 from daso.plan.schedule import Measurements
@@ -208,6 +211,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check("wire", self.wire, choice(*get_args(Wire)))
+        check("selective", self.selective, either(whole(1), NONE))
         check_merge(self.merge)
         if self.sparse and self.merge not in ("auto", "delta", "eager"):
             raise ConfigError(
@@ -270,11 +274,17 @@ class Settings:
         """Whether an exchange leaves work behind that must not be lost."""
         return self.wire == "topk"
 
-    def selects(self, numel: int) -> bool:
-        """Return whether small tensors of a model may be exchanged between exchanges of all."""
+    def small_tensors(self, numels: Sequence[int]) -> list[int]:
+        """Return which tensors of a model are exchanged alone, too."""
         whole = self.exchange.fragments == 1 and not self.sparse
-        large = self.selective is not None and numel >= self.selective
-        return large and whole and not self.outer and not self.eager
+        large = self.selective is not None and sum(numels) >= self.selective
+        taken = large and whole and not self.outer and not self.eager
+        return small_tensors(numels) if taken else []
+
+    def small_share(self, numel: int, total: int) -> float:
+        """Return which share of the bytes of everything small tensors have, on any of its wires."""
+        first, *others = (BITS[wire] for wire in self.wires)
+        return numel / max(1, total) * first / min([first, *others])
 
     @property
     def by_mpi(self) -> bool:

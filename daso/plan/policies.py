@@ -10,16 +10,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from daso.checks import (
-    NONE,
-    Rule,
-    check,
-    either,
-    number,
-    positive,
-    validated_record,
-    whole,
-)
+from daso.checks import NONE, Rule, check, either, number, positive, validated_record, whole
 from daso.errors import ConfigError
 from daso.plan.plateau import observe
 from daso.plan.schedule import Measurements, State
@@ -35,8 +26,8 @@ OVERLAP = 0.5  # of a step: behind which gradients are averaged while backward g
 # 1.800, at every 4th 2.101, 1.855 and 1.821.
 EXPOSED = 0.1
 EARLY, HOPELESS = 300, 3.0  # batches at the start, which decide most, and as long as these last
-SELECTIVE = 1 << 21  # numbers: what eight exchanges of small tensors cost, one of as many does
-EARLY_SKIP = 16  # at most in these batches, where small tensors are exchanged more often
+SELECTIVE = 1 << 21  # numbers that cost about as much to exchange as small tensors do eight times
+EARLY_SKIP = 16  # at most in these batches, where small tensors are exchanged alone, too
 AGAIN = 1000  # batches after which synchronous training is tried again
 SLACK = 8  # `Auto` waits for skip // SLACK batches, and more where an exchange takes longer
 
@@ -236,10 +227,12 @@ class Auto:
     Skip begins at 1 and at most doubles with each exchange, so that the first, steepest steps are
     averaged often.
 
-    Where skip is long, nodes that train by plain SGD drift apart first, and lose most by it, in the
-    small tensors of a model: early convolutions, norms, biases. Those of the smallest sizes that
-    make up a 16th of its numbers at most are exchanged by themselves every 4 to 8 batches between
-    two exchanges of everything, and in the first 300 batches everything at least every 16.
+    Where skip is long, nodes that train by SGD drift apart first, and lose most by it, in the small
+    tensors of a model: early convolutions, norms, biases. Those of the smallest sizes that make up
+    a 16th of its numbers at most are exchanged by themselves, too, every skip // 8 batches, but 4
+    at the least, where that is over within two. That costs at most about as much again as
+    ``budget``. In the first 300 batches skip is then at most 16, or wait, whatever that costs.
+    None of this where steps are restored, as Adam's are.
 
     Adam and its kin lose accuracy by averages that come after their step, most of it in the first
     batches. So with such an inner optimizer training begins synchronous, with gradients on a narrow
@@ -254,7 +247,7 @@ class Auto:
             its steps are longer between exchanges (`daso.plan.step_restoration`), noise with them.
         max_skip: Most batches between exchanges.
         warmup: Synchronous batches at the start.
-        budget: Part of the steps' time that exchanges may take from training.
+        budget: Part of the steps' time that exchanges of everything may take from training.
         selective: Numbers of a model from which on its small tensors are exchanged more often than
             the others; None: never.
     """
@@ -292,7 +285,7 @@ class Auto:
         most = min(2 * state.wait, self.max_skip)
         wait = min(self._wait(state, measurements), most)
         affordable = min(self._affordable(measurements), 2 * state.skip)
-        longest = EARLY_SKIP if state.selective and state.batch < EARLY else self.max_skip
+        longest = EARLY_SKIP if _is_early(state) else self.max_skip
         skip = max(wait, min(affordable, self._skip(state, measurements), longest, self.max_skip))
         wait = min(max(wait, skip // SLACK), most)
         return replace(state, skip=skip, wait=wait)
@@ -314,6 +307,8 @@ class Auto:
         work = f"an exchange takes {1e3 * measurements.own_seconds:.3g} ms of training"
         if self._affordable(measurements) <= state.skip:
             return f"{work}: {100 * self.budget:g} % of that many batches"
+        if _is_early(state) and state.skip == EARLY_SKIP:
+            return f"{work}; the first {EARLY} batches decide most, and are not apart for longer"
         return f"{work}; nodes drift apart by as much as they may in that many batches"
 
     def begin(self, state: State) -> State:
@@ -405,6 +400,11 @@ class Replay:
     def tune_epoch(self, state: State, loss: float) -> State:  # noqa: ARG002 - the protocol's
         """Change nothing: the log says it for the batch."""
         return state
+
+
+def _is_early(state: State) -> bool:
+    """Tell whether everything is exchanged often, since nodes drift apart in its first batches."""
+    return state.small_share > 0 and state.batch < EARLY
 
 
 def _check_order(name: str, value: int, other: str, limit: int) -> None:

@@ -24,7 +24,7 @@ from daso.plan.step_restoration import next_gain, next_noise_share, shared_gain
 
 __all__ = [
     "MEASURE_EVERY",
-    "SMALL_PERIODS",
+    "SMALL_PERIOD",
     "SMALL_WAIT",
     "Action",
     "Measurements",
@@ -47,10 +47,10 @@ MEASURE_EVERY = 50  # batches of a synchronous phase that lasts while averaging 
 SECONDS = 0.5  # from one vote on whether the job has to end to the next; a request waits for two
 MOST_BATCHES = 64
 MEASURE_FIRST = (2, 5)  # batches of a run after which that is measured too
-# From one exchange of small tensors to the next: an eighth of skip, and in these bounds, batches.
-# Of a CNN of 4.58 M numbers each costs 1 ms of the training thread and 2 of the other one.
-SMALL_PERIODS = (4, 8)
-SMALL_WAIT = 1  # batches that one takes
+# From one exchange of small tensors to the next, in batches: an eighth of skip, and no less. Each
+# takes 1 ms of the training thread and 2 of the other one, whatever there is to send.
+SMALL_PERIOD = 4
+SMALL_WAIT = 2  # batches that one may take
 
 
 class Action(Enum):
@@ -111,7 +111,9 @@ class State:
     memory: float = 0.0
     noise_share: float = 1.0
     sparse: bool = False  # an exchange leaves work behind; one of everything does not
-    selective: bool = False  # small tensors are exchanged between exchanges of everything, too
+    # Of the bytes of an exchange of everything, at most, those of small tensors, which are
+    # exchanged alone, too; 0: they are not.
+    small_share: float = 0.0
     small_last: int = 0  # batch after which they were sent alone last
     small_in_flight: bool = False  # what is in flight is they alone
     hidden: bool = False  # synchronous because averaging gradients is hidden behind backward
@@ -187,10 +189,10 @@ class Policy(Protocol):
 
 
 def begin(
-    policy: Policy, state: State, *, memory: float, may_hide: bool, selective: bool = False
+    policy: Policy, state: State, *, memory: float, may_hide: bool, small_share: float = 0.0
 ) -> State:
     """Return the state in which training begins, or goes on, with an inner optimizer."""
-    state = replace(state, memory=memory, selective=selective)
+    state = replace(state, memory=memory, small_share=small_share)
     choose = getattr(policy, "begin", None)
     if not may_hide or choose is None or state.batch or state.epoch:
         return state
@@ -248,8 +250,7 @@ def drain(state: State) -> tuple[tuple[Action, ...], State]:
 
 def small_period(skip: int) -> int:
     """Return the batches from one exchange of small tensors alone to the next."""
-    least, most = SMALL_PERIODS
-    return max(least, min(most, skip // 8))
+    return max(SMALL_PERIOD, skip // 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,11 +314,15 @@ def _exchange(state: State) -> tuple[tuple[Action, ...], State]:
 
 
 def _is_small_due(state: State) -> bool:
-    """Tell whether small tensors go now: some batches after, and before, they went with all."""
+    """Tell whether small tensors go now: some batches after, and before, they go with all.
+
+    Everything takes `wait` batches or less, so they take their share of these.
+    """
+    hidden = 0 < state.small_share * state.wait <= 0.8 * SMALL_WAIT
     period = small_period(state.skip)
     since = state.batch - max(state.last, state.small_last)
     left = state.last + state.skip - state.batch
-    return state.selective and state.sent is None and since >= period and left >= period
+    return hidden and state.sent is None and since >= period and left >= period
 
 
 def _turn(before: State, after: State) -> tuple[tuple[Action, ...], State]:

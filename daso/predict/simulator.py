@@ -1,7 +1,8 @@
 """A schedule on many nodes, batch by batch, on virtual time.
 
 The policy, the schedule and the choice of wires are those of real runs: `daso.plan`. What they are
-told, a step's time, an exchange's, drift, comes from the nodes that are simulated.
+told, a step's time, an exchange's, drift, comes from the nodes that are simulated. Exchanges of
+small tensors alone are left out: they take 2 to 3 ms of a core every few batches.
 """
 
 import math

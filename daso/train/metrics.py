@@ -50,6 +50,7 @@ class Report(TypedDict):
     allreduce: NotRequired[str]
     gradient_wire: NotRequired[str]
     step_restoration: NotRequired[str]
+    small_tensors: NotRequired[str]
     packing: NotRequired[str]
     bucket_bytes: NotRequired[int]
     # Where training is.
@@ -111,10 +112,9 @@ class Metrics:
         self.sent += 1
         return self.sent
 
-    def good(self, *, small: bool = False) -> None:
-        """An exchange was merged, be it of small tensors alone, or a synchronous step taken."""
-        self.exchanges += not small
-        self.small_exchanges += small
+    def good(self) -> None:
+        """An exchange was merged, or a synchronous step taken."""
+        self.exchanges += 1
         self.good_in_a_row += 1
         # One good exchange may only show that the one before it was dropped and mended.
         if self.good_in_a_row > 1:

@@ -215,7 +215,7 @@ class Session:
             self.schedule,
             memory=memory,
             may_hide=may_hide,
-            selective=self._exchanges is not None and self._exchanges.is_selective,
+            small_share=0.0 if self._exchanges is None else self._exchanges.small_share,
         )
         if self.schedule.batch == 0:
             self._history = [(0, self.schedule.skip, self.schedule.wait)]

@@ -453,18 +453,9 @@ class Synchronizer:
             return exchanges.receive(state.batch)
         elif act is Action.MEASURE:
             return exchanges.measure(state.batch)
-        elif act is Action.SEND_SMALL:
-            exchanges.send_small(state.batch)
         else:
-            self._send(act, state, exchanges)
+            _send(act, state, exchanges)
         return None
-
-    @staticmethod
-    def _send(act: Action, state: State, exchanges: Exchanges) -> None:
-        if act is Action.SEND:
-            exchanges.send(state.batch, state.fragment, wait=state.wait)
-        elif act is Action.SEND_ALL:
-            exchanges.send(state.batch, None, wait=0)
 
     def equalize(self, state: State) -> None:
         """Make parameters bit-identical on all ranks where something else than steps changed them.
@@ -516,6 +507,8 @@ class Synchronizer:
             found["step_restoration"] = (
                 "a measured gain on the learning rate" if restored else "none"
             )
+            small, numel = self.exchanges.small_numel, self.exchanges.numel
+            found["small_tensors"] = f"{small} of {numel} numbers alone, too" if small else "none"
             if packing := self.exchanges.packing:
                 found["packing"] = packing
         return found
@@ -581,3 +574,14 @@ class Synchronizer:
         if self.layers is not None:
             self.layers.close()
         self.buckets.close()
+
+
+def _send(act: Action, state: State, exchanges: Exchanges) -> None:
+    """Start an exchange of what is due."""
+    if act is Action.SEND:
+        exchanges.send(state.batch, state.fragment, wait=state.wait)
+    elif act is Action.SEND_ALL:
+        exchanges.send(state.batch, None, wait=0)
+    else:
+        assert act is Action.SEND_SMALL
+        exchanges.send_small(state.batch)

@@ -11,6 +11,7 @@ The Python that runs it needs Open MPI 5 or later: ``DASO_MPI=openmpi scripts/be
 
 import argparse
 import json
+import math
 import os
 import shlex
 import statistics
@@ -23,10 +24,11 @@ from typing import Any
 
 from benchmarks.hosts import Hosts, hosts
 from benchmarks.recovery_ranks import DASO, DYING_SECONDS, KILLED, TORCHFT, Plan
+from daso.cli.bench.options import positive
 from daso.cli.train.report import versions
 from daso.comm.mpi import library
 from daso.environment import find_mpirun
-from daso.errors import ConfigError
+from daso.errors import ConfigError, ExchangeError
 from daso.plan.strict import json_by_rows
 
 __all__ = ["Contender", "Outcome", "main", "outcome_of"]
@@ -61,26 +63,26 @@ CONTENDERS = (
     Contender("daso, one rank killed, a spare joins", DASO, dies=True, returns=True),
     Contender("torchft", TORCHFT, dies=False, returns=False, heartbeat_ms=5000),
     Contender("torchft, one killed", TORCHFT, dies=True, returns=False, heartbeat_ms=5000),
-    Contender("torchft, one killed, started again", TORCHFT, True, True, heartbeat_ms=5000),
-    Contender("torchft, the same, heartbeats 1 s", TORCHFT, True, True, heartbeat_ms=1000),
+    Contender("torchft, one killed, 1 s", TORCHFT, dies=True, returns=False, heartbeat_ms=1000),
+    Contender("torchft, one killed, started anew", TORCHFT, True, True, heartbeat_ms=5000),
+    Contender("torchft, one killed, started anew, 1 s", TORCHFT, True, True, heartbeat_ms=1000),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one training; seconds are from the kill on."""
+    """What became of one training; seconds are from the kill on, of the rank that came last."""
 
     accuracy: float  # percent, of the ranks that came to the end
     seconds: float  # from the first step of a rank to the last
-    ranks: int  # that exchanged at the end
+    by: str  # versions
     shrink_seconds: float | None = None  # until others have exchanged without the killed rank
     join_seconds: float | None = None  # until all have exchanged with the one in its place
-    started_seconds: float | None = None  # of these, until the one in its place ran
+    ready_seconds: float | None = None  # of these, until the one in its place could train
     longest_step_seconds: float = 0.0  # of any rank, from the end of one to that of the next
-    lost_steps: int = 0  # most that a rank that was there took again
 
 
-def outcome_of(killed_at: float | None, ranks: Sequence[dict[str, Any]], steps: int) -> Outcome:
+def outcome_of(killed_at: float | None, ranks: Sequence[dict[str, Any]]) -> Outcome:
     """Return what became of a training, from what its ranks wrote."""
     stayed = [rank for rank in ranks if rank["first_step"] == 0]
     ends = [end for rank in ranks for end in rank["step_ends"]]
@@ -92,26 +94,32 @@ def outcome_of(killed_at: float | None, ranks: Sequence[dict[str, Any]], steps: 
     whole = Outcome(
         accuracy=statistics.mean(rank["accuracy"] for rank in ranks),
         seconds=max(ends) - min(ends),
-        ranks=ranks[0]["exchanges"][-1][1],
+        by=ranks[0]["by"],
         longest_step_seconds=max(pauses),
-        lost_steps=max(len(rank["step_ends"]) for rank in stayed) - steps,
     )
     if killed_at is None:
         return whole
-    later = [
-        (at - killed_at, size)
-        for rank in stayed
-        for at, size in rank["exchanges"]
-        if at > killed_at
-    ]
-    new = [rank["began_at"] - killed_at for rank in ranks if rank["first_step"] > 0]
+    new = [rank for rank in ranks if rank["first_step"] > 0]
+    # From here on an exchange between all is one with the rank that is new.
+    joined_at = min((rank["step_ends"][0] for rank in new), default=math.inf)
+
+    def last_of(some: Sequence[dict[str, Any]], *, whole: bool) -> float:
+        """Return when the last of some ranks had its first exchange without the killed one."""
+        return max(
+            min(
+                float(at) - killed_at
+                for at, size in rank["exchanges"]
+                if at > killed_at
+                and ((size == RANKS and at >= joined_at) or (size < RANKS and not whole))
+            )
+            for rank in some
+        )
+
     return replace(
         whole,
-        shrink_seconds=min(at for at, _ in later),
-        join_seconds=min((at for at, size in later if size == RANKS), default=None)
-        if new
-        else None,
-        started_seconds=max(0.0, *new) if new else None,
+        shrink_seconds=last_of(stayed, whole=False),
+        join_seconds=last_of(ranks, whole=True) if new else None,
+        ready_seconds=max(0.0, *(rank["ready_at"] - killed_at for rank in new)) if new else None,
     )
 
 
@@ -133,15 +141,15 @@ def script_of(contender: Contender, plan: Plan, torchft: str) -> str:
             f"-n {RANKS + spares} {shlex.quote(sys.executable)} {program}",
         ]
         return "\n".join(lines) + "\n"
-    tries = "1 2" if contender.returns else "1"
+    # The one that is killed may fail; where it is to come back, it is started anew.
+    again = '"$@" || [ "$SLURM_PROCID" = 1 ]' + (' && "$@"' if contender.returns else "")
     here, python = shlex.quote(str(Path(torchft).parent)), shlex.quote(torchft)
     lines += [
         f"{here}/{LIGHTHOUSE} --heartbeat_timeout_ms {contender.heartbeat_ms} &",
         "export TORCHFT_LIGHTHOUSE=http://$(hostname -i):29510 GLOO_SOCKET_IFNAME=eth0",
-        f"again='for _ in {tries}; do \"$@\" && break; done'",
         f"timeout 300 srun --nodes={RANKS} --ntasks={RANKS} --kill-on-bad-exit=0 "
-        f'bash -c "$again" again {python} {program}',
-        "kill %1",
+        f"bash -c {shlex.quote(again)} again {python} {program}",
+        "code=$?; kill %1; exit $code",
     ]
     return "\n".join(lines) + "\n"
 
@@ -160,21 +168,26 @@ def run(place: Hosts, contender: Contender, plan: Plan, torchft: str, link: str)
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
-    if len(ranks) < RANKS - 1 or contender.dies != (killed_at is not None):
-        raise ConfigError(f"{contender.name} must come to the end, but:\n{said[-4000:]}")
-    return outcome_of(killed_at, ranks, plan.steps)
+    new = sum(rank["first_step"] > 0 for rank in ranks)
+    ended = RANKS - (contender.dies and not contender.returns)
+    if (len(ranks), new, killed_at is None) != (ended, contender.returns, not contender.dies):
+        raise ExchangeError(
+            f"{contender.name}: {ended} ranks must come to the end, {int(contender.returns)} of "
+            f"them new, but {len(ranks)} did, {new} of them new:\n{said[-4000:]}"
+        )
+    return outcome_of(killed_at, ranks)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return medians as aligned lines."""
     head = (
-        f"{'':<38}{'shrink s':>9}{'join s':>8}{'of it start':>12}{'longest step':>13}{'right %':>9}"
+        f"{'':<38}{'shrink s':>9}{'join s':>8}{'of it ready':>12}{'longest step':>13}{'right %':>9}"
     )
     lines = [head]
     for row in rows:
         numbers = [
             _median(row["runs"], name)
-            for name in ("shrink_seconds", "join_seconds", "started_seconds")
+            for name in ("shrink_seconds", "join_seconds", "ready_seconds")
         ]
         longest, right = (
             _median(row["runs"], name) for name in ("longest_step_seconds", "accuracy")
@@ -196,24 +209,33 @@ def figures(rows: Sequence[dict[str, Any]], plan: Plan, link: str) -> dict[str, 
     by_name = {row["name"]: row["runs"] for row in rows}
     conditions = (
         f"{RANKS} hosts of one rank, link {link}, CNN of 4.58 M parameters, batch 64, an exchange "
-        f"every {plan.skip} batches, SIGKILL {1e3 * DYING_SECONDS:.0f} ms into the exchange after "
-        f"batch {plan.kill_step} of {plan.steps}; median of {len(rows[0]['runs'])} runs"
+        f"every {plan.skip} batches, SIGKILL of a process {1e3 * DYING_SECONDS:.0f} ms after the "
+        f"backward of batch {plan.kill_step} of {plan.steps}, whose step exchanges"
     )
+    theirs = "heartbeats {}, --join_timeout_ms 10000, gloo's timeout 5 s"
+    slow, fast = theirs.format("5 s (the default)"), theirs.format("1 s")
     wanted = {
-        "shrink_seconds": ("daso, one rank killed", "shrink_seconds"),
-        "join_seconds": ("daso, one rank killed, a spare joins", "join_seconds"),
-        "torchft_shrink_seconds": ("torchft, one killed", "shrink_seconds"),
-        "torchft_join_seconds": ("torchft, one killed, started again", "join_seconds"),
+        "shrink_seconds": ("daso, one rank killed", ""),
+        "join_seconds": ("daso, one rank killed, a spare joins", "the spare had waited, ready"),
+        "torchft_shrink_seconds": ("torchft, one killed", slow),
+        "torchft_shrink_seconds_heartbeat_1s": ("torchft, one killed, 1 s", fast),
+        "torchft_join_seconds": ("torchft, one killed, started anew", slow),
+        "torchft_join_seconds_heartbeat_1s": ("torchft, one killed, started anew, 1 s", fast),
+        "torchft_ready_seconds": ("torchft, one killed, started anew", slow),
     }
-    return {
-        figure: {
-            "value": _median(by_name[name], key),
-            "unit": "seconds from the kill to an exchange",
-            "conditions": f"{name}: {conditions}",
-        }
-        for figure, (name, key) in wanted.items()
-        if name in by_name
-    }
+    made = {}
+    for figure, (name, more) in wanted.items():
+        key = f"{figure.removeprefix('torchft_').split('_')[0]}_seconds"
+        value = _median(by_name.get(name, ()), key)
+        if value is not None:
+            runs = by_name[name]
+            made[figure] = {
+                "value": value,
+                "unit": "seconds from the kill",
+                "conditions": f"{name} ({runs[0]['by']}): {conditions}; median of {len(runs)} runs"
+                + (f"; {more}" if more else ""),
+            }
+    return made
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -232,16 +254,21 @@ def main(words: Sequence[str] | None = None) -> int:
             f"DASO_MPI=openmpi scripts/bench recovery"
         )
     contenders = [one for one in CONTENDERS if one.by == DASO or options.torchft]
+    positive(options, "rounds", "skip")
+    if options.steps < 3 * options.skip or options.steps % options.skip:
+        raise ConfigError(
+            f"--steps must be a multiple of --skip={options.skip}, three of them or more, not "
+            f"{options.steps}"
+        )
+    torchft = str(Path(options.torchft).absolute()) if options.torchft else ""
     kill_step = options.steps // 3 // options.skip * options.skip
     plan = Plan("", "", options.steps, options.skip, 0, kill_step)
     found: dict[str, list[dict[str, Any]]] = {one.name: [] for one in contenders}
-    share = [str(Path(options.torchft).parents[1])] if options.torchft else []
+    share = [str(Path(torchft).parents[1])] if torchft else []
     with hosts(RANKS + 1, share=share) as place:
         for seed in range(options.rounds):
             for contender in contenders:
-                outcome = run(
-                    place, contender, replace(plan, seed=seed), options.torchft, options.link
-                )
+                outcome = run(place, contender, replace(plan, seed=seed), torchft, options.link)
                 print(f"{contender.name}: {outcome}", file=sys.stderr, flush=True)
                 found[contender.name].append(asdict(outcome))
     rows = [{"name": name, "runs": runs} for name, runs in found.items()]
@@ -258,9 +285,13 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
         prog="scripts/bench recovery", description=(__doc__ or "").split("\n", 1)[0]
     )
     parser.add_argument("--link", default="1gbit", help="rate of every link (1gbit)")
-    parser.add_argument("--rounds", type=int, default=3, help="trainings of each (3)")
-    parser.add_argument("--steps", type=int, default=300, help="of a training (300)")
+    parser.add_argument("--quick", action="store_true", help="one training of each, of 60 steps")
+    parser.add_argument("--rounds", type=int, help="trainings of each (3; quick 1)")
+    parser.add_argument("--steps", type=int, help="of a training (300; quick 60)")
     parser.add_argument("--skip", type=int, default=4, help="steps between exchanges (4)")
     parser.add_argument("--torchft", default="", help="a Python that has torchft, to run beside")
     parser.add_argument("--json", type=Path, help="write figures and rows to this file")
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    options.rounds = (1 if options.quick else 3) if options.rounds is None else options.rounds
+    options.steps = (60 if options.quick else 300) if options.steps is None else options.steps
+    return options

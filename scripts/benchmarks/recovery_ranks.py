@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ __all__ = ["DASO", "DYING_SECONDS", "KILLED", "TORCHFT", "Plan"]
 
 DASO, TORCHFT = "DASO", "torchft"
 KILLED = "killed"  # a file: when, in seconds of the clock that all hosts share
-DYING_SECONDS = 0.05  # from the begin of the step that exchanges
+DYING_SECONDS = 0.05  # from the end of the backward whose step exchanges
 BATCH = 64
 
 
@@ -60,7 +61,7 @@ class Training:
     """The model, the batches and the log of one rank."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
-        self.plan, self.rank, self.began_at = plan, rank, time.time()
+        self.plan, self.rank = plan, rank
         torch.set_num_threads(1)
         torch.manual_seed(plan.seed)
         self.model = small_cnn()
@@ -68,6 +69,7 @@ class Training:
         self.samples = load_fashion(data_folder(), train=True).tensors
         self.step_ends: list[float] = []
         self.exchanges: list[tuple[float, int]] = []  # when, and between how many ranks
+        self.ready_at = time.time()
 
     def exchanged(self, ranks: int) -> None:
         """Note that an exchange is over."""
@@ -93,13 +95,13 @@ class Training:
         self._killed.write_text(repr(time.time()), encoding="utf-8")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def write(self, *, first_step: int, world: int) -> None:
-        """Test the model, and write what this rank saw."""
+    def write(self, *, first_step: int, by: str) -> None:
+        """Test the model, and write what this rank saw, and which versions it had."""
         found = {
             "rank": self.rank,
-            "world": world,
+            "by": by,
             "first_step": first_step,
-            "began_at": self.began_at,
+            "ready_at": self.ready_at,
             "step_ends": self.step_ends,
             "exchanges": self.exchanges,
             "accuracy": score(self.model, *load_fashion(data_folder(), train=False).tensors),
@@ -127,7 +129,7 @@ def train_daso(plan: Plan) -> None:
     for number in range(first, plan.steps):
         training.step(number, optimizer.step)
     optimizer.synchronize()
-    training.write(first_step=first, world=world.world_size)
+    training.write(first_step=first, by=f"daso {daso.__version__}, torch {torch.__version__}")
     optimizer.close()
 
 
@@ -143,15 +145,22 @@ def train_torchft(plan: Plan) -> None:
     make_store: Any = vars(torch.distributed)["TCPStore"]  # torch does not tell of its type
     store = make_store(address, 0, is_master=True, wait_for_workers=False)
 
+    number = first = 0
+
     def load(state: dict[str, Any]) -> None:
+        nonlocal number, first
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["inner"])
+        number, first = state["number"], state["number"] + 1
+
+    def state() -> dict[str, Any]:
+        return {"model": model.state_dict(), "inner": inner.state_dict(), "number": number}
 
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
         min_replica_size=1,
         load_state_dict=load,
-        state_dict=lambda: {"model": model.state_dict(), "inner": inner.state_dict()},
+        state_dict=state,
         replica_id=f"rank_{rank}",
         store_addr=address,
         store_port=store.port,
@@ -160,20 +169,22 @@ def train_torchft(plan: Plan) -> None:
         hostname=address,
         timeout=limit,
         use_async_quorum=False,
+        init_sync=False,  # seeds are equal
     )
-    committed = first = 0
+    should_commit = manager.should_commit
+
+    def commit(*words: Any) -> bool:
+        agreed = bool(should_commit(*words))
+        if agreed:
+            training.exchanged(manager.num_participants())
+        return agreed
+
+    manager.should_commit = commit
     with LocalSGD(manager, model, inner, sync_every=plan.skip):
-        number = 0
         while number < plan.steps:
-            training.step(number, inner.step)
-            if manager.current_step() > committed:
-                if not committed and manager.current_step() > 1:  # it joined the others here
-                    number = plan.skip * manager.current_step() - 1
-                    first = number + 1
-                committed = manager.current_step()
-                training.exchanged(manager.num_participants())
+            training.step(number, inner.step)  # a rank that joins is as far as the others now
             number += 1
-    training.write(first_step=first, world=manager.num_participants())
+    training.write(first_step=first, by=f"torchft {version('torchft')}, torch {torch.__version__}")
     manager.shutdown(wait=False)
     os._exit(0)  # its threads wait for the lighthouse
 

@@ -209,12 +209,13 @@ def run(trial: Trial, name: str, seed: int, peak: float) -> Result:
     torch.set_num_threads(1)
     start, (train, test) = time.perf_counter(), load(trial.data, trial.samples)
     setting = next(one for one in SETTINGS if one.name == name)
+    policy = setting.policy(trial.epochs, peak)
     nodes = SimulatedNodes(
         lambda: trial.build(seed),
         trial.inner,
         trial.nodes,
-        policy=setting.policy(trial.epochs, peak),
-        settings=setting.settings(),
+        policy=policy,
+        settings=replace(setting.settings(), selective=getattr(policy, "selective", None)),
         outer=setting.outer,
         times=setting.times(),
     )

@@ -53,7 +53,9 @@ class Sequential:
         self.memory = self.inners[0].param_groups[0].get("betas", (0.0, 0.0))[1]
         self.state = replace(policy.start(), fragments=fragments, memory=self.memory)
         self.small = self.small_of(policy, merge, outer, fragments)
-        self.state = replace(self.state, selective=bool(self.small))
+        numels = [p.numel() for p in self.params(0)]
+        share = sum(numels[at] for at in self.small) / sum(numels)
+        self.state = replace(self.state, small_share=share)
         self.step_number = 0
         self.cuts = cut([p.numel() for p in self.params(0)], fragments)
         self.make_outer, self.outer = outer, None

@@ -12,6 +12,7 @@ from daso.plan.options import Settings
 from daso.plan.policies import Replay
 from daso.train.simulated.nodes import SimulatedNodes
 
+# Small tensors go after batch 4, everything after 9, the small ones after 13 again.
 SELECTIVE = Replay(((0, 9, 2),), selective=1)
 
 
@@ -49,9 +50,14 @@ def test_they_have_the_same_bits(  # noqa: PLR0917 - pairs of all options
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int4"])
 @pytest.mark.parametrize("merge", ["auto", "daso", 0.5])
 def test_small_tensors_alone_have_the_same_bits(topology, wire, merge):
-    simulated, report = compare(topology, sgd, SELECTIVE, wire, "fp32", merge, None, 1, "direct")
-    assert simulated.state.small_last > 0
-    assert report["small_exchanges"] > 0
+    simulated, report = compare(
+        topology, sgd, SELECTIVE, wire, "fp32", merge, None, 1, "direct", batches=14
+    )
+    sent = [(one["sent"], one["received"]) for one in simulated.events]
+    assert sent == [(9, 11), (14, 14), (23, 25), (28, 28)]
+    # The last of each epoch is received by its end.
+    assert report["small_exchanges"] == 4
+    assert report["small_tensors"] == "3 of 173 numbers alone, too"
 
 
 @pytest.mark.nodes(*APART)
@@ -65,10 +71,21 @@ def test_where_everything_is_measured_or_takes_turns_they_do_not_go_alone(
         topology, make, SELECTIVE, "bf16", "fp32", "auto", outer, fragments, "direct"
     )
     assert report["small_exchanges"] == 0
+    assert report["small_tensors"] == "none"
 
 
 def compare(  # noqa: PLR0917 - pairs of all options
-    topology, make, policy, wire, gradient_wire, merge, outer, fragments, algorithm
+    topology,
+    make,
+    policy,
+    wire,
+    gradient_wire,
+    merge,
+    outer,
+    fragments,
+    algorithm,
+    *,
+    batches=6,
 ):
     """Train on ranks and on simulated nodes: parameters are the same after each epoch."""
     rank_info, build = topology.rank_info, seeded(mlp)
@@ -94,7 +111,7 @@ def compare(  # noqa: PLR0917 - pairs of all options
         make(model), module=model, topology=topology, policy=policy, **options
     ) as optimizer:
         for epoch in range(2):
-            for step in range(6 * epoch, 6 * epoch + 6):
+            for step in range(batches * epoch, batches * (epoch + 1)):
                 optimizer.zero_grad()
                 batch_loss(model, rank_info.rank, step).backward()
                 optimizer.step()

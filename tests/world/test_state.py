@@ -40,11 +40,7 @@ def through_a_file(state):
 
 
 @pairwise(
-    policy=[
-        *(daso.Fixed(1, 0), daso.Fixed(4, 3), daso.Fixed(3, 1, warmup=4)),
-        # Small tensors alone are in flight where the run is cut.
-        Replay(((0, 11, 1),), selective=1),
-    ],
+    policy=[daso.Fixed(1, 0), daso.Fixed(4, 3), daso.Fixed(3, 1, warmup=4)],
     fragments=[1, 2],
     gradient_wire=["fp32", "bf16", "int4"],
     options=[
@@ -86,6 +82,37 @@ def test_a_run_resumed_anywhere_has_the_same_bits(
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
             rest = train(model, optimizer, rank, range(cut, 12))
+        for mine, before in zip(rest, whole[cut:], strict=True):
+            assert all(map(torch.equal, mine, before))
+
+
+@pytest.mark.parametrize(
+    "how", [{"wire": "int4", "merge": "delta"}, {"wire": "bf16", "merge": "daso"}]
+)
+def test_a_run_resumed_with_small_tensors_in_flight_has_the_same_bits(topology, how):
+    def start(seed):
+        torch.manual_seed(seed)
+        model = mlp()
+        options = {"policy": Replay(((0, 9, 2),), selective=1), "exchange": ORDERED, **how}
+        return model, daso.DASO(sgd(model), module=model, topology=topology, **options)
+
+    rank = topology.rank
+    model, optimizer = start(1)
+    with optimizer:
+        whole = train(model, optimizer, rank, range(24))
+    for cut in (4, 5, 13):  # sent after 4 and 13
+        model, optimizer = start(1)
+        with optimizer:
+            train(model, optimizer, rank, range(cut))
+            assert optimizer._session.schedule.small_in_flight
+            assert optimizer.report()["in_flight"]
+            saved = through_a_file([model.state_dict(), optimizer.state_dict()])
+        model, optimizer = start(2)
+        with optimizer:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            rest = train(model, optimizer, rank, range(cut, 24))
+            assert optimizer.report()["small_exchanges"] == 3  # after 4, 13 and 22
         for mine, before in zip(rest, whole[cut:], strict=True):
             assert all(map(torch.equal, mine, before))
 

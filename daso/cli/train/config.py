@@ -70,7 +70,7 @@ class OptimizerConfig:
 MOST_RATE = 1e4  # of a learning rate; more is a slip of the hand
 BELOW_ONE = Rule("a number in [0, 1)", lambda one: number(0, 1).holds(one) and one < 1)
 USED_BY = {
-    "auto": ("warmup", "drift", "budget"),
+    "auto": ("warmup", "drift", "budget", "selective"),
     "fixed": ("skip", "wait", "warmup"),
     "plateau": ("skip", "warmup", "cooldown"),
     "qsr": ("skip", "wait", "alpha"),
@@ -90,6 +90,8 @@ class ScheduleConfig:
         alpha: Learning rate at which the quadratic rule gives 1 batch (qsr).
         drift: Relative distance between nodes to aim at; 0: by the optimizer (auto).
         budget: Part of a step's time that exchanges may take (auto).
+        selective: Numbers of a model from which on its small tensors are exchanged more often; 0:
+            of none (auto).
     """
 
     policy: Literal["auto", "fixed", "plateau", "qsr"] = "auto"
@@ -100,6 +102,7 @@ class ScheduleConfig:
     alpha: float = 0.1
     drift: float = 0.0
     budget: float = Auto().budget
+    selective: int = Auto().selective or 0
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -291,7 +294,12 @@ class Config:
         """Return the schedule's policy."""
         schedule = self.schedule
         if schedule.policy == "auto":
-            return Auto(schedule.drift or None, warmup=schedule.warmup, budget=schedule.budget)
+            return Auto(
+                schedule.drift or None,
+                warmup=schedule.warmup,
+                budget=schedule.budget,
+                selective=schedule.selective or None,
+            )
         if schedule.policy == "fixed":
             return Fixed(schedule.skip, schedule.wait, schedule.warmup)
         if schedule.policy == "qsr":

@@ -50,7 +50,6 @@ class ExchangeState:
     measured: Tally = field(default_factory=Tally)  # by this rank, about the last exchange
     batches: int = 0  # of work that the last exchange carried
     own_seconds: float = 0.0  # of a core that training wanted, for the last exchange
-    small_seconds: float = 0.0  # that the training thread took for small tensors alone, since it
     drift: float = 0.0  # that all ranks agreed on last; see `daso.plan.schedule.Measurements`
     wire: str = ""  # of the next exchange; empty: the settings' first
     timed: str = ""  # wire of the last one; empty where it was dropped
@@ -106,7 +105,7 @@ class Exchanges:
             self._try_memory(node)
         self.channels.look_at_links()
         self.step_restoration = self._make_step_restoration()
-        # Of an optimizer that normalizes, all is measured over one number of batches.
+        # The gain is measured of tensors that were apart for the same number of batches.
         may_select = self.step_restoration is None
         self.rows = make_rows(coordinator, node, outer, may_select=may_select)
         self._flight: InFlight | None = None
@@ -149,9 +148,19 @@ class Exchanges:
         return [row for row in self._rows_of(None) if row.is_small]
 
     @property
-    def is_selective(self) -> bool:
-        """Whether there are small tensors to exchange between two exchanges of everything."""
-        return bool(self._small_rows)
+    def small_numel(self) -> int:
+        """Numbers of small tensors, which are exchanged alone, too."""
+        return sum(row.sharding.whole.numel for row in self._small_rows)
+
+    @property
+    def numel(self) -> int:
+        """Numbers of all tensors."""
+        return sum(row.sharding.whole.numel for row in self._rows_of(None))
+
+    @property
+    def small_share(self) -> float:
+        """Share of the bytes of everything that small tensors have at most."""
+        return self.settings.small_share(self.small_numel, self.numel)
 
     def anchor(self, batch: int) -> None:
         """Take the parameters, equal everywhere, as the reference."""
@@ -271,7 +280,9 @@ class Exchanges:
         total = Measured()
         if not agreed.nonfinite and agreed.aligned and self.rank_info.lane is not None:
             for row in rows:
-                total += yield from row.exchange()
+                one = yield from row.exchange()
+                # Small tensors went lately: what they are apart by says nothing of skip.
+                total += Measured(one.nbytes) if row.is_small else one
         measured = Tally.measured(total.distance, total.norm, total.moved, self._known.size)
         sound = header.nonfinite == 0.0
         busy_seconds = time.thread_time() - busy
@@ -313,9 +324,8 @@ class Exchanges:
         if outcome.header.nonfinite:
             self._drop(flight, outcome)
             return
-        _, merging_seconds = self._merge(flight, self._small_rows, batch, outcome.nbytes)
-        self._known.small_seconds += flight.own_seconds + merging_seconds
-        self.metrics.good(small=True)
+        self._merge(flight, self._small_rows, batch, outcome.nbytes)
+        self.metrics.small_exchanges += 1
 
     def _merge(
         self, flight: InFlight, rows: Sequence[DeltaBuffer], batch: int, nbytes: int
@@ -353,8 +363,7 @@ class Exchanges:
         measurements = self._learn(flight, outcome)
         rows = self._rows_of(flight.fragment)
         rule, merging_seconds = self._merge(flight, rows, batch, outcome.nbytes)
-        own_seconds = flight.own_seconds + merging_seconds + self._known.small_seconds
-        self._known.small_seconds = 0.0
+        own_seconds = flight.own_seconds + merging_seconds
         self._known.own_seconds = own_seconds + self._core_loss.end(outcome.busy_seconds)
         self.metrics.good()
         self.metrics.event(
@@ -454,8 +463,9 @@ class Exchanges:
 
     def _drop(self, flight: InFlight, outcome: Outcome) -> None:
         """Set the node whose value is not finite back to the reference; say whose it is."""
-        self._known.timed = ""  # next to nothing crossed
-        self._core_loss.drop()
+        if not flight.small:
+            self._known.timed = ""  # next to nothing crossed
+            self._core_loss.drop()
         element, rank = decode_culprit(outcome.header.nonfinite, self.rank_info.world_size)
         if not all(self.coordinator.topology.node_comm.allgather(outcome.sound)):
             for row in self._rows_of(None):

@@ -4,7 +4,7 @@ import torch
 
 from daso.comm.dtypes import accumulator
 from daso.comm.node.base import NodeTransport
-from daso.plan.layout import fragments, small_tensors
+from daso.plan.layout import fragments
 from daso.train.coordinator import Coordinator
 from daso.train.deltas.buffer import DeltaBuffer, RowSharding
 from daso.train.deltas.outer import MakeOuter
@@ -31,8 +31,7 @@ def make_rows(
     # Shards differ in length between ranks of a node: all cut by the whole parameters.
     numels = [p.numel() for _, p in named]
     cuts = fragments(numels, channels.settings.exchange.fragments)
-    selects = may_select and channels.settings.selects(sum(numels))
-    small = set(small_tensors(numels)) if selects else set()
+    small = set(channels.settings.small_tensors(numels)) if may_select else set()
     rows: dict[int, list[DeltaBuffer]] = {}
     for number, cut in enumerate(cuts):
         members: dict[Kind, list[int]] = {}

@@ -21,7 +21,7 @@ from daso.comm.dtypes import accumulator
 from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.cost_model import choose_plan
 from daso.plan.header import Tally
-from daso.plan.layout import fragments, small_tensors
+from daso.plan.layout import fragments
 from daso.plan.merge import ADOPT, Merge
 from daso.plan.options import Settings
 from daso.plan.schedule import (
@@ -224,7 +224,7 @@ class SimulatedNodes:
             replace(policy.start(), fragments=len(self.rows), sparse=settings.sparse),
             memory=0.0 if restoration is None else restoration.memory,
             may_hide=restoration is not None and settings.may_hide,
-            selective=bool(self._small_rows),
+            small_share=self._small_share(),
         )
         self.global_bytes_sent = 0  # by all nodes
         self.events: list[dict[str, Any]] = []
@@ -238,11 +238,16 @@ class SimulatedNodes:
     def _cuts(self) -> Sequence[Sequence[int]]:
         return fragments([p.numel() for _, p in self.named[0]], self.settings.exchange.fragments)
 
+    def _small_share(self) -> float:
+        numels = {small: 0 for small in (False, True)}
+        for row in (row for rows in self.rows for row in rows):
+            numels[row.is_small] += row.parts[0].shown.numel()
+        return self.settings.small_share(numels[True], sum(numels.values()))
+
     def _rows(self, cut: Sequence[int], way: MergeOptions, *, may_select: bool) -> list[Row]:
         tensors = [tensor for _, tensor in self.named[0]]
         numels = [tensor.numel() for tensor in tensors]
-        selects = may_select and self.settings.selects(sum(numels))
-        small = set(small_tensors(numels)) if selects else set()
+        small = set(self.settings.small_tensors(numels)) if may_select else set()
         kinds = {at: (at in small, accumulator(tensors[at].dtype)) for at in cut}
         return [
             Row(
@@ -360,6 +365,8 @@ class SimulatedNodes:
         for row in self._rows_of(fragment):
             nbytes, found = row.send(wire, dense=fragment is None, ahead=ahead, keeps=keeps)
             self.global_bytes_sent += nbytes
+            if row.is_small:  # they went lately, and say nothing of skip
+                continue
             measured = [
                 [a + b for a, b in zip(*pair, strict=True)]
                 for pair in zip(measured, found, strict=True)
@@ -394,16 +401,13 @@ class SimulatedNodes:
     def _receive(self, batch: int) -> Measurements | None:
         flight, self._flight = self._flight, None
         assert flight is not None, "the schedule receives only what was sent"
-        if isinstance(flight, SmallInFlight):
-            rule = self.settings.merge_rule(
-                waited=batch - flight.batch, nodes=len(self.models), keeps=flight.keeps
-            )
-            for row in self._small_rows:
-                row.merge(rule)
-            return None
         rule = self.settings.merge_rule(
             waited=batch - flight.batch, nodes=len(self.models), keeps=flight.keeps
         )
+        if isinstance(flight, SmallInFlight):
+            for row in self._small_rows:
+                row.merge(rule)
+            return None
         known, rows = self._known, self._rows_of(flight.fragment)
         known.drift = flight.measurements.drift
         numel = sum(row.parts[0].shown.numel() for row in rows)

@@ -4,6 +4,7 @@ import json
 import shlex
 
 import pytest
+from benchmarks import recovery
 from benchmarks.recovery import (
     CONTENDERS,
     Contender,
@@ -15,15 +16,17 @@ from benchmarks.recovery import (
 )
 from benchmarks.recovery_ranks import DASO, TORCHFT, Plan
 
+from daso.errors import ConfigError
+
 PLAN = Plan(DASO, "/seen by all", steps=8, skip=2, seed=0, kill_step=4)
 
 
-def rank(number, ends, exchanges, *, first_step=0, began_at=0.0, accuracy=90.0):
+def rank(number, ends, exchanges, *, first_step=0, ready_at=0.0, accuracy=90.0):
     return {
         "rank": number,
-        "world": 3,
+        "by": "torch 2",
         "first_step": first_step,
-        "began_at": began_at,
+        "ready_at": ready_at,
         "step_ends": ends,
         "exchanges": exchanges,
         "accuracy": accuracy,
@@ -35,34 +38,36 @@ def test_an_undisturbed_training_tells_its_accuracy_and_its_longest_step():
         rank(0, [1.0, 2.0, 4.5], [(2.0, 3), (4.5, 3)], accuracy=90.0),
         rank(1, [1.0, 2.5, 4.0], [(2.5, 3), (4.0, 3)], accuracy=92.0),
     ]
-    assert outcome_of(None, ranks, 3) == Outcome(91.0, 3.5, 3, longest_step_seconds=2.5)
+    assert outcome_of(None, ranks) == Outcome(91.0, 3.5, "torch 2", longest_step_seconds=2.5)
 
 
 def test_seconds_count_from_the_kill_to_exchanges_without_and_with_the_one_in_its_place():
     ranks = [
         rank(0, [1.0, 2.0, 5.0, 6.0], [(2.0, 3), (5.0, 2), (8.0, 3)]),
         rank(2, [1.0, 2.0, 5.5, 6.0], [(2.0, 3), (5.5, 2), (8.5, 3)]),
-        rank(1, [7.0, 9.0], [(7.5, 3)], first_step=2, began_at=4.0),
+        rank(1, [7.0, 9.0], [(8.25, 3)], first_step=2, ready_at=4.0),
     ]
-    outcome = outcome_of(2.5, ranks, 4)
-    assert (outcome.shrink_seconds, outcome.join_seconds) == (2.5, 5.5)  # by those that stayed
-    assert outcome.started_seconds == 1.5
-    assert (outcome.longest_step_seconds, outcome.lost_steps) == (3.5, 0)
+    outcome = outcome_of(2.5, ranks)
+    assert (outcome.shrink_seconds, outcome.join_seconds) == (3.0, 6.0)  # of who came last
+    assert (outcome.ready_seconds, outcome.longest_step_seconds) == (1.5, 3.5)
 
 
-def test_steps_that_are_taken_again_are_counted_and_nobody_joins_who_was_there_before():
-    ranks = [rank(0, [1.0, 2.0, 3.0, 4.0, 5.0], [(2.0, 3), (4.0, 2)])]
-    outcome = outcome_of(2.5, ranks, 4)
-    assert outcome.lost_steps == 1
-    assert (outcome.join_seconds, outcome.started_seconds) == (None, None)
+def test_an_exchange_that_the_killed_rank_had_sent_its_part_of_is_not_one_without_it():
+    stayed = [(2.02, 3), (8.0, 2), (12.0, 3)]
+    ranks = [rank(0, [1.0, 2.0, 3.0], stayed), rank(2, [1.0, 2.0, 3.0], stayed)]
+    new = rank(1, [9.0, 12.0], [(12.0, 3)], first_step=3, ready_at=6.0)
+    outcome = outcome_of(2.0, [*ranks, new])
+    assert (outcome.shrink_seconds, outcome.join_seconds) == (6.0, 10.0)
+    assert outcome_of(2.0, ranks).join_seconds is None
 
 
-def test_a_spare_was_there_before_and_takes_no_time_to_start():
+def test_a_spare_joins_at_once_and_takes_no_time_to_be_ready():
     ranks = [
-        rank(0, [1.0, 5.0], [(5.0, 3)]),
-        rank(3, [5.0], [(5.0, 3)], first_step=1, began_at=0.5),
+        rank(0, [1.0, 5.0], [(2.1, 3), (5.0, 3)]),
+        rank(3, [4.5, 5.0], [(5.0, 3)], first_step=1, ready_at=0.5),
     ]
-    assert outcome_of(2.5, ranks, 2).started_seconds == 0.0
+    outcome = outcome_of(2.0, ranks)
+    assert (outcome.shrink_seconds, outcome.join_seconds, outcome.ready_seconds) == (3, 3, 0)
 
 
 @pytest.mark.parametrize("contender", CONTENDERS, ids=lambda one: one.name)
@@ -76,19 +81,33 @@ def test_a_script_starts_the_ranks_that_train_and_those_that_wait(contender):
         assert "ulfm" in words
     else:
         assert f"--heartbeat_timeout_ms {contender.heartbeat_ms} &" in script
-        assert ("for _ in 1 2;" in script) == contender.returns
+        again = words[words.index("-c") + 1]
+        assert again.count('"$@"') == 1 + contender.returns
 
 
 def test_figures_are_medians_of_who_was_run():
-    runs = [{"shrink_seconds": s, "join_seconds": None} for s in (1.0, 5.0, 2.0)]
+    runs = [{"shrink_seconds": s, "join_seconds": None, "by": "us"} for s in (1.0, 5.0, 2.0)]
     made = figures([{"name": "daso, one rank killed", "runs": runs}], PLAN, "1gbit")
     assert made["shrink_seconds"]["value"] == 2.0
     assert "median of 3 runs" in made["shrink_seconds"]["conditions"]
-    assert set(made) == {"shrink_seconds"}
+    assert set(made) == {"shrink_seconds"}  # what was not measured has none
+
+
+@pytest.mark.parametrize("words", ["--steps=8 --skip=4", "--steps=30 --skip=4"])
+def test_steps_that_do_not_end_with_an_exchange_are_refused(words, monkeypatch):
+    monkeypatch.setattr(recovery, "library", lambda: "Open MPI 5.0.10")
+    with pytest.raises(ConfigError, match="--steps must be a multiple of --skip=4"):
+        recovery.main(words.split())
+
+
+def test_a_library_that_ends_the_job_is_refused(monkeypatch):
+    monkeypatch.setattr(recovery, "library", lambda: "MPICH 5.0.2")
+    with pytest.raises(ConfigError, match="Open MPI 5 or later alone, not MPICH"):
+        recovery.main([])
 
 
 def test_a_table_has_a_row_for_each_and_a_dash_for_what_did_not_happen():
-    run = dict.fromkeys(("shrink_seconds", "join_seconds", "started_seconds"))
+    run = dict.fromkeys(("shrink_seconds", "join_seconds", "ready_seconds"))
     rows = [
         {
             "name": Contender("a", DASO, False, False).name,

@@ -46,6 +46,7 @@ KEYS = [
     "schedule.alpha",
     "schedule.drift",
     "schedule.budget",
+    "schedule.selective",
     "exchange.wire",
     "exchange.merge",
     "exchange.outer",
@@ -186,6 +187,8 @@ def test_the_schedule_reaches_the_policy():
     words = ["--schedule.policy=qsr", "--schedule.skip=3", "--schedule.alpha=0.2"]
     assert read_config(None, words).policy() == Qsr(0.2, 3, 1)
     assert read_config(None, ["--schedule.drift=0.1"]).policy() == Auto(0.1)
+    assert read_config(None, ["--schedule.selective=9"]).policy() == Auto(selective=9)
+    assert read_config(None, ["--schedule.selective=0"]).policy() == Auto(selective=None)
     words = ["--schedule.policy=plateau", "--schedule.skip=8", "--schedule.warmup=1"]
     policy = read_config(None, [*words, "--schedule.cooldown=2", "--epochs=9"]).policy()
     assert policy == Plateau(9, warmup=1, cooldown=2, max_skip=8)
@@ -264,6 +267,7 @@ def test_an_empty_section_that_does_not_exist_is_refused(tmp_path, text):
         ("--checkpoint.every=-1", "checkpoint.every must be a whole number of at least 0", "-1"),
         ("--checkpoint.keep=0", "checkpoint.keep must be a whole number of at least 1", "0"),
         ("--schedule.drift=-1", "drift must be a positive number", "-1.0"),
+        ("--schedule.selective=-1", "selective must be a whole number", "-1"),
         ("--schedule.budget=0", "budget must be a positive number", "0.0"),
         ("--exchange.merge=mean", "merge must be one of auto, daso", "'mean'"),
         ("--exchange.merge=1.5", "or a number between 0 and 1", "1.5"),
@@ -445,6 +449,7 @@ def configs(draw):
         "alpha": draw(st.floats(1e-6, 1e6)),
         "drift": draw(st.floats(1e-6, 1e6)),
         "budget": draw(st.floats(1e-6, 1e6)),
+        "selective": draw(st.integers(0, 2**40)),
     }
     return Config(
         name=draw(printable.filter(lambda one: one not in (".", ".."))),

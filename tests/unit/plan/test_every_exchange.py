@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from daso.plan.header import Header, Tally
 from daso.plan.policies import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import (
-    SMALL_PERIODS,
+    SMALL_PERIOD,
     SMALL_WAIT,
     Action,
     Measurements,
@@ -123,7 +123,7 @@ def test_after_an_end_the_grid_starts_again_and_the_next_fragment_has_its_turn(f
 def test_small_tensors_go_between_two_exchanges_of_everything_and_delay_none(skip):
     for wait in {min(skip, wait) for wait in (1, 2, 3, skip)}:
         policy = Fixed(skip, wait)
-        plain, state = policy.start(), replace(policy.start(), selective=True)
+        plain, state = policy.start(), replace(policy.start(), small_share=0.8 * SMALL_WAIT / skip)
         small, period = [], small_period(skip)
         for batch in range(1, 4 * skip + 1):
             without, plain = after_batch(policy, plain)
@@ -145,7 +145,20 @@ def test_small_tensors_go_between_two_exchanges_of_everything_and_delay_none(ski
         first = period if wait < period else wait + 1  # not in the batch that merges everything
         grids = [range(first, skip - period + 1, period)] * 3
         assert [[at % skip for at in one] for one in rounds[1:]] == list(map(list, grids))
-        assert SMALL_PERIODS[0] <= period <= SMALL_PERIODS[1]
+        assert period >= SMALL_PERIOD
+        assert len(rounds[0]) <= 8
+
+
+@pytest.mark.parametrize(
+    ("share", "wait", "goes"), [(0.2, 8, True), (0.2, 9, False), (0, 1, False)]
+)
+def test_small_tensors_that_take_longer_than_they_may_do_not_go_alone(share, wait, goes):
+    policy = Fixed(32, wait)
+    state, small = replace(policy.start(), small_share=share), 0
+    for _ in range(64):
+        acts, state = after_batch(policy, state)
+        small += SEND_SMALL in acts
+    assert (small > 0) == goes
 
 
 # --- any policy, whatever is measured ----------------------------------------------------------
@@ -156,8 +169,8 @@ class Training:
 
     def __init__(self, policy, fragments, told):
         self.policy, self.told = policy, cycle(told)
-        selective = isinstance(policy, Auto) and fragments == 1
-        self.state = replace(policy.start(), fragments=fragments, selective=selective)
+        share = 0.05 if isinstance(policy, Auto) and fragments == 1 else 0.0
+        self.state = replace(policy.start(), fragments=fragments, small_share=share)
         self.small = False  # what is in flight is small tensors alone
         self.flight, self.sends, self.log = None, 0, []
         self.waits = []  # since the exchange in flight was sent

@@ -655,10 +655,12 @@ def test_qsr_and_auto_take_the_edges_of_their_ranges():
 
 
 @pytest.mark.parametrize(
-    ("selective", "batch", "most"),
-    [(True, 0, EARLY_SKIP), (True, EARLY - 1, EARLY_SKIP), (True, EARLY, 60), (False, 0, 60)],
+    ("small_share", "batch", "most"),
+    [(0.1, 0, EARLY_SKIP), (0.1, EARLY - 1, EARLY_SKIP), (0.1, EARLY, 60), (0.0, 0, 60)],
 )
-def test_where_small_tensors_go_alone_everything_goes_often_at_the_start(selective, batch, most):
-    state = State(batch=batch, skip=30, wait=2, selective=selective)
+def test_where_small_tensors_go_alone_everything_goes_often_at_the_start(small_share, batch, most):
+    state = State(batch=batch, skip=30, wait=2, small_share=small_share)
     dear = Measurements(0.1, 0.1, 0.1, 1e-12, own_seconds=1.0)
-    assert after_exchange(Auto(), state, dear)[1].skip == most
+    state = after_exchange(Auto(), state, dear)[1]
+    assert state.skip == most
+    assert ("the first 300 batches decide most" in Auto().why(state)) == (most == EARLY_SKIP)

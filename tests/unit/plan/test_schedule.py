@@ -540,7 +540,7 @@ def test_a_state_holds_nothing_else():
         "memory",
         "noise_share",
         "sparse",
-        "selective",
+        "small_share",
         "small_last",
         "small_in_flight",
         "hidden",

@@ -13,7 +13,7 @@ from daso.plan.options import Settings
 from daso.plan.policies import Replay
 from daso.train.simulated.nodes import SimulatedNodes
 
-SELECTIVE = Replay(((0, 10, 1), (10, 9, 2)), selective=1)
+SELECTIVE = Replay(((0, 9, 2),), selective=1)
 POLICIES = [
     *(daso.Fixed(1, 0), daso.Fixed(3, 1), daso.Fixed(2, 2, warmup=3), daso.Fixed(3, 0)),
     SELECTIVE,
@@ -23,6 +23,7 @@ OUTERS = [None, nesterov, adam]
 
 
 def assert_equal(nodes, policy, wire, merge, outer, fragments):
+    batches = 14 if policy is SELECTIVE else 6
     settings = Settings(
         wire=wire,
         merge=merge,
@@ -36,7 +37,7 @@ def assert_equal(nodes, policy, wire, merge, outer, fragments):
     options = {"wire": wire, "merge": merge, "outer": outer, "fragments": fragments}
     oracle = Sequential(build, sgd, batch_loss, [1] * nodes, policy=policy, **options)
     for epoch in range(2):
-        for step in range(6 * epoch, 6 * epoch + 6):
+        for step in range(batches * epoch, batches * (epoch + 1)):
             simulated.step([lambda m, r=rank, s=step: batch_loss(m, r, s) for rank in range(nodes)])
             oracle.run(1)
         simulated.end_epoch(1.0)
