@@ -26,7 +26,6 @@ OVERLAP = 0.5  # of a step: behind which gradients are averaged while backward g
 # 1.800, at every 4th 2.101, 1.855 and 1.821.
 EXPOSED = 0.1
 EARLY, HOPELESS = 300, 3.0  # batches at the start, which decide most, and as long as these last
-SELECTIVE = 1 << 21  # numbers that cost about as much to exchange as small tensors do eight times
 EARLY_SKIP = 16  # at most in these batches, where small tensors are exchanged alone, too
 AGAIN = 1000  # batches after which synchronous training is tried again
 SLACK = 8  # `Auto` waits for skip // SLACK batches, and more where an exchange takes longer
@@ -228,11 +227,11 @@ class Auto:
     averaged often.
 
     Where skip is long, nodes that train by SGD drift apart first, and lose most by it, in the small
-    tensors of a model: early convolutions, norms, biases. Those of the smallest sizes that make up
-    a 16th of its numbers at most are exchanged by themselves, too, every skip // 8 batches, but 4
-    at the least, where that is over within two. That costs at most about as much again as
-    ``budget``. In the first 300 batches skip is then at most 16, or wait, whatever that costs.
-    None of this where steps are restored, as Adam's are.
+    tensors of a model: early convolutions, norms, biases. With ``selective``, those of the smallest
+    sizes that make up a 16th of its numbers at most are exchanged by themselves, too, at every
+    second batch, where that is over within one: 2 to 3 ms of a core each, beyond ``budget``. In the
+    first 300 batches skip is then at most 16, or wait, whatever that costs. None of this where
+    steps are restored, as Adam's are.
 
     Adam and its kin lose accuracy by averages that come after their step, most of it in the first
     batches. So with such an inner optimizer training begins synchronous, with gradients on a narrow
@@ -249,14 +248,14 @@ class Auto:
         warmup: Synchronous batches at the start.
         budget: Part of the steps' time that exchanges of everything may take from training.
         selective: Numbers of a model from which on its small tensors are exchanged more often than
-            the others; None: never.
+            the others, as 2,000,000: of smaller models everything costs little more; None: never.
     """
 
     drift: float | None = None
     max_skip: int = 128
     warmup: int = 0
     budget: float = BUDGET
-    selective: int | None = SELECTIVE
+    selective: int | None = None
 
     def __post_init__(self) -> None:
         check("Auto.selective", self.selective, either(whole(1, of=" of numbers"), NONE))

@@ -39,7 +39,6 @@ __all__ = [
     "begin",
     "drain",
     "rejoin",
-    "small_period",
 ]
 
 
@@ -47,10 +46,10 @@ MEASURE_EVERY = 50  # batches of a synchronous phase that lasts while averaging 
 SECONDS = 0.5  # from one vote on whether the job has to end to the next; a request waits for two
 MOST_BATCHES = 64
 MEASURE_FIRST = (2, 5)  # batches of a run after which that is measured too
-# From one exchange of small tensors to the next, in batches: an eighth of skip, and no less. Each
-# takes 1 ms of the training thread and 2 of the other one, whatever there is to send.
-SMALL_PERIOD = 4
-SMALL_WAIT = 2  # batches that one may take
+# From one exchange of small tensors to the next, in batches. Each takes 1 ms of the training thread
+# and 2 of the other one, whatever there is to send; at every 4th to 8th nodes were further apart.
+SMALL_PERIOD = 2
+SMALL_WAIT = 1  # batches that one may take
 
 
 class Action(Enum):
@@ -248,11 +247,6 @@ def drain(state: State) -> tuple[tuple[Action, ...], State]:
     return acts, replace(state, sent=None, agreed=state.batch)
 
 
-def small_period(skip: int) -> int:
-    """Return the batches from one exchange of small tensors alone to the next."""
-    return max(SMALL_PERIOD, skip // 8)
-
-
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far a rank was when another one was lost."""
@@ -319,10 +313,9 @@ def _is_small_due(state: State) -> bool:
     Everything takes `wait` batches or less, so they take their share of these.
     """
     hidden = 0 < state.small_share * state.wait <= 0.8 * SMALL_WAIT
-    period = small_period(state.skip)
     since = state.batch - max(state.last, state.small_last)
     left = state.last + state.skip - state.batch
-    return hidden and state.sent is None and since >= period and left >= period
+    return hidden and state.sent is None and min(since, left) >= SMALL_PERIOD
 
 
 def _turn(before: State, after: State) -> tuple[tuple[Action, ...], State]:

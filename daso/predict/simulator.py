@@ -2,7 +2,7 @@
 
 The policy, the schedule and the choice of wires are those of real runs: `daso.plan`. What they are
 told, a step's time, an exchange's, drift, comes from the nodes that are simulated. Exchanges of
-small tensors alone are left out: they take 2 to 3 ms of a core every few batches.
+small tensors alone are left out: they take 2 to 3 ms of a core at every second batch.
 """
 
 import math

@@ -661,6 +661,6 @@ def test_qsr_and_auto_take_the_edges_of_their_ranges():
 def test_where_small_tensors_go_alone_everything_goes_often_at_the_start(small_share, batch, most):
     state = State(batch=batch, skip=30, wait=2, small_share=small_share)
     dear = Measurements(0.1, 0.1, 0.1, 1e-12, own_seconds=1.0)
-    state = after_exchange(Auto(), state, dear)[1]
+    state = after_exchange(Auto(selective=1), state, dear)[1]
     assert state.skip == most
     assert ("the first 300 batches decide most" in Auto().why(state)) == (most == EARLY_SKIP)
