@@ -231,18 +231,16 @@ class Exchanges:
 
         Collective over the world; non-blocking.
         """
-        begun, waited = time.perf_counter(), self._node.waited_seconds
-        rows, wire = self._small_rows, self.settings.wires[0]
+        begun, rows, wire = time.perf_counter(), self._small_rows, self.settings.wires[0]
         keeps = self.settings.keeps(wait=SMALL_WAIT, drift=self._known.drift)
         for row in rows:
             row.send(wire, dense=False, keeps=keeps)
         work = self._exchange(rows, self._header(batch), Tally())
         number = self.metrics.send()
-        own = time.perf_counter() - begun - (self._node.waited_seconds - waited)
         trace.record(trace.SEND, begun, key=number)
         handle = self.channels.engine.submit(work, key=number)
         self._flight = InFlight(
-            handle, batch, 0, 0, ahead=False, keeps=keeps, wire=wire, own_seconds=own, small=True
+            handle, batch, 0, 0, ahead=False, keeps=keeps, wire=wire, own_seconds=0.0, small=True
         )
 
     def _fragments_of(self, fragment: int | None) -> Sequence[int]:

@@ -549,10 +549,8 @@ def test_tensors_of_a_message_do_not_overlap_and_can_be_read_where_they_lie(size
 def test_small_tensors_are_a_16th_at_most_and_no_size_is_cut_in_two(numels):
     small = small_tensors(numels)
     assert small == sorted(set(small))
-    sizes, large = (
-        {numels[at] for at in small},
-        [n for at, n in enumerate(numels) if at not in small],
-    )
+    sizes = {numels[at] for at in small}
+    large = [numel for at, numel in enumerate(numels) if at not in small]
     assert 16 * sum(numels[at] for at in small) <= sum(numels)
     assert not sizes & set(large)
     if large:  # with those of the next size they would be too many
