@@ -285,13 +285,13 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
         prog="scripts/bench recovery", description=(__doc__ or "").split("\n", 1)[0]
     )
     parser.add_argument("--link", default="1gbit", help="rate of every link (1gbit)")
-    parser.add_argument("--quick", action="store_true", help="one training of each, of 60 steps")
+    parser.add_argument("--quick", action="store_true", help="one training of each, of 160 steps")
     parser.add_argument("--rounds", type=int, help="trainings of each (3; quick 1)")
-    parser.add_argument("--steps", type=int, help="of a training (300; quick 60)")
+    parser.add_argument("--steps", type=int, help="of a training (300; quick 160)")
     parser.add_argument("--skip", type=int, default=4, help="steps between exchanges (4)")
     parser.add_argument("--torchft", default="", help="a Python that has torchft, to run beside")
     parser.add_argument("--json", type=Path, help="write figures and rows to this file")
     options = parser.parse_args(words)
     options.rounds = (1 if options.quick else 3) if options.rounds is None else options.rounds
-    options.steps = (60 if options.quick else 300) if options.steps is None else options.steps
+    options.steps = (160 if options.quick else 300) if options.steps is None else options.steps
     return options
