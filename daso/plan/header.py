@@ -30,6 +30,8 @@ class Header:
     # Of a core that training wanted, for the exchange before: the rank's that lost most.
     own_seconds: float = 0.0
     minus_exposed_seconds: float = -math.inf  # of a synchronous step: the rank's that waited least
+    # Of exchanges of small tensors alone since: the rank's that lost least. See `small_seconds`.
+    minus_small_seconds: float = -math.inf
 
     def encode(self) -> list[float]:
         """Return the numbers in a fixed order."""
@@ -59,6 +61,11 @@ class Header:
     def exposed_seconds(self) -> float:
         """Seconds of a synchronous step that each rank stood still; 0 if nobody measured."""
         return _finite(-self.minus_exposed_seconds)
+
+    @property
+    def small_seconds(self) -> float:
+        """Seconds an exchange of small tensors took from training; 0 if nobody measured."""
+        return _finite(-self.minus_small_seconds)
 
     @property
     def same_lr(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from daso.checks import NONE, Rule, check, either, number, positive, validated_record, whole
 from daso.errors import ConfigError
 from daso.plan.plateau import observe
-from daso.plan.schedule import Measurements, State
+from daso.plan.schedule import SMALL_PERIOD, Measurements, State
 from daso.plan.wires import BUDGET
 
 __all__ = ["Auto", "Fixed", "Plateau", "Qsr", "Replay"]
@@ -28,6 +28,9 @@ EXPOSED = 0.1
 EARLY, HOPELESS = 300, 3.0  # batches at the start, which decide most, and as long as these last
 EARLY_SKIP = 16  # at most in these batches, where small tensors are exchanged alone, too
 AGAIN = 1000  # batches after which synchronous training is tried again
+# That exchanges of small tensors may take beside others: each takes 1 ms of the training thread and
+# 2 of the other one, whatever there is to send.
+SMALL_BUDGETS = 2.0
 SLACK = 8  # `Auto` waits for skip // SLACK batches, and more where an exchange takes longer
 
 
@@ -287,7 +290,8 @@ class Auto:
         longest = EARLY_SKIP if _is_early(state) else self.max_skip
         skip = max(wait, min(affordable, self._skip(state, measurements), longest, self.max_skip))
         wait = min(max(wait, skip // SLACK), most)
-        return replace(state, skip=skip, wait=wait)
+        period = self._small_period(state, measurements)
+        return replace(state, skip=skip, wait=wait, small_period=period)
 
     def why(self, state: State) -> str:
         """Return what keeps skip from being 1, in words: of the last exchange's numbers."""
@@ -347,6 +351,14 @@ class Auto:
         batches = min(measurements.affordable_skip(self.budget), self.max_skip)
         return max(1, math.ceil(batches)) if batches else self.max_skip
 
+    def _small_period(self, state: State, measurements: Measurements) -> int:
+        """Batches between exchanges of small tensors, which have a budget of their own."""
+        most = SMALL_BUDGETS * self.budget * measurements.step_seconds
+        if most <= 0:
+            return state.small_period
+        batches = min(state.small_seconds / most, self.max_skip)
+        return max(SMALL_PERIOD, math.ceil(batches))
+
     def _skip(self, state: State, measurements: Measurements) -> int:
         """Go half of the way, in logarithms, from skip to what drift allows; at most double it."""
         before = state.measurements
@@ -374,11 +386,14 @@ class Replay:
         hidden: Batches from which on the run was synchronous because backward hid it: of `Auto`,
             those with skip 1 and wait 0 but for its warm-up.
         selective: As the run's policy had it.
+        small: ``report()["small_history"]`` of the run: (batch, batches from one exchange of small
+            tensors to the next).
     """
 
     history: tuple[tuple[int, int, int], ...]
     hidden: tuple[int, ...] = ()
     selective: int | None = None
+    small: tuple[tuple[int, int], ...] = ()
 
     def start(self) -> State:
         """Return the state before the first batch."""
@@ -390,6 +405,9 @@ class Replay:
         for batch, skip, wait in self.history[1:]:
             if batch == state.batch:
                 state = replace(state, skip=skip, wait=wait, hidden=batch in self.hidden)
+        for batch, period in self.small:
+            if batch == state.batch:
+                state = replace(state, small_period=period)
         return state
 
     def tune_exchange(self, state: State, measurements: Measurements) -> State:  # noqa: ARG002 - the protocol's

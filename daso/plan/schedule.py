@@ -46,9 +46,8 @@ MEASURE_EVERY = 50  # batches of a synchronous phase that lasts while averaging 
 SECONDS = 0.5  # from one vote on whether the job has to end to the next; a request waits for two
 MOST_BATCHES = 64
 MEASURE_FIRST = (2, 5)  # batches of a run after which that is measured too
-# From one exchange of small tensors to the next, in batches. Each takes 1 ms of the training thread
-# and 2 of the other one, whatever there is to send; at every 4th to 8th nodes were further apart.
-SMALL_PERIOD = 2
+SMALL_PERIOD = 2  # batches from one exchange of small tensors to the next, at least
+SMALL_MEMORY = 0.9  # of what one takes, from one exchange of everything to the next without any
 SMALL_WAIT = 1  # batches that one may take
 
 
@@ -84,6 +83,9 @@ class Measurements:
     gradient_seconds: float = 0.0
     # Of a synchronous step, in which the rank that waited least stood still for other nodes.
     exposed_seconds: float = 0.0
+    # That an exchange of small tensors alone takes from training, with what that waits for it, of
+    # the rank that loses least: who waits for a slower one loses nothing.
+    small_seconds: float = 0.0
 
     def affordable_skip(self, budget: float) -> float:
         """Return how many batches apart exchanges are within budget; 0 if that was not measured."""
@@ -113,6 +115,8 @@ class State:
     # Of the bytes of an exchange of everything, at most, those of small tensors, which are
     # exchanged alone, too; 0: they are not.
     small_share: float = 0.0
+    small_period: int = SMALL_PERIOD  # batches from one to the next
+    small_seconds: float = 0.0  # that one takes from training, lately; 0: not measured yet
     small_last: int = 0  # batch after which they were sent alone last
     small_in_flight: bool = False  # what is in flight is they alone
     hidden: bool = False  # synchronous because averaging gradients is hidden behind backward
@@ -220,6 +224,8 @@ def after_exchange(
     policy: Policy, state: State, measurements: Measurements
 ) -> tuple[tuple[Action, ...], State]:
     """Return the acts after ranks agreed on measurements, and the state for the batches to come."""
+    seconds = _next_small_seconds(state.small_seconds, measurements.small_seconds)
+    state = replace(state, small_seconds=seconds)
     acts, state = _turn(state, policy.tune_exchange(state, measurements))
     return acts, replace(
         state, measurements=measurements, gain=next_gain(state.gain, measurements.required_gain)
@@ -315,7 +321,14 @@ def _is_small_due(state: State) -> bool:
     hidden = 0 < state.small_share * state.wait <= 0.8 * SMALL_WAIT
     since = state.batch - max(state.last, state.small_last)
     left = state.last + state.skip - state.batch
-    return hidden and state.sent is None and min(since, left) >= SMALL_PERIOD
+    return hidden and state.sent is None and min(since, left) >= state.small_period
+
+
+def _next_small_seconds(before: float, measured: float) -> float:
+    """Return what an exchange of small tensors takes: where none went, one is tried in a while."""
+    if not measured:
+        return SMALL_MEMORY * before
+    return (before + measured) / 2 if before else measured
 
 
 def _turn(before: State, after: State) -> tuple[tuple[Action, ...], State]:

@@ -13,7 +13,7 @@ from daso.comm.allreduce.ordered import OnDevice, window
 from daso.comm.compression import Cast, Codec
 from daso.comm.dtypes import sum_buffer
 from daso.comm.emulation import LinkModel, emulated_link
-from daso.comm.engine import Engine, Work
+from daso.comm.engine import Arrival, Engine, Work
 from daso.comm.health.step_watchdog import StepWatchdog
 from daso.comm.health.survivors import revoke
 from daso.comm.link_probe import link_costs, link_rates
@@ -229,10 +229,12 @@ class Channels:
         mpi = load()
         most = torch.tensor(header.encode(), dtype=torch.float64, device="cpu")
         sums = torch.tensor(tally.encode(), dtype=torch.float64, device="cpu")
-        yield [
-            self._votes.Iallreduce(mpi.IN_PLACE, sum_buffer(most), op=mpi.MAX),
-            self._votes.Iallreduce(mpi.IN_PLACE, sum_buffer(sums), op=mpi.SUM),
-        ]
+        yield Arrival(
+            [
+                self._votes.Iallreduce(mpi.IN_PLACE, sum_buffer(most), op=mpi.MAX),
+                self._votes.Iallreduce(mpi.IN_PLACE, sum_buffer(sums), op=mpi.SUM),
+            ]
+        )
         return Header.decode(most.tolist()), Tally(*sums.tolist())
 
     def gather(self, number: float) -> Work[list[float]]:

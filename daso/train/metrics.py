@@ -2,14 +2,15 @@
 
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, NotRequired, TypedDict
 
 from daso import trace
 from daso.comm.step_timer import StepTimer
+from daso.plan.schedule import State
 
-__all__ = ["Metrics", "Report"]
+__all__ = ["History", "Metrics", "Report"]
 
 # What a checkpoint keeps: votes on too many drops, and totals.
 KEPT = (
@@ -57,6 +58,7 @@ class Report(TypedDict):
     batches: int
     in_flight: bool
     skip_history: list[tuple[int, int, int]]
+    small_history: list[tuple[int, int]]
     skip_because: str
     gain: float
     measurements: dict[str, Any]
@@ -67,6 +69,36 @@ class Report(TypedDict):
     global_bytes_sent: int
     exposed_seconds: float
     events: list[dict[str, Any]]
+
+
+@dataclass(slots=True)
+class History:
+    """What the schedule chose: the first choice, and each change with the batch it came after."""
+
+    skip: list[tuple[int, int, int]]  # batch, skip, wait
+    small: list[tuple[int, int]]  # batch, batches from one exchange of small tensors to the next
+
+    @classmethod
+    def of(cls, state: State) -> "History":
+        """Return that of a run in which this is chosen."""
+        return cls([(0, state.skip, state.wait)], [(0, state.small_period)])
+
+    def take(self, before: State, now: State) -> None:
+        """Add what is chosen now, where that is another."""
+        if (now.skip, now.wait) != (before.skip, before.wait):
+            self.skip.append((now.batch, now.skip, now.wait))
+        if now.small_period != before.small_period:
+            self.small.append((now.batch, now.small_period))
+
+    def state(self) -> dict[str, list[list[int]]]:
+        """Return it as plain values."""
+        return {name: [list(entry) for entry in entries] for name, entries in asdict(self).items()}
+
+    @classmethod
+    def load(cls, values: Mapping[str, Sequence[Sequence[int]]]) -> "History":
+        """Return that whose `state` these are."""
+        skip, small = ([tuple(entry) for entry in values[name]] for name in ("skip", "small"))
+        return cls(skip, small)  # type: ignore[arg-type]  # of as many numbers as `state` had
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ from daso.train.deltas.exchange import Exchanges
 from daso.train.inner.grad_scaler import Scaling, is_probe
 from daso.train.inner.step_restoration import StepRestoration
 from daso.train.listeners import Listener, Listeners
-from daso.train.metrics import Metrics, Report
+from daso.train.metrics import History, Metrics, Report
 from daso.train.model.one_copy import KEY, OneCopy, is_saving_one_copy, packed, refuse, unpacked
 from daso.train.model.params import Trained, check_same_layout
 from daso.train.setup import Setup
@@ -80,7 +80,7 @@ class Session:
     ) -> None:
         self.inner, self.setup, self._topology = inner, setup, topology
         self.schedule = setup.start()
-        self._history = [(0, self.schedule.skip, self.schedule.wait)]
+        self._history = History.of(self.schedule)
         self._sync: Synchronizer | None = None
         self._stale = False  # parameters were loaded from elsewhere: set up anew before going on
         self._measured: tuple[Tally, int] | None = None  # by the original, where this is a copy
@@ -218,7 +218,7 @@ class Session:
             small_share=0.0 if self._exchanges is None else self._exchanges.small_share,
         )
         if self.schedule.batch == 0:
-            self._history = [(0, self.schedule.skip, self.schedule.wait)]
+            self._history = History.of(self.schedule)
 
     def _reopen(self, sync: Synchronizer, *acts: Action) -> None:
         """Set up anew, as for other parameters; nothing may be in flight."""
@@ -364,8 +364,7 @@ class Session:
             self._reopen(self._sync, Action.JOIN)
 
     def _take(self, state: State) -> None:
-        if (state.skip, state.wait) != (self.schedule.skip, self.schedule.wait):
-            self._history.append((state.batch, state.skip, state.wait))
+        self._history.take(self.schedule, state)
         self.schedule = state
 
     def _perform(self, acts: Sequence[Action], state: State) -> None:
@@ -540,7 +539,8 @@ class Session:
             **self._choices(),
             "batches": self.schedule.batch,
             "in_flight": self.schedule.sent is not None,
-            "skip_history": self._history,
+            "skip_history": self._history.skip,
+            "small_history": self._history.small,
             "skip_because": self._why(),
             "gain": self.schedule.gain,
             "measurements": asdict(self.schedule.measurements),
@@ -604,7 +604,7 @@ class Session:
         """Return what all ranks have alike of `state`."""
         return {
             "schedule": asdict(self.schedule),
-            "history": [list(entry) for entry in self._history],
+            "history": self._history.state(),
             "shape": self._shape(),
             "sync": None,
         }
@@ -642,7 +642,7 @@ class Session:
             self._start_anew(state)
             return
         self.schedule = State.load(state["schedule"])
-        self._history = [tuple(entry) for entry in state["history"]]
+        self._history = History.load(state["history"])
         self._stale = False
         if sync is not None:
             sync.load(state["sync"])

@@ -35,6 +35,7 @@ from benchmarks.simulations import (
     trials,
 )
 from daso.cli.bench.models import loss_of
+from daso.cli.bench.options import at_least_one
 from daso.cli.train.report import versions
 from daso.comm.mpi import library
 from daso.examples.cnn import CNN
@@ -270,14 +271,14 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench accuracy", description=DESCRIPTION)
     parser.add_argument("--quick", action="store_true", help="one seed, few epochs: minutes")
     parser.add_argument("--only", default="", help="trials whose name has this in it, as text")
-    parser.add_argument("--seeds", type=int, default=0, help="runs of each setting (1 to 5)")
+    parser.add_argument("--seeds", type=at_least_one, help="runs of each setting (1 to 5)")
     parser.add_argument(
         "--setting",
         action="append",
         choices=[setting.name for setting in SETTINGS],
         help="run this one beside synchronous training and Auto, not all; may be repeated",
     )
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--jobs", type=at_least_one, default=2, help="runs at a time")
     parser.add_argument("--json", type=Path, help="write figures and rows to this file")
     parser.add_argument("--plot", type=Path, help="draw accuracy against bytes to this PNG")
     return parser.parse_args(words)

@@ -10,6 +10,7 @@ from benchmarks import growth_axes
 from benchmarks.hosts import hosts
 from benchmarks.runs import GPU_MODELS, RUNS
 from daso.cli.bench.command import MODELS, Add, add_links, add_parser, add_steps, adder
+from daso.cli.bench.options import at_least_one, more_than_zero
 from daso.cli.main import Parser, carry_out
 
 __all__ = ["main"]
@@ -50,10 +51,10 @@ def _add_benchmarks(add: Add) -> None:
     push = add("push", "all nodes send to all, in the same order and in slots")
     add_links(push, "1gbit")
     push.add_argument("--nodes", default="4", help="hosts, separated by commas (4)")
-    push.add_argument("--mebibytes", type=float, default=4, help="of a message (4)")
+    push.add_argument("--mebibytes", type=more_than_zero, default=4, help="of a message (4)")
     _add_predict(add("predict", "what is predicted, beside what is then measured"))
     throttle = add("throttle", "what throttled runs estimate, beside the target itself")
-    throttle.add_argument("--steps", type=int, default=0, help="of a run (60)")
+    throttle.add_argument("--steps", type=at_least_one, help="of a run (60)")
     _add_server(add("server", "time to a loss where one rank is slower than the others"))
     _add_flow(add("flow", "instances of any shape, many at once, beside plain programs"))
     _add_memory(add("memory", "training in less memory: time against budget, beside torch's ways"))
@@ -96,24 +97,24 @@ def _add_synchronous(add: Add) -> None:
     sharded.set_defaults(ranks_per_node=2)  # a node of one rank has nothing to shard over
     checkpoint = add("checkpoint", "how long one holds training up, at once and beside it")
     checkpoint.add_argument("--model", choices=MODELS, default="resnet18")
-    checkpoint.add_argument("--ranks", type=int, default=2, help="each a node (2)")
-    checkpoint.add_argument("--steps", type=int, default=0, help="of a round (60; quick 20)")
+    checkpoint.add_argument("--ranks", type=at_least_one, default=2, help="each a node (2)")
+    checkpoint.add_argument("--steps", type=at_least_one, help="of a round (60; quick 20)")
     checkpoint.add_argument("--folder", default="", help="where they are written (temporary)")
     host = add("host", "gradients inside a node: who adds them, and when")
     host.add_argument("--model", choices=(*MODELS, *DEVICES), default="cnn")
-    host.add_argument("--ranks", type=int, default=2, help="of the node (2)")
+    host.add_argument("--ranks", type=at_least_one, default=2, help="of the node (2)")
     host.add_argument("--only", action="append", help="a way; may be given several times")
-    host.add_argument("--seconds", type=float, default=0, help="of a round (4; quick 2)")
+    host.add_argument("--seconds", type=more_than_zero, help="of a round (4; quick 2)")
     chunks = add("chunks", "sizes of chunks that go to the host and back, and a model")
-    chunks.add_argument("--ranks", type=int, default=2, help="of the node (2)")
-    chunks.add_argument("--steps", type=int, default=0, help="of a round (20; quick 10)")
-    chunks.add_argument("--rate", type=float, default=0.5, help="of copies, in GB/s (0.5)")
+    chunks.add_argument("--ranks", type=at_least_one, default=2, help="of the node (2)")
+    chunks.add_argument("--steps", type=at_least_one, help="of a round (20; quick 10)")
+    chunks.add_argument("--rate", type=more_than_zero, default=0.5, help="of copies, in GB/s (0.5)")
     chunks.add_argument("--latency", type=float, default=1.0, help="of a copy, in ms (1)")
 
 
 def _add_predict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, default="cnn")
-    parser.add_argument("--seconds", type=float, default=0, help="of a round (4; quick 2)")
+    parser.add_argument("--seconds", type=more_than_zero, help="of a round (4; quick 2)")
     parser.add_argument("--settle", type=float, help="before the first (15; quick 5)")
 
 
@@ -123,12 +124,16 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", choices=("fashion", "digits"), default="fashion")
     parser.add_argument("--slow", default="", help="times the last rank takes (3,1.5,1; quick 3)")
     parser.add_argument("--only", action="append", help="a contender beside DDP, gloo; several")
-    parser.add_argument("--seeds", type=int, default=0, help="trainings of each (3; quick 1)")
-    parser.add_argument("--seconds", type=float, default=0, help="of each training (16; quick 12)")
-    parser.add_argument("--epochs", type=int, default=0, help="where accuracy counts (3; quick 1)")
-    parser.add_argument("--every", type=float, default=0.25, help="seconds between tests (0.25)")
-    parser.add_argument("--loss", type=float, default=0.65, help="that is to be reached (0.65)")
-    parser.add_argument("--lr", type=float, default=0.1, help="learning rate of SGD (0.1)")
+    parser.add_argument("--seeds", type=at_least_one, help="trainings of each (3; quick 1)")
+    parser.add_argument("--seconds", type=more_than_zero, help="of each training (16; quick 12)")
+    parser.add_argument("--epochs", type=at_least_one, help="where accuracy counts (3; quick 1)")
+    parser.add_argument(
+        "--every", type=more_than_zero, default=0.25, help="seconds between tests (0.25)"
+    )
+    parser.add_argument(
+        "--loss", type=more_than_zero, default=0.65, help="that is to be reached (0.65)"
+    )
+    parser.add_argument("--lr", type=more_than_zero, default=0.1, help="learning rate of SGD (0.1)")
     parser.add_argument("--momentum", type=float, default=0.0, help="of SGD (0)")
     parser.add_argument("--plot", type=Path, help="draw losses to this PNG")
     parser.set_defaults(draw=_plot("draw_losses"))
@@ -137,17 +142,23 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 def _add_flow(parser: argparse.ArgumentParser) -> None:
     tasks = ("lists", "trees", "deductions", "molecules")
     parser.add_argument("--task", choices=tasks, action="append", help="several (all)")
-    parser.add_argument("--ranks", type=int, default=2, help="of this machine (2)")
-    parser.add_argument("--width", type=int, default=128, help="of states (128)")
+    parser.add_argument("--ranks", type=at_least_one, default=2, help="of this machine (2)")
+    parser.add_argument("--width", type=at_least_one, default=128, help="of states (128)")
     usual = "1,2,4,8,16,32"
     parser.add_argument("--at-once", default=usual, help=f"instances under way ({usual})")
-    parser.add_argument("--interval", type=int, default=16, help="instances of an update (16)")
-    parser.add_argument("--count", type=int, default=0, help="instances a round (400; quick 200)")
+    parser.add_argument(
+        "--interval", type=at_least_one, default=16, help="instances of an update (16)"
+    )
+    parser.add_argument("--count", type=at_least_one, help="instances a round (400; quick 200)")
     parser.add_argument("--learn", action="store_true", help="train lists to 97 %% too: minutes")
-    parser.add_argument("--seeds", type=int, default=0, help="trainings of each (3; quick 1)")
-    parser.add_argument("--epochs", type=int, default=0, help="of a training (6; quick 2)")
-    parser.add_argument("--samples", type=int, default=8000, help="lists to learn from (8000)")
-    parser.add_argument("--every", type=int, default=1000, help="instances between tests (1000)")
+    parser.add_argument("--seeds", type=at_least_one, help="trainings of each (3; quick 1)")
+    parser.add_argument("--epochs", type=at_least_one, help="of a training (6; quick 2)")
+    parser.add_argument(
+        "--samples", type=at_least_one, default=8000, help="lists to learn from (8000)"
+    )
+    parser.add_argument(
+        "--every", type=at_least_one, default=1000, help="instances between tests (1000)"
+    )
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
@@ -161,15 +172,15 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rate", default="0,1,0.25", help="of the second memory, in GB/s; 0: as it is (0,1,0.25)"
     )
-    parser.add_argument("--steps", type=int, default=2, help="of a round (2)")
+    parser.add_argument("--steps", type=at_least_one, default=2, help="of a round (2)")
     parser.add_argument("--folder", default="", help="for a file, to see the process's memory with")
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
     add_links(parser, "1gbit")
-    parser.add_argument("--nodes", type=int, default=2, help="hosts (2)")
+    parser.add_argument("--nodes", type=at_least_one, default=2, help="hosts (2)")
     parser.add_argument("--model", choices=MODELS, action="append", help="several (cnn, tiny)")
-    parser.add_argument("--seconds", type=float, default=0, help="of a round (4; quick 1)")
+    parser.add_argument("--seconds", type=more_than_zero, help="of a round (4; quick 1)")
 
 
 def _add_to_accuracy(parser: argparse.ArgumentParser) -> None:
@@ -177,10 +188,14 @@ def _add_to_accuracy(parser: argparse.ArgumentParser) -> None:
     add_steps(parser, "3; quick 2", "6; quick 3")
     parser.add_argument("--only", action="append", help="a contender beside DDP, gloo; several")
     parser.add_argument("--data", choices=("fashion", "digits"), default="fashion")
-    parser.add_argument("--level", type=float, default=90, help="percentage to be reached (90)")
-    parser.add_argument("--seeds", type=int, default=0, help="trainings of each (3; quick 1)")
-    parser.add_argument("--epochs", type=int, default=0, help="of each training (3; quick 2)")
-    parser.add_argument("--every", type=int, default=26, help="steps between tests (26)")
-    parser.add_argument("--lr", type=float, default=0.1, help="highest learning rate (0.1)")
+    parser.add_argument(
+        "--level", type=more_than_zero, default=90, help="percentage to be reached (90)"
+    )
+    parser.add_argument("--seeds", type=at_least_one, help="trainings of each (3; quick 1)")
+    parser.add_argument("--epochs", type=at_least_one, help="of each training (3; quick 2)")
+    parser.add_argument("--every", type=at_least_one, default=26, help="steps between tests (26)")
+    parser.add_argument(
+        "--lr", type=more_than_zero, default=0.1, help="highest learning rate (0.1)"
+    )
     parser.add_argument("--plot", type=Path, help="draw accuracy over seconds to this PNG")
     parser.set_defaults(draw=_plot("draw_courses"))

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from daso.cli.bench.options import more_than_zero
 from daso.errors import ConfigError
 from daso.plan.options import Wire
 
@@ -34,7 +35,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{axis}", help=f"{text}, separated by commas ({'; quick '.join(usual)})"
         )
-    parser.add_argument("--size", type=float, default=10, help="millions on other axes (10)")
+    parser.add_argument(
+        "--size", type=more_than_zero, default=10, help="millions on other axes (10)"
+    )
     parser.add_argument("--only", action="append", choices=[axis for axis, *_ in GROWTH])
     parser.add_argument("--plot", type=Path, help="draw costs to this PNG")
 

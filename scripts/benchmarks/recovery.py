@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.hosts import Hosts, hosts
 from benchmarks.recovery_ranks import DASO, DYING_SECONDS, KILLED, TORCHFT, Plan
-from daso.cli.bench.options import positive
+from daso.cli.bench.options import at_least_one
 from daso.cli.train.report import versions
 from daso.comm.mpi import library
 from daso.environment import find_mpirun
@@ -254,7 +254,6 @@ def main(words: Sequence[str] | None = None) -> int:
             f"DASO_MPI=openmpi scripts/bench recovery"
         )
     contenders = [one for one in CONTENDERS if one.by == DASO or options.torchft]
-    positive(options, "rounds", "skip")
     if options.steps < 3 * options.skip or options.steps % options.skip:
         raise ConfigError(
             f"--steps must be a multiple of --skip={options.skip}, three of them or more, not "
@@ -286,9 +285,9 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--link", default="1gbit", help="rate of every link (1gbit)")
     parser.add_argument("--quick", action="store_true", help="one training of each, of 160 steps")
-    parser.add_argument("--rounds", type=int, help="trainings of each (3; quick 1)")
-    parser.add_argument("--steps", type=int, help="of a training (300; quick 160)")
-    parser.add_argument("--skip", type=int, default=4, help="steps between exchanges (4)")
+    parser.add_argument("--rounds", type=at_least_one, help="trainings of each (3; quick 1)")
+    parser.add_argument("--steps", type=at_least_one, help="of a training (300; quick 160)")
+    parser.add_argument("--skip", type=at_least_one, default=4, help="steps between exchanges (4)")
     parser.add_argument("--torchft", default="", help="a Python that has torchft, to run beside")
     parser.add_argument("--json", type=Path, help="write figures and rows to this file")
     options = parser.parse_args(words)

@@ -24,7 +24,6 @@ def _gradient_order(chosen: argparse.Namespace) -> Measured:
     from daso.cli.bench.baselines import FIFO, ORDERS
 
     links = options.links(chosen)
-    options.positive(chosen, "nodes", "ranks_per_node")
     options.named(chosen.only or (), ORDERS)
     usual = list(ORDERS)[:4] if chosen.quick else ORDERS
     names = tuple(dict.fromkeys([FIFO, *(chosen.only or usual)]))
@@ -60,7 +59,6 @@ def _sharded(chosen: argparse.Namespace) -> Measured:
     from benchmarks import sharded
     from daso.cli.bench.names import COMPUTE
 
-    options.positive(chosen, "nodes", "ranks_per_node")
     names, links = (COMPUTE, *sharded.SHARDED), options.links(chosen)
     yield from _trained(chosen, sharded, names, links, usual=(8, 20), quick=(3, 4))
 
@@ -71,7 +69,6 @@ def _host(chosen: argparse.Namespace) -> Measured:
     from daso.cli.bench.baselines import INSIDE
     from daso.cli.bench.places import HERE, run_here
 
-    options.positive(chosen, "ranks")
     options.named(chosen.only or (), INSIDE)
     seconds, names = chosen.seconds or (2 if chosen.quick else 4), tuple(chosen.only or INSIDE)
     plan = asdict(train.Plan(chosen.model, names, options.rounds(chosen), seconds, seconds, HERE))
@@ -83,7 +80,6 @@ def _checkpoint(chosen: argparse.Namespace) -> Measured:
     from benchmarks import checkpoint_stall
     from daso.cli.bench.places import run_here
 
-    options.positive(chosen, "ranks")
     steps = chosen.steps or (20 if chosen.quick else 60)
     plan = asdict(checkpoint_stall.Plan(chosen.model, options.rounds(chosen), steps, chosen.folder))
     one = run_here("benchmarks.checkpoint_stall", plan, ranks=chosen.ranks, ranks_per_node=1)
@@ -94,9 +90,6 @@ def _chunks(chosen: argparse.Namespace) -> Measured:
     from benchmarks import chunks
     from daso.cli.bench.places import run_here
 
-    options.positive(chosen, "ranks")
-    if chosen.steps < 0:
-        raise ConfigError(f"--steps must be at least 1, not {chosen.steps}")
     steps = chosen.steps or (10 if chosen.quick else 20)
     plan = asdict(chunks.Plan(options.rounds(chosen), steps, chosen.rate, chosen.latency))
     one = run_here("benchmarks.chunks", plan, ranks=chosen.ranks, ranks_per_node=chosen.ranks)
@@ -112,8 +105,6 @@ def _to_accuracy(chosen: argparse.Namespace) -> Measured:
     links = options.links(chosen, "1gbit" if quick else "1gbit,100mbit")
     chosen.seeds = chosen.seeds or (1 if quick else 3)
     chosen.epochs = chosen.epochs or (2 if quick else 3)
-    options.positive(chosen, "nodes", "ranks_per_node", "seeds", "epochs", "every")
-    options.above_zero(chosen, "lr")
     if not 0 < chosen.level <= 100:
         raise ConfigError(f"--level must be a percentage above 0, not {chosen.level}")
     names = tuple(chosen.only or (OURS,))
@@ -157,7 +148,6 @@ def _push(chosen: argparse.Namespace) -> Measured:
         options.nodes(chosen.nodes),
         options.rounds(chosen),
     )
-    options.above_zero(chosen, "mebibytes")
     nbytes = max(1, int(chosen.mebibytes * (1 << 20)))
 
     def plan(link: str) -> dict[str, Any]:
@@ -174,8 +164,6 @@ def _server(chosen: argparse.Namespace) -> Measured:
     links, nodes, quick = options.links(chosen), options.nodes(chosen.nodes), chosen.quick
     chosen.seeds = chosen.seeds or (1 if quick else 3)
     chosen.epochs = chosen.epochs or (1 if quick else 3)
-    options.positive(chosen, "seeds", "epochs")
-    options.above_zero(chosen, "loss", "every", "lr")
     options.named(chosen.only or (), SERVERS)
     names = tuple(dict.fromkeys([DDP, *(chosen.only or SERVERS)]))
     slow = options.numbers("slow", chosen.slow or ("3" if quick else "3,1.5,1"))
@@ -265,8 +253,6 @@ def _flow(chosen: argparse.Namespace) -> Measured:
     for name in ("count", "epochs", "seeds"):
         usual = {"count": (200, 400), "epochs": (2, 6), "seeds": (1, 3)}[name]
         setattr(chosen, name, getattr(chosen, name) or usual[0 if quick else 1])
-    options.positive(chosen, "ranks", "width", "interval", "count", "epochs", "seeds")
-    options.positive(chosen, "samples", "every")
     at_once = options.counts("at-once", chosen.at_once)
     courses = {
         "at_once": at_once,
@@ -302,7 +288,6 @@ def _memory(chosen: argparse.Namespace) -> Measured:
 
     quick, rounds = chosen.quick, options.rounds(chosen)
     models = chosen.model or (["tiny"] if quick else ["resnet18", "gpt"])
-    options.positive(chosen, "steps")
     parts = [part / 100 for part in options.counts("budget", chosen.budget)]
     rates = options.rates("rate", chosen.rate)
     found: Found = []

@@ -52,7 +52,9 @@ def ends(model: torch.nn.Module, optimizer: Any = None) -> str:
     state = optimizer.state_dict()
     ours = state.pop("daso", {})
     exchanges = (ours.get("sync") or {}).get("exchanges") or {}
-    return digest(dict(model.state_dict()), state, ours.get("history"), exchanges.get("rows"))
+    return digest(
+        dict(model.state_dict()), state, ours.get("history", {}).get("skip"), exchanges.get("rows")
+    )
 
 
 def train(

@@ -181,7 +181,10 @@ def test_one_process_replays_a_run_from_its_log(topology, rank_info, monkeypatch
             if step == 24:
                 optimizer.end_epoch(1.0)
     history = tuple(optimizer.report()["skip_history"])
+    small = tuple(optimizer.report()["small_history"])
     assert len(history) > 2  # what Auto measured made a difference
+    alone = optimizer.report()["small_exchanges"]
+    assert (len(small) > 1, alone > 0) == (wire != "topk", wire != "topk")
     wires = [one["wire"] for one in optimizer.report()["events"] if one["kind"] == "exchange"]
     assert set(wires) == ({"bf16", "int4"} if wire == "auto" else {wire})
     settings = Settings(**how, gradients=daso.Gradients(), selective=1)
@@ -192,7 +195,7 @@ def test_one_process_replays_a_run_from_its_log(topology, rank_info, monkeypatch
     with torch.device("cpu"):  # wherever it ran
         nodes = SimulatedNodes(
             *(build, sgd, rank_info.world_size),
-            policy=Replay(history),
+            policy=Replay(history, small=small),
             settings=settings,
             times=Times(on_devices=on_devices),
             wires=sent,

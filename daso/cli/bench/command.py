@@ -8,6 +8,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from daso.cli.bench.options import at_least_one, more_than_zero
 from daso.cli.bench.places import HERE, RankStarter
 from daso.cli.bench.runs import RUNS, Measured
 from daso.plan.strict import json_by_rows
@@ -39,14 +40,16 @@ def add_parser(parser: argparse.ArgumentParser, hosts: Hosts | None = None) -> A
         "--algorithm", default="auto", help="how the mean is taken, by commas (auto)"
     )
     exchange.add_argument(
-        "--parameters", type=int, default=PARAMETERS, help=f"of the model ({PARAMETERS})"
+        "--parameters", type=at_least_one, default=PARAMETERS, help=f"of the model ({PARAMETERS})"
     )
     if hosts:
-        exchange.add_argument("--racks", type=int, default=1, help="with a bridge each (1)")
+        exchange.add_argument(
+            "--racks", type=at_least_one, default=1, help="with a bridge each (1)"
+        )
         exchange.add_argument("--uplink", default="none", help="rate of each rack's link")
     node = add("node", "the mean of a buffer over the ranks of this machine")
-    node.add_argument("--ranks", type=int, default=2, help="how many (2)")
-    node.add_argument("--mebibytes", type=float, default=8, help="of the buffer, fp32 (8)")
+    node.add_argument("--ranks", type=at_least_one, default=2, help="how many (2)")
+    node.add_argument("--mebibytes", type=more_than_zero, default=8, help="of the buffer, fp32 (8)")
     return kinds
 
 
@@ -59,7 +62,7 @@ def adder(kinds: Any, runs: Mapping[str, Run], hosts: Hosts | None) -> Add:
         )
         bench.set_defaults(run=lambda chosen, _: _main(chosen, runs[name]), draw=_draw, hosts=hosts)
         bench.add_argument("--quick", action="store_true", help="a few minutes at most")
-        bench.add_argument("--rounds", type=int, default=0, help="of each contender (7; quick 3)")
+        bench.add_argument("--rounds", type=at_least_one, help="of each contender (7; quick 3)")
         bench.add_argument("--json", type=Path, help="write figures and rows to this file")
         return bench
 
@@ -74,9 +77,9 @@ def _draw(found: Found) -> Any:
 
 def add_steps(parser: argparse.ArgumentParser, seconds: str, settle: str) -> None:
     """Add options of benches that take steps."""
-    parser.add_argument("--nodes", type=int, default=2, help="how many (2)")
-    parser.add_argument("--ranks-per-node", type=int, default=1, help="on each (1)")
-    parser.add_argument("--seconds", type=float, default=0, help=f"of a round ({seconds})")
+    parser.add_argument("--nodes", type=at_least_one, default=2, help="how many (2)")
+    parser.add_argument("--ranks-per-node", type=at_least_one, default=1, help="on each (1)")
+    parser.add_argument("--seconds", type=more_than_zero, help=f"of a round ({seconds})")
     parser.add_argument(
         "--settle", type=float, help=f"before the first; 0: from the first batch on ({settle})"
     )

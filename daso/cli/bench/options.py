@@ -1,6 +1,7 @@
 """What a bench was asked for, checked, and where it runs."""
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, get_args
@@ -13,16 +14,16 @@ if TYPE_CHECKING:
     from daso.cli.bench.places import RankStarter
 
 __all__ = [
-    "above_zero",
     "algorithms",
+    "at_least_one",
     "counts",
     "links",
     "measured",
+    "more_than_zero",
     "named",
     "nodes",
     "numbers",
     "places",
-    "positive",
     "rate",
     "rates",
     "rounds",
@@ -46,19 +47,22 @@ def links(chosen: argparse.Namespace, usual: str = "") -> list[str]:
     return found
 
 
-def positive(chosen: argparse.Namespace, *names: str) -> None:
-    """Refuse options that are below 1."""
-    for name in names:
-        if getattr(chosen, name) < 1:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} must be at least 1, not {getattr(chosen, name)}")
+def at_least_one(word: str) -> int:
+    """Return the whole number that a word says: 0 would be taken for an option left out."""
+    if not (word.isdecimal() and int(word) > 0):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {word!r}")
+    return int(word)
 
 
-def above_zero(chosen: argparse.Namespace, *names: str) -> None:
-    """Refuse options that are not above 0."""
-    for name in names:
-        if not getattr(chosen, name) > 0:
-            raise ConfigError(f"--{name} must be more than 0, not {getattr(chosen, name)}")
+def more_than_zero(word: str) -> float:
+    """Return the number that a word says, as `at_least_one`."""
+    try:
+        number = float(word)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of more than 0, not {word!r}")
+    return number
 
 
 def settle_seconds(chosen: argparse.Namespace, usual: float) -> float:
@@ -72,8 +76,6 @@ def settle_seconds(chosen: argparse.Namespace, usual: float) -> float:
 
 def rounds(chosen: argparse.Namespace) -> int:
     """Return how many rounds were asked for."""
-    if chosen.rounds < 0:
-        raise ConfigError(f"--rounds must be at least 1, not {chosen.rounds}")
     return chosen.rounds or (3 if chosen.quick else 7)
 
 

@@ -20,7 +20,6 @@ def _train(chosen: argparse.Namespace) -> Measured:
     from daso.cli.bench.third_party import EVERYBODY, installed, must_be_installed
 
     links = options.links(chosen)
-    options.positive(chosen, "nodes", "ranks_per_node")
     options.named(chosen.only or (), EVERYBODY)
     must_be_installed(chosen.only or ())
     usual = QUICK if chosen.quick else EVERYBODY
@@ -50,7 +49,6 @@ def _exchange(chosen: argparse.Namespace) -> Measured:
         options.nodes(chosen.nodes),
         options.rounds(chosen),
     )
-    options.positive(chosen, "parameters")
     algorithms = options.algorithms(chosen.algorithm)
 
     def plan(link: str) -> dict[str, Any]:
@@ -65,8 +63,6 @@ def _node(chosen: argparse.Namespace) -> Measured:
     from daso.cli.bench import node
     from daso.cli.bench.places import run_here
 
-    options.positive(chosen, "ranks")
-    options.above_zero(chosen, "mebibytes")
     plan = asdict(node.Plan(chosen.mebibytes, chosen.rounds or (20 if chosen.quick else 100)))
     one = run_here("daso.cli.bench.node", plan, ranks=chosen.ranks, ranks_per_node=chosen.ranks)
     yield one, node.table(one), node.figures(one)

@@ -20,7 +20,7 @@ from daso.comm.node.base import NodeTransport
 from daso.comm.reduction import Chunks, whole
 from daso.errors import told
 from daso.plan.allreduce_plan import AllReducePlan
-from daso.plan.layout import Layout, Span, pieces, split
+from daso.plan.layout import Layout, Piece, Span, pieces, split
 from daso.plan.merge import ADOPT, KEEP, Merge
 from daso.train.channels import Channels
 from daso.train.deltas.fused import Fused
@@ -116,6 +116,7 @@ class DeltaBuffer:
         self.is_small = is_small
         self.layout = layout_of(named)
         even = 1 if node.copies is None else EVEN
+        self._cuts: dict[Span, list[Piece]] = {}  # what of which tensor lies in a span
         self.spans = split(self.layout.numel, rank_info.lanes, even)
         self.span = self.spans[rank_info.lane] if rank_info.lane is not None else Span(0, 0)
         self.shared = node.share(self.spans, dtype)
@@ -161,9 +162,14 @@ class DeltaBuffer:
 
     def _views(self, span: Span, row: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pair the parameters' elements in a span with a row that holds that span."""
-        for piece in pieces(self.layout, span):
+        if span not in self._cuts:
+            self._cuts[span] = list(pieces(self.layout, span))
+        cut = self._cuts[span]
+        parts = row.split([piece.at.stop - piece.at.start for piece in cut])
+        for piece, there in zip(cut, parts, strict=True):
             tensor = flat_view(self.named[piece.slot][1])
-            yield tensor[slice(*piece.inside)], row[slice(*piece.at)]
+            all_of_it = there.numel() == tensor.numel()
+            yield tensor if all_of_it else tensor[slice(*piece.inside)], there
 
     def _fuse(self) -> str | None:
         """Let kernels pack this row where it lies on a device and they are faster; say what does.

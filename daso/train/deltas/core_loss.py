@@ -40,6 +40,7 @@ class CoreLoss:
         self._ended: tuple[float, float] | None = None
         self._others = 0.0  # share of its time that a thread is ready without exchanges
         self._loss: float | None = None  # seconds an exchange, smoothed
+        self._part = 1.0  # of its thread's processor time
 
     def begin(self, *, beside: bool) -> None:
         """An exchange begins, beside training or while that waits. By the thread that trains."""
@@ -70,7 +71,14 @@ class CoreLoss:
             before = lost if self._loss is None else self._loss
             self._loss = before + SHARE * (lost - before)
             self._begun, self._ended = None, (now, ready)
-        return max(0.0, self._loss or 0.0)
+        loss = max(0.0, self._loss or 0.0)
+        self._part = min(1.0, loss / busy_seconds) if busy_seconds > 0 else self._part
+        return loss
+
+    def of(self, busy_seconds: float) -> float:
+        """Return what one of so much processor time takes, by those that were measured."""
+        parts = {"shared": 1.0, "spare": self._part, "other": 0.0}
+        return parts[self._cores] * busy_seconds
 
     def drop(self) -> None:
         """An exchange came to nothing. By the thread that trains."""
@@ -78,9 +86,10 @@ class CoreLoss:
 
     def state(self) -> dict[str, float | None]:
         """Return what was learned, as plain values."""
-        return {"loss": self._loss, "others": self._others}
+        return {"loss": self._loss, "others": self._others, "part": self._part}
 
     def load(self, state: Mapping[str, float | None]) -> None:
         """Take up what `state` returned; what is under way is not this one's."""
         self._loss, self._others = state["loss"], state["others"] or 0.0
+        self._part = 1.0 if (part := state.get("part")) is None else part
         self.drop()

@@ -16,7 +16,7 @@ import torch
 
 from daso import trace
 from daso.comm.device.cuda_aware import trial
-from daso.comm.engine import Work
+from daso.comm.engine import Work, WorkHandle
 from daso.comm.node.base import NodeTransport
 from daso.errors import ExchangeError, TopologyError
 from daso.plan.allreduce_plan import restored, stored
@@ -50,7 +50,10 @@ class ExchangeState:
     measured: Tally = field(default_factory=Tally)  # by this rank, about the last exchange
     batches: int = 0  # of work that the last exchange carried
     own_seconds: float = 0.0  # of a core that training wanted, for the last exchange
-    drift: float = 0.0  # that all ranks agreed on last; see `daso.plan.schedule.Measurements`
+    # That each exchange of small tensors since took from training, this rank's waiting with it.
+    small_seconds: list[float] = field(default_factory=list)
+    step_seconds: float = 0.0  # that all ranks agreed on last
+    drift: float = 0.0  # as well; see `daso.plan.schedule.Measurements`
     wire: str = ""  # of the next exchange; empty: the settings' first
     timed: str = ""  # wire of the last one; empty where it was dropped
     timed_numel: int = 0  # numbers that it carried
@@ -223,7 +226,7 @@ class Exchanges:
         own = time.perf_counter() - begun - (self._node.waited_seconds - waited)
         trace.record(trace.SEND, begun, key=number)
         self._core_loss.begin(beside=not blocking)
-        handle = self.channels.engine.submit(work, key=number)
+        handle = self._submit(work, number, wait)
         self._flight = InFlight(handle, batch, batches, fragment, ahead, keeps, wire, own)
 
     def send_small(self, batch: int) -> None:
@@ -231,17 +234,24 @@ class Exchanges:
 
         Collective over the world; non-blocking.
         """
-        begun, rows, wire = time.perf_counter(), self._small_rows, self.settings.wires[0]
+        begun, waited = time.perf_counter(), self._node.waited_seconds
+        rows, wire = self._small_rows, self.settings.wires[0]
         keeps = self.settings.keeps(wait=SMALL_WAIT, drift=self._known.drift)
         for row in rows:
             row.send(wire, dense=False, keeps=keeps)
         work = self._exchange(rows, self._header(batch), Tally())
         number = self.metrics.send()
+        own = time.perf_counter() - begun - (self._node.waited_seconds - waited)
         trace.record(trace.SEND, begun, key=number)
-        handle = self.channels.engine.submit(work, key=number)
+        handle = self._submit(work, number, SMALL_WAIT)
         self._flight = InFlight(
-            handle, batch, 0, 0, ahead=False, keeps=keeps, wire=wire, own_seconds=0.0, small=True
+            handle, batch, 0, 0, ahead=False, keeps=keeps, wire=wire, own_seconds=own, small=True
         )
+
+    def _submit(self, work: Work[Outcome], number: int, wait: int) -> WorkHandle[Outcome]:
+        """Hand in an exchange that is merged after some batches."""
+        due_seconds = wait * self._known.step_seconds
+        return self.channels.engine.submit(work, key=number, due_seconds=due_seconds)
 
     def _fragments_of(self, fragment: int | None) -> Sequence[int]:
         return range(len(self._known.since)) if fragment is None else [fragment]
@@ -262,6 +272,10 @@ class Exchanges:
     def _measured_header(self, batch: int) -> Header:
         """Return that, and what this rank measured since it returned one last."""
         header = replace(self._header(batch), own_seconds=self._known.own_seconds)
+        if self._known.small_seconds and self.rank_info.lane is not None:
+            seconds_of_one = statistics.fmean(self._known.small_seconds)
+            header = replace(header, minus_small_seconds=-seconds_of_one)
+        self._known.small_seconds = []
         if seconds := self.metrics.watch.take_steps():
             header = replace(header, minus_step_seconds=-statistics.median(seconds))
         if self.metrics.exchange_seconds and self.rank_info.lane is not None:
@@ -315,14 +329,18 @@ class Exchanges:
 
     def _receive_small(self, flight: InFlight, batch: int) -> None:
         """Finish an exchange of small tensors, and merge it."""
-        self._flight = None
+        self._flight, begun = None, time.perf_counter()
         outcome = self.coordinator.wait(flight.handle)
+        exposed_seconds = time.perf_counter() - begun
         self.metrics.global_bytes_sent += outcome.nbytes
         _check_aligned(outcome.header)
         if outcome.header.nonfinite:
             self._drop(flight, outcome)
             return
-        self._merge(flight, self._small_rows, batch, outcome.nbytes)
+        _, merging_seconds = self._merge(flight, self._small_rows, batch, outcome.nbytes)
+        own_seconds = flight.own_seconds + merging_seconds
+        own_seconds += self._core_loss.of(outcome.busy_seconds)
+        self._known.small_seconds.append(own_seconds + exposed_seconds)
         self.metrics.small_exchanges += 1
 
     def _merge(
@@ -419,7 +437,7 @@ class Exchanges:
         known.measured, known.batches = outcome.measured, flight.batches
         for one in self._fragments_of(flight.fragment):
             known.since[one] = flight.batch
-        known.drift = drift
+        known.drift, known.step_seconds = drift, header.step_seconds
         measurements = Measurements(
             header.step_seconds,
             header.exchange_seconds,
@@ -428,6 +446,7 @@ class Exchanges:
             header.own_seconds,
             gain,
             self.settings.gradient_seconds(header.exchange_seconds, known.timed),
+            small_seconds=header.small_seconds,
         )
         self._choose_wire(flight, measurements)
         return measurements

@@ -58,6 +58,7 @@ class Times:
     own_seconds: float = 0.0  # of a core that training wanted, for an exchange
     on_devices: bool = False  # rows are cut as on devices: what blocks of int8 and int4 are
     exposed_seconds: float = 0.0  # of a synchronous step, in which a node stands still
+    small_seconds: float = 0.0  # that an exchange of small tensors takes from training
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class ExchangeState:
     wire: str = ""
     timed: str = ""
     timed_numel: int = 0
+    small_sent: bool = False  # small tensors alone, since everything was
 
 
 class Row:
@@ -382,8 +384,10 @@ class SimulatedNodes:
             )
         gradients = self.settings.gradient_seconds(taken, wire)
         measurements = Measurements(
-            times.step_seconds, taken, lr, drift, times.own_seconds, gain, gradients
+            *(times.step_seconds, taken, lr, drift, times.own_seconds, gain, gradients),
+            small_seconds=times.small_seconds if known.small_sent else 0.0,
         )
+        known.small_sent = False
         self._flight = InFlight(batch, fragment, measurements, keeps, wire)
         shares = (Tally.measured(a, b, c, known.size) for a, b, c in measured)
         known.measured = sum(shares, Tally())
@@ -396,7 +400,7 @@ class SimulatedNodes:
         for row in self._small_rows:
             nbytes, _ = row.send(self.settings.wires[0], dense=False, ahead=False, keeps=keeps)
             self.global_bytes_sent += nbytes
-        self._flight = SmallInFlight(batch, keeps)
+        self._flight, self._known.small_sent = SmallInFlight(batch, keeps), True
 
     def _receive(self, batch: int) -> Measurements | None:
         flight, self._flight = self._flight, None

@@ -3,6 +3,7 @@
 import argparse
 import functools
 import json
+import re
 from functools import partial
 
 import pytest
@@ -27,6 +28,7 @@ from daso.cli.bench.baselines import FIFO, INSIDE, PRIORITY
 from daso.cli.bench.command import add_parser
 from daso.cli.bench.models import CASES, loss_of
 from daso.cli.bench.names import COMPUTE
+from daso.cli.bench.options import at_least_one, more_than_zero
 from daso.cli.bench.rounds import Round, count_bytes, median_of, take_turns
 from daso.cli.bench.third_party import EVERYBODY, RIVALS, Rival, installed, must_be_installed
 from daso.comm.emulation import CopyLink
@@ -685,10 +687,42 @@ def test_training_in_less_memory(tmp_path):
         (["--rate=fast"], "--rate must be GB/s"),
         (["--rate=-1"], "--rate must be GB/s"),
         (["--budget=0"], "--budget must be numbers"),
-        (["--steps=0"], "--steps must be at least 1"),
+        (["--steps=0"], "--steps: must be a whole number of at least 1"),
     ],
 )
 def test_a_bench_of_memory_that_makes_no_sense(words, told):
     done = typed_benchmark("memory", *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert told in done.stderr
+
+
+def test_no_bench_takes_0_for_an_option_left_out(monkeypatch):
+    """Where an option has no default of its own, what is said is `chosen or usual`."""
+    parsers = []
+    monkeypatch.setattr(command, "carry_out", lambda parser, _: parsers.append(parser))
+    command.main(["train"])
+    found = [
+        (bench, action)
+        for kinds in parsers[0]._actions
+        if isinstance(kinds, argparse._SubParsersAction)
+        for bench, one in kinds.choices.items()
+        for action in one._actions
+        if action.type in (int, float, at_least_one, more_than_zero)
+    ]
+    assert len(found) > 60
+    may_be_0 = {action.dest for _, action in found if action.type in (int, float)}
+    assert may_be_0 == {"settle", "momentum", "latency"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (at_least_one, [("1", 1), ("30", 30)], ["0", "-1", "1.5", "", "x", "1e3"]),
+        (more_than_zero, [("1", 1.0), ("2e-3", 0.002)], ["0", "-1", "nan", "inf", "", "x"]),
+    ],
+)
+def test_numbers_of_a_bench_are_above_0(kind, good, bad):
+    assert [kind(word) for word, _ in good] == [number for _, number in good]
+    for word in bad:
+        with pytest.raises(argparse.ArgumentTypeError, match=f"not '{re.escape(word)}'"):
+            kind(word)

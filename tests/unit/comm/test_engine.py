@@ -41,17 +41,18 @@ def carry_out(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
 
-    def run(*seconds):
+    def run(*seconds, wraps=list, due_seconds=0.0):
         engine = module.Engine(20.0, str)
         testall = SimpleNamespace(Testall=lambda requests: all(one.test() for one in requests))
         engine._mpi = SimpleNamespace(Request=testall)
+        engine._is_awaited = SimpleNamespace(wait=clock.sleep, clear=lambda: None)
         requests = [Polled(clock, each) for each in seconds]
 
         def work():
             for one in requests:
-                yield [one]
+                yield wraps([one])
 
-        handle = engine.submit(work())
+        handle = engine.submit(work(), due_seconds=due_seconds)
         assert handle.finished.wait(20)
         engine.close()
         assert handle.error is None
@@ -71,6 +72,35 @@ def test_messages_of_a_fast_link_do_not_wait_for_a_poll(carry_out):
     # A sleep of 2 ms for each would take four times as long as the messages.
     assert sum(one.end is not None and one.polls >= 3 for one in rest) > 80
     assert max(one.polls for one in rest) < 10
+
+
+@pytest.mark.parametrize(
+    ("due_seconds", "least", "most"),
+    [(0.0, 200, 400), (0.002, 600, 900), (0.064, 19, 30), (9, 15, 25)],
+)
+def test_others_are_waited_for_by_the_time_that_is_left(carry_out, due_seconds, least, most):
+    (one,) = carry_out(0.08, wraps=module.Arrival, due_seconds=due_seconds)
+    assert least < one.polls < most
+    (one,) = carry_out(0.08, due_seconds=due_seconds)
+    assert 200 < one.polls < 400, "where messages cross, the link is not kept waiting"
+
+
+def test_who_is_waited_for_looks_at_once_whether_others_came(monkeypatch):
+    monkeypatch.setattr(module, "PATIENT_SECONDS", 600.0)
+    engine, there = module.Engine(20.0, str), threading.Event()
+    asked = threading.Event()
+    testall = SimpleNamespace(Testall=lambda _: asked.set() or there.is_set())
+    engine._mpi = SimpleNamespace(Request=testall)
+
+    def work():
+        yield module.Arrival(["of all ranks"])
+        return "together"
+
+    handle = engine.submit(work(), due_seconds=9600.0)
+    assert asked.wait(20)
+    there.set()
+    assert engine.wait(handle) == "together"
+    engine.close()
 
 
 @pytest.mark.parametrize("moves", [True, False])

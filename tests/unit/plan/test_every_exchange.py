@@ -118,12 +118,13 @@ def test_after_an_end_the_grid_starts_again_and_the_next_fragment_has_its_turn(f
     assert sent == [(batch, turn % fragments) for turn, batch in enumerate(batches)]
 
 
+@pytest.mark.parametrize("period", [SMALL_PERIOD, 3, 7, 40])
 @pytest.mark.parametrize("skip", [1, 2, 3, 4, 8, 15, 16, 46, 128])
-def test_small_tensors_go_between_two_exchanges_of_everything_and_delay_none(skip):
+def test_small_tensors_go_between_two_exchanges_of_everything_and_delay_none(skip, period):
     for wait in {min(skip, wait) for wait in (1, 2, 3, skip)}:
         policy = Fixed(skip, wait)
-        plain, state = policy.start(), replace(policy.start(), small_share=0.8 * SMALL_WAIT / skip)
-        small, period = [], SMALL_PERIOD
+        plain, small = policy.start(), []
+        state = replace(plain, small_share=0.8 * SMALL_WAIT / skip, small_period=period)
         for batch in range(1, 4 * skip + 1):
             without, plain = after_batch(policy, plain)
             acts, state = after_batch(policy, state)

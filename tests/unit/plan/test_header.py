@@ -35,7 +35,7 @@ def test_decoding_undoes_encoding(header):
 
 def test_the_numbers_have_a_fixed_order_and_are_floats():
     # All ranks reduce the same numbers in the same places.
-    header = Header(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
+    header = Header(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)
     assert [field.name for field in fields(Header)] == [
         "nonfinite",
         "layout",
@@ -48,8 +48,9 @@ def test_the_numbers_have_a_fixed_order_and_are_floats():
         "minus_lr",
         "own_seconds",
         "minus_exposed_seconds",
+        "minus_small_seconds",
     ]
-    assert header.encode() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert header.encode() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     assert {type(number) for number in header.encode()} == {float}
 
 

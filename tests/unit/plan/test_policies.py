@@ -24,6 +24,7 @@ from daso.plan.policies import (
 )
 from daso.plan.schedule import (
     MEASURE_EVERY,
+    SMALL_PERIOD,
     Action,
     Measurements,
     State,
@@ -652,6 +653,40 @@ def test_qsr_and_auto_take_the_edges_of_their_ranges():
     assert Qsr(1, skip=1, wait=1, max_skip=1).start() == State(skip=1, wait=1)
     assert Qsr(1, skip=2, wait=0, max_skip=2).start() == State(skip=2, wait=0)
     assert tuned(Auto(drift=1, max_skip=1), 1, 1, Measurements(1.0, 9.0, 0.1, 1e-9)).skip == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "step", "budget", "period"),
+    [
+        (0.0, 0.1, 0.01, SMALL_PERIOD),
+        (0.002, 0.07, 0.01, 2),
+        (0.003, 0.07, 0.01, 3),
+        (0.003, 0.07, 0.02, 2),
+        (0.003, 0.01, 0.01, 15),
+        (0.003, 1e-6, 0.01, 128),
+        (0.003, 0.0, 0.01, 9),
+        (math.inf, 0.07, 0.01, 128),
+    ],
+)
+def test_small_tensors_go_as_often_as_twice_the_budget_pays_for(seconds, step, budget, period):
+    state = State(skip=30, wait=2, small_share=0.1, small_period=9)
+    told = Measurements(step, 0.1, 0.1, 1e-12, small_seconds=seconds)
+    assert after_exchange(Auto(budget=budget), state, told)[1].small_period == period
+
+
+def test_where_small_tensors_cost_too_much_they_are_tried_again():
+    policy, told = Auto(), Measurements(0.02, 0.02, 0.1, 1e-12, own_seconds=1.0)
+    state = State(batch=EARLY, skip=30, wait=2, small_share=0.1)
+    _, state = after_exchange(policy, state, replace(told, small_seconds=0.01))
+    assert state.small_period == 25
+    _, state = after_exchange(policy, state, replace(told, small_seconds=0.03))
+    assert state.small_period == 50, "of one that took long half counts"
+    periods = []
+    for _ in range(40):
+        _, state = after_exchange(policy, state, told)
+        periods.append(state.small_period)
+    assert periods == sorted(periods, reverse=True)
+    assert periods[0] == 45 and periods[-1] == SMALL_PERIOD
 
 
 @pytest.mark.parametrize(

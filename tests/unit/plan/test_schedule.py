@@ -541,6 +541,8 @@ def test_a_state_holds_nothing_else():
         "noise_share",
         "sparse",
         "small_share",
+        "small_period",
+        "small_seconds",
         "small_last",
         "small_in_flight",
         "hidden",

@@ -32,6 +32,7 @@ def test_where_no_core_is_left_all_of_it_is_lost_and_beside_a_gpu_nothing():
         one = CoreLoss(cores)
         one.begin(beside=True)
         assert one.end(0.05) == lost
+        assert one.of(0.004) == lost * 0.08
 
 
 def test_what_a_thread_waits_for_its_core_during_an_exchange_is_lost(kernel):
@@ -74,7 +75,9 @@ def test_where_training_waits_anyhow_and_of_what_came_to_nothing_nothing_is_lear
         one.begin(beside=True)
         kernel(0.2, ready=0.2)
         one.drop()
-    assert one.state() == {"loss": pytest.approx(0.03), "others": 0.0}
+    state = one.state()
+    assert state == {"loss": pytest.approx(0.03), "others": 0.0, "part": pytest.approx(0.6)}
+    assert one.of(0.01) == pytest.approx(0.006), "a shorter one loses as much of its time"
     other = CoreLoss("spare")
     other.load(one.state())
     assert other.end(0.05) == pytest.approx(0.03), "an exchange that a checkpoint brought"
