@@ -26,11 +26,11 @@ OVERLAP = 0.5  # of a step: behind which gradients are averaged while backward g
 # 1.800, at every 4th 2.101, 1.855 and 1.821.
 EXPOSED = 0.1
 EARLY, HOPELESS = 300, 3.0  # batches at the start, which decide most, and as long as these last
-EARLY_SKIP = 16  # at most in these batches, where small tensors are exchanged alone, too
 AGAIN = 1000  # batches after which synchronous training is tried again
 # That exchanges of small tensors may take beside others: each takes 1 ms of the training thread and
 # 2 of the other one, whatever there is to send.
 SMALL_BUDGETS = 2.0
+SMALL_LONGEST = 3  # batches between them: at every 4th they gain nothing (accuracy.md)
 SLACK = 8  # `Auto` waits for skip // SLACK batches, and more where an exchange takes longer
 
 
@@ -230,10 +230,10 @@ class Auto:
     averaged often.
 
     Where skip is long, nodes that train by SGD drift apart first, and lose most by it, in the small
-    tensors of a model: early convolutions, norms, biases. With ``selective``, those of the smallest
-    sizes that make up a 16th of its numbers at most are exchanged by themselves, too, at every
-    second batch, where that is over within one: 2 to 3 ms of a core each, beyond ``budget``. In the
-    first 300 batches skip is then at most 16, or wait, whatever that costs. None of this where
+    tensors of a model: early convolutions, norms, biases. So those of the smallest sizes that make
+    up a 16th of its numbers at most are exchanged by themselves, too, at every second or third
+    batch, where that is over within one and takes no more than twice ``budget``, which is theirs
+    beside that of everything: each takes some 3 ms of a core, whatever there is to send. Not where
     steps are restored, as Adam's are.
 
     Adam and its kin lose accuracy by averages that come after their step, most of it in the first
@@ -251,14 +251,14 @@ class Auto:
         warmup: Synchronous batches at the start.
         budget: Part of the steps' time that exchanges of everything may take from training.
         selective: Numbers of a model from which on its small tensors are exchanged more often than
-            the others, as 2,000,000: of smaller models everything costs little more; None: never.
+            the others: of smaller models everything costs little more; None: never.
     """
 
     drift: float | None = None
     max_skip: int = 128
     warmup: int = 0
     budget: float = BUDGET
-    selective: int | None = None
+    selective: int | None = 2_000_000
 
     def __post_init__(self) -> None:
         check("Auto.selective", self.selective, either(whole(1, of=" of numbers"), NONE))
@@ -287,8 +287,7 @@ class Auto:
         most = min(2 * state.wait, self.max_skip)
         wait = min(self._wait(state, measurements), most)
         affordable = min(self._affordable(measurements), 2 * state.skip)
-        longest = EARLY_SKIP if _is_early(state) else self.max_skip
-        skip = max(wait, min(affordable, self._skip(state, measurements), longest, self.max_skip))
+        skip = max(wait, min(affordable, self._skip(state, measurements), self.max_skip))
         wait = min(max(wait, skip // SLACK), most)
         period = self._small_period(state, measurements)
         return replace(state, skip=skip, wait=wait, small_period=period)
@@ -310,8 +309,6 @@ class Auto:
         work = f"an exchange takes {1e3 * measurements.own_seconds:.3g} ms of training"
         if self._affordable(measurements) <= state.skip:
             return f"{work}: {100 * self.budget:g} % of that many batches"
-        if _is_early(state) and state.skip == EARLY_SKIP:
-            return f"{work}; the first {EARLY} batches decide most, and are not apart for longer"
         return f"{work}; nodes drift apart by as much as they may in that many batches"
 
     def begin(self, state: State) -> State:
@@ -352,12 +349,12 @@ class Auto:
         return max(1, math.ceil(batches)) if batches else self.max_skip
 
     def _small_period(self, state: State, measurements: Measurements) -> int:
-        """Batches between exchanges of small tensors, which have a budget of their own."""
+        """Batches between exchanges of small tensors, within a budget of their own; 0: none."""
         most = SMALL_BUDGETS * self.budget * measurements.step_seconds
         if most <= 0:
             return state.small_period
-        batches = min(state.small_seconds / most, self.max_skip)
-        return max(SMALL_PERIOD, math.ceil(batches))
+        batches = state.small_seconds / most
+        return max(SMALL_PERIOD, math.ceil(batches)) if batches <= SMALL_LONGEST else 0
 
     def _skip(self, state: State, measurements: Measurements) -> int:
         """Go half of the way, in logarithms, from skip to what drift allows; at most double it."""
@@ -417,11 +414,6 @@ class Replay:
     def tune_epoch(self, state: State, loss: float) -> State:  # noqa: ARG002 - the protocol's
         """Change nothing: the log says it for the batch."""
         return state
-
-
-def _is_early(state: State) -> bool:
-    """Tell whether everything is exchanged often, since nodes drift apart in its first batches."""
-    return state.small_share > 0 and state.batch < EARLY
 
 
 def _check_order(name: str, value: int, other: str, limit: int) -> None:

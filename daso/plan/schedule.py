@@ -115,7 +115,7 @@ class State:
     # Of the bytes of an exchange of everything, at most, those of small tensors, which are
     # exchanged alone, too; 0: they are not.
     small_share: float = 0.0
-    small_period: int = SMALL_PERIOD  # batches from one to the next
+    small_period: int = SMALL_PERIOD  # batches from one to the next; 0: none
     small_seconds: float = 0.0  # that one takes from training, lately; 0: not measured yet
     small_last: int = 0  # batch after which they were sent alone last
     small_in_flight: bool = False  # what is in flight is they alone
@@ -321,7 +321,7 @@ def _is_small_due(state: State) -> bool:
     hidden = 0 < state.small_share * state.wait <= 0.8 * SMALL_WAIT
     since = state.batch - max(state.last, state.small_last)
     left = state.last + state.skip - state.batch
-    return hidden and state.sent is None and min(since, left) >= state.small_period
+    return hidden and state.sent is None and min(since, left) >= state.small_period > 0
 
 
 def _next_small_seconds(before: float, measured: float) -> float:

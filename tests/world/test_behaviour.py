@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from worlds import SEVERAL_NODES
 
 import daso
+from daso.comm.engine import Engine
 from daso.errors import (
     ConfigError,
     ExchangeError,
@@ -68,6 +69,25 @@ def test_wrapping_changes_nothing_but_makes_all_ranks_equal_to_rank_0(topology, 
     if rank_info.rank == 0:
         assert bits(model) == before
     optimizer.close()
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+def test_ranks_rest_until_all_have_come(topology, rank_info, monkeypatch):
+    naps, rest = [], Engine._rest
+    monkeypatch.setattr(Engine, "_rest", lambda engine, handle: _noted(naps, rest(engine, handle)))
+    model = small()
+    with wrap(topology, model, policy=daso.Fixed(2, 1)) as optimizer:
+        for step in range(8):
+            time.sleep(0.04 if rank_info.rank == 0 else 0.02)
+            train(topology, model, optimizer, 1, step)
+        told = optimizer.report()["measurements"]["step_seconds"]
+        assert 0.01 < told < 1
+        assert any(naps)
+
+
+def _noted(notes, value):
+    notes.append(value)
+    return value
 
 
 def test_frozen_layers_start_as_rank_0s_too(topology, rank_info):

@@ -148,11 +148,12 @@ def test_small_tensors_go_between_two_exchanges_of_everything_and_delay_none(ski
 
 
 @pytest.mark.parametrize(
-    ("share", "wait", "goes"), [(0.2, 4, True), (0.2, 5, False), (0, 1, False)]
+    ("share", "wait", "period", "goes"),
+    [(0.2, 4, 2, True), (0.2, 5, 2, False), (0, 1, 2, False), (0.2, 4, 0, False)],
 )
-def test_small_tensors_that_take_longer_than_they_may_do_not_go_alone(share, wait, goes):
+def test_small_tensors_that_take_longer_than_they_may_do_not_go_alone(share, wait, period, goes):
     policy = Fixed(32, wait)
-    state, small = replace(policy.start(), small_share=share), 0
+    state, small = replace(policy.start(), small_share=share, small_period=period), 0
     for _ in range(64):
         acts, state = after_batch(policy, state)
         small += SEND_SMALL in acts
