@@ -232,7 +232,7 @@ class Auto:
     Where skip is long, nodes that train by SGD drift apart first, and lose most by it, in the small
     tensors of a model: early convolutions, norms, biases. So those of the smallest sizes that make
     up a 16th of its numbers at most are exchanged by themselves, too, at every second or third
-    batch, where that is over within one and takes no more than twice ``budget``, which is theirs
+    batch, where that is over within two and takes no more than twice ``budget``, which is theirs
     beside that of everything: each takes some 3 ms of a core, whatever there is to send. Not where
     steps are restored, as Adam's are.
 

@@ -48,7 +48,7 @@ MOST_BATCHES = 64
 MEASURE_FIRST = (2, 5)  # batches of a run after which that is measured too
 SMALL_PERIOD = 2  # batches from one exchange of small tensors to the next, at least
 SMALL_MEMORY = 0.9  # of what one takes, from one exchange of everything to the next without any
-SMALL_WAIT = 1  # batches that one may take
+SMALL_WAIT = 2  # batches that one may take: with fewer, ranks wait more for who is slow for once
 
 
 class Action(Enum):
@@ -294,7 +294,7 @@ def rejoin(progress: Sequence[Progress], rank: int) -> Rejoined:
 
 def _exchange(state: State) -> tuple[tuple[Action, ...], State]:
     acts: tuple[Action, ...] = ()
-    wait = SMALL_WAIT if state.small_in_flight else state.wait
+    wait, idle = SMALL_WAIT if state.small_in_flight else state.wait, state.sent is None
     if state.sent is not None and state.batch - state.sent >= wait:
         acts, state = (Action.RECEIVE,), replace(state, sent=None)
     if state.sent is None and state.batch - state.last >= state.skip:
@@ -307,8 +307,9 @@ def _exchange(state: State) -> tuple[tuple[Action, ...], State]:
         )
         if state.wait == 0:
             acts, state = (*acts, Action.RECEIVE), replace(state, sent=None)
-    elif not acts and _is_small_due(state):  # a batch that merges has enough to do
-        acts = (Action.SEND_SMALL,)
+    elif (idle or state.small_in_flight) and _is_small_due(state):
+        # Not in a batch that merges everything, which has enough to do.
+        acts = (*acts, Action.SEND_SMALL)
         state = replace(state, sent=state.batch, small_last=state.batch, small_in_flight=True)
     return acts, state
 

@@ -114,7 +114,7 @@ def test_a_run_resumed_with_small_tensors_in_flight_has_the_same_bits(topology, 
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
             rest = train(model, optimizer, rank, range(cut, 24))
-            assert optimizer.report()["small_exchanges"] == 8  # after 2, 4, 6, 12, 14, 16, 21, 23
+            assert optimizer.report()["small_exchanges"] == 7  # after 2, 4, 6, 12, 14, 16, 21
         for mine, before in zip(rest, whole[cut:], strict=True):
             assert all(map(torch.equal, mine, before))
 

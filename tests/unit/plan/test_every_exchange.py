@@ -149,7 +149,7 @@ def test_small_tensors_go_between_two_exchanges_of_everything_and_delay_none(ski
 
 @pytest.mark.parametrize(
     ("share", "wait", "period", "goes"),
-    [(0.2, 4, 2, True), (0.2, 5, 2, False), (0, 1, 2, False), (0.2, 4, 0, False)],
+    [(0.2, 8, 2, True), (0.2, 9, 2, False), (0, 1, 2, False), (0.2, 8, 0, False)],
 )
 def test_small_tensors_that_take_longer_than_they_may_do_not_go_alone(share, wait, period, goes):
     policy = Fixed(32, wait)
