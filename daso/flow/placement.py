@@ -107,7 +107,7 @@ class _Metered(Worker):
 
     def _behind(self, node: int, back: bool, key: Key, causes: set[int]) -> set[int]:
         """Return the tasks behind what a node that shows the way will send for a message."""
-        one = self.nodes.get(node)
+        one = self.here.nodes.get(node)
         if isinstance(one, Group) and not back:
             self._held[node, key] = causes  # until its group is complete: see `_note`
             return causes
@@ -120,10 +120,10 @@ class _Metered(Worker):
     def _note(self, node: int, emit: Emit, behind: set[int]) -> None:
         """Note what crosses to the next node, and the tasks behind it."""
         back, port, key, payload = emit
-        one = self.nodes.get(node)
+        one = self.here.nodes.get(node)
         if isinstance(one, Group) and not back:
             behind = set().union(*(self._held.pop((node, member)) for member in one.cache[key]))
-        to, into = self._ways[node, back, port]
+        to, into = self.here.ways[node, back, port]
         self._causes[to, back, into, key] = set(behind)
         self.measured.messages[node, to] += 1
         self.measured.samples[node, to] = Message(to, back, into, key, payload, NO_TICKET)

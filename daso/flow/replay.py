@@ -149,7 +149,7 @@ def _replay_epoch(
                 "logs must be those of one epoch with these instances, but something that was "
                 "computed could not have been"
             )
-    for one in chain.from_iterable(worker.nodes.values() for worker in workers):
+    for one in chain.from_iterable(worker.here.nodes.values() for worker in workers):
         if isinstance(one, Compute):
             one.settle()
     _average(wiring, logs[0].ranks_of, weights)

@@ -304,7 +304,7 @@ class Runtime:
         worker = Worker(
             self._wiring, nodes, ranks_of, rank_info, post, all_, controller, watch, drawn
         )
-        watch.waiting = worker.waiting
+        watch.waiting = worker.here.waiting
         worker.log = [] if self._logs and trains else None
         return _Loop(worker, all_, controller, post)
 
@@ -315,7 +315,7 @@ class Runtime:
 
     def _settle(self, loop: "_Loop", count: int) -> None:
         """Take in what is left of gradients, and let replicas and other nodes meet."""
-        nodes, log = loop.worker.nodes, loop.worker.log
+        nodes, log = loop.worker.here.nodes, loop.worker.log
         left = [one.node.name for one in nodes.values() if one.cache]
         if left:
             raise FlowError(

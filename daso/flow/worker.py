@@ -6,6 +6,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -131,6 +132,7 @@ class FinishedInstances:
         self._told = [0] * world_size  # how many instances each rank was told to be finished
         self.heard = 0  # instances, as far as this rank was told
         self._ranks_of_lane: dict[int, Sequence[int]] = {}
+        self._early: list[Message] = []  # of instances that came in after one not yet told of
 
     def ranks_of_lane(self, lane: int) -> Sequence[int]:
         """Return the ranks that have to do with instances of a lane."""
@@ -151,9 +153,70 @@ class FinishedInstances:
         """Return what an instance that comes in now comes after."""
         return Ticket(lane, tuple(self._told[rank] for rank in self.ranks_of_lane(lane)))
 
-    def is_early(self, ticket: Ticket) -> bool:
-        """Whether this rank is yet to be told of instances that a message comes after."""
-        return ticket.after[self.ranks_of_lane(ticket.lane).index(self._rank)] > self.heard
+    def holds(self, message: Message) -> bool:
+        """Keep a message if this rank is yet to be told of instances that it comes after."""
+        lane, after = message.ticket
+        if after[self.ranks_of_lane(lane).index(self._rank)] <= self.heard:
+            return False
+        self._early.append(message)
+        return True
+
+    def hear(self) -> Sequence[Message]:
+        """Count an instance that was finished; return what was kept until then."""
+        self.heard += 1
+        early, self._early = self._early, []
+        return early
+
+
+@dataclass(frozen=True, slots=True)
+class LocalNodes:
+    """The nodes of one rank, and where messages go from there."""
+
+    wiring: Wiring
+    rank: int
+    nodes: Mapping[int, Base]  # by index
+    ranks_of: Sequence[Sequence[int]]  # every node
+    # Where messages go from a node, backward or not, by a port: to which, and its port.
+    ways: Mapping[tuple[int, bool, int], tuple[int, int]]
+    alone: frozenset[int]  # nodes that no other rank has
+    routes: Mapping[int, Route]
+    computes: Mapping[int, Compute]
+
+    @classmethod
+    def of(
+        cls,
+        wiring: Wiring,
+        rank: int,
+        nodes: Mapping[int, Base],
+        ranks_of: Sequence[Sequence[int]],
+    ) -> "LocalNodes":
+        """Sort the nodes of a rank by what they do."""
+        alone = frozenset(n for n, ranks in enumerate(ranks_of) if tuple(ranks) == (rank,))
+        routes = {n: one for n, one in nodes.items() if isinstance(one, Route)}
+        computes = {n: one for n, one in nodes.items() if isinstance(one, Compute)}
+        return cls(wiring, rank, nodes, ranks_of, _ways(wiring), alone, routes, computes)
+
+    def waiting(self) -> list[str]:
+        """Return what nodes wait for, for people."""
+        return [
+            f"{one.node.kind} {one.node.name!r} has {len(parts)} of the messages that it waits for "
+            f"with state {key[1:]} of instance {key[0]}"
+            for one in self.nodes.values()
+            for key, parts in one.open.items()
+        ]
+
+    def fail(self, messages: Sequence[Message], error: Exception) -> NoReturn:
+        """Say which node failed, for one of these messages."""
+        if isinstance(error, DasoError):
+            raise error
+        message, *others = messages
+        more = f", or one of {len(others)} more that were computed with it" if others else ""
+        node = self.wiring.nodes[message.node]
+        way = "backward" if message.back else "forward"
+        raise FlowError(
+            f"{node.kind} {node.name!r} must not fail, but its {way} did, for instance "
+            f"{message.key[0]}, state {message.key[1:]}{more}: {type(error).__name__}: {error}"
+        ) from error
 
 
 class Worker:
@@ -183,19 +246,14 @@ class Worker:
         watch: "Watch",
         shuffled: random.Random | None = None,
     ) -> None:
-        self.nodes, self._wiring, self._ranks_of = nodes, wiring, ranks_of
-        self._rank, self._world_size, self._post = rank_info.rank, rank_info.world_size, post
+        self.here = LocalNodes.of(wiring, rank_info.rank, nodes, ranks_of)
+        self._world_size, self._post = rank_info.world_size, post
         self._all, self._controller, self._watch = all_, controller, watch
-        self._ways = _ways(wiring)
-        self._alone = {n for n, ranks in enumerate(ranks_of) if tuple(ranks) == (self._rank,)}
-        self._routes = {n: one for n, one in nodes.items() if isinstance(one, Route)}
-        self._computes = {n: one for n, one in nodes.items() if isinstance(one, Compute)}
         self._ready = ReadyMessages(wiring, shuffled)
         self._instances = FinishedInstances(
             rank_info.rank, rank_info.world_size, ranks_of, hears_all=watch.hears_all
         )
         self._tickets: dict[int, Ticket] = {}  # of instances that are under way here
-        self._early: list[Message] = []  # of instances that came in after one not yet told of
         self._due = 0  # batches of instances that are full
         self._over = False
         self._looks_at = self._exchanges_at = 0.0  # seconds of the clock
@@ -246,7 +304,7 @@ class Worker:
             number = controller.admitted
             messages = controller.admit(self._all.instances(number))
             self._tickets[number] = self._instances.ticket(controller.lane_of[-1])
-            self._send_on(self._wiring.source, [(False, 0, *message) for message in messages])
+            self._send_on(self.here.wiring.source, [(False, 0, *message) for message in messages])
         else:
             return False
         return True
@@ -274,17 +332,8 @@ class Worker:
             self._looks_at = now + LOOK_SECONDS
             self._watch.look(now - came_at)
 
-    def waiting(self) -> list[str]:
-        """Return what nodes of this rank wait for, for people."""
-        return [
-            f"{one.node.kind} {one.node.name!r} has {len(parts)} of the messages that it waits for "
-            f"with state {key[1:]} of instance {key[0]}"
-            for one in self.nodes.values()
-            for key, parts in one.open.items()
-        ]
-
     def _stuck(self) -> str:
-        waits = self.waiting() or ["no node waits for anything"]
+        waits = self.here.waiting() or ["no node waits for anything"]
         return f"every instance must come to an end, but nothing moves: {'; '.join(waits[:3])}"
 
     # --- messages ----------------------------------------------------------------------------
@@ -295,15 +344,13 @@ class Worker:
             self._over = True
         elif message.node == FINISHED:
             self._finish(message.key[0])
-        elif self._instances.is_early(message.ticket):
-            self._early.append(message)
-        else:
+        elif not self._instances.holds(message):
             self._enter(message)
 
     def _enter(self, message: Message) -> None:
         """Queue what is to be computed; let the rest go on at once."""
         self._tickets[message.key[0]] = message.ticket
-        if message.node in self._computes:
+        if message.node in self.here.computes:
             self._queue(message)
         else:
             self._send_on(message.node, self._go_through(*message[:5]))
@@ -315,20 +362,20 @@ class Worker:
         self, node: int, back: bool, port: int, key: Key, payload: Payload
     ) -> Sequence[Emit]:
         """Return what leaves a node that only shows the way; nothing leaves the source again."""
-        one = self._routes.get(node)
+        one = self.here.routes.get(node)
         if one is None:
             self._come_back(key[0])
             return ()
         try:
             return one.backward(port, key, payload) if back else one.forward(port, key, payload)
         except Exception as error:
-            self._fail([Message(node, back, port, key, payload, NO_TICKET)], error)
+            self.here.fail([Message(node, back, port, key, payload, NO_TICKET)], error)
 
     def compute(self, messages: Sequence[Message]) -> None:
         """Compute messages of one node together."""
         start = time.perf_counter()
         node, back = messages[0].node, messages[0].back
-        one = self._computes[node]
+        one = self.here.computes[node]
         keys = [message.key for message in messages]
         payloads = [message.payload for message in messages]
         try:
@@ -339,7 +386,7 @@ class Worker:
                     self._ready.note_forward(node, keys)
                 emits = one.forward(keys, payloads)
         except Exception as error:
-            self._fail([m for m in messages if m.key == one.at] or messages, error)
+            self.here.fail([m for m in messages if m.key == one.at] or messages, error)
         if self.log is not None:
             self.log.append(TaskRecord(node, back, tuple(keys)))
         self._send_on(node, emits)
@@ -348,31 +395,19 @@ class Worker:
         self._look_after(now, now)
         trace.record(trace.BACKWARD if back else trace.FORWARD, start, key=node)
 
-    def _fail(self, messages: Sequence[Message], error: Exception) -> NoReturn:
-        """Say which node failed, for one of these messages."""
-        if isinstance(error, DasoError):
-            raise error
-        message, *others = messages
-        more = f", or one of {len(others)} more that were computed with it" if others else ""
-        node = self._wiring.nodes[message.node]
-        way = "backward" if message.back else "forward"
-        raise FlowError(
-            f"{node.kind} {node.name!r} must not fail, but its {way} did, for instance "
-            f"{message.key[0]}, state {message.key[1:]}{more}: {type(error).__name__}: {error}"
-        ) from error
-
     def _send_on(self, node: int, emits: Sequence[Emit]) -> None:
         """Let what a node emits go on, to queues and other ranks, by the nodes that show the way.
 
         Whatever the length of that way, nothing is queued on it.
         """
-        ways, alone, computes, tickets = self._ways, self._alone, self._computes, self._tickets
+        here, tickets = self.here, self._tickets
+        ways, alone, computes = here.ways, here.alone, here.computes
         left = deque([(node, emits)])
         while left:
             node, emits = left.popleft()
             for back, port, key, payload in emits:
                 to, into = ways[node, back, port]
-                if to not in alone and (rank := self._rank_for(to, key)) != self._rank:
+                if to not in alone and (rank := self._rank_for(to, key)) != here.rank:
                     assert self._post is not None
                     message = Message(to, back, into, key, payload, tickets[key[0]])
                     self._post.put(rank, message)
@@ -383,7 +418,7 @@ class Worker:
 
     def _rank_for(self, node: int, key: Key) -> int:
         """Return to which rank of a node an instance goes."""
-        return rank_of(self._ranks_of[node], self._tickets[key[0]].lane)
+        return rank_of(self.here.ranks_of[node], self._tickets[key[0]].lane)
 
     # --- instances ---------------------------------------------------------------------------
 
@@ -396,20 +431,19 @@ class Worker:
     def _tell_finished(self, number: int, lane: int) -> None:
         """Tell the ranks that have to do with it."""
         for rank in self._instances.tell(lane):
-            if rank == self._rank:
+            if rank == self.here.rank:
                 self._finish(number)
             else:
                 self._put(rank, FINISHED, (number,))
 
     def _finish(self, number: int) -> None:
-        self._instances.heard += 1
+        early = self._instances.hear()
         if self.log is not None:
             self.log.append(TaskRecord(FINISHED, False, ((number,),)))
         self._tickets.pop(number, None)
-        for one in self._computes.values():
+        for one in self.here.computes.values():
             one.finish(number)
         self._due += self._watch.is_due()
-        early, self._early = self._early, []
         for message in early:
             self._deliver(message)
 
@@ -420,7 +454,7 @@ class Worker:
         for _ in range(self._due):
             self._watch.exchange()
         self._due = 0
-        for one in self._computes.values():
+        for one in self.here.computes.values():
             one.take_up()
 
     def _put(self, rank: int, what: int, key: Key) -> None:
@@ -429,7 +463,7 @@ class Worker:
 
 
 def _ways(wiring: Wiring) -> dict[tuple[int, bool, int], tuple[int, int]]:
-    """Return where messages go from a node, backward or not, by a port: to which, and its port."""
+    """Return where messages go; see `LocalNodes.ways`."""
     ways = {(e.source, False, e.out): (e.target, e.into) for e in wiring.edges}
     return ways | {(e.target, True, e.into): _behind_conds(wiring, e) for e in wiring.edges}
 

@@ -61,6 +61,47 @@ def _occupied_seconds(
     return float(getattr(result, "made_seconds", 0.0)) + link.seconds(sent, rounds)
 
 
+class Communicators:
+    """What ranks of a model speak over, each kind of word on a communicator of its own.
+
+    Meetings, votes of exchanges and words beside them do not mix: ranks that are out of step wait,
+    each in its own, until the watchdog raises, instead of matching what is another's. Means that
+    end in another order on each rank do not share one either.
+
+    Args:
+        topology: Who is where.
+        abreast: Means that may end in any order.
+
+    Collective over the world; blocking.
+    """
+
+    def __init__(self, topology: Topology, abreast: int) -> None:
+        self.world, self.votes = topology.world_comm.Dup(), topology.world_comm.Dup()
+        self.asides, self.turns = topology.world_comm.Dup(), topology.world_comm.Dup()
+        self.lane = _copy_of_lane(topology)
+        self.slots = [self.lane, *(_copy_of_lane(topology) for _ in range(1, abreast))]
+
+    @property
+    def _all(self) -> "tuple[MPI.Comm, ...]":
+        return (*self.slots, self.world, self.votes, self.asides, self.turns)
+
+    def revoke(self) -> None:
+        """Let nobody wait for this rank on them any more. Does not block."""
+        revoke(self._all)
+
+    def free(self) -> None:
+        """Give them back. Collective over the world; blocking."""
+        null = load().COMM_NULL
+        for comm in self._all:
+            if comm != null:
+                comm.Free()
+
+
+def _copy_of_lane(topology: Topology) -> "MPI.Comm":
+    lane = topology.lane_comm
+    return lane if lane == load().COMM_NULL else lane.Dup()
+
+
 class Channels:
     """The engine with its own communicators, and the exchanges that run on them.
 
@@ -76,14 +117,8 @@ class Channels:
     def __init__(self, topology: Topology, settings: Settings, replicas: Topology) -> None:
         self.rank_info, self.settings, self._topology = replicas.rank_info, settings, topology
         self._link = link = emulated_link()
-        # Meetings, votes of exchanges and words beside them do not mix: ranks that are out of step
-        # wait, each in its own, until the watchdog raises, instead of matching what is another's.
-        self.world, self._votes = topology.world_comm.Dup(), topology.world_comm.Dup()
-        self._asides, self.turns = topology.world_comm.Dup(), topology.world_comm.Dup()
-        self.lane = self._lane_of(topology)
-        # Means that end in another order on each rank must not share a communicator.
         self.abreast = 1 if settings.gradients.reducer == "bucketed" else ABREAST
-        self._slots = [self.lane, *(self._lane_of(topology) for _ in range(1, self.abreast))]
+        self.comms = Communicators(topology, self.abreast)
         self.watchdog, self._liveness = StepWatchdog(topology.world_comm), topology.liveness
         self.missing = self._liveness.missing
         takes = (
@@ -97,17 +132,10 @@ class Channels:
         # Where they were measured: what suits links, and what messages cost.
         self.route: AllReducePlan | None = None
         self.costs: LinkCosts | None = None
-        self._rooms = [BufferPool(window(self.rank_info.nodes)) for _ in self._slots]
+        self._rooms = [BufferPool(window(self.rank_info.nodes)) for _ in self.comms.slots]
         self._gradient_means: dict[
             tuple[torch.dtype, int, AllReducePlan], DeterministicAllReduce
         ] = {}
-
-    def _lane_of(self, topology: Topology) -> "MPI.Comm":
-        return (
-            topology.lane_comm
-            if topology.lane_comm == load().COMM_NULL
-            else topology.lane_comm.Dup()
-        )
 
     @property
     def leads(self) -> bool:
@@ -134,7 +162,7 @@ class Channels:
         if algorithm == "planned":
             self.route = self.engine.run(self.measure_links())
         elif depends_on_costs(algorithm, self.rank_info.nodes):
-            self.costs = self.engine.run(link_costs(self.lane, self.world))
+            self.costs = self.engine.run(link_costs(self.comms.lane, self.comms.world))
 
     def measured_costs(self) -> LinkCosts:
         """Return what messages cost, measured once. Collective over the world; blocking."""
@@ -142,7 +170,7 @@ class Channels:
         if link is not None:
             return LinkCosts(link.latency_seconds, 1 / link.bytes_per_second)
         if self.costs is None:
-            self.costs = self.engine.run(link_costs(self.lane, self.world))
+            self.costs = self.engine.run(link_costs(self.comms.lane, self.comms.world))
         return self.costs
 
     def forget_means(self) -> None:
@@ -155,7 +183,7 @@ class Channels:
         Collective over the world; non-blocking, as work for the engine.
         """
         nodes, node = self.rank_info.nodes, self.rank_info.node
-        return plan_routes((yield from link_rates(self.lane, self.world, node, nodes)))
+        return plan_routes((yield from link_rates(self.comms.lane, self.comms.world, node, nodes)))
 
     def ordered(
         self,
@@ -167,7 +195,7 @@ class Channels:
         """Return an exchange over this rank's lane in which every node counts by its ranks."""
         weights = node_weights(self.rank_info.node_sizes)
         return deterministic_allreduce(
-            self.lane, codec, weights, sum(weights), rounded, where, plan=plan
+            self.comms.lane, codec, weights, sum(weights), rounded, where, plan=plan
         )
 
     def compressor(
@@ -183,7 +211,14 @@ class Channels:
             plan=self.plan,
             chunk_bytes=self.settings.exchange.chunk_bytes,
             ordered=lambda codec, rounded, where, plan: deterministic_allreduce(
-                *(self.lane, codec, [1] * rank_info.nodes, rank_info.world_size, rounded, where),
+                *(
+                    self.comms.lane,
+                    codec,
+                    [1] * rank_info.nodes,
+                    rank_info.world_size,
+                    rounded,
+                    where,
+                ),
                 of_gradients=True,
                 plan=plan,
             ),
@@ -212,14 +247,19 @@ class Channels:
         plan = self.plan(total.nbytes)
         chunks = plan.chunks(total.numel(), self.settings.exchange.chunk_bytes // total.itemsize)
         if self.settings.by_mpi:
-            comm, rooms = self._slots[slot], self._rooms[slot]
+            comm, rooms = self.comms.slots[slot], self._rooms[slot]
             whole_chunks = [[whole(parts)] for parts in chunks]
             return iallreduce(comm, Row(total), whole_chunks, 1, self.rank_info.world_size, rooms)
         key = total.dtype, slot, plan
         if key not in self._gradient_means:
             codec = Cast(total.dtype, total.dtype)
             self._gradient_means[key] = deterministic_allreduce(
-                *(self._slots[slot], codec, [1] * self.rank_info.nodes, self.rank_info.world_size),
+                *(
+                    self.comms.slots[slot],
+                    codec,
+                    [1] * self.rank_info.nodes,
+                    self.rank_info.world_size,
+                ),
                 plan=plan,
             )
         return self._gradient_means[key].run(Row(total), chunks)
@@ -231,8 +271,8 @@ class Channels:
         sums = torch.tensor(tally.encode(), dtype=torch.float64, device="cpu")
         yield Arrival(
             [
-                self._votes.Iallreduce(mpi.IN_PLACE, sum_buffer(most), op=mpi.MAX),
-                self._votes.Iallreduce(mpi.IN_PLACE, sum_buffer(sums), op=mpi.SUM),
+                self.comms.votes.Iallreduce(mpi.IN_PLACE, sum_buffer(most), op=mpi.MAX),
+                self.comms.votes.Iallreduce(mpi.IN_PLACE, sum_buffer(sums), op=mpi.SUM),
             ]
         )
         return Header.decode(most.tolist()), Tally(*sums.tolist())
@@ -242,7 +282,7 @@ class Channels:
 
         Collective over the world; non-blocking, as work for the engine.
         """
-        return self._gather(self.world, number)
+        return self._gather(self.comms.world, number)
 
     def _gather(self, comm: "MPI.Comm", number: float) -> Work[list[float]]:
         mine = torch.tensor([number], dtype=torch.float64, device="cpu")
@@ -256,7 +296,7 @@ class Channels:
         Collective over the world; non-blocking, as work for the engine.
         """
         row = torch.tensor([number, -number], dtype=torch.float64, device="cpu")
-        yield [self.world.Iallreduce(load().IN_PLACE, sum_buffer(row), op=load().MAX)]
+        yield [self.comms.world.Iallreduce(load().IN_PLACE, sum_buffer(row), op=load().MAX)]
         highest, minus_lowest = row.tolist()
         return -minus_lowest, highest
 
@@ -265,14 +305,14 @@ class Channels:
 
         Collective over the world; non-blocking, as work for the engine.
         """
-        return (yield from self._first(self.world, number))
+        return (yield from self._first(self.comms.world, number))
 
     def first_of_lane(self, number: float) -> Work[float]:
         """Return the number of the first node's rank of this lane.
 
         Collective over the lane; non-blocking, as work for the engine.
         """
-        return (yield from self._first(self.lane, number))
+        return (yield from self._first(self.comms.lane, number))
 
     def _first(self, comm: "MPI.Comm", number: float) -> Work[float]:
         row = torch.tensor([number], dtype=torch.float64, device="cpu")
@@ -281,11 +321,11 @@ class Channels:
 
     def gather_aside(self, number: float) -> Work[list[float]]:
         """Do what `gather` does, apart from meetings."""
-        return self._gather(self._asides, number)
+        return self._gather(self.comms.asides, number)
 
     def lose(self) -> None:
         """Let nobody wait for this rank here any more, and stop the engine. Does not block long."""
-        revoke((*self._slots, self.world, self._votes, self._asides, self.turns))
+        self.comms.revoke()
         self.watchdog.revoke()
         self.engine.abandon()
 
@@ -295,9 +335,6 @@ class Channels:
             return False
         timeout_seconds = self.settings.exchange.timeout_seconds
         self._topology.rendezvous("close an optimizer", timeout_seconds)
-        mpi = load()
-        for comm in (*self._slots, self.world, self._votes, self._asides, self.turns):
-            if comm != mpi.COMM_NULL:
-                comm.Free()
+        self.comms.free()
         self.watchdog.free()
         return True

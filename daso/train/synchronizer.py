@@ -14,28 +14,25 @@ import torch
 from daso import trace
 from daso.comm.collectives import first_value, gather_in_node
 from daso.comm.emulation import stretch
-from daso.comm.engine import Work, WorkHandle
 from daso.comm.health.survivors import raise_where_lost
-from daso.comm.node.base import NodeTransport
 from daso.comm.node.select import choose_node
 from daso.comm.step_timer import HostTimestamp
 from daso.comm.topology import Topology
 from daso.errors import ConfigError, ExchangeError, NonFiniteError
 from daso.plan.bucket_search import BucketSizeSearch
 from daso.plan.cost_model import efficient_portion_bytes
-from daso.plan.layout import split
 from daso.plan.options import MiB, Settings
 from daso.plan.schedule import Action, Measurements, State
 from daso.train.channels import Channels
 from daso.train.coordinator import Coordinator
 from daso.train.deltas.exchange import Exchanges
 from daso.train.deltas.outer import MakeOuter
+from daso.train.gradients.averaging import GradientAveraging
 from daso.train.gradients.bucket_tuner import BucketTuner, first_size
-from daso.train.gradients.buckets import Bucket, Cuts, Finish
-from daso.train.gradients.compression import Averaged
+from daso.train.gradients.buckets import Cuts
 from daso.train.gradients.host_reducer import HostReducer
 from daso.train.gradients.layerwise_step import INSTEAD, LayerwiseStep
-from daso.train.gradients.reducer import BackwardCallbacks, GradientReducer, ReducePlan
+from daso.train.gradients.reducer import BackwardCallbacks, GradientReducer
 from daso.train.inner.grad_scaler import Scaling, is_probe
 from daso.train.metrics import Metrics
 from daso.train.misuse import has_batch_norm
@@ -73,29 +70,25 @@ class Synchronizer:
         outer: MakeOuter | None = None,
         absorbs: Callable[[Exception], bool] = lambda _: False,
     ) -> None:
-        self.replicas = start_alike(trained, topology, settings)
+        replicas = start_alike(trained, topology, settings)
         self.trained, self.topology, self.settings = trained, topology, settings
         self.metrics, self.changes = metrics, ParameterChanges(trained)
-        self.channels = Channels(topology, settings, self.replicas)
-        self.coordinator = Coordinator(
-            trained, topology, self.replicas, self.channels, self.metrics
-        )
-        self._background = make_background(self.channels, metrics, settings)
+        self.channels = Channels(topology, settings, replicas)
+        self.coordinator = Coordinator(trained, topology, replicas, self.channels, metrics)
         self.over: str | None = None  # why it can do nothing any more
         self._batch = 0  # steps taken
-        # Whether gradients are averaged between nodes, and on a narrow wire; steps are taken layer
-        # by layer; and whether this looked around.
-        self._synchronous = self._compresses = self._by_layers = self._looked = False
+        self._looked = False  # around, at the first step
+        self.averaging, portion_bytes = self._open_averaging(replicas)
         bucket_bytes, search = first_size(
             settings,
             sum(p.nbytes for _, p in trained.local),
             on_gpu=trained.device.type == "cuda",
-            portion_bytes=self._portion_bytes(),
+            portion_bytes=portion_bytes,
         )
         self.buckets = GradientReducer(
             trained.local,
-            self._choose_node(),
-            self._reduce_plan(between=False),
+            self.averaging.node,
+            self.averaging.plan(between=False),
             bucket_bytes=bucket_bytes,
             same_order=self.coordinator.same_order,
             callbacks=BackwardCallbacks(
@@ -103,8 +96,6 @@ class Synchronizer:
             ),
             cuts=CUTS[settings.gradients.reducer],
         )
-        wire = settings.gradient_wire(hidden=True)
-        self.compressor = self.channels.compressor(wire, self.buckets.node, trained.device)
         self.layers = self._layers()
         self._tuner = self._make_tuner(search)
         self._stretch = stretch()
@@ -113,11 +104,33 @@ class Synchronizer:
             if topology.nodes > 1:
                 self.exchanges = Exchanges(self.coordinator, self.buckets.node, outer)
         except Exception:  # no memory: leave the user's model without hooks
-            self._close_background()
+            self.averaging.close()
             self.channels.engine.close()
             self.buckets.node.abandon()
             self._unhook()
             raise
+
+    def _open_averaging(self, replicas: Topology) -> tuple[GradientAveraging, int | None]:
+        """Return what averages gradients, and `_portion_bytes`; give back what is held on errors.
+
+        Collective over the world; blocking.
+        """
+        background = make_background(self.channels, self.metrics, self.settings)
+        try:
+            portion_bytes = self._portion_bytes()
+            node = choose_node(
+                replicas,
+                self.trained.device,
+                self.settings.gradients.reducer,
+                self.settings.exchange.timeout_seconds,
+                self.channels.late,
+            )
+        except Exception:
+            if background is not None:
+                background.close()
+            self.channels.engine.close()
+            raise
+        return GradientAveraging(self.coordinator, node, background), portion_bytes
 
     def _portion_bytes(self) -> int | None:
         """Return how large portions are, where that follows from what messages cost.
@@ -127,12 +140,7 @@ class Synchronizer:
         gradients = self.settings.gradients
         if not gradients.sizes_portions or self.topology.nodes == 1:
             return None
-        try:
-            costs = self.channels.measured_costs()
-        except Exception:
-            self._close_background()
-            self.channels.engine.close()
-            raise
+        costs = self.channels.measured_costs()
         return efficient_portion_bytes(gradients.link_efficiency, self.channels.plan(MiB), costs)
 
     def _others_average(self) -> bool:
@@ -143,22 +151,6 @@ class Synchronizer:
         if self.coordinator.is_sharded:
             return self.trained.device.type != "cpu"
         return bool(self.coordinator.ddps.around())
-
-    def _choose_node(self) -> NodeTransport:
-        """Return the transport inside the node; where it cannot start, give back what is held."""
-        settings = self.settings
-        try:
-            return choose_node(
-                self.replicas,
-                self.trained.device,
-                settings.gradients.reducer,
-                settings.exchange.timeout_seconds,
-                self.channels.late,
-            )
-        except Exception:
-            self._close_background()
-            self.channels.engine.close()
-            raise
 
     def _make_tuner(self, search: BucketSizeSearch | None) -> BucketTuner | None:
         """Return what searches the size of buckets; None where it is given."""
@@ -175,7 +167,7 @@ class Synchronizer:
                 self.trained, self.buckets, self.coordinator.count_drop, self.metrics.good
             )
         # Of gradients that stay in the node nobody looks whether they are finite.
-        inside = isinstance(self._background, HostReducer)
+        inside = isinstance(self.averaging.background, HostReducer)
         return LayerwiseStep(self.trained, self.buckets) if inside else None
 
     def start_watch(self) -> None:
@@ -189,66 +181,12 @@ class Synchronizer:
         """Take over the schedule's state: it says where gradients are averaged from now on."""
         self.metrics.epoch, self._batch = state.epoch, state.batch
         self.channels.watchdog.steps = state.batch
-        self._synchronous = state.synchronous and self.topology.nodes > 1
-        self._compresses = self.settings.gradient_wire(hidden=state.hidden) != "fp32"
-        if not (self._synchronous and self._compresses):
-            self.compressor.forget()
-        self._by_layers = state.synchronous and self.layers is not None
+        by_layers = state.synchronous and self.layers is not None
+        self.averaging.enter(state, by_layers=by_layers)
         # Nodes whose GradScalers went apart average between them after unscaling.
         apart = self.metrics.scales_apart and self.layers is None
-        self.buckets.reduce_plan = self._reduce_plan(between=self._synchronous and not apart)
-
-    def _reduce_plan(self, *, between: bool) -> ReducePlan:
-        rank_info, background, whole = (
-            self.replicas.rank_info,
-            self._background,
-            not self._by_layers,
-        )
-        if between and background is not None:
-            return ReducePlan(
-                rank_info.local_size,
-                rank_info.lanes,
-                background=background,
-                world=True,
-                whole=whole,
-            )
-        if between:
-            stay = self._by_device and self.buckets.node.sums_stay
-            return ReducePlan(
-                rank_info.local_size, rank_info.lanes, self._average_between, stay=stay
-            )
-        alone = rank_info.largest_node == 1
-        inside = background if isinstance(background, HostReducer) else None
-        return ReducePlan(
-            rank_info.local_size, rank_info.local_size, background=inside, whole=whole, alone=alone
-        )
-
-    @property
-    def _by_device(self) -> bool:
-        """Whether sums go on between nodes in messages of devices, which some may be left on."""
-        return not self.settings.by_mpi and self.buckets.node.copies is not None
-
-    def _average_between(self, total: torch.Tensor, bucket: Bucket) -> Finish:
-        """Start the mean over the world of a part that holds the sum over this node."""
-        handle: WorkHandle[Any]
-        if self._compresses or self._by_device:
-            handle = self.channels.engine.submit(self._mean_of(total, bucket))
-        else:
-            handle = self.channels.engine.submit(self.channels.gradient_mean(total))
-
-        def finish() -> None:
-            sent = self.coordinator.wait(handle)
-            self.metrics.global_bytes_sent += sent if isinstance(sent, int) else sent.nbytes
-
-        return finish
-
-    def _mean_of(self, total: torch.Tensor, bucket: Bucket) -> Work[Averaged]:
-        """Return the mean of a bucket's part, on a narrow wire or left on its device, as work."""
-        memory, rank_info = bucket.memory, self.replicas.rank_info
-        start, stop = split(memory.flat.numel(), rank_info.lanes)[rank_info.local_rank]
-        flags = [at - start for at in bucket.places if start <= at < stop]
-        key = memory.flat.dtype, bucket.portion.span.start + start
-        return self.compressor.mean(total, key, flags, memory.left, exact=not self._compresses)
+        between = self.averaging.synchronous and not apart
+        self.buckets.reduce_plan = self.averaging.plan(between=between)
 
     # --- one step ----------------------------------------------------------------------------
 
@@ -262,34 +200,29 @@ class Synchronizer:
         """Wait for all gradients that are under way. Collective over the world; blocking."""
         self.flush()
         self.buckets.collect(range(len(self.trained.named)))
-        if self._background is not None:
-            self._background.finish()
+        self.averaging.finish()
 
     def _cut(self, bucket_bytes: int) -> None:
         """Cut buckets anew, between two rounds. Collective over the world; blocking."""
         self.flush()
         self.buckets.cut(bucket_bytes)
-        self.compressor.forget()
+        self.averaging.compressor.forget()
 
     def flush(self) -> None:
         """Take what is left of a step that is taken layer by layer. Collective over the world."""
         if self.layers is not None:
             self.layers.flush()
-        if self._background is not None and not self.buckets.under_way():
-            self._background.finish()
+        if not self.buckets.under_way():
+            self.averaging.finish()
 
     def before_closure(self) -> None:
         """Get ready for a step that calls backward itself."""
         self._begin_step()
-        self._check()
-        self._refuse("closures", self._by_layers)
-        self.buckets.reduce_plan = self._reduce_plan(between=self._synchronous)
-        if self._synchronous:
+        self.averaging.check()
+        self._refuse("closures", self.averaging.by_layers)
+        self.buckets.reduce_plan = self.averaging.plan(between=self.averaging.synchronous)
+        if self.averaging.synchronous:
             self.metrics.good()
-
-    def _check(self) -> None:
-        """Raise what went wrong in other threads since, if anything."""
-        (self._background or self.channels.engine).check()
 
     def _look_around(self) -> None:
         """Look once, at the first step, at what may have been made after this; see `misuse`."""
@@ -322,17 +255,18 @@ class Synchronizer:
         Collective over the world in the sense of the schedule.
         """
         self._begin_step()
-        self._check()
+        self.averaging.check()
         self._look_around()
         if not self.buckets.fresh:
             self.buckets.finish_round()
-        if self.layers is not None and self._by_layers:
+        if self.layers is not None and self.averaging.by_layers:
             self._refuse("GradScalers", scaling.active)
             self.layers.step()
             return False
         finite = scaling.unscale(self.trained.inner)
-        self.metrics.scales_apart |= scaling.active and not self._synchronous
-        if self._synchronous and self.metrics.scales_apart:
+        synchronous = self.averaging.synchronous
+        self.metrics.scales_apart |= scaling.active and not synchronous
+        if synchronous and self.metrics.scales_apart:
             self._average_unscaled()
             finite = self._nonfinite_gradient() is None
         # Without a scaler no scales are apart, whatever was loaded: from the next step on nodes
@@ -343,13 +277,13 @@ class Synchronizer:
         if self.coordinator.is_sharded:  # each rank saw a part
             timeout_seconds = self.settings.exchange.timeout_seconds
             finite = all(gather_in_node(self.topology, float(finite), timeout_seconds))
-        if self._synchronous and finite:
+        if synchronous and finite:
             self.metrics.good()
         return finite
 
     def _gradients_sound(self) -> bool:
         """Tell whether a synchronous step may be taken; its gradients are the same everywhere."""
-        if not self._synchronous:
+        if not self.averaging.synchronous:
             return True
         name = self._nonfinite_gradient()
         if name is None:
@@ -374,9 +308,9 @@ class Synchronizer:
 
     def _average_unscaled(self) -> None:
         """Average node means between nodes, after each node divided by a scale of its own."""
-        self.buckets.reduce_plan = self._reduce_plan(between=True)
+        self.buckets.reduce_plan = self.averaging.plan(between=True)
         self.buckets.finish_round()
-        self.buckets.reduce_plan = self._reduce_plan(between=False)
+        self.buckets.reduce_plan = self.averaging.plan(between=False)
 
     def mean_loss(self, loss: Any) -> Any:
         """Return a loss averaged over the ranks whose gradients are; number or 0-dim tensor.
@@ -384,7 +318,7 @@ class Synchronizer:
         Collective over the node, in synchronous phases over the world; blocking.
         """
         value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        if self._synchronous:
+        if self.averaging.synchronous:
             value = self.coordinator.mean(value)
         else:
             values = gather_in_node(self.topology, value, self.settings.exchange.timeout_seconds)
@@ -426,7 +360,7 @@ class Synchronizer:
 
     def stand_aside(self) -> None:
         """Average nothing until the next batch."""
-        self.buckets.reduce_plan = replace(self._reduce_plan(between=False), alone=True)
+        self.buckets.reduce_plan = replace(self.averaging.plan(between=False), alone=True)
 
     def perform(self, acts: Sequence[Action], state: State) -> Measurements | None:
         """Carry out acts in order, then go on from ``state``; return what was agreed on last."""
@@ -481,7 +415,7 @@ class Synchronizer:
         return {
             "exchanges": None if self.exchanges is None else self.exchanges.state(),
             "counts": self.metrics.state(),
-            "gradients": self.compressor.state() | {"rows": self.buckets.arrangement()},
+            "gradients": self.averaging.compressor.state() | {"rows": self.buckets.arrangement()},
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -490,7 +424,7 @@ class Synchronizer:
             self.exchanges.load(state["exchanges"])
         self.metrics.load(state["counts"])
         self.buckets.arrange(*state["gradients"]["rows"])
-        self.compressor.load(state["gradients"])
+        self.averaging.compressor.load(state["gradients"])
 
     @property
     def exposed_seconds(self) -> float:
@@ -502,7 +436,7 @@ class Synchronizer:
         found = {"node_transport": self.buckets.node.name}
         if self.exchanges is not None:
             found["wire"], found["allreduce"] = self.exchanges.wire, self.exchanges.plan_name
-            found["gradient_wire"] = self.compressor.wire if self._compresses else "fp32"
+            found["gradient_wire"] = self.averaging.wire
             restored = self.exchanges.step_restoration is not None
             found["step_restoration"] = (
                 "a measured gain on the learning rate" if restored else "none"
@@ -521,7 +455,7 @@ class Synchronizer:
         """
         self.over = self.over or "was closed"
         self._unhook()
-        sound = self._close_background()
+        sound = self.averaging.close()
         sound = self.channels.close() and sound  # until here an exchange in flight may go on
         if sound:
             self.buckets.node.free()
@@ -557,18 +491,14 @@ class Synchronizer:
     def sound_steps(self) -> int | None:
         """Return the steps taken, if nothing failed here; None if something did."""
         try:
-            self._check()
+            self.averaging.check()
         except ExchangeError:
             return None
         return self.channels.watchdog.steps
 
-    def _close_background(self) -> bool:
-        return self._background is None or self._background.close()
-
     def abandon(self) -> None:
         """Stop all threads whatever is under way; for the end of the process."""
-        (self._background or self.channels.engine).abandon()
-        self.buckets.node.abandon()
+        self.averaging.abandon()
 
     def _unhook(self) -> None:
         if self.layers is not None:

@@ -137,7 +137,7 @@ class Exchanges:
         problem, channels = None, self.channels
         if self.rank_info.lane is not None and node.copies is not None:
             problem = channels.engine.run(
-                trial(channels.lane, self.coordinator.trained.device, node.copies)
+                trial(channels.comms.lane, self.coordinator.trained.device, node.copies)
             )
         self.coordinator.topology.raise_on_all_ranks(problem, TopologyError)
 

@@ -66,7 +66,7 @@ class PriorityReducer(BackgroundReducer):
         now = _Round(
             len(portions), PriorityQueue(self.order, portions), ConcurrentReductions(self._channels)
         )
-        told = _Turns(self._channels.turns)
+        told = _Turns(self._channels.comms.turns)
         yield partial(self._go_on, now, told)
         return now.abreast.nbytes
 
