@@ -43,14 +43,23 @@ RELAXED_SECONDS = 2e-3
 RELAXATION = 0.01
 # Where only others are waited for, and nobody stands still for it, polls are rare: 200 of them, for
 # a rank that is 80 ms later, took 5 ms of a core, and what they were polls for 1 ms.
-PATIENCE = 1 / 16  # of the time that work may take
+PATIENCE = 1 / 16  # of the time that work may take, for all messages that follow each other
 PATIENT_SECONDS = 5e-3
 QUEUE_LENGTH = 256
 SLOW = 0.25  # of the stall limit: who sent a message so lately is slow
 
 
 class Arrival(list["MPI.Request"]):
-    """Requests that end when all ranks have come as far: until then nothing crosses."""
+    """Requests that end when all ranks have come as far: until then nothing crosses.
+
+    Args:
+        requests: Of MPI.
+        rounds: Messages that follow each other then; each may wait for who rests on its way.
+    """
+
+    def __init__(self, requests: "Sequence[MPI.Request]", rounds: int = 1) -> None:
+        super().__init__(requests)
+        self.rounds = max(1, rounds)
 
 
 def _arrival(
@@ -276,9 +285,9 @@ class Engine:
             seconds = max(seconds, min(RELAXATION * taken, before / 2, RELAXED_SECONDS))
         time.sleep(seconds)
 
-    def _rest(self, handle: WorkHandle[Result]) -> bool:
+    def _rest(self, due_seconds: float, rounds: int) -> bool:
         """Sleep until others may have come, or are waited for; return whether it is for them."""
-        seconds = min(PATIENCE * handle.due_seconds, PATIENT_SECONDS)
+        seconds = min(PATIENCE * due_seconds, PATIENT_SECONDS) / rounds
         self._is_awaited.clear()  # before it is looked for: what comes behind wakes
         if seconds <= POLL_SECONDS or self._stands_still():
             return False
@@ -302,7 +311,8 @@ class Engine:
             while not arrived():
                 if self._abandoned:
                     raise ExchangeError("an exchange was given up while it was under way")
-                if not (isinstance(waited, Arrival) and self._rest(handle)):
+                rests = isinstance(waited, Arrival)
+                if not (rests and self._rest(handle.due_seconds, waited.rounds)):
                     self._nap(handle, max(before, time.perf_counter() - start))
                 if self._late is not None and time.perf_counter() - start > LATE_SECONDS:
                     self._late()

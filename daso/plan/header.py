@@ -30,8 +30,9 @@ class Header:
     # Of a core that training wanted, for the exchange before: the rank's that lost most.
     own_seconds: float = 0.0
     minus_exposed_seconds: float = -math.inf  # of a synchronous step: the rank's that waited least
-    # Of exchanges of small tensors alone since: the rank's that lost least. See `small_seconds`.
-    minus_small_seconds: float = -math.inf
+    # Of exchanges of small tensors alone since: see `small_seconds`.
+    small_own_seconds: float = 0.0  # the rank's that lost most
+    minus_small_exposed_seconds: float = -math.inf  # the rank's that waited least
 
     def encode(self) -> list[float]:
         """Return the numbers in a fixed order."""
@@ -65,7 +66,7 @@ class Header:
     @property
     def small_seconds(self) -> float:
         """Seconds an exchange of small tensors took from training; 0 if nobody measured."""
-        return _finite(-self.minus_small_seconds)
+        return self.small_own_seconds + _finite(-self.minus_small_exposed_seconds)
 
     @property
     def same_lr(self) -> bool:

@@ -351,7 +351,7 @@ class Auto:
     def _small_period(self, state: State, measurements: Measurements) -> int:
         """Batches between exchanges of small tensors, within a budget of their own; 0: none."""
         most = SMALL_BUDGETS * self.budget * measurements.step_seconds
-        if most <= 0:
+        if most <= 0 or not state.small_share:
             return state.small_period
         batches = state.small_seconds / most
         return max(SMALL_PERIOD, math.ceil(batches)) if batches <= SMALL_LONGEST else 0
@@ -392,17 +392,25 @@ class Replay:
     selective: int | None = None
     small: tuple[tuple[int, int], ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.selective is None and any(period for _, period in self.small):
+            raise ConfigError(
+                "Replay.selective must be as the run's policy had it, since small tensors went "
+                "alone in that run, but it is left out; pass selective=policy.selective"
+            )
+
     def start(self) -> State:
         """Return the state before the first batch."""
         _, skip, wait = self.history[0]
-        return State(skip=skip, wait=wait, hidden=0 in self.hidden)
+        period = self.small[0][1] if self.small else SMALL_PERIOD
+        return State(skip=skip, wait=wait, hidden=0 in self.hidden, small_period=period)
 
     def tune_batch(self, state: State) -> State:
         """Do after a batch what was done after it."""
         for batch, skip, wait in self.history[1:]:
             if batch == state.batch:
                 state = replace(state, skip=skip, wait=wait, hidden=batch in self.hidden)
-        for batch, period in self.small:
+        for batch, period in self.small[1:]:
             if batch == state.batch:
                 state = replace(state, small_period=period)
         return state

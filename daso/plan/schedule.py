@@ -83,8 +83,8 @@ class Measurements:
     gradient_seconds: float = 0.0
     # Of a synchronous step, in which the rank that waited least stood still for other nodes.
     exposed_seconds: float = 0.0
-    # That an exchange of small tensors alone takes from training, with what that waits for it, of
-    # the rank that loses least: who waits for a slower one loses nothing.
+    # That an exchange of small tensors alone takes from training: of the rank that loses most, and
+    # what the rank that waits least waits for others: who waits for a slower one loses nothing.
     small_seconds: float = 0.0
 
     def affordable_skip(self, budget: float) -> float:
@@ -195,7 +195,8 @@ def begin(
     policy: Policy, state: State, *, memory: float, may_hide: bool, small_share: float = 0.0
 ) -> State:
     """Return the state in which training begins, or goes on, with an inner optimizer."""
-    state = replace(state, memory=memory, small_share=small_share)
+    period = (state.small_period or SMALL_PERIOD) if small_share else 0
+    state = replace(state, memory=memory, small_share=small_share, small_period=period)
     choose = getattr(policy, "begin", None)
     if not may_hide or choose is None or state.batch or state.epoch:
         return state

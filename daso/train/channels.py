@@ -273,7 +273,8 @@ class Channels:
             [
                 self.comms.votes.Iallreduce(mpi.IN_PLACE, sum_buffer(most), op=mpi.MAX),
                 self.comms.votes.Iallreduce(mpi.IN_PLACE, sum_buffer(sums), op=mpi.SUM),
-            ]
+            ],
+            rounds=vote_rounds(self._topology.world_size) // 2,
         )
         return Header.decode(most.tolist()), Tally(*sums.tolist())
 

@@ -210,14 +210,15 @@ class Session:
         restoration = self.step_restoration
         memory = 0.0 if restoration is None else restoration.memory
         may_hide = restoration is not None and self.setup.settings.may_hide
-        self.schedule = begin(
+        began = begin(
             self.setup.policy,
             self.schedule,
             memory=memory,
             may_hide=may_hide,
             small_share=0.0 if self._exchanges is None else self._exchanges.small_share,
         )
-        if self.schedule.batch == 0:
+        self._take(began)
+        if began.batch == 0:
             self._history = History.of(self.schedule)
 
     def _reopen(self, sync: Synchronizer, *acts: Action) -> None:
@@ -539,8 +540,8 @@ class Session:
             **self._choices(),
             "batches": self.schedule.batch,
             "in_flight": self.schedule.sent is not None,
-            "skip_history": self._history.skip,
-            "small_history": self._history.small,
+            "skip_history": list(self._history.skip),
+            "small_history": list(self._history.small),
             "skip_because": self._why(),
             "gain": self.schedule.gain,
             "measurements": asdict(self.schedule.measurements),

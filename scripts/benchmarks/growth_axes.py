@@ -50,8 +50,6 @@ def run(
 
     sizes = {axis: _sizes(chosen, axis) for axis, *_ in GROWTH}
     wanted = [axis for axis, *_ in GROWTH if axis in (chosen.only or sizes)]
-    if not 0 < chosen.size < math.inf:
-        raise ConfigError(f"--size must be a number above 0, not {chosen.size}")
     if chosen.plot and wanted == ["memory"]:
         raise ConfigError("--plot needs an axis besides memory, not --only=memory; leave one out")
     for axis in wanted:

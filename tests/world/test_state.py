@@ -9,11 +9,10 @@ import torch
 from compare import ORDERED
 from models import batch_loss, mlp, nesterov, seeded, sgd
 from pairwise import pairwise
-from worlds import APART
+from worlds import APART, SEVERAL_NODES
 
 import daso
 from daso.plan import options as plan_options
-from daso.plan import policies
 from daso.plan.options import Settings
 from daso.plan.policies import Replay
 from daso.train.simulated.nodes import SimulatedNodes, Times
@@ -169,22 +168,13 @@ def other_wire(now, _, *, numel):
     return "int4" if now == "bf16" else "bf16"
 
 
-class Fickle(daso.Auto):
-    """Exchanges small tensors more seldom after every tenth batch, until the next exchange."""
-
-    def tune_batch(self, state):
-        state = super().tune_batch(state)
-        return state if state.batch % 10 else replace(state, small_period=3)
-
-
 @pytest.mark.nodes(*APART)  # simulated nodes have one rank each
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int4", "topk", "auto"])
 def test_one_process_replays_a_run_from_its_log(topology, rank_info, monkeypatch, wire):
     monkeypatch.setattr(plan_options, "next_wire", other_wire)
     build, how = seeded(mlp), {"wire": wire, "merge": "delta", "exchange": ORDERED}
     model = build()
-    monkeypatch.setattr(policies, "SMALL_BUDGETS", 1e9)
-    policy = Fickle(drift=0.05, warmup=3, selective=1)
+    policy = daso.Auto(drift=0.05, warmup=3, selective=1)
     optimizer = daso.DASO(sgd(model), module=model, topology=topology, policy=policy, **how)
     with optimizer:
         for step in range(40):
@@ -194,8 +184,7 @@ def test_one_process_replays_a_run_from_its_log(topology, rank_info, monkeypatch
     history = tuple(optimizer.report()["skip_history"])
     small = tuple(optimizer.report()["small_history"])
     assert len(history) > 2  # what Auto measured made a difference
-    assert {period for _, period in small} == {2, 3}
-    assert (optimizer.report()["small_exchanges"] > 0) == (wire != "topk")
+    assert (small[0] == (0, 0)) == (wire == "topk")
     wires = [one["wire"] for one in optimizer.report()["events"] if one["kind"] == "exchange"]
     assert set(wires) == ({"bf16", "int4"} if wire == "auto" else {wire})
     settings = Settings(**how, gradients=daso.Gradients(), selective=1)
@@ -206,7 +195,7 @@ def test_one_process_replays_a_run_from_its_log(topology, rank_info, monkeypatch
     with torch.device("cpu"):  # wherever it ran
         nodes = SimulatedNodes(
             *(build, sgd, rank_info.world_size),
-            policy=Replay(history, small=small),
+            policy=Replay(history, selective=1, small=small),
             settings=settings,
             times=Times(on_devices=on_devices),
             wires=sent,
@@ -222,6 +211,73 @@ def test_one_process_replays_a_run_from_its_log(topology, rank_info, monkeypatch
         model.parameters(), nodes.models[rank_info.rank].parameters(), strict=True
     ):
         assert torch.equal(mine.cpu(), theirs)
+
+
+class Fickle(daso.Fixed):
+    """Exchanges small tensors more seldom after 10 batches, not at all after 22, and again."""
+
+    selective = 1
+
+    def tune_batch(self, state):
+        return replace(
+            state, small_period={10: 3, 22: 0, 30: 2}.get(state.batch, state.small_period)
+        )
+
+
+@pytest.mark.nodes(*APART)  # simulated nodes have one rank each
+def test_one_process_replays_how_often_small_tensors_went(topology, rank_info):
+    build, how = seeded(mlp), {"wire": "bf16", "merge": "delta", "exchange": ORDERED}
+    model = build()
+    with daso.DASO(
+        sgd(model), module=model, topology=topology, policy=Fickle(9, 2), **how
+    ) as optimizer:
+        train(model, optimizer, rank_info.rank, range(40))
+        optimizer.synchronize()
+    report = optimizer.report()
+    assert report["small_history"] == [(0, 2), (10, 3), (22, 0), (30, 2)]
+    assert report["small_exchanges"] == 9  # after 2, 4, 6, 12, 15, 21, 32, 34, 39
+    policy = Replay(
+        tuple(report["skip_history"]), selective=1, small=tuple(report["small_history"])
+    )
+    settings = Settings(**how, gradients=daso.Gradients(), selective=1)
+    times = Times(on_devices=report["node_transport"] != "shared memory")
+    with torch.device("cpu"):
+        nodes = SimulatedNodes(
+            *(build, sgd, rank_info.world_size), policy=policy, settings=settings, times=times
+        )
+        for step in range(40):
+            nodes.step(
+                [lambda m, r=r, s=step: batch_loss(m, r, s) for r in range(rank_info.world_size)]
+            )
+        nodes.synchronize()
+    theirs = nodes.models[rank_info.rank].parameters()
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(model.parameters(), theirs, strict=True))
+
+
+class Thrifty(daso.Fixed):
+    """Exchanges small tensors as often as `Auto` does."""
+
+    selective = 1
+
+    def tune_exchange(self, state, measurements):
+        return replace(state, small_period=daso.Auto()._small_period(state, measurements))
+
+
+@pytest.mark.also_real
+@pytest.mark.nodes(*SEVERAL_NODES)
+@pytest.mark.parametrize("slow", [None, 0, -1])
+def test_all_ranks_go_by_who_loses_most_by_small_tensors(topology, rank_info, slow):
+    model = mlp()
+    how = {"policy": Thrifty(9, 2), "exchange": ORDERED}
+    with daso.DASO(sgd(model), module=model, topology=topology, **how) as optimizer:
+        train(model, optimizer, rank_info.rank, range(8))
+        known = optimizer._session._exchanges._known
+        assert len(known.small_own_seconds) == len(known.small_exposed_seconds) == 3
+        loses = slow is not None and rank_info.rank == slow % rank_info.world_size
+        known.small_own_seconds, known.small_exposed_seconds = [float(loses)], [0.0]
+        train(model, optimizer, rank_info.rank, range(8, 16))  # everything goes after the 9th
+        history = optimizer.report()["small_history"]
+    assert history == [(0, 2), *([] if slow is None else [(11, 0)])]
 
 
 @pytest.mark.nodes((1, 1), (2, 2))  # the first step averages what is a mean: exact by halves

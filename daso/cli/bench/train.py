@@ -152,7 +152,7 @@ def table(found: Mapping[str, Any]) -> str:
     head = (
         f"{plan['model']}, {found['parameters'] / 1e6:.2f} M parameters, batch {found['batch']}, "
         f"nodes of {', '.join(map(str, found['nodes']))} ranks, link {plan['link']}, medians of "
-        f"{plan['rounds']} alternating rounds"
+        f"{plan['rounds']} alternating rounds of {plan['seconds']:g} s, {_since(plan['settle'])}"
     )
     columns = f"{'':<26}{'ms/step':>10}{'x compute':>11}{'exposed':>9}{'CPU ms':>9}{'MB/step':>9}"
     lines = [head, columns]
@@ -168,6 +168,10 @@ def table(found: Mapping[str, Any]) -> str:
             f"{_ms(row['cpu_ms']):>9}{sent:>9}{chosen}"
         )
     return "\n".join(lines)
+
+
+def _since(settle: float) -> str:
+    return f"after {settle:g} s" if settle else "from the first batch on"
 
 
 def _chosen(report: Mapping[str, Any]) -> str:

@@ -45,13 +45,28 @@ class CoreLoss:
     def begin(self, *, beside: bool) -> None:
         """An exchange begins, beside training or while that waits. By the thread that trains."""
         self._begun = None
-        if self._cores != "spare" or not beside:
-            return
-        self._begun = now, ready = time.perf_counter(), ready_seconds()
+        if self._cores == "spare" and beside:
+            self._begun = self._learn_of_others()
+
+    def _learn_of_others(self) -> tuple[float, float]:
+        """Learn how long this thread was ready while nothing was exchanged; return it until now."""
+        now, ready = time.perf_counter(), ready_seconds()
         if self._ended is not None and now - self._ended[0] > LEAST_SECONDS:
             share = (ready - self._ended[1]) / (now - self._ended[0])
             # Another thread may train now, of which the kernel counts from another start.
             self._others += SHARE * (min(1.0, max(0.0, share)) - self._others)
+        self._ended = None
+        return now, ready
+
+    def pause(self) -> None:
+        """Something else begins to take its core from training. By the thread that trains."""
+        if self._cores == "spare":
+            self._learn_of_others()
+
+    def resume(self) -> None:
+        """That is over. By the thread that trains."""
+        if self._cores == "spare":
+            self._ended = time.perf_counter(), ready_seconds()
 
     def end(self, busy_seconds: float) -> float:
         """An exchange is over; return what one takes from training, in seconds.

@@ -50,8 +50,9 @@ class ExchangeState:
     measured: Tally = field(default_factory=Tally)  # by this rank, about the last exchange
     batches: int = 0  # of work that the last exchange carried
     own_seconds: float = 0.0  # of a core that training wanted, for the last exchange
-    # That each exchange of small tensors since took from training, this rank's waiting with it.
-    small_seconds: list[float] = field(default_factory=list)
+    # Of each exchange of small tensors since: what it took from training, and what was waited.
+    small_own_seconds: list[float] = field(default_factory=list)
+    small_exposed_seconds: list[float] = field(default_factory=list)
     step_seconds: float = 0.0  # that all ranks agreed on last
     drift: float = 0.0  # as well; see `daso.plan.schedule.Measurements`
     wire: str = ""  # of the next exchange; empty: the settings' first
@@ -243,6 +244,7 @@ class Exchanges:
         number = self.metrics.send()
         own = time.perf_counter() - begun - (self._node.waited_seconds - waited)
         trace.record(trace.SEND, begun, key=number)
+        self._core_loss.pause()
         handle = self._submit(work, number, SMALL_WAIT)
         self._flight = InFlight(
             handle, batch, 0, 0, ahead=False, keeps=keeps, wire=wire, own_seconds=own, small=True
@@ -272,15 +274,25 @@ class Exchanges:
     def _measured_header(self, batch: int) -> Header:
         """Return that, and what this rank measured since it returned one last."""
         header = replace(self._header(batch), own_seconds=self._known.own_seconds)
-        if self._known.small_seconds and self.rank_info.lane is not None:
-            seconds_of_one = statistics.fmean(self._known.small_seconds)
-            header = replace(header, minus_small_seconds=-seconds_of_one)
-        self._known.small_seconds = []
+        header = replace(header, **self._small_measured())
         if seconds := self.metrics.watch.take_steps():
             header = replace(header, minus_step_seconds=-statistics.median(seconds))
         if self.metrics.exchange_seconds and self.rank_info.lane is not None:
             header = replace(header, minus_exchange_seconds=-self.metrics.exchange_seconds)
         return header
+
+    def _small_measured(self) -> dict[str, float]:
+        """Return what a header tells of exchanges of small tensors since it told of them last."""
+        known = self._known
+        own, exposed = known.small_own_seconds, known.small_exposed_seconds
+        known.small_own_seconds, known.small_exposed_seconds = [], []
+        if not own or self.rank_info.lane is None:
+            return {}
+        return {
+            # One slow moment is not what it takes: all ranks go by who loses most.
+            "small_own_seconds": statistics.median(own),
+            "minus_small_exposed_seconds": -statistics.fmean(exposed),
+        }
 
     def _exchange(self, rows: list[DeltaBuffer], header: Header, tally: Tally) -> Work[Outcome]:
         """Vote first; where all values are finite, move every row's reference by the mean delta."""
@@ -340,7 +352,9 @@ class Exchanges:
         _, merging_seconds = self._merge(flight, self._small_rows, batch, outcome.nbytes)
         own_seconds = flight.own_seconds + merging_seconds
         own_seconds += self._core_loss.of(outcome.busy_seconds)
-        self._known.small_seconds.append(own_seconds + exposed_seconds)
+        self._core_loss.resume()
+        self._known.small_own_seconds.append(own_seconds)
+        self._known.small_exposed_seconds.append(exposed_seconds)
         self.metrics.small_exchanges += 1
 
     def _merge(

@@ -85,22 +85,68 @@ def test_others_are_waited_for_by_the_time_that_is_left(carry_out, due_seconds, 
     assert 200 < one.polls < 400, "where messages cross, the link is not kept waiting"
 
 
-def test_who_is_waited_for_looks_at_once_whether_others_came(monkeypatch):
+@pytest.mark.parametrize(("rounds", "least", "most"), [(0, 15, 25), (1, 15, 25), (4, 60, 90)])
+def test_ranks_on_whose_way_messages_lie_rest_shorter(carry_out, rounds, least, most):
+    def wraps(requests):
+        return module.Arrival(requests, rounds)
+
+    (one,) = carry_out(0.08, wraps=wraps, due_seconds=9.0)
+    assert least < one.polls < most
+
+
+@pytest.fixture
+def resting(monkeypatch):
+    """An engine that would rest for ten minutes, at work that is over when a test says so."""
     monkeypatch.setattr(module, "PATIENT_SECONDS", 600.0)
-    engine, there = module.Engine(20.0, str), threading.Event()
-    asked = threading.Event()
-    testall = SimpleNamespace(Testall=lambda _: asked.set() or there.is_set())
-    engine._mpi = SimpleNamespace(Request=testall)
+    engine = module.Engine(20.0, str)
+    told = SimpleNamespace(engine=engine, begins=threading.Event(), there=threading.Event())
+    told.asked, told.polls = threading.Event(), 0
+
+    def test_all(_):
+        told.polls += 1
+        told.asked.set()
+        return told.there.is_set()
+
+    engine._mpi = SimpleNamespace(Request=SimpleNamespace(Testall=test_all))
 
     def work():
+        yield told.begins.is_set
         yield module.Arrival(["of all ranks"])
         return "together"
 
-    handle = engine.submit(work(), due_seconds=9600.0)
-    assert asked.wait(20)
-    there.set()
-    assert engine.wait(handle) == "together"
+    told.handle = engine.submit(work(), due_seconds=9600.0)
+    yield told
+    told.there.set()
     engine.close()
+
+
+def test_who_is_waited_for_looks_at_once_whether_others_came(resting):
+    resting.begins.set()
+    assert resting.asked.wait(20)
+    resting.there.set()
+    assert resting.engine.wait(resting.handle) == "together"
+
+
+def test_who_is_waited_for_for_a_part_looks_at_once_too(resting):
+    resting.begins.set()
+    assert resting.asked.wait(20)
+    resting.there.set()
+    with resting.engine.poll_eagerly(resting.handle):
+        assert resting.handle.finished.wait(20)
+
+
+def test_who_was_waited_for_before_does_not_rest(resting):
+    waits = threading.Thread(target=resting.engine.wait, args=(resting.handle,))
+    waits.start()
+    while resting.engine._awaited is None:
+        time.sleep(0.001)
+    resting.begins.set()
+    while resting.polls < 3:  # not there yet, again and again
+        assert waits.is_alive()
+        time.sleep(0.001)
+    resting.there.set()
+    waits.join(20)
+    assert resting.handle.result == "together"
 
 
 @pytest.mark.parametrize("moves", [True, False])

@@ -353,7 +353,18 @@ def test_only_auto_begins_in_step_and_only_before_the_first_batch(policy, may_hi
     assert after.memory == 0.99
     assert after.hidden == hides
     if not hides:
-        assert after == replace(before, memory=0.99)
+        assert after == replace(before, memory=0.99, small_period=0)
+
+
+@pytest.mark.parametrize(
+    ("share", "before", "after"), [(0.1, 2, 2), (0.1, 3, 3), (0.1, 0, 2), (0.0, 2, 0), (0.0, 0, 0)]
+)
+def test_where_there_are_no_small_tensors_they_do_not_go(share, before, after):
+    state = State(skip=9, wait=2, small_period=before)
+    state = begin(Auto(), state, memory=0.0, may_hide=False, small_share=share)
+    assert state.small_period == after
+    state = after_exchange(Auto(), state, Measurements(0.1, 0.1, 0.1, 1e-9))[1]
+    assert (state.small_period > 0) == (share > 0)
 
 
 def test_after_a_warm_up_it_is_tried_by_what_exchanges_take():

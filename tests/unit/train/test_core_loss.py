@@ -63,6 +63,21 @@ def test_what_others_take_without_exchanges_too_is_not_theirs(kernel):
     assert loss == pytest.approx(0.01, rel=0.01)
 
 
+def test_what_other_exchanges_take_in_between_is_not_taken_for_others(kernel):
+    one = CoreLoss("spare")
+    for _ in range(60):
+        one.begin(beside=True)
+        kernel(0.2, ready=0.03)
+        loss = one.end(0.05)
+        kernel(0.5)
+        one.pause()
+        kernel(0.4, ready=0.2)  # by small tensors
+        one.resume()
+        kernel(0.5)
+    assert loss == pytest.approx(0.03)
+    assert one.state()["others"] == 0.0
+
+
 def test_where_training_waits_anyhow_and_of_what_came_to_nothing_nothing_is_learned(kernel):
     one = CoreLoss("spare")
     for _ in range(3):
