@@ -686,6 +686,27 @@ def test_small_tensors_go_as_often_as_twice_the_budget_pays_for(seconds, step, b
     assert after_exchange(Auto(budget=budget), state, told)[1].small_period == period
 
 
+@pytest.mark.parametrize(
+    ("skip", "half", "share", "seconds", "max_skip", "expected"),
+    [
+        (20, 4, 0.1, 0.0, 128, 24),  # eight times 3
+        (10, 4, 0.1, 0.0, 128, 20),  # no more than twice what it was
+        (20, 4, 0.1, 0.0, 11, 11),
+        (10, 4, 0.0, 0.0, 128, 4),
+        (10, 4, 0.1, 9.0, 128, 4),  # small tensors cost too much
+        (90, 70, 0.1, 0.0, 128, 70),
+    ],
+)
+def test_everything_leaves_small_tensors_room_to_go_alone(
+    skip, half, share, seconds, max_skip, expected
+):
+    """While it is on its way they stay. Drift alone would have it half of the way, at `half`."""
+    told = Measurements(0.1, 0.21, 0.1, 0.025**2 * skip / half**2, own_seconds=1.0)
+    state = State(skip=skip, wait=3, small_share=share, measurements=told)
+    told = replace(told, small_seconds=seconds)
+    assert after_exchange(Auto(max_skip=max_skip), state, told)[1].skip == expected
+
+
 def test_where_small_tensors_cost_too_much_they_are_tried_again():
     policy, told = Auto(), Measurements(0.1, 0.1, 0.1, 1e-12, own_seconds=1.0)
     state, periods = State(batch=EARLY, skip=30, wait=2, small_share=0.1), []
