@@ -41,10 +41,11 @@ Work = Generator["Sequence[MPI.Request] | Callable[[], bool]", None, Result]
 POLL_SECONDS = 1e-4
 RELAXED_SECONDS = 2e-3
 RELAXATION = 0.01
-# Where only others are waited for, and nobody stands still for it, polls are rare: 200 of them, for
-# a rank that is 80 ms later, took 5 ms of a core, and what they were polls for 1 ms.
+# Where only others are waited for, and nobody stands still for it, polls are rare: each takes 20 to
+# 100 us of a core, so that 200 of them, for a rank that is 80 ms later, took five times as much as
+# what they were polls for.
 PATIENCE = 1 / 16  # of the time that work may take, for all messages that follow each other
-PATIENT_SECONDS = 5e-3
+PATIENT_SECONDS = 2e-2
 QUEUE_LENGTH = 256
 SLOW = 0.25  # of the stall limit: who sent a message so lately is slow
 

@@ -29,12 +29,12 @@ EARLY, HOPELESS = 300, 3.0  # batches at the start, which decide most, and as lo
 AGAIN = 1000  # batches after which synchronous training is tried again
 # That exchanges of small tensors may take beside others: each takes 1 ms of the training thread and
 # 2 of the other one, whatever there is to send.
-SMALL_BUDGETS = 2.0
-# Waits from one exchange of everything to the next, at least, where small tensors go alone: meanwhile
-# they stay. Of a CNN whose exchanges take 3 batches, 1,404 steps at a high rate ended 0.43 points
-# below synchronous with 1, 0.08 with 4 and 0.03 with 8, for half the bytes (selective.json).
+SMALL_BUDGETS = 4.0
+# Waits from one exchange of everything to the next, at least, where small tensors go alone: they
+# stay while it is on its way. With exchanges that take 3 batches, 1,404 steps of a CNN ended 0.43
+# points below synchronous with 1, 0.08 with 4 and 0.03 with 8 (scripts/figures/selective.json).
 ROOM = 8
-SMALL_LONGEST = 3  # batches between them: at every 4th they gain nothing (accuracy.md)
+SMALL_LONGEST = 3  # batches between them: at every 4th they gain little (selective.json)
 SLACK = 8  # `Auto` waits for skip // SLACK batches, and more where an exchange takes longer
 
 
@@ -236,9 +236,10 @@ class Auto:
     Where skip is long, nodes that train by SGD drift apart first, and lose most by it, in the small
     tensors of a model: early convolutions, norms, biases. So those of the smallest sizes that make
     up a 16th of its numbers at most are exchanged by themselves, too, at every second or third
-    batch, where that is over within two and takes no more than twice ``budget``, which is theirs
-    beside that of everything: each takes some 3 ms of a core, whatever there is to send. Not where
-    steps are restored, as Adam's are.
+    batch, where that is over within two and takes no more than four times ``budget``, beside what
+    exchanges of everything take: each takes some 3 ms of a core, whatever there is to send. Not
+    where steps are restored, as Adam's are. Skip is then eight waits at least, for small tensors
+    stay while everything is on its way.
 
     Adam and its kin lose accuracy by averages that come after their step, most of it in the first
     batches. So with such an inner optimizer training begins synchronous, with gradients on a narrow

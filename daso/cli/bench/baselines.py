@@ -156,6 +156,8 @@ class Daso(Plain):
             "exposed_seconds",
             "global_bytes_sent",
             "skip_history",
+            "small_history",
+            "small_exchanges",
             "measurements",
             "wire",
         )

@@ -670,17 +670,17 @@ def test_qsr_and_auto_take_the_edges_of_their_ranges():
     ("seconds", "step", "budget", "period"),
     [
         (0.0, 0.1, 0.01, SMALL_PERIOD),
-        (0.002, 0.07, 0.01, 2),
-        (0.003, 0.07, 0.01, 3),
-        (0.003, 0.07, 0.02, 2),
-        (0.006, 0.1, 0.01, 3),
-        (0.0061, 0.1, 0.01, 0),
+        (0.004, 0.07, 0.01, 2),
+        (0.006, 0.07, 0.01, 3),
+        (0.006, 0.07, 0.02, 2),
+        (0.012, 0.1, 0.01, 3),
+        (0.0121, 0.1, 0.01, 0),
         (0.003, 1e-6, 0.01, 0),
         (0.003, 0.0, 0.01, 9),
         (math.inf, 0.07, 0.01, 0),
     ],
 )
-def test_small_tensors_go_as_often_as_twice_the_budget_pays_for(seconds, step, budget, period):
+def test_small_tensors_go_as_often_as_four_times_the_budget_pays_for(seconds, step, budget, period):
     state = State(skip=30, wait=2, small_share=0.1, small_period=9)
     told = Measurements(step, 0.1, 0.1, 1e-12, small_seconds=seconds)
     assert after_exchange(Auto(budget=budget), state, told)[1].small_period == period
@@ -710,11 +710,11 @@ def test_everything_leaves_small_tensors_room_to_go_alone(
 def test_where_small_tensors_cost_too_much_they_are_tried_again():
     policy, told = Auto(), Measurements(0.1, 0.1, 0.1, 1e-12, own_seconds=1.0)
     state, periods = State(batch=EARLY, skip=30, wait=2, small_share=0.1), []
-    for seconds in (0.003, 0.007, *(9 * [0.0])):  # of one that took long half counts
+    for seconds in (0.006, 0.014, *(9 * [0.0])):  # of one that took long half counts
         _, state = after_exchange(policy, state, replace(told, small_seconds=seconds))
         periods.append(state.small_period)
     assert periods == [2, 3, 3, 3, 2, 2, 2, 2, 2, 2, 2]
-    for seconds in (0.02, *(9 * [0.0])):
+    for seconds in (0.04, *(9 * [0.0])):
         _, state = after_exchange(policy, state, replace(told, small_seconds=seconds))
         periods.append(state.small_period)
     assert periods[11:] == [0, 0, 0, 0, 0, 0, 3, 3, 3, 3]
