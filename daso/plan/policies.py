@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from daso.checks import NONE, Rule, check, either, number, positive, validated_record, whole
 from daso.errors import ConfigError
 from daso.plan.plateau import observe
-from daso.plan.schedule import SMALL_PERIOD, Measurements, State
+from daso.plan.schedule import SMALL_PERIOD, SMALL_WAIT, Measurements, State
 from daso.plan.wires import BUDGET
 
 __all__ = ["Auto", "Fixed", "Plateau", "Qsr", "Replay"]
@@ -30,9 +30,10 @@ AGAIN = 1000  # batches after which synchronous training is tried again
 # That exchanges of small tensors may take beside others: each takes 1 ms of the training thread and
 # 2 of the other one, whatever there is to send.
 SMALL_BUDGETS = 4.0
-# Waits from one exchange of everything to the next, at least, where small tensors go alone: they
-# stay while it is on its way. With exchanges that take 3 batches, 1,404 steps of a CNN ended 0.43
-# points below synchronous with 1, 0.08 with 4 and 0.03 with 8 (scripts/figures/selective.json).
+# Waits from one exchange of everything to the next, at least, where small tensors go alone and it
+# takes longer than they do: they stay meanwhile. With exchanges that take 3 batches, 1,404 steps of
+# a CNN ended 0.43 points below synchronous with 1, 0.08 with 4 and 0.03 with 8; with such that take
+# 1.5, 0.05 with 1 (scripts/figures/selective.json).
 ROOM = 8
 SMALL_LONGEST = 3  # batches between them: at every 4th they gain little (selective.json)
 SLACK = 8  # `Auto` waits for skip // SLACK batches, and more where an exchange takes longer
@@ -238,8 +239,8 @@ class Auto:
     up a 16th of its numbers at most are exchanged by themselves, too, at every second or third
     batch, where that is over within two and takes no more than four times ``budget``, beside what
     exchanges of everything take: each takes some 3 ms of a core, whatever there is to send. Not
-    where steps are restored, as Adam's are. Skip is then eight waits at least, for small tensors
-    stay while everything is on its way.
+    where steps are restored, as Adam's are. Where wait is more than 2, skip is then eight waits at
+    least, for small tensors stay while everything is on its way.
 
     Adam and its kin lose accuracy by averages that come after their step, most of it in the first
     batches. So with such an inner optimizer training begins synchronous, with gradients on a narrow
@@ -294,7 +295,8 @@ class Auto:
         affordable = min(self._affordable(measurements), 2 * state.skip)
         period = self._small_period(state, measurements)
         # While everything is on its way small tensors stay: not for most of the time.
-        least = min(ROOM * wait, 2 * state.skip) if state.small_share and period else wait
+        stays = wait > SMALL_WAIT and state.small_share and period
+        least = min(ROOM * wait, 2 * state.skip) if stays else wait
         wanted = max(least, min(affordable, self._skip(state, measurements)))
         skip = max(wait, min(wanted, self.max_skip))
         wait = min(max(wait, skip // SLACK), most)

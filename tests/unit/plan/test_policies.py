@@ -687,22 +687,25 @@ def test_small_tensors_go_as_often_as_four_times_the_budget_pays_for(seconds, st
 
 
 @pytest.mark.parametrize(
-    ("skip", "half", "share", "seconds", "max_skip", "expected"),
+    ("wait", "skip", "half", "share", "seconds", "max_skip", "expected"),
     [
-        (20, 4, 0.1, 0.0, 128, 24),  # eight times 3
-        (10, 4, 0.1, 0.0, 128, 20),  # no more than twice what it was
-        (20, 4, 0.1, 0.0, 11, 11),
-        (10, 4, 0.0, 0.0, 128, 4),
-        (10, 4, 0.1, 9.0, 128, 4),  # small tensors cost too much
-        (90, 70, 0.1, 0.0, 128, 70),
+        (3, 20, 4, 0.1, 0.0, 128, 24),  # eight times 3
+        (3, 10, 4, 0.1, 0.0, 128, 20),  # no more than twice what it was
+        (3, 20, 4, 0.1, 0.0, 11, 11),
+        (3, 10, 4, 0.0, 0.0, 128, 4),
+        (3, 10, 4, 0.1, 9.0, 128, 4),  # small tensors cost too much
+        (3, 90, 70, 0.1, 0.0, 128, 70),
+        (2, 20, 4, 0.1, 0.0, 128, 4),  # it is over as soon as they are
+        (1, 20, 1, 0.1, 0.0, 128, 1),
     ],
 )
 def test_everything_leaves_small_tensors_room_to_go_alone(
-    skip, half, share, seconds, max_skip, expected
+    wait, skip, half, share, seconds, max_skip, expected
 ):
     """While it is on its way they stay. Drift alone would have it half of the way, at `half`."""
-    told = Measurements(0.1, 0.21, 0.1, 0.025**2 * skip / half**2, own_seconds=1.0)
-    state = State(skip=skip, wait=3, small_share=share, measurements=told)
+    drift = 0.025**2 * skip / half**2
+    told = Measurements(0.1, 0.08 * wait, 0.1, drift, own_seconds=1.0)
+    state = State(skip=skip, wait=wait, small_share=share, measurements=told)
     told = replace(told, small_seconds=seconds)
     assert after_exchange(Auto(max_skip=max_skip), state, told)[1].skip == expected
 
