@@ -312,8 +312,10 @@ class Engine:
             while not arrived():
                 if self._abandoned:
                     raise ExchangeError("an exchange was given up while it was under way")
-                rests = isinstance(waited, Arrival)
-                if not (rests and self._rest(handle.due_seconds, waited.rounds)):
+                rested = isinstance(waited, Arrival) and self._rest(
+                    handle.due_seconds, waited.rounds
+                )
+                if not rested:
                     self._nap(handle, max(before, time.perf_counter() - start))
                 if self._late is not None and time.perf_counter() - start > LATE_SECONDS:
                     self._late()
