@@ -29,10 +29,14 @@ from torch.distributed.tensor.parallel import (
 import daso
 from daso.comm.process_group import node_mesh
 from daso.errors import CheckpointError, ConfigError, LayoutError
+from daso.plan.policies import Replay
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("world_group")]
 SHARDED = [(2, 2)]
-POLICIES = [daso.Fixed(1, 0), daso.Fixed(2, 0), daso.Fixed(3, 1), daso.Fixed(3, 2, warmup=2)]
+POLICIES = [
+    *(daso.Fixed(1, 0), daso.Fixed(2, 0), daso.Fixed(3, 1), daso.Fixed(3, 2, warmup=2)),
+    Replay(((0, 9, 2),), selective=1),  # the last bias alone after 2, 4 and 6
+]
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 

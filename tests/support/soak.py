@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import elastic_program
+from jobs import HANG_SECONDS
 from libraries import elastic_run, python_with
 
 from daso.cli.train.report import versions
 
 EVENTS = ("step", "send", "merge", "exchange", "messages", "wait for nodes", "wait in node")
 POLICIES = ("Fixed(1, 0)", "Fixed(2, 1)", "Fixed(3, 0)", "Fixed(4, 2)", "Auto()")
-LIMIT_SECONDS = 90.0
 LAST_STOP_SECONDS = 3.0  # how long a rank may stand still
 
 
@@ -115,13 +115,10 @@ def run(python: str, job: Job) -> Outcome:
                 *(python, job.node_sizes, *words, folder, job.policy),
                 job.steps,
                 spares=job.spares,
-                seconds=LIMIT_SECONDS,
             )
         except subprocess.TimeoutExpired as late:
             said = (late.stderr or b"").decode(errors="replace")
-            return Outcome(
-                f"it hangs\n{said[-3000:]}", LIMIT_SECONDS, "daso: fault" in said, 0, 0.0
-            )
+            return Outcome(f"it hangs\n{said[-3000:]}", HANG_SECONDS, "daso: fault" in said, 0, 0.0)
         results = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
         left = subprocess.run(["pgrep", "-f", name], capture_output=True, text=True, check=False)
         problem = broken_promise(job, done.returncode, results, done.stderr)
