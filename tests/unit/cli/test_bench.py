@@ -140,7 +140,7 @@ def runs_a_bench(test):
         (["growth", "--ranks=1,2"], ["--ranks", "from 2 up", "'1,2'"]),
         (["growth", "--chunks=4,x"], ["--chunks", "'4,x'"]),
         (["growth", "--size=1e-6", "--only=tensors"], ["every tensor", "--size"]),
-        (["growth", "--size=inf"], ["--size", "above 0", "inf"]),
+        (["growth", "--size=inf"], ["--size", "more than 0", "inf"]),
         (["growth", "--parameters=1,inf"], ["--parameters", "'1,inf'"]),
         (["growth", "--only=memory", "--plot=x.png"], ["--plot", "besides memory"]),
         (["time-to-accuracy", "--only=DDP, gloo"], ["--only must be one of", "not 'DDP, gloo'"]),
