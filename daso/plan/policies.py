@@ -295,7 +295,7 @@ class Auto:
         affordable = min(self._affordable(measurements), 2 * state.skip)
         period = self._small_period(state, measurements)
         # While everything is on its way small tensors stay: not for most of the time.
-        stays = wait > SMALL_WAIT and state.small_share and period
+        stays = _leaves_room(replace(state, small_period=period), wait)
         least = min(ROOM * wait, 2 * state.skip) if stays else wait
         wanted = max(least, min(affordable, self._skip(state, measurements)))
         skip = max(wait, min(wanted, self.max_skip))
@@ -319,6 +319,9 @@ class Auto:
         work = f"an exchange takes {1e3 * measurements.own_seconds:.3g} ms of training"
         if self._affordable(measurements) <= state.skip:
             return f"{work}: {100 * self.budget:g} % of that many batches"
+        needed = self._wait(state, measurements)
+        if _leaves_room(state, needed) and state.skip <= ROOM * needed:
+            return f"{work}; small tensors go alone in between, but not while it is on its way"
         return f"{work}; nodes drift apart by as much as they may in that many batches"
 
     def begin(self, state: State) -> State:
@@ -432,6 +435,11 @@ class Replay:
     def tune_epoch(self, state: State, loss: float) -> State:  # noqa: ARG002 - the protocol's
         """Change nothing: the log says it for the batch."""
         return state
+
+
+def _leaves_room(state: State, wait: int) -> bool:
+    """Tell whether small tensors go alone, and would have to stay for longer than they take."""
+    return wait > SMALL_WAIT and state.small_share > 0 and state.small_period > 0
 
 
 def _check_order(name: str, value: int, other: str, limit: int) -> None:

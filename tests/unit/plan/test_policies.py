@@ -706,8 +706,11 @@ def test_everything_leaves_small_tensors_room_to_go_alone(
     drift = 0.025**2 * skip / half**2
     told = Measurements(0.1, 0.08 * wait, 0.1, drift, own_seconds=1.0)
     state = State(skip=skip, wait=wait, small_share=share, measurements=told)
-    told = replace(told, small_seconds=seconds)
-    assert after_exchange(Auto(max_skip=max_skip), state, told)[1].skip == expected
+    policy, told = Auto(max_skip=max_skip), replace(told, small_seconds=seconds)
+    state = after_exchange(policy, state, told)[1]
+    assert state.skip == expected
+    by_room = half < expected < max_skip  # else by drift, or no more than it may
+    assert ("small tensors go alone in between" in policy.why(state)) == by_room
 
 
 def test_where_small_tensors_cost_too_much_they_are_tried_again():
