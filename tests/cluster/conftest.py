@@ -101,6 +101,16 @@ class Cluster:
         """Put a host's cable back."""
         self.minicluster("mend", host)
 
+    def patience(self, seconds: float) -> float:
+        """Let SLURM wait so long for a silent host until it is down; return how long it did."""
+        settings = Path(self.env["SLURM_CONF"])
+        text = settings.read_text()
+        (usual,) = re.findall(r"^SlurmdTimeout=(\d+)$", text, re.MULTILINE)
+        line = f"SlurmdTimeout={round(seconds)}"
+        settings.write_text(text.replace(f"SlurmdTimeout={usual}", line))
+        self.run(["scontrol", "reconfigure"])
+        return float(usual)
+
     def states(self) -> dict[str, str]:
         """Return what SLURM says of every host: idle, mixed, down*, ..."""
         lines = self.run(["sinfo", "-hNo", "%n %T"]).stdout.splitlines()

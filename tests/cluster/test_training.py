@@ -67,12 +67,16 @@ def test_a_host_that_is_cut_off_ends_the_job_and_is_named(daso):
     words = ["-m", "daso", "train", *COMMON, "--epochs=100000", "--exchange.timeout_seconds=5"]
     job = daso.submit("--nodes=3", *words, "--name=cut")
     until_it_trains(daso, "cut", job)
-    daso.cluster.cut("mini2")
-    # The script is over then; SLURM waits for the host until it takes it for down.
-    ended = f"job {job} ended with exit code"
-    daso.cluster.until(
-        lambda: ended in daso.daso("logs", job).stdout, seconds=(5 + 3 + 12) * slowness()
-    )
+    usual = daso.cluster.patience(HANG_SECONDS)  # SLURM would start the job anew, else, if it is first
+    try:
+        daso.cluster.cut("mini2")
+        # The script is over then; SLURM waits for the host until it takes it for down.
+        ended = f"job {job} ended with exit code"
+        daso.cluster.until(
+            lambda: ended in daso.daso("logs", job).stdout, seconds=(5 + 3 + 12) * slowness()
+        )
+    finally:
+        daso.cluster.patience(usual)
     log = daso.daso("logs", "--follow", job, seconds=HANG_SECONDS).stdout
     assert re.search(r"no answer from world rank 2 on host mini2", log), log[-3000:]
     assert daso.status(job)[0] in ("FAILED", "NODE_FAIL", "COMPLETING")
