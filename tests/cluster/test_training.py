@@ -67,7 +67,8 @@ def test_a_host_that_is_cut_off_ends_the_job_and_is_named(daso):
     words = ["-m", "daso", "train", *COMMON, "--epochs=100000", "--exchange.timeout_seconds=5"]
     job = daso.submit("--nodes=3", *words, "--name=cut")
     until_it_trains(daso, "cut", job)
-    usual = daso.cluster.patience(HANG_SECONDS)  # SLURM would start the job anew, else, if it is first
+    # SLURM starts the job anew if it takes the host for down before the ranks do.
+    usual = daso.cluster.patience(HANG_SECONDS)
     try:
         daso.cluster.cut("mini2")
         # The script is over then; SLURM waits for the host until it takes it for down.
