@@ -1,11 +1,43 @@
-"""Files that a command is asked to write."""
+"""What a command prints, and files that it is asked to write."""
 
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 from daso.errors import ConfigError
 
-__all__ = ["may_write"]
+__all__ = ["may_write", "while_read"]
+
+STDOUT = 1
+
+
+def while_read(act: Callable[[], int]) -> int:
+    """Act; end as by SIGPIPE, without a word, where who reads what is printed left (``| head``).
+
+    Args:
+        act: Returns an exit code.
+    """
+    try:
+        try:
+            return act()
+        finally:
+            sys.stdout.flush()  # a failure at the interpreter's end would be told
+    except BrokenPipeError:
+        if _is_read():
+            raise  # another pipe is broken
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # of what is still to be flushed
+        return 128 + signal.SIGPIPE
+
+
+def _is_read() -> bool:
+    """Tell whether somebody has the other end of what is printed to."""
+    poll = select.poll()
+    poll.register(STDOUT, 0)
+    return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def may_write(json_path: Path | None, plot: Path | None) -> None:

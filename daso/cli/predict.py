@@ -15,6 +15,7 @@ from typing import Any
 from daso.cli.outputs import may_write
 from daso.errors import ConfigError
 from daso.plan.cost_model import LinkCosts
+from daso.plan.layout import SMALL_SHARE
 from daso.plan.options import Exchange, Gradients, Settings
 from daso.plan.policies import Auto, Fixed
 from daso.plan.schedule import Policy
@@ -32,6 +33,13 @@ MOST_STEPS = 10**8  # of all nodes together: about a minute for each policy
 SCALES = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}  # after a number of parameters
 SYNCHRONOUS = "synchronous, as DDP"
 POLICIES = ("synchronous", "fixed:4:1", "auto")
+# Of the training thread, for a number of an exchange. With an H200 `Auto` chose skip 12 to 15 for
+# 25.6 M numbers and steps of 46 to 63 ms, for one per cent of these (scripts/figures/gpu.json); a
+# CPU that trains takes 2e-9.
+TYPICAL_OWN_SECONDS = 3e-10
+TYPICAL_SMALL_SECONDS = (
+    1e-3  # for an exchange of small tensors; another core has twice as much to do
+)
 TYPICAL_DRIFT = 1e-5  # of a batch, where no run tells: 16 nodes, Fashion-MNIST, late in training
 
 
@@ -161,15 +169,28 @@ def _job(chosen: argparse.Namespace) -> tuple[Job, tuple[str, ...]]:
     elif chosen.parameters is None or chosen.step_ms is None:
         raise ConfigError("--from=RUN, or --parameters and --step-ms, must say what is trained")
     else:
-        job = Job(chosen.parameters, chosen.step_ms / 1e3, jitter=0.02, drift=TYPICAL_DRIFT)
+        job = Job(
+            chosen.parameters,
+            chosen.step_ms / 1e3,
+            own_seconds=TYPICAL_OWN_SECONDS,
+            small_parameters=chosen.parameters / SMALL_SHARE,
+            small_seconds=TYPICAL_SMALL_SECONDS,
+            jitter=0.02,
+            drift=TYPICAL_DRIFT,
+        )
         said = (
             "the host's own work on an exchange is taken for less than the transfer; "
             "--from=RUN takes it from a run",
+            f"small tensors, a 16th of the numbers at most, are what Auto exchanges alone, too, "
+            f"and the training thread takes {1e3 * TYPICAL_SMALL_SECONDS:g} ms each time",
         )
     given = {"jitter": chosen.jitter, "drift": chosen.drift, "parameters": chosen.parameters}
     if chosen.step_ms is not None:
         given["step_seconds"] = chosen.step_ms / 1e3
-    job = replace(job, **{name: value for name, value in given.items() if value is not None})
+    known = {name: value for name, value in given.items() if value is not None}
+    if chosen.parameters is not None:  # a run's model may be larger
+        known["small_parameters"] = chosen.parameters * job.small_parameters / job.parameters
+    job = replace(job, **known)
     job = replace(job, message_seconds=LinkCosts().message_seconds)
     if not chosen.faster_compute > 0:
         raise ConfigError(f"--faster-compute must be above 0, not {chosen.faster_compute}")
@@ -267,5 +288,6 @@ def _assumptions(chosen: argparse.Namespace, job: Job) -> list[str]:
         f"of {chosen.steps} steps the first quarter does not count; epochs do not end",
         f"a rank has {chosen.cores:g} cores; an exchange's own work takes what is over 1 of them, "
         f"and of computing what is missing to 2",
+        "the inner optimizer is such as SGD: with Adam and its kin Auto trains synchronously first",
         "not modelled: contention inside nodes and in the switch, accuracy",
     ]

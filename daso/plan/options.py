@@ -276,12 +276,15 @@ class Settings:
 
     def small_tensors(self, numels: Sequence[int]) -> list[int]:
         """Return which tensors of a model are exchanged alone, too."""
-        whole = self.exchange.fragments == 1 and not self.sparse
-        large = self.selective is not None and sum(numels) >= self.selective
-        taken = large and whole and not self.outer and not self.eager
-        return small_tensors(numels) if taken else []
+        return small_tensors(numels) if self.takes_small(sum(numels)) else []
 
-    def small_share(self, numel: int, total: int) -> float:
+    def takes_small(self, total: float) -> bool:
+        """Tell whether small tensors of a model of so many numbers are exchanged alone, too."""
+        whole = self.exchange.fragments == 1 and not self.sparse
+        large = self.selective is not None and total >= self.selective
+        return large and whole and not self.outer and not self.eager
+
+    def small_share(self, numel: float, total: float) -> float:
         """Return which share of the bytes of everything small tensors have, on any of its wires."""
         first, *others = (BITS[wire] for wire in self.wires)
         return numel / max(1, total) * first / min([first, *others])

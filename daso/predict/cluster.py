@@ -48,6 +48,9 @@ class Job:
             transfer, so the longer of both counts.
         own_seconds: Of the training thread, per parameter and exchange: half of it packs what is
             sent, half merges what came, and nothing goes on beside.
+        small_parameters: Of these, those of small tensors, which `Auto` exchanges alone, too; 0: it
+            does not.
+        small_seconds: Of the training thread, for each of these exchanges, as ``own_seconds``.
         message_seconds: Of the host, for each message that it sends or receives.
         gradient_seconds: As ``host_seconds``, of gradients that are averaged in a synchronous step.
         jitter: Spread of step times: standard deviation of their logarithm.
@@ -60,6 +63,8 @@ class Job:
     step_seconds: float
     host_seconds: float = 0.0
     own_seconds: float = 0.0
+    small_parameters: float = 0.0
+    small_seconds: float = 0.0
     message_seconds: float = 0.0
     gradient_seconds: float = 0.0
     jitter: float = 0.0
@@ -69,7 +74,11 @@ class Job:
     def __post_init__(self) -> None:
         check("parameters", self.parameters, positive(MOST_PARAMETERS))
         check("step_seconds", self.step_seconds, positive())
-        for name in ("host_seconds", "own_seconds", "message_seconds", "gradient_seconds"):
+        check("small_parameters", self.small_parameters, number(0, self.parameters))
+        for name in (
+            *("host_seconds", "own_seconds", "small_seconds"),
+            *("message_seconds", "gradient_seconds"),
+        ):
             check(name, getattr(self, name), number(0, 1))
         for name in ("lr", "drift"):
             check(name, getattr(self, name), number(0, MOST_RATE))

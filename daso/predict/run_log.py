@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from daso.errors import ConfigError
+from daso.plan.layout import SMALL_SHARE
 from daso.predict.cluster import Job
 
 __all__ = ["Recorded", "read_run"]
@@ -54,6 +55,7 @@ def read_run(folder: Path) -> Recorded:
     batches = (found[-1]["sent"] - found[0]["sent"]) / (len(found) - 1)
     parameters, nodes = begun["parameters"], begun["nodes"]
     taken = statistics.median(one["exchange_seconds"] for one in found)
+    small = [one["small_seconds"] for one in found if one.get("small_seconds")]
     return Recorded(
         Job(
             parameters=parameters,
@@ -62,6 +64,8 @@ def read_run(folder: Path) -> Recorded:
             # Logs of before 2026-11-22 do not tell of it.
             own_seconds=statistics.median(one.get("own_seconds", 0.0) for one in found)
             / parameters,
+            small_parameters=parameters / SMALL_SHARE if small else 0,
+            small_seconds=statistics.median(small) if small else 0,
             # A log has medians of so many batches, which spread less than batches do.
             jitter=min(MOST_JITTER, _spread(steps) * math.sqrt(max(1.0, 2 * batches / math.pi))),
             lr=found[-1]["lr"],
@@ -72,6 +76,9 @@ def read_run(folder: Path) -> Recorded:
             f"{len(found)} exchanges of {folder}, on {nodes} nodes",
             "what an exchange took there is taken for the host's own work: less, if a link made "
             "it slow there; of averaged gradients nothing is known, and none is counted",
+            f"small tensors went alone there, too, for {1e3 * statistics.median(small):.3g} ms each"
+            if small
+            else "no small tensors went alone there, nor do they here",
         ),
     )
 

@@ -1,8 +1,7 @@
 """A schedule on many nodes, batch by batch, on virtual time.
 
 The policy, the schedule and the choice of wires are those of real runs: `daso.plan`. What they are
-told, a step's time, an exchange's, drift, comes from the nodes that are simulated. Exchanges of
-small tensors alone are left out: they take 2 to 3 ms of a core at every second batch.
+told, a step's time, an exchange's, drift, comes from the nodes that are simulated.
 """
 
 import math
@@ -14,7 +13,15 @@ from dataclasses import dataclass, replace
 from daso.errors import ConfigError
 from daso.plan.options import Exchange, Gradients, Settings
 from daso.plan.policies import Plateau
-from daso.plan.schedule import Action, Measurements, Policy, State, after_batch, after_exchange
+from daso.plan.schedule import (
+    Action,
+    Measurements,
+    Policy,
+    State,
+    after_batch,
+    after_exchange,
+    begin,
+)
 from daso.predict.cluster import (
     GRADIENTS,
     Cluster,
@@ -35,7 +42,8 @@ class Outcome:
     step_seconds: float  # of all batches but the first quarter, in which a schedule finds its place
     exposed_seconds: float  # per step: mean over nodes of standing still for others
     bytes_per_step: float  # sent by a node
-    exchanges: int
+    exchanges: int  # of everything
+    small_exchanges: int  # of small tensors alone
     skip: int  # at the end
     wait: int  # at the end: how many batches old a mean is when it is merged
     wire: str  # at the end
@@ -52,7 +60,43 @@ class _Flight:
 
     begins: float  # when the last node has sent
     ends: float
-    fastest: float  # step of the fastest node until then, the median of each
+    # Of an exchange of everything, what its header tells: the step of the fastest node until then,
+    # the median of each, and what small ones took from training since the one before.
+    told: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """What things take of a node, in seconds."""
+
+    step: float  # of computing
+    own: float  # of the training thread to pack an exchange, and to merge it
+    lost: float  # of computing to an exchange, where cores are short
+    small_own: float  # of the training thread to pack small tensors, and to merge them
+    synchronous: float  # of waiting, in a step that averages gradients
+
+    @classmethod
+    def of(cls, job: Job, cluster: Cluster) -> "_Costs":
+        """Return those of a job's steps and exchanges."""
+        step = job.step_seconds * cluster.stretch
+        slowest = step * max([1.0, *cluster.slower.values()])
+        return cls(
+            step=step,
+            own=job.own_seconds * job.parameters * cluster.stretch / 2,
+            lost=job.host_seconds * job.parameters * cluster.stretch * cluster.taken,
+            small_own=job.small_seconds * cluster.stretch / 2,
+            synchronous=synchronous_seconds(replace(job, step_seconds=slowest), cluster) - slowest,
+        )
+
+
+@dataclass(slots=True)
+class _Totals:
+    """What was counted so far."""
+
+    exposed: float = 0.0  # seconds, summed over nodes
+    nbytes: float = 0.0  # sent by a node
+    exchanges: int = 0
+    small_exchanges: int = 0
 
 
 class _Nodes:
@@ -61,24 +105,19 @@ class _Nodes:
     def __init__(self, job: Job, cluster: Cluster, settings: Settings, seed: int) -> None:
         self.job, self.cluster, self.settings = job, cluster, settings
         self.times = [0.0] * cluster.nodes
-        self.exposed = 0.0  # seconds, summed over nodes
-        self.nbytes, self.exchanges = 0.0, 0
+        self.totals = _Totals()
         self.wire = settings.wires[0]
+        self._costs = _Costs.of(job, cluster)
         self._random = random.Random(seed)
         self._flight: _Flight | None = None
         self._taken = 0.0  # by the exchange before
         self._steps: list[list[float]] = []  # of all nodes, since the exchange before
-        self._step_seconds = job.step_seconds * cluster.stretch
-        self._lost = job.host_seconds * job.parameters * cluster.stretch * cluster.taken
-        self._own = job.own_seconds * job.parameters * cluster.stretch / 2
-        slowest = self._step_seconds * max([1.0, *cluster.slower.values()])
-        waits_for = replace(job, step_seconds=slowest)
-        self._extra = synchronous_seconds(waits_for, cluster) - slowest
+        self._small_waits: list[list[float]] = []  # for small tensors since then, likewise
 
     def compute(self) -> None:
         """Let every node compute a batch."""
         job, slower = self.job, self.cluster.slower
-        base = [self._step_seconds] * len(self.times)
+        base = [self._costs.step] * len(self.times)
         for node, factor in slower.items():
             base[node] *= factor
         if job.jitter:
@@ -89,39 +128,64 @@ class _Nodes:
 
     def average_gradients(self) -> None:
         """End a synchronous step: all wait for the last, and for what crosses between them."""
-        at = max(self.times) + self._extra
-        self.exposed += sum(at - time for time in self.times)
+        at = max(self.times) + self._costs.synchronous
+        self.totals.exposed += sum(at - time for time in self.times)
         self.times = [at] * len(self.times)
-        self.nbytes += exchange_cost(self.job.parameters, GRADIENTS, self.cluster).sent_bytes
+        self.totals.nbytes += exchange_cost(self.job.parameters, GRADIENTS, self.cluster).sent_bytes
         self._steps.clear()  # of steps that wait nobody is told
 
     def send(self) -> None:
         """Start an exchange; it goes on when the last node has sent."""
-        self.times = [at + self._own for at in self.times]
-        begins = max(self.times)
-        ends = begins + exchange_seconds(self.job, self.cluster, self.wire)
         middle = len(self._steps) // 2
         fastest = min(sorted(steps)[middle] for steps in zip(*self._steps, strict=True))
-        self._flight, self._steps = _Flight(begins, ends, fastest), []
-        self.nbytes += exchange_cost(self.job.parameters, self.wire, self.cluster).sent_bytes
-        self.exchanges += 1
+        small_seconds = 0.0
+        if self._small_waits:  # the node that waits least waits for nobody who is slow
+            waits = map(statistics.fmean, zip(*self._small_waits, strict=True))
+            small_seconds = 2 * self._costs.small_own + min(waits)
+        self._start(self.job, self.wire, self._costs.own, (fastest, small_seconds))
+        self._steps, self._small_waits = [], []
+        self.totals.exchanges += 1
 
-    def receive(self) -> Measurements:
-        """Let every node wait for the exchange; return what all agree on with it."""
-        flight, self._flight = self._flight, None
+    def send_small(self) -> None:
+        """Start an exchange of small tensors alone."""
+        small = replace(self.job, parameters=self.job.small_parameters)
+        self._start(small, self.settings.wires[0], self._costs.small_own)
+        self.totals.small_exchanges += 1
+
+    def _start(
+        self, job: Job, wire: str, own: float, told: tuple[float, float] | None = None
+    ) -> None:
+        self.times = [at + own for at in self.times]
+        begins = max(self.times)
+        self._flight = _Flight(begins, begins + exchange_seconds(job, self.cluster, wire), told)
+        self.totals.nbytes += exchange_cost(job.parameters, wire, self.cluster).sent_bytes
+
+    def receive(self) -> Measurements | None:
+        """Let every node wait for the exchange; return what all agree on with it, if anything."""
+        flight, self._flight, costs = self._flight, None, self._costs
         assert flight is not None, "the schedule receives only what was sent"
+        if flight.told is None:
+            self._small_waits.append(self._wait_for(flight, costs.small_own))
+            return None
         # Where cores are short, the exchange took some of what was computed since it began.
-        self.times = [at + self._lost for at in self.times]
-        late = [max(0.0, flight.ends - at) for at in self.times]
-        self.exposed += sum(late)
-        self.times = [at + wait + self._own for at, wait in zip(self.times, late, strict=True)]
-        nodes = self.cluster.nodes
-        drift, own = self.job.drift * (1 - 1 / nodes), 2 * self._own + self._lost
-        measurements = Measurements(flight.fastest, self._taken, self.job.lr, drift, own)
+        self.times = [at + costs.lost for at in self.times]
+        self._wait_for(flight, costs.own)
+        (fastest, small), nodes = flight.told, self.cluster.nodes
+        drift, own = self.job.drift * (1 - 1 / nodes), 2 * costs.own + costs.lost
+        measurements = Measurements(
+            fastest, self._taken, self.job.lr, drift, own, small_seconds=small
+        )
         # What the node that came last saw of it, which is told with the next one.
         self._taken = flight.ends - flight.begins
         self.wire = self.settings.next_wire(self.wire, measurements, numel=int(self.job.parameters))
         return measurements
+
+    def _wait_for(self, flight: _Flight, own: float) -> list[float]:
+        """Let every node wait for an exchange, and merge it; return how long each waited."""
+        late = [max(0.0, flight.ends - at) for at in self.times]
+        self.totals.exposed += sum(late)
+        self.times = [at + wait + own for at, wait in zip(self.times, late, strict=True)]
+        return late
 
 
 def simulate(
@@ -153,12 +217,13 @@ def simulate(
         raise ConfigError("a policy must not go by the loss of epochs to be predicted, as Plateau")
     if settings is None:
         settings = Settings(wire="auto", merge="auto", exchange=Exchange(), gradients=Gradients())
-    nodes, state = _Nodes(job, cluster, settings, seed), policy.start()
-    state = replace(state, sparse=settings.sparse)
+    settings = replace(settings, selective=getattr(policy, "selective", None))
+    nodes, state = _Nodes(job, cluster, settings, seed), _begin(job, policy, settings)
+    totals = nodes.totals
     settled, before = steps // 4, (0.0, 0.0, 0.0)
     for batch in range(steps):
         if batch == settled:
-            before = statistics.fmean(nodes.times), nodes.exposed, nodes.nbytes
+            before = statistics.fmean(nodes.times), totals.exposed, totals.nbytes
         nodes.compute()
         if state.synchronous and cluster.nodes > 1:
             nodes.average_gradients()
@@ -169,14 +234,23 @@ def simulate(
     counted = steps - settled
     return Outcome(
         step_seconds=(statistics.fmean(nodes.times) - time) / counted,
-        exposed_seconds=(nodes.exposed - exposed) / counted / cluster.nodes,
-        bytes_per_step=(nodes.nbytes - nbytes) / counted,
-        exchanges=nodes.exchanges,
+        exposed_seconds=(totals.exposed - exposed) / counted / cluster.nodes,
+        bytes_per_step=(totals.nbytes - nbytes) / counted,
+        exchanges=totals.exchanges,
+        small_exchanges=totals.small_exchanges,
         skip=state.skip,
         wait=state.wait,
         wire=nodes.wire,
         plan=exchange_plan(job.parameters, nodes.wire, cluster).name,
     )
+
+
+def _begin(job: Job, policy: Policy, settings: Settings) -> State:
+    """Return the state before the first batch, with an inner optimizer whose steps stay."""
+    taken = settings.takes_small(job.parameters)
+    share = settings.small_share(job.small_parameters, job.parameters) if taken else 0.0
+    state = replace(policy.start(), sparse=settings.sparse)
+    return begin(policy, state, memory=0.0, may_hide=False, small_share=share)
 
 
 def _carry_out(nodes: _Nodes, acts: Sequence[Action], state: State, policy: Policy) -> State:
@@ -185,7 +259,9 @@ def _carry_out(nodes: _Nodes, acts: Sequence[Action], state: State, policy: Poli
     for act in acts:
         if act is Action.SEND:
             nodes.send()
+        elif act is Action.SEND_SMALL:
+            nodes.send_small()
         elif act is Action.RECEIVE:
-            measurements = nodes.receive()
+            measurements = nodes.receive() or measurements
     # No policy here turns synchronous again: what it takes to agree is not due.
     return state if measurements is None else after_exchange(policy, state, measurements)[1]

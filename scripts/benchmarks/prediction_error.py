@@ -85,10 +85,18 @@ def job_of(found: Mapping[str, Any]) -> Job:
         step_seconds=step,
         host_seconds=max(0.0, 4 * work(OFTEN) - own) / count,
         own_seconds=own / count,
+        small_parameters=_small_parameters(rows[OURS]["report"]),
+        small_seconds=seen.get("small_seconds", 0.0),
         gradient_seconds=max(0.0, work(SYNCHRONOUS) - votes) / count,
         lr=seen["lr"],
         drift=seen["drift"] / (1 - 1 / nodes),
     )
+
+
+def _small_parameters(report: Mapping[str, Any]) -> int:
+    """Return how many numbers went alone; reports of before 2026-11-28 do not tell of any."""
+    first = report.get("small_tensors", "none").split()[0]
+    return int(first) if first.isdecimal() else 0
 
 
 def _base(row: Mapping[str, Any]) -> float:
@@ -179,6 +187,7 @@ def _row(
         step_seconds=job.step_seconds * speed,
         host_seconds=job.host_seconds * speed,
         own_seconds=job.own_seconds * speed,
+        small_seconds=job.small_seconds * speed,
         gradient_seconds=job.gradient_seconds * speed,
     )
     outcome = simulate(job, cluster, way.policy, settings, steps=STEPS)

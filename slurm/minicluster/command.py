@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from daso.cli.outputs import while_read
 from daso.errors import ConfigError, DasoError
 from minicluster.processes import call, inside, process_of
 from minicluster.start import set_rate, states, take_down, up
@@ -59,11 +60,17 @@ def main(words: Sequence[str], *, folder: str | None) -> int:
     Returns:
         Exit code: 0 done, 1 it failed, 2 wrong use.
     """
+    return while_read(lambda: _carry_out(words, folder))
+
+
+def _carry_out(words: Sequence[str], folder: str | None) -> int:
     options = _parser().parse_args(words)
     try:
         options.run(options, Path(folder or FOLDER).resolve())
     except ConfigError as error:
         return _say(error, 2)
+    except BrokenPipeError:
+        raise
     except (DasoError, OSError) as error:
         return _say(error, 1)
     except KeyboardInterrupt:

@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,6 +11,7 @@ from jobs import HANG_SECONDS
 
 import daso
 from daso.cli.main import main
+from daso.cli.outputs import while_read
 from daso.cli.train.config import Config, describe
 from daso.environment import find_mpirun
 from daso.errors import TopologyError
@@ -160,6 +162,39 @@ def test_closed_streams_and_python_without_docstrings(tmp_path, closed):
     )
     assert run.returncode == 0
     assert {path.name for path in tmp_path.glob("rank-*")} == {"rank-0", "rank-1"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "daso", "doctor", "--nodes=4"],
+        ["-m", "daso", "predict", "--parameters=1e6", "--step-ms=9", "--nodes=2", "--steps=400"],
+    ],
+)
+def test_a_reader_that_leaves_ends_a_command_without_a_word(words):
+    """``daso predict ... | head -1``: as programs end by SIGPIPE."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        run = subprocess.run(
+            [sys.executable, *words],
+            stdout=writes,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=HANG_SECONDS,
+            check=False,
+        )
+    finally:
+        os.close(writes)
+    assert (run.returncode, run.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_pipe_that_others_broke_is_no_reader_that_left():
+    def act():
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        while_read(act)
 
 
 def test_what_other_launchers_left_in_the_environment_is_no_matter(tmp_path):

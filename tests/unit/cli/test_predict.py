@@ -81,6 +81,17 @@ def test_a_run_tells_what_its_steps_and_exchanges_took(tmp_path):
     assert job.jitter == pytest.approx(spread * math.sqrt(20 / math.pi), rel=0.1)
 
 
+def test_a_run_tells_whether_small_tensors_went_alone_and_what_that_took(tmp_path):
+    """Where none went between two exchanges, nothing was measured."""
+    told = [exchange(0.1, 0.02, 1e-5, sent=at) for at in range(0, 80, 10)]
+    job = read_run(log_of(tmp_path / "without", told)).job
+    assert (job.small_parameters, job.small_seconds) == (0, 0)
+    taken = [{**one, "small_seconds": at * 1e-3} for at, one in enumerate(told)]
+    taken[5]["small_seconds"] = 0.0
+    job = read_run(log_of(tmp_path / "with", taken)).job
+    assert (job.small_parameters, job.small_seconds) == (1000 / 16, 6e-3)  # 4, 6 and 7 ms
+
+
 def test_a_run_that_went_on_elsewhere_tells_of_its_last_nodes(tmp_path):
     events = [
         *[exchange(5.0, 5.0, 1e-3)] * 40,

@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,18 @@ from hypothesis import strategies as st
 
 from daso.errors import ConfigError
 from daso.plan.options import Exchange, Gradients, Settings
-from daso.plan.policies import Auto, Fixed, Plateau
+from daso.plan.policies import Auto, Fixed, Plateau, Replay
 from daso.predict.cluster import (
     Cluster,
     Job,
     exchange_cost,
     exchange_seconds,
 )
-from daso.predict.network import Link, vote_seconds
+from daso.predict.network import HEADERS, Link, vote_seconds
 from daso.predict.simulator import simulate
 
 GIGABIT = Link(125e6, 2e-5)
+UNSHAPED = Cluster(2, Link(math.inf))
 EXACT = pytest.approx
 
 
@@ -231,6 +233,68 @@ def test_a_slow_link_gets_the_narrow_wire_and_a_fast_one_the_wide():
     assert chosen == {12.5e6: "int4", 12.5e9: "bf16"}
 
 
+def test_small_tensors_go_alone_and_cost_what_they_take():
+    """Every 2nd batch without room for one before or after everything goes, which is every 16th."""
+    job = Job(4e6, 0.1, small_parameters=4e4, small_seconds=2e-3)
+    cluster, policy = Cluster(2, GIGABIT), Replay(((0, 16, 1),), selective=1, small=((0, 2),))
+    found = simulate(job, cluster, policy, settings(), steps=64)
+    alone = simulate(replace(job, small_parameters=0.0), cluster, policy, settings(), steps=64)
+    small_exchanges, at_a_time = 7 * 4, 7 / 16
+    assert (found.exchanges, found.small_exchanges) == (alone.exchanges, small_exchanges)
+    assert alone.small_exchanges == 0
+    assert found.step_seconds - alone.step_seconds == EXACT(2e-3 * at_a_time)
+    assert found.bytes_per_step - alone.bytes_per_step == EXACT(2 * 4e4 * at_a_time)
+    assert found.exposed_seconds == alone.exposed_seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("small_seconds", "of_32"),
+    # 4 % of 50 ms are 2 ms a batch; twice that every 2nd, three times every 3rd. Everything goes
+    # every 32nd batch, and takes 4.
+    [(1e-3, 13), (4e-3, 13), (5.9e-3, 9)],
+)
+def test_auto_is_told_what_small_tensors_take_and_goes_by_it(small_seconds, of_32):
+    found = simulate(_with_small(small_seconds), UNSHAPED, Auto(), settings(), steps=2000)
+    assert (found.skip, found.wait) == (32, 4)  # 16 ms of 50, for 1 %
+    assert found.small_exchanges / 2000 == EXACT(of_32 / 32, rel=0.01)
+
+
+def test_small_tensors_that_take_too_much_are_given_up_and_tried_again():
+    often = [
+        simulate(_with_small(seconds), UNSHAPED, Auto(), settings(), steps=2000).small_exchanges
+        for seconds in (5.9e-3, 6.1e-3, 12e-3)
+    ]
+    assert often[0] > 1.2 * often[1] > 2 * often[2] > 0
+
+
+def _with_small(small_seconds):
+    costs = {"own_seconds": 4e-9, "small_seconds": small_seconds}
+    return Job(4e6, 0.05, small_parameters=4e4, drift=1e-6, **costs)
+
+
+def test_small_tensors_get_room_where_everything_takes_long():
+    job = Job(4e6, 0.05, drift=1e-3, small_parameters=4e4)
+    cluster = Cluster(2, Link(16e6 * HEADERS / 0.15))  # of a bf16 exchange: 75 ms, or so
+    slower = Cluster(2, Link(16e6 * HEADERS / 0.3))
+    skips = [
+        simulate(job, place, policy, settings(), steps=600).skip
+        for place in (cluster, slower)
+        for policy in (Auto(), Auto(selective=None))
+    ]
+    assert skips[:2] == [2, 2]
+    assert skips[2:] == [8 * 4, 4]
+
+
+def test_models_that_are_small_and_policies_without_send_none_alone():
+    job = Job(4e6, 0.05, own_seconds=4e-9, drift=1e-6, small_parameters=4e4)
+    cluster = Cluster(2, GIGABIT)
+    for policy in (Auto(selective=5_000_000), Auto(selective=None), Fixed(16, 1)):
+        assert simulate(job, cluster, policy, settings(), steps=400).small_exchanges == 0
+    fragments = replace(settings(), exchange=Exchange(fragments=2))
+    assert simulate(job, cluster, Auto(), fragments, steps=400).small_exchanges == 0
+    assert simulate(job, cluster, Auto(), settings(), steps=400).small_exchanges > 0
+
+
 def test_more_drift_brings_more_exchanges():
     cluster = Cluster(8, GIGABIT)
     runs = [
@@ -282,6 +346,7 @@ def test_many_nodes_are_gone_through_in_seconds():
         (lambda: Job(0, 1), "parameters must be a positive number"),
         (lambda: Job(1, math.inf), "step_seconds must be a positive number"),
         (lambda: Job(1, 1, jitter=-1), "jitter must be a part of a step"),
+        (lambda: Job(1, 1, small_parameters=2), "small_parameters must be a number from 0 to 1"),
         (lambda: Cluster(0, GIGABIT), "nodes must be a whole number of at least 1"),
         (lambda: Cluster(2, GIGABIT, slower={2: 1.0}), "one of 0 to 1"),
     ],
