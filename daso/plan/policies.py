@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from daso.checks import NONE, Rule, check, either, number, positive, validated_record, whole
 from daso.errors import ConfigError
-from daso.plan.plateau import observe
-from daso.plan.schedule import SMALL_PERIOD, SMALL_WAIT, Measurements, State
+from daso.plan.schedule import Measurements, PlateauState, State
+from daso.plan.small_tensors import SMALL_PERIOD, SmallTensors
 from daso.plan.wires import BUDGET
 
-__all__ = ["Auto", "Fixed", "Plateau", "Qsr", "Replay"]
+__all__ = ["Auto", "Fixed", "Plateau", "Qsr", "Replay", "observe"]
 
 DRIFT, NORMALIZED_DRIFT = 0.025, 0.005  # that `Auto` allows; the latter with a restored step
 OVERLAP = 0.5  # of a step: behind which gradients are averaged while backward goes on
@@ -35,7 +35,6 @@ SMALL_BUDGETS = 4.0
 # a CNN ended 0.43 points below synchronous with 1, 0.08 with 4 and 0.03 with 8; with such that take
 # 1.5, 0.05 with 1 (scripts/figures/selective.json).
 ROOM = 8
-SMALL_LONGEST = 3  # batches between them: at every 4th they gain little (selective.json)
 SLACK = 8  # `Auto` waits for skip // SLACK batches, and more where an exchange takes longer
 
 
@@ -158,6 +157,24 @@ class Plateau:
             return replace(state, skip=self.max_skip, wait=self.max_wait)
         skip = state.skip // 2
         return replace(state, skip=skip, wait=min(skip, max(1, state.wait - 1)))
+
+
+def observe(
+    state: PlateauState, loss: float, *, threshold: float, patience: int
+) -> tuple[bool, PlateauState]:
+    """Take in one epoch's loss.
+
+    An epoch improves when ``loss < best * (1 - threshold)`` for a positive best, and when it lies
+    below best by ``threshold * |best|`` in general. A loss that is not finite is a bad epoch.
+    """
+    best = state.best
+    improved = loss - loss == 0 and (best is None or loss < best - threshold * abs(best))
+    if improved:
+        return False, PlateauState(best=loss)
+    bad = state.bad_epochs + 1
+    if bad >= patience:
+        return True, replace(state, bad_epochs=0)
+    return False, replace(state, bad_epochs=bad)
 
 
 @validated_record
@@ -293,14 +310,14 @@ class Auto:
         most = min(2 * state.wait, self.max_skip)
         wait = min(self._wait(state, measurements), most)
         affordable = min(self._affordable(measurements), 2 * state.skip)
-        period = self._small_period(state, measurements)
-        # While everything is on its way small tensors stay: not for most of the time.
-        stays = _leaves_room(replace(state, small_period=period), wait)
-        least = min(ROOM * wait, 2 * state.skip) if stays else wait
+        period = state.small.period_within(SMALL_BUDGETS * self.budget * measurements.step_seconds)
+        small = replace(state.small, period=period)
+        # Not for most of the time.
+        least = min(ROOM * wait, 2 * state.skip) if small.stay_behind(wait) else wait
         wanted = max(least, min(affordable, self._skip(state, measurements)))
         skip = max(wait, min(wanted, self.max_skip))
         wait = min(max(wait, skip // SLACK), most)
-        return replace(state, skip=skip, wait=wait, small_period=period)
+        return replace(state, skip=skip, wait=wait, small=small)
 
     def why(self, state: State) -> str:
         """Return what keeps skip from being 1, in words: of the last exchange's numbers."""
@@ -320,7 +337,7 @@ class Auto:
         if self._affordable(measurements) <= state.skip:
             return f"{work}: {100 * self.budget:g} % of that many batches"
         needed = self._wait(state, measurements)
-        if _leaves_room(state, needed) and state.skip <= ROOM * needed:
+        if state.small.stay_behind(needed) and state.skip <= ROOM * needed:
             return f"{work}; small tensors go alone in between, but not while it is on its way"
         return f"{work}; nodes drift apart by as much as they may in that many batches"
 
@@ -360,14 +377,6 @@ class Auto:
         """Batches between exchanges whose work is within budget; many if unmeasured."""
         batches = min(measurements.affordable_skip(self.budget), self.max_skip)
         return max(1, math.ceil(batches)) if batches else self.max_skip
-
-    def _small_period(self, state: State, measurements: Measurements) -> int:
-        """Batches between exchanges of small tensors, within a budget of their own; 0: none."""
-        most = SMALL_BUDGETS * self.budget * measurements.step_seconds
-        if most <= 0 or not state.small_share:
-            return state.small_period
-        batches = state.small_seconds / most
-        return max(SMALL_PERIOD, math.ceil(batches)) if batches <= SMALL_LONGEST else 0
 
     def _skip(self, state: State, measurements: Measurements) -> int:
         """Go half of the way, in logarithms, from skip to what drift allows; at most double it."""
@@ -416,7 +425,8 @@ class Replay:
         """Return the state before the first batch."""
         _, skip, wait = self.history[0]
         period = self.small[0][1] if self.small else SMALL_PERIOD
-        return State(skip=skip, wait=wait, hidden=0 in self.hidden, small_period=period)
+        small = SmallTensors(period=period)
+        return State(skip=skip, wait=wait, hidden=0 in self.hidden, small=small)
 
     def tune_batch(self, state: State) -> State:
         """Do after a batch what was done after it."""
@@ -425,7 +435,7 @@ class Replay:
                 state = replace(state, skip=skip, wait=wait, hidden=batch in self.hidden)
         for batch, period in self.small[1:]:
             if batch == state.batch:
-                state = replace(state, small_period=period)
+                state = replace(state, small=replace(state.small, period=period))
         return state
 
     def tune_exchange(self, state: State, measurements: Measurements) -> State:  # noqa: ARG002 - the protocol's
@@ -435,11 +445,6 @@ class Replay:
     def tune_epoch(self, state: State, loss: float) -> State:  # noqa: ARG002 - the protocol's
         """Change nothing: the log says it for the batch."""
         return state
-
-
-def _leaves_room(state: State, wait: int) -> bool:
-    """Tell whether small tensors go alone, and would have to stay for longer than they take."""
-    return wait > SMALL_WAIT and state.small_share > 0 and state.small_period > 0
 
 
 def _check_order(name: str, value: int, other: str, limit: int) -> None:

@@ -19,15 +19,14 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Protocol
 
-from daso.plan.plateau import PlateauState
+from daso.plan.small_tensors import SMALL_WAIT, SmallTensors
 from daso.plan.step_restoration import next_gain, next_noise_share, shared_gain
 
 __all__ = [
     "MEASURE_EVERY",
-    "SMALL_PERIOD",
-    "SMALL_WAIT",
     "Action",
     "Measurements",
+    "PlateauState",
     "Policy",
     "Progress",
     "Rejoined",
@@ -46,9 +45,6 @@ MEASURE_EVERY = 50  # batches of a synchronous phase that lasts while averaging 
 SECONDS = 0.5  # from one vote on whether the job has to end to the next; a request waits for two
 MOST_BATCHES = 64
 MEASURE_FIRST = (2, 5)  # batches of a run after which that is measured too
-SMALL_PERIOD = 2  # batches from one exchange of small tensors to the next, at least
-SMALL_MEMORY = 0.9  # of what one takes, from one exchange of everything to the next without any
-SMALL_WAIT = 2  # batches that one may take: with fewer, ranks wait more for who is slow for once
 
 
 class Action(Enum):
@@ -94,6 +90,14 @@ class Measurements:
 
 
 @dataclass(frozen=True, slots=True)
+class PlateauState:
+    """What the detector of a loss that stalls remembers between epochs."""
+
+    best: float | None = None  # lowest loss that counted as an improvement
+    bad_epochs: int = 0  # epochs in a row without an improvement
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """Where the schedule stands. The same on every rank at every batch."""
 
@@ -112,15 +116,9 @@ class State:
     memory: float = 0.0
     noise_share: float = 1.0
     sparse: bool = False  # an exchange leaves work behind; one of everything does not
-    # Of the bytes of an exchange of everything, at most, those of small tensors, which are
-    # exchanged alone, too; 0: they are not.
-    small_share: float = 0.0
-    small_period: int = SMALL_PERIOD  # batches from one to the next; 0: none
-    small_seconds: float = 0.0  # that one takes from training, lately; 0: not measured yet
-    small_last: int = 0  # batch after which they were sent alone last
-    small_in_flight: bool = False  # what is in flight is they alone
     hidden: bool = False  # synchronous because averaging gradients is hidden behind backward
     hide_again: int = 0  # batch from which that may be tried again
+    small: SmallTensors = field(default_factory=SmallTensors)
     plateau: PlateauState = field(default_factory=PlateauState)
     measurements: Measurements = field(default_factory=Measurements)
 
@@ -150,6 +148,7 @@ class State:
         values = values if isinstance(values, Mapping) else {}
         parts = (
             (cls, values),
+            (SmallTensors, values.get("small")),
             (PlateauState, values.get("plateau")),
             (Measurements, values.get("measurements")),
         )
@@ -165,6 +164,7 @@ class State:
         """Return the state whose ``dataclasses.asdict`` these are."""
         known = {one.name: values[one.name] for one in fields(cls)}
         parts = {
+            "small": SmallTensors(**values["small"]),
             "plateau": PlateauState(**values["plateau"]),
             "measurements": Measurements(**values["measurements"]),
         }
@@ -195,8 +195,7 @@ def begin(
     policy: Policy, state: State, *, memory: float, may_hide: bool, small_share: float = 0.0
 ) -> State:
     """Return the state in which training begins, or goes on, with an inner optimizer."""
-    period = (state.small_period or SMALL_PERIOD) if small_share else 0
-    state = replace(state, memory=memory, small_share=small_share, small_period=period)
+    state = replace(state, memory=memory, small=state.small.begin(small_share))
     choose = getattr(policy, "begin", None)
     if not may_hide or choose is None or state.batch or state.epoch:
         return state
@@ -225,8 +224,7 @@ def after_exchange(
     policy: Policy, state: State, measurements: Measurements
 ) -> tuple[tuple[Action, ...], State]:
     """Return the acts after ranks agreed on measurements, and the state for the batches to come."""
-    seconds = _next_small_seconds(state.small_seconds, measurements.small_seconds)
-    state = replace(state, small_seconds=seconds)
+    state = replace(state, small=state.small.measured(measurements.small_seconds))
     acts, state = _turn(state, policy.tune_exchange(state, measurements))
     return acts, replace(
         state, measurements=measurements, gain=next_gain(state.gain, measurements.required_gain)
@@ -295,42 +293,30 @@ def rejoin(progress: Sequence[Progress], rank: int) -> Rejoined:
 
 def _exchange(state: State) -> tuple[tuple[Action, ...], State]:
     acts: tuple[Action, ...] = ()
-    wait, idle = SMALL_WAIT if state.small_in_flight else state.wait, state.sent is None
+    wait, idle = SMALL_WAIT if state.small.in_flight else state.wait, state.sent is None
     if state.sent is not None and state.batch - state.sent >= wait:
         acts, state = (Action.RECEIVE,), replace(state, sent=None)
     if state.sent is None and state.batch - state.last >= state.skip:
         acts = (*acts, Action.SEND)
         whole = state.fragments == 1 and not state.sparse
         agreed = state.batch if whole else state.agreed
-        now = state.batch
+        now, small = state.batch, replace(state.small, in_flight=False)
         state = replace(
-            state, sent=now, last=now, sends=state.sends + 1, agreed=agreed, small_in_flight=False
+            state, sent=now, last=now, sends=state.sends + 1, agreed=agreed, small=small
         )
         if state.wait == 0:
             acts, state = (*acts, Action.RECEIVE), replace(state, sent=None)
-    elif (idle or state.small_in_flight) and _is_small_due(state):
+    elif (idle or state.small.in_flight) and _is_small_due(state):
         # Not in a batch that merges everything, which has enough to do.
         acts = (*acts, Action.SEND_SMALL)
-        state = replace(state, sent=state.batch, small_last=state.batch, small_in_flight=True)
+        state = replace(state, sent=state.batch, small=state.small.sent(state.batch))
     return acts, state
 
 
 def _is_small_due(state: State) -> bool:
-    """Tell whether small tensors go now: some batches after, and before, they go with all.
-
-    Everything takes `wait` batches or less, so they take their share of these.
-    """
-    hidden = 0 < state.small_share * state.wait <= 0.8 * SMALL_WAIT
-    since = state.batch - max(state.last, state.small_last)
-    left = state.last + state.skip - state.batch
-    return hidden and state.sent is None and min(since, left) >= state.small_period > 0
-
-
-def _next_small_seconds(before: float, measured: float) -> float:
-    """Return what an exchange of small tensors takes: where none went, one is tried in a while."""
-    if not measured:
-        return SMALL_MEMORY * before
-    return (before + measured) / 2 if before else measured
+    """Tell whether small tensors go after this batch."""
+    due = state.small.is_due(state.batch, last=state.last, skip=state.skip, wait=state.wait)
+    return due and state.sent is None
 
 
 def _turn(before: State, after: State) -> tuple[tuple[Action, ...], State]:

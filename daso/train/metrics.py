@@ -81,14 +81,14 @@ class History:
     @classmethod
     def of(cls, state: State) -> "History":
         """Return that of a run in which this is chosen."""
-        return cls([(0, state.skip, state.wait)], [(0, state.small_period)])
+        return cls([(0, state.skip, state.wait)], [(0, state.small.period)])
 
     def take(self, before: State, now: State) -> None:
         """Add what is chosen now, where that is another."""
         if (now.skip, now.wait) != (before.skip, before.wait):
             self.skip.append((now.batch, now.skip, now.wait))
-        if now.small_period != before.small_period:
-            self.small.append((now.batch, now.small_period))
+        if now.small.period != before.small.period:
+            self.small.append((now.batch, now.small.period))
 
     def state(self) -> dict[str, list[list[int]]]:
         """Return it as plain values."""

@@ -13,6 +13,7 @@ import torch
 from daso.plan.layout import fragments as cut
 from daso.plan.layout import small_tensors
 from daso.plan.schedule import Policy, after_batch, after_epoch, drain
+from daso.plan.small_tensors import SmallTensors
 from daso.plan.step_restoration import shared_gain
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -55,7 +56,7 @@ class Sequential:
         self.small = self.small_of(policy, merge, outer, fragments)
         numels = [p.numel() for p in self.params(0)]
         share = sum(numels[at] for at in self.small) / sum(numels)
-        self.state = replace(self.state, small_share=share)
+        self.state = replace(self.state, small=SmallTensors(share))
         self.step_number = 0
         self.cuts = cut([p.numel() for p in self.params(0)], fragments)
         self.make_outer, self.outer = outer, None

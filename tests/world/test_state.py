@@ -14,7 +14,8 @@ from worlds import APART, SEVERAL_NODES
 import daso
 from daso.plan import options as plan_options
 from daso.plan.options import Settings
-from daso.plan.policies import Replay
+from daso.plan.policies import SMALL_BUDGETS, Replay
+from daso.plan.wires import BUDGET
 from daso.train.simulated.nodes import SimulatedNodes, Times
 
 
@@ -105,7 +106,7 @@ def test_a_run_resumed_with_small_tensors_in_flight_has_the_same_bits(topology, 
         model, optimizer = start(1)
         with optimizer:
             train(model, optimizer, rank, range(cut))
-            assert optimizer._session.schedule.small_in_flight
+            assert optimizer._session.schedule.small.in_flight
             assert optimizer.report()["in_flight"]
             saved = through_a_file([model.state_dict(), optimizer.state_dict()])
         model, optimizer = start(2)
@@ -219,9 +220,8 @@ class Fickle(daso.Fixed):
     selective = 1
 
     def tune_batch(self, state):
-        return replace(
-            state, small_period={10: 3, 22: 0, 30: 2}.get(state.batch, state.small_period)
-        )
+        period = {10: 3, 22: 0, 30: 2}.get(state.batch, state.small.period)
+        return replace(state, small=replace(state.small, period=period))
 
 
 @pytest.mark.nodes(*APART)  # simulated nodes have one rank each
@@ -260,7 +260,9 @@ class Thrifty(daso.Fixed):
     selective = 1
 
     def tune_exchange(self, state, measurements):
-        return replace(state, small_period=daso.Auto()._small_period(state, measurements))
+        most = SMALL_BUDGETS * BUDGET * measurements.step_seconds
+        period = state.small.period_within(most)
+        return replace(state, small=replace(state.small, period=period))
 
 
 @pytest.mark.also_real

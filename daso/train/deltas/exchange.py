@@ -24,7 +24,8 @@ from daso.plan.cost_model import LinkCosts
 from daso.plan.header import Header, Tally, culprit, decode_culprit
 from daso.plan.merge import Merge
 from daso.plan.routes import has_changed
-from daso.plan.schedule import SMALL_WAIT, Measurements
+from daso.plan.schedule import Measurements
+from daso.plan.small_tensors import SMALL_WAIT
 from daso.train.coordinator import Coordinator, largest_rate
 from daso.train.deltas.buffer import DeltaBuffer, Measured
 from daso.train.deltas.core_loss import CoreLoss

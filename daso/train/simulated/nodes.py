@@ -25,7 +25,6 @@ from daso.plan.layout import fragments
 from daso.plan.merge import ADOPT, Merge
 from daso.plan.options import Settings
 from daso.plan.schedule import (
-    SMALL_WAIT,
     Action,
     Measurements,
     Policy,
@@ -36,6 +35,7 @@ from daso.plan.schedule import (
     begin,
     drain,
 )
+from daso.plan.small_tensors import SMALL_WAIT
 from daso.train.deltas.merging import merge_pairs
 from daso.train.deltas.outer import MakeOuter
 from daso.train.deltas.shard import DeltaShard, Gather, MergeOptions, cut_row

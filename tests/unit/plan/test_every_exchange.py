@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from daso.plan.header import Header, Tally
 from daso.plan.policies import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import (
-    SMALL_PERIOD,
-    SMALL_WAIT,
     Action,
     Measurements,
     State,
@@ -21,6 +19,7 @@ from daso.plan.schedule import (
     after_exchange,
     drain,
 )
+from daso.plan.small_tensors import SMALL_PERIOD, SMALL_WAIT, SmallTensors
 from daso.plan.step_restoration import required_gain
 
 checked = settings(derandomize=True, max_examples=100, deadline=None)
@@ -124,7 +123,7 @@ def test_small_tensors_go_between_two_exchanges_of_everything_and_delay_none(ski
     for wait in {min(skip, wait) for wait in (1, 2, 3, skip)}:
         policy = Fixed(skip, wait)
         plain, small = policy.start(), []
-        state = replace(plain, small_share=0.8 * SMALL_WAIT / skip, small_period=period)
+        state = replace(plain, small=SmallTensors(0.8 * SMALL_WAIT / skip, period))
         for batch in range(1, 4 * skip + 1):
             without, plain = after_batch(policy, plain)
             acts, state = after_batch(policy, state)
@@ -153,7 +152,7 @@ def test_small_tensors_go_between_two_exchanges_of_everything_and_delay_none(ski
 )
 def test_small_tensors_that_take_longer_than_they_may_do_not_go_alone(share, wait, period, goes):
     policy = Fixed(32, wait)
-    state, small = replace(policy.start(), small_share=share, small_period=period), 0
+    state, small = replace(policy.start(), small=SmallTensors(share, period)), 0
     for _ in range(64):
         acts, state = after_batch(policy, state)
         small += SEND_SMALL in acts
@@ -169,7 +168,8 @@ class Training:
     def __init__(self, policy, fragments, told):
         self.policy, self.told = policy, cycle(told)
         share = 0.05 if isinstance(policy, Auto) and fragments == 1 else 0.0
-        self.state = replace(policy.start(), fragments=fragments, small_share=share)
+        small = SmallTensors(share)
+        self.state = replace(policy.start(), fragments=fragments, small=small)
         self.small = False  # what is in flight is small tensors alone
         self.flight, self.sends, self.log = None, 0, []
         self.waits = []  # since the exchange in flight was sent

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daso.plan.plateau import PlateauState, observe
+from daso.plan.policies import observe
+from daso.plan.schedule import PlateauState
 
 checked = settings(derandomize=True, max_examples=150, deadline=None)
 

@@ -23,7 +23,6 @@ from daso.plan.policies import (
 )
 from daso.plan.schedule import (
     MEASURE_EVERY,
-    SMALL_PERIOD,
     Action,
     Measurements,
     State,
@@ -31,6 +30,7 @@ from daso.plan.schedule import (
     after_exchange,
     begin,
 )
+from daso.plan.small_tensors import SMALL_PERIOD, SmallTensors
 
 checked = settings(derandomize=True, max_examples=100, deadline=None)
 
@@ -353,18 +353,18 @@ def test_only_auto_begins_in_step_and_only_before_the_first_batch(policy, may_hi
     assert after.memory == 0.99
     assert after.hidden == hides
     if not hides:
-        assert after == replace(before, memory=0.99, small_period=0)
+        assert after == replace(before, memory=0.99, small=SmallTensors(period=0))
 
 
 @pytest.mark.parametrize(
     ("share", "before", "after"), [(0.1, 2, 2), (0.1, 3, 3), (0.1, 0, 2), (0.0, 2, 0), (0.0, 0, 0)]
 )
 def test_where_there_are_no_small_tensors_they_do_not_go(share, before, after):
-    state = State(skip=9, wait=2, small_period=before)
+    state = State(skip=9, wait=2, small=SmallTensors(period=before))
     state = begin(Auto(), state, memory=0.0, may_hide=False, small_share=share)
-    assert state.small_period == after
+    assert state.small.period == after
     state = after_exchange(Auto(), state, Measurements(0.1, 0.1, 0.1, 1e-9))[1]
-    assert (state.small_period > 0) == (share > 0)
+    assert (state.small.period > 0) == (share > 0)
 
 
 def test_after_a_warm_up_it_is_tried_by_what_exchanges_take():
@@ -681,9 +681,9 @@ def test_qsr_and_auto_take_the_edges_of_their_ranges():
     ],
 )
 def test_small_tensors_go_as_often_as_four_times_the_budget_pays_for(seconds, step, budget, period):
-    state = State(skip=30, wait=2, small_share=0.1, small_period=9)
+    state = State(skip=30, wait=2, small=SmallTensors(0.1, 9))
     told = Measurements(step, 0.1, 0.1, 1e-12, small_seconds=seconds)
-    assert after_exchange(Auto(budget=budget), state, told)[1].small_period == period
+    assert after_exchange(Auto(budget=budget), state, told)[1].small.period == period
 
 
 @pytest.mark.parametrize(
@@ -705,7 +705,7 @@ def test_everything_leaves_small_tensors_room_to_go_alone(
     """While it is on its way they stay. Drift alone would have it half of the way, at `half`."""
     drift = 0.025**2 * skip / half**2
     told = Measurements(0.1, 0.08 * wait, 0.1, drift, own_seconds=1.0)
-    state = State(skip=skip, wait=wait, small_share=share, measurements=told)
+    state = State(skip=skip, wait=wait, small=SmallTensors(share), measurements=told)
     policy, told = Auto(max_skip=max_skip), replace(told, small_seconds=seconds)
     state = after_exchange(policy, state, told)[1]
     assert state.skip == expected
@@ -715,12 +715,12 @@ def test_everything_leaves_small_tensors_room_to_go_alone(
 
 def test_where_small_tensors_cost_too_much_they_are_tried_again():
     policy, told = Auto(), Measurements(0.1, 0.1, 0.1, 1e-12, own_seconds=1.0)
-    state, periods = State(batch=EARLY, skip=30, wait=2, small_share=0.1), []
+    state, periods = State(batch=EARLY, skip=30, wait=2, small=SmallTensors(0.1)), []
     for seconds in (0.006, 0.014, *(9 * [0.0])):  # of one that took long half counts
         _, state = after_exchange(policy, state, replace(told, small_seconds=seconds))
-        periods.append(state.small_period)
+        periods.append(state.small.period)
     assert periods == [2, 3, 3, 3, 2, 2, 2, 2, 2, 2, 2]
     for seconds in (0.04, *(9 * [0.0])):
         _, state = after_exchange(policy, state, replace(told, small_seconds=seconds))
-        periods.append(state.small_period)
+        periods.append(state.small.period)
     assert periods[11:] == [0, 0, 0, 0, 0, 0, 3, 3, 3, 3]

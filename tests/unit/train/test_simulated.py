@@ -45,7 +45,7 @@ def assert_equal(nodes, policy, wire, merge, outer, fragments):
         for node in range(nodes):
             mine = simulated.models[node].parameters()
             assert all(map(torch.equal, mine, oracle.params(node))), (policy, wire, options)
-    assert (simulated.state.small_last > 0) == bool(oracle.small)
+    assert (simulated.state.small.last > 0) == bool(oracle.small)
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
