@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hosts import Hosts, hosts
-from benchmarks.recovery_ranks import DASO, DYING_SECONDS, KILLED, TORCHFT, Plan
+from benchmarks.recovery_ranks import BOTH, DASO, DYING_SECONDS, KILLED, ROUNDS, TORCHFT, Plan
 from daso.cli.bench.options import at_least_one
 from daso.cli.train.report import versions
 from daso.comm.mpi import library
@@ -67,6 +67,9 @@ CONTENDERS = (
     Contender("torchft, one killed, started anew", TORCHFT, True, True, heartbeat_ms=5000),
     Contender("torchft, one killed, started anew, 1 s", TORCHFT, True, True, heartbeat_ms=1000),
 )
+
+
+ALTERNATING = Contender("daso, elastic and not in turns", BOTH, dies=False, returns=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,7 @@ def script_of(contender: Contender, plan: Plan, torchft: str) -> str:
         f"export PYTHONPATH={shlex.quote(paths)} OMP_NUM_THREADS=1",
         f"cd {shlex.quote(plan.folder)}",
     ]
-    if contender.by == DASO:
+    if contender.by in (DASO, BOTH):
         spares = int(contender.returns)
         lines += [
             "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
@@ -178,6 +181,27 @@ def run(place: Hosts, contender: Contender, plan: Plan, torchft: str, link: str)
     return outcome_of(killed_at, ranks)
 
 
+def overhead(place: Hosts, plan: Plan, link: str) -> dict[str, list[float]]:
+    """Train with an elastic optimizer and with another in turns; return seconds of steps."""
+    folder = place.work / "turns"
+    folder.mkdir()
+    plan = replace(plan, by=BOTH, folder=str(folder), kill_step=0)
+    said = place.run_script(script_of(ALTERNATING, plan, ""), link=link)
+    path = folder / ROUNDS
+    if not path.exists():
+        raise ExchangeError(
+            f"ranks must come to the end of all rounds, but did not:\n{said[-4000:]}"
+        )
+    told: dict[str, list[float]] = json.loads(path.read_text())
+    return told
+
+
+def overhead_ratio(told: dict[str, list[float]]) -> float:
+    """Return the median over rounds of an elastic step over another one."""
+    pairs = zip(told["elastic"], told["plain"], strict=True)
+    return statistics.median(elastic / plain for elastic, plain in pairs)
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return medians as aligned lines."""
     head = (
@@ -204,7 +228,9 @@ def _median(runs: Sequence[dict[str, Any]], name: str) -> float | None:
     return statistics.median(known) if known else None
 
 
-def figures(rows: Sequence[dict[str, Any]], plan: Plan, link: str) -> dict[str, dict[str, Any]]:
+def figures(
+    rows: Sequence[dict[str, Any]], told: dict[str, list[float]], plan: Plan, link: str
+) -> dict[str, dict[str, Any]]:
     """Return the figures, named as everywhere."""
     by_name = {row["name"]: row["runs"] for row in rows}
     conditions = (
@@ -223,7 +249,15 @@ def figures(rows: Sequence[dict[str, Any]], plan: Plan, link: str) -> dict[str, 
         "torchft_join_seconds_heartbeat_1s": ("torchft, one killed, started anew, 1 s", fast),
         "torchft_ready_seconds": ("torchft, one killed, started anew", slow),
     }
-    made = {}
+    made = {
+        "elastic_overhead_ratio": {
+            "value": overhead_ratio(told),
+            "unit": "ratio of step times, over the same without elastic=True",
+            "conditions": f"{RANKS} hosts of one rank, link {link}, CNN of 4.58 M parameters, "
+            f"batch 64, an exchange every {plan.skip} batches, nobody is killed; median of "
+            f"{len(told['plain'])} rounds, in turns in the same processes",
+        }
+    }
     for figure, (name, more) in wanted.items():
         key = f"{figure.removeprefix('torchft_').split('_')[0]}_seconds"
         value = _median(by_name.get(name, ()), key)
@@ -265,6 +299,7 @@ def main(words: Sequence[str] | None = None) -> int:
     found: dict[str, list[dict[str, Any]]] = {one.name: [] for one in contenders}
     share = [str(Path(torchft).parents[1])] if torchft else []
     with hosts(RANKS + 1, share=share) as place:
+        told = overhead(place, plan, options.link)
         for seed in range(options.rounds):
             for contender in contenders:
                 outcome = run(place, contender, replace(plan, seed=seed), torchft, options.link)
@@ -272,9 +307,11 @@ def main(words: Sequence[str] | None = None) -> int:
                 found[contender.name].append(asdict(outcome))
     rows = [{"name": name, "runs": runs} for name, runs in found.items()]
     print(table(rows))
+    print(f"a step with elastic=True over one without, nobody killed: {overhead_ratio(told):.3f}")
     if options.json:
         known = {"versions": versions(library()), "date": date.today().isoformat()}
-        written = {"figures": figures(rows, plan, options.link), **known, "rows": rows}
+        made = figures(rows, told, plan, options.link)
+        written = {"figures": made, **known, "rows": rows, "turns": told}
         options.json.write_text(json_by_rows(written) + "\n", encoding="utf-8")
     return 0
 

@@ -26,9 +26,12 @@ from daso.cli.bench.models import score, small_cnn
 from daso.data import load_fashion
 from daso.environment import data_folder
 
-__all__ = ["DASO", "DYING_SECONDS", "KILLED", "TORCHFT", "Plan"]
+__all__ = ["BOTH", "DASO", "DYING_SECONDS", "KILLED", "ROUNDS", "TORCHFT", "Plan"]
 
 DASO, TORCHFT = "DASO", "torchft"
+BOTH = "elastic and not"  # in the same processes, in turns: what being elastic costs
+ROUNDS = "rounds"  # a file: seconds of a step of each, round by round
+TURNS, TURN_SKIPS = 20, 4  # rounds of each, and exchanges in a round
 KILLED = "killed"  # a file: when, in seconds of the clock that all hosts share
 DYING_SECONDS = 0.05  # from the end of the backward whose step exchanges
 BATCH = 64
@@ -39,7 +42,7 @@ class Plan:
     """One training.
 
     Args:
-        by: ``"DASO"`` or ``"torchft"``.
+        by: ``"DASO"``, ``"torchft"`` or ``"elastic and not"``.
         folder: Where each rank writes what it saw.
         steps: Of each rank.
         skip: Steps from one exchange to the next.
@@ -133,6 +136,38 @@ def train_daso(plan: Plan) -> None:
     optimizer.close()
 
 
+def train_both(plan: Plan) -> None:
+    """Train two models in turns, one of them by an elastic optimizer; nobody is killed."""
+    import daso
+
+    world = daso.init()
+    ways = []
+    for elastic in (False, True):
+        training = Training(plan, world.rank)
+        exchange = daso.Exchange(elastic=elastic)
+        policy = daso.Fixed(plan.skip, 1)
+        optimizer = daso.DASO(
+            training.inner, module=training.model, policy=policy, exchange=exchange
+        )
+        ways.append((training, optimizer))
+    seconds: list[list[float]] = [[], []]
+    steps = TURN_SKIPS * plan.skip
+    for turn in range(TURNS + 1):  # the first warms up
+        for way in (turn % 2, 1 - turn % 2):
+            training, optimizer = ways[way]
+            world.world_comm.Barrier()
+            begun = time.perf_counter()
+            for number in range(turn * steps, (turn + 1) * steps):
+                training.step(number, optimizer.step)
+            world.world_comm.Barrier()
+            seconds[way].append((time.perf_counter() - begun) / steps)
+    for _, optimizer in ways:
+        optimizer.close()
+    if world.rank == 0:
+        told = {"plain": seconds[0][1:], "elastic": seconds[1][1:]}
+        (Path(plan.folder) / ROUNDS).write_text(json.dumps(told), encoding="utf-8")
+
+
 def train_torchft(plan: Plan) -> None:
     """Train by torchft's LocalSGD; each rank is a replica group of its own."""
     from torchft import Manager, ProcessGroupGloo
@@ -191,4 +226,4 @@ def train_torchft(plan: Plan) -> None:
 
 if __name__ == "__main__":
     asked = Plan(**json.loads(sys.argv[1]))
-    {DASO: train_daso, TORCHFT: train_torchft}[asked.by](asked)
+    {DASO: train_daso, TORCHFT: train_torchft, BOTH: train_both}[asked.by](asked)

@@ -16,7 +16,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -39,7 +39,7 @@ from daso.comm.node.base import wait_until
 from daso.comm.reclaim import forget
 from daso.comm.topology import RankInfo, Topology
 from daso.errors import ConfigError
-from daso.plan.schedule import Action, Progress, State, after_batch, rejoin
+from daso.plan.schedule import Action, Progress, Rejoined, State, after_batch, rejoin
 from daso.train import registry
 from daso.train.inner.grad_scaler import Scaling
 from daso.train.metrics import Metrics
@@ -64,6 +64,16 @@ def session_class(setup: Setup) -> type[Session]:
     return ElasticSession if setup.settings.exchange.elastic else Session
 
 
+@dataclass(slots=True)
+class Regrouping:
+    """What a session takes along while a world is made anew."""
+
+    after: State | None = None  # where this rank goes on from
+    former: Synchronizer | None = None  # whose node's memory is to be given back
+    in_step: bool = False
+    drops: bool = False  # the batch of this step
+
+
 class ElasticSession(Session):
     """A session that goes on without the nodes that are lost; see `Session`.
 
@@ -71,19 +81,20 @@ class ElasticSession(Session):
     nothing before `join`.
     """
 
-    _noticed: Exception | None = None  # in a backward, left to the step
-    _ended = False  # this step: the world was made anew as it began
-    _drops = False  # the batch of this step, if the world is made anew now
-    _after: State | None = None  # where this rank goes on from, while a world is made anew
-    _aside_until = _meets_at = 0  # see `daso.plan.schedule.Rejoined`
-    _lost: Synchronizer | None = None  # whose node's memory is to be given back
-    _metrics: Metrics | None = None
-    _depth = 0  # of calls that are made again as a whole
-    _averaging: ExitStack | None = None  # puts this rank's own parameters back
-    _is_new = False  # a spare that has not been given anything
-    _in_step = False
-    _meetings = 0  # of all ranks since the last step
-    _can: bool | None = None  # go on; None: not looked at yet
+    def __init__(
+        self, inner: torch.optim.Optimizer, setup: Setup, topology: Topology | None
+    ) -> None:
+        super().__init__(inner, setup, topology)
+        self._can: bool | None = None  # go on; None: not looked at yet
+        self._is_new = False  # a spare that has not been given anything
+        self._noticed: Exception | None = None  # in a backward, left to the step
+        self._ended = False  # this step: the world was made anew as it began
+        self._regrouping = Regrouping()
+        self._rejoined: Rejoined | None = None  # when the world was made anew last
+        self._metrics: Metrics | None = None  # of the world before
+        self._meetings = 0  # of all ranks since the last step
+        self._depth = 0  # of calls that are made again as a whole
+        self._averaging: ExitStack | None = None  # puts this rank's own parameters back
 
     def _open(self, metrics: Metrics, *acts: Action) -> None:
         super()._open(metrics, *acts)
@@ -168,7 +179,7 @@ class ElasticSession(Session):
         Returns:
             Whether to take it: not where a rank was lost, or where others had this batch before.
         """
-        if self.schedule.batch < self._aside_until:
+        if self._is_aside():
             self._probing = False
             return False, None
         self._meetings = 0
@@ -178,13 +189,23 @@ class ElasticSession(Session):
             with self._inside():
                 return super().begin(closure, scaling)
         except Exception as error:
-            self._drops = self._in_step = True
-            try:
+            with self._within_step(drops=True):
                 self._go_on(error, after_batch(self.setup.policy, self.schedule)[1])
-            finally:
-                self._drops = self._in_step = False
             self._ended = True
             return False, None
+
+    def _is_aside(self) -> bool:
+        """Return whether the batch to come passes: this node, or all, had it already."""
+        return self._rejoined is not None and self.schedule.batch < self._rejoined.aside_until
+
+    @contextmanager
+    def _within_step(self, *, drops: bool = False) -> Iterator[None]:
+        """Make a world anew in the midst of a step."""
+        self._regrouping.in_step, self._regrouping.drops = True, drops
+        try:
+            yield
+        finally:
+            self._regrouping.in_step = self._regrouping.drops = False
 
     def _averaged(self, closure: Closure) -> Closure:
         loss: Any = None
@@ -221,25 +242,22 @@ class ElasticSession(Session):
         if self._ended:
             self._ended = False
             return
-        if self.schedule.batch < self._meets_at and not self._probing:
+        meets_at = 0 if self._rejoined is None else self._rejoined.meets_at
+        if self.schedule.batch < meets_at and not self._probing:
             self._pass_batch()
             return
         try:
             super().end()
             self._look()
         except Exception as error:
-            self._in_step = True
-            try:
+            with self._within_step():
                 self._go_on(error, self.schedule)
-            finally:
-                self._in_step = False
 
     def _pass_batch(self) -> None:
         """Count a batch that others had before: nothing is exchanged."""
         self._take(replace(self.schedule, batch=self.schedule.batch + 1))
         if self._sync is not None:
-            aside = self.schedule.batch < self._aside_until
-            self._sync.pass_batch(self.schedule, aside=aside)
+            self._sync.pass_batch(self.schedule, aside=self._is_aside())
 
     def _raise_noticed(self) -> None:
         """Raise what a backward met and left to the step."""
@@ -357,9 +375,9 @@ class ElasticSession(Session):
         if not self._is_survived(error):
             raise error
         former, hosts = self.topology.rank_info, self.topology.liveness.hosts
-        self._after = after
-        ranks = list(range(former.world_size))
-        _go_on_together(self._elastic_sessions(), self.topology, ranks, in_step=self._in_step)
+        self._regrouping.after = after
+        ranks, in_step = list(range(former.world_size)), self._regrouping.in_step
+        _go_on_together(self._elastic_sessions(), self.topology, ranks, in_step=in_step)
         if self.topology.rank == 0:
             _tell(former, hosts, ranks, self.schedule.batch)
 
@@ -367,7 +385,7 @@ class ElasticSession(Session):
         """Let go of what lost a rank."""
         self._noticed, self._stale = None, False
         if not self._is_new:
-            self._after = self._after or self.schedule
+            self._regrouping.after = self._regrouping.after or self.schedule
         if self._averaging is not None:
             self._averaging.close()
         if self._sync is not None:
@@ -377,7 +395,8 @@ class ElasticSession(Session):
             self._sync.lose()
             registry.forget(self._sync)
             forget(self)
-            self._lost, self._sync = self._lost or self._sync, None
+            self._regrouping.former = self._regrouping.former or self._sync
+            self._sync = None
 
     def _rejoin(self, ranks: list[int]) -> None:
         """Go on from the mean of all parameters.
@@ -388,9 +407,9 @@ class ElasticSession(Session):
         Collective over the world; blocking.
         """
         limit = self.setup.settings.exchange.timeout_seconds
-        progress = gather(self.topology, Progress(self.topology.node, self._after), limit)
-        ours = rejoin(progress, self.topology.rank)
-        self._aside_until, self._meets_at = ours.aside_until, ours.meets_at
+        moving = self._regrouping
+        progress = gather(self.topology, Progress(self.topology.node, moving.after), limit)
+        ours = self._rejoined = rejoin(progress, self.topology.rank)
         new = [rank for rank, one in enumerate(progress) if one.state is None]
         if new:
             self._hand_over(new, limit)
@@ -409,23 +428,23 @@ class ElasticSession(Session):
             len(progress) - len(new),
         )
         self._take(ours.state)
-        former, metrics = self._lost, self._metrics or Metrics()
+        metrics = self._metrics or Metrics()
         metrics.scales_apart = True  # should there be GradScalers: they may have counted otherwise
         self._open(metrics)
         if self._sync is not None:
             if ours.state.synchronous:
                 self._sync.coordinator.join()
-            self._sync.go_on_from(former)
-            if ours.state.batch < ours.aside_until:
+            self._sync.go_on_from(moving.former)
+            if self._is_aside():
                 self._sync.stand_aside()
         metrics.event(
             "regrouped",
             batch=ours.state.batch,
-            dropped=self._drops,
+            dropped=moving.drops,
             meets_at=ours.meets_at,
             ranks=tuple(ranks),
         )
-        self._after = self._lost = None
+        moving.after = moving.former = None
 
     def _hand_over(self, new: Sequence[int], limit: float) -> None:
         """Give ranks that are new all that rank 0 has. Collective over the world; blocking."""

@@ -6,6 +6,7 @@ import shlex
 import pytest
 from benchmarks import recovery
 from benchmarks.recovery import (
+    ALTERNATING,
     CONTENDERS,
     Contender,
     Outcome,
@@ -70,6 +71,12 @@ def test_a_spare_joins_at_once_and_takes_no_time_to_be_ready():
     assert (outcome.shrink_seconds, outcome.join_seconds, outcome.ready_seconds) == (3, 3, 0)
 
 
+def test_who_trains_in_turns_has_no_spare():
+    script = script_of(ALTERNATING, PLAN, "")
+    assert "DASO_SPARES=0" in script
+    assert " -n 3 " in script
+
+
 @pytest.mark.parametrize("contender", CONTENDERS, ids=lambda one: one.name)
 def test_a_script_starts_the_ranks_that_train_and_those_that_wait(contender):
     script = script_of(contender, PLAN, "/their env/bin/python")
@@ -87,10 +94,12 @@ def test_a_script_starts_the_ranks_that_train_and_those_that_wait(contender):
 
 def test_figures_are_medians_of_who_was_run():
     runs = [{"shrink_seconds": s, "join_seconds": None, "by": "us"} for s in (1.0, 5.0, 2.0)]
-    made = figures([{"name": "daso, one rank killed", "runs": runs}], PLAN, "1gbit")
+    turns = {"plain": [0.2, 0.4, 0.2], "elastic": [0.2, 0.5, 0.3]}
+    made = figures([{"name": "daso, one rank killed", "runs": runs}], turns, PLAN, "1gbit")
     assert made["shrink_seconds"]["value"] == 2.0
     assert "median of 3 runs" in made["shrink_seconds"]["conditions"]
-    assert set(made) == {"shrink_seconds"}  # what was not measured has none
+    assert set(made) == {"shrink_seconds", "elastic_overhead_ratio"}  # of the others none
+    assert made["elastic_overhead_ratio"]["value"] == 1.25  # beside the round of its own turn
 
 
 @pytest.mark.parametrize("words", ["--steps=8 --skip=4", "--steps=30 --skip=4"])
