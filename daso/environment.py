@@ -12,6 +12,7 @@ from daso.errors import ConfigError
 
 __all__ = [
     "TORCHRUN",
+    "Agents",
     "Launch",
     "data_folder",
     "end_without_others",
@@ -23,10 +24,13 @@ __all__ = [
     "may_share_a_gpu",
     "merged",
     "mpi_is_chosen",
+    "no_launcher",
     "note_ignored_signals",
     "note_process",
     "note_requeue",
+    "pretend_launcher",
     "promises",
+    "read_agents",
     "read_cpu_mask",
     "read_ignored_signals",
     "read_launch",
@@ -63,12 +67,71 @@ class Launch:
     spares: int = 0  # of the ranks, the last ones: they wait until others are lost
 
 
+@dataclass(frozen=True, slots=True)
+class Agents:
+    """What torchrun's agents tell a rank that they started."""
+
+    rank: int
+    size: int
+    host: str  # of the store that they share, and of rank 0
+    port: int  # of that store
+    start: str  # of these ranks: names it among others
+
+
+def read_agents(env: Mapping[str, str] | None = None) -> Agents | None:
+    """Return what torchrun said to this rank; None where it did not start it, or shares no store.
+
+    Where srun started torchrun, a rank inherits what MPI's launcher said, but not its connection.
+    """
+    env = os.environ if env is None else env
+    names = ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    numbers = [int(env[name]) for name in names if env.get(name, "").isdecimal()]
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or len(numbers) < len(names):
+        return None
+    if "OMPI_COMM_WORLD_SIZE" in env or "PMI_PORT" in env or _is_open(env.get("PMI_FD", "")):
+        return None
+    rank, size, port = numbers
+    start = f"{env.get('TORCHELASTIC_RUN_ID')}/{env.get('TORCHELASTIC_RESTART_COUNT')}"
+    return Agents(rank, size, env.get("MASTER_ADDR", ""), port, start) if size > 1 else None
+
+
+def _is_open(number: str) -> bool:
+    """Return whether this process has a file of that number."""
+    if not number.isdecimal():
+        return False
+    try:
+        os.fstat(int(number))
+    except OSError:
+        return False
+    return True
+
+
+def pretend_launcher(rank: int, size: int, connection: int) -> None:
+    """Say what MPICH's launcher says to its ranks, before MPI starts.
+
+    Args:
+        rank: This one.
+        size: Ranks.
+        connection: Number of the file over which ranks are told of each other.
+    """
+    for name in [name for name in os.environ if name.startswith(("PMI_", "PMIX_"))]:
+        del os.environ[name]
+    told = {"PMI_FD": connection, "PMI_RANK": rank, "PMI_SIZE": size}
+    os.environ.update({name: str(value) for name, value in told.items()})
+
+
+def no_launcher() -> None:
+    """Keep the connection from programs that this rank starts, once MPI runs."""
+    os.environ.pop("PMI_FD", None)
+
+
 def read_launch(env: Mapping[str, str] | None = None) -> Launch:
     """Read how this process was started."""
     env = os.environ if env is None else env
     pretend = parse_ranks_per_node(env.get("DASO_RANKS_PER_NODE", ""))
     spares = _parse_spares(env.get("DASO_SPARES", ""))
-    found = promises(env)
+    agents = read_agents(env)
+    found = promises(env) if agents is None else [Launch(TORCHRUN, agents.size, agents.rank, None)]
     # One task of a SLURM step may have started torchrun: who started several started these.
     several = [launch for launch in found if launch.size > 1]
     launch = next(iter(several + found), Launch(None, 1, 0, None))

@@ -18,7 +18,10 @@ from daso.environment import (
     end_without_others,
     find_mpirun,
     mpi_is_chosen,
+    no_launcher,
+    pretend_launcher,
     promises,
+    read_agents,
     survives_lost_ranks,
 )
 from daso.errors import TopologyError
@@ -44,6 +47,7 @@ DRAIN_SECONDS = 0.3
 WAIT_POLL_SECONDS = 0.01
 LAST_SECONDS = 2.0  # for the other ranks to fail by the same error
 ABORT_SECONDS = 5.0  # for MPI_Abort to end this process
+START_SECONDS = 300.0  # for all ranks of torchrun to start MPI
 
 
 def load() -> "ModuleType":
@@ -67,13 +71,30 @@ def load() -> "ModuleType":
     if not MPI.Is_initialized():
         if survives_lost_ranks():
             end_without_others()
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        _start(MPI)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise TopologyError(
             f"MPI must run with THREAD_MULTIPLE, not level {MPI.Query_thread()} (a thread of its "
             f"own does the exchanges); initialise it so, or let daso initialise it"
         )
     return MPI
+
+
+def _start(mpi: ModuleType) -> None:
+    """Start MPI; where torchrun started the ranks and this is MPICH, as a world of all of them."""
+    agents = read_agents()
+    if agents is None or not mpi.Get_library_version().startswith("MPICH"):
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        return
+    from daso.comm.torchrun.world import enter
+
+    global _by_agents  # noqa: PLW0603 - of this process, whose excepthook asks
+    connection = enter(agents, START_SECONDS)
+    pretend_launcher(agents.rank, agents.size, connection.fileno())
+    mpi.Init_thread(mpi.THREAD_MULTIPLE)
+    no_launcher()
+    _by_agents = True
+    connection.detach()  # MPI's from here on
 
 
 def finalize() -> None:
@@ -142,8 +163,8 @@ def check_launch(world: "MPI.Comm", launch: Launch) -> None:
         if world.Get_size() > 1:  # its variables are those of a group of ranks
             return
         raise TopologyError(
-            f"ranks must be started by MPI's launcher, but torchrun (WORLD_SIZE={launch.size}) "
-            f"started this one, and MPI knows of no other: each would train alone; use "
+            f"torchrun (WORLD_SIZE={launch.size}) may start ranks of MPICH, where its agents share "
+            f"a store, but MPI ({library()}) knows of no other: each would train alone; use "
             f"`daso run -n {launch.size} PROGRAM`, mpirun or srun instead, or unset WORLD_SIZE "
             f"and RANK"
         )
@@ -156,6 +177,7 @@ def check_launch(world: "MPI.Comm", launch: Launch) -> None:
 
 
 _others_go_on = False  # where a rank is lost
+_by_agents = False  # of torchrun ranks were started
 
 
 def die_on_error() -> None:
@@ -198,6 +220,13 @@ def _is_last(world: "MPI.Comm") -> bool:
         time.sleep(WAIT_POLL_SECONDS)
 
 
+def _show_held() -> None:
+    """Print what torch.distributed's hook would print after this one, which does not return."""
+    held = getattr(sys.stderr, "getvalue", None)
+    if held is not None and sys.__stderr__ is not None:
+        print(held(), end="", file=sys.__stderr__, flush=True)
+
+
 def abort_on_error() -> None:
     """Make an uncaught exception on this rank end the whole job, naming the rank; idempotent.
 
@@ -215,10 +244,14 @@ def abort_on_error() -> None:
         else:
             before(kind, error, trace)
             print(f"daso: {where} failed: {kind.__name__}: {error}", file=sys.stderr, flush=True)
+            _show_held()
         time.sleep(DRAIN_SECONDS)
         if not issubclass(kind, KeyboardInterrupt):
             end_alone()
         code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+        if _by_agents:  # which end the others
+            sys.stdout.flush()
+            os._exit(code)
         # Where a host is cut off, MPI_Abort stays until the link is mended.
         end = threading.Timer(ABORT_SECONDS, os._exit, [code])
         end.daemon = True

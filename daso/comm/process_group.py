@@ -6,6 +6,7 @@ DDP. No port or address has to be set, and rank r there is world rank r.
 
 import atexit
 import socket
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +26,10 @@ TCPStore = Any  # torch does not tell of its type
 __all__ = ["Backend", "join_process_group", "node_mesh", "ranks_of_group"]
 
 Backend = Literal["gloo", "nccl"]
+
+# A model's mesh holds groups to the end. A thread of gloo that lets go of the tensors of its last
+# collective after the interpreter has begun to end is ended too, and takes the process with it.
+LEAVE_SECONDS = 0.05
 
 
 def join_process_group(topology: Topology, backend: Backend) -> bool:
@@ -70,13 +75,16 @@ def join_process_group(topology: Topology, backend: Backend) -> bool:
         device_id=device,
     )
     # Its threads must not outlive the interpreter; an error has ended the job before.
-    atexit.register(_leave)
+    atexit.register(_leave, topology)
     return True
 
 
-def _leave() -> None:
+def _leave(topology: Topology) -> None:
+    """End torch.distributed's groups, and let their threads give back what they hold of Python."""
+    del topology.mesh  # which holds groups
     if dist.is_initialized():
         dist.destroy_process_group()
+    time.sleep(LEAVE_SECONDS)  # without the interpreter's lock
 
 
 def _other_ranks(topology: Topology) -> str | None:

@@ -238,6 +238,10 @@ class Topology:
     def mesh(self, mesh: "DeviceMesh") -> None:
         self._mesh = mesh
 
+    @mesh.deleter
+    def mesh(self) -> None:
+        self._mesh = None
+
     def _find_rank_info(self) -> RankInfo:
         first = self.node_comm.bcast(self.world_comm.Get_rank())
         firsts = self.world_comm.allgather(first)

@@ -304,6 +304,47 @@ def test_a_program_without_a_guard_is_told_what_its_workers_lack(tmp_path: Path)
     wait_for_none_left(program)
 
 
+BESIDE_TORCH = """
+import atexit, os
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import daso
+
+
+def show():
+    tasks = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    print(f"{tasks.count('pt_gloo_runloop')} threads of gloo\\n", end="", flush=True)
+
+
+atexit.register(show)  # what is registered later comes first
+world = daso.init(torch_backend="gloo")
+dist.all_reduce(torch.ones(1))
+if RAISES and world.rank == 1:
+    raise RuntimeError("the disk is on fire")
+"""
+
+
+def test_an_error_beside_torchs_process_group_is_printed(tmp_path: Path) -> None:
+    """Its hook for errors prints what others wrote once they return, and ours ends the job."""
+    program = tmp_path / "train_beside_torch.py"
+    program.write_text(BESIDE_TORCH.replace("RAISES", "True"))
+    run = run_on(2, program)
+    assert run.returncode != 0
+    assert "RuntimeError: the disk is on fire" in run.stderr
+    assert "daso: rank 1 of 2 on " in run.stderr
+    wait_for_none_left(program)
+
+
+def test_no_thread_of_gloo_outlives_the_program(tmp_path: Path) -> None:
+    """One that gives back a tensor while the interpreter ends is ended, and the process with it."""
+    program = tmp_path / "train_beside_torch.py"
+    program.write_text(BESIDE_TORCH.replace("RAISES", "False"))
+    run = run_on(2, program)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("0 threads of gloo") == 2, run.stdout
+
+
 def descendants(pid: int) -> list[int]:
     """A process and those that it started, and theirs."""
     try:

@@ -207,8 +207,8 @@ def test_a_bench_that_makes_no_sense_starts_nothing_that_stays():
 def here(tmp_path_factory):
     """Every contender, for a moment, on two pretend nodes of this machine."""
     path = tmp_path_factory.mktemp("bench") / "train.json"
-    words = ["--link=here", "--rounds=2", "--seconds=0.2", "--settle=0.2", f"--json={path}"]
-    done = bench("train", *words)
+    words = ["--link=here", "--rounds=2", "--seconds=0.2", "--settle=0.2", "--model=tiny"]
+    done = bench("train", *words, f"--json={path}")
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(path.read_text())
 
@@ -447,7 +447,7 @@ def test_asking_for_horovod_without_it_tells_how_to_get_it():
 @runs_a_bench
 def test_figures_have_value_unit_and_conditions(here):
     _, found = here
-    assert found["figures"].keys() == {"step_ratio_here", "step_ratio_ddp_here"}
+    assert found["figures"].keys() == {"step_ratio_tiny_here", "step_ratio_ddp_tiny_here"}
     for figure in found["figures"].values():
         assert figure["value"] > 0
         assert "alternating rounds" in figure["conditions"]
@@ -461,6 +461,8 @@ def test_the_case_without_gain_has_figures_of_its_own(here):
     (run,) = found["runs"]
     tiny = {**run, "plan": {**run["plan"], "model": "tiny", "link": "none"}}
     assert train.figures(tiny).keys() == {"step_ratio_no_gain", "step_ratio_ddp_no_gain"}
+    usual = {**run, "plan": {**run["plan"], "model": "cnn"}}
+    assert train.figures(usual).keys() == {"step_ratio_here", "step_ratio_ddp_here"}
     other = {**run, "plan": {**run["plan"], "model": "gpt"}}
     assert train.figures(other).keys() == {"step_ratio_gpt_here", "step_ratio_ddp_gpt_here"}
 

@@ -1,0 +1,1 @@
+"""Ranks that torchrun started become a world of MPI, where that is MPICH."""

@@ -1,0 +1,172 @@
+"""How ranks that torchrun started meet, and what MPICH is told of the others."""
+
+import socket
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from daso.comm.torchrun import world
+from daso.comm.torchrun.pmi_server import Ranks, mapping_of
+from daso.environment import Agents, read_agents, read_launch
+from daso.errors import TopologyError
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "6",
+    "MASTER_ADDR": "node7",
+    "MASTER_PORT": "29400",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RUN_ID": "job",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+
+
+# --- who started this rank -----------------------------------------------------------------------
+
+
+def test_what_torchrun_says_is_read():
+    assert read_agents(TORCHRUN) == Agents(3, 6, "node7", 29400, "job/2")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"TORCHELASTIC_USE_AGENT_STORE": "False"},
+        {"WORLD_SIZE": "1", "RANK": "0"},
+        {"RANK": ""},
+        {"MASTER_PORT": "x"},
+        {"OMPI_COMM_WORLD_SIZE": "2"},
+        {"PMI_PORT": "host:1"},
+        {"PMI_FD": "1"},  # which is open
+    ],
+)
+def test_ranks_of_others_and_of_no_store_are_not_torchruns(change):
+    assert read_agents({**TORCHRUN, **change}) is None
+
+
+def test_what_srun_said_to_torchrun_is_not_for_its_ranks():
+    outer = {"PMI_FD": "9999", "PMI_SIZE": "2", "PMI_RANK": "1"}
+    outer |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+    launch = read_launch({**TORCHRUN, **outer})
+    assert (launch.launcher, launch.size, launch.rank) == ("torchrun", 6, 3)
+
+
+# --- what ranks are told -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hosts", "told"),
+    [
+        (["a"], "(vector,(0,1,1))"),
+        (["a", "a", "b", "b"], "(vector,(0,1,2),(1,1,2))"),
+        (["a", "a", "b"], "(vector,(0,1,2),(1,1,1))"),
+        (["a", "b", "a"], "(vector,(0,1,1),(1,1,1),(0,1,1))"),
+    ],
+)
+def test_ranks_of_a_host_are_told_of(hosts, told):
+    assert mapping_of(hosts) == told
+    ranks = Ranks(hosts)
+    answer = ranks.answer(0, "cmd=get kvsname=daso key=PMI_process_mapping")
+    assert answer == {0: f"cmd=get_result rc=0 value={told}"}
+
+
+def test_no_two_jobs_have_the_same_name():
+    """MPICH names shared memory by it: ranks of one job would take that of another."""
+    asked = [Ranks(["a"]).answer(0, "cmd=get_my_kvsname")[0] for _ in range(2)]
+    assert asked[0] != asked[1]
+
+
+def test_what_one_puts_another_gets_and_all_leave_a_barrier_together():
+    ranks = Ranks(["a", "b", "b"])
+    assert ranks.answer(1, "cmd=init pmi_version=1 pmi_subversion=1")[1].endswith("rc=0")
+    assert ranks.answer(1, "cmd=get_universe_size") == {1: "cmd=universe_size size=3 rc=0"}
+    asked = "cmd=get kvsname=daso key=card"
+    assert "rc=-1" in ranks.answer(2, asked)[2]
+    assert ranks.answer(0, "cmd=put kvsname=daso key=card value=a=b c") == {
+        0: "cmd=put_result msg=success rc=0"
+    }
+    for _ in range(2):
+        assert ranks.answer(0, "cmd=barrier_in") == ranks.answer(2, "cmd=barrier_in") == {}
+        out = ranks.answer(1, "cmd=barrier_in")
+        assert out == dict.fromkeys(range(3), "cmd=barrier_out rc=0")
+    assert ranks.answer(2, asked) == {2: "cmd=get_result rc=0 value=a=b c"}
+    assert "rc=-1" in ranks.answer(0, "cmd=spawn")[0]
+    assert ranks.answer(0, "cmd=abort exitcode=1") == {}
+
+
+# --- how they meet -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def agents():
+    """Return what a rank is told by agents whose store is there."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+    yield lambda rank, size: Agents(rank, size, "127.0.0.1", store.port, "job/0")
+    for server in world._servers:
+        server.wait(timeout=20)
+    world._servers.clear()
+
+
+def meet(agents, came, size, seconds):
+    """Let some ranks of a world meet; return what each got."""
+    found = {}
+
+    def enter(rank):
+        try:
+            found[rank] = world.enter(agents(rank, size), seconds)
+        except TopologyError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=enter, args=[rank]) for rank in came]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def ask(connection, line):
+    connection.sendall(f"{line}\n".encode())
+    return connection.makefile("r").readline().strip()
+
+
+def test_all_ranks_get_a_connection_to_one_server_that_ends_with_the_last(agents):
+    found = meet(agents, range(3), 3, 20.0)
+    assert ask(found[1], "cmd=put kvsname=daso key=a value=1") == "cmd=put_result msg=success rc=0"
+    assert ask(found[2], "cmd=get kvsname=daso key=a") == "cmd=get_result rc=0 value=1"
+    (server,) = world._servers
+    for rank, connection in found.items():
+        assert server.poll() is None, rank
+        connection.close()
+    assert server.wait(timeout=20) == 0
+
+
+def test_ranks_that_do_not_come_are_named_on_those_that_did(agents):
+    found = meet(agents, [0, 2], 4, 1.0)
+    for error in found.values():
+        assert isinstance(error, TopologyError)
+        assert "world rank 1, 3 did not" in str(error)
+        assert "\n" not in str(error)
+
+
+def test_without_the_first_rank_the_others_say_that_they_met_none(agents):
+    found = meet(agents, [1], 2, 0.5)
+    assert "world rank 1 of 2 met no other" in str(found[1])
+    assert "\n" not in str(found[1])
+
+
+def test_who_does_not_know_the_word_is_no_rank():
+    words = [sys.executable, "-m", "daso.comm.torchrun.pmi_server", "1", "20"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        port, token = server.stdout.readline().split()
+        with socket.create_connection(("127.0.0.1", int(port))) as stranger:
+            stranger.sendall(b"guess 0 host\n")
+            assert stranger.recv(9) == b""
+        with socket.create_connection(("127.0.0.1", int(port))) as rank:
+            rank.sendall(f"{token} 0 host\n".encode())
+            assert rank.makefile().readline() == "all ranks are here\n"
+    assert server.returncode == 0
