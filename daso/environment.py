@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import stat
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -75,7 +76,7 @@ class Agents:
     size: int
     host: str  # of the store that they share, and of rank 0
     port: int  # of that store
-    start: str  # of these ranks: names it among others
+    start: str  # names these ranks among others
 
 
 def read_agents(env: Mapping[str, str] | None = None) -> Agents | None:
@@ -88,22 +89,23 @@ def read_agents(env: Mapping[str, str] | None = None) -> Agents | None:
     numbers = [int(env[name]) for name in names if env.get(name, "").isdecimal()]
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or len(numbers) < len(names):
         return None
-    if "OMPI_COMM_WORLD_SIZE" in env or "PMI_PORT" in env or _is_open(env.get("PMI_FD", "")):
+    if "OMPI_COMM_WORLD_SIZE" in env or "PMI_PORT" in env or _is_socket(env.get("PMI_FD", "")):
+        return None
+    if env.get("DASO_MET", str(os.getpid())) != str(os.getpid()):  # a process of a rank
         return None
     rank, size, port = numbers
-    start = f"{env.get('TORCHELASTIC_RUN_ID')}/{env.get('TORCHELASTIC_RESTART_COUNT')}"
+    start = env.get("TORCHELASTIC_RUN_ID", "")
     return Agents(rank, size, env.get("MASTER_ADDR", ""), port, start) if size > 1 else None
 
 
-def _is_open(number: str) -> bool:
-    """Return whether this process has a file of that number."""
+def _is_socket(number: str) -> bool:
+    """Return whether this process has a connection of that number."""
     if not number.isdecimal():
         return False
     try:
-        os.fstat(int(number))
+        return stat.S_ISSOCK(os.fstat(int(number)).st_mode)
     except OSError:
         return False
-    return True
 
 
 def pretend_launcher(rank: int, size: int, connection: int) -> None:
@@ -116,7 +118,7 @@ def pretend_launcher(rank: int, size: int, connection: int) -> None:
     """
     for name in [name for name in os.environ if name.startswith(("PMI_", "PMIX_"))]:
         del os.environ[name]
-    told = {"PMI_FD": connection, "PMI_RANK": rank, "PMI_SIZE": size}
+    told = {"PMI_FD": connection, "PMI_RANK": rank, "PMI_SIZE": size, "DASO_MET": os.getpid()}
     os.environ.update({name: str(value) for name, value in told.items()})
 
 
@@ -210,9 +212,10 @@ def slurm_job(env: Mapping[str, str] | None = None) -> str | None:
 
 
 def restarts(env: Mapping[str, str] | None = None) -> int:
-    """Return how often SLURM put the job back into its queue, or `daso run` started it again."""
+    """Return how often SLURM put the job back into its queue, or who starts ranks did so again."""
     env = os.environ if env is None else env
-    texts = (env.get(name, "") for name in ("SLURM_RESTART_COUNT", "DASO_RESTARTS"))
+    names = ("SLURM_RESTART_COUNT", "DASO_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
+    texts = (env.get(name, "") for name in names)
     return sum(int(text) for text in texts if text.isdecimal())
 
 

@@ -23,14 +23,23 @@ def while_read(act: Callable[[], int]) -> int:
     """
     try:
         try:
-            return act()
-        finally:
-            sys.stdout.flush()  # a failure at the interpreter's end would be told
+            code = act()
+        except SystemExit:  # of a parser, that has printed its help
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()  # a failure at the interpreter's end would be told
+        return code  # noqa: TRY300 - what is flushed may fail
     except BrokenPipeError:
-        if _is_read():
-            raise  # another pipe is broken
+        if _is_read() or _is_waited_for():
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # of what is still to be flushed
         return 128 + signal.SIGPIPE
+
+
+def _is_waited_for() -> bool:
+    """Tell whether this is one of several ranks: all are to end when one does."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and bool(mpi.Is_initialized()) and mpi.COMM_WORLD.Get_size() > 1
 
 
 def _is_read() -> bool:

@@ -162,6 +162,12 @@ def check_launch(world: "MPI.Comm", launch: Launch) -> None:
     if launch.launcher == TORCHRUN:
         if world.Get_size() > 1:  # its variables are those of a group of ranks
             return
+        if read_agents() is not None and library().startswith("MPICH"):
+            raise TopologyError(
+                f"MPI must be started by daso.init() where torchrun (WORLD_SIZE={launch.size}) "
+                f"started the ranks, but it runs already, in each alone; import mpi4py.MPI after "
+                f"daso.init(), and leave `-m mpi4py` out"
+            )
         raise TopologyError(
             f"torchrun (WORLD_SIZE={launch.size}) may start ranks of MPICH, where its agents share "
             f"a store, but MPI ({library()}) knows of no other: each would train alone; use "
@@ -244,7 +250,7 @@ def abort_on_error() -> None:
         else:
             before(kind, error, trace)
             print(f"daso: {where} failed: {kind.__name__}: {error}", file=sys.stderr, flush=True)
-            _show_held()
+        _show_held()
         time.sleep(DRAIN_SECONDS)
         if not issubclass(kind, KeyboardInterrupt):
             end_alone()

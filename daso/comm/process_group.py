@@ -75,13 +75,12 @@ def join_process_group(topology: Topology, backend: Backend) -> bool:
         device_id=device,
     )
     # Its threads must not outlive the interpreter; an error has ended the job before.
-    atexit.register(_leave, topology)
+    atexit.register(_leave)
     return True
 
 
-def _leave(topology: Topology) -> None:
+def _leave() -> None:
     """End torch.distributed's groups, and let their threads give back what they hold of Python."""
-    del topology.mesh  # which holds groups
     if dist.is_initialized():
         dist.destroy_process_group()
     time.sleep(LEAVE_SECONDS)  # without the interpreter's lock

@@ -1,5 +1,6 @@
 """`daso.init`: starts MPI, and torch.distributed beside it where that is asked for."""
 
+import atexit
 from collections.abc import Sequence
 
 from daso.checks import NONE, check, either, one_of, validate_call
@@ -39,4 +40,9 @@ def init(
         made = join_process_group(topology, torch_backend)
         if made or not topology.has_mesh:
             topology.mesh = node_mesh(topology, DEVICES[torch_backend])
+            atexit.register(_forget_mesh, topology)  # before groups end, which it holds
     return topology
+
+
+def _forget_mesh(topology: Topology) -> None:
+    del topology.mesh

@@ -76,7 +76,8 @@ def read_run(folder: Path) -> Recorded:
             f"{len(found)} exchanges of {folder}, on {nodes} nodes",
             "what an exchange took there is taken for the host's own work: less, if a link made "
             "it slow there; of averaged gradients nothing is known, and none is counted",
-            f"small tensors went alone there, too, for {1e3 * statistics.median(small):.3g} ms each"
+            f"small tensors went alone there, too, for {1e3 * statistics.median(small):.3g} ms "
+            f"each, what ranks waited for them included"
             if small
             else "no small tensors went alone there, nor do they here",
         ),

@@ -145,7 +145,8 @@ def script_of(contender: Contender, plan: Plan, torchft: str) -> str:
         ]
         return "\n".join(lines) + "\n"
     # The one that is killed may fail; where it is to come back, it is started anew.
-    again = '"$@" || [ "$SLURM_PROCID" = 1 ]' + (' && "$@"' if contender.returns else "")
+    anew = ' && "$@"' if contender.returns else ""
+    again = f'"$@" || {{ [ "$SLURM_PROCID" = 1 ]{anew}; }}'
     here, python = shlex.quote(str(Path(torchft).parent)), shlex.quote(torchft)
     lines += [
         f"{here}/{LIGHTHOUSE} --heartbeat_timeout_ms {contender.heartbeat_ms} &",
@@ -254,7 +255,8 @@ def figures(
             "value": overhead_ratio(told),
             "unit": "ratio of step times, over the same without elastic=True",
             "conditions": f"{RANKS} hosts of one rank, link {link}, CNN of 4.58 M parameters, "
-            f"batch 64, an exchange every {plan.skip} batches, nobody is killed; median of "
+            f"batch 64, an exchange every {plan.skip} batches, nobody is killed, both under "
+            f"mpirun --with-ft ulfm; median of "
             f"{len(told['plain'])} rounds, in turns in the same processes",
         }
     }

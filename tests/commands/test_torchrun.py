@@ -1,11 +1,15 @@
 """Ranks that torchrun starts, where MPI is MPICH: a world of MPI, as under its own launcher."""
 
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,8 @@ import torch
 import torch.distributed as dist
 import daso
 
+if sys.argv[1:] == ["early"] and os.environ["RANK"] == "1":
+    sys.exit(3)  # before it meets the others
 equal = os.environ.get("DASO_RANKS_PER_NODE") != "2,1"  # nodes, or there is no mesh of them
 world = daso.init(torch_backend="gloo" if equal else None)
 torch.manual_seed(world.rank)
@@ -50,9 +56,12 @@ def program(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def job() -> str:
+def job() -> Iterator[str]:
     """A word in the environment of all processes of a job."""
-    return uuid.uuid4().hex
+    word = uuid.uuid4().hex
+    yield word
+    for pid in processes_of(word):
+        os.kill(pid, signal.SIGKILL)
 
 
 def start(job: str, *words: object, **variables: str) -> "subprocess.Popen[str]":
@@ -65,17 +74,13 @@ def start(job: str, *words: object, **variables: str) -> "subprocess.Popen[str]"
     )
 
 
-def processes_of(job: str) -> list[str]:
-    """Return the command lines of what is left of a job."""
+def processes_of(job: str) -> list[int]:
+    """Return what is left of a job."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            environ = (folder / "environ").read_bytes()
-            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:  # it has gone
-            continue
-        if f"DASO_TEST_JOB={job}".encode() in environ:
-            found.append(line)
+        with suppress(OSError):  # it has gone
+            if f"DASO_TEST_JOB={job}".encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
     return found
 
 
@@ -151,6 +156,18 @@ def test_a_rank_that_fails_ends_all_and_torchrun_may_start_them_again(
     assert (run.returncode == 0) == bool(restarts), err[-3000:]
     assert "the disk is on fire" in err
     assert [found[:3] for found in told(out)] == [(0, 2, 2), (1, 2, 2)][: 2 * restarts]
+    assert none_is_left(job)
+
+
+@pytest.mark.slow("starts ranks")
+def test_a_rank_that_ends_before_it_meets_the_others_leaves_none_behind(
+    program: Path, job: str
+) -> None:
+    run = start(job, "--standalone", "--nproc-per-node=2", program, "early")
+    out, err = end_of(run)
+    assert run.returncode != 0
+    assert "exitcode  : 3" in err
+    assert told(out) == []
     assert none_is_left(job)
 
 

@@ -112,7 +112,8 @@ class Saver:
         """
         if self._run.topology.is_spare:  # it is told, once it is needed
             return Point(0, 0, torch.zeros(()))
-        restarts = self._run.topology.world_comm.bcast(restarts)
+        # Each of torchrun's agents counts its own.
+        restarts = max(self._run.topology.world_comm.allgather(restarts))
         keeps = self._run.config.checkpoint.memory_every > 0
         if keeps and (mark := self._told_by_rank_0(_read_mark(self._run.config.folder))):
             self.know(mark)

@@ -1,7 +1,9 @@
 """What `scripts/bench recovery` reads out of what ranks wrote."""
 
 import json
+import os
 import shlex
+import subprocess
 
 import pytest
 from benchmarks import recovery
@@ -90,6 +92,15 @@ def test_a_script_starts_the_ranks_that_train_and_those_that_wait(contender):
         assert f"--heartbeat_timeout_ms {contender.heartbeat_ms} &" in script
         again = words[words.index("-c") + 1]
         assert again.count('"$@"') == 1 + contender.returns
+        for rank, works, times in ((0, True, 1), (1, False, 1 + contender.returns)):
+            ends = "exit 0" if works else "exit 1"
+            run = subprocess.run(
+                ["bash", "-c", again, "again", "bash", "-c", f"echo once; {ends}"],
+                env={**os.environ, "SLURM_PROCID": str(rank)},
+                capture_output=True,
+                check=False,
+            )
+            assert run.stdout == b"once\n" * times, rank
 
 
 def test_figures_are_medians_of_who_was_run():

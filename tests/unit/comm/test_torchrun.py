@@ -1,16 +1,19 @@
 """How ranks that torchrun started meet, and what MPICH is told of the others."""
 
+import os
 import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
+from jobs import slowness
 from torch.distributed import TCPStore
 
 from daso.comm.torchrun import world
-from daso.comm.torchrun.pmi_server import Ranks, mapping_of
+from daso.comm.torchrun.pmi_server import LostError, Ranks, mapping_of
 from daso.environment import Agents, read_agents, read_launch
 from daso.errors import TopologyError
 
@@ -29,7 +32,7 @@ TORCHRUN = {
 
 
 def test_what_torchrun_says_is_read():
-    assert read_agents(TORCHRUN) == Agents(3, 6, "node7", 29400, "job/2")
+    assert read_agents(TORCHRUN) == Agents(3, 6, "node7", 29400, "job")
 
 
 @pytest.mark.parametrize(
@@ -41,11 +44,18 @@ def test_what_torchrun_says_is_read():
         {"MASTER_PORT": "x"},
         {"OMPI_COMM_WORLD_SIZE": "2"},
         {"PMI_PORT": "host:1"},
-        {"PMI_FD": "1"},  # which is open
+        {"DASO_MET": "1"},  # by the rank that started this process
     ],
 )
 def test_ranks_of_others_and_of_no_store_are_not_torchruns(change):
     assert read_agents({**TORCHRUN, **change}) is None
+
+
+def test_who_has_a_connection_to_its_launcher_is_not_torchruns(tmp_path):
+    with socket.socket() as connection, (tmp_path / "any").open("w") as file:
+        assert read_agents({**TORCHRUN, "PMI_FD": str(connection.fileno())}) is None
+        assert read_agents({**TORCHRUN, "PMI_FD": str(file.fileno())}) is not None
+    assert read_agents({**TORCHRUN, "DASO_MET": str(os.getpid())}) is not None
 
 
 def test_what_srun_said_to_torchrun_is_not_for_its_ranks():
@@ -62,9 +72,10 @@ def test_what_srun_said_to_torchrun_is_not_for_its_ranks():
     ("hosts", "told"),
     [
         (["a"], "(vector,(0,1,1))"),
-        (["a", "a", "b", "b"], "(vector,(0,1,2),(1,1,2))"),
+        (["a", "a", "b", "b"], "(vector,(0,2,2))"),
         (["a", "a", "b"], "(vector,(0,1,2),(1,1,1))"),
-        (["a", "b", "a"], "(vector,(0,1,1),(1,1,1),(0,1,1))"),
+        (["a", "b", "a"], "(vector,(0,2,1),(0,1,1))"),
+        ([f"{at // 8}" for at in range(8192)], "(vector,(0,1024,8))"),
     ],
 )
 def test_ranks_of_a_host_are_told_of(hosts, told):
@@ -72,6 +83,12 @@ def test_ranks_of_a_host_are_told_of(hosts, told):
     ranks = Ranks(hosts)
     answer = ranks.answer(0, "cmd=get kvsname=daso key=PMI_process_mapping")
     assert answer == {0: f"cmd=get_result rc=0 value={told}"}
+
+
+def test_what_is_longer_than_mpich_reads_is_left_to_it():
+    assert mapping_of([f"{at * at % 97}" for at in range(600)]) is None
+    asked = Ranks(["a", "b", "b"] * 300).answer(0, "cmd=get kvsname=daso key=PMI_process_mapping")
+    assert "rc=-1" in asked[0]
 
 
 def test_no_two_jobs_have_the_same_name():
@@ -95,7 +112,16 @@ def test_what_one_puts_another_gets_and_all_leave_a_barrier_together():
         assert out == dict.fromkeys(range(3), "cmd=barrier_out rc=0")
     assert ranks.answer(2, asked) == {2: "cmd=get_result rc=0 value=a=b c"}
     assert "rc=-1" in ranks.answer(0, "cmd=spawn")[0]
-    assert ranks.answer(0, "cmd=abort exitcode=1") == {}
+    with pytest.raises(LostError):
+        ranks.answer(0, "cmd=abort exitcode=1")
+
+
+def test_a_rank_that_goes_before_its_end_ends_all():
+    ranks = Ranks(["a", "b"])
+    assert ranks.answer(0, "cmd=finalize") == {0: "cmd=finalize_ack rc=0"}
+    ranks.gone(0)
+    with pytest.raises(LostError):
+        ranks.gone(1)
 
 
 # --- how they meet -------------------------------------------------------------------------------
@@ -105,8 +131,9 @@ def test_what_one_puts_another_gets_and_all_leave_a_barrier_together():
 def agents():
     """Return what a rank is told by agents whose store is there."""
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
-    yield lambda rank, size: Agents(rank, size, "127.0.0.1", store.port, "job/0")
+    yield lambda rank, size: Agents(rank, size, "127.0.0.1", store.port, "job")
     for server in world._servers:
+        server.stdin.close()
         server.wait(timeout=20)
     world._servers.clear()
 
@@ -141,15 +168,46 @@ def test_all_ranks_get_a_connection_to_one_server_that_ends_with_the_last(agents
     (server,) = world._servers
     for rank, connection in found.items():
         assert server.poll() is None, rank
+        assert ask(connection, "cmd=finalize") == "cmd=finalize_ack rc=0"
         connection.close()
     assert server.wait(timeout=20) == 0
 
 
+def test_where_one_is_lost_the_others_wait_no_longer(agents):
+    found = meet(agents, range(3), 3, 20.0)
+    found[0].sendall(b"cmd=barrier_in\n")
+    found[1].close()
+    for rank in (0, 2):
+        assert found[rank].recv(9) == b""
+        found[rank].close()
+
+
+def test_who_finds_the_server_of_an_earlier_start_looks_again(agents):
+    """torchrun starts ranks anew, and its store keeps what the earlier ones said."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    told = agents(0, 2)
+    store = TCPStore(told.host, told.port, is_master=False, timeout=timedelta(seconds=20))
+    store.set("daso/job", f"{port} word")
+    late = threading.Timer(0.5, meet_alone, [found := {}, agents(0, 2)])
+    late.start()
+    meet_alone(found, agents(1, 2))
+    late.join()
+    for connection in found.values():
+        assert ask(connection, "cmd=finalize") == "cmd=finalize_ack rc=0"
+        connection.close()
+    assert len(found) == 2
+
+
+def meet_alone(found, one):
+    found[one.rank] = world.enter(one, 20.0)
+
+
 def test_ranks_that_do_not_come_are_named_on_those_that_did(agents):
-    found = meet(agents, [0, 2], 4, 1.0)
+    found = meet(agents, [0, 2], 4, 5.0 * slowness())
     for error in found.values():
         assert isinstance(error, TopologyError)
-        assert "world rank 1, 3 did not" in str(error)
+        assert "of 4 world rank 1, 3 did not" in str(error)
         assert "\n" not in str(error)
 
 
@@ -161,12 +219,27 @@ def test_without_the_first_rank_the_others_say_that_they_met_none(agents):
 
 def test_who_does_not_know_the_word_is_no_rank():
     words = [sys.executable, "-m", "daso.comm.torchrun.pmi_server", "1", "20"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) as server:
         port, token = server.stdout.readline().split()
-        with socket.create_connection(("127.0.0.1", int(port))) as stranger:
-            stranger.sendall(b"guess 0 host\n")
-            assert stranger.recv(9) == b""
+        silent = socket.create_connection(("127.0.0.1", int(port)))
+        for said in (b"guess 0 host\n", f"{token} 1 host\n".encode(), b"\xff 0 host\n", 999 * b"x"):
+            with socket.create_connection(("127.0.0.1", int(port))) as stranger:
+                stranger.sendall(said)
+                with suppress(ConnectionResetError):  # what it said was not read to its end
+                    assert stranger.recv(9) == b""
         with socket.create_connection(("127.0.0.1", int(port))) as rank:
             rank.sendall(f"{token} 0 host\n".encode())
             assert rank.makefile().readline() == "all ranks are here\n"
+        assert silent.recv(9) == b""
+        silent.close()
     assert server.returncode == 0
+
+
+def test_the_server_ends_with_who_started_it():
+    words = [sys.executable, "-m", "daso.comm.torchrun.pmi_server", "2", "99"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) as server:
+        server.stdout.readline()
+        server.stdin.close()
+        assert server.wait(timeout=20) != 0
