@@ -124,7 +124,7 @@ def main(words: Sequence[str]) -> None:
     with listening() as door:
         print(door.getsockname()[1], token, flush=True)
         sys.stdout.close()
-        here = Meeting(size, token).wait(door, sys.stdin, time.monotonic() + seconds)
+        here = Rendezvous(size, token).wait(door, sys.stdin, time.monotonic() + seconds)
     missing = [str(rank) for rank in range(size) if rank not in here]
     said = f"missing {','.join(missing)}" if missing else HERE
     for connection, _ in here.values():
@@ -143,7 +143,7 @@ def listening() -> socket.socket:
     return socket.create_server(("", 0))
 
 
-class Meeting:
+class Rendezvous:
     """Who has come so far.
 
     Args:
