@@ -120,6 +120,10 @@ def pretend_launcher(rank: int, size: int, connection: int) -> None:
         del os.environ[name]
     told = {"PMI_FD": connection, "PMI_RANK": rank, "PMI_SIZE": size, "DASO_MET": os.getpid()}
     os.environ.update({name: str(value) for name, value in told.items()})
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if ranks.isdecimal() and int(ranks) > len(os.sched_getaffinity(0)):
+        # A rank that waits sleeps, and leaves its core to others, as under `daso run`.
+        os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
 
 
 def no_launcher() -> None:

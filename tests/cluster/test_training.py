@@ -119,3 +119,39 @@ def test_a_link_that_changes_in_mid_run_is_measured_within_five_exchanges(daso):
     kinds = found["kinds"]
     at = kinds.index("links", found["noticed"])
     assert kinds[:at].count("exchange") - found["noticed"] <= 5, kinds
+
+
+ON_TORCHRUN = """
+import os, torch, daso
+
+world = daso.init()
+torch.manual_seed(world.rank)
+model = torch.nn.Linear(8, 3)
+inner = torch.optim.SGD(model.parameters(), lr=0.1)
+with daso.DASO(inner, module=model, policy=daso.Fixed(4, 1)) as optimizer:
+    for step in range(12):
+        optimizer.zero_grad()
+        model(torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
+    optimizer.synchronize()
+found = (world.rank, world.world_size, world.nodes, model.weight.double().sum().item().hex())
+os.write(1, f"is {' '.join(map(str, found))}\\n".encode())
+"""
+
+
+@pytest.mark.slow("torchrun starts ranks on two hosts")
+def test_torchrun_starts_ranks_on_hosts(cluster):
+    """Their agents meet by c10d; srun starts these, and says to them what is not for the ranks."""
+    program, script = cluster.work / "on_torchrun.py", cluster.work / "torchrun.sh"
+    program.write_text(ON_TORCHRUN)
+    words = "--nnodes=2 --nproc-per-node=2 --rdzv-id=7 --rdzv-backend=c10d"
+    script.write_text(
+        "#!/bin/bash\n"
+        f"srun --mpi=pmi2 {cluster.python} -m torch.distributed.run {words} "
+        f"--rdzv-endpoint=mini0:29511 {program}\n"
+    )
+    cluster.batch("--nodes=2", "--ntasks-per-node=1", "--output=torchrun.out", script)
+    said = (cluster.work / "torchrun.out").read_text()
+    found = sorted(re.findall(r"^is (\d) (\d) (\d) (\S+)$", said, re.MULTILINE))
+    assert [one[:3] for one in found] == [(str(rank), "4", "2") for rank in range(4)], said[-3000:]
+    assert len({one[3] for one in found}) == 1

@@ -115,7 +115,8 @@ class Alone:
     """A topology of one rank."""
 
     rank, world_size, is_spare = 0, 1, False
-    world_comm = SimpleNamespace(bcast=lambda value: value)
+    # torchrun's agents count their own restarts.
+    world_comm = SimpleNamespace(bcast=lambda value: value, allgather=lambda value: [0, value])
 
     def raise_on_all_ranks(self, problem, error):
         assert problem is None

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from daso.comm.torchrun import world
 from daso.comm.torchrun.pmi_server import LostError, Ranks, mapping_of
-from daso.environment import Agents, read_agents, read_launch
+from daso.environment import Agents, no_launcher, pretend_launcher, read_agents, read_launch
 from daso.errors import TopologyError
 
 TORCHRUN = {
@@ -63,6 +63,18 @@ def test_what_srun_said_to_torchrun_is_not_for_its_ranks():
     outer |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
     launch = read_launch({**TORCHRUN, **outer})
     assert (launch.launcher, launch.size, launch.rank) == ("torchrun", 6, 3)
+
+
+@pytest.mark.parametrize(("ranks", "yields"), [(2, None), (3, "1")])
+def test_mpi_is_told_who_it_is_and_whether_ranks_share_a_core(monkeypatch, ranks, yields):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "environ", {"PMIX_RANK": "7", "LOCAL_WORLD_SIZE": str(ranks)})
+    pretend_launcher(1, 6, 5)
+    said = {"PMI_FD": "5", "PMI_RANK": "1", "PMI_SIZE": "6", "DASO_MET": str(os.getpid())}
+    said |= {"MPIR_CVAR_ENABLE_HEAVY_YIELD": yields} if yields else {}
+    assert os.environ == {"LOCAL_WORLD_SIZE": str(ranks), **said}
+    no_launcher()
+    assert "PMI_FD" not in os.environ
 
 
 # --- what ranks are told -------------------------------------------------------------------------
