@@ -468,6 +468,22 @@ def test_faults_came_to_what_it_says() -> None:
     assert said.format(longest[0], "took the place of a", *longest[1:]) in text
 
 
+def test_seconds_of_a_recovery_are_those_that_were_measured() -> None:
+    import json
+
+    section = PAGES["elastic"].split("## How long it takes")[1].split("\n## ")[0]
+    found = json.loads((ROOT / "scripts/figures/recovery.json").read_text())
+    figures = {name: one["value"] for name, one in found["figures"].items()}
+    names = ("", "torchft_*", "torchft_*_heartbeat_1s")
+    rows = re.findall(r"^\| (?:daso|torchft.*?) \| (\S+) \| (\S+) \|$", section, re.MULTILINE)
+    assert len(rows) == len(names)
+    for cells, name in zip(rows, names, strict=True):
+        for cell, what in zip(cells, ("shrink_seconds", "join_seconds"), strict=True):
+            value = figures.get(name.replace("*", what) or what)
+            assert cell == ("-" if value is None else f"{value:.1f}")
+    assert f"took {figures['elastic_overhead_ratio']:.3f} of one without" in section
+
+
 @pytest.mark.later("starts ranks")
 @pytest.mark.slow("starts ranks")
 def test_training_with_the_settings_it_shows(tmp_path: Path) -> None:
