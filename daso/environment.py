@@ -13,8 +13,8 @@ from daso.errors import ConfigError
 
 __all__ = [
     "TORCHRUN",
-    "Agents",
     "Launch",
+    "TorchrunAgents",
     "data_folder",
     "end_without_others",
     "expand",
@@ -25,22 +25,22 @@ __all__ = [
     "may_share_a_gpu",
     "merged",
     "mpi_is_chosen",
-    "no_launcher",
     "note_ignored_signals",
     "note_process",
     "note_requeue",
-    "pretend_launcher",
     "promises",
-    "read_agents",
     "read_cpu_mask",
     "read_ignored_signals",
     "read_launch",
+    "read_torchrun_agents",
     "restarts",
+    "set_pmi_environment",
     "site_name",
     "slurm_job",
     "survives_lost_ranks",
     "tell_frameworks",
     "terminal_columns",
+    "unset_pmi_connection",
 ]
 
 # Rank within its host, as launchers say it.
@@ -69,7 +69,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Agents:
+class TorchrunAgents:
     """What torchrun's agents tell a rank that they started."""
 
     rank: int
@@ -79,7 +79,7 @@ class Agents:
     start: str  # names these ranks among others
 
 
-def read_agents(env: Mapping[str, str] | None = None) -> Agents | None:
+def read_torchrun_agents(env: Mapping[str, str] | None = None) -> TorchrunAgents | None:
     """Return what torchrun said to this rank; None where it did not start it, or shares no store.
 
     Where srun started torchrun, a rank inherits what MPI's launcher said, but not its connection.
@@ -91,11 +91,11 @@ def read_agents(env: Mapping[str, str] | None = None) -> Agents | None:
         return None
     if "OMPI_COMM_WORLD_SIZE" in env or "PMI_PORT" in env or _is_socket(env.get("PMI_FD", "")):
         return None
-    if env.get("DASO_MET", str(os.getpid())) != str(os.getpid()):  # a process of a rank
+    if env.get("DASO_PMI_PID", str(os.getpid())) != str(os.getpid()):  # a process of a rank
         return None
     rank, size, port = numbers
     start = env.get("TORCHELASTIC_RUN_ID", "")
-    return Agents(rank, size, env.get("MASTER_ADDR", ""), port, start) if size > 1 else None
+    return TorchrunAgents(rank, size, env.get("MASTER_ADDR", ""), port, start) if size > 1 else None
 
 
 def _is_socket(number: str) -> bool:
@@ -108,7 +108,7 @@ def _is_socket(number: str) -> bool:
         return False
 
 
-def pretend_launcher(rank: int, size: int, connection: int) -> None:
+def set_pmi_environment(rank: int, size: int, connection: int) -> None:
     """Say what MPICH's launcher says to its ranks, before MPI starts.
 
     Args:
@@ -118,7 +118,7 @@ def pretend_launcher(rank: int, size: int, connection: int) -> None:
     """
     for name in [name for name in os.environ if name.startswith(("PMI_", "PMIX_"))]:
         del os.environ[name]
-    told = {"PMI_FD": connection, "PMI_RANK": rank, "PMI_SIZE": size, "DASO_MET": os.getpid()}
+    told = {"PMI_FD": connection, "PMI_RANK": rank, "PMI_SIZE": size, "DASO_PMI_PID": os.getpid()}
     os.environ.update({name: str(value) for name, value in told.items()})
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     if ranks.isdecimal() and int(ranks) > len(os.sched_getaffinity(0)):
@@ -126,7 +126,7 @@ def pretend_launcher(rank: int, size: int, connection: int) -> None:
         os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
 
 
-def no_launcher() -> None:
+def unset_pmi_connection() -> None:
     """Keep the connection from programs that this rank starts, once MPI runs."""
     os.environ.pop("PMI_FD", None)
 
@@ -136,7 +136,7 @@ def read_launch(env: Mapping[str, str] | None = None) -> Launch:
     env = os.environ if env is None else env
     pretend = parse_ranks_per_node(env.get("DASO_RANKS_PER_NODE", ""))
     spares = _parse_spares(env.get("DASO_SPARES", ""))
-    agents = read_agents(env)
+    agents = read_torchrun_agents(env)
     found = promises(env) if agents is None else [Launch(TORCHRUN, agents.size, agents.rank, None)]
     # One task of a SLURM step may have started torchrun: who started several started these.
     several = [launch for launch in found if launch.size > 1]

@@ -245,7 +245,7 @@ def _watch(process: "subprocess.Popen[bytes]", folder: Path) -> str:
             elif ended and not first:
                 first = f"; rank {' and rank '.join(ended)} ended first"
             # It may still print what ranks said, to a reader that is slow.
-            if orphaned and _goes_on(process, ORPHANED_SECONDS) and _is_read():
+            if orphaned and _goes_on(process, ORPHANED_SECONDS) and _has_reader():
                 seen.kill_ranks()
                 process.kill()
                 return first
@@ -301,7 +301,7 @@ class _Processes:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
 
 
-def _is_read() -> bool:
+def _has_reader() -> bool:
     """Return whether what is printed here can be written at once."""
     poll = select.poll()
     for descriptor in (1, 2):

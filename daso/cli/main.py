@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import daso
 from daso.checks import format_value
-from daso.cli.outputs import while_read
+from daso.cli.outputs import exit_on_broken_pipe
 from daso.environment import parse_ranks_per_node, read_launch
 from daso.errors import ConfigError, DasoError, ExchangeError, NonFiniteError, StallError
 
@@ -52,7 +52,7 @@ def carry_out(
     parser: argparse.ArgumentParser, words: Sequence[str], rest: Sequence[str] = ()
 ) -> int:
     """Do what a command line says; return its exit code."""
-    return while_read(lambda: _carry_out(parser, words, rest))
+    return exit_on_broken_pipe(lambda: _carry_out(parser, words, rest))
 
 
 def _carry_out(parser: argparse.ArgumentParser, words: Sequence[str], rest: Sequence[str]) -> int:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from daso.errors import ConfigError
 
-__all__ = ["may_write", "while_read"]
+__all__ = ["exit_on_broken_pipe", "may_write"]
 
 STDOUT = 1
 
 
-def while_read(act: Callable[[], int]) -> int:
+def exit_on_broken_pipe(act: Callable[[], int]) -> int:
     """Act; end as by SIGPIPE, without a word, where who reads what is printed left (``| head``).
 
     Args:
@@ -30,19 +30,19 @@ def while_read(act: Callable[[], int]) -> int:
         sys.stdout.flush()  # a failure at the interpreter's end would be told
         return code  # noqa: TRY300 - what is flushed may fail
     except BrokenPipeError:
-        if _is_read() or _is_waited_for():
+        if _has_reader() or _is_one_of_several_ranks():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # of what is still to be flushed
         return 128 + signal.SIGPIPE
 
 
-def _is_waited_for() -> bool:
+def _is_one_of_several_ranks() -> bool:
     """Tell whether this is one of several ranks: all are to end when one does."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and bool(mpi.Is_initialized()) and mpi.COMM_WORLD.Get_size() > 1
 
 
-def _is_read() -> bool:
+def _has_reader() -> bool:
     """Tell whether somebody has the other end of what is printed to."""
     poll = select.poll()
     poll.register(STDOUT, 0)

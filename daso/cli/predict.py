@@ -37,9 +37,7 @@ POLICIES = ("synchronous", "fixed:4:1", "auto")
 # 25.6 M numbers and steps of 46 to 63 ms, for one per cent of these (scripts/figures/gpu.json); a
 # CPU that trains takes 2e-9.
 TYPICAL_OWN_SECONDS = 3e-10
-TYPICAL_SMALL_SECONDS = (
-    1e-3  # for an exchange of small tensors; another core has twice as much to do
-)
+TYPICAL_SMALL_SECONDS = 1e-3  # of it, for an exchange of small tensors alone
 TYPICAL_DRIFT = 1e-5  # of a batch, where no run tells: 16 nodes, Fashion-MNIST, late in training
 
 

@@ -18,11 +18,11 @@ from daso.environment import (
     end_without_others,
     find_mpirun,
     mpi_is_chosen,
-    no_launcher,
-    pretend_launcher,
     promises,
-    read_agents,
+    read_torchrun_agents,
+    set_pmi_environment,
     survives_lost_ranks,
+    unset_pmi_connection,
 )
 from daso.errors import TopologyError
 
@@ -82,18 +82,18 @@ def load() -> "ModuleType":
 
 def _start(mpi: ModuleType) -> None:
     """Start MPI; where torchrun started the ranks and this is MPICH, as a world of all of them."""
-    agents = read_agents()
+    agents = read_torchrun_agents()
     if agents is None or not mpi.Get_library_version().startswith("MPICH"):
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
         return
-    from daso.comm.torchrun.world import enter
+    from daso.comm.torchrun.world import rendezvous
 
-    global _by_agents  # noqa: PLW0603 - of this process, whose excepthook asks
-    connection = enter(agents, START_SECONDS)
-    pretend_launcher(agents.rank, agents.size, connection.fileno())
+    global _under_torchrun  # noqa: PLW0603 - of this process, whose excepthook asks
+    connection = rendezvous(agents, START_SECONDS)
+    set_pmi_environment(agents.rank, agents.size, connection.fileno())
     mpi.Init_thread(mpi.THREAD_MULTIPLE)
-    no_launcher()
-    _by_agents = True
+    unset_pmi_connection()
+    _under_torchrun = True
     connection.detach()  # MPI's from here on
 
 
@@ -162,7 +162,7 @@ def check_launch(world: "MPI.Comm", launch: Launch) -> None:
     if launch.launcher == TORCHRUN:
         if world.Get_size() > 1:  # its variables are those of a group of ranks
             return
-        if read_agents() is not None and library().startswith("MPICH"):
+        if read_torchrun_agents() is not None and library().startswith("MPICH"):
             raise TopologyError(
                 f"MPI must be started by daso.init() where torchrun (WORLD_SIZE={launch.size}) "
                 f"started the ranks, but it runs already, in each alone; import mpi4py.MPI after "
@@ -183,7 +183,7 @@ def check_launch(world: "MPI.Comm", launch: Launch) -> None:
 
 
 _others_go_on = False  # where a rank is lost
-_by_agents = False  # of torchrun ranks were started
+_under_torchrun = False  # of torchrun ranks were started
 
 
 def die_on_error() -> None:
@@ -255,7 +255,7 @@ def abort_on_error() -> None:
         if not issubclass(kind, KeyboardInterrupt):
             end_alone()
         code = 130 if issubclass(kind, KeyboardInterrupt) else 1
-        if _by_agents:  # which end the others
+        if _under_torchrun:  # which end the others
             sys.stdout.flush()
             os._exit(code)
         # Where a host is cut off, MPI_Abort stays until the link is mended.

@@ -276,9 +276,9 @@ class Settings:
 
     def small_tensors(self, numels: Sequence[int]) -> list[int]:
         """Return which tensors of a model are exchanged alone, too."""
-        return small_tensors(numels) if self.takes_small(sum(numels)) else []
+        return small_tensors(numels) if self.sends_small_tensors(sum(numels)) else []
 
-    def takes_small(self, total: float) -> bool:
+    def sends_small_tensors(self, total: float) -> bool:
         """Tell whether small tensors of a model of so many numbers are exchanged alone, too."""
         whole = self.exchange.fragments == 1 and not self.sparse
         large = self.selective is not None and total >= self.selective

@@ -247,7 +247,7 @@ def simulate(
 
 def _begin(job: Job, policy: Policy, settings: Settings) -> State:
     """Return the state before the first batch, with an inner optimizer whose steps stay."""
-    taken = settings.takes_small(job.parameters)
+    taken = settings.sends_small_tensors(job.parameters)
     share = settings.small_share(job.small_parameters, job.parameters) if taken else 0.0
     state = replace(policy.start(), sparse=settings.sparse)
     return begin(policy, state, memory=0.0, may_hide=False, small_share=share)

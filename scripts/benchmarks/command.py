@@ -12,7 +12,7 @@ from benchmarks.runs import GPU_MODELS, RUNS
 from daso.cli.bench.command import MODELS, Add, add_links, add_parser, add_steps, adder
 from daso.cli.bench.options import at_least_one, more_than_zero
 from daso.cli.main import Parser, carry_out
-from daso.cli.outputs import while_read
+from daso.cli.outputs import exit_on_broken_pipe
 
 __all__ = ["main"]
 
@@ -25,15 +25,15 @@ def main(words: Sequence[str] | None = None) -> int:
     if words[:1] == ["accuracy"]:
         from benchmarks import accuracy
 
-        return while_read(lambda: accuracy.main(words[1:]))
+        return exit_on_broken_pipe(lambda: accuracy.main(words[1:]))
     if words[:1] == ["recovery"]:
         from benchmarks import recovery
 
-        return while_read(lambda: recovery.main(words[1:]))
+        return exit_on_broken_pipe(lambda: recovery.main(words[1:]))
     if words[:1] == ["overview"]:
         from benchmarks import overview
 
-        return while_read(lambda: overview.main(words[1:]))
+        return exit_on_broken_pipe(lambda: overview.main(words[1:]))
     parser = Parser(prog="scripts/bench", description=__doc__, allow_abbrev=False)
     kinds = add_parser(parser, hosts)
     kinds.add_parser("accuracy", help="what seldom exchanges cost, on simulated nodes")

@@ -193,13 +193,13 @@ def overhead(place: Hosts, plan: Plan, link: str) -> dict[str, list[float]]:
         raise ExchangeError(
             f"ranks must come to the end of all rounds, but did not:\n{said[-4000:]}"
         )
-    told: dict[str, list[float]] = json.loads(path.read_text())
-    return told
+    turns: dict[str, list[float]] = json.loads(path.read_text())
+    return turns
 
 
-def overhead_ratio(told: dict[str, list[float]]) -> float:
+def overhead_ratio(turns: dict[str, list[float]]) -> float:
     """Return the median over rounds of an elastic step over another one."""
-    pairs = zip(told["elastic"], told["plain"], strict=True)
+    pairs = zip(turns["elastic"], turns["plain"], strict=True)
     return statistics.median(elastic / plain for elastic, plain in pairs)
 
 
@@ -230,7 +230,7 @@ def _median(runs: Sequence[dict[str, Any]], name: str) -> float | None:
 
 
 def figures(
-    rows: Sequence[dict[str, Any]], told: dict[str, list[float]], plan: Plan, link: str
+    rows: Sequence[dict[str, Any]], turns: dict[str, list[float]], plan: Plan, link: str
 ) -> dict[str, dict[str, Any]]:
     """Return the figures, named as everywhere."""
     by_name = {row["name"]: row["runs"] for row in rows}
@@ -252,12 +252,12 @@ def figures(
     }
     made = {
         "elastic_overhead_ratio": {
-            "value": overhead_ratio(told),
+            "value": overhead_ratio(turns),
             "unit": "ratio of step times, over the same without elastic=True",
             "conditions": f"{RANKS} hosts of one rank, link {link}, CNN of 4.58 M parameters, "
             f"batch 64, an exchange every {plan.skip} batches, nobody is killed, both under "
             f"mpirun --with-ft ulfm; median of "
-            f"{len(told['plain'])} rounds, in turns in the same processes",
+            f"{len(turns['plain'])} rounds, in turns in the same processes",
         }
     }
     for figure, (name, more) in wanted.items():
@@ -301,7 +301,7 @@ def main(words: Sequence[str] | None = None) -> int:
     found: dict[str, list[dict[str, Any]]] = {one.name: [] for one in contenders}
     share = [str(Path(torchft).parents[1])] if torchft else []
     with hosts(RANKS + 1, share=share) as place:
-        told = overhead(place, plan, options.link)
+        turns = overhead(place, plan, options.link)
         for seed in range(options.rounds):
             for contender in contenders:
                 outcome = run(place, contender, replace(plan, seed=seed), torchft, options.link)
@@ -309,11 +309,11 @@ def main(words: Sequence[str] | None = None) -> int:
                 found[contender.name].append(asdict(outcome))
     rows = [{"name": name, "runs": runs} for name, runs in found.items()]
     print(table(rows))
-    print(f"a step with elastic=True over one without, nobody killed: {overhead_ratio(told):.3f}")
+    print(f"a step with elastic=True over one without, nobody killed: {overhead_ratio(turns):.3f}")
     if options.json:
         known = {"versions": versions(library()), "date": date.today().isoformat()}
-        made = figures(rows, told, plan, options.link)
-        written = {"figures": made, **known, "rows": rows, "turns": told}
+        made = figures(rows, turns, plan, options.link)
+        written = {"figures": made, **known, "rows": rows, "turns": turns}
         options.json.write_text(json_by_rows(written) + "\n", encoding="utf-8")
     return 0
 

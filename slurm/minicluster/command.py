@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from daso.cli.outputs import while_read
+from daso.cli.outputs import exit_on_broken_pipe
 from daso.errors import ConfigError, DasoError
 from minicluster.processes import call, inside, process_of
 from minicluster.start import set_rate, states, take_down, up
@@ -60,7 +60,7 @@ def main(words: Sequence[str], *, folder: str | None) -> int:
     Returns:
         Exit code: 0 done, 1 it failed, 2 wrong use.
     """
-    return while_read(lambda: _carry_out(words, folder))
+    return exit_on_broken_pipe(lambda: _carry_out(words, folder))
 
 
 def _carry_out(words: Sequence[str], folder: str | None) -> int:
@@ -69,7 +69,7 @@ def _carry_out(words: Sequence[str], folder: str | None) -> int:
         options.run(options, Path(folder or FOLDER).resolve())
     except ConfigError as error:
         return _say(error, 2)
-    except BrokenPipeError:
+    except BrokenPipeError:  # no fault of ours: see `exit_on_broken_pipe`
         raise
     except (DasoError, OSError) as error:
         return _say(error, 1)

@@ -250,6 +250,7 @@ def test_a_job_and_its_restarts():
     assert restarts(STEP | {"SLURM_RESTART_COUNT": "3"}) == 3
     assert restarts({"SLURM_RESTART_COUNT": "many"}) == 0
     assert restarts({"DASO_RESTARTS": "2"}) == 2
+    assert restarts({"TORCHELASTIC_RESTART_COUNT": "1"}) == 1
 
 
 def test_sbatch_does_what_its_script_says_and_not_what_the_environment_says():

@@ -14,12 +14,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from typing import IO
 
-__all__ = ["HERE", "LostError", "Ranks", "main", "mapping_of"]
+__all__ = ["HERE", "RankLostError", "Ranks", "main", "mapping_of"]
 
 HERE = "all ranks are here"  # said to each once all have come
 LIMITS = "kvsname_max=256 keylen_max=64 vallen_max=1024"
@@ -28,7 +28,7 @@ MAPPING = "PMI_process_mapping"
 GREETING_BYTES = 512  # at most: a word, a rank, a host
 
 
-class LostError(Exception):
+class RankLostError(Exception):
     """A rank has gone that others wait for, or asked for the end of all."""
 
 
@@ -68,12 +68,12 @@ class Ranks:
         """Return what which ranks are answered to a line of one.
 
         Raises:
-            LostError: It asks for the end of all.
+            RankLostError: It asks for the end of all.
         """
         words = dict(word.split("=", 1) for word in line.split(" ") if "=" in word)
         command = words.get("cmd", "")
         if command == "abort":
-            raise LostError
+            raise RankLostError
         if command == "finalize":
             self._ended.add(rank)
         if command != "barrier_in":
@@ -88,10 +88,10 @@ class Ranks:
         """Take in that a rank is not connected any more.
 
         Raises:
-            LostError: It had not ended, so that others would wait for it in vain.
+            RankLostError: It had not ended, so that others would wait for it in vain.
         """
         if rank not in self._ended:
-            raise LostError
+            raise RankLostError
 
     def _told(self, command: str, key: str, line: str) -> str:
         """Return what a rank is told that waits for nobody."""
@@ -121,10 +121,10 @@ def main(words: Sequence[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # ranks end first
         signal.signal(number, signal.SIG_IGN)
     token = secrets.token_hex(16)
-    with listening() as door:
-        print(door.getsockname()[1], token, flush=True)
+    with listening() as listener:
+        print(listener.getsockname()[1], token, flush=True)
         sys.stdout.close()
-        here = Rendezvous(size, token).wait(door, sys.stdin, time.monotonic() + seconds)
+        here = Rendezvous(size, token).wait(listener, sys.stdin, time.monotonic() + seconds)
     missing = [str(rank) for rank in range(size) if rank not in here]
     said = f"missing {','.join(missing)}" if missing else HERE
     for connection, _ in here.values():
@@ -132,7 +132,7 @@ def main(words: Sequence[str]) -> None:
         with suppress(OSError):  # of one that has gone: the others are to know
             connection.sendall(f"{said}\n".encode())
     if not missing:
-        with suppress(LostError):
+        with suppress(RankLostError):
             _serve([here[rank] for rank in range(size)])
 
 
@@ -158,25 +158,25 @@ class Rendezvous:
         self._selector = selectors.DefaultSelector()
 
     def wait(
-        self, door: socket.socket, parent: IO[str], deadline: float
+        self, listener: socket.socket, parent: IO[str], deadline: float
     ) -> dict[int, tuple[socket.socket, str]]:
         """Return connections and hosts once all ranks are here, or time is over.
 
         Args:
-            door: Where they come.
+            listener: Where they come.
             parent: Ends when who started this has gone, and all of it with him.
             deadline: In seconds of `time.monotonic`.
         """
-        door.setblocking(False)
-        self._selector.register(door, selectors.EVENT_READ)
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(parent, selectors.EVENT_READ)
         while len(self._here) < self._size and (left := deadline - time.monotonic()) > 0:
             for key, _ in self._selector.select(left):
                 if key.fileobj is parent:
                     sys.exit(1)
-                if key.fileobj is door:
+                if key.fileobj is listener:
                     with suppress(OSError):  # it has gone again
-                        self._open(door.accept()[0])
+                        self._open(listener.accept()[0])
                 else:
                     self._hear(key.fileobj)  # type: ignore[arg-type]  # a socket
         for connection in self._begun:
@@ -225,8 +225,8 @@ def _serve(here: Sequence[tuple[socket.socket, str]]) -> None:
         for rank, (connection, _) in enumerate(here):
             selector.register(connection, selectors.EVENT_READ, rank)
         while selector.get_map():
-            for rank in _ready(selector):
-                connection = here[rank][0]
+            for key, _ in selector.select():
+                rank, connection = key.data, here[key.data][0]
                 try:
                     more = connection.recv(1 << 16)
                 except OSError:
@@ -238,10 +238,6 @@ def _serve(here: Sequence[tuple[socket.socket, str]]) -> None:
                 *lines, begun[rank] = (begun[rank] + more).split(b"\n")
                 for line in lines:
                     _tell(here, ranks.answer(rank, line.decode()))
-
-
-def _ready(selector: selectors.BaseSelector) -> Iterator[int]:
-    return (key.data for key, _ in selector.select())
 
 
 def _tell(here: Sequence[tuple[socket.socket, str]], answers: Mapping[int, str]) -> None:

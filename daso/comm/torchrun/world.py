@@ -13,10 +13,10 @@ from datetime import timedelta
 from typing import Any
 
 from daso.comm.torchrun.pmi_server import HERE
-from daso.environment import Agents
+from daso.environment import TorchrunAgents
 from daso.errors import TopologyError, told
 
-__all__ = ["enter"]
+__all__ = ["rendezvous"]
 
 GRACE_SECONDS = 5.0  # for the server, which knows who is missing
 AGAIN_SECONDS = 0.2
@@ -24,7 +24,7 @@ AGAIN_SECONDS = 0.2
 _servers: list["subprocess.Popen[str]"] = []  # each ends with this process, and before
 
 
-def enter(agents: Agents, limit_seconds: float) -> socket.socket:
+def rendezvous(agents: TorchrunAgents, limit_seconds: float) -> socket.socket:
     """Meet all ranks; return a connection to who tells them of each other.
 
     What the store says may be of an earlier start of these ranks: who finds nobody there looks
@@ -60,7 +60,7 @@ def enter(agents: Agents, limit_seconds: float) -> socket.socket:
     )
 
 
-def _met(agents: Agents, server: str, deadline: float) -> socket.socket:
+def _met(agents: TorchrunAgents, server: str, deadline: float) -> socket.socket:
     """Return a connection to a server that says that all ranks are there."""
     port, token = server.split()
     left = max(AGAIN_SECONDS, deadline - time.monotonic())
@@ -86,7 +86,7 @@ def _met(agents: Agents, server: str, deadline: float) -> socket.socket:
     )
 
 
-def _store(agents: Agents, limit_seconds: float) -> Any:
+def _store(agents: TorchrunAgents, limit_seconds: float) -> Any:
     """Return the store of torchrun's agents."""
     import torch.distributed as dist
 

@@ -11,7 +11,7 @@ from jobs import HANG_SECONDS
 
 import daso
 from daso.cli.main import main
-from daso.cli.outputs import while_read
+from daso.cli.outputs import exit_on_broken_pipe
 from daso.cli.train.config import Config, describe
 from daso.environment import find_mpirun
 from daso.errors import TopologyError
@@ -194,7 +194,7 @@ def test_a_pipe_that_others_broke_is_no_reader_that_left():
         raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
-        while_read(act)
+        exit_on_broken_pipe(act)
 
 
 def test_what_other_launchers_left_in_the_environment_is_no_matter(tmp_path):

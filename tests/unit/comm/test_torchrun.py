@@ -13,8 +13,14 @@ from jobs import slowness
 from torch.distributed import TCPStore
 
 from daso.comm.torchrun import world
-from daso.comm.torchrun.pmi_server import LostError, Ranks, mapping_of
-from daso.environment import Agents, no_launcher, pretend_launcher, read_agents, read_launch
+from daso.comm.torchrun.pmi_server import RankLostError, Ranks, mapping_of
+from daso.environment import (
+    TorchrunAgents,
+    read_launch,
+    read_torchrun_agents,
+    set_pmi_environment,
+    unset_pmi_connection,
+)
 from daso.errors import TopologyError
 
 TORCHRUN = {
@@ -32,7 +38,7 @@ TORCHRUN = {
 
 
 def test_what_torchrun_says_is_read():
-    assert read_agents(TORCHRUN) == Agents(3, 6, "node7", 29400, "job")
+    assert read_torchrun_agents(TORCHRUN) == TorchrunAgents(3, 6, "node7", 29400, "job")
 
 
 @pytest.mark.parametrize(
@@ -44,18 +50,18 @@ def test_what_torchrun_says_is_read():
         {"MASTER_PORT": "x"},
         {"OMPI_COMM_WORLD_SIZE": "2"},
         {"PMI_PORT": "host:1"},
-        {"DASO_MET": "1"},  # by the rank that started this process
+        {"DASO_PMI_PID": "1"},  # by the rank that started this process
     ],
 )
 def test_ranks_of_others_and_of_no_store_are_not_torchruns(change):
-    assert read_agents({**TORCHRUN, **change}) is None
+    assert read_torchrun_agents({**TORCHRUN, **change}) is None
 
 
 def test_who_has_a_connection_to_its_launcher_is_not_torchruns(tmp_path):
     with socket.socket() as connection, (tmp_path / "any").open("w") as file:
-        assert read_agents({**TORCHRUN, "PMI_FD": str(connection.fileno())}) is None
-        assert read_agents({**TORCHRUN, "PMI_FD": str(file.fileno())}) is not None
-    assert read_agents({**TORCHRUN, "DASO_MET": str(os.getpid())}) is not None
+        assert read_torchrun_agents({**TORCHRUN, "PMI_FD": str(connection.fileno())}) is None
+        assert read_torchrun_agents({**TORCHRUN, "PMI_FD": str(file.fileno())}) is not None
+    assert read_torchrun_agents({**TORCHRUN, "DASO_PMI_PID": str(os.getpid())}) is not None
 
 
 def test_what_srun_said_to_torchrun_is_not_for_its_ranks():
@@ -69,11 +75,11 @@ def test_what_srun_said_to_torchrun_is_not_for_its_ranks():
 def test_mpi_is_told_who_it_is_and_whether_ranks_share_a_core(monkeypatch, ranks, yields):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(os, "environ", {"PMIX_RANK": "7", "LOCAL_WORLD_SIZE": str(ranks)})
-    pretend_launcher(1, 6, 5)
-    said = {"PMI_FD": "5", "PMI_RANK": "1", "PMI_SIZE": "6", "DASO_MET": str(os.getpid())}
+    set_pmi_environment(1, 6, 5)
+    said = {"PMI_FD": "5", "PMI_RANK": "1", "PMI_SIZE": "6", "DASO_PMI_PID": str(os.getpid())}
     said |= {"MPIR_CVAR_ENABLE_HEAVY_YIELD": yields} if yields else {}
     assert os.environ == {"LOCAL_WORLD_SIZE": str(ranks), **said}
-    no_launcher()
+    unset_pmi_connection()
     assert "PMI_FD" not in os.environ
 
 
@@ -124,7 +130,7 @@ def test_what_one_puts_another_gets_and_all_leave_a_barrier_together():
         assert out == dict.fromkeys(range(3), "cmd=barrier_out rc=0")
     assert ranks.answer(2, asked) == {2: "cmd=get_result rc=0 value=a=b c"}
     assert "rc=-1" in ranks.answer(0, "cmd=spawn")[0]
-    with pytest.raises(LostError):
+    with pytest.raises(RankLostError):
         ranks.answer(0, "cmd=abort exitcode=1")
 
 
@@ -132,7 +138,7 @@ def test_a_rank_that_goes_before_its_end_ends_all():
     ranks = Ranks(["a", "b"])
     assert ranks.answer(0, "cmd=finalize") == {0: "cmd=finalize_ack rc=0"}
     ranks.gone(0)
-    with pytest.raises(LostError):
+    with pytest.raises(RankLostError):
         ranks.gone(1)
 
 
@@ -143,7 +149,7 @@ def test_a_rank_that_goes_before_its_end_ends_all():
 def agents():
     """Return what a rank is told by agents whose store is there."""
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
-    yield lambda rank, size: Agents(rank, size, "127.0.0.1", store.port, "job")
+    yield lambda rank, size: TorchrunAgents(rank, size, "127.0.0.1", store.port, "job")
     for server in world._servers:
         server.stdin.close()
         server.wait(timeout=20)
@@ -156,7 +162,7 @@ def meet(agents, came, size, seconds):
 
     def enter(rank):
         try:
-            found[rank] = world.enter(agents(rank, size), seconds)
+            found[rank] = world.rendezvous(agents(rank, size), seconds)
         except TopologyError as error:
             found[rank] = error
 
@@ -212,7 +218,7 @@ def test_who_finds_the_server_of_an_earlier_start_looks_again(agents):
 
 
 def meet_alone(found, one):
-    found[one.rank] = world.enter(one, 20.0)
+    found[one.rank] = world.rendezvous(one, 20.0)
 
 
 def test_ranks_that_do_not_come_are_named_on_those_that_did(agents):
