@@ -1,7 +1,8 @@
 """Programs in docs/ run as they stand; other code compiles; the reference is complete.
 
 A program has ``<!-- run -->`` above it, or ``<!-- run -n 2 --ranks-per-node 1 -->`` with options of
-`daso run`. Those of the pages in `ON_FOUR_RANKS` are programs too.
+`daso run`. Those of the pages in `ON_FOUR_RANKS` are programs too; those of frameworks are started by
+torchrun, as their users do (test_integrations.py starts others by `daso run`).
 """
 
 import ast
@@ -44,7 +45,11 @@ def test_a_program_runs_as_it_stands(tmp_path: Path, program: str, _, monkeypatc
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     path = tmp_path / "train.py"
     path.write_text(program)
-    run = run_daso("run", "-n", "4", "--ranks-per-node", "2", str(path))
+    if "daso.integrations" in program:
+        words = ("torch.distributed.run", "--standalone", "--nproc-per-node=4", str(path))
+        run = started(*words, DASO_RANKS_PER_NODE="2")
+    else:
+        run = run_daso("run", "-n", "4", "--ranks-per-node", "2", str(path))
     assert run.returncode == 0, run.stderr
     assert "Traceback" not in run.stderr
     if "last loss" in program:
