@@ -68,6 +68,22 @@ class _Options:
     shuffle: bool
 
 
+class _Wanted(NamedTuple):
+    """Where layers are by the caller's word."""
+
+    ranks: Mapping[int, tuple[int, ...]]  # of nodes
+    copies: Mapping[int, int]  # how many ranks have a replica, of nodes
+
+
+@dataclass(slots=True)
+class _Journal:
+    """What is kept of epochs."""
+
+    logs: bool = False  # what an epoch is replayed from
+    log: Log | None = None  # of the last epoch
+    lines: Path | None = None  # file of a line for each epoch
+
+
 class Runtime:
     """Trains a flow: its nodes are spread over all ranks, and many instances are under way at once.
 
@@ -138,33 +154,35 @@ class Runtime:
             between_nodes, instances_per_batch, max_active_keys, seed, timeout_seconds, shuffle
         )
         self._held = ExitStack()  # what close() gives back
-        self._topology = self._flow_topology(timeout_seconds)
+        number = self._enter(timeout_seconds)
+        self._topology = self._flow_topology()
         self._beside: FlowReplicas | None = None
         ranks = self._topology.world_size
-        self._fixed = said(self._wiring, {} if placement == "auto" else placement, ranks)
-        self._copies = copied(self._wiring, replicas or {}, self._fixed, ranks)
+        fixed = said(self._wiring, {} if placement == "auto" else placement, ranks)
+        self._wanted = _Wanted(fixed, copied(self._wiring, replicas or {}, fixed, ranks))
         updates = Updates() if updates is None else updates
-        placed_by_hand = (self._fixed, self._copies)
-        alike = (max_active_keys, updates, shuffle, seed, *placed_by_hand, instances_per_batch)
+        alike = (max_active_keys, updates, shuffle, seed, *self._wanted, instances_per_batch)
         self._check_same(alike)
         self._world = self._topology.world_comm.Dup()
         self._message_comm = self._topology.world_comm.Dup()
         self._held.callback(_free, self._world, self._message_comm)
-        keep(self, self._whole, self._number, Closer(self._held.close, int, int))
+        keep(self, self._whole, number, Closer(self._held.close, int, int))
         self._packets, _ = routes(self._topology, self._message_comm, "messages", 0)
         self._layers = Layers(self._wiring, optimizer_factory, updates, self._world)
         self._layers.fetch(lambda _: 0, self._whole.world_comm)
         self.epoch = 0  # passes that trained
-        self._log: Log | None = None
-        self._logs = False
-        self._lines: Path | None = None
+        self._journal = _Journal()
         self._closed = False
 
-    def _flow_topology(self, timeout_seconds: float) -> Topology:
-        """Return the topology of one flow. Collective over the world; blocking."""
+    def _enter(self, timeout_seconds: float) -> int:
+        """Close what was forgotten; return this runtime's number. Collective; blocking."""
         whole = self._whole
         whole.rendezvous("make a flow's Runtime", timeout_seconds)
-        self._number = reclaim(whole, lambda word: gather(whole, word, timeout_seconds))
+        return reclaim(whole, lambda word: gather(whole, word, timeout_seconds))
+
+    def _flow_topology(self) -> Topology:
+        """Return the topology of one flow. Collective over the world; blocking."""
+        whole = self._whole
         if not whole.equal_on_all_ranks(self._options.between_nodes is None):
             raise ConfigError("between_nodes must be given to all ranks or to none, not to some")
         if self._options.between_nodes is None:
@@ -305,7 +323,7 @@ class Runtime:
             self._wiring, nodes, ranks_of, rank_info, post, all_, controller, watch, drawn
         )
         watch.waiting = worker.here.waiting
-        worker.log = [] if self._logs and trains else None
+        worker.log = [] if self._journal.logs and trains else None
         return _Loop(worker, all_, controller, post)
 
     def _seed_now(self) -> int:
@@ -332,7 +350,7 @@ class Runtime:
         self._layers.average()
         if log is not None:
             digests = tuple((node, one.digest()) for node, one in self._layers.weights.items())
-            self._log = Log(
+            self._journal.log = Log(
                 self._topology.rank,
                 self._layers.updates,
                 self._seed_now(),
@@ -397,9 +415,7 @@ class Runtime:
         ranks_of: tuple[tuple[int, ...], ...] = ((0,),) * len(self._wiring.nodes)
         if rank_info.world_size > 1 and self._whole.rank == 0:
             measured = self.measure(instances)
-            ranks_of = placed(
-                self._wiring, measured, rank_info.world_size, self._fixed, self._copies
-            )
+            ranks_of = placed(self._wiring, measured, rank_info.world_size, *self._wanted)
         self._layers.settle(self._whole.world_comm.bcast(ranks_of))
         self._stand_beside()
 
@@ -471,7 +487,7 @@ class Runtime:
                 "a log must hold all that was trained, but what comes of the flows of other nodes "
                 "is in none; leave between_nodes out"
             )
-        self._logs = True
+        self._journal.logs = True
 
     def logged(self) -> Log:
         """Return what this rank did in the last epoch that trained.
@@ -479,9 +495,9 @@ class Runtime:
         Raises:
             ConfigError: `keep_log` was not called before it.
         """
-        if self._log is None:
+        if self._journal.log is None:
             raise ConfigError("a log must be kept before it is read; call keep_log() first")
-        return self._log
+        return self._journal.log
 
     def write_lines(self, path: Path) -> None:
         """Append every epoch from now on to a file, as a line of JSON; on world rank 0 alone.
@@ -491,11 +507,11 @@ class Runtime:
         Args:
             path: The file; made if it is not there.
         """
-        self._lines = Path(path)
+        self._journal.lines = Path(path)
 
     def _write(self, epoch: Epoch) -> None:
-        if self._lines is not None and self._whole.rank == 0:
-            with self._lines.open("a", encoding="utf-8") as file:
+        if self._journal.lines is not None and self._whole.rank == 0:
+            with self._journal.lines.open("a", encoding="utf-8") as file:
                 file.write(strict_json(asdict(epoch)) + "\n")
 
     def state_dict(self) -> dict[str, Any]:

@@ -210,6 +210,41 @@ class Handle(NamedTuple):
     user: int  # unit whose backward reads it
 
 
+class _Storages:
+    """Which storage of a plan a tensor of this pass lies in.
+
+    Args:
+        script: The plan's.
+    """
+
+    def __init__(self, script: ActivationTrace) -> None:
+        self._script = script
+        self._numbers: dict[int, int] = {}  # by address
+        self._outside: set[int] = set()  # that were met
+
+    def is_number(self, tensor: torch.Tensor, number: int) -> bool:
+        """Return whether a tensor lies in the storage that the plan means."""
+        if not has_storage(tensor):
+            return False
+        address = tensor.untyped_storage()._cdata
+        if number in self._script.outside and number not in self._outside:
+            self._outside.add(number)
+            self._numbers[address] = number
+        return self._numbers.get(address) == number
+
+    def reads(self, tensors: list[torch.Tensor], number: int) -> bool:
+        """Return whether an operation reads what the plan means."""
+        expected = self._script.reads[number]
+        return len(tensors) == len(expected) and all(map(self.is_number, tensors, expected))
+
+    def made(self, tensors: list[torch.Tensor], number: int) -> bool:
+        """Take what an operation made; return whether it is as much as the plan means."""
+        expected = self._script.makes[number]
+        for tensor, one in zip(tensors, expected, strict=False):
+            self._numbers[tensor.untyped_storage()._cdata] = one
+        return len(tensors) == len(expected)
+
+
 class Pass:
     """One pass through a model.
 
@@ -228,8 +263,7 @@ class Pass:
         self.back = steps.count  # whose backward it is
         self.strayed = self.beyond = False
         self._saved = 0
-        self._numbers: dict[int, int] = {}  # of storages, by address
-        self._outside: set[int] = set()  # that were met
+        self.storages = _Storages(steps.script)
         self._swapped: dict[Part, list[weakref.ref[SavedTensor]]] = {}
         self.copies: dict[int, Copying] = {}  # to the second memory, by storage
         self._lease = tier.lease(steps.slab_bytes) if steps.slab_bytes else 0
@@ -260,28 +294,6 @@ class Pass:
     def drop(self) -> None:
         """Forget about forward, which failed."""
         self._tails.clear()
-
-    def is_number(self, tensor: torch.Tensor, number: int) -> bool:
-        """Return whether a tensor lies in the storage that the plan means."""
-        if not has_storage(tensor):
-            return False
-        address = tensor.untyped_storage()._cdata
-        if number in self.steps.script.outside and number not in self._outside:
-            self._outside.add(number)
-            self._numbers[address] = number
-        return self._numbers.get(address) == number
-
-    def reads(self, tensors: list[torch.Tensor], number: int) -> bool:
-        """Return whether an operation reads what the plan means."""
-        expected = self.steps.script.reads[number]
-        return len(tensors) == len(expected) and all(map(self.is_number, tensors, expected))
-
-    def made(self, tensors: list[torch.Tensor], number: int) -> bool:
-        """Take what an operation made; return whether it is as much as the plan means."""
-        expected = self.steps.script.makes[number]
-        for tensor, one in zip(tensors, expected, strict=False):
-            self._numbers[tensor.untyped_storage()._cdata] = one
-        return len(tensors) == len(expected)
 
     def _send(self, unit: int) -> None:
         for part in self.steps.sends.get(unit, ()):
@@ -315,7 +327,7 @@ class Pass:
         script, index = self.steps.script, self._saved
         self._saved += 1
         number = -1 if self.strayed or index >= len(script.packs) else script.packs[index]
-        if number >= 0 and not self.is_number(tensor, number):
+        if number >= 0 and not self.storages.is_number(tensor, number):
             self.diverge()
             number = -1
         with _disable_current_modes():  # what is done here is not the model's
@@ -400,12 +412,12 @@ class Follower(TorchDispatchMode):
         if number >= len(script.funcs) or script.funcs[number] is not func:
             self._pass.diverge()
             return func(*args, **kwargs)
-        if not self._pass.reads(tensors_in((args, kwargs)), number):
+        if not self._pass.storages.reads(tensors_in((args, kwargs)), number):
             self._pass.diverge()
             return func(*args, **kwargs)
         if number in script.begins:
             self._pass.begin(script.begins[number])
         found = self._pass.take(number, func, args, kwargs)
-        if not self._pass.made(tensors_in(found), number):
+        if not self._pass.storages.made(tensors_in(found), number):
             self._pass.diverge()
         return found

@@ -66,6 +66,25 @@ class _Step:
     values: list[dict[str, Any]] | None = None  # of parameter groups
 
 
+@dataclass(slots=True)
+class _Progress:
+    """Steps of this rank, counted."""
+
+    steps: int = 0  # since the start
+    met_at: int = 0  # steps at the last meeting of all ranks
+    meetings: list[int] = field(default_factory=list)  # steps at each
+
+    @property
+    def since_meeting(self) -> int:
+        """Steps since the last meeting."""
+        return self.steps - self.met_at
+
+    def meet(self) -> None:
+        """All ranks have met."""
+        self.met_at = self.steps
+        self.meetings.append(self.steps)
+
+
 class ServerHooks:
     """One rank's training thread, towards the server.
 
@@ -89,17 +108,14 @@ class ServerHooks:
     ) -> None:
         self.shares, self.plan, self.serving = shares, plan, serving
         self._groups = groups
-        self.steps = 0  # since the start
-        self.met_at = 0  # steps at the last meeting of all ranks
+        self._progress = _Progress()
         self.checks = FiniteChecks(
             names,
             serving.rank,
             at_once=plan.exchange.nonfinite == "raise",
             copies=serving.service.copies,
         )
-        self.logs = False  # what it does
-        self.log: list[Read | Send] = []
-        self._meetings: list[int] = []  # steps at each
+        self._log: list[Read | Send] | None = None  # what it does, where that is kept
         self._layers = _Layers.of(names, shares, shares.ranks)
         self.departures = Departures(
             _receivers(shares, serving.rank, plan),
@@ -124,6 +140,15 @@ class ServerHooks:
             one.register_load_state_dict_pre_hook(Hook(_refuse_loading)) for one in module.modules()
         ]
         self._begin()
+
+    @property
+    def steps(self) -> int:
+        """Steps since the start."""
+        return self._progress.steps
+
+    def resume(self, steps: int) -> None:
+        """Go on after so many steps, at whose end all ranks met."""
+        self._progress.steps = self._progress.met_at = steps
 
     def _begin(self) -> None:
         self._step = _Step([set(params) for params in self.shares.layers])
@@ -150,9 +175,9 @@ class ServerHooks:
             )
         self.serving.go_on()
         self._step.taken.add(layer)
-        self._load(layer, self.serving.wait_for(layer, self.steps - self.met_at))
-        if self.logs:
-            self.log.append(Read(self.steps, layer, tuple(self._loaded[layer].values())))
+        self._load(layer, self.serving.wait_for(layer, self._progress.since_meeting))
+        if self._log is not None:
+            self._log.append(Read(self.steps, layer, tuple(self._loaded[layer].values())))
 
     def _load(self, layer: int, rows: Mapping[int, Rows]) -> None:
         copies = self.serving.service.copies
@@ -166,9 +191,8 @@ class ServerHooks:
                 "ranks must meet between two steps, but gradients were computed since the last; "
                 "call step() first"
             )
-        self.serving.meet(self.steps - self.met_at)
-        self.met_at = self.steps
-        self._meetings.append(self.steps)
+        self.serving.meet(self._progress.since_meeting)
+        self._progress.meet()
         for layer in range(len(self._layers.names)):
             self._load(layer, self.serving.service.rows.newest(layer))
         self._begin()
@@ -234,9 +258,9 @@ class ServerHooks:
             base=self._base(owner, layers),
         )
         self.serving.service.give(owner, one, self.checks.of(layers, there))
-        if self.logs:
+        if self._log is not None:
             every = self.departures.pace.layers
-            self.log.append(Send(self.steps, owner, layers, every, tuple(values)))
+            self._log.append(Send(self.steps, owner, layers, every, tuple(values)))
 
     def _base(self, owner: int, layers: Sequence[int]) -> torch.Tensor | None:
         """Return the parameters that updates start from, where every rank has its own."""
@@ -263,12 +287,12 @@ class ServerHooks:
             )
         self._send(self.departures.end())
         for layer in set(range(len(self._layers.names))) - self._step.taken:
-            self.serving.service.rows.skip(layer, self.steps - self.met_at)
+            self.serving.service.rows.skip(layer, self._progress.since_meeting)
         trace.record(trace.STEP, self._stepped_at, key=self.steps)
         self._stepped_at = time.perf_counter()
         step = self.steps
-        self.steps += 1
-        self.serving.service.round.step = self.steps - self.met_at
+        self._progress.steps += 1
+        self.serving.service.round.step = self._progress.since_meeting
         self._begin()
         self.checks.end(step, self.serving.device)
         self.serving.engine.check()
@@ -284,10 +308,14 @@ class ServerHooks:
                     f"backward, but that of {name} was changed (clipping, scaling?); use daso.DASO"
                 )
 
+    def keep_log(self) -> None:
+        """Keep from now on what this rank does."""
+        self._log = [] if self._log is None else self._log
+
     def logged(self) -> Log:
         """Return what this rank did, in the order of each thread."""
-        events = (*self.log, *self.serving.service.shard.log)
-        return Log(self.serving.rank, self.plan, tuple(self._meetings), events)
+        events = (*(self._log or ()), *self.serving.service.shard.log)
+        return Log(self.serving.rank, self.plan, tuple(self._progress.meetings), events)
 
     def close(self) -> None:
         """Take the hooks off; idempotent."""

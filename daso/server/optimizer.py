@@ -293,7 +293,8 @@ class ParameterServer(torch.optim.Optimizer):
 
     def keep_log(self) -> None:
         """Keep in memory from now on what a training is replayed from; before the first step."""
-        self._client.logs = self._shard.logs = True
+        self._client.keep_log()
+        self._shard.logs = True
 
     def logged(self) -> Log:
         """Return what this rank did since `keep_log`: see `daso.server.replay`."""
@@ -361,7 +362,7 @@ class ParameterServer(torch.optim.Optimizer):
             inner.load_state_dict(dict(state_dict["inner"][source]))
         self._serving.service.compressor.load_residuals(state_dict.get("residuals", {}))
         self._groups[:] = [dict(group) for group in server.inner.param_groups]
-        self._client.steps = self._client.met_at = int(state_dict["steps"])
+        self._client.resume(int(state_dict["steps"]))
 
     def __enter__(self) -> Self:
         return self

@@ -71,7 +71,7 @@ class Synchronizer:
         absorbs: Callable[[Exception], bool] = lambda _: False,
     ) -> None:
         replicas = start_alike(trained, topology, settings)
-        self.trained, self.topology, self.settings = trained, topology, settings
+        self.trained, self.topology = trained, topology
         self.metrics, self.changes = metrics, ParameterChanges(trained)
         self.channels = Channels(topology, settings, replicas)
         self.coordinator = Coordinator(trained, topology, replicas, self.channels, metrics)
@@ -115,14 +115,14 @@ class Synchronizer:
 
         Collective over the world; blocking.
         """
-        background = make_background(self.channels, self.metrics, self.settings)
+        background = make_background(self.channels, self.metrics, self.channels.settings)
         try:
             portion_bytes = self._portion_bytes()
             node = choose_node(
                 replicas,
                 self.trained.device,
-                self.settings.gradients.reducer,
-                self.settings.exchange.timeout_seconds,
+                self.channels.settings.gradients.reducer,
+                self.channels.settings.exchange.timeout_seconds,
                 self.channels.late,
             )
         except Exception:
@@ -137,7 +137,7 @@ class Synchronizer:
 
         Collective over the world, then blocking.
         """
-        gradients = self.settings.gradients
+        gradients = self.channels.settings.gradients
         if not gradients.sizes_portions or self.topology.nodes == 1:
             return None
         costs = self.channels.measured_costs()
@@ -160,7 +160,7 @@ class Synchronizer:
 
     def _layers(self) -> LayerwiseStep | None:
         """Return how steps are taken layer by layer; None where they are always whole."""
-        if self.settings.whole:
+        if self.channels.settings.whole:
             return None
         if self.topology.nodes > 1:
             return LayerwiseStep(
@@ -275,7 +275,7 @@ class Synchronizer:
         if not scaling.active:
             return self._gradients_sound()
         if self.coordinator.is_sharded:  # each rank saw a part
-            timeout_seconds = self.settings.exchange.timeout_seconds
+            timeout_seconds = self.channels.settings.exchange.timeout_seconds
             finite = all(gather_in_node(self.topology, float(finite), timeout_seconds))
         if synchronous and finite:
             self.metrics.good()
@@ -321,7 +321,9 @@ class Synchronizer:
         if self.averaging.synchronous:
             value = self.coordinator.mean(value)
         else:
-            values = gather_in_node(self.topology, value, self.settings.exchange.timeout_seconds)
+            values = gather_in_node(
+                self.topology, value, self.channels.settings.exchange.timeout_seconds
+            )
             value = sum(values) / len(values)
         return loss.detach().clone().fill_(value) if isinstance(loss, torch.Tensor) else value
 
@@ -479,7 +481,7 @@ class Synchronizer:
         order = first_value(
             self.topology,
             None if other is None else other.buckets.order,
-            self.settings.exchange.timeout_seconds,
+            self.channels.settings.exchange.timeout_seconds,
         )
         raise_where_lost(self.topology.world_comm)  # or a rank of this node may not come
         if order:

@@ -1,8 +1,8 @@
 """Programs in docs/ run as they stand; other code compiles; the reference is complete.
 
 A program has ``<!-- run -->`` above it, or ``<!-- run -n 2 --ranks-per-node 1 -->`` with options of
-`daso run`. Those of the pages in `ON_FOUR_RANKS` are programs too; those of frameworks are started by
-torchrun, as their users do (test_integrations.py starts others by `daso run`).
+`daso run`. Those of the pages in `ON_FOUR_RANKS` are programs too; those of frameworks are
+started by torchrun, as their users do (test_integrations.py starts others by `daso run`).
 """
 
 import ast

@@ -1,4 +1,7 @@
-"""torch's DDP inside a node, made before or after the optimizer is wrapped, and named or not; beside daso."""
+"""torch's DDP inside a node, made before or after the optimizer is wrapped, and named or not.
+
+And in place of daso, whose synchronous training has its losses.
+"""
 
 from contextlib import nullcontext
 

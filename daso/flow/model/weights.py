@@ -14,6 +14,47 @@ from daso.flow.plan import Updates, age_factor
 __all__ = ["Weights"]
 
 
+class GatheredGradients:
+    """Sums of a layer's gradients, until its optimizer takes a step."""
+
+    def __init__(self, count: int) -> None:
+        self._sums: list[torch.Tensor | None] = [None] * count
+        self._owned = [False] * count  # whether a sum may be written to
+        self.units = 0  # gradients, or instances, in the sums
+        self.instances: set[int] = set()  # that are under way, with gradients in the sums
+
+    def __bool__(self) -> bool:
+        """Return whether there is any."""
+        return any(held is not None for held in self._sums)
+
+    def add(self, place: int, grad: torch.Tensor) -> None:
+        """Add the gradient of a parameter."""
+        held = self._sums[place]
+        if held is None:
+            self._sums[place] = grad
+        elif self._owned[place]:
+            held.add_(grad)
+        else:  # autograd may have given out the same memory twice
+            self._sums[place] = held + grad
+            self._owned[place] = True
+
+    def hand_over(self, twins: Sequence[nn.Parameter]) -> None:
+        """Write the means into ``.grad``."""
+        for twin, held, owned in zip(twins, self._sums, self._owned, strict=True):
+            if held is None:
+                continue
+            # Optimizers may write to gradients; what autograd gave out may be others' too.
+            twin.grad = held if owned else held.clone()
+            if self.units > 1:
+                twin.grad.div_(self.units)
+
+    def clear(self) -> None:
+        """Begin anew; instances that are under way stay so."""
+        self._sums = [None] * len(self._sums)
+        self._owned = [False] * len(self._owned)
+        self.units = 0
+
+
 class Weights:
     """The parameters of a layer and what updates them.
 
@@ -48,10 +89,7 @@ class Weights:
         self._published = 0  # version that forward computes with
         self._apart = False  # whether it does with others than the user's parameters
         self.ages: list[int] = [0, 0, 0]  # gradients, sum of their ages, the highest
-        self._sums: list[torch.Tensor | None] = [None] * len(self.own)
-        self._owned = [False] * len(self.own)  # whether a sum may be written to
-        self._gathered = 0  # gradients of the unit
-        self._since: set[int] = set()  # instances that are under way, with gradients in the sums
+        self._gathered = GatheredGradients(len(self.own))
 
     def add(
         self, grads: Sequence[torch.Tensor | None], version: int, instances: Sequence[int]
@@ -66,61 +104,36 @@ class Weights:
         factor = age_factor(age, scale_by_staleness=self._updates.scale_by_staleness)
         for place, grad in enumerate(grads):
             if grad is not None:
-                self._add(place, grad if factor == 1 else grad * factor)
+                self._gathered.add(place, grad if factor == 1 else grad * factor)
         if self._updates.unit == "instance":
-            self._since.update(instances)
+            self._gathered.instances.update(instances)
         else:
             self._count(len(instances))
 
-    def _add(self, place: int, grad: torch.Tensor) -> None:
-        held = self._sums[place]
-        if held is None:
-            self._sums[place] = grad
-        elif self._owned[place]:
-            held.add_(grad)
-        else:  # autograd may have given out the same memory twice
-            self._sums[place] = held + grad
-            self._owned[place] = True
-
     def finish(self, instance: int) -> None:
         """All of an instance's gradients came; take a step if it is time."""
-        if instance in self._since:
-            self._since.discard(instance)
+        if instance in self._gathered.instances:
+            self._gathered.instances.discard(instance)
             self._count(1)
 
     def _count(self, more: int) -> None:
-        self._gathered += more
-        if self._gathered >= self._updates.min_update_interval:
+        self._gathered.units += more
+        if self._gathered.units >= self._updates.min_update_interval:
             self.step()
 
     def step(self) -> None:
         """Take a step with the mean of what was gathered; nothing without a gradient."""
-        there = any(held is not None for held in self._sums)
-        if self.optimizer is not None and self._gathered and there:
-            self._hand_over()
+        if self.optimizer is not None and self._gathered.units and self._gathered:
+            self._gathered.hand_over(self.twins)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.version += 1
-        self._clear()
-
-    def _clear(self) -> None:
-        self._sums = [None] * len(self.own)
-        self._owned = [False] * len(self.own)
-        self._gathered = 0
-
-    def _hand_over(self) -> None:
-        for place, (twin, held) in enumerate(zip(self.twins, self._sums, strict=True)):
-            if held is None:
-                continue
-            # Optimizers may write to gradients; what autograd gave out may be others' too.
-            twin.grad = held if self._owned[place] else held.clone()
-            if self._gathered > 1:
-                twin.grad.div_(self._gathered)
+        self._gathered.clear()
 
     def begin(self) -> None:
         """Begin an epoch: what one that failed has left is dropped."""
-        self._clear()
-        self._since.clear()
+        self._gathered.clear()
+        self._gathered.instances.clear()
         self.publish(in_use=False)
 
     @torch.no_grad()

@@ -86,6 +86,37 @@ class Means:
         return [mean.codec for mean in means]
 
 
+class RowViews:
+    """Parameters as the views of a row that they make.
+
+    Args:
+        named: Names and parameters, in the order in which they lie in the row.
+    """
+
+    def __init__(self, named: Named) -> None:
+        self.params = [param for _, param in named]
+        self.layout = layout_of(named)
+        self._cuts: dict[Span, list[Piece]] = {}  # what of which tensor lies in a span
+
+    def pairs(self, span: Span, row: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair the parameters' elements in a span with a row that holds that span."""
+        if span not in self._cuts:
+            self._cuts[span] = list(pieces(self.layout, span))
+        cut = self._cuts[span]
+        parts = row.split([piece.at.stop - piece.at.start for piece in cut])
+        for piece, there in zip(cut, parts, strict=True):
+            tensor = flat_view(self.params[piece.slot])
+            all_of_it = there.numel() == tensor.numel()
+            yield tensor if all_of_it else tensor[slice(*piece.inside)], there
+
+    def starts(self, span: Span) -> list[tuple[torch.Tensor, int]]:
+        """Return the parameters' elements in a span, and where each begins in it."""
+        return [
+            (flat_view(self.params[piece.slot])[slice(*piece.inside)], piece.at.start)
+            for piece in pieces(self.layout, span)
+        ]
+
+
 class DeltaBuffer:
     """Reference, exchange and merge of one row of parameters.
 
@@ -112,20 +143,17 @@ class DeltaBuffer:
         outer: MakeOuter | None = None,
         is_small: bool = False,
     ) -> None:
-        self.named, self.sharding, rank_info = named, sharding, channels.rank_info
+        self.views, self.sharding, rank_info = RowViews(named), sharding, channels.rank_info
         self.is_small = is_small
-        self.layout = layout_of(named)
         even = 1 if node.copies is None else EVEN
-        self._cuts: dict[Span, list[Piece]] = {}  # what of which tensor lies in a span
-        self.spans = split(self.layout.numel, rank_info.lanes, even)
+        self.spans = split(self.views.layout.numel, rank_info.lanes, even)
         self.span = self.spans[rank_info.lane] if rank_info.lane is not None else Span(0, 0)
         self.shared = node.share(self.spans, dtype)
         self.rounded: dict[int, torch.Tensor] = {}  # what this lane rounded away of means
         share = rank_info.local_size / rank_info.world_size
         way, copies = MergeOptions(channels.settings.eager, share, outer), node.copies
         self.part = DeltaShard(self.shared.mine, way, on_device=copies is not None)
-        self._channels, self._on_device = channels, copies is not None
-        self.where = None
+        self._channels, self.where = channels, None
         if copies is not None:
             staged = not channels.settings.exchange.gpu_direct
             self.where = OnDevice(self.part.shown.device, copies, self.part.piece, staged)
@@ -140,8 +168,9 @@ class DeltaBuffer:
         settings, codec = channels.settings, codec_named(channels.settings.wires[0], dtype)
         plan = channels.plan(codec.nbytes(span.numel))
         ordered = partial(channels.ordered, rounded=self.rounded, where=self.where, plan=plan)
+        on_device = self.part.on_device
         chunks = cut_row(
-            plan, codec, self.span.numel, settings.exchange.chunk_bytes, on_device=self._on_device
+            plan, codec, self.span.numel, settings.exchange.chunk_bytes, on_device=on_device
         )
         if settings.by_mpi:  # it adds rows as they are, and takes chunks whole
             chunks = tuple((Span(*whole(parts)),) for parts in chunks)
@@ -160,17 +189,6 @@ class DeltaBuffer:
             self.means, self.mean = means, means.first
             self.rounded.clear()  # of other parts
 
-    def _views(self, span: Span, row: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pair the parameters' elements in a span with a row that holds that span."""
-        if span not in self._cuts:
-            self._cuts[span] = list(pieces(self.layout, span))
-        cut = self._cuts[span]
-        parts = row.split([piece.at.stop - piece.at.start for piece in cut])
-        for piece, there in zip(cut, parts, strict=True):
-            tensor = flat_view(self.named[piece.slot][1])
-            all_of_it = there.numel() == tensor.numel()
-            yield tensor if all_of_it else tensor[slice(*piece.inside)], there
-
     def _fuse(self) -> str | None:
         """Let kernels pack this row where it lies on a device and they are faster; say what does.
 
@@ -182,7 +200,7 @@ class DeltaBuffer:
         choice = choose(row.device)
         if choice.kernels is None:
             return choice.told
-        part.fused = Fused(choice.kernels, self._lanes_views)
+        part.fused = Fused(choice.kernels, lambda: self.views.starts(self.span))
         codecs = self.means.codecs
         try:
             part.warm_up(
@@ -198,13 +216,6 @@ class DeltaBuffer:
         """What has a payload of its own."""
         return [span for parts in self.means.chunks for span in parts]
 
-    def _lanes_views(self) -> list[tuple[torch.Tensor, int]]:
-        """Return the parameters' elements in this lane's part, and where each begins in it."""
-        return [
-            (flat_view(self.named[piece.slot][1])[slice(*piece.inside)], piece.at.start)
-            for piece in pieces(self.layout, self.span)
-        ]
-
     def anchor(self) -> float:
         """Take the parameters, equal on all nodes, as the reference.
 
@@ -214,7 +225,7 @@ class DeltaBuffer:
         self._gather(0, self.span.numel, self.part.reference)
         self.part.anchor()
         self.rounded.clear()
-        norm = sum(float(flat_view(p).double().square().sum()) for _, p in self.named)
+        norm = sum(float(flat_view(p).double().square().sum()) for p in self.views.params)
         return norm * self.sharding.parts
 
     def send(self, wire: str, *, dense: bool, keeps: bool) -> None:
@@ -237,7 +248,7 @@ class DeltaBuffer:
     def _gather(self, start: int, stop: int, row: torch.Tensor) -> None:
         """Copy parameters of this lane's part, from its element ``start`` to ``stop``."""
         span = Span(self.span.start + start, self.span.start + stop)
-        pairs = list(self._views(span, row))
+        pairs = list(self.views.pairs(span, row))
         if len(pairs) == 1:
             pairs[0][1].copy_(pairs[0][0])
         elif pairs:
@@ -261,7 +272,7 @@ class DeltaBuffer:
         self.shared.wait()
         with torch.no_grad():
             for span, part in zip(self.spans, self.shared.parts, strict=True):
-                merge_pairs(list(self._views(span, part)), rule)
+                merge_pairs(list(self.views.pairs(span, part)), rule)
         self.shared.release()
 
     def turn_back(self) -> None:
@@ -281,7 +292,7 @@ class DeltaBuffer:
         nonfinite = yield from self.crossing.collect()
         if nonfinite is None:
             return None
-        return self.sharding.whole.element_of(self.layout, self.span.start + nonfinite)
+        return self.sharding.whole.element_of(self.views.layout, self.span.start + nonfinite)
 
     def exchange(self) -> Work[Measured]:
         """Move the reference by the mean delta of all nodes.

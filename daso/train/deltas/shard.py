@@ -5,7 +5,7 @@ Nothing here knows of MPI or of other ranks: the same code runs between nodes, d
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import Any
 
@@ -54,9 +54,11 @@ class Sums:
     distances: list[torch.Tensor] = field(default_factory=list)  # squared, from the mean of nodes
     norms: list[torch.Tensor] = field(default_factory=list)  # squared, of the reference
     moved: list[torch.Tensor] = field(default_factory=list)  # squared, of the mean delta
+    # Where what was sent is not finite first, piece by piece, or -1.
+    nonfinite: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
     def stacked(self, like: torch.Tensor) -> torch.Tensor:
-        """Return all of them in one tensor."""
+        """Return all that are squared in one tensor."""
         return _stack([*self.distances, *self.norms, *self.moved], like.new_zeros(0))
 
     def totals(self, numbers: Sequence[float]) -> tuple[float, float, float]:
@@ -64,6 +66,19 @@ class Sums:
         first = len(self.distances)
         second = first + len(self.norms)
         return sum(numbers[:first]), sum(numbers[first:second]), sum(numbers[second:])
+
+
+@dataclass(slots=True)
+class Ahead:
+    """Where a node went that did not wait for the others; rows are made when they are needed."""
+
+    snapshot: torch.Tensor | None = None  # parameters when they were sent
+    place: torch.Tensor | None = None  # where the node went
+    others: torch.Tensor | None = None  # the other nodes' share of the last mean delta
+
+    def forget(self) -> None:
+        """Forget where it went, and what the others did."""
+        self.place = self.others = None
 
 
 class DeltaShard:
@@ -85,7 +100,6 @@ class DeltaShard:
         self.shown, self.way, self.dtype = shown, way, shown.dtype
         self.on_device = on_device
         self.fused: Fused | None = None  # does in one pass what torch does in several
-        self.piece = DEVICE_PIECE if on_device else PIECE
         self.reference = torch.zeros_like(shown)  # what the nodes agreed on last
         self.outer = None if way.outer is None else Outer(way.outer, self.reference)
         self.outbox = SendBuffer(shown.device)
@@ -95,16 +109,15 @@ class DeltaShard:
         # exchanges, and of the one on its way, which may be dropped.
         self.residual: torch.Tensor | None = None
         self.pending: torch.Tensor | None = None
-        # Where nodes go ahead: parameters when it was sent, where the node went, and the other
-        # nodes' share of the last mean delta.
-        self.snapshot: torch.Tensor | None = None
-        self.ahead: torch.Tensor | None = None
-        self.others: torch.Tensor | None = None
+        self._ahead = Ahead()  # unused where nodes do not go ahead
         self._sums = Sums()  # of the last exchange
-        # Where what was sent is not finite first, piece by piece, or -1.
-        self._nonfinite: list[tuple[int, torch.Tensor]] = []
         numel = min(self.piece, -(-shown.numel() // PIECE) * PIECE)
         self._room = torch.empty(2, numel, dtype=shown.dtype, device=shown.device)
+
+    @property
+    def piece(self) -> int:
+        """Numbers of a piece that is computed at once."""
+        return DEVICE_PIECE if self.on_device else PIECE
 
     def warm_up(self, codecs: Sequence[Codec], spans: Spans, gather: Gather) -> None:
         """Launch what exchanges will, before the first: nothing is made or compiled later."""
@@ -127,13 +140,14 @@ class DeltaShard:
 
         The outer optimizer goes on with the momentum it has.
         """
-        self.residual = self.ahead = self.others = None
+        self.residual = None
+        self._ahead.forget()
 
     # --- one exchange ------------------------------------------------------------------------
 
     def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
         """Encode what an exchange will carry; nothing else changes until it is delivered."""
-        self._sums, self._nonfinite = Sums(), []
+        self._sums = Sums()
         self.keeps, self.pending = keeps and not self.way.eager, None
         self.lossy = not codec.exact
         if self.lossy and not self.keeps:
@@ -146,7 +160,7 @@ class DeltaShard:
             place = self.fused.pack(
                 *(codec, spans, self.outbox.memory, self.reference, self.residual, self.pending)
             )
-            self._nonfinite = [(0, place)]
+            self._sums.nonfinite = [(0, place)]
             return
         for (start, stop), payload in zip(spans, payloads, strict=True):
             for a, b in pieces(stop - start, self.piece):
@@ -155,15 +169,15 @@ class DeltaShard:
                 self._encode(codec, start + a, values, codec.fields(payload, stop - start, a, b))
                 # A sum is cheaper, where it can be read at once.
                 if self.on_device or not bool(values.sum().isfinite()):
-                    self._nonfinite.append((start + a, _first_nonfinite(values, room)))
+                    self._sums.nonfinite.append((start + a, _first_nonfinite(values, room)))
 
     def checks(self) -> torch.Tensor:
         """Return, not read yet, what `first_nonfinite` needs of the exchange that was sent."""
-        return _stack([place for _, place in self._nonfinite], self.shown.new_zeros(0)).long()
+        return _stack([place for _, place in self._sums.nonfinite], self.shown.new_zeros(0)).long()
 
     def first_nonfinite(self, checks: Sequence[int]) -> int | None:
         """Return the first element that was not finite when it was sent, if any."""
-        places = zip(self._nonfinite, checks, strict=True)
+        places = zip(self._sums.nonfinite, checks, strict=True)
         return next((start + at for (start, _), at in places if at >= 0), None)
 
     def _encode(self, codec: Codec, start: int, values: torch.Tensor, fields: Fields) -> None:
@@ -203,8 +217,7 @@ class DeltaShard:
             return
         self.outbox.codec.decode(sent, carried)
         if self.way.eager:
-            self.others = torch.zeros_like(self.reference) if self.others is None else self.others
-            torch.mul(carried, -self.way.share, out=self.others[span]).add_(mean)
+            torch.mul(carried, -self.way.share, out=self._others()[span]).add_(mean)
         apart = torch.sub(mean, carried, out=self._room[0, : stop - start])
         self._sums.distances.append(apart.dot(apart))
         if self.pending is not None:
@@ -238,6 +251,11 @@ class DeltaShard:
             self.residual = torch.zeros_like(self.reference)
         return self.residual
 
+    def _others(self) -> torch.Tensor:
+        if self._ahead.others is None:
+            self._ahead.others = torch.zeros_like(self.reference)
+        return self._ahead.others
+
     def finish(self) -> torch.Tensor:
         """End an exchange: let the outer optimizer move the reference."""
         self.pending = None
@@ -260,20 +278,22 @@ class DeltaShard:
         The estimate of the mean delta is this node's own with its share, and the others' of the
         last exchange; its own alone in the first (eager updates, arXiv 2502.12996).
         """
-        if self.snapshot is None:
-            self.snapshot = torch.empty_like(self.shown)
-        gather(0, self.snapshot.numel(), self.snapshot)
-        mean = self.snapshot - self.reference
-        if self.others is not None:
-            mean.mul_(self.way.share).add_(self.others)
-        self.ahead = self.outer.trial(mean) if self.outer is not None else mean + self.reference
-        self.shown.copy_(self.ahead)
+        one = self._ahead
+        if one.snapshot is None:
+            one.snapshot = torch.empty_like(self.shown)
+        gather(0, one.snapshot.numel(), one.snapshot)
+        mean = one.snapshot - self.reference
+        if one.others is not None:
+            mean.mul_(self.way.share).add_(one.others)
+        one.place = self.outer.trial(mean) if self.outer is not None else mean + self.reference
+        self.shown.copy_(one.place)
 
     def turn_back(self) -> None:
         """Show what takes the node back from where it went ahead to where it was."""
-        assert self.snapshot is not None and self.ahead is not None, "the node went ahead"
-        torch.sub(self.snapshot, self.ahead, out=self.shown)
-        self.ahead = self.others = None
+        one = self._ahead
+        assert one.snapshot is not None and one.place is not None, "the node went ahead"
+        torch.sub(one.snapshot, one.place, out=self.shown)
+        one.forget()
 
     def settle(self, gather: Gather) -> None:
         """Move what the wire rounded away from the parameters into the residual.
@@ -293,11 +313,11 @@ class DeltaShard:
         """Write what every rank of the node needs for a merge, g or g - s, unless it lies there."""
         if not rule.since_send:
             self.shown.copy_(self.reference)
-        elif self.ahead is not None:
-            torch.sub(self.reference, self.ahead, out=self.shown)
+        elif self._ahead.place is not None:
+            torch.sub(self.reference, self._ahead.place, out=self.shown)
         elif self.outer is not None:
             self.shown.add_(self.reference)
-        self.ahead = None
+        self._ahead.place = None
 
     def rows(self) -> list[torch.Tensor]:
         """Return everything that lives on from exchange to exchange."""
@@ -305,9 +325,9 @@ class DeltaShard:
         return [*self._rows().values(), *outer]
 
     def _rows(self) -> dict[str, torch.Tensor]:
-        names = ("reference", "shown", "residual", "snapshot", "ahead", "others")
-        rows = ((name, getattr(self, name)) for name in names)
-        return {name: row for name, row in rows if row is not None}
+        rows = {"reference": self.reference, "shown": self.shown, "residual": self.residual}
+        ahead = {f"ahead_{one.name}": getattr(self._ahead, one.name) for one in fields(Ahead)}
+        return {name: row for name, row in (rows | ahead).items() if row is not None}
 
     # --- checkpoint --------------------------------------------------------------------------
 
@@ -321,9 +341,12 @@ class DeltaShard:
         """Take over what `state` returned."""
         self.reference.copy_(state["reference"])
         self.shown.copy_(state["shown"])
-        for name in ("residual", "snapshot", "ahead", "others"):
-            row = state[name].to(self.shown.device, copy=True) if name in state else None
-            setattr(self, name, row)
+
+        def loaded(name: str) -> torch.Tensor | None:
+            return state[name].to(self.shown.device, copy=True) if name in state else None
+
+        self.residual = loaded("residual")
+        self._ahead = Ahead(*(loaded(f"ahead_{one.name}") for one in fields(Ahead)))
         self.keeps, self.lossy = state["keeps"], state["lossy"]
         if self.outer is not None:
             self.outer.load(state["outer"])

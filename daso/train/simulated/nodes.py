@@ -220,7 +220,6 @@ class SimulatedNodes:
         ]
         restoration = self.step_restorations[0]
         self.rows = [self._rows(cut, way, may_select=restoration is None) for cut in self._cuts()]
-        self._small_rows = [row for rows in self.rows for row in rows if row.is_small]
         self.state = begin(
             policy,
             replace(policy.start(), fragments=len(self.rows), sparse=settings.sparse),
@@ -239,6 +238,10 @@ class SimulatedNodes:
 
     def _cuts(self) -> Sequence[Sequence[int]]:
         return fragments([p.numel() for _, p in self.named[0]], self.settings.exchange.fragments)
+
+    @property
+    def _small_rows(self) -> list[Row]:
+        return [row for rows in self.rows for row in rows if row.is_small]
 
     def _small_share(self) -> float:
         numels = {small: 0 for small in (False, True)}
