@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from daso.checks import NONE, Rule, check, either, number, positive, validated_record, whole
 from daso.errors import ConfigError
 from daso.plan.schedule import Measurements, PlateauState, State
-from daso.plan.small_tensors import SMALL_PERIOD, SmallTensors
+from daso.plan.small_tensors import SMALL_PERIOD, SMALL_WAIT, SmallTensors
 from daso.plan.wires import BUDGET
 
 __all__ = ["Auto", "Fixed", "Plateau", "Qsr", "Replay", "observe"]
@@ -238,15 +238,15 @@ class Auto:
 
     Wait is the number of batches that an exchange takes, by times measured on all ranks, and at
     least an eighth of skip: ranks are not equally fast at every moment, and the faster one is not
-    to stand still for that. Skip is never below wait. Above it, skip is what keeps the work of
-    exchanges, of a core that training wants too, within ``budget`` of the steps' time: on GPUs next
-    to nothing. Where that would be seldom, skip is no more than the batches in which nodes drift
-    apart by ``drift``: the root mean square distance of a node from the mean of all nodes, relative
-    to that of the parameters from zero (consensus distance, Kong et al. 2021, arXiv 2102.04828). It
-    is measured at every exchange and expected to grow with the learning rate. Where gradient noise
-    drives nodes apart, its square grows as lr**2 * skip, so a fixed ``drift`` gives the quadratic
-    rule of `Qsr` without its alpha; where nodes see different data it grows faster, and skip comes
-    down.
+    to stand still for that; or 2, where small tensors (see below) keep ranks together. Skip is
+    never below wait. Above it, skip is what keeps the work of exchanges, of a core that training
+    wants too, within ``budget`` of the steps' time: on GPUs next to nothing. Where that would be
+    seldom, skip is no more than the batches in which nodes drift apart by ``drift``: the root mean
+    square distance of a node from the mean of all nodes, relative to that of the parameters from
+    zero (consensus distance, Kong et al. 2021, arXiv 2102.04828). It is measured at every exchange
+    and expected to grow with the learning rate. Where gradient noise drives nodes apart, its square
+    grows as lr**2 * skip, so a fixed ``drift`` gives the quadratic rule of `Qsr` without its alpha;
+    where nodes see different data it grows faster, and skip comes down.
 
     Skip begins at 1 and at most doubles with each exchange, so that the first, steepest steps are
     averaged often.
@@ -316,7 +316,12 @@ class Auto:
         least = min(ROOM * wait, 2 * state.skip) if small.stay_behind(wait) else wait
         wanted = max(least, min(affordable, self._skip(state, measurements)))
         skip = max(wait, min(wanted, self.max_skip))
-        wait = min(max(wait, skip // SLACK), most)
+        slack = skip // SLACK
+        if small.go_alone(
+            wait
+        ):  # they keep ranks together, and stay while everything is on its way
+            slack = min(slack, SMALL_WAIT)
+        wait = min(max(wait, slack), most)
         return replace(state, skip=skip, wait=wait, small=small)
 
     def why(self, state: State) -> str:

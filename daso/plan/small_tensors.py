@@ -40,9 +40,8 @@ class SmallTensors:
             skip: Batches from there to the next time.
             wait: Batches that everything takes at most, of which they take their share.
         """
-        hidden = 0 < self.share * wait <= 0.8 * SMALL_WAIT
         since = batch - max(last, self.last)
-        return hidden and min(since, last + skip - batch) >= self.period > 0
+        return self.go_alone(wait) and min(since, last + skip - batch) >= self.period
 
     def sent(self, batch: int) -> "SmallTensors":
         """Return how it is when they were sent alone."""
@@ -61,6 +60,10 @@ class SmallTensors:
         batches = self.seconds / seconds
         return max(SMALL_PERIOD, math.ceil(batches)) if batches <= LONGEST else 0
 
+    def go_alone(self, wait: int) -> bool:
+        """Tell whether they do, where everything takes so many batches at most."""
+        return 0 < self.share * wait <= 0.8 * SMALL_WAIT and self.period > 0
+
     def stay_behind(self, wait: int) -> bool:
         """Tell whether they go alone, and everything takes longer: they stay meanwhile."""
-        return wait > SMALL_WAIT and self.share > 0 and self.period > 0
+        return wait > SMALL_WAIT and self.go_alone(wait)

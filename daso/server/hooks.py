@@ -228,7 +228,7 @@ class ServerHooks:
     def _finish(self, layer: int) -> None:
         self.checks.look(layer, self._gradients([layer]))
         backlog = (
-            self.serving.service.mailbox.backlog_bytes
+            self.serving.service.queue.backlog_bytes
         )  # what the link is behind, not the device
         leaving = self.departures.finish(layer, backlog_bytes=backlog, now=time.perf_counter())
         self._send(leaving)

@@ -287,7 +287,7 @@ class ParameterServer(torch.optim.Optimizer):
             "gradient_age": self._shard.ages.mean,
             "updates": sum(self._shard.versions),
             "dropped": self._client.checks.dropped,
-            "bytes_sent": self._serving.service.mailbox.sent_bytes,
+            "bytes_sent": self._serving.service.queue.sent_bytes,
             "exposed_seconds": self._serving.exposed_seconds,
         }
 

@@ -54,8 +54,8 @@ class ServerThread:
         self.world, self._message_comm = topology.world_comm.Dup(), topology.world_comm.Dup()
         most = plan.exchange.chunk_bytes + HEAD_BYTES
         ways, self._ways = routes(topology, self._message_comm, plan.transport, most)
-        mailbox = SendQueue(ways, plan.exchange.chunk_bytes)
-        self.service = ShardServer(topology.rank, shares, plan, shard, mailbox, copies)
+        queue = SendQueue(ways, plan.exchange.chunk_bytes)
+        self.service = ShardServer(topology.rank, shares, plan, shard, queue, copies)
         liveness = topology.liveness
         self.engine = Engine(
             plan.exchange.timeout_seconds,

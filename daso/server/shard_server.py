@@ -50,7 +50,7 @@ class ShardServer:
         shares: Which rows are whose.
         plan: How gradients are taken in.
         shard: This rank's rows.
-        mailbox: To and from the others.
+        queue: To and from the others.
         copies: Between the device of the model and its host; None: gradients are packed on the
             host, and who packs them waits for a device.
     """
@@ -61,12 +61,12 @@ class ShardServer:
         shares: Partition,
         plan: Plan,
         shard: ParameterShard,
-        mailbox: SendQueue,
+        queue: SendQueue,
         copies: DeviceStaging | None,
     ) -> None:
         self.plan, self.shares, self.shard = plan, shares, shard
         self.rank, self.ranks = rank, shares.ranks
-        self.mailbox, self.copies = mailbox, copies
+        self.queue, self.copies = queue, copies
         self.compressor = PushCompressor(shares, plan.wire)
         self.rows = RowVersions(shares, plan, first_rows(shard))
         self.given: deque[Contribution] = deque()  # by the training thread
@@ -107,13 +107,13 @@ class ShardServer:
             self.given.append(replace(one, row=row))
             return
         notes = (GRADIENTS, one.step, one.layers, one.has, one.read, one.values)
-        self.mailbox.post(owner, Message(notes, payload, urgency))
+        self.queue.enqueue(owner, Message(notes, payload, urgency))
 
     @property
     def backlog_bytes(self) -> int:
         """Bytes that were given and have not left, to the rank to which there are most."""
         staged = 0 if self._staging is None else self._staging.backlog_bytes()
-        return staged + self.mailbox.backlog_bytes
+        return staged + self.queue.backlog_bytes
 
     # --- by the thread that serves -----------------------------------------------------------
 
@@ -124,7 +124,7 @@ class ShardServer:
             changed = []
             for staged in () if self._staging is None else self._staging.take():
                 self._post(staged.owner, staged.urgency, staged.contribution, staged.finite)
-            for source, message in self.mailbox.take():
+            for source, message in self.queue.take():
                 changed.append((source, self._open(source, message)))
                 self.heard_at = time.perf_counter()
             for _ in range(len(self.given)):  # no more: others wait too
@@ -137,12 +137,12 @@ class ShardServer:
 
     def _stirs(self) -> bool:
         return (
-            self.mailbox.move()
+            self.queue.move()
             or bool(self.given)
             or (self._staging is not None and self._staging.came())
             or self._last_step() is not None
             or self.is_over()
-            or (self._is_uneven() and self.mailbox.idle)
+            or (self._is_uneven() and self.queue.idle)
         )
 
     def _last_step(self) -> int | None:
@@ -240,7 +240,7 @@ class ShardServer:
                 )
             else:
                 notes = (ROWS, tuple(layers), about)
-                self.mailbox.post(rank, Message(notes, row, urgency, covers))
+                self.queue.enqueue(rank, Message(notes, row, urgency, covers))
 
     def _urgency(self, step: int, layers: Sequence[int]) -> int:
         """Return how soon layers are needed that a step begins with: those of an earlier first."""
@@ -251,7 +251,7 @@ class ShardServer:
             self._tell_all((LAST_STEP, last), LATEST - 1)
             self._publish_changes([(self.rank, self._note_last(self.rank, last))])
         if self._is_uneven():
-            if self.mailbox.idle:  # all others know it too
+            if self.queue.idle:  # all others know it too
                 fewest, most = (
                     find(self.round.last_steps, key=self.round.last_steps.__getitem__)
                     for find in (min, max)
@@ -269,13 +269,13 @@ class ShardServer:
     def _tell_all(self, notes: tuple[int, ...], urgency: int) -> None:
         for rank in range(self.ranks):
             if rank != self.rank:
-                self.mailbox.post(
+                self.queue.enqueue(
                     rank, Message(notes, torch.empty(0, dtype=torch.uint8, device="cpu"), urgency)
                 )
 
     def is_over(self) -> bool:
         """Return whether all ranks' last rows are here, and this rank's have left."""
-        return len(self.round.over) == self.ranks and self.mailbox.idle
+        return len(self.round.over) == self.ranks and self.queue.idle
 
 
 def pinned_on(copies: DeviceStaging | None, row: torch.Tensor) -> torch.Tensor:

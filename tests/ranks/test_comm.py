@@ -189,7 +189,7 @@ def test_iallreduce_keeps_more_chunks_apart_than_are_under_way(topology, engine)
 
 def encode(part, codec, chunks, x, *, keeps):
     spans = [span for parts in chunks for span in parts]
-    part.send(codec, spans, lambda a, b, row: row.copy_(x[a:b]), keeps=keeps)
+    part.encode(codec, spans, lambda a, b, row: row.copy_(x[a:b]), keeps=keeps)
     assert part.first_nonfinite(part.checks().tolist()) is None
 
 

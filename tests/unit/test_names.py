@@ -25,6 +25,8 @@ REPLACED = {
     "NodeGroup": "NodeTransport",
     "Letter": "Message",
     "Mailbox": "SendQueue",
+    "mailbox": "queue",
+    "crossing_of": "shard_transport",
     "PutMemory": "OneSidedMemory",
     "Place": "RankInfo",
     "agree": "raise_on_all_ranks",

@@ -764,13 +764,13 @@ def test_nothing_stays_behind(topology):
 @pytest.mark.real_mpi
 @pytest.mark.parametrize("staleness", [0, None])
 def test_bytes_on_the_wire_are_those_of_the_mode(topology, staleness, monkeypatch):
-    posted, post = [], SendQueue.post
+    queued, enqueue = [], SendQueue.enqueue
 
-    def count(self, to, letter):
-        posted.append(letter.payload.nbytes)
-        post(self, to, letter)
+    def count(self, to, message):
+        queued.append(message.payload.nbytes)
+        enqueue(self, to, message)
 
-    monkeypatch.setattr(SendQueue, "post", count)
+    monkeypatch.setattr(SendQueue, "enqueue", count)
     size, steps = topology.world_size, 4
     numel = sum(p.numel() for p in wide_one().parameters())
     model_bytes = 4 * numel
@@ -780,14 +780,14 @@ def test_bytes_on_the_wire_are_those_of_the_mode(topology, staleness, monkeypatc
         "replicated": size * (size - 1) * model_bytes,
     }
     for mode, least in expected.items():
-        posted.clear()
+        queued.clear()
         _, report, _ = train(topology, wide_one, sgd, steps=steps, mode=mode, staleness=staleness)
         sent = sum(topology.world_comm.allgather(report["bytes_sent"]))
         most = (steps + 1) * least  # the last rows go to all once more
         assert sent <= most + 1e5 * size * size
-        # Newer rows may take the place of some that were posted. Closing meets once more.
+        # Newer rows may take the place of some that were queued. Closing meets once more.
         meetings = 0 if staleness == 0 else 2 * (least // 2 if mode == "sharded" else least)
-        assert sum(topology.world_comm.allgather(sum(posted))) <= steps * least + meetings + 1000
+        assert sum(topology.world_comm.allgather(sum(queued))) <= steps * least + meetings + 1000
         if staleness == 0:
             assert sent >= steps * least
         elif mode == "sharded":  # newer rows may replace some that wait, gradients never

@@ -125,7 +125,7 @@ def _ordered(
 
     def run() -> float:
         start = time.perf_counter()
-        part.send(codec, spans, lambda a, b, row: row.copy_(values[a:b]), keeps=True)
+        part.encode(codec, spans, lambda a, b, row: row.copy_(values[a:b]), keeps=True)
         packed = time.perf_counter() - start
         engine.run(exchange.run(part, chunks))
         return packed

@@ -1,8 +1,8 @@
-"""Letters between ranks that nobody has to expect, cut into packets, the most urgent first.
+"""Messages between ranks that nobody has to expect, cut into packets, the most urgent first.
 
 How packets cross is the business of `daso.comm.p2p.packets`. One thread moves them; any thread may
-post. A message that was posted earlier does not hold up one that is needed sooner for longer than
-the packets that are under way.
+enqueue. A message that was queued earlier holds up one that is needed sooner for no longer than the
+packets that are under way.
 """
 
 import heapq
@@ -32,7 +32,7 @@ class Message:
         notes: Anything small that pickles.
         payload: Bytes (nbytes,) on the host, not to be written to any more.
         urgency: The smallest leaves first.
-        covers: Posted later to the same rank, it takes the place of a message that has not begun to
+        covers: Queued later for the same rank, it takes the place of one that has not begun to
             leave and covers no more than it; empty: of none.
     """
 
@@ -79,7 +79,7 @@ class _Outgoing:
 
 
 @dataclass(slots=True)
-class _Outbox:
+class _Destination:
     """What is to go to one rank."""
 
     waiting: list[_Outgoing] = field(default_factory=list)  # a heap
@@ -109,24 +109,24 @@ class SendQueue:
         self.sent_bytes = 0  # to all, of messages
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._outboxes: dict[int, _Outbox] = {}  # of ranks to which something goes
+        self._destinations: dict[int, _Destination] = {}  # of ranks to which something goes
         self._open: dict[tuple[int, int], _Incoming] = {}
         self._arrived: deque[tuple[int, Message]] = deque()
 
-    def post(self, to: int, message: Message) -> None:
+    def enqueue(self, to: int, message: Message) -> None:
         """Hand over a message; any thread. Does not block."""
         notes = pickle.dumps(message.notes)
         notes += bytes(-len(notes) % 8)  # so that numbers behind them can be read where they lie
         outgoing = _Outgoing(message.urgency, next(self._numbers), notes, message)
         with self._lock:
-            box = self._outboxes.setdefault(to, _Outbox())
+            box = self._destinations.setdefault(to, _Destination())
             if message.covers:
                 self._replace(box, message.covers)
             heapq.heappush(box.waiting, outgoing)
             box.nbytes += outgoing.nbytes
 
     @staticmethod
-    def _replace(box: _Outbox, covers: frozenset[int]) -> None:
+    def _replace(box: _Destination, covers: frozenset[int]) -> None:
         """Drop what has not begun to leave, and says less than a message that comes now."""
         stale = [
             one
@@ -141,21 +141,21 @@ class SendQueue:
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes that were posted and have not left, to the rank to which there are most."""
+        """Bytes that were queued and have not left, to the rank to which there are most."""
         with self._lock:
-            return max((box.nbytes for box in self._outboxes.values()), default=0)
+            return max((box.nbytes for box in self._destinations.values()), default=0)
 
     @property
     def idle(self) -> bool:
-        """Whether everything posted has left."""
-        return not self._outboxes
+        """Whether everything queued has left."""
+        return not self._destinations
 
     # --- by the thread that moves them -------------------------------------------------------
 
     def move(self) -> bool:
         """Send and receive as far as possible without blocking; one thread."""
         with self._lock:
-            boxes = [*self._outboxes.items()]
+            boxes = [*self._destinations.items()]
         for rank, box in boxes:
             self._send(rank, box)
         self._receive()
@@ -166,7 +166,7 @@ class SendQueue:
         while self._arrived:
             yield self._arrived.popleft()
 
-    def _send(self, rank: int, box: _Outbox) -> None:
+    def _send(self, rank: int, box: _Destination) -> None:
         gone = 0
         while box.under_way and box.under_way[0][0]():
             gone += box.under_way.popleft()[1]
@@ -174,7 +174,7 @@ class SendQueue:
             with self._lock:
                 box.nbytes -= gone
                 if not box.nbytes:
-                    del self._outboxes[rank]
+                    del self._destinations[rank]
                     return
         while len(box.under_way) < UNDER_WAY:
             packet = box.stuck if box.stuck is not None else self._next_packet(box)
@@ -188,7 +188,7 @@ class SendQueue:
             self.sent_bytes += nbytes
             box.under_way.append((left, nbytes))
 
-    def _next_packet(self, box: _Outbox) -> torch.Tensor | None:
+    def _next_packet(self, box: _Destination) -> torch.Tensor | None:
         with self._lock:
             if not box.waiting:
                 return None

@@ -28,7 +28,7 @@ from daso.train.deltas.kernel_choice import choose
 from daso.train.deltas.merging import merge_pairs
 from daso.train.deltas.outer import MakeOuter
 from daso.train.deltas.shard import DeltaShard, MergeOptions, cut_row
-from daso.train.deltas.staging import crossing_of
+from daso.train.deltas.staging import shard_transport
 from daso.train.model.params import Named, flat_view, layout_of
 
 __all__ = ["DeltaBuffer", "Measured", "RowSharding"]
@@ -157,7 +157,7 @@ class DeltaBuffer:
         if copies is not None:
             staged = not channels.settings.exchange.gpu_direct
             self.where = OnDevice(self.part.shown.device, copies, self.part.piece, staged)
-        self.crossing = crossing_of(self.part, self.where, self.rounded)
+        self.transport = shard_transport(self.part, self.where, self.rounded)
         self.means = self._means()
         self.mean = self.means.first  # of the exchange that was started last
         self.packing = None if copies is None else self._fuse()  # how, where that is on a device
@@ -228,13 +228,13 @@ class DeltaBuffer:
         norm = sum(float(flat_view(p).double().square().sum()) for p in self.views.params)
         return norm * self.sharding.parts
 
-    def send(self, wire: str, *, dense: bool, keeps: bool) -> None:
+    def encode(self, wire: str, *, dense: bool, keeps: bool) -> None:
         """Encode what the exchange that starts will carry."""
         self.shared.wait_released()
         means = self.means
         self.mean = means.dense if dense and means.dense is not None else means.by_wire[wire]
         codec = means.summed or self.mean.codec
-        self.crossing.send(codec, self._spans, self._gather, keeps=keeps)
+        self.transport.encode(codec, self._spans, self._gather, keeps=keeps)
 
     def go_ahead(self) -> None:
         """Move the parameters to where the exchange will probably bring them.
@@ -243,7 +243,7 @@ class DeltaBuffer:
         """
         self.part.go_ahead(self._gather)
         self._merge_shown(ADOPT)
-        self.crossing.seal()
+        self.transport.seal()
 
     def _gather(self, start: int, stop: int, row: torch.Tensor) -> None:
         """Copy parameters of this lane's part, from its element ``start`` to ``stop``."""
@@ -289,7 +289,7 @@ class DeltaBuffer:
 
     def collect(self) -> Work[int | None]:
         """Return the first element of the whole row that is not finite, if any, as work."""
-        nonfinite = yield from self.crossing.collect()
+        nonfinite = yield from self.transport.collect()
         if nonfinite is None:
             return None
         return self.sharding.whole.element_of(self.views.layout, self.span.start + nonfinite)
@@ -301,14 +301,14 @@ class DeltaBuffer:
         """
         mean, chunks = self.mean, self.means.chunks
         if self.means.summed is None:
-            nbytes = yield from mean.run(self.crossing, chunks)
+            nbytes = yield from mean.run(self.transport, chunks)
         else:
             weight, total = mean.adder.weights[mean.comm.Get_rank()], mean.adder.total
             nbytes = yield from iallreduce(
-                *(mean.comm, self.crossing, chunks, weight, total, mean.crossing, mean.where)
+                *(mean.comm, self.transport, chunks, weight, total, mean.crossing, mean.where)
             )
         copies = self.sharding.copies  # each tells of it
-        return Measured(nbytes, *(one / copies for one in (yield from self.crossing.finish())))
+        return Measured(nbytes, *(one / copies for one in (yield from self.transport.finish())))
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs; nothing may be under way."""

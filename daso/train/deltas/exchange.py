@@ -219,7 +219,7 @@ class Exchanges:
         keeps = not blocking and self.settings.keeps(wait=wait, drift=known.drift)
         wire = self.wire
         for row in rows:
-            row.send(wire, dense=dense, keeps=keeps)
+            row.encode(wire, dense=dense, keeps=keeps)
         if ahead:
             for row in rows:
                 row.go_ahead()
@@ -240,7 +240,7 @@ class Exchanges:
         rows, wire = self._small_rows, self.settings.wires[0]
         keeps = self.settings.keeps(wait=SMALL_WAIT, drift=self._known.drift)
         for row in rows:
-            row.send(wire, dense=False, keeps=keeps)
+            row.encode(wire, dense=False, keeps=keeps)
         work = self._exchange(rows, self._header(batch), Tally())
         number = self.metrics.send()
         own = time.perf_counter() - begun - (self._node.waited_seconds - waited)

@@ -149,7 +149,7 @@ def pack(part: DeltaShard, params: Sequence[torch.Tensor], *, keeps: bool) -> No
         ]
         torch._foreach_copy_([there for there, _ in pairs], [here for _, here in pairs])
 
-    part.send(CODEC, split(part.shown.numel(), SPANS, EVEN), gather, keeps=keeps)
+    part.encode(CODEC, split(part.shown.numel(), SPANS, EVEN), gather, keeps=keeps)
     part.checks()
 
 

@@ -125,7 +125,7 @@ class DeltaShard:
         try:
             for codec, keeps, lost_before in product(codecs, (False, True), (False, True)):
                 self.residual = torch.zeros_like(self.shown) if lost_before else None
-                self.send(codec, spans, gather, keeps=keeps)
+                self.encode(codec, spans, gather, keeps=keeps)
                 if self._takes_at_once(codec):
                     for start, stop, fields in self.sent():
                         self.deliver(start, stop, mean[: stop - start], fields)
@@ -145,7 +145,7 @@ class DeltaShard:
 
     # --- one exchange ------------------------------------------------------------------------
 
-    def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
+    def encode(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
         """Encode what an exchange will carry; nothing else changes until it is delivered."""
         self._sums = Sums()
         self.keeps, self.pending = keeps and not self.way.eager, None

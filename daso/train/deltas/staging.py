@@ -15,13 +15,13 @@ from daso.comm.engine import Work
 from daso.comm.reduction import ReduceBuffer, SendBuffer, Spans
 from daso.train.deltas.shard import DeltaShard, Gather
 
-__all__ = ["DeviceShard", "HostShard", "PinnedShard", "ShardTransport", "crossing_of"]
+__all__ = ["DeviceShard", "HostShard", "PinnedShard", "ShardTransport", "shard_transport"]
 
 
 class ShardTransport(ReduceBuffer, Protocol):
     """A part on its way between nodes."""
 
-    def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
+    def encode(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
         """Encode what an exchange will carry; see `DeltaShard.send`. Does not block."""
         ...
 
@@ -38,7 +38,7 @@ class ShardTransport(ReduceBuffer, Protocol):
         ...
 
 
-def crossing_of(
+def shard_transport(
     part: DeltaShard, where: OnDevice | None, kept: Mapping[int, torch.Tensor]
 ) -> ShardTransport:
     """Return the way of a part between nodes."""
@@ -55,9 +55,9 @@ class HostShard:
         self.payloads, self.deliver = part.payloads, part.deliver
         self._nonfinite: int | None = None
 
-    def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
+    def encode(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
         """Encode what an exchange will carry."""
-        self.part.send(codec, spans, gather, keeps=keeps)
+        self.part.encode(codec, spans, gather, keeps=keeps)
         self._nonfinite = self.part.first_nonfinite(self.part.checks().tolist())
 
     def seal(self) -> None:
@@ -94,10 +94,10 @@ class DeviceShard:
         self._training: object = None  # what the training thread launches on
         self._before: list[Arrived] = []  # what must be over before anything crosses
 
-    def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
+    def encode(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
         """Encode what an exchange will carry; start a copy of what tells whether it is finite."""
         self._training = self._copies.here()
-        self.part.send(codec, spans, gather, keeps=keeps)
+        self.part.encode(codec, spans, gather, keeps=keeps)
         self._checks, arrived = self._out(self.part.checks())
         self._before = [arrived]
 
@@ -149,9 +149,9 @@ class PinnedShard(DeviceShard):
         self._outbox = SendBuffer()  # on the host
         self._payloads = copies.memory(0)
 
-    def send(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
+    def encode(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
         """Encode what an exchange will carry, and start copies of it to the host."""
-        super().send(codec, spans, gather, keeps=keeps)
+        super().encode(codec, spans, gather, keeps=keeps)
         sent = self.part.outbox.memory
         if self._payloads.numel() < sent.numel():
             self._payloads = self._copies.memory(sent.numel())

@@ -160,7 +160,7 @@ class Row:
         means = self.dense if dense and len(self.wired) == 1 else self.wired[wire]
         for node, part in enumerate(self.parts):
             gather = self._gather(node)
-            part.send(means.codec, self.spans, gather, keeps=keeps)
+            part.encode(means.codec, self.spans, gather, keeps=keeps)
             if ahead:
                 part.go_ahead(gather)
                 merge_pairs(self._pairs(node, part.shown), ADOPT)

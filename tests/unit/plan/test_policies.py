@@ -185,6 +185,29 @@ def test_ranks_may_come_apart_by_an_eighth_of_skip(skip):
     assert tuned(Auto(), skip, 1, fast).wait == min(2, skip // 8)
 
 
+@pytest.mark.parametrize(
+    ("skip", "share", "period", "wait"),
+    [
+        (8, 0.1, 2, 1),
+        (64, 0.1, 2, 2),
+        (128, 0.1, 2, 2),
+        (128, 0.1, 0, 16),  # they cost too much
+        (128, 0.0, 2, 16),  # there are none
+    ],
+)
+def test_small_tensors_keep_ranks_together(skip, share, period, wait):
+    seconds = 0.0 if period else 9.0
+    state = State(skip=skip, wait=skip, small=SmallTensors(share, period, seconds))
+    fast = Measurements(step_seconds=1.0, exchange_seconds=0.01)
+    assert after_exchange(Auto(), state, fast)[1].wait == wait
+
+
+def test_small_tensors_that_would_not_go_give_no_less_time():
+    state = State(skip=128, wait=16, small=SmallTensors(0.5))  # half of all bytes
+    slow = Measurements(step_seconds=1.0, exchange_seconds=2.6)
+    assert after_exchange(Auto(), state, slow)[1].wait == 16
+
+
 @pytest.mark.parametrize(("step", "exchange"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
 def test_wait_stays_where_nothing_was_measured(step, exchange):
     # Two exchanges after one batch, as in a drain, have no step between them.

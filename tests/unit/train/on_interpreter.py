@@ -62,7 +62,7 @@ class Model:
         told = []
         for part in self.parts:
             codec = codec_named(wire)
-            part.send(codec, spans, self.gather, keeps=keeps)
+            part.encode(codec, spans, self.gather, keeps=keeps)
             found = part.first_nonfinite(part.checks().tolist())
             sent = part.outbox.memory.clone()
             for start, stop, fields in part.sent():

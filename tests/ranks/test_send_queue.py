@@ -1,4 +1,4 @@
-"""Letters arrive once, whole, in the order of their urgency, whatever packets cross by."""
+"""Messages arrive once, whole, in the order of their urgency, whatever packets cross by."""
 
 import random
 import time
@@ -24,7 +24,7 @@ def ways(kind, comm, most):
 
 
 @pytest.fixture(params=KINDS)
-def open_mailbox(request, topology):
+def open_queue(request, topology):
     comm = topology.world_comm.Dup()
     made = []
 
@@ -40,23 +40,23 @@ def open_mailbox(request, topology):
     comm.Free()
 
 
-def run(mailbox, topology, expected, seconds=20):
-    """Move until so many letters came and all have left here; return them by source."""
+def run(queue, topology, expected, seconds=20):
+    """Move until so many messages came and all have left here; return them by source."""
     found = {rank: [] for rank in range(topology.world_size)}
     end = time.monotonic() + seconds
-    while sum(map(len, found.values())) < expected or not mailbox.idle:
-        mailbox.move()
-        for source, letter in mailbox.take():
-            found[source].append(letter)
-        assert time.monotonic() < end, (found, mailbox.backlog_bytes)
+    while sum(map(len, found.values())) < expected or not queue.idle:
+        queue.move()
+        for source, message in queue.take():
+            found[source].append(message)
+        assert time.monotonic() < end, (found, queue.backlog_bytes)
     # What others have posted must not wait for this rank.
     everybody = topology.world_comm.Ibarrier()
     while not everybody.Test():
-        mailbox.move()
+        queue.move()
     return found
 
 
-def letter(source, to, number):
+def message(source, to, number):
     made = random.Random(f"{source} {to} {number}")
     size = made.choice([0, 1, 7, 100, 1000, 30_000])
     payload = torch.tensor(bytearray(made.randbytes(size)), dtype=torch.uint8)
@@ -64,10 +64,10 @@ def letter(source, to, number):
 
 
 @pytest.mark.parametrize("packet_bytes", [1, 64, 1 << 18])
-def test_letters_arrive_once_and_whole(open_mailbox, topology, packet_bytes):
+def test_messages_arrive_once_and_whole(open_queue, topology, packet_bytes):
     rank, size = topology.rank, topology.world_size
     count = {1: 3, 64: 8}.get(packet_bytes, 20)
-    mailbox = open_mailbox(packet_bytes)
+    queue = open_queue(packet_bytes)
     if packet_bytes == 1:
         payload = torch.arange(50, dtype=torch.uint8)
         sent = {
@@ -78,12 +78,12 @@ def test_letters_arrive_once_and_whole(open_mailbox, topology, packet_bytes):
             s: [Message((s, rank, n), payload, n) for n in range(count)] for s in others(rank, size)
         }
     else:
-        sent = {to: [letter(rank, to, n) for n in range(count)] for to in others(rank, size)}
-        theirs = {s: [letter(s, rank, n) for n in range(count)] for s in others(rank, size)}
-    for to, letters in sent.items():
-        for one in letters:
-            mailbox.post(to, one)
-    found = run(mailbox, topology, count * (size - 1))
+        sent = {to: [message(rank, to, n) for n in range(count)] for to in others(rank, size)}
+        theirs = {s: [message(s, rank, n) for n in range(count)] for s in others(rank, size)}
+    for to, messages in sent.items():
+        for one in messages:
+            queue.enqueue(to, one)
+    found = run(queue, topology, count * (size - 1))
     for source, posted in theirs.items():
         expected = sorted(posted, key=lambda one: one.urgency)
         assert [one.notes for one in found[source]] == [one.notes for one in expected]
@@ -96,45 +96,45 @@ def others(rank, size):
     return [one for one in range(size) if one != rank]
 
 
-def test_what_is_needed_sooner_overtakes_what_is_on_its_way(open_mailbox, topology):
+def test_what_is_needed_sooner_overtakes_what_is_on_its_way(open_queue, topology):
     rank, size = topology.rank, topology.world_size
-    mailbox = open_mailbox(1000)
+    queue = open_queue(1000)
     large = Message("large", torch.zeros(200_000, dtype=torch.uint8), urgency=5)
     for to in others(rank, size):
-        mailbox.post(to, large)
-    mailbox.move()
+        queue.enqueue(to, large)
+    queue.move()
     for to in others(rank, size):
-        mailbox.post(to, Message("small", torch.zeros(10, dtype=torch.uint8), urgency=1))
-    found = run(mailbox, topology, 2 * (size - 1))
+        queue.enqueue(to, Message("small", torch.zeros(10, dtype=torch.uint8), urgency=1))
+    found = run(queue, topology, 2 * (size - 1))
     for source in others(rank, size):
         assert [one.notes for one in found[source]] == ["small", "large"]
 
 
-def test_a_newer_letter_takes_the_place_of_one_that_has_not_left(open_mailbox, topology):
+def test_a_newer_message_takes_the_place_of_one_that_has_not_left(open_queue, topology):
     rank, size = topology.rank, topology.world_size
-    mailbox = open_mailbox(1000)
+    queue = open_queue(1000)
     row = torch.zeros(10, dtype=torch.uint8)
     for to in others(rank, size):
-        mailbox.post(to, Message("old", row, covers=frozenset({1, 2})))
-        mailbox.post(to, Message("other", row, covers=frozenset({1, 3})))
-        mailbox.post(to, Message("kept", row))
-        mailbox.post(to, Message("new", row, covers=frozenset({1, 2, 4})))
-    found = run(mailbox, topology, 3 * (size - 1))
+        queue.enqueue(to, Message("old", row, covers=frozenset({1, 2})))
+        queue.enqueue(to, Message("other", row, covers=frozenset({1, 3})))
+        queue.enqueue(to, Message("kept", row))
+        queue.enqueue(to, Message("new", row, covers=frozenset({1, 2, 4})))
+    found = run(queue, topology, 3 * (size - 1))
     for source in others(rank, size):
         assert sorted(one.notes for one in found[source]) == ["kept", "new", "other"]
 
 
-def test_backlog_is_what_has_not_left(open_mailbox, topology):
+def test_backlog_is_what_has_not_left(open_queue, topology):
     rank, size = topology.rank, topology.world_size
-    mailbox = open_mailbox(1000)
-    assert mailbox.idle
+    queue = open_queue(1000)
+    assert queue.idle
     for to in others(rank, size):
-        mailbox.post(to, Message(None, torch.zeros(5000, dtype=torch.uint8)))
+        queue.enqueue(to, Message(None, torch.zeros(5000, dtype=torch.uint8)))
     if size > 1:
-        assert mailbox.backlog_bytes >= 5000
-        assert not mailbox.idle
-    run(mailbox, topology, size - 1)
-    assert mailbox.backlog_bytes == 0
+        assert queue.backlog_bytes >= 5000
+        assert not queue.idle
+    run(queue, topology, size - 1)
+    assert queue.backlog_bytes == 0
 
 
 def test_a_few_looks_find_all_messages_that_came(topology):
