@@ -317,9 +317,7 @@ class Auto:
         wanted = max(least, min(affordable, self._skip(state, measurements)))
         skip = max(wait, min(wanted, self.max_skip))
         slack = skip // SLACK
-        if small.go_alone(
-            wait
-        ):  # they keep ranks together, and stay while everything is on its way
+        if small.go_alone(wait):  # which keep ranks together, and stay meanwhile
             slack = min(slack, SMALL_WAIT)
         wait = min(max(wait, slack), most)
         return replace(state, skip=skip, wait=wait, small=small)
