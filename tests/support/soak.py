@@ -37,6 +37,7 @@ class Job:
     policy: str
     epochs: int
     faults: str
+    ends: str = ""  # RANK:STEP:MOMENT of `elastic_program`, in which a rank is killed
 
     @property
     def steps(self) -> int:
@@ -75,6 +76,7 @@ def _fault(draw: random.Random, ranks: int) -> str:
 def broken_promise(job: Job, code: int, results: dict[int, dict], said: str) -> str | None:
     """Return what is wrong with the outcome of a job; None if nothing is."""
     met = set(map(int, re.findall(r"daso: fault: (?:kill|raise) rank (\d+)", said)))
+    met |= _killed(job) - results.keys()
     whole = set(range(len(job.node_sizes))) - {job.node_of(rank) for rank in met}
     if not whole:  # a spare may have taken over in time
         return None if code or results else "no node was whole, and the job ended well"
@@ -90,6 +92,11 @@ def broken_promise(job: Job, code: int, results: dict[int, dict], said: str) -> 
     }
     apart = {name: found for name, found in alike.items() if len(found) > 1}
     return f"ranks differ: {apart}" if apart else None
+
+
+def _killed(job: Job) -> set[int]:
+    """Return the ranks that are killed in a moment of the program."""
+    return {int(word.split(":")[0]) for word in job.ends.split()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +116,11 @@ def run(python: str, job: Job) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="daso-soak-") as name:
         folder = Path(name)
         program = Path(elastic_program.__file__)
-        words = ("-m", "daso.testing.faults", job.faults, program)
+        words = ("-m", "daso.testing.faults", job.faults, program) if job.faults else (program,)
         try:
             done = elastic_run(
                 *(python, job.node_sizes, *words, folder, job.policy),
-                job.steps,
+                *(job.steps, *job.ends.split()),
                 spares=job.spares,
             )
         except subprocess.TimeoutExpired as late:
@@ -127,7 +134,7 @@ def run(python: str, job: Job) -> Outcome:
         return Outcome(
             problem and f"{problem}\n{done.stderr[-3000:]}",
             time.monotonic() - begun,
-            "daso: fault" in done.stderr,
+            "daso: fault" in done.stderr or bool(_killed(job) - results.keys()),
             len(results),
             max((one["longest_seconds"] for one in results.values()), default=0.0),
         )
@@ -135,16 +142,24 @@ def run(python: str, job: Job) -> Outcome:
 
 # When each event comes for the second or third time, or so.
 NUMBERS = {"step": 20, "send": 3, "merge": 3, "exchange": 9, "messages": 9}
+SYNCHRONOUS = "Fixed(1, 0)"  # sends and merges nothing
+IN_EPOCH, AT_ITS_END = ("forward", "backward"), ("averaged", "epoch", "meeting", "synchronize")
 
 
 def cells() -> Iterator[Job]:
-    """List faults at every event, with and without a spare."""
-    for policy in ("Fixed(1, 0)", "Fixed(4, 1)", "Auto()"):
+    """List faults at every event, with and without a spare, and kills at moments of a program."""
+    for policy in (SYNCHRONOUS, "Fixed(4, 1)", "Auto()"):
         for event in EVENTS:
+            if policy == SYNCHRONOUS and event in ("send", "merge"):
+                continue
+            size = 2 if event == "wait in node" else 1
             for kind in ("kill", "raise", "stop"):
                 lasts = " for 2 s" if kind == "stop" else ""
                 text = f"{kind} rank 1 at {event} {NUMBERS.get(event, 9)}{lasts}"
-                yield Job((1, 1, 1), int(kind == "kill"), policy, 2, text)
+                yield Job((size,) * 3, size * (kind == "kill"), policy, 2, text)
+        for moment in (*IN_EPOCH, *AT_ITS_END):
+            step = elastic_program.EPOCH - 1 if moment in AT_ITS_END else 9
+            yield Job((1, 1, 1), 1, policy, 2, "", f"1:{step}:{moment}")
 
 
 def write_table(python: str, path: Path) -> int:
