@@ -461,11 +461,18 @@ def test_faults_came_to_what_it_says() -> None:
     assert f"Of {len(rows)} jobs of three nodes" in text
     assert f"{len(struck)} faults came to strike" in text
     longest = [
-        max(row["longest_step_seconds"] for row in struck if row["faults"].startswith(kind))
+        max(row["longest_step_seconds"] for row in struck if kind in (row["faults"] or "kill"))
         for kind in ("kill", "raise", "stop")
     ]
-    said = "took {:.2f} s where a spare {} killed rank, {:.2f} s where a rank raised, and {:.2f} s"
-    assert said.format(longest[0], "took the place of a", *longest[1:]) in text
+    said = (
+        "{:.2f} s where a rank was killed, {:.2f} s where one raised and {:.2f} s where one stood"
+    )
+    assert said.format(*longest) in text
+    alone = [row for row in struck if max(row["node_sizes"]) == 1]
+    killed = max(
+        row["longest_step_seconds"] for row in alone if "kill" in (row["faults"] or "kill")
+    )
+    assert f"in nodes of one rank, {killed:.2f} s where one was killed" in text
 
 
 def test_seconds_of_a_recovery_are_those_that_were_measured() -> None:
