@@ -119,31 +119,33 @@ class SendQueue:
         notes += bytes(-len(notes) % 8)  # so that numbers behind them can be read where they lie
         outgoing = _Outgoing(message.urgency, next(self._numbers), notes, message)
         with self._lock:
-            box = self._destinations.setdefault(to, _Destination())
+            destination = self._destinations.setdefault(to, _Destination())
             if message.covers:
-                self._replace(box, message.covers)
-            heapq.heappush(box.waiting, outgoing)
-            box.nbytes += outgoing.nbytes
+                self._replace(destination, message.covers)
+            heapq.heappush(destination.waiting, outgoing)
+            destination.nbytes += outgoing.nbytes
 
     @staticmethod
-    def _replace(box: _Destination, covers: frozenset[int]) -> None:
+    def _replace(destination: _Destination, covers: frozenset[int]) -> None:
         """Drop what has not begun to leave, and says less than a message that comes now."""
         stale = [
             one
-            for one in box.waiting
+            for one in destination.waiting
             if one.sent == 0 and one.message.covers and one.message.covers <= covers
         ]
         for one in stale:
-            box.waiting.remove(one)
-            box.nbytes -= one.nbytes
+            destination.waiting.remove(one)
+            destination.nbytes -= one.nbytes
         if stale:
-            heapq.heapify(box.waiting)
+            heapq.heapify(destination.waiting)
 
     @property
     def backlog_bytes(self) -> int:
         """Bytes that were queued and have not left, to the rank to which there are most."""
         with self._lock:
-            return max((box.nbytes for box in self._destinations.values()), default=0)
+            return max(
+                (destination.nbytes for destination in self._destinations.values()), default=0
+            )
 
     @property
     def idle(self) -> bool:
@@ -155,9 +157,9 @@ class SendQueue:
     def move(self) -> bool:
         """Send and receive as far as possible without blocking; one thread."""
         with self._lock:
-            boxes = [*self._destinations.items()]
-        for rank, box in boxes:
-            self._send(rank, box)
+            destinations = [*self._destinations.items()]
+        for rank, destination in destinations:
+            self._send(rank, destination)
         self._receive()
         return bool(self._arrived)
 
@@ -166,36 +168,40 @@ class SendQueue:
         while self._arrived:
             yield self._arrived.popleft()
 
-    def _send(self, rank: int, box: _Destination) -> None:
+    def _send(self, rank: int, destination: _Destination) -> None:
         gone = 0
-        while box.under_way and box.under_way[0][0]():
-            gone += box.under_way.popleft()[1]
+        while destination.under_way and destination.under_way[0][0]():
+            gone += destination.under_way.popleft()[1]
         if gone:
             with self._lock:
-                box.nbytes -= gone
-                if not box.nbytes:
+                destination.nbytes -= gone
+                if not destination.nbytes:
                     del self._destinations[rank]
                     return
-        while len(box.under_way) < UNDER_WAY:
-            packet = box.stuck if box.stuck is not None else self._next_packet(box)
+        while len(destination.under_way) < UNDER_WAY:
+            packet = (
+                destination.stuck
+                if destination.stuck is not None
+                else self._next_packet(destination)
+            )
             if packet is None:
                 return
             left = self._routes[rank].start(rank, packet)
-            box.stuck = packet if left is None else None
+            destination.stuck = packet if left is None else None
             if left is None:
                 return
             nbytes = packet.numel() - HEAD_BYTES
             self.sent_bytes += nbytes
-            box.under_way.append((left, nbytes))
+            destination.under_way.append((left, nbytes))
 
-    def _next_packet(self, box: _Destination) -> torch.Tensor | None:
+    def _next_packet(self, destination: _Destination) -> torch.Tensor | None:
         with self._lock:
-            if not box.waiting:
+            if not destination.waiting:
                 return None
-            first = box.waiting[0]
+            first = destination.waiting[0]
             packet = first.next_packet(self.packet_bytes)
             if first.sent == first.nbytes:
-                heapq.heappop(box.waiting)
+                heapq.heappop(destination.waiting)
             return packet
 
     def _receive(self) -> None:

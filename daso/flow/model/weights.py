@@ -23,9 +23,10 @@ class GatheredGradients:
         self.units = 0  # gradients, or instances, in the sums
         self.instances: set[int] = set()  # that are under way, with gradients in the sums
 
-    def __bool__(self) -> bool:
-        """Return whether there is any."""
-        return any(held is not None for held in self._sums)
+    @property
+    def makes_a_step(self) -> bool:
+        """Whether there is a gradient, and a unit to divide it by."""
+        return self.units > 0 and any(held is not None for held in self._sums)
 
     def add(self, place: int, grad: torch.Tensor) -> None:
         """Add the gradient of a parameter."""
@@ -123,7 +124,7 @@ class Weights:
 
     def step(self) -> None:
         """Take a step with the mean of what was gathered; nothing without a gradient."""
-        if self.optimizer is not None and self._gathered.units and self._gathered:
+        if self.optimizer is not None and self._gathered.makes_a_step:
             self._gathered.hand_over(self.twins)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)

@@ -278,22 +278,22 @@ class DeltaShard:
         The estimate of the mean delta is this node's own with its share, and the others' of the
         last exchange; its own alone in the first (eager updates, arXiv 2502.12996).
         """
-        one = self._ahead
-        if one.snapshot is None:
-            one.snapshot = torch.empty_like(self.shown)
-        gather(0, one.snapshot.numel(), one.snapshot)
-        mean = one.snapshot - self.reference
-        if one.others is not None:
-            mean.mul_(self.way.share).add_(one.others)
-        one.place = self.outer.trial(mean) if self.outer is not None else mean + self.reference
-        self.shown.copy_(one.place)
+        ahead = self._ahead
+        if ahead.snapshot is None:
+            ahead.snapshot = torch.empty_like(self.shown)
+        gather(0, ahead.snapshot.numel(), ahead.snapshot)
+        mean = ahead.snapshot - self.reference
+        if ahead.others is not None:
+            mean.mul_(self.way.share).add_(ahead.others)
+        ahead.place = self.outer.trial(mean) if self.outer is not None else mean + self.reference
+        self.shown.copy_(ahead.place)
 
     def turn_back(self) -> None:
         """Show what takes the node back from where it went ahead to where it was."""
-        one = self._ahead
-        assert one.snapshot is not None and one.place is not None, "the node went ahead"
-        torch.sub(one.snapshot, one.place, out=self.shown)
-        one.forget()
+        ahead = self._ahead
+        assert ahead.snapshot is not None and ahead.place is not None, "the node went ahead"
+        torch.sub(ahead.snapshot, ahead.place, out=self.shown)
+        ahead.forget()
 
     def settle(self, gather: Gather) -> None:
         """Move what the wire rounded away from the parameters into the residual.

@@ -22,7 +22,7 @@ class ShardTransport(ReduceBuffer, Protocol):
     """A part on its way between nodes."""
 
     def encode(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
-        """Encode what an exchange will carry; see `DeltaShard.send`. Does not block."""
+        """Encode what an exchange will carry; see `DeltaShard.encode`. Does not block."""
         ...
 
     def seal(self) -> None:
