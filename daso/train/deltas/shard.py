@@ -5,7 +5,7 @@ Nothing here knows of MPI or of other ranks: the same code runs between nodes, d
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -15,6 +15,7 @@ from daso.comm.compression import EVEN, PIECE, Codec, Fields, pieces
 from daso.comm.reduction import Chunks, SendBuffer
 from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.merge import Merge
+from daso.train.deltas.ahead import Ahead
 from daso.train.deltas.fused import Fused
 from daso.train.deltas.outer import MakeOuter, Outer
 
@@ -66,19 +67,6 @@ class Sums:
         first = len(self.distances)
         second = first + len(self.norms)
         return sum(numbers[:first]), sum(numbers[first:second]), sum(numbers[second:])
-
-
-@dataclass(slots=True)
-class Ahead:
-    """Where a node went that did not wait for the others; rows are made when they are needed."""
-
-    snapshot: torch.Tensor | None = None  # parameters when they were sent
-    place: torch.Tensor | None = None  # where the node went
-    others: torch.Tensor | None = None  # the other nodes' share of the last mean delta
-
-    def forget(self) -> None:
-        """Forget where it went, and what the others did."""
-        self.place = self.others = None
 
 
 class DeltaShard:
@@ -217,7 +205,7 @@ class DeltaShard:
             return
         self.outbox.codec.decode(sent, carried)
         if self.way.eager:
-            torch.mul(carried, -self.way.share, out=self._others()[span]).add_(mean)
+            self._ahead.learn(span, mean, carried, self.reference, self.way.share)
         apart = torch.sub(mean, carried, out=self._room[0, : stop - start])
         self._sums.distances.append(apart.dot(apart))
         if self.pending is not None:
@@ -251,11 +239,6 @@ class DeltaShard:
             self.residual = torch.zeros_like(self.reference)
         return self.residual
 
-    def _others(self) -> torch.Tensor:
-        if self._ahead.others is None:
-            self._ahead.others = torch.zeros_like(self.reference)
-        return self._ahead.others
-
     def finish(self) -> torch.Tensor:
         """End an exchange: let the outer optimizer move the reference."""
         self.pending = None
@@ -273,27 +256,16 @@ class DeltaShard:
     # --- merging -----------------------------------------------------------------------------
 
     def go_ahead(self, gather: Gather) -> None:
-        """Show where the node would stand if the others did what they did in the last exchange.
-
-        The estimate of the mean delta is this node's own with its share, and the others' of the
-        last exchange; its own alone in the first (eager updates, arXiv 2502.12996).
-        """
-        ahead = self._ahead
-        if ahead.snapshot is None:
-            ahead.snapshot = torch.empty_like(self.shown)
-        gather(0, ahead.snapshot.numel(), ahead.snapshot)
-        mean = ahead.snapshot - self.reference
-        if ahead.others is not None:
-            mean.mul_(self.way.share).add_(ahead.others)
-        ahead.place = self.outer.trial(mean) if self.outer is not None else mean + self.reference
-        self.shown.copy_(ahead.place)
+        """Show where the node would stand if the others did what they did in the last exchange."""
+        trial = None if self.outer is None else self.outer.trial
+        place = self._ahead.go(
+            self.reference, self.way.share, lambda row: gather(0, row.numel(), row), trial
+        )
+        self.shown.copy_(place)
 
     def turn_back(self) -> None:
         """Show what takes the node back from where it went ahead to where it was."""
-        ahead = self._ahead
-        assert ahead.snapshot is not None and ahead.place is not None, "the node went ahead"
-        torch.sub(ahead.snapshot, ahead.place, out=self.shown)
-        ahead.forget()
+        self._ahead.go_back(self.shown)
 
     def settle(self, gather: Gather) -> None:
         """Move what the wire rounded away from the parameters into the residual.
@@ -326,8 +298,7 @@ class DeltaShard:
 
     def _rows(self) -> dict[str, torch.Tensor]:
         rows = {"reference": self.reference, "shown": self.shown, "residual": self.residual}
-        ahead = {f"ahead_{one.name}": getattr(self._ahead, one.name) for one in fields(Ahead)}
-        return {name: row for name, row in (rows | ahead).items() if row is not None}
+        return {name: row for name, row in rows.items() if row is not None} | self._ahead.rows()
 
     # --- checkpoint --------------------------------------------------------------------------
 
@@ -341,12 +312,9 @@ class DeltaShard:
         """Take over what `state` returned."""
         self.reference.copy_(state["reference"])
         self.shown.copy_(state["shown"])
-
-        def loaded(name: str) -> torch.Tensor | None:
-            return state[name].to(self.shown.device, copy=True) if name in state else None
-
-        self.residual = loaded("residual")
-        self._ahead = Ahead(*(loaded(f"ahead_{one.name}") for one in fields(Ahead)))
+        residual = state.get("residual")
+        self.residual = None if residual is None else residual.to(self.shown.device, copy=True)
+        self._ahead = Ahead.load(state, self.shown.device)
         self.keeps, self.lossy = state["keeps"], state["lossy"]
         if self.outer is not None:
             self.outer.load(state["outer"])
