@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from jobs import HANG_SECONDS, outside, slowness
 
+pytestmark = pytest.mark.later("starts torchrun and its ranks, for ten seconds each")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 PROGRAM = r"""
 import os, sys

@@ -7,6 +7,7 @@ from benchmarks.accuracy import main
 from benchmarks.simulations import AUTO, QUICK, SETTINGS, Trial
 
 
+@pytest.mark.later("trains for ten seconds")
 def test_a_small_bench_writes_its_table_figures_and_plot(tmp_path, monkeypatch, capsys):
     trial = Trial("digits", nodes=4, epochs=1, samples=600)
     monkeypatch.setattr(accuracy, "trials", lambda *, quick: [(trial, QUICK)])
