@@ -61,8 +61,8 @@ class DASO(torch.optim.Optimizer):
             steps are taken layer by layer.
         wire: What crosses between nodes: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``
             or ``"topk"``; what a wire loses is kept and sent later. ``"auto"``: bf16, and int4
-            where the link is so slow that an exchange of half a million numbers or more would take
-            0.8 of a batch or longer.
+            where the link is so slow that an exchange of 65,536 numbers or more would take 0.8 of
+            a batch or longer.
         merge: How a node takes in a mean that is some batches old: ``"daso"`` weighs its own work
             by the batches waited, ``"delta"`` keeps it whole, ``"eager"`` goes ahead and corrects
             later, a number from 0 to 1 is the weight of local parameters, ``"auto"`` chooses by

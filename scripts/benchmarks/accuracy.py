@@ -28,6 +28,7 @@ from benchmarks.simulations import (
     DRIFT,
     EXCHANGE,
     SETTINGS,
+    SLOW,
     SYNCHRONOUS,
     Result,
     Trial,
@@ -136,6 +137,12 @@ def figures(trial: Trial, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any
         f"accuracy_gap_auto_{suffix}": (auto["gap"], "points below synchronous", AUTO),
         f"bytes_ratio_auto_{suffix}": (auto["bytes_ratio"], "times fewer bytes", AUTO),
     }
+    if SLOW in by_name:
+        found[f"accuracy_gap_slow_{suffix}"] = (
+            by_name[SLOW]["gap"],
+            "points below synchronous",
+            SLOW,
+        )
     if DRIFT in by_name:
         before = by_name[DRIFT]["gap"]
         found[f"accuracy_gap_before_{suffix}"] = (before, "points below synchronous", DRIFT)

@@ -112,6 +112,7 @@ SETTINGS = (
     Setting(DILOCO, fixed(32, 1), outer=nesterov),
 )
 TEXT = (SYNCHRONOUS, AUTO, SLOW, DRIFT, "Fixed(4, 1), delta, bf16", DILOCO)
+WIDE = (SYNCHRONOUS, AUTO, SLOW)
 SHORT = (SYNCHRONOUS, AUTO, CORES)
 LONG = (SYNCHRONOUS, AUTO, DRIFT, "Qsr, int4", "Fixed(16, 1), int4")
 QUICK = (SYNCHRONOUS, AUTO, "Plateau (DASO paper), bf16", "Fixed(16, 1), int4")
@@ -130,7 +131,8 @@ class Trial:
     # Peak learning rates, of which every setting's best counts; a cosine takes it to zero.
     peaks: tuple[float, ...] = (0.05,)
     adamw: bool = False  # not SGD with momentum
-    kind: str = ""  # "short" or "long"
+    kind: str = ""  # "short", "long" or "wide"
+    width: int = 64  # of the transformer
 
     @property
     def text(self) -> bool:
@@ -142,14 +144,14 @@ class Trial:
         """What is trained, and by what."""
         by = "AdamW" if self.adamw else "SGD with momentum 0.9"
         if self.text:
-            return f"byte-level transformer of width 64, {by}"
+            return f"byte-level transformer of width {self.width}, {by}"
         return f"CNN of width 8 with BatchNorm, {by}"
 
     def build(self, seed: int) -> torch.nn.Module:
         """Make the model."""
         torch.manual_seed(seed)
         if self.text:
-            return ByteTransformer(64)
+            return ByteTransformer(64, self.width)
         return CNN(8 if self.data == "digits" else 28, width=8)
 
     def inner(self, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -161,6 +163,8 @@ class Trial:
     @property
     def suffix(self) -> str:
         """What its figures' names end with."""
+        if self.text and self.kind:
+            return f"text_{self.kind}_{self.nodes}_nodes"
         if self.kind:
             return f"cnn_{self.kind}"
         kind = "text_" if self.text else "cnn_adamw_" if self.adamw else ""
@@ -282,3 +286,6 @@ def trials(*, quick: bool) -> Iterator[tuple[Trial, tuple[str, ...]]]:
     for nodes, seeds in ((2, 5), (4, 3), (8, 2), (16, 1)):  # 1,000 steps, as far as the text goes
         trial = Trial("text", nodes, 4, samples=1000 * nodes, batch=4, seeds=seeds)
         yield replace(trial, peaks=(0.003, 0.006), adamw=True), TEXT
+    for nodes, seeds in ((2, 2), (4, 2), (8, 1)):  # 1.7 M numbers instead of 0.12 M
+        trial = Trial("text", nodes, 4, samples=1000 * nodes, batch=4, seeds=seeds, kind="wide")
+        yield replace(trial, peaks=(0.001,), adamw=True, width=256), WIDE

@@ -48,6 +48,12 @@ def test_where_the_work_of_exchanges_makes_them_rare_they_take_their_time(own, b
     assert next_wire("bf16", told, numel=FEW) == then
 
 
+@pytest.mark.parametrize(("batches", "then"), [(0.79, "bf16"), (0.81, "int4")])
+def test_where_steps_are_normalized_a_late_merge_costs_more_than_four_bits(batches, then):
+    told = replace(measurements(batches), own_seconds=0.02, required_gain=1.2)
+    assert next_wire("bf16", told, numel=FEW) == then
+
+
 @given(st.sampled_from(["bf16", "int4"]), st.floats(0, 1e3), st.floats(0, 1e3))
 def test_what_is_small_or_not_measured_changes_nothing(now, step, exchange):
     assert next_wire(now, Measurements(step, exchange), numel=FEW - 1) == now
