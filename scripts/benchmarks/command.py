@@ -34,11 +34,16 @@ def main(words: Sequence[str] | None = None) -> int:
         from benchmarks import overview
 
         return exit_on_broken_pipe(lambda: overview.main(words[1:]))
+    if words[:1] == ["tables"]:
+        from benchmarks import tables
+
+        return exit_on_broken_pipe(lambda: tables.main(words[1:]))
     parser = Parser(prog="scripts/bench", description=__doc__, allow_abbrev=False)
     kinds = add_parser(parser, hosts)
     kinds.add_parser("accuracy", help="what seldom exchanges cost, on simulated nodes")
     kinds.add_parser("recovery", help="how long a killed rank holds training up, beside torchft")
     kinds.add_parser("overview", help="draw the README's picture from what was measured")
+    kinds.add_parser("tables", help="write the tables of README and docs/ from what was measured")
     _add_benchmarks(adder(kinds, RUNS, hosts))
     return carry_out(parser, words)
 

@@ -1,0 +1,319 @@
+"""The tables of README and docs/, made from the figures that were measured.
+
+A table stands in a page between two lines, and is written anew there:
+
+    <!-- table: step-times -->
+    <!-- end of table -->
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from benchmarks.server import ratio_to
+from benchmarks.simulations import AUTO, DRIFT, SLOW, SYNCHRONOUS
+from daso.cli.algorithms import costs_of, table
+
+__all__ = ["TABLES", "filled", "main", "pages"]
+
+ROOT = Path(__file__).parents[2]
+PLACE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end of table -->\n", re.DOTALL)
+NONE = "-"
+LINKS = {"500mbit": "500 Mbit/s", "1gbit": "1 Gbit/s", "2gbit": "2 Gbit/s", "100mbit": "100 Mbit/s"}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Write all tables anew."""
+    parser = argparse.ArgumentParser(prog="scripts/bench tables", description=main.__doc__)
+    parser.parse_args(words)
+    for page in pages():
+        before = page.read_text(encoding="utf-8")
+        if (after := filled(before)) != before:
+            page.write_text(after, encoding="utf-8")
+            print(f"written anew: {page.relative_to(ROOT)}")
+    return 0
+
+
+def pages() -> list[Path]:
+    """Return README and the pages of docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def filled(text: str) -> str:
+    """Return a page with its tables as the figures are now."""
+
+    def place(found: re.Match[str]) -> str:
+        name = found[1]
+        return f"<!-- table: {name} -->\n\n{TABLES[name]()}\n\n<!-- end of table -->\n"
+
+    return PLACE.sub(place, text)
+
+
+@cache
+def _read(name: str) -> dict[str, Any]:
+    path = ROOT / "scripts/figures" / f"{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
+
+
+def _times(value: float | None, digits: int = 2) -> str:
+    return NONE if value is None else f"{value:.{digits}f}x"
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def _step_times() -> str:
+    """Return step time over compute only, fastest contender first."""
+    runs = _read("train")["runs"]
+    ratios = [{row["name"]: row["over_compute"] for row in run["rows"]} for run in runs]
+    names = sorted(set(ratios[0]) - {"compute only"}, key=lambda name: ratios[0][name])
+    head = ["step time over compute only", *(LINKS[run["plan"]["link"]] for run in runs)]
+    return _lines(head, ([name, *(_times(one[name]) for one in ratios)] for name in names))
+
+
+def _step_times_of_models() -> str:
+    runs = _read("train_models")["runs"]
+    ratios = [{row["name"]: row["over_compute"] for row in run["rows"]} for run in runs]
+    head = ["", *(f"{run['plan']['model']}, {run['plan']['link']}" for run in runs)]
+    names = [name for name in ratios[0] if name != "compute only"]
+    return _lines(head, ([name, *(_times(one[name]) for one in ratios)] for name in names))
+
+
+def _step_times_on_a_gpu() -> str:
+    """Return medians of the newest run of each model and number of ranks."""
+    inner = {"resnet50": "SGD", "gpt2": "AdamW"}
+    newest = {(len(run["nodes"]), run["plan"]["model"]): run for run in _read("gpu")["runs"]}
+    rows = []
+    for (ranks, model), run in newest.items():
+        cells = []
+        for name in ("wrapped", "default", "DDP"):
+            pairs = zip(run["seconds"].get(name, ()), run["seconds"]["bare"], strict=False)
+            ratios = [one / bare for one, bare in pairs]
+            cells.append(_times(median(ratios), 3) if ratios else NONE)
+        rows.append([str(ranks), f"{model}, {inner[model]}", *cells])
+    head = ["ranks", "model, optimizer", "`Fixed(8, 4)`", "default, first steps", "DDP"]
+    return _lines(head, rows)
+
+
+def _prioritized() -> str:
+    figures = _read("prioritized")["figures"]
+    models = {
+        "the CNN, 4.6 M parameters, most of them in its last layers but one": "",
+        "layers that sleep as on a device, half of 4.6 M parameters in the first": "device-early_",
+    }
+    links = list(LINKS)[:3]
+    rows = (
+        [
+            label,
+            *(
+                f"{figures[f'prioritized_over_default_{model}{link}']['value']:.2f}"
+                for link in links
+            ),
+        ]
+        for label, model in models.items()
+    )
+    return _lines(["", *(LINKS[link] for link in links)], rows)
+
+
+# --- accuracy ------------------------------------------------------------------------------------
+
+
+def _gap(row: Mapping[str, Any]) -> str:
+    several = row["seeds"] > 1 and "gap_error" in row and row["setting"] != SYNCHRONOUS
+    return f"{row['gap']:.2f} ± {row['gap_error']:.2f}" if several else f"{row['gap']:.2f}"
+
+
+def _accuracies(name: str) -> str:
+    """Return the rows of the first trial of a file."""
+    rows = _read(name)["rows"]
+    head = ["setting", "test accuracy, %", "below synchronous, points", "fewer bytes"]
+    return _lines(
+        head,
+        (
+            [
+                row["setting"],
+                f"{row['score']:.2f} ± {row['spread']:.2f}",
+                _gap(row),
+                f"{row['bytes_ratio']:.1f}x",
+            ]
+            for row in rows
+            if row["trial"] == rows[0]["trial"]
+        ),
+    )
+
+
+def _texts(kind: str = "") -> dict[int, dict[str, dict[str, Any]]]:
+    """Return the rows of the transformer's trials, by nodes and setting."""
+    found: dict[int, dict[str, dict[str, Any]]] = {}
+    for row in _read("accuracy-text")["rows"]:
+        if trial := re.fullmatch(rf"text, (\d+) nodes{kind}", row["trial"]):
+            found.setdefault(int(trial[1]), {})[row["setting"]] = row
+    return found
+
+
+def _accuracies_of_text(kind: str = "") -> str:
+    trials = _texts(kind)
+    most = max(trials)
+    counts = {nodes: rows[AUTO]["seeds"] for nodes, rows in trials.items()}
+    columns = [f"{nodes} nodes, {n} seed{'s' * (n > 1)}" for nodes, n in counts.items()]
+
+    def cell(nodes: int, setting: str) -> str:
+        row = trials[nodes].get(setting)
+        if row is None:
+            return NONE
+        return f"{row['score']:.2f} % right" if setting == SYNCHRONOUS else _gap(row)
+
+    rows = []
+    for setting in next(iter(trials.values())):
+        last = trials[most].get(setting)
+        ratio = NONE if last is None else f"{last['bytes_ratio']:.1f}x"
+        rows.append([setting, *(cell(nodes, setting) for nodes in trials), ratio])
+    return _lines(["setting", *columns, f"fewer bytes, {most} nodes"], rows)
+
+
+def _restored() -> str:
+    """Return gaps beside the gain with which each training ended."""
+    trials = _texts()
+    settings = (DRIFT, "Fixed(4, 1), delta, bf16", SLOW, AUTO)
+    rows = []
+    for setting in settings:
+        found = [trials[nodes].get(setting) for nodes in trials]
+        gains = [NONE if row is None else f"{row['gain']:.2f}" for row in found]
+        gain = "1" if set(gains) <= {NONE, "1.00"} else ", ".join(gains)
+        rows.append([setting, *(NONE if row is None else _gap(row) for row in found), gain])
+    return _lines(["setting", *(f"{nodes} nodes" for nodes in trials), "gain at the end"], rows)
+
+
+# --- beside the optimizer ------------------------------------------------------------------------
+
+
+def _servers() -> str:
+    names = {
+        "`staleness=None`": "eager, unbounded",
+        '`staleness=None`, `mode="local_rows"`': "eager, blocks, unbounded",
+        '`staleness=None`, `mode="replicated"`': "eager, replicas, unbounded",
+        "`staleness=4`": "eager, 4 steps apart",
+        "`staleness=1`": "eager, 1 step apart",
+        "`staleness=0`": "eager, in step",
+        "`daso.DASO`, `Auto`": "DASO Auto",
+        "`daso.DASO`, `Fixed(1, 0)`": "DASO synchronous",
+    }
+    runs = [run for run in _read("server")["runs"] if run["plan"]["slow"]]
+    head = ["", "last rank 3 times as slow", "1.5 times", "all alike"]
+    assert [run["plan"]["slow"] for run in runs] == [3.0, 1.5, 1.0], "as its head says"
+    return _lines(
+        head,
+        (
+            [said, *(_times(ratio_to(run, name)).removesuffix("x") for run in runs)]
+            for said, name in names.items()
+        ),
+    )
+
+
+def _servers_with_momentum() -> str:
+    _, alike, slow = _read("server_momentum")["runs"]
+    names = ("DDP over gloo", "`staleness=None`", "`staleness=1`")
+    rows = []
+    for name, *both in zip(names, alike["rows"], slow["rows"], strict=True):
+        cells = [f"{mean(one['accuracy'] for one in row['courses']):.2f} %" for row in both]
+        seconds = mean(one["lasted"] for one in both[1]["courses"])
+        rows.append([name, *cells, f"{seconds:.1f}"])
+    return _lines(["", "accuracy, all alike", "last rank 3 times as slow", "seconds"], rows)
+
+
+def _recoveries() -> str:
+    figures = _read("recovery")["figures"]
+    names = {
+        "daso": "{}",
+        "torchft, heartbeats 5 s, its default": "torchft_{}",
+        "torchft, heartbeats 1 s": "torchft_{}_heartbeat_1s",
+    }
+    rows = (
+        [
+            said,
+            *(
+                f"{figures[name.format(what)]['value']:.1f}"
+                for what in ("shrink_seconds", "join_seconds")
+            ),
+        ]
+        for said, name in names.items()
+    )
+    head = ["", "the others exchange without it", "one in its place exchanges with them"]
+    return _lines(head, rows)
+
+
+def _flows() -> str:
+    names = {
+        "flow, layers on both ranks, 32 under way": "flow, replicas, 32 at once",
+        "8 under way": "flow, replicas, 8 at once",
+        "1 under way": "flow, replicas, 1 at once",
+        "each layer on one rank, 32 under way": "flow, spread, 32 at once",
+        "on one rank, 32 under way": "flow, 1 rank, 32 at once",
+        "layers on both ranks, 32 under way, unbatched": "flow, replicas, 32 at once, unbatched",
+        "each layer on one rank, unbatched": "flow, spread, 32 at once, unbatched",
+        "on one rank, unbatched": "flow, 1 rank, 32 at once, unbatched",
+        "eager, 2 BLAS threads": "eager, 2 BLAS threads",
+        "`nn.GRU`, one by one": "nn.GRU, one by one",
+        "batches of lists of one length": "batches of one length",
+    }
+    found = _read("flow")
+    tasks = [run for run in found["runs"] if "plan" in run]
+    ratios = [{row["name"]: row["ratio"] for row in run["rows"]} for run in tasks]
+    rows = [[said, *(_times(one.get(name)) for one in ratios)] for said, name in names.items()]
+    figure = "simulated_speedup_16_workers"
+    suffixes = [
+        "" if run["plan"]["task"] == "lists" else f"_{run['plan']['task']}" for run in tasks
+    ]
+    speedups = [found["figures"][figure + suffix]["value"] for suffix in suffixes]
+    rows.append(["simulated, 16 ranks over 1", *(_times(one, 1) for one in speedups)])
+    return _lines(["", *(run["plan"]["task"] for run in tasks)], rows)
+
+
+def _memory() -> str:
+    names = {
+        "all swapped": "all_swap",
+        "all recomputed": "all_recompute",
+        "planned": "search",
+        "blocks by torch's checkpoint": "torch checkpoint",
+    }
+    rows = []
+    for run in _read("memory")["runs"]:
+        for budget in (one for one in run["budgets"] if one["rate"] == 0.25e9):
+            ratios = {row["name"]: row["ratio"] for row in budget["rows"]}
+            size = f"{run['model']}, {budget['capacity_bytes'] / 2**20:.1f} MiB"
+            rows.append([size, *(_times(ratios.get(name)) for name in names.values())])
+    return _lines(["", *names], rows)
+
+
+def _algorithms() -> str:
+    return f"```text\n{table(costs_of(256, 25e6))}\n```"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "step-times": _step_times,
+    "step-times-of-models": _step_times_of_models,
+    "step-times-on-a-gpu": _step_times_on_a_gpu,
+    "prioritized": _prioritized,
+    "accuracy": lambda: _accuracies("accuracy"),
+    "accuracy-long": lambda: _accuracies("accuracy-long"),
+    "accuracy-text": _accuracies_of_text,
+    "restored": _restored,
+    "servers": _servers,
+    "servers-with-momentum": _servers_with_momentum,
+    "recoveries": _recoveries,
+    "flows": _flows,
+    "memory": _memory,
+    "algorithms": _algorithms,
+}
