@@ -29,6 +29,7 @@ from daso.predict.simulator import Outcome, simulate
 __all__ = ["TYPICAL_DRIFT", "add_parser", "cut"]
 
 LEAST_STEPS = 400  # Auto takes about 250 to find its place
+LEAST_RESTORED_STEPS = 1600  # and 300 before that, synchronous, where the optimizer normalizes
 MOST_STEPS = 10**8  # of all nodes together: about a minute for each policy
 SCALES = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}  # after a number of parameters
 SYNCHRONOUS = "synchronous, as DDP"
@@ -57,10 +58,13 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wire", choices=["auto", *BITS], default="auto", help="of exchanges")
     parser.add_argument("--jitter", type=float, help="spread of step times, e.g. 0.02")
     parser.add_argument("--drift", type=float, help=f"of nodes in a batch ({TYPICAL_DRIFT:g})")
+    parser.add_argument(
+        "--optimizer", choices=("sgd", "adamw"), help="adamw: Adam and its kin (the run's; sgd)"
+    )
     parser.add_argument("--cores", type=float, default=2, help="of a rank: 2 or more: one to spare")
     parser.add_argument("--faster-compute", type=float, default=1, help="divides step times")
     parser.add_argument(
-        "--steps", type=int, default=1000, help=f"to go through, {LEAST_STEPS} or more (1000)"
+        "--steps", type=int, help=f"to go through, {LEAST_STEPS} or more (1000; adamw 2000)"
     )
     parser.add_argument("--json", type=Path, help="write what is predicted to this file")
     parser.add_argument("--plot", type=Path, help="draw efficiency over nodes to this PNG")
@@ -107,8 +111,11 @@ def _main(chosen: argparse.Namespace) -> int:
     links = {word.strip(): _link(word, chosen.latency_us) for word in chosen.link.split(",")}
     policies = dict(_policy(word) for word in chosen.policy or POLICIES)
     settings = Settings(wire=chosen.wire, merge="auto", exchange=Exchange(), gradients=Gradients())
-    if chosen.steps < LEAST_STEPS:
-        raise ConfigError(f"--steps must be at least {LEAST_STEPS}, not {chosen.steps}")
+    if chosen.steps is None:
+        chosen.steps = 2000 if job.normalizes else 1000
+    least = LEAST_RESTORED_STEPS if job.normalizes else LEAST_STEPS
+    if chosen.steps < least:
+        raise ConfigError(f"--steps must be at least {least}, not {chosen.steps}")
     if chosen.steps * max(nodes) > MOST_STEPS:
         raise ConfigError(
             f"--steps times --nodes must be at most {MOST_STEPS} (each step of each node is gone "
@@ -179,15 +186,20 @@ def _job(chosen: argparse.Namespace) -> tuple[Job, tuple[str, ...]]:
         said = (
             "the host's own work on an exchange is taken for less than the transfer; "
             "--from=RUN takes it from a run",
-            f"small tensors, a 16th of the numbers at most, are what Auto exchanges alone, too, "
-            f"and the training thread takes {1e3 * TYPICAL_SMALL_SECONDS:g} ms each time",
         )
+        if chosen.optimizer != "adamw":
+            said += (
+                f"small tensors, a 16th of the numbers at most, are what Auto exchanges alone, "
+                f"too, and the training thread takes {1e3 * TYPICAL_SMALL_SECONDS:g} ms each time",
+            )
     given = {"jitter": chosen.jitter, "drift": chosen.drift, "parameters": chosen.parameters}
     if chosen.step_ms is not None:
         given["step_seconds"] = chosen.step_ms / 1e3
     known = {name: value for name, value in given.items() if value is not None}
     if chosen.parameters is not None:  # a run's model may be larger
         known["small_parameters"] = chosen.parameters * job.small_parameters / job.parameters
+    if chosen.optimizer is not None:
+        known["normalizes"] = chosen.optimizer == "adamw"
     job = replace(job, **known)
     job = replace(job, message_seconds=LinkCosts().message_seconds)
     if not chosen.faster_compute > 0:
@@ -248,6 +260,8 @@ def table(job: Job, link: str, rows: Sequence[Mapping[str, Any]]) -> str:
         alone = row["nodes"] == 1
         chosen = "-" if alone else f"{row['skip']}, {row['wait']}"
         wire = "" if alone or row["policy"] == SYNCHRONOUS else f", {row['wire']}, {row['plan']}"
+        if (row["skip"], row["wait"]) == (1, 0) and wire:  # as Auto may be
+            wire = f", gradients in {row['wire']}"
         lines.append(
             f"{row['nodes']:>6}  {row['policy']:<21}{row['step_ms']:>10.2f}"
             f"{row['efficiency']:>12.1%}{row['exposed_ms']:>9.2f}{row['mbytes']:>10.3f}"
@@ -286,6 +300,10 @@ def _assumptions(chosen: argparse.Namespace, job: Job) -> list[str]:
         f"of {chosen.steps} steps the first quarter does not count; epochs do not end",
         f"a rank has {chosen.cores:g} cores; an exchange's own work takes what is over 1 of them, "
         f"and of computing what is missing to 2",
-        "the inner optimizer is such as SGD: with Adam and its kin Auto trains synchronously first",
+        "the inner optimizer normalizes gradients, as Adam does: Auto averages them in 4 bits for "
+        "300 steps, unless that takes four times as long, and goes on so where backward hides it"
+        if job.normalizes
+        else "the inner optimizer is such as SGD; with Adam and its kin Auto trains synchronously "
+        "first: --optimizer=adamw",
         "not modelled: contention inside nodes and in the switch, accuracy",
     ]

@@ -57,6 +57,8 @@ class Job:
         lr: Learning rate.
         drift: Mean square distance that many nodes make from their mean in one batch, relative to
             the parameters' mean square, at ``lr``; 0: not known, and `Auto` keeps its skip.
+        normalizes: Whether its inner optimizer divides by the size of gradients, as Adam and its
+            kin: `Auto` begins synchronous, and stays so while backward hides that.
     """
 
     parameters: float
@@ -70,6 +72,7 @@ class Job:
     jitter: float = 0.0
     lr: float = 0.1
     drift: float = 0.0
+    normalizes: bool = False
 
     def __post_init__(self) -> None:
         check("parameters", self.parameters, positive(MOST_PARAMETERS))
@@ -158,22 +161,24 @@ def exchange_seconds(job: Job, cluster: Cluster, wire: str) -> float:
     return vote_seconds(link, cluster.nodes) + there
 
 
-def synchronous_seconds(job: Job, cluster: Cluster) -> float:
+def synchronous_seconds(job: Job, cluster: Cluster, wire: str = GRADIENTS) -> float:
     """Return how long a step takes that waits for the mean gradient, jitter apart.
 
     The step is the job's, whatever cores there are. Where the thread that exchanges has no core of
     its own, next to nothing crosses while backward computes: it gets one when that waits.
 
     Gradients of the last layers cross while those of the first are computed, first come, first
-    served, as with DDP: the bytes of a ring, and the latency of a tree, of whatever is better.
+    served, as with DDP: the bytes of a ring, and the latency of a tree, of whatever is better. On a
+    narrow wire the host works on them as on an exchange.
     """
     if cluster.nodes == 1:
         return job.step_seconds
     link, nodes = cluster.link, cluster.nodes
-    portion = exchange_cost(job.parameters / PORTIONS, GRADIENTS, cluster)
+    portion = exchange_cost(job.parameters / PORTIONS, wire, cluster)
     crossing = PORTIONS * link.seconds(portion.sent_bytes)
     messages = PORTIONS * 2 * portion.messages * job.message_seconds
-    work = (job.gradient_seconds * job.parameters + messages) * cluster.stretch
+    own_seconds = job.gradient_seconds if wire == GRADIENTS else job.host_seconds
+    work = (own_seconds * job.parameters + messages) * cluster.stretch
     takes, vote = max(crossing, work), vote_seconds(link, nodes)
     layers = Layers(
         forward_seconds=(FORWARD * job.step_seconds / PORTIONS,) * PORTIONS,

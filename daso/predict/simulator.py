@@ -7,7 +7,7 @@ told, a step's time, an exchange's, drift, comes from the nodes that are simulat
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from daso.errors import ConfigError
@@ -23,7 +23,6 @@ from daso.plan.schedule import (
     begin,
 )
 from daso.predict.cluster import (
-    GRADIENTS,
     Cluster,
     Job,
     exchange_cost,
@@ -33,6 +32,8 @@ from daso.predict.cluster import (
 )
 
 __all__ = ["Outcome", "simulate"]
+
+STATE = "fp32"  # in what the inner optimizer's state crosses
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Outcome:
     small_exchanges: int  # of small tensors alone
     skip: int  # at the end
     wait: int  # at the end: how many batches old a mean is when it is merged
-    wire: str  # at the end
+    wire: str  # at the end: of exchanges, or of gradients where nodes average these
     plan: str  # of exchanges at the end: how nodes take a mean
 
     def efficiency(self, job: Job) -> float:
@@ -73,19 +74,24 @@ class _Costs:
     own: float  # of the training thread to pack an exchange, and to merge it
     lost: float  # of computing to an exchange, where cores are short
     small_own: float  # of the training thread to pack small tensors, and to merge them
-    synchronous: float  # of waiting, in a step that averages gradients
+    # Of waiting, in a step that averages gradients, on each of their wires.
+    synchronous: Mapping[str, float]
 
     @classmethod
-    def of(cls, job: Job, cluster: Cluster) -> "_Costs":
+    def of(cls, job: Job, cluster: Cluster, settings: Settings) -> "_Costs":
         """Return those of a job's steps and exchanges."""
         step = job.step_seconds * cluster.stretch
         slowest = step * max([1.0, *cluster.slower.values()])
+        slow_job = replace(job, step_seconds=slowest)
+        wires = {settings.gradient_wire(hidden=hidden) for hidden in (False, True)}
         return cls(
             step=step,
             own=job.own_seconds * job.parameters * cluster.stretch / 2,
             lost=job.host_seconds * job.parameters * cluster.stretch * cluster.taken,
             small_own=job.small_seconds * cluster.stretch / 2,
-            synchronous=synchronous_seconds(replace(job, step_seconds=slowest), cluster) - slowest,
+            synchronous={
+                wire: synchronous_seconds(slow_job, cluster, wire) - slowest for wire in wires
+            },
         )
 
 
@@ -107,12 +113,14 @@ class _Nodes:
         self.times = [0.0] * cluster.nodes
         self.totals = _Totals()
         self.wire = settings.wires[0]
-        self._costs = _Costs.of(job, cluster)
+        self._costs = _Costs.of(job, cluster, settings)
         self._random = random.Random(seed)
         self._flight: _Flight | None = None
         self._taken = 0.0  # by the exchange before
         self._steps: list[list[float]] = []  # of all nodes, since the exchange before
         self._small_waits: list[list[float]] = []  # for small tensors since then, likewise
+        # Of synchronous steps since ranks last agreed on what these take: computing, and waiting.
+        self._waiting_steps: list[tuple[list[float], list[float]]] = []
 
     def compute(self) -> None:
         """Let every node compute a batch."""
@@ -126,13 +134,34 @@ class _Nodes:
         self._steps.append(base)
         self.times = [at + seconds for at, seconds in zip(self.times, base, strict=True)]
 
-    def average_gradients(self) -> None:
+    def average_gradients(self, *, hidden: bool) -> None:
         """End a synchronous step: all wait for the last, and for what crosses between them."""
-        at = max(self.times) + self._costs.synchronous
+        wire = self.settings.gradient_wire(hidden=hidden)
+        at = max(self.times) + self._costs.synchronous[wire]
+        waits = [at - time for time in self.times]
+        self.totals.exposed += sum(waits)
+        self.times = [at] * len(self.times)
+        self.totals.nbytes += exchange_cost(self.job.parameters, wire, self.cluster).sent_bytes
+        self._waiting_steps += [(steps, waits) for steps in self._steps]
+        self._steps.clear()  # of steps that wait no exchange is told
+
+    def measure(self) -> Measurements:
+        """Return what all agree on about synchronous steps."""
+        computing, waits = zip(*self._waiting_steps, strict=True)
+        self._waiting_steps = []
+        return Measurements(
+            min(statistics.median(steps) for steps in zip(*computing, strict=True)),
+            lr=self.job.lr,
+            exposed_seconds=min(map(statistics.fmean, zip(*waits, strict=True))),
+        )
+
+    def join(self) -> None:
+        """Average the inner optimizer's state, two numbers for each parameter, before all go on."""
+        state = replace(self.job, parameters=2 * self.job.parameters)
+        at = max(self.times) + exchange_seconds(state, self.cluster, STATE)
         self.totals.exposed += sum(at - time for time in self.times)
         self.times = [at] * len(self.times)
-        self.totals.nbytes += exchange_cost(self.job.parameters, GRADIENTS, self.cluster).sent_bytes
-        self._steps.clear()  # of steps that wait nobody is told
+        self.totals.nbytes += exchange_cost(state.parameters, STATE, self.cluster).sent_bytes
 
     def send(self) -> None:
         """Start an exchange; it goes on when the last node has sent."""
@@ -172,8 +201,10 @@ class _Nodes:
         self._wait_for(flight, costs.own)
         (fastest, small), nodes = flight.told, self.cluster.nodes
         drift, own = self.job.drift * (1 - 1 / nodes), 2 * costs.own + costs.lost
+        gain = math.sqrt(nodes) if self.job.normalizes else 0.0  # as where all is noise
+        gradients = self.settings.gradient_seconds(self._taken, self.wire) if gain else 0.0
         measurements = Measurements(
-            fastest, self._taken, self.job.lr, drift, own, small_seconds=small
+            *(fastest, self._taken, self.job.lr, drift, own, gain, gradients), small_seconds=small
         )
         # What the node that came last saw of it, which is told with the next one.
         self._taken = flight.ends - flight.begins
@@ -226,7 +257,7 @@ def simulate(
             before = statistics.fmean(nodes.times), totals.exposed, totals.nbytes
         nodes.compute()
         if state.synchronous and cluster.nodes > 1:
-            nodes.average_gradients()
+            nodes.average_gradients(hidden=state.hidden)
         acts, state = after_batch(policy, state)
         if cluster.nodes > 1:
             state = _carry_out(nodes, acts, state, policy)
@@ -240,28 +271,44 @@ def simulate(
         small_exchanges=totals.small_exchanges,
         skip=state.skip,
         wait=state.wait,
-        wire=nodes.wire,
+        wire=settings.gradient_wire(hidden=True) if state.hidden else nodes.wire,
         plan=exchange_plan(job.parameters, nodes.wire, cluster).name,
     )
 
 
 def _begin(job: Job, policy: Policy, settings: Settings) -> State:
-    """Return the state before the first batch, with an inner optimizer whose steps stay."""
-    taken = settings.sends_small_tensors(job.parameters)
+    """Return the state before the first batch."""
+    restored = job.normalizes and settings.may_restore_steps
+    taken = settings.sends_small_tensors(job.parameters) and not restored
     share = settings.small_share(job.small_parameters, job.parameters) if taken else 0.0
     state = replace(policy.start(), sparse=settings.sparse)
-    return begin(policy, state, memory=0.0, may_hide=False, small_share=share)
+    may_hide = restored and settings.may_hide
+    return begin(policy, state, memory=0.0, may_hide=may_hide, small_share=share)
 
 
 def _carry_out(nodes: _Nodes, acts: Sequence[Action], state: State, policy: Policy) -> State:
     """Do what is due after a batch; return the state for the next."""
     measurements = None
     for act in acts:
-        if act is Action.SEND:
-            nodes.send()
-        elif act is Action.SEND_SMALL:
-            nodes.send_small()
-        elif act is Action.RECEIVE:
-            measurements = nodes.receive() or measurements
-    # No policy here turns synchronous again: what it takes to agree is not due.
-    return state if measurements is None else after_exchange(policy, state, measurements)[1]
+        measurements = _act(nodes, act) or measurements
+    if measurements is None:
+        return state
+    acts, state = after_exchange(policy, state, measurements)
+    for act in acts:
+        _act(nodes, act)
+    return state
+
+
+def _act(nodes: _Nodes, act: Action) -> Measurements | None:
+    """Do one thing; return what all agree on with it, if anything."""
+    if act in (Action.SEND, Action.SEND_ALL):
+        nodes.send()
+    elif act is Action.SEND_SMALL:
+        nodes.send_small()
+    elif act is Action.RECEIVE:
+        return nodes.receive()
+    elif act is Action.MEASURE:
+        return nodes.measure()
+    elif act is Action.JOIN:
+        nodes.join()
+    return None

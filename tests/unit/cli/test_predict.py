@@ -51,6 +51,21 @@ def test_faster_compute_makes_the_link_count_more():
     assert parts[0] > parts[1]
 
 
+def test_adam_and_its_kin_are_predicted_as_they_train():
+    words = [*GIVEN[:2], "--nodes=2,64", "--link=10gbit,100mbit", "--policy=auto"]
+    done = predict(*words, "--optimizer=adamw")
+    assert done.returncode == 0, done.stderr
+    fast, slow = done.stdout.split("link 100mbit")
+    assert fast.count("1, 0, gradients in int4") == 2
+    assert "gradients in" not in slow.split("Predicted")[0]
+    assert "normalizes gradients, as Adam does" in done.stdout
+    assert "small tensors" not in done.stdout
+    assert "of 2000 steps the first quarter" in done.stdout
+    assert "--optimizer=adamw" in predict(*words).stdout
+    short = predict(*words, "--optimizer=adamw", "--steps=999")
+    assert "--steps must be at least 1600, not 999" in short.stderr
+
+
 def log_of(folder, events):
     folder.mkdir(exist_ok=True)
     lines = [{"event": "start", "parameters": 1000, "nodes": 2}, *events]
@@ -90,6 +105,13 @@ def test_a_run_tells_whether_small_tensors_went_alone_and_what_that_took(tmp_pat
     taken[5]["small_seconds"] = 0.0
     job = read_run(log_of(tmp_path / "with", taken)).job
     assert (job.small_parameters, job.small_seconds) == (1000 / 16, 6e-3)  # 4, 6 and 7 ms
+
+
+def test_a_run_tells_whether_its_steps_were_restored(tmp_path):
+    told = [exchange(0.1, 0.02, 1e-5, sent=at) for at in range(0, 80, 10)]
+    assert not read_run(log_of(tmp_path / "sgd", told)).job.normalizes
+    told = [{**one, "required_gain": 1.3} for one in told]
+    assert read_run(log_of(tmp_path / "adamw", told)).job.normalizes
 
 
 def test_a_run_that_went_on_elsewhere_tells_of_its_last_nodes(tmp_path):

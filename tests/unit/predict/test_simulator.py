@@ -295,6 +295,53 @@ def test_models_that_are_small_and_policies_without_send_none_alone():
     assert simulate(job, cluster, Auto(), settings(), steps=400).small_exchanges > 0
 
 
+def test_steps_of_adam_stay_synchronous_in_4_bits_where_backward_hides_that():
+    job, cluster = Job(1e7, 0.1, lr=1e-3, normalizes=True), Cluster(4, GIGABIT)
+    found = simulate(job, cluster, Auto(), settings("auto"), steps=1000)
+    crossing = 1.5 * 1e7 * 4.25 / 8 * 1538 / 1448 / 125e6 + 16 * 4 * 2e-5
+    assert found.step_seconds == EXACT(0.1 / 3 + 0.2 / 3 / 16 + crossing)
+    assert found.bytes_per_step == EXACT(1.5 * 1e7 * 4.25 / 8)
+    assert (found.skip, found.wait, found.wire, found.exchanges) == (1, 0, "int4", 0)
+    linear = simulate(replace(job, normalizes=False), cluster, Auto(), settings("auto"), steps=1000)
+    assert linear.exchanges > 0
+
+
+@pytest.mark.parametrize(("steps", "exchanges"), [(300, 0), (301, 1)])
+def test_steps_of_adam_leave_it_after_300_where_they_stand_still(steps, exchanges):
+    job, cluster = Job(1e7, 0.05, normalizes=True), Cluster(4, GIGABIT)
+    found = simulate(job, cluster, Auto(), settings("auto"), steps=steps)
+    assert found.exchanges == exchanges
+
+
+def test_steps_of_adam_leave_it_at_once_where_they_take_four_times_as_long():
+    job, cluster = Job(1e7, 0.01, normalizes=True), Cluster(4, GIGABIT)
+    found = simulate(job, cluster, Auto(), settings("auto"), steps=40)
+    assert found.exchanges > 1
+    assert found.small_exchanges == 0
+    assert found.wire == "int4"
+
+
+def test_steps_of_adam_are_tried_synchronous_again_and_their_state_is_averaged_then():
+    """Votes of a slow network lengthen steps, and an exchange, which takes one, is short."""
+    job, cluster = Job(1e7, 0.05, normalizes=True), Cluster(2, Link(1e9, 1e-3))
+    before, after = (
+        simulate(job, cluster, Auto(), settings("auto"), steps=steps) for steps in (1298, 1310)
+    )
+    assert (before.wait, after.wait, after.skip) == (1, 0, 1)
+    state = exchange_seconds(replace(job, parameters=2e7), cluster, "fp32")
+    shorter = 0.05 * 1310  # of all steps, without any waiting
+    assert after.exposed_seconds * (1310 - 1310 // 4) > state
+    assert after.step_seconds * 1310 > shorter
+
+
+def test_steps_of_adam_send_no_small_tensors_alone():
+    job = replace(_with_small(1e-3), normalizes=True)
+    slow = Cluster(2, Link(1e7))
+    assert simulate(job, slow, Auto(), settings("auto"), steps=1000).small_exchanges == 0
+    unlike = replace(job, normalizes=False)
+    assert simulate(unlike, slow, Auto(), settings("auto"), steps=1000).small_exchanges > 0
+
+
 def test_more_drift_brings_more_exchanges():
     cluster = Cluster(8, GIGABIT)
     runs = [
