@@ -243,8 +243,7 @@ def main(words: Sequence[str] | None = None) -> int:
     pool = ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"))
     rows: list[dict[str, Any]] = []
     made: dict[str, dict[str, Any]] = {}
-    chosen = [one for one in trials(quick=options.quick) if options.only in str(one[0])]
-    for trial, everything in chosen:
+    for trial, everything in named(options.only, list(trials(quick=options.quick))):
         wanted = (SYNCHRONOUS, AUTO, *(options.setting or everything))
         names = [name for name in everything if name in wanted]
         seeds = range(options.seeds or (1 if options.quick else trial.seeds))
@@ -274,10 +273,21 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
+Listed = Sequence[tuple[Trial, tuple[str, ...]]]
+
+
+def named(words: str, listed: Listed) -> Listed:
+    """Return the trial of a name, or those that have it in theirs."""
+    whole = [one for one in listed if str(one[0]) == words]
+    return whole or [one for one in listed if words in str(one[0])]
+
+
 def _options(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench accuracy", description=DESCRIPTION)
     parser.add_argument("--quick", action="store_true", help="one seed, few epochs: minutes")
-    parser.add_argument("--only", default="", help="trials whose name has this in it, as text")
+    parser.add_argument(
+        "--only", default="", help="the trial of this name, or whose have it in them"
+    )
     parser.add_argument("--seeds", type=at_least_one, help="runs of each setting (1 to 5)")
     parser.add_argument(
         "--setting",

@@ -31,6 +31,14 @@ def test_a_small_bench_writes_its_table_figures_and_plot(tmp_path, monkeypatch, 
     assert files["png"].read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_trial_is_named_whole_or_in_part():
+    listed = [(trial, ()) for trial, _ in accuracy.trials(quick=False)]
+    assert [str(one) for one, _ in accuracy.named("text, 2 nodes", listed)] == ["text, 2 nodes"]
+    wide = [str(one) for one, _ in accuracy.named("wide", listed)]
+    assert wide == [f"text, {nodes} nodes, wide" for nodes in (2, 4, 8)]
+    assert accuracy.named("", listed) == listed
+
+
 def test_a_name_that_no_trial_has_is_told(capsys):
     assert main(["--only=imagenet"]) == 2
     assert "no trial has 'imagenet' in its name" in capsys.readouterr().err
