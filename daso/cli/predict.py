@@ -167,31 +167,12 @@ def _predict(
 
 def _job(chosen: argparse.Namespace) -> tuple[Job, tuple[str, ...]]:
     """Return what is trained, from a run, from options, or from both."""
-    said: tuple[str, ...] = ()
     if chosen.run_folder is not None:
-        recorded = read_run(chosen.run_folder)
-        job, said = recorded.job, recorded.said
+        job, said = _recorded_job(chosen.run_folder)
     elif chosen.parameters is None or chosen.step_ms is None:
         raise ConfigError("--from=RUN, or --parameters and --step-ms, must say what is trained")
     else:
-        job = Job(
-            chosen.parameters,
-            chosen.step_ms / 1e3,
-            own_seconds=TYPICAL_OWN_SECONDS,
-            small_parameters=chosen.parameters / SMALL_SHARE,
-            small_seconds=TYPICAL_SMALL_SECONDS,
-            jitter=0.02,
-            drift=TYPICAL_DRIFT,
-        )
-        said = (
-            "the host's own work on an exchange is taken for less than the transfer; "
-            "--from=RUN takes it from a run",
-        )
-        if chosen.optimizer != "adamw":
-            said += (
-                f"small tensors, a 16th of the numbers at most, are what Auto exchanges alone, "
-                f"too, and the training thread takes {1e3 * TYPICAL_SMALL_SECONDS:g} ms each time",
-            )
+        job, said = _typical_job(chosen)
     given = {"jitter": chosen.jitter, "drift": chosen.drift, "parameters": chosen.parameters}
     if chosen.step_ms is not None:
         given["step_seconds"] = chosen.step_ms / 1e3
@@ -205,6 +186,35 @@ def _job(chosen: argparse.Namespace) -> tuple[Job, tuple[str, ...]]:
     if not chosen.faster_compute > 0:
         raise ConfigError(f"--faster-compute must be above 0, not {chosen.faster_compute}")
     return replace(job, step_seconds=job.step_seconds / chosen.faster_compute), said
+
+
+def _recorded_job(run_folder: Path) -> tuple[Job, tuple[str, ...]]:
+    """Return what a run tells, and what is usual of what it does not."""
+    recorded = read_run(run_folder)
+    job = recorded.job
+    if job.normalizes and not job.drift:  # it made no exchanges
+        job = replace(job, own_seconds=TYPICAL_OWN_SECONDS, drift=TYPICAL_DRIFT)
+    return job, recorded.said
+
+
+def _typical_job(chosen: argparse.Namespace) -> tuple[Job, tuple[str, ...]]:
+    """Return a model that only its size and the time of a step are known of."""
+    job = Job(
+        chosen.parameters,
+        chosen.step_ms / 1e3,
+        own_seconds=TYPICAL_OWN_SECONDS,
+        small_parameters=chosen.parameters / SMALL_SHARE,
+        small_seconds=TYPICAL_SMALL_SECONDS,
+        jitter=0.02,
+        drift=TYPICAL_DRIFT,
+    )
+    said = (
+        "the host's own work on an exchange is taken for less than the transfer; "
+        "--from=RUN takes it from a run",
+        f"small tensors, a 16th of the numbers at most, are what Auto exchanges alone, too, "
+        f"and the training thread takes {1e3 * TYPICAL_SMALL_SECONDS:g} ms each time",
+    )
+    return job, said[:1] if chosen.optimizer == "adamw" else said
 
 
 def _whole(word: str, flag: str) -> int:

@@ -3,9 +3,10 @@
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from daso.errors import ConfigError
 from daso.plan.layout import SMALL_SHARE
@@ -45,6 +46,9 @@ def read_run(folder: Path) -> Recorded:
         )
     told = (one for one in lines[starts[-1] :] if one["event"] == "exchange")
     found = [one for one in told if one["step_seconds"] > 0 and one["exchange_seconds"] > 0]
+    measured = [one for one in lines[starts[-1] :] if one["event"] == "measured"]
+    if len(found) < LEAST <= len(measured):
+        return _of_synchronous(begun["parameters"], measured, folder)
     if len(found) < LEAST:
         raise ConfigError(
             f"--from needs a run with at least {LEAST} exchanges that were timed, but {path} has "
@@ -83,6 +87,27 @@ def read_run(folder: Path) -> Recorded:
             else "no small tensors went alone there, nor do they here",
         ),
     )
+
+
+def _of_synchronous(
+    parameters: int, measured: Sequence[Mapping[str, Any]], folder: Path
+) -> Recorded:
+    """Return what a run tells whose nodes averaged gradients, as `Auto` does with Adam's kin."""
+    found = measured[len(measured) // 2 :]
+    steps = [one["step_seconds"] for one in found]
+    batches = (found[-1]["batch"] - found[0]["batch"]) / (len(found) - 1)
+    job = Job(
+        parameters=parameters,
+        step_seconds=statistics.median(steps),
+        jitter=min(MOST_JITTER, _spread(steps) * math.sqrt(max(1.0, 2 * batches / math.pi))),
+        lr=found[-1]["lr"],
+        normalizes=True,
+    )
+    said = (
+        f"step times and their spread: medians of the last {len(found)} measurements of {folder}, "
+        f"whose nodes averaged gradients; of exchanges it tells nothing",
+    )
+    return Recorded(job, said)
 
 
 def _spread(seconds: Sequence[float]) -> float:

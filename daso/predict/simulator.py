@@ -142,7 +142,8 @@ class _Nodes:
         self.totals.exposed += sum(waits)
         self.times = [at] * len(self.times)
         self.totals.nbytes += exchange_cost(self.job.parameters, wire, self.cluster).sent_bytes
-        self._waiting_steps += [(steps, waits) for steps in self._steps]
+        if hidden:
+            self._waiting_steps += [(steps, waits) for steps in self._steps]
         self._steps.clear()  # of steps that wait no exchange is told
 
     def measure(self) -> Measurements:

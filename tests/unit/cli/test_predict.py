@@ -114,6 +114,25 @@ def test_a_run_tells_whether_its_steps_were_restored(tmp_path):
     assert read_run(log_of(tmp_path / "adamw", told)).job.normalizes
 
 
+def test_a_run_whose_nodes_averaged_gradients_tells_what_its_steps_took(tmp_path):
+    seconds = [9.0, 9.0, 0.11, 0.111, 0.112]
+    told = [
+        {"event": "measured", "batch": batch, "step_seconds": one, "exposed_seconds": 0, "lr": 1e-3}
+        for batch, one in zip((2, 5, 50, 100, 150), seconds, strict=True)
+    ]
+    folder = log_of(tmp_path / "run", [*told, exchange(0.1, 0.02, 1e-5)])
+    job = read_run(folder).job
+    assert (job.step_seconds, job.lr, job.normalizes, job.host_seconds) == (0.111, 1e-3, True, 0)
+    spread = 1.4826 * math.log(0.112 / 0.111)
+    assert job.jitter == pytest.approx(spread * math.sqrt(2 * 50 / math.pi), rel=0.1)
+    done = predict(f"--from={folder}", "--nodes=2", "--policy=auto")
+    assert done.returncode == 0, done.stderr
+    assert "1, 0, gradients in int4" in done.stdout
+    assert "of exchanges it tells nothing" in done.stdout
+    with pytest.raises(ConfigError, match="at least 4 exchanges"):
+        read_run(log_of(tmp_path / "short", told[:3]))
+
+
 def test_a_run_that_went_on_elsewhere_tells_of_its_last_nodes(tmp_path):
     events = [
         *[exchange(5.0, 5.0, 1e-3)] * 40,
