@@ -309,6 +309,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "accuracy": lambda: _accuracies("accuracy"),
     "accuracy-long": lambda: _accuracies("accuracy-long"),
     "accuracy-text": _accuracies_of_text,
+    "accuracy-text-wide": lambda: _accuracies_of_text(", wide"),
     "restored": _restored,
     "servers": _servers,
     "servers-with-momentum": _servers_with_momentum,
