@@ -137,10 +137,7 @@ class _Nodes:
     def average_gradients(self, *, hidden: bool) -> None:
         """End a synchronous step: all wait for the last, and for what crosses between them."""
         wire = self.settings.gradient_wire(hidden=hidden)
-        at = max(self.times) + self._costs.synchronous[wire]
-        waits = [at - time for time in self.times]
-        self.totals.exposed += sum(waits)
-        self.times = [at] * len(self.times)
+        waits = self._wait_until(max(self.times) + self._costs.synchronous[wire])
         self.totals.nbytes += exchange_cost(self.job.parameters, wire, self.cluster).sent_bytes
         if hidden:
             self._waiting_steps += [(steps, waits) for steps in self._steps]
@@ -159,10 +156,15 @@ class _Nodes:
     def join(self) -> None:
         """Average the inner optimizer's state, two numbers for each parameter, before all go on."""
         state = replace(self.job, parameters=2 * self.job.parameters)
-        at = max(self.times) + exchange_seconds(state, self.cluster, STATE)
-        self.totals.exposed += sum(at - time for time in self.times)
-        self.times = [at] * len(self.times)
+        self._wait_until(max(self.times) + exchange_seconds(state, self.cluster, STATE))
         self.totals.nbytes += exchange_cost(state.parameters, STATE, self.cluster).sent_bytes
+
+    def _wait_until(self, at: float) -> list[float]:
+        """Let every node wait until then; return how long each waited."""
+        waits = [at - time for time in self.times]
+        self.totals.exposed += sum(waits)
+        self.times = [at] * len(self.times)
+        return waits
 
     def send(self) -> None:
         """Start an exchange; it goes on when the last node has sent."""

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_overview", "gaps_of_default", "main", "step_ratios"]
+__all__ = ["LINKS", "draw_overview", "gaps_of_default", "main", "read_figures", "step_ratios"]
 
 FIGURES = Path(__file__).parents[1] / "figures"
 LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
@@ -24,14 +24,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench overview", description=__doc__)
     parser.add_argument("path", nargs="?", type=Path, default=Path("docs/overview.png"))
     path = parser.parse_args(words).path
-    draw_overview(_read("train"), _read("accuracy-text"), _read("accuracy-short")).savefig(
-        path, dpi=160
-    )
+    train, text, short = map(read_figures, ("train", "accuracy-text", "accuracy-short"))
+    draw_overview(train, text, short).savefig(path, dpi=160)
     print(f"written to {path}")
     return 0
 
 
-def _read(name: str) -> dict[str, Any]:
+def read_figures(name: str) -> dict[str, Any]:
+    """Return a file of figures."""
     found: dict[str, Any] = json.loads((FIGURES / f"{name}.json").read_text(encoding="utf-8"))
     return found
 

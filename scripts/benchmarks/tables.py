@@ -7,7 +7,6 @@ A table stands in a page between two lines, and is written anew there:
 """
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -15,6 +14,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from benchmarks.overview import LINKS, read_figures
 from benchmarks.server import ratio_to
 from benchmarks.simulations import AUTO, DRIFT, SLOW, SYNCHRONOUS
 from daso.cli.algorithms import costs_of, table
@@ -24,7 +24,6 @@ __all__ = ["TABLES", "filled", "main", "pages"]
 ROOT = Path(__file__).parents[2]
 PLACE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end of table -->\n", re.DOTALL)
 NONE = "-"
-LINKS = {"500mbit": "500 Mbit/s", "1gbit": "1 Gbit/s", "2gbit": "2 Gbit/s", "100mbit": "100 Mbit/s"}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -54,11 +53,7 @@ def filled(text: str) -> str:
     return PLACE.sub(place, text)
 
 
-@cache
-def _read(name: str) -> dict[str, Any]:
-    path = ROOT / "scripts/figures" / f"{name}.json"
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+_read = cache(read_figures)
 
 
 def _lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -67,8 +62,12 @@ def _lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
+def _number(value: float | None, digits: int = 2, unit: str = "") -> str:
+    return NONE if value is None else f"{value:.{digits}f}{unit}"
+
+
 def _times(value: float | None, digits: int = 2) -> str:
-    return NONE if value is None else f"{value:.{digits}f}x"
+    return _number(value, digits, "x")
 
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -113,7 +112,7 @@ def _prioritized() -> str:
         "the CNN, 4.6 M parameters, most of them in its last layers but one": "",
         "layers that sleep as on a device, half of 4.6 M parameters in the first": "device-early_",
     }
-    links = list(LINKS)[:3]
+    links = {"500mbit": "500 Mbit/s", "1gbit": "1 Gbit/s", "2gbit": "2 Gbit/s"}
     rows = (
         [
             label,
@@ -124,7 +123,7 @@ def _prioritized() -> str:
         ]
         for label, model in models.items()
     )
-    return _lines(["", *(LINKS[link] for link in links)], rows)
+    return _lines(["", *links.values()], rows)
 
 
 # --- accuracy ------------------------------------------------------------------------------------
@@ -215,10 +214,7 @@ def _servers() -> str:
     assert [run["plan"]["slow"] for run in runs] == [3.0, 1.5, 1.0], "as its head says"
     return _lines(
         head,
-        (
-            [said, *(_times(ratio_to(run, name)).removesuffix("x") for run in runs)]
-            for said, name in names.items()
-        ),
+        ([said, *(_number(ratio_to(run, name)) for run in runs)] for said, name in names.items()),
     )
 
 
