@@ -111,6 +111,11 @@ class SendBuffer:
         self.codec = codec
         return found
 
+    def release(self) -> None:
+        """Forget what was there, and give the memory back until `open`."""
+        self.memory = self._own = self._own.new_empty(0)
+        self._payloads = {}
+
     def payloads(self, spans: Spans) -> Sequence[torch.Tensor]:
         """Return what was written for spans, all of them among those of `open`."""
         return [self._payloads[start, stop] for start, stop in spans]

@@ -183,6 +183,8 @@ class Synchronizer:
         self.channels.watchdog.steps = state.batch
         by_layers = state.synchronous and self.layers is not None
         self.averaging.enter(state, by_layers=by_layers)
+        if self.exchanges is not None and state.synchronous:
+            self.exchanges.rest()
         # Nodes whose GradScalers went apart average between them after unscaling.
         apart = self.metrics.scales_apart and self.layers is None
         between = self.averaging.synchronous and not apart

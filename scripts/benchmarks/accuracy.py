@@ -43,7 +43,7 @@ from daso.examples.cnn import CNN
 from daso.plan.strict import json_by_rows
 from daso.train.optimizer import DASO
 
-__all__ = ["main"]
+__all__ = ["main", "named", "parsed"]
 
 DESCRIPTION = "What seldom exchanges cost in accuracy, on simulated nodes."
 
@@ -238,7 +238,7 @@ def main(words: Sequence[str] | None = None) -> int:
     Returns:
         Exit code.
     """
-    options = _options(words)
+    options = parsed(words)
     # Not by fork: what threads of torch hold is held for ever in a forked child.
     pool = ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"))
     rows: list[dict[str, Any]] = []
@@ -282,7 +282,8 @@ def named(words: str, listed: Listed) -> Listed:
     return whole or [one for one in listed if words in str(one[0])]
 
 
-def _options(words: Sequence[str] | None) -> argparse.Namespace:
+def parsed(words: Sequence[str] | None) -> argparse.Namespace:
+    """Return what a command line says."""
     parser = argparse.ArgumentParser(prog="scripts/bench accuracy", description=DESCRIPTION)
     parser.add_argument("--quick", action="store_true", help="one seed, few epochs: minutes")
     parser.add_argument(

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,38 +15,36 @@ from daso.cli.bench.options import at_least_one, more_than_zero
 from daso.cli.main import Parser, carry_out
 from daso.cli.outputs import exit_on_broken_pipe
 
-__all__ = ["main"]
+__all__ = ["PROGRAMS", "main", "make_parser"]
 
 DEVICES = ("device", "device-early", "device-even")  # layers that take a known time and no core
+
+PROGRAMS = {
+    "accuracy": "what seldom exchanges cost, on simulated nodes",
+    "recovery": "how long a killed rank holds training up, beside torchft",
+    "take": "take files of scripts/figures anew, as they were taken",
+    "overview": "draw the README's picture from what was measured",
+    "tables": "write the tables of README and docs/ from what was measured",
+}
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line; exit codes are those of ``daso``."""
     words = list(sys.argv[1:] if words is None else words)
-    if words[:1] == ["accuracy"]:
-        from benchmarks import accuracy
+    if words[:1] and words[0] in PROGRAMS:
+        program = import_module(f"benchmarks.{words[0]}")
+        return exit_on_broken_pipe(lambda: program.main(words[1:]))
+    return carry_out(make_parser(), words)
 
-        return exit_on_broken_pipe(lambda: accuracy.main(words[1:]))
-    if words[:1] == ["recovery"]:
-        from benchmarks import recovery
 
-        return exit_on_broken_pipe(lambda: recovery.main(words[1:]))
-    if words[:1] == ["overview"]:
-        from benchmarks import overview
-
-        return exit_on_broken_pipe(lambda: overview.main(words[1:]))
-    if words[:1] == ["tables"]:
-        from benchmarks import tables
-
-        return exit_on_broken_pipe(lambda: tables.main(words[1:]))
+def make_parser() -> Parser:
+    """Return the parser of benchmarks that start ranks; programs of their own have theirs."""
     parser = Parser(prog="scripts/bench", description=__doc__, allow_abbrev=False)
     kinds = add_parser(parser, hosts)
-    kinds.add_parser("accuracy", help="what seldom exchanges cost, on simulated nodes")
-    kinds.add_parser("recovery", help="how long a killed rank holds training up, beside torchft")
-    kinds.add_parser("overview", help="draw the README's picture from what was measured")
-    kinds.add_parser("tables", help="write the tables of README and docs/ from what was measured")
+    for name, text in PROGRAMS.items():
+        kinds.add_parser(name, help=text)
     _add_benchmarks(adder(kinds, RUNS, hosts))
-    return carry_out(parser, words)
+    return parser
 
 
 def _add_benchmarks(add: Add) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.overview import LINKS, read_figures
+from benchmarks.overview import FIGURES, LINKS, read_figures
 from benchmarks.server import ratio_to
 from benchmarks.simulations import AUTO, DRIFT, SLOW, SYNCHRONOUS
+from benchmarks.take import read_recipes
 from daso.cli.algorithms import costs_of, table
 
 __all__ = ["TABLES", "filled", "main", "pages"]
@@ -39,8 +40,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def pages() -> list[Path]:
-    """Return README and the pages of docs/."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """Return README, the list of figures, and the pages of docs/."""
+    return [ROOT / "README.md", FIGURES / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def filled(text: str) -> str:
@@ -297,6 +298,19 @@ def _algorithms() -> str:
     return f"```text\n{table(costs_of(256, 25e6))}\n```"
 
 
+def _figures() -> str:
+    """Return what each file was taken with, newest first."""
+    files = []
+    for name, recipe in read_recipes().items():
+        found = _read(name)
+        commit = found.get("versions", {}).get("commit") or found.get("commit")
+        how = recipe.by_hand and f"by hand: {recipe.by_hand}"
+        how = how or f"about {recipe.minutes:g} min"
+        files.append((found["date"], [f"`{name}`", (commit or NONE)[:7], found["date"], how]))
+    files.sort(key=lambda one: one[0], reverse=True)
+    return _lines(["file", "commit", "date", "how"], (row for _, row in files))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "step-times": _step_times,
     "step-times-of-models": _step_times_of_models,
@@ -313,4 +327,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "flows": _flows,
     "memory": _memory,
     "algorithms": _algorithms,
+    "figures": _figures,
 }

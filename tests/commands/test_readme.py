@@ -11,12 +11,15 @@ from jobs import HANG_SECONDS, started
 
 ROOT = Path(__file__).parents[2]
 PATHS = {
-    path.stem if "api" not in path.parts else f"api/{path.stem}": path
-    for path in (
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        *sorted((ROOT / "docs").glob("**/*.md")),
-    )
+    "figures": ROOT / "scripts" / "figures" / "README.md",
+    **{
+        path.stem if "api" not in path.parts else f"api/{path.stem}": path
+        for path in (
+            ROOT / "README.md",
+            ROOT / "CONTRIBUTING.md",
+            *sorted((ROOT / "docs").glob("**/*.md")),
+        )
+    },
 }
 PAGES = {page: path.read_text() for page, path in PATHS.items()}
 

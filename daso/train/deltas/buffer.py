@@ -160,6 +160,7 @@ class DeltaBuffer:
         self.transport = shard_transport(self.part, self.where, self.rounded)
         self.means = self._means()
         self.mean = self.means.first  # of the exchange that was started last
+        self._rests = False  # without memory, until it is anchored
         self.packing = None if copies is None else self._fuse()  # how, where that is on a device
 
     def _means(self) -> "Means":
@@ -222,11 +223,39 @@ class DeltaBuffer:
         Returns:
             Its squared norm; where ranks of a node hold parts, about that.
         """
+        self._wake()
         self._gather(0, self.span.numel, self.part.reference)
         self.part.anchor()
         self.rounded.clear()
         norm = sum(float(flat_view(p).double().square().sum()) for p in self.views.params)
         return norm * self.sharding.parts
+
+    def rest(self) -> None:
+        """Give the memory back until parameters are a reference again; nothing may be under way.
+
+        Shared memory of a node stays: what nobody writes takes none.
+        """
+        if self._rests:
+            return
+        self._rests = True
+        self.part.anchor()
+        self.part.outbox.release()
+        self.rounded.clear()
+        for row in self._owned():
+            row.untyped_storage().resize_(0)
+
+    def _wake(self) -> None:
+        """Take back the memory that `rest` gave away."""
+        if not self._rests:
+            return
+        self._rests = False
+        for row in self._owned():
+            row.untyped_storage().resize_(row.nbytes)
+            row.zero_()
+
+    def _owned(self) -> list[torch.Tensor]:
+        """Return rows that are this rank's alone: on a device all it holds."""
+        return [self.part.reference, *([] if self.where is None else self.shared.parts)]
 
     def encode(self, wire: str, *, dense: bool, keeps: bool) -> None:
         """Encode what the exchange that starts will carry."""
@@ -312,11 +341,17 @@ class DeltaBuffer:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs; nothing may be under way."""
+        if self._rests:
+            return {"rounded": {}}
         rounded = {start: tensor.clone() for start, tensor in self.rounded.items()}
         return {**self.part.state(), "rounded": rounded}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over what `state` returned on the same rank of a world of the same shape."""
+        if "reference" not in state:
+            self.rest()
+            return
+        self._wake()
         self.shared.wait_released()
         self.part.load(state)
         self.rounded.clear()

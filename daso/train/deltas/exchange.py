@@ -174,6 +174,11 @@ class Exchanges:
         self._known = ExchangeState(size=size, wire=known.wire, own_seconds=known.own_seconds)
         self._known.since = [batch] * self.settings.exchange.fragments
 
+    def rest(self) -> None:
+        """Give memory back until `anchor`: nodes average gradients. Does not communicate."""
+        for row in self._rows_of(None):
+            row.rest()
+
     @property
     def measured(self) -> tuple[Tally, int]:
         """What the next exchange will tell of the last one: this rank's share, its batches."""
