@@ -14,7 +14,7 @@ from daso.cli.launch import Local
 from daso.comm.device.cuda_aware import cuda_aware
 from daso.comm.device.nccl_library import describe
 from daso.comm.mpi import check_wheels, library, load, wheels
-from daso.comm.node.select import choose_device, nccl_problem, wants_nccl
+from daso.comm.node.select import nccl_problem, wants_nccl
 from daso.comm.topology import Topology
 from daso.comm.world import init
 from daso.environment import find_mpirun, read_launch
@@ -72,7 +72,7 @@ def _mpi(problems: list[str]) -> dict[str, Any]:
 def _launcher(problems: list[str], *, library: bool) -> dict[str, Any]:
     mpirun = find_mpirun()
     if mpirun is None:
-        problems.append("no mpirun: `pip install 'daso[mpich]'` brings one, or set DASO_MPIRUN")
+        problems.append("no mpirun: `pip install mpich` brings one, or set DASO_MPIRUN")
         return {"mpirun": None, "started_by": read_launch().launcher}
     if not library or read_launch().launcher is not None:  # inside mpirun, asking would nest jobs
         return {"mpirun": str(mpirun), "started_by": read_launch().launcher}
@@ -118,7 +118,7 @@ def _nodes(problems: list[str]) -> dict[str, Any]:
     except DasoError as error:
         problems += [str(error)] if str(error) not in problems else []
         return {}
-    rank_info, device = topology.rank_info, choose_device(topology)
+    rank_info, device = topology.rank_info, topology.device
     average = _average(topology, device)
     if average == "NCCL" and (problem := nccl_problem()):
         problems.append(problem)

@@ -123,7 +123,7 @@ def launch(local: Local) -> int:
     if path is None:
         raise TopologyError(
             "an mpirun must be beside this Python or on PATH, but there is none; "
-            "`pip install 'daso[mpich]'` brings one, or set DASO_MPIRUN"
+            "`pip install mpich` brings one, or set DASO_MPIRUN"
         )
     if local.elastic:
         _check_elastic(path)

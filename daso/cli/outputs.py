@@ -58,4 +58,4 @@ def may_write(json_path: Path | None, plot: Path | None) -> None:
         if plot.suffix != ".png":
             raise ConfigError(f"--plot must end in .png, not {plot}")
         if find_spec("matplotlib") is None:
-            raise ConfigError("--plot needs matplotlib; `pip install 'daso[plot]'`")
+            raise ConfigError("--plot needs matplotlib; `pip install matplotlib`")

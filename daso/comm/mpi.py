@@ -66,7 +66,7 @@ def load() -> "ModuleType":
     except (ImportError, RuntimeError) as error:
         raise TopologyError(
             f"mpi4py must find an MPI library, but: {error}; install one with "
-            f"`pip install 'daso[mpich]'` or set MPI4PY_LIBMPI to the path of libmpi.so"
+            f"`pip install mpich` or set MPI4PY_LIBMPI to the path of libmpi.so"
         ) from error
     if not MPI.Is_initialized():
         if survives_lost_ranks():

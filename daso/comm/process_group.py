@@ -65,7 +65,7 @@ def join_process_group(topology: Topology, backend: Backend) -> bool:
     topology.raise_on_all_ranks(lacks, ConfigError)
     store, device = _store(topology), None
     if backend == "nccl":
-        device = torch.device("cuda", topology.host_rank % max(1, torch.cuda.device_count()))
+        device = topology.device
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend,

@@ -194,6 +194,12 @@ class Topology:
         return self.rank_info.local_size
 
     @property
+    def device(self) -> torch.device:
+        """Where this rank computes: the ranks of a host take the GPUs that they see in turn."""
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return torch.device("cuda", self.host_rank % count) if count else torch.device("cpu")
+
+    @property
     def node(self) -> int:
         """Index of this rank's node."""
         return self.rank_info.node

@@ -33,7 +33,7 @@ def load_digits(*, train: bool) -> TensorDataset:
     except ImportError as error:
         raise DataError(
             f"the digits data set is part of scikit-learn, which cannot be imported ({error}): "
-            "pip install daso[data]"
+            "pip install scikit-learn"
         ) from error
     bunch = datasets.load_digits()
     targets = torch.from_numpy(bunch.target).long()

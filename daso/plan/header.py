@@ -7,7 +7,7 @@ exact and the same on every rank, whatever order MPI adds in.
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 
 __all__ = ["Header", "Tally", "culprit", "decode_culprit"]
 
@@ -36,7 +36,7 @@ class Header:
 
     def encode(self) -> list[float]:
         """Return the numbers in a fixed order."""
-        return [float(number) for number in astuple(self)]
+        return [float(getattr(self, name)) for name in _NAMES]
 
     @classmethod
     def decode(cls, numbers: Sequence[float]) -> "Header":
@@ -46,7 +46,7 @@ class Header:
     @classmethod
     def width(cls) -> int:
         """How many numbers a header has."""
-        return len(fields(cls))
+        return len(_NAMES)
 
     @property
     def step_seconds(self) -> float:
@@ -77,6 +77,9 @@ class Header:
     def aligned(self) -> bool:
         """Whether all ranks sent the same layout after the same number of batches."""
         return self.layout == -self.minus_layout and self.batch == -self.minus_batch
+
+
+_NAMES = tuple(one.name for one in fields(Header))
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,19 +264,25 @@ class Channels:
             )
         return self._gradient_means[key].run(Row(total), chunks)
 
-    def allreduce_header(self, header: Header, tally: Tally) -> Work[tuple[Header, Tally]]:
-        """Return what all ranks agree on: the header's elementwise maximum, the tally's sum."""
-        mpi = load()
+    def allreduce_header(
+        self, header: Header, tally: Tally | None = None
+    ) -> Work[tuple[Header, Tally]]:
+        """Return what all ranks agree on: the header's elementwise maximum, the tally's sum.
+
+        Args:
+            header: Of this rank.
+            tally: Of this rank; None, on all ranks alike: nothing is summed.
+
+        Collective over the world; non-blocking, as work for the engine.
+        """
+        mpi, votes, sums = load(), self.comms.votes, None
         most = torch.tensor(header.encode(), dtype=torch.float64, device="cpu")
-        sums = torch.tensor(tally.encode(), dtype=torch.float64, device="cpu")
-        yield Arrival(
-            [
-                self.comms.votes.Iallreduce(mpi.IN_PLACE, sum_buffer(most), op=mpi.MAX),
-                self.comms.votes.Iallreduce(mpi.IN_PLACE, sum_buffer(sums), op=mpi.SUM),
-            ],
-            rounds=vote_rounds(self._topology.world_size) // 2,
-        )
-        return Header.decode(most.tolist()), Tally(*sums.tolist())
+        requests = [votes.Iallreduce(mpi.IN_PLACE, sum_buffer(most), op=mpi.MAX)]
+        if tally is not None:
+            sums = torch.tensor(tally.encode(), dtype=torch.float64, device="cpu")
+            requests.append(votes.Iallreduce(mpi.IN_PLACE, sum_buffer(sums), op=mpi.SUM))
+        yield Arrival(requests, rounds=vote_rounds(self._topology.world_size) // 2)
+        return Header.decode(most.tolist()), Tally(*([] if sums is None else sums.tolist()))
 
     def gather(self, number: float) -> Work[list[float]]:
         """Return every rank's number, in rank order; also a barrier with the stall limit.

@@ -18,7 +18,6 @@ import daso
 from benchmarks.gpu_models import MODELS, PRETENDED, Shape
 from daso.cli.bench.rounds import over, take_turns
 from daso.comm.emulation import CopyLink, pretend_device
-from daso.comm.node.select import choose_device
 from daso.comm.process_group import Backend, join_process_group
 from daso.comm.topology import Topology
 from daso.train.deltas.fused import Fused
@@ -100,7 +99,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     shape, device = MODELS[plan.model], torch.device("cpu")
     emulated: AbstractContextManager[None] = pretend_device(CopyLink(10e9, 1e-5))
     if plan.model != PRETENDED:
-        device, emulated = choose_device(topology), nullcontext()
+        device, emulated = topology.device, nullcontext()
         torch.cuda.set_device(device)
     with emulated, _process_group(topology, device) as backend:
         names = [BARE, WRAPPED, *([DEFAULT] if topology.world_size > 1 else [])]

@@ -12,7 +12,6 @@ from sequential import Sequential
 
 import daso
 from daso import trace
-from daso.comm.node.select import choose_device
 from daso.errors import LayoutError, TopologyError
 
 pytestmark = [
@@ -28,7 +27,7 @@ ORDERED = daso.Exchange(algorithm="direct", chunk_bytes=512)
 
 @pytest.fixture
 def device(topology):
-    return choose_device(topology)
+    return topology.device
 
 
 def loss_on(device, model, rank, step):

@@ -19,7 +19,6 @@ from daso.comm.emulation import CopyLink
 from daso.comm.engine import Engine
 from daso.comm.health.control_messages import ControlChannel
 from daso.comm.health.liveness import LivenessProbe
-from daso.comm.node.select import choose_device
 from daso.comm.node.shm import ShmNode
 from daso.comm.reduction import CPU, BufferPool, Row
 from daso.errors import ExchangeError, StallError, TopologyError
@@ -469,4 +468,4 @@ def test_ranks_of_a_host_take_its_gpus_in_turn(topology, rank_info, monkeypatch,
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     # All ranks are on one host here, whatever nodes they pretend to be.
     expected = f"cuda:{rank_info.rank % gpus}" if gpus else "cpu"
-    assert str(choose_device(topology)) == expected
+    assert str(topology.device) == expected

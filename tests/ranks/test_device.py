@@ -23,7 +23,6 @@ from world import (
 import daso
 from daso.comm.emulation import CopyLink, pretend_device
 from daso.comm.node.host import HostBucket, HostNode
-from daso.comm.node.select import choose_device
 from daso.errors import NonFiniteError
 from daso.plan.allreduce_plan import AllReducePlan, Level
 
@@ -41,7 +40,7 @@ def device(topology):
         with pretend_device(CopyLink(1e9, 1e-4)):
             yield
         return
-    mine = choose_device(topology)
+    mine = topology.device
     torch.cuda.set_device(mine)
     torch.set_default_device(mine)  # of the models, and of the batches
     try:

@@ -32,7 +32,7 @@ def run_on(
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python program on ranks of this machine, as `daso run` does."""
     mpirun = find_mpirun()
-    assert mpirun is not None, "no mpirun: pip install 'daso[mpich]'"
+    assert mpirun is not None, "no mpirun: pip install mpich"
     local = Local(ranks=ranks, ranks_per_node=None, program=program)
     env = local.environment(_outside(), root=os.geteuid() == 0, cores=1)
     return subprocess.run(

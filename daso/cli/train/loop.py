@@ -19,7 +19,6 @@ from daso.cli.train.report import Progress, RunFolder, closing_table, versions
 from daso.cli.train.resume import Point, Run, Saver
 from daso.cli.train.task import Task, evaluate, loss_of, make_optimizer, make_outer, make_task
 from daso.comm.collectives import gather
-from daso.comm.node.select import choose_device
 from daso.comm.topology import Regrouped, Topology
 from daso.comm.world import init
 from daso.data import ShardedSampler
@@ -178,7 +177,7 @@ def _prepare(config: Config, topology: Topology) -> Run:
 
 def _device(config: Config, topology: Topology) -> torch.device:
     """Return where this rank trains; raise on all ranks alike where one lacks what it is told."""
-    device = torch.device("cpu") if config.device == "cpu" else choose_device(topology)
+    device = torch.device("cpu") if config.device == "cpu" else topology.device
     problem = None
     if config.device == "cuda" and device.type != "cuda":
         problem = "device=cuda needs a GPU that torch sees, but there is none; set --device=cpu"

@@ -171,7 +171,7 @@ def _open_tensorboard(path: Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ConfigError(
-            "tensorboard=true needs the tensorboard package; `pip install 'daso[tensorboard]'`"
+            "tensorboard=true needs the tensorboard package; `pip install tensorboard`"
         ) from error
     (path / "tensorboard").mkdir(exist_ok=True)
     return SummaryWriter(str(path / "tensorboard"))

@@ -20,11 +20,11 @@ __all__ = ["describe", "library", "start"]
 NOT_FOUND = "cupy finds no libnccl.so.2"
 # By the CUDA that torch was built with, as torch tells it.
 REMEDIES = {
-    "12": ("pip install 'daso[cupy12]'", "pip install nvidia-nccl-cu12"),
-    "13": ("pip install 'daso[cupy13]'", "pip install nvidia-nccl-cu13"),
+    "12": ("pip install cupy-cuda12x", "pip install nvidia-nccl-cu12"),
+    "13": ("pip install cupy-cuda13x", "pip install nvidia-nccl-cu13"),
 }
 OTHERWISE = (
-    "pip install 'daso[cupy12]' or 'daso[cupy13]', or cupy built for it",
+    "pip install cupy-cuda12x or cupy-cuda13x, or cupy built for it",
     "pip install nvidia-nccl-cu12 or nvidia-nccl-cu13, or NCCL built for it",
 )
 

@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and which transport is taken inside a node."""
+"""Which transport is taken inside a node, and whether ranks' devices fit."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,6 @@ from daso.errors import TopologyError
 
 __all__ = [
     "check_device",
-    "choose_device",
     "choose_node",
     "device_problem",
     "nccl_problem",
@@ -29,12 +28,6 @@ __all__ = [
 ]
 
 Late = Callable[[], None]
-
-
-def choose_device(topology: Topology) -> torch.device:
-    """Return where this rank computes: the ranks of a host take the GPUs that they see in turn."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return torch.device("cuda", topology.host_rank % count) if count else torch.device("cpu")
 
 
 def device_problem(topology: Topology, device: torch.device) -> str | None:

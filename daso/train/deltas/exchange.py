@@ -200,7 +200,7 @@ class Exchanges:
         if self.rank_info.lane is not None and since < batch and met == self.metrics.meetings:
             header = replace(header, minus_exposed_seconds=-(exposed - before) / (batch - since))
         agreed, _ = self.coordinator.wait(
-            self.channels.engine.submit(self.channels.allreduce_header(header, Tally()))
+            self.channels.engine.submit(self.channels.allreduce_header(header))
         )
         _check_aligned(agreed)
         exposed = self.metrics.watch.idle_seconds(trace.WAIT_INTER_NODE)
@@ -246,7 +246,7 @@ class Exchanges:
         keeps = self.settings.keeps(wait=SMALL_WAIT, drift=self._known.drift)
         for row in rows:
             row.encode(wire, dense=False, keeps=keeps)
-        work = self._exchange(rows, self._header(batch), Tally())
+        work = self._exchange(rows, self._header(batch), None)
         number = self.metrics.send()
         own = time.perf_counter() - begun - (self._node.waited_seconds - waited)
         trace.record(trace.SEND, begun, key=number)
@@ -300,7 +300,9 @@ class Exchanges:
             "minus_small_exposed_seconds": -statistics.fmean(exposed),
         }
 
-    def _exchange(self, rows: list[DeltaBuffer], header: Header, tally: Tally) -> Work[Outcome]:
+    def _exchange(
+        self, rows: list[DeltaBuffer], header: Header, tally: Tally | None
+    ) -> Work[Outcome]:
         """Vote first; where all values are finite, move every row's reference by the mean delta."""
         begun, busy = time.perf_counter(), time.thread_time()
         code = yield from self._nonfinite(rows)

@@ -109,7 +109,7 @@ def test_without_cupy_the_remedy_is_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     found = describe.__wrapped__()
     assert not found["available"]
-    assert "pip install 'daso[cupy12]'" in found["remedy"]
+    assert "pip install cupy-cuda12x" in found["remedy"]
 
 
 class Starts:
