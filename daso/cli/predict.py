@@ -312,7 +312,7 @@ def _assumptions(chosen: argparse.Namespace, job: Job) -> list[str]:
         f"and of computing what is missing to 2",
         "the inner optimizer normalizes gradients, as Adam does: Auto averages them in 4 bits for "
         "300 steps, unless that takes four times as long, and goes on so where backward hides it"
-        if job.normalizes
+        if job.normalizes and chosen.wire != "topk"
         else "the inner optimizer is such as SGD; with Adam and its kin Auto trains synchronously "
         "first: --optimizer=adamw",
         "not modelled: contention inside nodes and in the switch, accuracy",

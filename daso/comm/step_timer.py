@@ -55,6 +55,7 @@ class Launched(NamedTuple):
     ended: Timestamp
     at: float = 0.0  # when the wait ended on the host; seconds, time.perf_counter
     key: int = trace.NO_KEY
+    of_step: bool = True
 
 
 class StepTimer:
@@ -66,6 +67,7 @@ class StepTimer:
 
     def __init__(self, stamp: Callable[[], Timestamp] = HostTimestamp) -> None:
         self._idle = {trace.WAIT_INTRA_NODE: 0.0, trace.WAIT_INTER_NODE: 0.0}  # seconds
+        self.meeting_seconds = 0.0  # of those, for other nodes, in waits that are not a step's
         self._steps: deque[float] = deque(maxlen=MOST_STEPS)
         self._launched: deque[Launched] = deque()  # in order
         self.start(stamp)
@@ -79,14 +81,16 @@ class StepTimer:
         self._idle_since = 0.0  # of the step that goes on, for other nodes
 
     @contextmanager
-    def waiting(self, kind: int, key: int = trace.NO_KEY) -> Iterator[None]:
-        """Let the calling thread wait meanwhile."""
+    def waiting(
+        self, kind: int, key: int = trace.NO_KEY, *, of_step: bool = True
+    ) -> Iterator[None]:
+        """Let the calling thread wait meanwhile: for what its steps need, or for a meeting."""
         begun = self._stamp()
         try:
             yield
         finally:
             at = time.perf_counter()
-            self._launched.append(Launched(kind, begun, self._stamp(), at, key))
+            self._launched.append(Launched(kind, begun, self._stamp(), at, key, of_step))
             self._read()
 
     def step(self) -> None:
@@ -100,6 +104,10 @@ class StepTimer:
         self._read()
         return self._idle[kind]
 
+    def step_idle_seconds(self) -> float:
+        """Return for how long nothing was computed since steps waited for other nodes."""
+        return self.idle_seconds(trace.WAIT_INTER_NODE) - self.meeting_seconds
+
     def take_steps(self) -> list[float]:
         """Return the seconds of every step since the last call, without waits for other nodes."""
         self._read()
@@ -110,7 +118,7 @@ class StepTimer:
     def _read(self) -> None:
         """Take up what is past."""
         while self._launched and self._launched[0].ended.over():
-            kind, begun, ended, at, key = self._launched.popleft()
+            kind, begun, ended, at, key, of_step = self._launched.popleft()
             if kind is None:
                 self._steps.append(max(0.0, ended.since(self._last) - self._idle_since))
                 self._last, self._idle_since = ended, 0.0
@@ -119,4 +127,5 @@ class StepTimer:
             self._idle[kind] += idle
             if kind == trace.WAIT_INTER_NODE:
                 self._idle_since += idle
+                self.meeting_seconds += 0.0 if of_step else idle
             trace.record(kind, at - idle, ends=at, key=key)

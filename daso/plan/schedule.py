@@ -106,6 +106,7 @@ class State:
     skip: int = 1  # batches from one send to the next
     wait: int = 0  # batches from a send to its merge; 0 = blocking
     sent: int | None = None  # batch after which the exchange in flight was sent
+    sent_wait: int = 0  # batches that it was to take then, whatever is chosen since
     last: int = 0  # batch after which the last exchange was sent
     sends: int = 0  # exchanges of one fragment so far
     agreed: int = 0  # batch up to which all work was put into an exchange
@@ -302,7 +303,13 @@ def _exchange(state: State) -> tuple[tuple[Action, ...], State]:
         agreed = state.batch if whole else state.agreed
         now, small = state.batch, replace(state.small, in_flight=False)
         state = replace(
-            state, sent=now, last=now, sends=state.sends + 1, agreed=agreed, small=small
+            state,
+            sent=now,
+            sent_wait=state.wait,
+            last=now,
+            sends=state.sends + 1,
+            agreed=agreed,
+            small=small,
         )
         if state.wait == 0:
             acts, state = (*acts, Action.RECEIVE), replace(state, sent=None)

@@ -1,10 +1,11 @@
 """Which wire an exchange takes where the user leaves it open: 16 bits, or 4 on slow links."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 from daso.plan.schedule import Measurements
 
-__all__ = ["BITS", "NARROW", "WIDE", "GradientWire", "Wire", "next_wire"]
+__all__ = ["BITS", "NARROW", "WIDE", "GradientWire", "Wire", "next_wire", "tells_of_wire"]
 
 Wire = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "topk"]
 GradientWire = Literal["auto", "fp32", "bf16", "int8", "int4"]
@@ -34,3 +35,14 @@ def next_wire(now: str, measurements: Measurements, *, numel: int) -> str:
     if now == WIDE:
         return NARROW if batches > most else WIDE
     return WIDE if batches < most / 2 else NARROW
+
+
+def tells_of_wire(numel: int, numels: Sequence[int]) -> bool:
+    """Tell whether the seconds of an exchange say which wire suits all that follow.
+
+    Args:
+        numel: Numbers that it carried.
+        numels: Those of each fragment: small ones would change the wire of large ones back, and all
+            together take longer than any.
+    """
+    return max(numels) / 2 <= numel <= max(numels)

@@ -204,7 +204,8 @@ class _Nodes:
         self._wait_for(flight, costs.own)
         (fastest, small), nodes = flight.told, self.cluster.nodes
         drift, own = self.job.drift * (1 - 1 / nodes), 2 * costs.own + costs.lost
-        gain = math.sqrt(nodes) if self.job.normalizes else 0.0  # as where all is noise
+        restores = self.job.normalizes and self.settings.may_restore_steps
+        gain = math.sqrt(nodes) if restores else 0.0  # as where all is noise
         gradients = self.settings.gradient_seconds(self._taken, self.wire) if gain else 0.0
         measurements = Measurements(
             *(fastest, self._taken, self.job.lr, drift, own, gain, gradients), small_seconds=small

@@ -10,7 +10,7 @@ import torch
 
 from daso import trace
 from daso.comm.collectives import first_value, gather_in_node, gather_unlike
-from daso.comm.engine import WorkHandle
+from daso.comm.engine import Work, WorkHandle
 from daso.comm.topology import Topology
 from daso.errors import ConfigError, ExchangeError, LayoutError, NonFiniteError
 from daso.train.channels import Channels
@@ -87,28 +87,33 @@ class Coordinator:
         self.ddps = DdpFinder(param for _, param in trained.named)
         self._told: set[str] = set()  # what was said: names of buffers that are left alone, `LR`
 
-    def wait(self, handle: WorkHandle[Result]) -> Result:
-        """Block until work is over and return its result; standing still is exposed time."""
-        with self.metrics.watch.waiting(trace.WAIT_INTER_NODE, handle.key):
+    def wait(self, handle: WorkHandle[Result], *, of_step: bool = True) -> Result:
+        """Block until work is over and return its result; standing still is exposed time.
+
+        Args:
+            handle: Of the work.
+            of_step: A step needs it; False: ranks meet beside steps.
+        """
+        with self.metrics.watch.waiting(trace.WAIT_INTER_NODE, handle.key, of_step=of_step):
             return self.channels.engine.wait(handle)
 
-    def gather(self, number: float) -> list[float]:
-        """Return every rank's number, in rank order. Collective over the world; blocking."""
-        self.metrics.meetings += 1
-        return self.wait(self.channels.engine.submit(self.channels.gather(number)))
+    def _meet(self, work: Work[Result], *, of_step: bool = False) -> Result:
+        return self.wait(self.channels.engine.submit(work), of_step=of_step)
 
-    def extremes(self, number: float) -> tuple[float, float]:
+    def gather(self, number: float, *, of_step: bool = False) -> list[float]:
+        """Return every rank's number, in rank order. Collective over the world; blocking."""
+        return self._meet(self.channels.gather(number), of_step=of_step)
+
+    def extremes(self, number: float, *, of_step: bool = False) -> tuple[float, float]:
         """Return the lowest and highest of all ranks' numbers.
 
         Collective over the world; blocking.
         """
-        self.metrics.meetings += 1
-        return self.wait(self.channels.engine.submit(self.channels.extremes(number)))
+        return self._meet(self.channels.extremes(number), of_step=of_step)
 
     def first(self, number: float) -> float:
         """Return world rank 0's number. Collective over the world; blocking."""
-        self.metrics.meetings += 1
-        return self.wait(self.channels.engine.submit(self.channels.first(number)))
+        return self._meet(self.channels.first(number))
 
     @property
     def is_sharded(self) -> bool:
@@ -121,7 +126,7 @@ class Coordinator:
         Collective over the world; blocking.
         """
         if self.is_sharded:
-            number -= self.wait(self.channels.engine.submit(self.channels.first_of_lane(number)))
+            number -= self._meet(self.channels.first_of_lane(number))
         lowest, highest = self.extremes(number)
         return lowest != highest
 
@@ -243,9 +248,9 @@ class Coordinator:
                 f"the same number of batches"
             )
 
-    def mean(self, value: float) -> float:
+    def mean(self, value: float, *, of_step: bool = False) -> float:
         """Return the mean of a number over all ranks, the same bits everywhere; blocking."""
-        values = self.gather(value)
+        values = self.gather(value, of_step=of_step)
         return sum(values) / len(values)
 
     def join(self) -> None:
@@ -318,8 +323,7 @@ class Coordinator:
         self._average_over(self._replicas, tensors)
 
     def _average_over(self, ranks: Topology, tensors: list[torch.Tensor]) -> None:
-        self.metrics.meetings += 1
-        with self.metrics.watch.waiting(trace.WAIT_INTER_NODE):
+        with self.metrics.watch.waiting(trace.WAIT_INTER_NODE, of_step=False):
             self.metrics.global_bytes_sent += average_tensors(
                 tensors,
                 ranks,

@@ -119,7 +119,6 @@ class Metrics:
     exchange_seconds: float = 0.0  # the last exchange, from when what crosses was there to its end
     stepped_at: float = field(default_factory=time.perf_counter)  # by the host
     scales_apart: bool = False  # nodes stepped with GradScalers of their own
-    meetings: int = 0  # of all ranks, beside steps and exchanges
     # The last exchanges, drops and joins; bounded, so that a long run does not grow.
     events: deque[dict[str, object]] = field(default_factory=lambda: deque(maxlen=10_000))
 

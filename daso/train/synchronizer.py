@@ -305,7 +305,7 @@ class Synchronizer:
         if not self.coordinator.is_sharded:
             return name
         names = ["", *(one for one, _ in self.trained.named)]
-        last = self.coordinator.extremes(float(names.index(name or "")))[1]
+        last = self.coordinator.extremes(float(names.index(name or "")), of_step=True)[1]
         return names[int(last)] or None
 
     def _average_unscaled(self) -> None:
@@ -321,7 +321,7 @@ class Synchronizer:
         """
         value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         if self.averaging.synchronous:
-            value = self.coordinator.mean(value)
+            value = self.coordinator.mean(value, of_step=True)
         else:
             values = gather_in_node(
                 self.topology, value, self.channels.settings.exchange.timeout_seconds
@@ -513,7 +513,7 @@ class Synchronizer:
 def _send(act: Action, state: State, exchanges: Exchanges) -> None:
     """Start an exchange of what is due."""
     if act is Action.SEND:
-        exchanges.send(state.batch, state.fragment, wait=state.wait)
+        exchanges.send(state.batch, state.fragment, wait=state.sent_wait)
     elif act is Action.SEND_ALL:
         exchanges.send(state.batch, None, wait=0)
     else:

@@ -98,6 +98,23 @@ def test_shards_are_trained_to_the_bits_of_the_whole_model(topology, policy, wir
     assert topology.equal_on_all_ranks(found)
 
 
+class Stays(daso.Auto):
+    """Stays synchronous, however long that takes."""
+
+    def tune_exchange(self, state, _):
+        return state
+
+
+@pytest.mark.nodes(*SHARDED)
+def test_what_is_exposed_of_synchronous_steps_is_measured(topology):
+    model = sharded(network(), topology)
+    with daso.DASO(adam(model), module=model, topology=topology, policy=Stays()) as optimizer:
+        train(optimizer, model, topology.rank, 51)
+        told = [one for one in optimizer.report()["events"] if one["kind"] == "measured"]
+    assert told[-1]["batch"] == 50
+    assert told[-1]["exposed_seconds"] > 0
+
+
 @pytest.mark.nodes(*SHARDED)
 @pytest.mark.parametrize("merge", ["daso", "delta", "eager", 0.3])
 def test_every_merge_takes_shards(topology, merge):

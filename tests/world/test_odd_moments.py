@@ -207,3 +207,21 @@ def test_state_of_two_nodes_loads_into_one_and_back(topology, rank_info):
         optimizer.load_state_dict(again)
         train(topology, model, optimizer, 1, first=3)
         assert topology.equal_on_all_ranks(bits(model))
+
+
+@pytest.mark.nodes((1, 1))
+def test_a_dropped_exchange_says_nothing_of_how_long_others_take(topology):
+    model = small()
+    optimizer = wrap(topology, model, policy=daso.Fixed(4, 2))
+    train(topology, model, optimizer, 7)  # one sent after 4, merged after 6
+    metrics = optimizer._session._sync.metrics
+    before = metrics.exchange_seconds
+    if topology.rank == 0:
+        with torch.no_grad():
+            next(model.parameters()).fill_(float("nan"))
+    train(topology, model, optimizer, 3, first=7)  # sent after 8, dropped after 10
+    assert metrics.dropped == 1
+    assert metrics.exchange_seconds == before > 0
+    train(topology, model, optimizer, 4, first=10)
+    assert metrics.exchange_seconds != before
+    optimizer.close()

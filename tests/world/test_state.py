@@ -310,3 +310,70 @@ def test_after_one_copy_was_loaded_gradients_are_clipped_as_before(topology, ran
     optimizer.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(bits(model), expected, strict=True))
     optimizer.close()
+
+
+def test_a_state_of_synchronous_batches_brings_the_outer_optimizer_back(topology):
+    torch.manual_seed(1)
+    model, seen = mlp(), []
+    options = {"outer": nesterov, "wire": "fp32", "exchange": ORDERED}
+    policy = daso.Fixed(3, 1, warmup=4)
+    with daso.DASO(sgd(model), module=model, topology=topology, policy=policy, **options) as one:
+        train(model, one, topology.rank, range(2))
+        saved = [model.state_dict(), one.state_dict()]
+        copies = [through_a_file(saved), through_a_file(saved)]
+        for state in copies:  # the second time there is momentum to forget
+            model.load_state_dict(state[0])
+            one.load_state_dict(state[1])
+            seen.append(train(model, one, topology.rank, range(2, 20)))
+    assert all(map(torch.equal, seen[0][-1], seen[1][-1]))
+
+
+@pytest.mark.nodes((1, 1))
+def test_a_state_is_left_alone_by_who_loads_it(topology, rank_info):
+    model = seeded(mlp)()
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)  # without a state of its own
+    options = {"policy": daso.Fixed(2, 1), "exchange": ORDERED}
+    with daso.DASO(inner, module=model, topology=topology, **options) as optimizer:
+        train(model, optimizer, rank_info.rank, range(9))
+        state = optimizer.state_dict()
+        before = copy.deepcopy(state["daso"])
+        optimizer.load_state_dict(state)
+        train(model, optimizer, rank_info.rank, range(9, 20))
+    after = state["daso"]["sync"]["exchanges"]["known"]
+    assert after == before["sync"]["exchanges"]["known"]
+
+
+@pytest.mark.nodes(*APART)
+def test_fragments_of_other_sizes_take_the_other_wire_too(topology, rank_info, monkeypatch):
+    monkeypatch.setattr(plan_options, "next_wire", other_wire)
+    model = seeded(mlp)()
+    exchange = daso.Exchange(algorithm="direct", fragments=2)  # of 102 and 71 numbers
+    options = {"policy": daso.Fixed(2, 1), "exchange": exchange}
+    with daso.DASO(sgd(model), module=model, topology=topology, **options) as optimizer:
+        train(model, optimizer, rank_info.rank, range(30))
+        events = optimizer.report()["events"]
+    assert {one["wire"] for one in events if one["kind"] == "exchange"} == {"bf16", "int4"}
+
+
+class Leap(daso.Fixed):
+    """Waits longer from an exchange on that is received and followed by another at once."""
+
+    def tune_exchange(self, state, _):
+        return replace(state, skip=8, wait=8) if state.batch == 6 else state
+
+
+def test_a_replay_keeps_local_work_as_the_run_did(monkeypatch):
+    settings = Settings(wire="fp32", merge="auto", exchange=ORDERED, gradients=daso.Gradients())
+
+    def run(policy):
+        nodes = SimulatedNodes(seeded(mlp), sgd, 2, policy=policy, settings=settings)
+        for step in range(16):
+            nodes.step([lambda m, r=r, s=step: batch_loss(m, r, s) for r in range(2)])
+        return nodes
+
+    drift = next(one["drift"] for one in run(Leap(2, 2)).events if one["sent"] == 4)
+    monkeypatch.setattr("daso.plan.merge.MOST_DRIFT", (4 * drift) ** 0.5)  # between both waits
+    ran, replayed = run(Leap(2, 2)), run(Replay(((0, 2, 2), (6, 8, 8))))
+    assert [one["sent"] for one in ran.events] == [one["sent"] for one in replayed.events]
+    pairs = zip(ran.models[0].parameters(), replayed.models[0].parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)

@@ -221,3 +221,51 @@ def test_two_optimizers_in_step_are_one_big_batch(topology):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
     for one in wrappers:
         one.close()
+
+
+class Stays(daso.Auto):
+    """Stays synchronous, however long that takes."""
+
+    def tune_exchange(self, state, _):
+        return state
+
+
+@pytest.mark.nodes((1, 1))
+@pytest.mark.parametrize("meeting", ["loss of a closure", "epochs", "none"])
+def test_what_is_exposed_is_measured_however_often_ranks_meet(topology, meeting):
+    model = seeded(mlp)()
+    inner = adamw(model)
+    with daso.DASO(inner, module=model, topology=topology, policy=Stays()) as optimizer:
+        for step in range(101):
+
+            def closure(step=step):
+                optimizer.zero_grad()
+                loss = batch_loss(model, topology.rank, step)
+                loss.backward()
+                return loss
+
+            if meeting == "loss of a closure":
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+            if meeting == "epochs" and step % 40 == 39:
+                optimizer.end_epoch(1.0)
+        told = [one for one in optimizer.report()["events"] if one["kind"] == "measured"]
+    assert [one["batch"] for one in told] == [2, 5, 50, 100]
+    assert all(one["exposed_seconds"] > 0 for one in told[1:])
+
+
+@pytest.mark.nodes((1, 1))
+def test_a_group_of_frozen_parameters_may_be_added_to_what_hooks_train(topology):
+    model = seeded(mlp)()
+    inner = adamw(model)
+    options = {"policy": daso.Fixed(2, 1), "exchange": ORDERED}
+    with daso.attach(inner, module=model, topology=topology, **options) as handle:
+        steps(topology, inner, model, range(9))
+        assert handle.report()["gain"] > 1
+        frozen = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+        inner.add_param_group({"params": [frozen]})
+        steps(topology, inner, model, range(9, 14))
+        assert [group["lr"] for group in inner.param_groups] == [0.01, 0.01]
+        assert handle.report()["gain"] > 1

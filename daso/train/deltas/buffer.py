@@ -342,7 +342,7 @@ class DeltaBuffer:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs; nothing may be under way."""
         if self._rests:
-            return {"rounded": {}}
+            return {"rounded": {}} | self.part.outer_state()
         rounded = {start: tensor.clone() for start, tensor in self.rounded.items()}
         return {**self.part.state(), "rounded": rounded}
 
@@ -350,6 +350,7 @@ class DeltaBuffer:
         """Take over what `state` returned on the same rank of a world of the same shape."""
         if "reference" not in state:
             self.rest()
+            self.part.load_outer(state)
             return
         self._wake()
         self.shared.wait_released()

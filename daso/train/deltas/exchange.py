@@ -4,6 +4,7 @@ One exchange is in flight at a time. Parameters are written here, by the trainin
 boundaries, and nowhere else.
 """
 
+import copy
 import logging
 import os
 import statistics
@@ -26,6 +27,7 @@ from daso.plan.merge import Merge
 from daso.plan.routes import has_changed
 from daso.plan.schedule import Measurements
 from daso.plan.small_tensors import SMALL_WAIT
+from daso.plan.wires import tells_of_wire
 from daso.train.coordinator import Coordinator, largest_rate
 from daso.train.deltas.buffer import DeltaBuffer, Measured
 from daso.train.deltas.core_loss import CoreLoss
@@ -63,9 +65,8 @@ class ExchangeState:
     # these the last one was of.
     lately: dict[str, list[float]] = field(default_factory=dict)
     kind: str = ""
-    # When ranks measured last in this phase: batch, seconds exposed until then, and how often all
-    # had met beside steps.
-    marked: tuple[int, float, int] | None = None
+    # When ranks measured last in this phase: batch, and seconds that steps were exposed until then.
+    marked: tuple[int, float] | None = None
 
 
 def spare_cores(ranks: int, threads: int) -> bool:
@@ -193,18 +194,17 @@ class Exchanges:
 
         Collective over the world; blocking.
         """
-        known, exposed = self._known, self.metrics.watch.idle_seconds(trace.WAIT_INTER_NODE)
+        known, exposed = self._known, self.metrics.watch.step_idle_seconds()
         header = self._measured_header(batch)
-        since, before, met = known.marked or (batch, 0.0, 0)
-        # A rank without a lane waits in its node; what meetings took is not the steps'.
-        if self.rank_info.lane is not None and since < batch and met == self.metrics.meetings:
+        since, before = known.marked or (batch, 0.0)
+        # A rank without a lane waits in its node.
+        if self.rank_info.lane is not None and since < batch:
             header = replace(header, minus_exposed_seconds=-(exposed - before) / (batch - since))
         agreed, _ = self.coordinator.wait(
-            self.channels.engine.submit(self.channels.allreduce_header(header))
+            self.channels.engine.submit(self.channels.allreduce_header(header)), of_step=False
         )
         _check_aligned(agreed)
-        exposed = self.metrics.watch.idle_seconds(trace.WAIT_INTER_NODE)
-        known.marked = batch, exposed, self.metrics.meetings
+        known.marked = batch, exposed
         measurements = Measurements(
             agreed.step_seconds, lr=agreed.lr, exposed_seconds=agreed.exposed_seconds
         )
@@ -392,12 +392,13 @@ class Exchanges:
         flight, self._flight = self._flight, None
         assert flight is not None, "the schedule receives only what was sent"
         outcome = self.coordinator.wait(flight.handle)
-        seconds = self.metrics.exchange_seconds = flight.handle.seconds - outcome.made_seconds
+        seconds = flight.handle.seconds - outcome.made_seconds
         self.metrics.global_bytes_sent += outcome.nbytes
         _check_aligned(outcome.header)
         if outcome.header.nonfinite:
             self._drop(flight, outcome)
             return None
+        self.metrics.exchange_seconds = seconds
         measurements = self._learn(flight, outcome)
         rows = self._rows_of(flight.fragment)
         rule, merging_seconds = self._merge(flight, rows, batch, outcome.nbytes)
@@ -474,14 +475,16 @@ class Exchanges:
         return measurements
 
     def _choose_wire(self, flight: InFlight, measurements: Measurements) -> None:
-        """Choose the wire of the next exchange, where the seconds are those of one like this."""
+        """Choose the wire of the next exchange, by the seconds of the one before on this wire."""
         known = self._known
-        numel = sum(row.sharding.whole.numel for row in self._rows_of(flight.fragment))
-        if (known.timed, known.timed_numel) == (flight.wire, numel):
+        numels = [sum(row.sharding.whole.numel for row in self._rows_of(one)) for one in self.rows]
+        if known.timed == flight.wire and tells_of_wire(known.timed_numel, numels):
+            numel = known.timed_numel
             known.wire = self.settings.next_wire(flight.wire, measurements, numel=numel)
             if known.wire != flight.wire:
                 self.metrics.event("wire", sent=flight.batch, wire=known.wire)
-        known.timed, known.timed_numel = flight.wire, numel
+        sent = self._fragments_of(flight.fragment)
+        known.timed, known.timed_numel = flight.wire, sum(numels[one] for one in sent)
 
     @property
     def wire(self) -> str:
@@ -560,7 +563,7 @@ class Exchanges:
         self._take_plans()
         for row, values in zip(self._at_rest(), state["rows"], strict=True):
             row.load(values)
-        known = state["known"]
+        known = copy.deepcopy(state["known"])  # lists are the caller's
         fresh = {"measured": Tally(**known["measured"]), "marked": None}
         self._known = ExchangeState(**known | fresh)
         self._core_loss.load(state.get("core_loss", {"loss": None, "others": 0.0}))

@@ -305,8 +305,16 @@ class DeltaShard:
     def state(self) -> dict[str, Any]:
         """Return tensors and plain values; what is None is left out."""
         state: dict[str, Any] = {name: row.clone() for name, row in self._rows().items()}
-        state |= {"keeps": self.keeps, "lossy": self.lossy}
-        return state if self.outer is None else {**state, "outer": self.outer.state()}
+        return state | {"keeps": self.keeps, "lossy": self.lossy} | self.outer_state()
+
+    def outer_state(self) -> dict[str, Any]:
+        """Return that of the outer optimizer alone, which outlives references."""
+        return {} if self.outer is None else {"outer": self.outer.state()}
+
+    def load_outer(self, state: dict[str, Any]) -> None:
+        """Take over what `outer_state` returned."""
+        if self.outer is not None:
+            self.outer.load(state["outer"])
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over what `state` returned."""
@@ -316,8 +324,7 @@ class DeltaShard:
         self.residual = None if residual is None else residual.to(self.shown.device, copy=True)
         self._ahead = Ahead.load(state, self.shown.device)
         self.keeps, self.lossy = state["keeps"], state["lossy"]
-        if self.outer is not None:
-            self.outer.load(state["outer"])
+        self.load_outer(state)
 
 
 def _first_nonfinite(values: torch.Tensor, room: torch.Tensor) -> torch.Tensor:

@@ -70,8 +70,8 @@ class StepRestoration:
     @contextmanager
     def scaled(self, gain: float) -> Iterator[None]:
         """Let steps inside be longer by a factor."""
-        self.begin(gain)
         try:
+            self.begin(gain)
             yield
         finally:
             self.end()

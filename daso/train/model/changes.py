@@ -22,7 +22,7 @@ class ParameterChanges:
         self._addresses = self._where()
 
     def trainable_changed(self) -> bool:
-        """Return whether parameters were added, frozen or unfrozen."""
+        """Return whether parameters or groups were added, parameters frozen or unfrozen."""
         return self._trainable != _trainable(self._trained.inner)
 
     def layout_changed(self) -> bool:
@@ -39,7 +39,9 @@ class ParameterChanges:
         return [tensor.data_ptr() for tensor in self._tensors]
 
 
-def _trainable(inner: torch.optim.Optimizer) -> list[int]:
-    """Return which parameters an optimizer trains."""
-    params = (param for group in inner.param_groups for param in group["params"])
-    return [id(param) for param in params if param.requires_grad]
+def _trainable(inner: torch.optim.Optimizer) -> list[list[int]]:
+    """Return which parameters an optimizer trains, by groups."""
+    return [
+        [id(param) for param in group["params"] if param.requires_grad]
+        for group in inner.param_groups
+    ]

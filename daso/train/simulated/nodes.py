@@ -36,6 +36,7 @@ from daso.plan.schedule import (
     drain,
 )
 from daso.plan.small_tensors import SMALL_WAIT
+from daso.plan.wires import tells_of_wire
 from daso.train.deltas.merging import merge_pairs
 from daso.train.deltas.outer import MakeOuter
 from daso.train.deltas.shard import DeltaShard, Gather, MergeOptions, cut_row
@@ -328,7 +329,7 @@ class SimulatedNodes:
         if act is Action.ANCHOR:
             self._anchor(state.batch)
         elif act is Action.SEND:
-            self._send(state.batch, state.fragment, wait=state.wait)
+            self._send(state.batch, state.fragment, wait=state.sent_wait)
         elif act is Action.SEND_ALL:
             self._send(state.batch, None, wait=0)
         elif act is Action.SEND_SMALL:
@@ -417,10 +418,12 @@ class SimulatedNodes:
             return None
         known, rows = self._known, self._rows_of(flight.fragment)
         known.drift = flight.measurements.drift
-        numel = sum(row.parts[0].shown.numel() for row in rows)
-        if (known.timed, known.timed_numel) == (flight.wire, numel):
+        numels = [sum(row.parts[0].shown.numel() for row in one) for one in self.rows]
+        if known.timed == flight.wire and tells_of_wire(known.timed_numel, numels):
+            numel = known.timed_numel
             known.wire = self.settings.next_wire(flight.wire, flight.measurements, numel=numel)
-        known.timed, known.timed_numel = flight.wire, numel
+        sent = numels if flight.fragment is None else [numels[flight.fragment]]
+        known.timed, known.timed_numel = flight.wire, sum(sent)
         for row in rows:
             row.merge(rule)
         self.events.append(

@@ -532,6 +532,7 @@ def test_a_state_holds_nothing_else():
         "skip",
         "wait",
         "sent",
+        "sent_wait",
         "last",
         "sends",
         "agreed",

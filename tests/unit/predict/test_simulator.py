@@ -405,3 +405,12 @@ def test_settings_that_are_not_given_are_the_usual_ones():
     job, cluster = Job(1e6, 0.02, drift=1e-4), Cluster(4, GIGABIT)
     given_none = simulate(job, cluster, Auto(), steps=100)
     assert given_none == simulate(job, cluster, Auto(), settings("auto"), steps=100)
+
+
+def test_what_is_not_restored_goes_by_the_drift_of_other_optimizers():
+    job, cluster = Job(25.6e6, 0.1, own_seconds=3e-9, drift=1e-5), Cluster(8, Link(125e6, 2e-5))
+    ran = [
+        simulate(replace(job, normalizes=one), cluster, Auto(), settings("topk"), steps=2000)
+        for one in (False, True)
+    ]
+    assert ran[0].skip == ran[1].skip > 1
