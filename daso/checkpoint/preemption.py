@@ -16,7 +16,8 @@ from daso.workers import ignore_in_workers
 
 __all__ = ["CHECKPOINTED", "StopRequest"]
 
-CHECKPOINTED = 75  # exit code: saved, start me again (EX_TEMPFAIL of sysexits.h)
+#: Exit code: saved, start me again (EX_TEMPFAIL of sysexits.h).
+CHECKPOINTED = 75
 
 
 class StopRequest:
@@ -25,13 +26,15 @@ class StopRequest:
     The signal comes to every rank at another moment, or to one alone; all of them may save and
     leave only after the same batch. So they vote, twice a second or so, in the background.
 
-        with daso.checkpoint.preemption.StopRequest(topology) as stop:
+        from daso.checkpoint.preemption import CHECKPOINTED, StopRequest
+
+        with StopRequest(topology) as stop:
             for inputs, targets in loader:
                 ...
                 optimizer.step()
                 if stop.after_step():
                     save()
-                    sys.exit(daso.checkpoint.preemption.CHECKPOINTED)
+                    sys.exit(CHECKPOINTED)
 
     Args:
         topology: Whose world.

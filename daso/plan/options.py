@@ -293,8 +293,8 @@ class Settings:
     def by_mpi(self) -> bool:
         """Whether MPI adds between nodes, in an order of its own.
 
-        Over what a link can carry, MPICH's sum takes 1.08 times with 2 nodes, but 2.80 with 3 and
-        1.86 with 4; in rank order it is 1.05, 1.06 and 1.08 (scripts/figures/exchange.json).
+        Over what a link can carry, MPICH's sum takes 1.08 times with 2 nodes, but 2.78 with 3 and
+        1.68 with 4; in rank order it is 1.06, 1.06 and 1.07 (scripts/figures/exchange.json).
         """
         return self.exchange.algorithm == "mpi"
 

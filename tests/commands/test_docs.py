@@ -32,7 +32,11 @@ BLOCKS = [
     for page in PAGES
     for number, block in enumerate(BLOCK.finditer(page.read_text()))
 ]
-PROGRAMS = [one for one in BLOCKS if one.id.split("-")[0] in ON_FOUR_RANKS]
+PROGRAMS = [
+    one
+    for one in BLOCKS
+    if one.id.split("-")[0] in ON_FOUR_RANKS or "daso.integrations.start" in one.values[0]
+]
 MARKED = [one for one in BLOCKS if one.values[1] is not None]
 
 run_daso = partial(started, "daso")
