@@ -161,6 +161,7 @@ class Engine:
         self._closed = False
         self._abandoned = False
         self._moved_at = 0.0  # when a message came or left last
+        self.busy_seconds = 0.0  # processor time of the thread, by the end of its last work
         self._awaited: WorkHandle[object] | None = (
             None  # by the training thread, which stands still
         )
@@ -266,7 +267,7 @@ class Engine:
             if self._takes is not None:
                 self._hold(handle, self._takes(handle.result))
         finally:
-            handle.finished_at = time.perf_counter()
+            handle.finished_at, self.busy_seconds = time.perf_counter(), time.thread_time()
             if self._kind is not None:
                 trace.record(self._kind, handle.started_at, key=handle.key)
 

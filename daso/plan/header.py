@@ -29,7 +29,7 @@ class Header:
     minus_lr: float = 0.0
     # Of a core that training wanted, for the exchange before: the rank's that lost most.
     own_seconds: float = 0.0
-    minus_exposed_seconds: float = -math.inf  # of a synchronous step: the rank's that waited least
+    minus_exposed_seconds: float = -math.inf  # of a synchronous step: the rank's that lost least
     # Of exchanges of small tensors alone since: see `small_seconds`.
     small_own_seconds: float = 0.0  # the rank's that lost most
     minus_small_exposed_seconds: float = -math.inf  # the rank's that waited least
@@ -60,7 +60,7 @@ class Header:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds of a synchronous step that each rank stood still; 0 if nobody measured."""
+        """Seconds that averages took from a synchronous step of each rank; 0: not measured."""
         return _finite(-self.minus_exposed_seconds)
 
     @property

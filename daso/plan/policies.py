@@ -262,9 +262,9 @@ class Auto:
     Adam and its kin lose accuracy by averages that come after their step, most of it in the first
     batches. So with such an inner optimizer training begins synchronous, with gradients on a narrow
     wire (``Gradients(wire=...)``), for 300 batches where that takes less than four times as long,
-    and stays so while steps stand still for less than a tenth of their time: while backward hides
-    it. Where it does not, exchanges go on as above, and where one comes to take less than half a
-    step, it is tried again a thousand batches later.
+    and stays so while that takes less than a tenth of a step: while backward hides it, and its work
+    takes no core that training wants. Elsewhere exchanges go on as above, and where one comes to
+    take less than half a step, it is tried again a thousand batches later.
 
     Args:
         drift: Relative distance between nodes to aim at, right before an exchange, where exchanges
@@ -331,7 +331,7 @@ class Auto:
                 if measurements.step_seconds > 0
                 else 0.0
             )
-            return f"nodes average gradients at every batch, {100 * share:.0f} % of it exposed"
+            return f"nodes average gradients at every batch, which takes {100 * share:.0f} % of it"
         if state.skip == 1:
             return "exchanges cost next to nothing" if measurements.step_seconds > 0 else "it began"
         if state.skip <= state.wait:

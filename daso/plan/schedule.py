@@ -77,7 +77,8 @@ class Measurements:
     # Of averaging gradients between nodes on the wire they would cross in, estimated; 0: they
     # cannot be averaged while backward goes on.
     gradient_seconds: float = 0.0
-    # Of a synchronous step, in which the rank that waited least stood still for other nodes.
+    # Of a synchronous step, that averages between nodes take from the rank that loses least: it
+    # stands still, or their work takes its core.
     exposed_seconds: float = 0.0
     # That an exchange of small tensors alone takes from training: of the rank that loses most, and
     # what the rank that waits least waits for others: who waits for a slower one loses nothing.

@@ -43,6 +43,8 @@ class CoreLoss:
         self._others = 0.0  # share of its time that a thread is ready without exchanges
         self._loss: float | None = None  # seconds an exchange, smoothed
         self._part = 1.0  # of its thread's processor time
+        # At the last look at steps: the time, ready until then, and its thread's processor time.
+        self._stepped: tuple[float, float, float] | None = None
 
     def begin(self, *, beside: bool) -> None:
         """An exchange begins, beside training or while that waits. By the thread that trains."""
@@ -96,6 +98,24 @@ class CoreLoss:
         """Return what one of so much processor time takes, by those that were measured."""
         parts = {"shared": 1.0, "spare": self._part, "other": 0.0}
         return parts[self._cores] * busy_seconds
+
+    def of_steps(self, busy_seconds: float) -> float:
+        """Return what averaging gradients took from steps since the last call, in seconds.
+
+        Args:
+            busy_seconds: Processor time that its thread has had so far.
+
+        By the thread that trains.
+        """
+        if self._cores == "other":
+            return 0.0
+        ready = ready_seconds() if self._cores == "spare" else 0.0
+        now = time.perf_counter(), ready, busy_seconds
+        before, self._stepped = self._stepped or now, now
+        passed, waited, busy = (new - old for new, old in zip(now, before, strict=True))
+        if self._cores == "shared":
+            return busy
+        return min(busy, max(0.0, waited - self._others * passed))
 
     def drop(self) -> None:
         """An exchange came to nothing. By the thread that trains."""

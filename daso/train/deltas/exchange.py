@@ -197,9 +197,11 @@ class Exchanges:
         known, exposed = self._known, self.metrics.watch.step_idle_seconds()
         header = self._measured_header(batch)
         since, before = known.marked or (batch, 0.0)
+        lost = self._core_loss.of_steps(self.channels.engine.busy_seconds)
         # A rank without a lane waits in its node.
         if self.rank_info.lane is not None and since < batch:
-            header = replace(header, minus_exposed_seconds=-(exposed - before) / (batch - since))
+            seconds = (exposed - before + lost) / (batch - since)
+            header = replace(header, minus_exposed_seconds=-seconds)
         agreed, _ = self.coordinator.wait(
             self.channels.engine.submit(self.channels.allreduce_header(header)), of_step=False
         )

@@ -16,6 +16,9 @@ class Clock:
     def __init__(self):
         self.now = 0.0
 
+    def thread_time(self):
+        return 0.0
+
     def perf_counter(self):
         return self.now
 

@@ -284,10 +284,10 @@ def test_drift_bounds_what_is_dear_and_wait_comes_first():
             State(skip=6, wait=6, measurements=Measurements(1.0, 5.0)),
             "an exchange takes that many batches",
         ),
-        (State(hidden=True), "nodes average gradients at every batch, 0 % of it exposed"),
+        (State(hidden=True), "nodes average gradients at every batch, which takes 0 % of it"),
         (
             State(hidden=True, measurements=Measurements(0.2, exposed_seconds=0.05)),
-            "nodes average gradients at every batch, 25 % of it exposed",
+            "nodes average gradients at every batch, which takes 25 % of it",
         ),
         (
             State(skip=8, wait=1, measurements=Measurements(1.0, 0.5, own_seconds=0.08)),

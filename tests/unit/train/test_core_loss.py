@@ -53,6 +53,20 @@ def test_what_a_thread_waits_for_its_core_during_an_exchange_is_lost(kernel):
     assert loss < 1e-6, "and a core that comes free is learned"
 
 
+def test_what_averaging_gradients_takes_from_steps_is_told_from_look_to_look(kernel):
+    taken = {}
+    for cores in ("shared", "spare", "other"):
+        one = CoreLoss(cores)
+        first = one.of_steps(0.2)
+        kernel(1.0, ready=0.03)
+        second = one.of_steps(0.25)
+        kernel(1.0, ready=0.08)
+        taken[cores] = [first, second, one.of_steps(0.3)]
+    assert taken["shared"] == pytest.approx([0, 0.05, 0.05])
+    assert taken["spare"] == pytest.approx([0, 0.03, 0.05]), "no more than it was busy"
+    assert taken["other"] == [0, 0, 0]
+
+
 def test_what_others_take_without_exchanges_too_is_not_theirs(kernel):
     one = CoreLoss("spare")
     for _ in range(60):
