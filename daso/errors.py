@@ -2,6 +2,7 @@
 
 __all__ = [
     "CheckpointError",
+    "CheckpointWriteError",
     "ConfigError",
     "DasoError",
     "DataError",
@@ -49,6 +50,10 @@ class DataError(DasoError, FileNotFoundError):
 
 class CheckpointError(DasoError):
     """A checkpoint cannot be written, or none of those found is sound."""
+
+
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint cannot be written: a disk is full, or away for a while."""
 
 
 class FlowError(DasoError):

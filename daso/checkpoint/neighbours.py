@@ -56,7 +56,7 @@ from daso.comm.collectives import (
     gather_unlike,
 )
 from daso.comm.topology import Topology
-from daso.errors import CheckpointError
+from daso.errors import CheckpointWriteError
 
 __all__ = ["NeighbourCopies"]
 
@@ -181,7 +181,7 @@ class NeighbourCopies:
         found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
         if found:
             shutil.rmtree(self.folder / folder_of(save), ignore_errors=True)
-            raise CheckpointError(str(problem) if len(problems) == 1 else found[0])
+            raise CheckpointWriteError(str(problem) if len(problems) == 1 else found[0])
 
     def _why(self, error: Exception) -> str:
         """Return the message for a state that cannot be kept."""

@@ -32,7 +32,7 @@ from daso.checkpoint.files import (
     write_whole,
 )
 from daso.comm.topology import Topology
-from daso.errors import CheckpointError, ConfigError
+from daso.errors import CheckpointError, CheckpointWriteError, ConfigError
 from daso.plan.options import Exchange
 
 __all__ = ["Checkpoints", "Loaded", "joined"]
@@ -174,7 +174,8 @@ class Checkpoints:
     def _agree(self, problem: str | None, *, clear: int | None = None) -> None:
         """Raise on every rank when any has a problem, and remove the step that it was met in."""
         try:
-            self._topology.raise_on_all_ranks(problem, CheckpointError)
+            kind = CheckpointError if clear is None else CheckpointWriteError
+            self._topology.raise_on_all_ranks(problem, kind)
         except CheckpointError:
             if clear is not None:
                 self._refused.discard(clear)
@@ -238,7 +239,9 @@ class Checkpoints:
         except OSError as error:
             logger.warning("old checkpoints stay: %s", cause(self._folder, error))
             return
-        sound = [s for s, whole in listed if whole and s <= newest and s not in self._refused]
+        # The newest counts before all ranks know of it.
+        known = [s for s, whole in listed if whole and s <= newest]
+        sound = [s for s in known if s == newest or s not in self._refused]
         for step, whole in listed:
             # A newer one was refused by `load`; it stays for people to look at.
             if not whole or (step < newest and step not in sound[-self._keep :]):

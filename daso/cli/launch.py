@@ -18,7 +18,7 @@ from daso.environment import find_mpirun, terminal_columns
 from daso.errors import TopologyError
 from daso.processes import end_with_parent, is_proxy, parent_of
 
-__all__ = ["Local", "launch"]
+__all__ = ["Local", "launch", "shell_code", "signals_to"]
 
 LEAST_OPEN_MPI = 5  # that goes on where a rank is killed
 POLL_MILLISECONDS = 100
@@ -149,16 +149,16 @@ def _run(command: list[str], env: Mapping[str, str]) -> tuple[int, bool]:
         if (columns := terminal_columns({})) is not None:
             more["DASO_TERMINAL"] = str(columns)
         mpirun = _start(command, {**env, **more})
-        with _signals_to(mpirun) as heard:
+        with signals_to(mpirun) as heard:
             gone = _watch(mpirun, Path(folder))
         code = mpirun.wait()
-    if _shell_code(code) == CHECKPOINTED:
+    if shell_code(code) == CHECKPOINTED:
         print("daso: the job was asked to end, and saved; start it again to go on", file=sys.stderr)
     elif code != 0:
         # A rank that raised has said so itself, and outlives those that its abort ends.
-        first = "" if _shell_code(code) in (1, 2, 130) else gone
-        print(f"daso: the job ended with exit code {_shell_code(code)}{first}", file=sys.stderr)
-    return _shell_code(code), bool(heard)
+        first = "" if shell_code(code) in (1, 2, 130) else gone
+        print(f"daso: the job ended with exit code {shell_code(code)}{first}", file=sys.stderr)
+    return shell_code(code), bool(heard)
 
 
 def _check_elastic(mpirun: Path) -> None:
@@ -188,13 +188,13 @@ def _start(command: list[str], env: Mapping[str, str]) -> "subprocess.Popen[byte
         ) from error
 
 
-def _shell_code(code: int) -> int:
+def shell_code(code: int) -> int:
     """Return an exit code as a shell reports it: 128 + the signal."""
     return 128 - code if code < 0 else code
 
 
 @contextmanager
-def _signals_to(process: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
+def signals_to(process: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
     """Pass signals on to mpirun; Ctrl-C it gets itself, and is told only where it goes on.
 
     Yields the list of those that come.

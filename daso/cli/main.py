@@ -14,7 +14,14 @@ import daso
 from daso.checks import format_value
 from daso.cli.outputs import exit_on_broken_pipe
 from daso.environment import parse_ranks_per_node, read_launch
-from daso.errors import ConfigError, DasoError, ExchangeError, NonFiniteError, StallError
+from daso.errors import (
+    CheckpointWriteError,
+    ConfigError,
+    DasoError,
+    ExchangeError,
+    NonFiniteError,
+    StallError,
+)
 
 __all__ = ["COMMANDS", "OURS", "Parser", "add_options", "carry_out", "main", "make_parser"]
 
@@ -59,7 +66,7 @@ def _carry_out(parser: argparse.ArgumentParser, words: Sequence[str], rest: Sequ
     options = parser.parse_args(words)
     try:
         code: int = options.run(options, rest)
-    except (ExchangeError, NonFiniteError, StallError) as error:
+    except (CheckpointWriteError, ExchangeError, NonFiniteError, StallError) as error:
         return _fail(str(error))
     except DasoError as error:
         return _refuse(str(error))

@@ -6,9 +6,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from daso.cli.launch import shell_code, signals_to
 from daso.cli.main import OURS
 from daso.errors import ConfigError
 from daso.predict.throttle_file import read_throttle_file
+from daso.processes import end_with_parent
 
 __all__ = ["run_throttled", "with_runner"]
 
@@ -24,13 +26,13 @@ def run_throttled(path: Path, program: Sequence[str]) -> int:
     command = with_runner(program, str(path.resolve()))
     sys.stdout.flush()
     try:
-        return subprocess.call(command)
-    except KeyboardInterrupt:
-        return 130
+        process = subprocess.Popen(command, preexec_fn=end_with_parent)  # noqa: PLW1509 - no threads
     except OSError as error:
         raise ConfigError(
             f"the program must start, but {command[0]!r} does not: {error.strerror}; mend its name"
         ) from error
+    with signals_to(process):  # Ctrl-C it gets itself, and may save
+        return shell_code(process.wait())
 
 
 def with_runner(words: Sequence[str], plan: str) -> list[str]:

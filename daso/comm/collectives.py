@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncMaxReduce",
     "broadcast_row",
+    "byte_pieces",
     "exchange_rows",
     "finish",
     "first_value",
@@ -129,12 +130,12 @@ def exchange_rows(
     calls = [
         partial(comm.Irecv, byte_buffer(one), source=source, tag=ROWS)
         for source, row in received
-        for one in _pieces(row)
+        for one in byte_pieces(row)
     ]
     calls += [
         partial(comm.Isend, byte_buffer(one), dest=to, tag=ROWS)
         for to, row in sent
-        for one in _pieces(row)
+        for one in byte_pieces(row)
     ]
     _finish_all(topology, calls, timeout_seconds)
 
@@ -142,11 +143,12 @@ def exchange_rows(
 def broadcast_row(topology: Topology, row: torch.Tensor, root: int, timeout_seconds: float) -> None:
     """Give all ranks a row of any length of one of them. Collective over the world; blocking."""
     comm = topology.world_comm
-    calls = [partial(comm.Ibcast, byte_buffer(one), root=root) for one in _pieces(row)]
+    calls = [partial(comm.Ibcast, byte_buffer(one), root=root) for one in byte_pieces(row)]
     _finish_all(topology, calls, timeout_seconds)
 
 
-def _pieces(row: torch.Tensor) -> Sequence[torch.Tensor]:
+def byte_pieces(row: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Cut a flat row into what any MPI takes: Open MPI 5.0 counts no more than 2**31 bytes."""
     pieces: Sequence[torch.Tensor] = row.view(torch.uint8).split(PIECE_BYTES)
     return pieces
 

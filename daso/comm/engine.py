@@ -46,7 +46,6 @@ RELAXATION = 0.01
 # what they were polls for.
 PATIENCE = 1 / 16  # of the time that work may take, for all messages that follow each other
 PATIENT_SECONDS = 2e-2
-QUEUE_LENGTH = 256
 SLOW = 0.25  # of the stall limit: who sent a message so lately is slow
 
 
@@ -155,7 +154,8 @@ class Engine:
     ) -> None:
         self._takes, self._kind = takes, kind
         self.timeout_seconds, self._missing, self._late = timeout_seconds, missing, late
-        self._queue: queue.Queue[WorkHandle[object] | None] = queue.Queue(QUEUE_LENGTH)
+        # Of any length: who waits for room in it would not be told who is missing.
+        self._queue: queue.SimpleQueue[WorkHandle[object] | None] = queue.SimpleQueue()
         self._mpi = load()
         self._error: BaseException | None = None
         self._closed = False
@@ -172,7 +172,7 @@ class Engine:
     def submit(
         self, work: Work[Result], key: int = trace.NO_KEY, due_seconds: float = 0.0
     ) -> WorkHandle[Result]:
-        """Hand in work; does not block unless very much is queued.
+        """Hand in work; does not block.
 
         Args:
             work: Generator of what to wait for.
@@ -198,6 +198,11 @@ class Engine:
         if handle.error is not None:
             raise ExchangeError(f"an exchange failed: {handle.error}") from handle.error
         return handle.result  # type: ignore[return-value]  # set with finished
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the thread has ended."""
+        return not self._thread.is_alive()
 
     @property
     def sound(self) -> bool:

@@ -105,6 +105,11 @@ class RankInfo:
         """Ranks of the largest node."""
         return max(self.node_sizes)
 
+    @cached_property
+    def ranks_of_node(self) -> frozenset[int]:
+        """World ranks of this rank's node."""
+        return frozenset(rank for rank, node in enumerate(self.node_of) if node == self.node)
+
     @property
     def lane(self) -> int | None:
         """This rank's lane, or None where the smallest node has no such local rank."""

@@ -117,6 +117,8 @@ class _Told(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> Any:
         """Take tensors for their numbers."""
+        if isinstance(obj, (set, frozenset)):  # whose order is that of hashes, each process's own
+            raise pickle.PicklingError("a set has no order")
         if not isinstance(obj, torch.Tensor):
             return None
         flat = obj.detach().cpu().contiguous().view(-1)

@@ -114,8 +114,9 @@ class Runtime:
             these in step: wraps an optimizer over the ranks of a topology, as ``lambda moves,
             across: daso.DASO(moves, topology=across)`` does. None: one flow over all ranks.
         instances_per_batch: How many finished instances of each flow are a batch to it.
-        seed: Of random numbers in layers with dropout: they depend on it, the epoch, the layer,
-            the instance and its state alone.
+        seed: Of random numbers in layers with torch's dropout modules: they depend on it, the
+            epoch, the layer, the instance and its state alone. A layer that draws otherwise
+            (``F.dropout`` in its forward) depends on what came before, and is not replayed.
         timeout_seconds: How long a rank waits without a message before it raises and names who is
             missing.
 

@@ -135,11 +135,15 @@ class FinishedInstances:
         self._early: list[Message] = []  # of instances that came in after one not yet told of
 
     def ranks_of_lane(self, lane: int) -> Sequence[int]:
-        """Return the ranks that have to do with instances of a lane."""
+        """Return the ranks that have to do with instances of a lane, and those that have no node.
+
+        Who heard nothing for an epoch would take the others for lost.
+        """
         if lane not in self._ranks_of_lane:
             everybody = range(len(self._told))
-            found = everybody if self._hears_all else ranks_of_lane(self._ranks_of, lane)
-            self._ranks_of_lane[lane] = found
+            idle = set(everybody).difference(*self._ranks_of)
+            some = sorted({*ranks_of_lane(self._ranks_of, lane), *idle})
+            self._ranks_of_lane[lane] = everybody if self._hears_all else some
         return self._ranks_of_lane[lane]
 
     def tell(self, lane: int) -> Sequence[int]:

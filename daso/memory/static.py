@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from daso.errors import ConfigError
 from daso.memory.observe import has_storage
+from daso.train.deltas.buffer import DeltaBuffer
 from daso.train.optimizer import DASO
 
 __all__ = ["Static", "static_bytes"]
@@ -53,11 +54,12 @@ def static_bytes(
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of storages, each once."""
-    storages = {}
+    """Return the bytes of storages, each once; of one that was given back what it had."""
+    storages: dict[int, int] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        storages[storage._cdata] = storage.nbytes()
+        known = storages.get(storage._cdata, 0)
+        storages[storage._cdata] = max(known, storage.nbytes() or tensor.nbytes)
     return sum(storages.values())
 
 
@@ -66,14 +68,20 @@ def _kept_bytes(optimizer: Any) -> int:
     found = 0
     if isinstance(optimizer, DASO):
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        inside = _reachable(optimizer, params)
+        inside, rows = _reachable(optimizer, params)
         optimizer = optimizer.inner
         kept = {id(leaf) for leaf in tree_leaves([*optimizer.state.values()])}
         found = _bytes(tensor for tensor in inside if id(tensor) not in kept)
+        found += sum(row.unmade_bytes for row in rows)
+    return found + sum(map(_states_bytes, getattr(optimizer, "optimizers", [optimizer])))
+
+
+def _states_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of an optimizer's state, as it is or will be."""
     if any(optimizer.state.values()):
         states = tree_leaves([*optimizer.state.values()])
-        return found + _bytes(leaf for leaf in states if isinstance(leaf, torch.Tensor))
-    return found + sum(
+        return _bytes(leaf for leaf in states if isinstance(leaf, torch.Tensor))
+    return sum(
         _state_bytes(optimizer, group, param)
         for group in optimizer.param_groups
         for param in group["params"]
@@ -81,9 +89,10 @@ def _kept_bytes(optimizer: Any) -> int:
     )
 
 
-def _reachable(start: object, without: set[int]) -> list[torch.Tensor]:
-    """Return the tensors that the toolkit's own objects hold: its buffers."""
-    found, seen, left = list[torch.Tensor](), {id(start), *without}, [start]
+def _reachable(start: object, without: set[int]) -> tuple[list[torch.Tensor], list[DeltaBuffer]]:
+    """Return the tensors that the toolkit's own objects hold, its buffers, and its rows."""
+    found, rows = list[torch.Tensor](), list[DeltaBuffer]()
+    seen, left = {id(start), *without}, [start]
     while left:
         for one in gc.get_referents(left.pop()):
             if id(one) in seen:
@@ -93,7 +102,8 @@ def _reachable(start: object, without: set[int]) -> list[torch.Tensor]:
                 found.append(one)
             elif isinstance(one, CONTAINERS) or type(one).__module__.startswith("daso."):
                 left.append(one)
-    return found
+                rows += [one] if isinstance(one, DeltaBuffer) else []
+    return found, rows
 
 
 CONTAINERS = (dict, list, tuple, set, deque)
@@ -101,13 +111,15 @@ CONTAINERS = (dict, list, tuple, set, deque)
 
 def _state_bytes(optimizer: Any, group: dict[str, Any], param: torch.Tensor) -> int:
     """Return what an optimizer will keep of a parameter, as it does of a small one like it."""
-    probe = torch.zeros(PROBE, dtype=param.dtype, device=param.device, requires_grad=True)
+    # Muon takes matrices alone.
+    shape = (PROBE // 8, 8) if param.ndim == 2 else (PROBE,)
+    probe = torch.zeros(shape, dtype=param.dtype, device=param.device, requires_grad=True)
     options = {key: value for key, value in group.items() if key in optimizer.defaults}
     probe.grad = torch.zeros_like(probe)
     try:
         one = type(optimizer)([{"params": [probe], **options}])
         one.step()
-    except (TypeError, RuntimeError, ValueError, AssertionError) as error:
+    except (TypeError, RuntimeError, ValueError, AssertionError, AttributeError) as error:
         raise ConfigError(
             f"what {type(optimizer).__name__} keeps must be known, but it could not be tried on a "
             f"small parameter ({error}); take one step before you plan"

@@ -308,8 +308,8 @@ class ParameterServer(torch.optim.Optimizer):
         """
         if self._serving.serves:
             raise CheckpointError(
-                "state must be saved while nobody trains, but steps were taken since ranks met; "
-                "call synchronize() first"
+                "state must be saved while nobody trains, but steps were taken, or the model was "
+                "evaluated, since ranks met; call synchronize() on all ranks first"
             )
         optimizers = self._shard.optimizers
         return {
@@ -357,6 +357,12 @@ class ParameterServer(torch.optim.Optimizer):
                 f"{state_dict.get('share')}; load each rank's own, in a world of the same size"
             )
         self._topology.raise_on_all_ranks(problem, CheckpointError)
+        counts = self._topology.world_comm.allgather(int(state_dict["steps"]))
+        if self._plan.together and min(counts) != max(counts):
+            raise CheckpointError(
+                f"with staleness=0 all ranks must have taken the same number of steps, but these "
+                f"states are of {min(counts)} to {max(counts)}; give the staleness they had"
+            )
         server = self._shard
         for source, inner in server.optimizers.items():
             inner.load_state_dict(dict(state_dict["inner"][source]))

@@ -97,12 +97,15 @@ class Plan:
         check("push_every", self.push_every, either(layers, one_of("auto")))
         check("scale_by_staleness", self.scale_by_staleness, flag())
         check("exchange", self.exchange, instance_of(Exchange))
-        unused = Exchange(fragments=self.exchange.fragments, gpu_direct=self.exchange.gpu_direct)
-        if self.exchange.algorithm == "mpi" or unused != Exchange():
+        usual = Exchange()
+        names = ("chunk_bytes", "timeout_seconds", "nonfinite")
+        if self.exchange != replace(
+            usual, **{name: getattr(self.exchange, name) for name in names}
+        ):
             raise ConfigError(
-                f"a ParameterServer adds on the host in rank order and sends every layer by "
-                f"itself, so algorithm, fragments and gpu_direct of exchange must be left out, not "
-                f"{self.exchange!r}"
+                f"a ParameterServer adds on the host in rank order, sends every layer by itself "
+                f"and ends with a lost rank, so that of exchange only {', '.join(names)} may be "
+                f"given, not {self.exchange!r}"
             )
 
     @property

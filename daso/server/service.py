@@ -180,12 +180,17 @@ class ServerThread:
 
     def close(self) -> None:
         """Stop the thread and give communicators back. Collective over the world; idempotent."""
-        if self.serves:  # ranks did not meet: what is under way ends here
+        sound, served = self.engine.sound, self.serves
+        if served:  # some rank trained, or evaluated, since all met: what is under way ends here
             self.engine.give_up()
-        if self.engine.close() and self.world != load().COMM_NULL:
-            self._topology.rendezvous(
-                "close a daso.ParameterServer", self.plan.exchange.timeout_seconds
-            )
+        self.engine.close()
+        if not (sound and self.engine.stopped) or self.world == load().COMM_NULL:
+            return
+        self._topology.rendezvous(
+            "close a daso.ParameterServer", self.plan.exchange.timeout_seconds
+        )
+        # Where something is under way still, communicators stay.
+        if not any(self._topology.world_comm.allgather(served)):
             for way in self._ways:
                 way.free()
             for comm in (self.world, self._message_comm):

@@ -18,6 +18,10 @@ from daso.slurm.rank_entry import REQUEUE
 __all__ = ["Job", "flag", "name_of", "options", "quote"]
 
 
+LOGS = "runs/slurm"
+MOST_NAME = 200  # letters: files of logs have it and the job's number in their names
+
+
 def _option(default: Any, text: str, metavar: str = "TEXT") -> Any:
     return field(default=default, metadata={"help": text, "metavar": metavar})
 
@@ -62,7 +66,7 @@ class Job:
     signal_seconds: int = _option(120, "send SIGUSR1 so long before the time limit", "S")
     max_restarts: int = _option(100, f"requeue at most so often after exit code {REQUEUE}", "N")
     restart_on_failure: int = _option(0, "requeue a job that fails, at most so often", "N")
-    logs: str = _option("runs/slurm", "folder of logs and scripts", "FOLDER")
+    logs: str = _option(LOGS, "folder of logs and scripts", "FOLDER")
     python: str = _option("", "Python of the ranks; default: the one that submits", "PATH")
     container: str = _option("", "run in this image", "IMAGE")
     container_command: str = _option("apptainer exec", "how a container is started")
@@ -107,6 +111,11 @@ class Job:
         names = f"{self.chdir}{self.logs}{self.python}{self.container}{self.mpirun}{self.site}"
         if re.search(r"[\x00-\x1f\x7f\x85\u2028\u2029]", names):
             raise ConfigError("names of files and folders must be single lines; rename them")
+        if "\\" in f"{self.chdir}{self.logs}":  # sbatch takes one away, within quotes too
+            raise ConfigError(
+                f"the folders that a job runs and logs in must have no backslash in their names, "
+                f"but {self.chdir} and {self.logs} do; rename them"
+            )
         for name in ("module", "setup", "environment", "srun", "extra"):
             pattern, rule = LINE_FORMS[name]
             for line in getattr(self, name):
@@ -217,7 +226,7 @@ LEAST = {
 # Words that sbatch reads as they are: it would take a blank, quote or # for the end of a value.
 WORD = (r"[^\s'\"\\#]+", "one word without blanks, quotes, # and backslashes")
 FORMS = {
-    "name": (r"[\w.+-]+", "letters, digits and . + - _ (it is part of file names)"),
+    "name": (r"[\w.+-]{1,200}", "up to 200 letters, digits and . + - _ (file names have it)"),
     "time": (
         r"\d+|\d+:[0-5]?\d|\d+:[0-5]?\d:[0-5]?\d|\d+-\d+(:[0-5]?\d){0,2}",
         "M, M:S, H:M:S, D-H, D-H:M or D-H:M:S, such as 0:30:00 for half an hour",
@@ -284,4 +293,4 @@ def quote(word: str) -> str:
 def name_of(program: Sequence[str]) -> str:
     """Return a name for a job from what it runs."""
     word = program[1] if program[:1] == ("-m",) and len(program) > 1 else Path(program[0]).stem
-    return re.sub(r"[^\w.+-]", "-", word) or "daso"
+    return re.sub(r"[^\w.+-]", "-", word, flags=re.ASCII)[:MOST_NAME] or "daso"

@@ -33,7 +33,8 @@ def add_status(parser: argparse.ArgumentParser) -> None:
         "job", nargs="?", help=f"job id; default: the newest {NEWEST} submitted from here"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, a list of jobs")
-    _add_common(parser)
+    _add_logs_folder(parser)
+    parser.add_argument("--site", help="site profile, for jobs not submitted from here")
     parser.set_defaults(run=status)
 
 
@@ -41,13 +42,12 @@ def add_logs(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``daso logs``."""
     parser.add_argument("job", help="job id, such as 12, or 12_3 for one of an array")
     parser.add_argument("--follow", action="store_true", help="go on until the job has ended")
-    _add_common(parser)
+    _add_logs_folder(parser)
     parser.set_defaults(run=logs)
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def _add_logs_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logs", type=Path, default=Path("runs/slurm"), help="folder of logs")
-    parser.add_argument("--site", help="site profile, for jobs not submitted from here")
 
 
 def _records(folder: Path) -> dict[str, Record]:
@@ -137,9 +137,13 @@ def _files(job: str, record: Record) -> list[Path]:
     return sorted(path.parent.glob(f"{head}*{tail}"), key=lambda one: (len(one.name), one.name))
 
 
+def _is_array(record: Record) -> bool:
+    return "%a" in Path(record.log).name  # a folder may be called so, too
+
+
 def _job_of(path: Path, job: str, record: Record) -> str:
     """Return the id of the job of an array that a log is of."""
-    return f"{record.job}_{path.stem.rpartition('_')[2]}" if "%a" in record.log else job
+    return f"{record.job}_{path.stem.rpartition('_')[2]}" if _is_array(record) else job
 
 
 def _tail(path: Path) -> str:
@@ -161,7 +165,7 @@ def logs(chosen: argparse.Namespace, _: Sequence[str]) -> int:
         )
     files = _files(chosen.job, record)
     if chosen.follow:
-        if "%a" in record.log and "_" not in chosen.job:
+        if _is_array(record) and "_" not in chosen.job:
             raise ConfigError(
                 f"--follow must be given one job of an array, not {chosen.job}; such as "
                 f"{chosen.job}_0"
@@ -176,7 +180,7 @@ def logs(chosen: argparse.Namespace, _: Sequence[str]) -> int:
         )
     for path in there:
         if len(there) > 1:
-            print(f"==> {path.name} <==")
+            print(f"==> {path.name} <==", flush=True)  # what follows goes past this buffer
         _copy(path, 0)
     return 0
 

@@ -14,7 +14,7 @@ from typing import Any, TextIO, get_type_hints
 
 from daso.environment import find_mpirun
 from daso.errors import ConfigError
-from daso.slurm.job import Job, flag, name_of, options
+from daso.slurm.job import LOGS, Job, flag, name_of, options
 from daso.slurm.launcher import CHOICES, Launcher, choose
 from daso.slurm.sbatch_errors import explain, too_big
 from daso.slurm.script import render
@@ -121,6 +121,9 @@ def submit(chosen: argparse.Namespace, program: Sequence[str]) -> int:
         )
     if chosen.dry_run:
         print(f"daso: {job.size}, {job.launcher}: {job.launcher.why}", file=sys.stderr)
+        if not job.folder.is_dir():  # SLURM makes none, and a job without it ends without a word
+            folder = shlex.quote(str(job.folder))
+            print(f"daso: before sbatch takes it: mkdir -p {folder}", file=sys.stderr)
         sys.stdout.flush()
         sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
         sys.stdout.buffer.flush()
@@ -129,12 +132,19 @@ def submit(chosen: argparse.Namespace, program: Sequence[str]) -> int:
     _check_size(job, site)
     folder = _folder(job)
     number = _sbatch(job, text, site)
-    record = _keep(job, text, number=number, folder=folder, site=site)
-    where = "" if chosen.logs is None else f" --logs {shlex.quote(chosen.logs)}"
+    print(f"submitted job {number} ({job.size}, {job.launcher}: {job.launcher.why})", flush=True)
+    try:
+        record = _keep(job, text, number=number, folder=folder, site=site)
+    except OSError as error:  # the job is there all the same
+        print(
+            f"daso: job {number} runs, but {folder} does not keep it, so that daso status and "
+            f"daso logs do not know it: {error.strerror}; squeue does",
+            file=sys.stderr,
+        )
+        return 0
+    where = "" if job.logs == LOGS else f" --logs {shlex.quote(str(job.logs))}"
     print(
-        f"submitted job {number} ({job.size}, {job.launcher}: {job.launcher.why})\n"
-        f"script: {record.script}\n"
-        f"follow it: daso logs --follow{where} {number}{_first(job.array)}"
+        f"script: {record.script}\nfollow it: daso logs --follow{where} {number}{_first(job.array)}"
     )
     return 0
 

@@ -19,7 +19,7 @@ from daso.train.recovery.session import session_class
 from daso.train.session import Session
 from daso.train.setup import make_setup, stall_limit
 
-__all__ = ["Attached", "attach"]
+__all__ = ["Attached", "attach", "unhook"]
 
 
 @validate_call
@@ -100,9 +100,11 @@ class Attached:
         self._set_aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._loading: Any = None
         self._restoration: StepRestoration | None = None  # of the step under way
+        unhook(inner)
         self._hooks = [
             inner.register_step_pre_hook(self._before_step),
             inner.register_step_post_hook(self._after_step),
+            inner.register_state_dict_pre_hook(lambda _: self._unscale_lr()),
             inner.register_state_dict_post_hook(self._add_state),
             inner.register_load_state_dict_pre_hook(self._take_state),
             inner.register_load_state_dict_post_hook(self._load_state),
@@ -160,12 +162,16 @@ class Attached:
 
         Collective over the world; blocking; idempotent.
         """
+        self.unhook()
+        self._session.close()
+
+    def unhook(self) -> None:
+        """Take the hooks off. Does not communicate; idempotent."""
         for hook in self._hooks:
             hook.remove()
         if self._hooks and self._borrowed:
             delattr(self.inner, NATIVE)
         self._hooks = []
-        self._session.close()
 
     def __enter__(self) -> Self:
         return self
@@ -179,3 +185,11 @@ class Attached:
         if kind is None:  # after an error the other ranks may not come: nothing collective
             self.synchronize()
             self.close()
+
+
+def unhook(inner: torch.optim.Optimizer) -> None:
+    """Take the hooks of earlier handles off an optimizer, which is wrapped again."""
+    owners = [getattr(hook, "__self__", None) for hook in inner._optimizer_step_pre_hooks.values()]
+    for owner in owners:
+        if isinstance(owner, Attached):
+            owner.unhook()

@@ -338,9 +338,10 @@ class Channels:
 
     def close(self) -> bool:
         """Stop the engine, then free its communicators. Collective over the world; idempotent."""
-        if not self.engine.close() or self.watchdog.given_up:
-            return False
         timeout_seconds = self.settings.exchange.timeout_seconds
+        # As long as others may wait here: who left early would be missed at the meeting.
+        if not self.engine.close(timeout_seconds) or self.watchdog.given_up:
+            return False
         self._topology.rendezvous("close an optimizer", timeout_seconds)
         self.comms.free()
         self.watchdog.free()

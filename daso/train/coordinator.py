@@ -25,6 +25,7 @@ from daso.train.state_sync import (
     drop_partial_state,
     mend_buffers,
     state_digest,
+    state_keys,
     state_tensors,
 )
 
@@ -260,7 +261,7 @@ class Coordinator:
         """
         self.gather(0.0)
         inner, named = self.trained.inner, self.trained.named
-        drop_partial_state(inner, named, self._unlike([*state_tensors(inner, named)]))
+        drop_partial_state(inner, named, self._unlike(state_keys(inner, named)))
         tensors = [*state_tensors(inner, named).values()]
         self.average(tensors)
         self.metrics.event("join", tensors=len(tensors))

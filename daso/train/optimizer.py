@@ -19,6 +19,7 @@ from daso.comm.topology import Topology, errors_on_all_ranks
 from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Wire
 from daso.plan.schedule import Policy
+from daso.train.attach import unhook
 from daso.train.deltas.outer import MakeOuter
 from daso.train.inner.grad_scaler import Scaling
 from daso.train.metrics import Report
@@ -112,7 +113,10 @@ class DASO(torch.optim.Optimizer):
                 exchange=exchange,
                 gradients=gradients,
             )
-        self._hold(inner, session_class(setup).opened(inner, setup, topology))
+        session = session_class(setup).opened(inner, setup, topology)
+        for one in getattr(inner, "optimizers", [inner]):
+            unhook(one)
+        self._hold(inner, session)
 
     def _hold(self, inner: torch.optim.Optimizer, session: Session) -> None:
         # Optimizer.__init__ is not called: it would copy groups and state, and let them drift.

@@ -83,6 +83,7 @@ class Session:
         self._history = History.of(self.schedule)
         self._sync: Synchronizer | None = None
         self._stale = False  # parameters were loaded from elsewhere: set up anew before going on
+        self._loaded = False  # a state, before it opened
         self._measured: tuple[Tally, int] | None = None  # by the original, where this is a copy
         self._probing = False
         self._over: str | None = None  # why nothing may be done any more
@@ -304,9 +305,16 @@ class Session:
         """
 
         def averaged() -> Any:
+            sync, restoration = self._sync, self.step_restoration
+            assert sync is not None
+            sync.buckets.fresh = False
+            if restoration is not None:
+                restoration.end()  # users see their own learning rate
             loss = closure()
-            assert self._sync is not None
-            return loss if loss is None else self._sync.mean_loss(loss)
+            if restoration is not None:
+                restoration.begin(self.schedule.step_gain)
+            sync.after_closure()
+            return loss if loss is None else sync.mean_loss(loss)
 
         return averaged
 
@@ -314,8 +322,12 @@ class Session:
         """Take up parameters that were frozen, unfrozen or laid out anew since the last step."""
         self._follow_layout()
         if self._sync is not None and self._sync.changes.trainable_changed():
+            for _, param in self._sync.trained.named:
+                if not param.requires_grad:  # it would step by a gradient of each node's own
+                    param.grad = None
             self.synchronize()
-            self._reopen(self._sync)
+            # What was frozen between exchanges has a state of each node's own.
+            self._reopen(self._sync, *((Action.JOIN,) if self.schedule.synchronous else ()))
 
     def _follow_layout(self) -> None:
         """Take up parameters that got another shape, type or order in memory.
@@ -358,7 +370,7 @@ class Session:
         if self._sync is None:
             self._meet()
             self._reclaim()
-            self._open(Metrics())
+            self._open(Metrics(), *((Action.JOIN,) if self._loaded else ()))
             if self._measured is not None and self._exchanges is not None:
                 self._exchanges.measured = self._measured
         else:
@@ -635,7 +647,10 @@ class Session:
                 f"alone"
             )
         self._joined = -1
-        sync, fits = self._sync, state is not None and state["shape"] == self._shape()
+        sync, opened = self._sync, self._sync is not None or not self._stale
+        fits = opened and state is not None and state["shape"] == self._shape()
+        if not opened and state is not None:
+            self._loaded, self._measured = True, None
         if sync is not None:
             fits = fits and state is not None and state["sync"] is not None
             fits = sync.coordinator.extremes(float(fits))[0] == 1.0

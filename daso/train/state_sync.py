@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from daso.comm.allreduce.direct import deterministic_allreduce
 from daso.comm.compression import Cast
@@ -22,6 +23,7 @@ __all__ = [
     "drop_partial_state",
     "mend_buffers",
     "state_digest",
+    "state_keys",
     "state_tensors",
     "zero_nonfinite",
 ]
@@ -149,13 +151,34 @@ def state_tensors(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, t
     return found
 
 
+def state_keys(optimizer: torch.optim.Optimizer, named: Named) -> list[str]:
+    """List what ranks must have alike to average an optimizer's state: names, and what is nested.
+
+    Tensors in lists, as LBFGS keeps its history, are not averaged: they are bit for bit alike, or
+    the parameter's state is dropped.
+    """
+    keys = [*state_tensors(optimizer, named)]
+    for name, param in named:
+        for key, value in optimizer.state.get(param, {}).items():
+            nested = [] if isinstance(value, torch.Tensor) else tree_leaves(value)
+            if tensors := [one for one in nested if isinstance(one, torch.Tensor)]:
+                keys.append(f"{name}/{key} {_hash(tensors)}")
+    return keys
+
+
+def _hash(tensors: Iterable[torch.Tensor]) -> str:
+    hasher = hashlib.sha256()
+    for tensor in tensors:
+        flat = local_part(tensor).detach().cpu().contiguous().view(-1)
+        hasher.update(flat.view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
+
+
 def state_digest(optimizer: torch.optim.Optimizer, named: Named) -> str:
     """Return a hash of the tensors in an optimizer's state, bit for bit."""
     hasher = hashlib.sha256()
     for key, tensor in state_tensors(optimizer, named).items():
-        hasher.update(key.encode())
-        flat = tensor.detach().cpu().contiguous().view(-1)
-        hasher.update(flat.view(torch.uint8).numpy().tobytes())
+        hasher.update(f"{key} {_hash([tensor])}".encode())
     return hasher.hexdigest()
 
 

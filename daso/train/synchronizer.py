@@ -7,6 +7,7 @@ by the training thread, at step boundaries, and nowhere else.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +93,10 @@ class Synchronizer:
             bucket_bytes=bucket_bytes,
             same_order=self.coordinator.same_order,
             callbacks=BackwardCallbacks(
-                self._begin_step, self._others_average, self.changes.layout_changed, absorbs
+                partial(self._begin_step, in_backward=True),
+                self._others_average,
+                self.changes.layout_changed,
+                absorbs,
             ),
             cuts=CUTS[settings.gradients.reducer],
         )
@@ -180,7 +184,7 @@ class Synchronizer:
     def enter(self, state: State) -> None:
         """Take over the schedule's state: it says where gradients are averaged from now on."""
         self.metrics.epoch, self._batch = state.epoch, state.batch
-        self.channels.watchdog.steps = state.batch
+        self.channels.watchdog.steps, self.channels.watchdog.heeds = state.batch, None
         by_layers = state.synchronous and self.layers is not None
         self.averaging.enter(state, by_layers=by_layers)
         if self.exchanges is not None and state.synchronous:
@@ -188,13 +192,22 @@ class Synchronizer:
         # Nodes whose GradScalers went apart average between them after unscaling.
         apart = self.metrics.scales_apart and self.layers is None
         between = self.averaging.synchronous and not apart
-        self.buckets.reduce_plan = self.averaging.plan(between=between)
+        plan = self.averaging.plan(between=between)
+        if plan != self.buckets.reduce_plan:  # what was averaged was not as it is from now on
+            self.buckets.fresh = False
+        self.buckets.reduce_plan = plan
 
     # --- one step ----------------------------------------------------------------------------
 
-    def _begin_step(self) -> None:
-        """Say that this rank is in a step now, see `StepWatchdog`; the last one ends here."""
-        self.channels.watchdog.steps = self._batch + 1
+    def _begin_step(self, *, in_backward: bool = False) -> None:
+        """Say that this rank is in a step now, see `StepWatchdog`; the last one ends here.
+
+        No step need follow a backward, and where that averages in its node, others may meet.
+        """
+        watchdog, node = self.channels.watchdog, self.topology.rank_info
+        watchdog.steps = self._batch + 1
+        alone = in_backward and not self.averaging.synchronous
+        watchdog.heeds = node.ranks_of_node if alone else None
         if self.layers is not None:
             self.layers.begin()
 
@@ -225,6 +238,12 @@ class Synchronizer:
         self.buckets.reduce_plan = self.averaging.plan(between=self.averaging.synchronous)
         if self.averaging.synchronous:
             self.metrics.good()
+
+    def after_closure(self) -> None:
+        """Join the averaging if no backward of a closure did: all were inside `no_sync`, say."""
+        if not self.buckets.fresh:
+            self.buckets.finish_round()
+        self._look_around()
 
     def _look_around(self) -> None:
         """Look once, at the first step, at what may have been made after this; see `misuse`."""

@@ -1,6 +1,7 @@
 """Flows on ranks: as one process, bit for bit, or replayed from what the ranks logged."""
 
 import math
+import time
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from daso import flow
 from daso.comm.p2p.packets import Messages
-from daso.errors import ConfigError, FlowError
+from daso.errors import CheckpointError, ConfigError, FlowError
 from daso.flow.messages import NO_TICKET, Message, Post
 from daso.flow.plan import ranks_of_lane
 
@@ -359,3 +360,31 @@ def test_nodes_are_where_the_caller_says(topology):
         runtime.train_epoch(instances)
         assert runtime.placement["layer 1"] == (last,)
         assert ("layer 1" in runtime.optimizers) == (WORLD.rank == last)
+
+
+@pytest.mark.nodes((2,), (3,))
+def test_a_rank_without_nodes_waits_as_long_as_the_others_compute(topology):
+    graph = flow.Graph()
+    y = graph.layer(nn.Linear(8, 8), graph.source(lambda one: one[0].view(1, -1)), name="l")
+
+    def slow(item, y):
+        time.sleep(0.1)
+        return nn.functional.cross_entropy(y, item.instance[1])
+
+    graph.loss(slow, y, name="end")
+    where = {"l": 0, "end": 0}
+    options = {"topology": topology, "placement": where, "timeout_seconds": 0.7}
+    with flow.Runtime(graph, sgd, **options) as runtime:
+        assert runtime.train_epoch(images(20)).instances == 20
+
+
+@pytest.mark.nodes((2,), (3,))
+def test_a_state_of_another_rank_is_refused_by_all(topology):
+    graph = flow.Graph()
+    y = graph.layer(nn.Linear(8, 8), graph.source(lambda one: one[0].view(1, -1)), name="l")
+    graph.loss(lambda item, y: nn.functional.cross_entropy(y, item.instance[1]), y, name="end")
+    with flow.Runtime(graph, sgd, topology=topology, placement={"l": 1}) as runtime:
+        runtime.train_epoch(images(4))
+        state = topology.world_comm.bcast(runtime.state_dict())
+        with pytest.raises(CheckpointError, match="must be that of rank"):
+            runtime.load_state_dict(state)

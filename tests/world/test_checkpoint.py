@@ -526,3 +526,13 @@ def test_a_program_that_ends_at_once_has_its_checkpoint(topology, folder):
     assert torch.equal(
         Checkpoints(folder, topology).load().payload["weights"], torch.arange(1_000_000)
     )
+
+
+def test_as_many_are_kept_as_are_wanted_where_they_are_written_in_the_background(
+    topology, rank_info, folder
+):
+    store = Checkpoints(folder, topology, keep=1)
+    for step in (10, 20, 30):
+        store.save(step, payload(rank_info, step), background=True)
+    store.wait()
+    assert store.steps() == [30]

@@ -906,3 +906,47 @@ def test_a_rank_that_does_not_come_to_synchronize_is_named(topology, rank_info, 
             server.synchronize()
     topology.world_comm.Barrier()
     server.abandon()
+
+
+@pytest.mark.nodes((1, 1), (2, 1))
+def test_it_closes_after_one_rank_evaluated(topology):
+    model = seeded(mlp)()
+    exchange = daso.Exchange(timeout_seconds=5)
+    server = daso.ParameterServer(model, sgd, topology=topology, exchange=exchange)
+    batch_loss(model, topology.rank, 0).backward()
+    server.step()
+    server.synchronize()
+    if topology.rank == 0:
+        with torch.no_grad():
+            batch_loss(model, 0, 1)
+        with pytest.raises(CheckpointError, match="evaluated, since ranks met"):
+            server.state_dict()
+    server.close()
+
+
+@pytest.mark.nodes((1, 1))
+def test_states_of_other_counts_of_steps_are_refused_where_all_go_together(topology):
+    model = seeded(mlp)()
+    how = {"topology": topology, "optimizer_state": "shared"}
+    with daso.ParameterServer(model, sgd, staleness=None, **how) as server:
+        for step in range(3 + 2 * topology.rank):
+            server.zero_grad()
+            batch_loss(model, topology.rank, step).backward()
+            server.step()
+        server.synchronize()
+        state = copy.deepcopy(server.state_dict())
+    with daso.ParameterServer(model, sgd, **how) as server:
+        with pytest.raises(CheckpointError, match="states are of 3 to 5"):
+            server.load_state_dict(state)
+        server.synchronize()
+
+
+@pytest.mark.nodes((1, 1))
+@pytest.mark.parametrize(
+    "options", [{"elastic": True}, {"algorithm": "ring"}, {"step_restoration": "off"}], ids=str
+)
+def test_options_of_exchanges_that_it_would_ignore_are_refused(topology, options):
+    with pytest.raises(ConfigError, match="of exchange only chunk_bytes"):
+        daso.ParameterServer(
+            seeded(mlp)(), sgd, topology=topology, exchange=daso.Exchange(**options)
+        )

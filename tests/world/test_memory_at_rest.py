@@ -8,6 +8,7 @@ from benchmarks.growth_memory import held
 
 import daso
 from daso.comm.emulation import CopyLink, pretend_device
+from daso.memory.static import static_bytes
 
 NUMEL = 64 * 32
 
@@ -39,3 +40,23 @@ def test_rows_take_memory_only_while_parameters_are_exchanged(topology, on_devic
         assert exchanged[name] == nbytes
         assert name not in before
         assert name not in after or (on_device and name == "_payloads")
+
+
+@pytest.mark.nodes((1, 1))
+@pytest.mark.parametrize(("wire", "payload"), [("bf16", 2), ("fp32", 0)])
+def test_a_plan_counts_what_exchanges_will_hold_while_they_rest(topology, wire, payload):
+    model = torch.nn.Linear(64, 32, bias=False)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = {"wire": wire, "policy": daso.Fixed(2, 1, warmup=2)}
+    with daso.DASO(inner, module=model, topology=topology, **options) as optimizer:
+        resting = static_bytes(model, optimizer, torch.ones(1, 64)).optimizer
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+        trained = static_bytes(model, optimizer, torch.ones(1, 64)).optimizer
+        rows = optimizer._session._sync.exchanges._rows_of(None)
+        optimizer.synchronize()
+    assert resting >= (4 + 4 + payload) * NUMEL  # shown, reference, payload
+    assert trained >= resting
+    assert [row.unmade_bytes for row in rows] == [0]

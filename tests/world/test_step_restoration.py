@@ -269,3 +269,33 @@ def test_a_group_of_frozen_parameters_may_be_added_to_what_hooks_train(topology)
         steps(topology, inner, model, range(9, 14))
         assert [group["lr"] for group in inner.param_groups] == [0.01, 0.01]
         assert handle.report()["gain"] > 1
+
+
+@pytest.mark.nodes((1, 1))
+@pytest.mark.parametrize("door", ["wrapper", "hooks"])
+def test_closures_see_the_users_rate_and_so_does_what_is_saved_after_an_error(topology, door):
+    model, seen = seeded(mlp)(), []
+    inner = adamw(model)
+    options = {"topology": topology, "policy": daso.Fixed(2, 1), "exchange": ORDERED}
+    wrap = daso.DASO if door == "wrapper" else daso.attach
+    handle = wrap(inner, module=model, **options)
+    optimizer = handle if door == "wrapper" else inner
+    steps(topology, optimizer, model, range(9))
+    assert handle.report()["gain"] > 1
+    inside = rates_inside(inner) if door == "hooks" else []
+
+    def closure(fails=False):
+        seen.append(inner.param_groups[0]["lr"])
+        optimizer.zero_grad()
+        loss = batch_loss(model, topology.rank, 9)
+        loss.backward()
+        if fails:
+            raise ArithmeticError
+        return loss
+
+    optimizer.step(closure)
+    with pytest.raises(ArithmeticError):
+        optimizer.step(lambda: closure(fails=True))
+    assert seen == [0.01, 0.01]
+    assert inner.state_dict()["param_groups"][0]["lr"] == 0.01
+    assert all(rate >= 0.01 for rate in inside)

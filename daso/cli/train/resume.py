@@ -246,14 +246,16 @@ class Saver:
 
     def _state(self, point: Point) -> dict[str, Any]:
         """Return what this rank wants back."""
-        run = self._run
+        run, place = self._run, self._run.sampler.state_dict()
+        # Where ranks were lost in this epoch the sampler counts as if they had never been.
+        scale = place["batch"] / run.batch if run.batch else 1.0
         return {
             "config": asdict(run.config),
             "data": run.data,
             "model": run.task.model.state_dict(),
             "optimizer": run.optimizer.state_dict(),
-            "sampler": run.sampler.state_dict(),
-            "total": point.total,
+            "sampler": place,
+            "total": point.total * scale,
             "rng": rng_state(),
         }
 

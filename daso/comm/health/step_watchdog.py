@@ -47,6 +47,10 @@ class StepWatchdog:
         self._neighbours = neighbours(self._notes.rank, world.Get_size())
         self.steps = 0  # that this rank has taken or is in the middle of
         self.at_meeting = False
+        # Ranks whose rings may mean that this one waits in vain: in a backward that averages in its
+        # node, those of its node. None: all.
+        self.heeds: frozenset[int] | None = None
+        self._kept: list[tuple[int, tuple[int, ...]]] = []  # rings of others, meanwhile
         self._meetings = 0  # that are over: the same on all ranks that are not out of step
         self._rung = False  # at this meeting
         self._verdict: str | None = None
@@ -55,7 +59,7 @@ class StepWatchdog:
     @contextmanager
     def meeting(self, steps: int) -> Iterator[None]:
         """Be at a meeting of all ranks, after so many steps."""
-        self.steps, self.at_meeting, self._rung = steps, True, False
+        self.steps, self.at_meeting, self._rung, self.heeds = steps, True, False, None
         yield
         with self._lock:
             self.at_meeting, self._meetings = False, self._meetings + 1
@@ -81,12 +85,16 @@ class StepWatchdog:
             self._notes.send(rank, tag, *numbers)
 
     def _listen(self) -> None:
-        for source, tag, numbers in self._notes.arrived():
+        kept, self._kept = self._kept, []
+        rings = [(source, MEETING, numbers) for source, numbers in kept]
+        for source, tag, numbers in [*rings, *self._notes.arrived()]:
             if tag == GIVEN_UP:
                 self._verdict = _text(*numbers)
                 self._tell(GIVEN_UP, *numbers)
             elif numbers[1] < self._meetings:  # it was waiting for this rank, which came
                 continue
+            elif self.heeds is not None and source not in self.heeds:
+                self._kept.append((source, numbers))
             # A rank that came after fewer steps than this one is in will never join it; two that
             # came after different numbers may each be stuck behind an exchange of theirs.
             elif numbers[0] < self.steps or (self.at_meeting and numbers[0] > self.steps):

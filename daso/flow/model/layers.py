@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from daso.comm.collectives import byte_pieces
 from daso.comm.dtypes import accumulator, byte_buffer
 from daso.flow.model.checks import Wiring
 from daso.flow.model.graph import MakeOptimizer, Node
@@ -41,6 +42,10 @@ class Layers:
 
     def settle(self, ranks_of: Ranks) -> None:
         """Take on this rank's layers; none while nobody knows whose they are."""
+        if self.weights and ranks_of == self.ranks_of:  # schedulers go on with these optimizers
+            for one in self.weights.values():
+                one.begin()
+            return
         self.ranks_of = ranks_of
         self.weights = {
             node.index: Weights(node.call, node.optimizer or self._make, self.updates)
@@ -63,7 +68,8 @@ class Layers:
         for node in self.nodes:
             for tensor in tensors_of(node.call):
                 row = tensor.detach().cpu().contiguous().clone()
-                (comm or self._world).Bcast(byte_buffer(row.view(-1)), root(node.index))
+                for piece in byte_pieces(row.view(-1)):
+                    (comm or self._world).Bcast(byte_buffer(piece), root(node.index))
                 tensor.copy_(row)
         for one in self.weights.values():
             one.take_up()
@@ -118,6 +124,13 @@ class Layers:
                 f"than these, {size}, but it is of {len(homes)} nodes on "
                 f"{max(map(max, homes)) + 1} ranks"
             )
+        rank = self._world.Get_rank()
+        mine = {node.name for node in self.nodes if homes and rank in homes[node.index]}
+        if homes and mine != set(state["layers"]):
+            return (
+                f"state must be that of rank {rank}, with layers {sorted(mine)}, but it has "
+                f"{sorted(state['layers'])}; save and load one on every rank"
+            )
         names = {node.name for node in self.nodes}
         if not set(state["layers"]) <= names:
             return (
@@ -141,7 +154,8 @@ def _average(tensor: torch.Tensor, comm: "MPI.Comm", homes: Sequence[int]) -> No
     rows = []
     for rank in homes:
         row = tensor.detach().cpu().contiguous().clone()
-        comm.Bcast(byte_buffer(row.view(-1)), rank)
+        for piece in byte_pieces(row.view(-1)):
+            comm.Bcast(byte_buffer(piece), rank)
         rows.append(row)
     tensor.copy_(mean_of(rows))
 

@@ -76,8 +76,8 @@ class Weights:
         self._places = [
             (owner, name, p)
             for owner in module.modules()
-            for name, p in owner.named_parameters(recurse=False)
-            if p.requires_grad
+            for name, p in owner._parameters.items()  # one parameter may have several names
+            if p is not None and p.requires_grad
         ]
         self._stashes = updates.weights == "stashed"
         self.own = list(dict.fromkeys(p for _, _, p in self._places))  # those of the user

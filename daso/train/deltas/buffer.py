@@ -230,6 +230,13 @@ class DeltaBuffer:
         norm = sum(float(flat_view(p).double().square().sum()) for p in self.views.params)
         return norm * self.sharding.parts
 
+    @property
+    def unmade_bytes(self) -> int:
+        """Bytes that the next exchange takes beside what there is: of what crosses."""
+        codecs = [codec for codec in self.means.codecs if not codec.exact]
+        most = max((codec.nbytes(self.span.numel) for codec in codecs), default=0)
+        return max(0, most - self.part.outbox.memory.numel())
+
     def rest(self) -> None:
         """Give the memory back until parameters are a reference again; nothing may be under way.
 

@@ -226,6 +226,8 @@ class FlatGradients:
 
     def holds(self, gradient: torch.Tensor) -> bool:
         """Return whether a gradient lies in a row."""
+        if not gradient.numel():  # all that is empty has one address
+            return False
         return any(view.data_ptr() == gradient.data_ptr() for view in self._views.values())
 
     def release(self) -> None:

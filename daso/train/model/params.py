@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from daso.comm.collectives import gather_unlike
+from daso.comm.collectives import byte_pieces, gather_unlike
 from daso.comm.dtypes import byte_buffer
 from daso.comm.topology import Topology
 from daso.errors import LayoutError
@@ -220,7 +220,8 @@ def broadcast(tensors: Iterable[torch.Tensor], topology: Topology) -> None:
         for tensor in _distinct(tensors):
             values = tensor.detach()
             row = values.cpu().contiguous()
-            topology.world_comm.Bcast(byte_buffer(row.view(-1)))
+            for piece in byte_pieces(row.view(-1)):
+                topology.world_comm.Bcast(byte_buffer(piece))
             if row.data_ptr() != values.data_ptr():
                 values.copy_(row)
 

@@ -125,3 +125,11 @@ def test_the_programs_own_exit_code_and_error_are_passed_on(tmp_path):
     program.write_text("raise SystemExit(7)")
     done = started("daso", "predict", f"--throttle={plan}", "--", sys.executable, program)
     assert (done.returncode, done.stdout) == (7, "")
+
+
+def test_a_program_that_is_killed_ends_as_a_shell_tells_it(tmp_path):
+    plan, path = tmp_path / "plan.toml", tmp_path / "kills_itself.py"
+    plan.write_text(TWICE)
+    path.write_text("import os\nos.kill(os.getpid(), 9)\n")
+    done = typed("predict", tmp_path, f"--throttle={plan}", "--", sys.executable, str(path))
+    assert done.returncode == 137

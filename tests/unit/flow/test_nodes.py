@@ -19,6 +19,8 @@ import daso
 from daso.errors import CheckpointError, ConfigError, FlowError
 from daso.flow import Epoch, Graph, Runtime, Updates, replay
 from daso.flow.compute import gradients, gradients_of_linear, is_linear
+from daso.flow.epoch import digest_of
+from daso.flow.model.weights import Weights
 
 checked = settings(derandomize=True, max_examples=25, deadline=None)
 active = pytest.mark.parametrize("most", [1, 3], ids=lambda most: f"{most} at once")
@@ -2174,3 +2176,42 @@ def test_instances_are_asked_for_where_they_are_no_list(running):
             losses.append(runtime.train_epoch(instances).loss)
     assert losses[0] == losses[1]
     assert Slow.asked <= 2 + len(ONES)  # the first and the last are compared between ranks
+
+
+def test_optimizers_stay_the_same_where_a_runtime_goes_back(running):
+    def build():
+        graph, start = started(lambda one: one.x)
+        graph.loss(square, graph.layer(nn.Linear(3, 3, dtype=torch.float64), start))
+        return graph
+
+    with running(build()) as runtime:
+        runtime.train_epoch(ONES)
+        before, state = dict(runtime.optimizers), copy.deepcopy(runtime.state_dict())
+        runtime.train_epoch(ONES)
+        runtime.load_state_dict(state)
+        assert before
+        assert all(runtime.optimizers[name] is one for name, one in before.items())
+
+
+class Tied(nn.Module):
+    """One parameter of two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor(2.0))
+        self.b = self.a
+
+
+def test_both_names_of_a_stashed_parameter_are_replaced():
+    layer = Tied()
+    updates = Updates(unit="message", weights="stashed")
+    weights = Weights(layer, lambda params: torch.optim.SGD(params, lr=0.1), updates)
+    weights.add([torch.tensor(1.0)], 0, [0])
+    weights.publish(in_use=True)
+    assert layer.b is layer.a
+    assert float(layer.a) == pytest.approx(1.9)
+
+
+def test_instances_that_hold_sets_are_not_compared():
+    assert digest_of(({"a", "b"}, 1)) == digest_of([frozenset("ab")]) == ""
+    assert digest_of([1, "a", torch.ones(2)]) != ""

@@ -533,7 +533,16 @@ def test_a_template_that_is_none_is_told_in_one_line(text):
         (("-m", "pack.mod", "x"), "pack.mod"),
         (("-m",), "-m"),
         (("",), "daso"),
+        (("entra\N{LATIN SMALL LETTER I WITH CIRCUMFLEX}nement.py",), "entra-nement"),
+        (("x" * 300,), "x" * 200),
     ],
 )
 def test_a_job_is_named_after_its_program(program, name):
     assert name_of(program) == name
+    assert replace(PLAIN, name=name).name == name
+
+
+@pytest.mark.parametrize(("where", "value"), [("chdir", Path("/data/a\\b")), ("logs", "a\\")])
+def test_folders_with_a_backslash_which_sbatch_takes_away_are_refused(where, value):
+    with pytest.raises(ConfigError, match="must have no backslash"):
+        replace(PLAIN, **{where: value})

@@ -1,5 +1,7 @@
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -394,3 +396,27 @@ def test_the_logs_of_an_array_tell_of_its_jobs_one_by_one(capsys, folder, monkey
     assert main(["status", "12"]) == 0
     rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[1:]]
     assert rows == [["12_2", "train", "FAILED"], ["12_10", "train", "COMPLETED"]]
+
+
+def test_headers_stand_above_their_logs_in_a_pipe(folder, answers):
+    keep(folder, record(folder, array=True))
+    for task in (10, 2):
+        (folder / f"train-12_{task}.out").write_text(f"task {task}\n")
+    words = [sys.executable, "-m", "daso", "logs", "12", "--logs", str(folder)]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(words, capture_output=True, env=env, check=True, timeout=60)
+    assert done.stdout == b"==> train-12_2.out <==\ntask 2\n==> train-12_10.out <==\ntask 10\n"
+
+
+def test_a_folder_may_have_the_sign_of_arrays_in_its_name(capfdbinary, tmp_path, answers):
+    folder = tmp_path / "50%acc"
+    folder.mkdir()
+    keep(folder, record(folder))
+    (folder / "train-12.out").write_text("all\n")
+    assert main(["logs", "12", "--logs", str(folder)]) == 0
+    assert capfdbinary.readouterr().out == b"all\n"
+
+
+def test_logs_takes_no_site(capsys, folder, answers):
+    with pytest.raises(SystemExit):
+        main(["logs", "--site", "nonsense", "12"])

@@ -1,3 +1,4 @@
+import errno
 import os
 import re
 import subprocess
@@ -100,7 +101,8 @@ def test_a_dry_run_prints_the_script_alone_and_says_what_was_chosen_beside_it(ca
     assert out.startswith("#!/bin/bash\n#SBATCH --job-name=train\n#SBATCH --nodes=2\n")
     assert f"{sys.executable} -m mpi4py -m daso.slurm.rank_entry train.py 'a b'" in out
     assert re.match(r"daso: 2 nodes x 1 rank, (srun|mpirun).*: the MPI library is ", err)
-    assert err.count("\n") == 1
+    before = err.splitlines()[1]
+    assert before == f"daso: before sbatch takes it: mkdir -p {Path.cwd() / 'runs/slurm'}"
     assert not Path("runs").exists()
 
 
@@ -352,3 +354,30 @@ def test_a_refusal_of_sbatch_is_one_line_with_rule_value_and_remedy(said, parts)
     text = explain(said, asked)
     assert "\n" not in text
     assert all(part in text for part in parts)
+
+
+def _sbatch_that_says_7(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\necho 7\n")
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+
+
+def test_a_job_that_is_submitted_is_told_of_though_it_cannot_be_kept(capsys, tmp_path, monkeypatch):
+    _sbatch_that_says_7(tmp_path)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert main(["submit", "--launcher=pmi2", "train.py"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("submitted job 7 ")
+    assert err.startswith("daso: job 7 runs, but ")
+    assert "No space left on device" in err
+
+
+def test_the_command_to_follow_names_a_profiles_folder(capsys, tmp_path):
+    _sbatch_that_says_7(tmp_path)
+    (tmp_path / "mine.toml").write_text('logs = "else where"\n')
+    assert main(["submit", "--site=mine.toml", "--launcher=pmi2", "train.py"]) == 0
+    assert "follow it: daso logs --follow --logs 'else where' 7\n" in capsys.readouterr().out
