@@ -357,7 +357,8 @@ class ParameterServer(torch.optim.Optimizer):
                 f"{state_dict.get('share')}; load each rank's own, in a world of the same size"
             )
         self._topology.raise_on_all_ranks(problem, CheckpointError)
-        counts = self._topology.world_comm.allgather(int(state_dict["steps"]))
+        timeout_seconds = self._plan.exchange.timeout_seconds
+        counts = gather(self._topology, int(state_dict["steps"]), timeout_seconds)
         if self._plan.together and min(counts) != max(counts):
             raise CheckpointError(
                 f"with staleness=0 all ranks must have taken the same number of steps, but these "

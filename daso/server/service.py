@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from daso import trace
+from daso.comm.collectives import gather
 from daso.comm.device.staging import DeviceStaging
 from daso.comm.engine import Engine, Work, WorkHandle
 from daso.comm.mpi import load
@@ -186,11 +187,10 @@ class ServerThread:
         self.engine.close()
         if not (sound and self.engine.stopped) or self.world == load().COMM_NULL:
             return
-        self._topology.rendezvous(
-            "close a daso.ParameterServer", self.plan.exchange.timeout_seconds
-        )
+        timeout_seconds = self.plan.exchange.timeout_seconds
+        self._topology.rendezvous("close a daso.ParameterServer", timeout_seconds)
         # Where something is under way still, communicators stay.
-        if not any(self._topology.world_comm.allgather(served)):
+        if not any(gather(self._topology, served, timeout_seconds)):
             for way in self._ways:
                 way.free()
             for comm in (self.world, self._message_comm):

@@ -120,10 +120,9 @@ def submit(chosen: argparse.Namespace, program: Sequence[str]) -> int:
             file=sys.stderr,
         )
     if chosen.dry_run:
-        print(f"daso: {job.size}, {job.launcher}: {job.launcher.why}", file=sys.stderr)
-        if not job.folder.is_dir():  # SLURM makes none, and a job without it ends without a word
-            folder = shlex.quote(str(job.folder))
-            print(f"daso: before sbatch takes it: mkdir -p {folder}", file=sys.stderr)
+        # SLURM makes no folder for logs, and a job without it ends without a word.
+        needs = "" if job.folder.is_dir() else f"; before: mkdir -p {shlex.quote(str(job.folder))}"
+        print(f"daso: {job.size}, {job.launcher}: {job.launcher.why}{needs}", file=sys.stderr)
         sys.stdout.flush()
         sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
         sys.stdout.buffer.flush()

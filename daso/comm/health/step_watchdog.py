@@ -10,7 +10,7 @@ long as nobody waits that long.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,7 @@ class StepWatchdog:
         # Ranks whose rings may mean that this one waits in vain: in a backward that averages in its
         # node, those of its node. None: all.
         self.heeds: frozenset[int] | None = None
-        self._kept: list[tuple[int, tuple[int, ...]]] = []  # rings of others, meanwhile
+        self._kept: list[tuple[int, Sequence[int]]] = []  # rings of others, meanwhile
         self._meetings = 0  # that are over: the same on all ranks that are not out of step
         self._rung = False  # at this meeting
         self._verdict: str | None = None

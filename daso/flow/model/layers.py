@@ -124,18 +124,18 @@ class Layers:
                 f"than these, {size}, but it is of {len(homes)} nodes on "
                 f"{max(map(max, homes)) + 1} ranks"
             )
+        names = {node.name for node in self.nodes}
+        if not set(state["layers"]) <= names:
+            return (
+                f"state must be that of the same flow, but it has layers "
+                f"{sorted(set(state['layers']) - names)}, which are not in this one"
+            )
         rank = self._world.Get_rank()
         mine = {node.name for node in self.nodes if homes and rank in homes[node.index]}
         if homes and mine != set(state["layers"]):
             return (
                 f"state must be that of rank {rank}, with layers {sorted(mine)}, but it has "
                 f"{sorted(state['layers'])}; save and load one on every rank"
-            )
-        names = {node.name for node in self.nodes}
-        if not set(state["layers"]) <= names:
-            return (
-                f"state must be that of the same flow, but it has layers "
-                f"{sorted(set(state['layers']) - names)}, which are not in this one"
             )
         return None
 

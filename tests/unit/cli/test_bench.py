@@ -733,7 +733,7 @@ def test_numbers_of_a_bench_are_above_0(kind, good, bad):
 @pytest.mark.parametrize("option", ["--json", "--plot"])
 def test_files_that_cannot_be_written_are_told_of_before_anything_is_measured(tmp_path, option):
     words = ["train" if option == "--plot" else "node", "--quick"]
-    done = typed("bench", tmp_path, *words, f"{option}={tmp_path / 'no' / 'x.png'}")
+    done = typed("bench", *words, f"{option}={tmp_path / 'no' / 'x.png'}")
     assert done.returncode == 2
     assert "a file must lie in a folder that is there" in done.stderr
     assert not done.stdout

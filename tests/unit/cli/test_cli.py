@@ -107,7 +107,7 @@ def test_the_flags_of_every_command_are_these_and_no_others(capsys):
     assert flags(help_of(capsys, "memory")) == {"-h", "--help"} | planned
     assert flags(help_of(capsys, "trace")) == {"-h", "--help", "--chrome", "--json", "--plot"}
     assert flags(help_of(capsys, "status")) == {"-h", "--help", "--json", "--logs", "--site"}
-    assert flags(help_of(capsys, "logs")) == {"-h", "--help", "--follow", "--logs", "--site"}
+    assert flags(help_of(capsys, "logs")) == {"-h", "--help", "--follow", "--logs"}
 
 
 def test_doctor_says_how_many_nodes_would_exchange(capsys):

@@ -223,7 +223,7 @@ def test_a_tensorboard_folder_that_cannot_be_written_is_told_too(tmp_path):
 
 def test_tensorboard_that_is_not_installed_is_told_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"pip install 'daso\[tensorboard\]'"):
+    with pytest.raises(ConfigError, match=r"pip install tensorboard"):
         RunFolder(tmp_path, tensorboard=True)
 
 

@@ -131,5 +131,5 @@ def test_a_program_that_is_killed_ends_as_a_shell_tells_it(tmp_path):
     plan, path = tmp_path / "plan.toml", tmp_path / "kills_itself.py"
     plan.write_text(TWICE)
     path.write_text("import os\nos.kill(os.getpid(), 9)\n")
-    done = typed("predict", tmp_path, f"--throttle={plan}", "--", sys.executable, str(path))
+    done = started("daso", "predict", f"--throttle={plan}", "--", sys.executable, path)
     assert done.returncode == 137

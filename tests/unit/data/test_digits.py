@@ -47,5 +47,5 @@ def test_split_is_the_same_every_time_and_leaves_global_randomness_alone():
 
 def test_without_scikit_learn_the_error_tells_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(DataError, match=r"scikit-learn.*pip install daso\[data\]"):
+    with pytest.raises(DataError, match=r"scikit-learn.*pip install scikit-learn"):
         load_digits(train=True)
