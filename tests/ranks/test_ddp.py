@@ -90,6 +90,22 @@ def test_ddp_over_nodes_is_refused_at_the_first_step(topology, world_group, orde
         trained(order, topology, policy)
 
 
+@pytest.mark.nodes((1, 1), (2, 2))
+def test_ddp_over_nodes_is_refused_where_steps_have_closures(topology, world_group):
+    model = network()
+    under = parallel(model)
+    optimizer = daso.DASO(sgd(model), module=model, topology=topology, policy=daso.Fixed(4, 1))
+
+    def closure():
+        loss = under(batch(0, topology.rank)).square().mean()
+        loss.backward()
+        return loss
+
+    with pytest.raises(ConfigError, match="DDP must average inside a node only"):
+        optimizer.step(closure)
+    optimizer.close()
+
+
 @pytest.mark.nodes((2,))
 @pytest.mark.parametrize("order", ORDERS)
 def test_in_one_node_every_order_is_ddp_alone(topology, rank_info, node_group, order, caplog):

@@ -4,6 +4,7 @@ import copy
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from models import batch_loss, bits, mlp, seeded, sgd
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from worlds import SEVERAL_NODES
 
 import daso
+from daso.comm import collectives
 from daso.comm.engine import Engine
 
 
@@ -236,3 +238,20 @@ def test_a_backward_waits_for_no_room_in_a_queue(topology):
 
 def _until(ready):
     yield ready.is_set
+
+
+@pytest.mark.nodes((1, 1))
+def test_tensors_of_any_length_are_handed_out_in_pieces(topology, monkeypatch):
+    monkeypatch.setattr(collectives, "PIECE_BYTES", 1024)
+    longest, kind = [], type(topology.world_comm)
+    whole = kind.Bcast
+
+    def noted(comm, buffer, root=0):
+        longest.append(np.asarray(buffer[0] if isinstance(buffer, tuple) else buffer).nbytes)
+        return whole(comm, buffer, root)
+
+    monkeypatch.setattr(kind, "Bcast", noted)
+    model = torch.nn.Linear(400, 30)
+    daso.DASO(torch.optim.SGD(model.parameters(), lr=0.1), module=model, topology=topology).close()
+    assert max(longest) == 1024
+    assert topology.equal_on_all_ranks(bits(model))

@@ -10,11 +10,11 @@ import pytest
 from jobs import HANG_SECONDS
 
 import daso
-from daso.cli.main import main
+from daso.cli.main import Parser, carry_out, main
 from daso.cli.outputs import exit_on_broken_pipe
 from daso.cli.train.config import Config, describe
 from daso.environment import find_mpirun
-from daso.errors import TopologyError
+from daso.errors import CheckpointError, CheckpointWriteError, TopologyError
 
 LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "SLURM_", "DASO_")
 REAL_MPIRUN = find_mpirun()
@@ -513,3 +513,14 @@ def test_train_on_two_pretend_nodes_ends_with_equal_ranks_and_a_summary(tmp_path
     assert summary["test_accuracy"] > 0.5
     assert "yes, bit for bit" in found.stdout
     assert f"{tmp_path}/train/" in found.stdout
+
+
+@pytest.mark.parametrize(("kind", "code"), [(CheckpointWriteError, 1), (CheckpointError, 2)])
+def test_what_may_go_well_another_time_is_told_from_wrong_use(capsys, kind, code):
+    def run(*_):
+        raise kind("a disk was away")
+
+    parser = Parser(prog="daso")
+    parser.set_defaults(run=run)
+    assert carry_out(parser, []) == code
+    assert "a disk was away" in capsys.readouterr().err
