@@ -24,7 +24,7 @@ class StopRequest:
     """Listens for a signal, such as SLURM's before a time limit, and tells all ranks at once.
 
     The signal comes to every rank at another moment, or to one alone; all of them may save and
-    leave only after the same batch. So they vote, twice a second or so, in the background.
+    leave only after the same batch. So they vote, twice a second or so, in the background::
 
         from daso.checkpoint.preemption import CHECKPOINTED, StopRequest
 
