@@ -174,6 +174,7 @@ class Checkpoints:
     def _agree(self, problem: str | None, *, clear: int | None = None) -> None:
         """Raise on every rank when any has a problem, and remove the step that it was met in."""
         try:
+            # Of a step that is being written: it may go well another time.
             kind = CheckpointError if clear is None else CheckpointWriteError
             self._topology.raise_on_all_ranks(problem, kind)
         except CheckpointError:

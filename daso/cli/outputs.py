@@ -10,7 +10,7 @@ from pathlib import Path
 
 from daso.errors import ConfigError
 
-__all__ = ["exit_on_broken_pipe", "may_write"]
+__all__ = ["exit_on_broken_pipe", "may_write", "write_file"]
 
 STDOUT = 1
 
@@ -59,3 +59,13 @@ def may_write(json_path: Path | None, plot: Path | None) -> None:
             raise ConfigError(f"--plot must end in .png, not {plot}")
         if find_spec("matplotlib") is None:
             raise ConfigError("--plot needs matplotlib; `pip install matplotlib`")
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file, or raise what is wrong with it."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"a file must be writable, but {path}: {error.strerror}; choose another"
+        ) from error

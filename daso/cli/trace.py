@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from daso.cli.outputs import may_write
+from daso.cli.outputs import may_write, write_file
 from daso.errors import ConfigError
 from daso.timeline.chrome import chrome_events
 from daso.timeline.report import (
@@ -53,14 +53,14 @@ def _main(chosen: argparse.Namespace) -> int:
         )
     if chosen.chrome is not None:
         events = {"traceEvents": list(chrome_events(timeline)), "displayTimeUnit": "ms"}
-        _write(chosen.chrome, json.dumps(events))
+        write_file(chosen.chrome, json.dumps(events) + "\n")
     if chosen.json is not None:
         tables = {
             "steps": [asdict(one) for one in found],
             "late": [asdict(one) for one in late],
             "loops": [asdict(loop) for loop in timeline.loops],
         }
-        _write(chosen.json, json.dumps(tables, indent=1))
+        write_file(chosen.json, json.dumps(tables, indent=1) + "\n")
     if chosen.plot is not None:
         from daso.cli import plots
 
@@ -69,15 +69,6 @@ def _main(chosen: argparse.Namespace) -> int:
     if chosen.chrome is not None:
         print(f"{chosen.chrome}: open it in ui.perfetto.dev")
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"a file must be writable, but {path}: {error.strerror}; choose another"
-        ) from error
 
 
 def render(timeline: Timeline, found: Sequence[Share], late: Sequence[Late]) -> str:

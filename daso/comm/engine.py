@@ -245,7 +245,7 @@ class Engine:
             self._closed = True
             self._queue.put(None)
         self._thread.join(patience_seconds)
-        return self._error is None and not self._thread.is_alive()
+        return self._error is None and self.stopped
 
     def give_up(self) -> None:
         """Let nothing follow what is under way, which ends at the next poll. Does not block."""

@@ -7,6 +7,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -123,6 +124,17 @@ class _Told(pickle.Pickler):
             return None
         flat = obj.detach().cpu().contiguous().view(-1)
         return str(obj.dtype), tuple(obj.shape), byte_buffer(flat).tobytes()
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Leave out what an object has computed since it was asked for it, on some ranks alone."""
+        classes = type(obj).__mro__
+        lazy = {
+            n for one in classes for n, v in vars(one).items() if isinstance(v, cached_property)
+        }
+        if not lazy:
+            return NotImplemented
+        make, arguments, state, *rest = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return make, arguments, {n: v for n, v in state.items() if n not in lazy}, *rest
 
 
 def digest_of(instance: Any) -> str:

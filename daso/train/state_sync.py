@@ -160,10 +160,15 @@ def state_keys(optimizer: torch.optim.Optimizer, named: Named) -> list[str]:
     keys = [*state_tensors(optimizer, named)]
     for name, param in named:
         for key, value in optimizer.state.get(param, {}).items():
-            nested = [] if isinstance(value, torch.Tensor) else tree_leaves(value)
-            if tensors := [one for one in nested if isinstance(one, torch.Tensor)]:
+            if tensors := _nested(value):
                 keys.append(f"{name}/{key} {_hash(tensors)}")
     return keys
+
+
+def _nested(value: object) -> list[torch.Tensor]:
+    """Return the tensors in lists and the like."""
+    leaves = [] if isinstance(value, torch.Tensor) else tree_leaves(value)
+    return [one for one in leaves if isinstance(one, torch.Tensor)]
 
 
 def _hash(tensors: Iterable[torch.Tensor]) -> str:
@@ -199,7 +204,13 @@ def drop_partial_state(
 
 
 def zero_nonfinite(optimizer: torch.optim.Optimizer, named: Named) -> None:
-    """Set state tensors that hold NaN or infinity to zero."""
+    """Set state tensors that hold NaN or infinity to zero; begin anew where they are nested."""
+    for _, param in named:
+        nested = [
+            one for value in optimizer.state.get(param, {}).values() for one in _nested(value)
+        ]
+        if not all(bool(one.isfinite().all()) for one in nested):
+            optimizer.state.pop(param)
     for tensor in state_tensors(optimizer, named).values():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             tensor.zero_()

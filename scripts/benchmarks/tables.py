@@ -304,8 +304,7 @@ def _figures() -> str:
     for name, recipe in read_recipes().items():
         found = _read(name)
         commit = found.get("versions", {}).get("commit") or found.get("commit")
-        how = recipe.by_hand and f"by hand: {recipe.by_hand}"
-        how = how or f"about {recipe.minutes:g} min"
+        how = f"by hand: {recipe.by_hand}" if recipe.by_hand else f"`take`{recipe.time}"
         files.append((found["date"], [f"`{name}`", (commit or NONE)[:7], found["date"], how]))
     files.sort(key=lambda one: one[0], reverse=True)
     return _lines(["file", "commit", "date", "how"], (row for _, row in files))

@@ -33,7 +33,7 @@ class Recipe:
 
     Args:
         commands: Of ``scripts/bench``, one after the other.
-        minutes: That they take, about.
+        minutes: That they take, about; 0: nobody counted.
         by_hand: What to do instead, where commands are not enough.
         picture: The last command draws one, too.
     """
@@ -42,6 +42,11 @@ class Recipe:
     minutes: float = 0.0
     by_hand: str = ""
     picture: bool = False
+
+    @property
+    def time(self) -> str:
+        """How long it takes, in words, where that is known."""
+        return f", about {self.minutes:g} min" if self.minutes else ""
 
 
 def read_recipes(path: Path = FIGURES / "recipes.toml") -> dict[str, Recipe]:
@@ -75,7 +80,7 @@ def main(words: Sequence[str] | None = None, recipes: Mapping[str, Recipe] | Non
             parser.error(f"{name} is taken by hand: {recipes[name].by_hand}")
     with _last_commit() as clone:
         for name in options.name:
-            print(f"{name}: about {recipes[name].minutes:g} min", flush=True)
+            print(f"{name}{recipes[name].time}", flush=True)
             _take(name, recipes[name], clone, options.to)
     print("now run scripts/bench tables, and read the pages that quote these figures")
     return 0

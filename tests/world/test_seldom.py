@@ -14,6 +14,7 @@ from worlds import SEVERAL_NODES
 import daso
 from daso.comm import collectives
 from daso.comm.engine import Engine
+from daso.train.state_sync import zero_nonfinite
 
 
 def train(optimizer, model, rank, steps):
@@ -255,3 +256,24 @@ def test_tensors_of_any_length_are_handed_out_in_pieces(topology, monkeypatch):
     daso.DASO(torch.optim.SGD(model.parameters(), lr=0.1), module=model, topology=topology).close()
     assert max(longest) == 1024
     assert topology.equal_on_all_ranks(bits(model))
+
+
+@pytest.mark.nodes((1, 1))
+def test_a_history_that_is_not_finite_is_begun_anew(topology):
+    model = seeded(mlp)()
+    inner = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+
+    def closure():
+        inner.zero_grad()
+        loss = batch_loss(model, topology.rank, 0)
+        loss.backward()
+        return loss
+
+    named = list(model.named_parameters())
+    for _ in range(2):
+        inner.step(closure)
+    zero_nonfinite(inner, named)
+    (state,) = inner.state.values()
+    state["old_dirs"][0][0] = float("nan")
+    zero_nonfinite(inner, named)
+    assert not inner.state

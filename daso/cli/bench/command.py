@@ -11,8 +11,7 @@ from typing import Any
 from daso.cli.bench.options import at_least_one, more_than_zero
 from daso.cli.bench.places import HERE, RankStarter
 from daso.cli.bench.runs import RUNS, Measured
-from daso.cli.outputs import may_write
-from daso.errors import ConfigError
+from daso.cli.outputs import may_write, write_file
 from daso.plan.strict import json_by_rows
 
 __all__ = ["MODELS", "Add", "add_links", "add_parser", "add_steps", "adder"]
@@ -123,9 +122,4 @@ def _write(path: Path | None, figures: Mapping[str, Any], found: Found) -> None:
     if path is not None:
         known = {"versions": found[0]["versions"], "date": date.today().isoformat()}
         text = json_by_rows({"figures": figures, **known, "runs": found})
-        try:
-            path.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"a file must be writable, but {path}: {error.strerror}; choose another"
-            ) from error
+        write_file(path, text + "\n")

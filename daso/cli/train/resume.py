@@ -248,14 +248,13 @@ class Saver:
         """Return what this rank wants back."""
         run, place = self._run, self._run.sampler.state_dict()
         # Where ranks were lost in this epoch the sampler counts as if they had never been.
-        scale = place["batch"] / run.batch if run.batch else 1.0
         return {
             "config": asdict(run.config),
             "data": run.data,
             "model": run.task.model.state_dict(),
             "optimizer": run.optimizer.state_dict(),
             "sampler": place,
-            "total": point.total * scale,
+            "total": _rescaled(point.total, run.batch, place["batch"]),
             "rng": rng_state(),
         }
 
@@ -307,4 +306,9 @@ def _place(loaded: Loaded, size: int) -> tuple[dict[str, int], torch.Tensor]:
     if loaded.world == size or sampler["batch"] == 0:
         return sampler, total
     batch = sampler["batch"] * loaded.world // size  # rounded down: no sample is left out
-    return {**sampler, "batch": batch}, total * (batch / sampler["batch"])
+    return {**sampler, "batch": batch}, _rescaled(total, sampler["batch"], batch)
+
+
+def _rescaled(total: torch.Tensor, before: int, now: int) -> torch.Tensor:
+    """Return a sum over so many batches as one over others of the same mean."""
+    return total * (now / before) if before else total

@@ -6,7 +6,7 @@ import torch
 
 from daso.checkpoint.state import Loaded
 from daso.cli.train.config import USED_BY, Config, read_config
-from daso.cli.train.resume import FREE, Saver, _differs, _place
+from daso.cli.train.resume import FREE, Saver, _differs, _place, _rescaled
 from daso.errors import ConfigError
 
 
@@ -149,3 +149,8 @@ def test_a_job_at_its_first_start_goes_on_only_when_it_is_told_to(saver):
     with pytest.raises(ConfigError, match=r"has one of step 7; go on from it with --resume"):
         saver.open(resume=False, restarts=0)
     assert saver.open(resume=True, restarts=0) == "resumed"
+
+
+def test_a_sum_of_losses_is_told_on_the_scale_of_the_place():
+    assert float(_rescaled(torch.tensor(30.0), 10, 20)) == 60.0  # half of the ranks were lost
+    assert float(_rescaled(torch.tensor(0.0), 0, 0)) == 0.0

@@ -6,6 +6,7 @@ import json
 import math
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import pytest
@@ -2210,6 +2211,22 @@ def test_both_names_of_a_stashed_parameter_are_replaced():
     weights.publish(in_use=True)
     assert layer.b is layer.a
     assert float(layer.a.detach()) == pytest.approx(1.9)
+
+
+class Lazy:
+    def __init__(self, x):
+        self.x = x
+
+    @cached_property
+    def twice(self):
+        return 2 * self.x
+
+
+def test_what_an_instance_has_computed_since_makes_it_no_other():
+    one, other = Lazy(torch.ones(2)), Lazy(torch.ones(2))
+    assert digest_of(one) == digest_of(other) != ""
+    assert one.twice.sum() == 4
+    assert digest_of([one]) == digest_of([other]) != digest_of([Lazy(torch.zeros(2))])
 
 
 def test_instances_that_hold_sets_are_not_compared():
