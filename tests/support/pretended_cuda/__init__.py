@@ -75,6 +75,7 @@ def _load():
         "touch": [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_char_p],
         "pin": [ctypes.c_uint64, ctypes.c_uint64],
         "unpin": [ctypes.c_uint64],
+        "resize": [ctypes.c_uint64, ctypes.c_uint64],
         "link": [ctypes.c_double, ctypes.c_double],
     }.items():
         getattr(lib, f"pretended_{name}").argtypes = kinds
@@ -189,6 +190,14 @@ def _moved(storage, *, device, non_blocking=False):
     return row.to(device, copy=True).untyped_storage()
 
 
+def _resized(on_cpu, storage, nbytes):
+    """Resize a storage, of a device or not."""
+    if storage.device.type == "cpu":
+        return on_cpu(storage, nbytes)
+    LIBRARY.pretended_resize(storage._cdata, nbytes)
+    return storage
+
+
 def _registered(address, nbytes, flags):
     assert flags == 0
     return LIBRARY.pretended_pin(address, nbytes)
@@ -256,6 +265,9 @@ def install():
     for name, one in there.items():
         setattr(torch.cuda, name, one)
     torch.UntypedStorage.to = _moved
+    torch.UntypedStorage.resize_ = functools.partialmethod(
+        functools.partial(_resized, torch.UntypedStorage.resize_)
+    )
     torch.UntypedStorage.clone = lambda storage: _moved(storage, device=storage.device)
     for name in ("cupy", "cupy.cuda"):
         sys.modules[name] = ModuleType(name)

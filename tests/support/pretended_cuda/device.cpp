@@ -824,6 +824,13 @@ void pretended_touch(uint64_t address, uint64_t nbytes, const char* by) {
       world().violations.push_back(std::string(by) + " takes memory in use by " + told(use));
 }
 
+// A storage of another size, which torch resizes only where it was built for CUDA.
+void pretended_resize(uint64_t storage, uint64_t nbytes) {
+  auto* impl = (c10::StorageImpl*)storage;
+  c10::DeviceGuard guard(impl->device());
+  at::native::resize_bytes_cpu(impl, nbytes);
+}
+
 // Memory of the host that somebody pinned; the word is CUDA's: 712 where it is pinned already.
 int pretended_pin(uint64_t address, uint64_t nbytes) {
   Lock lock(world().mutex);

@@ -51,6 +51,22 @@ def test_tensors_of_two_devices_cannot_be_mixed():
     assert (torch.ones(3, device=HERE) * torch.tensor(2.0)).tolist() == [2, 2, 2]  # 0-dim: allowed
 
 
+def test_a_storage_gives_its_memory_back_and_takes_it_again():
+    before = torch.cuda.memory_allocated(HERE)
+    row = torch.ones(1000, device=HERE)
+    row.untyped_storage().resize_(0)
+    assert torch.cuda.memory_allocated(HERE) == before
+    row.untyped_storage().resize_(row.nbytes)
+    assert torch.cuda.memory_allocated(HERE) == before + row.nbytes
+    assert row.zero_().tolist() == [0] * 1000
+    beside = side()
+    beside.wait_stream(torch.cuda.current_stream(HERE))
+    with torch.cuda.stream(beside):
+        row.add_(1)
+    row.untyped_storage().resize_(0)
+    assert "given back while in use" in " ".join(pretended_cuda.violations())
+
+
 def test_a_copy_between_devices_is_in_turn_on_both():
     mine, theirs = torch.ones(1000, device=HERE), torch.empty(1000, device="cuda:1")
     theirs.copy_(mine)
