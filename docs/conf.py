@@ -38,4 +38,6 @@ html_math_renderer = "mathml"
 html_show_copyright = False
 html_theme = "furo"
 html_title = f"daso {release}"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 html_theme_options = {"navigation_with_keys": True}
