@@ -18,16 +18,19 @@ __all__ = [
     "data_folder",
     "end_without_others",
     "expand",
+    "expand_home",
     "find_mpirun",
     "for_sbatch",
     "has_marks",
     "is_first_to_end",
+    "is_placed_by_sbatch",
     "may_share_a_gpu",
     "merged",
     "mpi_is_chosen",
     "note_ignored_signals",
     "note_process",
     "note_requeue",
+    "path_of",
     "promises",
     "read_cpu_mask",
     "read_ignored_signals",
@@ -315,6 +318,16 @@ def expand(text: str, env: Mapping[str, str] | None = None) -> str:
     return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", lambda m: env.get(m[1]) or m[2] or "", text)
 
 
+def expand_home(word: str) -> str:
+    """Replace a leading ~ by the user's folder, as no shell does behind a "=" or in a file."""
+    return os.path.expanduser(word)  # noqa: PTH111 - a Path would change docker://image
+
+
+def path_of(word: str) -> Path:
+    """Return the path that somebody typed."""
+    return Path(expand_home(word))
+
+
 def merged(env: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str]:
     """Return an environment with more in it, for a process that is started."""
     return {**env, **more}
@@ -352,6 +365,12 @@ def for_sbatch(
         and not (inside and name.startswith("SLURM_") and name not in SLURM_PLACE)
     }
     return merged(kept, more)
+
+
+def is_placed_by_sbatch(env: Mapping[str, str] | None = None) -> bool:
+    """Return whether variables tell sbatch in which partition or cluster jobs run."""
+    env = os.environ if env is None else env
+    return bool(env.get("SBATCH_PARTITION") or env.get("SBATCH_CLUSTERS"))
 
 
 def find_mpirun(env: Mapping[str, str] | None = None) -> Path | None:

@@ -9,6 +9,7 @@ from daso.errors import ConfigError
 
 __all__ = ["add_parser"]
 
+PROGRAMS = ("run", "submit", "memory", "predict")  # are followed by a program
 SHELLS = ("bash", "zsh", "tcsh")
 
 
@@ -33,7 +34,12 @@ def _run(options: argparse.Namespace, _: Sequence[str]) -> int:
         # One line, and no %: it is a format for argparse.
         text = " ".join(meaning.split()).replace("%", "%%")
         commands["train"].add_argument(f"--{key}", choices=words, help=text)
-    print(shtab.complete(parser, options.shell))
+    for name in PROGRAMS:
+        program = commands[name].add_argument("program", nargs="*", help="what ranks run")
+        vars(program)["complete"] = shtab.FILE
+    script = shtab.complete(parser, options.shell)
+    # Files where no word of ours fits: of options that name one, and behind the program.
+    print(script.replace("complete -o bashdefault -F", "complete -o bashdefault -o default -F"))
     return 0
 
 

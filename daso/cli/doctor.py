@@ -19,6 +19,7 @@ from daso.comm.topology import Topology
 from daso.comm.world import init
 from daso.environment import find_mpirun, read_launch
 from daso.errors import DasoError, told
+from daso.slurm.slurm_commands import is_there
 from daso.train.deltas.kernel_choice import choose
 
 __all__ = ["examine", "render"]
@@ -72,7 +73,8 @@ def _mpi(problems: list[str]) -> dict[str, Any]:
 def _launcher(problems: list[str], *, library: bool) -> dict[str, Any]:
     mpirun = find_mpirun()
     if mpirun is None:
-        problems.append("no mpirun: `pip install mpich` brings one, or set DASO_MPIRUN")
+        if read_launch().launcher is None and not is_there("srun"):
+            problems.append("no mpirun: `pip install mpich` brings one, or set DASO_MPIRUN")
         return {"mpirun": None, "started_by": read_launch().launcher}
     if not library or read_launch().launcher is not None:  # inside mpirun, asking would nest jobs
         return {"mpirun": str(mpirun), "started_by": read_launch().launcher}

@@ -212,7 +212,8 @@ def signals_to(process: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
         later.start()
 
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    before = {number: signal.signal(number, pass_on) for number in numbers}
+    heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # nohup
+    before = {number: signal.signal(number, pass_on) for number in heeded}
     before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
         yield heard

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import daso
 from daso.checks import format_value
 from daso.cli.outputs import exit_on_broken_pipe
-from daso.environment import parse_ranks_per_node, read_launch
+from daso.environment import parse_ranks_per_node, path_of, read_launch
 from daso.errors import (
     CheckpointWriteError,
     ConfigError,
@@ -275,7 +275,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "settings, with defaults:\n" + describe()
     _add_ranks(parser, default=1)
     _add_survival(parser)
-    parser.add_argument("config", nargs="?", type=Path, help="a TOML file with settings")
+    parser.add_argument("config", nargs="?", type=path_of, help="a TOML file with settings")
     parser.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint in runs/NAME"
     )

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from daso.cli.outputs import may_write
+from daso.environment import path_of
 from daso.errors import ConfigError
 from daso.memory.planner import POLICIES
 
@@ -52,8 +53,10 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--units", default="", metavar="NAMES", help="modules to treat as wholes, by commas"
     )
-    parser.add_argument("--plot", type=Path, help="draw memory over one step to this PNG")
-    parser.add_argument("--json", type=Path, help="write all that is found to this file, in bytes")
+    parser.add_argument("--plot", type=path_of, help="draw memory over one step to this PNG")
+    parser.add_argument(
+        "--json", type=path_of, help="write all that is found to this file, in bytes"
+    )
     parser.set_defaults(run=_main)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from daso.cli.outputs import may_write
+from daso.environment import path_of
 from daso.errors import ConfigError
 from daso.plan.cost_model import LinkCosts
 from daso.plan.layout import SMALL_SHARE
@@ -44,7 +45,7 @@ TYPICAL_DRIFT = 1e-5  # of a batch, where no run tells: 16 nodes, Fashion-MNIST,
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``daso predict``."""
-    parser.add_argument("--from", dest="run_folder", type=Path, help="a run of daso train")
+    parser.add_argument("--from", dest="run_folder", type=path_of, help="a run of daso train")
     parser.add_argument("--parameters", type=count, help="of the model, e.g. 25.6M or 25.6e6")
     parser.add_argument("--step-ms", type=float, help="of computing a batch, on one node")
     parser.add_argument("--nodes", default="2,8,32,128", help="by commas (2,8,32,128)")
@@ -66,11 +67,11 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, help=f"to go through, {LEAST_STEPS} or more (1000; adamw 2000)"
     )
-    parser.add_argument("--json", type=Path, help="write what is predicted to this file")
-    parser.add_argument("--plot", type=Path, help="draw efficiency over nodes to this PNG")
+    parser.add_argument("--json", type=path_of, help="write what is predicted to this file")
+    parser.add_argument("--plot", type=path_of, help="draw efficiency over nodes to this PNG")
     parser.add_argument(
         "--throttle",
-        type=Path,
+        type=path_of,
         metavar="PLAN",
         help="run the program behind -- on this machine, slowed down as a TOML file says",
     )

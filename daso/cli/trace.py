@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from daso.cli.outputs import may_write, write_file
+from daso.environment import path_of
 from daso.errors import ConfigError
 from daso.timeline.chrome import chrome_events
 from daso.timeline.report import (
@@ -26,12 +27,14 @@ SHOWN = 16  # ranks in a table; of more, those that are late or wait most
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``daso trace``."""
-    parser.add_argument("recording", type=Path, help="a run folder (its newest), or a trace.jsonl")
     parser.add_argument(
-        "--chrome", type=Path, help="write events for ui.perfetto.dev or chrome://tracing"
+        "recording", type=path_of, help="a run folder (its newest), or a trace.jsonl"
     )
-    parser.add_argument("--plot", type=Path, help="draw some steps of all ranks to this PNG")
-    parser.add_argument("--json", type=Path, help="write the tables to this file")
+    parser.add_argument(
+        "--chrome", type=path_of, help="write events for ui.perfetto.dev or chrome://tracing"
+    )
+    parser.add_argument("--plot", type=path_of, help="draw some steps of all ranks to this PNG")
+    parser.add_argument("--json", type=path_of, help="write the tables to this file")
     parser.set_defaults(run=lambda chosen, _: _main(chosen))
 
 

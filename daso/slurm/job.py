@@ -94,8 +94,18 @@ class Job:
             value = getattr(self, name)
             if value and not re.fullmatch(pattern, value, re.ASCII):
                 raise ConfigError(f"{flag(name)} must be {rule}, not {value!r}")
+        self._check_container()
         self._check_lines()
         self._check_time()
+
+    def _check_container(self) -> None:
+        for name in ("container_command", "container_gpu"):
+            try:
+                shlex.split(getattr(self, name))
+            except ValueError as error:
+                raise ConfigError(
+                    f"{flag(name)} must be words of a shell, not {getattr(self, name)!r}: {error}"
+                ) from error
 
     def _check_time(self) -> None:
         if 0 < _seconds(self.time) <= self.signal_seconds:
@@ -207,7 +217,7 @@ class Job:
         launch += ["-n", str(self.ranks)] if self.launcher.by_mpirun else self.srun
         inside = []
         if self.container:
-            gpu = [self.container_gpu] if self.gpus_per_node else []
+            gpu = shlex.split(self.container_gpu) if self.gpus_per_node else []
             inside = [*shlex.split(self.container_command), *gpu, self.container]
         python = [self.python or "python3", "-m", "mpi4py", "-m", "daso.slurm.rank_entry"]
         return [*launch, *inside, *python, *self.program]

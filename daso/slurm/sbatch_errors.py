@@ -12,9 +12,10 @@ def too_big(job: Job, nodes: str) -> str | None:
     rows = [line.split("|") for line in nodes.splitlines() if line.count("|") == 2]
     wanted = job.partition.split(",") if job.partition else [""]
     here = [
-        (int(cpus.rstrip("+")), int(count))
+        (int(cpus), int(count))
         for name, cpus, count in rows
-        if (name.rstrip("*") in wanted if job.partition else name.endswith("*"))
+        if cpus.isdecimal()  # not 32+, of nodes that are lumped together
+        and (name.rstrip("*") in wanted if job.partition else name.endswith("*"))
     ]
     need = job.tasks_per_node * job.cpus_per_task
     fit = sum(count for cpus, count in here if cpus >= need)

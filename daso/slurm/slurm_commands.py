@@ -13,6 +13,7 @@ from daso.slurm.launcher import read_offered
 __all__ = ["ask", "has_settings", "is_there", "library_of", "offered", "require"]
 
 SECONDS = 60  # a controller that is down answers after some time-outs of its own
+SUBMIT_SECONDS = 600  # who stops sbatch does not know whether the job is there
 
 
 def is_there(command: str) -> bool:
@@ -48,6 +49,7 @@ def ask(
             f"the site's SLURM_CONF must be a file, but there is no {client['SLURM_CONF']}; start "
             f"the cluster, or choose another --site"
         )
+    seconds = SECONDS if text is None else SUBMIT_SECONDS
     given = b"" if text is None else text.encode("utf-8", "surrogateescape")
     env = merged(os.environ, client) if text is None else for_sbatch(os.environ, client, options)
     try:
@@ -56,13 +58,14 @@ def ask(
             env=env,
             input=given,
             capture_output=True,
-            timeout=SECONDS,
+            timeout=seconds,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
+        there = "" if text is None else "; `squeue --me` tells whether the job is there"
         raise TopologyError(
-            f"{words[0]} must answer within {SECONDS} s, but it does not; see whether the "
-            f"cluster's controller is up with `scontrol ping`"
+            f"{words[0]} must answer within {seconds} s, but it does not; see whether the "
+            f"cluster's controller is up with `scontrol ping`{there}"
         ) from error
 
 

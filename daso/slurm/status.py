@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from daso.environment import expand
-from daso.errors import ConfigError
+from daso.environment import expand, path_of
+from daso.errors import ConfigError, TopologyError
 from daso.slurm.job_state import END, State, read_accounting, read_jobs, read_log_end, render
 from daso.slurm.sites import read_site
 from daso.slurm.slurm_commands import ask, is_there
@@ -47,7 +47,7 @@ def add_logs(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_logs_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--logs", type=Path, default=Path("runs/slurm"), help="folder of logs")
+    parser.add_argument("--logs", type=path_of, default=Path("runs/slurm"), help="folder of logs")
 
 
 def _records(folder: Path) -> dict[str, Record]:
@@ -186,8 +186,14 @@ def logs(chosen: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def _follow(job: str, record: Record, path: Path) -> int:
+    def look_up() -> State:
+        try:
+            return _look_up(job, record, {})[0]
+        except TopologyError as error:  # a controller that is away for a while
+            return State(job=job, name=record.name, state="UNKNOWN", reason=str(error))
+
     with suppress(KeyboardInterrupt):
-        for _ in _until_ended(lambda: _look_up(job, record, {})[0], path):
+        for _ in _until_ended(look_up, path):
             time.sleep(LOOK_SECONDS)
         return 0
     return 130

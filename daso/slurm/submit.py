@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO, get_type_hints
 
-from daso.environment import find_mpirun
+from daso.environment import expand_home, find_mpirun, is_placed_by_sbatch, path_of
 from daso.errors import ConfigError
 from daso.slurm.job import LOGS, Job, flag, name_of, options
 from daso.slurm.launcher import CHOICES, Launcher, choose
@@ -58,6 +58,9 @@ TOTALS = {
     "tasks_per_node": (("-n", "--ntasks"), "ranks"),
     "gpus_per_node": (("-G", "--gpus"), "GPUs"),
 }
+PATHS = ("logs", "python", "container")
+# Options of sbatch that say where a job goes.
+ELSEWHERE = re.compile(r"(?:^|\s)(?:--partition|--clusters?|-p|-M)")
 FLAGS = ("--dry-run", "--help", "-h")  # options without a value, besides the boolean ones
 
 
@@ -81,7 +84,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
     sites = ", ".join(known_sites())
     parser.add_argument("--site", help=f"site profile: {sites}, or a TOML file; default: DASO_SITE")
-    parser.add_argument("--template", type=Path, metavar="FILE", help="a Jinja template to use")
+    parser.add_argument("--template", type=path_of, metavar="FILE", help="a Jinja template to use")
     parser.add_argument(
         "--launcher",
         metavar="KIND",
@@ -130,10 +133,11 @@ def submit(chosen: argparse.Namespace, program: Sequence[str]) -> int:
     require("sbatch")
     _check_size(job, site)
     folder = _folder(job)
-    number = _sbatch(job, text, site)
+    number, cluster = _sbatch(job, text, site)
     print(f"submitted job {number} ({job.size}, {job.launcher}: {job.launcher.why})", flush=True)
     try:
-        record = _keep(job, text, number=number, folder=folder, site=site)
+        client = dict(site.told) | ({"SLURM_CLUSTERS": cluster} if cluster else {})
+        record = _keep(job, text, number=number, folder=folder, site=site.name, client=client)
     except OSError as error:  # the job is there all the same
         print(
             f"daso: job {number} runs, but {folder} does not keep it, so that daso status and "
@@ -165,6 +169,8 @@ def _job(flags: Mapping[str, Any], site: Site, program: tuple[str, ...]) -> Job:
         elif given is not None:
             values[name] = given
     values |= _totals(flags, values.get("nodes", 1))
+    # No shell expands what follows a "=", or stands in a profile.
+    values |= {name: expand_home(values[name]) for name in PATHS if name in values}
     _check_program(program, container=bool(values.get("container")))
     here = not values.get("python") and not values.get("container")
     if here:
@@ -224,10 +230,12 @@ def _check_size(job: Job, site: Site) -> None:
 
     `sbatch --test-only` would tell too, but refuses also what has to wait for a node to be mended.
     """
-    if not is_there("sinfo"):
+    elsewhere = any(ELSEWHERE.search(words) for words in job.extra)
+    if not is_there("sinfo") or elsewhere or (not job.partition and is_placed_by_sbatch()):
         return
-    # --noconvert: it would write 1.50K for 1536 nodes.
-    said = ask(["sinfo", "--noconvert", "-h", "-o", "%P|%c|%D"], client=site.client)
+    # --noconvert: it would write 1.50K for 1536 nodes; --exact: 32+ for nodes of 32 and of 64 CPUs.
+    words = ["sinfo", "--noconvert", "--exact", "-h", "-o", "%P|%c|%D"]
+    said = ask(words, client=site.client)
     problem = too_big(job, _text(said.stdout)) if said.returncode == 0 else None
     if problem is not None:
         raise ConfigError(problem)
@@ -256,16 +264,26 @@ def _open_records(folder: Path) -> TextIO:
     return open(folder / RECORDS, "a", encoding="utf-8", opener=private)
 
 
-def _sbatch(job: Job, text: str, site: Site) -> str:
-    """Submit, and return the job's id."""
+def _sbatch(job: Job, text: str, site: Site) -> tuple[str, str]:
+    """Submit; return the job's id, and the cluster it is on where sbatch names one."""
     given = re.findall(r"(?:^| )--([\w-]+)", "\n".join(job.directives()), re.MULTILINE)
     said = ask(["sbatch", "--parsable"], client=site.client, text=text, options=given)
     if said.returncode != 0:
         raise ConfigError(explain(_text(said.stderr), job))
-    return _text(said.stdout).strip().split(";")[0]  # a cluster's name may follow
+    print(_text(said.stderr), end="", file=sys.stderr)  # such as that a site moved it elsewhere
+    # A site's own sbatch may say more.
+    ids = list(re.finditer(r"^(\d+)(?:;(\S+))?$", _text(said.stdout), re.MULTILINE))
+    if not ids:
+        raise ConfigError(
+            f"sbatch must name the job that it took, but said {_text(said.stdout).strip()!r}; "
+            f"`squeue --me` lists it"
+        )
+    return ids[-1][1], ids[-1][2] or ""
 
 
-def _keep(job: Job, text: str, *, number: str, folder: Path, site: Site) -> Record:
+def _keep(
+    job: Job, text: str, *, number: str, folder: Path, site: str, client: Mapping[str, str]
+) -> Record:
     script = folder / f"{job.name}-{number}.sbatch"
     script.write_bytes(text.encode("utf-8", "surrogateescape"))
     record = Record(
@@ -273,9 +291,9 @@ def _keep(job: Job, text: str, *, number: str, folder: Path, site: Site) -> Reco
         name=job.name,
         log=str(folder / f"{job.name}-{number}{'_%a' if job.array else ''}.out"),
         script=str(script),
-        site=site.name,
+        site=site,
         submitted=datetime.now(UTC).isoformat(timespec="seconds"),
-        client=dict(site.told),
+        client=dict(client),
     )
     with _open_records(folder) as file:
         file.write(json.dumps(asdict(record)) + "\n")

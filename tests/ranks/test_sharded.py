@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from doors import DOORS, batch, bits
+from models import Stays
 from torch import nn
 from torch.distributed import checkpoint, new_group
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -96,13 +97,6 @@ def test_shards_are_trained_to_the_bits_of_the_whole_model(topology, policy, wir
     found, _ = trained(topology, sharded(network(), topology), **keywords)
     assert found == expected
     assert topology.equal_on_all_ranks(found)
-
-
-class Stays(daso.Auto):
-    """Stays synchronous, however long that takes."""
-
-    def tune_exchange(self, state, _):
-        return state
 
 
 @pytest.mark.nodes(*SHARDED)

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from compare import ORDERED
-from models import adamw, batch_loss, bits, mlp, seeded, sgd
+from models import Stays, adamw, batch_loss, bits, mlp, seeded, sgd
 from worlds import INSIDE, SEVERAL_NODES
 
 import daso
@@ -222,13 +222,6 @@ def test_two_optimizers_in_step_are_one_big_batch(topology):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
     for one in wrappers:
         one.close()
-
-
-class Stays(daso.Auto):
-    """Stays synchronous, however long that takes."""
-
-    def tune_exchange(self, state, _):
-        return state
 
 
 @pytest.mark.nodes((1, 1))

@@ -12,6 +12,7 @@ from daso.cli.bench.options import at_least_one, more_than_zero
 from daso.cli.bench.places import HERE, RankStarter
 from daso.cli.bench.runs import RUNS, Measured
 from daso.cli.outputs import may_write, write_file
+from daso.environment import path_of
 from daso.plan.strict import json_by_rows
 
 __all__ = ["MODELS", "Add", "add_links", "add_parser", "add_steps", "adder"]
@@ -33,7 +34,7 @@ def add_parser(parser: argparse.ArgumentParser, hosts: Hosts | None = None) -> A
     train.add_argument("--model", choices=MODELS, default="cnn")
     train.add_argument("--only", action="append", help="a contender; may be given several times")
     add_steps(train, "8; quick 3", "20; quick 6")
-    train.add_argument("--plot", type=Path, help="draw step times to this PNG")
+    train.add_argument("--plot", type=path_of, help="draw step times to this PNG")
     exchange = add("exchange", "one exchange between nodes; on a link, against its limit")
     add_links(exchange, "1gbit" if hosts else HERE)
     exchange.add_argument("--nodes", default="2,3,4", help="how many, by commas (2,3,4)")
@@ -64,7 +65,7 @@ def adder(kinds: Any, runs: Mapping[str, Run], hosts: Hosts | None) -> Add:
         bench.set_defaults(run=lambda chosen, _: _main(chosen, runs[name]), draw=_draw, hosts=hosts)
         bench.add_argument("--quick", action="store_true", help="a few minutes at most")
         bench.add_argument("--rounds", type=at_least_one, help="of each contender (7; quick 3)")
-        bench.add_argument("--json", type=Path, help="write figures and rows to this file")
+        bench.add_argument("--json", type=path_of, help="write figures and rows to this file")
         return bench
 
     return add

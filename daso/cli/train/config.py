@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from daso.checks import Rule, check, number, whole
+from daso.environment import expand_home
 from daso.errors import ConfigError
 from daso.plan.allreduce_plan import Algorithm
 from daso.plan.merge import MergeName
@@ -142,7 +143,7 @@ class ExchangeConfig:
     """
 
     wire: Wire = "auto"
-    merge: str = "auto"
+    merge: float | MergeName = "auto"
     outer: Literal["none", "nesterov"] = "none"
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
@@ -208,6 +209,7 @@ NAME = Rule(
         and len(one.encode()) <= LONGEST_NAME
     ),
 )
+PATHS = ("runs", "data.folder", "checkpoint.memory_folder")
 PATH = Rule("the path of a folder, printable", lambda one: bool(one) and one.isprintable())
 
 
@@ -270,7 +272,7 @@ class Config:
         exchange = self.exchange
         return Settings(
             wire=exchange.wire,
-            merge=_merge(exchange.merge),
+            merge=exchange.merge,
             outer=exchange.outer != "none",
             exchange=Exchange(
                 algorithm=exchange.algorithm,
@@ -312,14 +314,6 @@ class Config:
         )
 
 
-def _merge(text: str) -> MergeName | float:
-    """Return a merge's name, or the number that the text is; the settings check both."""
-    try:
-        return float(text)
-    except ValueError:
-        return cast(MergeName, text)
-
-
 def read_config(path: Path | None, words: Sequence[str]) -> Config:
     """Read a TOML file and ``--key=value`` words, which come after it and win."""
     values: dict[str, object] = {}
@@ -332,7 +326,7 @@ def read_config(path: Path | None, words: Sequence[str]) -> Config:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(
             f"a file of settings must be readable, but {path}: {error.strerror} (a single setting "
@@ -400,7 +394,9 @@ def _build(kind: type[Any], values: Mapping[str, object]) -> Any:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(f"unknown key {key!r}; {hint}{_valid(key)}")
-    return _fill(kind, "", {k: _convert(k, v, known[k]) for k, v in values.items()})
+    converted = {key: _convert(key, value, known[key]) for key, value in values.items()}
+    paths = {key: expand_home(str(converted[key])) for key in PATHS if key in converted}
+    return _fill(kind, "", converted | paths)
 
 
 def _fill(kind: type[Any], prefix: str, values: Mapping[str, object]) -> Any:

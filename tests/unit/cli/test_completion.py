@@ -36,6 +36,13 @@ def test_bash_offers_commands_options_settings_and_what_they_may_be():
     assert "int8" in completed(done.stdout, "daso", "train", "--exchange.wire", "in")
 
 
+def test_bash_offers_files_where_no_word_of_ours_fits(tmp_path):
+    (tmp_path / "train.py").touch()
+    script = typed("complete", "bash").stdout
+    assert f"{tmp_path}/train.py" in completed(script, "daso", "run", f"{tmp_path}/tr")
+    assert "complete -o bashdefault -o default -F _shtab_daso daso" in script
+
+
 @pytest.mark.parametrize("shell", ["zsh", "tcsh"])
 def test_other_shells_get_a_script_too(shell):
     done = typed("complete", shell)

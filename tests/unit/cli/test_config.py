@@ -269,7 +269,7 @@ def test_an_empty_section_that_does_not_exist_is_refused(tmp_path, text):
         ("--schedule.drift=-1", "drift must be a positive number", "-1.0"),
         ("--schedule.selective=-1", "selective must be a whole number", "-1"),
         ("--schedule.budget=0", "budget must be a positive number", "0.0"),
-        ("--exchange.merge=mean", "merge must be one of auto, daso", "'mean'"),
+        ("--exchange.merge=mean", "merge must be a number or auto or daso", "'mean'"),
         ("--exchange.merge=1.5", "or a number between 0 and 1", "1.5"),
         ("--exchange.fragments=0", "fragments must be a whole number of at least 1", "0"),
         ("--schedule.warmup=-1", "warmup must be a whole number of at least 0", "-1"),
@@ -473,7 +473,7 @@ def configs(draw):
         schedule=ScheduleConfig(policy=policy, **{name: values[name] for name in USED_BY[policy]}),
         exchange=ExchangeConfig(
             wire=wire,
-            merge=draw(st.sampled_from(["auto", "daso", "delta", "eager", "0.5"])),
+            merge=draw(st.sampled_from(["auto", "daso", "delta", "eager", 0.5])),
             algorithm=algorithm,
             chunk_bytes=draw(st.integers(1, 2**40)),
             bucket_bytes=draw(st.integers(1, 2**40)),
@@ -509,3 +509,19 @@ def folder(tmp_path_factory):
 def test_any_configuration_written_as_toml_is_read_back_equal(folder, config):
     text = "\n".join(f"{key} = {written(value)}" for key, value in items(config))
     assert read_config(toml(folder, text), []) == config
+
+
+def test_a_file_may_give_a_merge_as_a_number_and_begin_with_a_mark(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("\ufeffexchange.merge = 0.5\n", encoding="utf-8")
+    assert read_config(path, []).settings().merge == 0.5
+
+
+@pytest.mark.parametrize("key", ["runs", "data.folder", "checkpoint.memory_folder"])
+def test_the_users_folder_has_its_short_name_in_files_and_words(tmp_path, monkeypatch, key):
+    monkeypatch.setenv("HOME", "/home/me")
+    path = tmp_path / "run.toml"
+    path.write_text(f'{key} = "~/there"\n')
+    section, _, name = key.rpartition(".")
+    for config in (read_config(path, []), read_config(None, [f"--{key}=~/there"])):
+        assert getattr(getattr(config, section) if section else config, name) == "/home/me/there"

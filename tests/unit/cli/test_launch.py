@@ -238,6 +238,16 @@ def test_signal_handlers_are_as_before_after_a_launch(mpirun):
     assert [signal.getsignal(number) for number in numbers] == before
 
 
+def test_a_signal_that_was_ignored_stays_so(mpirun):
+    """`nohup daso run`: a hangup is no wish to end, after which nothing is started again."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        mpirun('kill -HUP $PPID; sleep 0.2; echo >> starts; test "$DASO_RESTARTS" = 1')
+        assert launch(again(1)) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 WAITING = """
 trap 'echo got TERM; exit 7' TERM
 trap 'echo got USR1; exit 8' USR1

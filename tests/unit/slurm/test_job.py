@@ -189,6 +189,10 @@ def test_mpirun_gets_the_number_of_ranks_its_environment_and_the_signal():
     ) in text
     assert "--signal=B:USR1@120" in directives(text)
     assert "export SLURM_MPI_TYPE=none" in text
+    # mpirun's own srun would ask for as many CPUs of a node as one rank has, and give it no more.
+    assert "unset SRUN_CPUS_PER_TASK" in text
+    assert "export SRUN_CPUS_PER_TASK" not in text
+    assert "export SLURM_CPU_BIND=none" in text
     assert "export OMPI_ALLOW_RUN_AS_ROOT=1" in text
     assert "oversubscribe" not in text
     assert "srun" not in [line.split()[0] for line in text.splitlines() if line]
@@ -212,6 +216,15 @@ def test_a_container_holds_the_python_and_sees_gpus_only_where_there_are_some():
     assert f"{start} --nv 'a b.sif' python3 -m mpi4py" in script(gpus)
     amd = replace(gpus, container_gpu="--rocm", container_command="singularity exec --bind /x")
     assert "singularity exec --bind /x --rocm 'a b.sif' python3" in script(amd)
+    podman = replace(gpus, container_gpu="--device nvidia.com/gpu=all")
+    assert "apptainer exec --device nvidia.com/gpu=all 'a b.sif' python3" in script(podman)
+    assert f"{start} 'a b.sif' python3" in script(replace(gpus, container_gpu=""))
+
+
+@pytest.mark.parametrize("name", ["container_gpu", "container_command"])
+def test_options_of_a_container_are_words_of_a_shell(name):
+    with pytest.raises(ConfigError, match="must be words of a shell"):
+        replace(PLAIN, **{name: "run 'a"})
 
 
 def test_the_script_says_what_was_chosen_and_why():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from daso.cli.main import main
+from daso.errors import TopologyError
 from daso.slurm import status
 from daso.slurm.job_state import State, read_accounting, read_jobs, read_log_end, render
 from daso.slurm.submit import Record
@@ -356,6 +357,26 @@ def test_follow_goes_on_while_the_controller_gives_no_answer(capfdbinary, folder
     assert main(["logs", "--follow", "12"]) == 0
     _, err = capfdbinary.readouterr()
     assert err.startswith(b"daso: job 12: UNKNOWN, slurm_load_jobs error: Unable to contact")
+    assert said == []
+
+
+def test_follow_goes_on_while_the_controller_does_not_answer_at_all(capfdbinary, folder, monkeypatch):
+    from subprocess import CompletedProcess
+
+    said = [TopologyError("scontrol must answer"), CompletedProcess([], 0, FAILED.encode(), b"")]
+
+    def ask(*_, **__):
+        answer = said.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(status, "ask", ask)
+    monkeypatch.setattr(status, "ASK_SECONDS", 0.0)
+    monkeypatch.setattr(status, "LOOK_SECONDS", 0.0)
+    keep(folder, record(folder))
+    assert main(["logs", "--follow", "12"]) == 0
+    assert capfdbinary.readouterr().err == b"daso: job 12: UNKNOWN, scontrol must answer\n"
     assert said == []
 
 

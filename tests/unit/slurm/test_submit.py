@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 import re
 import subprocess
@@ -230,7 +231,7 @@ def test_words_that_are_no_options_are_named(capsys, words):
     assert "`daso submit --help` shows how" in err
 
 
-SINFO = "mini*|4|3\nmini*|16|1\nbig|64+|8\n"
+SINFO = "mini*|4|3\nmini*|16|1\nbig|64|8\nlumped|32+|20\n"
 
 
 @pytest.mark.parametrize(
@@ -241,6 +242,7 @@ SINFO = "mini*|4|3\nmini*|16|1\nbig|64+|8\n"
         {"nodes": 8, "tasks_per_node": 64, "partition": "big"},
         {"nodes": 8, "tasks_per_node": 64, "partition": "mini,big"},
         {"nodes": 99, "partition": "of-another-cluster"},
+        {"tasks_per_node": 64, "partition": "lumped"},
         {"tasks_per_node": 99, "extra": ("--overcommit",)},
     ],
 )
@@ -275,18 +277,77 @@ def test_without_an_answer_sbatch_decides(text):
 
 def test_a_partition_of_many_nodes_is_no_riddle(capsys, tmp_path):
     """Unless told otherwise, sinfo writes 1536 as 1.50K."""
-    programs = {
-        "sbatch": "echo 7",
-        "sinfo": 'case "$*" in *--noconvert*) echo "m*|128|1536";; *) echo "m*|128|1.50K";; esac',
-    }
-    (tmp_path / "bin").mkdir()
-    for name, text in programs.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
+    exact = 'case "$*" in *--noconvert*) echo "m*|128|1536";; *) echo "m*|128|1.50K";; esac'
+    commands(tmp_path, sbatch="echo 7", sinfo=exact)
     assert main(["submit", "--launcher=pmi2", "--nodes=1536", "train.py"]) == 0
     assert "submitted job 7" in capsys.readouterr().out
     assert main(["submit", "--launcher=pmi2", "--nodes=1537", "train.py"]) == 2
     assert "1536 of 128 CPUs" in capsys.readouterr().err
+
+
+def commands(tmp_path, **programs):
+    """Put commands of SLURM in the only folder of PATH."""
+    (tmp_path / "bin").mkdir()
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+
+
+def test_nodes_of_a_partition_are_counted_by_their_own_sizes(capsys, tmp_path):
+    """Unless told otherwise, sinfo lumps nodes of 32 and of 64 CPUs together as 32+."""
+    exact = 'case "$*" in *--exact*) echo "m*|32|10"; echo "m*|64|10";; *) echo "m*|32+|20";; esac'
+    commands(tmp_path, sbatch="echo 7", sinfo=exact)
+    assert main(["submit", "--launcher=pmi2", "-N", "10", "--tasks-per-node=64", "train.py"]) == 0
+    assert main(["submit", "--launcher=pmi2", "-N", "11", "--tasks-per-node=64", "train.py"]) == 2
+    assert "10 of 32 CPUs, 10 of 64 CPUs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "env"),
+    [
+        (["--extra=--partition=big"], {}),
+        (["--extra=-pbig"], {}),
+        (["--extra=--qos=x -M other"], {}),
+        (["--extra=--clusters=other"], {}),
+        ([], {"SBATCH_PARTITION": "big"}),
+        ([], {"SBATCH_CLUSTERS": "other"}),
+    ],
+)
+def test_the_default_partition_says_nothing_of_jobs_that_go_elsewhere(
+    capsys, tmp_path, monkeypatch, words, env
+):
+    commands(tmp_path, sbatch="echo 7", sinfo='echo "m*|4|1"')
+    many = ["submit", "--launcher=pmi2", "--nodes=9"]
+    assert main([*many, "train.py"]) == 2
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert main([*many, *words, "train.py"]) == 0
+    assert "submitted job 7" in capsys.readouterr().out
+
+
+def test_what_sbatch_says_beside_the_number_is_kept_apart_from_it(capsys, tmp_path):
+    commands(tmp_path, sbatch='echo "Welcome to the site"; echo "12;gpu"; echo "moved" >&2')
+    assert main(["submit", "--launcher=pmi2", "train.py"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("submitted job 12 (")
+    assert err == "moved\n"
+    (line,) = Path("runs/slurm/jobs.jsonl").read_text().splitlines()
+    assert json.loads(line)["client"] == {"SLURM_CLUSTERS": "gpu"}
+
+
+def test_an_answer_without_a_number_is_told(capsys, tmp_path):
+    commands(tmp_path, sbatch='echo "Welcome to the site"')
+    assert main(["submit", "--launcher=pmi2", "train.py"]) == 2
+    err = capsys.readouterr().err
+    assert "but said 'Welcome to the site'; `squeue --me` lists it" in err
+
+
+def test_the_users_folder_has_its_short_name(capfdbinary, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    words = ["--logs=~/logs", "--python=~/v/bin/python", "--launcher=pmi2", "train.py"]
+    text, _ = dry(capfdbinary, *words)
+    assert "--output=/home/me/logs/%x-%j.out" in directives(text)
+    assert "/home/me/v/bin/python -m mpi4py" in text
 
 
 SAID = "sbatch: error: Batch job submission failed: "
