@@ -1,5 +1,6 @@
 """The files of a checkpoint: written wholly or not at all, and checked before they are believed."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -172,6 +173,9 @@ def write_whole(path: Path, what: bytes | Callable[[BinaryIO], object]) -> None:
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the new name too
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot
+            raise
     finally:
         os.close(folder)
 

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -58,6 +58,7 @@ class StopRequest:
         self._vote = AsyncMaxReduce(topology, timeout_seconds)
         self._forget = topology.on_regroup(self._vote_anew)
         self._heard = 0.0  # number of the signal
+        self._told = False  # the caller knows of it, on all ranks
         self._batches = 0
         self._between = self._left = 1  # batches: from vote to vote; to the next
         self._begun = time.perf_counter()
@@ -100,6 +101,7 @@ class StopRequest:
         self._vote.start([self._heard, (now - self._begun) / self._between])
         self._begun = now
         self._between = self._left = batches_to_next_vote(step_seconds)
+        self._told = bool(heard)
         return signal.Signals(int(heard)) if heard else None
 
     def _vote_anew(self, world: Regrouped) -> None:
@@ -114,11 +116,12 @@ class StopRequest:
     def close(self) -> None:
         """Put the handlers back. Collective over the world; blocking; idempotent."""
         self._restore()
-        self._free()
+        self._survive(self._vote.free)
 
-    def _free(self) -> None:
+    def _survive(self, call: Callable[[], None]) -> None:
+        """Do something together; where a rank is lost meanwhile, and others go on, without it."""
         try:
-            self._vote.free()
+            call()
         except load().Exception as error:
             if not (self._topology.is_elastic and is_loss(error)):
                 raise
@@ -141,7 +144,15 @@ class StopRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close it; after an error ranks may be missing, and nothing collective is done."""
+        """Close it; after an error ranks may be missing, and nothing collective is done.
+
+        Who leaves by ``sys.exit(CHECKPOINTED)`` waits for the others, which do so after the same
+        batch: the first to leave would end those that still save.
+        """
         self._restore()
+        if self._told and isinstance(error, SystemExit) and error.code == CHECKPOINTED:
+            self._survive(
+                lambda: self._topology.rendezvous("save a checkpoint", self._timeout_seconds)
+            )
         if error is None:
-            self._free()
+            self._survive(self._vote.free)

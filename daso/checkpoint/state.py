@@ -64,17 +64,27 @@ class Checkpoints:
         folder: Where; made with its parents by the first `save`. All ranks must share it.
         topology: The ranks that save and load together.
         keep: How many to keep; older ones are removed once a newer one is complete.
+        timeout_seconds: How long ranks wait for each other before they save or load.
 
     Raises:
         ConfigError: `keep` is below 1.
     """
 
-    def __init__(self, folder: Path, topology: Topology, *, keep: int = 3) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        topology: Topology,
+        *,
+        keep: int = 3,
+        timeout_seconds: float = Exchange().timeout_seconds,
+    ) -> None:
         if keep < 1:
             raise ConfigError(f"the checkpoints to keep must be at least 1, not {keep}")
         self._folder = folder
         self._topology = topology
         self._keep = keep
+        self._timeout_seconds = timeout_seconds
+        self._saved: set[int] = set()  # the step saved last, where it may be saved once more
         self._writing: BackgroundWrite | None = None  # the same on every rank: one, or none
         self._refused: set[int] = set()  # steps that `load` found not to be sound
 
@@ -98,7 +108,8 @@ class Checkpoints:
         """
         rank = self._topology.rank
         self.wait()
-        self._topology.rendezvous("save a checkpoint", Exchange().timeout_seconds)
+        self._topology.rendezvous("save a checkpoint", self._timeout_seconds)
+        self._let_once_more(step)
         self._agree(unfit(payload) or self._unready(step))
         self._refused.add(step)  # until all ranks know of it: it may be saved again before
         if background:
@@ -121,6 +132,7 @@ class Checkpoints:
         problem = None if entries is None else self._complete(step, entries)
         self._agree(problem, clear=step)
         self._refused.discard(step)
+        self._saved = {step}
         if rank == 0:
             self._prune(step)
 
@@ -137,7 +149,7 @@ class Checkpoints:
             return
         problem = writing.wait_written()
         try:
-            self._topology.rendezvous("save a checkpoint", Exchange().timeout_seconds)
+            self._topology.rendezvous("save a checkpoint", self._timeout_seconds)
             self._agree(problem, clear=writing.step)
         except Exception:
             writing.give_up()
@@ -147,6 +159,12 @@ class Checkpoints:
             problem = self._unseen(writing.step)
         self._agree(problem, clear=writing.step)
         self._refused.discard(writing.step)
+
+    def _let_once_more(self, step: int) -> None:
+        """Let a step be saved again that was saved, where a rank was lost before all knew it."""
+        if self._topology.is_elastic:
+            known = (self._refused | self._saved) & {step}
+            self._refused.update(*self._topology.world_comm.allgather(known))
 
     def _write_in_background(self, step: int, payload: dict[str, Any]) -> str | None:
         """Write this rank's file, and beside it what it is; return what went wrong."""
@@ -265,7 +283,7 @@ class Checkpoints:
         """
         reasons: list[str] = []
         self.wait()
-        self._topology.rendezvous("load a checkpoint", Exchange().timeout_seconds)
+        self._topology.rendezvous("load a checkpoint", self._timeout_seconds)
         listed = self._listed()
         for step, whole in reversed(listed):
             found = self._load(step) if whole else "it was not finished"

@@ -39,6 +39,7 @@ class Codec(Protocol):
 
     exact: bool  # decode(encode(x)) == x: no residual is needed
     sparse: bool  # most numbers are not sent
+    sums: bool  # between levels of a plan sums cross, not running means
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes that ``numel`` numbers take on the wire."""
@@ -79,11 +80,15 @@ class Cast:
     Args:
         dtype: The type on the wire.
         source: The type of the rows; the codec is exact when nothing is rounded.
+        dense: It takes turns with a sparse codec, which leaves errors of means to it.
     """
 
-    def __init__(self, dtype: torch.dtype, source: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, dtype: torch.dtype, source: torch.dtype = torch.float32, *, dense: bool = False
+    ) -> None:
         self.dtype = dtype
         self.exact, self.sparse = torch.promote_types(dtype, source) == dtype, False
+        self.sums = self.exact and not dense
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes that ``numel`` numbers take on the wire."""
@@ -115,7 +120,7 @@ class Blockwise:
         block: Numbers that share a scale.
     """
 
-    exact = sparse = False
+    exact = sparse = sums = False
 
     def __init__(self, bits: int, block: int = 128) -> None:
         self.bits, self.block = bits, block
@@ -195,7 +200,7 @@ class TopK:
         part: One of so many is sent; a last, shorter block sends its share, rounded up.
     """
 
-    exact, sparse = False, True
+    exact, sparse, sums = False, True, False
 
     def __init__(self, block: int = 4096, part: int = 64) -> None:
         self.block, self.part = block, part
@@ -287,4 +292,4 @@ def dense_codec(wire: str, source: torch.dtype = torch.float32) -> Codec:
 
     What a sparse wire holds back must not stay behind there; other wires hold back a rounding.
     """
-    return codec_named("fp32" if wire == "topk" else wire, source)
+    return Cast(torch.float32, source, dense=True) if wire == "topk" else codec_named(wire, source)

@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from daso import trace
+from daso.comm.health.patience import Patience
 from daso.comm.health.step_watchdog import LATE_SECONDS
 from daso.comm.mpi import load
 from daso.errors import ExchangeError, StallError
@@ -188,7 +189,7 @@ class Engine:
         """Block until the work is over and return what it gave."""
         self._awaited = handle  # type: ignore[assignment]  # as in `submit`
         self._is_awaited.set()
-        if not handle.finished.wait(self.timeout_seconds):
+        if not Patience().waits_for(handle.finished.wait, self.timeout_seconds):
             who = self._cause()  # while the thread still answers others who ask the same
             self._abandoned = True  # ranks are out of step from here: nothing may follow
             raise StallError(

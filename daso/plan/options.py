@@ -218,6 +218,11 @@ class Settings:
                 f"wire='topk' needs merge 'auto', 'delta' or 'eager' (what it does not send would "
                 f"count twice where local parameters keep a part of it), not {self.merge!r}"
             )
+        if self.sparse and self.exchange.algorithm == "planned":
+            raise ConfigError(
+                "wire='topk' needs an Exchange.algorithm that stays (what is held back lies in its "
+                "parts), not 'planned'; use algorithm='auto', or another wire"
+            )
         if self.by_mpi and self.wire != "fp32":
             raise ConfigError(
                 f"Exchange.algorithm='mpi' needs wire='fp32' (MPI adds 16-bit numbers wrongly or "

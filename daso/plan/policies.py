@@ -221,7 +221,10 @@ class Qsr:
         return state
 
     def tune_exchange(self, state: State, measurements: Measurements) -> State:
-        """Choose skip for the round that begins."""
+        """Choose skip for the round that begins; before the rate has fallen, the least."""
+        before = state.measurements.lr
+        if not before or measurements.lr > before:  # it is small where it warms up, too
+            return replace(state, skip=self.skip)
         if self.alpha >= measurements.lr * math.sqrt(self.max_skip):
             return replace(state, skip=self.max_skip)
         return replace(state, skip=max(self.skip, int((self.alpha / measurements.lr) ** 2)))

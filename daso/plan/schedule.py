@@ -194,10 +194,21 @@ class Policy(Protocol):
 
 
 def begin(
-    policy: Policy, state: State, *, memory: float, may_hide: bool, small_share: float = 0.0
+    policy: Policy,
+    state: State,
+    *,
+    nodes: int,
+    memory: float,
+    may_hide: bool,
+    small_share: float = 0.0,
 ) -> State:
     """Return the state in which training begins, or goes on, with an inner optimizer."""
-    state = replace(state, memory=memory, small=state.small.begin(small_share))
+    state = replace(
+        state,
+        memory=memory,
+        small=state.small.begin(small_share),
+        gain=min(state.gain, math.sqrt(nodes)),  # it may come from a larger world
+    )
     choose = getattr(policy, "begin", None)
     if not may_hide or choose is None or state.batch or state.epoch:
         return state

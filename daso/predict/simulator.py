@@ -253,7 +253,10 @@ def simulate(
     if settings is None:
         settings = Settings(wire="auto", merge="auto", exchange=Exchange(), gradients=Gradients())
     settings = replace(settings, selective=getattr(policy, "selective", None))
-    nodes, state = _Nodes(job, cluster, settings, seed), _begin(job, policy, settings)
+    nodes, state = (
+        _Nodes(job, cluster, settings, seed),
+        _begin(job, policy, settings, cluster.nodes),
+    )
     totals = nodes.totals
     settled, before = steps // 4, (0.0, 0.0, 0.0)
     for batch in range(steps):
@@ -280,14 +283,14 @@ def simulate(
     )
 
 
-def _begin(job: Job, policy: Policy, settings: Settings) -> State:
+def _begin(job: Job, policy: Policy, settings: Settings, nodes: int) -> State:
     """Return the state before the first batch."""
     restored = job.normalizes and settings.may_restore_steps
     taken = settings.sends_small_tensors(job.parameters) and not restored
     share = settings.small_share(job.small_parameters, job.parameters) if taken else 0.0
     state = replace(policy.start(), sparse=settings.sparse)
     may_hide = restored and settings.may_hide
-    return begin(policy, state, memory=0.0, may_hide=may_hide, small_share=share)
+    return begin(policy, state, nodes=nodes, memory=0.0, may_hide=may_hide, small_share=share)
 
 
 def _carry_out(nodes: _Nodes, acts: Sequence[Action], state: State, policy: Policy) -> State:

@@ -16,7 +16,7 @@ from daso.errors import ConfigError, ExchangeError, LayoutError, NonFiniteError
 from daso.train.channels import Channels
 from daso.train.metrics import Metrics
 from daso.train.misuse import checksum, first_nonfinite, gradient_checksum
-from daso.train.model.params import Trained, check_sharding
+from daso.train.model.params import Trained, check_sharding, rate_of
 from daso.train.model.shards import is_sharded, local_part
 from daso.train.model.shared import common_tensors
 from daso.train.reducers import DdpFinder
@@ -335,4 +335,4 @@ class Coordinator:
 
 def largest_rate(inner: torch.optim.Optimizer) -> float:
     """Return the largest learning rate of an optimizer's groups; 0 where they have none."""
-    return max(float(group.get("lr", 0.0)) for group in inner.param_groups)
+    return max(rate_of(group, 0.0) for group in inner.param_groups)

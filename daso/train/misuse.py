@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from daso.train.model.hooks import Hook, nothing
-from daso.train.model.params import Named
+from daso.train.model.params import Named, rate_of
 
 __all__ = [
     "InnerSteps",
@@ -64,7 +64,7 @@ class InnerSteps:
             return
         warns = self._warns()
         # torch.distributed.checkpoint steps with a learning rate of 0 to make state.
-        probes = all(float(group.get("lr", 1.0)) == 0 for group in inner.param_groups)
+        probes = all(rate_of(group, 1.0) == 0 for group in inner.param_groups)
         if probes or not (self._warned if warns is None else warns()):
             return
         self._warns = None

@@ -214,6 +214,7 @@ class Session:
         began = begin(
             self.setup.policy,
             self.schedule,
+            nodes=self.topology.rank_info.nodes,
             memory=memory,
             may_hide=may_hide,
             small_share=0.0 if self._exchanges is None else self._exchanges.small_share,
@@ -623,7 +624,8 @@ class Session:
         }
 
     def _shape(self) -> dict[str, Any] | None:
-        return self.setup.shape(self.inner, self._place)
+        named = None if self._sync is None else self._sync.trained.named
+        return self.setup.shape(self.inner, self._place, named)
 
     @_as_in_training
     def load(self, state: Mapping[str, Any] | None) -> None:

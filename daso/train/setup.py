@@ -16,7 +16,7 @@ from daso.plan.policies import Auto, Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy, State
 from daso.train.deltas.outer import MakeOuter, build_optimizer
 from daso.train.inner.combined import CombinedOptimizer
-from daso.train.model.params import Trained, layout_of
+from daso.train.model.params import Named, Trained, layout_of
 
 __all__ = ["FACTORY", "MODULE", "Setup", "combined", "make_setup", "stall_limit"]
 
@@ -59,7 +59,9 @@ class Setup:
                 "ZeroRedundancyOptimizer keeps a part on each rank; shard the model by "
                 "torch.distributed.fsdp.fully_shard, which shards the state too"
             )
-        if isinstance(self.policy, Qsr) and not all("lr" in group for group in inner.param_groups):
+        if isinstance(self.policy, Qsr) and any(
+            group.get("lr") is None for group in inner.param_groups
+        ):
             raise ConfigError(
                 f"Qsr needs a learning rate in every parameter group, but {type(inner).__name__} "
                 f"has none; use {Auto()!r}"
@@ -97,7 +99,10 @@ class Setup:
         return replace(self, policy=policy, settings=settings).text()
 
     def shape(
-        self, inner: torch.optim.Optimizer, rank_info: RankInfo | None
+        self,
+        inner: torch.optim.Optimizer,
+        rank_info: RankInfo | None,
+        named: Named | None = None,
     ) -> dict[str, Any] | None:
         """Return what a checkpoint must have in common with a session to fit it exactly.
 
@@ -105,10 +110,11 @@ class Setup:
             inner: The optimizer.
             rank_info: Who is where; None for a copy that was not opened yet: it knows no world, and
                 asking is collective.
+            named: What an open session trains; what was frozen since is still of its state.
         """
         if rank_info is None:
             return None
-        named = Trained.by(inner, self.module).named
+        named = Trained.by(inner, self.module).named if named is None else named
         # Messages are of other sizes on devices, and with them what owners round away.
         devices = sorted({tensor.device.type for _, tensor in named} - {"cpu"})
         return {

@@ -101,7 +101,12 @@ class Saver:
         self._run = run
         self._every, self._saved = checkpoint.every, 0
         self._folder = run.config.folder / "checkpoints"
-        self._checkpoints = Checkpoints(self._folder, run.topology, keep=checkpoint.keep)
+        self._checkpoints = Checkpoints(
+            self._folder,
+            run.topology,
+            keep=checkpoint.keep,
+            timeout_seconds=run.config.exchange.timeout_seconds,
+        )
         self.mark = ""  # of the run's copies in memory; none where it has none
         self._copies: NeighbourCopies | None = None
 

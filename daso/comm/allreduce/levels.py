@@ -7,6 +7,7 @@ cross, and means return while sums still come (cut-through).
 
 On an exact wire sums cross. On a narrow one running means do, whose range stays that of what is
 added; what each rounding takes away is kept by the rank that rounds, and goes into its next sum.
+Where a sparse wire leaves that to an exact one, the exact one has running means, too.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -104,7 +105,7 @@ class LevelledMean(ExchangeMemory):
         weights, group = self.adder.weights, self.groups[depth]
         if depth == 0:
             return [weights[one] for one in group]
-        if self.codec.exact:  # sums
+        if self.codec.sums:  # sums
             return [1] * len(group)
         return [sum(weights[rank] for rank in self.plan.below(one, depth)) for one in group]
 
@@ -213,7 +214,7 @@ class LevelledMean(ExchangeMemory):
         """Return how versions are added to what a level makes of them."""
         if depth == len(self.plan.levels) - 1:
             return Terms(weights, self.adder.total)
-        return Terms(weights, 1 if self.codec.exact else sum(self._units[depth]), depth + 1)
+        return Terms(weights, 1 if self.codec.sums else sum(self._units[depth]), depth + 1)
 
     def _last_stop(self, depth: int) -> Terms:
         """Return how what came round a ring is added to this rank's own."""
@@ -224,7 +225,7 @@ class LevelledMean(ExchangeMemory):
         """Return how what comes round a ring counts, when so many ranks have added theirs."""
         if stops == 1:
             return units[here - 1]
-        return 1 if self.codec.exact else sum(units[here - 1 - at] for at in range(stops))
+        return 1 if self.codec.sums else sum(units[here - 1 - at] for at in range(stops))
 
     def _gather(
         self,
@@ -280,7 +281,7 @@ class LevelledMean(ExchangeMemory):
             yield from self._fetch(arriving[part], there[part])
             if step < size - 2:
                 passed = self._passed(units, step + 1, here)
-                total = 1 if self.codec.exact else passed + units[here]
+                total = 1 if self.codec.sums else passed + units[here]
                 terms = Terms([passed, units[here]], total, depth + 1)
                 with self._beside():
                     versions = [there[part], payloads[part]]

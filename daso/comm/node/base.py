@@ -13,6 +13,7 @@ import torch
 
 from daso import trace
 from daso.comm.device.staging import Arrived, DeviceStaging
+from daso.comm.health.patience import Patience
 from daso.comm.health.step_watchdog import LATE_SECONDS
 from daso.errors import StallError
 
@@ -151,7 +152,7 @@ def wait_until(
     """Block until ``arrived()``, giving the core away in between."""
     if arrived():
         return 0.0
-    start = time.perf_counter()
+    start, patience = time.perf_counter(), Patience()
     polls = 0
     while not arrived():
         polls += 1
@@ -159,7 +160,7 @@ def wait_until(
             os.sched_yield()
             continue
         time.sleep(SLEEP_SECONDS)
-        waited = time.perf_counter() - start
+        waited = patience.seconds()
         if waited > LATE_SECONDS:
             late()
         if waited > timeout_seconds:

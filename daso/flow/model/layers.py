@@ -12,6 +12,7 @@ from daso.flow.model.checks import Wiring
 from daso.flow.model.graph import MakeOptimizer, Node
 from daso.flow.model.weights import Weights
 from daso.flow.plan import Updates
+from daso.train.model.params import rate_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -103,7 +104,7 @@ class Layers:
             if one.optimizer is not None
             for group in one.optimizer.param_groups
         )
-        return max((float(group.get("lr", 1.0)) for group in groups), default=1.0)
+        return max((rate_of(group, 1.0) for group in groups), default=1.0)
 
     # --- checkpoints -------------------------------------------------------------------------
 

@@ -1,13 +1,13 @@
 """What takes gradients through their averages while the training thread does something else."""
 
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from daso import trace
 from daso.comm.engine import WorkHandle
+from daso.comm.health.patience import Patience
 from daso.comm.health.step_watchdog import LATE_SECONDS
 from daso.comm.node.base import NodeBucket
 from daso.errors import ExchangeError, StallError
@@ -61,15 +61,13 @@ class BackgroundReducer(ABC):
         """Block until a bucket holds the mean."""
         if place in self._back:
             return
-        begun, kind = (
-            time.perf_counter(),
-            trace.WAIT_INTER_NODE if self._world else trace.WAIT_INTRA_NODE,
-        )
+        kind = trace.WAIT_INTER_NODE if self._world else trace.WAIT_INTRA_NODE
+        patience = Patience()
         with self._metrics.watch.waiting(kind), self._poll_eagerly(), self._came:
             # Asleep, not polling: the other threads need this one's core and interpreter lock.
             while not self._came.wait_for(lambda: place in self._back, LATE_SECONDS):
                 self.check()
-                if time.perf_counter() - begun > self._channels.engine.timeout_seconds:
+                if patience.seconds() > self._channels.engine.timeout_seconds:
                     self._give_up(place)
 
     def _give_up(self, place: int) -> None:

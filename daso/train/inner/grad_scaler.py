@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from daso.train.model.params import rate_of
+
 __all__ = ["NATIVE", "Scaling", "is_probe"]
 
 NATIVE = "_step_supports_amp_scaling"  # torch's name for an optimizer that unscales by itself
@@ -51,7 +53,7 @@ def is_probe(inner: torch.optim.Optimizer) -> bool:
     if inner.state:
         return False
     groups = inner.param_groups
-    if any(float(group.get("lr", 1.0)) != 0 for group in groups):
+    if any(rate_of(group, 1.0) != 0 for group in groups):
         return False
     grads = [p.grad for group in groups for p in group["params"] if p.requires_grad]
     return all(grad is not None and not bool(grad.any()) for grad in grads)

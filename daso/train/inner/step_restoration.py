@@ -54,7 +54,7 @@ class StepRestoration:
         if gain == 1.0:
             return
         for group, trait in zip(self._inner.param_groups, self.traits, strict=True):
-            if not trait.normalizes or "lr" not in group:
+            if not trait.normalizes or group.get("lr") is None:
                 continue
             self._before.append((group, {key: group[key] for key in SCALED if key in group}))
             group["lr"] = group["lr"] * gain

@@ -41,7 +41,7 @@ from daso.train.deltas.merging import merge_pairs
 from daso.train.deltas.outer import MakeOuter
 from daso.train.deltas.shard import DeltaShard, Gather, MergeOptions, cut_row
 from daso.train.inner.step_restoration import make_step_restoration
-from daso.train.model.params import Named, Trained, flat_view
+from daso.train.model.params import Named, Trained, flat_view, rate_of
 from daso.train.simulated.gradients import SimulatedGradients
 
 __all__ = ["SimulatedNodes", "Times"]
@@ -224,6 +224,7 @@ class SimulatedNodes:
         self.state = begin(
             policy,
             replace(policy.start(), fragments=len(self.rows), sparse=settings.sparse),
+            nodes=nodes,
             memory=0.0 if restoration is None else restoration.memory,
             may_hide=restoration is not None and settings.may_hide,
             small_share=self._small_share(),
@@ -344,8 +345,8 @@ class SimulatedNodes:
 
     def _measure(self) -> Measurements:
         """Return what nodes agree on about synchronous steps."""
-        rates = [group.get("lr", 0.0) for inner in self.inners for group in inner.param_groups]
-        times, lr = self.times, max(map(float, rates))
+        rates = [rate_of(group, 0.0) for inner in self.inners for group in inner.param_groups]
+        times, lr = self.times, max(rates)
         return Measurements(times.step_seconds, lr=lr, exposed_seconds=times.exposed_seconds)
 
     # --- exchanges ---------------------------------------------------------------------------
@@ -377,10 +378,10 @@ class SimulatedNodes:
                 [a + b for a, b in zip(*pair, strict=True)]
                 for pair in zip(measured, found, strict=True)
             ]
-        rates = [group.get("lr", 0.0) for inner in self.inners for group in inner.param_groups]
+        rates = [rate_of(group, 0.0) for inner in self.inners for group in inner.param_groups]
         times = self.times
         taken = times.exchange_seconds * _many_bytes(wire) / _many_bytes(self.settings.wires[0])
-        lr = max(map(float, rates))
+        lr = max(rates)
         gain = 0.0
         if (restoration := self.step_restorations[0]) is not None:
             gain = restoration.required_gain(

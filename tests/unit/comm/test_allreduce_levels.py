@@ -5,10 +5,11 @@ import torch
 
 from daso.comm.allreduce.levels import LevelledMean, Transfers
 from daso.comm.allreduce.runners import SequentialAllReduce, carry
-from daso.comm.compression import Cast, codec_named
+from daso.comm.compression import Cast, codec_named, dense_codec
 from daso.comm.reduction import Row, WeightedMean
 from daso.plan.allreduce_plan import BLOCK, AllReducePlan, Level
 from daso.plan.cost_model import LinkCosts, allreduce_cost
+from daso.train.deltas.shard import DeltaShard, MergeOptions
 from daso.train.gradients.compression import CompressedSum
 
 PLANS = [
@@ -116,6 +117,27 @@ def test_what_every_level_rounds_away_comes_back(plan, wire, largest):
         assert all(torch.equal(total, totals[0]) for total in totals)
         taken += totals[0] / rounds
     assert (taken - sum(rows) / peers).abs().max() < largest
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=ids)
+def test_what_a_sparse_wire_holds_back_on_any_level_comes_with_a_dense_exchange(plan):
+    """On its levels owners hold back parts of running means: the dense one passes means, too."""
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randn(NUMEL, generator=generator) for _ in range(plan.peers)]
+    parts = [DeltaShard(torch.zeros(NUMEL), MergeOptions()) for _ in rows]
+    rounded, there = [{} for _ in rows], rows
+    chunks = plan.chunks(NUMEL, BLOCK)
+    spans = [span for one in chunks for span in one]
+    for codec in (codec_named("topk"), dense_codec("topk")):
+        means = SequentialAllReduce(codec, [1] * plan.peers, plan.peers, plan, rounded)
+        for part, row in zip(parts, there, strict=True):
+            part.encode(codec, spans, lambda a, b, out, row=row: out.copy_(row[a:b]), keeps=False)
+        means.run(parts, chunks)
+        for part in parts:
+            part.finish()
+        there = [part.reference.clone() for part in parts]  # which all take over
+    for part in parts:
+        torch.testing.assert_close(part.reference, sum(rows) / plan.peers, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("plan", ROUNDING, ids=ids)

@@ -175,6 +175,11 @@ def test_topk_refuses_merges_that_keep_a_part_of_what_it_did_not_send(merge):
         make(wire="topk", merge=merge)
 
 
+def test_topk_refuses_parts_that_move():
+    with pytest.raises(ConfigError, match=r"wire='topk' needs an Exchange\.algorithm that"):
+        make(wire="topk", merge="auto", exchange=Exchange(algorithm="planned"))
+
+
 @pytest.mark.parametrize("merge", ["auto", "delta", "eager"])
 @pytest.mark.parametrize("outer", [False, True])
 def test_topk_keeps_all_local_work_however_far_nodes_drift(merge, outer):

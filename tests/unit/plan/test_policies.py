@@ -78,6 +78,11 @@ def trained(policy, exchanges, drift_of, *, skip=1, lr=lambda batch: 1.0, second
 # --- Qsr ---------------------------------------------------------------------------------------
 
 
+def settled(policy, skip, wait, measurements):
+    """What it chooses where the rate was higher before."""
+    return tuned(policy, skip, wait, measurements, before=Measurements(lr=math.inf))
+
+
 def quadratic(alpha, lr, skip, max_skip):
     """The rule in fractions, which do not round."""
     if lr == 0:
@@ -93,20 +98,20 @@ def test_qsr_is_the_quadratic_rule_at_every_rate(alpha, max_skip):
     for lr in rates:
         # A rate within rounding of the next whole number may be taken for it, either way.
         near = {quadratic(alpha * (1 + off), lr, 4, max_skip) for off in (-1e-15, 0, 1e-15)}
-        assert tuned(policy, 4, 1, Measurements(lr=lr)).skip in near
+        assert settled(policy, 4, 1, Measurements(lr=lr)).skip in near
 
 
 @checked
 @given(st.integers(1, 300), st.sampled_from([0.5, 1.0, 0.0078125]), st.integers(1, 300))
 def test_qsr_hits_whole_numbers_exactly(root, lr, max_skip):
     policy = Qsr(root * lr, skip=1, max_skip=max_skip)
-    assert tuned(policy, 1, 1, Measurements(lr=lr)).skip == min(max_skip, root**2)
+    assert settled(policy, 1, 1, Measurements(lr=lr)).skip == min(max_skip, root**2)
 
 
 def test_qsr_in_the_papers_numbers():
     # H_base 4 at the peak rate 0.008: alpha 0.0175 gives H = 4 until the rate is 0.00875.
     chosen = [
-        tuned(Qsr(0.0175), 4, 1, Measurements(lr=lr)).skip
+        settled(Qsr(0.0175), 4, 1, Measurements(lr=lr)).skip
         for lr in (0.008, 0.0078, 0.005, 0.001, 1e-5)
     ]
     assert chosen == [4, 5, 12, 256, 256]
@@ -116,20 +121,30 @@ def test_qsr_in_the_papers_numbers():
 @given(seens, st.integers(2, 64))
 def test_qsr_looks_at_the_rate_alone_and_keeps_wait(measurements, skip):
     policy = Qsr(0.5, skip=skip, wait=2, max_skip=100)
-    state = tuned(policy, skip, 2, measurements)
-    alone = tuned(policy, skip, 2, Measurements(lr=measurements.lr))
+    state = settled(policy, skip, 2, measurements)
+    alone = settled(policy, skip, 2, Measurements(lr=measurements.lr))
     assert (state.skip, state.wait) == (alone.skip, 2)
     assert skip <= state.skip <= 100
 
 
 @pytest.mark.parametrize("lr", [0.0, 5e-324, 1e-300])
 def test_a_rate_of_nothing_gives_qsr_the_most(lr):
-    assert tuned(Qsr(0.1, max_skip=99), 4, 1, Measurements(lr=lr)).skip == 99
+    assert settled(Qsr(0.1, max_skip=99), 4, 1, Measurements(lr=lr)).skip == 99
 
 
 @pytest.mark.parametrize("lr", [1e300, math.inf])
 def test_a_huge_rate_gives_qsr_the_least(lr):
     assert tuned(Qsr(0.1), 4, 1, Measurements(lr=lr)).skip == 4
+
+
+@pytest.mark.parametrize("warmup", [30, 100])
+def test_qsr_takes_no_rate_that_rises_for_one_that_has_decayed(warmup):
+    """A small rate in warm-up, or after a restart, is no reason for nodes to train apart."""
+    chosen = trained(
+        Qsr(0.2), 60, lambda *_: 0.0, skip=4, lr=lambda b: 0.1 * min(1, b / warmup, 30 / (b + 1))
+    )
+    assert {skip for batch, skip in chosen if batch <= min(warmup, 30)} == {4}
+    assert max(skip for _, skip in chosen) > 4
 
 
 def test_qsr_starts_at_its_least_and_follows_a_decaying_rate():
@@ -335,7 +350,7 @@ def test_auto_averages_gradients_where_that_is_hidden_and_saves_accuracy(
 
 def test_it_does_so_until_steps_stand_still_and_tries_again_later():
     policy = Auto()
-    state = begin(policy, policy.start(), memory=0.999, may_hide=True)
+    state = begin(policy, policy.start(), nodes=8, memory=0.999, may_hide=True)
     measured = []
     for _ in range(EARLY + MEASURE_EVERY):
         acts, state = after_batch(policy, state)
@@ -372,7 +387,7 @@ def test_it_does_so_until_steps_stand_still_and_tries_again_later():
 )
 def test_only_auto_begins_in_step_and_only_before_the_first_batch(policy, may_hide, state, hides):
     before = replace(policy.start(), **state)
-    after = begin(policy, before, memory=0.99, may_hide=may_hide)
+    after = begin(policy, before, nodes=8, memory=0.99, may_hide=may_hide)
     assert after.memory == 0.99
     assert after.hidden == hides
     if not hides:
@@ -384,10 +399,16 @@ def test_only_auto_begins_in_step_and_only_before_the_first_batch(policy, may_hi
 )
 def test_where_there_are_no_small_tensors_they_do_not_go(share, before, after):
     state = State(skip=9, wait=2, small=SmallTensors(period=before))
-    state = begin(Auto(), state, memory=0.0, may_hide=False, small_share=share)
+    state = begin(Auto(), state, nodes=8, memory=0.0, may_hide=False, small_share=share)
     assert state.small.period == after
     state = after_exchange(Auto(), state, Measurements(0.1, 0.1, 0.1, 1e-9))[1]
     assert (state.small.period > 0) == (share > 0)
+
+
+@pytest.mark.parametrize(("nodes", "gain"), [(16, 3.9), (4, 2.0), (2, math.sqrt(2)), (1, 1.0)])
+def test_a_gain_of_more_nodes_is_no_longer_than_these_allow(nodes, gain):
+    state = State(skip=9, wait=2, gain=3.9)
+    assert begin(Auto(), state, nodes=nodes, memory=0.99, may_hide=True).gain == gain
 
 
 def test_after_a_warm_up_it_is_tried_by_what_exchanges_take():

@@ -360,7 +360,7 @@ def test_follow_goes_on_while_the_controller_gives_no_answer(capfdbinary, folder
     assert said == []
 
 
-def test_follow_goes_on_while_the_controller_does_not_answer_at_all(capfdbinary, folder, monkeypatch):
+def test_follow_goes_on_without_any_answer(capfdbinary, folder, monkeypatch):
     from subprocess import CompletedProcess
 
     said = [TopologyError("scontrol must answer"), CompletedProcess([], 0, FAILED.encode(), b"")]
