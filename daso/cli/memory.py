@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from daso.cli.outputs import may_write
+from daso.cli.outputs import may_write, writing
 from daso.environment import path_of
 from daso.errors import ConfigError
 from daso.memory.planner import POLICIES
@@ -53,7 +53,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--units", default="", metavar="NAMES", help="modules to treat as wholes, by commas"
     )
-    parser.add_argument("--plot", type=path_of, help="draw memory over one step to this PNG")
+    parser.add_argument("--plot", type=path_of, help="draw memory over one step (PNG, PDF or SVG)")
     parser.add_argument(
         "--json", type=path_of, help="write all that is found to this file, in bytes"
     )
@@ -105,12 +105,8 @@ def _checked(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def _write(path: Path, found: "Found", write: Callable[[Path, "Found"], None]) -> None:
-    try:
+    with writing(path):
         write(path, found)
-    except OSError as error:
-        raise ConfigError(
-            f"a file must be writable, but {path}: {error.strerror}; choose another"
-        ) from error
 
 
 def _write_json(path: Path, found: "Found") -> None:

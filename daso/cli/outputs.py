@@ -4,15 +4,17 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 from daso.errors import ConfigError
 
-__all__ = ["exit_on_broken_pipe", "may_write", "write_file"]
+__all__ = ["exit_on_broken_pipe", "may_write", "write_file", "writing"]
 
 STDOUT = 1
+PICTURES = (".png", ".pdf", ".svg")  # kinds of files that matplotlib writes
 
 
 def exit_on_broken_pipe(act: Callable[[], int]) -> int:
@@ -54,17 +56,26 @@ def may_write(json_path: Path | None, plot: Path | None) -> None:
     for path in (json_path, plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"a file must lie in a folder that is there, not {path}")
+        if path is not None and path.is_dir():
+            raise ConfigError(f"a file must be writable, but {path} is a folder; choose another")
     if plot is not None:
-        if plot.suffix != ".png":
-            raise ConfigError(f"--plot must end in .png, not {plot}")
+        if plot.suffix not in PICTURES:
+            raise ConfigError(f"--plot must end in {', '.join(PICTURES)}, not {plot}")
         if find_spec("matplotlib") is None:
             raise ConfigError("--plot needs matplotlib; `pip install matplotlib`")
 
 
 def write_file(path: Path, text: str) -> None:
     """Write a file, or raise what is wrong with it."""
-    try:
+    with writing(path):
         path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise what is wrong with a file that is written inside."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(
             f"a file must be writable, but {path}: {error.strerror}; choose another"

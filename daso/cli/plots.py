@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from daso.cli.outputs import writing
 from daso.timeline.report import Timeline
 from daso.trace import EXCHANGE, KINDS, MERGE, SEND, STEP, WAIT_INTER_NODE, WAIT_INTRA_NODE
 
@@ -112,5 +113,6 @@ def draw_timeline(timeline: Timeline, steps: int = 12) -> "Figure":
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Write a figure to a PNG file."""
-    figure.savefig(path, dpi=130)
+    """Write a figure to a file of the kind that its name says."""
+    with writing(path):
+        figure.savefig(path, dpi=130)

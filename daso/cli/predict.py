@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from daso.cli.outputs import may_write
+from daso.cli.outputs import may_write, write_file
 from daso.environment import path_of
 from daso.errors import ConfigError
 from daso.plan.cost_model import LinkCosts
@@ -68,7 +68,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, help=f"to go through, {LEAST_STEPS} or more (1000; adamw 2000)"
     )
     parser.add_argument("--json", type=path_of, help="write what is predicted to this file")
-    parser.add_argument("--plot", type=path_of, help="draw efficiency over nodes to this PNG")
+    parser.add_argument("--plot", type=path_of, help="draw efficiency over nodes (PNG, PDF or SVG)")
     parser.add_argument(
         "--throttle",
         type=path_of,
@@ -137,7 +137,7 @@ def _main(chosen: argparse.Namespace) -> int:
     print("\n".join(f"- {line}" for line in assumptions))
     if chosen.json is not None:
         found = {"job": asdict(job), "rows": rows, "assumptions": assumptions}
-        chosen.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_file(chosen.json, json.dumps(found, indent=1) + "\n")
     if chosen.plot is not None:
         from daso.cli import plots
 

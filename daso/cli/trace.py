@@ -33,7 +33,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chrome", type=path_of, help="write events for ui.perfetto.dev or chrome://tracing"
     )
-    parser.add_argument("--plot", type=path_of, help="draw some steps of all ranks to this PNG")
+    parser.add_argument("--plot", type=path_of, help="draw some steps of all ranks (PNG, PDF, SVG)")
     parser.add_argument("--json", type=path_of, help="write the tables to this file")
     parser.set_defaults(run=lambda chosen, _: _main(chosen))
 

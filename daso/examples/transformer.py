@@ -5,12 +5,15 @@ Four, as two nodes:  daso run -n 4 --ranks-per-node 2 -m daso.examples.transform
 """
 
 import argparse
+import itertools
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import daso
 from daso.data import ShardedSampler, load_text
@@ -65,6 +68,16 @@ class ByteTransformer(nn.Module):
         return scores
 
 
+def batches(
+    windows: "Dataset[Any]", sampler: ShardedSampler, steps: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Iterate over so many batches, epoch after epoch."""
+    loader = DataLoader(windows, batch_sampler=sampler)
+    for epoch in range(-(-steps // len(sampler))):
+        sampler.set_epoch(epoch)
+        yield from itertools.islice(loader, steps - epoch * len(sampler))
+
+
 def main() -> None:
     """Train and print the loss, in bits per byte."""
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -87,9 +100,7 @@ def main() -> None:
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, max_lr=options.lr, total_steps=options.steps
         )
-        batches = iter(DataLoader(windows, batch_sampler=sampler))
-        for step in range(1, options.steps + 1):
-            tokens, following = next(batches)
+        for step, (tokens, following) in enumerate(batches(windows, sampler, options.steps), 1):
             optimizer.zero_grad()
             loss = cross_entropy(model(tokens).flatten(0, 1), following.flatten())
             loss.backward()

@@ -270,6 +270,8 @@ class Runtime:
     ) -> Epoch:
         if self._closed:
             raise ConfigError("a runtime must be open to train, but close() was called")
+        if trains and (problem := self._layers.changed()) is not None:
+            raise ConfigError(problem)
         self._check_instances(instances)
         self._place(instances)
         for weights in self._layers.weights.values():

@@ -1,12 +1,13 @@
 """Lightning with DASO in place of DDP: a strategy, and what it knows of ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 
 from daso.comm.topology import Topology, default
@@ -126,6 +127,26 @@ class DasoStrategy(DDPStrategy):
         if not any(isinstance(one, _Agree) for one in callbacks):
             callbacks.append(_Agree(self))
 
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step behind the closure, where the optimizer would call it first and once.
+
+        Loops without Lightning do so, too: the step is told what the closure's loss was by its
+        gradients alone. Collective over the world in the sense of the schedule.
+        """
+        plugin: Any = self.precision_plugin
+        torchs = type(optimizer).__module__.startswith("torch.optim")
+        if not torchs or isinstance(optimizer, torch.optim.LBFGS) or _scales(plugin):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
+        optimizer.step(**kwargs)
+        return result
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Let gradients pile up on this rank."""
@@ -159,6 +180,11 @@ class DasoStrategy(DDPStrategy):
             handle.close()
 
 
+def _scales(plugin: Any) -> bool:
+    """Return whether a precision takes the step itself, behind the closure."""
+    return type(plugin).optimizer_step is not Precision.optimizer_step
+
+
 class _Agree(Callback):
     """Lets all ranks hold the same before they validate, and at the end."""
 
@@ -169,6 +195,10 @@ class _Agree(Callback):
         """Agree."""
         self._strategy.synchronize()
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Agree, and stop exchanging, before the module is moved to the CPU."""
+        self._strategy.close()
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Agree, and stop exchanging."""
+        """Stop, where there was nothing to train."""
         self._strategy.close()

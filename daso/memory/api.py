@@ -205,34 +205,44 @@ class Applied:
         while self._entered:  # Ctrl-C in forward
             self._end()
         # What is still to be taken backward keeps the second memory until then.
-        self._left = len(self._passes)
-        for one in self._passes:
-            weakref.finalize(one, self._end_pass)
-        if not self._left:
-            self._tier.close()
+        passes, self._passes = list(self._passes), weakref.WeakSet()
+        left, tier = len(passes), self._tier
 
-    def _end_pass(self) -> None:
-        self._left -= 1
-        if not self._left:
-            self._tier.close()
+        def end_pass() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                tier.close()
+
+        for one in passes:
+            weakref.finalize(one, end_pass)
+        if not passes:
+            tier.close()
+
+    def __reduce__(self) -> Any:
+        """Let copies of the model that is inside follow no plan."""
+        return _inert, ()
 
     def report(self) -> PlanMetrics:
         """Return what was done so far: passes, bytes swapped, tails made again, bytes there."""
         return self._counts
 
     def _begin(self, *_: object) -> None:
-        if not torch.is_grad_enabled() or not self._steps.follows:
+        if not self._hooks or not torch.is_grad_enabled() or not self._steps.follows:
             self._entered.append(None)
             return
         self._entered.append(None)
         one = Pass(self._steps, self._tier, self._counts, self._device)
         hooks = torch.autograd.graph.saved_tensors_hooks(one.pack, one.unpack)
         follower = Follower(one)
+        try:
+            hooks.__enter__()
+        except RuntimeError:  # inside a transform of torch.func, which takes no such hooks
+            return
         self._passes.add(one)
         self._counts.passes += 1
         self._entered[-1] = one, hooks, follower
         follower.__enter__()  # type: ignore[no-untyped-call]
-        hooks.__enter__()
 
     def _end(self, *_: object) -> None:
         entered = self._entered.pop()
@@ -248,6 +258,13 @@ class Applied:
         if one.beyond and not self._said:
             self._said = True
             logger.warning(STRAYED)
+
+
+def _inert() -> Applied:
+    """Return what does nothing, for the hooks of a copy."""
+    made = Applied.__new__(Applied)
+    made._hooks, made._entered = [], []
+    return made
 
 
 STRAYED = (

@@ -151,7 +151,7 @@ class Observer(TorchDispatchMode):
             self.memory.number(tensor, number, lambda: self.next) for tensor in tensors_in(found)
         )
         leaves = tree_leaves((args, kwargs, found))
-        plain = all(has_storage(one) for one in leaves if isinstance(one, torch.Tensor))
+        plain = all(_is_plain(one) for one in leaves if isinstance(one, torch.Tensor))
         plain = plain and not any(isinstance(one, torch.Generator) for one in leaves)
         self.ops.append(Op(func, reads, made, writes, plain, seconds))
         return found
@@ -168,6 +168,11 @@ class Observer(TorchDispatchMode):
             total += change
             found.append(total)
         return found
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether its bytes, its sizes and its type say all of it."""
+    return has_storage(tensor) and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

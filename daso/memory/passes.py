@@ -315,6 +315,10 @@ class Pass:
 
     def diverge(self) -> None:
         """Leave the plan: what is saved from here on stays."""
+        if not self.strayed:
+            with _disable_current_modes():
+                for tail in self._tails.values():
+                    tail.make_early()
         self.strayed = True
         self._count_as_strayed()
 

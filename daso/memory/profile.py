@@ -181,8 +181,9 @@ def _units_of(model: torch.nn.Module, inside: Sequence[str], watch: _Watch) -> I
 
 
 @contextmanager
-def unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Leave a model's buffers and torch's default random number generators as they were."""
+def unchanged(model: torch.nn.Module, batch: object = ()) -> Iterator[None]:
+    """Leave a model's buffers, a batch and torch's random number generators as they were."""
+    given = [(one, one._version, one.detach().clone()) for one in tensors_in(batch)]
     buffers = [
         (module, name, buffer, buffer.detach().clone())
         for module in model.modules()
@@ -197,6 +198,9 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
             for module, name, buffer, before in buffers:
                 module._buffers[name] = buffer  # forward may have put another one there
                 buffer.copy_(before)
+            for tensor, version, before in given:
+                if tensor._version != version:  # forward works on it in place
+                    tensor.copy_(before)
 
 
 def profile(
@@ -213,9 +217,9 @@ def profile(
 
     The model, its gradients and random numbers are afterwards what they were.
     """
-    with torch.enable_grad(), unchanged(model):
+    with torch.enable_grad(), unchanged(model, (args, kwargs)):
         first = _Watch(model, tier, least, inside).run(args, kwargs, loss)
-    with torch.enable_grad(), unchanged(model):
+    with torch.enable_grad(), unchanged(model, (args, kwargs)):
         second = _Watch(model, tier, least, inside).run(args, kwargs, loss)
     # Of backward the order may be another one: autocast keeps its casts.
     forwards = [[op.func for op in one.ops[: one.loss]] for one in (first, second)]

@@ -107,6 +107,14 @@ class RecomputeSegment:
             held = tensor if tensor.is_leaf else tensor.detach()
         return _Given(storage, View.of(tensor), held, 0 if held is None else held._version)
 
+    def make_early(self) -> None:
+        """Run its operations again now where it waits for a tensor that is saved later.
+
+        For a model that does other than planned: nothing tells whether that one stays as it is.
+        """
+        if self._waiting and self._notes:
+            self.make()
+
     def make(self) -> None:
         """Run its operations again, and give what was saved of their results back."""
         made: dict[int, torch.Tensor] = {}

@@ -127,6 +127,7 @@ class ServerHooks:
         self._keeps = False  # gradients, for accumulation
         self._stepped_at = time.perf_counter()
         self._uses = ModuleParameters(module, shares.named)
+        self._frozen = [one for one in module.named_parameters() if not one[1].requires_grad]
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(partial(self._ready, index))
             for index, (_, tensor) in enumerate(shares.named)
@@ -277,6 +278,7 @@ class ServerHooks:
         Blocks while more than two steps' messages have not left.
         """
         self._refuse_edits()
+        self._refuse_unfrozen()
         for layer, missing in enumerate(self._step.missing):
             if missing:
                 self.checks.look(layer, self._gradients([layer]))
@@ -306,6 +308,15 @@ class ServerHooks:
                 raise ConfigError(
                     f"gradients must be left alone between backward and step, since they leave in "
                     f"backward, but that of {name} was changed (clipping, scaling?); use daso.DASO"
+                )
+
+    def _refuse_unfrozen(self) -> None:
+        """Refuse a parameter that is trained now: no rank has rows of it."""
+        for name, tensor in self._frozen:
+            if tensor.requires_grad:
+                raise ConfigError(
+                    f"parameters must be trained from the start, but {name} was frozen when the "
+                    f"daso.ParameterServer was made; close it, and make another one"
                 )
 
     def keep_log(self) -> None:

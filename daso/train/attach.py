@@ -189,7 +189,8 @@ class Attached:
 
 def unhook(inner: torch.optim.Optimizer) -> None:
     """Take the hooks of earlier handles off an optimizer, which is wrapped again."""
-    owners = [getattr(hook, "__self__", None) for hook in inner._optimizer_step_pre_hooks.values()]
+    hooks = getattr(inner, "_optimizer_step_pre_hooks", {})  # others' classes need not be torch's
+    owners = [getattr(hook, "__self__", None) for hook in hooks.values()]
     for owner in owners:
         if isinstance(owner, Attached):
             owner.unhook()

@@ -86,8 +86,9 @@ class InnerSteps:
 
 def has_hooks(inner: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer has step hooks that are not ours."""
-    pre, post = inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks
-    return bool(pre) or any(not isinstance(hook, InnerSteps) for hook in post.values())
+    post = getattr(inner, "_optimizer_step_post_hooks", {}).values()
+    pre = getattr(inner, "_optimizer_step_pre_hooks", {})
+    return bool(pre) or any(not isinstance(hook, InnerSteps) for hook in post)
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> float:

@@ -124,7 +124,7 @@ class DASO(torch.optim.Optimizer):
         self._inner_steps = InnerSteps(inner, session.warns)
         # Hooks on state_dict are the inner optimizer's, which makes and loads it.
         for name in STATE_HOOKS:
-            setattr(self, name, getattr(inner, name))
+            setattr(self, name, getattr(inner, name, OrderedDict()))
         # Step hooks registered here run around the whole step, communication included.
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()

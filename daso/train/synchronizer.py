@@ -236,14 +236,18 @@ class Synchronizer:
         self.averaging.check()
         self._refuse("closures", self.averaging.by_layers)
         self.buckets.reduce_plan = self.averaging.plan(between=self.averaging.synchronous)
-        if self.averaging.synchronous:
-            self.metrics.good()
 
     def after_closure(self) -> None:
-        """Join the averaging if no backward of a closure did: all were inside `no_sync`, say."""
+        """Join the averaging if no backward of a closure did: all were inside `no_sync`, say.
+
+        The optimizer finds no gradients where a step must not be taken.
+        """
         if not self.buckets.fresh:
             self.buckets.finish_round()
         self._look_around()
+        if not self._gradients_sound():
+            for _, param in self.trained.named:
+                param.grad = None
 
     def _look_around(self) -> None:
         """Look once, at the first step, at what may have been made after this; see `misuse`."""

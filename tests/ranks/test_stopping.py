@@ -2,13 +2,14 @@
 
 import os
 import signal
+import sys
 import time
 
 import pytest
 import torch
 from worlds import ANY
 
-from daso.checkpoint.preemption import StopRequest
+from daso.checkpoint.preemption import CHECKPOINTED, StopRequest
 from daso.comm.collectives import AsyncMaxReduce, gather
 from daso.errors import StallError
 from daso.slurm.rank_entry import Remember
@@ -110,3 +111,29 @@ def test_everyones_values_or_who_did_not_come(topology, rank_info):
     if rank_info.rank == 0:  # the others have given up; what they began ends here
         others = torch.empty(rank_info.world_size, dtype=torch.int64)
         topology.world_comm.Iallgather(torch.tensor([1]).numpy(), others.numpy()).Wait()
+
+
+def test_who_saved_first_waits_for_the_others_to_leave(topology, rank_info):
+    """Under `-m mpi4py` an exit code ends all ranks at once, those that still save as well."""
+    saved = 0.0
+    with pytest.raises(SystemExit) as caught, StopRequest(topology) as stop:
+        while True:
+            if rank_info.rank == 0:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if stop.after_step():
+                time.sleep(0.3 * rank_info.rank)
+                saved = time.time()
+                sys.exit(CHECKPOINTED)
+    left = time.time()
+    assert caught.value.code == CHECKPOINTED
+    assert left >= max(gather(topology, saved, 60.0))
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), SystemExit(), KeyboardInterrupt()])
+def test_who_leaves_for_another_reason_waits_for_nobody(topology, rank_info, error):
+    if rank_info.rank == 0:
+        with pytest.raises(type(error)), StopRequest(topology) as stop:
+            raise error
+    else:
+        stop = StopRequest(topology)
+    stop.close()

@@ -695,6 +695,25 @@ def test_a_nan_gradient_in_a_synchronous_phase_drops_the_step_everywhere(topolog
         assert not torch.equal(flat(model), before)
 
 
+def test_a_nan_gradient_of_a_closure_drops_the_step_everywhere(topology, rank_info):
+    model = small()
+    with wrap(topology, model, policy=daso.Fixed(1, 0)) as optimizer:
+
+        def closure(factor):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 4)).sum() * factor
+            loss.backward()
+            return loss
+
+        before = flat(model)
+        optimizer.step(lambda: closure(float("nan") if rank_info.rank == 0 else 1.0))
+        assert torch.equal(flat(model), before)
+        assert optimizer.report()["dropped"] == 1
+        optimizer.step(lambda: closure(1.0))
+        assert not torch.equal(flat(model), before)
+        assert flat(model).isfinite().all()
+
+
 def test_training_can_go_on_in_step_after_an_error_that_all_ranks_got(topology, rank_info):
     model = small()
     exchange = daso.Exchange(nonfinite="raise")

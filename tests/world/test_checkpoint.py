@@ -114,6 +114,27 @@ def test_the_newest_is_loaded_and_so_many_are_kept(folder, topology, rank_info):
         assert names(folder / step) == ["manifest.json", *ranks]
 
 
+def test_where_ranks_may_be_lost_the_last_step_may_be_saved_again(folder, topology, rank_info):
+    """One may be lost when it is whole, before all know: the others save it once more."""
+    store = Checkpoints(folder, topology, keep=2)
+    store.save(3, payload(rank_info, 3))
+    with pytest.raises(CheckpointError, match="above"):
+        store.save(3, payload(rank_info, 3))
+    topology.is_elastic = True
+    try:
+        store.save(4, payload(rank_info, 4))
+        store.save(4, payload(rank_info, 5))
+        if topology.rank == 0:  # it was a spare, and has saved nothing itself
+            store = Checkpoints(folder, topology, keep=2)
+        if topology.world_size > 1:
+            store.save(4, payload(rank_info, 6))
+        with pytest.raises(CheckpointError, match="above"):
+            store.save(3, payload(rank_info, 3))
+    finally:
+        topology.is_elastic = False
+    assert store.steps() == [3, 4]
+
+
 def test_a_folder_without_checkpoints_gives_none(store, folder, topology):
     assert store.load() is None
     on_rank(topology, 0, lambda: (folder / "step-00000005").mkdir(parents=True))

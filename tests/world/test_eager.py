@@ -950,3 +950,19 @@ def test_options_of_exchanges_that_it_would_ignore_are_refused(topology, options
         daso.ParameterServer(
             seeded(mlp)(), sgd, topology=topology, exchange=daso.Exchange(**options)
         )
+
+
+def test_a_parameter_that_is_trained_later_is_refused(topology):
+    model = seeded(mlp)()
+    model[0].weight.requires_grad_(False)
+    server = daso.ParameterServer(model, sgd, topology=topology, staleness=0)
+    batch_loss(model, topology.rank, 0).backward()
+    server.step()
+    server.synchronize()
+    model[0].weight.requires_grad_(True)
+    batch_loss(model, topology.rank, 1).backward()
+    with pytest.raises(ConfigError, match=r"but 0\.weight was frozen when"):
+        server.step()
+    model[0].weight.requires_grad_(False)
+    server.step()
+    server.close()

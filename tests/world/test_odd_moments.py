@@ -1,9 +1,12 @@
 """What goes wrong only when two things meet: late ranks, drops, scalers, fragments, worlds."""
 
+import copy
 import time
 
 import pytest
 import torch
+from compare import ORDERED
+from models import batch_loss, mlp, seeded, sgd
 from torch import nn
 from world.test_behaviour import bits, small, train, wrap
 from worlds import SEVERAL_NODES
@@ -225,3 +228,94 @@ def test_a_dropped_exchange_says_nothing_of_how_long_others_take(topology):
     train(topology, model, optimizer, 4, first=10)
     assert metrics.exchange_seconds != before
     optimizer.close()
+
+
+def learn(model, optimizer, rank_info, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        batch_loss(model, rank_info.rank, step).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("policy", [daso.Fixed(1, 0), daso.Fixed(2, 1)], ids=repr)
+@pytest.mark.parametrize("thaws", [True, False])
+def test_what_is_saved_right_after_a_layer_was_frozen_or_thawed_is_of_the_steps_before(
+    topology, rank_info, policy, thaws
+):
+    """Gradients lie as in the step before: who resumes with other ones begins them anew."""
+    options = {"topology": topology, "policy": policy, "wire": "fp32", "exchange": ORDERED}
+    model = seeded(mlp)()
+    model[0].requires_grad_(not thaws)
+    optimizer = daso.DASO(sgd(model), module=model, **options)
+    learn(model, optimizer, rank_info, range(3))
+    optimizer.synchronize()
+    model[0].requires_grad_(thaws)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    optimizer.close()
+    again = seeded(mlp)()
+    again[0].requires_grad_(thaws)
+    with daso.DASO(sgd(again), module=again, **options) as optimizer:
+        again.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        learn(again, optimizer, rank_info, range(3, 6))
+        optimizer.synchronize()
+        grads = [p.grad for p in again.parameters() if p.grad is not None]
+        assert len(grads) == (4 if thaws else 2)
+        if policy.skip == 1:
+            assert topology.equal_on_all_ranks(str([grad.tolist() for grad in grads]))
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+def test_an_optimizer_may_have_no_learning_rate_of_its_own(topology, rank_info):
+    """As transformers' Adafactor, which finds its own: lr=None."""
+
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            rates = [group["lr"] for group in self.param_groups]
+            for group in self.param_groups:
+                group["lr"] = 0.05
+            super().step(closure)
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    model = seeded(mlp)()
+    inner = Own(model.parameters(), lr=0.1)
+    inner.param_groups[0]["lr"] = None
+    with daso.DASO(inner, module=model, topology=topology) as optimizer:
+        before = bits(model)
+        learn(model, optimizer, rank_info, range(4))
+        optimizer.synchronize()
+    assert bits(model) != before
+    assert topology.equal_on_all_ranks(str(bits(model)))
+
+
+def test_an_optimizer_of_another_family_is_taken(topology, rank_info):
+    """What wraps one without being a torch.optim.Optimizer itself."""
+
+    class Around:
+        def __init__(self, base):
+            self.base = base
+
+        param_groups = property(lambda self: self.base.param_groups)
+        state = property(lambda self: self.base.state)
+
+        def step(self, closure=None):
+            return self.base.step(closure)
+
+        def zero_grad(self, set_to_none=True):
+            self.base.zero_grad(set_to_none)
+
+        def state_dict(self):
+            return self.base.state_dict()
+
+        def load_state_dict(self, state):
+            self.base.load_state_dict(state)
+
+    model = seeded(mlp)()
+    options = {"module": model, "topology": topology, "policy": daso.Fixed(2, 1)}
+    with daso.DASO(Around(sgd(model)), **options) as optimizer:
+        learn(model, optimizer, rank_info, range(4))
+        optimizer.load_state_dict(optimizer.state_dict())
+        learn(model, optimizer, rank_info, range(4, 6))
+        optimizer.synchronize()
+    assert topology.equal_on_all_ranks(str(bits(model)))

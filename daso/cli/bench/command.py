@@ -34,7 +34,7 @@ def add_parser(parser: argparse.ArgumentParser, hosts: Hosts | None = None) -> A
     train.add_argument("--model", choices=MODELS, default="cnn")
     train.add_argument("--only", action="append", help="a contender; may be given several times")
     add_steps(train, "8; quick 3", "20; quick 6")
-    train.add_argument("--plot", type=path_of, help="draw step times to this PNG")
+    train.add_argument("--plot", type=path_of, help="draw step times (PNG, PDF or SVG)")
     exchange = add("exchange", "one exchange between nodes; on a link, against its limit")
     add_links(exchange, "1gbit" if hosts else HERE)
     exchange.add_argument("--nodes", default="2,3,4", help="how many, by commas (2,3,4)")

@@ -39,7 +39,26 @@ class Layers:
         self.nodes = [node for node in wiring.nodes if node.kind == "layer"]
         self.updates, self._make, self._world = updates, make, world
         self.ranks_of: Ranks = ()  # of every node of the flow, once they are settled
+        self._trained = self._flags()
         self.weights: dict[int, Weights] = {}
+
+    def _flags(self) -> dict[tuple[str, str], bool]:
+        return {
+            (node.name, name): param.requires_grad
+            for node in self.nodes
+            for name, param in node.call.named_parameters()
+        }
+
+    def changed(self) -> str | None:
+        """Return why layers cannot be trained on that were frozen or unfrozen; None if none was."""
+        for (layer, name), trains in self._flags().items():
+            if trains != self._trained.get((layer, name), trains):
+                return (
+                    f"parameters must stay trained or frozen while a flow.Runtime is open, but "
+                    f"{name} of layer {layer!r} was {'unfrozen' if trains else 'frozen'}; close "
+                    f"it, and make another one"
+                )
+        return None
 
     def settle(self, ranks_of: Ranks) -> None:
         """Take on this rank's layers; none while nobody knows whose they are."""
@@ -109,7 +128,10 @@ class Layers:
     # --- checkpoints -------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's layers and their optimizers, between epochs."""
+        """Return this rank's layers and their optimizers, between epochs; at first all layers."""
+        if not self.ranks_of:  # and no optimizers
+            modules = {node.name: {"module": node.call.state_dict()} for node in self.nodes}
+            return {"ranks_of": [], "layers": modules}
         states = {
             node.name: {"module": node.call.state_dict(), **self.weights[node.index].state_dict()}
             for node in self._own()
@@ -142,6 +164,11 @@ class Layers:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned on this rank, of layers settled likewise."""
+        if not self.ranks_of:
+            for node in self.nodes:
+                if node.name in state["layers"]:
+                    node.call.load_state_dict(state["layers"][node.name]["module"])
+            return
         for node in self._own():
             saved = state["layers"][node.name]
             node.call.load_state_dict(saved["module"])

@@ -367,7 +367,7 @@ def test_a_budget_below_the_floor_is_told_in_one_line(capfd):
         (["--second=disk", "train.py"], "second must be 'host', 'file:FOLDER' or"),
         (["--second=file:/nowhere", "train.py"], "/nowhere"),
         (["--json=/nowhere/x.json", "train.py"], "folder that is there"),
-        (["--plot=x.pdf", "train.py"], "--plot must end in .png"),
+        (["--plot=x.jpg", "train.py"], "--plot must end in .png, .pdf, .svg"),
         ([], "a script must follow the options"),
         (["--budget=1GiB"], "a script must follow the options"),
         (["nosuch.py"], "SCRIPT must be a Python file that is there, not nosuch.py"),

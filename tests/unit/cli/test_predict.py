@@ -170,7 +170,7 @@ def test_a_run_of_this_machine_is_predicted_on_others(tmp_path):
         ([*GIVEN, "--steps=" + "9" * 30], "--steps times --nodes must be at most 100000000"),
         ([*GIVEN, "--parameters=xM"], "must be a number such as 25.6M or 25.6e6, not 'xM'"),
         ([*GIVEN, "--json=/nowhere/x.json"], "folder that is there"),
-        ([*GIVEN, "--plot=x.foo"], "--plot must end in .png"),
+        ([*GIVEN, "--plot=x.foo"], "--plot must end in .png, .pdf, .svg"),
         (["--parameters=0", "--step-ms=1"], "parameters must be a positive number"),
         (["--from=/nowhere"], "--from needs the folder of a run"),
     ],

@@ -1671,6 +1671,38 @@ def test_training_goes_on_from_what_was_saved_before_the_first_epoch(running):
         runtime.train_epoch(ONES)
 
 
+def test_what_was_saved_before_the_first_epoch_brings_the_start_back(running):
+    net = Net()
+    graph, start = started()
+    graph.loss(square, graph.layer(net.a, start))
+    with running(graph) as runtime:
+        first = {name: value.clone() for name, value in net.a.state_dict().items()}
+        state = saved(runtime.state_dict())
+        runtime.train_epoch(ONES)
+        runtime.synchronize()
+        moved = net.a.state_dict()
+        assert any(not torch.equal(moved[name], value) for name, value in first.items())
+        runtime.load_state_dict(state)
+        assert all(torch.equal(value, first[name]) for name, value in net.a.state_dict().items())
+        runtime.train_epoch(ONES)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_layers_that_are_frozen_or_unfrozen_between_epochs_are_refused(running, trains):
+    net = Net()
+    net.a.bias.requires_grad_(trains)
+    graph, start = started()
+    graph.loss(square, graph.layer(net.a, start))
+    with running(graph) as runtime:
+        runtime.train_epoch(ONES)
+        net.a.bias.requires_grad_(not trains)
+        word = "frozen" if trains else "unfrozen"
+        with pytest.raises(ConfigError, match=f"bias of layer .* was {word};"):
+            runtime.train_epoch(ONES)
+        net.a.bias.requires_grad_(trains)
+        runtime.train_epoch(ONES)
+
+
 def one_layer(**keywords):
     graph, start = started()
     graph.loss(square, graph.layer(Net().a, start, **keywords))

@@ -496,6 +496,108 @@ def test_sparse_gradients_and_complex_numbers():
         assert same(found[1:], plain[1:])
 
 
+@pytest.mark.parametrize("view", [lambda h: h.conj() + 1, lambda h: h.conj().imag * 3])
+def test_conjugated_and_negated_views_are_not_taken_for_their_memory(view):
+    class Spectral(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            h = 0.1 * torch.fft.fft(self.a(x))
+            return self.b(torch.tanh((torch.sin(h) + torch.sin(view(h))).real))
+
+    torch.manual_seed(0)
+    model, batch = Spectral(), torch.randn(32, 64)
+    plain = torch.autograd.grad(model(batch).sum(), [*model.parameters()])
+    plan = daso.memory.plan(model, batch, "1GiB")
+    other = with_ways(plan, [RECOMPUTE] * len(plan.script.units))
+    with daso.memory.apply(other):
+        found = torch.autograd.grad(model(batch).sum(), [*model.parameters()])
+    assert same(found, plain)
+
+
+def test_straying_before_a_tensor_is_changed_that_was_to_be_saved_is_exact():
+    class Changing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            a = self.a(x)
+            b = torch.tanh(a)
+            c = a.sin() if self.training else a.mul_(2)
+            return self.b(b * c)
+
+    torch.manual_seed(0)
+    model, batch = Changing(), torch.randn(32, 64)
+    plan = daso.memory.plan(model, batch, "1GiB")
+    model.eval()
+    plain = torch.autograd.grad(model(batch).sum(), [*model.parameters()])
+    for way in (SWAP, RECOMPUTE, BOTH):
+        other = with_ways(plan, [way] * len(plan.script.units))
+        with daso.memory.apply(other):
+            found = torch.autograd.grad(model(batch).sum(), [*model.parameters()])
+        assert same(found, plain)
+
+
+def test_a_model_is_copied_and_saved_inside_a_plan(tmp_path):
+    model, batch = made("residual")
+    kept = planned(model, batch)
+    plan = with_ways(kept, [RECOMPUTE] * len(kept.script.units))
+    with daso.memory.apply(plan) as applied:
+        copied = copy.deepcopy(model)
+        torch.save(model, tmp_path / "model.pt")
+        loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        for one in (copied, loaded, averaged):
+            loss_of(one(batch)).backward()
+        assert applied.report().passes == 0
+        loss_of(model(batch)).backward()
+        assert applied.report().passes == 1
+
+
+def test_a_context_may_be_entered_again_while_a_pass_of_before_lives_on(tmp_path):
+    model, batch = made("residual")
+    plan = planned(model, batch)
+    plan = with_ways(plan, [SWAP] * len(plan.script.units))
+    applied, kept = daso.memory.apply(plan), None
+    for _ in range(3):
+        with applied:
+            value = loss_of(model(batch))
+            kept = value  # the last one's goes only now
+            value.backward(retain_graph=True)
+    kept.backward()
+    assert applied.report().strayed == 0
+
+
+def test_transforms_of_torch_func_go_unplanned():
+    model, batch = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)), torch.randn(8, 64)
+    kept = daso.memory.plan(model, batch, "1GiB")
+    plan = with_ways(kept, [RECOMPUTE] * len(kept.script.units))
+    expected = torch.func.grad(lambda x: model(x).sum())(batch)
+    with daso.memory.apply(plan) as applied:
+        found = torch.func.grad(lambda x: model(x).sum())(batch)
+    assert torch.equal(found, expected)
+    assert applied.report().passes == 0
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_planning_leaves_a_batch_alone_that_forward_changes():
+    class Shifts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.a(x.sub_(1.0))
+
+    batch = torch.randn(32, 64)
+    before = batch.clone()
+    daso.memory.plan(Shifts(), batch, "1GiB")
+    assert torch.equal(batch, before)
+
+
 def test_a_forward_without_backward_leaves_nothing_behind():
     model, batch = made("residual")
     plan = tight(model, batch)
