@@ -110,7 +110,7 @@ class Cast:
 
 
 class Blockwise:
-    """Sends small whole numbers, and for each block of them one fp32 scale.
+    """Sends small whole numbers, and for each block of them one scale.
 
     In a block with largest magnitude m, x becomes round(x / s) with s = m / (2**(bits-1) - 1)
     (Dettmers et al. 2022, arXiv 2110.02861, with a linear grid).
@@ -118,25 +118,30 @@ class Blockwise:
     Args:
         bits: 8 or 4 for each number.
         block: Numbers that share a scale.
+        scale: The type of a scale on the wire.
     """
 
     exact = sparse = sums = False
 
-    def __init__(self, bits: int, block: int = 128) -> None:
-        self.bits, self.block = bits, block
+    def __init__(self, bits: int, block: int = 128, scale: torch.dtype = torch.float32) -> None:
+        self.bits, self.block, self.scale = bits, block, scale
         self.largest = 2 ** (bits - 1) - 1
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes that ``numel`` numbers take on the wire."""
-        return WORD * self._blocks(numel) + _words(-(-numel * self.bits // 8))
+        return self._head(numel) + _words(-(-numel * self.bits // 8))
+
+    def _head(self, numel: int) -> int:
+        """Return the bytes that scales take."""
+        return _words(self._blocks(numel) * self.scale.itemsize)
 
     def _blocks(self, numel: int) -> int:
         return -(-numel // self.block)
 
     def fields(self, payload: torch.Tensor, numel: int, start: int, stop: int) -> Fields:
         """Return scales, then codes."""
-        head = WORD * self._blocks(numel)
-        scales = payload[:head].view(torch.float32)[start // self.block : self._blocks(stop)]
+        head = self._head(numel)
+        scales = payload[:head].view(self.scale)[start // self.block : self._blocks(stop)]
         codes = payload[head:][start * self.bits // 8 : -(-stop * self.bits // 8)]
         return scales, codes
 
@@ -145,6 +150,8 @@ class Blockwise:
         grid = self._grid(values)
         scales = divide_(grid.abs().amax(1), self.largest)  # 15 times as fast as a norm
         fields[0].copy_(scales)
+        if self.scale != scales.dtype:  # whoever reads has it as it is on the wire
+            scales.copy_(fields[0])
         # A block of zeros has scale 0; any divisor gives zeros then.
         scales = scales.clamp_(min=torch.finfo(scales.dtype).tiny).unsqueeze(1)
         small = torch.div(grid, scales).round_().view(-1)[: values.numel()]
@@ -281,7 +288,8 @@ def codec_named(wire: str, source: torch.dtype = torch.float32) -> Codec:
         "bf16": Cast(torch.bfloat16, source),
         "fp16": Cast(torch.float16, source),
         "int8": Blockwise(8),
-        "int4": Blockwise(4),
+        # Small blocks: what is small beside a block's largest waits, and comes late (docs).
+        "int4": Blockwise(4, 32, torch.bfloat16),
         "topk": TopK(),
     }
     return made[wire]

@@ -132,9 +132,9 @@ class Gradients:
             between nodes is to reach with them, from 0.01 to 0.999; their size follows from what
             messages cost, measured at the start (US 11941528 B2, claim 14).
         wire: What gradients cross between nodes in, in synchronous phases: ``"fp32"``, ``"bf16"``,
-            ``"int8"`` or ``"int4"`` with a scale per 128 numbers. What these round away is kept and
-            added to the next gradient (error feedback; Seide et al. 2014). ``"auto"``: fp32, and
-            int4 where `Auto` averages gradients because backward hides it.
+            ``"int8"`` or ``"int4"`` with a scale per 128 or 32 numbers. What these round away is
+            kept and added to the next gradient (error feedback; Seide et al. 2014). ``"auto"``:
+            fp32, and int4 where `Auto` averages gradients because backward hides it.
     """
 
     bucket_bytes: int | BucketRule = "auto"
@@ -191,9 +191,9 @@ class Settings:
 
     Args:
         wire: What crosses between nodes for deltas: ``"fp32"``, ``"bf16"``, ``"fp16"``,
-            ``"int8"`` and ``"int4"`` with a scale per 128 numbers, or ``"topk"``: of every 4096
-            numbers the 64 largest. ``"auto"``: bf16, or int4 where that takes 0.8 of one or more
-            (more where exchanges are dear) and is of many numbers; see `daso.plan.wires`.
+            ``"int8"`` and ``"int4"`` with a scale per 128 and 32 numbers, or ``"topk"``: of every
+            4096 numbers the 64 largest. ``"auto"``: bf16, or int4 where that takes 0.8 of one or
+            more (more where exchanges are dear) and is of many numbers; see `daso.plan.wires`.
         merge: How a mean that is some batches old is taken in; see `daso.plan.merge`.
         outer: Whether an outer optimizer moves the reference.
         exchange: How nodes exchange.

@@ -268,7 +268,15 @@ class Lit(lightning.LightningModule):
         self.log("loss", self.model(**batch)["loss"], sync_dist=True)
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        optimizer.register_step_pre_hook(self.note)
+        return optimizer
+
+    def note(self, _, args, kwargs):
+        self.closures = getattr(self, "closures", 0) + (kwargs.get("closure") is not None)
+
+    def on_train_end(self):
+        self.open_at_end = len(self.trainer.strategy.handles)
 
 
 torch.manual_seed(0 if world.rank == 0 else 5)
@@ -299,6 +307,8 @@ torch.save(
         "steps": trainer.global_step,
         "loss": float(trainer.callback_metrics["loss"]),
         "world": [trainer.world_size, trainer.global_rank],
+        "closures": lit.closures,
+        "open at end": lit.open_at_end,
     },
     Path(folder) / f"rank-{world.rank}.pt",
 )
@@ -315,6 +325,8 @@ def test_lightning_sees_all_ranks_and_trains_as_one_process(tmp_path):
         torch.testing.assert_close(one, alone["model"][name], rtol=1e-4, atol=1e-5)
     assert found["loss"] == pytest.approx(alone["loss"], rel=1e-4)
     assert (folder / "last.ckpt").exists()
+    assert found["closures"] == 0, "a step of SGD stands behind its closure, and looks at gradients"
+    assert found["open at end"] == 0, "later the module is on the CPU"
 
 
 def test_a_training_of_lightning_resumes_to_the_same_bits(tmp_path):

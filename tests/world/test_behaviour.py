@@ -449,7 +449,7 @@ def test_an_exchange_goes_on_while_the_training_thread_is_elsewhere(topology, ra
 def test_bytes_between_nodes_are_what_the_wire_promises(topology, rank_info):
     model = nn.Linear(64, 64, bias=False)
     sent = {}
-    sizes = {"bf16": 2, "fp32": 4, "int8": 1 + 1 / 32, "int4": 0.5 + 1 / 32}
+    sizes = {"bf16": 2, "fp32": 4, "int8": 1 + 1 / 32, "int4": 0.5 + 1 / 16}
     for wire in sizes:
         exchange = daso.Exchange(algorithm="direct")
         optimizer = wrap(topology, model, policy=daso.Fixed(2, 0), wire=wire, exchange=exchange)

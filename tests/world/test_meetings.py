@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import daso
-from daso.checkpoint import state as checkpoint
 from daso.checkpoint.state import Checkpoints
 from daso.comm import topology
 from daso.comm.health import liveness
@@ -17,6 +16,10 @@ from daso.plan.options import Exchange
 pytestmark = pytest.mark.nodes((1, 1))
 LIMIT = 0.5
 SHORT = Exchange(timeout_seconds=LIMIT)
+
+
+def stores(path, topology):
+    return Checkpoints(path, topology, timeout_seconds=LIMIT)
 
 
 def wrap(topology, model):
@@ -38,8 +41,8 @@ MEET = {
     "close an optimizer": lambda top, model, _: wrap(top, model).close,
     "make a daso.ParameterServer": lambda top, model, _: lambda: serve(top, model),
     "close a daso.ParameterServer": lambda top, model, _: serve(top, model).close,
-    "save a checkpoint": lambda top, _, path: lambda: Checkpoints(path, top).save(1, {}),
-    "load a checkpoint": lambda top, _, path: Checkpoints(path, top).load,
+    "save a checkpoint": lambda top, _, path: lambda: stores(path, top).save(1, {}),
+    "load a checkpoint": lambda top, _, path: stores(path, top).load,
     "free a daso.Topology": lambda top, *_: type(top).free.__get__(top),
 }
 
@@ -48,7 +51,6 @@ MEET = {
 def soon(monkeypatch):
     monkeypatch.setattr(liveness, "ANSWER_SECONDS", 0.3)
     monkeypatch.setattr(topology, "STALL_SECONDS", LIMIT)
-    monkeypatch.setattr(checkpoint, "Exchange", lambda: SHORT)
 
 
 @pytest.mark.parametrize("what", MEET)

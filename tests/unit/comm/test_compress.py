@@ -71,7 +71,7 @@ def test_piece_by_piece_gives_the_bytes_of_the_whole(wire, numel):
 @pytest.mark.parametrize("wire", WIRES)
 def test_bytes_are_few_and_whole_words(wire):
     nbytes = codec_named(wire).nbytes(128 * 1024)
-    rates = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1 + 1 / 32, "int4": 0.5 + 1 / 32}
+    rates = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1 + 1 / 32, "int4": 0.5 + 1 / 16}
     rates["topk"] = 4 / 64  # a place and a value for one of 64
     per_number = rates[wire]
     assert nbytes == per_number * 128 * 1024
