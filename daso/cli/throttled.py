@@ -50,9 +50,10 @@ def _place(words: Sequence[str]) -> int:
         if name == "daso" and words[at + 1 : at + 2] == ["run"]:
             return _behind_options(words, at + 2, {*OURS})
         if PYTHON.fullmatch(name):
-            if list(words[at + 1 : at + 4]) == ["-m", "daso", "run"]:
-                return _behind_options(words, at + 4, {*OURS})
-            return _behind_options(words, at + 1, VALUED)
+            begin = _behind_options(words, at + 1, VALUED)
+            if list(words[begin : begin + 3]) == ["-m", "daso", "run"]:
+                return _behind_options(words, begin + 3, {*OURS})
+            return begin
     raise ConfigError(
         f"a program must follow that Python or `daso run` starts, as in `daso predict --throttle "
         f"plan.toml -- python train.py`, not {' '.join(words) or 'nothing'!r}; write it so"

@@ -126,8 +126,9 @@ class Gradients:
             and 1 MiB elsewhere; ``"search"`` tries sizes in the first hundreds of batches, keeps
             the fastest, and starts anew when batches come to take much longer or shorter. No
             bit of a sum in a fixed order depends on it (``Exchange(algorithm="mpi")`` has none from
-            three nodes on). With ``"prioritized"`` the size of portions, which cannot be searched;
-            ``"auto"`` is that of ``link_efficiency``.
+            three nodes on, and in rings, and above 16 nodes, the order follows sizes). With
+            ``"prioritized"`` the size of portions, which cannot be searched; ``"auto"`` is that of
+            ``link_efficiency``.
         link_efficiency: Of portions whose size is ``"auto"``: the share of its rate that the link
             between nodes is to reach with them, from 0.01 to 0.999; their size follows from what
             messages cost, measured at the start (US 11941528 B2, claim 14).

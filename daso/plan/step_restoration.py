@@ -22,8 +22,17 @@ made.
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
-__all__ = ["momentum_noise", "next_gain", "next_noise_share", "required_gain", "shared_gain"]
+__all__ = [
+    "momentum_noise",
+    "next_gain",
+    "next_noise_share",
+    "rate_of",
+    "required_gain",
+    "shared_gain",
+]
 
 SMOOTHING = 0.3  # part of the way to what was measured that the gain goes with each exchange
 
@@ -68,3 +77,9 @@ def shared_gain(gain: float, share: float) -> float:
 def next_gain(gain: float, required: float) -> float:
     """Return the factor for the rate of the steps to come."""
     return gain + SMOOTHING * (required - gain) if required else gain
+
+
+def rate_of(group: Mapping[str, Any], default: float) -> float:
+    """Return a parameter group's learning rate, where it has one: None is for some their own."""
+    rate = group.get("lr")
+    return default if rate is None else float(rate)

@@ -13,10 +13,11 @@ from daso.comm.collectives import first_value, gather_in_node, gather_unlike
 from daso.comm.engine import Work, WorkHandle
 from daso.comm.topology import Topology
 from daso.errors import ConfigError, ExchangeError, LayoutError, NonFiniteError
+from daso.plan.step_restoration import rate_of
 from daso.train.channels import Channels
 from daso.train.metrics import Metrics
 from daso.train.misuse import checksum, first_nonfinite, gradient_checksum
-from daso.train.model.params import Trained, check_sharding, rate_of
+from daso.train.model.params import Trained, check_sharding
 from daso.train.model.shards import is_sharded, local_part
 from daso.train.model.shared import common_tensors
 from daso.train.reducers import DdpFinder

@@ -12,8 +12,9 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from daso.plan.step_restoration import rate_of
 from daso.train.model.hooks import Hook, nothing
-from daso.train.model.params import Named, rate_of
+from daso.train.model.params import Named
 
 __all__ = [
     "InnerSteps",

@@ -6,6 +6,7 @@ import torch
 from mpi4py import MPI
 from worlds import ANY
 
+from daso.comm import shared_memory
 from daso.comm.allreduce.direct import (
     PairwiseExchange,
     ReduceScatterAllGather,
@@ -21,6 +22,7 @@ from daso.comm.health.control_messages import ControlChannel
 from daso.comm.health.liveness import LivenessProbe
 from daso.comm.node.shm import ShmNode
 from daso.comm.reduction import CPU, BufferPool, Row
+from daso.comm.shared_memory import SharedWindow
 from daso.errors import ExchangeError, StallError, TopologyError
 from daso.plan.allreduce_plan import AllReducePlan, Level, direct_plan
 from daso.plan.layout import Span, chunk_parts, split
@@ -469,3 +471,23 @@ def test_ranks_of_a_host_take_its_gpus_in_turn(topology, rank_info, monkeypatch,
     # All ranks are on one host here, whatever nodes they pretend to be.
     expected = f"cuda:{rank_info.rank % gpus}" if gpus else "cpu"
     assert str(topology.device) == expected
+
+
+@pytest.mark.nodes((2,), (3,), (4,), (2, 2))
+def test_shared_memory_that_a_host_does_not_have_is_refused_before_it_is_written(
+    topology, monkeypatch
+):
+    """MPI makes files of any size; who writes beyond what there is dies of SIGBUS."""
+    size = topology.local_size
+    node = topology.world_comm.Split(topology.node, topology.local_rank)
+    monkeypatch.setattr(shared_memory, "free_bytes", lambda: size * 4096 - 1)
+    with pytest.raises(TopologyError, match=r"enlarge /dev/shm \(containers: --shm-size\)"):
+        SharedWindow(node, 4096)
+    monkeypatch.setattr(shared_memory, "free_bytes", lambda: size * 4096)
+    SharedWindow(node, 4096).free()
+    monkeypatch.undo()
+    assert shared_memory.free_bytes() > 4096
+    monkeypatch.setattr(shared_memory, "PLACE", "/nowhere")
+    assert shared_memory.free_bytes() is None
+    SharedWindow(node, 4096).free()
+    node.Free()

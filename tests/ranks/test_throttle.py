@@ -100,6 +100,7 @@ def test_a_target_is_told_by_what_is_throttled(topology, rank_info):
     assert found.low <= found.seconds <= found.high
 
 
+@pytest.mark.later("computes for ten seconds")
 def test_a_target_is_told_by_computing_that_is_stretched(topology, rank_info):
     """A link twice as fast, and computing as it is: by computing that takes twice as long."""
     plan = ThrottlePlan(Machine(1.0, RATE), Machine(1.0, 2 * RATE))

@@ -12,7 +12,7 @@ from daso.flow.model.checks import Wiring
 from daso.flow.model.graph import MakeOptimizer, Node
 from daso.flow.model.weights import Weights
 from daso.flow.plan import Updates
-from daso.train.model.params import rate_of
+from daso.plan.step_restoration import rate_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -240,7 +240,7 @@ class DeltaBuffer:
     def rest(self) -> None:
         """Give the memory back until parameters are a reference again; nothing may be under way.
 
-        Shared memory of a node stays: what nobody writes takes none.
+        Shared memory of a node stays.
         """
         if self._rests:
             return

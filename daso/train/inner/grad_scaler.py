@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from daso.train.model.params import rate_of
+from daso.plan.step_restoration import rate_of
 
 __all__ = ["NATIVE", "Scaling", "is_probe"]
 

@@ -1,8 +1,7 @@
 """Which tensors are trained, under which names, and whether they can be exchanged."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -21,7 +20,6 @@ __all__ = [
     "check_sharding",
     "flat_view",
     "layout_of",
-    "rate_of",
     "start_equal",
     "view_like",
 ]
@@ -177,12 +175,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= length
     return True
-
-
-def rate_of(group: Mapping[str, Any], default: float) -> float:
-    """Return a parameter group's learning rate, where it has one: None is for some their own."""
-    rate = group.get("lr")
-    return default if rate is None else float(rate)
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:

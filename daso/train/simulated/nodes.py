@@ -36,12 +36,13 @@ from daso.plan.schedule import (
     drain,
 )
 from daso.plan.small_tensors import SMALL_WAIT
+from daso.plan.step_restoration import rate_of
 from daso.plan.wires import tells_of_wire
 from daso.train.deltas.merging import merge_pairs
 from daso.train.deltas.outer import MakeOuter
 from daso.train.deltas.shard import DeltaShard, Gather, MergeOptions, cut_row
 from daso.train.inner.step_restoration import make_step_restoration
-from daso.train.model.params import Named, Trained, flat_view, rate_of
+from daso.train.model.params import Named, Trained, flat_view
 from daso.train.simulated.gradients import SimulatedGradients
 
 __all__ = ["SimulatedNodes", "Times"]

@@ -37,6 +37,8 @@ TWICE = "[current]\ncompute = 1.0\n[target]\ncompute = 2.0\n"
             f"daso run -n 2 --elastic {RUNNER} train.py -n 3",
         ),
         ("daso run -n 2 -- train.py", f"daso run -n 2 -- {RUNNER} train.py"),
+        ("python -u -m daso run -n 2 x.py", f"python -u -m daso run -n 2 {RUNNER} x.py"),
+        ("python -X dev -m daso run x.py", f"python -X dev -m daso run {RUNNER} x.py"),
         ("python -m daso run -n 2 train.py", f"python -m daso run -n 2 {RUNNER} train.py"),
     ],
 )

@@ -205,7 +205,9 @@ def live_bytes(model, batch, plan):
 # --- bit for bit ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("second", ["host", "file"])
+@pytest.mark.parametrize(
+    "second", ["host", pytest.param("file", marks=pytest.mark.later("another second memory"))]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_plan_trains_as_plain_training_does(name, second, tmp_path):
     model, batch = made(name)

@@ -48,7 +48,9 @@ def assert_equal(nodes, policy, wire, merge, outer, fragments):
     assert (simulated.state.small.last > 0) == bool(oracle.small)
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "wire", [pytest.param("fp32", marks=pytest.mark.later("another wire")), "bf16"]
+)
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_three_nodes_are_the_oracle_with_all_options(policy, wire):
     for merge, outer, fragments in itertools.product(MERGES, OUTERS, (1, 2, 3)):
