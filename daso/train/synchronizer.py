@@ -79,6 +79,7 @@ class Synchronizer:
         self.over: str | None = None  # why it can do nothing any more
         self._batch = 0  # steps taken
         self._looked = False  # around, at the first step
+        self._counts_closure = False  # as an averaged step
         self.averaging, portion_bytes = self._open_averaging(replicas)
         bucket_bytes, search = first_size(
             settings,
@@ -236,6 +237,7 @@ class Synchronizer:
         self.averaging.check()
         self._refuse("closures", self.averaging.by_layers)
         self.buckets.reduce_plan = self.averaging.plan(between=self.averaging.synchronous)
+        self._counts_closure = True
 
     def after_closure(self) -> None:
         """Join the averaging if no backward of a closure did: all were inside `no_sync`, say.
@@ -245,9 +247,11 @@ class Synchronizer:
         if not self.buckets.fresh:
             self.buckets.finish_round()
         self._look_around()
-        if not self._gradients_sound():
-            for _, param in self.trained.named:
-                param.grad = None
+        if self._gradients_sound(counts=self._counts_closure):
+            self._counts_closure = False  # others of the same step are no more exchanges
+            return
+        for _, param in self.trained.named:
+            param.grad = None
 
     def _look_around(self) -> None:
         """Look once, at the first step, at what may have been made after this; see `misuse`."""
@@ -306,13 +310,14 @@ class Synchronizer:
             self.metrics.good()
         return finite
 
-    def _gradients_sound(self) -> bool:
+    def _gradients_sound(self, *, counts: bool = True) -> bool:
         """Tell whether a synchronous step may be taken; its gradients are the same everywhere."""
         if not self.averaging.synchronous:
             return True
         name = self._nonfinite_gradient()
         if name is None:
-            self.metrics.good()
+            if counts:
+                self.metrics.good()
             return True
         self.coordinator.count_drop(
             f"the mean gradient of {name} is not finite; this step is dropped"
