@@ -24,10 +24,11 @@ POINTS = 47  # of the drop-in contract
         pytest.param(4, marks=pytest.mark.later("other cuts into nodes")),
     ],
 )
-def test_on_ranks(ranks: int, record_property) -> None:
-    run_tests(
-        ranks, record_property, str(WORLD), str(RANKS), f"--ignore={CONTRACT}", f"--ignore={MANY}"
-    )
+def test_on_ranks(ranks: int, record_property, pytestconfig) -> None:
+    words = [str(WORLD), str(RANKS), f"--ignore={CONTRACT}", f"--ignore={MANY}"]
+    if not pytestconfig.getoption("--all"):
+        words += ["-m", "not later"]
+    run_tests(ranks, record_property, *words)
 
 
 @pytest.mark.slow("more ranks than cores")

@@ -214,7 +214,13 @@ def test_without_updates_gradients_are_those_of_one_process(topology, name, most
     assert epoch.in_flight <= most
 
 
-@pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "molecules" else pytest.param(name, marks=pytest.mark.later("another flow"))
+        for name in FLOWS
+    ],
+)
 @pytest.mark.parametrize(
     "keywords",
     [
