@@ -239,7 +239,7 @@ def test_gaps_that_pages_of_explanation_quote_are_those_that_were_measured() -> 
     rows = [row for found in files for row in found["rows"] if "gap_error" in row]
     measured = {f"{row['gap']:.2f} ± {row['gap_error']:.2f}" for row in rows}
     for page in ("step-restoration", "schedules", "glossary", "exactness"):
-        quoted = set(re.findall(r"\d+\.\d\d ± \d+\.\d\d", PAGES[page]))
+        quoted = set(re.findall(r"-?\d+\.\d\d ± \d+\.\d\d", PAGES[page]))
         assert quoted <= measured, page
         assert quoted or page != "step-restoration"
 
