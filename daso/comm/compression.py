@@ -288,7 +288,8 @@ def codec_named(wire: str, source: torch.dtype = torch.float32) -> Codec:
         "bf16": Cast(torch.bfloat16, source),
         "fp16": Cast(torch.float16, source),
         "int8": Blockwise(8),
-        # Small blocks: what is small beside a block's largest waits, and comes late (docs).
+        # Small blocks: what is small beside its block's largest waits in the residual, and Adam
+        # divides by the bursts in which it comes (docs/accuracy.md).
         "int4": Blockwise(4, 32, torch.bfloat16),
         "topk": TopK(),
     }

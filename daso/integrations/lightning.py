@@ -134,14 +134,13 @@ class DasoStrategy(DDPStrategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Step behind the closure, where the optimizer would call it first and once.
+        """Call the closure, then step, as loops without Lightning do; LBFGS calls it itself.
 
-        Loops without Lightning do so, too: the step is told what the closure's loss was by its
-        gradients alone. Collective over the world in the sense of the schedule.
+        Collective over the world in the sense of the schedule.
         """
         plugin: Any = self.precision_plugin
-        torchs = type(optimizer).__module__.startswith("torch.optim")
-        if not torchs or isinstance(optimizer, torch.optim.LBFGS) or _scales(plugin):
+        is_torchs = type(optimizer).__module__.startswith("torch.optim")
+        if not is_torchs or isinstance(optimizer, torch.optim.LBFGS) or _steps_itself(plugin):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         result = plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
         optimizer.step(**kwargs)
@@ -180,8 +179,8 @@ class DasoStrategy(DDPStrategy):
             handle.close()
 
 
-def _scales(plugin: Any) -> bool:
-    """Return whether a precision takes the step itself, behind the closure."""
+def _steps_itself(plugin: Any) -> bool:
+    """Return whether a precision calls closure and step in an order of its own."""
     return type(plugin).optimizer_step is not Precision.optimizer_step
 
 

@@ -253,10 +253,8 @@ def simulate(
     if settings is None:
         settings = Settings(wire="auto", merge="auto", exchange=Exchange(), gradients=Gradients())
     settings = replace(settings, selective=getattr(policy, "selective", None))
-    nodes, state = (
-        _Nodes(job, cluster, settings, seed),
-        _begin(job, policy, settings, cluster.nodes),
-    )
+    nodes = _Nodes(job, cluster, settings, seed)
+    state = _begin(job, policy, settings, cluster.nodes)
     totals = nodes.totals
     settled, before = steps // 4, (0.0, 0.0, 0.0)
     for batch in range(steps):

@@ -10,10 +10,14 @@ from daso.environment import for_sbatch, merged
 from daso.errors import TopologyError
 from daso.slurm.launcher import read_offered
 
-__all__ = ["ask", "has_settings", "is_there", "library_of", "offered", "require"]
+__all__ = ["NoAnswerError", "ask", "has_settings", "is_there", "library_of", "offered", "require"]
 
 SECONDS = 60  # a controller that is down answers after some time-outs of its own
 SUBMIT_SECONDS = 600  # who stops sbatch does not know whether the job is there
+
+
+class NoAnswerError(TopologyError):
+    """A command of SLURM did not answer in time; it may do so later."""
 
 
 def is_there(command: str) -> bool:
@@ -63,7 +67,7 @@ def ask(
         )
     except subprocess.TimeoutExpired as error:
         there = "" if text is None else "; `squeue --me` tells whether the job is there"
-        raise TopologyError(
+        raise NoAnswerError(
             f"{words[0]} must answer within {seconds} s, but it does not; see whether the "
             f"cluster's controller is up with `scontrol ping`{there}"
         ) from error

@@ -11,10 +11,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from daso.environment import expand, path_of
-from daso.errors import ConfigError, TopologyError
+from daso.errors import ConfigError
 from daso.slurm.job_state import END, State, read_accounting, read_jobs, read_log_end, render
 from daso.slurm.sites import read_site
-from daso.slurm.slurm_commands import ask, is_there
+from daso.slurm.slurm_commands import NoAnswerError, ask, is_there
 from daso.slurm.submit import RECORDS, Record
 
 __all__ = ["add_logs", "add_status"]
@@ -189,7 +189,7 @@ def _follow(job: str, record: Record, path: Path) -> int:
     def look_up() -> State:
         try:
             return _look_up(job, record, {})[0]
-        except TopologyError as error:  # a controller that is away for a while
+        except NoAnswerError as error:  # a controller that is away for a while
             return State(job=job, name=record.name, state="UNKNOWN", reason=str(error))
 
     with suppress(KeyboardInterrupt):

@@ -105,7 +105,7 @@ class LevelledMean(ExchangeMemory):
         weights, group = self.adder.weights, self.groups[depth]
         if depth == 0:
             return [weights[one] for one in group]
-        if self.codec.sums:  # sums
+        if self.codec.sums:
             return [1] * len(group)
         return [sum(weights[rank] for rank in self.plan.below(one, depth)) for one in group]
 

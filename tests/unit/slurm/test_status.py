@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from daso.cli.main import main
-from daso.errors import TopologyError
 from daso.slurm import status
 from daso.slurm.job_state import State, read_accounting, read_jobs, read_log_end, render
+from daso.slurm.slurm_commands import NoAnswerError
 from daso.slurm.submit import Record
 
 # As SLURM 22.05 prints them.
@@ -363,7 +363,7 @@ def test_follow_goes_on_while_the_controller_gives_no_answer(capfdbinary, folder
 def test_follow_goes_on_without_any_answer(capfdbinary, folder, monkeypatch):
     from subprocess import CompletedProcess
 
-    said = [TopologyError("scontrol must answer"), CompletedProcess([], 0, FAILED.encode(), b"")]
+    said = [NoAnswerError("scontrol must answer"), CompletedProcess([], 0, FAILED.encode(), b"")]
 
     def ask(*_, **__):
         answer = said.pop(0)
@@ -378,6 +378,11 @@ def test_follow_goes_on_without_any_answer(capfdbinary, folder, monkeypatch):
     assert main(["logs", "--follow", "12"]) == 0
     assert capfdbinary.readouterr().err == b"daso: job 12: UNKNOWN, scontrol must answer\n"
     assert said == []
+
+
+def test_follow_does_not_wait_for_commands_that_are_not_there(capsys, folder):
+    keep(folder, record(folder))
+    assert "scontrol must be on PATH" in refused(capsys, "logs", "--follow", "12")
 
 
 def test_ctrl_c_ends_follow_quietly(capfdbinary, folder, answers, monkeypatch):
