@@ -184,7 +184,8 @@ class Qsr:
 
     H = max(skip, floor((alpha / lr)**2)), chosen anew at every exchange from the learning rate that
     all ranks agreed on with it. Gu et al. 2023, arXiv 2310.14423. Needs a learning rate that
-    decays (where it rises, in warm-up, H is skip), and an alpha that is tuned: start from the peak rate times the square root of skip.
+    decays (while it rises, as in warm-up, H is skip), and an alpha that is tuned: start from the
+    peak rate times the square root of skip.
 
     Args:
         alpha: Learning rate at which H is 1.
