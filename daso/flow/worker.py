@@ -12,6 +12,7 @@ from typing import NoReturn
 import torch
 
 from daso import trace
+from daso.comm.health.patience import Patience
 from daso.comm.topology import RankInfo
 from daso.errors import DasoError, FlowError
 from daso.flow.compute import Compute, Loss
@@ -318,7 +319,7 @@ class Worker:
         if self._post is None:
             raise FlowError(self._stuck())
         self._post.send()
-        start, spins = time.perf_counter(), 0
+        patience, spins = Patience(), 0
         while not self._over:
             came = False
             for message in self._post.arrived():
@@ -329,12 +330,12 @@ class Worker:
             spins += 1
             if spins > SPINS:
                 time.sleep(NAP_SECONDS)
-                self._look_after(time.perf_counter(), start)
+                self._look_after(time.perf_counter(), patience.seconds())
 
-    def _look_after(self, now: float, came_at: float) -> None:
+    def _look_after(self, now: float, idle_seconds: float) -> None:
         if now > self._looks_at:
             self._looks_at = now + LOOK_SECONDS
-            self._watch.look(now - came_at)
+            self._watch.look(idle_seconds)
 
     def _stuck(self) -> str:
         waits = self.here.waiting() or ["no node waits for anything"]
@@ -396,7 +397,7 @@ class Worker:
         self._send_on(node, emits)
         now = time.perf_counter()
         self.busy_seconds += now - start
-        self._look_after(now, now)
+        self._look_after(now, 0.0)
         trace.record(trace.BACKWARD if back else trace.FORWARD, start, key=node)
 
     def _send_on(self, node: int, emits: Sequence[Emit]) -> None:

@@ -11,6 +11,7 @@ from daso import trace
 from daso.comm.collectives import gather
 from daso.comm.device.staging import DeviceStaging
 from daso.comm.engine import Engine, Work, WorkHandle
+from daso.comm.health.patience import Patience
 from daso.comm.mpi import load
 from daso.comm.p2p.packets import routes
 from daso.comm.p2p.send_queue import HEAD_BYTES, SendQueue
@@ -135,17 +136,19 @@ class ServerThread:
         yield [self.world.Ibarrier()]
 
     def _wait(self, arrived: Callable[[], bool], what: Callable[[], str], step: int = 0) -> None:
-        start = time.perf_counter()
+        start, patience, heard_at = time.perf_counter(), Patience(), self.service.heard_at
         try:
             with self.engine.poll_eagerly(self._handle), self.service.news:
                 while not self.service.news.wait_for(arrived, LOOK_SECONDS):
-                    self._look(start, what, step)
+                    if self.service.heard_at != heard_at:
+                        patience, heard_at = Patience(), self.service.heard_at
+                    self._look(patience.seconds(), what, step)
         finally:
             self.exposed_seconds += time.perf_counter() - start
             trace.record(trace.WAIT_INTER_NODE, start)
         self.engine.check()
 
-    def _look(self, start: float, what: Callable[[], str], step: int) -> None:
+    def _look(self, silent_seconds: float, what: Callable[[], str], step: int) -> None:
         """Raise where waiting is in vain."""
         self.engine.check()
         if self.plan.together and self.service.round.pausing is None:
@@ -158,7 +161,7 @@ class ServerThread:
                 rank, steps = next(iter(gone.items()))
                 raise ExchangeError(uneven(rank, steps, self.rank, step + 1))
         limit = self.plan.exchange.timeout_seconds
-        if time.perf_counter() - max(start, self.service.heard_at) > limit:
+        if silent_seconds > limit:
             raise StallError(
                 f"something must be heard of other ranks within {limit:g} s, but nothing was while "
                 f"rank {self.rank} waited for {what()}: {self._late()}; look there, or raise "
