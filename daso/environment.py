@@ -367,10 +367,10 @@ def for_sbatch(
     return merged(kept, more)
 
 
-def is_placed_by_sbatch(env: Mapping[str, str] | None = None) -> bool:
-    """Return whether variables tell sbatch in which partition or cluster jobs run."""
+def is_placed_by_sbatch(*, partition: bool, env: Mapping[str, str] | None = None) -> bool:
+    """Return whether variables tell sbatch where a job runs, which may name its partition."""
     env = os.environ if env is None else env
-    return bool(env.get("SBATCH_PARTITION") or env.get("SBATCH_CLUSTERS"))
+    return bool(env.get("SBATCH_CLUSTERS") or (not partition and env.get("SBATCH_PARTITION")))
 
 
 def find_mpirun(env: Mapping[str, str] | None = None) -> Path | None:

@@ -231,7 +231,8 @@ def _check_size(job: Job, site: Site) -> None:
     `sbatch --test-only` would tell too, but refuses also what has to wait for a node to be mended.
     """
     elsewhere = any(ELSEWHERE.search(words) for words in job.extra)
-    if not is_there("sinfo") or elsewhere or (not job.partition and is_placed_by_sbatch()):
+    elsewhere = elsewhere or is_placed_by_sbatch(partition=bool(job.partition))
+    if elsewhere or not is_there("sinfo"):
         return
     # --noconvert: it would write 1.50K for 1536 nodes; --exact: 32+ for nodes of 32 and of 64 CPUs.
     words = ["sinfo", "--noconvert", "--exact", "-h", "-o", "%P|%c|%D"]

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -557,3 +558,17 @@ def test_as_many_are_kept_as_are_wanted_where_they_are_written_in_the_background
         store.save(step, payload(rank_info, step), background=True)
     store.wait()
     assert store.steps() == [30]
+
+
+@pytest.mark.nodes((1,))
+def test_a_file_system_may_be_unable_to_sync_folders(folder, topology, rank_info, monkeypatch):
+    sync = os.fsync
+
+    def without_folders(number):
+        if stat.S_ISDIR(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", without_folders)
+    Checkpoints(folder, topology).save(3, payload(rank_info, 3))
+    assert_is(Checkpoints(folder, topology).load(), rank_info, 3)

@@ -6,6 +6,7 @@ import sys
 import pytest
 from jobs import HANG_SECONDS
 
+from daso.cli import doctor as doctor_module
 from daso.cli.doctor import render
 from daso.environment import find_mpirun
 
@@ -178,3 +179,16 @@ def test_the_text_says_yes_no_none_and_unknown():
         ["problems"],
         ["-", "this;", "do", "that"],
     ]
+
+
+@pytest.mark.parametrize("srun", [True, False])
+def test_where_srun_starts_ranks_no_mpirun_is_missed(monkeypatch, srun):
+    """As on clusters of Cray: an MPI beside theirs would be the trouble."""
+    for name in list(os.environ):
+        if name.startswith(LAUNCHERS):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(doctor_module, "find_mpirun", lambda: None)
+    monkeypatch.setattr(doctor_module, "is_there", lambda command: srun and command == "srun")
+    problems = []
+    assert doctor_module._launcher(problems, library=True)["mpirun"] is None
+    assert bool(problems) != srun

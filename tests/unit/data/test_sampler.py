@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from daso.data import ShardedSampler
 from daso.errors import ConfigError
+from daso.examples.transformer import batches
 
 checked = settings(derandomize=True, max_examples=60, deadline=None)
 
@@ -268,3 +269,11 @@ def test_ranks_that_are_left_deal_what_is_left_of_the_epoch_among_them(world, da
     assert world["length"] - place < 2 * len(left) * world["batch_size"]
     first.set_epoch(1)
     assert len(first) == world["length"] // (len(left) * world["batch_size"])
+
+
+def test_an_example_goes_over_the_data_as_often_as_its_steps_take():
+    sampler = ShardedSampler(10, rank=0, size=2, batch_size=2, seed=1)
+    seen = [one.tolist() for one in batches(torch.arange(10), sampler, 2 * len(sampler) + 1)]
+    assert len(seen) == 2 * len(sampler) + 1
+    epochs = [seen[: len(sampler)], seen[len(sampler) : 2 * len(sampler)]]
+    assert epochs[0] != epochs[1], "drawn anew"

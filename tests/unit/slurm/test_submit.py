@@ -311,6 +311,7 @@ def test_nodes_of_a_partition_are_counted_by_their_own_sizes(capsys, tmp_path):
         (["--extra=--clusters=other"], {}),
         ([], {"SBATCH_PARTITION": "big"}),
         ([], {"SBATCH_CLUSTERS": "other"}),
+        (["--partition=m"], {"SBATCH_CLUSTERS": "other"}),
     ],
 )
 def test_the_default_partition_says_nothing_of_jobs_that_go_elsewhere(
