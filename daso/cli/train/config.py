@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from daso.checks import Rule, check, number, whole
-from daso.environment import expand_home
+from daso.environment import path_of
 from daso.errors import ConfigError
 from daso.plan.allreduce_plan import Algorithm
 from daso.plan.merge import MergeName
@@ -209,7 +209,6 @@ NAME = Rule(
         and len(one.encode()) <= LONGEST_NAME
     ),
 )
-PATHS = ("runs", "data.folder", "checkpoint.memory_folder")
 PATH = Rule("the path of a folder, printable", lambda one: bool(one) and one.isprintable())
 
 
@@ -265,7 +264,7 @@ class Config:
     @property
     def folder(self) -> Path:
         """The run folder."""
-        return Path(self.runs) / self.name
+        return path_of(self.runs) / self.name
 
     def settings(self) -> Settings:
         """Return the optimizer's settings."""
@@ -394,9 +393,7 @@ def _build(kind: type[Any], values: Mapping[str, object]) -> Any:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(f"unknown key {key!r}; {hint}{_valid(key)}")
-    converted = {key: _convert(key, value, known[key]) for key, value in values.items()}
-    paths = {key: expand_home(str(converted[key])) for key in PATHS if key in converted}
-    return _fill(kind, "", converted | paths)
+    return _fill(kind, "", {k: _convert(k, v, known[k]) for k, v in values.items()})
 
 
 def _fill(kind: type[Any], prefix: str, values: Mapping[str, object]) -> Any:

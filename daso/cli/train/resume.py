@@ -18,6 +18,7 @@ from daso.cli.train.task import Task
 from daso.comm.collectives import first_value
 from daso.comm.topology import Topology
 from daso.data import ShardedSampler
+from daso.environment import path_of
 from daso.errors import CheckpointError, ConfigError
 from daso.train.optimizer import DASO
 
@@ -153,7 +154,7 @@ class Saver:
     def know(self, mark: str) -> None:
         """Keep copies in memory under a mark, as all ranks do. Does not communicate."""
         config = self._run.config
-        folder = Path(config.checkpoint.memory_folder) / f"daso-{os.getuid()}-{mark}"
+        folder = path_of(config.checkpoint.memory_folder) / f"daso-{os.getuid()}-{mark}"
         timeout_seconds = config.exchange.timeout_seconds
         self.mark = mark
         self._copies = NeighbourCopies(folder, self._run.topology, timeout_seconds=timeout_seconds)

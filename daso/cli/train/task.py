@@ -2,7 +2,6 @@
 
 from collections.abc import Sized
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from daso.cli.train.config import DataConfig, ExchangeConfig, OptimizerConfig
 from daso.data import find_fashion, load_digits, load_fashion, load_text
 from daso.data.synthetic import images
 from daso.data.text import find_text
-from daso.environment import data_folder
+from daso.environment import data_folder, path_of
 from daso.examples.cnn import CNN
 from daso.examples.transformer import ByteTransformer
 from daso.train.deltas.outer import MakeOuter
@@ -46,7 +45,7 @@ def _length(data: Dataset[Any]) -> int:
 
 def make_task(config: DataConfig) -> Task:
     """Load data and build a model for it."""
-    folder = Path(config.folder) if config.folder else data_folder()
+    folder = path_of(config.folder) if config.folder else data_folder()
     name = config.name
     if name == "auto":
         name = "fashion" if find_fashion(folder) else "digits"

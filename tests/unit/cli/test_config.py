@@ -18,7 +18,8 @@ from daso.cli.train.config import (
     describe,
     read_config,
 )
-from daso.errors import ConfigError
+from daso.cli.train.task import make_task
+from daso.errors import ConfigError, DataError
 from daso.plan.options import Exchange, Gradients
 from daso.plan.policies import Auto, Fixed, Plateau, Qsr
 
@@ -517,11 +518,12 @@ def test_a_file_may_give_a_merge_as_a_number_and_begin_with_a_mark(tmp_path):
     assert read_config(path, []).settings().merge == 0.5
 
 
-@pytest.mark.parametrize("key", ["runs", "data.folder", "checkpoint.memory_folder"])
-def test_the_users_folder_has_its_short_name_in_files_and_words(tmp_path, monkeypatch, key):
+def test_the_users_folder_has_its_short_name_in_files_and_words(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     path = tmp_path / "run.toml"
-    path.write_text(f'{key} = "~/there"\n')
-    section, _, name = key.rpartition(".")
-    for config in (read_config(path, []), read_config(None, [f"--{key}=~/there"])):
-        assert getattr(getattr(config, section) if section else config, name) == "/home/me/there"
+    path.write_text('runs = "~/there"\n')
+    for config in (read_config(path, []), read_config(None, ["--runs=~/there"])):
+        assert config.folder == Path("/home/me/there/train")
+        assert config.runs == "~/there", "as it was written, where it is kept"
+    with pytest.raises(DataError, match="/home/me/there"):
+        make_task(DataConfig(name="fashion", folder="~/there"))
