@@ -4,12 +4,15 @@ import subprocess
 import sys
 from textwrap import dedent
 
+import pytest
+
 
 def run(program: str) -> str:
     words = [sys.executable, "-c", dedent(program)]
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.later("imports torch's compiler")
 def test_steps_do_not_load_it_and_who_compiles_gets_all_of_it() -> None:
     found = run("""
         import sys, torch
@@ -31,6 +34,7 @@ def test_steps_do_not_load_it_and_who_compiles_gets_all_of_it() -> None:
     ]
 
 
+@pytest.mark.later("imports torch's compiler")
 def test_parts_of_it_can_be_imported_first() -> None:
     assert run("import torch, torch._dynamo.config as c; print(c.__name__)").strip() == (
         "torch._dynamo.config"

@@ -113,7 +113,7 @@ def unfit(match, model, loss_fn, *batch):
     return step
 
 
-KINDS = [mlp, cnn, Transformer]
+KINDS = [mlp, cnn, pytest.param(Transformer, marks=pytest.mark.later("the slowest of three"))]
 FASTER = ["greedy", "greedy_size"]  # ways to place tensors
 
 
