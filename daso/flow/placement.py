@@ -3,7 +3,8 @@
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -131,14 +132,45 @@ class _Metered(Worker):
 
 
 class _Timed(Worker):
-    """A loop that measures what nodes take while many instances are under way."""
+    """A loop that measures what nodes take while many instances are under way.
+
+    A node that shows the way is counted by itself: after another rank's node, it is another rank
+    that goes it.
+    """
 
     together: dict[int, float]
+    _node: int | None = None  # at work
+    _since = 0.0
 
     def compute(self, messages: Sequence[Message]) -> None:
-        start = time.perf_counter()
-        super().compute(messages)
-        self.together[messages[0].node] += time.perf_counter() - start
+        with self._at_work(messages[0].node):
+            super().compute(messages)
+
+    def _go_through(
+        self, node: int, back: bool, port: int, key: Key, payload: Payload
+    ) -> Sequence[Emit]:
+        with self._at_work(node):
+            return super()._go_through(node, back, port, key, payload)
+
+    def _control(self, controller: Controller) -> bool:
+        with self._at_work(self.here.wiring.source):
+            return super()._control(controller)
+
+    @contextmanager
+    def _at_work(self, node: int) -> Iterator[None]:
+        """Count the time to a node, and not to the one that let it begin."""
+        before = self._node
+        self._turn_to(node)
+        try:
+            yield
+        finally:
+            self._turn_to(before)
+
+    def _turn_to(self, node: int | None) -> None:
+        now = time.perf_counter()
+        if self._node is not None:
+            self.together[self._node] += now - self._since
+        self._node, self._since = node, now
 
 
 def measure(

@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import math
+import time
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -1810,6 +1811,22 @@ def test_layers_that_compute_messages_together_can_be_measured(running):
     graph.loss(square, graph.layer(Net(torch.float32).a, start, batch=4))
     with running(graph) as runtime:
         assert len(runtime.measure(range(2)).tasks) == 2
+
+
+def test_ways_that_messages_take_are_measured_apart_from_what_sends_them(running):
+    def slow(item):
+        time.sleep(0.01)
+        return item.state
+
+    graph, start = started(rows_of)
+    layer = graph.layer(Net(torch.float32).a, start)
+    graph.loss(square, graph.update(slow, layer, name="slow"))
+    with running(graph) as runtime:
+        seconds = runtime.measure(range(3)).together
+    of = {graph.nodes[node].name: taken for node, taken in seconds.items()}
+    slept = 3 * 5 * 0.01  # messages of three instances
+    assert of.pop("slow") >= slept
+    assert sum(of.values()) < slept
 
 
 # --- what cannot go on ---------------------------------------------------------------------------
