@@ -34,6 +34,8 @@ SMAPS = Path("/proc/self/smaps_rollup")
 WIRE = "bf16"  # the one that the figure is about
 FOLLOWED = ("daso.", "torch.optim.")  # objects of these packages are looked into
 STEPS = 6  # with the toolkit: three exchanges, the last one merged
+EXCHANGING = daso.Fixed(2, 1)
+SYNCHRONOUS = daso.Fixed(2, 1, warmup=10 * STEPS)  # buffers of exchanges of parameters rest
 ROUNDS = 3  # an allocator keeps more in one run than in another; what is held is always the same
 MiB = 2**20
 
@@ -188,9 +190,12 @@ def _row(wire: Wire, plan: Plan, topology: Topology) -> dict[str, Any]:
         for name in names
     }
     kept = {name: value for name, value in each.items() if abs(value) > 1e-3}
+    resting = [_one(wire, numel, plan, topology, SYNCHRONOUS)["held"] for numel in sizes]
+    least, most = (sum(names.values()) for names in (resting[0], resting[-1]))
     return {
         "wire": wire,
         "bytes_per_parameter": sum(each.values()),
+        "resting_bytes_per_parameter": (most - least) / more,
         "resident_bytes_per_parameter": (found[-1]["resident"] - found[0]["resident"]) / more,
         "fixed_mib": (sum(found[0]["held"].values()) - sum(each.values()) * sizes[0]) / MiB,
         "each": dict(sorted(kept.items(), key=lambda item: -item[1])),
@@ -203,7 +208,9 @@ def _typical(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**runs[-1], "resident": statistics.median_low([one["resident"] for one in runs])}
 
 
-def _one(wire: Wire, numel: int, plan: Plan, topology: Topology) -> dict[str, Any]:
+def _one(
+    wire: Wire, numel: int, plan: Plan, topology: Topology, policy: daso.Fixed = EXCHANGING
+) -> dict[str, Any]:
     """Train one model, and say what the toolkit holds of it once nothing is on its way."""
     gc.collect()
     rank_info, world = topology.rank_info, topology.world_comm
@@ -213,7 +220,6 @@ def _one(wire: Wire, numel: int, plan: Plan, topology: Topology) -> dict[str, An
     world.Barrier()
     before = resident()
     exchange = daso.Exchange(chunk_bytes=plan.chunk_bytes)
-    policy = daso.Fixed(2, 1)
     optimizer = daso.DASO(inner, topology=topology, policy=policy, wire=wire, exchange=exchange)
     _train(params, optimizer, STEPS + 1, rank_info.rank)
     world.Barrier()
@@ -236,13 +242,15 @@ def table(found: Mapping[str, Any]) -> str:
     """Return the rows as aligned lines."""
     lines = [
         _conditions(found),
-        f"{'wire':<8}{'bytes/parameter':>16}{'of the process':>16}{'+ MiB':>8}  of them",
+        f"{'wire':<8}{'bytes/parameter':>16}{'of the process':>16}{'+ MiB':>8}{'resting':>9}"
+        "  of them",
     ]
     for row in found["rows"]:
         parts = ", ".join(f"{name} {value:.2f}" for name, value in row["each"].items())
         lines.append(
             f"{row['wire']:<8}{row['bytes_per_parameter']:>16.2f}"
-            f"{row['resident_bytes_per_parameter']:>16.2f}{row['fixed_mib']:>8.1f}  {parts}"
+            f"{row['resident_bytes_per_parameter']:>16.2f}{row['fixed_mib']:>8.1f}"
+            f"{row['resting_bytes_per_parameter']:>9.2f}  {parts}"
         )
     return "\n".join(lines)
 
@@ -272,5 +280,11 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             "value": row["bytes_per_parameter"],
             "unit": "bytes per parameter, beside parameter, gradient and the inner optimizer's",
             "conditions": f"{told}: {_conditions(found)}",
-        }
+        },
+        "toolkit_buffer_bytes_saved": {
+            "value": row["bytes_per_parameter"] - row["resting_bytes_per_parameter"],
+            "unit": "bytes per parameter that buffers of exchanges give back while nodes average "
+            "gradients at every batch",
+            "conditions": f"{WIRE} wire: {_conditions(found)}",
+        },
     }

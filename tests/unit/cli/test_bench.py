@@ -648,6 +648,9 @@ def test_nothing_is_held_that_is_not_counted(tmp_path):
     assert max(map(abs, more)) < 0.8, done.stdout  # a buffer has 1 at least
     figure = found["figures"]["toolkit_bytes_per_parameter"]
     assert (rows[0]["wire"], rows[0]["bytes_per_parameter"]) == ("bf16", figure["value"])
+    saved = found["figures"]["toolkit_buffer_bytes_saved"]["value"]
+    assert rows[0]["resting_bytes_per_parameter"] == pytest.approx(figure["value"] - saved)
+    assert saved == pytest.approx(4 + 2, abs=0.1)  # reference and payload
 
 
 @runs_a_bench
