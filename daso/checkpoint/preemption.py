@@ -90,8 +90,8 @@ class StopRequest:
             heard, step_seconds = self._vote.result()
             if heard and self._topology.is_elastic:
                 self._heard = heard  # should it be asked again
-                raise_where_lost(self._topology.world_comm)
-        except load().Exception as error:
+                raise_where_lost(self._topology)
+        except (ConnectionError, load().Exception) as error:
             if not (self._topology.is_elastic and is_loss(error)):
                 raise
             return None  # the optimizer's next step sees to it

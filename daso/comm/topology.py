@@ -167,16 +167,20 @@ class Topology:
         everybody = mpi.COMM_WORLD if world is None else world
         _wait_for_all(everybody)
         self._part(everybody, sizes, spares=launch.spares if world is None else 0)
-        self.liveness = LivenessProbe(
-            self.world_comm, self.world_comm.allgather(mpi.Get_processor_name())
-        )
+        hosts = self.world_comm.allgather(mpi.Get_processor_name())
+        self._begin(LivenessProbe(self.world_comm.Dup, hosts))
+        _tell_of_many(self.rank_info, Topology._open_now)
+
+    def _begin(self, liveness: LivenessProbe) -> None:
+        """Set what is not yet known of these ranks."""
+        self.liveness = liveness
         self.others: list[MPI.Comm] = []  # of these ranks, on which they wait outside of steps
         self._mesh: DeviceMesh | None = None
         self.is_elastic = False  # goes on without ranks that are lost
         self.takes_spares = True  # not once all are about to end
+        self.loss_is_agreed = False  # all ranks that are left know that this world lost one
         self._followers: dict[int, Callable[[Regrouped], object]] = {}
         Topology._open_now += 1
-        _tell_of_many(self.rank_info, Topology._open_now)
 
     @property
     def rank(self) -> int:

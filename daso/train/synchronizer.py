@@ -513,7 +513,7 @@ class Synchronizer:
             None if other is None else other.buckets.order,
             self.channels.settings.exchange.timeout_seconds,
         )
-        raise_where_lost(self.topology.world_comm)  # or a rank of this node may not come
+        raise_where_lost(self.topology)  # or a rank of this node may not come
         if order:
             self.buckets.order = order
             self.buckets.rows.make(order, self.buckets.bucket_bytes)

@@ -53,6 +53,7 @@ CASES = {
     "blocking": ((1,) * 5, "Fixed(3, 0)", ["2:15:synchronize", "1:33:after", "4:47:epoch"]),
     "several ranks a node": ((2, 2, 1), SELECTIVE, ["3:21:backward", "4:31:averaged"]),
     "two at once": ((1,) * 4, "Fixed(2, 1)", ["1:20:step", "2:20:step"]),
+    "some are through": ((1,) * 4, "Fixed(4, 1)", ["3:15:handing", "2:31:handing"]),
     "automatic": ((1,) * 4, "Auto()", ["0:20:backward", "3:40:step"]),
 }
 
@@ -75,6 +76,7 @@ WITH_SPARES = {
     "synchronous": ((1,) * 3, "Fixed(1, 0)", ["1:15:step", "0:37:backward"], 2),
     "the spare is lost too": ((1,) * 3, "Fixed(4, 1)", ["1:20:step", "3:30:backward"], 2),
     "in a meeting": ((1,) * 3, "Fixed(4, 2)", ["1:31:averaged"], 1),
+    "some are through": ((1,) * 3, "Fixed(4, 2)", ["2:15:handing"], 1),
     "between meetings of two": ((1,) * 2, "Auto()", ["1:31:meeting"], 1),
     "several ranks a node": ((2, 2), SELECTIVE, ["1:21:backward", "3:30:step"], 4),
     "more losses than spares": ((1,) * 4, "Fixed(2, 1)", ["1:20:step", "3:26:after"], 1),

@@ -310,7 +310,7 @@ def test_who_does_not_answer_is_missing_and_who_waits_is_not(
     """
     last = rank_info.world_size - 1
     liveness = LivenessProbe(
-        topology.world_comm, [f"host{rank}" for rank in range(rank_info.world_size)]
+        topology.world_comm.Dup, [f"host{rank}" for rank in range(rank_info.world_size)]
     )
     if rank_info.rank == 0:
         arrived, told = liveness._notes.arrived, iter([lost and last > 0])
@@ -445,7 +445,7 @@ def test_a_rank_that_does_not_come_is_named(topology):
 
 
 def test_a_note_that_nobody_read_does_not_reach_the_next_communicator(topology, rank_info):
-    notes = ControlChannel(topology.world_comm)
+    notes = ControlChannel(topology.world_comm.Dup)
     for rank in notes.others:
         notes.send(rank, 1, rank_info.rank, 7)
         notes.send(rank, 2)

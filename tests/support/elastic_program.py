@@ -53,6 +53,17 @@ def digest(model: torch.nn.Module) -> str:
     return hashlib.sha256(b"".join(rows)).hexdigest()
 
 
+def hand_down(world: daso.Topology, may_end: Callable[[str], None]) -> None:
+    """Let the last rank but one wait for the last; all others are through at once."""
+    if world.world_size == 1:
+        return
+    if world.rank == world.world_size - 1:
+        may_end("handing")
+        world.world_comm.send("word", world.rank - 1)
+    elif world.rank == world.world_size - 2:
+        world.world_comm.recv(source=world.rank + 1)
+
+
 def meet(optimizer: daso.DASO, model: torch.nn.Module, may_end: Callable[[str], None]) -> None:
     """Do what all ranks do together at the end of an epoch."""
     with optimizer.averaged():
@@ -62,6 +73,7 @@ def meet(optimizer: daso.DASO, model: torch.nn.Module, may_end: Callable[[str], 
     optimizer.end_epoch(1.0)
     may_end("meeting")
     optimizer.together(lambda: daso.init().rendezvous("save a checkpoint", 60.0))
+    optimizer.together(lambda: hand_down(daso.init(), may_end))
     optimizer.state_dict()
     may_end("synchronize")
     optimizer.synchronize()

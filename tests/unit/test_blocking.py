@@ -39,6 +39,7 @@ AFTER = {
     "comm/topology.py: Topology._find_rank_info": INIT,
     "comm/topology.py: Topology.tell_regrouped": LOSS,
     "comm/health/survivors.py: _next_world": LOSS,
+    "comm/health/survivors.py: _topology_of.part": LOSS,
     "train/recovery/hand_over.py: hand_over": LOSS,
     "comm/topology.py: Topology.raise_on_all_ranks": WRAP,
     "comm/topology.py: Topology.equal_on_all_ranks": WRAP,

@@ -1,6 +1,6 @@
 """Short messages between any two ranks that nobody has to wait for: a few numbers and a tag."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,13 +20,13 @@ class ControlChannel:
     """One rank's notes to others; not to be called by two threads at once.
 
     Args:
-        world: All ranks; a communicator of its own is made.
+        make_comm: Makes a communicator of its own over all ranks, as ``world.Dup`` does.
 
     Collective over the world; blocking.
     """
 
-    def __init__(self, world: "MPI.Comm") -> None:
-        self.comm = world.Dup()
+    def __init__(self, make_comm: "Callable[[], MPI.Comm]") -> None:
+        self.comm = make_comm()
         self.rank: int = self.comm.Get_rank()
         self.others = [rank for rank in range(self.comm.Get_size()) if rank != self.rank]
         self._sending: list[tuple[MPI.Request, torch.Tensor]] = []

@@ -7,7 +7,7 @@ else for longer than a step should take.
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -28,14 +28,14 @@ class LivenessProbe:
     """Asks all ranks whether they are there; used by the training thread and the engine.
 
     Args:
-        world: All ranks; a communicator of its own is made.
+        make_comm: Makes a communicator of its own over all ranks, as ``world.Dup`` does.
         hosts: Host of every rank.
 
     Collective over the world; blocking.
     """
 
-    def __init__(self, world: "MPI.Comm", hosts: Sequence[str]) -> None:
-        self._notes, self.hosts = ControlChannel(world), hosts
+    def __init__(self, make_comm: "Callable[[], MPI.Comm]", hosts: Sequence[str]) -> None:
+        self._notes, self.hosts = ControlChannel(make_comm), hosts
         self._here: set[int] = set()  # who answered this round
         self._round = 0
         self._lock = threading.Lock()

@@ -62,6 +62,7 @@ class Member:
     rank: int  # in the former world; of a spare any number
     node: tuple[bool, int]  # whether it is a spare's, and its number among these
     node_size: int  # ranks that its node had
+    host: str
     ready: bool  # for new ranks: they begin with a step, or with the meeting after it
 
 

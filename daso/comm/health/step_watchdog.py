@@ -43,7 +43,7 @@ class StepWatchdog:
     """
 
     def __init__(self, world: "MPI.Comm") -> None:
-        self._notes = ControlChannel(world)
+        self._notes = ControlChannel(world.Dup)
         self._neighbours = neighbours(self._notes.rank, world.Get_size())
         self.steps = 0  # that this rank has taken or is in the middle of
         self.at_meeting = False

@@ -4,17 +4,22 @@ By User-Level Failure Mitigation (ULFM; Bland et al., "Post-failure recovery of 
 capability", IJHPCA 2013), which Open MPI has from 5.0 on under ``mpirun --with-ft ulfm``. A request
 that a lost rank takes part in ends with an error on those who wait for it. The first who meets one
 revokes all communicators, so that the others do not wait for ranks that went to mend the world.
+
+What no revoking ends is MPI's agreement, so every rank that is left takes part in the same ones:
+behind what all do together, saying 1, or in `regroup`, saying 0, and in none after a 0.
 """
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
+from daso.comm.health.liveness import LivenessProbe
 from daso.comm.health.spares import Member, Reserve, members_of_next_world
 from daso.comm.mpi import library, load
-from daso.comm.topology import Topology
+from daso.comm.topology import RankInfo, Topology
 from daso.environment import survives_lost_ranks
 from daso.errors import ExchangeError
 
@@ -34,6 +39,10 @@ __all__ = [
 NEW = -1  # former rank of one that was a spare
 
 
+class _LostError(ConnectionError):
+    """Another rank says that one is lost."""
+
+
 def problem() -> str | None:
     """Return why a job cannot go on without a rank that is lost; None if it can."""
     if survives_lost_ranks():
@@ -50,6 +59,8 @@ def is_loss(error: BaseException | None) -> bool:
     losses = {mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED}
     losses.add(mpi.ERR_IN_STATUS)  # what several requests met that were tested together
     while error is not None:
+        if isinstance(error, _LostError):
+            return True
         if isinstance(error, mpi.Exception) and error.Get_error_class() in losses:
             return True
         error = error.__cause__ or error.__context__
@@ -76,12 +87,26 @@ def revoke(comms: Iterable["MPI.Comm"]) -> None:
             comm.Revoke()
 
 
-def raise_where_lost(comm: "MPI.Comm") -> None:
+def raise_where_lost(topology: Topology) -> None:
     """Raise on every rank alike where one was lost in what they have just done together.
 
-    Collective; blocking.
+    Those that met the loss before they came here take part in `regroup`.
+
+    Collective over the world; blocking.
     """
-    comm.Agree(1)
+    if not _agree(topology.world_comm, sound=True):
+        topology.loss_is_agreed = True
+        raise _LostError("a rank is lost, as another one says")
+
+
+def _agree(comm: "MPI.Comm", *, sound: bool) -> bool:
+    """Return whether all ranks are left and say that all is well. Collective; blocking."""
+    try:
+        return bool(comm.Agree(int(sound)))
+    except load().Exception as error:
+        if not is_loss(error):
+            raise
+        return False
 
 
 def regroup(topology: Topology, *, ready: bool) -> list[int] | None:
@@ -109,31 +134,37 @@ def regroup(topology: Topology, *, ready: bool) -> list[int] | None:
         revoke([base])
         if not topology.is_spare:
             revoke(topology.communicators)
+            if not topology.loss_is_agreed:
+                topology.loss_is_agreed = True
+                _agree(topology.world_comm, sound=False)
         base = base.Shrink()
         try:
-            fresh, former, reserve = _next_world(
-                base, topology, _member(topology, ready and topology.takes_spares)
-            )
-            raise_where_lost(base)
+            found = _next_world(base, topology, _member(topology, ready and topology.takes_spares))
         except load().Exception as error:
             if not is_loss(error):
                 raise
-            continue  # one more was lost meanwhile
-        if fresh is not None:
-            topology.become(fresh, reserve)
-            return former
-        topology.reserve = reserve
+            found = None  # one more was lost meanwhile
+            revoke([base])
+        if _agree(base, sound=found is not None) and found is not None:
+            break
+    if found.fresh is None:
+        topology.reserve = found.reserve
         return None
+    topology.become(found.fresh, found.reserve)
+    return found.former
 
 
-def _next_world(
-    survivors: "MPI.Comm", topology: Topology, mine: Member
-) -> tuple[Topology | None, list[int], Reserve | None]:
-    """Return the next topology, where this rank is in it, its ranks' former ones, and its spares.
+class _NextWorld(NamedTuple):
+    """What is made of the ranks that are left."""
 
-    Collective over the ranks that are left; blocking.
-    """
-    mpi, reserve = load(), topology.reserve
+    fresh: Topology | None  # None where this rank is not in it
+    former: list[int]  # ranks of its ranks
+    reserve: Reserve | None
+
+
+def _next_world(survivors: "MPI.Comm", topology: Topology, mine: Member) -> _NextWorld:
+    """Return the next world. Collective over the ranks that are left; blocking."""
+    reserve = topology.reserve
     members = survivors.allgather(mine)
     wanted = chosen = members_of_next_world(members, 0 if reserve is None else reserve.nodes)
     if not all(one.ready for one in members):
@@ -148,27 +179,71 @@ def _next_world(
         spares = (at for at, one in enumerate(members) if one.node[0] and at not in chosen)
         due = len(wanted) > len(chosen)
         reserve = replace(reserve, comm=survivors, waiting=tuple(spares), due=due)
-    here = survivors.Get_rank()
-    is_in = here in chosen
-    part = survivors.Split(0 if is_in else mpi.UNDEFINED, chosen.index(here) if is_in else 0)
-    if not is_in:
-        return None, former, reserve
-    host = part.Split_type(mpi.COMM_TYPE_SHARED)
-    nodes = host.allgather(mine.node)
-    host.Free()
-    sizes = [nodes.count(node) for node in dict.fromkeys(nodes)]  # pretend nodes of this host
-    fresh = Topology(part, ranks_per_node=sizes)
-    part.Free()
-    return fresh, former, None if reserve is None else replace(reserve, place=None)
+    fresh = _topology_of(survivors, [members[at] for at in chosen], chosen)
+    if fresh is not None and reserve is not None:
+        reserve = replace(reserve, place=None)
+    return _NextWorld(fresh, former, reserve)
+
+
+def _topology_of(
+    survivors: "MPI.Comm", members: Sequence[Member], places: Sequence[int]
+) -> Topology | None:
+    """Return the topology of members, by their places; None for a rank that is not one.
+
+    Collective over the ranks that are left, and over no part of them, where some might wait for
+    ranks that met another loss; blocking.
+    """
+    undefined, here = load().UNDEFINED, survivors.Get_rank()
+    rank = places.index(here) if here in places else None
+    rank_info = None if rank is None else _rank_info(rank, [one.node for one in members])
+    lane = None if rank_info is None else rank_info.lane
+
+    def part(color: int | None) -> "MPI.Comm":
+        return survivors.Split(undefined if color is None else color, rank or 0)
+
+    world = part(None if rank_info is None else 0)
+    node_comm, lane_comm = part(None if rank_info is None else rank_info.node), part(lane)
+    if rank_info is None:
+        part(None)  # that of the others' liveness
+        return None
+    liveness = LivenessProbe(partial(part, 0), [one.host for one in members])
+    return _Formed(rank_info, world, node_comm, lane_comm, liveness)
+
+
+def _rank_info(rank: int, nodes: Sequence[tuple[bool, int]]) -> RankInfo:
+    """Return a rank's numbers by the nodes that all ranks were in before."""
+    order = list(dict.fromkeys(nodes))
+    node_of = tuple(map(order.index, nodes))
+    node = node_of[rank]
+    return RankInfo(rank, len(nodes), node_of[:rank].count(node), node, node_of)
+
+
+class _Formed(Topology):
+    """Ranks whose nodes are known, and whose communicators are made."""
+
+    def __init__(
+        self,
+        rank_info: RankInfo,
+        world: "MPI.Comm",
+        node: "MPI.Comm",
+        lane: "MPI.Comm",
+        liveness: LivenessProbe,
+    ) -> None:
+        self.rank_info, self.reserve = rank_info, None
+        self.world_comm, self.node_comm, self.lane_comm = world, node, lane
+        hosts = liveness.hosts[: rank_info.rank + 1]
+        self.host_rank = hosts[:-1].count(hosts[-1])
+        self._begin(liveness)
 
 
 def _member(topology: Topology, ready: bool) -> Member:
     """Return what this rank says of itself."""
     rank_info, reserve = topology.rank_info, topology.reserve
+    host = load().Get_processor_name()
     if reserve is not None and reserve.place is not None:
         size = topology.world_comm.Get_size()  # its node alone
-        return Member(topology.world_comm.Get_rank(), (True, reserve.place), size, ready)
-    return Member(rank_info.rank, (False, rank_info.node), rank_info.local_size, ready)
+        return Member(topology.world_comm.Get_rank(), (True, reserve.place), size, host, ready)
+    return Member(rank_info.rank, (False, rank_info.node), rank_info.local_size, host, ready)
 
 
 def leave(topology: Topology) -> None:

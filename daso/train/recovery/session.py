@@ -341,7 +341,7 @@ class ElasticSession(Session):
                 with self._inside():
                     result = call()
                 if meets and self._sync is not None and self._can:
-                    raise_where_lost(self.topology.world_comm)
+                    raise_where_lost(self.topology)
                 self._meetings += meets
                 return result  # noqa: TRY300 - again otherwise
             except Exception as error:
@@ -505,6 +505,7 @@ def _rejoined(
         for one in sessions:
             one._rejoin(ranks)
         topology.tell_regrouped(is_new=is_new, in_step=in_step)
+        raise_where_lost(topology)
     except Exception as error:
         if not (is_loss(error) or lost(topology.world_comm)):
             raise

@@ -28,7 +28,7 @@ def test_a_late_answer_to_an_earlier_probe_is_none_to_the_next(monkeypatch):
     monkeypatch.setattr(liveness, "time", Clock())
 
     def body(world):
-        call = LivenessProbe(world, ["a", "b"])
+        call = LivenessProbe(world.Dup, ["a", "b"])
         found = []
         for _ in range(2):
             if world.rank == 0:
@@ -48,7 +48,7 @@ def test_who_answers_in_time_is_there_at_every_probe(monkeypatch):
     monkeypatch.setattr(liveness, "ANSWER_SECONDS", float("inf"))
 
     def body(world):
-        call = LivenessProbe(world, ["a", "b"])
+        call = LivenessProbe(world.Dup, ["a", "b"])
         found = []
         for _ in range(2):
             if world.rank == 0:

@@ -6,12 +6,12 @@ from daso.comm.health.spares import Member, members_of_next_world
 def left(node_of, alive, spares=(), spares_alive=(), ranks=None):
     """Return what those that are left say: first of the world, then spares."""
     members = [
-        Member(rank, (False, node), node_of.count(node), ready=True)
+        Member(rank, (False, node), node_of.count(node), "host", ready=True)
         for rank, node in enumerate(node_of)
         if rank in alive
     ]
     return members + [
-        Member(0, (True, node), spares.count(node), ready=True)
+        Member(0, (True, node), spares.count(node), "host", ready=True)
         for at, node in enumerate(spares)
         if at in spares_alive
     ]
