@@ -6,6 +6,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ __all__ = [
     "find_mpirun",
     "for_sbatch",
     "has_marks",
+    "is_file",
     "is_first_to_end",
     "is_placed_by_sbatch",
     "may_share_a_gpu",
@@ -181,7 +183,8 @@ def note_process(rank: int, env: Mapping[str, str] | None = None) -> None:
     """Tell `daso run` which process this rank is, so that it can name a rank that is killed."""
     folder = (os.environ if env is None else env).get("DASO_PROCESSES")
     if folder and Path(folder).is_dir():
-        (Path(folder) / str(rank)).write_text(str(os.getpid()))
+        with suppress(OSError):  # a full disk: the rank has no name then
+            (Path(folder) / str(rank)).write_text(str(os.getpid()))
 
 
 def survives_lost_ranks(env: Mapping[str, str] | None = None) -> bool:
@@ -321,6 +324,14 @@ def expand(text: str, env: Mapping[str, str] | None = None) -> str:
 def expand_home(word: str) -> str:
     """Replace a leading ~ by the user's folder, as no shell does behind a "=" or in a file."""
     return os.path.expanduser(word)  # noqa: PTH111 - a Path would change docker://image
+
+
+def is_file(path: Path) -> bool:
+    """Return whether a file is there, as far as this user may look."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def path_of(word: str) -> Path:

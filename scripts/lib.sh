@@ -24,7 +24,7 @@ python_for_venv() {
 in_venv() {
   local extras="$1" stamp=".venv/installed-${1//,/-}" python
   [ -w . ] || die "this folder must be writable to make .venv in it"
-  if [ ! -x .venv/bin/python ]; then
+  if [ ! -e .venv/bin/activate ]; then  # which comes last: half a .venv is made whole
     python="$(python_for_venv)"
     say "making .venv with $("$python" --version)"
     "$python" -m venv .venv

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from daso.cli.launch import Local
+from daso.comm.collectives import gather
 from daso.comm.device.cuda_aware import cuda_aware
 from daso.comm.device.nccl_library import describe
 from daso.comm.mpi import check_wheels, library, load, wheels
@@ -23,6 +24,8 @@ from daso.slurm.slurm_commands import is_there
 from daso.train.deltas.kernel_choice import choose
 
 __all__ = ["examine", "render"]
+
+LIMIT_SECONDS = 60.0  # for ranks to say what they found
 
 
 def examine() -> dict[str, Any]:
@@ -121,9 +124,11 @@ def _nodes(problems: list[str]) -> dict[str, Any]:
         problems += [str(error)] if str(error) not in problems else []
         return {}
     rank_info, device = topology.rank_info, topology.device
-    average = _average(topology, device)
+    average = _average(topology, device, problems)
     if average == "NCCL" and (problem := nccl_problem()):
         problems.append(problem)
+    packing = _packing(device, problems)
+    problems[:] = _everyones(topology, problems)
     return {
         "world": rank_info.world_size,
         "nodes": rank_info.nodes,
@@ -132,8 +137,20 @@ def _nodes(problems: list[str]) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "device": str(device),
         "node_average": average,
-        **_packing(device, problems),
+        **packing,
     }
+
+
+def _everyones(topology: Topology, problems: list[str]) -> list[str]:
+    """Return the problems of all ranks, the same on each. Collective over the world; blocking."""
+    hosts, told = topology.liveness.hosts, gather(topology, problems, LIMIT_SECONDS)
+    others = [
+        f"rank {rank} on {hosts[rank]}: {problem}"
+        for rank, found in enumerate(told)
+        for problem in found
+        if problem not in told[0]
+    ]
+    return [*told[0], *others]
 
 
 def _packing(device: torch.device, problems: list[str]) -> dict[str, str]:
@@ -147,8 +164,17 @@ def _packing(device: torch.device, problems: list[str]) -> dict[str, str]:
         return {}
 
 
-def _average(topology: Topology, device: torch.device) -> str:
-    """Return what averages gradients inside a node by default."""
+def _average(topology: Topology, device: torch.device, problems: list[str]) -> str:
+    """Return what averages gradients inside a node by default. Collective; blocking."""
+    kinds = gather(topology, (topology.node, device.type), LIMIT_SECONDS)
+    mine = {kind for node, kind in kinds if node == topology.node}
+    if len(mine) > 1:
+        problems.append(
+            f"all ranks of a node must compute on devices of one kind, but those of node "
+            f"{topology.node} do on {' and '.join(sorted(mine))}; give each a GPU, or none "
+            f"(CUDA_VISIBLE_DEVICES)"
+        )
+        return "nothing: devices differ"
     if device.type == "cpu":
         return "shared memory"
     return (

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import daso
 from daso.checks import format_value
 from daso.cli.outputs import exit_on_broken_pipe
-from daso.environment import parse_ranks_per_node, path_of, read_launch
+from daso.environment import is_file, parse_ranks_per_node, path_of, read_launch
 from daso.errors import (
     CheckpointWriteError,
     ConfigError,
@@ -66,10 +66,17 @@ def _carry_out(parser: argparse.ArgumentParser, words: Sequence[str], rest: Sequ
     options = parser.parse_args(words)
     try:
         code: int = options.run(options, rest)
-    except (CheckpointWriteError, ExchangeError, NonFiniteError, StallError) as error:
+    except (ExchangeError, StallError) as error:
+        return _fail(str(error), alone=True)
+    except (CheckpointWriteError, NonFiniteError) as error:
         return _fail(str(error))
     except DasoError as error:
         return _refuse(str(error))
+    except KeyboardInterrupt:
+        if read_launch().size > 1:  # each rank says so
+            raise
+        print("daso: interrupted", file=sys.stderr)
+        return 130
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
@@ -94,12 +101,20 @@ def _refuse(why: str) -> int:
     return 2
 
 
-def _fail(why: str) -> int:
-    """Print what went wrong at work; return the exit code of what may go well another time."""
-    from daso.comm.mpi import end_alone
+def _fail(why: str, *, alone: bool = False) -> int:
+    """Print what went wrong at work; return the exit code of what may go well another time.
 
-    end_alone(f"daso: {' '.join(why.splitlines())}")  # who spoke for all may be lost
+    Args:
+        why: What it was.
+        alone: Other ranks may not know of it: they wait, or are what this one waited for.
+    """
+    from daso.comm.mpi import end_alone, end_job
+
+    line = " ".join(why.splitlines())
+    end_alone(f"daso: {line}")  # who spoke for all may be lost
     _refuse(why)
+    if alone:
+        end_job("" if _speaks() else line)
     return 1
 
 
@@ -289,7 +304,7 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
     parse_ranks_per_node(options.ranks_per_node or "")
     parse_faults(options.fault)
     ranks, pretend = options.ranks, options.ranks_per_node
-    if program and not program[0].startswith("-") and not Path(program[0]).is_file():
+    if program and not program[0].startswith("-") and not is_file(Path(program[0])):
         raise ConfigError(
             f"the program must be a script that is there, but there is no "
             f"{format_value(program[0])} in {Path.cwd()}; mend its path, or run a module with -m"

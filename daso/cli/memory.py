@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from daso.cli.outputs import may_write, writing
-from daso.environment import path_of
+from daso.environment import is_file, path_of
 from daso.errors import ConfigError
 from daso.memory.planner import POLICIES
 
@@ -74,7 +74,7 @@ def _memory(chosen: argparse.Namespace, program: Sequence[str]) -> int:
     options = _checked(chosen)
     if not program:
         raise ConfigError(f"a script must follow the options, as in `{EXAMPLE}`")
-    if not Path(program[0]).is_file():
+    if not is_file(Path(program[0])):
         raise ConfigError(f"SCRIPT must be a Python file that is there, not {program[0]}")
     found = _found(program, options)
     from daso.cli import memory_report as report
@@ -94,7 +94,7 @@ def _checked(chosen: argparse.Namespace) -> dict[str, Any]:
     from daso.memory.tiers import open_tier
 
     kind, _, folder = chosen.second.partition(":")
-    second = f"file:{Path(folder).absolute()}" if kind == "file" and folder else chosen.second
+    second = f"file:{path_of(folder).absolute()}" if kind == "file" and folder else chosen.second
     open_tier(second, torch.device("cpu")).close()
     return {
         "budget": None if chosen.budget is None else parse_bytes("budget", chosen.budget),

@@ -49,14 +49,15 @@ def _main(chosen: argparse.Namespace) -> int:
     path = newest(chosen.recording) if chosen.recording.is_dir() else chosen.recording
     timeline = read_timeline(path)
     found, late = shares(timeline), late_ranks(timeline)
+    if chosen.chrome is not None:  # of a flow, too, which has no steps
+        events = {"traceEvents": list(chrome_events(timeline)), "displayTimeUnit": "ms"}
+        write_file(chosen.chrome, json.dumps(events) + "\n")
+        print(f"{chosen.chrome}: open it in ui.perfetto.dev")
     if not found:
         raise ConfigError(
             f"a recording must have steps to tell of them, but {path} has none; record a run on 2 "
             f"ranks at least, to its first epoch's end"
         )
-    if chosen.chrome is not None:
-        events = {"traceEvents": list(chrome_events(timeline)), "displayTimeUnit": "ms"}
-        write_file(chosen.chrome, json.dumps(events) + "\n")
     if chosen.json is not None:
         tables = {
             "steps": [asdict(one) for one in found],
@@ -69,8 +70,6 @@ def _main(chosen: argparse.Namespace) -> int:
 
         plots.save(plots.draw_timeline(timeline), chosen.plot)
     print(render(timeline, found, late))
-    if chosen.chrome is not None:
-        print(f"{chosen.chrome}: open it in ui.perfetto.dev")
     return 0
 
 

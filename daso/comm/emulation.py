@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 
@@ -67,28 +68,43 @@ class LinkModel:
             return self._free_at
 
 
+@dataclass(slots=True)
+class Settled:
+    """When a step was stretched last, of any optimizer: what was computed before is not again."""
+
+    at: float = 0.0  # seconds, time.perf_counter
+    padded: float = 0.0  # seconds, added inside of steps until then
+
+
 class Stretch:
     """Lets computing take as many times as long, by sleeping: other threads get the core.
 
     Args:
         factor: How many times; 1 at least.
         padded: Returns the seconds that were added inside of steps until now.
+        settled: Of all optimizers of a program together.
     """
 
-    def __init__(self, factor: float, padded: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(
+        self,
+        factor: float,
+        padded: Callable[[], float] = lambda: 0.0,
+        settled: Settled | None = None,
+    ) -> None:
         self.factor, self._padded_until_now = factor, padded
-        self._stood, self._padded = 0.0, padded()
+        self._settled = Settled(padded=padded()) if settled is None else settled
+        self._stood = 0.0
         self._ahead = 0.0  # seconds that steps took too long
         self._steps = 0
 
     def after_step(self, begun: float, stood: float) -> None:
         """Sleep for what is missing of a step; not after the first, which holds the setup."""
         self._steps += 1
-        padded = self._padded_until_now()
+        padded, last = self._padded_until_now(), self._settled
         if self.factor > 1 and self._steps > 1:
-            computed = time.perf_counter() - begun - (stood - self._stood)
-            self._settle(computed - (padded - self._padded), padded - self._padded)
-        self._stood, self._padded = stood, padded
+            computed = time.perf_counter() - max(begun, last.at) - (stood - self._stood)
+            self._settle(computed - (padded - last.padded), padded - last.padded)
+        self._stood, last.padded, last.at = stood, padded, time.perf_counter()
 
     def _settle(self, computed: float, added: float) -> None:
         missing = (self.factor - 1) * computed - added - self._ahead
@@ -204,8 +220,8 @@ def pretend_device(copies: DeviceStaging) -> Iterator[None]:
 
 
 _link: ContextVar[LinkModel | None] = ContextVar("link", default=None)
-_stretch: ContextVar[tuple[float, Callable[[], float]]] = ContextVar(
-    "stretch", default=(1.0, lambda: 0.0)
+_stretch: ContextVar[tuple[float, Callable[[], float], Settled | None]] = ContextVar(
+    "stretch", default=(1.0, lambda: 0.0, None)
 )
 
 
@@ -232,7 +248,7 @@ def throttled(
     """
     if not 1 <= factor < float("inf"):
         raise ConfigError(f"computing must take 1 to many times as long, not {factor}")
-    tokens = _link.set(link), _stretch.set((factor, padded))
+    tokens = _link.set(link), _stretch.set((factor, padded, Settled(padded=padded())))
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from daso.environment import (
     TORCHRUN,
@@ -44,6 +44,7 @@ __all__ = [
 
 # MPICH 5.0's mpiexec drops what a rank printed just before it aborts.
 DRAIN_SECONDS = 0.3
+OTHERS_SECONDS = 1.5  # for a rank that speaks for all, and ends them
 WAIT_POLL_SECONDS = 0.01
 LAST_SECONDS = 2.0  # for the other ranks to fail by the same error
 ABORT_SECONDS = 5.0  # for MPI_Abort to end this process
@@ -233,6 +234,41 @@ def _show_held() -> None:
         print(held(), end="", file=sys.__stderr__, flush=True)
 
 
+def end_job(why: str) -> None:
+    """End all ranks, as this one failed by itself; do nothing where it is the only one.
+
+    Args:
+        why: What to print before, unless another rank, which said it, ends the job meanwhile;
+            nothing where this one did.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.COMM_WORLD.Get_size() == 1:
+        return
+    if why:
+        time.sleep(OTHERS_SECONDS)
+        print(f"daso: {_where()}: {why}", file=sys.stderr, flush=True)
+    time.sleep(DRAIN_SECONDS)
+    _end_all(1)
+
+
+def _where() -> str:
+    world = load().COMM_WORLD
+    return f"rank {world.Get_rank()} of {world.Get_size()} on {socket.gethostname()}"
+
+
+def _end_all(code: int) -> NoReturn:
+    """End all ranks by MPI, or by torchrun's agents, which end the others."""
+    if _under_torchrun:
+        sys.stdout.flush()
+        os._exit(code)
+    # Where a host is cut off, MPI_Abort stays until the link is mended.
+    end = threading.Timer(ABORT_SECONDS, os._exit, [code])
+    end.daemon = True
+    end.start()
+    load().COMM_WORLD.Abort(code)
+    os._exit(code)
+
+
 def abort_on_error() -> None:
     """Make an uncaught exception on this rank end the whole job, naming the rank; idempotent.
 
@@ -243,8 +279,7 @@ def abort_on_error() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        world = load().COMM_WORLD
-        where = f"rank {world.Get_rank()} of {world.Get_size()} on {socket.gethostname()}"
+        where = _where()
         if issubclass(kind, KeyboardInterrupt):
             print(f"daso: {where} was interrupted", file=sys.stderr, flush=True)
         else:
@@ -255,14 +290,7 @@ def abort_on_error() -> None:
         if not issubclass(kind, KeyboardInterrupt):
             end_alone()
         code = 130 if issubclass(kind, KeyboardInterrupt) else 1
-        if _under_torchrun:  # which end the others
-            sys.stdout.flush()
-            os._exit(code)
-        # Where a host is cut off, MPI_Abort stays until the link is mended.
-        end = threading.Timer(ABORT_SECONDS, os._exit, [code])
-        end.daemon = True
-        end.start()
-        world.Abort(code)
+        _end_all(code)
 
     hook.by_daso = True  # type: ignore[attr-defined]
     sys.excepthook = hook

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import TensorDataset
 
+from daso.environment import data_folder, is_file
 from daso.errors import DataError
 
 __all__ = ["find_fashion", "load_fashion"]
@@ -42,8 +43,8 @@ def load_fashion(folder: Path | str | None = None, *, train: bool) -> TensorData
     """Load one split of Fashion-MNIST.
 
     Args:
-        folder: Where the idx files are, each as NAME.gz or NAME; without it, where the Debian
-            package puts them.
+        folder: Where the idx files are, each as NAME.gz or NAME; without it what DASO_DATA names,
+            else where the Debian package puts them.
         train: The train split (60000 samples), or else the test split (10000).
 
     Returns:
@@ -69,16 +70,16 @@ def load_fashion(folder: Path | str | None = None, *, train: bool) -> TensorData
 
 
 def _place(folder: Path | str | None) -> Path:
-    return _SYSTEM if folder is None else Path(folder)
+    return Path(folder) if folder is not None else data_folder() or _SYSTEM
 
 
 def _file(place: Path, name: str) -> Path:
     zipped = place / f"{name}.gz"
-    return zipped if zipped.is_file() else place / name
+    return zipped if is_file(zipped) else place / name
 
 
 def _missing(place: Path, names: tuple[str, ...]) -> list[str]:
-    return [name for name in names if not _file(place, name).is_file()]
+    return [name for name in names if not is_file(_file(place, name))]
 
 
 def _read(path: Path, *, dimensions: int) -> torch.Tensor:
@@ -96,7 +97,10 @@ def _read(path: Path, *, dimensions: int) -> torch.Tensor:
 
 
 def _unzip(path: Path) -> bytearray:
-    data = path.read_bytes()
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise _corrupt(path, f"it cannot be read ({error.strerror})") from error
     if path.suffix != ".gz":
         return bytearray(data)
     try:

@@ -124,5 +124,12 @@ def _join(files: Iterable[Path], max_bytes: int | None) -> bytearray:
     for path in files:
         if max_bytes is not None and len(data) >= max_bytes:
             break
-        data += path.read_bytes()
-    return data[:max_bytes]
+        try:
+            with path.open("rb") as file:
+                data += file.read(-1 if max_bytes is None else max_bytes - len(data))
+        except OSError as error:
+            raise DataError(
+                f"a text must be readable, but {path}: {error.strerror}; change its mode, or name "
+                f"another folder"
+            ) from error
+    return data

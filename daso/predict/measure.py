@@ -14,7 +14,7 @@ from daso.comm.topology import STALL_SECONDS, Topology, default
 from daso.environment import read_launch
 from daso.predict.link_trials import link_rate
 from daso.predict.throttle_plan import Machine
-from daso.predict.throttles.disk import disk_rates
+from daso.predict.throttles.disk import DiskRates, disk_rates
 from daso.predict.throttles.memory import memory_bytes_per_second
 
 __all__ = ["measure_machine", "world_of_launch"]
@@ -46,7 +46,7 @@ def measure_machine(
 
     Returns:
         The slowest rank's machine; what there is not is None: a link with one node, copies without
-        a device.
+        a device, a disk that cannot be written.
 
     Collective over the world; blocking, for some seconds.
     """
@@ -54,14 +54,14 @@ def measure_machine(
     check("folder", folder, either(FOLDER, NONE))
     world = world_of_launch() if topology is None else topology
     _rendezvous(world)
-    disk = disk_rates(Path(tempfile.gettempdir() if folder is None else folder))
+    disk = _disk(Path(tempfile.gettempdir() if folder is None else folder))
     _rendezvous(world)  # who had the disk last is late
     rates: dict[str, Any] = {
         "compute": _flops() * (1 if world is None else world.local_size),
         "memory_bytes_per_second": memory_bytes_per_second(),
         "copy_bytes_per_second": _copy_rate() if torch.cuda.is_available() else None,
-        "disk_write_bytes_per_second": disk.write,
-        "disk_read_bytes_per_second": disk.read,
+        "disk_write_bytes_per_second": None if disk is None else disk.write,
+        "disk_read_bytes_per_second": None if disk is None else disk.read,
     }
     if world is None:
         return Machine(**rates)
@@ -87,6 +87,14 @@ def _rendezvous(world: Topology | None) -> None:
 def world_of_launch() -> Topology | None:
     """Return the ranks that a launcher started; None: this process is alone."""
     return default() if read_launch().size > 1 else None
+
+
+def _disk(folder: Path) -> DiskRates | None:
+    """Return the rates of a folder's disk; None where it cannot be written, or is full."""
+    try:
+        return disk_rates(folder)
+    except OSError:
+        return None
 
 
 def _flops() -> float:

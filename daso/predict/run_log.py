@@ -59,15 +59,16 @@ def read_run(folder: Path) -> Recorded:
     batches = (found[-1]["sent"] - found[0]["sent"]) / (len(found) - 1)
     parameters, nodes = begun["parameters"], begun["nodes"]
     taken = statistics.median(one["exchange_seconds"] for one in found)
+    # Each exchange of a fragment carried a part of them.
+    carried = parameters / (1 + max(one.get("fragment") or 0 for one in found))
     small = [one["small_seconds"] for one in found if one.get("small_seconds")]
     return Recorded(
         Job(
             parameters=parameters,
             step_seconds=statistics.median(steps),
-            host_seconds=taken / parameters,
+            host_seconds=taken / carried,
             # Logs of before 2026-11-22 do not tell of it.
-            own_seconds=statistics.median(one.get("own_seconds", 0.0) for one in found)
-            / parameters,
+            own_seconds=statistics.median(one.get("own_seconds", 0.0) for one in found) / carried,
             small_parameters=parameters / SMALL_SHARE if small else 0,
             small_seconds=statistics.median(small) if small else 0,
             # A log has medians of so many batches, which spread less than batches do.

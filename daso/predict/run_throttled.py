@@ -11,13 +11,15 @@ other Python program that the command starts, too.
 import runpy
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
+from daso.comm.topology import Topology
 from daso.environment import read_launch
 from daso.errors import ConfigError, DasoError
 from daso.predict.emulate import simulate_target
 from daso.predict.measure import measure_machine, world_of_launch
-from daso.predict.throttle_file import read_throttle_file
+from daso.predict.throttle_file import ThrottleFile, read_throttle_file
 from daso.predict.throttle_plan import LEAST_STEPS, ThrottlePlan, estimate
 
 __all__ = ["main", "report"]
@@ -26,18 +28,39 @@ __all__ = ["main", "report"]
 def main(words: Sequence[str]) -> int:
     """Run a program throttled; return its exit code."""
     if len(words) < 2 or (words[1] == "-m" and len(words) < 3):
-        raise ConfigError(
-            "a plan and a program must follow: `python -m daso.predict.run_throttled plan.toml "
-            "train.py`"
+        print(
+            "daso: a plan and a program must follow: `python -m daso.predict.run_throttled "
+            "plan.toml train.py`",
+            file=sys.stderr,
         )
+        return 2
     world = world_of_launch()
-    plan = read_throttle_file(Path(words[0])).plan(lambda: measure_machine(world))
-    with simulate_target(plan, world) as steps:
+    with ExitStack() as throttles:
+        try:
+            plan = _read(Path(words[0]), world).plan(lambda: measure_machine(world))
+            steps = throttles.enter_context(simulate_target(plan, world))
+        except DasoError as wrong:  # on every rank; the program's own errors are its own
+            print(f"daso: {wrong}", file=sys.stderr)
+            return 2
         code = _run(words[1:])
         seconds = list(steps.seconds)
     if code == 0 and read_launch().rank == 0:
         print(report(plan, seconds), flush=True)
     return code
+
+
+def _read(path: Path, world: Topology | None) -> ThrottleFile:
+    """Read a plan; raise on every rank what is wrong with it on one. Collective; blocking."""
+    problem = None
+    try:
+        found = read_throttle_file(path)
+    except ConfigError as error:
+        problem = str(error)
+    if world is not None:
+        world.raise_on_all_ranks(problem, ConfigError)
+    if problem is not None:
+        raise ConfigError(problem)
+    return found
 
 
 def _run(words: Sequence[str]) -> int:
@@ -69,8 +92,4 @@ def report(plan: ThrottlePlan, seconds: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except DasoError as wrong:
-        print(f"daso: {wrong}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(main(sys.argv[1:]))

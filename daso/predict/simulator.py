@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from daso.checks import check, whole
 from daso.errors import ConfigError
 from daso.plan.options import Exchange, Gradients, Settings
 from daso.plan.policies import Plateau
@@ -131,7 +132,8 @@ class _Nodes:
         if job.jitter:
             spread, gauss, exp = job.jitter, self._random.gauss, math.exp
             base = [seconds * exp(spread * gauss(0.0, 1.0)) for seconds in base]
-        self._steps.append(base)
+        if self.cluster.nodes > 1:  # one alone tells nobody of them
+            self._steps.append(base)
         self.times = [at + seconds for at, seconds in zip(self.times, base, strict=True)]
 
     def average_gradients(self, *, hidden: bool) -> None:
@@ -246,8 +248,9 @@ def simulate(
         What it took.
 
     Raises:
-        ConfigError: The policy goes by epochs and the loss.
+        ConfigError: The policy goes by epochs and the loss, or there is no step.
     """
+    check("steps", steps, whole(1))
     if isinstance(policy, Plateau):
         raise ConfigError("a policy must not go by the loss of epochs to be predicted, as Plateau")
     if settings is None:

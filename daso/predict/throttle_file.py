@@ -35,25 +35,30 @@ class ThrottleFile:
         if self.measures:
             machine = measure()
             known = {name: getattr(machine, name) for name in NAMES} | known
-        target = {name: _number(name, value, known) for name, value in self.target.items()}
+        target = {name: self._number(name, value, known) for name, value in self.target.items()}
         # Alike in what the file leaves out: a latency that was measured is the target's too.
         if "latency_seconds" not in target and "link_bytes_per_second" in target:
             target["latency_seconds"] = known.get("latency_seconds", 0.0)
         target.setdefault("compute", known["compute"])
         return ThrottlePlan(Machine(**known), Machine(**target))
 
-
-def _number(name: str, value: float | str, known: Mapping[str, Any]) -> float:
-    """Return a number of the target: as it is given, or so many times the current machine's."""
-    if not isinstance(value, str):
-        return value
-    current = known.get(name)
-    if current is None:
-        raise ConfigError(
-            f"{name} of the target must be a number where the current machine has none, not "
-            f"{value!r}; give it in [current], or leave it out"
-        )
-    return float(value[:-1]) * float(current)
+    def _number(self, name: str, value: float | str, known: Mapping[str, Any]) -> float:
+        """Return a number of the target: as it is given, or so many times the current machine's."""
+        current = known.get(name)
+        if current is None and self.measures:
+            raise ConfigError(
+                f"{name} of the target must be left out where there is none to be measured here, "
+                f"as a link with one node or copies without a device, but it is {value!r}; start "
+                f"more nodes (--ranks-per-node), give it in [current], or leave it out"
+            )
+        if not isinstance(value, str):
+            return value
+        if current is None:
+            raise ConfigError(
+                f"{name} of the target must be a number where the current machine has none, not "
+                f"{value!r}; give it in [current], or leave it out"
+            )
+        return float(value[:-1]) * float(current)
 
 
 def read_throttle_file(path: Path) -> ThrottleFile:

@@ -58,6 +58,7 @@ class Recording(AbstractContextManager["Recording"]):
         self._timeout_seconds = timeout_seconds
         self._since = 0.0  # seconds, time.perf_counter: what began before is not of a batch
         self._file: TextIO | None = None
+        self._problem: str | None = None  # with the file
 
     @property
     def _topology(self) -> Topology:
@@ -87,7 +88,7 @@ class Recording(AbstractContextManager["Recording"]):
             StallError: A rank did not come.
         """
         self._compare_clocks()
-        since, self._since = self._since, time.perf_counter()
+        since = self._since
         spans, lost = self._recorder.take()
         mine = {
             "rank": self._topology.rank,
@@ -97,6 +98,7 @@ class Recording(AbstractContextManager["Recording"]):
             "spans": spans,
         }
         self._write_everyones(json.dumps(mine))
+        self._since = time.perf_counter()  # writing belongs to no step
 
     def __exit__(
         self,
@@ -140,7 +142,9 @@ class Recording(AbstractContextManager["Recording"]):
         self._agree(problem)
 
     def _put(self, line: str, *, opens: bool = False) -> str | None:
-        """Write a line; return why it could not be, if so."""
+        """Write a line; return why it, or one before it, could not be, if so."""
+        if self._problem is not None:
+            return self._problem
         try:
             if opens:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,11 +153,11 @@ class Recording(AbstractContextManager["Recording"]):
             self._file.write(line + "\n")
             self._file.flush()
         except OSError as caught:
-            return (
+            self._problem = (
                 f"a recording's file must be writable, but {self.path}: {caught.strerror}; choose "
                 f"another, or leave recording out"
             )
-        return None
+        return self._problem
 
     def _agree(self, problem: str | None) -> None:
         """Raise world rank 0's problem on every rank."""

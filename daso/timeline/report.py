@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +119,12 @@ def _set_right(spans: Mapping[int, list[Span]]) -> int:
     """Let nothing be merged before all have sent it; return how often clocks had said otherwise."""
     sent: dict[int, float] = {}
     for of_rank in spans.values():
+        keys = Counter(span.key for span in of_rank if span.kind == SEND)
+        if any(count > 1 for count in keys.values()):
+            raise DataError(
+                "a recording must be of one optimizer's exchanges, but two of a rank have the same "
+                "number; record one optimizer at a time"
+            )
         for span in of_rank:
             if span.kind == SEND:
                 sent[span.key] = max(span.ends, sent.get(span.key, span.ends))

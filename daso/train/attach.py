@@ -74,6 +74,11 @@ def attach(  # noqa: PLR0913 - the keywords of DASO
             exchange=exchange,
             gradients=gradients,
         )
+        if not hasattr(inner, "_optimizer_step_pre_hooks"):
+            raise ConfigError(
+                f"an optimizer that is attached must have the hooks of torch.optim.Optimizer, but "
+                f"{type(inner).__name__} does not call its __init__; wrap it with daso.DASO"
+            )
         if not setup.settings.whole:
             raise ConfigError(
                 f"an optimizer that is attached must step as a whole, but "
@@ -182,7 +187,8 @@ class Attached:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:  # after an error the other ranks may not come: nothing collective
+        # After an error the other ranks may not come: nothing collective.
+        if kind is None and not self._session.was_closed:
             self.synchronize()
             self.close()
 

@@ -23,12 +23,18 @@ __all__ = [
     "gradient_checksum",
     "has_batch_norm",
     "has_hooks",
+    "has_step_hooks",
     "stepping",
 ]
 
 logger = logging.getLogger("daso")
 
 FIRST = 8  # gradients that are looked at: those of the last layers
+
+
+def has_step_hooks(inner: torch.optim.Optimizer) -> bool:
+    """Return whether hooks can be put on a step: not where torch's __init__ was not called."""
+    return hasattr(inner, "_optimizer_step_post_hooks")
 
 
 _stepping: set[int] = set()  # ids of the optimizers that daso steps now
@@ -55,8 +61,7 @@ class InnerSteps:
     def __init__(self, inner: torch.optim.Optimizer, warns: Callable[[], bool]) -> None:
         self._warns: weakref.WeakMethod[Any] | None = weakref.WeakMethod(warns)
         self._warned = warns()  # and where what daso.DASO returned was dropped at once
-        register = getattr(inner, "register_step_post_hook", None)
-        self._handle = register(self) if register is not None else None
+        self._handle = inner.register_step_post_hook(self) if has_step_hooks(inner) else None
 
     @_disable_dynamo
     def __call__(self, inner: torch.optim.Optimizer, *_: object) -> None:

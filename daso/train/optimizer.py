@@ -415,7 +415,8 @@ class DASO(torch.optim.Optimizer):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:  # after an error the other ranks may not come: nothing collective
+        # After an error the other ranks may not come: nothing collective.
+        if kind is None and not self._session.was_closed:
             self.synchronize()
             self.close()
 

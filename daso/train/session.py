@@ -57,6 +57,7 @@ LOSS = Rule(
         else isinstance(one, int | float) or hasattr(one, "__float__")
     ),
 )
+CLOSED = "was closed"
 MANY = 10  # open optimizers of which something is said
 PARTS = {"schedule", "history", "shape", "sync"}  # of a session's state
 
@@ -195,12 +196,20 @@ class Session:
         )
         registry.add(self._sync)
         keep(self, self.topology, self._number, registry.closer_of(self._sync))
+        try:
+            self._start(self._sync, acts)
+        except BaseException:  # its communicators are given back with the next wrap
+            self._sync.unhook()
+            raise
+
+    def _start(self, sync: Synchronizer, acts: Sequence[Action]) -> None:
+        """Do what comes first. Collective over the world; blocking."""
         if self._one_copy is None and self.setup.module is not None:
             self._one_copy = OneCopy(self.setup.module, self._differs, self.warns)
         self._begin()
         anchor = () if self.schedule.synchronous else (Action.ANCHOR,)
-        self._sync.perform((*acts, *anchor), self.schedule)
-        self._sync.start_watch()  # the first step does not hold the setup
+        sync.perform((*acts, *anchor), self.schedule)
+        sync.start_watch()  # the first step does not hold the setup
 
     def _absorbs(self, _: Exception) -> bool:
         """Return whether the next step takes care of an error that a backward met."""
@@ -274,6 +283,11 @@ class Session:
         restoration = self.step_restoration
         return restoration.scaled(self.schedule.step_gain) if restoration else nullcontext()
 
+    @property
+    def was_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._over == CLOSED
+
     def _check_open(self) -> None:
         """Refuse what comes after the end."""
         over = self._over or (self._sync is not None and self._sync.over)
@@ -321,11 +335,16 @@ class Session:
 
     def _follow_changes(self) -> None:
         """Take up parameters that were frozen, unfrozen or laid out anew since the last step."""
+        changed = self._sync is not None and self._sync.changes.trainable_changed()
         self._follow_layout()
-        if self._sync is not None and self._sync.changes.trainable_changed():
+        if self._sync is not None and changed:
             for _, param in self._sync.trained.named:
                 if not param.requires_grad:  # it would step by a gradient of each node's own
                     param.grad = None
+            if not any(
+                p.requires_grad for group in self.inner.param_groups for p in group["params"]
+            ):
+                return  # for a while: there is nothing to set up for
             self.synchronize()
             # What was frozen between exchanges has a state of each node's own.
             self._reopen(self._sync, *((Action.JOIN,) if self.schedule.synchronous else ()))
@@ -416,6 +435,7 @@ class Session:
         if self._sync is None:
             add()
             return
+        self._follow_changes()  # or what was frozen or unfrozen would be taken for known
         self.synchronize()
         add()
         self._reopen(self._sync)
@@ -537,7 +557,7 @@ class Session:
 
         Collective over the world; blocking; idempotent.
         """
-        self._over = self._over or "was closed"
+        self._over = self._over or CLOSED
         if self._one_copy is not None:
             self._one_copy.close()
         if self._sync is not None:

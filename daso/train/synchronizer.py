@@ -112,7 +112,7 @@ class Synchronizer:
             self.averaging.close()
             self.channels.engine.close()
             self.buckets.node.abandon()
-            self._unhook()
+            self.unhook()
             raise
 
     def _open_averaging(self, replicas: Topology) -> tuple[GradientAveraging, int | None]:
@@ -286,8 +286,7 @@ class Synchronizer:
         self._begin_step()
         self.averaging.check()
         self._look_around()
-        if not self.buckets.fresh:
-            self.buckets.finish_round()
+        late = self._finish_round(scaling)
         if self.layers is not None and self.averaging.by_layers:
             self._refuse("GradScalers", scaling.active)
             self.layers.step()
@@ -297,6 +296,8 @@ class Synchronizer:
         self.metrics.scales_apart |= scaling.active and not synchronous
         if synchronous and self.metrics.scales_apart:
             self._average_unscaled()
+            late = True
+        if late:
             finite = self._nonfinite_gradient() is None
         # Without a scaler no scales are apart, whatever was loaded: from the next step on nodes
         # average before users see gradients, and clip them.
@@ -309,6 +310,20 @@ class Synchronizer:
         if synchronous and finite:
             self.metrics.good()
         return finite
+
+    def _finish_round(self, scaling: Scaling) -> bool:
+        """Average what no backward did; return whether a scaler looked at gradients before."""
+        if self.buckets.fresh:
+            return False
+        late = scaling.active and not self.buckets.reduce_plan.alone
+        if late and self.buckets.piled_up:
+            raise ConfigError(
+                "a GradScaler must look at gradients that are averaged, but the last backward was "
+                "inside no_sync(), and step() averages after it has looked; leave the last "
+                "backward outside of no_sync()"
+            )
+        self.buckets.finish_round()
+        return late
 
     def _gradients_sound(self, *, counts: bool = True) -> bool:
         """Tell whether a synchronous step may be taken; its gradients are the same everywhere."""
@@ -486,7 +501,7 @@ class Synchronizer:
             Whether all work ended well; where it did not, threads may go on.
         """
         self.over = self.over or "was closed"
-        self._unhook()
+        self.unhook()
         sound = self.averaging.close()
         sound = self.channels.close() and sound  # until here an exchange in flight may go on
         if sound:
@@ -498,7 +513,7 @@ class Synchronizer:
         """Let go of everything but the node's memory, where a rank is lost. Does not block long."""
         self.over = "lost a rank"
         self.channels.lose()
-        self._unhook()
+        self.unhook()
         self.exchanges = None
 
     def go_on_from(self, other: "Synchronizer | None") -> None:
@@ -532,7 +547,8 @@ class Synchronizer:
         """Stop all threads whatever is under way; for the end of the process."""
         self.averaging.abandon()
 
-    def _unhook(self) -> None:
+    def unhook(self) -> None:
+        """Leave the user's model without hooks; idempotent."""
         if self.layers is not None:
             self.layers.close()
         self.buckets.close()

@@ -382,3 +382,24 @@ def test_ending_daso_run_alone_ends_all_ranks(tmp_path: Path, name: str) -> None
     job.communicate(timeout=HANG_SECONDS)
     assert job.returncode != 0
     wait_for_none_left(program)
+
+
+@pytest.mark.later("waits for a rank that stands still")
+def test_a_rank_that_waits_in_vain_says_so_where_the_one_that_speaks_stands_still(tmp_path):
+    """`daso train` has rank 0 print errors; here rank 0 is what the other waits for."""
+    fault = "stop rank 0 at step 5 for 60 s"
+    words = ("-m", "daso", "run", "-n", "2", "--ranks-per-node", "1", "--fault", fault)
+    train = ("-m", "daso", "train", "--data.name=digits", "--epochs=50", f"--runs={tmp_path}")
+    limits = ("--schedule.policy=fixed", "--schedule.skip=1", "--exchange.timeout_seconds=3")
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *words, *train, *limits],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "daso: rank 1 of 2 on " in done.stderr
+    assert "no answer from world rank 0" in done.stderr
+    assert time.monotonic() - begun < 45 * slowness()

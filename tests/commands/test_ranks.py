@@ -10,6 +10,8 @@ from on_mpi import PYTEST, run_on, run_tests
 
 TESTS = Path(__file__).parents[1]
 RANKS, WORLD = TESTS / "ranks", TESTS / "world"
+# Of worlds: the everyday tier has all in threads, and these on ranks, whose time is their own.
+EVERYDAY = [WORLD / f"test_{name}.py" for name in ("sync", "behaviour", "eager", "checkpoint")]
 CONTRACT, MANY = RANKS / "test_contract.py", RANKS / "test_many.py"
 POINTS = 47  # of the drop-in contract
 
@@ -25,10 +27,9 @@ POINTS = 47  # of the drop-in contract
     ],
 )
 def test_on_ranks(ranks: int, record_property, pytestconfig) -> None:
-    words = [str(WORLD), str(RANKS), f"--ignore={CONTRACT}", f"--ignore={MANY}"]
-    if not pytestconfig.getoption("--all"):
-        words += ["-m", "not later"]
-    run_tests(ranks, record_property, *words)
+    words = [RANKS, f"--ignore={CONTRACT}", f"--ignore={MANY}"]
+    words += [WORLD] if pytestconfig.getoption("--all") else ["-m", "not later", *EVERYDAY]
+    run_tests(ranks, record_property, *map(str, words))
 
 
 @pytest.mark.slow("more ranks than cores")

@@ -6,6 +6,7 @@ from torch import nn
 
 import daso
 from daso.checkpoint.state import Checkpoints
+from daso.cli import doctor
 from daso.comm import topology
 from daso.comm.health import liveness
 from daso.comm.topology import RENDEZVOUS
@@ -71,3 +72,10 @@ def test_ranks_that_come_to_different_places_are_told_where_the_others_are(topol
 
 def test_all_are_in_the_table():
     assert set(MEET) <= set(RENDEZVOUS)
+
+
+def test_a_problem_that_any_rank_has_is_told_on_all(topology, rank_info):
+    seen = ["no mpirun", *(["the GPU is full"] if rank_info.rank == 1 else [])]
+    host = topology.liveness.hosts[1]
+    told = doctor._everyones(topology, seen)
+    assert told == ["no mpirun", f"rank 1 on {host}: the GPU is full"]

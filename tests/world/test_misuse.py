@@ -574,3 +574,80 @@ def test_what_is_wrong_on_one_rank_is_the_same_error_on_all(topology, rank_info,
     assert topology.equal_on_all_ranks(str(caught.value))
     made = make(topology=topology)  # ranks are in step
     made.close()
+
+
+def test_a_scaler_that_looks_before_gradients_are_averaged_is_refused(topology, rank_info):
+    model = nn.Linear(3, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    with wrap(topology, model, sgd(model), policy=SYNC) as optimizer:
+        with optimizer.no_sync():
+            scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+        if rank_info.world_size == 1:
+            scaler.step(optimizer)
+            return
+        with pytest.raises(ConfigError, match="the last backward was inside no_sync"):
+            scaler.step(optimizer)
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+        scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+        scaler.step(optimizer)
+
+
+def test_close_within_with_ends_it(topology):
+    model = nn.Linear(3, 1)
+    with wrap(topology, model, sgd(model), policy=SYNC) as optimizer:
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.close()
+
+
+def test_all_parameters_may_be_frozen_for_a_while(topology, rank_info):
+    """As those of a backbone with an optimizer of its own."""
+    model = nn.Linear(3, 1)
+    with wrap(topology, model, sgd(model), policy=SYNC) as optimizer:
+        before = None
+        for number in range(6):
+            model.requires_grad_(not 2 <= number < 4)
+            optimizer.zero_grad()
+            loss = model(torch.full((2, 3), rank_info.rank + number + 1.0)).sum()
+            if loss.requires_grad:
+                loss.backward()
+            optimizer.step()
+            if number == 1:
+                before = bits(model)
+            if number == 3:
+                assert equal(before, bits(model))
+        assert not equal(before, bits(model))
+        assert alike(topology, list(model.parameters()))
+
+
+class Bare(torch.optim.SGD):
+    """Has torch's methods, and not what its __init__ makes; as some wrappers."""
+
+    def __init__(self, inner):
+        named = inner.__dict__.items()
+        self.__dict__ |= {name: value for name, value in named if not name.endswith("_hooks")}
+        self.inner = inner
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_optimizer_without_hooks_is_wrapped_but_not_attached(topology, several):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    inner = [Bare(sgd(layer)) for layer in model] if several else Bare(sgd(model))
+    with wrap(topology, model, inner, policy=SYNC) as optimizer:
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    with pytest.raises(ConfigError, match="must have the hooks of torch"):
+        daso.attach(Bare(sgd(model)), module=model, topology=topology)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_a_scripted_model_is_trained(topology):
+    model = torch.jit.script(nn.Linear(3, 1))
+    with wrap(topology, model, sgd(model), policy=SYNC) as optimizer:
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()

@@ -14,6 +14,7 @@ __all__ = ["HERE", "Here", "RankStarter", "program", "read_result", "run_here"]
 
 HERE = "here"
 RANKS = ("-m", "daso.cli.bench.ranks")
+INTERRUPTED = 130  # exit code
 
 
 class RankStarter(Protocol):
@@ -59,4 +60,6 @@ def run_here(kind: str, plan: Mapping[str, Any], *, ranks: int, ranks_per_node: 
         out = Path(folder) / "found.json"
         words = program(kind, plan, out)
         code = launch(Local(ranks=ranks, ranks_per_node=str(ranks_per_node), program=words))
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
         return read_result(out, code)

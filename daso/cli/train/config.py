@@ -196,8 +196,9 @@ class CheckpointConfig:
 
 MOST_COLUMNS = 100
 MOST_COUNT = 2**40
-SEED = Rule(  # what torch takes
-    "a whole number of at most 64 bits", lambda one: type(one) is int and -(2**63) <= one < 2**64
+SEED = Rule(
+    "a whole number, 0 or more, of at most 64 bits",
+    lambda one: type(one) is int and 0 <= one < 2**64,
 )
 LONGEST_NAME = 200  # characters; file systems take 255 bytes
 NAME = Rule(

@@ -71,22 +71,24 @@ class RunFolder:
 
     def __init__(self, path: Path, *, tensorboard: bool = False, resume: bool = False) -> None:
         self.path, self._whole = path, True
+        writer = _find_tensorboard() if tensorboard else None  # before anything is moved
         try:
             if not resume:
                 _keep_earlier(path)
             path.mkdir(parents=True, exist_ok=True)
             self._log = _open_log(path / "log.jsonl")
+            self._board = None if writer is None else self._open_board(writer)
             (path / "summary.json").unlink(missing_ok=True)
-            self._board = self._open_board() if tensorboard else None
         except OSError as error:
             raise ConfigError(
                 f"the run folder must be writable, but {path}: {error.strerror}; choose another "
                 f"with --runs=FOLDER"
             ) from error
 
-    def _open_board(self) -> Any:
+    def _open_board(self, writer: Any) -> Any:
         try:
-            return _open_tensorboard(self.path)
+            (self.path / "tensorboard").mkdir(exist_ok=True)
+            return writer(str(self.path / "tensorboard"))
         except BaseException:
             self._log.close()
             raise
@@ -166,15 +168,15 @@ def _open_log(path: Path) -> TextIO:
     return log
 
 
-def _open_tensorboard(path: Path) -> Any:
+def _find_tensorboard() -> Any:
+    """Return what writes TensorBoard's files; raise where that is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ConfigError(
             "tensorboard=true needs the tensorboard package; `pip install tensorboard`"
         ) from error
-    (path / "tensorboard").mkdir(exist_ok=True)
-    return SummaryWriter(str(path / "tensorboard"))
+    return SummaryWriter
 
 
 class Progress(AbstractContextManager["Progress"]):

@@ -39,6 +39,7 @@ class DiskDelay:
     """
 
     def __init__(self, current: DiskRates, target: DiskRates) -> None:
+        self._current, self._target = current, target
         self._write = max(0.0, 1 / target.write - 1 / current.write)  # seconds of a byte
         self._read = max(0.0, 1 / target.read - 1 / current.read)
         self._counted = (0, 0)
@@ -70,9 +71,14 @@ class DiskDelay:
         self._ahead = sleep_for(missing) - missing
 
     def off(self, folder: Path) -> float:
-        """Write a file; return how far off the delay is, in parts. It must be acquired."""
-        if not self._write:
-            return 0.0
+        """Write a file; return how far off the write is, in parts of its time.
+
+        It must be acquired.
+
+        Raises:
+            OSError: The system does not tell what a process reads and writes.
+        """
+        COUNTERS.read_text(encoding="utf-8")
         self.settle()
         parts = []
         for _ in range(TRIES):
@@ -81,7 +87,8 @@ class DiskDelay:
                 pass
             begun = time.perf_counter()
             self.settle()
-            parts.append((time.perf_counter() - begun) / (TRIAL_BYTES * self._write) - 1)
+            seconds = time.perf_counter() - begun + TRIAL_BYTES / self._current.write
+            parts.append(seconds * self._target.write / TRIAL_BYTES - 1)
         return statistics.median(parts)
 
 

@@ -162,6 +162,7 @@ class LayerwiseStep:
         self._buckets.collect(needed)
         chosen = sorted(needed if alone else self._buckets.arrived(due.pending))
         self._buckets.collect(chosen)
+        self._buckets.give_back(chosen)  # what was collected for others, and reset since
         if due.begun:
             self._amid.update(chosen)
         due.begun = due.begun or not alone

@@ -152,6 +152,7 @@ class GradientReducer:
         self._callbacks = callbacks
         self.bucket_bytes, self._same_order = bucket_bytes, same_order
         self.fresh = False  # a round was finished since somebody set this to False
+        self.piled_up = False  # in `no_sync`, since the last round
         self.order: list[int] = []  # of parameters in rows, once these are made
         self._paused = False
         self.rows = FlatGradients(named, node, cuts=cuts)
@@ -172,7 +173,7 @@ class GradientReducer:
             yield
         finally:
             self._paused = before
-            self.fresh = False  # what piled up is not averaged yet
+            self.fresh, self.piled_up = False, True  # what piled up is not averaged yet
 
     def _memory_of(self, index: int) -> torch.Tensor | None:
         """Return where a gradient of this rank may be written; None: where autograd would."""
@@ -274,6 +275,14 @@ class GradientReducer:
                 bucket.under_way = False
                 self.rows.settle(bucket)
 
+    def give_back(self, params: Iterable[int]) -> None:
+        """Let parameters have their means again that were reset since these were collected."""
+        named = self.rows.named
+        for index in params:
+            if named[index][1].grad is None:
+                for bucket in self.rows.buckets_of.get(index, []):
+                    self.rows.settle(bucket)
+
     def arrived(self, params: Iterable[int]) -> set[int]:
         """Return those of these parameters (indices) whose means are there. Does not block."""
         background, missing = self.reduce_plan.background, set[int]()
@@ -336,7 +345,7 @@ class GradientReducer:
             self._finish_background(begun=begun)
         else:
             self._finish_buckets()
-        self._round, self.fresh = Round(), True
+        self._round, self.fresh, self.piled_up = Round(), True, False
 
     def _finish_background(self, *, begun: bool) -> None:
         """Hand over what is left; where steps are whole, collect everything."""

@@ -8,7 +8,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from daso.errors import CheckpointError, ConfigError
-from daso.train.misuse import stepping
+from daso.train.misuse import has_step_hooks, stepping
 
 __all__ = ["CombinedOptimizer"]
 
@@ -62,7 +62,9 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     def register_step_post_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call a hook after each step of each optimizer."""
-        return _Handles([one.register_step_post_hook(hook) for one in self.optimizers])
+        return _Handles(
+            [one.register_step_post_hook(hook) for one in self.optimizers if has_step_hooks(one)]
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters."""

@@ -59,7 +59,12 @@ class OneCopy:
         self._told = False
         inside = (getattr(module, name, None) for name in ("module", "_orig_mod"))
         models = (module, *(one for one in inside if isinstance(one, torch.nn.Module)))
-        self._handles = [one.register_state_dict_pre_hook(self) for one in models]
+        scripted = torch.jit.ScriptModule  # has no such hooks: nothing is noticed there
+        self._handles = [
+            one.register_state_dict_pre_hook(self)
+            for one in models
+            if not isinstance(one, scripted)
+        ]
         weakref.finalize(apart.__self__, _remove, self._handles).atexit = False  # type: ignore[attr-defined]
 
     def __call__(self, *_: object) -> None:

@@ -99,7 +99,11 @@ class ElasticSession(Session):
     def _open(self, metrics: Metrics, *acts: Action) -> None:
         super()._open(metrics, *acts)
         if self._can is None and self._sync is not None:
-            self._begin_to_survive(self._sync)
+            try:
+                self._begin_to_survive(self._sync)
+            except ConfigError:
+                self._sync.unhook()
+                raise
 
     @classmethod
     def opened(

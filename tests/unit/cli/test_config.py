@@ -199,7 +199,7 @@ def test_the_run_folder_is_runs_and_name():
     assert read_config(None, ["--runs=/a", "--name=b"]).folder == Path("/a/b")
 
 
-@pytest.mark.parametrize("seed", [2**53 + 1, -(2**53) - 1, 2**64 - 1])
+@pytest.mark.parametrize("seed", [2**53 + 1, 2**64 - 1])
 def test_a_large_whole_number_keeps_its_last_digit(tmp_path, seed):
     assert read_config(None, [f"--seed={seed}"]).seed == seed
     assert read_config(toml(tmp_path, f"seed = {seed}"), []).seed == seed
@@ -254,6 +254,7 @@ def test_an_empty_section_that_does_not_exist_is_refused(tmp_path, text):
         ("--optimizer.lr=fast", "optimizer.lr must be a number", "'fast'"),
         ("--optimizer.lr=nan", "optimizer.lr must be a number", "nan"),
         ("--tensorboard=maybe", "tensorboard must be true or false", "'maybe'"),
+        ("--seed=-1", "seed must be a whole number, 0 or more", "-1"),
         ("--tensorboard=", "tensorboard must be true or false", "''"),
         ("--data.name=mnist", "auto, fashion, digits, text, synthetic", "'mnist'"),
         ("--exchange.wire=fp17", "exchange.wire must be one of auto, fp32", "'fp17'"),
@@ -456,7 +457,7 @@ def configs(draw):
         name=draw(printable.filter(lambda one: one not in (".", ".."))),
         runs=draw(printable),
         epochs=draw(st.integers(max(1, warmup + cooldown), 2**40)),
-        seed=draw(st.integers(-(2**63), 2**64 - 1)),  # what torch.manual_seed takes
+        seed=draw(st.integers(0, 2**64 - 1)),
         tensorboard=draw(st.booleans()),
         trace=draw(st.booleans()),
         data=DataConfig(

@@ -96,6 +96,12 @@ def test_a_run_tells_what_its_steps_and_exchanges_took(tmp_path):
     assert job.jitter == pytest.approx(spread * math.sqrt(20 / math.pi), rel=0.1)
 
 
+def test_an_exchange_of_a_fragment_is_of_a_part_of_the_parameters(tmp_path):
+    some = [exchange(0.1, 0.02, 1e-5, sent=10 * n) | {"fragment": n % 4} for n in range(12)]
+    job = read_run(log_of(tmp_path / "run", some)).job
+    assert job.host_seconds == pytest.approx(0.02 / (1000 / 4))
+
+
 def test_a_run_tells_whether_small_tensors_went_alone_and_what_that_took(tmp_path):
     """Where none went between two exchanges, nothing was measured."""
     told = [exchange(0.1, 0.02, 1e-5, sent=at) for at in range(0, 80, 10)]

@@ -155,6 +155,19 @@ def test_an_earlier_run_keeps_its_files_under_another_name(tmp_path, caplog):
     ]
 
 
+def test_a_start_that_is_refused_leaves_an_earlier_run_as_it_is(tmp_path, monkeypatch):
+    made = RunFolder(tmp_path / "one")
+    made.event("start", step=0)
+    made.summary(SUMMARY)
+    made.close()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match="needs the tensorboard package"):
+            RunFolder(tmp_path / "one", tensorboard=True, resume=resume)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    assert strict((tmp_path / "one" / "summary.json").read_text()) == SUMMARY
+
+
 def test_a_folder_in_which_nothing_was_logged_is_taken_as_it_is(tmp_path):
     RunFolder(tmp_path / "one").close()
     (tmp_path / "one" / "notes.txt").write_text("mine")

@@ -99,6 +99,23 @@ def test_times_of_what_there_is_not_is_refused():
         found.plan(lambda: Machine(1.0))
 
 
+@pytest.mark.parametrize("value", ["'2x'", "1e8"])
+def test_a_link_where_one_node_has_none_to_measure_is_refused(value):
+    text = f"[current]\nmeasure = true\n[target]\nlink_bytes_per_second = {value}"
+    with pytest.raises(ConfigError, match="must be left out where there is none to be measured"):
+        parse_throttle_file(text, "here").plan(lambda: Machine(1.0))
+
+
+def test_an_error_of_the_program_keeps_its_traceback(tmp_path):
+    plan, program = tmp_path / "plan.toml", tmp_path / "train.py"
+    plan.write_text(TWICE)
+    program.write_text("from daso.errors import DataError\nraise DataError('of its own')")
+    done = started("daso", "predict", f"--throttle={plan}", "--", sys.executable, program)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert done.stderr.strip().endswith("DataError: of its own")
+
+
 def test_options_and_program_are_told_apart(tmp_path):
     done = typed("predict", "--", "python", "train.py")
     assert done.returncode == 2

@@ -3,7 +3,7 @@
 import pytest
 
 from daso.comm import emulation as throttle
-from daso.comm.emulation import Stretch
+from daso.comm.emulation import Stretch, stretch, throttled
 
 
 class Clock:
@@ -45,3 +45,19 @@ def test_computing_takes_as_many_times_as_long_but_in_the_first_step(clock):
 def test_standing_still_for_others_is_not_stretched(clock):
     steps = taken(clock, Stretch(3.0), (1, 5), (1, 4), (2, 0), (0, 2), (1, 1))
     assert steps == pytest.approx([6, 3 + 4, 6, 2, 3 + 1])
+
+
+def test_two_optimizers_of_one_program_stretch_its_computing_once(clock):
+    """As of a GAN: each computes for 1 s, and each has the other's sleeping in its interval."""
+    with throttled(None, 3.0):
+        one, other = stretch(), stretch()
+    begun, found = {one: clock.now, other: clock.now}, []
+    for _ in range(8):
+        before = clock.now
+        for each in (one, other):
+            clock.now += 1
+            each.after_step(begun[each], 0.0)
+            begun[each] = clock.now
+        found.append(clock.now - before)
+    assert found[0] == pytest.approx(2)  # first steps hold the setup
+    assert found[1:] == pytest.approx([6] * 7)

@@ -70,6 +70,21 @@ def test_without_a_folder_the_system_folder_is_used(tmp_path, monkeypatch):
     assert load_fashion(train=True).tensors[1].tolist() == [9, 0, 4]
 
 
+def test_without_a_folder_the_one_that_daso_data_names_is_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("DASO_DATA", str(write(tmp_path)))
+    assert len(load_fashion(train=True)) == 3
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    def refused(_):
+        raise PermissionError(13, "Permission denied")
+
+    write(tmp_path)
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(DataError, match=r"it cannot be read \(Permission denied\)"):
+        load_fashion(tmp_path, train=True)
+
+
 def test_a_folder_given_is_the_only_place(tmp_path, monkeypatch):
     system, given = tmp_path / "system", tmp_path / "given"
     system.mkdir()

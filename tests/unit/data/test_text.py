@@ -1,4 +1,5 @@
 import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +67,23 @@ def test_max_bytes_counts_both_splits_together(tmp_path):
     assert read(load_text(tmp_path, train=True, context=1, max_bytes=30)) == b"a" * 15 + b"b" * 11
     assert len(load_text(tmp_path, train=False, context=1, max_bytes=30)) == 2
     assert len(load_text(tmp_path, train=True, context=1, max_bytes=1000)) == 89
+
+
+def test_no_more_is_read_than_may_be(tmp_path):
+    path = tmp_path / "long.txt"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # of which nothing is on the disk
+    assert len(load_text(tmp_path, train=True, context=1, max_bytes=1000)) == 899
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    write(tmp_path, {"a.txt": "abc"})
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(DataError, match=r"but .*a\.txt: Permission denied; change its mode"):
+        load_text(tmp_path, train=True, context=1)
 
 
 def test_the_library_is_its_modules_without_tests_and_what_machines_differ_in(

@@ -415,3 +415,9 @@ def test_what_is_not_restored_goes_by_the_drift_of_other_optimizers():
         for one in (False, True)
     ]
     assert ran[0].skip == ran[1].skip > 1
+
+
+def test_no_steps_are_refused_and_one_node_keeps_none():
+    with pytest.raises(ConfigError, match="steps must be"):
+        simulate(Job(1000, 0.1), Cluster(2, GIGABIT), Fixed(4, 1), steps=0)
+    assert simulate(Job(1000, 0.1), Cluster(1, GIGABIT), Fixed(4, 1), steps=9).exchanges == 0

@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -152,6 +153,33 @@ def test_a_saved_model_is_delayed(tmp_path):
         begun = time.perf_counter()
         delay.settle()
     assert time.perf_counter() - begun >= 0.95 * model.nbytes * (1 / 4e7 - 1 / 1e9)
+
+
+def test_a_delay_is_off_by_a_part_of_the_whole_write(tmp_path, monkeypatch, counters):
+    """A throttle of 5 % whose sleep is 20 % too long is 1 % off, not 20."""
+    clock = [0.0]
+    written = 16 << 20
+
+    def oversleep(seconds):
+        clock[0] += 1.2 * max(0.0, seconds)
+        return 1.2 * max(0.0, seconds)
+
+    @contextmanager
+    def write(_):
+        counters[1] += written
+        yield
+
+    monkeypatch.setattr(disk, "_written", write)
+    monkeypatch.setattr(disk, "sleep_for", oversleep)
+    monkeypatch.setattr(disk.time, "perf_counter", lambda: clock[0])
+    with DiskDelay(DiskRates(1.05e9, 1e9), DiskRates(1e9, 1e9)) as delay:
+        assert delay.off(tmp_path) == pytest.approx(0.2 * 0.05 / 1.05, rel=1e-6)
+
+
+def test_a_disk_whose_bytes_nobody_counts_is_not_throttled(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "COUNTERS", tmp_path / "none")
+    with DiskDelay(DiskRates(1e9, 1e9), DiskRates(1e9, 1e8)) as delay, pytest.raises(OSError):
+        delay.off(tmp_path)
 
 
 def test_nothing_is_left_on_a_disk_that_is_full(tmp_path, monkeypatch):

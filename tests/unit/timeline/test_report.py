@@ -15,6 +15,7 @@ from daso.timeline.chrome import chrome_events
 from daso.timeline.report import late_ranks, read_timeline, shares
 from daso.trace import (
     EXCHANGE,
+    FORWARD,
     KINDS,
     MERGE,
     SEND,
@@ -189,6 +190,21 @@ def test_nothing_is_merged_before_all_have_sent(tmp_path):
     assert all(bar["ts"] >= 0 and bar["dur"] > 0 for bar in bars)
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {"rank 0 on host0, node 0", "rank 1 on host1, node 1"}
+
+
+def test_exchanges_of_two_optimizers_in_one_recording_are_refused(tmp_path):
+    spans = [(SEND, 0, 1, 0.0, 0.1), (SEND, 0, 1, 0.2, 0.3)]
+    with pytest.raises(DataError, match="must be of one optimizer's exchanges"):
+        read_timeline(written(tmp_path, of_rank(0, *spans), ranks=1))
+
+
+def test_a_recording_without_steps_has_events_all_the_same(tmp_path):
+    written(tmp_path, of_rank(0, (FORWARD, 0, 1, 0.0, 1.0)), ranks=1)
+    chrome = tmp_path / "t.json"
+    done = typed("trace", tmp_path, f"--chrome={chrome}")
+    assert done.returncode == 2
+    assert "must have steps to tell of them" in done.stderr
+    assert json.loads(chrome.read_text())["traceEvents"]
 
 
 def test_the_thread_that_takes_steps_comes_first(tmp_path):

@@ -48,15 +48,23 @@ def assert_equal(nodes, policy, wire, merge, outer, fragments):
     assert (simulated.state.small.last > 0) == bool(oracle.small)
 
 
-@pytest.mark.parametrize(
-    "wire", [pytest.param("fp32", marks=pytest.mark.later("another wire")), "bf16"]
-)
+@pytest.mark.later("every pair of options is below")
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_three_nodes_are_the_oracle_with_all_options(policy, wire):
     for merge, outer, fragments in itertools.product(MERGES, OUTERS, (1, 2, 3)):
         assert_equal(3, policy, wire, merge, outer, fragments)
 
 
-@pairwise(nodes=[2, 16], policy=POLICIES, wire=["fp32", "bf16"], merge=MERGES, outer=OUTERS)
-def test_other_numbers_of_nodes(nodes, policy, wire, merge, outer):
-    assert_equal(nodes, policy, wire, merge, outer, 2)
+@pairwise(
+    nodes=[2, 3, 16],
+    policy=POLICIES,
+    wire=["fp32", "bf16"],
+    merge=MERGES,
+    outer=OUTERS,
+    fragments=[1, 2, 3],
+)
+def test_nodes_are_the_oracle_with_every_pair_of_options(
+    nodes, policy, wire, merge, outer, fragments
+):
+    assert_equal(nodes, policy, wire, merge, outer, fragments)
