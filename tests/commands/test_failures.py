@@ -295,6 +295,7 @@ def test_what_asks_ranks_to_end_spares_their_workers(tmp_path: Path, way: str) -
     wait_for_none_left(program)
 
 
+@pytest.mark.later("waits for workers to fail")
 def test_a_program_without_a_guard_is_told_what_its_workers_lack(tmp_path: Path) -> None:
     program = tmp_path / "train_unguarded.py"
     program.write_text(LOADING.replace("GUARD", "main()"))
@@ -336,6 +337,7 @@ def test_an_error_beside_torchs_process_group_is_printed(tmp_path: Path) -> None
     wait_for_none_left(program)
 
 
+@pytest.mark.later("starts a program many times")
 def test_no_thread_of_gloo_outlives_the_program(tmp_path: Path) -> None:
     """One that gives back a tensor while the interpreter ends is ended, and the process with it."""
     program = tmp_path / "train_beside_torch.py"

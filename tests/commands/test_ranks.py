@@ -50,7 +50,9 @@ def test_the_drop_in_contract_on_ranks(ranks: int, record_property) -> None:
     assert points == POINTS
 
 
-@pytest.mark.parametrize("cause", ["assert", "hang"])
+@pytest.mark.parametrize(
+    "cause", ["assert", pytest.param("hang", marks=pytest.mark.later("waits for a time limit"))]
+)
 def test_a_failure_on_one_rank_fails_the_run(tmp_path: Path, cause: str) -> None:
     """The suite above must be able to fail, at once and on any rank."""
     (tmp_path / "test_planted.py").write_text(

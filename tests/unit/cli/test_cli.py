@@ -144,7 +144,13 @@ def test_help_lists_the_commands(capsys):
     assert lines == ours.split()
 
 
-@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize(
+    "closed",
+    [
+        *(pytest.param(one, marks=pytest.mark.later("another stream")) for one in [(1,), (2,)]),
+        (0, 1, 2),
+    ],
+)
 def test_closed_streams_and_python_without_docstrings(tmp_path, closed):
     """``daso run x >&-``, and PYTHONOPTIMIZE=2 on ranks too."""
     program = tmp_path / "notes.py"

@@ -221,6 +221,7 @@ def meet_alone(found, one):
     found[one.rank] = world.rendezvous(one, 20.0)
 
 
+@pytest.mark.later("waits for ranks that do not come")
 def test_ranks_that_do_not_come_are_named_on_those_that_did(agents):
     found = meet(agents, [0, 2], 4, 5.0 * slowness())
     for error in found.values():
