@@ -155,7 +155,7 @@ def _add_flow(parser: argparse.ArgumentParser) -> None:
         "--interval", type=at_least_one, default=16, help="instances of an update (16)"
     )
     parser.add_argument("--count", type=at_least_one, help="instances a round (400; quick 200)")
-    parser.add_argument("--learn", action="store_true", help="train lists to 97 %% too: minutes")
+    parser.add_argument("--learn", action="store_true", help="whole trainings, too: minutes")
     parser.add_argument("--seeds", type=at_least_one, help="trainings of each (3; quick 1)")
     parser.add_argument("--epochs", type=at_least_one, help="of a training (6; quick 2)")
     parser.add_argument(

@@ -55,7 +55,8 @@ class Plan:
         interval: Instances of an update.
         count: Instances of a round.
         rounds: Of every contender.
-        courses: Whole trainings; None: none.
+        courses: Whole trainings of lists; None: none.
+        learned: Trainings of as many instances for all; None: none.
     """
 
     task: str
@@ -65,6 +66,7 @@ class Plan:
     count: int
     rounds: int
     courses: Mapping[str, Any] | None
+    learned: Mapping[str, Any] | None = None
 
     @property
     def most(self) -> int:
@@ -97,6 +99,10 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     if plan.courses:
         courses = flow_learning.Plan(plan.task, plan.width, plan.interval, **plan.courses)
         found["courses"] = flow_learning.measure(courses, topology)
+    found["learned"] = None
+    if plan.learned:
+        equal = flow_learning.Equal(plan.task, plan.width, plan.interval, plan.most, **plan.learned)
+        found["learned"] = flow_learning.compare(equal, topology)
     return found
 
 
@@ -239,6 +245,8 @@ def table(found: Mapping[str, Any]) -> str:
         lines.append(f"{layout:<24}" + "".join(f"{of[many] / of[1]:>7.2f}x" for many in SIMULATED))
     if found["courses"]:
         lines += ["", flow_learning.table(found["courses"])]
+    if found.get("learned"):
+        lines += ["", flow_learning.compared_table(found["learned"])]
     return "\n".join(lines)
 
 
@@ -293,4 +301,6 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
     if found["courses"]:
         figures |= flow_learning.figures(found["courses"], conditions)
+    if found.get("learned"):
+        figures |= flow_learning.compared_figures(found["learned"], conditions)
     return figures

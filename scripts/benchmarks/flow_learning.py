@@ -1,4 +1,8 @@
-"""Whole trainings of flows and of plain programs: instances and seconds to an accuracy."""
+"""Whole trainings of flows and of plain programs: to an accuracy, and by as many instances.
+
+A plain program steps after every few instances with what they all bring: synchronously. A flow's
+layers step by themselves, behind each other. After as many instances both are tested.
+"""
 
 import random
 import statistics
@@ -18,7 +22,25 @@ from benchmarks.flow_baselines import (
 from benchmarks.plain_torch import MAKERS
 from daso.comm.topology import Topology
 
-__all__ = ["Plan", "figures", "measure", "table"]
+__all__ = [
+    "METRICS",
+    "Equal",
+    "Plan",
+    "compare",
+    "compared_figures",
+    "compared_table",
+    "figures",
+    "measure",
+    "table",
+]
+
+# What a task is tested by, and whether more of it is better.
+METRICS = {
+    "lists": ("accuracy", True),
+    "trees": ("accuracy", True),
+    "deductions": ("accuracy", True),
+    "molecules": ("error", False),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,3 +184,94 @@ def figures(found: Mapping[str, Any], conditions: str) -> dict[str, dict[str, An
         name: {"value": value, "unit": unit, "conditions": conditions}
         for name, (value, unit) in named.items()
     }
+
+
+# --- as many instances for all -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Equal:
+    """What is trained with the same instances by all.
+
+    Args:
+        task: One of `METRICS`.
+        width: Of states.
+        interval: Instances of an update.
+        most: Instances under way, of every flow.
+        samples: To train with.
+        tests: To test with.
+        epochs: Of each training.
+        seeds: Trainings of each contender.
+    """
+
+    task: str
+    width: int
+    interval: int
+    most: int
+    samples: int
+    tests: int
+    epochs: int
+    seeds: int
+
+    @property
+    def names(self) -> list[str]:
+        """Contenders."""
+        return [EAGER, *(flow_name(layout, self.most) for layout in ("replicas", "spread"))]
+
+
+def compare(plan: Equal, topology: Topology) -> dict[str, Any]:
+    """Train with every contender once for each seed, and test it in the end.
+
+    Returns:
+        Rows for JSON, the same on every rank.
+
+    Collective over the world; blocking.
+    """
+    samples = MAKERS[plan.task](plan.samples, seed=1)
+    tests = MAKERS[plan.task](plan.tests, seed=2)
+    rows: list[dict[str, Any]] = [{"name": name, "last": []} for name in plan.names]
+    for seed in range(plan.seeds):
+        for row in rows:
+            one = make_contender(plan.task, row["name"], plan.width, plan.interval, seed, topology)
+            for epoch in range(plan.epochs):
+                one.train(random.Random(f"{seed} {epoch}").sample(samples, len(samples)))
+            tested = one.test(tests)
+            value = tested and tested.metrics[METRICS[plan.task][0]]
+            row["last"].append(topology.world_comm.bcast(value))
+            one.close()
+    return {"plan": asdict(plan), "rows": rows}
+
+
+def compared_table(found: Mapping[str, Any]) -> str:
+    """Return the rows as aligned lines."""
+    plan = found["plan"]
+    metric, _ = METRICS[plan["task"]]
+    lines = [
+        f"{metric} of {plan['tests']:,} tests after {plan['epochs']} epochs of "
+        f"{plan['samples']:,}, by seeds",
+    ]
+    lines += [
+        f"{row['name']:<44}" + "".join(f"{last:>9.3f}" for last in row["last"])
+        for row in found["rows"]
+    ]
+    return "\n".join(lines)
+
+
+def compared_figures(found: Mapping[str, Any], conditions: str) -> dict[str, dict[str, Any]]:
+    """Return by how much flows are worse than the plain program, means of pairs of seeds."""
+    plan = found["plan"]
+    metric, more_is_better = METRICS[plan["task"]]
+    rows = {row["name"]: row["last"] for row in found["rows"]}
+    sign = 1 if more_is_better else -1
+    figures = {}
+    for layout in ("replicas", "spread"):
+        pairs = zip(rows[EAGER], rows[flow_name(layout, plan["most"])], strict=True)
+        worse = [sign * (eager - ours) for eager, ours in pairs]
+        figures[f"flow_{layout}_{metric}_gap_{plan['task']}"] = {
+            "value": statistics.fmean(worse),
+            "unit": f"{metric} of tests, worse than eager torch's after as many instances",
+            "conditions": f"{conditions}; mean of {plan['seeds']} seeds after {plan['epochs']} "
+            f"epochs of {plan['samples']}, eager {statistics.fmean(rows[EAGER]):.3f}, by seeds "
+            + ", ".join(f"{one:.3f}" for one in worse),
+        }
+    return figures

@@ -263,6 +263,12 @@ def _flow(chosen: argparse.Namespace) -> Measured:
         "seeds": chosen.seeds,
         "target": 0.97,
     }
+    learned = {
+        "samples": 200 if quick else 2000,
+        "tests": 1000,
+        "epochs": chosen.epochs,
+        "seeds": chosen.seeds,
+    }
     found: list[dict[str, Any]] = []
     for task in tasks:
         learns = chosen.learn and task == "lists"
@@ -274,6 +280,7 @@ def _flow(chosen: argparse.Namespace) -> Measured:
             chosen.count,
             options.rounds(chosen),
             courses if learns else None,
+            learned if chosen.learn and task != "lists" else None,
         )
         one = run_here(
             "benchmarks.flow", asdict(plan), ranks=chosen.ranks, ranks_per_node=chosen.ranks

@@ -376,7 +376,7 @@ def test_flows_learn_as_fast_as_it_says() -> None:
 
     figures = json.loads((ROOT / "scripts/figures/flow.json").read_text())["figures"]
     found = {name: figure["value"] for name, figure in figures.items()}
-    section = PAGES["dynamic-models"]
+    section = " ".join(PAGES["dynamic-models"].split())
     assert f"{found['epochs_ratio']:.2f} times the epochs" in section
     assert f"{found['seconds_ratio']:.2f} times the seconds" in section
     assert f"to {100 * found['list_reduction_accuracy']:.1f} %" in section

@@ -490,13 +490,41 @@ def test_flows_train_beside_plain_programs(tmp_path):
     for row in lists["courses"]["rows"]:
         assert [at["instances"] for at in row["courses"][0]] == [20, 40]
     assert trees["courses"] is None
+    assert lists["learned"] is None
+    names = [row["name"] for row in trees["learned"]["rows"]]
+    assert names == [EAGER, "flow, replicas, 4 at once", "flow, spread, 4 at once"]
+    for row in trees["learned"]["rows"]:
+        assert all(0 <= accuracy <= 1 for accuracy in row["last"])
     assert set(found["figures"]) == {
         "throughput_ratio_2_ranks",
         "simulated_speedup_16_workers",
         "list_reduction_accuracy",  # 97 % was not reached: no epochs to it
         "throughput_ratio_2_ranks_trees",
         "simulated_speedup_16_workers_trees",
+        "flow_replicas_accuracy_gap_trees",
+        "flow_spread_accuracy_gap_trees",
     }
+
+
+def test_what_was_learned_is_held_against_the_plain_program_seed_by_seed():
+    rows = [
+        {"name": EAGER, "last": [0.5, 0.25]},
+        {"name": "flow, replicas, 4 at once", "last": [0.75, 0.25]},
+        {"name": "flow, spread, 4 at once", "last": [0.5, 0.5]},
+    ]
+    plan = {"most": 4, "samples": 9, "tests": 5, "seeds": 2, "epochs": 3}
+    for task, sign in (("trees", -1), ("molecules", 1)):
+        found = {"plan": plan | {"task": task}, "rows": rows}
+        metric = flow_learning.METRICS[task][0]
+        figures = flow_learning.compared_figures(found, "here")
+        assert {name: figure["value"] for name, figure in figures.items()} == {
+            f"flow_replicas_{metric}_gap_{task}": sign * 0.125,
+            f"flow_spread_{metric}_gap_{task}": sign * 0.125,
+        }
+        assert flow_learning.compared_table(found).splitlines()[1].split()[-2:] == [
+            "0.500",
+            "0.250",
+        ]
 
 
 def test_the_worse_of_trees_and_molecules_is_a_figure():
