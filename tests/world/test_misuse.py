@@ -651,3 +651,37 @@ def test_a_scripted_model_is_trained(topology):
     with wrap(topology, model, sgd(model), policy=SYNC) as optimizer:
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("policy", [SYNC, RARE], ids=repr)
+def test_gradients_beside_one_of_no_module_are_there_after_the_models_zero_grad(
+    topology, rank_info, policy
+):
+    def trained(how):
+        model, scale = network(), nn.Parameter(torch.ones(1))
+        inner = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+        gradients = daso.Gradients(reducer="prioritized", step=how)
+        with wrap(topology, model, inner, policy=policy, gradients=gradients) as optimizer:
+            for number in range(4):
+                model.zero_grad()
+                scale.grad = None
+                (scale * batch_loss(model, rank_info.rank, number)).sum().backward()
+                optimizer.step()
+        return [*bits(model), scale.detach()]
+
+    assert equal(trained("layerwise"), trained("model"))
+
+
+def test_a_layer_that_is_frozen_as_a_group_is_added_stays_as_it_is(topology, rank_info):
+    model, more = network(), nn.Linear(2, 1)
+    with wrap(topology, model, policy=RARE) as optimizer:
+        for number in range(3):
+            step(optimizer, model, rank_info, number, to_none=False)
+        model[0].requires_grad_(False)
+        optimizer.add_param_group({"params": list(more.parameters())})
+        before = bits(model[0])
+        for number in range(3, 7):
+            step(optimizer, model, rank_info, number, to_none=False)
+        assert equal(bits(model[0]), before)
+        optimizer.synchronize()
+        assert alike(topology, list(model.parameters()))

@@ -19,7 +19,7 @@ from daso.cli.train.report import Progress, RunFolder, closing_table, versions
 from daso.cli.train.resume import Point, Run, Saver
 from daso.cli.train.task import Task, evaluate, loss_of, make_optimizer, make_outer, make_task
 from daso.comm.collectives import gather
-from daso.comm.topology import Regrouped, Topology, default
+from daso.comm.topology import Regrouped, Topology
 from daso.comm.world import init
 from daso.data import ShardedSampler
 from daso.environment import restarts, slurm_job
@@ -107,13 +107,13 @@ def _recorded(run: Run, point: Point) -> AbstractContextManager[Recording | None
     return Recording(config.folder / name, run.topology, timeout_seconds=timeout_seconds)
 
 
-def _marked(recording: Recording | None) -> Recording | None:
+def _marked(run: Run, recording: Recording | None) -> Recording | None:
     """Write what was recorded; return None where that cannot be: training goes on without."""
     if recording is not None:
         try:
             recording.mark()
         except ConfigError as error:  # on every rank
-            if default().rank == 0:
+            if run.topology.rank == 0:
                 logger.warning("training goes on without its recording: %s", error)
             return None
     return recording
@@ -138,7 +138,7 @@ def _train(
             folder = folder or _inherited(run)
             progress.shown = folder is not None
             _tell(run, point, figures, folder, progress)
-            recording = _marked(recording)
+            recording = _marked(run, recording)
             point.epoch, point.total = point.epoch + 1, torch.zeros(())
             run.sampler.set_epoch(point.epoch)
             progress.until(point.step + _steps_left(run, point))

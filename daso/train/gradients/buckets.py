@@ -176,12 +176,17 @@ class FlatGradients:
     def settle(self, bucket: Bucket) -> None:
         """Give parameters that only other ranks used their gradient; get ready for a new round."""
         bucket.missing = set(bucket.params)
-        if all(self.named[index][1].grad is not None for index in bucket.ending):
+        self.give_back(bucket, bucket.missing)
+
+    def give_back(self, bucket: Bucket, params: set[int]) -> None:
+        """Give these parameters the bucket's mean where they have no gradient, and a rank had."""
+        lacking = [index for index in bucket.ending if self.named[index][1].grad is None]
+        if not lacking or params.isdisjoint(lacking):
             return
         flags = bucket.memory.flat[bucket.flags].tolist()  # read once
         for index, flag in zip(bucket.ending, flags, strict=True):
             tensor = self.named[index][1]
-            if tensor.grad is None and flag > 0:
+            if tensor.grad is None and flag > 0 and index in params:
                 tensor.grad = self._views[index].detach()
 
     def first_nonfinite(self) -> str | None:

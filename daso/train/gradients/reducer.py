@@ -277,11 +277,10 @@ class GradientReducer:
 
     def give_back(self, params: Iterable[int]) -> None:
         """Let parameters have their means again that were reset since these were collected."""
-        named = self.rows.named
-        for index in params:
-            if named[index][1].grad is None:
-                for bucket in self.rows.buckets_of.get(index, []):
-                    self.rows.settle(bucket)
+        lacking = {index for index in params if self.rows.named[index][1].grad is None}
+        buckets = {b.place: b for index in lacking for b in self.rows.buckets_of.get(index, [])}
+        for bucket in buckets.values():
+            self.rows.give_back(bucket, lacking)
 
     def arrived(self, params: Iterable[int]) -> set[int]:
         """Return those of these parameters (indices) whose means are there. Does not block."""
