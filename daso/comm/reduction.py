@@ -16,6 +16,7 @@ __all__ = [
     "CPU",
     "BufferPool",
     "Chunks",
+    "GrowingBuffer",
     "ReduceBuffer",
     "Row",
     "SendBuffer",
@@ -58,6 +59,15 @@ class StagedBuffer(ReduceBuffer, Protocol):
 
     def outgoing(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:
         """Return what `payloads` does, on the host."""
+        ...
+
+
+@runtime_checkable
+class GrowingBuffer(ReduceBuffer, Protocol):
+    """A row of which what crosses may be encoded while what is before it crosses."""
+
+    def ready(self, stop: int) -> bool:
+        """Return whether what crosses of elements before ``stop`` is there."""
         ...
 
 

@@ -63,10 +63,12 @@ class AllReducePlan:
     Args:
         levels: What groups do.
         order: The ranks in the order in which they are numbered here; empty: as they are.
+        shares: How much of a row each rank adds, where one level is all; empty: as much as any.
     """
 
     levels: tuple[Level, ...]
     order: tuple[int, ...] = ()
+    shares: tuple[int, ...] = ()
 
     @cached_property
     def peers(self) -> int:
@@ -99,7 +101,8 @@ class AllReducePlan:
             message: Numbers of a message, about.
             even: Numbers at multiples of which everything begins.
         """
-        return chunk_parts(numel, self.parts, max(1, message) * self.messages_of_chunk, even)
+        chunk = max(1, message) * self.messages_of_chunk
+        return chunk_parts(numel, self.parts, chunk, even, self.shares)
 
     @property
     def flat(self) -> bool:
@@ -116,7 +119,8 @@ class AllReducePlan:
     def name(self) -> str:
         """In words, for logs and reports."""
         if self.flat:
-            return "swap" if self.levels[0].way == "whole" else "direct"
+            shares = f" by {' '.join(map(str, self.shares))}" if self.shares else ""
+            return "swap" if self.levels[0].way == "whole" else f"direct{shares}"
         order = f" of {' '.join(map(str, self.order))}" if self.order else ""
         if self.levels == (Level(self.peers, "ring"),):
             return f"ring{order}"
@@ -182,13 +186,17 @@ class AllReducePlan:
 
 def stored(plan: AllReducePlan) -> dict[str, Any]:
     """Return a plan as plain values, for checkpoints and logs."""
-    return {"levels": [[level.size, level.way] for level in plan.levels], "order": [*plan.order]}
+    return {
+        "levels": [[level.size, level.way] for level in plan.levels],
+        "order": [*plan.order],
+        "shares": [*plan.shares],
+    }
 
 
 def restored(values: Mapping[str, Any]) -> AllReducePlan:
     """Return the plan that `stored` was given."""
     levels = tuple(Level(size, way) for size, way in values["levels"])
-    return AllReducePlan(levels, tuple(values["order"]))
+    return AllReducePlan(levels, tuple(values["order"]), tuple(values.get("shares", ())))
 
 
 def direct_plan(peers: int) -> AllReducePlan:

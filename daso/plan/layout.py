@@ -152,12 +152,25 @@ def split(span: Span | int, parts: int, even: int = 1) -> tuple[Span, ...]:
     return tuple(Span(a, b) for a, b in pairwise(cuts))
 
 
-def chunk_parts(numel: int, parts: int, chunk: int, even: int = 1) -> tuple[tuple[Span, ...], ...]:
-    """Cut a row into chunks and every chunk into one part per peer."""
+def split_by(span: Span, shares: Sequence[int], even: int = 1) -> tuple[Span, ...]:
+    """Cut a span into contiguous spans whose sizes are as ``shares``, to an element."""
+    start, stop = span
+    units, total = -(-(stop - start) // even), sum(shares)
+    ends = [units * until // total for until in accumulate(shares, initial=0)]
+    return tuple(Span(*(min(stop, start + even * end) for end in one)) for one in pairwise(ends))
+
+
+def chunk_parts(
+    numel: int, parts: int, chunk: int, even: int = 1, shares: Sequence[int] = ()
+) -> tuple[tuple[Span, ...], ...]:
+    """Cut a row into chunks and every chunk into one part per peer, equal unless shares tell."""
     count = -(-numel // max(chunk, 1))
     if not count:
         return ()
-    return tuple(split(piece, parts, even) for piece in split(numel, count, even))
+    return tuple(
+        split_by(piece, shares, even) if shares else split(piece, parts, even)
+        for piece in split(numel, count, even)
+    )
 
 
 def pieces(layout: Layout, span: Span) -> Iterator[Piece]:

@@ -2,7 +2,8 @@
 
 A plan is as fast as the slowest of its ranks on each level. Where racks are joined by thin links,
 little must cross there: sums over a rack are made first, and cross once. On a ring, the order of
-ranks decides which links are used at all.
+ranks decides which links are used at all. A rank whose own link is thin should add nothing: then it
+sends its row once and receives the mean once, where an equal part costs it nearly twice as much.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from statistics import fmean, median
 
 from daso.plan.allreduce_plan import AllReducePlan, Level, direct_plan
 
-__all__ = ["has_changed", "plan_routes", "racks", "ring_order", "seconds_of"]
+__all__ = ["has_changed", "plan_routes", "racks", "ring_order", "seconds_of", "shares_of"]
 
 Rates = Sequence[Sequence[float]]  # bytes per second from a rank (row) to another (column)
 
@@ -19,6 +20,7 @@ NEAR = 0.5  # of the widest links: what is as wide joins ranks of one rack
 BETTER = 0.8  # of the direct plan's seconds: for less it is not left
 CHANGED = 1.5  # times as long as before, or as short: links are others
 LATELY = 2  # exchanges in a row that must be
+UNITS = 16  # of what each adds where all add as much: shares are whole numbers of them
 KNOWN = 4  # exchanges before, from which it is known what is usual
 RING_MOST = 64  # ranks of a ring whose order is looked for, which takes as their cube
 SWEEPS = 8  # of looking for a better order, at the most
@@ -42,6 +44,7 @@ def _candidates(rates: Rates) -> Iterator[AllReducePlan]:
     peers, groups = len(rates), racks(rates)
     if peers <= RING_MOST:
         yield AllReducePlan((Level(peers, "ring"),), ring_order(rates))
+    yield AllReducePlan((Level(peers),), shares=shares_of(rates))
     sizes = {len(group) for group in groups}
     if len(groups) > 1 and len(sizes) == 1 and sizes != {1}:
         order = tuple(rank for group in groups for rank in group)
@@ -56,6 +59,8 @@ def seconds_of(plan: AllReducePlan, rates: Rates) -> float:
     What is measured in slots is shared in slots: the slowest link of each counts, since all that
     crosses a thin link between racks shares it.
     """
+    if plan.shares:
+        return _direct_seconds(plan.shares, rates)
     seconds, held = 0.0, 1.0
     for depth, level in enumerate(plan.levels):
         part, ways = held / level.parts, 1 if level.way == "whole" else 2
@@ -65,6 +70,36 @@ def seconds_of(plan: AllReducePlan, rates: Rates) -> float:
         seconds += ways * part * sum(1 / slowest[turn] for turn in turns)
         held = part
     return seconds
+
+
+def _direct_seconds(shares: Sequence[int], rates: Rates) -> float:
+    """Return how long it takes where each adds such a share: of both ways, which share a link."""
+    ranks = range(len(rates))
+    seconds = 0.0
+    for turn in ranks[1:]:
+        pairs = [(rank, (rank + turn) % len(rates)) for rank in ranks]
+        seconds += max((shares[a] + shares[b]) / rates[a][b] for a, b in pairs)
+    return seconds / sum(shares)
+
+
+def shares_of(rates: Rates) -> tuple[int, ...]:
+    """Return how much of a row each rank should add, by the width of its own link.
+
+    Of p ranks one that adds share s sends 1 - s of its row to be added, and s of the mean to each
+    of p - 1: 1 + s (p - 2) in all. So all links are as busy where s (p - 2) = T width - 1, for the
+    T with which shares sum to 1, and who would get less than nothing adds nothing.
+    """
+    peers = len(rates)
+    widths = [max(_both(rates, one, b) for b in range(peers) if b != one) for one in range(peers)]
+    adding = [*range(peers)]
+    while True:
+        seconds = (peers - 2 + len(adding)) / sum(widths[one] for one in adding)
+        left = [one for one in adding if seconds * widths[one] >= 1]
+        if left == adding:
+            break
+        adding = left
+    share = {one: (seconds * widths[one] - 1) / (peers - 2) for one in adding}
+    return tuple(round(UNITS * peers * share.get(one, 0.0)) for one in range(peers))
 
 
 def _slowest(groups: Sequence[Sequence[int]], turn: int, rates: Rates) -> float:

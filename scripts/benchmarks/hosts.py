@@ -39,12 +39,13 @@ class Hosts:
         state: The cluster's state folder.
         work: A folder that all hosts see.
         count: How many there are.
+        slow: Rate of the link of the second.
     """
 
     fastest = "none"
 
-    def __init__(self, state: Path, work: Path, count: int) -> None:
-        self._state, self.work, self._count = state, work, count
+    def __init__(self, state: Path, work: Path, count: int, slow: str = "none") -> None:
+        self._state, self.work, self._count, self._slow = state, work, count, slow
         self._client = {"SLURM_CONF": str(state / "slurm.conf")}
         self._launcher = choose(library_of(sys.executable), offered(self._client))
 
@@ -58,7 +59,7 @@ class Hosts:
             nodes: Number of hosts.
             ranks: On each.
         """
-        set_rate(self._state, link)
+        self._set_rates(link)
         out, log = self.work / "found.json", self.work / "log"
         job = Job(
             program=program(kind, plan, out),
@@ -87,7 +88,7 @@ class Hosts:
             text: Of the script, without SLURM's options.
             link: The rate of every link.
         """
-        set_rate(self._state, link)
+        self._set_rates(link)
         script, log = self.work / "script", self.work / "log"
         options = f"#SBATCH --nodes={self._count} --ntasks-per-node=1 --output={log}"
         script.write_text(f"#!/bin/bash\n{options}\n{text}", encoding="utf-8")
@@ -96,6 +97,11 @@ class Hosts:
         if code != 0:
             raise ExchangeError(f"a bench's script must end with exit code 0, not {code}:\n{said}")
         return said
+
+    def _set_rates(self, link: str) -> None:
+        set_rate(self._state, link)
+        if self._slow != "none":
+            set_rate(self._state, self._slow, ["mini1"])
 
     def _wait_for(self, script: Path, out: Path) -> int:
         """Submit a script, and return its exit code once the job has ended.
@@ -127,7 +133,11 @@ def _code_of(reason: str) -> int:
 
 @contextmanager
 def hosts(
-    count: int, racks: int = 1, uplink: str = "none", share: Sequence[str] = ()
+    count: int,
+    racks: int = 1,
+    uplink: str = "none",
+    slow: str = "none",
+    share: Sequence[str] = (),
 ) -> Iterator[Hosts]:
     """Start so many hosts, and leave nothing of them, also when this program is ended (SIGTERM).
 
@@ -135,6 +145,7 @@ def hosts(
         count: How many.
         racks: Groups of them with a bridge of their own.
         uplink: Rate of each rack's link to the others.
+        slow: Rate of the link of the second.
         share: Folders in /tmp that they shall see.
 
     Raises:
@@ -156,7 +167,7 @@ def hosts(
         up(cluster)
         work = Path(tempfile.mkdtemp(prefix="daso-bench-", dir="/var/tmp"))
         try:
-            yield Hosts(state, work, count)
+            yield Hosts(state, work, count, slow)
         finally:
             take_down(cluster)
             shutil.rmtree(work, ignore_errors=True)

@@ -98,6 +98,8 @@ def plans(size):
     ways = ("scatter", "whole", "ring")
     levels = [(Level(2, first), Level(2, second)) for first in ways for second in ways]
     several = [AllReducePlan(one) for one in levels] if size == 4 else []
+    unequal = AllReducePlan((Level(size),), shares=tuple(range(size)))  # rank 0 adds nothing
+    several += [unequal] if size > 2 else []
     return [direct_plan(size), AllReducePlan((Level(size, "ring"),)), *several]
 
 
@@ -224,6 +226,55 @@ def test_a_small_wire_never_freezes_a_weight(topology, engine, wire, keeps):
     expected = 1 - 100 * 0.001 * (size + 1) / 2
     torch.testing.assert_close(part.reference, torch.full((37,), expected), atol=3e-4, rtol=0)
     assert topology.equal_on_all_ranks(part.reference.numpy().tobytes())
+
+
+@pytest.mark.nodes(*ANY)
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int4"])
+def test_what_is_encoded_while_it_crosses_gives_the_same_bits(topology, engine, wire):
+    """Also where encoding is what is waited for, and a residual comes to be meanwhile."""
+    rank, size, numel = topology.rank, topology.world_size, 3 * PIECE + 5
+    for plan in plans(size):
+        chunks = plan.chunks(numel, 20_000)
+        spans = [span for parts in chunks for span in parts]
+        before, meanwhile = (DeltaShard(torch.zeros(numel), MergeOptions()) for _ in range(2))
+        means = [
+            deterministic_allreduce(
+                topology.world_comm, codec_named(wire), [1] * size, size, {}, plan=plan
+            )
+            for _ in range(2)
+        ]
+        for seed in range(3):
+            x = rows_of_all_ranks(size, numel, seed=seed)[rank]
+
+            def late(a, b, row, x=x):
+                time.sleep(1e-3)
+                row.copy_(x[a:b])
+
+            encode(before, means[0].codec, chunks, x, keeps=False)
+            engine.run(means[0].run(before, chunks))
+            fill = meanwhile.begin(means[1].codec, spans, late, keeps=False)
+            handle = engine.submit(means[1].run(meanwhile, chunks))
+            fill()
+            engine.wait(handle)
+            measured = [one.measured(one.finish().tolist()) for one in (before, meanwhile)]
+            assert measured[0] == measured[1]
+            for one, other in zip(before.rows(), meanwhile.rows(), strict=True):
+                assert torch.equal(one, other)
+
+
+def test_an_exchange_does_not_wait_for_what_will_not_be_encoded():
+    part, codec = DeltaShard(torch.zeros(10), MergeOptions()), codec_named("bf16")
+
+    def broken(a, b, row):
+        if a:
+            raise KeyboardInterrupt
+
+    fill = part.begin(codec, [(0, 5), (5, 10)], broken, keeps=False)
+    assert not part.ready(5)
+    with pytest.raises(KeyboardInterrupt):
+        fill()
+    with pytest.raises(ExchangeError, match="must be encoded, but that was broken off"):
+        part.ready(5)
 
 
 @pytest.mark.nodes(*ANY)

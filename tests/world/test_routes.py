@@ -25,24 +25,27 @@ def steps(topology, optimizer, model, numbers):
         optimizer.step()
 
 
-def routes(topology, monkeypatch):
-    """Let links tell of a ring, and of direct exchanges when they are measured again."""
+def routes(topology, monkeypatch, kind="ring"):
+    """Let links tell of a plan, and of direct exchanges when they are measured again."""
     nodes = topology.nodes
-    ring = AllReducePlan((Level(nodes, "ring"),), tuple(reversed(range(nodes))))
-    chosen = iter([ring, direct_plan(nodes), direct_plan(nodes), ring])
+    first = {
+        "ring": AllReducePlan((Level(nodes, "ring"),), tuple(reversed(range(nodes)))),
+        "shares": AllReducePlan((Level(nodes),), shares=(0, *range(1, nodes))),
+    }[kind]
+    chosen = iter([first, direct_plan(nodes), direct_plan(nodes), first])
     monkeypatch.setattr("daso.train.channels.plan_routes", lambda rates: next(chosen))
-    return ring
+    return first
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
-@pytest.mark.parametrize("wire", ["fp32", "int8"])
-def test_all_ranks_change_after_the_same_exchange(topology, wire, fragments, monkeypatch):
-    ring = routes(topology, monkeypatch)
+@pytest.mark.parametrize(("wire", "kind"), [("fp32", "ring"), ("int8", "ring"), ("int8", "shares")])
+def test_all_ranks_change_after_the_same_exchange(topology, wire, kind, fragments, monkeypatch):
+    first = routes(topology, monkeypatch, kind)
     asked = iter([False, False, True] + [False] * 100)
     monkeypatch.setattr("daso.train.deltas.exchange.has_changed", lambda _: next(asked))
     model = seeded(mlp)()
     with wrapped(topology, model, fragments, policy=daso.Fixed(2, 1), wire=wire) as optimizer:
-        assert optimizer.report()["allreduce"] == ring.name
+        assert optimizer.report()["allreduce"] == first.name
         steps(topology, optimizer, model, range(16))
         optimizer.synchronize()
         assert topology.equal_on_all_ranks(bits(model))
@@ -53,14 +56,14 @@ def test_all_ranks_change_after_the_same_exchange(topology, wire, fragments, mon
         assert topology.equal_on_all_ranks([event["sent"] for event in links])
 
 
-def test_a_run_goes_on_by_the_plan_it_had(topology, monkeypatch):
+@pytest.mark.parametrize("kind", ["ring", "shares"])
+def test_a_run_goes_on_by_the_plan_it_had(topology, kind, monkeypatch):
     """To the same bits, whatever links would tell now."""
-    routes(topology, monkeypatch)
     monkeypatch.setattr("daso.train.deltas.exchange.has_changed", lambda _: False)
     ended = []
     for cut in (None, 7):
         model = seeded(mlp)()
-        routes(topology, monkeypatch)
+        routes(topology, monkeypatch, kind)
         optimizer = wrapped(topology, model, policy=daso.Fixed(2, 1), wire="int8")
         plan = optimizer.report()["allreduce"]
         steps(topology, optimizer, model, range(cut or 12))

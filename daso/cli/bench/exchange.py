@@ -39,6 +39,9 @@ class Plan:
         bits_per_second: Of every link; 0 where there is no limit.
         rivals: Whether MPI's Allreduce and gloo take turns too.
         algorithms: How the mean is taken, by turns; see `daso.Exchange`.
+        racks: Groups of hosts, for people, as what follows.
+        uplink: Rate of each group's link to the others.
+        slow: Rate of the link of one host.
     """
 
     numel: int
@@ -47,6 +50,15 @@ class Plan:
     bits_per_second: float
     rivals: bool = True
     algorithms: Sequence[Algorithm] = ("auto",)
+    racks: int = 1
+    uplink: str = "none"
+    slow: str = "none"
+
+    @property
+    def links(self) -> str:
+        """All links, in words."""
+        racks = f", in {self.racks} racks with uplinks of {self.uplink}" if self.racks > 1 else ""
+        return self.link + racks + ("" if self.slow == "none" else f", one host's {self.slow}")
 
 
 def limit_seconds(nbytes: float, nodes: int, bits_per_second: float) -> float:
@@ -125,9 +137,12 @@ def _ordered(
 
     def run() -> float:
         start = time.perf_counter()
-        part.encode(codec, spans, lambda a, b, row: row.copy_(values[a:b]), keeps=True)
+        assert values.dot(values).isfinite()
+        fill = part.begin(codec, spans, lambda a, b, row: row.copy_(values[a:b]), keeps=False)
         packed = time.perf_counter() - start
-        engine.run(exchange.run(part, chunks))
+        handle = engine.submit(exchange.run(part, chunks))
+        fill()
+        engine.wait(handle)
         return packed
 
     return run
@@ -153,10 +168,10 @@ def _row(
 
 def table(found: Mapping[str, Any]) -> str:
     """Return the rows as aligned lines."""
-    plan = found["plan"]
+    plan = Plan(**found["plan"])
     lines = [
-        f"{4 * plan['numel'] / 1e6:.1f} MB of fp32 over {len(found['nodes'])} nodes, link "
-        f"{plan['link']}, medians of {plan['rounds']} alternating rounds",
+        f"{4 * plan.numel / 1e6:.1f} MB of fp32 over {len(found['nodes'])} nodes, link "
+        f"{plan.links}, medians of {plan.rounds} alternating rounds",
         f"{'wire':<22}{'ms':>10}{'packing':>10}{'limit ms':>10}{'x limit':>9}{'MB by all':>11}",
     ]
     for row in found["rows"]:
@@ -170,8 +185,19 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the figures of this link and number of nodes, named as everywhere."""
+    """Return the figures of these links and nodes, named as everywhere."""
     head = table(found).splitlines()[0]
+    plan = Plan(**found["plan"])
+    if plan.racks > 1 or plan.slow != "none":
+        where = "racks" if plan.racks > 1 else "slow"
+        return {
+            f"exchange_planned_over_{over}_{where}_{wire}": {
+                "value": ratio,
+                "unit": "ratio of seconds of an exchange",
+                "conditions": head,
+            }
+            for (wire, over), ratio in _planned_over(found).items()
+        }
     return {
         f"exchange_{row['name']}_over_limit_{len(found['nodes'])}": {
             "value": row["over_limit"],
@@ -180,6 +206,18 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         }
         for row in found["rows"]
         if row["name"] in ("fp32", "bf16") and row["over_limit"] is not None
+    }
+
+
+def _planned_over(found: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+    """Return what the planned way takes of the others' time, by wire and name."""
+    ms = {row["name"]: row["ms"] for row in found["rows"]}
+    others = {"": "direct", ", ring": "ring", ", MPI Allreduce": "mpi", ", gloo": "gloo"}
+    return {
+        (wire, name): ms[f"{wire}, planned"] / ms[f"{wire}{words}"]
+        for wire in ("fp32", "bf16")
+        for words, name in others.items()
+        if f"{wire}, planned" in ms and f"{wire}{words}" in ms
     }
 
 

@@ -140,6 +140,11 @@ def rate(link: str) -> float:
     return 0.0 if link in (HERE, "none") else float(parse_rate(link) or 0)
 
 
+def unequal(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Return how links differ that hosts have, where the bench has options for that."""
+    return {name: getattr(chosen, name) for name in ("racks", "uplink", "slow") if name in chosen}
+
+
 def places(
     chosen: argparse.Namespace, links: Sequence[str], count: int
 ) -> Iterator[tuple["RankStarter", list[str]]]:
@@ -150,8 +155,7 @@ def places(
         yield Here(), [HERE]
     rates = [link for link in links if link != HERE]
     if rates:
-        racks = {name: getattr(chosen, name) for name in ("racks", "uplink") if name in chosen}
-        with chosen.hosts(count, **racks) as cluster:
+        with chosen.hosts(count, **unequal(chosen)) as cluster:
             yield cluster, rates
 
 

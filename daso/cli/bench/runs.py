@@ -53,7 +53,10 @@ def _exchange(chosen: argparse.Namespace) -> Measured:
 
     def plan(link: str) -> dict[str, Any]:
         rate, rivals = options.rate(link), not chosen.quick
-        return asdict(exchange.Plan(chosen.parameters, rounds, link, rate, rivals, algorithms))
+        differ = options.unequal(chosen)
+        return asdict(
+            exchange.Plan(chosen.parameters, rounds, link, rate, rivals, algorithms, **differ)
+        )
 
     for one in options.measured(chosen, "daso.cli.bench.exchange", links, nodes, plan, 1):
         yield one, exchange.table(one) + "\n", exchange.figures(one)

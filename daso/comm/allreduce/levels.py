@@ -22,6 +22,7 @@ from daso.comm.allreduce.ordered import (
     Arrivals,
     ExchangeMemory,
     OnDevice,
+    encoded,
     turns_of,
 )
 from daso.comm.compression import pieces
@@ -167,6 +168,7 @@ class LevelledMean(ExchangeMemory):
     def chunk(self, source: ReduceBuffer, parts: Sequence[tuple[int, int]], index: int) -> Steps:
         """Take the mean of a chunk: yields what crosses next, and what is to be waited for."""
         cut, dtype = self.cut(parts), accumulator(source.dtype)
+        yield from encoded(source, parts)
         payloads, leaving = source.payloads(self.codec, parts), self._sent(source, parts)
         back = self._row("back", index, cut.stops[-1])
         own, last = payloads, len(self.plan.levels) - 1

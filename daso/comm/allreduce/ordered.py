@@ -14,7 +14,15 @@ from daso.comm.compression import PIECE, Codec
 from daso.comm.device.staging import Arrived, DeviceStaging
 from daso.comm.dtypes import byte_buffer, device_buffer
 from daso.comm.mpi import load
-from daso.comm.reduction import CPU, BufferPool, ReduceBuffer, Spans, StagedBuffer, WeightedMean
+from daso.comm.reduction import (
+    CPU,
+    BufferPool,
+    GrowingBuffer,
+    ReduceBuffer,
+    Spans,
+    StagedBuffer,
+    WeightedMean,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -28,6 +36,7 @@ __all__ = [
     "Requests",
     "Waits",
     "adder_of",
+    "encoded",
     "in_window",
     "outgoing",
     "turns_of",
@@ -65,10 +74,22 @@ def window(peers: int) -> int:
     return max(2, MESSAGES // peers)
 
 
+def encoded(source: ReduceBuffer, spans: Spans) -> Arrivals:
+    """Wait until what crosses of spans is encoded."""
+    stop = spans[-1][1]
+    if isinstance(source, GrowingBuffer) and not source.ready(stop):
+        yield lambda: source.ready(stop)
+
+
 def in_window(
-    count: int, window: int, start: Callable[[int], "list[MPI.Request]"], finish: Finish
+    chunks: Sequence[Spans],
+    window: int,
+    source: ReduceBuffer,
+    start: Callable[[int], "list[MPI.Request]"],
+    finish: Finish,
 ) -> Waits:
-    """Start chunks 0 to count - 1, and finish each in order with a window of them under way."""
+    """Start chunks of a row, and finish each in order with a window of them under way."""
+    count = len(chunks)
     crossing: deque[tuple[float, list[MPI.Request]]] = deque()
     for index in range(count + window):
         if index >= window and crossing:
@@ -77,6 +98,7 @@ def in_window(
             trace.record(trace.MESSAGES, begun, key=index - window)
             yield from finish(index - window)
         if index < count:
+            yield from encoded(source, chunks[index])
             crossing.append((time.perf_counter(), start(index)))
             # Messages of the size of ours do not leave before the library is called again.
             load().Request.Testall(crossing[0][1])

@@ -5,7 +5,7 @@ fragments, those of one fragment. Lane l owns part l of it on every node: what a
 exists once per node, not per rank.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from daso.train.deltas.kernel_choice import choose
 from daso.train.deltas.merging import merge_pairs
 from daso.train.deltas.outer import MakeOuter
 from daso.train.deltas.shard import DeltaShard, MergeOptions, cut_row
-from daso.train.deltas.staging import shard_transport
+from daso.train.deltas.staging import HostShard, shard_transport
 from daso.train.model.params import Named, flat_view, layout_of
 
 __all__ = ["DeltaBuffer", "Measured", "RowSharding"]
@@ -266,11 +266,35 @@ class DeltaBuffer:
 
     def encode(self, wire: str, *, dense: bool, keeps: bool) -> None:
         """Encode what the exchange that starts will carry."""
-        self.shared.wait_released()
-        means = self.means
-        self.mean = means.dense if dense and means.dense is not None else means.by_wire[wire]
-        codec = means.summed or self.mean.codec
+        codec = self._take_mean(wire, dense=dense)
         self.transport.encode(codec, self._spans, self._gather, keeps=keeps)
+
+    def begin(self, wire: str, *, dense: bool) -> Callable[[], None]:
+        """Return what encodes that while it crosses; only where the row `can_grow`."""
+        codec = self._take_mean(wire, dense=dense)
+        assert isinstance(self.transport, HostShard)
+        return self.transport.begin(codec, self._spans, self._gather, keeps=False)
+
+    def can_grow(self, wire: str, *, dense: bool) -> bool:
+        """Return whether what crosses may be encoded meanwhile: on the host, and finite.
+
+        A finite square tells also that parameters are so small that no difference overflows.
+        """
+        codec = self._mean_of(wire, dense=dense).codec
+        if codec.sparse or not isinstance(self.transport, HostShard):
+            return False
+        mine = [tensor for tensor, _ in self.views.starts(self.span)]
+        return all(one.dtype == self.part.dtype and one.dot(one).isfinite() for one in mine)
+
+    def _mean_of(self, wire: str, *, dense: bool) -> DeterministicAllReduce:
+        means = self.means
+        return means.dense if dense and means.dense is not None else means.by_wire[wire]
+
+    def _take_mean(self, wire: str, *, dense: bool) -> Codec:
+        """Let the exchange that starts take the mean on a wire; return what encodes for it."""
+        self.shared.wait_released()
+        self.mean = self._mean_of(wire, dense=dense)
+        return self.means.summed or self.mean.codec
 
     def go_ahead(self) -> None:
         """Move the parameters to where the exchange will probably bring them.

@@ -225,17 +225,23 @@ class Exchanges:
         ahead, dense = self.settings.eager and not blocking, fragment is None
         keeps = not blocking and self.settings.keeps(wait=wait, drift=known.drift)
         wire = self.wire
-        for row in rows:
-            row.encode(wire, dense=dense, keeps=keeps)
+        # What nobody waits for is encoded before: a step would take longer beside the engine.
+        growing = blocking and all(row.can_grow(wire, dense=dense) for row in rows)
+        fills = [row.begin(wire, dense=dense) for row in rows] if growing else []
+        if not growing:
+            for row in rows:
+                row.encode(wire, dense=dense, keeps=keeps)
         if ahead:
             for row in rows:
                 row.go_ahead()
         work = self._exchange(rows, self._measured_header(batch), known.measured)
         number = self.metrics.send()
-        own = time.perf_counter() - begun - (self._node.waited_seconds - waited)
-        trace.record(trace.SEND, begun, key=number)
         self._core_loss.begin(beside=not blocking)
         handle = self._submit(work, number, wait)
+        for fill in fills:
+            fill()
+        own = time.perf_counter() - begun - (self._node.waited_seconds - waited)
+        trace.record(trace.SEND, begun, key=number)
         self._flight = InFlight(handle, batch, batches, fragment, ahead, keeps, wire, own)
 
     def send_small(self, batch: int) -> None:

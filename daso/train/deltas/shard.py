@@ -4,6 +4,7 @@ Nothing here knows of MPI or of other ranks: the same code runs between nodes, d
 `daso.train.deltas.buffer`, and for many simulated nodes in one process, by `daso.train.simulated`.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -13,6 +14,7 @@ import torch
 
 from daso.comm.compression import EVEN, PIECE, Codec, Fields, pieces
 from daso.comm.reduction import Chunks, SendBuffer
+from daso.errors import ExchangeError
 from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.merge import Merge
 from daso.train.deltas.ahead import Ahead
@@ -99,8 +101,10 @@ class DeltaShard:
         self.pending: torch.Tensor | None = None
         self._ahead = Ahead()  # unused where nodes do not go ahead
         self._sums = Sums()  # of the last exchange
+        self._encoded: float = 0  # numbers of what crosses that are; NaN: that was broken off
         numel = min(self.piece, -(-shown.numel() // PIECE) * PIECE)
-        self._room = torch.empty(2, numel, dtype=shown.dtype, device=shown.device)
+        # Apart, since earlier pieces are delivered while later ones are encoded.
+        self._room, self._taking = torch.empty(2, 2, numel, dtype=shown.dtype, device=shown.device)
 
     @property
     def piece(self) -> int:
@@ -135,6 +139,44 @@ class DeltaShard:
 
     def encode(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
         """Encode what an exchange will carry; nothing else changes until it is delivered."""
+        payloads = self._open(codec, spans, keeps=keeps)
+        if self.fused is not None and self.fused.handles(codec):
+            place = self.fused.pack(
+                *(codec, spans, self.outbox.memory, self.reference, self.residual, self.pending)
+            )
+            self._sums.nonfinite = [(0, place)]
+        else:
+            self._fill(codec, spans, payloads, gather, self.residual, looks=True)
+        self._encoded = math.inf
+
+    def begin(
+        self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool
+    ) -> Callable[[], None]:
+        """Return what encodes, to be called while other threads exchange what is encoded.
+
+        What comes of it must be finite: that is not looked for here.
+        """
+        assert not codec.sparse, "its distances are summed by who encodes and by who delivers"
+        payloads, residual, self._encoded = self._open(codec, spans, keeps=keeps), self.residual, 0
+
+        def fill() -> None:
+            try:
+                self._fill(codec, spans, payloads, gather, residual, looks=False)
+            except BaseException:  # the engine shall not wait for it
+                self._encoded = math.nan
+                raise
+            self._encoded = math.inf
+
+        return fill
+
+    def ready(self, stop: int) -> bool:
+        """Return whether what crosses of elements before ``stop`` is encoded."""
+        if math.isnan(self._encoded):
+            raise ExchangeError("what an exchange carries must be encoded, but that was broken off")
+        return stop <= self._encoded
+
+    def _open(self, codec: Codec, spans: Spans, *, keeps: bool) -> Sequence[torch.Tensor]:
+        """Return memory for what an exchange carries."""
         self._sums = Sums()
         self.keeps, self.pending = keeps and not self.way.eager, None
         self.lossy = not codec.exact
@@ -143,21 +185,29 @@ class DeltaShard:
             self.pending = torch.empty_like(self.shown) if self.way.eager else self.shown
         # What loses nothing crosses from where the merge will be shown: each piece is read first.
         memory = self.shown.view(torch.uint8) if codec.exact and not self.way.eager else None
-        payloads = self.outbox.open(codec, spans, memory)
-        if self.fused is not None and self.fused.handles(codec):
-            place = self.fused.pack(
-                *(codec, spans, self.outbox.memory, self.reference, self.residual, self.pending)
-            )
-            self._sums.nonfinite = [(0, place)]
-            return
+        return self.outbox.open(codec, spans, memory)
+
+    def _fill(
+        self,
+        codec: Codec,
+        spans: Spans,
+        payloads: Sequence[torch.Tensor],
+        gather: Gather,
+        residual: torch.Tensor | None,
+        *,
+        looks: bool,
+    ) -> None:
+        """Encode piece by piece, and look for what is not finite."""
         for (start, stop), payload in zip(spans, payloads, strict=True):
             for a, b in pieces(stop - start, self.piece):
                 values, room = self._room[:, : b - a]
                 gather(start + a, start + b, values)
-                self._encode(codec, start + a, values, codec.fields(payload, stop - start, a, b))
+                fields = codec.fields(payload, stop - start, a, b)
+                self._encode(codec, start + a, values, fields, residual)
                 # A sum is cheaper, where it can be read at once.
-                if self.on_device or not bool(values.sum().isfinite()):
+                if looks and (self.on_device or not bool(values.sum().isfinite())):
                     self._sums.nonfinite.append((start + a, _first_nonfinite(values, room)))
+            self._encoded = stop
 
     def checks(self) -> torch.Tensor:
         """Return, not read yet, what `first_nonfinite` needs of the exchange that was sent."""
@@ -168,12 +218,19 @@ class DeltaShard:
         places = zip(self._sums.nonfinite, checks, strict=True)
         return next((start + at for (start, _), at in places if at >= 0), None)
 
-    def _encode(self, codec: Codec, start: int, values: torch.Tensor, fields: Fields) -> None:
+    def _encode(
+        self,
+        codec: Codec,
+        start: int,
+        values: torch.Tensor,
+        fields: Fields,
+        residual: torch.Tensor | None,
+    ) -> None:
         """Write delta + residual for the wire, into ``values`` too; they hold parameters."""
         span = slice(start, start + values.numel())
         values -= self.reference[span]
-        if self.residual is not None:
-            values += self.residual[span]
+        if residual is not None:
+            values += residual[span]
         codec.encode(values, fields)
         if self.pending is None and not codec.sparse:
             return
@@ -198,7 +255,7 @@ class DeltaShard:
 
     def deliver(self, start: int, stop: int, mean: torch.Tensor, sent: Fields) -> None:
         """Move the reference by the mean delta, or keep it for the outer optimizer."""
-        span, carried = slice(start, stop), self._room[1, : stop - start]
+        span, carried = slice(start, stop), self._taking[1, : stop - start]
         self._sums.moved.append(mean.dot(mean))
         if self._takes_at_once(self.outbox.codec):
             self._take(span, mean, *sent)
@@ -206,7 +263,7 @@ class DeltaShard:
         self.outbox.codec.decode(sent, carried)
         if self.way.eager:
             self._ahead.learn(span, mean, carried, self.reference, self.way.share)
-        apart = torch.sub(mean, carried, out=self._room[0, : stop - start])
+        apart = torch.sub(mean, carried, out=self._taking[0, : stop - start])
         self._sums.distances.append(apart.dot(apart))
         if self.pending is not None:
             self._residual()[span].copy_(self.pending[span])

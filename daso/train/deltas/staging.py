@@ -3,7 +3,7 @@
 All are a `daso.comm.reduction.ReduceBuffer` between `collect` and `finish`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -59,6 +59,17 @@ class HostShard:
         """Encode what an exchange will carry."""
         self.part.encode(codec, spans, gather, keeps=keeps)
         self._nonfinite = self.part.first_nonfinite(self.part.checks().tolist())
+
+    def begin(
+        self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool
+    ) -> Callable[[], None]:
+        """Return what encodes it while it crosses; see `DeltaShard.begin`."""
+        self._nonfinite = None
+        return self.part.begin(codec, spans, gather, keeps=keeps)
+
+    def ready(self, stop: int) -> bool:
+        """Return whether what crosses of elements before ``stop`` is encoded."""
+        return self.part.ready(stop)
 
     def seal(self) -> None:
         """Do nothing: what was called is over."""

@@ -4,6 +4,7 @@ import argparse
 import functools
 import json
 import re
+from dataclasses import asdict
 from functools import partial
 
 import pytest
@@ -86,6 +87,31 @@ def test_a_figure_that_a_later_setting_makes_anew_counts(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("nodes", "share"), [(2, 1), (3, 4 / 3), (4, 1.5)])
 def test_the_limit_of_a_link(nodes, share):
     assert exchange.limit_seconds(18.3e6, nodes, 1e9) == pytest.approx(0.1464 * share)
+
+
+@pytest.mark.parametrize(
+    ("differ", "where", "told"),
+    [
+        ({"racks": 2, "uplink": "200mbit"}, "racks", "1gbit, in 2 racks with uplinks of 200mbit"),
+        ({"slow": "100mbit"}, "slow", "1gbit, one host's 100mbit"),
+    ],
+)
+def test_where_links_differ_the_planned_way_is_told_beside_the_others(differ, where, told):
+    ms = {"fp32": 80.0, "fp32, planned": 40.0, "fp32, gloo": 160.0, "bf16": 9.0}
+    row = {"mbytes": None, "over_limit": None, "limit_ms": None}
+    plan = exchange.Plan(1000, 3, "1gbit", 1e9, **differ)
+    found = exchange.figures(
+        {
+            "plan": asdict(plan),
+            "nodes": [1, 1, 1, 1],
+            "rows": [row | {"name": name, "ms": one} for name, one in ms.items()],
+        }
+    )
+    assert {name: one["value"] for name, one in found.items()} == {
+        f"exchange_planned_over_direct_{where}_fp32": 0.5,
+        f"exchange_planned_over_gloo_{where}_fp32": 0.25,
+    }
+    assert all(told in one["conditions"] for one in found.values())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daso.plan.allreduce_plan import AllReducePlan, Level, direct_plan, restored, stored
-from daso.plan.routes import has_changed, plan_routes, racks, ring_order, seconds_of
+from daso.plan.layout import chunk_parts
+from daso.plan.routes import has_changed, plan_routes, racks, ring_order, seconds_of, shares_of
 
 checked = settings(derandomize=True, max_examples=60, deadline=None)
 
@@ -49,13 +50,62 @@ def test_sums_are_made_in_racks_and_cross_once(ranks, rack_of, groups):
     assert seconds_of(plan, rates) < 0.55 * seconds_of(direct_plan(ranks), rates)
 
 
-def test_racks_of_unequal_sizes_and_one_slow_rank_leave_a_ring_or_all_to_all():
+def test_racks_of_unequal_sizes_leave_a_ring_or_all_to_all():
     uneven = in_racks(5, lambda rank: rank // 3, 0.05)
-    slow = rates_of(4, lambda a, b: 0.1 if 2 in (a, b) else 1.0)
-    for rates in (uneven, slow):
-        plan = plan_routes(rates)
-        assert len(plan.levels) == 1
-        assert seconds_of(plan, rates) <= seconds_of(direct_plan(len(rates)), rates)
+    plan = plan_routes(uneven)
+    assert len(plan.levels) == 1
+    assert seconds_of(plan, uneven) <= seconds_of(direct_plan(5), uneven)
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 8, 16])
+def test_a_rank_on_a_slow_link_adds_nothing(ranks):
+    """It sends its row once and receives the mean once: no exchange takes less of its link."""
+    rates = rates_of(ranks, lambda a, b: 0.1 if 2 in (a, b) else 1.0)
+    plan = plan_routes(rates)
+    assert plan == AllReducePlan((Level(ranks),), shares=plan.shares)
+    assert plan.shares[2] == 0
+    assert len({*plan.shares} - {0}) == 1
+    assert seconds_of(plan, rates) == pytest.approx(1 / 0.1)
+    assert seconds_of(direct_plan(ranks), rates) == pytest.approx(2 * (ranks - 1) / ranks / 0.1)
+    assert [span.numel for span in plan.chunks(ranks, 1000)[0]][2] == 0
+
+
+@checked
+@given(
+    st.lists(st.floats(0.1, 10.0), min_size=3, max_size=9),
+    st.lists(st.floats(0.0, 1.0), min_size=9, max_size=9),
+)
+def test_no_shares_keep_the_busiest_link_busy_for_less(widths, others):
+    """A rank that adds share s sends and receives 1 + s (p - 2) rows over a link of its width."""
+    rates = rates_of(len(widths), lambda a, b: min(widths[a], widths[b]))
+    links = [max(row) for row in rates]  # what a rank's link is seen to do: the widest has no equal
+
+    def busiest(shares):
+        parts = [share / sum(shares) for share in shares]
+        return max(
+            (1 + part * (len(widths) - 2)) / link for part, link in zip(parts, links, strict=True)
+        )
+
+    found = shares_of(rates)
+    assert all(share >= 0 for share in found)
+    assert sum(found) > 0
+    rounding = 1 + len(widths) / (2 * 16)
+    assert busiest(found) <= rounding * busiest([other + 1e-9 for other in others[: len(widths)]])
+
+
+@checked
+@given(
+    st.lists(st.integers(0, 40), min_size=2, max_size=9).filter(any),
+    st.integers(0, 5000),
+    st.sampled_from([1, 64]),
+)
+def test_parts_are_as_shares_and_hold_a_chunk_once(shares, numel, even):
+    for chunk in chunk_parts(numel, len(shares), 700, even, shares):
+        first, last = chunk[0].start, chunk[-1].stop
+        assert [one.start for one in chunk[1:]] == [one.stop for one in chunk[:-1]]
+        for part, share in zip(chunk, shares, strict=True):
+            assert abs(part.numel - (last - first) * share / sum(shares)) < 2 * even
+            assert share or not part.numel
 
 
 @checked
@@ -110,7 +160,11 @@ def test_two_exchanges_in_a_row_that_take_longer_or_shorter_tell_of_other_links(
 
 
 def test_plans_come_back_from_plain_values():
-    for plan in (direct_plan(3), AllReducePlan((Level(2), Level(2, "ring")), (0, 2, 1, 3))):
+    for plan in (
+        direct_plan(3),
+        AllReducePlan((Level(2), Level(2, "ring")), (0, 2, 1, 3)),
+        AllReducePlan((Level(3),), shares=(0, 2, 1)),
+    ):
         assert restored(stored(plan)) == plan
 
 
