@@ -8,6 +8,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from daso.cli.bench.names import WIRES
 from daso.cli.bench.options import at_least_one, more_than_zero
 from daso.cli.bench.places import HERE, RankStarter
 from daso.cli.bench.runs import RUNS, Measured
@@ -40,6 +41,9 @@ def add_parser(parser: argparse.ArgumentParser, hosts: Hosts | None = None) -> A
     exchange.add_argument("--nodes", default="2,3,4", help="how many, by commas (2,3,4)")
     exchange.add_argument(
         "--algorithm", default="auto", help="how the mean is taken, by commas (auto)"
+    )
+    exchange.add_argument(
+        "--wire", default=",".join(WIRES), help=f"what crosses, by commas ({','.join(WIRES)})"
     )
     exchange.add_argument(
         "--parameters", type=at_least_one, default=PARAMETERS, help=f"of the model ({PARAMETERS})"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from daso.cli.bench.names import WIRES
 from daso.cli.bench.rounds import sent_bytes, take_turns
 from daso.comm.allreduce.direct import deterministic_allreduce
 from daso.comm.compression import codec_named
@@ -25,8 +26,6 @@ from daso.train.deltas.shard import DeltaShard, MergeOptions, message_numel
 
 __all__ = ["Plan", "figures", "limit_seconds", "measure", "ratios", "table"]
 
-WIRES = ("fp32", "bf16", "int8", "int4")
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -39,6 +38,7 @@ class Plan:
         bits_per_second: Of every link; 0 where there is no limit.
         rivals: Whether MPI's Allreduce and gloo take turns too.
         algorithms: How the mean is taken, by turns; see `daso.Exchange`.
+        wires: What crosses, by turns.
         racks: Groups of hosts, for people, as what follows.
         uplink: Rate of each group's link to the others.
         slow: Rate of the link of one host.
@@ -50,6 +50,7 @@ class Plan:
     bits_per_second: float
     rivals: bool = True
     algorithms: Sequence[Algorithm] = ("auto",)
+    wires: Sequence[str] = WIRES
     racks: int = 1
     uplink: str = "none"
     slow: str = "none"
@@ -82,7 +83,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         wire if algorithm == "auto" else f"{wire}, {algorithm}": _ordered(
             wire, plan.numel, engine, comm, size, algorithm
         )
-        for wire in WIRES
+        for wire in plan.wires
         for algorithm in plan.algorithms
     }
     if plan.rivals:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, get_args
 
+from daso.cli.bench.names import WIRES
 from daso.errors import ConfigError
 from daso.plan.allreduce_plan import Algorithm
 from daso.predict.link_rate import parse_rate
@@ -28,6 +29,8 @@ __all__ = [
     "rates",
     "rounds",
     "settle_seconds",
+    "unequal",
+    "wires",
 ]
 
 
@@ -101,6 +104,14 @@ def algorithms(text: str) -> list[Algorithm]:
     if not set(found) <= set(known):
         raise ConfigError(f"--algorithm must be of {', '.join(known)}, by commas, not {text!r}")
     return [name for name in get_args(Algorithm) if name in found]
+
+
+def wires(text: str) -> list[str]:
+    """Return what crosses in exchanges that were asked for, by commas."""
+    found = [word.strip() for word in text.split(",")]
+    if not set(found) <= set(WIRES):
+        raise ConfigError(f"--wire must be of {', '.join(WIRES)}, by commas, not {text!r}")
+    return [name for name in WIRES if name in found]
 
 
 def rates(name: str, text: str) -> list[float]:

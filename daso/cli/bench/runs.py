@@ -49,13 +49,15 @@ def _exchange(chosen: argparse.Namespace) -> Measured:
         options.nodes(chosen.nodes),
         options.rounds(chosen),
     )
-    algorithms = options.algorithms(chosen.algorithm)
+    algorithms, wires = options.algorithms(chosen.algorithm), options.wires(chosen.wire)
 
     def plan(link: str) -> dict[str, Any]:
         rate, rivals = options.rate(link), not chosen.quick
         differ = options.unequal(chosen)
         return asdict(
-            exchange.Plan(chosen.parameters, rounds, link, rate, rivals, algorithms, **differ)
+            exchange.Plan(
+                chosen.parameters, rounds, link, rate, rivals, algorithms, wires, **differ
+            )
         )
 
     for one in options.measured(chosen, "daso.cli.bench.exchange", links, nodes, plan, 1):

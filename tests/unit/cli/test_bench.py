@@ -157,6 +157,7 @@ def runs_a_bench(test):
         (["train", "--only=DDP"], ["--only must be one of", "DDP, gloo"]),
         (["exchange", "--nodes=1"], ["--nodes", "from 2 up", "'1'"]),
         (["exchange", "--nodes=x"], ["--nodes", "'x'"]),
+        (["exchange", "--wire=fp8"], ["--wire must be of fp32, bf16", "'fp8'"]),
         (["node", "--mebibytes=0"], ["--mebibytes", "more than 0"]),
         (["node", "--ranks=0"], ["--ranks", "at least 1"]),
         (["gpu", "--ranks=1,x"], ["--ranks", "'1,x'"]),
