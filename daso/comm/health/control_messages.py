@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ControlChannel"]
 
-NUMBERS = 4  # of each note
+NUMBERS = 4  # of each note, unless it is told
 
 
 class ControlChannel:
@@ -21,12 +21,13 @@ class ControlChannel:
 
     Args:
         make_comm: Makes a communicator of its own over all ranks, as ``world.Dup`` does.
+        numbers: Of each note.
 
     Collective over the world; blocking.
     """
 
-    def __init__(self, make_comm: "Callable[[], MPI.Comm]") -> None:
-        self.comm = make_comm()
+    def __init__(self, make_comm: "Callable[[], MPI.Comm]", numbers: int = NUMBERS) -> None:
+        self.comm, self._numbers = make_comm(), numbers
         self.rank: int = self.comm.Get_rank()
         self.others = [rank for rank in range(self.comm.Get_size()) if rank != self.rank]
         self._sending: list[tuple[MPI.Request, torch.Tensor]] = []
@@ -35,7 +36,7 @@ class ControlChannel:
 
     def send(self, rank: int, tag: int, *numbers: int) -> None:
         """Send a control message. Does not block."""
-        row = torch.tensor([*numbers, *[0] * (NUMBERS - len(numbers))], device="cpu")
+        row = torch.tensor([*numbers, *[0] * (self._numbers - len(numbers))], device="cpu")
         self._sending.append((self.comm.Isend(sum_buffer(row), rank, tag), row))
         self._sent[rank] += 1
         # Last, for it raises where an earlier note met a lost connection.
@@ -46,7 +47,7 @@ class ControlChannel:
         status = load().Status()
         while self.comm.Iprobe(status=status):
             source, tag = status.Get_source(), status.Get_tag()
-            row = torch.empty(NUMBERS, dtype=torch.int64, device="cpu")
+            row = torch.empty(self._numbers, dtype=torch.int64, device="cpu")
             self.comm.Recv(sum_buffer(row), source, tag)
             self._received[source] += 1
             yield source, tag, row.tolist()

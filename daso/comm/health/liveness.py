@@ -1,8 +1,8 @@
 """Finds out who is missing, when a rank has waited in vain for all it is allowed to.
 
-Nothing is sent before. Then the rank asks every other one, and those that are waiting too, or that
-exchange in the background, answer. Who does not answer is gone, cut off, or busy with something
-else for longer than a step should take.
+Nothing is sent before. Then the rank asks, and those that are waiting too, or that exchange in the
+background, say that they are there, and pass it on (`daso.comm.health.census`). Of whom nothing is
+heard is gone, cut off, or busy with something else for longer than a step should take.
 """
 
 import threading
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from daso.comm.health.census import Census
 from daso.comm.health.control_messages import ControlChannel
 from daso.comm.mpi import load
 
@@ -21,7 +22,8 @@ __all__ = ["LivenessProbe"]
 
 ANSWER_SECONDS = 3.0  # ranks that began to wait together give up together, more or less
 POLL_SECONDS = 1e-3
-ASKED, HERE = 1, 2  # tags
+DIRECTLY = 0.5  # of these seconds, after which who is silent is asked without others between
+NOTE = 1  # tag
 
 
 class LivenessProbe:
@@ -35,9 +37,9 @@ class LivenessProbe:
     """
 
     def __init__(self, make_comm: "Callable[[], MPI.Comm]", hosts: Sequence[str]) -> None:
-        self._notes, self.hosts = ControlChannel(make_comm), hosts
-        self._here: set[int] = set()  # who answered this round
-        self._round = 0
+        ranks = len(hosts)
+        self._notes, self.hosts = ControlChannel(make_comm, Census.numbers(ranks)), hosts
+        self._census = Census(self._notes.rank, ranks, self._send)
         self._lock = threading.Lock()
 
     @property
@@ -48,27 +50,27 @@ class LivenessProbe:
     def answer(self) -> None:
         """Answer those who ask. Does not block; cheap."""
         with self._lock:
-            for source, tag, numbers in self._notes.arrived():
-                if tag == ASKED:
-                    self._notes.send(source, HERE, numbers[0])
-                elif numbers[0] == self._round:  # and no late answer to what was asked before
-                    self._here.add(source)
+            self._census.heard([numbers for _, _, numbers in self._notes.arrived()])
+
+    def _send(self, rank: int, numbers: Sequence[int]) -> None:
+        with suppress(load().Exception):  # of this connection: nobody answers there
+            self._notes.send(rank, NOTE, *numbers)
 
     def missing(self, absent: Sequence[int] = ()) -> str:
-        """Ask everybody, wait for answers for a few seconds, and say who gave none."""
-        others, lost = set(self._notes.others), load().Exception
+        """Ask, wait for a few seconds, and say of whom nothing was heard."""
         with self._lock:
-            self._here.clear()
-            self._round += 1
-            for rank in others:
-                with suppress(lost):  # of this connection: nobody answers there
-                    self._notes.send(rank, ASKED, self._round)
+            self._census.ask()
         end = time.perf_counter() + ANSWER_SECONDS
-        while time.perf_counter() < end and not others <= self._here:
-            with suppress(lost):  # MPI tells of any lost connection here; others may still answer
+        directly = end - DIRECTLY * ANSWER_SECONDS
+        while time.perf_counter() < end and self._census.silent:
+            with suppress(load().Exception):  # a lost connection; others may still answer
                 self.answer()
+            if time.perf_counter() >= directly:
+                directly = end
+                with self._lock:
+                    self._census.ask_directly()
             time.sleep(POLL_SECONDS)
-        silent = sorted(others - self._here)
+        silent = self._census.silent
         if not silent and absent:
             return f"every rank answers, but world rank {self._names(absent)} did not come"
         if not silent:
