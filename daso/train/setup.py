@@ -1,5 +1,6 @@
 """How a model is trained over all ranks: the keywords of the doors, checked, compared and told."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from daso.train.model.params import Named, Trained, layout_of
 
 __all__ = ["FACTORY", "MODULE", "Setup", "combined", "make_setup", "stall_limit"]
 
+ADDRESS = re.compile(" at 0x[0-9a-f]+")  # in what Python says of an object by itself
 FORMAT = 3  # of a stored exchange; goes up when a tensor changes its meaning
 
 
@@ -80,7 +82,7 @@ class Setup:
         """Return what must be equal on all ranks, as text."""
         one = torch.nn.Parameter(torch.zeros(1, device="cpu"))
         outer = self.outer and repr(build_optimizer("outer", self.outer, [one]))
-        return f"policy={self.policy!r}, outer={outer}, {self.settings!r}"
+        return f"policy={_told(self.policy)}, outer={outer}, {self.settings!r}"
 
     def lasting(self) -> str:
         """Return what must stay the same for a checkpoint to fit, as text.
@@ -139,8 +141,18 @@ class Setup:
             "algorithm": settings.exchange.algorithm,
             "gradient_reducer": settings.gradients.reducer,
             "step": "model" if settings.whole else "layerwise",
-            "policy": repr(self.policy),
+            "policy": _told(self.policy),
         }
+
+
+def _told(policy: Policy) -> str:
+    """Return a policy in words that are the same in every process, also of a plain class."""
+    if type(policy).__repr__ is not object.__repr__:
+        return repr(policy)
+    told = ", ".join(
+        f"{name}={value!r}" for name, value in sorted(getattr(policy, "__dict__", {}).items())
+    )
+    return ADDRESS.sub("", f"{type(policy).__name__}({told})")
 
 
 def make_setup(  # noqa: PLR0913 - the keywords of the doors
