@@ -149,9 +149,8 @@ def _told(policy: Policy) -> str:
     """Return a policy in words that are the same in every process, also of a plain class."""
     if type(policy).__repr__ is not object.__repr__:
         return repr(policy)
-    told = ", ".join(
-        f"{name}={value!r}" for name, value in sorted(getattr(policy, "__dict__", {}).items())
-    )
+    values = sorted(getattr(policy, "__dict__", {}).items())
+    told = ", ".join(f"{name}={value!r}" for name, value in values)
     return ADDRESS.sub("", f"{type(policy).__name__}({told})")
 
 

@@ -11,12 +11,7 @@ class Often:
     """A policy of one's own, as a plain class."""
 
     def __init__(self, skip, helper=None):
-        self.skip, self.helper, self._fixed = skip, helper, Fixed(skip, 0)
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.__dict__["_fixed"], name)
+        self.skip, self.helper = skip, helper
 
     start = Fixed.start
     tune_batch = Fixed.tune_batch
