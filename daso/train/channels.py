@@ -161,8 +161,24 @@ class Channels:
             return
         if algorithm == "planned":
             self.route = self.engine.run(self.measure_links())
-        elif depends_on_costs(algorithm, self.rank_info.nodes):
+        elif self.plans_follow_links:
             self.costs = self.engine.run(link_costs(self.comms.lane, self.comms.world))
+
+    @property
+    def plans_follow_links(self) -> bool:
+        """Whether plans depend on what links did when they were measured."""
+        algorithm, nodes = self.settings.exchange.algorithm, self.rank_info.nodes
+        return self.route is not None or depends_on_costs(algorithm, nodes)
+
+    def look_again(self) -> Work[None]:
+        """Measure links anew, by which plans are chosen; nothing else may be under way.
+
+        Collective over the world; non-blocking, as work for the engine.
+        """
+        if self.route is not None:
+            self.route = yield from self.measure_links()
+        else:
+            self.costs = yield from link_costs(self.comms.lane, self.comms.world)
 
     def measured_costs(self) -> LinkCosts:
         """Return what messages cost, measured once. Collective over the world; blocking."""

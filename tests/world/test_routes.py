@@ -8,7 +8,7 @@ from models import batch_loss, bits, mlp, seeded, sgd
 
 import daso
 from daso.plan.allreduce_plan import AllReducePlan, Level, direct_plan
-from daso.plan.cost_model import choose_plan
+from daso.plan.cost_model import LinkCosts, choose_plan
 
 pytestmark = [pytest.mark.mpi, pytest.mark.nodes((1, 1, 1), (1, 1, 1, 1)), pytest.mark.real_mpi]
 
@@ -25,11 +25,15 @@ def steps(topology, optimizer, model, numbers):
         optimizer.step()
 
 
+def ring_of(nodes):
+    return AllReducePlan((Level(nodes, "ring"),), tuple(reversed(range(nodes))))
+
+
 def routes(topology, monkeypatch, kind="ring"):
     """Let links tell of a plan, and of direct exchanges when they are measured again."""
     nodes = topology.nodes
     first = {
-        "ring": AllReducePlan((Level(nodes, "ring"),), tuple(reversed(range(nodes)))),
+        "ring": ring_of(nodes),
         "shares": AllReducePlan((Level(nodes),), shares=(0, *range(1, nodes))),
     }[kind]
     chosen = iter([first, direct_plan(nodes), direct_plan(nodes), first])
@@ -103,6 +107,36 @@ def test_what_messages_cost_is_measured_where_plans_depend_on_it(topology, monke
             assert 0 < costs["byte_seconds"] < costs["latency_seconds"] < 1
     finally:
         choose_plan.cache_clear()
+
+
+def test_costs_are_measured_again_where_exchanges_take_longer(topology, monkeypatch):
+    """All ranks take the plan that suits the links of now, after the same exchange."""
+    costs = [LinkCosts(latency_seconds=1.0), LinkCosts(latency_seconds=2**-20)]
+    plans = {costs[0]: ring_of(topology.nodes), costs[1]: direct_plan(topology.nodes)}
+    looks = iter(costs)
+
+    def look(lane, world):
+        yield []
+        return next(looks)
+
+    monkeypatch.setattr("daso.plan.cost_model.FEW", 2)
+    monkeypatch.setattr("daso.train.channels.link_costs", look)
+    monkeypatch.setattr("daso.train.channels.choose_plan", lambda *asked: plans[asked[-1]])
+    asked = iter([False, False, True] + [False] * 100)
+    monkeypatch.setattr("daso.train.deltas.exchange.has_changed", lambda _: next(asked))
+    model = seeded(mlp)()
+    with daso.DASO(
+        sgd(model), module=model, topology=topology, policy=daso.Fixed(2, 1), wire="int8"
+    ) as optimizer:
+        assert optimizer.report()["allreduce"] == plans[costs[0]].name
+        steps(topology, optimizer, model, range(16))
+        optimizer.synchronize()
+        assert topology.equal_on_all_ranks(bits(model))
+        report = optimizer.report()
+        assert report["allreduce"] == "direct"
+        links = [event for event in report["events"] if event["kind"] == "links"]
+        assert [event["plan"] for event in links] == ["direct"]
+        assert topology.equal_on_all_ranks([event["sent"] for event in links])
 
 
 @pytest.mark.nodes((1, 1, 1), (2, 1, 1))

@@ -432,7 +432,7 @@ class Exchanges:
 
         All ranks agreed on the seconds. Collective over the world; blocking, where that is so.
         """
-        if self.channels.route is None:  # no plan follows links
+        if not self.channels.plans_follow_links:
             return
         known = self._known
         # The seconds are of the exchange before.
@@ -443,10 +443,9 @@ class Exchanges:
         if not has_changed(known.lately[kind]):
             return
         known.lately, known.kind = {}, ""
-        route = self.coordinator.wait(self.channels.engine.submit(self.channels.measure_links()))
-        self.metrics.event("links", sent=flight.batch, plan=route.name)
-        self.channels.route = route
+        self.coordinator.wait(self.channels.engine.submit(self.channels.look_again()))
         self._take_plans()
+        self.metrics.event("links", sent=flight.batch, plan=self.plan_name)
 
     def _take_plans(self) -> None:
         """Take means by the plans of now; nothing may be in flight."""
