@@ -44,7 +44,8 @@ def _candidates(rates: Rates) -> Iterator[AllReducePlan]:
     peers, groups = len(rates), racks(rates)
     if peers <= RING_MOST:
         yield AllReducePlan((Level(peers, "ring"),), ring_order(rates))
-    yield AllReducePlan((Level(peers),), shares=shares_of(rates))
+    if _links_are_own(rates):
+        yield AllReducePlan((Level(peers),), shares=shares_of(rates))
     sizes = {len(group) for group in groups}
     if len(groups) > 1 and len(sizes) == 1 and sizes != {1}:
         order = tuple(rank for group in groups for rank in group)
@@ -73,13 +74,28 @@ def seconds_of(plan: AllReducePlan, rates: Rates) -> float:
 
 
 def _direct_seconds(shares: Sequence[int], rates: Rates) -> float:
-    """Return how long it takes where each adds such a share: of both ways, which share a link."""
+    """Return how long it takes where each adds such a share: what keeps the busiest link busy."""
+    peers, total = len(shares), sum(shares)
+    return max(
+        (1 + share / total * (peers - 2)) / width
+        for share, width in zip(shares, _widths(rates), strict=True)
+    )
+
+
+def _widths(rates: Rates) -> list[float]:
+    """Return how wide each rank's own link is: as wide as the widest way over it."""
     ranks = range(len(rates))
-    seconds = 0.0
-    for turn in ranks[1:]:
-        pairs = [(rank, (rank + turn) % len(rates)) for rank in ranks]
-        seconds += max((shares[a] + shares[b]) / rates[a][b] for a, b in pairs)
-    return seconds / sum(shares)
+    return [max(_both(rates, one, other) for other in ranks if other != one) for one in ranks]
+
+
+def _links_are_own(rates: Rates) -> bool:
+    """Return whether what is between two ranks is about as wide as the thinner of their links."""
+    widths, ranks = _widths(rates), range(len(rates))
+    return all(
+        _both(rates, one, other) >= NEAR * min(widths[one], widths[other])
+        for one in ranks
+        for other in ranks[:one]
+    )
 
 
 def shares_of(rates: Rates) -> tuple[int, ...]:
@@ -89,8 +105,7 @@ def shares_of(rates: Rates) -> tuple[int, ...]:
     of p - 1: 1 + s (p - 2) in all. So all links are as busy where s (p - 2) = T width - 1, for the
     T with which shares sum to 1, and who would get less than nothing adds nothing.
     """
-    peers = len(rates)
-    widths = [max(_both(rates, one, b) for b in range(peers) if b != one) for one in range(peers)]
+    peers, widths = len(rates), _widths(rates)
     adding = [*range(peers)]
     while True:
         seconds = (peers - 2 + len(adding)) / sum(widths[one] for one in adding)

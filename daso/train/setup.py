@@ -148,9 +148,10 @@ class Setup:
 def _told(policy: Policy) -> str:
     """Return a policy in words that are the same in every process, also of a plain class."""
     if type(policy).__repr__ is not object.__repr__:
-        return repr(policy)
-    values = sorted(getattr(policy, "__dict__", {}).items())
-    told = ", ".join(f"{name}={value!r}" for name, value in values)
+        return ADDRESS.sub("", repr(policy))
+    slots = [name for cls in type(policy).__mro__ for name in getattr(cls, "__slots__", ())]
+    names = sorted({*getattr(policy, "__dict__", {}), *slots} - {"__weakref__", "__dict__"})
+    told = ", ".join(f"{name}={getattr(policy, name, None)!r}" for name in names)
     return ADDRESS.sub("", f"{type(policy).__name__}({told})")
 
 

@@ -262,19 +262,19 @@ def test_what_is_encoded_while_it_crosses_gives_the_same_bits(topology, engine, 
                 assert torch.equal(one, other)
 
 
-def test_an_exchange_does_not_wait_for_what_will_not_be_encoded():
-    part, codec = DeltaShard(torch.zeros(10), MergeOptions()), codec_named("bf16")
-
-    def broken(a, b, row):
-        if a:
-            raise KeyboardInterrupt
-
-    fill = part.begin(codec, [(0, 5), (5, 10)], broken, keeps=False)
-    assert not part.ready(5)
-    with pytest.raises(KeyboardInterrupt):
-        fill()
+@pytest.mark.nodes(*ANY)
+def test_an_exchange_does_not_wait_for_what_will_not_be_encoded(topology):
+    part, codec = DeltaShard(torch.zeros(10), MergeOptions()), Cast(torch.bfloat16)
+    engine, chunks = Engine(20.0, str), cut(10, topology.world_size, 5)
+    part.begin(codec, [span for one in chunks for span in one], torch.zeros, keeps=False)
+    mean = deterministic_allreduce(
+        topology.world_comm, codec, [1] * topology.world_size, topology.world_size
+    )
+    handle = engine.submit(mean.run(part, chunks))
+    part.break_off()
     with pytest.raises(ExchangeError, match="must be encoded, but that was broken off"):
-        part.ready(5)
+        engine.wait(handle)
+    engine.close()
 
 
 @pytest.mark.nodes(*ANY)

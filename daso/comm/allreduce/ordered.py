@@ -74,11 +74,19 @@ def window(peers: int) -> int:
     return max(2, MESSAGES // peers)
 
 
-def encoded(source: ReduceBuffer, spans: Spans) -> Arrivals:
-    """Wait until what crosses of spans is encoded."""
+def encoded(source: ReduceBuffer, spans: Spans, poll: Callable[[], object] = bool) -> Arrivals:
+    """Wait until what crosses of spans is encoded; messages move when they are polled."""
     stop = spans[-1][1]
-    if isinstance(source, GrowingBuffer) and not source.ready(stop):
-        yield lambda: source.ready(stop)
+    if not isinstance(source, GrowingBuffer) or source.ready(stop):
+        return
+
+    def there() -> bool:
+        poll()
+        return source.ready(stop)
+
+    begun = time.perf_counter()
+    yield there
+    source.waited_seconds += time.perf_counter() - begun
 
 
 def in_window(
@@ -98,7 +106,9 @@ def in_window(
             trace.record(trace.MESSAGES, begun, key=index - window)
             yield from finish(index - window)
         if index < count:
-            yield from encoded(source, chunks[index])
+            yield from encoded(
+                source, chunks[index], lambda: [load().Request.Testall(one) for _, one in crossing]
+            )
             crossing.append((time.perf_counter(), start(index)))
             # Messages of the size of ours do not leave before the library is called again.
             load().Request.Testall(crossing[0][1])

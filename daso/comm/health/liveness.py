@@ -22,7 +22,7 @@ __all__ = ["LivenessProbe"]
 
 ANSWER_SECONDS = 3.0  # ranks that began to wait together give up together, more or less
 POLL_SECONDS = 1e-3
-DIRECTLY = 0.5  # of these seconds, after which who is silent is asked without others between
+DIRECTLY = 0.5  # of these seconds, in which who is silent is asked without others between
 NOTE = 1  # tag
 
 
@@ -49,8 +49,12 @@ class LivenessProbe:
 
     def answer(self) -> None:
         """Answer those who ask. Does not block; cheap."""
+        arrived: list[tuple[int, Sequence[int]]] = []
         with self._lock:
-            self._census.heard([numbers for _, _, numbers in self._notes.arrived()])
+            try:
+                arrived.extend((source, numbers) for source, _, numbers in self._notes.arrived())
+            finally:  # what came before a connection was lost counts
+                self._census.heard(arrived, time.perf_counter())
 
     def _send(self, rank: int, numbers: Sequence[int]) -> None:
         with suppress(load().Exception):  # of this connection: nobody answers there
@@ -58,15 +62,16 @@ class LivenessProbe:
 
     def missing(self, absent: Sequence[int] = ()) -> str:
         """Ask, wait for a few seconds, and say of whom nothing was heard."""
+        with suppress(load().Exception):
+            self.answer()
         with self._lock:
-            self._census.ask()
+            self._census.ask(time.perf_counter())
         end = time.perf_counter() + ANSWER_SECONDS
         directly = end - DIRECTLY * ANSWER_SECONDS
         while time.perf_counter() < end and self._census.silent:
             with suppress(load().Exception):  # a lost connection; others may still answer
                 self.answer()
             if time.perf_counter() >= directly:
-                directly = end
                 with self._lock:
                     self._census.ask_directly()
             time.sleep(POLL_SECONDS)

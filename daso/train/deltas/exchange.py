@@ -9,7 +9,7 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -72,6 +72,19 @@ class ExchangeState:
 def spare_cores(ranks: int, threads: int) -> bool:
     """Return whether cores are left on which exchanges go on beside training."""
     return len(os.sched_getaffinity(0)) > ranks * threads
+
+
+def _carry_out(fills: Sequence[Callable[[], None]], rows: Sequence[DeltaBuffer]) -> float:
+    """Encode what crosses meanwhile; return the seconds that this took of a core."""
+    begun = time.thread_time()
+    try:
+        for fill in fills:
+            fill()
+    except BaseException:
+        for row in rows:
+            row.part.break_off()
+        raise
+    return time.thread_time() - begun
 
 
 def _check_aligned(header: Header) -> None:
@@ -236,12 +249,11 @@ class Exchanges:
                 row.go_ahead()
         work = self._exchange(rows, self._measured_header(batch), known.measured)
         number = self.metrics.send()
-        self._core_loss.begin(beside=not blocking)
-        handle = self._submit(work, number, wait)
-        for fill in fills:
-            fill()
         own = time.perf_counter() - begun - (self._node.waited_seconds - waited)
         trace.record(trace.SEND, begun, key=number)
+        self._core_loss.begin(beside=not blocking)
+        handle = self._submit(work, number, wait)
+        own += _carry_out(fills, rows)
         self._flight = InFlight(handle, batch, batches, fragment, ahead, keeps, wire, own)
 
     def send_small(self, batch: int) -> None:
@@ -321,6 +333,7 @@ class Exchanges:
         if not agreed.nonfinite and agreed.aligned and self.rank_info.lane is not None:
             for row in rows:
                 one = yield from row.exchange()
+                made_seconds += row.waited_seconds
                 # Small tensors went lately: what they are apart by says nothing of skip.
                 total += Measured(one.nbytes) if row.is_small else one
         measured = Tally.measured(total.distance, total.norm, total.moved, self._known.size)

@@ -103,8 +103,9 @@ class DeltaShard:
         self._sums = Sums()  # of the last exchange
         self._encoded: float = 0  # numbers of what crosses that are; NaN: that was broken off
         numel = min(self.piece, -(-shown.numel() // PIECE) * PIECE)
-        # Apart, since earlier pieces are delivered while later ones are encoded.
-        self._room, self._taking = torch.empty(2, 2, numel, dtype=shown.dtype, device=shown.device)
+        self._room = torch.empty(2, numel, dtype=shown.dtype, device=shown.device)
+        # Apart on the host, where pieces are delivered while others are encoded.
+        self._taking = self._room if on_device else torch.empty_like(self._room)
 
     @property
     def piece(self) -> int:
@@ -160,14 +161,14 @@ class DeltaShard:
         payloads, residual, self._encoded = self._open(codec, spans, keeps=keeps), self.residual, 0
 
         def fill() -> None:
-            try:
-                self._fill(codec, spans, payloads, gather, residual, looks=False)
-            except BaseException:  # the engine shall not wait for it
-                self._encoded = math.nan
-                raise
+            self._fill(codec, spans, payloads, gather, residual, looks=False)
             self._encoded = math.inf
 
         return fill
+
+    def break_off(self) -> None:
+        """Let nobody wait for what will not be encoded."""
+        self._encoded = math.nan
 
     def ready(self, stop: int) -> bool:
         """Return whether what crosses of elements before ``stop`` is encoded."""

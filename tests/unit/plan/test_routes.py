@@ -70,6 +70,19 @@ def test_a_rank_on_a_slow_link_adds_nothing(ranks):
     assert [span.numel for span in plan.chunks(ranks, 1000)[0]][2] == 0
 
 
+@pytest.mark.parametrize(("ranks", "slow"), [(4, 2), (8, 3), (16, 6)])
+def test_several_ranks_on_slow_links_add_nothing(ranks, slow):
+    rates = rates_of(ranks, lambda a, b: 0.1 if min(a, b) < slow else 1.0)
+    plan = plan_routes(rates)
+    assert [share == 0 for share in plan.shares] == [True] * slow + [False] * (ranks - slow)
+    assert seconds_of(plan, rates) == pytest.approx(1 / 0.1)
+
+
+def test_shares_are_for_links_of_ranks_and_not_for_links_between_racks():
+    assert plan_routes(in_racks(6, lambda rank: rank // 3, 0.05)).shares == ()
+    assert plan_routes(in_racks(7, lambda rank: rank // 4, 0.05)).shares == ()
+
+
 @checked
 @given(
     st.lists(st.floats(0.1, 10.0), min_size=3, max_size=9),

@@ -1,5 +1,8 @@
 """What is compared between ranks, and between a checkpoint and the run that loads it."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pytest
 from models import mlp, seeded, sgd
 
@@ -31,6 +34,22 @@ def test_a_policy_of_ones_own_is_the_same_in_every_process_and_differs_by_its_va
     assert text(Often(2, object())) == text(Often(2, object()))
     assert text(Often(2)) != text(Often(3))
     assert "Often" in text(Often(2))
+
+
+def test_what_is_in_slots_counts_and_where_a_function_lies_does_not():
+    class Slotted(Often):
+        __slots__ = ("more",)
+
+        def __init__(self, more):
+            super().__init__(2)
+            self.more = more
+
+    @dataclass
+    class Told(Often):
+        skip: Callable[[], int]
+
+    assert text(Slotted(1)) == text(Slotted(1)) != text(Slotted(2))
+    assert text(Told(lambda: 1)) == text(Told(lambda: 1))
 
 
 @pytest.mark.parametrize("other", [Fixed(2, 1), Fixed(4, 0)])
