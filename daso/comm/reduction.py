@@ -64,16 +64,14 @@ class StagedBuffer(ReduceBuffer, Protocol):
 
 @runtime_checkable
 class GrowingBuffer(ReduceBuffer, Protocol):
-    """A row of which what crosses may be encoded while what is before it crosses.
-
-    Attributes:
-        waited_seconds: For which that was waited for, in the last exchange.
-    """
-
-    waited_seconds: float
+    """A row of which what crosses may be encoded while what is before it crosses."""
 
     def ready(self, stop: int) -> bool:
         """Return whether what crosses of elements before ``stop`` is there."""
+        ...
+
+    def waited(self, seconds: float) -> None:
+        """Count seconds for which that was waited for."""
         ...
 
 

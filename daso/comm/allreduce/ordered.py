@@ -86,7 +86,7 @@ def encoded(source: ReduceBuffer, spans: Spans, poll: Callable[[], object] = boo
 
     begun = time.perf_counter()
     yield there
-    source.waited_seconds += time.perf_counter() - begun
+    source.waited(time.perf_counter() - begun)
 
 
 def in_window(

@@ -275,11 +275,6 @@ class DeltaBuffer:
         assert isinstance(self.transport, HostShard)
         return self.transport.begin(codec, self._spans, self._gather, keeps=False)
 
-    @property
-    def waited_seconds(self) -> float:
-        """For which the last exchange waited for what was not encoded yet."""
-        return self.transport.waited_seconds if isinstance(self.transport, HostShard) else 0.0
-
     def can_grow(self, wire: str, *, dense: bool) -> bool:
         """Return whether what crosses may be encoded meanwhile: on the host, and finite.
 

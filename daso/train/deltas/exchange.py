@@ -333,7 +333,7 @@ class Exchanges:
         if not agreed.nonfinite and agreed.aligned and self.rank_info.lane is not None:
             for row in rows:
                 one = yield from row.exchange()
-                made_seconds += row.waited_seconds
+                made_seconds += row.part.waited_seconds
                 # Small tensors went lately: what they are apart by says nothing of skip.
                 total += Measured(one.nbytes) if row.is_small else one
         measured = Tally.measured(total.distance, total.norm, total.moved, self._known.size)

@@ -102,6 +102,7 @@ class DeltaShard:
         self._ahead = Ahead()  # unused where nodes do not go ahead
         self._sums = Sums()  # of the last exchange
         self._encoded: float = 0  # numbers of what crosses that are; NaN: that was broken off
+        self.waited_seconds = 0.0  # by the engine, in this exchange, for what was not encoded yet
         numel = min(self.piece, -(-shown.numel() // PIECE) * PIECE)
         self._room = torch.empty(2, numel, dtype=shown.dtype, device=shown.device)
         # Apart on the host, where pieces are delivered while others are encoded.
@@ -166,6 +167,10 @@ class DeltaShard:
 
         return fill
 
+    def waited(self, seconds: float) -> None:
+        """Count seconds for which `ready` was waited for."""
+        self.waited_seconds += seconds
+
     def break_off(self) -> None:
         """Let nobody wait for what will not be encoded."""
         self._encoded = math.nan
@@ -178,7 +183,7 @@ class DeltaShard:
 
     def _open(self, codec: Codec, spans: Spans, *, keeps: bool) -> Sequence[torch.Tensor]:
         """Return memory for what an exchange carries."""
-        self._sums = Sums()
+        self._sums, self.waited_seconds = Sums(), 0.0
         self.keeps, self.pending = keeps and not self.way.eager, None
         self.lossy = not codec.exact
         if self.lossy and not self.keeps:

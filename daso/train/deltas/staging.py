@@ -53,12 +53,11 @@ class HostShard:
     def __init__(self, part: DeltaShard) -> None:
         self.part, self.dtype = part, part.dtype
         self.payloads, self.deliver = part.payloads, part.deliver
+        self.ready, self.waited = part.ready, part.waited
         self._nonfinite: int | None = None
-        self.waited_seconds = 0.0  # by the engine, for what was not encoded yet
 
     def encode(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
         """Encode what an exchange will carry."""
-        self.waited_seconds = 0.0
         self.part.encode(codec, spans, gather, keeps=keeps)
         self._nonfinite = self.part.first_nonfinite(self.part.checks().tolist())
 
@@ -66,12 +65,8 @@ class HostShard:
         self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool
     ) -> Callable[[], None]:
         """Return what encodes it while it crosses; see `DeltaShard.begin`."""
-        self._nonfinite, self.waited_seconds = None, 0.0
+        self._nonfinite = None
         return self.part.begin(codec, spans, gather, keeps=keeps)
-
-    def ready(self, stop: int) -> bool:
-        """Return whether what crosses of elements before ``stop`` is encoded."""
-        return self.part.ready(stop)
 
     def seal(self) -> None:
         """Do nothing: what was called is over."""

@@ -32,7 +32,7 @@ def test_a_late_answer_to_an_earlier_probe_is_none_to_the_next(monkeypatch):
         found = []
         for _ in range(2):
             if world.rank == 0:
-                found.append(call.missing())
+                found.append(call.missing())  # which takes longer than answers are new
             world.Barrier()
             if world.rank == 1:
                 call.answer()  # nobody waits for it any more
