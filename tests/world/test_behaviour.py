@@ -166,6 +166,7 @@ def test_step_hooks_run_once_each_in_order(topology):
         (daso.Fixed(4, 0), "bf16", torch.float32, True),
         (daso.Fixed(4, 0), "fp32", torch.float64, True),
         (daso.Fixed(4, 0), "bf16", torch.bfloat16, False),  # rows are of another type
+        (daso.Fixed(4, 0), "int4", torch.float32, False),
         (daso.Fixed(4, 0), "topk", torch.float32, False),
         (daso.Fixed(4, 1), "bf16", torch.float32, False),  # steps would take longer
     ],

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from daso.cli.bench.names import WIRES
 from daso.cli.bench.rounds import sent_bytes, take_turns
 from daso.comm.allreduce.direct import deterministic_allreduce
-from daso.comm.compression import codec_named
+from daso.comm.compression import Cast, codec_named
 from daso.comm.engine import Engine
 from daso.comm.link_probe import link_rates
 from daso.comm.process_group import join_process_group
@@ -136,17 +136,28 @@ def _ordered(
     part, values = DeltaShard(torch.ones(numel), MergeOptions()), torch.ones(numel)
     spans = [span for parts in chunks for span in parts]
 
+    def gather(start: int, stop: int, row: torch.Tensor) -> None:
+        row.copy_(values[start:stop])
+
     def run() -> float:
         start = time.perf_counter()
+        part.encode(codec, spans, gather, keeps=True)
+        packed = time.perf_counter() - start
+        engine.run(exchange.run(part, chunks))
+        return packed
+
+    def run_growing() -> float:
+        """Do as where training waits: see `daso.train.deltas.buffer.DeltaBuffer.can_grow`."""
+        start = time.perf_counter()
         assert values.dot(values).isfinite()
-        fill = part.begin(codec, spans, lambda a, b, row: row.copy_(values[a:b]), keeps=False)
+        fill = part.begin(codec, spans, gather, keeps=False)
         packed = time.perf_counter() - start
         handle = engine.submit(exchange.run(part, chunks))
         fill()
         engine.wait(handle)
         return packed
 
-    return run
+    return run_growing if isinstance(codec, Cast) else run
 
 
 def _row(
