@@ -279,7 +279,7 @@ class DeltaBuffer:
         """Return whether what crosses may be encoded meanwhile: on the host, and finite.
 
         A finite square tells also that parameters are so small that no difference overflows. Wires
-        of fewer bits take more of a core than of a link: two threads at it took longer (int4, 15 %).
+        of fewer bits take more of a core than of a link: two threads took longer (int4 by 15 %).
         """
         cast = isinstance(self._mean_of(wire, dense=dense).codec, Cast)
         if not cast or not isinstance(self.transport, HostShard):
