@@ -90,10 +90,10 @@ class AllReducePlan:
         """How many full messages make a chunk: two ranks swap all of it, more send parts.
 
         From 16 parts on chunks grow no more, because memory would, until messages are `SMALL`.
-        Where ranks add shares, a thin link sends one chunk while the mean of the one before comes
-        back, and stands still for the first and the last: these are short.
+        Where plans follow links, a thin one stands still while the first chunk comes to it, and
+        after the last has crossed: these are short.
         """
-        if self.shares:
+        if self.shares or self.order:
             return max(1, self.leaves // SMALL)
         return max(min(self.leaves, FULL_MESSAGES), self.leaves // SMALL)
 

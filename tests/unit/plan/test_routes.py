@@ -189,6 +189,17 @@ def test_an_order_changes_who_is_whose_neighbour_and_no_number_of_messages():
     assert plan.name == "2 x 2 whole of 0 2 1 3"
 
 
+def test_chunks_are_short_where_plans_follow_links():
+    """What comes before and after a thin link takes the first and the last chunk's time."""
+    for plan in (
+        AllReducePlan((Level(4), Level(2, "whole")), tuple(range(8))),
+        AllReducePlan((Level(8),), shares=(0, *[1] * 7)),
+    ):
+        most = max(span.numel for chunk in plan.chunks(1 << 20, 65536) for span in chunk)
+        assert 65536 // 4 <= most <= 65536 // 2
+    assert len(AllReducePlan((Level(4), Level(2, "whole"))).chunks(1 << 20, 65536)) == 4
+
+
 def test_routes_among_many_nodes_are_found_in_time():
     for ranks, rack in ((64, 16), (256, 32)):
         rates = in_racks(ranks, lambda one, rack=rack: one // rack, 0.1)
