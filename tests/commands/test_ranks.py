@@ -12,6 +12,8 @@ TESTS = Path(__file__).parents[1]
 RANKS, WORLD = TESTS / "ranks", TESTS / "world"
 # Of worlds: the everyday tier has all in threads, and these on ranks, whose time is their own.
 EVERYDAY = [WORLD / f"test_{name}.py" for name in ("sync", "behaviour", "eager", "checkpoint")]
+# And these have tests that MPI alone can pass, on three ranks and four.
+OF_MPI = [WORLD / f"test_{name}.py" for name in ("host", "neighbours", "priority", "routes", "tuning")]
 CONTRACT, MANY = RANKS / "test_contract.py", RANKS / "test_many.py"
 POINTS = 47  # of the drop-in contract
 
@@ -28,8 +30,17 @@ POINTS = 47  # of the drop-in contract
 )
 def test_on_ranks(ranks: int, record_property, pytestconfig) -> None:
     words = [RANKS, f"--ignore={CONTRACT}", f"--ignore={MANY}"]
-    words += [WORLD] if pytestconfig.getoption("--all") else ["-m", "not later", *EVERYDAY]
+    if ranks > 2:
+        words += [*EVERYDAY, *OF_MPI]
+    else:
+        words += [WORLD] if pytestconfig.getoption("--all") else ["-m", "not later", *EVERYDAY]
     run_tests(ranks, record_property, *map(str, words))
+
+
+def test_what_mpi_alone_can_pass_runs_on_any_number_of_ranks() -> None:
+    marked = {path for path in WORLD.glob("test_*.py") if "real_mpi" in path.read_text()}
+    assert marked <= {*EVERYDAY, *OF_MPI}
+    assert set(OF_MPI) <= marked
 
 
 @pytest.mark.slow("more ranks than cores")
@@ -43,9 +54,8 @@ def test_on_many_ranks(ranks: int, record_property) -> None:
 @pytest.mark.slow("hundreds of tests in one job")
 @pytest.mark.later("starts programs of frameworks")
 @pytest.mark.timeout(2460)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_drop_in_contract_on_ranks(ranks: int, record_property) -> None:
-    said = run_tests(ranks, record_property, str(CONTRACT))
+def test_the_drop_in_contract_on_ranks(record_property) -> None:
+    said = run_tests(2, record_property, str(CONTRACT))
     (points,) = map(int, re.findall(r"^contract: (\d+) points hold$", said, re.MULTILINE))
     assert points == POINTS
 
