@@ -13,7 +13,9 @@ RANKS, WORLD = TESTS / "ranks", TESTS / "world"
 # Of worlds: the everyday tier has all in threads, and these on ranks, whose time is their own.
 EVERYDAY = [WORLD / f"test_{name}.py" for name in ("sync", "behaviour", "eager", "checkpoint")]
 # And these have tests that MPI alone can pass, on three ranks and four.
-OF_MPI = [WORLD / f"test_{name}.py" for name in ("host", "neighbours", "priority", "routes", "tuning")]
+OF_MPI = [
+    WORLD / f"test_{name}.py" for name in ("host", "neighbours", "priority", "routes", "tuning")
+]
 CONTRACT, MANY = RANKS / "test_contract.py", RANKS / "test_many.py"
 POINTS = 47  # of the drop-in contract
 
