@@ -121,7 +121,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     return {"plan": asdict(plan), "nodes": list(topology.node_sizes), "rows": rows}
 
 
-def _ordered(  # noqa: PLR0913 - of one row of the table
+def _ordered(
     wire: str,
     numel: int,
     engine: Engine,
