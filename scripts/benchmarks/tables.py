@@ -298,6 +298,26 @@ def _algorithms() -> str:
     return f"```text\n{table(costs_of(256, 25e6))}\n```"
 
 
+def _nodes() -> str:
+    """Return messages, and what the least and the link take, of the chosen plan and others."""
+    head = ["parameters", "nodes", "chosen", "messages of KiB", "MB", "ms"]
+    head += ["direct: messages of KiB, ms", "ring", "halving (Rabenseifner)"]
+    rows = []
+    for parameters, words in ((25e6, "25 M"), (1e9, "1 B")):
+        for nodes in (2, 4, 8, 16, 64, 256, 1024):
+            cost = {row["algorithm"]: row for row in costs_of(nodes, parameters)}
+            chosen = cost["auto"]
+            messages = f"{chosen['messages']:,} of {chosen['smallest_kibibytes']:,.0f}"
+            row = [words, f"{nodes:,}", chosen["plan"], messages]
+            row += [f"{chosen['sent_megabytes']:,.0f}", f"{1e3 * chosen['seconds']:,.0f}"]
+            for name in ("direct", "ring", "halving"):
+                one = cost[name]
+                messages = f"{one['messages']:,} of {one['smallest_kibibytes']:,.0f}"
+                row.append(f"{messages}, {1e3 * one['seconds']:,.0f}")
+            rows.append(row)
+    return _lines(head, rows)
+
+
 def _figures() -> str:
     """Return what each file was taken with, newest first."""
     files = []
@@ -326,5 +346,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "flows": _flows,
     "memory": _memory,
     "algorithms": _algorithms,
+    "nodes": _nodes,
     "figures": _figures,
 }
