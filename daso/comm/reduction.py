@@ -4,19 +4,23 @@ Everything goes piece by piece, since a piece that a core's cache holds goes thr
 the price of one. `in_process` does with it what `deterministic_allreduce` does between ranks.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from daso.comm.compression import PIECE, Codec, Fields, divide_, encode_gradients, pieces
 from daso.comm.dtypes import accumulator
+from daso.errors import ExchangeError
 
 __all__ = [
     "CPU",
     "BufferPool",
     "Chunks",
     "GrowingBuffer",
+    "Progress",
     "ReduceBuffer",
     "Row",
     "SendBuffer",
@@ -42,7 +46,10 @@ Spans = Sequence[tuple[int, int]]
 class ReduceBuffer(Protocol):
     """A row that an exchange reads from and delivers to."""
 
-    dtype: torch.dtype
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its numbers."""
+        ...
 
     def payloads(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:
         """Return what crosses of spans, a payload (bytes) for each; it stays until delivered."""
@@ -66,13 +73,34 @@ class StagedBuffer(ReduceBuffer, Protocol):
 class GrowingBuffer(ReduceBuffer, Protocol):
     """A row of which what crosses may be encoded while what is before it crosses."""
 
+    progress: "Progress"
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far what crosses of a row is encoded: from one thread to another.
+
+    Attributes:
+        until: Element before which all is; infinity: all, NaN: that was broken off.
+        waited_seconds: For which the one that sends waited.
+    """
+
+    until: float = 0
+    waited_seconds: float = 0.0
+
+    def begin(self) -> None:
+        """Say that nothing is encoded yet, and nobody waited."""
+        self.until, self.waited_seconds = 0, 0.0
+
+    def break_off(self) -> None:
+        """Let nobody wait for what will not be encoded."""
+        self.until = math.nan
+
     def ready(self, stop: int) -> bool:
         """Return whether what crosses of elements before ``stop`` is there."""
-        ...
-
-    def waited(self, seconds: float) -> None:
-        """Count seconds for which that was waited for."""
-        ...
+        if math.isnan(self.until):
+            raise ExchangeError("what an exchange carries must be encoded, but that was broken off")
+        return stop <= self.until
 
 
 class Row:

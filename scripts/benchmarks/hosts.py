@@ -39,13 +39,13 @@ class Hosts:
         state: The cluster's state folder.
         work: A folder that all hosts see.
         count: How many there are.
-        slow: Rate of the link of the second.
+        slow_link: Rate of the link of the second.
     """
 
     fastest = "none"
 
-    def __init__(self, state: Path, work: Path, count: int, slow: str = "none") -> None:
-        self._state, self.work, self._count, self._slow = state, work, count, slow
+    def __init__(self, state: Path, work: Path, count: int, slow_link: str = "none") -> None:
+        self._state, self.work, self._count, self._slow_link = state, work, count, slow_link
         self._client = {"SLURM_CONF": str(state / "slurm.conf")}
         self._launcher = choose(library_of(sys.executable), offered(self._client))
 
@@ -100,8 +100,8 @@ class Hosts:
 
     def _set_rates(self, link: str) -> None:
         set_rate(self._state, link)
-        if self._slow != "none":
-            set_rate(self._state, self._slow, ["mini1"])
+        if self._slow_link != "none":
+            set_rate(self._state, self._slow_link, ["mini1"])
 
     def _wait_for(self, script: Path, out: Path) -> int:
         """Submit a script, and return its exit code once the job has ended.
@@ -136,7 +136,7 @@ def hosts(
     count: int,
     racks: int = 1,
     uplink: str = "none",
-    slow: str = "none",
+    slow_link: str = "none",
     share: Sequence[str] = (),
 ) -> Iterator[Hosts]:
     """Start so many hosts, and leave nothing of them, also when this program is ended (SIGTERM).
@@ -145,7 +145,7 @@ def hosts(
         count: How many.
         racks: Groups of them with a bridge of their own.
         uplink: Rate of each rack's link to the others.
-        slow: Rate of the link of the second.
+        slow_link: Rate of the link of the second.
         share: Folders in /tmp that they shall see.
 
     Raises:
@@ -167,7 +167,7 @@ def hosts(
         up(cluster)
         work = Path(tempfile.mkdtemp(prefix="daso-bench-", dir="/var/tmp"))
         try:
-            yield Hosts(state, work, count, slow)
+            yield Hosts(state, work, count, slow_link)
         finally:
             take_down(cluster)
             shutil.rmtree(work, ignore_errors=True)

@@ -297,7 +297,7 @@ def test_exchanges_among_many_nodes_are_those_that_were_planned_and_measured() -
     assert said.format(*(cost.messages for cost in direct)) in text
     runs = json.loads((ROOT / "scripts/figures/exchange_nodes.json").read_text())["runs"]
     (racks,) = [run for run in runs if run["plan"]["racks"] == 2]
-    (slow,) = [run for run in runs if run["plan"]["slow"] == "100mbit"]
+    (slow,) = [run for run in runs if run["plan"]["slow_link"] == "100mbit"]
     for unequal in (racks, slow):
         ms = {row["name"]: f"{row['ms']:.0f}" for row in unequal["rows"]}
         said = (ms["fp32, planned"], ms["fp32"], ms["fp32, MPI Allreduce"], ms["fp32, gloo"])

@@ -271,7 +271,7 @@ def test_an_exchange_does_not_wait_for_what_will_not_be_encoded(topology):
         topology.world_comm, codec, [1] * topology.world_size, topology.world_size
     )
     handle = engine.submit(mean.run(part, chunks))
-    part.break_off()
+    part.progress.break_off()
     with pytest.raises(ExchangeError, match="must be encoded, but that was broken off"):
         engine.wait(handle)
     engine.close()

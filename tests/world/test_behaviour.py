@@ -203,7 +203,7 @@ def test_where_encoding_is_broken_off_no_row_is_waited_for():
         _carry_out([interrupted], rows)
     for row in rows:
         with pytest.raises(ExchangeError, match="broken off"):
-            row.part.ready(3)
+            row.part.progress.ready(3)
 
 
 def test_a_closure_is_called_and_its_loss_averaged(topology):

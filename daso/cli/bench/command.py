@@ -53,7 +53,7 @@ def add_parser(parser: argparse.ArgumentParser, hosts: Hosts | None = None) -> A
             "--racks", type=at_least_one, default=1, help="with a bridge each (1)"
         )
         exchange.add_argument("--uplink", default="none", help="rate of each rack's link")
-        exchange.add_argument("--slow", default="none", help="rate of the link of one host")
+        exchange.add_argument("--slow-link", default="none", help="rate of one host's link")
     node = add("node", "the mean of a buffer over the ranks of this machine")
     node.add_argument("--ranks", type=at_least_one, default=2, help="how many (2)")
     node.add_argument("--mebibytes", type=more_than_zero, default=8, help="of the buffer, fp32 (8)")

@@ -44,7 +44,7 @@ class Plan:
         wires: What crosses, by turns.
         racks: Groups of hosts, for people, as what follows.
         uplink: Rate of each group's link to the others.
-        slow: Rate of the link of one host.
+        slow_link: Rate of the link of one host.
     """
 
     numel: int
@@ -56,13 +56,17 @@ class Plan:
     wires: Sequence[str] = WIRES
     racks: int = 1
     uplink: str = "none"
-    slow: str = "none"
+    slow_link: str = "none"
 
     @property
     def links(self) -> str:
         """All links, in words."""
         racks = f", in {self.racks} racks with uplinks of {self.uplink}" if self.racks > 1 else ""
-        return self.link + racks + ("" if self.slow == "none" else f", one host's {self.slow}")
+        return (
+            self.link
+            + racks
+            + ("" if self.slow_link == "none" else f", one host's {self.slow_link}")
+        )
 
 
 def limit_seconds(nbytes: float, nodes: int, bits_per_second: float) -> float:
@@ -214,7 +218,7 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the figures of these links and nodes, named as everywhere."""
     head = table(found).splitlines()[0]
     plan = Plan(**found["plan"])
-    if plan.racks > 1 or plan.slow != "none":
+    if plan.racks > 1 or plan.slow_link != "none":
         where = "racks" if plan.racks > 1 else "slow"
         return {
             f"exchange_planned_over_{over}_{where}_{wire}": {

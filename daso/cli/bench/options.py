@@ -153,7 +153,8 @@ def rate(link: str) -> float:
 
 def unequal(chosen: argparse.Namespace) -> dict[str, Any]:
     """Return how links differ that hosts have, where the bench has options for that."""
-    return {name: getattr(chosen, name) for name in ("racks", "uplink", "slow") if name in chosen}
+    names = ("racks", "uplink", "slow_link")
+    return {name: getattr(chosen, name) for name in names if name in chosen}
 
 
 def places(

@@ -77,16 +77,16 @@ def window(peers: int) -> int:
 def encoded(source: ReduceBuffer, spans: Spans, poll: Callable[[], object] = bool) -> Arrivals:
     """Wait until what crosses of spans is encoded; messages move when they are polled."""
     stop = spans[-1][1]
-    if not isinstance(source, GrowingBuffer) or source.ready(stop):
+    if not isinstance(source, GrowingBuffer) or source.progress.ready(stop):
         return
 
     def there() -> bool:
         poll()
-        return source.ready(stop)
+        return source.progress.ready(stop)
 
     begun = time.perf_counter()
     yield there
-    source.waited(time.perf_counter() - begun)
+    source.progress.waited_seconds += time.perf_counter() - begun
 
 
 def in_window(

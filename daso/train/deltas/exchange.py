@@ -82,7 +82,7 @@ def _carry_out(fills: Sequence[Callable[[], None]], rows: Sequence[DeltaBuffer])
             fill()
     except BaseException:
         for row in rows:
-            row.part.break_off()
+            row.part.progress.break_off()
         raise
     return time.thread_time() - begun
 
@@ -333,7 +333,7 @@ class Exchanges:
         if not agreed.nonfinite and agreed.aligned and self.rank_info.lane is not None:
             for row in rows:
                 one = yield from row.exchange()
-                made_seconds += row.part.waited_seconds
+                made_seconds += row.part.progress.waited_seconds
                 # Small tensors went lately: what they are apart by says nothing of skip.
                 total += Measured(one.nbytes) if row.is_small else one
         measured = Tally.measured(total.distance, total.norm, total.moved, self._known.size)

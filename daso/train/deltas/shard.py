@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from daso.comm.compression import EVEN, PIECE, Codec, Fields, pieces
-from daso.comm.reduction import Chunks, SendBuffer
-from daso.errors import ExchangeError
+from daso.comm.reduction import Chunks, Progress, SendBuffer
 from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.merge import Merge
 from daso.train.deltas.ahead import Ahead
@@ -87,7 +86,7 @@ class DeltaShard:
     """
 
     def __init__(self, shown: torch.Tensor, way: MergeOptions, *, on_device: bool = False) -> None:
-        self.shown, self.way, self.dtype = shown, way, shown.dtype
+        self.shown, self.way = shown, way
         self.on_device = on_device
         self.fused: Fused | None = None  # does in one pass what torch does in several
         self.reference = torch.zeros_like(shown)  # what the nodes agreed on last
@@ -101,12 +100,16 @@ class DeltaShard:
         self.pending: torch.Tensor | None = None
         self._ahead = Ahead()  # unused where nodes do not go ahead
         self._sums = Sums()  # of the last exchange
-        self._encoded: float = 0  # numbers of what crosses that are; NaN: that was broken off
-        self.waited_seconds = 0.0  # by the engine, in this exchange, for what was not encoded yet
+        self.progress = Progress()  # of what is on its way
         numel = min(self.piece, -(-shown.numel() // PIECE) * PIECE)
-        self._room = torch.empty(2, numel, dtype=shown.dtype, device=shown.device)
-        # Apart on the host, where pieces are delivered while others are encoded.
-        self._taking = self._room if on_device else torch.empty_like(self._room)
+        room = torch.empty(2, numel, dtype=shown.dtype, device=shown.device)
+        # To encode in and to deliver: on the host pieces are delivered while others are encoded.
+        self._rooms = room, room if on_device else torch.empty_like(room)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its numbers."""
+        return self.shown.dtype
 
     @property
     def piece(self) -> int:
@@ -115,7 +118,7 @@ class DeltaShard:
 
     def warm_up(self, codecs: Sequence[Codec], spans: Spans, gather: Gather) -> None:
         """Launch what exchanges will, before the first: nothing is made or compiled later."""
-        mean = torch.zeros_like(self._room[0])
+        mean = torch.zeros_like(self._rooms[1][0])
         try:
             for codec, keeps, lost_before in product(codecs, (False, True), (False, True)):
                 self.residual = torch.zeros_like(self.shown) if lost_before else None
@@ -149,7 +152,7 @@ class DeltaShard:
             self._sums.nonfinite = [(0, place)]
         else:
             self._fill(codec, spans, payloads, gather, self.residual, looks=True)
-        self._encoded = math.inf
+        self.progress.until = math.inf
 
     def begin(
         self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool
@@ -159,31 +162,18 @@ class DeltaShard:
         What comes of it must be finite: that is not looked for here.
         """
         assert not codec.sparse, "its distances are summed by who encodes and by who delivers"
-        payloads, residual, self._encoded = self._open(codec, spans, keeps=keeps), self.residual, 0
+        payloads, residual = self._open(codec, spans, keeps=keeps), self.residual
 
         def fill() -> None:
             self._fill(codec, spans, payloads, gather, residual, looks=False)
-            self._encoded = math.inf
+            self.progress.until = math.inf
 
         return fill
 
-    def waited(self, seconds: float) -> None:
-        """Count seconds for which `ready` was waited for."""
-        self.waited_seconds += seconds
-
-    def break_off(self) -> None:
-        """Let nobody wait for what will not be encoded."""
-        self._encoded = math.nan
-
-    def ready(self, stop: int) -> bool:
-        """Return whether what crosses of elements before ``stop`` is encoded."""
-        if math.isnan(self._encoded):
-            raise ExchangeError("what an exchange carries must be encoded, but that was broken off")
-        return stop <= self._encoded
-
     def _open(self, codec: Codec, spans: Spans, *, keeps: bool) -> Sequence[torch.Tensor]:
         """Return memory for what an exchange carries."""
-        self._sums, self.waited_seconds = Sums(), 0.0
+        self._sums = Sums()
+        self.progress.begin()
         self.keeps, self.pending = keeps and not self.way.eager, None
         self.lossy = not codec.exact
         if self.lossy and not self.keeps:
@@ -206,14 +196,14 @@ class DeltaShard:
         """Encode piece by piece, and look for what is not finite."""
         for (start, stop), payload in zip(spans, payloads, strict=True):
             for a, b in pieces(stop - start, self.piece):
-                values, room = self._room[:, : b - a]
+                values, room = self._rooms[0][:, : b - a]
                 gather(start + a, start + b, values)
                 fields = codec.fields(payload, stop - start, a, b)
                 self._encode(codec, start + a, values, fields, residual)
                 # A sum is cheaper, where it can be read at once.
                 if looks and (self.on_device or not bool(values.sum().isfinite())):
                     self._sums.nonfinite.append((start + a, _first_nonfinite(values, room)))
-            self._encoded = stop
+            self.progress.until = stop
 
     def checks(self) -> torch.Tensor:
         """Return, not read yet, what `first_nonfinite` needs of the exchange that was sent."""
@@ -240,7 +230,7 @@ class DeltaShard:
         codec.encode(values, fields)
         if self.pending is None and not codec.sparse:
             return
-        carried = self._room[1, : values.numel()]
+        carried = self._rooms[0][1, : values.numel()]
         codec.decode(fields, carried)
         lost = torch.sub(
             values, carried, out=carried if self.pending is None else self.pending[span]
@@ -261,7 +251,7 @@ class DeltaShard:
 
     def deliver(self, start: int, stop: int, mean: torch.Tensor, sent: Fields) -> None:
         """Move the reference by the mean delta, or keep it for the outer optimizer."""
-        span, carried = slice(start, stop), self._taking[1, : stop - start]
+        span, (apart, carried) = slice(start, stop), self._rooms[1][:, : stop - start]
         self._sums.moved.append(mean.dot(mean))
         if self._takes_at_once(self.outbox.codec):
             self._take(span, mean, *sent)
@@ -269,7 +259,7 @@ class DeltaShard:
         self.outbox.codec.decode(sent, carried)
         if self.way.eager:
             self._ahead.learn(span, mean, carried, self.reference, self.way.share)
-        apart = torch.sub(mean, carried, out=self._taking[0, : stop - start])
+        torch.sub(mean, carried, out=apart)
         self._sums.distances.append(apart.dot(apart))
         if self.pending is not None:
             self._residual()[span].copy_(self.pending[span])

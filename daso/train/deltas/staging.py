@@ -53,7 +53,7 @@ class HostShard:
     def __init__(self, part: DeltaShard) -> None:
         self.part, self.dtype = part, part.dtype
         self.payloads, self.deliver = part.payloads, part.deliver
-        self.ready, self.waited = part.ready, part.waited
+        self.progress = part.progress
         self._nonfinite: int | None = None
 
     def encode(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:

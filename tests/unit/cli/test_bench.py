@@ -93,7 +93,7 @@ def test_the_limit_of_a_link(nodes, share):
     ("differ", "where", "told"),
     [
         ({"racks": 2, "uplink": "200mbit"}, "racks", "1gbit, in 2 racks with uplinks of 200mbit"),
-        ({"slow": "100mbit"}, "slow", "1gbit, one host's 100mbit"),
+        ({"slow_link": "100mbit"}, "slow", "1gbit, one host's 100mbit"),
     ],
 )
 def test_where_links_differ_the_planned_way_is_told_beside_the_others(differ, where, told):

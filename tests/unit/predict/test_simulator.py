@@ -96,7 +96,7 @@ def test_exchanges_of_2_to_8_hosts_take_what_was_measured():
             for row in run["rows"]
             if row["name"] == wire
             and run["plan"].get("racks", 1) == 1
-            and run["plan"].get("slow", "none") == "none"
+            and run["plan"].get("slow_link", "none") == "none"
         }
         numel, seconds = taken.pop(16)
         host_seconds = seconds / numel * cores / 16
