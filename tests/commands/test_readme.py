@@ -324,6 +324,24 @@ def test_seconds_of_a_server_with_momentum_are_those_that_were_measured() -> Non
     ratio = figures["time_to_loss_ratio_slow3_momentum"]["value"]
     text = " ".join(PAGES["parameter-server"].split())
     assert f"`staleness=None` took {ratio:.2f} of DDP's seconds" in text
+    found = json.loads((ROOT / "scripts/figures/server.json").read_text())
+    gaps = [found["figures"][f"accuracy_gap{slow}"]["value"] for slow in ("", "_slow3")]
+    said = "ends {:.2f} points of accuracy below DDP where all are alike, and {:.2f} above"
+    assert said.format(gaps[0], -gaps[1]) in text
+
+
+def test_errors_of_predictions_are_those_that_were_measured() -> None:
+    import json
+
+    figures = json.loads((ROOT / "scripts/figures/predict.json").read_text())["figures"]
+    percent = {name: 100 * one["value"] for name, one in figures.items()}
+    text = " ".join(PAGES["predict"].split())
+    said = "within {prediction_error_median:.1f} % of those measured, and all within"
+    said += " {prediction_error_worst:.1f} %"
+    assert said.format(**percent) in text
+    said = "off by {added_error_median:.1f} % in the median and {added_error_worst:.1f} % at most"
+    assert said.format(**percent) in text
+    assert "off by {unchanged_error_median:.0f} %".format(**percent) in text
 
 
 def test_faults_came_to_what_it_says() -> None:

@@ -86,7 +86,7 @@ def test_an_exchange_takes_what_was_measured_where_the_link_is_slow(rate, wire, 
 
 def test_exchanges_of_2_to_8_hosts_take_what_was_measured():
     """Host work from 16 hosts alone; two cores carry all, whose share shrinks with their number."""
-    path = Path(__file__).parents[3] / "scripts/figures/exchange_nodes.json"
+    path = Path(__file__).parents[3] / "scripts/figures/many_nodes.json"
     recorded = json.loads(path.read_text())
     errors, cores = [], 2
     for wire in ("fp32", "bf16"):
@@ -95,8 +95,6 @@ def test_exchanges_of_2_to_8_hosts_take_what_was_measured():
             for run in recorded["runs"]
             for row in run["rows"]
             if row["name"] == wire
-            and run["plan"].get("racks", 1) == 1
-            and run["plan"].get("slow_link", "none") == "none"
         }
         numel, seconds = taken.pop(16)
         host_seconds = seconds / numel * cores / 16
@@ -107,7 +105,7 @@ def test_exchanges_of_2_to_8_hosts_take_what_was_measured():
     assert len(errors) == 8
     assert statistics.median(errors) <= 0.05
     assert max(errors) <= 0.15
-    figures = json.loads(path.with_name("many_nodes.json").read_text())["figures"]
+    figures = recorded["figures"]
     assert figures["prediction_error_median_16_hosts"]["value"] == EXACT(statistics.median(errors))
     assert figures["prediction_error_worst_16_hosts"]["value"] == EXACT(max(errors))
 
