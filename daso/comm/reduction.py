@@ -73,7 +73,10 @@ class StagedBuffer(ReduceBuffer, Protocol):
 class GrowingBuffer(ReduceBuffer, Protocol):
     """A row of which what crosses may be encoded while what is before it crosses."""
 
-    progress: "Progress"
+    @property
+    def progress(self) -> "Progress":
+        """How far that is."""
+        ...
 
 
 @dataclass(slots=True)
@@ -136,6 +139,7 @@ class SendBuffer:
     def __init__(self, device: torch.device = CPU) -> None:
         self._own = torch.empty(0, dtype=torch.uint8, device=device)
         self.memory = self._own  # all payloads, in order (bytes)
+        self.progress = Progress()
         self._payloads: dict[tuple[int, int], torch.Tensor] = {}
 
     def open(

@@ -100,7 +100,6 @@ class DeltaShard:
         self.pending: torch.Tensor | None = None
         self._ahead = Ahead()  # unused where nodes do not go ahead
         self._sums = Sums()  # of the last exchange
-        self.progress = Progress()  # of what is on its way
         numel = min(self.piece, -(-shown.numel() // PIECE) * PIECE)
         room = torch.empty(2, numel, dtype=shown.dtype, device=shown.device)
         # To encode in and to deliver: on the host pieces are delivered while others are encoded.
@@ -110,6 +109,11 @@ class DeltaShard:
     def dtype(self) -> torch.dtype:
         """The type of its numbers."""
         return self.shown.dtype
+
+    @property
+    def progress(self) -> Progress:
+        """How far what is on its way is encoded."""
+        return self.outbox.progress
 
     @property
     def piece(self) -> int:
