@@ -19,8 +19,8 @@ __all__ = [
     "CPU",
     "BufferPool",
     "Chunks",
-    "GrowingBuffer",
-    "Progress",
+    "EncodeProgress",
+    "OverlappedBuffer",
     "ReduceBuffer",
     "Row",
     "SendBuffer",
@@ -70,17 +70,17 @@ class StagedBuffer(ReduceBuffer, Protocol):
 
 
 @runtime_checkable
-class GrowingBuffer(ReduceBuffer, Protocol):
+class OverlappedBuffer(ReduceBuffer, Protocol):
     """A row of which what crosses may be encoded while what is before it crosses."""
 
     @property
-    def progress(self) -> "Progress":
+    def progress(self) -> "EncodeProgress":
         """How far that is."""
         ...
 
 
 @dataclass(slots=True)
-class Progress:
+class EncodeProgress:
     """How far what crosses of a row is encoded: from one thread to another.
 
     Attributes:
@@ -139,7 +139,7 @@ class SendBuffer:
     def __init__(self, device: torch.device = CPU) -> None:
         self._own = torch.empty(0, dtype=torch.uint8, device=device)
         self.memory = self._own  # all payloads, in order (bytes)
-        self.progress = Progress()
+        self.progress = EncodeProgress()
         self._payloads: dict[tuple[int, int], torch.Tensor] = {}
 
     def open(

@@ -62,11 +62,8 @@ class Plan:
     def links(self) -> str:
         """All links, in words."""
         racks = f", in {self.racks} racks with uplinks of {self.uplink}" if self.racks > 1 else ""
-        return (
-            self.link
-            + racks
-            + ("" if self.slow_link == "none" else f", one host's {self.slow_link}")
-        )
+        slow = f", one host's {self.slow_link}" if self.slow_link != "none" else ""
+        return f"{self.link}{racks}{slow}"
 
 
 def limit_seconds(nbytes: float, nodes: int, bits_per_second: float) -> float:

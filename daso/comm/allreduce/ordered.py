@@ -17,7 +17,7 @@ from daso.comm.mpi import load
 from daso.comm.reduction import (
     CPU,
     BufferPool,
-    GrowingBuffer,
+    OverlappedBuffer,
     ReduceBuffer,
     Spans,
     StagedBuffer,
@@ -77,7 +77,7 @@ def window(peers: int) -> int:
 def encoded(source: ReduceBuffer, spans: Spans, poll: Callable[[], object] = bool) -> Arrivals:
     """Wait until what crosses of spans is encoded; messages move when they are polled."""
     stop = spans[-1][1]
-    if not isinstance(source, GrowingBuffer) or source.progress.ready(stop):
+    if not isinstance(source, OverlappedBuffer) or source.progress.ready(stop):
         return
 
     def there() -> bool:

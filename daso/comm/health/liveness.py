@@ -52,7 +52,8 @@ class LivenessProbe:
         arrived: list[tuple[int, Sequence[int]]] = []
         with self._lock:
             try:
-                arrived.extend((source, numbers) for source, _, numbers in self._notes.arrived())
+                for source, _, numbers in self._notes.arrived():
+                    arrived.append((source, numbers))
             finally:  # what came before a connection was lost counts
                 self._census.heard(arrived, time.perf_counter())
 

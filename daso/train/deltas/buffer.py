@@ -270,12 +270,12 @@ class DeltaBuffer:
         self.transport.encode(codec, self._spans, self._gather, keeps=keeps)
 
     def begin(self, wire: str, *, dense: bool) -> Callable[[], None]:
-        """Return what encodes that while it crosses; only where the row `can_grow`."""
+        """Return what encodes that while it crosses; only where the row `can_overlap`."""
         codec = self._take_mean(wire, dense=dense)
         assert isinstance(self.transport, HostShard)
         return self.transport.begin(codec, self._spans, self._gather, keeps=False)
 
-    def can_grow(self, wire: str, *, dense: bool) -> bool:
+    def can_overlap(self, wire: str, *, dense: bool) -> bool:
         """Return whether what crosses may be encoded meanwhile: on the host, and finite.
 
         A finite square tells also that parameters are so small that no difference overflows. Wires

@@ -239,9 +239,9 @@ class Exchanges:
         keeps = not blocking and self.settings.keeps(wait=wait, drift=known.drift)
         wire = self.wire
         # What nobody waits for is encoded before: a step would take longer beside the engine.
-        growing = blocking and all(row.can_grow(wire, dense=dense) for row in rows)
-        fills = [row.begin(wire, dense=dense) for row in rows] if growing else []
-        if not growing:
+        overlapped = blocking and all(row.can_overlap(wire, dense=dense) for row in rows)
+        fills = [row.begin(wire, dense=dense) for row in rows] if overlapped else []
+        if not overlapped:
             for row in rows:
                 row.encode(wire, dense=dense, keeps=keeps)
         if ahead:

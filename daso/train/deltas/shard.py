@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from daso.comm.compression import EVEN, PIECE, Codec, Fields, pieces
-from daso.comm.reduction import Chunks, Progress, SendBuffer
+from daso.comm.reduction import Chunks, EncodeProgress, SendBuffer
 from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.merge import Merge
 from daso.train.deltas.ahead import Ahead
@@ -111,7 +111,7 @@ class DeltaShard:
         return self.shown.dtype
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> EncodeProgress:
         """How far what is on its way is encoded."""
         return self.outbox.progress
 
