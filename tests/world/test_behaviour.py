@@ -22,7 +22,7 @@ from daso.errors import (
     StallError,
     TopologyError,
 )
-from daso.train.deltas.exchange import _carry_out
+from daso.train.deltas.exchange import _encode_meanwhile
 from daso.train.deltas.shard import DeltaShard, MergeOptions
 
 PHASES = [daso.Fixed(1, 0), daso.Fixed(4, 0), daso.Fixed(4, 1), daso.Fixed(4, 4, warmup=50)]
@@ -200,7 +200,7 @@ def test_where_encoding_is_broken_off_no_row_is_waited_for():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        _carry_out([interrupted], rows)
+        _encode_meanwhile([interrupted], rows)
     for row in rows:
         with pytest.raises(ExchangeError, match="broken off"):
             row.part.progress.ready(3)

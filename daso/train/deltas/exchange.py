@@ -74,7 +74,7 @@ def spare_cores(ranks: int, threads: int) -> bool:
     return len(os.sched_getaffinity(0)) > ranks * threads
 
 
-def _carry_out(fills: Sequence[Callable[[], None]], rows: Sequence[DeltaBuffer]) -> float:
+def _encode_meanwhile(fills: Sequence[Callable[[], None]], rows: Sequence[DeltaBuffer]) -> float:
     """Encode what crosses meanwhile; return the seconds that this took of a core."""
     begun = time.thread_time()
     try:
@@ -253,7 +253,7 @@ class Exchanges:
         trace.record(trace.SEND, begun, key=number)
         self._core_loss.begin(beside=not blocking)
         handle = self._submit(work, number, wait)
-        own += _carry_out(fills, rows)
+        own += _encode_meanwhile(fills, rows)
         self._flight = InFlight(handle, batch, batches, fragment, ahead, keeps, wire, own)
 
     def send_small(self, batch: int) -> None:
