@@ -22,6 +22,7 @@ DEVICES = ("device", "device-early", "device-even")  # layers that take a known 
 PROGRAMS = {
     "accuracy": "what seldom exchanges cost, on simulated nodes",
     "recovery": "how long a killed rank holds training up, beside torchft",
+    "age": "how much of the code that figures measure has changed since they were taken",
     "take": "take files of scripts/figures anew, as they were taken",
     "overview": "draw the README's picture from what was measured",
     "tables": "write the tables of README and docs/ from what was measured",

@@ -36,12 +36,14 @@ class Recipe:
         minutes: That they take, about; 0: nobody counted.
         by_hand: What to do instead, where commands are not enough.
         picture: The last command draws one, too.
+        of: Folders and files of the code that it measures.
     """
 
     commands: tuple[str, ...] = ()
     minutes: float = 0.0
     by_hand: str = ""
     picture: bool = False
+    of: tuple[str, ...] = ()
 
     @property
     def time(self) -> str:
@@ -51,11 +53,12 @@ class Recipe:
 
 def read_recipes(path: Path = FIGURES / "recipes.toml") -> dict[str, Recipe]:
     """Return how each file is taken, by its name."""
-    found = tomllib.loads(path.read_text(encoding="utf-8"))
-    return {
-        name: Recipe(**one | {"commands": tuple(one.get("commands", ()))})
-        for name, one in found.items()
-    }
+    return {name: _recipe(**one) for name, one in tomllib.loads(path.read_text("utf-8")).items()}
+
+
+def _recipe(commands: Sequence[str] = (), of: Sequence[str] = (), **others: Any) -> Recipe:
+    """Return what a table of the file says."""
+    return Recipe(tuple(commands), of=tuple(of), **others)
 
 
 def main(words: Sequence[str] | None = None, recipes: Mapping[str, Recipe] | None = None) -> int:
