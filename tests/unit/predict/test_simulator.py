@@ -72,7 +72,7 @@ def test_many_nodes_send_as_much_and_hosts_work_on_each_message():
     ("rate", "wire", "measured"),
     [
         # Seconds of exchanges of 4.58 M parameters beside training, 2 ranks on 2 cores,
-        # scripts/figures/train_horovod.json, 2026-11-22, when int4 took 4.25 bits.
+        # train --link 100mbit,10mbit, 2026-11-22, when int4 took 4.25 bits.
         (12.5e6, "bf16", 0.767),
         (12.5e6, "int4", 0.212 * 4.5 / 4.25),
         (1.25e6, "int4", 1.990 * 4.5 / 4.25),
