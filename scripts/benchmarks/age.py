@@ -80,11 +80,16 @@ def ages(
 
 
 def commits_of(found: Any) -> set[str]:
-    """Return the commits that figures name, wherever they do."""
+    """Return the commits that figures name, wherever they do; of a repeated row, the later one."""
     if isinstance(found, list):
         return set().union(*map(commits_of, found))
     if not isinstance(found, dict):
         return set()
+    if "repeated" in found:
+        return commits_of(found["repeated"])
+    rows = found.get("rows", [])
+    if rows and all(map(commits_of, rows)):  # each names its own: the file's says nothing more
+        return commits_of(rows)
     own = re.match("[0-9a-f]{7,}", str(found.get("commit", "")))
     return set().union({own[0]} if own else set(), *map(commits_of, found.values()))
 

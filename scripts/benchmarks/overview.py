@@ -14,8 +14,14 @@ __all__ = ["LINKS", "draw_overview", "gaps_of_default", "main", "read_figures", 
 
 FIGURES = Path(__file__).parents[1] / "figures"
 LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
-CONTENDERS = ("DASO Auto", "PostLocalSGD, every 4", "DDP, gloo, fp16", "DDP, gloo")
-COLORS = ("#0072b2", "#e69f00", "#d55e00", "#999999")  # told apart by the colour-blind
+COLORS = {  # told apart by the colour-blind
+    "DASO Auto": "#0072b2",
+    "PostLocalSGD, every 4": "#e69f00",
+    "DDP, gloo, fp16": "#d55e00",
+    "DDP, gloo": "#999999",
+    "Horovod, fp16": "#cc79a7",
+    "Horovod": "#009e73",
+}
 TEXT_NODES = (2, 4, 8, 16)
 
 
@@ -43,7 +49,7 @@ def step_ratios(train: Mapping[str, Any]) -> dict[str, list[float]]:
         name: [
             next(row["over_compute"] for row in runs[link] if row["name"] == name) for link in LINKS
         ]
-        for name in CONTENDERS
+        for name in COLORS
     }
 
 
@@ -78,8 +84,8 @@ def _draw_steps(axes: "Axes", ratios: Mapping[str, Sequence[float]]) -> None:
     width = 0.8 / len(ratios)
     for at, (name, heights) in enumerate(ratios.items()):
         places = [group + (at - (len(ratios) - 1) / 2) * width for group in range(len(LINKS))]
-        bars = axes.bar(places, heights, width, label=name, color=COLORS[at])
-        axes.bar_label(bars, fmt="%.2f", fontsize=9, padding=1)
+        bars = axes.bar(places, heights, width, label=name, color=COLORS[name])
+        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
     axes.axhline(1, color="0.3", linewidth=1)
     axes.set_yscale("log")
     axes.set_ylim(0.7, 60)
@@ -93,7 +99,7 @@ def _draw_steps(axes: "Axes", ratios: Mapping[str, Sequence[float]]) -> None:
 
 def _draw_gaps(axes: "Axes", gaps: Mapping[str, tuple[float, float]]) -> None:
     heights, errors = zip(*gaps.values(), strict=True)
-    axes.errorbar(range(len(gaps)), heights, errors, fmt="o", color=COLORS[0], capsize=4)
+    axes.errorbar(range(len(gaps)), heights, errors, fmt="o", color=COLORS["DASO Auto"], capsize=4)
     axes.axhline(0, color="0.3", linewidth=1)
     axes.set_xlim(-0.6, len(gaps) - 0.4)
     axes.set_ylim(-2, 1)

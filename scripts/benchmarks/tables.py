@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.overview import FIGURES, LINKS, read_figures
+from benchmarks.overview import FIGURES, LINKS, read_figures, step_ratios
 from benchmarks.server import ratio_to
 from benchmarks.simulations import AUTO, DRIFT, SLOW, SYNCHRONOUS
 from benchmarks.take import read_recipes
@@ -76,11 +76,10 @@ def _times(value: float | None, digits: int = 2) -> str:
 
 def _step_times() -> str:
     """Return step time over compute only, fastest contender first."""
-    runs = _read("train")["runs"]
-    ratios = [{row["name"]: row["over_compute"] for row in run["rows"]} for run in runs]
-    names = sorted(set(ratios[0]) - {"compute only"}, key=lambda name: ratios[0][name])
-    head = ["step time over compute only", *(LINKS[run["plan"]["link"]] for run in runs)]
-    return _lines(head, ([name, *(_times(one[name]) for one in ratios)] for name in names))
+    ratios = step_ratios(_read("train"))
+    names = sorted(ratios, key=lambda name: ratios[name])
+    head = ["step time over compute only", *LINKS.values()]
+    return _lines(head, ([name, *map(_times, ratios[name])] for name in names))
 
 
 def _step_times_of_models() -> str:

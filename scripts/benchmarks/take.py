@@ -109,9 +109,11 @@ def _take(name: str, recipe: Recipe, clone: Path, to: Path) -> None:
     for command in recipe.commands:
         bench = [sys.executable, "-m", "benchmarks", *shlex.split(command), "--json", str(path)]
         # Ranks would read what the shell that started this reads next.
-        subprocess.run(
-            [*bench, *drawn], cwd=clone, env=environment, stdin=subprocess.DEVNULL, check=True
+        done = subprocess.run(
+            [*bench, *drawn], cwd=clone, env=environment, stdin=subprocess.DEVNULL, check=False
         )
+        if done.returncode != 0:  # which said why
+            sys.exit(done.returncode)
         found = merged(found, json.loads(path.read_text(encoding="utf-8")))
     (to / f"{name}.json").write_text(json_by_rows(found) + "\n", encoding="utf-8")
     if recipe.picture:

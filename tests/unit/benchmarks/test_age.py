@@ -22,6 +22,13 @@ def test_commits_are_found_wherever_figures_name_them():
     assert commits_of(found) == {"abc1234", "def5678"}
 
 
+def test_a_row_that_was_repeated_is_of_the_commit_that_ended_the_same():
+    repeated = {"commit": "def5678", "repeated": {"commit": "0a1b2c3", "seeds": 1}}
+    found = {"versions": {"commit": "abc1234"}, "rows": [repeated]}
+    assert commits_of(found) == {"0a1b2c3"}
+    assert commits_of({**found, "rows": [repeated, {}]}) == {"abc1234", "0a1b2c3"}
+
+
 def test_changes_of_the_measured_code_alone_are_counted_since_the_commit_that_saw_most(tmp_path):
     first = _commit(tmp_path, "measured", "1\n")
     second = _commit(tmp_path, "measured", "1\n2\n3\n")

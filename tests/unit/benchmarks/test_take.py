@@ -56,6 +56,16 @@ def test_what_it_cannot_take_is_refused(name, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow("starts a program")
+def test_a_command_that_fails_ends_it_and_its_file_stays_away(tmp_path, capfd):
+    with pytest.raises(SystemExit) as ended:
+        main(["node", f"--to={tmp_path}"], {"node": Recipe(commands=("node --mebibytes few",))})
+    assert ended.value.code == 2
+    assert capfd.readouterr().err.count("few") == 1, "one line says why"
+    assert not list(tmp_path.iterdir())
+    assert not list((ROOT / "build").glob("take-*"))
+
+
 @pytest.mark.later("starts ranks")
 @pytest.mark.slow("starts ranks")
 def test_a_file_is_taken_from_the_last_commit(tmp_path, monkeypatch, capfd):
