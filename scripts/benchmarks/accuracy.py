@@ -43,7 +43,7 @@ from daso.examples.cnn import CNN
 from daso.plan.strict import json_by_rows
 from daso.train.optimizer import DASO
 
-__all__ = ["main", "named", "parsed"]
+__all__ = ["figures", "main", "named", "parsed", "summary"]
 
 DESCRIPTION = "What seldom exchanges cost in accuracy, on simulated nodes."
 
@@ -96,29 +96,29 @@ def summarize(trial: Trial, found: Found) -> list[dict[str, Any]]:
     """
     best = best_rates(found)
     level = [one.score for one in best[SYNCHRONOUS][1]]
-    rows = []
-    for name, (peak, results) in best.items():
-        scores = [one.score for one in results]
-        gaps = [theirs - mine for theirs, mine in zip(level, scores, strict=True)]
-        rows.append(
-            {
-                "trial": str(trial),
-                "setting": name,
-                "peak": peak,
-                "score": statistics.mean(scores),
-                "spread": statistics.stdev(scores) if len(scores) > 1 else 0.0,
-                "gap": statistics.mean(gaps),
-                "gap_error": statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0,
-                "loss": statistics.mean(one.loss for one in results),
-                "bytes_ratio": statistics.mean(one.ddp_nbytes / one.nbytes for one in results),
-                "exchanges": statistics.mean(one.exchanges for one in results),
-                "gain": statistics.mean(one.gain for one in results),
-                "steps": results[0].steps,
-                "seeds": len(results),
-                "scores": scores,
-            }
-        )
-    return rows
+    return [
+        {"trial": str(trial), "setting": name, "peak": peak, **summary(results, level)}
+        for name, (peak, results) in best.items()
+    ]
+
+
+def summary(results: Sequence[Result], level: Sequence[float]) -> dict[str, Any]:
+    """Return what runs of a setting ended with; synchronous training's scores stand beside."""
+    scores = [one.score for one in results]
+    gaps = [theirs - mine for theirs, mine in zip(level, scores, strict=True)]
+    return {
+        "score": statistics.mean(scores),
+        "spread": statistics.stdev(scores) if len(scores) > 1 else 0.0,
+        "gap": statistics.mean(gaps),
+        "gap_error": statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0,
+        "loss": statistics.mean(one.loss for one in results),
+        "bytes_ratio": statistics.mean(one.ddp_nbytes / one.nbytes for one in results),
+        "exchanges": statistics.mean(one.exchanges for one in results),
+        "gain": statistics.mean(one.gain for one in results),
+        "steps": results[0].steps,
+        "seeds": len(results),
+        "scores": scores,
+    }
 
 
 def figures(trial: Trial, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -7,13 +7,15 @@ such a row is as good as one taken now. Rows that end the same say so under `rep
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import date
+from itertools import count, groupby
 from multiprocessing import get_context
 from typing import Any
 
+from benchmarks.accuracy import figures, summary
 from benchmarks.overview import FIGURES
 from benchmarks.simulations import Result, Trial, run, trials
 from daso.cli.bench.options import at_least_one
@@ -21,7 +23,7 @@ from daso.cli.train.report import versions
 from daso.comm.mpi import library
 from daso.plan.strict import json_by_rows
 
-__all__ = ["Repeat", "main", "repeats", "told"]
+__all__ = ["Repeat", "main", "repeats", "retake", "told"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,35 +54,91 @@ def main(words: Sequence[str] | None = None) -> int:
         words: Arguments; the process's own if None.
 
     Returns:
-        Exit code: 1 where a run ended elsewhere.
+        Exit code: 1 where a row ended elsewhere and was not retaken.
     """
+    options = _parsed(words)
+    path = FIGURES / f"{options.name}.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    asked = {
+        row
+        for row, one in enumerate(found["rows"])
+        if options.only in one["trial"] and options.setting in one["setting"]
+    }
+    now = {"commit": versions(library())["commit"], "date": date.today().isoformat()}
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        other = _compare(
+            pool, [one for one in repeats(found["rows"], options.seeds) if one.row in asked]
+        )
+        for row in asked - other:
+            found["rows"][row]["repeated"] = {**now, "seeds": options.seeds}
+        if options.retake:
+            retake(found, other, now, lambda runs: _results(pool, runs))
+            other = set()
+    path.write_text(json_by_rows(found) + "\n", encoding="utf-8")
+    return int(bool(other))
+
+
+def _parsed(words: Sequence[str] | None) -> argparse.Namespace:
+    """Return what a command line says."""
     parser = argparse.ArgumentParser(prog="scripts/bench repeat", description=__doc__)
     parser.add_argument("name", help="of a file: accuracy, accuracy-text ...")
     parser.add_argument("--only", default="", help="rows whose trial has this in its name")
     parser.add_argument("--setting", default="", help="rows whose setting has this in its name")
     parser.add_argument("--seeds", type=at_least_one, default=1, help="of each row (1)")
+    parser.add_argument(
+        "--retake", action="store_true", help="take rows that end elsewhere anew, at their rate"
+    )
     parser.add_argument("--jobs", type=at_least_one, default=2, help="runs at a time")
-    options = parser.parse_args(words)
-    path = FIGURES / f"{options.name}.json"
-    found = json.loads(path.read_text(encoding="utf-8"))
-    listed = [
-        one
-        for one in repeats(found["rows"], options.seeds)
-        if options.only in str(one.trial) and options.setting in one.setting
-    ]
-    commit = versions(library())["commit"]
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(run, one.trial, one.setting, one.seed, one.peak) for one in listed]
-        other = set()
-        for one, job in zip(listed, jobs, strict=True):
-            print(told(one, job.result()), flush=True)
-            if job.result().score != one.score:
-                other.add(one.row)
-    for row in {one.row for one in listed} - other:
-        again = {"commit": commit, "date": date.today().isoformat(), "seeds": options.seeds}
-        found["rows"][row]["repeated"] = again
-    path.write_text(json_by_rows(found) + "\n", encoding="utf-8")
-    return int(bool(other))
+    return parser.parse_args(words)
+
+
+def _compare(pool: ProcessPoolExecutor, listed: Sequence[Repeat]) -> set[int]:
+    """Return the rows of which a run ended elsewhere; print what each ended with."""
+    other = set()
+    for one, now in zip(listed, _results(pool, listed), strict=True):
+        print(told(one, now), flush=True)
+        if now.score != one.score:
+            other.add(one.row)
+    return other
+
+
+def _results(pool: ProcessPoolExecutor, runs: Sequence[Repeat]) -> Iterator[Result]:
+    """Yield what runs end with, in their order."""
+    jobs = [pool.submit(run, one.trial, one.setting, one.seed, one.peak) for one in runs]
+    return (job.result() for job in jobs)
+
+
+def retake(
+    found: dict[str, Any],
+    rows: Iterable[int],
+    now: Mapping[str, str],
+    train: Callable[[Sequence[Repeat]], Iterable[Result]],
+) -> None:
+    """Take rows anew, with all their seeds, and the figures of their trials.
+
+    Args:
+        found: A file of figures.
+        rows: Which; synchronous training is none of them, as others stand beside it.
+        now: Of which commit and date they are.
+        train: Carries out runs.
+    """
+    runs = [one for one in repeats(found["rows"], sys.maxsize) if one.row in set(rows)]
+    for row, mine in groupby(zip(runs, train(runs), strict=True), key=lambda pair: pair[0].row):
+        before, (parts, results) = found["rows"][row], zip(*mine, strict=True)
+        level = next(one for one in found["rows"] if one["trial"] == before["trial"])
+        if before is level:
+            raise SystemExit(
+                f"synchronous training of {before['trial']!r} ended elsewhere: take all anew"
+            )
+        theirs = dict(zip(level.get("seed_numbers", count()), level["scores"], strict=False))
+        made = summary(results, [theirs[one.seed] for one in parts])
+        found["rows"][row] = {**before, **made, "commit": now["commit"]}
+        found["rows"][row].pop("repeated", None)
+    for trial in {one.trial for one in runs}:
+        found["figures"] |= figures(
+            trial, [one for one in found["rows"] if one["trial"] == str(trial)]
+        )
+    found["date"] = now["date"]
 
 
 def repeats(rows: Sequence[Mapping[str, Any]], seeds: int) -> Iterator[Repeat]:
