@@ -50,6 +50,12 @@ __all__ = [
 
 # Rank within its host, as launchers say it.
 LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+# How often who started this job started it again, and by what name he knows it.
+RESTARTS = {
+    "SLURM_RESTART_COUNT": "SLURM_JOB_ID",
+    "DASO_RESTARTS": "DASO_JOB",
+    "TORCHELASTIC_RESTART_COUNT": "TORCHELASTIC_RUN_ID",
+}
 TORCHRUN = "torchrun"  # or a framework that starts ranks as it does
 # launcher: (world size, world rank). Only variables that a launcher sets for each rank count:
 # a batch script also sees SLURM_NTASKS, while it is one process. Ranks of an MPI launcher may set
@@ -224,16 +230,38 @@ def slurm_job(env: Mapping[str, str] | None = None) -> str | None:
 def restarts(env: Mapping[str, str] | None = None) -> int:
     """Return how often SLURM put the job back into its queue, or who starts ranks did so again."""
     env = os.environ if env is None else env
-    names = ("SLURM_RESTART_COUNT", "DASO_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
-    texts = (env.get(name, "") for name in names)
+    texts = (env.get(name, "") for name in RESTARTS)
     return sum(int(text) for text in texts if text.isdecimal())
+
+
+def job_names(env: Mapping[str, str] | None = None, *, restarted: bool = False) -> set[str]:
+    """Return by what names those who started this job know it: the same when they start it again.
+
+    Args:
+        env: The process's own if None.
+        restarted: Only those who did start it again.
+    """
+    env = os.environ if env is None else env
+    return {
+        f"{name}={env[name]}"
+        for count, name in RESTARTS.items()
+        if env.get(name) and (not restarted or restarts({count: env.get(count, "")}))
+    }
 
 
 def note_requeue(env: Mapping[str, str] | None = None) -> None:
     """Tell the batch script of `daso submit` that this rank wants the job to be started again."""
     path = (os.environ if env is None else env).get("DASO_REQUEUE")
     if path and Path(path).parent.is_dir():
-        Path(path).touch()
+        with suppress(OSError):  # a full disk: the exit code tells it, too
+            Path(path).touch()
+
+
+def is_host_leader(env: Mapping[str, str] | None = None) -> bool:
+    """Return whether this is the first rank of its host, as its launcher counts."""
+    env = os.environ if env is None else env
+    ranks = [env[name] for name in (*LOCAL_RANKS, "LOCAL_RANK") if name in env]
+    return ranks[:1] == ["0"]
 
 
 def read_cpu_mask(env: Mapping[str, str] | None = None) -> set[int] | None:

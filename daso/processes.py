@@ -6,7 +6,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["end_with_parent", "end_with_starter", "is_proxy", "parent_of"]
+__all__ = ["end_with_parent", "end_with_starter", "is_proxy", "open_process", "parent_of"]
 
 PR_SET_PDEATHSIG = 1
 PROXY = "hydra_pmi_proxy"  # of MPICH and Intel MPI
@@ -27,6 +27,17 @@ def end_with_starter() -> None:
     """
     if _name_of(os.getppid()) in STARTERS:
         end_with_parent(signal.SIGKILL)
+
+
+def open_process(pid: int) -> int | None:
+    """Return a descriptor that tells when a process ends; None where it has, or nobody can tell.
+
+    Linux before 5.3 cannot, and neither can a Python that was built on an older one.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return None
 
 
 def is_proxy(pid: int) -> bool:

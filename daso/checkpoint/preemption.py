@@ -2,9 +2,9 @@
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 from daso.comm.collectives import AsyncMaxReduce
 from daso.comm.health.survivors import is_loss, raise_where_lost
@@ -55,20 +55,35 @@ class StopRequest:
         timeout_seconds: float = 300.0,
     ) -> None:
         self._topology, self._timeout_seconds = topology, timeout_seconds
-        self._vote = AsyncMaxReduce(topology, timeout_seconds)
-        self._forget = topology.on_regroup(self._vote_anew)
         self._heard = 0.0  # number of the signal
+        self._before = self._listen(signals)
+        try:
+            self._vote = AsyncMaxReduce(topology, timeout_seconds)
+        except Exception:
+            _put_back(self._before)
+            raise
+        self._forget = topology.on_regroup(self._vote_anew)
         self._told = False  # the caller knows of it, on all ranks
         self._batches = 0
         self._between = self._left = 1  # batches: from vote to vote; to the next
         self._begun = time.perf_counter()
-        self._before = {number: signal.signal(number, self._hear) for number in signals}
         self._ignored_before = read_ignored_signals()[1]  # of another one around this
         ignore_in_workers({*self._ignored_before, *signals})
         for number, handler in self._before.items():
             if getattr(handler, "heard", False):  # before anybody listened (slurm.rank_entry)
                 self._heard = float(number)
         self._vote.start([self._heard, 0.0])
+
+    def _listen(self, signals: Sequence[signal.Signals]) -> dict[signal.Signals, Any]:
+        """Listen to all signals or, on an error, to none; return the handlers that were there."""
+        before: dict[signal.Signals, Any] = {}
+        try:
+            for number in signals:
+                before[number] = signal.signal(number, self._hear)
+        except Exception:
+            _put_back(before)
+            raise
+        return before
 
     def _hear(self, number: int, _: FrameType | None) -> None:
         self._heard = float(number)
@@ -128,8 +143,7 @@ class StopRequest:
 
     def _restore(self) -> None:
         self._forget()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        _put_back(self._before)
         if self._before:
             ignore_in_workers(self._ignored_before)
         self._before = {}
@@ -156,3 +170,9 @@ class StopRequest:
             )
         if error is None:
             self._survive(self._vote.free)
+
+
+def _put_back(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Let signals do again what they did."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

@@ -159,6 +159,8 @@ class Checkpoints:
             problem = self._unseen(writing.step)
         self._agree(problem, clear=writing.step)
         self._refused.discard(writing.step)
+        if self._topology.rank == 0:  # not before: a late error removes this one
+            self._prune(writing.step)
 
     def _let_once_more(self, step: int) -> None:
         """Let a step be saved again that was saved, where a rank was lost before all knew it."""
@@ -186,7 +188,6 @@ class Checkpoints:
         if problem is None:
             for path in paths:
                 _entry_of(path).unlink(missing_ok=True)
-            self._prune(step)
         return True, problem
 
     def _agree(self, problem: str | None, *, clear: int | None = None) -> None:

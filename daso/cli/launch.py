@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import select
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from types import FrameType
 
 from daso.environment import find_mpirun, terminal_columns
 from daso.errors import TopologyError
-from daso.processes import end_with_parent, is_proxy, parent_of
+from daso.processes import end_with_parent, is_proxy, open_process, parent_of
 
 __all__ = ["Local", "launch", "shell_code", "signals_to"]
 
@@ -33,10 +34,10 @@ OF_A_RANK = (
     *("OMPI_COMM_WORLD_", "PMI_RANK", "PMI_SIZE", "PMI_FD", "PMI_PORT", "PMI_ID"),
     *("PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
+# These ranks are of this machine alone, whatever allocation this is (SLURM, PBS, LSF, SGE).
+HERE_BY_HYDRA = {"HYDRA_LAUNCHER": "fork", "HYDRA_RMK": "user"}
 NOT_BY_SLURM = {
-    "HYDRA_LAUNCHER": "fork",
-    "HYDRA_RMK": "user",
-    **{f"{kind}_MCA_{part}": "^slurm" for kind in ("OMPI", "PRTE") for part in ("plm", "ras")},
+    f"{kind}_MCA_{part}": "^slurm" for kind in ("OMPI", "PRTE") for part in ("plm", "ras")
 }
 
 
@@ -112,9 +113,9 @@ class Local:
             ours["DASO_SPARES"] = str(self.spares)
         forced = {"DASO_RANKS_PER_NODE", "DASO_SPARES"}
         here = {name: value for name, value in env.items() if not name.startswith(OF_A_RANK)}
-        if any(name.startswith("SLURM_") for name in env):  # these ranks are of this machine alone
+        if any(name.startswith("SLURM_") for name in env):
             here = {**NOT_BY_SLURM, **here}
-        return {**ours, **here, **{key: ours[key] for key in forced & ours.keys()}}
+        return {**HERE_BY_HYDRA, **ours, **here, **{key: ours[key] for key in forced & ours.keys()}}
 
 
 def launch(local: Local) -> int:
@@ -128,6 +129,7 @@ def launch(local: Local) -> int:
     if local.elastic:
         _check_elastic(path)
     env = local.environment(os.environ, root=os.geteuid() == 0, cores=len(os.sched_getaffinity(0)))
+    env["DASO_JOB"] = secrets.token_hex(8)  # the same when it starts again
     code, asked = _run(local.command(path), env)
     for restart in range(1, local.restarts + 1):
         if asked or code in NOT_AGAIN:
@@ -233,7 +235,7 @@ def _watch(process: "subprocess.Popen[bytes]", folder: Path) -> str:
     A killed rank cannot speak, MPICH's mpiexec does not say its rank, and ends the others at once.
     Where what it starts ranks by is killed, it waits for ever.
     """
-    first = ""
+    first, lost = "", False
     with ExitStack() as stack:
         seen = _Processes(stack)
         while process.poll() is None:
@@ -246,7 +248,8 @@ def _watch(process: "subprocess.Popen[bytes]", folder: Path) -> str:
             elif ended and not first:
                 first = f"; rank {' and rank '.join(ended)} ended first"
             # It may still print what ranks said, to a reader that is slow.
-            if orphaned and _goes_on(process, ORPHANED_SECONDS) and _has_reader():
+            lost = lost or orphaned
+            if lost and _goes_on(process, ORPHANED_SECONDS) and _has_reader():
                 seen.kill_ranks()
                 process.kill()
                 return first
@@ -279,12 +282,10 @@ class _Processes:
                 self._starters[descriptor] = starter
 
     def _open(self, pid: int) -> int | None:
-        try:
-            descriptor = os.pidfd_open(pid)
-        except OSError:  # it has ended; Linux before 5.3 cannot
-            return None
-        self._stack.callback(os.close, descriptor)
-        self._poll.register(descriptor, select.POLLIN)
+        descriptor = open_process(pid)
+        if descriptor is not None:
+            self._stack.callback(os.close, descriptor)
+            self._poll.register(descriptor, select.POLLIN)
         return descriptor
 
     def ended(self) -> tuple[list[str], bool]:

@@ -4,7 +4,9 @@ import argparse
 import errno
 import json
 import os
+import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +15,13 @@ from typing import Any, NoReturn
 import daso
 from daso.checks import format_value
 from daso.cli.outputs import exit_on_broken_pipe
-from daso.environment import is_file, parse_ranks_per_node, path_of, read_launch
+from daso.environment import (
+    is_file,
+    is_host_leader,
+    parse_ranks_per_node,
+    path_of,
+    read_launch,
+)
 from daso.errors import (
     CheckpointWriteError,
     ConfigError,
@@ -98,7 +106,22 @@ def _refuse(why: str) -> int:
     """Print an error, the same on every rank, in one line; return the exit code of wrong use."""
     if _speaks():
         print(f"daso: {' '.join(why.splitlines())}", file=sys.stderr)  # names may hold line breaks
+    elif _is_alone_on_its_host():
+        from daso.comm.mpi import OTHERS_SECONDS
+
+        time.sleep(OTHERS_SECONDS)  # where rank 0 says it, too, it may end all
+        line = f"daso: rank {read_launch().rank} on {socket.gethostname()}: "
+        print(line + " ".join(why.splitlines()), file=sys.stderr)
     return 2
+
+
+def _is_alone_on_its_host() -> bool:
+    """Return whether this host may be the only one that has an error, and nobody else tells it.
+
+    Before ranks met, what is wrong may be so on one host: a folder that is not there, say.
+    """
+    topology = sys.modules.get("daso.comm.topology")
+    return is_host_leader() and (topology is None or not topology.have_met())
 
 
 def _fail(why: str, *, alone: bool = False) -> int:

@@ -17,6 +17,7 @@ from daso.environment import (
     Launch,
     end_without_others,
     find_mpirun,
+    is_first_to_end,
     mpi_is_chosen,
     promises,
     read_torchrun_agents,
@@ -108,10 +109,12 @@ def finalize() -> None:
 def wait_for_all(seconds: float) -> None:
     """Wait until every rank comes here, or so long; not at all where MPI does not run.
 
+    Nor where ranks may be lost: those that are would be waited for.
+
     Collective over all processes; blocking.
     """
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or _others_go_on:
         return
     everybody, end = mpi.COMM_WORLD.Ibarrier(), time.monotonic() + seconds
     while not everybody.Test() and time.monotonic() < end:
@@ -158,12 +161,17 @@ def check_launch(world: "MPI.Comm", launch: Launch) -> None:
     if world.Get_size() == launch.size or launch.launcher is None:
         return
     here = (world.Get_size(), world.Get_rank())
-    if here[0] > 1 and here in [(one.size, one.rank) for one in promises()]:
+    by_agents = launch.launcher == TORCHRUN and read_torchrun_agents() is not None
+    if (
+        here[0] > 1
+        and not by_agents  # whose ranks of a node inherit what one task of srun was told
+        and here in [(one.size, one.rank) for one in promises()]
+    ):
         return  # this launcher is right; another one's variables were left over
     if launch.launcher == TORCHRUN:
-        if world.Get_size() > 1:  # its variables are those of a group of ranks
+        if not by_agents and world.Get_size() > 1:  # its variables are those of a group of ranks
             return
-        if read_torchrun_agents() is not None and library().startswith("MPICH"):
+        if by_agents and world.Get_size() == 1 and library().startswith("MPICH"):
             raise TopologyError(
                 f"MPI must be started by daso.init() where torchrun (WORLD_SIZE={launch.size}) "
                 f"started the ranks, but it runs already, in each alone; import mpi4py.MPI after "
@@ -248,6 +256,7 @@ def end_job(why: str) -> None:
         time.sleep(OTHERS_SECONDS)
         print(f"daso: {_where()}: {why}", file=sys.stderr, flush=True)
     time.sleep(DRAIN_SECONDS)
+    is_first_to_end()  # others are ended for it, and this one said why
     _end_all(1)
 
 

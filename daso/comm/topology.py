@@ -565,6 +565,7 @@ def make_default(ranks_per_node: int | Sequence[int] | None) -> Topology:
 
     Collective over the world; blocking.
     """
+    check("ranks_per_node", ranks_per_node, SIZES)
     given = read_launch().ranks_per_node if ranks_per_node is None else ranks_per_node
     sizes = (given,) if isinstance(given, int) else given and tuple(given)
     if not _is_open(_default.get(sizes)):
@@ -582,6 +583,11 @@ def rank_now() -> int | None:
     """Return this rank where numbers may change, as ranks are lost; None where they stay."""
     open_now = (one for one in _default.values() if _is_open(one) and one.is_elastic)
     return next((one.rank for one in open_now), None)
+
+
+def have_met() -> bool:
+    """Return whether ranks know each other: from then on they meet the same errors."""
+    return any(_is_open(one) for one in _default.values())
 
 
 def default() -> Topology:

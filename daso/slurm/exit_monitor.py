@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from daso.environment import has_marks, is_first_to_end, read_launch
+from daso.processes import open_process
 
 __all__ = ["start"]
 
@@ -29,9 +30,8 @@ def start() -> Callable[[], None]:
     """
     if not has_marks():
         return lambda: None
-    try:
-        rank = os.pidfd_open(os.getpid())
-    except OSError:  # Linux before 5.3
+    rank = open_process(os.getpid())
+    if rank is None:
         return lambda: None
     reader, writer = os.pipe()
     sys.stdout.flush()

@@ -61,6 +61,8 @@ TOTALS = {
 PATHS = ("logs", "python", "container")
 # Options of sbatch that say where a job goes.
 ELSEWHERE = re.compile(r"(?:^|\s)(?:--partition|--clusters?|-p|-M)")
+# By these a site may choose a partition where none is named.
+ROUTED = re.compile(r"(?:^|\s)(?:--(?:qos|constraint|account|gres|gpus)|-[qCAG])")
 FLAGS = ("--dry-run", "--help", "-h")  # options without a value, besides the boolean ones
 
 
@@ -228,10 +230,14 @@ def _launcher(values: Mapping[str, Any], wanted: str, client: Mapping[str, str])
 def _check_size(job: Job, site: Site) -> None:
     """Refuse what the partition can never hold: sbatch takes it, and lets it wait for ever.
 
+    Where none is named, only where nothing else could send the job to another one than the default.
     `sbatch --test-only` would tell too, but refuses also what has to wait for a node to be mended.
     """
     elsewhere = any(ELSEWHERE.search(words) for words in job.extra)
     elsewhere = elsewhere or is_placed_by_sbatch(partition=bool(job.partition))
+    if not job.partition:
+        given = bool(job.gpus_per_node or job.qos or job.constraint or job.account)
+        elsewhere = elsewhere or given or any(ROUTED.search(words) for words in job.extra)
     if elsewhere or not is_there("sinfo"):
         return
     # --noconvert: it would write 1.50K for 1536 nodes; --exact: 32+ for nodes of 32 and of 64 CPUs.

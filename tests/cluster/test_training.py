@@ -80,6 +80,7 @@ def test_a_host_that_is_cut_off_ends_the_job_and_is_named(daso):
         daso.cluster.patience(usual)
     log = daso.daso("logs", "--follow", job, seconds=HANG_SECONDS).stdout
     assert re.search(r"no answer from world rank 2 on host mini2", log), log[-3000:]
+    assert "exited without reporting" not in log, "who says why it ends is not taken for killed"
     assert daso.status(job)[0] in ("FAILED", "NODE_FAIL", "COMPLETING")
 
 

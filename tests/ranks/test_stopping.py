@@ -60,6 +60,13 @@ def test_without_a_signal_nothing_stops_and_the_handlers_come_back(topology):
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
+def test_a_signal_that_nobody_can_listen_to_leaves_the_others_as_they_were(topology):
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(OSError, match="Invalid argument"):
+        StopRequest(topology, signals=(signal.SIGUSR1, signal.SIGKILL))
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
 def test_a_signal_that_came_before_anybody_listened_counts(topology, rank_info):
     before = signal.signal(signal.SIGUSR1, Remember())
     try:

@@ -1,17 +1,23 @@
+import errno
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
+import daso
 from daso.comm.mpi import check_launch, check_wheels
 from daso.environment import (
     Launch,
     data_folder,
     find_mpirun,
     for_sbatch,
+    is_host_leader,
+    job_names,
     note_process,
+    note_requeue,
     parse_ranks_per_node,
+    promises,
     read_launch,
     restarts,
     slurm_job,
@@ -81,6 +87,12 @@ def test_without_an_argument_the_process_is_asked(monkeypatch):
 def test_ranks_per_node_are_a_number_a_list_or_nothing(text, expected):
     assert read_launch({"DASO_RANKS_PER_NODE": text}).ranks_per_node == expected
     assert parse_ranks_per_node(text) == expected
+
+
+@pytest.mark.parametrize("wrong", [2.0, "2", (2, 1.0)])
+def test_other_ranks_per_node_are_refused_where_they_are_written(wrong):
+    with pytest.raises(ConfigError, match=r"^ranks_per_node must be"):
+        daso.init(ranks_per_node=wrong)
 
 
 @pytest.mark.parametrize("text", ["x", "0", "-2", "2.0", "2,", ",", "2,,1", "2;1", "2,0", "²"])
@@ -225,6 +237,20 @@ def test_a_launch_that_fits_and_a_process_alone_pass(without_mpi, size, launch):
     check_launch(World(size), launch)
 
 
+def test_ranks_of_torchrun_are_no_world_of_the_task_of_srun_that_started_it(
+    without_mpi, monkeypatch
+):
+    """Its workers inherit what srun told one task of a node: with PMIx they may start as it."""
+    agents = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": "1", "MASTER_ADDR": "a"}
+    task = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    monkeypatch.setattr("daso.comm.mpi.library", lambda: "Open MPI v5.0.8")
+    for name, value in {**agents, **task, "RANK": "5", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    assert any((one.size, one.rank) == (2, 1) for one in promises())
+    with pytest.raises(TopologyError, match=r"torchrun \(WORLD_SIZE=8\) may start ranks of MPICH"):
+        check_launch(World(2, rank=1), read_launch())
+
+
 def test_a_launcher_that_fits_counts_beside_what_another_one_left(without_mpi, monkeypatch):
     for name, value in {**OPEN_MPI, **MPICH}.items():  # of 8, and of 4 ranks
         monkeypatch.setenv(name, value)
@@ -251,6 +277,30 @@ def test_a_job_and_its_restarts():
     assert restarts({"SLURM_RESTART_COUNT": "many"}) == 0
     assert restarts({"DASO_RESTARTS": "2"}) == 2
     assert restarts({"TORCHELASTIC_RESTART_COUNT": "1"}) == 1
+
+
+def test_a_job_that_is_started_again_has_the_same_names():
+    job = {"SLURM_JOB_ID": "7", "DASO_JOB": "ab", "TORCHELASTIC_RUN_ID": ""}
+    assert job_names({}) == set()
+    assert job_names(job) == {"SLURM_JOB_ID=7", "DASO_JOB=ab"}
+    assert job_names(job, restarted=True) == set()
+    again = {**job, "SLURM_RESTART_COUNT": "0", "DASO_RESTARTS": "2"}
+    assert job_names(again, restarted=True) == {"DASO_JOB=ab"}
+
+
+def test_the_first_rank_of_a_host_leads_it():
+    assert not is_host_leader({})
+    assert is_host_leader({"SLURM_LOCALID": "0"})
+    assert is_host_leader({"LOCAL_RANK": "0"})
+    assert not is_host_leader({"MPI_LOCALRANKID": "1", "SLURM_LOCALID": "0"}), "MPI's is the nearer"
+
+
+def test_a_disk_that_is_full_leaves_the_exit_code_to_ask_for_a_new_start(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(Path, "touch", full)
+    note_requeue({"DASO_REQUEUE": str(tmp_path / "again")})
 
 
 def test_sbatch_does_what_its_script_says_and_not_what_the_environment_says():

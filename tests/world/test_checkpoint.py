@@ -25,7 +25,7 @@ from daso.checkpoint.files import write_payload, write_whole
 from daso.checkpoint.rng import rng_state, set_rng_state
 from daso.checkpoint.state import Checkpoints
 from daso.comm.topology import Topology
-from daso.errors import CheckpointError, ConfigError
+from daso.errors import CheckpointError, CheckpointWriteError, ConfigError
 from daso.testing.faults import parse, plant
 
 
@@ -558,6 +558,27 @@ def test_as_many_are_kept_as_are_wanted_where_they_are_written_in_the_background
         store.save(step, payload(rank_info, step), background=True)
     store.wait()
     assert store.steps() == [30]
+
+
+def test_an_error_that_comes_late_leaves_the_checkpoint_before(
+    topology, rank_info, folder, monkeypatch
+):
+    """A rank's file is there, but its folder could not be synced: all files look whole."""
+    store, real = Checkpoints(folder, topology, keep=1), Checkpoints._write_in_background
+    store.save(10, payload(rank_info, 10), background=True)
+    store.wait()
+    topology.world_comm.Barrier()
+    with monkeypatch.context() as patch:
+
+        def write(self, step, what):
+            return real(self, step, what) or "it cannot be synced"
+
+        patch.setattr(Checkpoints, "_write_in_background", write)
+        store.save(20, payload(rank_info, 20), background=True)
+        with pytest.raises(CheckpointWriteError, match="synced"):
+            store.wait()
+    assert store.steps() == [10]
+    assert_is(store.load(), rank_info, 10)
 
 
 @pytest.mark.nodes((1,))

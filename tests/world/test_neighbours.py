@@ -278,7 +278,7 @@ def run(hosts):
 @pytest.mark.nodes(*CUTS[:2])
 def test_a_run_goes_on_from_the_newest_that_is_sound_in_memory_or_on_disk(topology, hosts, run):
     saver = Saver(run)
-    assert saver.open(resume=False, restarts=0).step == 0
+    assert saver.open(resume=False).step == 0
     saver._copies.save(8, payload(topology, 8))
     with pytest.raises(ConfigError, match=r"hosts keep .*/x in memory; go on from there with --re"):
         saver.start()
@@ -302,15 +302,15 @@ def test_a_run_goes_on_from_the_newest_that_is_sound_in_memory_or_on_disk(topolo
 @pytest.mark.nodes(*CUTS[:2])
 def test_a_run_knows_its_own_copies_by_a_mark_in_its_folder(topology, hosts, run):
     saver, again, new = Saver(run), Saver(run), Saver(run)
-    saver.open(resume=False, restarts=0)
+    saver.open(resume=False)
     assert topology.equal_on_all_ranks(saver.mark)
-    on_rank_0(topology, lambda: [(hosts / "x").mkdir(), saver.note()])
+    on_rank_0(topology, lambda: [(hosts / "x").mkdir(), saver.note({"JOB=7"})])
     assert (hosts / "x" / "memory-mark").read_text() == saver.mark
     saver._copies.save(4, payload(topology, 4))
     again.resume = lambda: again._newest()[0]
-    assert_is(again.open(resume=False, restarts=1), topology, 4)
+    assert_is(again.open(resume=False, restarted={"JOB=7"}), topology, 4)
     assert again.mark == saver.mark
     topology.world_comm.Barrier()
     on_rank_0(topology, lambda: shutil.rmtree(hosts / "x"))
-    assert new.open(resume=False, restarts=1).step == 0
+    assert new.open(resume=False, restarted={"JOB=7"}).step == 0
     assert new.mark != saver.mark, "another run does not go on from what this one left"

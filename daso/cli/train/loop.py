@@ -22,7 +22,7 @@ from daso.comm.collectives import gather
 from daso.comm.topology import Regrouped, Topology
 from daso.comm.world import init
 from daso.data import ShardedSampler
-from daso.environment import restarts, slurm_job
+from daso.environment import job_names, restarts, slurm_job
 from daso.errors import ConfigError, DasoError, DataError
 from daso.timeline.recording import Recording
 from daso.train.optimizer import DASO
@@ -47,7 +47,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any] | None:
     torch.manual_seed(config.seed)
     run = _prepare(config, init())
     saver = Saver(run)
-    point = saver.open(resume=resume, restarts=restarts())
+    point = saver.open(resume=resume, restarted=job_names(restarted=True))
     folder = _open_folder(run, point, saver)
     timeout_seconds = config.exchange.timeout_seconds
     summary, stopped = None, False
@@ -215,7 +215,7 @@ def _open_folder(run: Run, point: Point, saver: Saver) -> RunFolder | None:
             folder = RunFolder(
                 config.folder, tensorboard=config.tensorboard, resume=point.resumed is not None
             )
-            saver.note()
+            saver.note(job_names())
         except DasoError as error:
             problem = str(error)
     run.topology.raise_on_all_ranks(problem, DasoError)

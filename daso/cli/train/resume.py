@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,8 @@ FREE = {
 }
 
 
-MARK = "memory-mark"  # in a run's folder
+MARK = "memory-mark"  # in a run's folder: how hosts know its copies
+JOB = "job"  # whose run it is, a name a line
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +112,25 @@ class Saver:
         self.mark = ""  # of the run's copies in memory; none where it has none
         self._copies: NeighbourCopies | None = None
 
-    def open(self, *, resume: bool, restarts: int) -> Point:
+    def open(self, *, resume: bool, restarted: Iterable[str] = ()) -> Point:
         """Return where the run begins.
+
+        Args:
+            resume: Go on from the newest checkpoint.
+            restarted: Names of the job where it was started again, as `job_names` has them: it
+                goes on from what it saved itself.
 
         Collective over the world; blocking.
         """
         if self._run.topology.is_spare:  # it is told, once it is needed
             return Point(0, 0, torch.zeros(()))
         # Each of torchrun's agents counts its own.
-        restarts = max(self._run.topology.world_comm.allgather(restarts))
+        named = set().union(*self._run.topology.world_comm.allgather(set(restarted)))
+        own = named & set(self._told_by_rank_0(_read(self._run.config.folder / JOB)).split("\n"))
         keeps = self._run.config.checkpoint.memory_every > 0
-        if keeps and (mark := self._told_by_rank_0(_read_mark(self._run.config.folder))):
+        if keeps and (mark := self._told_by_rank_0(_read(self._run.config.folder / MARK))):
             self.know(mark)
-        again = restarts > 0 and (bool(self._checkpoints.steps()) or self._has_copies())
+        again = bool(own) and (bool(self._checkpoints.steps()) or self._has_copies())
         begins = not (resume or again)
         point = self.start() if begins else self.resume()
         if keeps and (begins or not self.mark):
@@ -133,17 +140,22 @@ class Saver:
     def _told_by_rank_0(self, text: str) -> str:
         return first_value(self._run.topology, text, self._run.config.exchange.timeout_seconds)
 
-    def note(self) -> None:
-        """Write down, in the run's folder, by what hosts tell its copies from others'.
+    def note(self, names: Iterable[str]) -> None:
+        """Write down, in the run's folder, whose it is, and how hosts know its copies.
+
+        Args:
+            names: Of the job, as `job_names` has them.
 
         Raises:
             ConfigError: It cannot be written.
 
         Does not communicate.
         """
-        path = self._run.config.folder / MARK
+        path = self._run.config.folder / JOB
         try:
+            write_whole(path, "\n".join(sorted(names)).encode())
             if self.mark:
+                path = self._run.config.folder / MARK
                 write_whole(path, self.mark.encode())
         except OSError as error:
             raise ConfigError(
@@ -271,10 +283,10 @@ class Saver:
             self._run.optimizer.together(self._copies.remove)
 
 
-def _read_mark(folder: Path) -> str:
-    """Return by what hosts tell a run's copies from others'; nothing where it has none."""
+def _read(path: Path) -> str:
+    """Return what is written in a run's folder; nothing where nothing is."""
     try:
-        return (folder / MARK).read_text(encoding="ascii")
+        return path.read_text(encoding="ascii")
     except (OSError, ValueError):
         return ""
 

@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -366,6 +367,27 @@ def test_only_the_first_of_many_ranks_tells_of_an_error(capsys, monkeypatch):
     monkeypatch.setenv("PMI_RANK", "0")
     assert main(["train", "--nosuch=1"]) == 2
     assert "'nosuch'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("local_rank", "met"), [("0", False), ("1", False), ("0", True)])
+def test_a_host_that_may_be_alone_with_an_error_tells_of_it_before_ranks_met(
+    capsys, monkeypatch, local_rank, met
+):
+    """A file may be there on the host of rank 0 alone: the others end, and nobody said why."""
+    monkeypatch.setattr("daso.comm.mpi.OTHERS_SECONDS", 0.01)
+    monkeypatch.setattr("daso.comm.topology._default", {})
+    if met:
+        daso.init()
+    for name, value in {"PMI_SIZE": "4", "PMI_RANK": "2", "MPI_LOCALRANKID": local_rank}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "not_there.toml"]) == 2
+    err = capsys.readouterr().err
+    if local_rank == "0" and not met:
+        assert err.startswith(f"daso: rank 2 on {socket.gethostname()}: ")
+        assert "not_there.toml" in err
+        assert err.count("\n") == 1
+    else:
+        assert err == ""
 
 
 @pytest.mark.parametrize(

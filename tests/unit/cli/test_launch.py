@@ -2,12 +2,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from jobs import HANG_SECONDS
 
+import daso.cli.launch as launching
 from daso.cli.launch import Local, _watch, launch
 from daso.errors import DasoError, TopologyError
 
@@ -20,6 +22,14 @@ def local(ranks=2, ranks_per_node=None, program=("train.py",)):
 
 def environment(of, env=None, *, root=False, cores=8):
     return of.environment({} if env is None else env, root=root, cores=cores)
+
+
+def test_ranks_stay_on_this_machine_whatever_allocation_this_is():
+    made = environment(local(), {"PBS_NODEFILE": "nodes"})
+    assert (made["HYDRA_LAUNCHER"], made["HYDRA_RMK"]) == ("fork", "user")
+    assert "PRTE_MCA_ras" not in made
+    assert environment(local(), {"SLURM_JOB_ID": "1"})["PRTE_MCA_ras"] == "^slurm"
+    assert environment(local(), {"HYDRA_LAUNCHER": "ssh"})["HYDRA_LAUNCHER"] == "ssh"
 
 
 def test_the_command_starts_every_rank_with_this_python_through_mpi4py():
@@ -345,6 +355,31 @@ def test_watch_names_none_when_a_number_is_of_no_process(tmp_path):
     gone.wait()
     note(tmp_path, [gone])
     assert watch("sleep 0.2", tmp_path) == ""
+
+
+def test_watch_names_nobody_with_a_python_that_cannot_tell_when_a_process_ends(
+    tmp_path, sleepers, monkeypatch
+):
+    """Such a Python was built on a Linux before 5.3, as some that are to be downloaded are."""
+    monkeypatch.delattr(os, "pidfd_open")
+    note(tmp_path, sleepers)
+    assert watch(f"kill -9 {sleepers[0].pid}; sleep 0.3", tmp_path) == ""
+
+
+def test_watch_ends_an_mpirun_that_lost_its_starter_once_its_reader_reads_again(
+    tmp_path, sleepers, monkeypatch
+):
+    starter, rank, mpirun = sleepers
+    monkeypatch.setattr(launching, "parent_of", lambda _: starter.pid)
+    monkeypatch.setattr(launching, "is_proxy", lambda pid: pid == starter.pid)
+    monkeypatch.setattr(launching, "ORPHANED_SECONDS", 0.1)
+    asked = iter([False, False, True])  # whether what is printed can be written
+    monkeypatch.setattr(launching, "_has_reader", lambda: next(asked))
+    note(tmp_path, [rank])
+    threading.Timer(0.5, starter.kill).start()
+    assert _watch(mpirun, tmp_path) == "; what mpirun starts ranks by was killed"
+    assert next(asked, None) is None, "it asked until somebody read"
+    assert rank.wait(HANG_SECONDS) < 0
 
 
 @pytest.mark.parametrize("killed", [True, False])

@@ -116,7 +116,7 @@ class Alone:
 
     rank, world_size, is_spare = 0, 1, False
     # torchrun's agents count their own restarts.
-    world_comm = SimpleNamespace(bcast=lambda value: value, allgather=lambda value: [0, value])
+    world_comm = SimpleNamespace(bcast=lambda value: value, allgather=lambda value: [set(), value])
 
     def raise_on_all_ranks(self, problem, error):
         assert problem is None
@@ -136,18 +136,29 @@ def checkpoint(saver, step):
     (folder / "manifest.json").write_text("{}")
 
 
-@pytest.mark.parametrize("restarts", [1, 2])
-def test_a_job_that_slurm_started_anew_goes_on_where_it_left_a_checkpoint(saver, restarts):
-    assert saver.open(resume=False, restarts=restarts).step == 0
+def test_a_job_that_slurm_started_anew_goes_on_where_it_left_a_checkpoint(saver):
+    own = {"SLURM_JOB_ID=17"}
+    assert saver.open(resume=False, restarted=own).step == 0
     checkpoint(saver, 7)
-    assert saver.open(resume=False, restarts=restarts) == "resumed"
+    saver.note(own)
+    assert saver.open(resume=False, restarted=own) == "resumed"
+    assert saver.open(resume=False, restarted={"DASO_JOB=1", *own}) == "resumed"
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_job_that_was_started_anew_does_not_take_up_another_ones_run(saver, noted):
+    checkpoint(saver, 7)
+    if noted:
+        saver.note({"SLURM_JOB_ID=16"})
+    with pytest.raises(ConfigError, match=r"has one of step 7; go on from it with --resume"):
+        saver.open(resume=False, restarted={"SLURM_JOB_ID=17"})
 
 
 def test_a_job_at_its_first_start_goes_on_only_when_it_is_told_to(saver):
-    assert saver.open(resume=False, restarts=0).step == 0
+    assert saver.open(resume=False).step == 0
     checkpoint(saver, 7)
     with pytest.raises(ConfigError, match=r"has one of step 7; go on from it with --resume"):
-        saver.open(resume=False, restarts=0)
+        saver.open(resume=False)
     assert saver.open(resume=True, restarts=0) == "resumed"
 
 
