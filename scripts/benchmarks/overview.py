@@ -16,7 +16,9 @@ FIGURES = Path(__file__).parents[1] / "figures"
 LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 COLORS = {  # told apart by the colour-blind
     "DASO Auto": "#0072b2",
+    "PostLocalSGD, every 64": "#56b4e9",
     "PostLocalSGD, every 4": "#e69f00",
+    "DDP, gloo, PowerSGD": "#f0e442",
     "DDP, gloo, fp16": "#d55e00",
     "DDP, gloo": "#999999",
     "Horovod, fp16": "#cc79a7",

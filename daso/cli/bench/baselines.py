@@ -13,6 +13,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
 )
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,7 +45,8 @@ __all__ = [
     "start",
 ]
 
-PERIOD = 4  # batches between averages of PostLocalSGD
+PERIOD = 4  # batches between averages of PostLocalSGD, as in torch's documentation
+LONG_PERIOD = 64  # about as many as `Auto` chooses on the links of `bench train`
 
 
 class Contender(Protocol):
@@ -195,16 +200,30 @@ def _ddp(hook: Callable[..., Any] | None = None) -> Make:
     return make
 
 
-def _post_local_sgd(case: Case, _: Topology) -> Contender:
-    from torch.distributed.optim import PostLocalSGDOptimizer  # warns of what torch imports there
-
+def _power_sgd(case: Case, _: Topology) -> Contender:
     model, optimizer = start(case)
     parallel = DistributedDataParallel(model)
-    alone, _ = dist.new_subgroups(1)  # a node of one rank has no average inside
-    state = PostLocalSGDState(None, alone, start_localSGD_iter=0)
-    parallel.register_comm_hook(state, post_localSGD_hook)
-    averager = PeriodicModelAverager(period=PERIOD, warmup_steps=0)
-    return Plain(parallel, PostLocalSGDOptimizer(optimizer, averager), averaged_every=PERIOD)
+    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    parallel.register_comm_hook(state, powerSGD_hook)
+    return Plain(parallel, optimizer)
+
+
+def _post_local_sgd(period: int) -> Make:
+    def make(case: Case, _: Topology) -> Contender:
+        # It warns of what torch imports there.
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+        model, optimizer = start(case)
+        parallel = DistributedDataParallel(model)
+        alone, _ = dist.new_subgroups(1)  # a node of one rank has no average inside
+        state = PostLocalSGDState(
+            None, alone, start_localSGD_iter=0, post_local_gradient_allreduce=False
+        )
+        parallel.register_comm_hook(state, post_localSGD_hook)
+        averager = PeriodicModelAverager(period=period, warmup_steps=0)
+        return Plain(parallel, PostLocalSGDOptimizer(optimizer, averager), averaged_every=period)
+
+    return make
 
 
 def _daso(**keywords: Any) -> Make:
@@ -229,7 +248,8 @@ CONTENDERS: Mapping[str, Make] = {
     },
     DDP: _ddp(),
     "DDP, gloo, fp16": _ddp(default_hooks.fp16_compress_hook),
-    f"PostLocalSGD, every {PERIOD}": _post_local_sgd,
+    "DDP, gloo, PowerSGD": _power_sgd,
+    **{f"PostLocalSGD, every {n}": _post_local_sgd(n) for n in (PERIOD, LONG_PERIOD)},
 }
 
 

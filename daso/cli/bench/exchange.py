@@ -94,9 +94,9 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         kinds[WAITED] = _ordered("bf16", plan.numel, engine, comm, size, "auto", waited=True)
     if plan.rivals:
         join_process_group(topology, "gloo")
-        mine, sums = torch.ones(plan.numel), torch.empty(plan.numel)
+        mine, sums = torch.zeros(plan.numel), torch.empty(plan.numel)  # sums stay finite
         kinds["fp32, MPI Allreduce"] = lambda: world.Allreduce(mine.numpy(), sums.numpy())
-        kinds["fp32, gloo"] = lambda: dist.all_reduce(mine.mul_(1e-3))
+        kinds["fp32, gloo"] = lambda: dist.all_reduce(mine)
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     packing: dict[str, list[float]] = {name: [] for name in kinds}
     nbytes: dict[str, float | None] = {}

@@ -76,7 +76,9 @@ def measure(
         if plan.settle == 0 and name != COMPUTE:
             steps[name] = steps[COMPUTE]  # of which it has taken none yet
             continue
-        for seconds in (0.0, plan.settle, plan.seconds):  # the last says how many steps a round has
+        # Who has no schedule has nothing to find. The last says how many steps a round has.
+        settle = (plan.settle,) if contender.report() else ()
+        for seconds in (0.0, *settle, plan.seconds):
             found = _run(contender, batches, topology, steps[name])
             steps[name] = max(1, math.ceil((seconds or 1.0) / found.seconds))
 
