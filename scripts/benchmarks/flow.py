@@ -38,10 +38,9 @@ from daso.flow.simulator import Costs, run_flow
 __all__ = ["Plan", "figures", "measure", "spread_figures", "table"]
 
 WARMED_BY = 64  # instances
-MEASURED = 64  # instances that are simulated again and again
+MEASURED = 64  # instances, which each simulated rank goes through once
 PINGS = 300
 SIMULATED = (1, 2, 4, 8, 16)  # ranks
-SIMULATED_INSTANCES = 40  # of each rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +157,7 @@ def _predicted(plan: Plan, measured: Mapping[str, float], topology: Topology) ->
 
     def speed(layout: str, ranks: int, most: int) -> float:
         where = _where(wiring, nodes, layout, ranks)
-        count = SIMULATED_INSTANCES * ranks
+        count = MEASURED * ranks  # the same mixture for any number
         course = run_flow(nodes.tasks, where, ranks, count=count, most=most, costs=costs)
         return course.instances_per_second
 

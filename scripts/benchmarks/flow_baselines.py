@@ -14,11 +14,13 @@ from torch.nn.functional import cross_entropy
 
 import daso
 from benchmarks.plain_torch import LOSSES, Call, build_flow, layers_of
+from daso.comm.mpi import load
 from daso.comm.topology import Topology
 
 __all__ = [
     "BATCHES",
     "EAGER",
+    "EAGER_ALL",
     "LAYOUTS",
     "Contender",
     "Flow",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 EAGER = "eager, one by one"
+EAGER_ALL = "eager on all ranks, gradients averaged"
 EAGER_2, GRU, BATCHES = "eager, 2 BLAS threads", "nn.GRU, one by one", "batches of one length"
 REST_SECONDS = 1e-3
 LAYOUTS = ("replicas", "spread", "1 rank")
@@ -128,6 +131,56 @@ class _Alone:
     def _update(self) -> None:
         self._optimizer.step()
         self._optimizer.zero_grad()
+
+    def test(self, instances: Sequence[Any]) -> "daso.flow.Epoch | None":
+        """Return how good it is, on rank 0."""
+        found = self._tested.evaluate(instances) if self._world.rank == 0 else None
+        rest(self._world)
+        return found
+
+    def close(self) -> None:
+        """Give communicators back."""
+        self._tested.close()
+        self._own.free()
+
+
+class _Together:
+    """The plain program on every rank: each takes its share of an update, and gradients are added.
+
+    Args:
+        task: What is learned.
+        width: Of states.
+        interval: Instances of an update, of all ranks together.
+        seed: Of the parameters.
+        topology: Of the world.
+    """
+
+    def __init__(self, task: str, width: int, interval: int, seed: int, topology: Topology) -> None:
+        self.graph, self._world = seeded(task, width, 1, seed), topology
+        self._interval = interval
+        layer, loss_of = layers_of(self.graph), LOSSES[task]
+        self._loss_of: Callable[[Any], torch.Tensor] = lambda one: loss_of(layer, one, width)
+        params = [p for n in self.graph.nodes if n.kind == "layer" for p in n.call.parameters()]
+        self._optimizer = adam(params)
+        self._grads = torch.zeros(sum(p.numel() for p in params))
+        parts = self._grads.split([p.numel() for p in params])
+        for param, part in zip(params, parts, strict=True):
+            param.grad = part.view_as(param)
+        self._own = alone(topology)
+        self._tested = daso.flow.Runtime(self.graph, adam, topology=self._own)
+
+    def train(self, instances: Sequence[Any]) -> None:
+        """Train."""
+        rank, ranks = self._world.rank, self._world.world_size
+        for some in _chunks(instances, self._interval):
+            for one in some[rank::ranks]:
+                loss = self._loss_of(one)
+                (loss / len(some)).backward()
+                loss.item()
+            self._world.world_comm.Allreduce(load().IN_PLACE, self._grads.numpy())
+            self._optimizer.step()
+            self._grads.zero_()
+        rest(self._world)
 
     def test(self, instances: Sequence[Any]) -> "daso.flow.Epoch | None":
         """Return how good it is, on rank 0."""
@@ -264,13 +317,15 @@ def flow_name(layout: str, at_once: int, *, batched: bool = True) -> str:
 
 def plain_names(task: str) -> list[str]:
     """Return the plain programs of a task."""
-    return [EAGER, EAGER_2, *((GRU, BATCHES) if task == "lists" else ())]
+    return [EAGER, EAGER_2, EAGER_ALL, *((GRU, BATCHES) if task == "lists" else ())]
 
 
 def make_contender(
     task: str, name: str, width: int, interval: int, seed: int, topology: Topology
 ) -> Contender:
     """Return a way to train by its name. Collective over the world; blocking."""
+    if name == EAGER_ALL:
+        return _Together(task, width, interval, seed, topology)
     if not name.startswith("flow"):
         return _plain(task, name, width, interval, seed, topology)
     _, layout, at_once, *unbatched = name.split(", ")

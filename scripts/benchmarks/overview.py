@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ COLORS = {  # told apart by the colour-blind
     "Horovod": "#009e73",
 }
 TEXT_NODES = (2, 4, 8, 16)
+MARKS = (("#0072b2", "o", -0.1), ("#d55e00", "s", 0.1), ("#009e73", "D", 0.0))
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -32,8 +34,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench overview", description=__doc__)
     parser.add_argument("path", nargs="?", type=Path, default=Path("docs/overview.png"))
     path = parser.parse_args(words).path
-    train, text, short = map(read_figures, ("train", "accuracy-text", "accuracy-short"))
-    draw_overview(train, text, short).savefig(path, dpi=160)
+    train, text, to_accuracy = map(read_figures, ("train", "accuracy-text", "to_accuracy"))
+    draw_overview(train, text, to_accuracy).savefig(path, dpi=160)
     print(f"written to {path}")
     return 0
 
@@ -56,29 +58,45 @@ def step_ratios(train: Mapping[str, Any]) -> dict[str, list[float]]:
 
 
 def gaps_of_default(
-    text: Mapping[str, Any], short: Mapping[str, Any]
-) -> dict[str, tuple[float, float]]:
-    """Return points of accuracy that the default ends above synchronous, with standard errors."""
-    found = {}
-    for nodes in TEXT_NODES:
-        rows = [row for row in text["rows"] if row["trial"] == f"text, {nodes} nodes"]
-        row = next(row for row in rows if row["setting"] == "Auto, int4")
-        found[f"text, AdamW\n{nodes} nodes"] = (-row["gap"], row["gap_error"])
-    row = next(row for row in short["rows"] if row["setting"].startswith("Auto"))
-    found["images, SGD\n2 nodes"] = (-row["gap"], row["gap_error"])
+    text: Mapping[str, Any], to_accuracy: Mapping[str, Any]
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """Return points of accuracy that the default ends above synchronous, with standard errors.
+
+    By how often nodes exchange, then by what is trained.
+    """
+    series = {"at every batch": "Auto, int4", "link 12 times slower": "Auto, link 12 times slower"}
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for label, setting in series.items():
+        rows = {row["trial"]: row for row in text["rows"] if row["setting"] == setting}
+        found[label] = {
+            f"text,\nAdamW,\n{nodes} nodes": (-row["gap"], row["gap_error"])
+            for nodes in TEXT_NODES
+            for row in [rows[f"text, {nodes} nodes"]]
+        }
+    found["as on the left"] = {
+        f"CNN,\nSGD,\n{LINKS[run['plan']['link']]}": _gap_of_runs(run)
+        for run in to_accuracy["runs"]
+    }
     return found
 
 
+def _gap_of_runs(run: Mapping[str, Any]) -> tuple[float, float]:
+    """Return how far the default ends above the first row, and the standard error over seeds."""
+    ends = [[course["accuracy"][-1] for course in row["courses"]] for row in run["rows"][:2]]
+    gaps = [mine - theirs for theirs, mine in zip(*ends, strict=True)]
+    return statistics.mean(gaps), statistics.stdev(gaps) / len(gaps) ** 0.5
+
+
 def draw_overview(
-    train: Mapping[str, Any], text: Mapping[str, Any], short: Mapping[str, Any]
+    train: Mapping[str, Any], text: Mapping[str, Any], to_accuracy: Mapping[str, Any]
 ) -> "Figure":
-    """Draw both halves; from train.json, accuracy-text.json and accuracy-short.json."""
+    """Draw both halves; from train.json, accuracy-text.json and to_accuracy.json."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_steps(left, step_ratios(train))
-    _draw_gaps(right, gaps_of_default(text, short))
+    _draw_gaps(right, gaps_of_default(text, to_accuracy))
     return figure
 
 
@@ -99,12 +117,16 @@ def _draw_steps(axes: "Axes", ratios: Mapping[str, Sequence[float]]) -> None:
     axes.legend(fontsize=9, loc="upper left")
 
 
-def _draw_gaps(axes: "Axes", gaps: Mapping[str, tuple[float, float]]) -> None:
-    heights, errors = zip(*gaps.values(), strict=True)
-    axes.errorbar(range(len(gaps)), heights, errors, fmt="o", color=COLORS["DASO Auto"], capsize=4)
+def _draw_gaps(axes: "Axes", gaps: Mapping[str, Mapping[str, tuple[float, float]]]) -> None:
+    names = list(dict.fromkeys(name for points in gaps.values() for name in points))
+    for (label, points), (color, mark, aside) in zip(gaps.items(), MARKS, strict=True):
+        places = [names.index(name) + aside for name in points]
+        heights, errors = zip(*points.values(), strict=True)
+        axes.errorbar(places, heights, errors, fmt=mark, color=color, capsize=4, label=label)
     axes.axhline(0, color="0.3", linewidth=1)
-    axes.set_xlim(-0.6, len(gaps) - 0.4)
-    axes.set_ylim(-2, 1)
-    axes.set_xticks(range(len(gaps)), gaps, fontsize=8)
+    axes.set_xlim(-0.6, len(names) - 0.4)
+    axes.set_ylim(-3, 1)
+    axes.set_xticks(range(len(names)), names, fontsize=8)
     axes.set_ylabel("points above synchronous training")
+    axes.legend(title="nodes exchange", fontsize=9, title_fontsize=9, loc="lower left")
     axes.set_title("Accuracy of the default: 0 is synchronous", fontsize=11)

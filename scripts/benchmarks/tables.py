@@ -172,7 +172,9 @@ def _accuracies_of_text(kind: str = "") -> str:
         row = trials[nodes].get(setting)
         if row is None:
             return NONE
-        return f"{row['score']:.2f} % right" if setting == SYNCHRONOUS else _gap(row)
+        if setting == SYNCHRONOUS:
+            return f"{row['score']:.2f} % right"
+        return _gap(row) + (f" ({row['seeds']})" if row["seeds"] != counts[nodes] else "")
 
     rows = []
     for setting in next(iter(trials.values())):
@@ -231,24 +233,36 @@ def _servers_with_momentum() -> str:
 
 
 def _recoveries() -> str:
-    figures = _read("recovery")["figures"]
+    """Return medians over all kills, and the least and the most, in seconds."""
+    runs = {row["name"]: row["runs"] for row in _read("recovery")["rows"]}
+    killed = "torchft, one killed"
     names = {
-        "daso": "{}",
-        "torchft, heartbeats 5 s, its default": "torchft_{}",
-        "torchft, heartbeats 1 s": "torchft_{}_heartbeat_1s",
+        "daso": ["daso, one rank killed"],
+        "daso, with a spare, for which the others wait": ["daso, one rank killed, a spare joins"],
+        "torchft, heartbeats 5 s, its default": [killed, f"{killed}, started anew"],
+        "torchft, heartbeats 1 s": [f"{killed}, 1 s", f"{killed}, started anew, 1 s"],
     }
-    rows = (
-        [
-            said,
-            *(
-                f"{figures[name.format(what)]['value']:.1f}"
-                for what in ("shrink_seconds", "join_seconds")
-            ),
-        ]
-        for said, name in names.items()
+
+    def cell(kinds: Sequence[str], what: str) -> str:
+        found = [run[what] for kind in kinds for run in runs[kind] if run[what] is not None]
+        if not found:
+            return NONE
+        least, most = (f"{pick(found):.1f}" for pick in (min, max))
+        between = "" if least == most else f" ({least} to {most})"
+        return f"{median(found):.1f}{between}"
+
+    head = ["", "kills", "the others exchange without it", "one in its place exchanges with them"]
+    return _lines(
+        head,
+        (
+            [
+                said,
+                str(sum(len(runs[kind]) for kind in kinds)),
+                *(cell(kinds, what) for what in ("shrink_seconds", "join_seconds")),
+            ]
+            for said, kinds in names.items()
+        ),
     )
-    head = ["", "the others exchange without it", "one in its place exchanges with them"]
-    return _lines(head, rows)
 
 
 def _flows() -> str:
@@ -262,6 +276,7 @@ def _flows() -> str:
         "each layer on one rank, unbatched": "flow, spread, 32 at once, unbatched",
         "on one rank, unbatched": "flow, 1 rank, 32 at once, unbatched",
         "eager, 2 BLAS threads": "eager, 2 BLAS threads",
+        "eager on both ranks, gradients averaged": "eager on all ranks, gradients averaged",
         "`nn.GRU`, one by one": "nn.GRU, one by one",
         "batches of lists of one length": "batches of one length",
     }
@@ -287,10 +302,15 @@ def _memory() -> str:
     }
     rows = []
     for run in _read("memory")["runs"]:
-        for budget in (one for one in run["budgets"] if one["rate"] == 0.25e9):
-            ratios = {row["name"]: row["ratio"] for row in budget["rows"]}
-            size = f"{run['model']}, {budget['capacity_bytes'] / 2**20:.1f} MiB"
-            rows.append([size, *(_times(ratios.get(name)) for name in names.values())])
+        for budget in run["budgets"]:
+            found = {row["name"]: row for row in budget["rows"]}
+            rate = f"{budget['rate'] / 1e9:g} GB/s" if budget["rate"] else "no limit"
+            size = f"{run['model']}, {budget['capacity_bytes'] / 2**20:.1f} MiB, {rate}"
+            cells = (
+                f"{_times(row['ratio'])}, {row['live_bytes'] / 2**20:.1f}" if row else NONE
+                for row in map(found.get, names.values())
+            )
+            rows.append([size, *cells])
     return _lines(["", *names], rows)
 
 

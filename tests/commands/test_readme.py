@@ -270,16 +270,21 @@ def test_its_picture_shows_what_was_measured() -> None:
 
     from benchmarks.overview import draw_overview, gaps_of_default, step_ratios
 
-    train, text, short = (
+    train, text, to_accuracy = (
         json.loads((ROOT / f"scripts/figures/{name}.json").read_text())
-        for name in ("train", "accuracy-text", "accuracy-short")
+        for name in ("train", "accuracy-text", "to_accuracy")
     )
-    left, right = draw_overview(train, text, short).axes
+    left, right = draw_overview(train, text, to_accuracy).axes
     drawn = [bar.get_height() for bars in left.containers for bar in bars]
     assert drawn == [ratio for ratios in step_ratios(train).values() for ratio in ratios]
-    gaps = [gap for gap, _ in gaps_of_default(text, short).values()]
-    assert list(right.lines[0].get_ydata()) == gaps
-    assert min(gaps) > right.get_ylim()[0], "the worst one is seen"
+    series = gaps_of_default(text, to_accuracy).values()
+    for bars, points in zip(right.containers, series, strict=True):
+        assert list(bars.lines[0].get_ydata()) == [gap for gap, _ in points.values()]
+        assert min(gap - error for gap, error in points.values()) > right.get_ylim()[0]
+    by_link = dict(zip(("1gbit", "100mbit"), list(series)[-1].values(), strict=True))
+    for link, (gap, _) in by_link.items():
+        told = to_accuracy["figures"][f"accuracy_gap_{link}"]["value"]
+        assert gap == pytest.approx(-told, abs=1e-9)
 
 
 def test_exchanges_among_many_nodes_are_those_that_were_planned_and_measured() -> None:
