@@ -33,6 +33,7 @@ class Setup:
     policy: Policy
     settings: Settings
     outer: MakeOuter | None
+    told: str  # the policy in words, as it was given: one of somebody's own may count in itself
 
     def check(self, inner: torch.optim.Optimizer) -> None:
         """Raise where the policy asks for what an optimizer lacks."""
@@ -82,7 +83,7 @@ class Setup:
         """Return what must be equal on all ranks, as text."""
         one = torch.nn.Parameter(torch.zeros(1, device="cpu"))
         outer = self.outer and repr(build_optimizer("outer", self.outer, [one]))
-        return f"policy={_told(self.policy)}, outer={outer}, {self.settings!r}"
+        return f"policy={self.told}, outer={outer}, {self.settings!r}"
 
     def lasting(self) -> str:
         """Return what must stay the same for a checkpoint to fit, as text.
@@ -94,11 +95,11 @@ class Setup:
         exchange = replace(
             exchange, timeout_seconds=1.0, nonfinite="drop", gpu_direct=False, elastic=False
         )
-        policy = self.policy
+        policy, told = self.policy, self.told
         if isinstance(policy, Plateau):
-            policy = replace(policy, epochs=1 + policy.warmup + policy.cooldown)
+            told = _told(replace(policy, epochs=1 + policy.warmup + policy.cooldown))
         settings = replace(self.settings, exchange=exchange)
-        return replace(self, policy=policy, settings=settings).text()
+        return replace(self, told=told, settings=settings).text()
 
     def shape(
         self,
@@ -141,7 +142,7 @@ class Setup:
             "algorithm": settings.exchange.algorithm,
             "gradient_reducer": settings.gradients.reducer,
             "step": "model" if settings.whole else "layerwise",
-            "policy": _told(self.policy),
+            "policy": self.told,
         }
 
 
@@ -186,7 +187,7 @@ def make_setup(  # noqa: PLR0913 - the keywords of the doors
         synchronous = settings.gradients.reducer == "prioritized" or not settings.whole
         policy = Fixed(1, 0) if synchronous else Auto()
     settings = replace(settings, selective=getattr(policy, "selective", None))
-    setup = Setup(module, policy, settings, outer)
+    setup = Setup(module, policy, settings, outer, _told(policy))
     setup.check(inner)  # type: ignore[arg-type]  # it is one
     return setup
 

@@ -1,7 +1,7 @@
 """What is compared between ranks, and between a checkpoint and the run that loads it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from models import mlp, seeded, sgd
@@ -22,18 +22,29 @@ class Often:
     tune_epoch = Fixed.tune_epoch
 
 
-def text(policy):
+def made(policy):
     keywords = dict.fromkeys(["module", "outer", "exchange", "gradients"])
-    setup = make_setup(
+    return make_setup(
         sgd(seeded(mlp)()), None, policy=policy, wire="bf16", merge="auto", **keywords
     )
-    return setup.lasting()
+
+
+def text(policy):
+    return made(policy).lasting()
 
 
 def test_a_policy_of_ones_own_is_the_same_in_every_process_and_differs_by_its_values():
     assert text(Often(2, object())) == text(Often(2, object()))
     assert text(Often(2)) != text(Often(3))
     assert "Often" in text(Often(2))
+
+
+def test_a_policy_that_counts_in_itself_is_known_by_what_it_was_when_it_was_given():
+    policy = Often(2)
+    setup = made(policy)
+    policy.skip = 7  # as it would in a run
+    assert setup.lasting() == text(Often(2))
+    assert replace(setup, module=None).text() == setup.text()
 
 
 def test_what_is_in_slots_counts_and_where_a_function_lies_does_not():
