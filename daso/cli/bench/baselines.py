@@ -49,6 +49,9 @@ PERIOD = 4  # batches between averages of PostLocalSGD, as in torch's documentat
 LONG_PERIOD = 64  # about as many as `Auto` chooses on the links of `bench train`
 
 
+WHOLE_MIB = 1 << 12  # more than any of these models has of gradients
+
+
 class Contender(Protocol):
     """One way to train."""
 
@@ -202,7 +205,8 @@ def _ddp(hook: Callable[..., Any] | None = None) -> Make:
 
 def _power_sgd(case: Case, _: Topology) -> Contender:
     model, optimizer = start(case)
-    parallel = DistributedDataParallel(model)
+    # In one bucket: over gloo callbacks of several begin their collectives in any order.
+    parallel = DistributedDataParallel(model, bucket_cap_mb=WHOLE_MIB)
     state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     parallel.register_comm_hook(state, powerSGD_hook)
     return Plain(parallel, optimizer)

@@ -26,7 +26,7 @@ from daso.comm.topology import Topology
 
 __all__ = ["Plan", "figures", "measure", "ratios", "table"]
 
-MOST = 3  # times as many steps as planned may be taken until a round can end
+MOST = 6  # times as many steps as planned may be taken until a round can end
 
 
 @dataclass(frozen=True, slots=True)
