@@ -242,11 +242,14 @@ def job_names(env: Mapping[str, str] | None = None, *, restarted: bool = False) 
         restarted: Only those who did start it again.
     """
     env = os.environ if env is None else env
-    return {
+    # Unless it is told another, torchrun gives every job this one: its agents know themselves.
+    unnamed = {"TORCHELASTIC_RUN_ID=none": f" on {os.uname().nodename} by {os.getppid()}"}
+    names = {
         f"{name}={env[name]}"
         for count, name in RESTARTS.items()
         if env.get(name) and (not restarted or restarts({count: env.get(count, "")}))
     }
+    return {name + unnamed.get(name, "") for name in names}
 
 
 def note_requeue(env: Mapping[str, str] | None = None) -> None:
@@ -260,8 +263,8 @@ def note_requeue(env: Mapping[str, str] | None = None) -> None:
 def is_host_leader(env: Mapping[str, str] | None = None) -> bool:
     """Return whether this is the first rank of its host, as its launcher counts."""
     env = os.environ if env is None else env
-    ranks = [env[name] for name in (*LOCAL_RANKS, "LOCAL_RANK") if name in env]
-    return ranks[:1] == ["0"]
+    own = ("LOCAL_RANK",) if read_torchrun_agents(env) else LOCAL_RANKS
+    return [env[name] for name in own if name in env][:1] == ["0"]
 
 
 def read_cpu_mask(env: Mapping[str, str] | None = None) -> set[int] | None:

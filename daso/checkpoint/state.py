@@ -63,7 +63,8 @@ class Checkpoints:
     Args:
         folder: Where; made with its parents by the first `save`. All ranks must share it.
         topology: The ranks that save and load together.
-        keep: How many to keep; older ones are removed once a newer one is complete.
+        keep: How many to keep; older ones are removed once a newer one is complete and, written in
+            the background, at the next `wait`, `save` or `load`.
         timeout_seconds: How long ranks wait for each other before they save or load.
 
     Raises:

@@ -34,7 +34,7 @@ OF_A_RANK = (
     *("OMPI_COMM_WORLD_", "PMI_RANK", "PMI_SIZE", "PMI_FD", "PMI_PORT", "PMI_ID"),
     *("PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# These ranks are of this machine alone, whatever allocation this is (SLURM, PBS, LSF, SGE).
+# These ranks are of this machine alone; hydra would look for hosts of PBS, LSF and SGE, too.
 HERE_BY_HYDRA = {"HYDRA_LAUNCHER": "fork", "HYDRA_RMK": "user"}
 NOT_BY_SLURM = {
     f"{kind}_MCA_{part}": "^slurm" for kind in ("OMPI", "PRTE") for part in ("plm", "ras")

@@ -33,7 +33,9 @@ class Setup:
     policy: Policy
     settings: Settings
     outer: MakeOuter | None
-    told: str  # the policy in words, as it was given: one of somebody's own may count in itself
+    policy_text: (
+        str  # the policy in words, as it was given: one of somebody's own may count in itself
+    )
 
     def check(self, inner: torch.optim.Optimizer) -> None:
         """Raise where the policy asks for what an optimizer lacks."""
@@ -83,7 +85,7 @@ class Setup:
         """Return what must be equal on all ranks, as text."""
         one = torch.nn.Parameter(torch.zeros(1, device="cpu"))
         outer = self.outer and repr(build_optimizer("outer", self.outer, [one]))
-        return f"policy={self.told}, outer={outer}, {self.settings!r}"
+        return f"policy={self.policy_text}, outer={outer}, {self.settings!r}"
 
     def lasting(self) -> str:
         """Return what must stay the same for a checkpoint to fit, as text.
@@ -95,11 +97,11 @@ class Setup:
         exchange = replace(
             exchange, timeout_seconds=1.0, nonfinite="drop", gpu_direct=False, elastic=False
         )
-        policy, told = self.policy, self.told
+        policy, policy_text = self.policy, self.policy_text
         if isinstance(policy, Plateau):
-            told = _told(replace(policy, epochs=1 + policy.warmup + policy.cooldown))
+            policy_text = _told(replace(policy, epochs=1 + policy.warmup + policy.cooldown))
         settings = replace(self.settings, exchange=exchange)
-        return replace(self, told=told, settings=settings).text()
+        return replace(self, policy_text=policy_text, settings=settings).text()
 
     def shape(
         self,
@@ -142,7 +144,7 @@ class Setup:
             "algorithm": settings.exchange.algorithm,
             "gradient_reducer": settings.gradients.reducer,
             "step": "model" if settings.whole else "layerwise",
-            "policy": self.told,
+            "policy": self.policy_text,
         }
 
 

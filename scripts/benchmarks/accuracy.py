@@ -118,6 +118,7 @@ def summary(results: Sequence[Result], level: Sequence[float]) -> dict[str, Any]
         "steps": results[0].steps,
         "seeds": len(results),
         "scores": scores,
+        "losses": [one.loss for one in results],
     }
 
 

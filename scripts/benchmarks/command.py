@@ -23,7 +23,7 @@ PROGRAMS = {
     "accuracy": "what seldom exchanges cost, on simulated nodes",
     "recovery": "how long a killed rank holds training up, beside torchft",
     "age": "how much of the code that figures measure has changed since they were taken",
-    "repeat": "train rows of an accuracy file again, and compare them to the last bit",
+    "repeat": "train rows of an accuracy file again, and compare what they end with",
     "take": "take files of scripts/figures anew, as they were taken",
     "overview": "draw the README's picture from what was measured",
     "tables": "write the tables of README and docs/ from what was measured",

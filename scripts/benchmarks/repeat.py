@@ -1,29 +1,31 @@
-"""Trains rows of an accuracy file again, and compares what they end with to the last bit.
+"""Trains rows of an accuracy file again, and compares the scores that they end with.
 
-Simulated nodes are deterministic: code that ends where older code ended changed no arithmetic, and
-such a row is as good as one taken now. Rows that end the same say so under `repeated`.
+Simulated nodes are deterministic: a row whose runs end with the same score, and the same loss where
+the file has that of each run, is as good as one taken now. Such rows say so under `repeated`.
 """
 
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import date
 from itertools import count, groupby
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy import figures, summary
 from benchmarks.overview import FIGURES
-from benchmarks.simulations import Result, Trial, run, trials
+from benchmarks.simulations import SYNCHRONOUS, Result, Trial, run, trials
 from daso.cli.bench.options import at_least_one
 from daso.cli.train.report import versions
 from daso.comm.mpi import library
 from daso.plan.strict import json_by_rows
 
-__all__ = ["Repeat", "main", "repeats", "retake", "told"]
+__all__ = ["Repeat", "line_of", "main", "repeats", "retake"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class Repeat:
         seed: Of the run.
         peak: Learning rate of the row.
         score: That the run ended with, in percent of test samples.
+        loss: Mean training loss of its last epoch; None where the file does not have it.
     """
 
     row: int
@@ -45,6 +48,11 @@ class Repeat:
     seed: int
     peak: float
     score: float
+    loss: float | None = None
+
+    def ends_as(self, now: Result) -> bool:
+        """Return whether it ended the same."""
+        return now.score == self.score and self.loss in (None, now.loss)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -59,23 +67,28 @@ def main(words: Sequence[str] | None = None) -> int:
     options = _parsed(words)
     path = FIGURES / f"{options.name}.json"
     found = json.loads(path.read_text(encoding="utf-8"))
-    asked = {
-        row
-        for row, one in enumerate(found["rows"])
-        if options.only in one["trial"] and options.setting in one["setting"]
-    }
+    listed = [
+        one
+        for one in repeats(found["rows"], options.seeds)
+        if options.only in str(one.trial) and options.setting in one.setting
+    ]
+    if not listed:
+        raise SystemExit("rows must be of trials that there are, with the data that is here")
     now = {"commit": versions(library())["commit"], "date": date.today().isoformat()}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        other = _compare(
-            pool, [one for one in repeats(found["rows"], options.seeds) if one.row in asked]
-        )
-        for row in asked - other:
-            found["rows"][row]["repeated"] = {**now, "seeds": options.seeds}
-        if options.retake:
-            retake(found, other, now, lambda runs: _results(pool, runs))
-            other = set()
+        other = _compare(pool, listed)
+        runs = Counter(one.row for one in listed)
+        for row in runs.keys() - other:
+            found["rows"][row]["repeated"] = {**now, "seeds": runs[row]}
+        _write(path, found)
+        if options.retake and other:
+            retake(found, other, now, lambda again: _results(pool, again))
+            _write(path, found)
+    return int(bool(other) and not options.retake)
+
+
+def _write(path: Path, found: Mapping[str, Any]) -> None:
     path.write_text(json_by_rows(found) + "\n", encoding="utf-8")
-    return int(bool(other))
 
 
 def _parsed(words: Sequence[str] | None) -> argparse.Namespace:
@@ -96,8 +109,8 @@ def _compare(pool: ProcessPoolExecutor, listed: Sequence[Repeat]) -> set[int]:
     """Return the rows of which a run ended elsewhere; print what each ended with."""
     other = set()
     for one, now in zip(listed, _results(pool, listed), strict=True):
-        print(told(one, now), flush=True)
-        if now.score != one.score:
+        print(line_of(one, now), flush=True)
+        if not one.ends_as(now):
             other.add(one.row)
     return other
 
@@ -121,24 +134,34 @@ def retake(
         rows: Which; synchronous training is none of them, as others stand beside it.
         now: Of which commit and date they are.
         train: Carries out runs.
+
+    Raises:
+        SystemExit: There is no synchronous training of the same seeds to stand beside.
     """
     runs = [one for one in repeats(found["rows"], sys.maxsize) if one.row in set(rows)]
-    for row, mine in groupby(zip(runs, train(runs), strict=True), key=lambda pair: pair[0].row):
-        before, (parts, results) = found["rows"][row], zip(*mine, strict=True)
-        level = next(one for one in found["rows"] if one["trial"] == before["trial"])
-        if before is level:
-            raise SystemExit(
-                f"synchronous training of {before['trial']!r} ended elsewhere: take all anew"
-            )
-        theirs = dict(zip(level.get("seed_numbers", count()), level["scores"], strict=False))
-        made = summary(results, [theirs[one.seed] for one in parts])
-        found["rows"][row] = {**before, **made, "commit": now["commit"]}
-        found["rows"][row].pop("repeated", None)
+    beside = _synchronous(found["rows"])
+    for one in runs:
+        if one.setting == SYNCHRONOUS or one.seed not in beside[str(one.trial)]:
+            raise SystemExit(f"{one.setting} of {one.trial} ended elsewhere: take all anew")
+    for row, pairs in groupby(zip(runs, train(runs), strict=True), key=lambda pair: pair[0].row):
+        parts, results = zip(*pairs, strict=True)
+        before = {key: kept for key, kept in found["rows"][row].items() if key != "repeated"}
+        level = [beside[str(one.trial)][one.seed] for one in parts]
+        found["rows"][row] = {**before, **summary(results, level), "commit": now["commit"]}
     for trial in {one.trial for one in runs}:
         found["figures"] |= figures(
             trial, [one for one in found["rows"] if one["trial"] == str(trial)]
         )
     found["date"] = now["date"]
+
+
+def _synchronous(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
+    """Return scores of synchronous training by trial and seed."""
+    return {
+        row["trial"]: dict(zip(row.get("seed_numbers", count()), row["scores"], strict=False))
+        for row in rows
+        if row["setting"] == SYNCHRONOUS
+    }
 
 
 def repeats(rows: Sequence[Mapping[str, Any]], seeds: int) -> Iterator[Repeat]:
@@ -151,14 +174,16 @@ def repeats(rows: Sequence[Mapping[str, Any]], seeds: int) -> Iterator[Repeat]:
     known = {str(trial): trial for trial, _ in trials(quick=False)}
     for index, row in enumerate(rows):
         numbers = row.get("seed_numbers", range(len(row["scores"])))
-        for seed, score in list(zip(numbers, row["scores"], strict=True))[:seeds]:
+        losses = row.get("losses", [None] * len(numbers))
+        for seed, score, loss in list(zip(numbers, row["scores"], losses, strict=True))[:seeds]:
             if row["trial"] in known:
-                yield Repeat(index, known[row["trial"]], row["setting"], seed, row["peak"], score)
+                trial = known[row["trial"]]
+                yield Repeat(index, trial, row["setting"], seed, row["peak"], score, loss)
 
 
-def told(one: Repeat, now: Result) -> str:
+def line_of(one: Repeat, now: Result) -> str:
     """Return a line that says what a run ended with, then and now."""
-    same = "the same" if now.score == one.score else f"not {one.score:.4f}"
+    same = "the same" if one.ends_as(now) else f"not {one.score:.4f}"
     return (
         f"{one.trial}: {one.setting}, rate {one.peak:g}, seed {one.seed}: "
         f"{now.score:.4f} %, {same}; {now.seconds:.0f} s"

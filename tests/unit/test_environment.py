@@ -286,12 +286,22 @@ def test_a_job_that_is_started_again_has_the_same_names():
     assert job_names(job, restarted=True) == set()
     again = {**job, "SLURM_RESTART_COUNT": "0", "DASO_RESTARTS": "2"}
     assert job_names(again, restarted=True) == {"DASO_JOB=ab"}
+    assert job_names({**job, "SLURM_RESTART_COUNT": "1"}, restarted=True) == {"SLURM_JOB_ID=7"}
+
+
+def test_jobs_that_torchrun_gave_no_name_are_known_by_their_agents():
+    (name,) = job_names({"TORCHELASTIC_RUN_ID": "none"})
+    assert name == f"TORCHELASTIC_RUN_ID=none on {os.uname().nodename} by {os.getppid()}"
+    assert job_names({"TORCHELASTIC_RUN_ID": "mine"}) == {"TORCHELASTIC_RUN_ID=mine"}
 
 
 def test_the_first_rank_of_a_host_leads_it():
     assert not is_host_leader({})
     assert is_host_leader({"SLURM_LOCALID": "0"})
-    assert is_host_leader({"LOCAL_RANK": "0"})
+    agents = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": "1", "WORLD_SIZE": "8"}
+    for local_rank, leads in (("0", True), ("1", False)):  # of one task of srun
+        worker = {**agents, "RANK": "4", "LOCAL_RANK": local_rank, "SLURM_LOCALID": "0"}
+        assert is_host_leader(worker) == leads
     assert not is_host_leader({"MPI_LOCALRANKID": "1", "SLURM_LOCALID": "0"}), "MPI's is the nearer"
 
 

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -560,6 +561,7 @@ def test_as_many_are_kept_as_are_wanted_where_they_are_written_in_the_background
     assert store.steps() == [30]
 
 
+@pytest.mark.nodes((1, 1))
 def test_an_error_that_comes_late_leaves_the_checkpoint_before(
     topology, rank_info, folder, monkeypatch
 ):
@@ -568,15 +570,25 @@ def test_an_error_that_comes_late_leaves_the_checkpoint_before(
     store.save(10, payload(rank_info, 10), background=True)
     store.wait()
     topology.world_comm.Barrier()
+    manifest = store._step_folder(20) / "manifest.json"
     with monkeypatch.context() as patch:
 
         def write(self, step, what):
-            return real(self, step, what) or "it cannot be synced"
+            problem = real(self, step, what)
+            if self._topology.rank == 0:
+                return problem
+            end = time.monotonic() + 20
+            while not manifest.exists() and time.monotonic() < end:
+                time.sleep(0.01)
+            return "it cannot be synced"
 
-        patch.setattr(Checkpoints, "_write_in_background", write)
+        if rank_info.rank == 0 or topology.world_comm.Get_size() > 1:
+            patch.setattr(Checkpoints, "_write_in_background", write)
+        topology.world_comm.Barrier()
         store.save(20, payload(rank_info, 20), background=True)
         with pytest.raises(CheckpointWriteError, match="synced"):
             store.wait()
+        topology.world_comm.Barrier()
     assert store.steps() == [10]
     assert_is(store.load(), rank_info, 10)
 

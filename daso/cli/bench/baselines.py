@@ -35,6 +35,7 @@ __all__ = [
     "INSIDE",
     "ORDERS",
     "PERIOD",
+    "POWER_SGD",
     "PRIORITIZED",
     "PRIORITY",
     "SERVERS",
@@ -49,6 +50,7 @@ PERIOD = 4  # batches between averages of PostLocalSGD, as in torch's documentat
 LONG_PERIOD = 64  # about as many as `Auto` chooses on the links of `bench train`
 
 
+POWER_SGD = "DDP, gloo, PowerSGD"
 WHOLE_MIB = 1 << 12  # more than any of these models has of gradients
 
 
@@ -252,7 +254,7 @@ CONTENDERS: Mapping[str, Make] = {
     },
     DDP: _ddp(),
     "DDP, gloo, fp16": _ddp(default_hooks.fp16_compress_hook),
-    "DDP, gloo, PowerSGD": _power_sgd,
+    POWER_SGD: _power_sgd,
     **{f"PostLocalSGD, every {n}": _post_local_sgd(n) for n in (PERIOD, LONG_PERIOD)},
 }
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from daso.cli.bench.baselines import CONTENDERS, PERIOD, Contender, Make, Plain, start
+from daso.cli.bench.baselines import CONTENDERS, PERIOD, POWER_SGD, Contender, Make, Plain, start
 from daso.cli.bench.models import Case
 from daso.comm.topology import Topology
 from daso.errors import ConfigError
@@ -168,12 +168,19 @@ EVERYBODY: Mapping[str, Make] = {
 
 def installed(name: str) -> bool:
     """Return whether a contender has what it needs."""
+    if name == POWER_SGD:  # its hook waits for the GPU, where there is one, of models on the CPU
+        return not torch.cuda.is_available()
     return name not in RIVALS or find_spec(RIVALS[name].package) is not None
 
 
 def must_be_installed(names: Iterable[str]) -> None:
     """Pass over contenders that can run."""
     for name in names:
+        if name == POWER_SGD and not installed(name):
+            raise ConfigError(
+                f"{name!r} must have no GPU beside the CPUs that this trains on, but torch sees "
+                f"one; leave it out, or set CUDA_VISIBLE_DEVICES to nothing"
+            )
         if not installed(name):
             rival = RIVALS[name]
             raise ConfigError(

@@ -153,7 +153,7 @@ class Saver:
         """
         path = self._run.config.folder / JOB
         try:
-            write_whole(path, "\n".join(sorted(names)).encode())
+            write_whole(path, "\n".join(sorted(names)).encode(errors="surrogateescape"))
             if self.mark:
                 path = self._run.config.folder / MARK
                 write_whole(path, self.mark.encode())
@@ -286,7 +286,7 @@ class Saver:
 def _read(path: Path) -> str:
     """Return what is written in a run's folder; nothing where nothing is."""
     try:
-        return path.read_text(encoding="ascii")
+        return path.read_text(encoding="utf-8", errors="surrogateescape")
     except (OSError, ValueError):
         return ""
 

@@ -69,6 +69,10 @@ def test_a_run_ends_the_same_when_it_is_repeated(tmp_path, monkeypatch, capsys):
     assert repeat.main(["tiny", "--jobs=1"]) == 0
     assert capsys.readouterr().out.count("the same") == 2
     assert all(row["repeated"]["seeds"] == 1 for row in json.loads(path.read_text())["rows"])
+    rows[1]["losses"] = [0.0]
+    path.write_text(json.dumps({"figures": {}, "date": "", "rows": rows}))
+    assert repeat.main(["tiny", "--jobs=1", "--setting=Auto"]) == 1, "the loss is another"
+    del rows[1]["losses"]
     rows[1]["scores"] = [1.0]
     path.write_text(json.dumps({"figures": {}, "date": "", "rows": rows}))
     assert repeat.main(["tiny", "--jobs=1", "--setting=Auto"]) == 1
@@ -77,3 +81,5 @@ def test_a_run_ends_the_same_when_it_is_repeated(tmp_path, monkeypatch, capsys):
     (_, anew) = json.loads(path.read_text())["rows"]
     assert anew["scores"] != [1.0]
     assert "repeated" not in anew
+    with pytest.raises(SystemExit, match="trials that there are"):
+        repeat.main(["tiny", "--only=nothing"])

@@ -503,7 +503,7 @@ def test_flows_train_beside_plain_programs(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(path.read_text())
     lists, trees = found["runs"]
-    for run, plain in ((lists, 4), (trees, 2)):
+    for run, plain in ((lists, 5), (trees, 3)):
         names = [row["name"] for row in run["rows"]]
         flows = [name for name in names if name.startswith("flow, ")]
         assert (names[0], len(names) - len(flows), len(flows)) == (EAGER, plain, 7)

@@ -358,6 +358,25 @@ def test_a_job_that_fails_is_requeued_as_often_as_is_told(job, tmp_path):
     assert list((tmp_path / "runs/slurm").iterdir()) == []
 
 
+def test_where_failures_cannot_be_counted_restarts_are(job, tmp_path):
+    (tmp_path / "runs/slurm/failures-12-0").mkdir()  # nothing can be written there
+    again, program = replace(job, restart_on_failure=2), SRUN.format("return 137")
+    for restarts, requeued in (("0", True), ("1", True), ("2", False)):
+        env = {"SLURM_RESTART_COUNT": restarts}
+        code, lines, _ = run_script(again, tmp_path, program, env)
+        assert (code, "scontrol requeue 12" in lines) == (137, requeued)
+
+
+@pytest.mark.parametrize("code", [75, 137])
+def test_a_log_on_a_full_disk_keeps_no_job_from_its_next_start(job, tmp_path, code):
+    again, asked = replace(job, restart_on_failure=2), tmp_path / "asked"
+    full = f'scontrol() {{ echo "$@" > {asked}; }}\n' + SRUN.format(
+        f"exec > /dev/full; return {code}"
+    )
+    assert run_script(again, tmp_path, full)[0] == code
+    assert asked.read_text() == "requeue 12\n"
+
+
 @pytest.mark.parametrize("code", [0, 2])
 def test_what_would_end_the_same_way_again_is_not_requeued(job, tmp_path, code):
     again = replace(job, restart_on_failure=2)
