@@ -18,11 +18,11 @@ LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 COLORS = {  # told apart by the colour-blind
     "DASO Auto": "#0072b2",
     "PostLocalSGD, every 64": "#56b4e9",
-    "PostLocalSGD, every 4": "#e69f00",
     "DDP, gloo, PowerSGD": "#f0e442",
+    "PostLocalSGD, every 4": "#e69f00",
     "DDP, gloo, fp16": "#d55e00",
-    "DDP, gloo": "#999999",
     "Horovod, fp16": "#cc79a7",
+    "DDP, gloo": "#999999",
     "Horovod": "#009e73",
 }
 TEXT_NODES = (2, 4, 8, 16)
@@ -101,7 +101,8 @@ def _draw_steps(axes: "Axes", ratios: Mapping[str, Sequence[float]]) -> None:
     for at, (name, heights) in enumerate(ratios.items()):
         places = [group + (at - (len(ratios) - 1) / 2) * width for group in range(len(LINKS))]
         bars = axes.bar(places, heights, width, label=name, color=COLORS[name])
-        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
+        labels = [f"{height:.2f}" if height < 10 else f"{height:.0f}" for height in heights]
+        axes.bar_label(bars, labels, fontsize=7.5, padding=1)
     axes.axhline(1, color="0.3", linewidth=1)
     axes.set_yscale("log")
     axes.set_ylim(0.7, 60)
