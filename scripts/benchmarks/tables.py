@@ -87,7 +87,7 @@ def _step_times_of_models() -> str:
     ratios = [{row["name"]: row["over_compute"] for row in run["rows"]} for run in runs]
     head = ["", *(f"{run['plan']['model']}, {run['plan']['link']}" for run in runs)]
     names = [name for name in ratios[0] if name != "compute only"]
-    return _lines(head, ([name, *(_times(one[name]) for one in ratios)] for name in names))
+    return _lines(head, ([name, *(_times(one.get(name)) for one in ratios)] for name in names))
 
 
 def _step_times_on_a_gpu() -> str:
