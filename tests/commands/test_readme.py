@@ -209,6 +209,7 @@ def test_commands_it_shows_are_known() -> None:
         if line.startswith("daso ")
     }
     assert shown == {
+        "bench",
         "run",
         "train",
         "submit",

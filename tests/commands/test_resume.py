@@ -120,7 +120,8 @@ def stop_at(step: int, job: subprocess.Popen[str], folder: Path) -> str:
 def test_a_run_that_is_asked_to_end_saves_and_goes_on_to_the_same_bits(runs, tmp_path, by) -> None:
     words = [*RANKS, *COMMON, f"--runs={tmp_path}"]
     folder = tmp_path / "asked"
-    said = stop_at(22, start(*words, "--name=asked"), folder)
+    job = start(*words, "--name=asked", env={"SLURM_JOB_ID": "7"})
+    said = stop_at(22, job, folder)
     assert "asked to end, and saved" in said
     (stopped,) = events(folder, "stopped")
     assert (stopped["signal"], saved(folder)) == ("SIGUSR1", [stopped["step"]])
