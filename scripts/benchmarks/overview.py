@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -122,7 +123,8 @@ def _draw_gaps(axes: "Axes", gaps: Mapping[str, Mapping[str, tuple[float, float]
         axes.errorbar(places, heights, errors, fmt=mark, color=color, capsize=4, label=label)
     axes.axhline(0, color="0.3", linewidth=1)
     axes.set_xlim(-0.6, len(names) - 0.4)
-    axes.set_ylim(-3, 1)
+    lowest = min(gap - error for points in gaps.values() for gap, error in points.values())
+    axes.set_ylim(math.floor(lowest), 1)
     axes.set_xticks(range(len(names)), names, fontsize=8)
     axes.set_ylabel("points above synchronous training")
     axes.legend(title="nodes exchange", fontsize=9, title_fontsize=9, loc="lower left")

@@ -58,7 +58,8 @@ def test_rows_that_are_taken_anew_stand_beside_synchronous_training_of_the_same_
         repeat.retake(found, [0], now, lambda runs: [ENDED for _ in runs])
 
 
-@pytest.mark.slow("trains in processes of their own")
+@pytest.mark.later("trains in processes of its own")
+@pytest.mark.slow("trains in processes of its own")
 @pytest.mark.usefixtures("_only_tiny")
 def test_a_run_ends_the_same_when_it_is_repeated(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(repeat, "FIGURES", tmp_path)
