@@ -256,7 +256,7 @@ def note_requeue(env: Mapping[str, str] | None = None) -> None:
     """Tell the batch script of `daso submit` that this rank wants the job to be started again."""
     path = (os.environ if env is None else env).get("DASO_REQUEUE")
     if path and Path(path).parent.is_dir():
-        with suppress(OSError):  # a full disk: the exit code tells it, too
+        with suppress(OSError):  # a full disk: mpirun passes the exit code on all the same
             Path(path).touch()
 
 

@@ -93,7 +93,32 @@ class Contender(Protocol):
 Program = Callable[[Sequence[Any], Callable[[], None]], None]
 
 
-class _Alone:
+class _Plain:
+    """A plain program, whose layers a flow of one rank tests.
+
+    Args:
+        graph: Whose layers these are.
+        topology: Of the world.
+    """
+
+    def __init__(self, graph: "daso.flow.Graph", topology: Topology) -> None:
+        self.graph, self._world = graph, topology
+        self._own = alone(topology)
+        self._tested = daso.flow.Runtime(graph, adam, topology=self._own)
+
+    def test(self, instances: Sequence[Any]) -> "daso.flow.Epoch | None":
+        """Return how good it is, on rank 0."""
+        found = self._tested.evaluate(instances) if self._world.rank == 0 else None
+        rest(self._world)
+        return found
+
+    def close(self) -> None:
+        """Give communicators back."""
+        self._tested.close()
+        self._own.free()
+
+
+class _Alone(_Plain):
     """A plain program on world rank 0, with all of the machine's cores; the others rest.
 
     Args:
@@ -112,9 +137,8 @@ class _Alone:
         threads: int,
         topology: Topology,
     ) -> None:
-        self.graph, self._program, self._threads, self._world = graph, program, threads, topology
-        self._own = alone(topology)
-        self._tested = daso.flow.Runtime(graph, adam, topology=self._own)
+        super().__init__(graph, topology)
+        self._program, self._threads = program, threads
         self._optimizer = adam(params)
 
     def train(self, instances: Sequence[Any]) -> None:
@@ -132,19 +156,8 @@ class _Alone:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def test(self, instances: Sequence[Any]) -> "daso.flow.Epoch | None":
-        """Return how good it is, on rank 0."""
-        found = self._tested.evaluate(instances) if self._world.rank == 0 else None
-        rest(self._world)
-        return found
 
-    def close(self) -> None:
-        """Give communicators back."""
-        self._tested.close()
-        self._own.free()
-
-
-class _Together:
+class _Together(_Plain):
     """The plain program on every rank: each takes its share of an update, and gradients are added.
 
     Args:
@@ -156,7 +169,7 @@ class _Together:
     """
 
     def __init__(self, task: str, width: int, interval: int, seed: int, topology: Topology) -> None:
-        self.graph, self._world = seeded(task, width, 1, seed), topology
+        super().__init__(seeded(task, width, 1, seed), topology)
         self._interval = interval
         layer, loss_of = layers_of(self.graph), LOSSES[task]
         self._loss_of: Callable[[Any], torch.Tensor] = lambda one: loss_of(layer, one, width)
@@ -166,8 +179,6 @@ class _Together:
         parts = self._grads.split([p.numel() for p in params])
         for param, part in zip(params, parts, strict=True):
             param.grad = part.view_as(param)
-        self._own = alone(topology)
-        self._tested = daso.flow.Runtime(self.graph, adam, topology=self._own)
 
     def train(self, instances: Sequence[Any]) -> None:
         """Train."""
@@ -181,17 +192,6 @@ class _Together:
             self._optimizer.step()
             self._grads.zero_()
         rest(self._world)
-
-    def test(self, instances: Sequence[Any]) -> "daso.flow.Epoch | None":
-        """Return how good it is, on rank 0."""
-        found = self._tested.evaluate(instances) if self._world.rank == 0 else None
-        rest(self._world)
-        return found
-
-    def close(self) -> None:
-        """Give communicators back."""
-        self._tested.close()
-        self._own.free()
 
 
 def _chunks(instances: Sequence[Any], size: int) -> list[Sequence[Any]]:

@@ -48,8 +48,6 @@ __all__ = [
 
 PERIOD = 4  # batches between averages of PostLocalSGD, as in torch's documentation
 LONG_PERIOD = 64  # about as many as `Auto` chooses on the links of `bench train`
-
-
 POWER_SGD = "DDP, gloo, PowerSGD"
 WHOLE_MIB = 1 << 12  # more than any of these models has of gradients
 
