@@ -313,10 +313,15 @@ class Settings:
     def may_hide(self) -> bool:
         """Whether `Auto` may average gradients because backward hides it."""
         ordered = self.gradients.reducer == "bucketed" and not self.by_mpi
-        return ordered and self.exchange.fragments == 1 and self.may_restore_steps
+        return ordered and self.may_restore_steps
 
     def gradient_seconds(self, exchange_seconds: float, wire: str) -> float:
-        """Return about how long gradients would take between nodes; 0: they cannot be hidden."""
+        """Return about how long gradients would take between nodes; 0: they cannot be hidden.
+
+        Args:
+            exchange_seconds: Of an exchange of everything.
+            wire: That it went on.
+        """
         if not wire or not self.may_hide:
             return 0.0
         return exchange_seconds * BITS[self.gradient_wire(hidden=True)] / BITS[wire]

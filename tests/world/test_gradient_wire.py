@@ -1,5 +1,7 @@
 """Synchronous training whose gradients cross between nodes on a narrow wire."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from compare import ORDERED
@@ -8,9 +10,11 @@ from worlds import APART, SEVERAL_NODES
 
 import daso
 from daso.errors import ConfigError
+from daso.plan.layout import fragments
 from daso.plan.options import Settings
 from daso.plan.policies import Replay
 from daso.plan.schedule import MEASURE_EVERY
+from daso.plan.wires import BITS
 from daso.train.simulated.nodes import SimulatedNodes
 
 pytestmark = pytest.mark.nodes(*SEVERAL_NODES)
@@ -149,17 +153,20 @@ def test_scales_that_went_apart_do_not_stop_training(topology, wire):
 
 
 @pytest.mark.nodes(*APART)
-def test_a_phase_that_is_hidden_comes_and_goes_as_on_simulated_nodes(topology):
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_phase_that_is_hidden_comes_and_goes_as_on_simulated_nodes(topology, parts):
     """Drained, joined, measured and left: bit for bit."""
     last = MEASURE_EVERY + 12
     policy = Replay(((0, 1, 1), (8, 1, 0), (last - 8, 1, 1)), hidden=(8,))
+    exchange = replace(ORDERED, fragments=parts)
     settings = Settings(
-        wire="bf16", merge="auto", exchange=ORDERED, gradients=daso.Gradients(), outer=False
+        wire="bf16", merge="auto", exchange=exchange, gradients=daso.Gradients(), outer=False
     )
     rank_info, build = topology.rank_info, seeded(mlp)
     simulated = SimulatedNodes(build, adamw, rank_info.world_size, policy=policy, settings=settings)
     model, wires = build(), []
-    with wrapped(topology, adamw(model), model, "auto", policy=policy, wire="bf16") as optimizer:
+    options = {"policy": policy, "wire": "bf16", "exchange": exchange}
+    with wrapped(topology, adamw(model), model, "auto", **options) as optimizer:
         for step in range(last):
             steps(topology, optimizer, model, [step])
             simulated.step(
@@ -175,6 +182,26 @@ def test_a_phase_that_is_hidden_comes_and_goes_as_on_simulated_nodes(topology):
     assert wires[6:9] == ["fp32", "int4", "int4"]
     assert wires[-1] == "fp32"
     assert (kinds.count("measured"), kinds.count("join")) == (1, 1)
+
+
+@pytest.mark.nodes(*APART)
+def test_what_gradients_would_take_is_reckoned_from_the_part_that_crossed(topology):
+    model = seeded(mlp)()
+    numels = [p.numel() for p in model.parameters()]
+    shares = [sum(numels[at] for at in cut) / sum(numels) for cut in fragments(numels, 2)]
+    assert len(set(shares)) == 2
+    options = {"policy": daso.Fixed(1, 1), "wire": "fp32"}
+    options["exchange"] = replace(ORDERED, fragments=2)
+    found = []
+    with wrapped(topology, adamw(model), model, "auto", **options) as optimizer:
+        for step in range(9):
+            steps(topology, optimizer, model, [step])
+            measured = optimizer.report()["measurements"]
+            if measured["exchange_seconds"]:
+                narrower = BITS["int4"] / BITS["fp32"]
+                found.append(measured["exchange_seconds"] * narrower / measured["gradient_seconds"])
+    one, other = found[-2:]  # one of each part
+    assert sorted([one, other]) == pytest.approx(sorted(shares))
 
 
 @pytest.mark.parametrize(

@@ -488,11 +488,17 @@ class Exchanges:
             drift,
             header.own_seconds,
             gain,
-            self.settings.gradient_seconds(header.exchange_seconds, known.timed),
+            self._gradient_seconds(header.exchange_seconds),
             small_seconds=header.small_seconds,
         )
         self._choose_wire(flight, measurements)
         return measurements
+
+    def _gradient_seconds(self, exchange_seconds: float) -> float:
+        """Return about how long gradients would take between nodes, by the exchange before."""
+        known = self._known
+        times = self.numel / known.timed_numel if known.timed_numel else 0.0
+        return self.settings.gradient_seconds(times * exchange_seconds, known.timed)
 
     def _choose_wire(self, flight: InFlight, measurements: Measurements) -> None:
         """Choose the wire of the next exchange, by the seconds of the one before on this wire."""

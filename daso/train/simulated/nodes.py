@@ -388,7 +388,7 @@ class SimulatedNodes:
             gain = restoration.required_gain(
                 known.measured, nodes=len(self.models), batches=known.batches
             )
-        gradients = self.settings.gradient_seconds(taken, wire)
+        gradients = self.settings.gradient_seconds(taken * len(known.since) / len(sent), wire)
         measurements = Measurements(
             *(times.step_seconds, taken, lr, drift, times.own_seconds, gain, gradients),
             small_seconds=times.small_seconds if known.small_sent else 0.0,
