@@ -43,7 +43,7 @@ from daso.examples.cnn import CNN
 from daso.plan.strict import json_by_rows
 from daso.train.optimizer import DASO
 
-__all__ = ["figures", "main", "named", "parsed", "summary"]
+__all__ = ["Found", "best_rates", "figures", "main", "named", "parsed", "summary"]
 
 DESCRIPTION = "What seldom exchanges cost in accuracy, on simulated nodes."
 

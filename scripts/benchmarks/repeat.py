@@ -10,14 +10,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from itertools import count, groupby
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy import figures, summary
+from benchmarks.accuracy import Found, best_rates, figures, summary
 from benchmarks.overview import FIGURES
 from benchmarks.simulations import SYNCHRONOUS, Result, Trial, run, trials
 from daso.cli.bench.options import at_least_one
@@ -99,7 +99,7 @@ def _parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--setting", default="", help="rows whose setting has this in its name")
     parser.add_argument("--seeds", type=at_least_one, default=1, help="of each row (1)")
     parser.add_argument(
-        "--retake", action="store_true", help="take rows that end elsewhere anew, at their rate"
+        "--retake", action="store_true", help="take rows that end elsewhere anew, at all rates"
     )
     parser.add_argument("--jobs", type=at_least_one, default=2, help="runs at a time")
     return parser.parse_args(words)
@@ -127,7 +127,7 @@ def retake(
     now: Mapping[str, str],
     train: Callable[[Sequence[Repeat]], Iterable[Result]],
 ) -> None:
-    """Take rows anew, with all their seeds, and the figures of their trials.
+    """Take rows anew, with all their seeds at all rates, and the figures of their trials.
 
     Args:
         found: A file of figures.
@@ -138,16 +138,22 @@ def retake(
     Raises:
         SystemExit: There is no synchronous training of the same seeds to stand beside.
     """
-    runs = [one for one in repeats(found["rows"], sys.maxsize) if one.row in set(rows)]
+    known = [one for one in repeats(found["rows"], sys.maxsize) if one.row in set(rows)]
+    runs = [replace(one, peak=peak) for one in known for peak in one.trial.peaks]
     beside = _synchronous(found["rows"])
     for one in runs:
         if one.setting == SYNCHRONOUS or one.seed not in beside[str(one.trial)]:
             raise SystemExit(f"{one.setting} of {one.trial} ended elsewhere: take all anew")
     for row, pairs in groupby(zip(runs, train(runs), strict=True), key=lambda pair: pair[0].row):
-        parts, results = zip(*pairs, strict=True)
+        by_rate: Found = {}
+        level: dict[int, float] = {}
+        for one, result in pairs:
+            by_rate.setdefault((one.setting, one.peak), []).append(result)
+            level[one.seed] = beside[str(one.trial)][one.seed]
+        ((peak, results),) = best_rates(by_rate).values()
         before = {key: kept for key, kept in found["rows"][row].items() if key != "repeated"}
-        level = [beside[str(one.trial)][one.seed] for one in parts]
-        found["rows"][row] = {**before, **summary(results, level), "commit": now["commit"]}
+        anew = {"peak": peak, **summary(results, list(level.values())), "commit": now["commit"]}
+        found["rows"][row] = before | anew
     for trial in {one.trial for one in runs}:
         found["figures"] |= figures(
             trial, [one for one in found["rows"] if one["trial"] == str(trial)]

@@ -58,6 +58,30 @@ def test_rows_that_are_taken_anew_stand_beside_synchronous_training_of_the_same_
         repeat.retake(found, [0], now, lambda runs: [ENDED for _ in runs])
 
 
+def test_a_row_that_is_taken_anew_is_of_the_rate_it_ends_best_with(monkeypatch):
+    rates = replace(TINY, peaks=(0.05, 0.1, 0.2))
+    monkeypatch.setattr(repeat, "trials", lambda *, quick: [(rates, ())])
+    ended = {SYNCHRONOUS: (90.0, 80.0), AUTO: (88.0, 79.0)}
+    rows = summarize(
+        TINY,
+        {
+            (name, 0.05): [replace(ENDED, score=one) for one in scores]
+            for name, scores in ended.items()
+        },
+    )
+    found = {"figures": figures(TINY, rows), "date": "2026-01-01", "rows": rows}
+
+    def train(runs):
+        assert [(one.peak, one.seed) for one in runs] == [
+            (peak, seed) for seed in (0, 1) for peak in (0.05, 0.1, 0.2)
+        ]
+        return [replace(ENDED, score=80.0 - abs(one.peak - 0.1) + one.seed) for one in runs]
+
+    repeat.retake(found, [1], {"commit": "def5678", "date": "2026-01-02"}, train)
+    assert (found["rows"][1]["peak"], found["rows"][1]["scores"]) == (0.1, [80.0, 81.0])
+    assert found["rows"][1]["gap"] == (10.0 - 1.0) / 2
+
+
 @pytest.mark.later("trains in processes of its own")
 @pytest.mark.slow("trains in processes of its own")
 @pytest.mark.usefixtures("_only_tiny")
