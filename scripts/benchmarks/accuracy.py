@@ -198,7 +198,8 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     names = list(dict.fromkeys(row["trial"] for row in rows))
-    colors = {setting.name: f"C{number}" for number, setting in enumerate(SETTINGS)}
+    settings = dict.fromkeys(row["setting"] for row in rows)
+    colors = {setting: f"C{number}" for number, setting in enumerate(settings)}
     figure, panels = pyplot.subplots(1, len(names), figsize=(6.2 * len(names), 4.6), squeeze=False)
     for panel, name in zip(panels[0], names, strict=True):
         mine = [row for row in rows if row["trial"] == name]

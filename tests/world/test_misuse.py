@@ -646,6 +646,7 @@ def test_an_optimizer_without_hooks_is_wrapped_but_not_attached(topology, severa
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")  # torch's own, from 2.15
 def test_a_scripted_model_is_trained(topology):
     model = torch.jit.script(nn.Linear(3, 1))
     with wrap(topology, model, sgd(model), policy=SYNC) as optimizer:

@@ -283,7 +283,8 @@ def test_wrong_words_are_named_and_start_nothing(capsys, mpirun, words, named):
 
 def test_an_unknown_command_is_told_with_those_there_are(capsys):
     err = wrong_use(capsys, "trian")
-    assert all(f"'{known}'" in err for known in ("run", "train", "doctor"))
+    listed = err.partition("choose from")[2].replace("'", "")  # not all Pythons quote
+    assert all(f" {known}," in listed for known in ("run", "train", "doctor"))
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,9 @@ def test_what_is_there_is_told(described):
         (lambda: Nccl(ValueError(3)), "ValueError: 3"),
     ],
 )
-def test_a_library_that_does_not_load_is_told_with_the_remedy(described, make, why):
+def test_a_library_that_does_not_load_is_told_with_the_remedy(described, monkeypatch, make, why):
     """As an answer, whatever cupy raises: on one rank alone an error would stop all others."""
+    monkeypatch.setattr("torch.version.cuda", "12.8")
     found = described(make)
     assert (found["available"], found["why"]) == (False, why)
     remedy = found["remedy"]
@@ -106,6 +107,7 @@ def test_the_remedy_is_for_the_cuda_that_torch_was_built_with(described, monkeyp
 
 
 def test_without_cupy_the_remedy_is_cupy(monkeypatch):
+    monkeypatch.setattr("torch.version.cuda", "12.8")
     monkeypatch.setitem(sys.modules, "cupy", None)
     found = describe.__wrapped__()
     assert not found["available"]
