@@ -20,9 +20,18 @@ python_for_venv() {
   die "Python 3.11 or newer is needed; install it or set PYTHON=/path/to/python3"
 }
 
+# pinned: print what the tests are run with; another torch where DASO_TORCH has one, or "newest".
+pinned() {
+  case "${DASO_TORCH:-}" in
+    "") cat constraints.txt ;;
+    newest) grep -v "^torch==" constraints.txt ;;
+    *) sed "s/^torch==.*/torch==$DASO_TORCH/" constraints.txt ;;
+  esac
+}
+
 # in_venv EXTRAS: make .venv where needed, install the package with these extras, activate it.
 in_venv() {
-  local extras="$1" stamp=".venv/installed-${1//,/-}" python
+  local extras="$1" stamp=".venv/installed-${1//,/-}${DASO_TORCH:+-torch-$DASO_TORCH}" python
   [ -w . ] || die "this folder must be writable to make .venv in it"
   if [ ! -e .venv/bin/activate ]; then  # which comes last: half a .venv is made whole
     python="$(python_for_venv)"
@@ -33,7 +42,8 @@ in_venv() {
   . .venv/bin/activate
   if [ ! -e "$stamp" ] || [ setup.cfg -nt "$stamp" ] || [ constraints.txt -nt "$stamp" ]; then
     say "installing daso[$extras] (about a minute)"
-    pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+    pinned >.venv/constraints.txt
+    pip install --quiet --disable-pip-version-check --constraint .venv/constraints.txt \
       --editable ".[$extras]" || die "installing failed; the lines above say why"
     touch "$stamp"
   fi

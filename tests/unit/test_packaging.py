@@ -118,9 +118,33 @@ def test_pythons_that_are_tested_are_those_that_are_claimed() -> None:
         if line.startswith(head)
     ]
     jobs = parsed(WORKFLOW)["jobs"].values()
-    (tested,) = [job["strategy"]["matrix"]["python"] for job in jobs if "strategy" in job]
+    matrices = [job["strategy"]["matrix"] for job in jobs if "strategy" in job]
+    (tested,) = [one["python"] for one in matrices if "python" in one]
     assert tested == claimed
     assert tested[0] == oldest_python()
+    (ends,) = [one["include"] for one in matrices if "include" in one]
+    (oldest,) = [one for one in lines(setup()["options"]["install_requires"]) if "torch" in one]
+    assert [(one["python"], one["torch"]) for one in ends] == [
+        (claimed[0], f"{oldest.partition('>= ')[2]}.0"),
+        (claimed[-1], "newest"),
+    ]
+
+
+@pytest.mark.parametrize("asked", ["", "2.6.0", "newest"])
+def test_another_torch_may_be_asked_for(asked: str) -> None:
+    known = text("constraints.txt").splitlines()
+    (pinned,) = [one for one in known if one.startswith("torch==")]
+    wanted = {"": [pinned], "2.6.0": ["torch==2.6.0"], "newest": []}[asked]
+    told = subprocess.run(
+        ["bash", "-c", ". scripts/lib.sh; pinned"],
+        env={**os.environ, "DASO_TORCH": asked},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    at = known.index(pinned)
+    assert told == [*known[:at], *wanted, *known[at + 1 :]]
 
 
 def test_the_oldest_python_is_the_same_everywhere() -> None:
@@ -220,7 +244,7 @@ def test_the_workflow_runs_the_commands_that_contributors_run() -> None:
     listed = {line.split("#")[0].strip() for block in blocks for line in lines(block)}
     runs = [step["run"] for step in steps() if "run" in step]
     ours = [line for line in runs if not line.startswith(PREPARES)]
-    assert ours == ["./scripts/check", "./scripts/test", "bash .ci/run"]
+    assert ours == ["./scripts/check", *2 * ["./scripts/test"], "bash .ci/run"]
     assert set(ours) - {"bash .ci/run"} <= listed
     assert {"./scripts/check", "./scripts/test --all"} <= listed
     assert "\n./scripts/check\n" in text(".ci/run")
