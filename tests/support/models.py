@@ -1,9 +1,12 @@
 """Small models, optimizers and batches that tests between ranks share."""
 
 import torch
+from lion_pytorch import Lion
 from torch import nn
 
 import daso
+
+Muon = getattr(torch.optim, "Muon", Lion)  # which torch has from 2.9 on
 
 
 def sgd(model):

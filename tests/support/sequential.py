@@ -232,7 +232,9 @@ class Sequential:
             self.since[fragment] = self.sent
 
     def normalizes(self) -> bool:
-        return self.make_outer is None and isinstance(self.inners[0], torch.optim.Adam)
+        return self.make_outer is None and isinstance(
+            self.inners[0], torch.optim.Adam | torch.optim.AdamW
+        )
 
     def receive_tensor(self, index: int, waited: int):
         """Take in one tensor; return its mean delta, and what each node sent."""

@@ -116,6 +116,7 @@ def test_the_groups_and_state_are_the_inner_optimizers_own(topology):
 
 
 @pytest.mark.parametrize("first", ["scheduler", "wrapper"])
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # of torch 2.6 itself
 @pytest.mark.parametrize(
     "make",
     [

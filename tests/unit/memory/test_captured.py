@@ -383,7 +383,10 @@ def test_the_report_tells_of_memory_and_operations():
     report = CapturedStep(cnn(), cross_entropy, *next(batches(cnn))).report()
     assert report.bound <= report.arena < report.one_by_one
     assert report.ops == report.direct + report.in_place + sum(report.allocating.values())
-    assert report.allocating == {
+    # torch 2.6 allocates for norms as well.
+    before = report.allocating.get("aten._native_batch_norm_legit.default", 0)
+    assert before in (0, 2)
+    assert {op: n for op, n in report.allocating.items() if "norm_legit" not in op} == {
         "aten.convolution.default": 2,
         "aten.convolution_backward.default": 2,
         "aten.native_batch_norm_backward.default": 2,

@@ -80,8 +80,8 @@ def test_a_wheel_has_the_files(tmp_path):
         timeout=HANG_SECONDS,
         check=False,
     )
-    if "No module named 'setuptools'" in run.stderr:
-        pytest.skip("setuptools is not installed")
+    if re.search("No module named 'setuptools'|invalid command 'bdist_wheel'", run.stderr):
+        pytest.skip("setuptools is not installed, or too old to make a wheel by itself")
     assert run.returncode == 0, run.stderr
     (wheel,) = (source / "out").glob("*.whl")
     shutil.unpack_archive(wheel, tmp_path / "installed", "zip")
