@@ -21,17 +21,18 @@ python_for_venv() {
 }
 
 # pinned: print what the tests are run with; another torch where DASO_TORCH has one, or "newest".
+# A torch with CUDA wants one triton alone, each its own.
 pinned() {
   case "${DASO_TORCH:-}" in
     "") cat constraints.txt ;;
-    newest) grep -v "^torch==" constraints.txt ;;
-    *) sed "s/^torch==.*/torch==$DASO_TORCH/" constraints.txt ;;
+    newest) grep -v "^torch==\|^triton" constraints.txt ;;
+    *) grep -v "^torch==\|^triton" constraints.txt && echo "torch==$DASO_TORCH" ;;
   esac
 }
 
 # in_venv EXTRAS: make .venv where needed, install the package with these extras, activate it.
 in_venv() {
-  local extras="$1" stamp=".venv/installed-${1//,/-}${DASO_TORCH:+-torch-$DASO_TORCH}" python
+  local extras="$1" stamp=".venv/installed-${1//,/-}" python more=()
   [ -w . ] || die "this folder must be writable to make .venv in it"
   if [ ! -e .venv/bin/activate ]; then  # which comes last: half a .venv is made whole
     python="$(python_for_venv)"
@@ -40,11 +41,13 @@ in_venv() {
   fi
   # shellcheck disable=SC1091
   . .venv/bin/activate
-  if [ ! -e "$stamp" ] || [ setup.cfg -nt "$stamp" ] || [ constraints.txt -nt "$stamp" ]; then
+  if [ ! -e "$stamp" ] || [ setup.cfg -nt "$stamp" ] || ! pinned | cmp -s - .venv/constraints.txt; then
     say "installing daso[$extras] (about a minute)"
-    pinned >.venv/constraints.txt
-    pip install --quiet --disable-pip-version-check --constraint .venv/constraints.txt \
-      --editable ".[$extras]" || die "installing failed; the lines above say why"
+    if [ "${DASO_TORCH:-}" = newest ]; then more=(--upgrade torch); fi
+    pinned >.venv/constraints.new
+    pip install --quiet --disable-pip-version-check --constraint .venv/constraints.new \
+      --editable ".[$extras]" "${more[@]}" || die "installing failed; the lines above say why"
+    mv .venv/constraints.new .venv/constraints.txt
     touch "$stamp"
   fi
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

@@ -5,7 +5,16 @@ from typing import Literal
 
 from daso.plan.schedule import Measurements
 
-__all__ = ["BITS", "NARROW", "WIDE", "GradientWire", "Wire", "next_wire", "tells_of_wire"]
+__all__ = [
+    "BITS",
+    "NARROW",
+    "WIDE",
+    "GradientWire",
+    "Wire",
+    "next_wire",
+    "tells_of_wire",
+    "times_larger",
+]
 
 Wire = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "topk"]
 GradientWire = Literal["auto", "fp32", "bf16", "int8", "int4"]
@@ -47,3 +56,13 @@ def tells_of_wire(numel: int, numels: Sequence[int]) -> bool:
             together take longer than any.
     """
     return max(numels) / 2 <= numel <= max(numels)
+
+
+def times_larger(numels: Sequence[int], numel: int) -> float:
+    """Return how much more all is than what crossed; 0 where that says nothing of it.
+
+    Args:
+        numels: Those of each fragment.
+        numel: Those that crossed.
+    """
+    return sum(numels) / numel if numel and tells_of_wire(numel, numels) else 0.0

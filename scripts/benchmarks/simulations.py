@@ -87,7 +87,8 @@ class Setting:
         wire = self.settings().wires[0]
         gradients = self.settings().gradient_seconds(self.exchange, wire)
         exposed = max(0.0, gradients - HIDDEN)
-        return Times(1.0, self.exchange / self.fragments, self.own, exposed_seconds=exposed)
+        part = self.exchange / self.fragments, self.own / self.fragments
+        return Times(1.0, *part, exposed_seconds=exposed)
 
 
 def fixed(skip: int, wait: int) -> Callable[[int, float], Policy]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.overview import FIGURES, LINKS, read_figures, step_ratios
 from benchmarks.server import ratio_to
-from benchmarks.simulations import AUTO, DRIFT, SLOW, SYNCHRONOUS
+from benchmarks.simulations import AUTO, DRIFT, SETTINGS, SLOW, SYNCHRONOUS
 from benchmarks.take import read_recipes
 from daso.cli.algorithms import costs_of, table
 
@@ -177,7 +177,9 @@ def _accuracies_of_text(kind: str = "") -> str:
         return _gap(row) + (f" ({row['seeds']})" if row["seeds"] != counts[nodes] else "")
 
     rows = []
-    for setting in next(iter(trials.values())):
+    for setting in (
+        one.name for one in SETTINGS if any(one.name in row for row in trials.values())
+    ):
         last = trials[most].get(setting)
         ratio = NONE if last is None else f"{last['bytes_ratio']:.1f}x"
         rows.append([setting, *(cell(nodes, setting) for nodes in trials), ratio])

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from doors import DOORS, bits, train
-from models import Muon
+from models import MuonOrLion
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -143,7 +143,7 @@ def test_several_optimizers_are_saved_and_loaded_as_one(topology, rank_info, sha
         model = network(seed)
         matrices = [p for p in model.parameters() if p.ndim == 2]
         others = [p for p in model.parameters() if p.ndim != 2]
-        inner = [Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
+        inner = [MuonOrLion(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
         return model, daso.DASO(inner, module=model, topology=topology, policy=RARE)
 
     model, optimizer = make(0)

@@ -1,12 +1,16 @@
 """Small models, optimizers and batches that tests between ranks share."""
 
 import torch
-from lion_pytorch import Lion
 from torch import nn
 
 import daso
 
-Muon = getattr(torch.optim, "Muon", Lion)  # which torch has from 2.9 on
+if hasattr(torch.optim, "Muon"):
+    MuonOrLion = torch.optim.Muon
+else:  # before torch 2.9
+    from lion_pytorch import Lion
+
+    MuonOrLion = Lion
 
 
 def sgd(model):

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from doors import batch, bits, train
-from models import Muon
+from models import MuonOrLion
 from torch import nn
 
 import daso
@@ -29,7 +29,7 @@ def matrices(model):
 
 def muon_and_adamw(model):
     first, rest = matrices(model)
-    return [Muon(first, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+    return [MuonOrLion(first, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
 
 
 def trained(topology, model, inner, steps=9, **keywords):

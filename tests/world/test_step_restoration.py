@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from compare import ORDERED
-from models import Muon, Stays, adamw, batch_loss, bits, mlp, seeded, sgd
+from models import MuonOrLion, Stays, adamw, batch_loss, bits, mlp, seeded, sgd
 from worlds import INSIDE, SEVERAL_NODES
 
 import daso
@@ -181,7 +181,7 @@ def two_optimizers(model):
     """Muon for matrices, AdamW for the rest, as people train transformers with Muon."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
-    return Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)
+    return MuonOrLion(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)
 
 
 def test_two_optimizers_of_one_model_each_have_a_gain_of_their_own(topology):

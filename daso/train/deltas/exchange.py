@@ -27,7 +27,7 @@ from daso.plan.merge import Merge
 from daso.plan.routes import has_changed
 from daso.plan.schedule import Measurements
 from daso.plan.small_tensors import SMALL_WAIT
-from daso.plan.wires import tells_of_wire
+from daso.plan.wires import tells_of_wire, times_larger
 from daso.train.coordinator import Coordinator, largest_rate
 from daso.train.deltas.buffer import DeltaBuffer, Measured
 from daso.train.deltas.core_loss import CoreLoss
@@ -170,6 +170,11 @@ class Exchanges:
     def small_numel(self) -> int:
         """Numbers of small tensors, which are exchanged alone, too."""
         return sum(row.sharding.whole.numel for row in self._small_rows)
+
+    @property
+    def _numels(self) -> list[int]:
+        """Numbers of each fragment."""
+        return [sum(row.sharding.whole.numel for row in self._rows_of(one)) for one in self.rows]
 
     @property
     def numel(self) -> int:
@@ -497,13 +502,13 @@ class Exchanges:
     def _gradient_seconds(self, exchange_seconds: float) -> float:
         """Return about how long gradients would take between nodes, by the exchange before."""
         known = self._known
-        times = self.numel / known.timed_numel if known.timed_numel else 0.0
+        times = times_larger(self._numels, known.timed_numel)
         return self.settings.gradient_seconds(times * exchange_seconds, known.timed)
 
     def _choose_wire(self, flight: InFlight, measurements: Measurements) -> None:
         """Choose the wire of the next exchange, by the seconds of the one before on this wire."""
         known = self._known
-        numels = [sum(row.sharding.whole.numel for row in self._rows_of(one)) for one in self.rows]
+        numels = self._numels
         if known.timed == flight.wire and tells_of_wire(known.timed_numel, numels):
             numel = known.timed_numel
             known.wire = self.settings.next_wire(flight.wire, measurements, numel=numel)

@@ -95,10 +95,11 @@ class _Copy:
         self.optimizer = type(inner).__new__(type(inner))
         memo[id(inner)] = self.optimizer
         vars(self.optimizer).update(copy.deepcopy(vars(inner), memo))
-        if type(inner).__module__.startswith("torch.optim."):
-            # That of Adagrad is made here alone in older versions of torch.
-            make: Any = type(inner)
-            self.optimizer.state.update(make(groups).state)
+        if type(inner) is torch.optim.Adagrad:
+            # Which begins to remember when it is made, in some versions of torch then alone.
+            start = inner.defaults["initial_accumulator_value"]
+            anew = torch.optim.Adagrad(groups, initial_accumulator_value=start)
+            self.optimizer.state.update(anew.state)
 
     def step(self, gradient: torch.Tensor) -> list[torch.Tensor]:
         """Take a step with this gradient of every parameter; return how each changed."""

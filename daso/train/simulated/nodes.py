@@ -37,7 +37,7 @@ from daso.plan.schedule import (
 )
 from daso.plan.small_tensors import SMALL_WAIT
 from daso.plan.step_restoration import rate_of
-from daso.plan.wires import tells_of_wire
+from daso.plan.wires import tells_of_wire, times_larger
 from daso.train.deltas.merging import merge_pairs
 from daso.train.deltas.outer import MakeOuter
 from daso.train.deltas.shard import DeltaShard, Gather, MergeOptions, cut_row
@@ -56,8 +56,9 @@ class Times:
     """What is known of the machine that is simulated, or whose run is replayed."""
 
     step_seconds: float = 1.0
-    exchange_seconds: float = 1.0  # on the first wire that the settings allow
-    own_seconds: float = 0.0  # of a core that training wanted, for an exchange
+    # Of an exchange, on the first wire that the settings allow; where parts take turns, of one.
+    exchange_seconds: float = 1.0
+    own_seconds: float = 0.0  # of a core that training wanted, for such an exchange
     on_devices: bool = False  # rows are cut as on devices: what blocks of int8 and int4 are
     exposed_seconds: float = 0.0  # of a synchronous step, in which a node stands still
     small_seconds: float = 0.0  # that an exchange of small tensors takes from training
@@ -246,6 +247,11 @@ class SimulatedNodes:
     def _small_rows(self) -> list[Row]:
         return [row for rows in self.rows for row in rows if row.is_small]
 
+    @property
+    def _numels(self) -> list[int]:
+        """Numbers of each fragment."""
+        return [sum(row.parts[0].shown.numel() for row in one) for one in self.rows]
+
     def _small_share(self) -> float:
         numels = {small: 0 for small in (False, True)}
         for row in (row for rows in self.rows for row in rows):
@@ -382,15 +388,17 @@ class SimulatedNodes:
         rates = [rate_of(group, 0.0) for inner in self.inners for group in inner.param_groups]
         times = self.times
         taken = times.exchange_seconds * _many_bytes(wire) / _many_bytes(self.settings.wires[0])
+        taken *= len(sent)
         lr = max(rates)
         gain = 0.0
         if (restoration := self.step_restorations[0]) is not None:
             gain = restoration.required_gain(
                 known.measured, nodes=len(self.models), batches=known.batches
             )
-        gradients = self.settings.gradient_seconds(taken * len(known.since) / len(sent), wire)
+        everything = times_larger(self._numels, sum(self._numels[one] for one in sent))
+        gradients = self.settings.gradient_seconds(everything * taken, wire)
         measurements = Measurements(
-            *(times.step_seconds, taken, lr, drift, times.own_seconds, gain, gradients),
+            *(times.step_seconds, taken, lr, drift, len(sent) * times.own_seconds, gain, gradients),
             small_seconds=times.small_seconds if known.small_sent else 0.0,
         )
         known.small_sent = False
@@ -420,7 +428,7 @@ class SimulatedNodes:
             return None
         known, rows = self._known, self._rows_of(flight.fragment)
         known.drift = flight.measurements.drift
-        numels = [sum(row.parts[0].shown.numel() for row in one) for one in self.rows]
+        numels = self._numels
         if known.timed == flight.wire and tells_of_wire(known.timed_numel, numels):
             numel = known.timed_numel
             known.wire = self.settings.next_wire(flight.wire, flight.measurements, numel=numel)

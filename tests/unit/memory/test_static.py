@@ -1,7 +1,7 @@
 """What is there all through a step."""
 
 import torch
-from models import Muon
+from models import MuonOrLion
 from torch import nn
 
 import daso
@@ -11,7 +11,7 @@ from daso.memory.static import static_bytes
 def test_several_optimizers_are_counted_before_their_first_step():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     matrices, rest = ([p for p in model.parameters() if (p.ndim == 2) == two] for two in (1, 0))
-    both = [Muon(matrices, lr=0.1), torch.optim.AdamW(rest)]
+    both = [MuonOrLion(matrices, lr=0.1), torch.optim.AdamW(rest)]
     optimizer = daso.DASO(both, module=model)
     before = static_bytes(model, optimizer, torch.ones(1, 8)).optimizer
     moments = sum(p.nbytes for p in matrices) + 2 * sum(p.nbytes for p in rest)

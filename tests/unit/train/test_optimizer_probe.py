@@ -39,6 +39,8 @@ NORMALIZES = {
     "Adafactor": (lambda: O.Adafactor(params()), True, 0.0),
     "Lion": (lambda: Lion(params()), True, 0.99),
 }
+FAR = 1e4  # of a sum of squares, beside which those of gradients are nothing
+LINEAR["Adagrad, begun far away"] = lambda: O.Adagrad(params(), initial_accumulator_value=FAR)
 if hasattr(O, "Muon"):
     NORMALIZES["Muon"] = (lambda: O.Muon(MATRIX), True, 0.95)
 
