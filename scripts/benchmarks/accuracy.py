@@ -13,7 +13,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from multiprocessing import get_context
@@ -26,9 +26,9 @@ from benchmarks.simulations import (
     AUTO,
     CORES,
     DRIFT,
-    EXCHANGE,
     SETTINGS,
     SLOW,
+    SLOW_PARTS,
     SYNCHRONOUS,
     Result,
     Trial,
@@ -125,12 +125,6 @@ def summary(results: Sequence[Result], level: Sequence[float]) -> dict[str, Any]
 def figures(trial: Trial, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the figures of a trial, named as everywhere."""
     by_name = {row["setting"]: row for row in rows}
-    conditions = (
-        f"{trial.data}, {trial.model}, {trial.nodes} simulated nodes x batch {trial.batch}, "
-        f"{rows[0]['steps']} steps, cosine from the best of {trial.peaks} for each setting, "
-        f"{rows[0]['seeds']} seeds, an exchange takes {EXCHANGE} batches; against fp32 gradients "
-        f"averaged at every batch"
-    )
     auto, suffix = by_name[AUTO], trial.suffix
     seldom = [row for row in rows if row["bytes_ratio"] >= 100]
     equal = [row for row in rows if row["gap"] <= EQUAL]
@@ -138,17 +132,11 @@ def figures(trial: Trial, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any
         f"accuracy_gap_auto_{suffix}": (auto["gap"], "points below synchronous", AUTO),
         f"bytes_ratio_auto_{suffix}": (auto["bytes_ratio"], "times fewer bytes", AUTO),
     }
-    if SLOW in by_name:
-        found[f"accuracy_gap_slow_{suffix}"] = (
-            by_name[SLOW]["gap"],
-            "points below synchronous",
-            SLOW,
-        )
-    if DRIFT in by_name:
-        before = by_name[DRIFT]["gap"]
-        found[f"accuracy_gap_before_{suffix}"] = (before, "points below synchronous", DRIFT)
-    if CORES in by_name:
-        found[f"accuracy_gap_{suffix}"] = (by_name[CORES]["gap"], "points below synchronous", CORES)
+    gaps = ((SLOW, "slow_"), (SLOW_PARTS, "slow_parts_"), (DRIFT, "before_"), (CORES, ""))
+    for setting, kind in gaps:
+        if setting in by_name:
+            gap = by_name[setting]["gap"]
+            found[f"accuracy_gap_{kind}{suffix}"] = (gap, "points below synchronous", setting)
     if trial.kind == "long":
         best = max(equal, key=lambda row: float(row["bytes_ratio"]))
         name = best["setting"]
@@ -160,9 +148,20 @@ def figures(trial: Trial, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any
         found[f"bytes_ratio_best_{suffix}"] = (best["bytes_ratio"], "times fewer bytes", name)
         found[f"accuracy_gap_best_{suffix}"] = (best["gap"], "points below synchronous", name)
     return {
-        name: {"value": value, "unit": unit, "conditions": f"{setting}: {conditions}"}
+        name: {"value": value, "unit": unit, "conditions": _conditions(trial, by_name[setting])}
         for name, (value, unit, setting) in found.items()
     }
+
+
+def _conditions(trial: Trial, row: Mapping[str, Any]) -> str:
+    """Return under which conditions a row was taken."""
+    setting = next(one for one in SETTINGS if one.name == row["setting"])
+    return (
+        f"{setting.name}: {trial.data}, {trial.model}, {trial.nodes} simulated nodes x batch "
+        f"{trial.batch}, {row['steps']} steps, cosine from the best of {trial.peaks} for each "
+        f"setting, {row['seeds']} seeds, an exchange of everything takes {setting.exchange:g} "
+        f"batches in {setting.settings().wires[0]}; against fp32 gradients averaged at every batch"
+    )
 
 
 def overhead_figure(ratio: float) -> dict[str, dict[str, Any]]:

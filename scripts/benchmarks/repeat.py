@@ -1,7 +1,8 @@
 """Trains rows of an accuracy file again, and compares the scores that they end with.
 
 Simulated nodes are deterministic: a row whose runs end with the same score, and the same loss where
-the file has that of each run, is as good as one taken now. Such rows say so under `repeated`.
+the file has that of each run, is as good as one taken now. Such rows say so under `repeated`. Only
+the rate that a row has is looked at; rows that are taken anew are trained at all rates.
 """
 
 import argparse

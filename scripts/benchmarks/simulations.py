@@ -25,7 +25,6 @@ __all__ = [
     "AUTO",
     "CORES",
     "DRIFT",
-    "EXCHANGE",
     "QUICK",
     "SETTINGS",
     "SLOW",

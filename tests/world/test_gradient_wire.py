@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from compare import ORDERED
-from models import adamw, batch_loss, bits, mlp, seeded, sgd
+from models import Stays, adamw, batch_loss, bits, mlp, seeded, sgd
 from worlds import APART, SEVERAL_NODES
 
 import daso
@@ -182,6 +182,19 @@ def test_a_phase_that_is_hidden_comes_and_goes_as_on_simulated_nodes(topology, p
     assert wires[6:9] == ["fp32", "int4", "int4"]
     assert wires[-1] == "fp32"
     assert (kinds.count("measured"), kinds.count("join")) == (1, 1)
+
+
+@pytest.mark.nodes(*APART)
+def test_a_model_in_parts_begins_with_gradients_at_every_batch(topology):
+    model = seeded(mlp)()
+    options = {"policy": Stays(), "wire": "auto", "exchange": replace(ORDERED, fragments=2)}
+    with wrapped(topology, adamw(model), model, "auto", **options) as optimizer:
+        steps(topology, optimizer, model, range(3))
+        report = optimizer.report()
+        assert topology.equal_on_all_ranks(bits(model))
+    assert report["skip_history"] == [(0, 1, 0)]
+    assert report["gradient_wire"] == "int4"
+    assert "exchange" not in {event["kind"] for event in report["events"]}
 
 
 @pytest.mark.nodes(*APART)

@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 import torch
-from models import adam, batch_loss, mlp, nesterov, seeded, sgd
+from models import adam, adamw, batch_loss, mlp, nesterov, seeded, sgd
 from pairwise import pairwise
 from sequential import Sequential
 
 import daso
 from daso.plan.options import Settings
 from daso.plan.policies import Replay
-from daso.train.simulated.nodes import SimulatedNodes
+from daso.train.simulated.nodes import SimulatedNodes, Times
 
 SELECTIVE = Replay(((0, 9, 2),), selective=1)
 POLICIES = [
@@ -68,3 +68,29 @@ def test_nodes_are_the_oracle_with_every_pair_of_options(
     nodes, policy, wire, merge, outer, fragments
 ):
     assert_equal(nodes, policy, wire, merge, outer, fragments)
+
+
+def test_what_gradients_would_take_is_reckoned_from_parts_and_not_from_everything():
+    settings = Settings(
+        wire="int4",
+        merge="auto",
+        exchange=daso.Exchange(fragments=2),
+        gradients=daso.Gradients(),
+        outer=False,
+    )
+    times = Times(1.0, exchange_seconds=0.25, own_seconds=0.125)
+    nodes = SimulatedNodes(
+        seeded(mlp), adamw, 2, policy=daso.Fixed(1, 1), settings=settings, times=times
+    )
+    for step in range(5):
+        nodes.step([lambda m, r=rank, s=step: batch_loss(m, r, s) for rank in range(2)])
+    nodes.end_epoch(1.0)
+    *parts, everything = nodes.events
+    weights, others = 6 * 17, 17 + 17 * 3 + 3
+    whole = weights + others
+    assert sorted({one["gradient_seconds"] for one in parts}) == pytest.approx(
+        [0.25 * whole / weights, 0.25 * whole / others]
+    )
+    assert {(one["exchange_seconds"], one["own_seconds"]) for one in parts} == {(0.25, 0.125)}
+    found = everything["exchange_seconds"], everything["own_seconds"]
+    assert (*found, everything["gradient_seconds"]) == (0.5, 0.25, 0.0)
