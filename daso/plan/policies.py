@@ -35,9 +35,10 @@ SMALL_BUDGETS = 4.0
 # a CNN ended 0.43 points below synchronous with 1, 0.08 with 4 and 0.03 with 8; with such that take
 # 1.5, 0.05 with 1 (scripts/figures/selective.json).
 ROOM = 8
-# Times what an exchange takes: of jitter of 10 % a fifth leaves 1 % of a step exposed, a tenth 3 %;
-# but with an optimizer that normalizes each batch that a mean comes later costs accuracy: on a link
-# on which it takes 1.7 batches, 0.6 points on 4 simulated nodes (scripts/figures/accuracy-text.json).
+# Times what an exchange takes. Where it takes 0.9 batches and steps differ by 10 %, a fifth leaves
+# 1 % of a step exposed, a tenth 3 % (`daso.predict`). But with an optimizer that normalizes each
+# batch that a mean comes later costs accuracy (scripts/figures/accuracy-text.json): where it takes
+# 1.7, a fifth 0.51 points on 4 simulated nodes, a tenth none.
 SPARE, NORMALIZED_SPARE = 1.2, 1.1
 SLACK = 8  # `Auto` waits for skip // SLACK batches, and more where an exchange takes longer
 
