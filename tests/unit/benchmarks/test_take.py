@@ -57,17 +57,28 @@ def test_what_it_cannot_take_is_refused(name, said, capsys):
 
 
 @pytest.mark.slow("starts a program")
+@pytest.fixture
+def _leaves_no_clone():
+    def clones():
+        return set((ROOT / "build").glob("take-*"))
+
+    before = clones()  # of figures that are taken meanwhile
+    yield
+    assert clones() <= before
+
+
+@pytest.mark.usefixtures("_leaves_no_clone")
 def test_a_command_that_fails_ends_it_and_its_file_stays_away(tmp_path, capfd):
     with pytest.raises(SystemExit) as ended:
         main(["node", f"--to={tmp_path}"], {"node": Recipe(commands=("node --mebibytes few",))})
     assert ended.value.code == 2
     assert capfd.readouterr().err.count("few") == 1, "one line says why"
     assert not list(tmp_path.iterdir())
-    assert not list((ROOT / "build").glob("take-*"))
 
 
 @pytest.mark.later("starts ranks")
 @pytest.mark.slow("starts ranks")
+@pytest.mark.usefixtures("_leaves_no_clone")
 def test_a_file_is_taken_from_the_last_commit(tmp_path, monkeypatch, capfd):
     node = "node --mebibytes 0.1 --rounds 2"
     recipes = {"node": Recipe(commands=(node, node), minutes=1)}
@@ -76,4 +87,3 @@ def test_a_file_is_taken_from_the_last_commit(tmp_path, monkeypatch, capfd):
     assert len(found["runs"]) == 2
     assert not found["versions"]["commit"].endswith("-dirty")
     assert "node, about 1 min" in capfd.readouterr().out
-    assert not list((ROOT / "build").glob("take-*"))
