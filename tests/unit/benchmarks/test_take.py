@@ -56,7 +56,6 @@ def test_what_it_cannot_take_is_refused(name, said, capsys):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.slow("starts a program")
 @pytest.fixture
 def _leaves_no_clone():
     def clones():
@@ -67,6 +66,7 @@ def _leaves_no_clone():
     assert clones() <= before
 
 
+@pytest.mark.slow("starts a program")
 @pytest.mark.usefixtures("_leaves_no_clone")
 def test_a_command_that_fails_ends_it_and_its_file_stays_away(tmp_path, capfd):
     with pytest.raises(SystemExit) as ended:
