@@ -12,8 +12,8 @@ __all__ = [
     "GradientWire",
     "Wire",
     "next_wire",
+    "scale_to_model",
     "tells_of_wire",
-    "times_larger",
 ]
 
 Wire = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "topk"]
@@ -58,8 +58,8 @@ def tells_of_wire(numel: int, numels: Sequence[int]) -> bool:
     return max(numels) / 2 <= numel <= max(numels)
 
 
-def times_larger(numels: Sequence[int], numel: int) -> float:
-    """Return how much more all is than what crossed; 0 where that says nothing of it.
+def scale_to_model(numels: Sequence[int], numel: int) -> float:
+    """Return the model's size over that of an exchange; 0 where its seconds say nothing of it.
 
     Args:
         numels: Those of each fragment.

@@ -27,7 +27,7 @@ from daso.plan.merge import Merge
 from daso.plan.routes import has_changed
 from daso.plan.schedule import Measurements
 from daso.plan.small_tensors import SMALL_WAIT
-from daso.plan.wires import tells_of_wire, times_larger
+from daso.plan.wires import scale_to_model, tells_of_wire
 from daso.train.coordinator import Coordinator, largest_rate
 from daso.train.deltas.buffer import DeltaBuffer, Measured
 from daso.train.deltas.core_loss import CoreLoss
@@ -502,8 +502,8 @@ class Exchanges:
     def _gradient_seconds(self, exchange_seconds: float) -> float:
         """Return about how long gradients would take between nodes, by the exchange before."""
         known = self._known
-        times = times_larger(self._numels, known.timed_numel)
-        return self.settings.gradient_seconds(times * exchange_seconds, known.timed)
+        scale = scale_to_model(self._numels, known.timed_numel)
+        return self.settings.gradient_seconds(scale * exchange_seconds, known.timed)
 
     def _choose_wire(self, flight: InFlight, measurements: Measurements) -> None:
         """Choose the wire of the next exchange, by the seconds of the one before on this wire."""

@@ -37,7 +37,7 @@ from daso.plan.schedule import (
 )
 from daso.plan.small_tensors import SMALL_WAIT
 from daso.plan.step_restoration import rate_of
-from daso.plan.wires import tells_of_wire, times_larger
+from daso.plan.wires import scale_to_model, tells_of_wire
 from daso.train.deltas.merging import merge_pairs
 from daso.train.deltas.outer import MakeOuter
 from daso.train.deltas.shard import DeltaShard, Gather, MergeOptions, cut_row
@@ -395,8 +395,8 @@ class SimulatedNodes:
             gain = restoration.required_gain(
                 known.measured, nodes=len(self.models), batches=known.batches
             )
-        everything = times_larger(self._numels, sum(self._numels[one] for one in sent))
-        gradients = self.settings.gradient_seconds(everything * taken, wire)
+        scale = scale_to_model(self._numels, sum(self._numels[one] for one in sent))
+        gradients = self.settings.gradient_seconds(scale * taken, wire)
         measurements = Measurements(
             *(times.step_seconds, taken, lr, drift, len(sent) * times.own_seconds, gain, gradients),
             small_seconds=times.small_seconds if known.small_sent else 0.0,
