@@ -26,6 +26,7 @@ __all__ = [
     "is_file",
     "is_first_to_end",
     "is_placed_by_sbatch",
+    "kernels_name",
     "may_share_a_gpu",
     "merged",
     "mpi_is_chosen",
@@ -56,6 +57,7 @@ RESTARTS = {
     "DASO_RESTARTS": "DASO_JOB",
     "TORCHELASTIC_RESTART_COUNT": "TORCHELASTIC_RUN_ID",
 }
+KERNELS = ("torch", "native", "triton")
 TORCHRUN = "torchrun"  # or a framework that starts ranks as it does
 # launcher: (world size, world rank). Only variables that a launcher sets for each rank count:
 # a batch script also sees SLURM_NTASKS, while it is one process. Ranks of an MPI launcher may set
@@ -344,6 +346,20 @@ def data_folder(env: Mapping[str, str] | None = None) -> Path | None:
 def site_name(env: Mapping[str, str] | None = None) -> str:
     """Return the site profile that DASO_SITE names, or nothing."""
     return (os.environ if env is None else env).get("DASO_SITE", "")
+
+
+def kernels_name(env: Mapping[str, str] | None = None) -> str:
+    """Return the kernels that DASO_KERNELS names, or nothing.
+
+    Raises:
+        ConfigError: It names none.
+    """
+    name = (os.environ if env is None else env).get("DASO_KERNELS", "")
+    if name not in ("", *KERNELS):
+        raise ConfigError(
+            f"DASO_KERNELS must be one of {', '.join(KERNELS)}, not {name!r}; mend it or unset it"
+        )
+    return name
 
 
 def expand(text: str, env: Mapping[str, str] | None = None) -> str:

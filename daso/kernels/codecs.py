@@ -1,0 +1,137 @@
+"""Codecs: how the numbers of a flat row are laid out as bytes between nodes.
+
+A payload is a sequence of blocks, each with a fixed number of bytes; the last block may be shorter.
+So the payload of a span that starts at a block is a slice of the payload of the whole row. What a
+codec rounds away is kept in the parameters or in a residual, and is part of the next row (error
+feedback; Seide et al. 2014, Karimireddy et al. 2019).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+__all__ = [
+    "BLOCK_INT4",
+    "BLOCK_INT8",
+    "TOPK_BLOCK",
+    "TOPK_PART",
+    "Codec",
+    "codec_named",
+    "dense_codec",
+    "exact_codec",
+]
+
+BLOCK_INT8 = 128  # numbers that share a scale (fp32)
+# Numbers that share a scale (bf16). Small blocks: a number that is small beside its block's largest
+# stays in the residual, and Adam divides by the bursts in which it is sent (docs/accuracy.md).
+BLOCK_INT4 = 32
+# Numbers of a block, of which one in TOPK_PART is sent: its place (16 bits) and its value (bf16).
+TOPK_BLOCK, TOPK_PART = 4096, 64
+WORD_BYTES = 4  # payloads are whole words, so that the parts of a chunk start aligned
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Layout of a payload.
+
+    Args:
+        wire: Its name: "fp32", "fp64", "bf16", "fp16", "int8", "int4" or "topk".
+        row: Type of the rows: fp32 or fp64.
+        block: Numbers of a block.
+        block_nbytes: Bytes of a block.
+        tail_nbytes: Returns the bytes of a shorter last block of so many numbers.
+        exact: Decoding returns the row: no residual is needed.
+        sparse: Most numbers are not sent.
+        sums: Sums are exchanged between the levels of a plan, instead of running means.
+    """
+
+    wire: str
+    row: torch.dtype
+    block: int
+    block_nbytes: int
+    tail_nbytes: Callable[[int], int] = field(compare=False)
+    exact: bool = False
+    sparse: bool = False
+    sums: bool = False
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of a payload of ``numel`` numbers, a multiple of 4."""
+        return -(-self.offset(numel) // WORD_BYTES) * WORD_BYTES
+
+    def offset(self, numel: int) -> int:
+        """Return the bytes of ``numel`` numbers, without what fills the last word."""
+        blocks, rest = divmod(numel, self.block)
+        return blocks * self.block_nbytes + (self.tail_nbytes(rest) if rest else 0)
+
+    def part(self, payload: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Return the bytes of numbers ``start`` to ``stop`` of a payload.
+
+        Args:
+            payload: Payload (nbytes,), uint8.
+            start: A multiple of `block`.
+            stop: A multiple of `block`, or the length of the row.
+        """
+        return payload[self.offset(start) : self.offset(stop)]
+
+
+def _cast(wire: str, dtype: torch.dtype, row: torch.dtype, *, dense: bool = False) -> Codec:
+    exact = torch.promote_types(dtype, row) == dtype
+    return Codec(wire, row, 1, dtype.itemsize, _no_tail, exact=exact, sums=exact and not dense)
+
+
+def _no_tail(rest: int) -> int:
+    return 0 * rest
+
+
+def _tail_int8(rest: int) -> int:
+    return 4 + rest
+
+
+def _tail_int4(rest: int) -> int:
+    return 2 + min(rest, BLOCK_INT4 // 2)
+
+
+def _tail_topk(rest: int) -> int:
+    return 4 * -(-rest // TOPK_PART)
+
+
+@cache
+def codec_named(wire: str, row: torch.dtype = torch.float32) -> Codec:
+    """Return the codec of a wire for rows of a type, fp32 or fp64.
+
+    In a block of int8 or int4 with largest magnitude m, x becomes round(x / s) with the scale
+    s = m / (2**(bits-1) - 1) (Dettmers et al. 2022, arXiv 2110.02861, with a linear grid). topk is
+    top-k with error feedback by blocks, as in DeMo (Peng et al. 2024, arXiv 2411.19870).
+    """
+    dtypes = {
+        **{"fp32": torch.float32, "fp64": torch.float64},
+        **{"bf16": torch.bfloat16, "fp16": torch.float16},
+    }
+    if wire in dtypes:
+        return _cast(wire, dtypes[wire], row)
+    if wire == "int8":
+        return Codec(wire, row, BLOCK_INT8, 4 + BLOCK_INT8, _tail_int8)
+    if wire == "int4":
+        return Codec(wire, row, BLOCK_INT4, 2 + BLOCK_INT4 // 2, _tail_int4)
+    assert wire == "topk", wire
+    nbytes = _tail_topk(TOPK_BLOCK)
+    return Codec(wire, row, TOPK_BLOCK, nbytes, _tail_topk, sparse=True)
+
+
+@cache
+def dense_codec(wire: str, row: torch.dtype = torch.float32) -> Codec:
+    """Return the codec for exchanges after which all nodes agree.
+
+    What a sparse wire holds back must not stay behind there; other wires hold back a rounding.
+    """
+    if wire == "topk":
+        return _cast("fp32", torch.float32, row, dense=True)
+    return codec_named(wire, row)
+
+
+@cache
+def exact_codec(row: torch.dtype) -> Codec:
+    """Return the codec that sends numbers as they are."""
+    return codec_named("fp64" if row == torch.float64 else "fp32", row)

@@ -1,0 +1,98 @@
+/* The arithmetic of an exchange, in one pass over memory; daso/kernels/native.py loads it.
+
+   Every function walks a row tile by tile, and does all that is to be done with a tile while it is
+   in a core's cache. Loops are plain C that compilers vectorize. The bits are those of
+   daso/kernels/torch_kernels.py at every instruction set: no product and sum may be contracted
+   (-ffp-contract=off), numbers are rounded half to even, sums are folded in halves.
+
+   Neither Python nor torch is needed here. A row has fp32 or fp64 numbers; native_rows.h holds what
+   is done with either, and is included once for each. */
+
+#include <stdint.h>
+#include <string.h>
+
+#ifndef DASO_SOURCE
+#define DASO_SOURCE 0
+#endif
+
+typedef uint16_t u16 __attribute__((aligned(1), may_alias));
+typedef uint32_t u32 __attribute__((may_alias));
+typedef uint64_t u64 __attribute__((may_alias));
+/* Payloads start at any byte. */
+typedef float f32 __attribute__((aligned(1), may_alias));
+typedef double f64 __attribute__((aligned(1), may_alias));
+
+enum { FP32, BF16, FP16, INT8, INT4, TOPK, FP64 };       /* wires */
+enum { OF_FP32, OF_FP64, OF_BF16, OF_FP16 };             /* types of tensors */
+enum { COPY, ADD, PULL };                                /* merges */
+
+enum {
+    TILE = 1024,       /* numbers; of topk a block */
+    BLOCK8 = 128, BLOCK4 = 32,
+    BYTES8 = 4 + BLOCK8, BYTES4 = 2 + BLOCK4 / 2,
+    TOPK_BLOCK = 4096, TOPK_PART = 64, MOST = TOPK_BLOCK
+};
+
+static const uint16_t NAN16 = 0x7FC0, NAN_HALF = 0x7E00;
+static const uint32_t INF32 = 0x7F800000, NAN32 = 0x7FC00000;
+static const float SMALLEST = 1.17549435e-38f;     /* normal fp32 number */
+static const float LARGEST_BF16 = 3.38953139e38f, LARGEST_FP32 = 3.40282347e38f;
+
+static inline uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
+static inline float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
+static inline uint64_t bits_of_double(double x) { uint64_t u; memcpy(&u, &x, 8); return u; }
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* 1 / by where a product with it has the bits of a quotient: by is a power of two; 0: it is not. */
+static inline double exact_inverse(double by)
+{
+    return by > 0 && by < 4294967296.0 && !(bits_of_double(by) << 12) ? 1 / by : 0;
+}
+
+static inline uint16_t to_bf16(float x)
+{
+    uint32_t u = bits_of(x), r = (u + 0x7FFF + ((u >> 16) & 1)) >> 16;
+    return (u & 0x7FFFFFFF) > INF32 ? NAN16 : (uint16_t)r;
+}
+
+static inline float from_bf16(uint16_t h) { return float_of((uint32_t)h << 16); }
+
+static inline uint16_t to_fp16(float x)
+{
+    uint32_t u = bits_of(x), a = u & 0x7FFFFFFF, sign = (u >> 16) & 0x8000;
+    uint32_t normal = (a - 0x38000000 + 0xFFF + ((a >> 13) & 1)) >> 13;
+    uint32_t denormal = bits_of(float_of(a) + 0.5f) - 0x3F000000;
+    uint32_t h = a < 0x38800000 ? denormal : a >= 0x477FF000 ? 0x7C00 : normal;
+    return a > INF32 ? NAN_HALF : (uint16_t)(h | sign);
+}
+
+static inline float from_fp16(uint16_t h)
+{
+    uint32_t a = (uint32_t)(h & 0x7FFF) << 13, sign = (uint32_t)(h & 0x8000) << 16;
+    uint32_t normal = a + 0x38000000, special = a + 0x70000000;
+    float denormal = float_of(a + 0x38800000) - float_of(0x38800000);
+    uint32_t u = a < 0x00800000 ? bits_of(denormal) : a >= 0x0F800000 ? special : normal;
+    return float_of(u | sign);
+}
+
+#define ROW float
+#define WORD uint32_t
+#define SIGNED int32_t
+#define OF_ROW OF_FP32
+#define NAME(x) x##_fp32
+#include "native_rows.h"
+#undef ROW
+#undef WORD
+#undef SIGNED
+#undef OF_ROW
+#undef NAME
+
+#define ROW double
+#define WORD uint64_t
+#define SIGNED int64_t
+#define OF_ROW OF_FP64
+#define NAME(x) x##_fp64
+#include "native_rows.h"
+
+/* A digest of the sources that this was compiled from: native.py refuses another one. */
+uint64_t daso_source(void) { return (uint64_t)DASO_SOURCE; }

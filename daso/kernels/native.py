@@ -1,0 +1,274 @@
+"""Kernels of C for CPUs: `native.c`, loaded by ctypes, which releases the GIL while they compute.
+
+One library is built for each instruction set (`build`), and the best that this processor has is
+loaded. A library of other sources, or one that does not load, is refused.
+"""
+
+import ctypes
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from daso.kernels.build import FOLDER, VARIANTS, digest, library_name
+from daso.kernels.codecs import Codec
+from daso.kernels.rows import KINDS, FlatTensors, Mean, ShardRows
+
+__all__ = ["NativeKernels", "Refused", "load_native", "supported_variants"]
+
+WIRES = {name: at for at, name in enumerate(("fp32", "bf16", "fp16", "int8", "int4", "topk", "fp64"))}
+COPY, ADD, PULL = range(3)
+# Of /proc/cpuinfo, what a variant needs beyond the next one.
+FEATURES = {
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"},
+}
+int32, int64, double = ctypes.c_int32, ctypes.c_int64, ctypes.c_double
+pointer = ctypes.c_void_p
+ARGUMENTS = {
+    "daso_encode": (
+        *(int32, int64, pointer, int64, pointer, pointer, pointer, pointer, pointer, pointer),
+        *(int32, pointer, pointer, pointer),
+    ),
+    "daso_reduce": (
+        *(int32, int64, int64, pointer, pointer, double, pointer, int32, pointer, pointer),
+    ),
+    "daso_accept": (
+        *(int32, int64, int64, pointer, pointer, double, pointer, pointer, pointer, pointer),
+        *(pointer, pointer, pointer, double, pointer),
+    ),
+    "daso_mean_rows": (
+        *(int32, int64, int64, pointer, double, pointer, int32, int64, pointer),
+    ),
+    "daso_gather": (int64, int64, pointer, pointer, pointer, pointer),
+    "daso_merge": (int32, double, int64, pointer, pointer, pointer, pointer),
+}
+Function = Callable[..., None]
+TYPES = {torch.float32: "fp32", torch.float64: "fp64"}
+
+
+class Refused(Exception):
+    """A library that is not used; its text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Functions:
+    """Functions of the library for rows of one type."""
+
+    encode: Function
+    reduce: Function
+    accept: Function
+    mean_rows: Function
+    gather: Function
+    merge: Function
+
+
+def supported_variants(cpuinfo: str | None = None) -> list[str]:
+    """Return the variants that this processor can run, the fastest first."""
+    text = Path("/proc/cpuinfo").read_text("utf-8") if cpuinfo is None else cpuinfo
+    flags = next((line.split() for line in text.splitlines() if line.startswith("flags")), [])
+    lacking = [name for name in VARIANTS if not FEATURES.get(name, set()) <= set(flags)]
+    first = max((VARIANTS.index(name) + 1 for name in lacking), default=0)
+    return list(VARIANTS[first:])
+
+
+@cache
+def load_native(variant: str | None = None, folder: Path = FOLDER) -> "NativeKernels":
+    """Return the kernels of a variant; None: the best that this processor has.
+
+    Raises:
+        Refused: There is no library, or it is not this version's, or it does not load.
+    """
+    names = supported_variants() if variant is None else [variant]
+    there = [name for name in names if (folder / library_name(name)).exists()]
+    if not there:
+        raise Refused("no library was built; run python -m daso.kernels.build, with a C compiler")
+    path = folder / library_name(there[0])
+    try:
+        library = ctypes.CDLL(str(path))
+        source = library.daso_source
+    except (OSError, AttributeError) as error:
+        raise Refused(f"{path.name} does not load ({error}); build it again") from error
+    source.restype, source.argtypes = ctypes.c_uint64, ()
+    if source() != digest():
+        raise Refused(
+            f"{path.name} was built from another native.c; run python -m daso.kernels.build"
+        )
+    return NativeKernels(library, there[0])
+
+
+class NativeKernels:
+    """The functions of `daso.kernels.torch_kernels`, with the same bits, in C.
+
+    Args:
+        library: That of `native.c`.
+        variant: The instruction set it was compiled for.
+    """
+
+    def __init__(self, library: ctypes.CDLL, variant: str) -> None:
+        self.NAME = f"C kernels ({variant})"
+        self._functions = {}
+        for dtype, suffix in TYPES.items():
+            found = {}
+            for name, arguments in ARGUMENTS.items():
+                function = getattr(library, f"{name}_{suffix}")
+                function.argtypes, function.restype = arguments, None
+                found[name.removeprefix("daso_")] = function
+            self._functions[dtype] = _Functions(**found)
+
+    def encode(
+        self,
+        codec: Codec,
+        values: FlatTensors,
+        spans: Sequence[tuple[int, int]],
+        payload: torch.Tensor,
+        *,
+        reference: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        rounding: torch.Tensor | None = None,
+        gradients: bool = False,
+        first: torch.Tensor | None = None,
+        distance: torch.Tensor | None = None,
+    ) -> None:
+        """Encode values - reference + residual; see `daso.kernels.torch_kernels.encode`."""
+        flat = array("q", [at for span in spans for at in span])
+        _check_bytes(payload, sum(codec.nbytes(stop - start) for start, stop in spans))
+        last = max(flat, default=0)
+        assert last <= values.numel, "a span ends behind the tensors"
+        _check_rows(codec.row, last, reference, residual, rounding)
+        self._functions[codec.row].encode(
+            WIRES[codec.wire],
+            *(len(spans), _address(flat)),
+            *(len(values.kinds), *_tables(values)),
+            *(_pointer(reference), _pointer(residual), _pointer(rounding), gradients),
+            *(payload.data_ptr(), _pointer(first), _pointer(distance)),
+        )
+
+    def reduce(
+        self,
+        mean: Mean,
+        numel: int,
+        *,
+        payload: torch.Tensor | None = None,
+        row: torch.Tensor | None = None,
+        carry: torch.Tensor | None = None,
+        gradients: bool = False,
+    ) -> None:
+        """Compute a mean in rank order; see `daso.kernels.torch_kernels.reduce`."""
+        codec = mean.codec
+        if payload is not None:
+            _check_bytes(payload, codec.nbytes(numel))
+        _check_rows(codec.row, numel, row, carry)
+        versions, weights = _versions(mean, numel)
+        self._functions[codec.row].reduce(
+            *(WIRES[codec.wire], numel, len(versions)),
+            *(_address(versions), _address(weights), mean.total, _pointer(carry), gradients),
+            *(_pointer(payload), _pointer(row)),
+        )
+
+    def accept(
+        self,
+        mean: Mean,
+        sent: torch.Tensor,
+        start: int,
+        stop: int,
+        rows: ShardRows,
+        sums: torch.Tensor,
+    ) -> None:
+        """Take in a mean; see `daso.kernels.torch_kernels.accept`."""
+        codec, numel = mean.codec, stop - start
+        versions, weights = _versions(mean, numel)
+        _check_bytes(sent, codec.offset(numel))
+        changed = (rows.reference, rows.negated, rows.shown, rows.residual)
+        kept = (rows.rounding, rows.others)
+        _check_rows(codec.row, stop, *changed, *kept)
+        assert rows.rounding is None or rows.residual is not None
+        at = start * codec.row.itemsize
+        self._functions[codec.row].accept(
+            *(WIRES[codec.wire], numel, len(versions), _address(versions), _address(weights)),
+            *(mean.total, sent.data_ptr()),
+            *(None if row is None else row.data_ptr() + at for row in (*changed, *kept)),
+            *(rows.share, sums.data_ptr()),
+        )
+
+    def mean_rows(
+        self,
+        rows: Sequence[torch.Tensor],
+        divisor: int = 1,
+        *,
+        total: torch.Tensor | None = None,
+        to: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Add rows in order, and divide; see `daso.kernels.torch_kernels.mean_rows`."""
+        kind, numel = rows[0].dtype, rows[0].numel()
+        wide = torch.float64 if kind == torch.float64 else torch.float32
+        written = to[0].dtype if to else kind
+        _check_rows(kind, numel, *rows)
+        _check_rows(wide, numel, total)
+        _check_rows(written, numel, *to)
+        read, others = (array("q", [one.data_ptr() for one in some]) for some in (rows, to))
+        self._functions[wide].mean_rows(
+            *(KINDS[kind], numel, len(read), _address(read), divisor, _pointer(total)),
+            *(KINDS[written], len(others), _address(others)),
+        )
+
+    def gather(self, values: FlatTensors, start: int, stop: int, row: torch.Tensor) -> None:
+        """Copy elements of tensors to a row; see `daso.kernels.torch_kernels.gather`."""
+        assert stop <= values.numel, "a span ends behind the tensors"
+        _check_rows(row.dtype, stop - start, row)
+        self._functions[row.dtype].gather(start, stop - start, *_tables(values), row.data_ptr())
+
+    def merge(
+        self, values: FlatTensors, row: torch.Tensor, pull: float, *, add: bool = False
+    ) -> None:
+        """Merge a row into tensors; see `daso.kernels.torch_kernels.merge`."""
+        _check_rows(row.dtype, values.numel, row)
+        how = ADD if add else COPY if pull == 1 else PULL
+        self._functions[row.dtype].merge(
+            how, pull, len(values.kinds), *_tables(values), row.data_ptr()
+        )
+
+
+def _address(numbers: "array[int] | array[float]") -> int:
+    return numbers.buffer_info()[0]
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _tables(values: FlatTensors) -> tuple[int, int, int]:
+    return _address(values.addresses), _address(values.kinds), _address(values.ends)
+
+
+def _versions(mean: Mean, numel: int) -> "tuple[array[int], array[float]]":
+    """Return addresses of payloads that are as long as they must be, and their weights."""
+    assert len(mean.versions) == len(mean.weights) > 0
+    for one in mean.versions:
+        _check_bytes(one, mean.codec.offset(numel))
+    versions = array("q", [one.data_ptr() for one in mean.versions])
+    return versions, array("d", mean.weights)
+
+
+def _check_bytes(payload: torch.Tensor, nbytes: int) -> None:
+    """Refuse a payload that is shorter than its row: C would read or write behind it."""
+    if payload.numel() < nbytes or payload.dtype != torch.uint8 or not payload.is_contiguous():
+        raise ValueError(
+            f"a payload must be {nbytes} contiguous bytes, not {payload.numel()} numbers of "
+            f"{payload.dtype}"
+        )
+
+
+def _check_rows(dtype: torch.dtype, numel: int, *rows: torch.Tensor | None) -> None:
+    """Refuse rows that are shorter, of another type, or not contiguous."""
+    for row in rows:
+        if row is None:
+            continue
+        if row.numel() < numel or row.dtype != dtype or not row.is_contiguous() or row.is_cuda:
+            raise ValueError(
+                f"a row must be {numel} contiguous numbers of {dtype} on the host, not "
+                f"{row.numel()} of {row.dtype} on {row.device}"
+            )

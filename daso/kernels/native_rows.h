@@ -1,0 +1,576 @@
+/* What native.c does with rows of one type. ROW: the type; WORD, SIGNED: integers as wide. */
+
+#define WIDE (sizeof(ROW) == 8)
+#define ROW_INF (WIDE ? (WORD)0x7FF0000000000000ull : (WORD)0x7F800000u)
+#define ROW_ABS (WIDE ? (WORD)0x7FFFFFFFFFFFFFFFull : (WORD)0x7FFFFFFFu)
+
+typedef ROW NAME(any) __attribute__((aligned(1), may_alias));
+#define ANY NAME(any)
+
+static inline WORD NAME(word)(ROW x) { WORD u; memcpy(&u, &x, sizeof u); return u; }
+static inline ROW NAME(number)(WORD u) { ROW x; memcpy(&x, &u, sizeof x); return x; }
+
+/* Round to the nearest integer, half to even; |x| is far below 2**22. */
+static inline int32_t NAME(nearest)(ROW x)
+{
+#define MAGIC ((ROW)(WIDE ? 6755399441055744.0 : 12582912.0))
+    return (int32_t)(NAME(word)(x + MAGIC) - NAME(word)(MAGIC));
+#undef MAGIC
+}
+
+/* --- tensors of any type ---------------------------------------------------------------------- */
+
+static void NAME(load)(int kind, const char *from, int64_t n, ROW *restrict to)
+{
+    if (kind == OF_FP32) {
+        const f32 *x = (const f32 *)from;
+        for (int64_t i = 0; i < n; i++) to[i] = (ROW)x[i];
+    } else if (kind == OF_FP64) {
+        const f64 *x = (const f64 *)from;
+        for (int64_t i = 0; i < n; i++) to[i] = (ROW)x[i];
+    } else if (kind == OF_BF16) {
+        const u16 *x = (const u16 *)from;
+        for (int64_t i = 0; i < n; i++) to[i] = (ROW)from_bf16(x[i]);
+    } else {
+        const u16 *x = (const u16 *)from;
+        for (int64_t i = 0; i < n; i++) to[i] = (ROW)from_fp16(x[i]);
+    }
+}
+
+static void NAME(store)(int kind, const ROW *restrict from, int64_t n, char *to)
+{
+    if (kind == OF_FP32) {
+        f32 *x = (f32 *)to;
+        for (int64_t i = 0; i < n; i++) x[i] = (float)from[i];
+    } else if (kind == OF_FP64) {
+        f64 *x = (f64 *)to;
+        for (int64_t i = 0; i < n; i++) x[i] = (double)from[i];
+    } else if (kind == OF_BF16) {
+        u16 *x = (u16 *)to;
+        for (int64_t i = 0; i < n; i++) x[i] = to_bf16((float)from[i]);
+    } else {
+        u16 *x = (u16 *)to;
+        for (int64_t i = 0; i < n; i++) x[i] = to_fp16((float)from[i]);
+    }
+}
+
+#define SIZE_OF(kind) ((kind) == OF_FP64 ? 8 : (kind) == OF_FP32 ? 4 : 2)
+
+/* --- payloads --------------------------------------------------------------------------------- */
+
+/* Bytes of numbers from a block's first on; n numbers are whole blocks, or the last of a payload. */
+static int64_t NAME(nbytes)(int wire, int64_t n)
+{
+    int64_t rest;
+    switch (wire) {
+    case FP64: return 8 * n;
+    case FP32: return 4 * n;
+    case BF16: case FP16: return 2 * n;
+    case INT8: rest = n % BLOCK8; return n / BLOCK8 * BYTES8 + (rest ? 4 + rest : 0);
+    case INT4: rest = n % BLOCK4;
+        return n / BLOCK4 * BYTES4 + (rest ? 2 + least(rest, BLOCK4 / 2) : 0);
+    default: rest = n % TOPK_BLOCK;
+        return 4 * (n / TOPK_BLOCK * (TOPK_BLOCK / TOPK_PART) + (rest + TOPK_PART - 1) / TOPK_PART);
+    }
+}
+
+/* Scales and their reciprocals of blocks with these largest magnitudes (bits). */
+static void NAME(scale)(const WORD *restrict largest, int blocks, int steps, int is_int4,
+                        float *restrict scales, ROW *restrict inverses, int32_t *restrict masks)
+{
+    const float most = is_int4 ? LARGEST_BF16 : LARGEST_FP32;
+    for (int b = 0; b < blocks; b++) {
+        ROW exact = NAME(number)(largest[b]) / (ROW)steps;
+        float s = (float)exact;
+        if (WIDE) s = exact > most ? most : s;
+        s = is_int4 ? from_bf16(to_bf16(s)) : s;
+        int finite = largest[b] < ROW_INF;
+        ROW divisor = s < SMALLEST ? (ROW)SMALLEST : (ROW)s;
+        inverses[b] = finite ? 1 / divisor : 0;
+        scales[b] = finite ? s : float_of(NAN32);
+        masks[b] = finite ? -1 : 0;
+    }
+}
+
+static inline ROW NAME(bounded)(ROW x, int steps)
+{
+    if (WIDE) { x = x > steps ? (ROW)steps : x; x = x < -steps ? (ROW)-steps : x; }
+    return x;
+}
+
+static void NAME(encode_int8)(const ROW *restrict v, int64_t n, uint8_t *restrict out)
+{
+    enum { BLOCKS = MOST / BLOCK8 };
+    WORD largest[BLOCKS]; float scales[BLOCKS]; ROW inverses[BLOCKS]; int32_t masks[BLOCKS];
+    const int blocks = (int)(n / BLOCK8);
+    for (int b = 0; b < blocks; b++) {
+        SIGNED m = 0;
+        for (int i = 0; i < BLOCK8; i++) {
+            SIGNED a = (SIGNED)(NAME(word)(v[b * BLOCK8 + i]) & ROW_ABS);
+            m = a > m ? a : m;
+        }
+        largest[b] = (WORD)m;
+    }
+    NAME(scale)(largest, blocks, 127, 0, scales, inverses, masks);
+    for (int b = 0; b < blocks; b++) {
+        const ROW *restrict x = v + b * BLOCK8;
+        const ROW inverse = inverses[b];
+        const int32_t mask = masks[b];
+        uint8_t *restrict to = out + b * BYTES8;
+        memcpy(to, scales + b, 4);
+        for (int i = 0; i < BLOCK8; i++)
+            to[4 + i] = (uint8_t)(NAME(nearest)(NAME(bounded)(x[i] * inverse, 127)) & mask);
+    }
+}
+
+static void NAME(encode_int4)(const ROW *restrict v, int64_t n, uint8_t *restrict out)
+{
+    enum { BLOCKS = MOST / BLOCK4, HALF = BLOCK4 / 2 };
+    WORD largest[BLOCKS]; float scales[BLOCKS]; ROW inverses[BLOCKS]; int32_t masks[BLOCKS];
+    const int blocks = (int)(n / BLOCK4);
+    for (int b = 0; b < blocks; b++) {
+        SIGNED m = 0;
+        for (int i = 0; i < BLOCK4; i++) {
+            SIGNED a = (SIGNED)(NAME(word)(v[b * BLOCK4 + i]) & ROW_ABS);
+            m = a > m ? a : m;
+        }
+        largest[b] = (WORD)m;
+    }
+    NAME(scale)(largest, blocks, 7, 1, scales, inverses, masks);
+    for (int b = 0; b < blocks; b++) {
+        const ROW *restrict x = v + b * BLOCK4;
+        const ROW inverse = inverses[b];
+        const int32_t mask = masks[b];
+        uint8_t *restrict to = out + b * BYTES4;
+        uint16_t h = (uint16_t)(bits_of(scales[b]) >> 16);
+        memcpy(to, &h, 2);
+        for (int i = 0; i < HALF; i++) {
+            int32_t low = NAME(nearest)(NAME(bounded)(x[i] * inverse, 7)) & mask;
+            int32_t high = NAME(nearest)(NAME(bounded)(x[i + HALF] * inverse, 7)) & mask;
+            to[2 + i] = (uint8_t)((low + 8) | ((high + 8) << 4));
+        }
+    }
+}
+
+static void NAME(decode_int8)(const uint8_t *restrict in, int64_t blocks, ROW *restrict out)
+{
+    for (int64_t b = 0; b < blocks; b++) {
+        const uint8_t *restrict from = in + b * BYTES8;
+        float s; memcpy(&s, from, 4);
+        const ROW scale = (ROW)s;
+        for (int i = 0; i < BLOCK8; i++)
+            out[b * BLOCK8 + i] = (ROW)(int32_t)(int8_t)from[4 + i] * scale;
+    }
+}
+
+static void NAME(decode_int4)(const uint8_t *restrict in, int64_t blocks, ROW *restrict out)
+{
+    enum { HALF = BLOCK4 / 2 };
+    for (int64_t b = 0; b < blocks; b++) {
+        const uint8_t *restrict from = in + b * BYTES4;
+        uint16_t h; memcpy(&h, from, 2);
+        const ROW scale = (ROW)from_bf16(h);
+        ROW *restrict to = out + b * BLOCK4;
+        for (int i = 0; i < HALF; i++) {
+            to[i] = (ROW)((int32_t)(from[2 + i] & 15) - 8) * scale;
+            to[i + HALF] = (ROW)((int32_t)(from[2 + i] >> 4) - 8) * scale;
+        }
+    }
+}
+
+/* The largest magnitudes of one block, of equal ones the first, in their order. */
+static void NAME(encode_topk)(const ROW *restrict v, int64_t n, uint8_t *restrict out)
+{
+    WORD keys[TOPK_BLOCK];
+    const int64_t keep = (n + TOPK_PART - 1) / TOPK_PART;
+    for (int64_t i = 0; i < n; i++) {
+        WORD a = NAME(word)(v[i]) & ROW_ABS;
+        keys[i] = a > ROW_INF ? ROW_INF + 1 : a;   /* NaN is the largest */
+    }
+    WORD threshold = 0;   /* the largest that at least `keep` reach */
+    for (WORD bit = WIDE ? (WORD)1 << (8 * sizeof(WORD) - 2) : (WORD)1 << 30; bit; bit >>= 1) {
+        const WORD tried = threshold | bit;
+        SIGNED count = 0;
+        for (int64_t i = 0; i < n; i++) count += (SIGNED)keys[i] >= (SIGNED)tried;
+        if (count >= keep) threshold = tried;
+    }
+    int64_t above = 0;
+    for (int64_t i = 0; i < n; i++) above += keys[i] > threshold;
+    int64_t equal = keep - above, at = 0;
+    u16 *places = (u16 *)out, *values = (u16 *)(out + 2 * keep);
+    for (int64_t i = 0; i < n && at < keep; i++) {
+        if (keys[i] < threshold) continue;
+        if (keys[i] == threshold && equal-- <= 0) continue;
+        places[at] = (uint16_t)i;
+        values[at++] = to_bf16((float)v[i]);
+    }
+}
+
+static void NAME(decode_topk)(const uint8_t *restrict in, int64_t n, ROW *restrict out)
+{
+    const int64_t keep = (n + TOPK_PART - 1) / TOPK_PART;
+    const u16 *places = (const u16 *)in, *values = (const u16 *)(in + 2 * keep);
+    memset(out, 0, (size_t)n * sizeof(ROW));
+    for (int64_t i = 0; i < keep; i++)
+        if (places[i] < n) out[places[i]] = (ROW)from_bf16(values[i]);
+}
+
+/* Write a tile as a wire has it. */
+static void NAME(encode_tile)(int wire, const ROW *restrict v, int64_t n, uint8_t *out)
+{
+    int64_t rest;
+    switch (wire) {
+    case FP32: NAME(store)(OF_FP32, v, n, (char *)out); break;
+    case FP64: NAME(store)(OF_FP64, v, n, (char *)out); break;
+    case BF16: NAME(store)(OF_BF16, v, n, (char *)out); break;
+    case FP16: {
+        u16 *x = (u16 *)out;
+        for (int64_t i = 0; i < n; i++) {   /* what is beyond its range stays in the residual */
+            ROW a = v[i] > (ROW)65504 ? (ROW)65504 : v[i];
+            x[i] = to_fp16((float)(a < (ROW)-65504 ? (ROW)-65504 : a));
+        }
+        break;
+    }
+    case INT8: case INT4: {
+        const int block = wire == INT8 ? BLOCK8 : BLOCK4;
+        rest = n % block;
+        if (wire == INT8) NAME(encode_int8)(v, n - rest, out);
+        else NAME(encode_int4)(v, n - rest, out);
+        if (rest) {
+            ROW last[BLOCK8] = {0};
+            uint8_t bytes[BYTES8];
+            memcpy(last, v + n - rest, (size_t)rest * sizeof(ROW));
+            if (wire == INT8) NAME(encode_int8)(last, block, bytes);
+            else NAME(encode_int4)(last, block, bytes);
+            memcpy(out + NAME(nbytes)(wire, n - rest), bytes, (size_t)NAME(nbytes)(wire, rest));
+        }
+        break;
+    }
+    default: NAME(encode_topk)(v, n, out);
+    }
+}
+
+/* Read a tile from a payload. */
+static void NAME(decode_tile)(int wire, const uint8_t *in, int64_t n, ROW *restrict out)
+{
+    int64_t rest;
+    switch (wire) {
+    case FP32: NAME(load)(OF_FP32, (const char *)in, n, out); break;
+    case FP64: NAME(load)(OF_FP64, (const char *)in, n, out); break;
+    case BF16: NAME(load)(OF_BF16, (const char *)in, n, out); break;
+    case FP16: NAME(load)(OF_FP16, (const char *)in, n, out); break;
+    case INT8: case INT4: {
+        const int block = wire == INT8 ? BLOCK8 : BLOCK4;
+        rest = n % block;
+        if (wire == INT8) NAME(decode_int8)(in, n / block, out);
+        else NAME(decode_int4)(in, n / block, out);
+        if (rest) {
+            ROW last[BLOCK8];
+            uint8_t bytes[BYTES8] = {0};
+            memcpy(bytes, in + NAME(nbytes)(wire, n - rest), (size_t)NAME(nbytes)(wire, rest));
+            if (wire == INT8) NAME(decode_int8)(bytes, 1, last);
+            else NAME(decode_int4)(bytes, 1, last);
+            memcpy(out + n - rest, last, (size_t)rest * sizeof(ROW));
+        }
+        break;
+    }
+    default: NAME(decode_topk)(in, n, out);
+    }
+}
+
+/* --- sums ------------------------------------------------------------------------------------- */
+
+/* Add the squares of numbers to a sum: each tile is folded in halves. */
+static void NAME(add_squares)(const ROW *restrict x, int64_t n, double *sum)
+{
+    for (int64_t at = 0; at < n; at += TILE) {
+        ROW folded[TILE / 2];
+        if (n - at >= TILE) {
+            for (int i = 0; i < TILE / 2; i++) {
+                ROW a = x[at + i], b = x[at + i + TILE / 2];
+                folded[i] = a * a + b * b;
+            }
+        } else {
+            for (int i = 0; i < TILE / 2; i++) {
+                ROW a = at + i < n ? x[at + i] : 0;
+                ROW b = at + i + TILE / 2 < n ? x[at + i + TILE / 2] : 0;
+                folded[i] = a * a + b * b;
+            }
+        }
+        for (int width = TILE / 4; width >= 16; width /= 2)
+            for (int i = 0; i < width; i++) folded[i] += folded[i + width];
+        for (int width = 8; width; width /= 2)
+            for (int i = 0; i < width; i++) folded[i] += folded[i + width];
+        *sum += (double)folded[0];
+    }
+}
+
+static int NAME(all_finite)(const ROW *restrict x, int64_t n)
+{
+    WORD wrong = 0;
+    for (int64_t i = 0; i < n; i++) wrong |= (WORD)((NAME(word)(x[i]) & ROW_ABS) >= ROW_INF);
+    return !wrong;
+}
+
+static void NAME(divide)(ROW *restrict x, int64_t n, double divisor)
+{
+    const ROW by = (ROW)divisor, inverse = (ROW)exact_inverse(divisor);
+    if (inverse != 0) for (int64_t i = 0; i < n; i++) x[i] *= inverse;
+    else for (int64_t i = 0; i < n; i++) x[i] /= by;
+}
+
+/* The weighted mean of versions of a tile, added in order. */
+static void NAME(mean_tile)(int wire, const uint8_t *const *versions, int64_t at,
+                            const double *weights, int64_t count, double total, int64_t n,
+                            ROW *restrict mean, ROW *restrict room)
+{
+    const int64_t offset = NAME(nbytes)(wire, at);
+    for (int64_t one = 0; one < count; one++) {
+        const ROW weight = (ROW)weights[one];
+        ROW *restrict to = one ? room : mean;
+        NAME(decode_tile)(wire, versions[one] + offset, n, to);
+        if (weight != 1)
+            for (int64_t i = 0; i < n; i++) to[i] *= weight;
+        if (one)
+            for (int64_t i = 0; i < n; i++) mean[i] += room[i];
+    }
+    if (total != 1) NAME(divide)(mean, n, total);
+}
+
+/* Encode values as `values` holds them; with gradients, a zero sends nothing and what waits for it
+   goes on waiting, and what is not finite is not kept. */
+static void NAME(encode_kept)(int wire, ROW *restrict v, int64_t n, ANY *kept, int gradients,
+                              uint8_t *payload, ROW *restrict room)
+{
+    if (!gradients) {
+        for (int64_t i = 0; i < n; i++) v[i] += kept[i];
+        NAME(encode_tile)(wire, v, n, payload);
+        NAME(decode_tile)(wire, payload, n, room);
+        for (int64_t i = 0; i < n; i++) kept[i] = v[i] - room[i];
+        return;
+    }
+    ROW waiting[MOST];
+    for (int64_t i = 0; i < n; i++) {
+        ROW k = kept[i], both = v[i] + k;
+        waiting[i] = v[i] == 0 ? k : 0;
+        v[i] = v[i] == 0 ? 0 : both;
+    }
+    NAME(encode_tile)(wire, v, n, payload);
+    NAME(decode_tile)(wire, payload, n, room);
+    for (int64_t i = 0; i < n; i++) {
+        ROW lost = v[i] - room[i];
+        lost = (NAME(word)(lost) & ROW_ABS) < ROW_INF ? lost : 0;
+        kept[i] = lost + waiting[i];
+    }
+}
+
+/* --- functions of the library ----------------------------------------------------------------- */
+
+#define STEP(wire) ((wire) == TOPK ? TOPK_BLOCK : TILE)
+
+/* Numbers of tensors that lie one after the other; ends: where each ends. */
+static int64_t NAME(collect)(int64_t at, int64_t n, int64_t segment, const char *const *tensors,
+                             const int32_t *kinds, const int64_t *ends, ROW *restrict to)
+{
+    while (segment > 0 && ends[segment - 1] > at) segment--;
+    while (ends[segment] <= at) segment++;
+    for (int64_t done = 0; done < n; segment++) {
+        const int64_t first = segment ? ends[segment - 1] : 0;
+        const int64_t some = least(ends[segment] - at - done, n - done);
+        if (some <= 0) continue;
+        const char *from = tensors[segment] + (at + done - first) * SIZE_OF(kinds[segment]);
+        NAME(load)(kinds[segment], from, some, to + done);
+        done += some;
+    }
+    return segment - 1;
+}
+
+/* Payloads of spans (start, stop) of a row, one after the other, each whole words.
+
+   values - reference + residual; rounding: what the wire lost. gradients: as encode_kept, with
+   residual in the place of both. first: lowered to the first number that is not finite. */
+void NAME(daso_encode)(int32_t wire, int64_t count, const int64_t *spans, int64_t segments,
+                       const char *const *tensors, const int32_t *kinds, const int64_t *ends,
+                       const ROW *reference, ROW *residual, ROW *rounding, int32_t gradients,
+                       uint8_t *payload, int64_t *first, double *distance)
+{
+    ROW v[MOST], room[MOST];
+    int64_t segment = 0;
+    (void)segments;
+    for (int64_t span = 0; span < count; span++) {
+        const int64_t start = spans[2 * span], stop = spans[2 * span + 1];
+        const int64_t step = STEP(wire);
+        uint8_t *to = payload;
+        for (int64_t at = start; at < stop; at += step) {
+            const int64_t n = least(step, stop - at);
+            segment = NAME(collect)(at, n, segment, tensors, kinds, ends, v);
+            if (gradients) {
+                NAME(encode_kept)(wire, v, n, (ANY *)(residual + at), 1, to, room);
+                to += NAME(nbytes)(wire, n);
+                continue;
+            }
+            if (reference) {
+                const ANY *r = (const ANY *)(reference + at);
+                for (int64_t i = 0; i < n; i++) v[i] -= r[i];
+            }
+            if (residual) {
+                const ANY *r = (const ANY *)(residual + at);
+                for (int64_t i = 0; i < n; i++) v[i] += r[i];
+            }
+            if (first && at < *first && !NAME(all_finite)(v, n))
+                for (int64_t i = 0; i < n; i++)
+                    if ((NAME(word)(v[i]) & ROW_ABS) >= ROW_INF) {
+                        *first = least(*first, at + i);
+                        break;
+                    }
+            NAME(encode_tile)(wire, v, n, to);
+            if (rounding || distance) {
+                NAME(decode_tile)(wire, to, n, room);
+                for (int64_t i = 0; i < n; i++) room[i] = v[i] - room[i];
+                if (rounding) memcpy(rounding + at, room, (size_t)n * sizeof(ROW));
+                if (distance) NAME(add_squares)(room, n, distance);
+            }
+            to += NAME(nbytes)(wire, n);
+        }
+        const int64_t used = NAME(nbytes)(wire, stop - start), whole = (used + 3) / 4 * 4;
+        if (stop > start) memset(payload + used, 0, (size_t)(whole - used));
+        payload += stop > start ? whole : 0;
+    }
+}
+
+/* The weighted mean of payloads of the same numbers, for the wire or as a row.
+
+   carry: what was rounded away of means before, added and kept. */
+void NAME(daso_reduce)(int32_t wire, int64_t numel, int64_t count, const uint8_t *const *versions,
+                       const double *weights, double total, ROW *carry, int32_t gradients,
+                       uint8_t *payload, ROW *row)
+{
+    ROW mean[MOST], room[MOST];
+    const int64_t step = STEP(wire);
+    for (int64_t at = 0; at < numel; at += step) {
+        const int64_t n = least(step, numel - at);
+        NAME(mean_tile)(wire, versions, at, weights, count, total, n, mean, room);
+        if (row) memcpy(row + at, mean, (size_t)n * sizeof(ROW));
+        if (!payload) continue;
+        uint8_t *to = payload + NAME(nbytes)(wire, at);
+        if (carry) NAME(encode_kept)(wire, mean, n, (ANY *)(carry + at), gradients, to, room);
+        else NAME(encode_tile)(wire, mean, n, to);
+    }
+    if (payload && numel) {
+        const int64_t used = NAME(nbytes)(wire, numel);
+        memset(payload + used, 0, (size_t)((used + 3) / 4 * 4 - used));
+    }
+}
+
+/* Take in the mean of what nodes sent; see daso/kernels/rows.py for what each row is.
+
+   sums: distance, norm, moved. */
+void NAME(daso_accept)(int32_t wire, int64_t numel, int64_t count, const uint8_t *const *versions,
+                       const double *weights, double total, const uint8_t *sent, ROW *reference,
+                       ROW *negated, ROW *shown, ROW *residual, const ROW *rounding, ROW *others,
+                       double share, double *sums)
+{
+    ROW mean[MOST], carried[MOST];
+    const int64_t step = STEP(wire);
+    for (int64_t at = 0; at < numel; at += step) {
+        const int64_t n = least(step, numel - at);
+        ANY *here = (ANY *)(reference + at);
+        NAME(mean_tile)(wire, versions, at, weights, count, total, n, mean, carried);
+        NAME(decode_tile)(wire, sent + NAME(nbytes)(wire, at), n, carried);
+        NAME(add_squares)(mean, n, sums + 2);
+        if (others) {
+            const ROW less = (ROW)-share;
+            ANY *to = (ANY *)(others + at);
+            for (int64_t i = 0; i < n; i++) to[i] = carried[i] * less + mean[i];
+        }
+        if (rounding) memmove(residual + at, rounding + at, (size_t)n * sizeof(ROW));
+        if (negated) {
+            ANY *to = (ANY *)(negated + at);
+            for (int64_t i = 0; i < n; i++) to[i] = -mean[i];
+            for (int64_t i = 0; i < n; i++) {
+                ROW apart = mean[i] - carried[i];
+                carried[i] = -(carried[i] + here[i]);
+                mean[i] = apart;
+            }
+            NAME(add_squares)(mean, n, sums);
+        } else {
+            for (int64_t i = 0; i < n; i++) {
+                ROW apart = mean[i] - carried[i], moved = here[i] + mean[i];
+                here[i] = moved;
+                mean[i] = moved;
+                carried[i] = apart;
+            }
+            NAME(add_squares)(mean, n, sums + 1);
+            NAME(add_squares)(carried, n, sums);
+        }
+        if (shown) {
+            if (residual && !rounding) {
+                const ANY *r = (const ANY *)(residual + at);
+                for (int64_t i = 0; i < n; i++) carried[i] += r[i];
+            }
+            memcpy(shown + at, carried, (size_t)n * sizeof(ROW));
+        }
+    }
+}
+
+/* The sum of rows of any type in order, divided, into a row and into others of their type. */
+void NAME(daso_mean_rows)(int32_t kind, int64_t numel, int64_t count, const char *const *rows,
+                          double divisor, ROW *total, int32_t written, int64_t to_count,
+                          char *const *to)
+{
+    ROW sum[TILE], room[TILE];
+    for (int64_t at = 0; at < numel; at += TILE) {
+        const int64_t n = least(TILE, numel - at);
+        NAME(load)(kind, rows[0] + at * SIZE_OF(kind), n, sum);
+        for (int64_t one = 1; one < count; one++) {
+            NAME(load)(kind, rows[one] + at * SIZE_OF(kind), n, room);
+            for (int64_t i = 0; i < n; i++) sum[i] += room[i];
+        }
+        if (divisor != 1) NAME(divide)(sum, n, divisor);
+        if (total) memcpy(total + at, sum, (size_t)n * sizeof(ROW));
+        for (int64_t one = 0; one < to_count; one++)
+            NAME(store)(written, sum, n, to[one] + at * SIZE_OF(written));
+    }
+}
+
+/* Copy numbers from `start` on of tensors that lie one after the other into a row. */
+void NAME(daso_gather)(int64_t start, int64_t numel, const char *const *tensors,
+                       const int32_t *kinds, const int64_t *ends, ROW *row)
+{
+    int64_t segment = 0;
+    for (int64_t at = 0; at < numel; at += MOST)
+        segment = NAME(collect)(start + at, least(MOST, numel - at), segment, tensors, kinds, ends,
+                                row + at);
+}
+
+/* Merge a row into tensors x that lie one after the other: c, x + c, or x + pull (c - x). */
+void NAME(daso_merge)(int32_t how, double pull, int64_t segments, char *const *tensors,
+                      const int32_t *kinds, const int64_t *ends, const ROW *row)
+{
+    ROW x[TILE];
+    const ROW part = (ROW)pull;
+    for (int64_t one = 0; one < segments; one++) {
+        const int64_t first = one ? ends[one - 1] : 0, size = SIZE_OF(kinds[one]);
+        for (int64_t at = first; at < ends[one]; at += TILE) {
+            const int64_t n = least(TILE, ends[one] - at);
+            char *there = tensors[one] + (at - first) * size;
+            const ANY *c = (const ANY *)(row + at);
+            if (how == COPY) {
+                if (kinds[one] == OF_ROW) { memcpy(there, row + at, (size_t)n * sizeof(ROW)); continue; }
+                for (int64_t i = 0; i < n; i++) x[i] = c[i];
+            } else {
+                NAME(load)(kinds[one], there, n, x);
+                if (how == ADD) for (int64_t i = 0; i < n; i++) x[i] += c[i];
+                else for (int64_t i = 0; i < n; i++) x[i] += part * (c[i] - x[i]);
+            }
+            NAME(store)(kinds[one], x, n, there);
+        }
+    }
+}
+
+#undef ANY
+#undef WIDE
+#undef ROW_INF
+#undef ROW_ABS
+#undef SIZE_OF
+#undef STEP

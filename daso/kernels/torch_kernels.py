@@ -1,0 +1,422 @@
+"""Kernels of torch operations: the reference of all others, and the fallback.
+
+On the host, rows are worked on in pieces that a core's cache holds. Nothing here waits for a device.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from daso.kernels.codecs import BLOCK_INT4, BLOCK_INT8, TOPK_BLOCK, TOPK_PART, Codec
+from daso.kernels.rows import FlatTensors, Mean, ShardRows, divide_
+
+__all__ = ["accept", "encode", "gather", "mean_rows", "merge", "reduce"]
+
+PIECE = 1 << 16  # numbers: a multiple of every block; six rows of them are 1.5 MiB of fp32
+DEVICE_PIECE = PIECE << 6  # on a device, where what a pass costs is its launch
+SUM_TILE = 1024  # numbers whose squares are folded in halves
+TINY = torch.finfo(torch.float32).tiny
+MOST = {kind: torch.finfo(kind).max for kind in (torch.float32, torch.bfloat16)}
+SCALES = {BLOCK_INT8: (127, torch.float32), BLOCK_INT4: (7, torch.bfloat16)}
+
+NAME = "torch's operations"
+
+
+def _pieces(start: int, stop: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    most = PIECE if device.type == "cpu" else DEVICE_PIECE
+    return ((at, min(at + most, stop)) for at in range(start, stop, most))
+
+
+# --- codecs --------------------------------------------------------------------------------------
+
+
+def encode_row(codec: Codec, values: torch.Tensor, payload: torch.Tensor) -> None:
+    """Write a row (numel) as bytes (codec.offset(numel),)."""
+    if codec.wire in ("int8", "int4"):
+        _encode_blocks(values, payload, codec.block)
+    elif codec.wire == "topk":
+        _encode_topk(values, payload)
+    else:
+        if codec.wire == "fp16":  # what is beyond its range stays in the residual
+            values = values.clamp(-65504.0, 65504.0)
+        room = payload.view(_dtype(codec))
+        room.copy_(values)
+        if room.dtype in (torch.bfloat16, torch.float16):
+            room[room.isnan()] = float("nan")  # one NaN, whatever converts it
+
+
+def decode_row(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+    """Read a row (numel) from bytes (codec.offset(numel),)."""
+    if codec.wire in ("int8", "int4"):
+        _decode_blocks(payload, out, codec.block)
+    elif codec.wire == "topk":
+        _decode_topk(payload, out)
+    else:
+        out.copy_(payload.view(_dtype(codec)))
+
+
+def _dtype(codec: Codec) -> torch.dtype:
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+    return names.get(codec.wire, torch.float32)
+
+
+def _encode_blocks(values: torch.Tensor, payload: torch.Tensor, block: int) -> None:
+    whole, (steps, kind) = values.numel() // block, SCALES[block]
+    nbytes = kind.itemsize + (block if block == BLOCK_INT8 else block // 2)
+    if rest := values.numel() - whole * block:
+        last = values.new_zeros(block)
+        last[:rest] = values[whole * block :]
+        room = payload.new_empty(nbytes)
+        _encode_blocks(last, room, block)
+        payload[whole * nbytes :] = room[: payload.numel() - whole * nbytes]
+    grid = values[: whole * block].view(whole, block)
+    rows = payload[: whole * nbytes].view(whole, nbytes)
+    largest = grid.abs().amax(1)
+    scales = divide_(largest.clone(), steps)
+    if scales.dtype == torch.float64:
+        scales.clamp_(max=MOST[kind])
+    scales = scales.to(torch.float32).to(kind)
+    finite = largest.isfinite()
+    # A block of zeros has scale 0; any divisor gives zeros then.
+    divisors = scales.to(values.dtype).clamp_(min=TINY)
+    inverses = torch.where(finite, divisors.reciprocal(), 0.0)
+    scales = torch.where(finite, scales, float("nan"))
+    small = torch.mul(grid, inverses.unsqueeze(1))
+    if small.dtype == torch.float64:
+        small.clamp_(-steps, steps)
+    # inf * 0; of a block that is not finite nothing is sent but its scale
+    small.round_().nan_to_num_(0.0)
+    rows[:, : kind.itemsize] = scales.unsqueeze(1).view(torch.uint8)
+    codes = rows[:, kind.itemsize :]
+    if block == BLOCK_INT8:
+        codes.view(torch.int8).copy_(small)
+    else:
+        small.add_(8)  # 1 to 15
+        codes.copy_(torch.add(small[:, : block // 2], small[:, block // 2 :], alpha=16))
+
+
+def _decode_blocks(payload: torch.Tensor, out: torch.Tensor, block: int) -> None:
+    whole, (_, kind) = out.numel() // block, SCALES[block]
+    nbytes = kind.itemsize + (block if block == BLOCK_INT8 else block // 2)
+    if rest := out.numel() - whole * block:
+        room, last = payload.new_zeros(nbytes), out.new_empty(block)
+        room[: payload.numel() - whole * nbytes] = payload[whole * nbytes :]
+        _decode_blocks(room, last, block)
+        out[whole * block :] = last[:rest]
+    grid = out[: whole * block].view(whole, block)
+    rows = payload[: whole * nbytes].view(whole, nbytes)
+    scales = rows[:, : kind.itemsize].contiguous().view(kind)
+    codes = rows[:, kind.itemsize :]
+    if block == BLOCK_INT8:
+        grid.copy_(codes.view(torch.int8))
+    else:
+        grid[:, : block // 2].copy_(codes & 15)
+        grid[:, block // 2 :].copy_(codes >> 4)
+        grid.sub_(8)
+    grid.mul_(scales.to(out.dtype))
+
+
+def _topk_cuts(numel: int) -> list[tuple[int, int, int]]:
+    """Return (blocks, numbers of each, numbers sent of each) of full blocks and the rest."""
+    full, rest = divmod(numel, TOPK_BLOCK)
+    cuts = [(full, TOPK_BLOCK), (1, rest)]
+    return [(blocks, size, -(-size // TOPK_PART)) for blocks, size in cuts if blocks and size]
+
+
+def _topk_views(
+    row: torch.Tensor, payload: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Pair blocks (blocks, numbers) with their places and values (blocks, sent)."""
+    at = byte = 0
+    for blocks, size, keep in _topk_cuts(row.numel()):
+        fields = payload[byte : byte + 4 * blocks * keep].view(torch.int16).view(blocks, 2 * keep)
+        values = fields[:, keep:].view(torch.bfloat16)
+        yield row[at : at + blocks * size].view(blocks, size), fields[:, :keep], values
+        at, byte = at + blocks * size, byte + 4 * blocks * keep
+
+
+def _encode_topk(values: torch.Tensor, payload: torch.Tensor) -> None:
+    for grid, places, sent in _topk_views(values, payload):
+        # Of equal numbers the first; NaN is the largest.
+        order = grid.abs().sort(dim=1, descending=True, stable=True).indices
+        largest = order[:, : places.shape[1]].sort(dim=1).values
+        places.copy_(largest)
+        sent.copy_(grid.gather(1, largest))
+        sent[sent.isnan()] = float("nan")
+
+
+def _decode_topk(payload: torch.Tensor, out: torch.Tensor) -> None:
+    out.zero_()
+    for grid, places, sent in _topk_views(out, payload):
+        grid.scatter_(1, places.long(), sent.to(out.dtype))
+
+
+# --- sums ----------------------------------------------------------------------------------------
+
+
+def _add_squares(values: torch.Tensor, total: torch.Tensor) -> None:
+    """Add the squares of numbers to a sum (fp64), tile by tile; each tile is folded in halves."""
+    tiles = -(-values.numel() // SUM_TILE)
+    rows = torch.nn.functional.pad(values, (0, tiles * SUM_TILE - values.numel()))
+    rows = torch.mul(rows, rows).view(tiles, SUM_TILE)
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        rows = rows[:, :half] + rows[:, half:]
+    if total.is_cuda:
+        total += rows.double().sum()
+        return
+    number = float(total)
+    for one in rows.view(-1).tolist():
+        number += one
+    total.fill_(number)
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+def encode(
+    codec: Codec,
+    values: FlatTensors,
+    spans: Sequence[tuple[int, int]],
+    payload: torch.Tensor,
+    *,
+    reference: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    rounding: torch.Tensor | None = None,
+    gradients: bool = False,
+    first: torch.Tensor | None = None,
+    distance: torch.Tensor | None = None,
+) -> None:
+    """Encode values - reference + residual.
+
+    Args:
+        codec: Layout of the payloads.
+        values: Row (numel) in its tensors.
+        spans: Parts of it that have a payload each.
+        payload: Receives the payloads one after the other (sum of codec.nbytes,), uint8.
+        reference: Row that is subtracted (numel).
+        residual: What was rounded away before (numel), added.
+        rounding: Receives what is rounded away now (numel); may be ``residual``.
+        gradients: A zero sends nothing, and its residual waits: nobody may take its mean. What is
+            not finite is not kept. ``residual`` is read and written.
+        first: Lowered to the place of the first number that is not finite (), int64.
+        distance: Raised by the squares of what is rounded away (), fp64.
+    """
+    cuts = [b - a for span in spans for a, b in _pieces(*span, payload.device)]
+    room = torch.empty(max(cuts, default=0), dtype=codec.row, device=payload.device)
+    byte = 0
+    for start, stop in spans:
+        part = payload[byte : byte + codec.nbytes(stop - start)]
+        byte += codec.nbytes(stop - start)
+        part[codec.offset(stop - start) :] = 0
+        for a, b in _pieces(start, stop, payload.device):
+            piece, bytes_of = room[: b - a], codec.part(part, a - start, b - start)
+            values.gather(a, b, piece)
+            if gradients:
+                assert residual is not None
+                _encode_kept(codec, piece, residual[a:b], bytes_of, gradients=True)
+                continue
+            if reference is not None:
+                piece -= reference[a:b]
+            if residual is not None:
+                piece += residual[a:b]
+            if first is not None:
+                _note_nonfinite(piece, a, first)
+            encode_row(codec, piece, bytes_of)
+            if rounding is not None or distance is not None:
+                lost = torch.empty_like(piece) if rounding is None else rounding[a:b]
+                carried = torch.empty_like(piece)
+                decode_row(codec, bytes_of, carried)
+                torch.sub(piece, carried, out=lost)
+                if distance is not None:
+                    _add_squares(lost, distance)
+
+
+def _note_nonfinite(values: torch.Tensor, start: int, first: torch.Tensor) -> None:
+    """Lower ``first`` to the place of the first number that is not finite."""
+    if not values.is_cuda and bool(values.sum().isfinite()):  # a sum is cheaper
+        return
+    apart = torch.sub(values, values)  # zero, or NaN: for infinity too
+    place = apart.argmax()  # NaN is the greatest, and the first of equals is taken
+    found = torch.where(apart.take(place).isnan(), place + start, first)
+    torch.minimum(first, found, out=first)
+
+
+def _encode_kept(
+    codec: Codec, values: torch.Tensor, kept: torch.Tensor, payload: torch.Tensor, *, gradients: bool
+) -> None:
+    """Encode values and what was kept; keep what is rounded away now."""
+    if not gradients:
+        values += kept
+        encode_row(codec, values, payload)
+        decode_row(codec, payload, kept)
+        torch.sub(values, kept, out=kept)
+        return
+    idle = values == 0
+    waiting = torch.where(idle, kept, 0)
+    values.add_(kept).masked_fill_(idle, 0)
+    encode_row(codec, values, payload)
+    decode_row(codec, payload, kept)
+    torch.sub(values, kept, out=kept)
+    kept.nan_to_num_(0.0, 0.0, 0.0)
+    kept += waiting
+
+
+def _mean(mean: Mean, start: int, stop: int) -> torch.Tensor:
+    """Return the mean of numbers ``start`` to ``stop``, added in rank order."""
+    like = mean.versions[0]
+    total = torch.empty(stop - start, dtype=mean.codec.row, device=like.device)
+    term = torch.empty_like(total) if len(mean.versions) > 1 else total
+    for rank, (version, weight) in enumerate(zip(mean.versions, mean.weights, strict=True)):
+        out = term if rank else total
+        decode_row(mean.codec, mean.codec.part(version, start, stop), out)
+        if weight != 1:
+            out *= weight
+        if rank:
+            total += term
+    return total if mean.total == 1 else divide_(total, mean.total)
+
+
+def reduce(
+    mean: Mean,
+    numel: int,
+    *,
+    payload: torch.Tensor | None = None,
+    row: torch.Tensor | None = None,
+    carry: torch.Tensor | None = None,
+    gradients: bool = False,
+) -> None:
+    """Compute a mean in rank order.
+
+    Args:
+        mean: Payloads of ``numel`` numbers.
+        numel: How many.
+        payload: Receives the mean for the wire (codec.nbytes(numel),), uint8.
+        row: Receives the mean (numel).
+        carry: What was rounded away of means before (numel), added; receives what is now.
+        gradients: As in `encode`, for ``carry``.
+    """
+    codec, device = mean.codec, mean.versions[0].device
+    if payload is not None:
+        payload[codec.offset(numel) :] = 0
+    for a, b in _pieces(0, numel, device):
+        values = _mean(mean, a, b)
+        if row is not None:
+            row[a:b].copy_(values)
+        if payload is None:
+            continue
+        part = codec.part(payload, a, b)
+        if carry is None:
+            encode_row(codec, values, part)
+        else:
+            _encode_kept(codec, values, carry[a:b], part, gradients=gradients)
+
+
+def accept(
+    mean: Mean,
+    sent: torch.Tensor,
+    start: int,
+    stop: int,
+    rows: ShardRows,
+    sums: torch.Tensor,
+) -> None:
+    """Take in the mean of what nodes sent.
+
+    Args:
+        mean: Payloads of ``stop - start`` numbers.
+        sent: This node's own payload of them.
+        start: Their first element in ``rows``.
+        stop: Behind their last.
+        rows: What changes.
+        sums: Raised by squares: own part from mean, reference, mean (3,), fp64.
+    """
+    codec = mean.codec
+    for a, b in _pieces(0, stop - start, sent.device):
+        span = slice(start + a, start + b)
+        values = _mean(mean, a, b)
+        carried = torch.empty_like(values)
+        decode_row(codec, codec.part(sent, a, b), carried)
+        _add_squares(values, sums[2])
+        if rows.others is not None:
+            torch.mul(carried, -rows.share, out=rows.others[span]).add_(values)
+        if rows.rounding is not None:
+            assert rows.residual is not None
+            rows.residual[span].copy_(rows.rounding[span])
+        apart = values - carried
+        if rows.negated is not None:
+            torch.neg(values, out=rows.negated[span])
+            _add_squares(apart, sums[0])
+            torch.add(carried, rows.reference[span], out=apart).neg_()
+        else:
+            moved = torch.add(rows.reference[span], values, out=rows.reference[span])
+            _add_squares(moved, sums[1])
+            _add_squares(apart, sums[0])
+        if rows.shown is not None:
+            if rows.residual is not None and rows.rounding is None:
+                apart += rows.residual[span]
+            rows.shown[span].copy_(apart)
+
+
+def mean_rows(
+    rows: Sequence[torch.Tensor],
+    divisor: int = 1,
+    *,
+    total: torch.Tensor | None = None,
+    to: Sequence[torch.Tensor] = (),
+) -> None:
+    """Add rows in order in fp32 or fp64, and divide.
+
+    Args:
+        rows: Rows (numel) of one type.
+        divisor: Of the sum.
+        total: Receives the mean (numel), fp32 or fp64; may be the first row, or one of two.
+        to: Receive the mean, rounded to their type; may be ``rows``.
+    """
+    wide = torch.float64 if rows[0].dtype == torch.float64 else torch.float32
+    if total is None:
+        total = torch.empty(rows[0].numel(), dtype=wide, device=rows[0].device)
+    first, *others = rows
+    if not others:
+        if first.data_ptr() != total.data_ptr():
+            total.copy_(first)
+    elif first.dtype == wide:
+        torch.add(first, others.pop(0), out=total)
+    else:  # adding two 16-bit rows would round before it widens
+        total.copy_(first)
+    for row in others:
+        total += row
+    if divisor != 1:
+        divide_(total, divisor)
+    for row in to:
+        if row.data_ptr() != total.data_ptr():
+            row.copy_(total)
+
+
+def gather(values: FlatTensors, start: int, stop: int, row: torch.Tensor) -> None:
+    """Copy elements ``start`` to ``stop`` of tensors to a row (stop - start)."""
+    for a, b in _pieces(start, stop, row.device):
+        values.gather(a, b, row[a - start : b - start])
+
+
+def merge(values: FlatTensors, row: torch.Tensor, pull: float, *, add: bool = False) -> None:
+    """Write x + pull (c - x) to tensors x, of a row c (numel); with ``add``, x + c.
+
+    16-bit tensors are computed with in the row's type, and rounded once.
+    """
+    pairs = list(values.pairs(0, values.numel, row))
+    if not pairs:
+        return
+    here, there = [x for x, _ in pairs], [c for _, c in pairs]
+    if pull == 1 and not add:
+        torch._foreach_copy_(here, there)
+        return
+    if add and all(x.dtype == row.dtype for x in here):
+        torch._foreach_add_(here, there)
+        return
+    for x, c in pairs:
+        wide = x.to(c.dtype)
+        if add:
+            wide = wide + c
+        else:
+            wide = wide + (c - wide).mul_(pull)
+        x.copy_(wide)
