@@ -1,7 +1,6 @@
-"""The arithmetic of an exchange, without MPI: what is read, encoded, added and delivered.
+"""Buffers that an all-reduce reads and delivers to, and the weighted mean that it computes.
 
-Everything goes piece by piece, since a piece that a core's cache holds goes through many passes at
-the price of one. `in_process` does with it what `deterministic_allreduce` does between ranks.
+`in_process` does with them what `deterministic_allreduce` does between ranks.
 """
 
 import math
@@ -11,9 +10,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from daso.comm.compression import PIECE, Codec, Fields, divide_, encode_gradients, pieces
-from daso.comm.dtypes import accumulator
 from daso.errors import ExchangeError
+from daso.kernels.choice import kernels_for
+from daso.kernels.codecs import Codec
+from daso.kernels.rows import Mean
 
 __all__ = [
     "CPU",
@@ -28,7 +28,6 @@ __all__ = [
     "StagedBuffer",
     "Terms",
     "WeightedMean",
-    "add_and_deliver",
     "deliver",
     "in_process",
     "whole",
@@ -51,37 +50,37 @@ class ReduceBuffer(Protocol):
         """The type of its numbers."""
         ...
 
-    def payloads(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:
-        """Return what crosses of spans, a payload (bytes) for each; it stays until delivered."""
+    def payloads(self, spans: Spans) -> Sequence[torch.Tensor]:
+        """Return the encoded payload (bytes) of each span; it stays until delivered."""
         ...
 
-    def deliver(self, start: int, stop: int, mean: torch.Tensor, sent: Fields) -> None:
-        """Take the mean of elements ``start`` to ``stop``; ``sent`` is what crossed of them."""
+    def deliver(self, start: int, stop: int, mean: Mean, sent: torch.Tensor) -> None:
+        """Take the mean of elements ``start`` to ``stop``, of which ``sent`` is the own payload."""
         ...
 
 
 @runtime_checkable
 class StagedBuffer(ReduceBuffer, Protocol):
-    """A row on a device, of which copies of what crosses lie on the host."""
+    """A row on a device, whose payloads have copies on the host."""
 
-    def outgoing(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:
+    def outgoing(self, spans: Spans) -> Sequence[torch.Tensor]:
         """Return what `payloads` does, on the host."""
         ...
 
 
 @runtime_checkable
 class OverlappedBuffer(ReduceBuffer, Protocol):
-    """A row of which what crosses may be encoded while what is before it crosses."""
+    """A row whose later chunks may be encoded while earlier ones are sent."""
 
     @property
     def progress(self) -> "EncodeProgress":
-        """How far that is."""
+        """How far it is encoded."""
         ...
 
 
 @dataclass(slots=True)
 class EncodeProgress:
-    """How far what crosses of a row is encoded: from one thread to another.
+    """How far a row is encoded: from one thread to another.
 
     Attributes:
         until: Element before which all is; infinity: all, NaN: that was broken off.
@@ -100,14 +99,14 @@ class EncodeProgress:
         self.until = math.nan
 
     def ready(self, stop: int) -> bool:
-        """Return whether what crosses of elements before ``stop`` is there."""
+        """Return whether all elements before ``stop`` are encoded."""
         if math.isnan(self.until):
             raise ExchangeError("what an exchange carries must be encoded, but that was broken off")
         return stop <= self.until
 
 
 class Row:
-    """A plain row of numbers, which cross as they are and are replaced by their mean.
+    """A plain row of numbers, which are sent as they are and are replaced by their mean.
 
     Args:
         flat: The row (numel), on the CPU.
@@ -117,18 +116,18 @@ class Row:
         self.flat = flat
         self.dtype = flat.dtype
 
-    def payloads(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:
-        """Return the numbers as they lie there."""
-        assert codec.exact, "a plain row has nowhere to keep what a wire rounds away"
+    def payloads(self, spans: Spans) -> Sequence[torch.Tensor]:
+        """Return each span's raw bytes."""
         return [self.flat[start:stop].view(torch.uint8) for start, stop in spans]
 
-    def deliver(self, start: int, stop: int, mean: torch.Tensor, sent: Fields) -> None:  # noqa: ARG002
+    def deliver(self, start: int, stop: int, mean: Mean, sent: torch.Tensor) -> None:  # noqa: ARG002
         """Write the mean in place."""
-        self.flat[start:stop].copy_(mean)
+        assert mean.codec.exact, "a plain row has nowhere to keep what a wire rounds away"
+        kernels_for(self.flat.device).reduce(mean, stop - start, row=self.flat[start:stop])
 
 
 class SendBuffer:
-    """Memory for what crosses of a row: a payload for each span.
+    """Memory for the payloads of a row: one for each span.
 
     Args:
         device: Where the row lies.
@@ -201,10 +200,6 @@ class BufferPool:
             return self._memory(numel * dtype.itemsize).view(dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def room(self, dtype: torch.dtype, numel: int = PIECE) -> torch.Tensor:
-        """Return memory to work in (numel)."""
-        return self.row("room", 0, numel, dtype)
-
 
 class Terms(NamedTuple):
     """How versions are added that are not the ranks' own.
@@ -224,13 +219,12 @@ class WeightedMean:
     """Adds the ranks' versions of a part, and rounds the mean for the wire.
 
     Args:
-        codec: What crosses.
+        codec: Layout of payloads.
         weights: Weight of each rank's row, in rank order.
         total: What the sum is divided by.
         rounded: What the owners of parts rounded away, by start of the part.
         device: Where is added.
-        piece: Numbers that are added at a time, a multiple of `PIECE`.
-        of_gradients: What was rounded away waits as `encode_gradients` says.
+        of_gradients: What was rounded away waits, as in `daso.kernels.torch_kernels.encode`.
     """
 
     def __init__(
@@ -240,22 +234,24 @@ class WeightedMean:
         total: int,
         rounded: dict[int, torch.Tensor],
         device: torch.device = CPU,
-        piece: int = PIECE,
         *,
         of_gradients: bool = False,
     ) -> None:
         self.codec, self.weights, self.total = codec, tuple(weights), total
-        self._of_gradients = of_gradients
-        self.rounded, self.device, self.piece = rounded, device, piece
-        self._buffer = BufferPool(device=device).row
-        self._terms = Terms(self.weights, total)
+        self.rounded, self.device = rounded, device
+        self._of_gradients, self._kernels = of_gradients, kernels_for(device)
+
+    def mean(self, versions: Sequence[torch.Tensor], terms: Terms | None = None) -> Mean:
+        """Return the mean of what all ranks sent of a span, to be computed where it is used."""
+        if terms is None:
+            return Mean(self.codec, versions, self.weights, self.total)
+        return Mean(self.codec, versions, terms.weights, terms.total)
 
     def add(
         self,
         versions: Sequence[torch.Tensor],
         payload: torch.Tensor,
         span: tuple[int, int],
-        dtype: torch.dtype,
         *,
         within: tuple[int, int] | None = None,
         terms: Terms | None = None,
@@ -265,48 +261,31 @@ class WeightedMean:
         What is rounded away goes into the next mean. Versions are of the part, or of one within
         which it begins at a number that every codec can begin at.
         """
-        codec, start, numel = self.codec, span[0], span[1] - span[0]
+        start, numel = span[0], span[1] - span[0]
         if not numel:
             return
-        first, stop = within or span
-        at, whole_numel, terms = start - first, stop - first, terms or self._terms
-        key = start + terms.level * LEVEL
-        rounded = self.rounded.get(key)
-        if not codec.exact and (rounded is None or len(rounded) != numel):  # or cut anew
-            rounded = torch.zeros(numel, dtype=dtype, device=self.device)
-            self.rounded[key] = rounded
-        for a, b in pieces(numel, self.piece):
-            fields_of = [codec.fields(one, whole_numel, at + a, at + b) for one in versions]
-            mean = self.mean(fields_of, b - a, dtype, terms)
-            fields = codec.fields(payload, numel, a, b)
-            if rounded is not None and self._of_gradients:
-                encode_gradients(codec, mean, rounded[a:b], fields)
-                continue
-            if rounded is not None:
-                mean += rounded[a:b]
-            codec.encode(mean, fields)
-            if rounded is not None:
-                codec.decode(fields, rounded[a:b])
-                torch.sub(mean, rounded[a:b], out=rounded[a:b])
+        mean = self.mean(versions, terms)
+        if within is not None:
+            mean = mean.part(start - within[0], span[1] - within[0])
+        key = start + (terms.level if terms else 0) * LEVEL
+        self._kernels.reduce(
+            mean,
+            numel,
+            payload=payload,
+            carry=self._carry(key, numel),
+            gradients=self._of_gradients,
+        )
 
-    def mean(
-        self,
-        versions: Sequence[Fields],
-        numel: int,
-        dtype: torch.dtype,
-        terms: Terms | None = None,
-    ) -> torch.Tensor:
-        """Return the weighted mean of a piece, added in rank order."""
-        terms = terms or self._terms
-        total, term = (self._buffer(name, 0, numel, dtype) for name in ("sum", "term"))
-        for rank, weight in enumerate(terms.weights):
-            out = total if rank == 0 else term
-            self.codec.decode(versions[rank], out)
-            if weight != 1:
-                out *= weight
-            if rank > 0:
-                total += term
-        return total if terms.total == 1 else divide_(total, terms.total)
+    def _carry(self, key: int, numel: int) -> torch.Tensor | None:
+        """Return what was rounded away of a part before; zeros where it is cut differently now.
+
+        An exact codec rounds nothing, but sends what a sparse one has held back.
+        """
+        rounded = self.rounded.get(key)
+        if not self.codec.exact and (rounded is None or len(rounded) != numel):
+            rounded = torch.zeros(numel, dtype=self.codec.row, device=self.device)
+            self.rounded[key] = rounded
+        return rounded
 
 
 def in_process(sources: Sequence[ReduceBuffer], adder: WeightedMean, chunks: Chunks) -> int:
@@ -314,16 +293,16 @@ def in_process(sources: Sequence[ReduceBuffer], adder: WeightedMean, chunks: Chu
     nbytes, peers, codec = 0, len(sources), adder.codec
     for spans in chunks:
         sizes = [codec.nbytes(stop - start) for start, stop in spans]
-        payloads = [source.payloads(codec, spans) for source in sources]
+        payloads = [source.payloads(spans) for source in sources]
         if peers == 2:
             versions = [one[0].clone() for one in payloads]  # a row's own memory is written below
             for source, own in zip(sources, versions, strict=True):
-                add_and_deliver(adder, versions, source, spans[0], own)
+                source.deliver(*spans[0], adder.mean(versions), own)
             nbytes += 2 * sum(sizes)
             continue
         means = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         for owner, span in enumerate(spans):
-            adder.add([one[owner] for one in payloads], means[owner], span, sources[0].dtype)
+            adder.add([one[owner] for one in payloads], means[owner], span)
         for source, sent in zip(sources, payloads, strict=True):
             deliver(codec, means, source, spans, sent)
         nbytes += 2 * (peers - 1) * sum(sizes)
@@ -341,29 +320,7 @@ def deliver(
     source: ReduceBuffer,
     spans: Spans,
     sent: Sequence[torch.Tensor],
-    room: torch.Tensor | None = None,
-    piece: int = PIECE,
 ) -> None:
     """Give a row the mean of a chunk."""
-    row = torch.empty(piece, dtype=source.dtype, device="cpu") if room is None else room
     for (start, stop), one, own in zip(spans, means, sent, strict=True):
-        for a, b in pieces(stop - start, piece):
-            codec.decode(codec.fields(one, stop - start, a, b), row[: b - a])
-            fields = codec.fields(own, stop - start, a, b)
-            source.deliver(start + a, start + b, row[: b - a], fields)
-
-
-def add_and_deliver(
-    adder: WeightedMean,
-    versions: Sequence[torch.Tensor],
-    source: ReduceBuffer,
-    span: tuple[int, int],
-    sent: torch.Tensor,
-    terms: Terms | None = None,
-) -> None:
-    """Give a row the mean of what all ranks sent of a span."""
-    codec, start, numel = adder.codec, span[0], span[1] - span[0]
-    for a, b in pieces(numel, adder.piece):
-        fields = [codec.fields(one, numel, a, b) for one in versions]
-        mean = adder.mean(fields, b - a, accumulator(source.dtype), terms)
-        source.deliver(start + a, start + b, mean, codec.fields(sent, numel, a, b))
+        source.deliver(start, stop, Mean(codec, [one]), own)

@@ -11,6 +11,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["FOLDER", "LOG", "VARIANTS", "build", "digest", "library_name"]
@@ -20,11 +21,21 @@ SOURCES = ("native.c", "native_rows.h")
 LOG = "native.log"  # what the compiler said last, for `daso doctor`
 X86 = ("x86-64-v4", "x86-64-v3", "x86-64")  # the fastest first
 VARIANTS = X86 if platform.machine() in ("x86_64", "AMD64") else ("generic",)
+AVX2 = ("-mavx2", "-mbmi", "-mbmi2", "-mf16c", "-mfma", "-mlzcnt", "-mmovbe")
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
+# Feature by feature: GCC before 11 and Clang before 12 do not know the variants by name. -march is
+# always given, since wrappers of compilers set the processor of the machine that builds.
+INSTRUCTIONS = {
+    "x86-64-v4": ("-march=x86-64", *AVX2, *AVX512),
+    "x86-64-v3": ("-march=x86-64", *AVX2),
+    "x86-64": ("-march=x86-64",),
+    "generic": (),
+}
 # The bits of torch: products and sums are rounded apart. No errno and no traps: neither changes a
 # number, and loops with them are not vectorized.
 FLAGS = (
     *("-O3", "-std=c99", "-fPIC", "-shared", "-ffp-contract=off"),
-    *("-fno-math-errno", "-fno-trapping-math"),
+    *("-fno-fast-math", "-fno-math-errno", "-fno-trapping-math"),
 )
 LIMIT_SECONDS = 300
 
@@ -35,8 +46,9 @@ def library_name(variant: str) -> str:
 
 
 def digest(folder: Path = FOLDER) -> int:
-    """Return 64 bits that tell these sources from others."""
+    """Return 64 bits that tell these sources, and flags, from others."""
     content = b"".join((folder / name).read_bytes() for name in SOURCES)
+    content += repr((FLAGS, INSTRUCTIONS)).encode()
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
 
 
@@ -48,38 +60,53 @@ def build(sources: Path = FOLDER, to: Path = FOLDER, extra: tuple[str, ...] = ()
         to: Folder of the libraries and of the compiler's log.
         extra: More flags for the compiler.
     """
-    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
-    built, said = [], []
+    built, errors = [], []
     for variant in VARIANTS:
-        path = to / library_name(variant)
-        flags = [*FLAGS, *extra, f"-DDASO_SOURCE={digest(sources)}ull"]
-        flags += [] if variant == "generic" else [f"-march={variant}"]
-        made = path.with_suffix(f".{os.getpid()}")  # ranks may load while another one builds
-        command = [*compiler, *flags, str(sources / SOURCES[0]), "-o", str(made)]
-        try:
-            to.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS
-            )
-            if done.returncode == 0:
-                made.replace(path)
-                built.append(variant)
-                continue
-            said.append(f"{variant}: {done.stderr.strip() or f'exit code {done.returncode}'}")
-        except (OSError, subprocess.SubprocessError) as error:
-            said.append(f"{variant}: {error}")
-        made.unlink(missing_ok=True)
+        if error := _compile(variant, sources, to, extra):
+            errors.append(f"{variant}: {error}")
+        else:
+            built.append(variant)
     try:
-        (to / LOG).write_text("".join(f"{line}\n" for line in said), "utf-8")
+        (to / LOG).write_text("".join(f"{line}\n" for line in errors), "utf-8")
     except OSError as error:
-        said.append(str(error))
-    for line in said:
+        errors.append(str(error))
+    for line in errors:
         print(f"daso: C kernels: {line}", file=sys.stderr)
     return built
 
 
+def _compile(variant: str, sources: Path, to: Path, extra: tuple[str, ...]) -> str | None:
+    """Replace a variant's library, or remove it; return the compiler's error."""
+    path = to / library_name(variant)
+    part = path.with_suffix(f".{os.getpid()}")  # other processes may load the present one
+    try:
+        compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+        flags = [*FLAGS, *INSTRUCTIONS[variant], *extra, f"-DDASO_SOURCE={digest(sources)}ull"]
+        command = [*compiler, *flags, str(sources / SOURCES[0]), "-o", str(part)]
+        to.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=LIMIT_SECONDS,
+        )
+        if done.returncode == 0:
+            part.replace(path)
+            return None
+        error = done.stderr.strip() or f"exit code {done.returncode}"
+    except (OSError, ValueError, subprocess.SubprocessError) as failure:
+        error = str(failure)
+    with suppress(OSError):
+        part.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+    return error
+
+
 if __name__ == "__main__":
     names = build()
-    print(f"built {', '.join(names)}" if names else "nothing was built; torch's operations are used")
+    print(
+        f"built {', '.join(names)}" if names else "nothing was built; torch's operations are used"
+    )
     sys.exit(not names)

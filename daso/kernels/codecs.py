@@ -106,8 +106,10 @@ def codec_named(wire: str, row: torch.dtype = torch.float32) -> Codec:
     top-k with error feedback by blocks, as in DeMo (Peng et al. 2024, arXiv 2411.19870).
     """
     dtypes = {
-        **{"fp32": torch.float32, "fp64": torch.float64},
-        **{"bf16": torch.bfloat16, "fp16": torch.float16},
+        "fp32": torch.float32,
+        "fp64": torch.float64,
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
     }
     if wire in dtypes:
         return _cast(wire, dtypes[wire], row)

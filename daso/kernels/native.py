@@ -19,7 +19,9 @@ from daso.kernels.rows import KINDS, FlatTensors, Mean, ShardRows
 
 __all__ = ["NativeKernels", "Refused", "load_native", "supported_variants"]
 
-WIRES = {name: at for at, name in enumerate(("fp32", "bf16", "fp16", "int8", "int4", "topk", "fp64"))}
+WIRES = {
+    name: at for at, name in enumerate(("fp32", "bf16", "fp16", "int8", "int4", "topk", "fp64"))
+}
 COPY, ADD, PULL = range(3)
 # Of /proc/cpuinfo, what a variant needs beyond the next one.
 FEATURES = {
@@ -40,9 +42,7 @@ ARGUMENTS = {
         *(int32, int64, int64, pointer, pointer, double, pointer, pointer, pointer, pointer),
         *(pointer, pointer, pointer, double, pointer),
     ),
-    "daso_mean_rows": (
-        *(int32, int64, int64, pointer, double, pointer, int32, int64, pointer),
-    ),
+    "daso_mean_rows": (*(int32, int64, int64, pointer, double, pointer, int32, int64, pointer),),
     "daso_gather": (int64, int64, pointer, pointer, pointer, pointer),
     "daso_merge": (int32, double, int64, pointer, pointer, pointer, pointer),
 }
@@ -230,6 +230,8 @@ class NativeKernels:
         self._functions[row.dtype].merge(
             how, pull, len(values.kinds), *_tables(values), row.data_ptr()
         )
+        # Autograd refuses a backward through values that were written to since, as after torch's.
+        torch.autograd.graph.increment_version(values.tensors)
 
 
 def _address(numbers: "array[int] | array[float]") -> int:

@@ -243,7 +243,12 @@ def _note_nonfinite(values: torch.Tensor, start: int, first: torch.Tensor) -> No
 
 
 def _encode_kept(
-    codec: Codec, values: torch.Tensor, kept: torch.Tensor, payload: torch.Tensor, *, gradients: bool
+    codec: Codec,
+    values: torch.Tensor,
+    kept: torch.Tensor,
+    payload: torch.Tensor,
+    *,
+    gradients: bool,
 ) -> None:
     """Encode values and what was kept; keep what is rounded away now."""
     if not gradients:

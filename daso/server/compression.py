@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from daso.comm.compression import Codec, codec_named, pieces
 from daso.comm.dtypes import accumulator
+from daso.kernels.choice import kernels_for
+from daso.kernels.codecs import Codec, codec_named
+from daso.kernels.rows import FlatTensors, Mean
 from daso.plan.layout import Span, aligned
 from daso.server.partition import Partition
 
@@ -22,6 +24,7 @@ class PushCompressor:
 
     def __init__(self, shares: Partition, wire: str | None) -> None:
         self._shares, self._wire = shares, wire
+        self._kernels = kernels_for(torch.device("cpu"))
         self._residuals: dict[tuple[int, int], torch.Tensor] = {}  # by owner and parameter
 
     def encode(
@@ -39,15 +42,17 @@ class PushCompressor:
         return payload
 
     def _encode(self, key: tuple[int, int], values: torch.Tensor, payload: torch.Tensor) -> None:
-        codec, wide = self._codec(values), values.to(accumulator(values.dtype), copy=True)
-        if key in self._residuals:
-            wide += self._residuals[key]
-        kept = torch.empty_like(wide)
-        for start, stop in pieces(wide.numel()):
-            fields = codec.fields(payload, wide.numel(), start, stop)
-            codec.encode(wide[start:stop], fields)
-            codec.decode(fields, kept[start:stop])
-        self._residuals[key] = torch.sub(wide, kept, out=kept)
+        codec, before = self._codec(values), self._residuals.get(key)
+        kept = torch.empty(values.numel(), dtype=codec.row, device="cpu")
+        self._kernels.encode(
+            codec,
+            FlatTensors([values]),
+            [(0, values.numel())],
+            payload,
+            residual=before,
+            rounding=kept if before is None else before,
+        )
+        self._residuals.setdefault(key, kept)
 
     def residuals(self) -> dict[tuple[int, int], torch.Tensor]:
         """Return a copy of what the wire has lost so far, by owner and parameter."""
@@ -69,10 +74,8 @@ class PushCompressor:
         tensors = list(self._shares.unpack(owner, layers, row))
         for (_, tensor), span in zip(tensors, self._spans(tensors), strict=True):
             numel, codec = tensor.numel(), self._codec(tensor)
-            wide = torch.empty(numel, dtype=accumulator(tensor.dtype), device="cpu")
-            for start, stop in pieces(numel):
-                fields = codec.fields(payload[slice(*span)], numel, start, stop)
-                codec.decode(fields, wide[start:stop])
+            wide = torch.empty(numel, dtype=codec.row, device="cpu")
+            self._kernels.reduce(Mean(codec, [payload[slice(*span)]]), numel, row=wide)
             tensor.copy_(wide.view(tensor.shape))
         return row
 

@@ -10,7 +10,6 @@ import torch
 
 from daso.comm.allreduce.direct import DeterministicAllReduce, deterministic_allreduce, iallreduce
 from daso.comm.allreduce.ordered import OnDevice, window
-from daso.comm.compression import Cast, Codec
 from daso.comm.dtypes import sum_buffer
 from daso.comm.emulation import LinkModel, emulated_link
 from daso.comm.engine import Arrival, Engine, Work
@@ -21,6 +20,7 @@ from daso.comm.mpi import load
 from daso.comm.node.base import NodeTransport
 from daso.comm.reduction import BufferPool, Row, whole
 from daso.comm.topology import Topology
+from daso.kernels.codecs import Codec, exact_codec
 from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.cost_model import (
     LinkCosts,
@@ -31,7 +31,7 @@ from daso.plan.cost_model import (
 from daso.plan.header import Header, Tally
 from daso.plan.options import Settings
 from daso.plan.routes import plan_routes
-from daso.train.deltas.shard import DEVICE_PIECE, LEAST
+from daso.train.deltas.shard import LEAST
 from daso.train.gradients.compression import Averaged, GradientCompressor
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class Channels:
         rank_info, where = self.rank_info, None
         if node.copies is not None and node.sums_stay:
             staged = not self.settings.exchange.gpu_direct
-            where = OnDevice(device, node.copies, DEVICE_PIECE, staged)
+            where = OnDevice(device, node.copies, staged)
         return GradientCompressor(
             wire,
             plan=self.plan,
@@ -268,7 +268,7 @@ class Channels:
             return iallreduce(comm, Row(total), whole_chunks, 1, self.rank_info.world_size, rooms)
         key = total.dtype, slot, plan
         if key not in self._gradient_means:
-            codec = Cast(total.dtype, total.dtype)
+            codec = exact_codec(total.dtype)
             self._gradient_means[key] = deterministic_allreduce(
                 *(
                     self.comms.slots[slot],

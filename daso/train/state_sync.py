@@ -7,11 +7,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from daso.comm.allreduce.direct import deterministic_allreduce
-from daso.comm.compression import Cast
 from daso.comm.dtypes import accumulator, sum_buffer
 from daso.comm.engine import Work
 from daso.comm.reduction import Row
 from daso.comm.topology import Topology
+from daso.kernels.codecs import exact_codec
 from daso.plan.allreduce_plan import direct_plan
 from daso.plan.cost_model import choose_plan
 from daso.plan.layout import split
@@ -100,7 +100,7 @@ def _mean_over_world(
     Collective over the world; non-blocking, as work for an engine.
     """
     rank_info, node = topology.rank_info, topology.node_comm
-    codec, message = Cast(row.dtype, row.dtype), chunk_bytes // row.itemsize
+    codec, message = exact_codec(row.dtype), chunk_bytes // row.itemsize
     size, alone = rank_info.local_size, rank_info.nodes == 1
     if size > 1:
         plan = direct_plan(size)

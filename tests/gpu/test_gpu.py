@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import gpu
+from daso.train.deltas.kernel_choice import choose
 from models import batch_loss, mlp, sgd
 from on_mpi import run_on
 from torch import nn
-from unit.train.test_part import check_first_nonfinite
+from unit.kernels.test_codecs import check_first_nonfinite
 
 import daso
 import daso.memory
 from daso.comm.device.cuda import CudaCopies
 from daso.comm.device.nccl_library import describe, library
 from daso.comm.node.nccl import NcclNode
-from daso.train.deltas.kernel_choice import choose
 
 DEVICE = torch.device("cuda", 0)
 PRETENDED = () if torch.version.cuda else ("-p", "pretended_cuda")

@@ -15,7 +15,6 @@ from daso.comm.allreduce.direct import (
 )
 from daso.comm.allreduce.ordered import OnDevice, window
 from daso.comm.allreduce.runners import SequentialAllReduce
-from daso.comm.compression import PIECE, Cast, codec_named
 from daso.comm.emulation import CopyLink
 from daso.comm.engine import Engine
 from daso.comm.health.control_messages import ControlChannel
@@ -24,6 +23,9 @@ from daso.comm.node.shm import ShmNode
 from daso.comm.reduction import CPU, BufferPool, Row
 from daso.comm.shared_memory import SharedWindow
 from daso.errors import ExchangeError, StallError, TopologyError
+from daso.kernels.codecs import codec_named
+from daso.kernels.rows import FlatTensors
+from daso.kernels.torch_kernels import PIECE
 from daso.plan.allreduce_plan import AllReducePlan, Level, direct_plan
 from daso.plan.layout import Span, chunk_parts, split
 from daso.plan.merge import ADOPT, KEEP
@@ -116,7 +118,7 @@ def test_an_ordered_mean_equals_the_sequential_one_bit_for_bit(
     rows = rows_of_all_ranks(size, numel, dtype)
     weights = [rank + 1 for rank in range(size)]
     exchange = deterministic_allreduce(
-        topology.world_comm, Cast(dtype, dtype), weights, sum(weights)
+        topology.world_comm, exact_codec(dtype), weights, sum(weights)
     )
     mine = rows[rank_info.rank].clone()
     sent = engine.run(exchange.run(Row(mine), cut(numel, size, chunk)))
@@ -143,9 +145,9 @@ def test_messages_move_while_a_device_adds(topology, engine):
     received, sent = np.zeros(1 << 24, np.uint8), np.ones(1 << 24, np.uint8)
     peers = (rank_info.rank - 1) % rank_info.world_size, (rank_info.rank + 1) % rank_info.world_size
     requests = [world.Irecv(received, peers[0], 99), world.Isend(sent, peers[1], 99)]
-    where = OnDevice(CPU, Late(received), PIECE)
+    where = OnDevice(CPU, Late(received))
     exchange = deterministic_allreduce(
-        world, Cast(torch.float32), [1] * rank_info.world_size, rank_info.world_size, where=where
+        world, codec_named("fp32"), [1] * rank_info.world_size, rank_info.world_size, where=where
     )
     mine = torch.full((1000,), float(rank_info.rank))
     engine.run(exchange.run(Row(mine), cut(1000, rank_info.world_size, 300)))
@@ -183,7 +185,7 @@ def test_iallreduce_keeps_more_chunks_apart_than_are_under_way(topology, engine)
         rows = rows_of_all_ranks(size, 1100, seed=seed)
         expected = sequential_mean([row - part.reference for row in rows], [1] * size, size)
         expected += part.reference
-        encode(part, Cast(torch.float32), chunks, rows[rank_info.rank], keeps=True)
+        encode(part, codec_named("fp32"), chunks, rows[rank_info.rank], keeps=True)
         engine.run(iallreduce(topology.world_comm, part, chunks, 1, size, kept))
         torch.testing.assert_close(part.reference, expected)
         # What a merge that keeps local work adds.
@@ -192,8 +194,19 @@ def test_iallreduce_keeps_more_chunks_apart_than_are_under_way(topology, engine)
 
 def encode(part, codec, chunks, x, *, keeps):
     spans = [span for parts in chunks for span in parts]
-    part.encode(codec, spans, lambda a, b, row: row.copy_(x[a:b]), keeps=keeps)
-    assert part.first_nonfinite(part.checks().tolist()) is None
+    part.encode(codec, spans, FlatTensors([x]), keeps=keeps)
+    assert part.first_nonfinite(part.checks.tolist()) is None
+
+
+class SlowKernels:
+    """Kernels that take a while to encode."""
+
+    def __init__(self, kernels):
+        self.accept, self._encode = kernels.accept, kernels.encode
+
+    def encode(self, *words, **named):
+        time.sleep(1e-3)
+        self._encode(*words, **named)
 
 
 @pytest.mark.nodes(*ANY)
@@ -237,6 +250,7 @@ def test_what_is_encoded_while_it_crosses_gives_the_same_bits(topology, engine, 
         chunks = plan.chunks(numel, 20_000)
         spans = [span for parts in chunks for span in parts]
         before, meanwhile = (DeltaShard(torch.zeros(numel), MergeOptions()) for _ in range(2))
+        meanwhile.kernels = SlowKernels(meanwhile.kernels)
         means = [
             deterministic_allreduce(
                 topology.world_comm, codec_named(wire), [1] * size, size, {}, plan=plan
@@ -245,14 +259,9 @@ def test_what_is_encoded_while_it_crosses_gives_the_same_bits(topology, engine, 
         ]
         for seed in range(3):
             x = rows_of_all_ranks(size, numel, seed=seed)[rank]
-
-            def late(a, b, row, x=x):
-                time.sleep(1e-3)
-                row.copy_(x[a:b])
-
             encode(before, means[0].codec, chunks, x, keeps=False)
             engine.run(means[0].run(before, chunks))
-            fill = meanwhile.begin(means[1].codec, spans, late, keeps=False)
+            fill = meanwhile.begin(means[1].codec, spans, FlatTensors([x]), keeps=False)
             handle = engine.submit(means[1].run(meanwhile, chunks))
             fill()
             engine.wait(handle)
@@ -264,9 +273,10 @@ def test_what_is_encoded_while_it_crosses_gives_the_same_bits(topology, engine, 
 
 @pytest.mark.nodes(*ANY)
 def test_an_exchange_does_not_wait_for_what_will_not_be_encoded(topology):
-    part, codec = DeltaShard(torch.zeros(10), MergeOptions()), Cast(torch.bfloat16)
+    part, codec = DeltaShard(torch.zeros(10), MergeOptions()), codec_named("bf16")
     engine, chunks = Engine(20.0, str), cut(10, topology.world_size, 5)
-    part.begin(codec, [span for one in chunks for span in one], torch.zeros, keeps=False)
+    values = FlatTensors([torch.zeros(10)])
+    part.begin(codec, [span for one in chunks for span in one], values, keeps=False)
     mean = deterministic_allreduce(
         topology.world_comm, codec, [1] * topology.world_size, topology.world_size
     )
@@ -313,7 +323,7 @@ def look_for_the_same_bits(topology, engine, codec, plan, *, keeps):
 def test_two_exchanges_in_flight_do_not_mix(topology, engine):
     size = topology.world_size
     one, two = (rows_of_all_ranks(size, 500, seed=seed) for seed in (1, 2))
-    exchange = deterministic_allreduce(topology.world_comm, Cast(torch.float32), [1] * size, size)
+    exchange = deterministic_allreduce(topology.world_comm, codec_named("fp32"), [1] * size, size)
     chunks = cut(500, size, 64)
     mine = [rows[topology.rank].clone() for rows in (one, two)]
     handles = [engine.submit(exchange.run(Row(row), chunks)) for row in mine]

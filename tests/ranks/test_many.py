@@ -17,9 +17,9 @@ from world import test_checkpoint, test_simulated
 
 import daso
 from daso.comm.allreduce.direct import deterministic_allreduce
-from daso.comm.compression import codec_named
 from daso.comm.engine import Engine
 from daso.errors import ExchangeError
+from daso.kernels.codecs import codec_named
 from daso.plan.allreduce_plan import AllReducePlan, Level, named_plan
 from daso.train.deltas.shard import DeltaShard, MergeOptions
 

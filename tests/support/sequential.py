@@ -302,9 +302,9 @@ class Sequential:
         if self.merge in ("delta", "eager", "auto"):
             return x + (g - self.ahead[node][index])
         if self.merge != "daso":
-            return x.lerp(g, 1.0 - self.merge)
+            return x + (g - x) * (1.0 - self.merge) if self.merge else g
         nodes = len(self.models)
-        return x.lerp(g, nodes / (2 * waited + nodes))
+        return x + (g - x) * (nodes / (2 * waited + nodes))
 
     def join(self, _: int) -> None:
         """Average the inner optimizers' state: over the ranks of each node, then over nodes."""

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from daso.cli.bench.names import WIRES
 from daso.cli.bench.rounds import sent_bytes, take_turns
 from daso.comm.allreduce.direct import deterministic_allreduce
-from daso.comm.compression import codec_named
 from daso.comm.engine import Engine
 from daso.comm.link_probe import link_rates
 from daso.comm.process_group import join_process_group
 from daso.comm.reduction import Row
 from daso.comm.topology import Topology
+from daso.kernels.codecs import codec_named
+from daso.kernels.rows import FlatTensors
 from daso.plan.allreduce_plan import Algorithm
 from daso.plan.cost_model import choose_plan
 from daso.plan.options import Exchange
@@ -149,23 +150,21 @@ def _ordered(
             engine.run(exchange.run(row, chunks))
 
         return run_exact
-    part, values = DeltaShard(torch.ones(numel), MergeOptions()), torch.ones(numel)
+    part, params = DeltaShard(torch.ones(numel), MergeOptions()), torch.ones(numel)
+    values = FlatTensors([params])
     spans = [span for parts in chunks for span in parts]
-
-    def gather(start: int, stop: int, row: torch.Tensor) -> None:
-        row.copy_(values[start:stop])
 
     def run() -> float:
         start = time.perf_counter()
-        part.encode(codec, spans, gather, keeps=True)
+        part.encode(codec, spans, values, keeps=True)
         packed = time.perf_counter() - start
         engine.run(exchange.run(part, chunks))
         return packed
 
     def run_waited() -> float:
         start = time.perf_counter()
-        assert values.dot(values).isfinite()
-        fill = part.begin(codec, spans, gather, keeps=False)
+        assert params.dot(params).isfinite()
+        fill = part.begin(codec, spans, values, keeps=False)
         packed = time.perf_counter() - start
         handle = engine.submit(exchange.run(part, chunks))
         fill()

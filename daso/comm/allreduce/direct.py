@@ -33,17 +33,17 @@ from daso.comm.allreduce.ordered import (
     window,
 )
 from daso.comm.allreduce.runners import MultiLevelAllReduce
-from daso.comm.compression import PIECE, Cast, Codec, pieces
-from daso.comm.dtypes import accumulator, sum_buffer
+from daso.comm.dtypes import sum_buffer
 from daso.comm.mpi import load
 from daso.comm.reduction import (
     BufferPool,
     Chunks,
     ReduceBuffer,
-    add_and_deliver,
     deliver,
     whole,
 )
+from daso.kernels.codecs import Codec, exact_codec
+from daso.kernels.rows import Mean
 from daso.plan.allreduce_plan import AllReducePlan, direct_plan
 
 if TYPE_CHECKING:
@@ -74,12 +74,12 @@ def iallreduce(
     Collective over ``comm``; non-blocking, as work for the engine.
     """
     peers, spans = comm.Get_size(), [whole(parts) for parts in chunks]
-    codec, rooms = Cast(source.dtype, source.dtype), kept or BufferPool(window(peers))
+    codec, rooms = exact_codec(source.dtype), kept or BufferPool(window(peers))
     crossing: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def start(index: int) -> "list[MPI.Request]":
         first, last = spans[index]
-        (payload,) = outgoing(source, codec, [spans[index]])
+        (payload,) = outgoing(source, [spans[index]])
         sums = rooms.row("sums", index, last - first, source.dtype)
         torch.mul(payload.view(source.dtype), weight, out=sums)
         crossing[index] = sums, payload
@@ -90,16 +90,14 @@ def iallreduce(
         sums, payload = crossing.pop(index)
         means = sums.div_(total)
         if where is not None:
-            (payload,) = source.payloads(codec, [spans[index]])
+            (payload,) = source.payloads([spans[index]])
             with where.copies.beside():
                 means = torch.empty(last - first, dtype=source.dtype, device=where.device)
                 made = where.copies.mark()
             yield made
             yield where.copies.back(sums, means)
         with nullcontext() if where is None else where.copies.beside():
-            for a, b in pieces(last - first, PIECE if where is None else where.piece):
-                fields = codec.fields(payload, last - first, a, b)
-                source.deliver(first + a, first + b, means[a:b], fields)
+            source.deliver(first, last, Mean(codec, [means.view(torch.uint8)]), payload)
             over = None if where is None else where.copies.mark()
         if over is not None:
             yield over
@@ -147,12 +145,12 @@ class PairwiseExchange(OrderedAllReduce):
         rank = self.comm.Get_rank()
 
         def finish(index: int) -> Waits:
-            (sent,) = source.payloads(self.codec, [spans[index]])
+            (sent,) = source.payloads([spans[index]])
             other = self._other(spans[index], index, self.kept)
             yield from self._fetch(self._other(spans[index], index, self.crossing), other)
             versions = [sent, other] if rank == 0 else [other, sent]
             with self._beside():
-                add_and_deliver(self.adder, versions, source, spans[index], sent)
+                source.deliver(*spans[index], self.adder.mean(versions), sent)
             yield from self._computed()
 
         yield from self._made(len(spans), lambda at: self._other(spans[at], at, self.kept))
@@ -269,9 +267,9 @@ class ReduceScatterAllGather(OrderedAllReduce):
         rank, (_, received) = self.comm.Get_rank(), self._rows("receive", parts, index)
         mine = self._sizes(parts)[rank]
         versions = list(torch.split(received, [mine] * len(parts)))
-        versions[rank] = source.payloads(self.codec, parts)[rank]
+        versions[rank] = source.payloads(parts)[rank]
         _, mean = self._means_here(parts, index)
-        self.adder.add(versions, mean, parts[rank], accumulator(source.dtype))
+        self.adder.add(versions, mean, parts[rank])
 
     def _return(self, parts: Sequence[tuple[int, int]], index: int) -> "list[MPI.Request]":
         """Start sending the mean of this rank's part to every peer."""
@@ -282,9 +280,8 @@ class ReduceScatterAllGather(OrderedAllReduce):
 
     def _deliver(self, source: ReduceBuffer, parts: Sequence[tuple[int, int]], index: int) -> None:
         _, row = self._rows("back", parts, index)
-        means, sent = torch.split(row, self._sizes(parts)), source.payloads(self.codec, parts)
-        room = self.kept.room(source.dtype, self.adder.piece)
-        deliver(self.codec, means, source, parts, sent, room, self.adder.piece)
+        means, sent = torch.split(row, self._sizes(parts)), source.payloads(parts)
+        deliver(self.codec, means, source, parts, sent)
 
 
 DeterministicAllReduce = PairwiseExchange | ReduceScatterAllGather | MultiLevelAllReduce

@@ -25,16 +25,14 @@ from daso.comm.allreduce.ordered import (
     encoded,
     turns_of,
 )
-from daso.comm.compression import pieces
 from daso.comm.device.staging import Arrived
-from daso.comm.dtypes import accumulator
 from daso.comm.reduction import (
     Chunks,
     ReduceBuffer,
     Terms,
     WeightedMean,
-    add_and_deliver,
 )
+from daso.kernels.rows import Mean
 from daso.plan.allreduce_plan import BLOCK, AllReducePlan
 from daso.plan.layout import Span, split
 
@@ -167,28 +165,28 @@ class LevelledMean(ExchangeMemory):
 
     def chunk(self, source: ReduceBuffer, parts: Sequence[tuple[int, int]], index: int) -> Steps:
         """Take the mean of a chunk: yields what crosses next, and what is to be waited for."""
-        cut, dtype = self.cut(parts), accumulator(source.dtype)
+        cut = self.cut(parts)
         yield from encoded(source, parts)
-        payloads, leaving = source.payloads(self.codec, parts), self._sent(source, parts)
+        payloads, leaving = source.payloads(parts), self._sent(source, parts)
         back = self._row("back", index, cut.stops[-1])
         own, last = payloads, len(self.plan.levels) - 1
         for depth, level in enumerate(self.plan.levels):
             if level.way == "ring":
-                versions = yield from self._pass_round(cut, depth, index, payloads, leaving, dtype)
+                versions = yield from self._pass_round(cut, depth, index, payloads, leaving)
                 terms = self._last_stop(depth)
             else:
                 versions = yield from self._gather(cut, depth, index, payloads, leaving)
                 terms = self._terms(depth, self._units[depth])
             within = cut.mine[depth]
             if depth == last and not self.plan.returns:
-                last_sum = partial(add_and_deliver, self.adder, versions, source, within, own[0])
-                yield from self._in_turn(index, partial(last_sum, terms))
+                mean = self.adder.mean(versions, terms)
+                yield from self._in_turn(index, partial(source.deliver, *within, mean, own[0]))
                 return
             spans, targets = self._next(cut, depth, index, back)
             leaving, payloads = (torch.split(row, self._sizes(spans)) for row in targets)
             with self._beside():
                 for span, payload in zip(spans, payloads, strict=True):
-                    self.adder.add(versions, payload, span, dtype, within=within, terms=terms)
+                    self.adder.add(versions, payload, span, within=within, terms=terms)
             yield from self._computed()
             yield from self._bring(targets[1], targets[0])
         yield from self._return(cut, back[0])
@@ -260,7 +258,6 @@ class LevelledMean(ExchangeMemory):
         index: int,
         payloads: Sequence[torch.Tensor],
         leaving: Sequence[torch.Tensor],
-        dtype: torch.dtype,
     ) -> Generator["Transfers | Arrived", None, list[torch.Tensor]]:
         """Pass parts round the group, each rank adding its own; return what came last, and own.
 
@@ -287,7 +284,7 @@ class LevelledMean(ExchangeMemory):
                 terms = Terms([passed, units[here]], total, depth + 1)
                 with self._beside():
                     versions = [there[part], payloads[part]]
-                    self.adder.add(versions, sums[part], spans[part], dtype, terms=terms)
+                    self.adder.add(versions, sums[part], spans[part], terms=terms)
                 yield from self._computed()
                 yield from self._bring(sums[part], crossing[part])
                 sent = crossing[part]
@@ -324,15 +321,12 @@ class LevelledMean(ExchangeMemory):
         own: Sequence[torch.Tensor],
     ) -> None:
         """Give the row the means of all leaves."""
-        room, codec, start = self.kept.room(source.dtype, self.piece), self.codec, 0
+        codec, start = self.codec, 0
         leaves = iter(zip(cut.leaves, cut.stops, strict=True))
         each = len(cut.leaves) // len(parts)
-        for (first, last), payload in zip(parts, own, strict=True):
+        for (first, _), payload in zip(parts, own, strict=True):
             for _ in range(each):
                 leaf, stop = next(leaves)
-                for a, b in pieces(leaf.numel, self.piece):
-                    codec.decode(codec.fields(means[start:stop], leaf.numel, a, b), room[: b - a])
-                    at = leaf.start - first
-                    sent = codec.fields(payload, last - first, at + a, at + b)
-                    source.deliver(leaf.start + a, leaf.start + b, room[: b - a], sent)
+                sent = codec.part(payload, leaf.start - first, leaf.stop - first)
+                source.deliver(*leaf, Mean(codec, [means[start:stop]]), sent)
                 start = stop

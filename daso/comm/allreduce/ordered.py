@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from daso import trace
-from daso.comm.compression import PIECE, Codec
 from daso.comm.device.staging import Arrived, DeviceStaging
 from daso.comm.dtypes import byte_buffer, device_buffer
 from daso.comm.mpi import load
@@ -23,6 +22,7 @@ from daso.comm.reduction import (
     StagedBuffer,
     WeightedMean,
 )
+from daso.kernels.codecs import Codec
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -59,13 +59,11 @@ class OnDevice:
     Args:
         device: Which.
         copies: Lets launches run beside training, and tells when they are over.
-        piece: Numbers that are added at a time, a multiple of `PIECE`.
         staged: MPI sends copies on the host (`StagedBuffer`); else it takes the device's memory.
     """
 
     device: torch.device
     copies: DeviceStaging
-    piece: int
     staged: bool = False
 
 
@@ -122,11 +120,9 @@ def turns_of(here: int, size: int) -> list[int]:
     return [(here + turn) % size for turn in range(1, size)]
 
 
-def outgoing(source: ReduceBuffer, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:
+def outgoing(source: ReduceBuffer, spans: Spans) -> Sequence[torch.Tensor]:
     """Return what MPI on the host sends of spans."""
-    if isinstance(source, StagedBuffer):
-        return source.outgoing(codec, spans)
-    return source.payloads(codec, spans)
+    return (source.outgoing if isinstance(source, StagedBuffer) else source.payloads)(spans)
 
 
 def adder_of(
@@ -139,8 +135,8 @@ def adder_of(
     of_gradients: bool,
 ) -> WeightedMean:
     """Return what adds where rows lie."""
-    device, piece = (CPU, PIECE) if where is None else (where.device, where.piece)
-    return WeightedMean(codec, weights, total, rounded, device, piece, of_gradients=of_gradients)
+    device = CPU if where is None else where.device
+    return WeightedMean(codec, weights, total, rounded, device, of_gradients=of_gradients)
 
 
 class ExchangeMemory:
@@ -160,7 +156,7 @@ class ExchangeMemory:
         self._copies: DeviceStaging | None = None if where is None else where.copies
         self._staged = where is not None and where.staged
         self.buffer = byte_buffer if where is None or where.staged else device_buffer
-        self.device, self.piece = (CPU, PIECE) if where is None else (where.device, where.piece)
+        self.device = CPU if where is None else where.device
         self.kept = BufferPool(chunks, self.device)
         # What MPI reads and writes: the same memory, but where that is on the host.
         self.crossing = self.kept
@@ -170,8 +166,8 @@ class ExchangeMemory:
     def _sent(self, source: ReduceBuffer, spans: Spans) -> Sequence[torch.Tensor]:
         """Return what MPI sends of spans."""
         if self._staged:
-            return outgoing(source, self.codec, spans)
-        return source.payloads(self.codec, spans)
+            return outgoing(source, spans)
+        return source.payloads(spans)
 
     def _fetch(self, arrived: torch.Tensor, row: torch.Tensor) -> Arrivals:
         """Bring what MPI wrote to where it is added, unless it lies there."""

@@ -10,11 +10,11 @@ import torch
 from daso import trace
 from daso.comm.allreduce.levels import WINDOW, LevelledMean, Transfers
 from daso.comm.allreduce.ordered import OnDevice, Requests, Waits, adder_of
-from daso.comm.compression import Codec
 from daso.comm.device.staging import Arrived
 from daso.comm.engine import NestedWork
 from daso.comm.mpi import load
 from daso.comm.reduction import Chunks, ReduceBuffer, WeightedMean, in_process
+from daso.kernels.codecs import Codec
 from daso.plan.allreduce_plan import AllReducePlan
 
 if TYPE_CHECKING:

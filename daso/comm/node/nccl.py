@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from daso import trace
-from daso.comm.compression import divide_
 from daso.comm.device.cuda import FIRST, CudaCopies
 from daso.comm.device.nccl_library import start
 from daso.comm.device.staging import Arrived
 from daso.comm.dtypes import accumulator
 from daso.comm.node.base import Span, wait_until
 from daso.comm.step_timer import StepTimer
+from daso.kernels.rows import divide_
 
 if TYPE_CHECKING:
     from daso.comm.topology import Topology

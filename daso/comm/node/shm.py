@@ -18,6 +18,7 @@ from daso.comm.dtypes import accumulator
 from daso.comm.mpi import load
 from daso.comm.node.base import Span, wait_until
 from daso.comm.shared_memory import ALIGN, SharedWindow
+from daso.kernels.choice import kernels_for
 
 if TYPE_CHECKING:
     from daso.comm.topology import Topology
@@ -100,18 +101,10 @@ class ShmBucket:
         """Return the sum of this rank's part of all rows, added in rank order in fp32 or fp64."""
         if not self.filled():
             return None
-        first, *others = (row[slice(*self.part)] for row in self.rows)
+        parts = [row[slice(*self.part)] for row in self.rows]
         self.total = self._room()
-        if not others:
-            return (
-                self.total if self.total.data_ptr() == first.data_ptr() else self.total.copy_(first)
-            )
-        if self.total.dtype == first.dtype:
-            torch.add(first, others.pop(0), out=self.total)
-        else:  # adding two 16-bit rows would round before it widens
-            self.total.copy_(first)
-        for row in others:
-            self.total += row
+        if len(parts) > 1 or self.total.data_ptr() != parts[0].data_ptr():
+            kernels_for(self.flat.device).mean_rows(parts, total=self.total)
         return self.total
 
     def _room(self) -> torch.Tensor:
@@ -126,12 +119,12 @@ class ShmBucket:
 
     def deliver(self, divisor: int) -> None:
         """Write the part, divided, into every row."""
-        if divisor != 1:
-            self.total /= divisor
-        for row in self.rows:
-            part = row[slice(*self.part)]
-            if part.data_ptr() != self.total.data_ptr():
-                part.copy_(self.total)
+        parts = [row[slice(*self.part)] for row in self.rows]
+        others = [part for part in parts if part.data_ptr() != self.total.data_ptr()]
+        if others or divisor != 1:
+            kernels_for(self.flat.device).mean_rows(
+                [self.total], divisor, total=self.total, to=others
+            )
         self.line.reach(self.DELIVERED, self.round)
 
     def missing(self) -> str:

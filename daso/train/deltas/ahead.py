@@ -49,18 +49,11 @@ class Ahead:
         torch.sub(self.snapshot, self.place, out=way)
         self.forget()
 
-    def learn(
-        self,
-        span: slice,
-        mean: torch.Tensor,
-        carried: torch.Tensor,
-        like: torch.Tensor,
-        share: float,
-    ) -> None:
-        """Take in what the others did in a span of a row like that one."""
+    def others_like(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the row of what the others did, to be written; made where it is not there."""
         if self.others is None:
-            self.others = torch.zeros_like(like)
-        torch.mul(carried, -share, out=self.others[span]).add_(mean)
+            self.others = torch.zeros_like(row)
+        return self.others
 
     def forget(self) -> None:
         """Forget where the node went, and what the others did."""

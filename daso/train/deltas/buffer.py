@@ -5,7 +5,7 @@ fragments, those of one fragment. Lane l owns part l of it on every node: what a
 exists once per node, not per rank.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,21 +14,19 @@ import torch
 
 from daso.comm.allreduce.direct import DeterministicAllReduce, iallreduce
 from daso.comm.allreduce.ordered import OnDevice
-from daso.comm.compression import EVEN, Cast, Codec, codec_named, dense_codec
 from daso.comm.engine import Work
 from daso.comm.node.base import NodeTransport
 from daso.comm.reduction import Chunks, whole
-from daso.errors import told
+from daso.kernels.choice import describe_kernels
+from daso.kernels.codecs import Codec, codec_named, dense_codec, exact_codec
+from daso.kernels.rows import FlatTensors
 from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.layout import Layout, Piece, Span, pieces, split
 from daso.plan.merge import ADOPT, KEEP, Merge
 from daso.train.channels import Channels
-from daso.train.deltas.fused import Fused
-from daso.train.deltas.kernel_choice import choose
-from daso.train.deltas.merging import merge_pairs
 from daso.train.deltas.outer import MakeOuter
-from daso.train.deltas.shard import DeltaShard, MergeOptions, cut_row
-from daso.train.deltas.staging import HostShard, shard_transport
+from daso.train.deltas.shard import EVEN, DeltaShard, MergeOptions, cut_row
+from daso.train.deltas.staging import DeviceShard, shard_transport
 from daso.train.model.params import Named, flat_view, layout_of
 
 __all__ = ["DeltaBuffer", "Measured", "RowSharding"]
@@ -69,7 +67,7 @@ class Means:
     plan: AllReducePlan  # one and one cut for all wires: what is rounded away lies in its parts
     by_wire: Mapping[str, DeterministicAllReduce]
     dense: DeterministicAllReduce | None  # after which nodes agree, where the wire is sparse
-    summed: Cast | None  # what crosses where MPI adds
+    summed: Codec | None  # what crosses where MPI adds
     chunks: Chunks
 
     @property
@@ -87,7 +85,7 @@ class Means:
 
 
 class RowViews:
-    """Parameters as the views of a row that they make.
+    """Parameters as the tensors of a row that they make.
 
     Args:
         named: Names and parameters, in the order in which they lie in the row.
@@ -96,25 +94,20 @@ class RowViews:
     def __init__(self, named: Named) -> None:
         self.params = [param for _, param in named]
         self.layout = layout_of(named)
-        self._cuts: dict[Span, list[Piece]] = {}  # what of which tensor lies in a span
+        self._cuts: dict[Span, list[Piece]] = {}  # parts of tensors that lie in a span
+        self._known: dict[Span, tuple[list[int], FlatTensors]] = {}  # and where these were
 
-    def pairs(self, span: Span, row: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pair the parameters' elements in a span with a row that holds that span."""
+    def flat(self, span: Span) -> FlatTensors:
+        """Return the parameters' elements in a span, wherever the parameters are now."""
         if span not in self._cuts:
             self._cuts[span] = list(pieces(self.layout, span))
         cut = self._cuts[span]
-        parts = row.split([piece.at.stop - piece.at.start for piece in cut])
-        for piece, there in zip(cut, parts, strict=True):
-            tensor = flat_view(self.params[piece.slot])
-            all_of_it = there.numel() == tensor.numel()
-            yield tensor if all_of_it else tensor[slice(*piece.inside)], there
-
-    def starts(self, span: Span) -> list[tuple[torch.Tensor, int]]:
-        """Return the parameters' elements in a span, and where each begins in it."""
-        return [
-            (flat_view(self.params[piece.slot])[slice(*piece.inside)], piece.at.start)
-            for piece in pieces(self.layout, span)
-        ]
+        addresses = [self.params[piece.slot].data_ptr() for piece in cut]
+        known = self._known.get(span)
+        if known is None or known[0] != addresses:
+            tensors = [flat_view(self.params[piece.slot])[slice(*piece.inside)] for piece in cut]
+            known = self._known[span] = addresses, FlatTensors(tensors)
+        return known[1]
 
 
 class DeltaBuffer:
@@ -152,16 +145,16 @@ class DeltaBuffer:
         self.rounded: dict[int, torch.Tensor] = {}  # what this lane rounded away of means
         share = rank_info.local_size / rank_info.world_size
         way, copies = MergeOptions(channels.settings.eager, share, outer), node.copies
-        self.part = DeltaShard(self.shared.mine, way, on_device=copies is not None)
+        self.part = DeltaShard(self.shared.mine, way)
         self._channels, self.where = channels, None
         if copies is not None:
             staged = not channels.settings.exchange.gpu_direct
-            self.where = OnDevice(self.part.shown.device, copies, self.part.piece, staged)
+            self.where = OnDevice(self.part.shown.device, copies, staged)
         self.transport = shard_transport(self.part, self.where, self.rounded)
         self.means = self._means()
         self.mean = self.means.first  # of the exchange that was started last
         self._rests = False  # without memory, until it is anchored
-        self.packing = None if copies is None else self._fuse()  # how, where that is on a device
+        self._warm_up()
 
     def _means(self) -> "Means":
         """Return what takes this row's means, by the plan of now."""
@@ -169,7 +162,7 @@ class DeltaBuffer:
         settings, codec = channels.settings, codec_named(channels.settings.wires[0], dtype)
         plan = channels.plan(codec.nbytes(span.numel))
         ordered = partial(channels.ordered, rounded=self.rounded, where=self.where, plan=plan)
-        on_device = self.part.on_device
+        on_device = self.where is not None
         chunks = cut_row(
             plan, codec, self.span.numel, settings.exchange.chunk_bytes, on_device=on_device
         )
@@ -179,7 +172,7 @@ class DeltaBuffer:
             plan,
             {wire: ordered(codec_named(wire, dtype)) for wire in settings.wires},
             ordered(dense_codec(settings.wires[0], dtype)) if settings.sparse else None,
-            Cast(dtype, dtype) if settings.by_mpi else None,
+            exact_codec(dtype) if settings.by_mpi else None,
             chunks,
         )
 
@@ -190,27 +183,20 @@ class DeltaBuffer:
             self.means, self.mean = means, means.first
             self.rounded.clear()  # of other parts
 
-    def _fuse(self) -> str | None:
-        """Let kernels pack this row where it lies on a device and they are faster; say what does.
+    def _warm_up(self) -> None:
+        """Launch kernels of a device once in all ways that training will."""
+        if self.part.shown.is_cuda:
+            self.part.warm_up(self.means.codecs, self._spans, self._values)
 
-        They are launched once in all ways that training will.
-        """
-        row, part = self.shared.mine, self.part
-        if not row.is_cuda or row.dtype != torch.float32:
-            return None
-        choice = choose(row.device)
-        if choice.kernels is None:
-            return choice.told
-        part.fused = Fused(choice.kernels, lambda: self.views.starts(self.span))
-        codecs = self.means.codecs
-        try:
-            part.warm_up(
-                [one for one in codecs if part.fused.handles(one)], self._spans, self._gather
-            )
-        except Exception as error:  # as in `choose`
-            part.fused = None
-            return f"torch's operations (kernels do not start: {told(error)})"
-        return choice.told
+    @property
+    def packing(self) -> str | None:
+        """Which kernels encode this row where it lies on a device; None on the host."""
+        return None if self.where is None else describe_kernels(self.part.shown.device)
+
+    @property
+    def _values(self) -> FlatTensors:
+        """The parameters of this lane's part."""
+        return self.views.flat(self.span)
 
     @property
     def _spans(self) -> list[tuple[int, int]]:
@@ -224,7 +210,7 @@ class DeltaBuffer:
             Its squared norm; where ranks of a node hold parts, about that.
         """
         self._wake()
-        self._gather(0, self.span.numel, self.part.reference)
+        self.part.kernels.gather(self._values, 0, self.span.numel, self.part.reference)
         self.part.anchor()
         self.rounded.clear()
         norm = sum(float(flat_view(p).double().square().sum()) for p in self.views.params)
@@ -267,13 +253,12 @@ class DeltaBuffer:
     def encode(self, wire: str, *, dense: bool, keeps: bool) -> None:
         """Encode what the exchange that starts will carry."""
         codec = self._take_mean(wire, dense=dense)
-        self.transport.encode(codec, self._spans, self._gather, keeps=keeps)
+        self.transport.encode(codec, self._spans, self._values, keeps=keeps)
 
     def begin(self, wire: str, *, dense: bool) -> Callable[[], None]:
         """Return what encodes that while it crosses; only where the row `can_overlap`."""
         codec = self._take_mean(wire, dense=dense)
-        assert isinstance(self.transport, HostShard)
-        return self.transport.begin(codec, self._spans, self._gather, keeps=False)
+        return self.part.begin(codec, self._spans, self._values, keeps=False)
 
     def can_overlap(self, wire: str, *, dense: bool) -> bool:
         """Return whether what crosses may be encoded meanwhile: on the host, and finite.
@@ -281,10 +266,10 @@ class DeltaBuffer:
         A finite square tells also that parameters are so small that no difference overflows. Wires
         of fewer bits take more of a core than of a link: two threads took longer (int4 by 15 %).
         """
-        cast = isinstance(self._mean_of(wire, dense=dense).codec, Cast)
-        if not cast or not isinstance(self.transport, HostShard):
+        codec = self._mean_of(wire, dense=dense).codec
+        if codec.block > 1 or self.where is not None:
             return False
-        mine = [tensor for tensor, _ in self.views.starts(self.span)]
+        mine = self._values.tensors
         return all(one.dtype == self.part.dtype and one.dot(one).isfinite() for one in mine)
 
     def _mean_of(self, wire: str, *, dense: bool) -> DeterministicAllReduce:
@@ -302,18 +287,10 @@ class DeltaBuffer:
 
         Collective over the node; blocking.
         """
-        self.part.go_ahead(self._gather)
+        self.part.go_ahead(self._values)
         self._merge_shown(ADOPT)
-        self.transport.seal()
-
-    def _gather(self, start: int, stop: int, row: torch.Tensor) -> None:
-        """Copy parameters of this lane's part, from its element ``start`` to ``stop``."""
-        span = Span(self.span.start + start, self.span.start + stop)
-        pairs = list(self.views.pairs(span, row))
-        if len(pairs) == 1:
-            pairs[0][1].copy_(pairs[0][0])
-        elif pairs:
-            torch._foreach_copy_([there for _, there in pairs], [here for here, _ in pairs])
+        if isinstance(self.transport, DeviceShard):
+            self.transport.seal()
 
     def merge(self, rule: Merge) -> None:
         """Take in the new reference g.
@@ -324,16 +301,16 @@ class DeltaBuffer:
         """
         self.shared.wait_released()
         if rule == ADOPT:
-            self.part.settle(self._gather)
+            self.part.settle(self._values)
         self.part.show(rule)
         self._merge_shown(rule)
 
     def _merge_shown(self, rule: Merge) -> None:
         self.shared.publish()
         self.shared.wait()
-        with torch.no_grad():
-            for span, part in zip(self.spans, self.shared.parts, strict=True):
-                merge_pairs(list(self.views.pairs(span, part)), rule)
+        for span, part in zip(self.spans, self.shared.parts, strict=True):
+            values = self.views.flat(span)
+            self.part.kernels.merge(values, part, rule.pull, add=rule.since_send)
         self.shared.release()
 
     def turn_back(self) -> None:
@@ -369,7 +346,7 @@ class DeltaBuffer:
                 *(mean.comm, self.transport, chunks, weight, total, mean.crossing, mean.where)
             )
         copies = self.sharding.copies  # each tells of it
-        return Measured(nbytes, *(one / copies for one in (yield from self.transport.finish())))
+        return Measured(nbytes, *(one / copies for one in (yield from self.transport.conclude())))
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs; nothing may be under way."""

@@ -1,39 +1,36 @@
 """Where what crosses between nodes lies: with the part itself, or, of a part on a device, the host.
 
-All are a `daso.comm.reduction.ReduceBuffer` between `collect` and `finish`.
+All are a `daso.comm.reduction.ReduceBuffer` between `collect` and `conclude`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from daso.comm.allreduce.ordered import OnDevice
-from daso.comm.compression import Codec, Fields
 from daso.comm.device.staging import Arrived, DeviceStaging
 from daso.comm.engine import Work
 from daso.comm.reduction import ReduceBuffer, SendBuffer, Spans
-from daso.train.deltas.shard import DeltaShard, Gather
+from daso.kernels.codecs import Codec
+from daso.kernels.rows import FlatTensors, Mean
+from daso.train.deltas.shard import DeltaShard
 
-__all__ = ["DeviceShard", "HostShard", "PinnedShard", "ShardTransport", "shard_transport"]
+__all__ = ["DeviceShard", "PinnedShard", "ShardTransport", "shard_transport"]
 
 
 class ShardTransport(ReduceBuffer, Protocol):
     """A part on its way between nodes."""
 
-    def encode(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
+    def encode(self, codec: Codec, spans: Spans, values: FlatTensors, *, keeps: bool) -> None:
         """Encode what an exchange will carry; see `DeltaShard.encode`. Does not block."""
-        ...
-
-    def seal(self) -> None:
-        """Say that the part is left alone until the exchange is merged. Does not block."""
         ...
 
     def collect(self) -> Work[int | None]:
         """Return the first element that is not finite, if any, once what crosses is there."""
         ...
 
-    def finish(self) -> Work[tuple[float, float, float]]:
+    def conclude(self) -> Work[tuple[float, float, float]]:
         """Move the part by what was delivered; return what `DeltaShard.measured` says of it."""
         ...
 
@@ -43,43 +40,8 @@ def shard_transport(
 ) -> ShardTransport:
     """Return the way of a part between nodes."""
     if where is None:
-        return HostShard(part)
+        return part
     return (PinnedShard if where.staged else DeviceShard)(part, where.copies, kept)
-
-
-class HostShard:
-    """A part on the CPU, which is encoded and moved where it lies."""
-
-    def __init__(self, part: DeltaShard) -> None:
-        self.part, self.dtype = part, part.dtype
-        self.payloads, self.deliver = part.payloads, part.deliver
-        self.progress = part.progress
-        self._nonfinite: int | None = None
-
-    def encode(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
-        """Encode what an exchange will carry."""
-        self.part.encode(codec, spans, gather, keeps=keeps)
-        self._nonfinite = self.part.first_nonfinite(self.part.checks().tolist())
-
-    def begin(
-        self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool
-    ) -> Callable[[], None]:
-        """Return what encodes it while it crosses; see `DeltaShard.begin`."""
-        self._nonfinite = None
-        return self.part.begin(codec, spans, gather, keeps=keeps)
-
-    def seal(self) -> None:
-        """Do nothing: what was called is over."""
-
-    def collect(self) -> Work[int | None]:
-        """Return the first element that is not finite, if any."""
-        yield from ()
-        return self._nonfinite
-
-    def finish(self) -> Work[tuple[float, float, float]]:
-        """End the exchange."""
-        yield from ()
-        return self.part.measured(self.part.finish().tolist())
 
 
 class DeviceShard:
@@ -102,11 +64,11 @@ class DeviceShard:
         self._training: object = None  # what the training thread launches on
         self._before: list[Arrived] = []  # what must be over before anything crosses
 
-    def encode(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
+    def encode(self, codec: Codec, spans: Spans, values: FlatTensors, *, keeps: bool) -> None:
         """Encode what an exchange will carry; start a copy of what tells whether it is finite."""
         self._training = self._copies.here()
-        self.part.encode(codec, spans, gather, keeps=keeps)
-        self._checks, arrived = self._out(self.part.checks())
+        self.part.encode(codec, spans, values, keeps=keeps)
+        self._checks, arrived = self._out(self.part.checks)
         self._before = [arrived]
 
     def _out(self, row: torch.Tensor) -> tuple[torch.Tensor, Arrived]:
@@ -124,15 +86,15 @@ class DeviceShard:
         yield from self._before
         return self.part.first_nonfinite(self._checks.tolist())
 
-    def payloads(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:
+    def payloads(self, spans: Spans) -> Sequence[torch.Tensor]:
         """Return what was encoded of spans."""
-        return self.part.payloads(codec, spans)
+        return self.part.payloads(spans)
 
-    def deliver(self, start: int, stop: int, mean: torch.Tensor, sent: Fields) -> None:
+    def deliver(self, start: int, stop: int, mean: Mean, sent: torch.Tensor) -> None:
         """Move the part by the mean delta of elements ``start`` to ``stop``."""
         self.part.deliver(start, stop, mean, sent)
 
-    def finish(self) -> Work[tuple[float, float, float]]:
+    def conclude(self) -> Work[tuple[float, float, float]]:
         """End the exchange."""
         part, copies = self.part, self._copies
         with copies.beside():
@@ -157,15 +119,15 @@ class PinnedShard(DeviceShard):
         self._outbox = SendBuffer()  # on the host
         self._payloads = copies.memory(0)
 
-    def encode(self, codec: Codec, spans: Spans, gather: Gather, *, keeps: bool) -> None:
+    def encode(self, codec: Codec, spans: Spans, values: FlatTensors, *, keeps: bool) -> None:
         """Encode what an exchange will carry, and start copies of it to the host."""
-        super().encode(codec, spans, gather, keeps=keeps)
+        super().encode(codec, spans, values, keeps=keeps)
         sent = self.part.outbox.memory
         if self._payloads.numel() < sent.numel():
             self._payloads = self._copies.memory(sent.numel())
         self._outbox.open(codec, spans, self._payloads)
         self._before.append(self._copies.out(sent, self._outbox.memory))
 
-    def outgoing(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:  # noqa: ARG002
+    def outgoing(self, spans: Spans) -> Sequence[torch.Tensor]:
         """Return what was encoded of spans, on the host."""
         return self._outbox.payloads(spans)

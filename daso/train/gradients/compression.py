@@ -11,10 +11,12 @@ import torch
 
 from daso.comm.allreduce.direct import DeterministicAllReduce
 from daso.comm.allreduce.ordered import OnDevice
-from daso.comm.compression import PIECE, Cast, Codec, Fields, codec_named, encode_gradients, pieces
 from daso.comm.device.staging import Arrived, DeviceStaging
 from daso.comm.engine import Work
 from daso.comm.reduction import CPU, Chunks, SendBuffer, Spans
+from daso.kernels.choice import kernels_for
+from daso.kernels.codecs import Codec, codec_named, exact_codec
+from daso.kernels.rows import FlatTensors, Mean
 from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.layout import Span
 from daso.train.deltas.shard import message_numel
@@ -45,7 +47,6 @@ class CompressedSum:
             what crosses is exact.
         flags: Places in it of numbers that must cross as they are (flags,), int64, there too.
         outbox: Memory for what crosses, kept by the caller; None: of its own, on the host.
-        piece: Numbers that are encoded at a time, a multiple of `daso.comm.compression.PIECE`.
     """
 
     def __init__(
@@ -55,10 +56,10 @@ class CompressedSum:
         residual: torch.Tensor | None,
         flags: torch.Tensor,
         outbox: SendBuffer | None = None,
-        piece: int = PIECE,
     ) -> None:
         self.total, self.start, self.dtype = total, start, total.dtype
-        self._residual, self._flags, self._piece = residual, flags, piece
+        self._residual, self._flags = residual, flags
+        self._kernels = kernels_for(total.device)
         self.exact = total[flags]
         self._outbox = outbox or SendBuffer()
         self._leaving = self._outbox  # on the host
@@ -70,12 +71,15 @@ class CompressedSum:
             return
         # Beside them gradients would round to nothing.
         self.total.index_fill_(0, self._flags, 0)
-        payloads = self._outbox.open(codec, spans)
-        for (start, stop), payload in zip(spans, payloads, strict=True):
-            for a, b in pieces(stop - start, self._piece):
-                piece = slice(start - self.start + a, start - self.start + b)
-                fields = codec.fields(payload, stop - start, a, b)
-                encode_gradients(codec, self.total[piece], self._residual[piece], fields)
+        self._outbox.open(codec, spans)
+        self._kernels.encode(
+            codec,
+            FlatTensors([self.total]),
+            [(start - self.start, stop - self.start) for start, stop in spans],
+            self._outbox.memory,
+            residual=self._residual,
+            gradients=True,
+        )
 
     def leave(self, copies: DeviceStaging, memory: torch.Tensor | None) -> Work[None]:
         """Copy what MPI reads to the host, and wait until it is made."""
@@ -94,17 +98,18 @@ class CompressedSum:
         """Bytes that cross."""
         return self._outbox.memory.numel()
 
-    def payloads(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:  # noqa: ARG002
+    def payloads(self, spans: Spans) -> Sequence[torch.Tensor]:
         """Return what was encoded of spans."""
         return self._outbox.payloads(spans)
 
-    def outgoing(self, codec: Codec, spans: Spans) -> Sequence[torch.Tensor]:  # noqa: ARG002
+    def outgoing(self, spans: Spans) -> Sequence[torch.Tensor]:
         """Return what was encoded of spans, on the host."""
         return self._leaving.payloads(spans)
 
-    def deliver(self, start: int, stop: int, mean: torch.Tensor, sent: Fields) -> None:  # noqa: ARG002
+    def deliver(self, start: int, stop: int, mean: Mean, sent: torch.Tensor) -> None:  # noqa: ARG002
         """Write the mean in place."""
-        self.total[start - self.start : stop - self.start].copy_(mean)
+        row = self.total[start - self.start : stop - self.start]
+        self._kernels.reduce(mean, stop - start, row=row)
 
     def deliver_exact(self) -> None:
         """Write the numbers that crossed as they are."""
@@ -210,7 +215,7 @@ class GradientCompressor:
             self._residuals[key] = torch.zeros_like(total)
         residual = None if exact else self._residuals[key]
         # One after the other: the engine ends a mean before it begins the next.
-        source = CompressedSum(total, key[1], residual, places, self._outbox, means.adder.piece)
+        source = CompressedSum(total, key[1], residual, places, self._outbox)
         chunks = compressed_chunks(
             codec, self._chunk_bytes, key[1], total.numel(), plan, least=self._least
         )
@@ -227,7 +232,7 @@ class GradientCompressor:
         return self._places[key]
 
     def _codec(self, dtype: torch.dtype, *, exact: bool) -> Codec:
-        return Cast(dtype, dtype) if exact else codec_named(self.wire, dtype)
+        return exact_codec(dtype) if exact else codec_named(self.wire, dtype)
 
     def _exchange(
         self, codec: Codec, row: torch.dtype, plan: AllReducePlan, *, exact: bool

@@ -6,8 +6,8 @@ from functools import partial
 import torch
 
 from daso.comm.allreduce.runners import SequentialAllReduce
-from daso.comm.compression import Codec, codec_named
 from daso.comm.dtypes import accumulator
+from daso.kernels.codecs import Codec, codec_named
 from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.cost_model import choose_plan
 from daso.plan.layout import fit_buckets, flagged, last_layer

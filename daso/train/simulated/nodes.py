@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from daso.comm.allreduce.runners import SequentialAllReduce
-from daso.comm.compression import Codec, codec_named, dense_codec
 from daso.comm.dtypes import accumulator
+from daso.kernels.codecs import Codec, codec_named, dense_codec
+from daso.kernels.rows import FlatTensors
 from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.cost_model import choose_plan
 from daso.plan.header import Tally
@@ -38,9 +39,8 @@ from daso.plan.schedule import (
 from daso.plan.small_tensors import SMALL_WAIT
 from daso.plan.step_restoration import rate_of
 from daso.plan.wires import scale_to_model, tells_of_wire
-from daso.train.deltas.merging import merge_pairs
 from daso.train.deltas.outer import MakeOuter
-from daso.train.deltas.shard import DeltaShard, Gather, MergeOptions, cut_row
+from daso.train.deltas.shard import DeltaShard, MergeOptions, cut_row
 from daso.train.inner.step_restoration import make_step_restoration
 from daso.train.model.params import Named, Trained, flat_view
 from daso.train.simulated.gradients import SimulatedGradients
@@ -142,15 +142,10 @@ class Row:
         nodes = len(self.named)
         return SequentialAllReduce(codec, [1] * nodes, nodes, plan, self.rounded)
 
-    def _pairs(self, node: int, row: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        views = [flat_view(tensor) for _, tensor in self.named[node]]
-        return list(zip(views, torch.split(row, [view.numel() for view in views]), strict=True))
-
     def anchor(self) -> float:
         """Take the parameters, equal on all nodes, as the reference; return its squared norm."""
         for node, part in enumerate(self.parts):
-            for here, there in self._pairs(node, part.reference):
-                there.copy_(here)
+            part.kernels.gather(self._values(node), 0, part.reference.numel(), part.reference)
             part.anchor()
         for rounded in self.rounded:
             rounded.clear()
@@ -162,26 +157,25 @@ class Row:
         """Exchange deltas; return all nodes' bytes, and what each node's `DeltaShard` measured."""
         means = self.dense if dense and len(self.wired) == 1 else self.wired[wire]
         for node, part in enumerate(self.parts):
-            gather = self._gather(node)
-            part.encode(means.codec, self.spans, gather, keeps=keeps)
+            values = self._values(node)
+            part.encode(means.codec, self.spans, values, keeps=keeps)
             if ahead:
-                part.go_ahead(gather)
-                merge_pairs(self._pairs(node, part.shown), ADOPT)
+                part.go_ahead(values)
+                part.kernels.merge(values, part.shown, ADOPT.pull)
         nbytes = means.run(self.parts, self.chunks)
         return nbytes, [part.measured(part.finish().tolist()) for part in self.parts]
 
-    def _gather(self, node: int) -> Gather:
-        """Return what copies parameters of a node into a row."""
-        whole = torch.cat([flat_view(tensor).to(self.dtype) for _, tensor in self.named[node]])
-        return lambda start, stop, row: row.copy_(whole[start:stop])
+    def _values(self, node: int) -> FlatTensors:
+        """Return the parameters of a node."""
+        return FlatTensors([flat_view(tensor) for _, tensor in self.named[node]])
 
     def merge(self, rule: Merge) -> None:
         """Take in the new reference."""
         for node, part in enumerate(self.parts):
             if rule == ADOPT:
-                part.settle(self._gather(node))
+                part.settle(self._values(node))
             part.show(rule)
-            merge_pairs(self._pairs(node, part.shown), rule)
+            part.kernels.merge(self._values(node), part.shown, rule.pull, add=rule.since_send)
 
 
 class SimulatedNodes:

@@ -9,13 +9,13 @@ import inspect
 import pytest
 import torch
 from compare import compare
+from daso.train.deltas.kernel_choice import Choice
 from models import Odd, adamw, mlp, sgd
 from ranks import test_device
 from world import test_odd_moments, test_sync
 
 import daso
 from daso.train.deltas import buffer as rows
-from daso.train.deltas.kernel_choice import Choice
 from daso.train.deltas.shard import DeltaShard
 from pretended_cuda import LIBRARY
 

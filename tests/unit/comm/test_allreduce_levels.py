@@ -5,8 +5,9 @@ import torch
 
 from daso.comm.allreduce.levels import LevelledMean, Transfers
 from daso.comm.allreduce.runners import SequentialAllReduce, carry
-from daso.comm.compression import Cast, codec_named, dense_codec
 from daso.comm.reduction import Row, WeightedMean
+from daso.kernels.codecs import codec_named, dense_codec, exact_codec
+from daso.kernels.rows import FlatTensors
 from daso.plan.allreduce_plan import BLOCK, AllReducePlan, Level
 from daso.plan.cost_model import LinkCosts, allreduce_cost
 from daso.train.deltas.shard import DeltaShard, MergeOptions
@@ -66,7 +67,7 @@ def test_a_mean_is_the_sequential_one_bit_for_bit(plan, dtype, message):
     rows = [torch.randn(NUMEL, generator=generator).to(dtype) for _ in weights]
     found = [Row(row.clone()) for row in rows]
     chunks = plan.chunks(NUMEL, message)
-    codec = Cast(dtype, dtype)
+    codec = exact_codec(dtype)
     means = SequentialAllReduce(codec, weights, sum(weights), plan, [{} for _ in rows])
     means.run(found, chunks)
     for chunk in chunks:
@@ -131,7 +132,7 @@ def test_what_a_sparse_wire_holds_back_on_any_level_comes_with_a_dense_exchange(
     for codec in (codec_named("topk"), dense_codec("topk")):
         means = SequentialAllReduce(codec, [1] * plan.peers, plan.peers, plan, rounded)
         for part, row in zip(parts, there, strict=True):
-            part.encode(codec, spans, lambda a, b, out, row=row: out.copy_(row[a:b]), keeps=False)
+            part.encode(codec, spans, FlatTensors([row]), keeps=False)
         means.run(parts, chunks)
         for part in parts:
             part.finish()

@@ -20,7 +20,9 @@ NUMEL = st.one_of(
 KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ODD = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3e38, -70000.0, 65520.0, 1e-8, 1.0)
 CASES = {"max_examples": 150, "deadline": None, "derandomize": True}
-from hypothesis import Phase; CASES["phases"] = (Phase.generate,)
+from hypothesis import Phase
+
+CASES["phases"] = (Phase.generate,)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -32,7 +34,12 @@ def numbers(numel, seed, dtype, odd=0.0):
     """Numbers of many magnitudes; a share of them odd."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=generator, dtype=torch.float64)
-    values *= 10 ** torch.randint(-6, 3, (max(1, -(-numel // 50)),), generator=generator).double().repeat_interleave(50)[:numel]
+    values *= (
+        10
+        ** torch.randint(-6, 3, (max(1, -(-numel // 50)),), generator=generator)
+        .double()
+        .repeat_interleave(50)[:numel]
+    )
     where = torch.rand(numel, generator=generator) < odd
     some = torch.tensor(ODD, dtype=torch.float64)
     values[where] = some[torch.randint(0, len(ODD), (int(where.sum()),), generator=generator)]
@@ -88,7 +95,9 @@ def test_encode(native, wire, dtype, numel, pieces, kinds, sizes, rows, gradient
         rows = {"residual"}
     results = []
     for kernels in (torch_kernels, native):
-        given_rows = {name: numbers(numel, seed + 1 + at, dtype) for at, name in enumerate(sorted(rows))}
+        given_rows = {
+            name: numbers(numel, seed + 1 + at, dtype) for at, name in enumerate(sorted(rows))
+        }
         payload = torch.full((sum(codec.nbytes(b - a) for a, b in spans),), 171, dtype=torch.uint8)
         first = torch.full((), NOWHERE, dtype=torch.int64)
         distance = torch.zeros((), dtype=torch.float64)

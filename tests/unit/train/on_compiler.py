@@ -6,10 +6,10 @@ import re
 import pytest
 import torch
 import triton
+from daso.comm.compression import codec_named
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from daso.comm.compression import codec_named
 from daso.comm.device import triton_kernels as kernels
 
 WIRES = ("fp32", "bf16", "fp16")

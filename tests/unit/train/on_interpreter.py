@@ -7,12 +7,12 @@ import itertools
 
 import pytest
 import torch
+from daso.comm.compression import codec_named
+from daso.train.deltas.fused import Fused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daso.comm.compression import codec_named
 from daso.plan.layout import split
-from daso.train.deltas.fused import Fused
 from daso.train.deltas.shard import DeltaShard, MergeOptions
 
 WIRES = ("fp32", "bf16", "fp16")

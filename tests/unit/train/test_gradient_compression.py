@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from daso.comm.compression import codec_named
 from daso.comm.reduction import WeightedMean, in_process
+from daso.kernels.codecs import codec_named
 from daso.plan.allreduce_plan import direct_plan
 from daso.train.gradients.compression import CompressedSum, compressed_chunks
 

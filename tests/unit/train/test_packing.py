@@ -5,11 +5,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from daso.comm.compression import EVEN
+from daso.train.deltas.kernel_choice import views
 
 import daso.comm
-from daso.comm.compression import EVEN
 from daso.train.deltas import kernel_choice as packing
-from daso.train.deltas.kernel_choice import views
 
 CPU = torch.device("cpu")
 

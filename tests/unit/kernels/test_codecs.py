@@ -1,31 +1,39 @@
+"""Payloads of every wire: their size, what they round, and what each kernel makes of them."""
+
 import math
 from typing import get_args
 
 import pytest
 import torch
 
-from daso.comm.compression import PIECE, TopK, codec_named, pieces
+from daso.kernels import torch_kernels
+from daso.kernels.choice import kernels_for
+from daso.kernels.codecs import codec_named
+from daso.kernels.rows import NOWHERE, FlatTensors, Mean
 from daso.plan.options import Wire
 from daso.plan.wires import BITS
 
 WIRES = [wire for wire in get_args(Wire) if wire != "auto"]
-
 SIZES = [0, 1, 2, 127, 128, 129, 1000, 4097]
+CPU = torch.device("cpu")
 
 
-def whole(codec, payload, numel):
-    return codec.fields(payload, numel, 0, numel)
+def encoded(codec, values, room=None):
+    payload = torch.full((codec.nbytes(values.numel()),), 255, dtype=torch.uint8)
+    payload = payload if room is None else room
+    kernels_for(CPU).encode(codec, FlatTensors([values]), [(0, values.numel())], payload)
+    return payload
+
+
+def decoded(codec, payload, numel):
+    out = torch.full((numel,), 9.0, dtype=codec.row)
+    kernels_for(CPU).reduce(Mean(codec, [payload]), numel, row=out)
+    return out
 
 
 def through(wire: str, values: torch.Tensor) -> torch.Tensor:
     codec = codec_named(wire, values.dtype)
-    payload = torch.full((codec.nbytes(values.numel()),), 255, dtype=torch.uint8)
-    out, numel = torch.full_like(values, 9.0), values.numel()
-    for start, stop in pieces(numel):
-        fields = codec.fields(payload, numel, start, stop)
-        codec.encode(values[start:stop].clone(), fields)
-        codec.decode(fields, out[start:stop])
-    return out
+    return decoded(codec, encoded(codec, values), values.numel())
 
 
 @pytest.mark.parametrize("numel", SIZES)
@@ -53,19 +61,26 @@ def test_numbers_become_the_nearest_that_a_wire_has(wire, largest):
     assert through(wire, values).tolist() == [largest, 1, -1, 1, -1, 6, -6, 0]
 
 
-@pytest.mark.parametrize("numel", [PIECE - 1, PIECE, PIECE + 1, 3 * PIECE, 3 * PIECE + 4097])
+@pytest.mark.parametrize("start", [0, 4096, 3 * 4096])
 @pytest.mark.parametrize("wire", WIRES)
-def test_piece_by_piece_gives_the_bytes_of_the_whole(wire, numel):
+def test_a_part_that_starts_at_a_block_is_a_slice_of_the_payload(wire, start):
+    codec, values = codec_named(wire), torch.randn(3 * 4096 + 77)
+    whole = encoded(codec, values)
+    for stop in {values.numel(), max(start, 2 * 4096)}:
+        alone, part = encoded(codec, values[start:stop]), codec.part(whole, start, stop)
+        assert torch.equal(alone[: part.numel()], part)
+        assert alone.numel() - part.numel() < 4
+
+
+@pytest.mark.parametrize("numel", [2**16 - 1, 2**16, 2**16 + 1, 3 * 2**16 + 4097])
+@pytest.mark.parametrize("wire", WIRES)
+def test_long_rows_have_the_bytes_of_torch(wire, numel):
+    """Torch's operations go piece by piece."""
     torch.manual_seed(numel)
     codec, values = codec_named(wire), torch.randn(numel)
-    once, piecewise = (torch.full((codec.nbytes(numel),), 255, dtype=torch.uint8) for _ in "12")
-    codec.encode(values.clone(), whole(codec, once, numel))
-    for start, stop in pieces(numel):
-        codec.encode(values[start:stop].clone(), codec.fields(piecewise, numel, start, stop))
-    assert torch.equal(once, piecewise)
-    out = torch.empty(numel)
-    codec.decode(whole(codec, once, numel), out)
-    assert torch.equal(out, through(wire, values))
+    payload = torch.empty(codec.nbytes(numel), dtype=torch.uint8)
+    torch_kernels.encode(codec, FlatTensors([values]), [(0, numel)], payload)
+    assert torch.equal(encoded(codec, values), payload)
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -142,43 +157,30 @@ def test_topk_sends_exactly_the_largest_of_each_block_in_bf16_and_zeros_elsewher
     assert torch.equal(sent, largest(values))
 
 
-@pytest.mark.parametrize(("block", "part"), [(4, 2), (64, 64), (100, 7), (2**15, 1000), (8, 1)])
-@pytest.mark.parametrize("numel", [0, 1, 3, 64, 65, 200, 40_000])
-def test_topk_of_any_block_and_part_does_the_same(block, part, numel):
-    values, codec = distinct(numel, torch.float32), TopK(block, part)
-    payload, out = torch.zeros(codec.nbytes(numel), dtype=torch.uint8), torch.empty(numel)
-    codec.encode(values, whole(codec, payload, numel))
-    codec.decode(whole(codec, payload, numel), out)
-    assert torch.equal(out, largest(values, block, part))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("numel", [*LENGTHS, *range(2, 300, 37)])
 def test_topk_writes_every_byte_that_it_says_and_none_beyond(numel, dtype):
-    codec, values = TopK(), distinct(numel, dtype)
+    codec, values = codec_named("topk", dtype), distinct(numel, dtype)
     nbytes = codec.nbytes(numel)
     blocks, rest = divmod(numel, 4096)
     assert nbytes == 4 * (64 * blocks + math.ceil(rest / 64))
-    assert nbytes % 4 == 0
 
     def written(fill):
         room = torch.full((nbytes + 8,), fill, dtype=torch.uint8)
-        codec.encode(values, whole(codec, room[:nbytes], numel))
+        encoded(codec, values, room[:nbytes])
         assert bool((room[nbytes:] == fill).all())
         return room[:nbytes]
 
-    once, again, out = written(0), written(255), torch.empty_like(values)
-    codec.decode(whole(codec, again, numel), out)
+    once, again = written(0), written(255)
     assert torch.equal(once, again)  # whatever was there before
-    assert torch.equal(out, largest(values))
+    assert torch.equal(decoded(codec, again, numel), largest(values))
 
 
-@pytest.mark.parametrize("numel", LENGTHS)
-def test_topk_leaves_the_row_that_it_sends_alone(numel):
-    values = distinct(numel, torch.float32)
+@pytest.mark.parametrize("wire", WIRES)
+def test_the_row_that_is_sent_is_left_alone(wire):
+    values = distinct(12345, torch.float32)
     kept = values.clone()
-    payload = torch.empty(TopK().nbytes(numel), dtype=torch.uint8)
-    TopK().encode(values, whole(TopK(), payload, numel))
+    encoded(codec_named(wire), values)
     assert torch.equal(values, kept)
 
 
@@ -196,3 +198,31 @@ def test_topk_sends_blocks_apart_so_that_a_block_of_small_numbers_is_not_forgott
 @pytest.mark.parametrize("wire", BITS)
 def test_what_a_wire_is_chosen_by_is_what_its_codec_takes(wire):
     assert codec_named(wire).nbytes(1 << 20) * 8 / (1 << 20) == pytest.approx(BITS[wire], rel=1e-3)
+
+
+# --- numbers that are not finite ---------------------------------------------------------------
+
+
+def check_first_nonfinite(device):
+    generator = torch.Generator().manual_seed(0)
+    codec, wrong = codec_named("fp32"), (float("nan"), float("inf"), float("-inf"))
+
+    def below(limit):
+        return int(torch.randint(limit, (1,), generator=generator))
+
+    for turn in range(300):
+        numel = 1 + below(3000)
+        values = torch.randn(numel, generator=generator)
+        values *= 1e35 if turn % 5 == 0 else 1  # their sum is not finite
+        for _ in range(below(4)):
+            values[below(numel)] = wrong[below(3)]
+        places = (~values.isfinite()).nonzero().flatten().tolist()
+        first = torch.full((1,), NOWHERE, dtype=torch.int64, device=device)
+        payload = torch.empty(codec.nbytes(numel), dtype=torch.uint8, device=device)
+        there = FlatTensors([values.to(device)])
+        kernels_for(device).encode(codec, there, [(0, numel)], payload, first=first)
+        assert first.item() == (places[0] if places else NOWHERE)
+
+
+def test_the_first_number_that_is_not_finite_is_found():
+    check_first_nonfinite(CPU)
