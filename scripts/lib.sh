@@ -30,6 +30,16 @@ pinned() {
   esac
 }
 
+# kernels_are_old: whether the C kernels were built from other sources, or never.
+kernels_are_old() {
+  local source folder=daso/kernels
+  for source in native.c native_rows.h build.py; do
+    # The log is written by each build, also by one that fails.
+    if [ "$folder/$source" -nt "$folder/native.log" ]; then return 0; fi
+  done
+  return 1
+}
+
 # in_venv EXTRAS: make .venv where needed, install the package with these extras, activate it.
 in_venv() {
   local extras="$1" stamp=".venv/installed-${1//,/-}" python more=()
@@ -41,7 +51,8 @@ in_venv() {
   fi
   # shellcheck disable=SC1091
   . .venv/bin/activate
-  if [ ! -e "$stamp" ] || [ setup.cfg -nt "$stamp" ] || ! pinned | cmp -s - .venv/constraints.txt; then
+  if [ ! -e "$stamp" ] || [ setup.cfg -nt "$stamp" ] || [ setup.py -nt "$stamp" ] ||
+    ! pinned | cmp -s - .venv/constraints.txt; then
     say "installing daso[$extras] (about a minute)"
     if [ "${DASO_TORCH:-}" = newest ]; then more=(--upgrade torch); fi
     pinned >.venv/constraints.new
@@ -49,6 +60,10 @@ in_venv() {
       --editable ".[$extras]" "${more[@]}" || die "installing failed; the lines above say why"
     mv .venv/constraints.new .venv/constraints.txt
     touch "$stamp"
+  fi
+  if kernels_are_old; then
+    say "building the C kernels (some seconds)"
+    python -m daso.kernels.build >&2 || true  # it says what is used instead
   fi
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 }

@@ -20,8 +20,9 @@ from daso.comm.topology import Topology
 from daso.comm.world import init
 from daso.environment import find_mpirun, read_launch
 from daso.errors import DasoError, told
+from daso.kernels.build import FOLDER, LOG
+from daso.kernels.choice import describe_kernels
 from daso.slurm.slurm_commands import is_there
-from daso.train.deltas.kernel_choice import choose
 
 __all__ = ["examine", "render"]
 
@@ -35,11 +36,15 @@ def examine() -> dict[str, Any]:
     """
     problems: list[str] = []
     mpi = _mpi(problems)
+    launcher = _launcher(problems, library=mpi["library"] is not None)
+    topology = _join(problems) if mpi["library"] is not None else None
+    kernels = _kernels(topology, problems)
     return {
         "mpi": mpi,
-        "launcher": _launcher(problems, library=mpi["library"] is not None),
-        "nodes": _nodes(problems) if mpi["library"] is not None else {},
+        "launcher": launcher,
+        "nodes": _nodes(topology, problems) if topology is not None else {},
         "torch": _torch(),
+        "kernels": kernels,
         "nccl": _nccl(),
         "chosen": _chosen(),
         "problems": problems,
@@ -117,17 +122,21 @@ def _outside_mpi(env: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in env.items() if not k.startswith(("PMI", "PMIX", "OMPI_", "PRTE_"))}
 
 
-def _nodes(problems: list[str]) -> dict[str, Any]:
+def _join(problems: list[str]) -> Topology | None:
+    """Return the topology of the world, or None. Collective over the world; blocking."""
     try:
-        topology = init()
+        return init()
     except DasoError as error:
         problems += [str(error)] if str(error) not in problems else []
-        return {}
+        return None
+
+
+def _nodes(topology: Topology, problems: list[str]) -> dict[str, Any]:
+    """Describe the nodes, and make `problems` those of all ranks. Collective; blocking."""
     rank_info, device = topology.rank_info, topology.device
     average = _average(topology, device, problems)
     if average == "NCCL" and (problem := nccl_problem()):
         problems.append(problem)
-    packing = _packing(device, problems)
     problems[:] = _everyones(topology, problems)
     return {
         "world": rank_info.world_size,
@@ -137,7 +146,6 @@ def _nodes(problems: list[str]) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "device": str(device),
         "node_average": average,
-        **packing,
     }
 
 
@@ -153,15 +161,41 @@ def _everyones(topology: Topology, problems: list[str]) -> list[str]:
     return [*told[0], *others]
 
 
-def _packing(device: torch.device, problems: list[str]) -> dict[str, str]:
-    """Return what packs rows on a device, which is tried there."""
-    if device.type == "cpu":
-        return {}
+def _kernels(topology: Topology | None, problems: list[str]) -> dict[str, str]:
+    """Return the kernels of each device that this rank computes on, which are tried there."""
+    kernels = {}
+    for device in dict.fromkeys([torch.device("cpu"), _device(topology)]):
+        try:
+            torch.zeros(1, device=device)
+        except Exception as error:  # a device that others have for themselves, or that is full
+            problems.append(
+                f"{device} must be free to compute on, but {told(error)}; see nvidia-smi"
+            )
+            continue
+        try:
+            kernels[str(device)] = describe_kernels(device)
+        except DasoError as error:
+            problems += [str(error)] if str(error) not in problems else []
+    if compiler := _compiler_error():
+        kernels["compiler"] = compiler
+    return kernels
+
+
+def _device(topology: Topology | None) -> torch.device:
+    """Return the device of this rank; without MPI, the one that a single rank would have."""
+    if topology is not None:
+        return topology.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _compiler_error() -> str | None:
+    """Return the last error of the compiler of C kernels, or None."""
     try:
-        return {"packing": choose(device).told}
-    except Exception as error:  # a device that others have for themselves, or that is full
-        problems.append(f"{device} must be free to compute on, but {told(error)}; see nvidia-smi")
-        return {}
+        lines = (FOLDER / LOG).read_text("utf-8").splitlines()
+    except OSError:
+        return None
+    errors = [line for line in lines if "error" in line.lower()]
+    return next(reversed(errors or lines), None)
 
 
 def _average(topology: Topology, device: torch.device, problems: list[str]) -> str:

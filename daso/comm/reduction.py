@@ -20,7 +20,6 @@ __all__ = [
     "BufferPool",
     "Chunks",
     "EncodeProgress",
-    "OverlappedBuffer",
     "ReduceBuffer",
     "Row",
     "SendBuffer",
@@ -50,6 +49,11 @@ class ReduceBuffer(Protocol):
         """The type of its numbers."""
         ...
 
+    @property
+    def progress(self) -> "EncodeProgress | None":
+        """How far it is encoded, where later chunks may be while earlier ones are sent."""
+        ...
+
     def payloads(self, spans: Spans) -> Sequence[torch.Tensor]:
         """Return the encoded payload (bytes) of each span; it stays until delivered."""
         ...
@@ -65,16 +69,6 @@ class StagedBuffer(ReduceBuffer, Protocol):
 
     def outgoing(self, spans: Spans) -> Sequence[torch.Tensor]:
         """Return what `payloads` does, on the host."""
-        ...
-
-
-@runtime_checkable
-class OverlappedBuffer(ReduceBuffer, Protocol):
-    """A row whose later chunks may be encoded while earlier ones are sent."""
-
-    @property
-    def progress(self) -> "EncodeProgress":
-        """How far it is encoded."""
         ...
 
 
@@ -115,6 +109,7 @@ class Row:
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
         self.dtype = flat.dtype
+        self.progress = None
 
     def payloads(self, spans: Spans) -> Sequence[torch.Tensor]:
         """Return each span's raw bytes."""

@@ -46,7 +46,7 @@ def library_name(variant: str) -> str:
 
 
 def digest(folder: Path = FOLDER) -> int:
-    """Return 64 bits that tell these sources, and flags, from others."""
+    """Return 64 bits that identify the sources and the flags of the compiler."""
     content = b"".join((folder / name).read_bytes() for name in SOURCES)
     content += repr((FLAGS, INSTRUCTIONS)).encode()
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")

@@ -8,7 +8,7 @@ import torch
 from daso.environment import kernels_name
 from daso.errors import ConfigError, told
 from daso.kernels import torch_kernels
-from daso.kernels.native import Refused, load_native
+from daso.kernels.native import KernelError, load_native
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from daso.kernels.codecs import Codec
     from daso.kernels.rows import FlatTensors, Mean, ShardRows
 
-__all__ = ["Kernels", "describe_kernels", "kernels_for"]
+__all__ = ["Kernels", "describe_kernels", "kernels_for", "slow_kernels"]
 
 
 class Kernels(Protocol):
@@ -89,7 +89,7 @@ class Kernels(Protocol):
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """Return the kernels for rows on a device; DASO_KERNELS decides where it is set.
+    """Return the kernels for rows on a device: C or Triton, or those that DASO_KERNELS names.
 
     Raises:
         ConfigError: Those that DASO_KERNELS names do not run here.
@@ -102,25 +102,29 @@ def describe_kernels(device: torch.device) -> str:
     return _choose(device.type, kernels_name())[1]
 
 
+def slow_kernels(device: torch.device) -> str:
+    """Return which kernels compute where better ones should, and why; nothing where these do."""
+    line = describe_kernels(device)
+    return line if line.startswith(torch_kernels.NAME) and not kernels_name() else ""
+
+
 @cache
 def _choose(device: str, name: str) -> tuple[Kernels, str]:
     """Return kernels, and a line that says which."""
     fallback = cast("Kernels", torch_kernels)
     if name == "torch":
         return fallback, f"{fallback.NAME} (DASO_KERNELS=torch)"
-    wanted = name or ("triton" if device == "cuda" else "native")
+    wanted = "triton" if device == "cuda" else "native"
     try:
         if wanted == "native":
-            if device == "cuda":
-                raise Refused("C kernels do not run on a GPU")
             native = load_native()
             return native, native.NAME
         from daso.kernels import triton_kernels
 
         triton_kernels.check(torch.device(device))
     except Exception as error:  # Triton needs a C compiler, Python's headers, a folder to write to
-        why = str(error) if isinstance(error, Refused) else told(error)
-        if name:
+        why = str(error) if isinstance(error, KernelError) else told(error)
+        if name == wanted:  # a name of kernels for other devices says nothing of these
             raise ConfigError(
                 f"DASO_KERNELS must name kernels that run here, but {name!r} does not: {why}; "
                 f"unset it or set it to torch"

@@ -10,15 +10,16 @@
 
 #include <stdint.h>
 #include <string.h>
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
 
 #ifndef DASO_SOURCE
 #define DASO_SOURCE 0
 #endif
 
+/* Payloads and rows start at any byte. */
 typedef uint16_t u16 __attribute__((aligned(1), may_alias));
-typedef uint32_t u32 __attribute__((may_alias));
-typedef uint64_t u64 __attribute__((may_alias));
-/* Payloads start at any byte. */
 typedef float f32 __attribute__((aligned(1), may_alias));
 typedef double f64 __attribute__((aligned(1), may_alias));
 
@@ -37,6 +38,9 @@ static const uint16_t NAN16 = 0x7FC0, NAN_HALF = 0x7E00;
 static const uint32_t INF32 = 0x7F800000, NAN32 = 0x7FC00000;
 static const float SMALLEST = 1.17549435e-38f;     /* normal fp32 number */
 static const float LARGEST_BF16 = 3.38953139e38f, LARGEST_FP32 = 3.40282347e38f;
+
+/* gcc unrolls a loop of 16 turns before it would vectorize it, and then no longer does. */
+#define ROLLED _Pragma("GCC unroll 1")
 
 static inline uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
 static inline float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
@@ -73,6 +77,41 @@ static inline float from_fp16(uint16_t h)
     float denormal = float_of(a + 0x38800000) - float_of(0x38800000);
     uint32_t u = a < 0x00800000 ? bits_of(denormal) : a >= 0x0F800000 ? special : normal;
     return float_of(u | sign);
+}
+
+/* The tensor that holds a number, from a guess on. */
+static inline int64_t seek(int64_t at, int64_t segment, const int64_t *ends)
+{
+    while (segment > 0 && ends[segment - 1] > at) segment--;
+    while (ends[segment] <= at) segment++;
+    return segment;
+}
+
+static void to_fp16s(const float *restrict from, int64_t n, u16 *restrict to)
+{
+    int64_t i = 0;
+#ifdef __F16C__
+    const __m128i infinity = _mm_set1_epi16(0x7C00), nan = _mm_set1_epi16(NAN_HALF);
+    for (; i + 8 <= n; i += 8) {
+        __m128i h = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
+        __m128i a = _mm_and_si128(h, _mm_set1_epi16(0x7FFF));
+        h = _mm_blendv_epi8(h, nan, _mm_cmpgt_epi16(a, infinity));
+        _mm_storeu_si128((__m128i *)(to + i), h);
+    }
+#endif
+    for (; i < n; i++) to[i] = to_fp16(from[i]);
+}
+
+static void from_fp16s(const u16 *restrict from, int64_t n, f32 *restrict to)
+{
+    int64_t i = 0;
+#ifdef __F16C__
+    for (; i + 8 <= n; i += 8) {
+        __m128i h = _mm_loadu_si128((const __m128i *)(from + i));
+        _mm256_storeu_ps((float *)(to + i), _mm256_cvtph_ps(h));
+    }
+#endif
+    for (; i < n; i++) to[i] = from_fp16(from[i]);
 }
 
 #define ROW float

@@ -17,7 +17,7 @@ from daso.kernels.build import FOLDER, VARIANTS, digest, library_name
 from daso.kernels.codecs import Codec
 from daso.kernels.rows import KINDS, FlatTensors, Mean, ShardRows
 
-__all__ = ["NativeKernels", "Refused", "load_native", "supported_variants"]
+__all__ = ["NativeKernels", "KernelError", "load_native", "supported_variants"]
 
 WIRES = {
     name: at for at, name in enumerate(("fp32", "bf16", "fp16", "int8", "int4", "topk", "fp64"))
@@ -50,7 +50,7 @@ Function = Callable[..., None]
 TYPES = {torch.float32: "fp32", torch.float64: "fp64"}
 
 
-class Refused(Exception):
+class KernelError(Exception):
     """A library that is not used; its text says why."""
 
 
@@ -80,21 +80,23 @@ def load_native(variant: str | None = None, folder: Path = FOLDER) -> "NativeKer
     """Return the kernels of a variant; None: the best that this processor has.
 
     Raises:
-        Refused: There is no library, or it is not this version's, or it does not load.
+        KernelError: There is no library, or it is not this version's, or it does not load.
     """
     names = supported_variants() if variant is None else [variant]
     there = [name for name in names if (folder / library_name(name)).exists()]
     if not there:
-        raise Refused("no library was built; run python -m daso.kernels.build, with a C compiler")
+        raise KernelError("no library was built; run python -m daso.kernels.build, with a C compiler")
     path = folder / library_name(there[0])
     try:
         library = ctypes.CDLL(str(path))
         source = library.daso_source
     except (OSError, AttributeError) as error:
-        raise Refused(f"{path.name} does not load ({error}); build it again") from error
+        raise KernelError(
+            f"{path.name} does not load ({error}); run python -m daso.kernels.build"
+        ) from error
     source.restype, source.argtypes = ctypes.c_uint64, ()
     if source() != digest():
-        raise Refused(
+        raise KernelError(
             f"{path.name} was built from another native.c; run python -m daso.kernels.build"
         )
     return NativeKernels(library, there[0])

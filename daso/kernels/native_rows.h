@@ -20,7 +20,7 @@ static inline int32_t NAME(nearest)(ROW x)
 
 /* --- tensors of any type ---------------------------------------------------------------------- */
 
-static void NAME(load)(int kind, const char *from, int64_t n, ROW *restrict to)
+static void NAME(load)(int kind, const char *from, int64_t n, ANY *restrict to)
 {
     if (kind == OF_FP32) {
         const f32 *x = (const f32 *)from;
@@ -31,6 +31,8 @@ static void NAME(load)(int kind, const char *from, int64_t n, ROW *restrict to)
     } else if (kind == OF_BF16) {
         const u16 *x = (const u16 *)from;
         for (int64_t i = 0; i < n; i++) to[i] = (ROW)from_bf16(x[i]);
+    } else if (!WIDE) {
+        from_fp16s((const u16 *)from, n, (f32 *)to);
     } else {
         const u16 *x = (const u16 *)from;
         for (int64_t i = 0; i < n; i++) to[i] = (ROW)from_fp16(x[i]);
@@ -48,6 +50,8 @@ static void NAME(store)(int kind, const ROW *restrict from, int64_t n, char *to)
     } else if (kind == OF_BF16) {
         u16 *x = (u16 *)to;
         for (int64_t i = 0; i < n; i++) x[i] = to_bf16((float)from[i]);
+    } else if (!WIDE) {
+        to_fp16s((const float *)from, n, (u16 *)to);
     } else {
         u16 *x = (u16 *)to;
         for (int64_t i = 0; i < n; i++) x[i] = to_fp16((float)from[i]);
@@ -100,7 +104,7 @@ static inline ROW NAME(bounded)(ROW x, int steps)
 
 static void NAME(encode_int8)(const ROW *restrict v, int64_t n, uint8_t *restrict out)
 {
-    enum { BLOCKS = MOST / BLOCK8 };
+    enum { BLOCKS = TILE / BLOCK8 };
     WORD largest[BLOCKS]; float scales[BLOCKS]; ROW inverses[BLOCKS]; int32_t masks[BLOCKS];
     const int blocks = (int)(n / BLOCK8);
     for (int b = 0; b < blocks; b++) {
@@ -125,8 +129,9 @@ static void NAME(encode_int8)(const ROW *restrict v, int64_t n, uint8_t *restric
 
 static void NAME(encode_int4)(const ROW *restrict v, int64_t n, uint8_t *restrict out)
 {
-    enum { BLOCKS = MOST / BLOCK4, HALF = BLOCK4 / 2 };
+    enum { BLOCKS = TILE / BLOCK4, HALF = BLOCK4 / 2 };
     WORD largest[BLOCKS]; float scales[BLOCKS]; ROW inverses[BLOCKS]; int32_t masks[BLOCKS];
+    uint8_t codes[TILE];
     const int blocks = (int)(n / BLOCK4);
     for (int b = 0; b < blocks; b++) {
         SIGNED m = 0;
@@ -139,16 +144,18 @@ static void NAME(encode_int4)(const ROW *restrict v, int64_t n, uint8_t *restric
     NAME(scale)(largest, blocks, 7, 1, scales, inverses, masks);
     for (int b = 0; b < blocks; b++) {
         const ROW *restrict x = v + b * BLOCK4;
+        uint8_t *restrict to = codes + b * BLOCK4;
         const ROW inverse = inverses[b];
         const int32_t mask = masks[b];
+        for (int i = 0; i < BLOCK4; i++)
+            to[i] = (uint8_t)((NAME(nearest)(NAME(bounded)(x[i] * inverse, 7)) & mask) + 8);
+    }
+    for (int b = 0; b < blocks; b++) {
+        const uint8_t *restrict from = codes + b * BLOCK4;
         uint8_t *restrict to = out + b * BYTES4;
         uint16_t h = (uint16_t)(bits_of(scales[b]) >> 16);
         memcpy(to, &h, 2);
-        for (int i = 0; i < HALF; i++) {
-            int32_t low = NAME(nearest)(NAME(bounded)(x[i] * inverse, 7)) & mask;
-            int32_t high = NAME(nearest)(NAME(bounded)(x[i + HALF] * inverse, 7)) & mask;
-            to[2 + i] = (uint8_t)((low + 8) | ((high + 8) << 4));
-        }
+        for (int i = 0; i < HALF; i++) to[2 + i] = (uint8_t)(from[i] | (from[i + HALF] << 4));
     }
 }
 
@@ -166,16 +173,22 @@ static void NAME(decode_int8)(const uint8_t *restrict in, int64_t blocks, ROW *r
 static void NAME(decode_int4)(const uint8_t *restrict in, int64_t blocks, ROW *restrict out)
 {
     enum { HALF = BLOCK4 / 2 };
+    int8_t codes[TILE];
+    ROW scales[TILE / BLOCK4];
     for (int64_t b = 0; b < blocks; b++) {
         const uint8_t *restrict from = in + b * BYTES4;
+        int8_t *restrict to = codes + b * BLOCK4;
         uint16_t h; memcpy(&h, from, 2);
-        const ROW scale = (ROW)from_bf16(h);
-        ROW *restrict to = out + b * BLOCK4;
+        scales[b] = (ROW)from_bf16(h);
+        ROLLED
         for (int i = 0; i < HALF; i++) {
-            to[i] = (ROW)((int32_t)(from[2 + i] & 15) - 8) * scale;
-            to[i + HALF] = (ROW)((int32_t)(from[2 + i] >> 4) - 8) * scale;
+            to[i] = (int8_t)((from[2 + i] & 15) - 8);
+            to[i + HALF] = (int8_t)((from[2 + i] >> 4) - 8);
         }
     }
+    for (int64_t b = 0; b < blocks; b++)
+        for (int i = 0; i < BLOCK4; i++)
+            out[b * BLOCK4 + i] = (ROW)codes[b * BLOCK4 + i] * scales[b];
 }
 
 /* The largest magnitudes of one block, of equal ones the first, in their order. */
@@ -224,11 +237,12 @@ static void NAME(encode_tile)(int wire, const ROW *restrict v, int64_t n, uint8_
     case FP64: NAME(store)(OF_FP64, v, n, (char *)out); break;
     case BF16: NAME(store)(OF_BF16, v, n, (char *)out); break;
     case FP16: {
-        u16 *x = (u16 *)out;
-        for (int64_t i = 0; i < n; i++) {   /* what is beyond its range stays in the residual */
+        ROW bounded[TILE];   /* the residual keeps what exceeds the range */
+        for (int64_t i = 0; i < n; i++) {
             ROW a = v[i] > (ROW)65504 ? (ROW)65504 : v[i];
-            x[i] = to_fp16((float)(a < (ROW)-65504 ? (ROW)-65504 : a));
+            bounded[i] = a < (ROW)-65504 ? (ROW)-65504 : a;
         }
+        NAME(store)(OF_FP16, bounded, n, (char *)out);
         break;
     }
     case INT8: case INT4: {
@@ -255,10 +269,10 @@ static void NAME(decode_tile)(int wire, const uint8_t *in, int64_t n, ROW *restr
 {
     int64_t rest;
     switch (wire) {
-    case FP32: NAME(load)(OF_FP32, (const char *)in, n, out); break;
-    case FP64: NAME(load)(OF_FP64, (const char *)in, n, out); break;
-    case BF16: NAME(load)(OF_BF16, (const char *)in, n, out); break;
-    case FP16: NAME(load)(OF_FP16, (const char *)in, n, out); break;
+    case FP32: NAME(load)(OF_FP32, (const char *)in, n, (ANY *)out); break;
+    case FP64: NAME(load)(OF_FP64, (const char *)in, n, (ANY *)out); break;
+    case BF16: NAME(load)(OF_BF16, (const char *)in, n, (ANY *)out); break;
+    case FP16: NAME(load)(OF_FP16, (const char *)in, n, (ANY *)out); break;
     case INT8: case INT4: {
         const int block = wire == INT8 ? BLOCK8 : BLOCK4;
         rest = n % block;
@@ -281,7 +295,7 @@ static void NAME(decode_tile)(int wire, const uint8_t *in, int64_t n, ROW *restr
 /* --- sums ------------------------------------------------------------------------------------- */
 
 /* Add the squares of numbers to a sum: each tile is folded in halves. */
-static void NAME(add_squares)(const ROW *restrict x, int64_t n, double *sum)
+static void NAME(add_squares)(const ANY *restrict x, int64_t n, double *sum)
 {
     for (int64_t at = 0; at < n; at += TILE) {
         ROW folded[TILE / 2];
@@ -305,11 +319,22 @@ static void NAME(add_squares)(const ROW *restrict x, int64_t n, double *sum)
     }
 }
 
-static int NAME(all_finite)(const ROW *restrict x, int64_t n)
+/* v = values - reference + residual, of rows that are not null; returns whether it is finite. */
+static int NAME(combine)(const ANY *restrict values, int64_t n, const ANY *restrict reference,
+                         const ANY *restrict residual, ROW *restrict v)
 {
-    WORD wrong = 0;
-    for (int64_t i = 0; i < n; i++) wrong |= (WORD)((NAME(word)(x[i]) & ROW_ABS) >= ROW_INF);
-    return !wrong;
+    WORD wrong = 0;   /* its highest bit: a number is not finite */
+#define CHECKED(i, x) { v[i] = x; wrong |= (NAME(word)(v[i]) & ROW_ABS) + (ROW_ABS + 1 - ROW_INF); }
+    if (reference && residual)
+        for (int64_t i = 0; i < n; i++) CHECKED(i, values[i] - reference[i] + residual[i])
+    else if (reference)
+        for (int64_t i = 0; i < n; i++) CHECKED(i, values[i] - reference[i])
+    else if (residual)
+        for (int64_t i = 0; i < n; i++) CHECKED(i, values[i] + residual[i])
+    else
+        for (int64_t i = 0; i < n; i++) CHECKED(i, values[i])
+#undef CHECKED
+    return !(wrong & ~ROW_ABS);
 }
 
 static void NAME(divide)(ROW *restrict x, int64_t n, double divisor)
@@ -325,43 +350,43 @@ static void NAME(mean_tile)(int wire, const uint8_t *const *versions, int64_t at
                             ROW *restrict mean, ROW *restrict room)
 {
     const int64_t offset = NAME(nbytes)(wire, at);
-    for (int64_t one = 0; one < count; one++) {
-        const ROW weight = (ROW)weights[one];
-        ROW *restrict to = one ? room : mean;
-        NAME(decode_tile)(wire, versions[one] + offset, n, to);
-        if (weight != 1)
-            for (int64_t i = 0; i < n; i++) to[i] *= weight;
-        if (one)
-            for (int64_t i = 0; i < n; i++) mean[i] += room[i];
+    const ROW inverse = (ROW)exact_inverse(total), first = (ROW)weights[0];
+    NAME(decode_tile)(wire, versions[0] + offset, n, mean);
+    if (first != 1)
+        for (int64_t i = 0; i < n; i++) mean[i] *= first;
+    for (int64_t k = 1; k < count; k++) {
+        /* A product with 1 has the bits of its other factor. */
+        const ROW weight = (ROW)weights[k], factor = k + 1 == count && inverse != 0 ? inverse : 1;
+        NAME(decode_tile)(wire, versions[k] + offset, n, room);
+        for (int64_t i = 0; i < n; i++) mean[i] = (mean[i] + room[i] * weight) * factor;
     }
-    if (total != 1) NAME(divide)(mean, n, total);
+    if (total != 1 && (count == 1 || inverse == 0)) NAME(divide)(mean, n, total);
 }
 
-/* Encode values as `values` holds them; with gradients, a zero sends nothing and what waits for it
-   goes on waiting, and what is not finite is not kept. */
-static void NAME(encode_kept)(int wire, ROW *restrict v, int64_t n, ANY *kept, int gradients,
-                              uint8_t *payload, ROW *restrict room)
+/* Encode v + kept; keep what is rounded away. With gradients, a zero sends nothing and what is kept
+   for it goes on waiting, and what is not finite is not kept. */
+static void NAME(encode_kept)(int wire, ROW *restrict v, int64_t n, ANY *restrict kept,
+                              int gradients, uint8_t *payload, ROW *restrict room)
 {
-    if (!gradients) {
+    if (gradients)
+        for (int64_t i = 0; i < n; i++) {
+            const ROW x = v[i], k = kept[i];
+            const WORD idle = (WORD)0 - (WORD)(x == 0);
+            kept[i] = NAME(number)(NAME(word)(k) & idle);
+            v[i] = NAME(number)(NAME(word)(x + k) & ~idle);
+        }
+    else
         for (int64_t i = 0; i < n; i++) v[i] += kept[i];
-        NAME(encode_tile)(wire, v, n, payload);
-        NAME(decode_tile)(wire, payload, n, room);
-        for (int64_t i = 0; i < n; i++) kept[i] = v[i] - room[i];
-        return;
-    }
-    ROW waiting[MOST];
-    for (int64_t i = 0; i < n; i++) {
-        ROW k = kept[i], both = v[i] + k;
-        waiting[i] = v[i] == 0 ? k : 0;
-        v[i] = v[i] == 0 ? 0 : both;
-    }
     NAME(encode_tile)(wire, v, n, payload);
     NAME(decode_tile)(wire, payload, n, room);
-    for (int64_t i = 0; i < n; i++) {
-        ROW lost = v[i] - room[i];
-        lost = (NAME(word)(lost) & ROW_ABS) < ROW_INF ? lost : 0;
-        kept[i] = lost + waiting[i];
-    }
+    if (gradients)
+        for (int64_t i = 0; i < n; i++) {
+            const WORD lost = NAME(word)(v[i] - room[i]);
+            const WORD finite = (WORD)0 - (WORD)((lost & ROW_ABS) < ROW_INF);
+            kept[i] = NAME(number)(lost & finite) + kept[i];
+        }
+    else
+        for (int64_t i = 0; i < n; i++) kept[i] = v[i] - room[i];
 }
 
 /* --- functions of the library ----------------------------------------------------------------- */
@@ -370,10 +395,9 @@ static void NAME(encode_kept)(int wire, ROW *restrict v, int64_t n, ANY *kept, i
 
 /* Numbers of tensors that lie one after the other; ends: where each ends. */
 static int64_t NAME(collect)(int64_t at, int64_t n, int64_t segment, const char *const *tensors,
-                             const int32_t *kinds, const int64_t *ends, ROW *restrict to)
+                             const int32_t *kinds, const int64_t *ends, ANY *restrict to)
 {
-    while (segment > 0 && ends[segment - 1] > at) segment--;
-    while (ends[segment] <= at) segment++;
+    segment = seek(at, segment, ends);
     for (int64_t done = 0; done < n; segment++) {
         const int64_t first = segment ? ends[segment - 1] : 0;
         const int64_t some = least(ends[segment] - at - done, n - done);
@@ -383,6 +407,17 @@ static int64_t NAME(collect)(int64_t at, int64_t n, int64_t segment, const char 
         done += some;
     }
     return segment - 1;
+}
+
+/* Where these numbers lie: in one tensor of the row's type, or collected in `room`. */
+static const ANY *NAME(find)(int64_t at, int64_t n, int64_t *segment, const char *const *tensors,
+                             const int32_t *kinds, const int64_t *ends, ROW *room)
+{
+    const int64_t k = *segment = seek(at, *segment, ends);
+    if (kinds[k] == OF_ROW && at + n <= ends[k])
+        return (const ANY *)tensors[k] + (at - (k ? ends[k - 1] : 0));
+    *segment = NAME(collect)(at, n, k, tensors, kinds, ends, (ANY *)room);
+    return (const ANY *)room;
 }
 
 /* Payloads of spans (start, stop) of a row, one after the other, each whole words.
@@ -403,21 +438,17 @@ void NAME(daso_encode)(int32_t wire, int64_t count, const int64_t *spans, int64_
         uint8_t *to = payload;
         for (int64_t at = start; at < stop; at += step) {
             const int64_t n = least(step, stop - at);
-            segment = NAME(collect)(at, n, segment, tensors, kinds, ends, v);
+            const ANY *x = NAME(find)(at, n, &segment, tensors, kinds, ends, room);
             if (gradients) {
+                memcpy(v, x, (size_t)n * sizeof(ROW));
                 NAME(encode_kept)(wire, v, n, (ANY *)(residual + at), 1, to, room);
                 to += NAME(nbytes)(wire, n);
                 continue;
             }
-            if (reference) {
-                const ANY *r = (const ANY *)(reference + at);
-                for (int64_t i = 0; i < n; i++) v[i] -= r[i];
-            }
-            if (residual) {
-                const ANY *r = (const ANY *)(residual + at);
-                for (int64_t i = 0; i < n; i++) v[i] += r[i];
-            }
-            if (first && at < *first && !NAME(all_finite)(v, n))
+            const int finite = NAME(combine)(
+                x, n, reference ? (const ANY *)(reference + at) : 0,
+                residual ? (const ANY *)(residual + at) : 0, v);
+            if (first && !finite)
                 for (int64_t i = 0; i < n; i++)
                     if ((NAME(word)(v[i]) & ROW_ABS) >= ROW_INF) {
                         *first = least(*first, at + i);
@@ -425,10 +456,10 @@ void NAME(daso_encode)(int32_t wire, int64_t count, const int64_t *spans, int64_
                     }
             NAME(encode_tile)(wire, v, n, to);
             if (rounding || distance) {
+                ANY *lost = rounding ? (ANY *)(rounding + at) : (ANY *)v;
                 NAME(decode_tile)(wire, to, n, room);
-                for (int64_t i = 0; i < n; i++) room[i] = v[i] - room[i];
-                if (rounding) memcpy(rounding + at, room, (size_t)n * sizeof(ROW));
-                if (distance) NAME(add_squares)(room, n, distance);
+                for (int64_t i = 0; i < n; i++) lost[i] = v[i] - room[i];
+                if (distance) NAME(add_squares)(lost, n, distance);
             }
             to += NAME(nbytes)(wire, n);
         }
@@ -477,7 +508,7 @@ void NAME(daso_accept)(int32_t wire, int64_t numel, int64_t count, const uint8_t
         ANY *here = (ANY *)(reference + at);
         NAME(mean_tile)(wire, versions, at, weights, count, total, n, mean, carried);
         NAME(decode_tile)(wire, sent + NAME(nbytes)(wire, at), n, carried);
-        NAME(add_squares)(mean, n, sums + 2);
+        NAME(add_squares)((const ANY *)mean, n, sums + 2);
         if (others) {
             const ROW less = (ROW)-share;
             ANY *to = (ANY *)(others + at);
@@ -492,7 +523,7 @@ void NAME(daso_accept)(int32_t wire, int64_t numel, int64_t count, const uint8_t
                 carried[i] = -(carried[i] + here[i]);
                 mean[i] = apart;
             }
-            NAME(add_squares)(mean, n, sums);
+            NAME(add_squares)((const ANY *)mean, n, sums);
         } else {
             for (int64_t i = 0; i < n; i++) {
                 ROW apart = mean[i] - carried[i], moved = here[i] + mean[i];
@@ -500,8 +531,8 @@ void NAME(daso_accept)(int32_t wire, int64_t numel, int64_t count, const uint8_t
                 mean[i] = moved;
                 carried[i] = apart;
             }
-            NAME(add_squares)(mean, n, sums + 1);
-            NAME(add_squares)(carried, n, sums);
+            NAME(add_squares)((const ANY *)mean, n, sums + 1);
+            NAME(add_squares)((const ANY *)carried, n, sums);
         }
         if (shown) {
             if (residual && !rounding) {
@@ -521,10 +552,15 @@ void NAME(daso_mean_rows)(int32_t kind, int64_t numel, int64_t count, const char
     ROW sum[TILE], room[TILE];
     for (int64_t at = 0; at < numel; at += TILE) {
         const int64_t n = least(TILE, numel - at);
-        NAME(load)(kind, rows[0] + at * SIZE_OF(kind), n, sum);
-        for (int64_t one = 1; one < count; one++) {
-            NAME(load)(kind, rows[one] + at * SIZE_OF(kind), n, room);
-            for (int64_t i = 0; i < n; i++) sum[i] += room[i];
+        NAME(load)(kind, rows[0] + at * SIZE_OF(kind), n, (ANY *)sum);
+        for (int64_t k = 1; k < count; k++) {
+            const char *from = rows[k] + at * SIZE_OF(kind);
+            const ANY *x = (const ANY *)from;
+            if (kind != OF_ROW) {
+                NAME(load)(kind, from, n, (ANY *)room);
+                x = (const ANY *)room;
+            }
+            for (int64_t i = 0; i < n; i++) sum[i] += x[i];
         }
         if (divisor != 1) NAME(divide)(sum, n, divisor);
         if (total) memcpy(total + at, sum, (size_t)n * sizeof(ROW));
@@ -540,7 +576,7 @@ void NAME(daso_gather)(int64_t start, int64_t numel, const char *const *tensors,
     int64_t segment = 0;
     for (int64_t at = 0; at < numel; at += MOST)
         segment = NAME(collect)(start + at, least(MOST, numel - at), segment, tensors, kinds, ends,
-                                row + at);
+                                (ANY *)(row + at));
 }
 
 /* Merge a row into tensors x that lie one after the other: c, x + c, or x + pull (c - x). */
@@ -556,10 +592,13 @@ void NAME(daso_merge)(int32_t how, double pull, int64_t segments, char *const *t
             char *there = tensors[one] + (at - first) * size;
             const ANY *c = (const ANY *)(row + at);
             if (how == COPY) {
-                if (kinds[one] == OF_ROW) { memcpy(there, row + at, (size_t)n * sizeof(ROW)); continue; }
+                if (kinds[one] == OF_ROW) {
+                    memcpy(there, row + at, (size_t)n * sizeof(ROW));
+                    continue;
+                }
                 for (int64_t i = 0; i < n; i++) x[i] = c[i];
             } else {
-                NAME(load)(kinds[one], there, n, x);
+                NAME(load)(kinds[one], there, n, (ANY *)x);
                 if (how == ADD) for (int64_t i = 0; i < n; i++) x[i] += c[i];
                 else for (int64_t i = 0; i < n; i++) x[i] += part * (c[i] - x[i]);
             }

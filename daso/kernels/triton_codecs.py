@@ -1,9 +1,9 @@
 """Device functions of the Triton kernels: tiles of rows, of tensors and of payloads.
 
-A program works on one tile: 1024 numbers as (blocks, numbers of a block), a whole number of blocks
-on every wire. Formats are numbers: those of `daso.kernels.rows.KINDS`, then int8 and int4. ``WHOLE``
-says that a tile is full, so that nothing is masked. No product and sum may be contracted: every
-kernel is launched with ``enable_fp_fusion=False``.
+A program works on one tile: 1024 numbers as (blocks, numbers of a block), whole blocks on every
+wire. Formats have the numbers of `daso.kernels.rows.KINDS`, then int8 and int4. ``WHOLE``: the tile
+is full, and nothing is masked. No product and sum may be contracted: every kernel is launched with
+``enable_fp_fusion=False``.
 """
 
 import triton
@@ -30,11 +30,16 @@ def places(FORMAT: tl.constexpr):
 @triton.jit
 def read(row, at, mask, WHOLE: tl.constexpr):
     """Load elements of a row; those that are masked out are 0."""
-    if WHOLE:
-        values = tl.load(row + at)
-    else:
-        values = tl.load(row + at, mask=mask, other=0)
-    return values
+    return tl.load(row + at) if WHOLE else tl.load(row + at, mask=mask, other=0)
+
+
+@triton.jit
+def pointer(address, ALIGNED: tl.constexpr):
+    """Return a pointer to the bytes at an address; ``ALIGNED``: to 16 of them."""
+    there = address.to(tl.pointer_type(tl.uint8))
+    if ALIGNED:
+        there = tl.multiple_of(there, 16)
+    return there
 
 
 @triton.jit
@@ -82,28 +87,28 @@ def narrowed(values, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def read_format(address, code, at, mask, WHOLE: tl.constexpr):
+def read_format(tensor, code, at, mask, WHOLE: tl.constexpr):
     """Load elements of a tensor as fp32; ``code``: its format, a number or a constant."""
     if code == FP32:
-        values = read(address.to(tl.pointer_type(tl.float32)), at, mask, WHOLE)
+        values = read(tensor.to(tl.pointer_type(tl.float32)), at, mask, WHOLE)
     elif code == BF16:
-        values = widened(read(address.to(tl.pointer_type(tl.int16)), at, mask, WHOLE), BF16)
+        values = widened(read(tensor.to(tl.pointer_type(tl.int16)), at, mask, WHOLE), BF16)
     else:
-        values = widened(read(address.to(tl.pointer_type(tl.int16)), at, mask, WHOLE), FP16)
+        values = widened(read(tensor.to(tl.pointer_type(tl.int16)), at, mask, WHOLE), FP16)
     return values
 
 
 @triton.jit
-def write_format(address, code, at, values, mask, WHOLE: tl.constexpr):
+def write_format(tensor, code, at, values, mask, WHOLE: tl.constexpr):
     """Store fp32 numbers in a tensor, rounded to its format."""
     if code == FP32:
-        write(address.to(tl.pointer_type(tl.float32)), at, values, mask, WHOLE)
+        write(tensor.to(tl.pointer_type(tl.float32)), at, values, mask, WHOLE)
     elif code == BF16:
         bits = narrowed(values, BF16)
-        write(address.to(tl.pointer_type(tl.int16)), at, bits, mask, WHOLE)
+        write(tensor.to(tl.pointer_type(tl.int16)), at, bits, mask, WHOLE)
     else:
         bits = narrowed(values, FP16)
-        write(address.to(tl.pointer_type(tl.int16)), at, bits, mask, WHOLE)
+        write(tensor.to(tl.pointer_type(tl.int16)), at, bits, mask, WHOLE)
 
 
 # --- tensors that form a row ---------------------------------------------------------------------
@@ -153,7 +158,7 @@ def locate(tensors, number, place, count):
 
 @triton.jit
 def collect(tensors, number, index, place, at, count):
-    """Return a tile of fp32 numbers that may lie in several tensors, from the one at an index on."""
+    """Return a tile of fp32 numbers that may lie in several tensors; ``index``: of the first."""
     ends = tensors + number
     values = tl.zeros_like(at).to(tl.float32)
     first = start_of(ends, index)
@@ -162,7 +167,7 @@ def collect(tensors, number, index, place, at, count):
         within = at + (place - first)
         mask = (at < count) & (within >= 0) & (within < end - first)
         code = format_of(tensors, number, index)
-        part = read_format(tl.load(tensors + index), code, within, mask, False)
+        part = read_format(pointer(tl.load(tensors + index), False), code, within, mask, False)
         values = tl.where(mask, part, values)
         first, index = end, index + 1
     return values
@@ -300,10 +305,7 @@ def _term(
     versions, number, index, byte, at, count,
     FORMAT: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    address = tl.load(versions + index)
-    if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    payload = address.to(tl.pointer_type(tl.uint8)) + byte
+    payload = pointer(tl.load(versions + index), ALIGNED) + byte
     values = decode_tile(payload, at, count, FORMAT, WHOLE)
     return values * tl.load(versions + number + index).to(tl.float32)
 

@@ -4,214 +4,350 @@ Each function is one launch, in which a program owns a tile of 1024 numbers: who
 wire, so blocks may straddle tensors and no scratch row is needed. A program finds its span and its
 tensors by binary search in small tables, which are copied to the device when they are first used.
 Rows of fp64, tensors of fp64 and top-k payloads are left to `torch_kernels`. Nothing waits for the
-device. Squares are added tile by tile as torch does, and tiles in fp64, in the device's order.
+device. Squares are added within a tile as torch does, and over tiles in fp64, in torch's order.
 """
 
 from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate, chain
+from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
 from daso.errors import told
-from daso.kernels import torch_kernels
+from daso.kernels import torch_kernels, triton_programs
 from daso.kernels.codecs import Codec, codec_named
-from daso.kernels.native import Refused
+from daso.kernels.native import KernelError
 from daso.kernels.rows import KINDS, NOWHERE, FlatTensors, Mean, ShardRows
-from daso.kernels.triton_codecs import (
-    FORMATS,
-    FP32,
-    TILE,
-    collect,
-    decode_tile,
-    encode_kept,
-    encode_tile,
-    format_of,
-    locate,
-    magnitude,
-    mean_tile,
-    offset,
-    passed,
-    places,
-    read,
-    read_format,
-    squares,
-    start_of,
-    write,
-    write_format,
-)
-from daso.kernels.triton_codecs import INFINITY as INF
+from daso.kernels.triton_codecs import FORMATS, TILE
 
 __all__ = ["NAME", "accept", "check", "encode", "gather", "mean_rows", "merge", "reduce"]
 
 NAME = f"Triton kernels ({triton.__version__})"
-COPY, ADD, PULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-EVEN = 16  # numbers or bytes: where tiles begin at multiples, threads move 16 bytes at once
-NUMBERS = 1024  # of a tile
+EVEN: int = triton_programs.EVEN.value
+NUMBERS: int = TILE.value  # of a tile
 TABLES = 256  # kept on devices, a few KiB each
+WIDE = KINDS[torch.float64]
+NARROW = {dtype: kind for dtype, kind in KINDS.items() if kind != WIDE}  # formats of tensors
 
 
-# --- kernels -------------------------------------------------------------------------------------
+# --- tables --------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _encode_one(
-    values, reference, residual, rounding, payload, first, distances, place, at, count,
-    FORMAT: tl.constexpr, GRADIENTS: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    mask = at < count
-    if GRADIENTS:
-        kept = read(residual + place, at, mask, WHOLE)
-        lost = encode_kept(values, kept, payload, at, count, FORMAT, True, WHOLE)
-        write(residual + place, at, lost, mask, WHOLE)
+@lru_cache(maxsize=TABLES)
+def _copied(content: bytes, device: torch.device, stream: int) -> torch.Tensor:
+    """Return numbers on a device, for launches on a stream."""
+    del stream  # on another one, the copy need not be there yet
+    numbers = torch.frombuffer(bytearray(content), dtype=torch.int64)
+    if device.type != "cuda":
+        return numbers
+    return numbers.pin_memory().to(device, non_blocking=True)
+
+
+def _table(content: bytes, device: torch.device) -> torch.Tensor:
+    """Return numbers (int64) on a device; equal ones are copied once."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _copied(content, device, stream)
+
+
+def _tensor_table(values: FlatTensors, device: torch.device) -> torch.Tensor:
+    """Return the table of tensors that `triton_codecs.locate` reads."""
+    assert values.tensors[0].device == device, f"tensors must be on {device}"
+    filler = bytes(len(values.kinds) % 2 * values.kinds.itemsize)
+    parts = (values.addresses.tobytes(), values.ends.tobytes(), values.kinds.tobytes(), filler)
+    return _table(b"".join(parts), device)
+
+
+@lru_cache(maxsize=TABLES)
+def _span_table(codec: Codec, spans: tuple[tuple[int, int], ...]) -> tuple[bytes, int, int, bool]:
+    """Return the table of spans, their tiles and bytes, and whether all begin evenly."""
+    spans = tuple((start, stop) for start, stop in spans if start < stop)
+    tiles = list(accumulate(_tiles(stop - start) for start, stop in spans))
+    nbytes = list(accumulate((codec.nbytes(b - a) for a, b in spans), initial=0))
+    starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
+    even = all(at % EVEN == 0 for at in (*starts, *nbytes[:-1]))
+    table = array("q", chain(tiles, starts, stops, nbytes[:-1]))
+    return table.tobytes(), max(tiles, default=0), nbytes[-1], even
+
+
+def _tiles(numel: int) -> int:
+    return -(-numel // NUMBERS)
+
+
+def _aligned(addresses: "array[int]") -> bool:
+    return all(address % EVEN == 0 for address in addresses)
+
+
+def _version_table(mean: Mean, numel: int, device: torch.device) -> tuple[torch.Tensor, bool]:
+    """Return the table that `triton_codecs.mean_tile` reads, and whether payloads are aligned."""
+    assert len(mean.versions) == len(mean.weights) > 0
+    _check_bytes(mean.codec, device, mean.codec.offset(numel), *mean.versions)
+    addresses = array("q", [payload.data_ptr() for payload in mean.versions])
+    return _table((addresses + array("q", mean.weights)).tobytes(), device), _aligned(addresses)
+
+
+# --- launches ------------------------------------------------------------------------------------
+
+
+def interpreted() -> bool:
+    """Return whether Triton interprets kernels (TRITON_INTERPRET), on the host."""
+    return not isinstance(triton_programs.encode_row, triton.runtime.JITFunction)
+
+
+def _launch(
+    kernel: Any, tiles: int, device: torch.device, *arguments: Any, **constants: Any
+) -> None:
+    """Launch on a device whichever the thread has; interpreted, kernels run on the host."""
+    on: AbstractContextManager[object]
+    on = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with on:  # a product and a sum are rounded apart, as torch's are
+        kernel[(tiles,)](*arguments, **constants, enable_fp_fusion=False)
+
+
+def _check_rows(device: torch.device, numel: int, *rows: torch.Tensor | None) -> None:
+    """Refuse rows that a kernel would read or write beyond."""
+    for row in rows:
+        if row is None:
+            continue
+        fits = row.numel() >= numel and row.dtype == torch.float32
+        if not (fits and row.device == device and row.is_contiguous()):
+            raise ValueError(
+                f"a row must be {numel} contiguous numbers of fp32 on {device}, not {row.numel()} "
+                f"of {row.dtype} on {row.device}"
+            )
+
+
+def _check_bytes(
+    codec: Codec, device: torch.device, nbytes: int, *payloads: torch.Tensor | None
+) -> None:
+    """Refuse payloads that a kernel would read or write beyond, or that are not aligned."""
+    unit = codec.block_nbytes if codec.block == 1 else 1
+    for payload in payloads:
+        if payload is None:
+            continue
+        fits = payload.numel() >= nbytes and payload.data_ptr() % unit == 0
+        if not (fits and payload.dtype == torch.uint8 and payload.is_contiguous()):
+            raise ValueError(
+                f"a payload must be {nbytes} contiguous bytes from a multiple of {unit} on, not "
+                f"{payload.numel()} numbers of {payload.dtype}"
+            )
+        if payload.device != device:
+            raise ValueError(f"payloads must be on {device}, but one is on {payload.device}")
+
+
+def _handles(codec: Codec) -> bool:
+    """Return whether kernels have a wire and its rows; torch's operations do otherwise."""
+    return codec.row == torch.float32 and codec.wire in FORMATS
+
+
+def encode(
+    codec: Codec,
+    values: FlatTensors,
+    spans: Sequence[tuple[int, int]],
+    payload: torch.Tensor,
+    *,
+    reference: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    rounding: torch.Tensor | None = None,
+    gradients: bool = False,
+    first: torch.Tensor | None = None,
+    distance: torch.Tensor | None = None,
+) -> None:
+    """Encode values - reference + residual; see `daso.kernels.torch_kernels.encode`."""
+    if not _handles(codec) or WIDE in values.kinds:
+        rows: dict[str, Any] = {"reference": reference, "residual": residual, "rounding": rounding}
+        rows |= {"gradients": gradients, "first": first, "distance": distance}
+        torch_kernels.encode(codec, values, spans, payload, **rows)
+        return
+    if gradients:
+        assert residual is not None
+        reference = rounding = first = distance = None
+    device = payload.device
+    content, tiles, nbytes, even = _span_table(codec, tuple(map(tuple, spans)))
+    if not tiles:
+        return
+    last = max(stop for _, stop in spans)
+    assert last <= values.numel, "a span ends behind the tensors"
+    _check_bytes(codec, device, nbytes, payload)
+    _check_rows(device, last, reference, residual, rounding)
+    sums = None if distance is None else torch.empty(tiles, dtype=torch.float32, device=device)
+    _launch(
+        *(triton_programs.encode_row, tiles, device),
+        *(_tensor_table(values, device), len(values.kinds)),
+        *(_table(content, device), len(content) // 32),
+        *(reference, residual, rounding, payload, first, sums),
+        FORMAT=FORMATS[codec.wire],
+        GRADIENTS=gradients,
+        ALIGNED=even,
+    )
+    if sums is not None and distance is not None:
+        distance += sums.sum(dtype=torch.float64)
+
+
+def reduce(
+    mean: Mean,
+    numel: int,
+    *,
+    payload: torch.Tensor | None = None,
+    row: torch.Tensor | None = None,
+    carry: torch.Tensor | None = None,
+    gradients: bool = False,
+) -> None:
+    """Compute a mean in rank order; see `daso.kernels.torch_kernels.reduce`.
+
+    ``payload`` and ``row`` may lie where a version does.
+    """
+    if not _handles(mean.codec):
+        torch_kernels.reduce(
+            mean, numel, payload=payload, row=row, carry=carry, gradients=gradients
+        )
+        return
+    if not numel:
+        return
+    codec, device = mean.codec, mean.versions[0].device
+    if payload is None:
+        carry = None
     else:
-        if reference is not None:
-            values -= read(reference + place, at, mask, WHOLE)
-        if residual is not None:
-            values += read(residual + place, at, mask, WHOLE)
-        if first is not None:
-            wrong = tl.where(magnitude(values) >= INF, at, TILE)
-            lowest = tl.min(tl.min(wrong, 1), 0)
-            if lowest < TILE:
-                tl.atomic_min(first, place + lowest)
-        lost = values - encode_tile(values, payload, at, count, FORMAT, WHOLE)
-        if rounding is not None:
-            write(rounding + place, at, lost, mask, WHOLE)
-        if distances is not None:
-            tl.store(distances + tl.program_id(0), squares(lost))
+        _check_bytes(codec, device, codec.nbytes(numel), payload)
+    _check_rows(device, numel, row, carry)
+    table, even = _version_table(mean, numel, device)
+    _launch(
+        *(triton_programs.reduce_row, _tiles(numel), device),
+        *(table, len(mean.versions), float(mean.total), numel, payload, row, carry),
+        FORMAT=FORMATS[codec.wire],
+        GRADIENTS=gradients,
+        ALIGNED=even,
+    )
 
 
-@triton.jit(do_not_specialize=["tensor_count", "span_count"])
-def _encode(
-    tensors, tensor_count, spans, span_count, reference, residual, rounding, payload, first,
-    distances, FORMAT: tl.constexpr, GRADIENTS: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Encode a tile of a span; ``spans``: ends in tiles, starts, stops, bytes (int64 each)."""
-    program = tl.program_id(0).to(tl.int64)
-    span = passed(spans, span_count, program)
-    tile = program - start_of(spans, span)
-    place = tl.load(spans + span_count + span) + tile * TILE
-    byte = tl.load(spans + 3 * span_count + span) + offset(tile * TILE, FORMAT)
-    if ALIGNED:
-        place, byte = tl.multiple_of(place, EVEN), tl.multiple_of(byte, EVEN)
-    count = tl.minimum(tl.load(spans + 2 * span_count + span) - place, TILE).to(tl.int32)
-    at, payload = places(FORMAT), payload + byte
-    index, address, direct = locate(tensors, tensor_count, place, count)
-    if direct:
-        code = format_of(tensors, tensor_count, index)
-        values = read_format(tl.multiple_of(address, 16), code, at, True, True)
-        _encode_one(
-            values, reference, residual, rounding, payload, first, distances, place, at, TILE,
-            FORMAT, GRADIENTS, True,
-        )  # fmt: skip
-    else:
-        values = collect(tensors, tensor_count, index, place, at, count)
-        _encode_one(
-            values, reference, residual, rounding, payload, first, distances, place, at, count,
-            FORMAT, GRADIENTS, False,
-        )  # fmt: skip
+def accept(
+    mean: Mean,
+    sent: torch.Tensor,
+    start: int,
+    stop: int,
+    rows: ShardRows,
+    sums: torch.Tensor,
+) -> None:
+    """Take in a mean; see `daso.kernels.torch_kernels.accept`."""
+    if not _handles(mean.codec):
+        torch_kernels.accept(mean, sent, start, stop, rows, sums)
+        return
+    if start >= stop:
+        return
+    numel, device = stop - start, sent.device
+    changed = (rows.reference, rows.negated, rows.shown, rows.residual, rows.rounding, rows.others)
+    assert rows.rounding is None or rows.residual is not None
+    _check_bytes(mean.codec, device, mean.codec.offset(numel), sent)
+    _check_rows(device, stop, *changed)
+    table, even = _version_table(mean, numel, device)
+    squares = torch.empty(_tiles(numel), 3, dtype=torch.float32, device=device)
+    _launch(
+        *(triton_programs.accept_row, _tiles(numel), device),
+        *(table, len(mean.versions), float(mean.total), numel, sent),
+        *(None if row is None else row[start:] for row in changed),
+        *(-rows.share, squares),
+        FORMAT=FORMATS[mean.codec.wire],
+        ALIGNED=even,
+    )
+    sums += squares.sum(0, dtype=torch.float64)
 
 
-@triton.jit
-def _reduce_one(
-    versions, number, total, payload, row, carry, place, byte, at, count,
-    FORMAT: tl.constexpr, GRADIENTS: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    mask = at < count
-    mean = mean_tile(versions, number, total, byte, at, count, FORMAT, ALIGNED, WHOLE)
-    tl.debug_barrier()  # a version may lie where the mean is written
-    if row is not None:
-        write(row + place, at, mean, mask, WHOLE)
-    if payload is not None:
-        if carry is not None:
-            kept = read(carry + place, at, mask, WHOLE)
-            lost = encode_kept(mean, kept, payload + byte, at, count, FORMAT, GRADIENTS, WHOLE)
-            write(carry + place, at, lost, mask, WHOLE)
-        else:
-            encode_tile(mean, payload + byte, at, count, FORMAT, WHOLE)
+def mean_rows(
+    rows: Sequence[torch.Tensor],
+    divisor: int = 1,
+    *,
+    total: torch.Tensor | None = None,
+    to: Sequence[torch.Tensor] = (),
+) -> None:
+    """Add rows in order, and divide; see `daso.kernels.torch_kernels.mean_rows`."""
+    types = {row.dtype for row in rows}, {row.dtype for row in to}
+    if any(len(kinds) > 1 or not kinds <= NARROW.keys() for kinds in types):
+        torch_kernels.mean_rows(rows, divisor, total=total, to=to)
+        return
+    numel, device = rows[0].numel(), rows[0].device
+    if not numel:
+        return
+    for row in (*rows, *to):
+        fits = row.numel() >= numel and row.is_contiguous() and row.device == device
+        assert fits, f"rows must be {numel} contiguous numbers on {device}"
+    _check_rows(device, numel, total)
+    addresses = array("q", [row.data_ptr() for row in (*rows, *to)])
+    _launch(
+        *(triton_programs.mean_of_rows, _tiles(numel), device),
+        *(_table(addresses.tobytes(), device), len(rows), len(to), float(divisor), numel, total),
+        FORMAT=NARROW[rows[0].dtype],
+        WRITTEN=NARROW[to[0].dtype] if to else 0,
+        ALIGNED=_aligned(addresses),
+    )
 
 
-@triton.jit(do_not_specialize=["number", "numel"])
-def _reduce(
-    versions, number, total, numel, payload, row, carry,
-    FORMAT: tl.constexpr, GRADIENTS: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * TILE
-    count = tl.minimum(numel - place, TILE).to(tl.int32)
-    byte, at = offset(place, FORMAT), places(FORMAT)
-    if count == TILE:
-        _reduce_one(
-            versions, number, total, payload, row, carry, place, byte, at, TILE,
-            FORMAT, GRADIENTS, ALIGNED, True,
-        )  # fmt: skip
-    else:
-        _reduce_one(
-            versions, number, total, payload, row, carry, place, byte, at, count,
-            FORMAT, GRADIENTS, ALIGNED, False,
-        )  # fmt: skip
+def gather(values: FlatTensors, start: int, stop: int, row: torch.Tensor) -> None:
+    """Copy elements of tensors to a row; see `daso.kernels.torch_kernels.gather`."""
+    if row.dtype != torch.float32 or WIDE in values.kinds:
+        torch_kernels.gather(values, start, stop, row)
+        return
+    _check_rows(row.device, stop - start, row)
+    encode(codec_named("fp32"), values, [(start, stop)], row.view(torch.uint8))
 
 
-@triton.jit
-def _accept_one(
-    versions, number, total, sent, reference, negated, shown, residual, rounding, others, less,
-    sums, place, byte, at, count,
-    FORMAT: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    mask = at < count
-    mean = mean_tile(versions, number, total, byte, at, count, FORMAT, ALIGNED, WHOLE)
-    carried = decode_tile(sent + byte, at, count, FORMAT, WHOLE)
-    apart, before = mean - carried, read(reference + place, at, mask, WHOLE)
-    moved = before + mean
-    tl.store(sums, squares(apart))
-    tl.store(sums + 2, squares(mean))
-    tl.debug_barrier()  # a version, or what was sent, may lie where this is shown
-    if negated is not None:
-        tl.store(sums + 1, 0.0)
-        write(negated + place, at, -mean, mask, WHOLE)
-        apart = -(carried + before)
-    else:
-        tl.store(sums + 1, squares(moved))
-        write(reference + place, at, moved, mask, WHOLE)
-    if others is not None:
-        write(others + place, at, carried * less + mean, mask, WHOLE)
-    if rounding is not None:
-        write(residual + place, at, read(rounding + place, at, mask, WHOLE), mask, WHOLE)
-    if shown is not None:
-        if residual is not None and rounding is None:
-            apart += read(residual + place, at, mask, WHOLE)
-        write(shown + place, at, apart, mask, WHOLE)
+def merge(values: FlatTensors, row: torch.Tensor, pull: float, *, add: bool = False) -> None:
+    """Merge a row into tensors; see `daso.kernels.torch_kernels.merge`."""
+    if row.dtype != torch.float32 or WIDE in values.kinds:
+        torch_kernels.merge(values, row, pull, add=add)
+        return
+    if not values.numel:
+        return
+    device = row.device
+    _check_rows(device, values.numel, row)
+    way = triton_programs.COPY if pull == 1 else triton_programs.PULL
+    _launch(
+        *(triton_programs.merge_row, _tiles(values.numel), device),
+        *(_tensor_table(values, device), len(values.kinds), row, float(pull), values.numel),
+        HOW=triton_programs.ADD if add else way,
+    )
 
 
-@triton.jit(do_not_specialize=["number", "numel"])
-def _accept(
-    versions, number, total, numel, sent, reference, negated, shown, residual, rounding, others,
-    less, sums, FORMAT: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Take in a tile; ``sums`` (tiles, 3), as those of `accept`."""
-    place = tl.program_id(0).to(tl.int64) * TILE
-    count = tl.minimum(numel - place, TILE).to(tl.int32)
-    byte, at, sums = offset(place, FORMAT), places(FORMAT), sums + 3 * tl.program_id(0)
-    if count == TILE:
-        _accept_one(
-            versions, number, total, sent, reference, negated, shown, residual, rounding, others,
-            less, sums, place, byte, at, TILE, FORMAT, ALIGNED, True,
-        )  # fmt: skip
-    else:
-        _accept_one(
-            versions, number, total, sent, reference, negated, shown, residual, rounding, others,
-            less, sums, place, byte, at, count, FORMAT, ALIGNED, False,
-        )  # fmt: skip
+# --- check ---------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _mean_one(
-    rows, number, to_number, divisor, total, place, at, count,
-    READ: tl.constexpr, WRITTEN: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    mask = at < count
-    within = place + at
-    
+def check(device: torch.device) -> None:
+    """Encode a few numbers on a device and compare their bytes with those of torch.
+
+    Raises:
+        KernelError: Triton interprets, cannot compile here, or gives other bits.
+    """
+    if interpreted():
+        raise KernelError("Triton interprets its kernels; unset TRITON_INTERPRET")
+    if device.type != "cuda":
+        raise KernelError(f"Triton kernels run on GPUs, not on a {device.type}")
+    try:
+        differing = compare(device)
+    except Exception as error:
+        raise KernelError(f"Triton's kernels do not run here: {told(error)}") from error
+    if differing:
+        raise KernelError(f"Triton's kernels and torch differ here: {', '.join(differing)}")
+
+
+def compare(device: torch.device) -> list[str]:
+    """Return what differs between an encoding by these kernels and by torch."""
+    codec, numel = codec_named("int4"), NUMBERS + 77
+    numbers = torch.arange(numel, dtype=torch.float32, device=device).sub_(500.5).mul_(0.37)
+    values, results = FlatTensors([numbers[:1001].clone(), numbers[1001:].bfloat16()]), []
+    for encode_with in (encode, torch_kernels.encode):
+        payload = torch.full((codec.nbytes(numel),), 171, dtype=torch.uint8, device=device)
+        first = torch.full((), NOWHERE, dtype=torch.int64, device=device)
+        rounding, distance = numbers.clone(), torch.zeros((), dtype=torch.float64, device=device)
+        rows: dict[str, Any] = {"residual": rounding, "rounding": rounding}
+        encode_with(codec, values, [(0, numel)], payload, **rows, first=first, distance=distance)
+        results.append((payload, rounding, first, distance))
+    names = ("the payload", "what is rounded away", "the first number that is not finite")
+    differing = [
+        name
+        for name, mine, theirs in zip(names, *results, strict=False)
+        if not torch.equal(mine, theirs)
+    ]
+    mine, theirs = (float(result[-1]) for result in results)
+    return differing + ["sums"] * (abs(mine - theirs) > 1e-12 * theirs)

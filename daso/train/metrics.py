@@ -52,7 +52,7 @@ class Report(TypedDict):
     gradient_wire: NotRequired[str]
     step_restoration: NotRequired[str]
     small_tensors: NotRequired[str]
-    packing: NotRequired[str]
+    kernels: NotRequired[str]
     bucket_bytes: NotRequired[int]
     # Where training is.
     batches: int

@@ -21,6 +21,7 @@ from daso.comm.collectives import gather
 from daso.comm.reclaim import count_open, forget, keep, reclaim
 from daso.comm.topology import RankInfo, Topology, default
 from daso.errors import CheckpointError, ConfigError
+from daso.kernels.choice import slow_kernels
 from daso.plan.header import Tally
 from daso.plan.schedule import (
     Action,
@@ -114,7 +115,7 @@ class Session:
         check_same_options(trained, session.topology, setup.text())
         session._open(Metrics())
         if rank_info.rank == 0:
-            session._tell_what_was_made()
+            session._tell_what_was_made(trained.device)
         return session
 
     def _meet(self) -> None:
@@ -133,7 +134,7 @@ class Session:
                 number,
             )
 
-    def _tell_what_was_made(self) -> None:
+    def _tell_what_was_made(self, device: torch.device) -> None:
         rank_info = self.topology.rank_info
         logger.info(
             "%d ranks on %d nodes; chosen: %s",
@@ -141,6 +142,12 @@ class Session:
             rank_info.nodes,
             self._choices(),
         )
+        if slow := slow_kernels(device):
+            logger.warning(
+                "gradients and parameters are encoded and added by %s, which take several times "
+                "as long",
+                slow,
+            )
         if rank_info.nodes == 1:
             logger.warning(
                 "%d ranks on 1 node: gradients are averaged at every batch, and nothing will cross "

@@ -490,8 +490,7 @@ class Synchronizer:
             )
             small, numel = self.exchanges.small_numel, self.exchanges.numel
             found["small_tensors"] = f"{small} of {numel} numbers alone, too" if small else "none"
-            if packing := self.exchanges.packing:
-                found["packing"] = packing
+            found["kernels"] = self.exchanges.kernels
         return found
 
     def close(self) -> bool:

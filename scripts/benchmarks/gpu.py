@@ -1,11 +1,10 @@
-"""A GPU under the toolkit: step time on one rank, what stays exposed on two, packing, memory."""
+"""A GPU under the toolkit: step time on one rank, exposed time on two, kernels, memory."""
 
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,17 +19,16 @@ from daso.cli.bench.rounds import over, take_turns
 from daso.comm.emulation import CopyLink, pretend_device
 from daso.comm.process_group import Backend, join_process_group
 from daso.comm.topology import Topology
-from daso.train.deltas.fused import Fused
-from daso.train.deltas.kernel_choice import Choice, choose, pack, take, views
-from daso.train.deltas.shard import DeltaShard, MergeOptions
+from daso.kernels import torch_kernels
+from daso.kernels.choice import Kernels, describe_kernels, kernels_for
+from daso.kernels.codecs import codec_named
+from daso.kernels.rows import FlatTensors, Mean, ShardRows
 
 __all__ = ["MODELS", "PRETENDED", "Plan", "figures", "measure", "table"]
 
 BARE, WRAPPED, DEFAULT, DDP = "bare", "wrapped", "default", "DDP"
 TORCH, KERNELS = "torch", "kernels"
-# Bytes that must cross the device's memory for a number: parameter and reference are read, 16 bits
-# written; mean, 16 bits and reference read, reference and what is merged written.
-BYTES = {"pack": 4 + 4 + 2, "take": 4 + 2 + 4 + 4 + 4, "copy": 4 + 4}
+WIRES = ("bf16", "int4")
 POLICY = daso.Fixed(8, 4)  # exchanges come in the rounds, whatever they measure
 
 
@@ -115,14 +113,14 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
             topology.world_comm.Barrier()
             seconds[name].append(ways[name].round(plan.steps))
         report = wrapped.report()
-        parameters, choice = sum(ways[BARE].numels), _choice(device)
+        parameters = sum(ways[BARE].numels)
         held = _held(shape, device, topology, plan.steps)
         default = _end(ways)
     mine = {
         "seconds": seconds,
         "exposed_seconds": (report["exposed_seconds"] - exposed) / (plan.rounds * plan.steps),
         "bytes_per_parameter": held / parameters,
-        "over_copy": _over_copy(ways[BARE].numels, device, plan.rounds, choice),
+        "over_copy": _over_copy(ways[BARE].numels, device, plan.rounds),
     }
     ranks = topology.world_comm.allgather(mine)
     slowest = max(ranks, key=lambda one: statistics.median(one["seconds"][WRAPPED]))
@@ -132,8 +130,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         "ddp_backend": backend,
         "nodes": list(topology.node_sizes),
         "parameters": parameters,
-        "packing": choice.told,
-        "packs": TORCH if choice.kernels is None else KERNELS,
+        "packing": describe_kernels(device),
         "node_transport": report["node_transport"],
         "exchanges": report["exchanges"],
         "default": default,
@@ -188,40 +185,34 @@ def _held(shape: Shape, device: torch.device, topology: Topology, steps: int) ->
     return float(most[1] - most[0])
 
 
-def _choice(device: torch.device) -> Choice:
-    if device.type != "cuda":
-        return Choice(None, "torch's operations (on a CPU)")
-    return choose(device)
-
-
 def _over_copy(
-    numels: list[int], device: torch.device, rounds: int, choice: Choice
+    numels: list[int], device: torch.device, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Return the rates at which a model is packed for a bf16 wire, and a mean taken in.
+    """Return the rates at which a model is encoded for a wire, and a mean accepted.
 
     Args:
         numels: Of the model's tensors.
         device: Where they lie.
         rounds: Of everything, in turn.
-        choice: Kernels, where they are measured too.
 
     Returns:
         Over the rate of a copy, in bytes that must cross the device's memory: by torch's
-        operations and by kernels.
+        operations and by the kernels of the device.
     """
-    params = [torch.randn(numel, device=device) for numel in numels]
-    made: dict[str, Fused | None] = {TORCH: None}
-    if choice.kernels is not None:
-        made[KERNELS] = Fused(choice.kernels, lambda: views(params))
-    source = torch.randn(sum(numels), device=device)
+    values = FlatTensors([torch.randn(numel, device=device) for numel in numels])
+    source = torch.randn(values.numel, device=device)
     target = torch.empty_like(source)
     calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
-    for name, fused in made.items():
-        part = DeltaShard(torch.zeros_like(source), MergeOptions(), on_device=True)
-        part.fused = fused
-        mean = torch.full((part.piece,), 1e-3, device=device)
-        calls[f"{name} pack"] = partial(pack, part, params, keeps=True)
-        calls[f"{name} take"] = partial(take, part, mean)
+    nbytes: dict[str, float] = {"copy": 8}
+    every: dict[str, Any] = {TORCH: torch_kernels, KERNELS: kernels_for(device)}
+    for name, kernels in every.items():
+        for wire in WIRES:
+            encode, accept = _kernel_calls(kernels, wire, values, device)
+            sent = codec_named(wire).nbytes(1 << 20) / (1 << 20)
+            # Parameters and reference are read, a payload is written; mean and own payload and
+            # reference are read, reference and what is merged written.
+            calls |= {f"{name}, {wire} encode": encode, f"{name}, {wire} accept": accept}
+            nbytes |= {f"{name}, {wire} encode": 8 + sent, f"{name}, {wire} accept": 12 + 2 * sent}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
@@ -230,14 +221,30 @@ def _over_copy(
             call()
             settle(device)
             seconds[name].append(time.perf_counter() - start)
-    taken = {name: statistics.median(one[1:]) for name, one in seconds.items()}
+    rate = {name: nbytes[name] / statistics.median(one[1:]) for name, one in seconds.items()}
     return {
-        name: {
-            what: BYTES[what] / taken[f"{name} {what}"] / (BYTES["copy"] / taken["copy"])
-            for what in ("pack", "take")
+        f"{name}, {wire}": {
+            what: rate[f"{name}, {wire} {what}"] / rate["copy"] for what in ("encode", "accept")
         }
-        for name in made
+        for name in every
+        for wire in WIRES
     }
+
+
+def _kernel_calls(
+    kernels: Kernels, wire: str, values: FlatTensors, device: torch.device
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return what encodes a model's deltas, and what accepts their mean."""
+    codec, numel = codec_named(wire), values.numel
+    reference, shown = (torch.zeros(numel, device=device) for _ in range(2))
+    rows = ShardRows(reference, shown=shown)
+    payload = torch.empty(codec.nbytes(numel), dtype=torch.uint8, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    span = (0, numel)
+    return (
+        lambda: kernels.encode(codec, values, [span], payload, reference=rows.reference),
+        lambda: kernels.accept(Mean(codec, [payload]), payload, *span, rows, sums),
+    )
 
 
 def _name(device: torch.device) -> str:
@@ -259,8 +266,8 @@ def table(found: Mapping[str, Any]) -> str:
             f"  {found['bytes_per_parameter']:.2f} bytes per parameter more at the most",
             f"  packing: {found['packing']}",
             *(
-                f"    {name}: packed at {one['pack']:.2f} of a copy's rate, taken in at "
-                f"{one['take']:.2f}"
+                f"    {name}: encoded at {one['encode']:.2f} of a copy's rate, accepted at "
+                f"{one['accept']:.2f}"
                 for name, one in found["over_copy"].items()
             ),
         ]
@@ -295,11 +302,17 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         return {}
     model, told = found["plan"]["model"], _conditions(found)
     if len(found["nodes"]) == 1:
-        rates = found["over_copy"][found["packs"]]
+        rates = {
+            f"gpu_{wire}_{what}_over_copy": (
+                found["over_copy"][f"{KERNELS}, {wire}"][what],
+                "ratio of rates, over a device copy",
+            )
+            for wire in WIRES
+            for what in ("encode", "accept")
+        }
         named = {
             "gpu_overhead_world_1": (_ratio(found), "ratio of step times, over the bare optimizer"),
-            "gpu_pack_over_copy": (rates["pack"], "ratio of rates, over a device copy"),
-            "gpu_take_over_copy": (rates["take"], "ratio of rates, over a device copy"),
+            **rates,
         }
     else:
         step = statistics.median(found["seconds"][WRAPPED])

@@ -25,7 +25,7 @@ from daso.cli.train.report import versions
 from daso.kernels import torch_kernels
 from daso.kernels.choice import Kernels
 from daso.kernels.codecs import Codec, codec_named
-from daso.kernels.native import Refused, load_native, supported_variants
+from daso.kernels.native import KernelError, load_native, supported_variants
 from daso.kernels.rows import NOWHERE, FlatTensors, Mean, ShardRows
 from daso.plan.strict import json_by_rows
 
@@ -126,7 +126,7 @@ def implementations() -> dict[str, Kernels]:
     for variant in supported_variants():
         try:
             columns[variant] = load_native(variant)
-        except Refused as error:
+        except KernelError as error:
             print(f"{variant}: {error}", file=sys.stderr)
     return columns
 

@@ -135,8 +135,7 @@ def test_a_report_has_the_keys_of_its_type(tmp_path: Path) -> None:
     )
     run = started("daso", "run", "-n", "2", "--ranks-per-node", "1", str(path))
     assert run.returncode == 0, run.stderr
-    on_gpus = {"packing"}
-    assert set(json.loads(run.stdout)) == Report.__annotations__.keys() - on_gpus
+    assert set(json.loads(run.stdout)) == Report.__annotations__.keys()
 
 
 def test_messages_of_the_reference_are_those_of_the_code(monkeypatch) -> None:

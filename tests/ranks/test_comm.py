@@ -23,7 +23,7 @@ from daso.comm.node.shm import ShmNode
 from daso.comm.reduction import CPU, BufferPool, Row
 from daso.comm.shared_memory import SharedWindow
 from daso.errors import ExchangeError, StallError, TopologyError
-from daso.kernels.codecs import codec_named
+from daso.kernels.codecs import codec_named, exact_codec
 from daso.kernels.rows import FlatTensors
 from daso.kernels.torch_kernels import PIECE
 from daso.plan.allreduce_plan import AllReducePlan, Level, direct_plan

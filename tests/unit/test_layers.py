@@ -21,10 +21,11 @@ SOURCES = {
 # Besides itself and the standard library, a room may import what it lists; all may import these.
 FOR_ALL = {"checks", "environment", "errors", "processes", "public_names", "trace", "version"}
 FOR_ALL |= {"workers"}
-TRAINING = {"daso.comm", "daso.plan", "torch"}
+TRAINING = {"daso.comm", "daso.kernels", "daso.plan", "torch"}
 ROOMS = {
     "plan": set(),
-    "comm": {"daso.plan", "mpi4py", "cupy", "numpy", "torch", "triton"},
+    "kernels": {"torch", "triton"},
+    "comm": {"daso.plan", "daso.kernels", "mpi4py", "cupy", "numpy", "torch"},
     "data": {"numpy", "torch", "sklearn"},
     "train": TRAINING,
     "checkpoint": TRAINING,
@@ -62,7 +63,8 @@ PURE = {
 }
 # mpi4py's communicators are made in comm; those who pass them on have to name their type.
 NAME_COMMUNICATORS = {"train", "flow", "memory", "timeline"}
-READS_ENVIRONMENT = {"daso.environment"}
+# At installation there is no package yet that could be asked.
+READS_ENVIRONMENT = {"daso.environment", "daso.kernels.build"}
 STARTS_PROCESSES = {"daso.cli.launch", "daso.cli.doctor", "daso.slurm.slurm_commands"}
 
 

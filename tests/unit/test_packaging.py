@@ -1,14 +1,18 @@
 """Containers, conda environment, workflow, hooks, citation and security policy fit the package.
 
-They are compared as texts: nothing is built or installed.
+They are compared as texts. Only a wheel of the kernels is built, by compilers that do nothing.
 """
 
 import configparser
 import os
 import re
 import shlex
+import shutil
 import subprocess
+import sys
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,10 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import parse_wheel_filename
 
 import daso
+from daso.kernels.build import LOG, SOURCES, VARIANTS, library_name
 
 ROOT = Path(__file__).parents[2]
 CONTAINERFILE, DEFINITION = "containers/Containerfile", "containers/daso.def"
@@ -147,6 +153,90 @@ def test_another_torch_may_be_asked_for(asked: str) -> None:
     assert len(others) == len(known) - 2
 
 
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """Return a copy of what the kernels are built and packed from."""
+    folder = tmp_path / "source"
+    for path in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, folder)
+    ours = shutil.ignore_patterns("*.so", LOG, "__pycache__")
+    shutil.copytree(ROOT / "daso/kernels", folder / "daso/kernels", ignore=ours)
+    for name in ("__init__.py", "version.py"):
+        shutil.copy(ROOT / "daso" / name, folder / "daso")
+    return folder
+
+
+def pack(folder: Path, compiler: str, kind: str) -> Path:
+    """Return the wheel, or sdist, of a folder."""
+    code = f"from setuptools import build_meta; print(build_meta.build_{kind}('out'))"
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "CC": compiler},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if re.search("No module named 'setuptools", run.stderr):
+        pytest.skip("setuptools is not installed, or too old to make a wheel by itself")
+    assert run.returncode == 0, run.stderr
+    return folder / "out" / run.stdout.splitlines()[-1]
+
+
+def kernels_in(wheel: Path) -> set[str]:
+    """Return the files of a wheel's kernels, without those of Python."""
+    paths = [Path(name) for name in zipfile.ZipFile(wheel).namelist()]
+    return {one.name for one in paths if one.parent.name == "kernels" and one.suffix != ".py"}
+
+
+def test_a_wheel_with_libraries_is_one_of_its_platform(package: Path) -> None:
+    compiler = package / "compiler"
+    compiler.write_text('#!/bin/sh\nfor word; do last="$word"; done\n: >"$last"\n')
+    compiler.chmod(0o755)
+    wheel = pack(package, str(compiler), "wheel")
+    (tag,) = parse_wheel_filename(wheel.name)[-1]
+    assert (tag.interpreter, tag.abi) == ("py3", "none")
+    assert tag.platform.startswith("linux_")
+    assert kernels_in(wheel) == {*SOURCES, LOG, *map(library_name, VARIANTS)}
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if ".data/" in name]
+    # The build folder has libraries now. They are not those of a compiler that fails.
+    wheel = pack(package, "/nonexistent", "wheel")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert kernels_in(wheel) == {*SOURCES, LOG}
+
+
+def test_an_sdist_has_the_sources_of_libraries_and_no_library(package: Path) -> None:
+    (package / "daso/kernels" / library_name(VARIANTS[0])).write_text("of this machine")
+    with tarfile.open(pack(package, "false", "sdist")) as file:
+        names = {name.partition("/")[2] for name in file.getnames()}
+    assert {"setup.py", *(f"daso/kernels/{name}" for name in SOURCES)} <= names
+    assert not [name for name in names if name.endswith((".so", LOG))]
+
+
+def test_scripts_build_kernels_whose_sources_are_newer(tmp_path: Path) -> None:
+    folder = tmp_path / "daso/kernels"
+    folder.mkdir(parents=True)
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts/lib.sh", tmp_path / "scripts")
+
+    def are_old() -> bool:
+        words = ["bash", "-c", ". scripts/lib.sh; kernels_are_old && echo old || echo new"]
+        run = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return run.stdout == "old\n"
+
+    for name in (*SOURCES, "build.py"):
+        (folder / name).touch()
+    assert are_old(), "never built"
+    (folder / LOG).touch()
+    assert not are_old()
+    for name in (*SOURCES, "build.py"):
+        os.utime(folder / LOG, (1e9, 1e9))
+        for other in (*SOURCES, "build.py"):
+            os.utime(folder / other, (1e9, 1e9 + (other == name)))
+        assert are_old(), name
+
+
 def test_the_oldest_python_is_the_same_everywhere() -> None:
     project = tomllib.loads(text("pyproject.toml"))
     short = oldest_python().replace(".", "")
@@ -176,7 +266,7 @@ def test_conda_brings_what_pip_would_have_to() -> None:
 def test_a_container_copies_what_git_tracks_and_the_package_is_built_from(path: str) -> None:
     paths = copied(path)
     assert tracked(paths) == set(paths)
-    metadata, project = setup()["metadata"], {"setup.cfg", "pyproject.toml"}
+    metadata, project = setup()["metadata"], {"setup.cfg", "setup.py", "pyproject.toml"}
     project |= {metadata["long_description"].removeprefix("file: "), metadata["license_files"]}
     assert set(paths) == {*project, "daso", arguments(path)["CONSTRAINTS"]}
 
@@ -195,6 +285,14 @@ def test_a_container_installs_the_package_and_so_all_that_it_requires(path: str)
         *re.findall(r"--build-arg EXTRAS=(\w+(?:,\w+)*)", text(path)),
     ]:
         assert set(extras.split(",")) <= set(known)
+
+
+@pytest.mark.parametrize("path", [CONTAINERFILE, DEFINITION, WORKFLOW])
+def test_an_image_has_a_compiler_for_the_kernels(path: str) -> None:
+    installed = re.findall(r"apt-get install (.+)", text(path))
+    assert len(installed) == 1
+    assert {"gcc", "libc6-dev"} <= set(installed[0].split())
+    assert "c-compiler" in parsed(ENVIRONMENT)["dependencies"]
 
 
 def test_containers_are_the_same() -> None:

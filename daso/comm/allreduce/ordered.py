@@ -16,7 +16,6 @@ from daso.comm.mpi import load
 from daso.comm.reduction import (
     CPU,
     BufferPool,
-    OverlappedBuffer,
     ReduceBuffer,
     Spans,
     StagedBuffer,
@@ -74,17 +73,17 @@ def window(peers: int) -> int:
 
 def encoded(source: ReduceBuffer, spans: Spans, poll: Callable[[], object] = bool) -> Arrivals:
     """Wait until what crosses of spans is encoded; messages move when they are polled."""
-    stop = spans[-1][1]
-    if not isinstance(source, OverlappedBuffer) or source.progress.ready(stop):
+    stop, progress = spans[-1][1], source.progress
+    if progress is None or progress.ready(stop):
         return
 
     def there() -> bool:
         poll()
-        return source.progress.ready(stop)
+        return progress.ready(stop)
 
     begun = time.perf_counter()
     yield there
-    source.progress.waited_seconds += time.perf_counter() - begun
+    progress.waited_seconds += time.perf_counter() - begun
 
 
 def in_window(

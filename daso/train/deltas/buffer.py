@@ -17,7 +17,6 @@ from daso.comm.allreduce.ordered import OnDevice
 from daso.comm.engine import Work
 from daso.comm.node.base import NodeTransport
 from daso.comm.reduction import Chunks, whole
-from daso.kernels.choice import describe_kernels
 from daso.kernels.codecs import Codec, codec_named, dense_codec, exact_codec
 from daso.kernels.rows import FlatTensors
 from daso.plan.allreduce_plan import AllReducePlan
@@ -187,11 +186,6 @@ class DeltaBuffer:
         """Launch kernels of a device once in all ways that training will."""
         if self.part.shown.is_cuda:
             self.part.warm_up(self.means.codecs, self._spans, self._values)
-
-    @property
-    def packing(self) -> str | None:
-        """Which kernels encode this row where it lies on a device; None on the host."""
-        return None if self.where is None else describe_kernels(self.part.shown.device)
 
     @property
     def _values(self) -> FlatTensors:

@@ -20,6 +20,7 @@ from daso.comm.device.cuda_aware import trial
 from daso.comm.engine import Work, WorkHandle
 from daso.comm.node.base import NodeTransport
 from daso.errors import ExchangeError, TopologyError
+from daso.kernels.choice import describe_kernels
 from daso.plan.allreduce_plan import restored, stored
 from daso.plan.cost_model import LinkCosts
 from daso.plan.header import Header, Tally, culprit, decode_culprit
@@ -530,9 +531,9 @@ class Exchanges:
         return max(self._rows_of(None), key=lambda row: row.sharding.whole.numel).means.plan.name
 
     @property
-    def packing(self) -> str | None:
-        """How rows are packed on a device; None where they lie on the host."""
-        return next((row.packing for row in self._rows_of(None) if row.packing), None)
+    def kernels(self) -> str:
+        """Which kernels compute, and why not better ones."""
+        return describe_kernels(self.coordinator.trained.device)
 
     def _drop(self, flight: InFlight, outcome: Outcome) -> None:
         """Set the node whose value is not finite back to the reference; say whose it is."""

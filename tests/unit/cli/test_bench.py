@@ -277,8 +277,9 @@ def test_the_bench_of_a_gpu_runs_on_pretended_ones(tmp_path):
     assert shared["node_transport"] == "sums on the host, from cpu"
     assert shared["exchanges"] == 2  # of 24 steps, 3 sent
     for run in found["runs"]:
-        assert run["over_copy"].keys() == {"torch"}
-        assert min(run["over_copy"]["torch"].values()) > 0
+        names = {f"{name}, {wire}" for name in ("torch", "kernels") for wire in ("bf16", "int4")}
+        assert run["over_copy"].keys() == names
+        assert min(rate for one in run["over_copy"].values() for rate in one.values()) > 0
     assert done.stdout.count("pretended, on a CPU") == 2
 
 
@@ -353,13 +354,20 @@ def test_figures_of_a_gpu_are_named_by_the_model_and_said_of_whom():
         },
         "exposed_seconds": 0.02,
         "bytes_per_parameter": 10.5,
-        "packs": "kernels",
-        "over_copy": {"torch": {"pack": 0.2, "take": 0.3}, "kernels": {"pack": 0.7, "take": 0.8}},
+        "over_copy": {
+            f"{name}, {wire}": {"encode": at + 0.1, "accept": at + 0.2}
+            for name, wire, at in (
+                ("torch", "bf16", 0.0),
+                ("kernels", "bf16", 0.6),
+                ("torch", "int4", 0.1),
+                ("kernels", "int4", 0.5),
+            )
+        },
     }
     alone = gpu.figures(run)
     assert alone["gpu_overhead_world_1_gpt2"]["value"] == pytest.approx(1.01)
-    assert alone["gpu_pack_over_copy_gpt2"]["value"] == 0.7
-    assert alone["gpu_take_over_copy_gpt2"]["value"] == 0.8
+    assert alone["gpu_bf16_encode_over_copy_gpt2"]["value"] == pytest.approx(0.7)
+    assert alone["gpu_int4_accept_over_copy_gpt2"]["value"] == pytest.approx(0.7)
     shared = gpu.figures({**run, "nodes": [1, 1]})
     assert shared["gpu_exposed_share_gpt2"]["value"] == pytest.approx(0.02 / 1.01)
     assert shared["gpu_step_over_bare_two_nodes_gpt2"]["value"] == pytest.approx(1.01)

@@ -2,16 +2,19 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from jobs import HANG_SECONDS
 
 from daso.cli import doctor as doctor_module
 from daso.cli.doctor import render
 from daso.environment import find_mpirun
+from daso.kernels import choice
 
 LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "SLURM_", "DASO_")
-SECTIONS = ["mpi", "launcher", "nodes", "torch", "nccl", "chosen", "problems"]
+SECTIONS = ["mpi", "launcher", "nodes", "torch", "kernels", "nccl", "chosen", "problems"]
 
 
 def run(*words, **env):
@@ -62,6 +65,7 @@ def test_a_machine_that_is_in_order_has_no_problems():
     assert (found["nodes"]["world"], found["nodes"]["ranks_per_node"]) == (1, [1])
     assert found["nodes"]["cores"] == len(os.sched_getaffinity(0))
     assert isinstance(found["torch"]["gpus"], list)
+    assert found["kernels"]["cpu"].startswith(("C kernels (", "torch's operations ("))
     assert isinstance(found["nccl"]["available"], bool)
     assert found["chosen"]["python"] == sys.executable
 
@@ -158,6 +162,60 @@ def test_wrong_ranks_per_node_are_told_without_a_traceback():
     assert found.returncode in {1, 2}
     assert "Traceback" not in found.stderr
     assert "positive number" in found.stdout + found.stderr
+
+
+@pytest.fixture
+def kernels(monkeypatch, tmp_path):
+    """Return a function that looks at kernels with this DASO_KERNELS and log of the compiler."""
+    monkeypatch.setattr(doctor_module, "FOLDER", tmp_path)
+
+    def look(name, log="", device="cpu"):
+        monkeypatch.setenv("DASO_KERNELS", name)
+        (tmp_path / doctor_module.LOG).write_text(log)
+        choice._choose.cache_clear()
+        problems = []
+        topology = SimpleNamespace(device=torch.device(device))
+        return doctor_module._kernels(topology, problems), problems
+
+    yield look
+    choice._choose.cache_clear()
+
+
+def test_kernels_are_named_with_the_reason(kernels):
+    found, problems = kernels("torch")
+    assert found["cpu"] == "torch's operations (DASO_KERNELS=torch)"
+    assert "compiler" not in found
+    assert problems == []
+
+
+def test_without_a_library_the_remedy_and_the_compiler_s_error_are_told(kernels, monkeypatch):
+    def refuse():
+        raise choice.KernelError("no library was built; run python -m daso.kernels.build")
+
+    monkeypatch.setattr(choice, "load_native", refuse)
+    found, problems = kernels("", "x86-64: No such file or directory: 'cc'\n")
+    assert found["cpu"].startswith("torch's operations (")
+    assert "run python -m daso.kernels.build" in found["cpu"]
+    assert found["compiler"] == "x86-64: No such file or directory: 'cc'"
+    assert problems == [], "training works, and has the same bits"
+
+
+def test_of_a_compiler_s_messages_the_last_error_is_told(kernels):
+    log = "v4: cc: error: unknown option\nv3: native.c:5:10: fatal error: no stdint.h\ntold all.\n"
+    assert kernels("torch", log)[0]["compiler"] == "v3: native.c:5:10: fatal error: no stdint.h"
+
+
+def test_kernels_that_cannot_be_used_are_a_problem(kernels):
+    found, (problem,) = kernels("nonsense")
+    assert "cpu" not in found
+    assert problem.startswith("DASO_KERNELS must be one of torch, native, triton")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there, and may be free")
+def test_a_gpu_that_cannot_be_used_is_a_problem(kernels):
+    found, (problem,) = kernels("torch", device="cuda:0")
+    assert list(found) == ["cpu"]
+    assert problem.startswith("cuda:0 must be free to compute on")
 
 
 def test_the_text_says_yes_no_none_and_unknown():

@@ -1,226 +1,389 @@
 """C kernels give the bits of torch's, at every instruction set that this processor has."""
 
 import math
+import os
+from itertools import combinations, pairwise
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from daso.kernels import torch_kernels
+from daso.kernels.build import FOLDER, library_name
 from daso.kernels.codecs import codec_named
 from daso.kernels.native import load_native, supported_variants
 from daso.kernels.rows import NOWHERE, FlatTensors, Mean, ShardRows
 
 WIRES = ("fp32", "bf16", "fp16", "int8", "int4", "topk")
-VARIANTS = supported_variants()
+ROWS = (torch.float32, torch.float64)
+KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+ODD = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3e38, -70000.0, 65520.0, 1e-8, 1.0)
+# Libraries of another build: test_sanitizers.py runs this file with them.
+LIBRARIES = Path(os.environ.get("DASO_TEST_LIBRARIES", FOLDER))
+VARIANTS = [
+    name
+    for name in supported_variants()
+    if LIBRARIES == FOLDER or (LIBRARIES / library_name(name)).exists()
+]
+GUARD = 171  # of bytes that a kernel must not write
 NUMEL = st.one_of(
     st.integers(0, 3 * 128 + 5), st.integers(1000, 1100), st.sampled_from([4095, 4096, 4097, 9001])
 )
-KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-ODD = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3e38, -70000.0, 65520.0, 1e-8, 1.0)
-CASES = {"max_examples": 150, "deadline": None, "derandomize": True}
-from hypothesis import Phase
+SIZES = st.lists(st.integers(1, 700), min_size=1, max_size=3)
+SHIFTS, ODD_SHARES = st.sampled_from((1, 0, 3)), st.sampled_from((0.02, 0.0, 0.0, 0.5))
+SEEDS = st.integers(0, 10**6)
 
-CASES["phases"] = (Phase.generate,)
+
+def subsets(*names):
+    """Any of these names, each subset as likely as another."""
+    sizes = range(len(names), -1, -1)
+    return st.sampled_from([chosen for size in sizes for chosen in combinations(names, size)])
+
+
+# The same cases in every run; a failure is shown as it was found, since to shrink it takes minutes.
+cases = settings(
+    max_examples=20,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=(Phase.explicit, Phase.generate),
+)
+each_wire = pytest.mark.parametrize("wire", WIRES)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def native(request):
-    return load_native(request.param)
+    return load_native(request.param, LIBRARIES)
+
+
+@pytest.fixture(scope="module", params=["torch", *VARIANTS])
+def kernels(request):
+    return torch_kernels if request.param == "torch" else load_native(request.param, LIBRARIES)
+
+
+# --- operands ------------------------------------------------------------------------------------
 
 
 def numbers(numel, seed, dtype, odd=0.0):
     """Numbers of many magnitudes; a share of them odd."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(numel, generator=generator, dtype=torch.float64)
-    values *= (
-        10
-        ** torch.randint(-6, 3, (max(1, -(-numel // 50)),), generator=generator)
-        .double()
-        .repeat_interleave(50)[:numel]
-    )
+    exponents = torch.randint(-6, 3, (max(1, -(-numel // 50)),), generator=generator)
+    values *= (10.0 ** exponents.double()).repeat_interleave(50)[:numel]
     where = torch.rand(numel, generator=generator) < odd
-    some = torch.tensor(ODD, dtype=torch.float64)
-    values[where] = some[torch.randint(0, len(ODD), (int(where.sum()),), generator=generator)]
+    places = torch.randint(0, len(ODD), (int(where.sum()),), generator=generator)
+    values[where] = torch.tensor(ODD, dtype=torch.float64)[places]
     return values.to(dtype)
 
 
-def cut(row, sizes):
-    """A row as tensors of its own memory, of sizes that repeat."""
-    parts, at, turn = [], 0, 0
+def shifted(tensor, shift):
+    """A copy that starts at a byte of any address."""
+    memory = bytearray(shift + tensor.nbytes)
+    if not tensor.numel():
+        return tensor.clone()
+    copy = torch.frombuffer(memory, dtype=tensor.dtype, offset=shift)
+    return copy.copy_(tensor)
+
+
+def payload_of(codec, row):
+    payload = torch.zeros(codec.nbytes(row.numel()), dtype=torch.uint8)
+    torch_kernels.encode(codec, FlatTensors([row]), [(0, row.numel())], payload)
+    return payload
+
+
+def payloads(codec, numel, count, seed, odd=0.0):
+    return [
+        payload_of(codec, numbers(numel, seed + 10 * rank, codec.row, odd)) for rank in range(count)
+    ]
+
+
+def guarded(nbytes, shift=0):
+    """Memory for a payload, and the payload within it."""
+    memory = torch.full((nbytes + 16,), GUARD, dtype=torch.uint8)
+    return memory, memory[shift : shift + nbytes]
+
+
+def written(memory, payload, codec):
+    """A payload that was written within its bounds, so that equal numbers compare as equal."""
+    first = payload.storage_offset()
+    outside = torch.cat([memory[:first], memory[first + payload.numel() :]])
+    assert bool((outside == GUARD).all())
+    return payload.clone().view(torch.float32) if codec.wire == "fp32" else payload
+
+
+def cut(row, sizes, kinds):
+    """A row as tensors of sizes and types that repeat."""
+    parts, at = [], 0
     while at < row.numel():
-        some = max(1, sizes[turn % len(sizes)])
-        parts.append(row[at : at + some].clone())
-        at, turn = at + some, turn + 1
+        turn = len(parts)
+        size = max(sizes[turn % len(sizes)], row.numel() // 50)
+        parts.append(row[at : at + size].to(kinds[turn % len(kinds)], copy=True))
+        at += size
     return parts
 
 
-def same(mine, theirs, what):
-    """Equal bits; of numbers of a row that are not, both are NaN."""
-    assert mine.dtype == theirs.dtype
-    if mine.dtype == torch.uint8:
-        assert torch.equal(mine, theirs), what
+def spans_of(numel, edges):
+    """Spans that cover a row without a gap."""
+    places = sorted({0, numel, *(min(numel, edge) for edge in edges)})
+    return list(pairwise(places)) or [(0, numel)]
+
+
+def same(expected, actual, name):
+    """Equal bits; numbers of a row that differ are both NaN."""
+    assert expected.dtype == actual.dtype
+    if expected.dtype == torch.uint8:
+        assert torch.equal(expected, actual), name
         return
-    whole = {4: torch.int32, 8: torch.int64, 2: torch.int16}[mine.dtype.itemsize]
-    equal = mine.view(whole) == theirs.view(whole)
-    assert bool((equal | (mine.isnan() & theirs.isnan())).all()), what
+    word = WORDS[expected.dtype.itemsize]
+    equal = expected.reshape(-1).view(word) == actual.reshape(-1).clone().view(word)
+    assert bool((equal | (expected.isnan() & actual.isnan()).reshape(-1)).all()), name
 
 
-def spans_of(numel, pieces, codec):
-    """Spans without a gap that begin where a codec can begin anywhere, or not."""
-    edges = sorted({0, numel, *(min(numel, one) for one in pieces)})
-    return [(a, b) for a, b in zip(edges, edges[1:], strict=False)] or [(0, numel)]
+# --- properties ----------------------------------------------------------------------------------
 
 
-@settings(**CASES)
+@each_wire
+@cases
 @given(
-    wire=st.sampled_from(WIRES),
-    dtype=st.sampled_from((torch.float32, torch.float64)),
+    dtype=st.sampled_from(ROWS),
     numel=NUMEL,
-    pieces=st.lists(st.integers(1, 5000), max_size=3),
+    edges=st.lists(st.integers(1, 5000), max_size=3),
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3),
-    sizes=st.lists(st.integers(1, 700), min_size=1, max_size=3),
-    rows=st.sets(st.sampled_from(("reference", "residual", "rounding"))),
+    sizes=SIZES,
+    rows=subsets("reference", "residual", "rounding", "first", "distance"),
+    in_place=st.booleans(),
     gradients=st.booleans(),
-    odd=st.sampled_from((0.0, 0.0, 0.02, 0.5)),
-    seed=st.integers(0, 10**6),
+    odd=ODD_SHARES,
+    shift=SHIFTS,
+    seed=SEEDS,
 )
-def test_encode(native, wire, dtype, numel, pieces, kinds, sizes, rows, gradients, odd, seed):
+def test_encode(
+    native, *, wire, dtype, numel, edges, kinds, sizes, rows, in_place, gradients, odd, shift, seed
+):
     codec = codec_named(wire, dtype)
-    parts = cut(numbers(numel, seed, dtype, odd), sizes)
-    parts = [one.to(kinds[at % len(kinds)]) for at, one in enumerate(parts)]
-    values, spans = FlatTensors(parts), spans_of(numel, pieces, codec)
-    if gradients:
-        rows = {"residual"}
+    parts = cut(numbers(numel, seed, dtype, odd), sizes, kinds)
+    spans = spans_of(numel, edges)
+    rows = ["residual"] if gradients else rows
     results = []
-    for kernels in (torch_kernels, native):
-        given_rows = {
-            name: numbers(numel, seed + 1 + at, dtype) for at, name in enumerate(sorted(rows))
+    for kernels, by in ((torch_kernels, 0), (native, shift)):
+        operands = {
+            name: shifted(numbers(numel, seed + 1 + at, dtype), by) for at, name in enumerate(rows)
         }
-        payload = torch.full((sum(codec.nbytes(b - a) for a, b in spans),), 171, dtype=torch.uint8)
-        first = torch.full((), NOWHERE, dtype=torch.int64)
-        distance = torch.zeros((), dtype=torch.float64)
-        more = {} if gradients else {"first": first, "distance": distance}
-        kernels.encode(codec, values, spans, payload, **given_rows, gradients=gradients, **more)
-        if wire == "fp32":  # NaN has many bits there
-            payload = payload.view(torch.float32)
-        results.append({"payload": payload, "first": first, "distance": distance, **given_rows})
-    for name, mine in results[0].items():
-        same(mine.view(-1), results[1][name].view(-1), name)
+        if in_place and {"residual", "rounding"} <= operands.keys():
+            operands["rounding"] = operands["residual"]
+        if "first" in operands:
+            operands["first"] = torch.full((), NOWHERE, dtype=torch.int64)
+        if "distance" in operands:
+            operands["distance"] = torch.zeros((), dtype=torch.float64)
+        memory, payload = guarded(sum(codec.nbytes(b - a) for a, b in spans), by)
+        values = FlatTensors([shifted(part, by) for part in parts])
+        kernels.encode(codec, values, spans, payload, **operands, gradients=gradients)
+        results.append({"payload": written(memory, payload, codec), **operands})
+    for name, expected in results[0].items():
+        same(expected, results[1][name], name)
 
 
-@settings(**CASES)
+@each_wire
+@cases
 @given(
-    wire=st.sampled_from(WIRES),
-    dtype=st.sampled_from((torch.float32, torch.float64)),
+    dtype=st.sampled_from(ROWS),
     numel=NUMEL,
     weights=st.lists(st.integers(1, 5), min_size=1, max_size=16),
     total=st.integers(1, 40),
     carry=st.booleans(),
     gradients=st.booleans(),
-    odd=st.sampled_from((0.0, 0.0, 0.02)),
-    seed=st.integers(0, 10**6),
+    odd=ODD_SHARES,
+    shift=SHIFTS,
+    seed=SEEDS,
 )
-def test_reduce(native, wire, dtype, numel, weights, total, carry, gradients, odd, seed):
+def test_reduce(native, *, wire, dtype, numel, weights, total, carry, gradients, odd, shift, seed):
     codec = codec_named(wire, dtype)
-    mean = Mean(codec, payloads(codec, numel, len(weights), seed, odd), weights, total)
+    versions = payloads(codec, numel, len(weights), seed, odd)
     results = []
-    for kernels in (torch_kernels, native):
-        kept = numbers(numel, seed, dtype) if carry else None
-        payload = torch.full((codec.nbytes(numel),), 171, dtype=torch.uint8)
-        row = torch.full((numel,), 7.0, dtype=dtype)
-        kernels.reduce(mean, numel, payload=payload, carry=kept, gradients=gradients)
+    for kernels, by in ((torch_kernels, 0), (native, shift)):
+        mean = Mean(codec, [shifted(version, by) for version in versions], weights, total)
+        carried = shifted(numbers(numel, seed, dtype), by) if carry else None
+        memory, payload = guarded(codec.nbytes(numel), by)
+        row = shifted(torch.full((numel,), 7.0, dtype=dtype), by)
+        kernels.reduce(mean, numel, payload=payload, carry=carried, gradients=gradients)
         kernels.reduce(mean, numel, row=row)
-        payload = payload.view(torch.float32) if wire == "fp32" else payload
-        results.append([payload, row, *([] if kept is None else [kept])])
-    for mine, theirs in zip(*results, strict=True):
-        same(mine, theirs, "reduce")
+        results.append({"payload": written(memory, payload, codec), "row": row})
+        if carry:
+            results[-1]["carry"] = carried
+    for name, expected in results[0].items():
+        same(expected, results[1][name], name)
 
 
-def payloads(codec, numel, count, seed, odd=0.0):
-    made = []
-    for one in range(count):
-        values = FlatTensors([numbers(numel, seed + 10 * one, codec.row, odd)])
-        payload = torch.zeros(codec.nbytes(numel), dtype=torch.uint8)
-        torch_kernels.encode(codec, values, [(0, numel)], payload)
-        made.append(payload)
-    return made
-
-
-@settings(**CASES)
+@each_wire
+@cases
 @given(
-    wire=st.sampled_from(WIRES),
-    dtype=st.sampled_from((torch.float32, torch.float64)),
+    dtype=st.sampled_from(ROWS),
     numel=NUMEL,
     start=st.integers(0, 40),
     weights=st.lists(st.integers(1, 3), min_size=1, max_size=4),
-    rows=st.sets(st.sampled_from(("negated", "shown", "residual", "rounding", "others"))),
-    odd=st.sampled_from((0.0, 0.0, 0.02)),
-    seed=st.integers(0, 10**6),
+    rows=subsets("negated", "shown", "residual", "rounding", "others"),
+    odd=ODD_SHARES,
+    shift=SHIFTS,
+    seed=SEEDS,
 )
-def test_accept(native, wire, dtype, numel, start, weights, rows, odd, seed):
+def test_accept(native, *, wire, dtype, numel, start, weights, rows, odd, shift, seed):
     codec, whole = codec_named(wire, dtype), start + numel + 3
     versions = payloads(codec, numel, len(weights), seed, odd)
-    mean = Mean(codec, versions, weights, sum(weights))
-    if "rounding" in rows:
-        rows = {*rows, "residual"}
+    names = sorted({"reference", *rows} | ({"residual"} if "rounding" in rows else set()))
     results = []
-    for kernels in (torch_kernels, native):
-        made = {
-            name: numbers(whole, seed + at, dtype)
-            for at, name in enumerate(sorted({*rows, "reference"}))
+    for kernels, by in ((torch_kernels, 0), (native, shift)):
+        mean = Mean(codec, [shifted(version, by) for version in versions], weights, sum(weights))
+        operands = {
+            name: shifted(numbers(whole, seed + at, dtype), by) for at, name in enumerate(names)
         }
         sums = torch.zeros(3, dtype=torch.float64)
-        taken = ShardRows(**made, share=0.375)
-        kernels.accept(mean, versions[0], start, start + numel, taken, sums)
-        results.append({**made, "sums": sums})
-    for name, mine in results[0].items():
-        same(mine, results[1][name], name)
+        shard = ShardRows(**operands, share=0.375)
+        kernels.accept(mean, mean.versions[0], start, start + numel, shard, sums)
+        results.append({**operands, "sums": sums})
+    for name, expected in results[0].items():
+        same(expected, results[1][name], name)
 
 
-@settings(**CASES)
+@pytest.mark.parametrize("kind", KINDS)
+@cases
 @given(
-    kind=st.sampled_from(KINDS),
     numel=NUMEL,
     count=st.integers(1, 6),
     divisor=st.integers(1, 9),
     spread=st.booleans(),
     in_place=st.booleans(),
-    seed=st.integers(0, 10**6),
+    shift=SHIFTS,
+    seed=SEEDS,
 )
-def test_mean_rows(native, kind, numel, count, divisor, spread, in_place, seed):
+def test_mean_rows(native, *, kind, numel, count, divisor, spread, in_place, shift, seed):
     wide = torch.float64 if kind == torch.float64 else torch.float32
     results = []
-    for kernels in (torch_kernels, native):
-        rows = [numbers(numel, seed + one, kind) for one in range(count)]
+    for kernels, by in ((torch_kernels, 0), (native, shift)):
+        rows = [shifted(numbers(numel, seed + rank, kind), by) for rank in range(count)]
         total = rows[0] if in_place and wide == kind else torch.zeros(numel, dtype=wide)
-        to = rows if spread else []
-        kernels.mean_rows(rows, divisor, total=total, to=to)
+        kernels.mean_rows(rows, divisor, total=total, to=rows if spread else [])
         results.append([total, *rows])
-    for mine, theirs in zip(*results, strict=True):
-        same(mine, theirs, "mean_rows")
+    for expected, actual in zip(*results, strict=True):
+        same(expected, actual, "mean_rows")
 
 
-@settings(**CASES)
+@pytest.mark.parametrize("how", [(1.0, False), (1.0, True), (0.3, False), (0.75, False)])
+@cases
 @given(
-    dtype=st.sampled_from((torch.float32, torch.float64)),
+    dtype=st.sampled_from(ROWS),
     numel=NUMEL,
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3),
-    sizes=st.lists(st.integers(1, 700), min_size=1, max_size=3),
-    how=st.sampled_from(((1.0, False), (1.0, True), (0.3, False), (0.75, False))),
+    sizes=SIZES,
     ends=st.tuples(st.floats(0, 1), st.floats(0, 1)),
-    seed=st.integers(0, 10**6),
+    shift=SHIFTS,
+    seed=SEEDS,
 )
-def test_gather_and_merge(native, dtype, numel, kinds, sizes, how, ends, seed):
+def test_gather_and_merge(native, *, dtype, numel, kinds, sizes, how, ends, shift, seed):
+    start, stop = sorted(int(numel * end) for end in ends)
+    row = numbers(numel, seed + 1, dtype)
     results = []
-    start, stop = sorted(int(numel * one) for one in ends)
-    for kernels in (torch_kernels, native):
-        parts = cut(numbers(numel, seed, dtype), sizes)
-        parts = [one.to(kinds[at % len(kinds)]) for at, one in enumerate(parts)]
-        values, row = FlatTensors(parts), torch.zeros(stop - start, dtype=dtype)
-        kernels.gather(values, start, stop, row)
-        kernels.merge(values, numbers(numel, seed + 1, dtype), how[0], add=how[1])
-        results.append([row, *parts])
-    for mine, theirs in zip(*results, strict=True):
-        same(mine, theirs, "gather and merge")
+    for kernels, by in ((torch_kernels, 0), (native, shift)):
+        parts = [shifted(part, by) for part in cut(numbers(numel, seed, dtype), sizes, kinds)]
+        values, gathered = FlatTensors(parts), shifted(torch.zeros(stop - start, dtype=dtype), by)
+        kernels.gather(values, start, stop, gathered)
+        kernels.merge(values, shifted(row, by), how[0], add=how[1])
+        results.append([gathered, *parts])
+    for expected, actual in zip(*results, strict=True):
+        same(expected, actual, "gather and merge")
+
+
+# --- bytes of a payload --------------------------------------------------------------------------
+
+INT8 = ([0.0, 1.0, -2.5, 127.0], "0000803f 00 01 fe 7f")
+INT4 = (
+    [7.0, -7.0, 0.5, 1.5, 2.5, -3.4, *[0.0] * 10, 3.0, -1.0],
+    "803f bf 71 88 8a 8a 85 88 88 88 88 88 88 88 88 88 88",
+)
+INT4_NONFINITE = ([1.0, math.nan, 2.0], "c07f 88 88 88")
+TOPK = (
+    [-2.0 if at == 5 else at / 64 if at in (64, 129) else 0.0 for at in range(130)],
+    "0500 4000 8100 00c0 803f 0140",
+)
+
+
+@pytest.mark.parametrize("dtype", ROWS)
+@pytest.mark.parametrize(
+    ("wire", "values", "expected"),
+    [("int8", *INT8), ("int4", *INT4), ("int4", *INT4_NONFINITE), ("topk", *TOPK)],
+)
+def test_payloads_have_these_bytes(kernels, dtype, wire, values, expected):
+    codec = codec_named(wire, dtype)
+    payload = torch.full((codec.nbytes(len(values)),), GUARD, dtype=torch.uint8)
+    row = torch.tensor(values, dtype=dtype)
+    kernels.encode(codec, FlatTensors([row]), [(0, len(values))], payload)
+    assert bytes(payload.tolist()) == bytes.fromhex(expected).ljust(payload.numel(), b"\0")
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+@each_wire
+def test_empty_rows_change_nothing(kernels, wire):
+    codec, empty = codec_named(wire), torch.empty(0)
+    payload, sums = torch.empty(0, dtype=torch.uint8), torch.zeros(3, dtype=torch.float64)
+    first = torch.full((), NOWHERE, dtype=torch.int64)
+    rows = {"reference": empty, "residual": empty, "rounding": empty}
+    kernels.encode(codec, FlatTensors([empty]), [(0, 0)], payload, **rows, first=first)
+    kernels.encode(codec, FlatTensors([]), [], payload)
+    mean = Mean(codec, [payload, payload], (1, 1), 2)
+    kernels.reduce(mean, 0, payload=payload, row=empty, carry=empty)
+    reference = torch.ones(5)
+    kernels.accept(mean, payload, 5, 5, ShardRows(reference, shown=reference.clone()), sums)
+    kernels.mean_rows([empty, empty], 2, total=empty)
+    kernels.gather(FlatTensors([]), 0, 0, empty)
+    kernels.merge(FlatTensors([]), empty, 0.5)
+    assert first == NOWHERE
+    assert sums.tolist() == [0.0] * 3
+    assert reference.tolist() == [1.0] * 5
+
+
+@each_wire
+def test_payloads_shorter_than_their_row_are_refused(native, wire):
+    codec, numel = codec_named(wire), 300
+    row = torch.zeros(numel)
+    payload = payload_of(codec, row)
+    short = payload[: codec.offset(numel) - 1]
+    mean, short_mean = Mean(codec, [payload]), Mean(codec, [payload, short], (1, 1), 2)
+    sums = torch.zeros(3, dtype=torch.float64)
+    with pytest.raises(ValueError, match="a payload must be"):
+        native.encode(codec, FlatTensors([row]), [(0, numel)], short)
+    with pytest.raises(ValueError, match="a payload must be"):
+        native.reduce(mean, numel, payload=short)
+    with pytest.raises(ValueError, match="a payload must be"):
+        native.reduce(short_mean, numel, row=row)
+    with pytest.raises(ValueError, match="a payload must be"):
+        native.accept(short_mean, payload, 0, numel, ShardRows(row), sums)
+    with pytest.raises(ValueError, match="a payload must be"):
+        native.accept(mean, short, 0, numel, ShardRows(row), sums)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [torch.zeros(300, dtype=torch.float64), torch.zeros(299), torch.zeros(600)[::2]],
+    ids=["another type", "shorter", "not contiguous"],
+)
+def test_rows_that_do_not_fit_are_refused(native, row):
+    codec, values, numel = codec_named("bf16"), torch.zeros(300), 300
+    payload = payload_of(codec, values)
+    mean, sums = Mean(codec, [payload]), torch.zeros(3, dtype=torch.float64)
+    for name in ("reference", "residual", "rounding"):
+        with pytest.raises(ValueError, match="a row must be"):
+            native.encode(codec, FlatTensors([values]), [(0, numel)], payload, **{name: row})
+    for name in ("row", "carry"):
+        with pytest.raises(ValueError, match="a row must be"):
+            native.reduce(mean, numel, **{name: row})
+    with pytest.raises(ValueError, match="a row must be"):
+        native.accept(mean, payload, 0, numel, ShardRows(row), sums)
+    for name in ("negated", "shown", "residual", "others"):
+        with pytest.raises(ValueError, match="a row must be"):
+            native.accept(mean, payload, 0, numel, ShardRows(values, **{name: row}), sums)
+    with pytest.raises(ValueError, match="a row must be"):
+        native.mean_rows([values, row], 2, total=values)

@@ -1,4 +1,4 @@
-"""Kernels of rows on devices: interpreted they give torch's bits, and they compile.
+"""Triton kernels: interpreted they give the bits of torch's operations, and they compile.
 
 Each in a process of its own: Triton interprets all or nothing, from when it is imported.
 """
@@ -21,8 +21,8 @@ from jobs import HANG_SECONDS
 def test_kernels(tests, interprets, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_INTERPRET", interprets)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    told = Path(__file__).parent / f"{tests}.py"
-    words = [sys.executable, "-m", "pytest", "-q", "--color=no", str(told)]
+    path = Path(__file__).parent / f"{tests}.py"
+    words = [sys.executable, "-m", "pytest", "-q", "--color=no", str(path)]
     run = subprocess.run(words, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
     assert run.returncode == 0, run.stdout[-6000:]
     assert " passed" in run.stdout
