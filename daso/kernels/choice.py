@@ -94,24 +94,24 @@ def kernels_for(device: torch.device) -> Kernels:
     Raises:
         ConfigError: Those that DASO_KERNELS names do not run here.
     """
-    return _choose(device.type, kernels_name())[0]
+    return _choose(device.type)[0]
 
 
 def describe_kernels(device: torch.device) -> str:
     """Return which kernels compute on a device, and why not better ones."""
-    return _choose(device.type, kernels_name())[1]
+    return _choose(device.type)[1]
 
 
 def slow_kernels(device: torch.device) -> str:
     """Return which kernels compute where better ones should, and why; nothing where these do."""
     line = describe_kernels(device)
-    return line if line.startswith(torch_kernels.NAME) and not kernels_name() else ""
+    return line if line.startswith(torch_kernels.NAME) and kernels_name() != "torch" else ""
 
 
 @cache
-def _choose(device: str, name: str) -> tuple[Kernels, str]:
-    """Return kernels, and a line that says which."""
-    fallback = cast("Kernels", torch_kernels)
+def _choose(device: str) -> tuple[Kernels, str]:
+    """Return kernels, and a line that says which; once a process for each type of device."""
+    fallback, name = cast("Kernels", torch_kernels), kernels_name()
     if name == "torch":
         return fallback, f"{fallback.NAME} (DASO_KERNELS=torch)"
     wanted = "triton" if device == "cuda" else "native"

@@ -8,6 +8,10 @@
    Neither Python nor torch is needed here. A row has fp32 or fp64 numbers; native_rows.h holds what
    is done with either, and is included once for each. */
 
+#if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC target("prefer-vector-width=256")   /* 512-bit loads stall longer on memory */
+#endif
+
 #include <stdint.h>
 #include <string.h>
 #ifdef __F16C__
@@ -18,7 +22,7 @@
 #define DASO_SOURCE 0
 #endif
 
-/* Payloads and rows start at any byte. */
+/* Payloads and rows may start at any byte. */
 typedef uint16_t u16 __attribute__((aligned(1), may_alias));
 typedef float f32 __attribute__((aligned(1), may_alias));
 typedef double f64 __attribute__((aligned(1), may_alias));
@@ -28,7 +32,8 @@ enum { OF_FP32, OF_FP64, OF_BF16, OF_FP16 };             /* types of tensors */
 enum { COPY, ADD, PULL };                                /* merges */
 
 enum {
-    TILE = 1024,       /* numbers; of topk a block */
+    TILE = 1024,       /* numbers whose squares are folded into one term */
+    PIECE = 512,       /* numbers per pass of functions without such sums: fits the L1 cache */
     BLOCK8 = 128, BLOCK4 = 32,
     BYTES8 = 4 + BLOCK8, BYTES4 = 2 + BLOCK4 / 2,
     TOPK_BLOCK = 4096, TOPK_PART = 64, MOST = TOPK_BLOCK
@@ -39,7 +44,7 @@ static const uint32_t INF32 = 0x7F800000, NAN32 = 0x7FC00000;
 static const float SMALLEST = 1.17549435e-38f;     /* normal fp32 number */
 static const float LARGEST_BF16 = 3.38953139e38f, LARGEST_FP32 = 3.40282347e38f;
 
-/* gcc unrolls a loop of 16 turns before it would vectorize it, and then no longer does. */
+/* GCC unrolls a loop of 16 iterations completely, and then fails to vectorize it. */
 #define ROLLED _Pragma("GCC unroll 1")
 
 static inline uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
@@ -47,7 +52,7 @@ static inline float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x;
 static inline uint64_t bits_of_double(double x) { uint64_t u; memcpy(&u, &x, 8); return u; }
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* 1 / by where a product with it has the bits of a quotient: by is a power of two; 0: it is not. */
+/* Return 1 / by if multiplying by it gives the bits of a division (a power of two), else 0. */
 static inline double exact_inverse(double by)
 {
     return by > 0 && by < 4294967296.0 && !(bits_of_double(by) << 12) ? 1 / by : 0;
@@ -79,7 +84,7 @@ static inline float from_fp16(uint16_t h)
     return float_of(u | sign);
 }
 
-/* The tensor that holds a number, from a guess on. */
+/* Return the index of the tensor that holds number `at`, searching from `segment`. */
 static inline int64_t seek(int64_t at, int64_t segment, const int64_t *ends)
 {
     while (segment > 0 && ends[segment - 1] > at) segment--;
@@ -133,5 +138,5 @@ static void from_fp16s(const u16 *restrict from, int64_t n, f32 *restrict to)
 #define NAME(x) x##_fp64
 #include "native_rows.h"
 
-/* A digest of the sources that this was compiled from: native.py refuses another one. */
+/* Digest of the compiled sources; native.py refuses a library with another digest. */
 uint64_t daso_source(void) { return (uint64_t)DASO_SOURCE; }

@@ -1,4 +1,4 @@
-/* What native.c does with rows of one type. ROW: the type; WORD, SIGNED: integers as wide. */
+/* Functions of native.c for rows of type ROW. WORD, SIGNED: integers of the same width. */
 
 #define WIDE (sizeof(ROW) == 8)
 #define ROW_INF (WIDE ? (WORD)0x7FF0000000000000ull : (WORD)0x7F800000u)
@@ -62,7 +62,7 @@ static void NAME(store)(int kind, const ROW *restrict from, int64_t n, char *to)
 
 /* --- payloads --------------------------------------------------------------------------------- */
 
-/* Bytes of numbers from a block's first on; n numbers are whole blocks, or the last of a payload. */
+/* Bytes of n numbers that start a block: whole blocks, or the end of a payload. */
 static int64_t NAME(nbytes)(int wire, int64_t n)
 {
     int64_t rest;
@@ -78,7 +78,7 @@ static int64_t NAME(nbytes)(int wire, int64_t n)
     }
 }
 
-/* Scales and their reciprocals of blocks with these largest magnitudes (bits). */
+/* Compute the scales of blocks, and their reciprocals, from the bits of the largest magnitudes. */
 static void NAME(scale)(const WORD *restrict largest, int blocks, int steps, int is_int4,
                         float *restrict scales, ROW *restrict inverses, int32_t *restrict masks)
 {
@@ -191,16 +191,16 @@ static void NAME(decode_int4)(const uint8_t *restrict in, int64_t blocks, ROW *r
             out[b * BLOCK4 + i] = (ROW)codes[b * BLOCK4 + i] * scales[b];
 }
 
-/* The largest magnitudes of one block, of equal ones the first, in their order. */
+/* Encode the largest magnitudes of a block, in the order of their places; ties: first wins. */
 static void NAME(encode_topk)(const ROW *restrict v, int64_t n, uint8_t *restrict out)
 {
     WORD keys[TOPK_BLOCK];
     const int64_t keep = (n + TOPK_PART - 1) / TOPK_PART;
     for (int64_t i = 0; i < n; i++) {
         WORD a = NAME(word)(v[i]) & ROW_ABS;
-        keys[i] = a > ROW_INF ? ROW_INF + 1 : a;   /* NaN is the largest */
+        keys[i] = a > ROW_INF ? ROW_INF + 1 : a;   /* NaN sorts as the largest */
     }
-    WORD threshold = 0;   /* the largest that at least `keep` reach */
+    WORD threshold = 0;   /* largest key that at least `keep` numbers reach */
     for (WORD bit = WIDE ? (WORD)1 << (8 * sizeof(WORD) - 2) : (WORD)1 << 30; bit; bit >>= 1) {
         const WORD tried = threshold | bit;
         SIGNED count = 0;
@@ -228,7 +228,7 @@ static void NAME(decode_topk)(const uint8_t *restrict in, int64_t n, ROW *restri
         if (places[i] < n) out[places[i]] = (ROW)from_bf16(values[i]);
 }
 
-/* Write a tile as a wire has it. */
+/* Encode a tile. */
 static void NAME(encode_tile)(int wire, const ROW *restrict v, int64_t n, uint8_t *out)
 {
     int64_t rest;
@@ -264,7 +264,7 @@ static void NAME(encode_tile)(int wire, const ROW *restrict v, int64_t n, uint8_
     }
 }
 
-/* Read a tile from a payload. */
+/* Decode a tile. */
 static void NAME(decode_tile)(int wire, const uint8_t *in, int64_t n, ROW *restrict out)
 {
     int64_t rest;
@@ -294,7 +294,7 @@ static void NAME(decode_tile)(int wire, const uint8_t *in, int64_t n, ROW *restr
 
 /* --- sums ------------------------------------------------------------------------------------- */
 
-/* Add the squares of numbers to a sum: each tile is folded in halves. */
+/* Add the squares of numbers to a sum; each tile is folded in halves. */
 static void NAME(add_squares)(const ANY *restrict x, int64_t n, double *sum)
 {
     for (int64_t at = 0; at < n; at += TILE) {
@@ -319,11 +319,11 @@ static void NAME(add_squares)(const ANY *restrict x, int64_t n, double *sum)
     }
 }
 
-/* v = values - reference + residual, of rows that are not null; returns whether it is finite. */
+/* v = values - reference + residual, skipping null rows; return whether all are finite. */
 static int NAME(combine)(const ANY *restrict values, int64_t n, const ANY *restrict reference,
                          const ANY *restrict residual, ROW *restrict v)
 {
-    WORD wrong = 0;   /* its highest bit: a number is not finite */
+    WORD wrong = 0;   /* highest bit: some number is not finite */
 #define CHECKED(i, x) { v[i] = x; wrong |= (NAME(word)(v[i]) & ROW_ABS) + (ROW_ABS + 1 - ROW_INF); }
     if (reference && residual)
         for (int64_t i = 0; i < n; i++) CHECKED(i, values[i] - reference[i] + residual[i])
@@ -344,7 +344,7 @@ static void NAME(divide)(ROW *restrict x, int64_t n, double divisor)
     else for (int64_t i = 0; i < n; i++) x[i] /= by;
 }
 
-/* The weighted mean of versions of a tile, added in order. */
+/* Compute the weighted mean of versions of a tile, added in order. */
 static void NAME(mean_tile)(int wire, const uint8_t *const *versions, int64_t at,
                             const double *weights, int64_t count, double total, int64_t n,
                             ROW *restrict mean, ROW *restrict room)
@@ -355,7 +355,7 @@ static void NAME(mean_tile)(int wire, const uint8_t *const *versions, int64_t at
     if (first != 1)
         for (int64_t i = 0; i < n; i++) mean[i] *= first;
     for (int64_t k = 1; k < count; k++) {
-        /* A product with 1 has the bits of its other factor. */
+        /* Multiplying by 1 changes no bits. */
         const ROW weight = (ROW)weights[k], factor = k + 1 == count && inverse != 0 ? inverse : 1;
         NAME(decode_tile)(wire, versions[k] + offset, n, room);
         for (int64_t i = 0; i < n; i++) mean[i] = (mean[i] + room[i] * weight) * factor;
@@ -363,8 +363,8 @@ static void NAME(mean_tile)(int wire, const uint8_t *const *versions, int64_t at
     if (total != 1 && (count == 1 || inverse == 0)) NAME(divide)(mean, n, total);
 }
 
-/* Encode v + kept; keep what is rounded away. With gradients, a zero sends nothing and what is kept
-   for it goes on waiting, and what is not finite is not kept. */
+/* Encode v + kept, and store the rounding error in kept. With gradients, a zero sends nothing and
+   leaves its kept number unchanged, and errors that are not finite are dropped. */
 static void NAME(encode_kept)(int wire, ROW *restrict v, int64_t n, ANY *restrict kept,
                               int gradients, uint8_t *payload, ROW *restrict room)
 {
@@ -391,9 +391,10 @@ static void NAME(encode_kept)(int wire, ROW *restrict v, int64_t n, ANY *restric
 
 /* --- functions of the library ----------------------------------------------------------------- */
 
-#define STEP(wire) ((wire) == TOPK ? TOPK_BLOCK : TILE)
+/* Numbers per pass. */
+#define STEP(wire, most) ((wire) == TOPK ? TOPK_BLOCK : (most))
 
-/* Numbers of tensors that lie one after the other; ends: where each ends. */
+/* Copy numbers of concatenated tensors; ends: end of each. Return the last segment read. */
 static int64_t NAME(collect)(int64_t at, int64_t n, int64_t segment, const char *const *tensors,
                              const int32_t *kinds, const int64_t *ends, ANY *restrict to)
 {
@@ -409,7 +410,7 @@ static int64_t NAME(collect)(int64_t at, int64_t n, int64_t segment, const char 
     return segment - 1;
 }
 
-/* Where these numbers lie: in one tensor of the row's type, or collected in `room`. */
+/* Return the address of numbers: in a tensor of the row's type, or collected in `room`. */
 static const ANY *NAME(find)(int64_t at, int64_t n, int64_t *segment, const char *const *tensors,
                              const int32_t *kinds, const int64_t *ends, ROW *room)
 {
@@ -420,7 +421,7 @@ static const ANY *NAME(find)(int64_t at, int64_t n, int64_t *segment, const char
     return (const ANY *)room;
 }
 
-/* Payloads of spans (start, stop) of a row, one after the other, each whole words.
+/* Encode spans (start, stop) of a row into consecutive payloads, each padded to whole words.
 
    values - reference + residual; rounding: what the wire lost. gradients: as encode_kept, with
    residual in the place of both. first: lowered to the first number that is not finite. */
@@ -430,11 +431,11 @@ void NAME(daso_encode)(int32_t wire, int64_t count, const int64_t *spans, int64_
                        uint8_t *payload, int64_t *first, double *distance)
 {
     ROW v[MOST], room[MOST];
+    const int64_t step = STEP(wire, distance ? TILE : PIECE);
     int64_t segment = 0;
     (void)segments;
     for (int64_t span = 0; span < count; span++) {
         const int64_t start = spans[2 * span], stop = spans[2 * span + 1];
-        const int64_t step = STEP(wire);
         uint8_t *to = payload;
         for (int64_t at = start; at < stop; at += step) {
             const int64_t n = least(step, stop - at);
@@ -469,7 +470,7 @@ void NAME(daso_encode)(int32_t wire, int64_t count, const int64_t *spans, int64_
     }
 }
 
-/* The weighted mean of payloads of the same numbers, for the wire or as a row.
+/* Compute the weighted mean of payloads of the same numbers, as a payload, a row, or both.
 
    carry: what was rounded away of means before, added and kept. */
 void NAME(daso_reduce)(int32_t wire, int64_t numel, int64_t count, const uint8_t *const *versions,
@@ -477,7 +478,7 @@ void NAME(daso_reduce)(int32_t wire, int64_t numel, int64_t count, const uint8_t
                        uint8_t *payload, ROW *row)
 {
     ROW mean[MOST], room[MOST];
-    const int64_t step = STEP(wire);
+    const int64_t step = STEP(wire, PIECE);
     for (int64_t at = 0; at < numel; at += step) {
         const int64_t n = least(step, numel - at);
         NAME(mean_tile)(wire, versions, at, weights, count, total, n, mean, room);
@@ -493,7 +494,7 @@ void NAME(daso_reduce)(int32_t wire, int64_t numel, int64_t count, const uint8_t
     }
 }
 
-/* Take in the mean of what nodes sent; see daso/kernels/rows.py for what each row is.
+/* Apply a mean to the rows of a shard; daso/kernels/rows.py documents the rows.
 
    sums: distance, norm, moved. */
 void NAME(daso_accept)(int32_t wire, int64_t numel, int64_t count, const uint8_t *const *versions,
@@ -502,7 +503,7 @@ void NAME(daso_accept)(int32_t wire, int64_t numel, int64_t count, const uint8_t
                        double share, double *sums)
 {
     ROW mean[MOST], carried[MOST];
-    const int64_t step = STEP(wire);
+    const int64_t step = STEP(wire, TILE);
     for (int64_t at = 0; at < numel; at += step) {
         const int64_t n = least(step, numel - at);
         ANY *here = (ANY *)(reference + at);
@@ -544,14 +545,14 @@ void NAME(daso_accept)(int32_t wire, int64_t numel, int64_t count, const uint8_t
     }
 }
 
-/* The sum of rows of any type in order, divided, into a row and into others of their type. */
+/* Add rows of any type in order and divide; store the result in a row, and in others. */
 void NAME(daso_mean_rows)(int32_t kind, int64_t numel, int64_t count, const char *const *rows,
                           double divisor, ROW *total, int32_t written, int64_t to_count,
                           char *const *to)
 {
-    ROW sum[TILE], room[TILE];
-    for (int64_t at = 0; at < numel; at += TILE) {
-        const int64_t n = least(TILE, numel - at);
+    ROW sum[PIECE], room[PIECE];
+    for (int64_t at = 0; at < numel; at += PIECE) {
+        const int64_t n = least(PIECE, numel - at);
         NAME(load)(kind, rows[0] + at * SIZE_OF(kind), n, (ANY *)sum);
         for (int64_t k = 1; k < count; k++) {
             const char *from = rows[k] + at * SIZE_OF(kind);
@@ -564,12 +565,12 @@ void NAME(daso_mean_rows)(int32_t kind, int64_t numel, int64_t count, const char
         }
         if (divisor != 1) NAME(divide)(sum, n, divisor);
         if (total) memcpy(total + at, sum, (size_t)n * sizeof(ROW));
-        for (int64_t one = 0; one < to_count; one++)
-            NAME(store)(written, sum, n, to[one] + at * SIZE_OF(written));
+        for (int64_t k = 0; k < to_count; k++)
+            NAME(store)(written, sum, n, to[k] + at * SIZE_OF(written));
     }
 }
 
-/* Copy numbers from `start` on of tensors that lie one after the other into a row. */
+/* Copy numbers of concatenated tensors, from `start` on, into a row. */
 void NAME(daso_gather)(int64_t start, int64_t numel, const char *const *tensors,
                        const int32_t *kinds, const int64_t *ends, ROW *row)
 {
@@ -579,30 +580,30 @@ void NAME(daso_gather)(int64_t start, int64_t numel, const char *const *tensors,
                                 (ANY *)(row + at));
 }
 
-/* Merge a row into tensors x that lie one after the other: c, x + c, or x + pull (c - x). */
+/* Merge a row c into concatenated tensors x: c, x + c, or x + pull (c - x). */
 void NAME(daso_merge)(int32_t how, double pull, int64_t segments, char *const *tensors,
                       const int32_t *kinds, const int64_t *ends, const ROW *row)
 {
     ROW x[TILE];
     const ROW part = (ROW)pull;
-    for (int64_t one = 0; one < segments; one++) {
-        const int64_t first = one ? ends[one - 1] : 0, size = SIZE_OF(kinds[one]);
-        for (int64_t at = first; at < ends[one]; at += TILE) {
-            const int64_t n = least(TILE, ends[one] - at);
-            char *there = tensors[one] + (at - first) * size;
+    for (int64_t k = 0; k < segments; k++) {
+        const int64_t first = k ? ends[k - 1] : 0, size = SIZE_OF(kinds[k]);
+        for (int64_t at = first; at < ends[k]; at += TILE) {
+            const int64_t n = least(TILE, ends[k] - at);
+            char *there = tensors[k] + (at - first) * size;
             const ANY *c = (const ANY *)(row + at);
             if (how == COPY) {
-                if (kinds[one] == OF_ROW) {
+                if (kinds[k] == OF_ROW) {
                     memcpy(there, row + at, (size_t)n * sizeof(ROW));
                     continue;
                 }
                 for (int64_t i = 0; i < n; i++) x[i] = c[i];
             } else {
-                NAME(load)(kinds[one], there, n, (ANY *)x);
+                NAME(load)(kinds[k], there, n, (ANY *)x);
                 if (how == ADD) for (int64_t i = 0; i < n; i++) x[i] += c[i];
                 else for (int64_t i = 0; i < n; i++) x[i] += part * (c[i] - x[i]);
             }
-            NAME(store)(kinds[one], x, n, there);
+            NAME(store)(kinds[k], x, n, there);
         }
     }
 }

@@ -78,7 +78,7 @@ def _encode_blocks(values: torch.Tensor, payload: torch.Tensor, block: int) -> N
     scales = scales.to(torch.float32).to(kind)
     finite = largest.isfinite()
     # A block of zeros has scale 0; any divisor gives zeros then.
-    divisors = scales.to(values.dtype).clamp_(min=TINY)
+    divisors = scales.to(values.dtype).clamp(min=TINY)
     inverses = torch.where(finite, divisors.reciprocal(), 0.0)
     scales = torch.where(finite, scales, float("nan"))
     small = torch.mul(grid, inverses.unsqueeze(1))

@@ -35,11 +35,11 @@ def read(row, at, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def pointer(address, ALIGNED: tl.constexpr):
-    """Return a pointer to the bytes at an address; ``ALIGNED``: to 16 of them."""
-    there = address.to(tl.pointer_type(tl.uint8))
+    """Return a pointer to the bytes at an address; ``ALIGNED``: a multiple of 16."""
+    memory = address.to(tl.pointer_type(tl.uint8))
     if ALIGNED:
-        there = tl.multiple_of(there, 16)
-    return there
+        memory = tl.multiple_of(memory, 16)
+    return memory
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def write_format(tensor, code, at, values, mask, WHOLE: tl.constexpr):
 
 
 # --- tensors that form a row ---------------------------------------------------------------------
-# A table of them: addresses, ends in the row (int64 each), formats (int32).
+# Their table: addresses, ends in the row (int64 each), formats (int32).
 
 
 @triton.jit
@@ -214,11 +214,11 @@ def _encode_blocks(values, payload, at, count, FORMAT: tl.constexpr, WHOLE: tl.c
         byte = tl.arange(0, 16)[None, :]
         halves = tl.reshape(codes + 8, (TILE // BLOCK, 2, 16))
         pairs = tl.sum(halves << 4 * tl.arange(0, 2)[None, :, None], 1).to(tl.uint8)
-        there, mask = block[:, None] * NBYTES + HEADER + byte, block[:, None] * BLOCK + byte < count
-        write(payload, there, pairs, mask, WHOLE)
+        target = block[:, None] * NBYTES + HEADER + byte
+        write(payload, target, pairs, block[:, None] * BLOCK + byte < count, WHOLE)
     else:
-        there = at + HEADER * (1 + at // BLOCK)
-        write(payload, there, codes.to(tl.uint8), at < count, WHOLE)
+        target = at + HEADER * (1 + at // BLOCK)
+        write(payload, target, codes.to(tl.uint8), at < count, WHOLE)
     return codes.to(tl.float32) * scales.to(tl.float32, bitcast=True)[:, None]
 
 
@@ -226,7 +226,7 @@ def _encode_blocks(values, payload, at, count, FORMAT: tl.constexpr, WHOLE: tl.c
 def encode_tile(values, payload, at, count, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
     """Write a tile to its bytes of a payload; return the numbers that these decode to.
 
-    What fills the last word of a payload is written too. Numbers beyond ``count`` must be 0.
+    Also writes the zeros that fill the payload's last word. Numbers beyond ``count`` must be 0.
     """
     if FORMAT >= INT8:
         carried = _encode_blocks(values, payload, at, count, FORMAT, WHOLE)
@@ -235,7 +235,7 @@ def encode_tile(values, payload, at, count, FORMAT: tl.constexpr, WHOLE: tl.cons
         carried = values
     else:
         bounded = values
-        if FORMAT == FP16:  # what is beyond its range stays in the residual
+        if FORMAT == FP16:  # the excess over its range stays in the residual
             bounded = tl.where(magnitude(values) > INFINITY, values, tl.minimum(values, 65504.0))
             bounded = tl.where(bounded < -65504.0, -65504.0, bounded)
         bits = narrowed(bounded, FORMAT)
@@ -259,12 +259,12 @@ def _decode_blocks(payload, at, count, FORMAT: tl.constexpr, WHOLE: tl.constexpr
         bits = read(payload + byte, block * NBYTES, block * BLOCK < count, WHOLE)
         scales |= bits.to(tl.int32) << 8 * (4 - HEADER + byte)
     if FORMAT == INT4:
-        there = block[:, None] * NBYTES + HEADER + tl.arange(0, BLOCK)[None, :] % 16
-        pairs = read(payload, there, at < count, WHOLE).to(tl.int32)
+        source = block[:, None] * NBYTES + HEADER + tl.arange(0, BLOCK)[None, :] % 16
+        pairs = read(payload, source, at < count, WHOLE).to(tl.int32)
         codes = (pairs >> tl.arange(0, BLOCK)[None, :] // 16 * 4 & 15) - 8
     else:
-        there = at + HEADER * (1 + at // BLOCK)
-        codes = read(payload, there, at < count, WHOLE).to(tl.int8, bitcast=True)
+        source = at + HEADER * (1 + at // BLOCK)
+        codes = read(payload, source, at < count, WHOLE).to(tl.int8, bitcast=True)
     values = codes.to(tl.float32) * scales.to(tl.float32, bitcast=True)[:, None]
     return tl.where(at < count, values, 0.0)
 
@@ -284,9 +284,10 @@ def encode_kept(
     values, kept, payload, at, count, FORMAT: tl.constexpr, GRADIENTS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Encode values and what was kept; return what is rounded away now.
+    """Encode values + residual; return the new residual.
 
-    With ``GRADIENTS`` a zero sends nothing and goes on keeping; what is not finite is not kept.
+    With ``GRADIENTS``, a zero sends nothing and its residual stays; errors that are not finite are
+    dropped.
     """
     if GRADIENTS:
         idle = values == 0

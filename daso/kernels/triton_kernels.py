@@ -39,8 +39,8 @@ NARROW = {dtype: kind for dtype, kind in KINDS.items() if kind != WIDE}  # forma
 
 @lru_cache(maxsize=TABLES)
 def _copied(content: bytes, device: torch.device, stream: int) -> torch.Tensor:
-    """Return numbers on a device, for launches on a stream."""
-    del stream  # on another one, the copy need not be there yet
+    """Copy a table to a device, for launches on a stream."""
+    del stream  # another stream could read the table before it is copied
     numbers = torch.frombuffer(bytearray(content), dtype=torch.int64)
     if device.type != "cuda":
         return numbers
@@ -48,7 +48,7 @@ def _copied(content: bytes, device: torch.device, stream: int) -> torch.Tensor:
 
 
 def _table(content: bytes, device: torch.device) -> torch.Tensor:
-    """Return numbers (int64) on a device; equal ones are copied once."""
+    """Return a table (int64) on a device; equal tables are copied once."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return _copied(content, device, stream)
 
@@ -100,7 +100,7 @@ def interpreted() -> bool:
 def _launch(
     kernel: Any, tiles: int, device: torch.device, *arguments: Any, **constants: Any
 ) -> None:
-    """Launch on a device whichever the thread has; interpreted, kernels run on the host."""
+    """Launch a kernel on a device; the interpreter runs it on the host."""
     on: AbstractContextManager[object]
     on = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with on:  # a product and a sum are rounded apart, as torch's are
@@ -108,7 +108,7 @@ def _launch(
 
 
 def _check_rows(device: torch.device, numel: int, *rows: torch.Tensor | None) -> None:
-    """Refuse rows that a kernel would read or write beyond."""
+    """Raise ValueError for rows that are too short, of another type or device, or strided."""
     for row in rows:
         if row is None:
             continue
@@ -123,7 +123,7 @@ def _check_rows(device: torch.device, numel: int, *rows: torch.Tensor | None) ->
 def _check_bytes(
     codec: Codec, device: torch.device, nbytes: int, *payloads: torch.Tensor | None
 ) -> None:
-    """Refuse payloads that a kernel would read or write beyond, or that are not aligned."""
+    """Raise ValueError for payloads that are too short, strided, misaligned or elsewhere."""
     unit = codec.block_nbytes if codec.block == 1 else 1
     for payload in payloads:
         if payload is None:
@@ -139,7 +139,7 @@ def _check_bytes(
 
 
 def _handles(codec: Codec) -> bool:
-    """Return whether kernels have a wire and its rows; torch's operations do otherwise."""
+    """Return whether these kernels support a wire and its rows."""
     return codec.row == torch.float32 and codec.wire in FORMATS
 
 
@@ -198,7 +198,7 @@ def reduce(
 ) -> None:
     """Compute a mean in rank order; see `daso.kernels.torch_kernels.reduce`.
 
-    ``payload`` and ``row`` may lie where a version does.
+    ``payload`` or ``row`` may share the memory of a version.
     """
     if not _handles(mean.codec):
         torch_kernels.reduce(
@@ -302,11 +302,11 @@ def merge(values: FlatTensors, row: torch.Tensor, pull: float, *, add: bool = Fa
         return
     device = row.device
     _check_rows(device, values.numel, row)
-    way = triton_programs.COPY if pull == 1 else triton_programs.PULL
+    how = triton_programs.COPY if pull == 1 else triton_programs.PULL
     _launch(
         *(triton_programs.merge_row, _tiles(values.numel), device),
         *(_tensor_table(values, device), len(values.kinds), row, float(pull), values.numel),
-        HOW=triton_programs.ADD if add else way,
+        HOW=(triton_programs.ADD if add else how).value,
     )
 
 
@@ -332,7 +332,7 @@ def check(device: torch.device) -> None:
 
 
 def compare(device: torch.device) -> list[str]:
-    """Return what differs between an encoding by these kernels and by torch."""
+    """Return the outputs of `encode` in which these kernels and torch differ."""
     codec, numel = codec_named("int4"), NUMBERS + 77
     numbers = torch.arange(numel, dtype=torch.float32, device=device).sub_(500.5).mul_(0.37)
     values, results = FlatTensors([numbers[:1001].clone(), numbers[1001:].bfloat16()]), []
@@ -343,11 +343,11 @@ def compare(device: torch.device) -> list[str]:
         rows: dict[str, Any] = {"residual": rounding, "rounding": rounding}
         encode_with(codec, values, [(0, numel)], payload, **rows, first=first, distance=distance)
         results.append((payload, rounding, first, distance))
-    names = ("the payload", "what is rounded away", "the first number that is not finite")
+    names = ("payload", "rounding", "first")
     differing = [
         name
         for name, mine, theirs in zip(names, *results, strict=False)
         if not torch.equal(mine, theirs)
     ]
     mine, theirs = (float(result[-1]) for result in results)
-    return differing + ["sums"] * (abs(mine - theirs) > 1e-12 * theirs)
+    return differing + ["distance"] * (abs(mine - theirs) > 1e-12 * theirs)

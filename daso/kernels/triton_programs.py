@@ -48,7 +48,7 @@ EVEN = tl.constexpr(16)  # numbers or bytes: where tiles begin at multiples, add
 
 
 @triton.jit
-def _encode_one(
+def _encode_values(
     values, reference, residual, rounding, payload, first, distances, place, at, count,
     FORMAT: tl.constexpr, GRADIENTS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -93,26 +93,28 @@ def encode_row(
     if direct:
         code = format_of(tensors, tensor_count, index)
         values = read_format(pointer(address, True), code, at, True, True)
-        _encode_one(
+    else:
+        values = collect(tensors, tensor_count, index, place, at, count)
+    if count == TILE:
+        _encode_values(
             values, reference, residual, rounding, payload, first, distances, place, at, TILE,
             FORMAT, GRADIENTS, True,
         )  # fmt: skip
     else:
-        values = collect(tensors, tensor_count, index, place, at, count)
-        _encode_one(
+        _encode_values(
             values, reference, residual, rounding, payload, first, distances, place, at, count,
             FORMAT, GRADIENTS, False,
         )  # fmt: skip
 
 
 @triton.jit
-def _reduce_one(
+def _reduce_values(
     versions, number, total, payload, row, carry, place, byte, at, count,
     FORMAT: tl.constexpr, GRADIENTS: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     mask = at < count
     mean = mean_tile(versions, number, total, byte, at, count, FORMAT, ALIGNED, WHOLE)
-    tl.debug_barrier()  # a version may lie where the mean is written
+    tl.debug_barrier()  # the result may replace a version
     if row is not None:
         write(row + place, at, mean, mask, WHOLE)
     if payload is not None:
@@ -134,19 +136,19 @@ def reduce_row(
     count = tl.minimum(numel - place, TILE).to(tl.int32)
     byte, at = offset(place, FORMAT), places(FORMAT)
     if count == TILE:
-        _reduce_one(
+        _reduce_values(
             versions, number, total, payload, row, carry, place, byte, at, TILE,
             FORMAT, GRADIENTS, ALIGNED, True,
         )  # fmt: skip
     else:
-        _reduce_one(
+        _reduce_values(
             versions, number, total, payload, row, carry, place, byte, at, count,
             FORMAT, GRADIENTS, ALIGNED, False,
         )  # fmt: skip
 
 
 @triton.jit
-def _accept_one(
+def _accept_values(
     versions, number, total, sent, reference, negated, shown, residual, rounding, others, less,
     sums, place, byte, at, count,
     FORMAT: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
@@ -158,7 +160,7 @@ def _accept_one(
     moved = before + mean
     tl.store(sums, squares(apart))
     tl.store(sums + 2, squares(mean))
-    tl.debug_barrier()  # a version, or what was sent, may lie where this is shown
+    tl.debug_barrier()  # payloads may lie in the memory of `shown`
     if negated is not None:
         tl.store(sums + 1, 0.0)
         write(negated + place, at, -mean, mask, WHOLE)
@@ -181,17 +183,17 @@ def accept_row(
     versions, number, total, numel, sent, reference, negated, shown, residual, rounding, others,
     less, sums, FORMAT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Take in a tile; ``sums`` (tiles, 3), as those of `accept`."""
+    """Accept a tile of a mean; ``sums`` (tiles, 3) are those of `torch_kernels.accept`."""
     place = tl.program_id(0).to(tl.int64) * TILE
     count = tl.minimum(numel - place, TILE).to(tl.int32)
     byte, at, sums = offset(place, FORMAT), places(FORMAT), sums + 3 * tl.program_id(0)
     if count == TILE:
-        _accept_one(
+        _accept_values(
             versions, number, total, sent, reference, negated, shown, residual, rounding, others,
             less, sums, place, byte, at, TILE, FORMAT, ALIGNED, True,
         )  # fmt: skip
     else:
-        _accept_one(
+        _accept_values(
             versions, number, total, sent, reference, negated, shown, residual, rounding, others,
             less, sums, place, byte, at, count, FORMAT, ALIGNED, False,
         )  # fmt: skip
@@ -203,7 +205,7 @@ def _at(rows, index, place, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _mean_one(
+def _mean_values(
     rows, number, to_number, divisor, total, place, at, count,
     FORMAT: tl.constexpr, WRITTEN: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -212,7 +214,7 @@ def _mean_one(
     for index in range(1, number):
         mean += read_format(_at(rows, index, place, FORMAT, ALIGNED), FORMAT, at, mask, WHOLE)
     mean = tl.math.div_rn(mean, divisor)
-    tl.debug_barrier()  # the mean may be written to the rows
+    tl.debug_barrier()  # the mean may replace the rows
     if total is not None:
         write(total + place, at, mean, mask, WHOLE)
     for index in range(number, number + to_number):
@@ -225,24 +227,26 @@ def mean_of_rows(
     rows, number, to_number, divisor, numel, total,
     FORMAT: tl.constexpr, WRITTEN: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Average a tile; ``rows``: addresses of what is read, then of what is written."""
+    """Average a tile; ``rows``: addresses of the inputs, then of the outputs."""
     place = tl.program_id(0).to(tl.int64) * TILE
     count = tl.minimum(numel - place, TILE).to(tl.int32)
     at = places(FP32)
     if count == TILE:
-        _mean_one(
+        _mean_values(
             rows, number, to_number, divisor, total, place, at, TILE,
             FORMAT, WRITTEN, ALIGNED, True,
         )  # fmt: skip
     else:
-        _mean_one(
+        _mean_values(
             rows, number, to_number, divisor, total, place, at, count,
             FORMAT, WRITTEN, ALIGNED, False,
         )  # fmt: skip
 
 
 @triton.jit
-def _merge_one(tensor, code, row, within, at, mask, pull, HOW: tl.constexpr, WHOLE: tl.constexpr):
+def _merge_values(
+    tensor, code, row, within, at, mask, pull, HOW: tl.constexpr, WHOLE: tl.constexpr
+):
     values = read(row, at, mask, WHOLE)
     if HOW != COPY:
         before = read_format(tensor, code, within, mask, WHOLE)
@@ -259,7 +263,7 @@ def merge_row(tensors, tensor_count, row, pull, numel, HOW: tl.constexpr):
     index, address, direct = locate(tensors, tensor_count, place, count)
     if direct:
         code, tensor = format_of(tensors, tensor_count, index), pointer(address, True)
-        _merge_one(tensor, code, row + place, at, at, True, pull, HOW, True)
+        _merge_values(tensor, code, row + place, at, at, True, pull, HOW, True)
     else:
         ends = tensors + tensor_count
         first = start_of(ends, index)
@@ -269,5 +273,5 @@ def merge_row(tensors, tensor_count, row, pull, numel, HOW: tl.constexpr):
             mask = (at < count) & (within >= 0) & (within < end - first)
             code = format_of(tensors, tensor_count, index)
             tensor = pointer(tl.load(tensors + index), False)
-            _merge_one(tensor, code, row + place, within, at, mask, pull, HOW, False)
+            _merge_values(tensor, code, row + place, within, at, mask, pull, HOW, False)
             first, index = end, index + 1

@@ -42,7 +42,7 @@ from daso.train.listeners import Listener, Listeners
 from daso.train.metrics import History, Metrics, Report
 from daso.train.model.one_copy import KEY, OneCopy, is_saving_one_copy, packed, refuse, unpacked
 from daso.train.model.params import Trained, check_same_layout
-from daso.train.setup import Setup
+from daso.train.setup import FORMAT, Setup
 from daso.train.synchronizer import Synchronizer
 
 __all__ = ["Session"]
@@ -674,6 +674,13 @@ class Session:
                 f"the part 'daso' of a state_dict must be of this version of daso, but its "
                 f"schedule lacks {', '.join(lacks)}; leave it out to load the inner optimizer's "
                 f"alone"
+            )
+        shape = None if state is None else state["shape"]
+        if shape is not None and shape.get("format") != FORMAT:
+            raise CheckpointError(
+                f"the part 'daso' of a state_dict must be of this version of daso, whose format is "
+                f"{FORMAT}, but it is of format {shape.get('format')}; leave it out to load the inner "
+                f"optimizer's alone"
             )
         self._joined = -1
         sync, opened = self._sync, self._sync is not None or not self._stale

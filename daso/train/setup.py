@@ -22,7 +22,8 @@ from daso.train.model.params import Named, Trained, layout_of
 __all__ = ["FACTORY", "MODULE", "Setup", "combined", "make_setup", "stall_limit"]
 
 ADDRESS = re.compile(" at 0x[0-9a-f]+")  # in what Python says of an object by itself
-FORMAT = 3  # of a stored exchange; goes up when a tensor changes its meaning
+# Of a stored exchange; goes up when a tensor changes its meaning, or a run its bits.
+FORMAT = 4
 
 
 @dataclass(frozen=True, slots=True)

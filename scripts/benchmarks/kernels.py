@@ -239,7 +239,7 @@ def _mean_cases(codec: Codec, rows: Operands) -> Iterator[Case]:
     sums = torch.zeros(3, dtype=torch.float64)
     shard = ShardRows(changed, shown=published, residual=rows.residual)
 
-    def reduce(kernels: Kernels, **to: torch.Tensor) -> None:
+    def reduce(kernels: Kernels, **to: Any) -> None:
         kernels.reduce(two, numel, **to)
 
     def accept(mean: Mean, kernels: Kernels) -> None:

@@ -4,7 +4,7 @@ A fault that its test lets pass is named, and the exit code is 1. What each entr
 
     name, file, old, new    what is planted: in that file, ``new`` for ``old``, which is there once
     breaks                  what goes wrong for a user
-    test                    the cheapest test that finds it
+    test                    the cheapest test that finds it; C libraries are built before it runs
     ranks                   for a test that mpirun starts: on how many
     before                  whether the suite of e96cf42, before it was cut, found it
 """
@@ -30,6 +30,7 @@ PARTS = ("daso", "tests", "scripts", "slurm", "notebooks", "pyproject.toml", "se
 FILES = ("README.md", "CHANGELOG.md", "constraints.txt")
 SECONDS = 240.0  # for a test at most; most end in five
 PYTEST = ("-m", "pytest", "-q", "-x", "--color=no", "--timeout=60", "--timeout-method=thread")
+BUILD = ("-m", "daso.kernels.build")  # for faults in C
 FAILED = 1  # pytest's exit code: a test ran, and failed
 
 
@@ -94,21 +95,30 @@ def command(mutant: Mutant) -> list[str]:
     return [str(find_mpirun()), "-n", str(mutant.ranks), *words, "--with-mpi"]
 
 
+def run_in(folder: Path, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command with the copy of the project in a folder."""
+    variables = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    return subprocess.run(
+        words,
+        cwd=folder,
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+
+
 def verdict(mutant: Mutant) -> str:
     """Return what became of it: killed, or why not."""
     with planted(mutant) as folder:
-        variables = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+        if Path(mutant.file).suffix in (".c", ".h"):
+            built = run_in(folder, [sys.executable, *BUILD])
+            if built.returncode or built.stderr:  # a test would fail for want of a library
+                return f"DID NOT RUN: {built.stderr[-300:]}"
         try:
-            run = subprocess.run(
-                command(mutant),
-                cwd=folder,
-                env={**os.environ, **variables},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=SECONDS,
-                check=False,
-            )
+            run = run_in(folder, command(mutant))
         except subprocess.TimeoutExpired:
             return "killed"  # a test that hangs fails the suite, too
     if run.returncode == FAILED:

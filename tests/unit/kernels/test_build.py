@@ -115,7 +115,9 @@ def test_a_library_of_other_sources_is_refused_by_name(tmp_path):
         file.write("\n")
     assert digest(tmp_path) != digest()
     quick_build(tmp_path, sources=tmp_path)
-    with pytest.raises(KernelError, match=rf"{library_name(OLDEST)} was built from another native\.c"):
+    with pytest.raises(
+        KernelError, match=rf"{library_name(OLDEST)} was built from another native\.c"
+    ):
         load_native(OLDEST, tmp_path)
 
 
