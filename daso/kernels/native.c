@@ -8,7 +8,7 @@
    Neither Python nor torch is needed here. A row has fp32 or fp64 numbers; native_rows.h holds what
    is done with either, and is included once for each. */
 
-#if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__AVX512F__) && !defined(__clang__) && __GNUC__ >= 8
 #pragma GCC target("prefer-vector-width=256")   /* 512-bit loads stall longer on memory */
 #endif
 

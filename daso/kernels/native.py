@@ -17,7 +17,7 @@ from daso.kernels.build import FOLDER, VARIANTS, digest, library_name
 from daso.kernels.codecs import Codec
 from daso.kernels.rows import KINDS, FlatTensors, Mean, ShardRows
 
-__all__ = ["NativeKernels", "KernelError", "load_native", "supported_variants"]
+__all__ = ["KernelError", "NativeKernels", "load_native", "supported_variants"]
 
 WIRES = {
     name: at for at, name in enumerate(("fp32", "bf16", "fp16", "int8", "int4", "topk", "fp64"))
@@ -85,7 +85,9 @@ def load_native(variant: str | None = None, folder: Path = FOLDER) -> "NativeKer
     names = supported_variants() if variant is None else [variant]
     there = [name for name in names if (folder / library_name(name)).exists()]
     if not there:
-        raise KernelError("no library was built; run python -m daso.kernels.build, with a C compiler")
+        raise KernelError(
+            "no library was built; run python -m daso.kernels.build, with a C compiler"
+        )
     path = folder / library_name(there[0])
     try:
         library = ctypes.CDLL(str(path))

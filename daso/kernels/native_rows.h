@@ -204,7 +204,8 @@ static void NAME(encode_topk)(const ROW *restrict v, int64_t n, uint8_t *restric
     for (WORD bit = WIDE ? (WORD)1 << (8 * sizeof(WORD) - 2) : (WORD)1 << 30; bit; bit >>= 1) {
         const WORD tried = threshold | bit;
         SIGNED count = 0;
-        for (int64_t i = 0; i < n; i++) count += (SIGNED)keys[i] >= (SIGNED)tried;
+        for (int64_t i = 0; i < n; i++)   /* the sign bit: faster than comparing */
+            count += (SIGNED)((tried - 1 - keys[i]) >> (8 * sizeof(WORD) - 1));
         if (count >= keep) threshold = tried;
     }
     int64_t above = 0;

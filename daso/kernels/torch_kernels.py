@@ -1,6 +1,6 @@
 """Kernels of torch operations: the reference of all others, and the fallback.
 
-On the host, rows are worked on in pieces that a core's cache holds. Nothing here waits for a device.
+On the host, rows are worked on in pieces that a core's cache holds. Nothing waits for a device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -225,11 +225,22 @@ def encode(
             encode_row(codec, piece, bytes_of)
             if rounding is not None or distance is not None:
                 lost = torch.empty_like(piece) if rounding is None else rounding[a:b]
-                carried = torch.empty_like(piece)
-                decode_row(codec, bytes_of, carried)
-                torch.sub(piece, carried, out=lost)
-                if distance is not None:
-                    _add_squares(lost, distance)
+                _keep_lost(codec, piece, bytes_of, lost, distance)
+
+
+def _keep_lost(
+    codec: Codec,
+    values: torch.Tensor,
+    payload: torch.Tensor,
+    lost: torch.Tensor,
+    distance: torch.Tensor | None,
+) -> None:
+    """Write what a payload lacks of values; add its squares to a distance."""
+    carried = torch.empty_like(values)
+    decode_row(codec, payload, carried)
+    torch.sub(values, carried, out=lost)
+    if distance is not None:
+        _add_squares(lost, distance)
 
 
 def _note_nonfinite(values: torch.Tensor, start: int, first: torch.Tensor) -> None:
@@ -380,21 +391,25 @@ def mean_rows(
     wide = torch.float64 if rows[0].dtype == torch.float64 else torch.float32
     if total is None:
         total = torch.empty(rows[0].numel(), dtype=wide, device=rows[0].device)
-    first, *others = rows
-    if not others:
-        if first.data_ptr() != total.data_ptr():
-            total.copy_(first)
-    elif first.dtype == wide:
-        torch.add(first, others.pop(0), out=total)
-    else:  # adding two 16-bit rows would round before it widens
-        total.copy_(first)
-    for row in others:
-        total += row
+    _add_rows(rows, total)
     if divisor != 1:
         divide_(total, divisor)
     for row in to:
         if row.data_ptr() != total.data_ptr():
             row.copy_(total)
+
+
+def _add_rows(rows: Sequence[torch.Tensor], total: torch.Tensor) -> None:
+    first, *others = rows
+    if not others:
+        if first.data_ptr() != total.data_ptr():
+            total.copy_(first)
+    elif first.dtype == total.dtype:
+        torch.add(first, others.pop(0), out=total)
+    else:  # adding two 16-bit rows would round before it widens
+        total.copy_(first)
+    for row in others:
+        total += row
 
 
 def gather(values: FlatTensors, start: int, stop: int, row: torch.Tensor) -> None:
@@ -420,8 +435,4 @@ def merge(values: FlatTensors, row: torch.Tensor, pull: float, *, add: bool = Fa
         return
     for x, c in pairs:
         wide = x.to(c.dtype)
-        if add:
-            wide = wide + c
-        else:
-            wide = wide + (c - wide).mul_(pull)
-        x.copy_(wide)
+        x.copy_(wide + c if add else wide + (c - wide).mul_(pull))

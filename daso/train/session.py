@@ -679,8 +679,8 @@ class Session:
         if shape is not None and shape.get("format") != FORMAT:
             raise CheckpointError(
                 f"the part 'daso' of a state_dict must be of this version of daso, whose format is "
-                f"{FORMAT}, but it is of format {shape.get('format')}; leave it out to load the inner "
-                f"optimizer's alone"
+                f"{FORMAT}, but it is of format {shape.get('format')}; leave it out to load the "
+                f"inner optimizer's alone"
             )
         self._joined = -1
         sync, opened = self._sync, self._sync is not None or not self._stale

@@ -185,9 +185,7 @@ def _held(shape: Shape, device: torch.device, topology: Topology, steps: int) ->
     return float(most[1] - most[0])
 
 
-def _over_copy(
-    numels: list[int], device: torch.device, rounds: int
-) -> dict[str, dict[str, float]]:
+def _over_copy(numels: list[int], device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
     """Return the rates at which a model is encoded for a wire, and a mean accepted.
 
     Args:

@@ -35,7 +35,7 @@ SELECTIVE = Replay(((0, 9, 2),), selective=1)
     algorithm=["direct", "two-level", "halving", "ring"],
     only=lambda wire, merge, **_: wire != "topk" or merge in ("delta", "eager", "auto"),
 )
-def test_they_have_the_same_bits(  # noqa: PLR0917 - pairs of all options
+def test_they_have_the_same_bits(
     topology, make, policy, wire, gradient_wire, merge, outer, fragments, algorithm
 ):
     simulated, _ = compare(
@@ -74,7 +74,7 @@ def test_where_everything_is_measured_or_takes_turns_they_do_not_go_alone(
     assert report["small_tensors"] == "none"
 
 
-def compare(  # noqa: PLR0917 - pairs of all options
+def compare(
     topology,
     make,
     policy,

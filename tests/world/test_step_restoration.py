@@ -89,7 +89,7 @@ def test_a_checkpoint_of_another_version_is_refused_by_what_it_lacks(topology):
             optimizer.load_state_dict(state)
         state["daso"]["shape"]["format"] = 3
         state["daso"]["schedule"]["gain"] = 1.0
-        with pytest.raises(CheckpointError, match="whose format is 4, but it is of format 3; leave"):
+        with pytest.raises(CheckpointError, match="format is 4, but it is of format 3; leave"):
             optimizer.load_state_dict(state)
         state["daso"]["schedule"] = None
         with pytest.raises(CheckpointError, match="its schedule lacks batch, epoch"):
