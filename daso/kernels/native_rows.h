@@ -295,30 +295,46 @@ static void NAME(decode_tile)(int wire, const uint8_t *in, int64_t n, ROW *restr
 
 /* --- sums ------------------------------------------------------------------------------------- */
 
-/* Add the squares of numbers to a sum; each tile is folded in halves. */
-static void NAME(add_squares)(const ANY *restrict x, int64_t n, double *sum)
+/* Add the squares of numbers to a sum: each tile is folded in halves, of which 16 columns stay
+   apart until the last four. FOLD(k, d): the sum of every d-th row of 16 numbers from row k on, in
+   the order of folding, so that sums stay in registers. */
+typedef ROW NAME(columns) __attribute__((vector_size(16 * sizeof(ROW))));
+
+static inline NAME(columns) NAME(square)(const ANY *x)
+{
+    NAME(columns) row;
+    memcpy(&row, x, sizeof row);
+    return row * row;
+}
+
+#define FOLD32(k) (NAME(square)(x + 16 * (k)) + NAME(square)(x + 16 * ((k) + 32)))
+#define FOLD16(k) (FOLD32(k) + FOLD32((k) + 16))
+#define FOLD8(k) (FOLD16(k) + FOLD16((k) + 8))
+#define FOLD4(k) (FOLD8(k) + FOLD8((k) + 4))
+#define FOLD2(k) (FOLD4(k) + FOLD4((k) + 2))
+
+static void NAME(add_squares)(const ANY *restrict values, int64_t n, double *sum)
 {
     for (int64_t at = 0; at < n; at += TILE) {
-        ROW folded[TILE / 2];
-        if (n - at >= TILE) {
-            for (int i = 0; i < TILE / 2; i++) {
-                ROW a = x[at + i], b = x[at + i + TILE / 2];
-                folded[i] = a * a + b * b;
-            }
-        } else {
-            for (int i = 0; i < TILE / 2; i++) {
-                ROW a = at + i < n ? x[at + i] : 0;
-                ROW b = at + i + TILE / 2 < n ? x[at + i + TILE / 2] : 0;
-                folded[i] = a * a + b * b;
-            }
+        const ANY *x = values + at;
+        ANY last[TILE];
+        if (n - at < TILE) {
+            memset(last, 0, sizeof last);
+            memcpy(last, x, (size_t)(n - at) * sizeof(ROW));
+            x = last;
         }
-        for (int width = TILE / 4; width >= 16; width /= 2)
-            for (int i = 0; i < width; i++) folded[i] += folded[i + width];
+        NAME(columns) folded = FOLD2(0) + FOLD2(1);
         for (int width = 8; width; width /= 2)
             for (int i = 0; i < width; i++) folded[i] += folded[i + width];
         *sum += (double)folded[0];
     }
 }
+
+#undef FOLD32
+#undef FOLD16
+#undef FOLD8
+#undef FOLD4
+#undef FOLD2
 
 /* v = values - reference + residual, skipping null rows; return whether all are finite. */
 static int NAME(combine)(const ANY *restrict values, int64_t n, const ANY *restrict reference,
@@ -505,11 +521,18 @@ void NAME(daso_accept)(int32_t wire, int64_t numel, int64_t count, const uint8_t
 {
     ROW mean[MOST], carried[MOST];
     const int64_t step = STEP(wire, TILE);
+    /* Two versions have the same sum in either order: the own one comes last, and stays decoded. */
+    const int own = count == 2 && (versions[0] == sent || versions[1] == sent);
+    const int swapped = own && versions[0] == sent;
+    const uint8_t *pair[2] = {versions[count > 1], versions[0]};
+    const double both[2] = {weights[count > 1], weights[0]};
+    const uint8_t *const *added = swapped ? pair : versions;
+    const double *weighed = swapped ? both : weights;
     for (int64_t at = 0; at < numel; at += step) {
         const int64_t n = least(step, numel - at);
         ANY *here = (ANY *)(reference + at);
-        NAME(mean_tile)(wire, versions, at, weights, count, total, n, mean, carried);
-        NAME(decode_tile)(wire, sent + NAME(nbytes)(wire, at), n, carried);
+        NAME(mean_tile)(wire, added, at, weighed, count, total, n, mean, carried);
+        if (!own) NAME(decode_tile)(wire, sent + NAME(nbytes)(wire, at), n, carried);
         NAME(add_squares)((const ANY *)mean, n, sums + 2);
         if (others) {
             const ROW less = (ROW)-share;
