@@ -3,14 +3,11 @@
 `in_process` does with them what `deterministic_allreduce` does between ranks.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from daso.errors import ExchangeError
 from daso.kernels.choice import kernels_for
 from daso.kernels.codecs import Codec
 from daso.kernels.rows import Mean
@@ -19,7 +16,6 @@ __all__ = [
     "CPU",
     "BufferPool",
     "Chunks",
-    "EncodeProgress",
     "ReduceBuffer",
     "Row",
     "SendBuffer",
@@ -49,11 +45,6 @@ class ReduceBuffer(Protocol):
         """The type of its numbers."""
         ...
 
-    @property
-    def progress(self) -> "EncodeProgress | None":
-        """How far it is encoded, where later chunks may be while earlier ones are sent."""
-        ...
-
     def payloads(self, spans: Spans) -> Sequence[torch.Tensor]:
         """Return the encoded payload (bytes) of each span; it stays until delivered."""
         ...
@@ -72,33 +63,6 @@ class StagedBuffer(ReduceBuffer, Protocol):
         ...
 
 
-@dataclass(slots=True)
-class EncodeProgress:
-    """How far a row is encoded: from one thread to another.
-
-    Attributes:
-        until: Element before which all is; infinity: all, NaN: that was broken off.
-        waited_seconds: For which the one that sends waited.
-    """
-
-    until: float = 0
-    waited_seconds: float = 0.0
-
-    def begin(self) -> None:
-        """Say that nothing is encoded yet, and nobody waited."""
-        self.until, self.waited_seconds = 0, 0.0
-
-    def break_off(self) -> None:
-        """Let nobody wait for what will not be encoded."""
-        self.until = math.nan
-
-    def ready(self, stop: int) -> bool:
-        """Return whether all elements before ``stop`` are encoded."""
-        if math.isnan(self.until):
-            raise ExchangeError("what an exchange carries must be encoded, but that was broken off")
-        return stop <= self.until
-
-
 class Row:
     """A plain row of numbers, which are sent as they are and are replaced by their mean.
 
@@ -109,7 +73,6 @@ class Row:
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
         self.dtype = flat.dtype
-        self.progress = None
 
     def payloads(self, spans: Spans) -> Sequence[torch.Tensor]:
         """Return each span's raw bytes."""
@@ -133,7 +96,6 @@ class SendBuffer:
     def __init__(self, device: torch.device = CPU) -> None:
         self._own = torch.empty(0, dtype=torch.uint8, device=device)
         self.memory = self._own  # all payloads, in order (bytes)
-        self.progress = EncodeProgress()
         self._payloads: dict[tuple[int, int], torch.Tensor] = {}
 
     def open(
@@ -234,7 +196,7 @@ class WeightedMean:
     ) -> None:
         self.codec, self.weights, self.total = codec, tuple(weights), total
         self.rounded, self.device = rounded, device
-        self._of_gradients, self._kernels = of_gradients, kernels_for(device)
+        self._of_gradients, self.kernels = of_gradients, kernels_for(device)
 
     def mean(self, versions: Sequence[torch.Tensor], terms: Terms | None = None) -> Mean:
         """Return the mean of what all ranks sent of a span, to be computed where it is used."""
@@ -263,7 +225,7 @@ class WeightedMean:
         if within is not None:
             mean = mean.part(start - within[0], span[1] - within[0])
         key = start + (terms.level if terms else 0) * LEVEL
-        self._kernels.reduce(
+        self.kernels.reduce(
             mean,
             numel,
             payload=payload,

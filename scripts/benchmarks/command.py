@@ -52,7 +52,7 @@ def make_parser() -> Parser:
 
 def _add_benchmarks(add: Add) -> None:
     _add_synchronous(add)
-    gpu = add("gpu", "a GPU: overhead, packing, what stays exposed, memory")
+    gpu = add("gpu", "a GPU: overhead, kernels, exposed time, memory")
     gpu.add_argument("--model", choices=(*GPU_MODELS, "tiny"), help="one alone; tiny: no GPU")
     gpu.add_argument("--ranks", default="1,2", help="that share the GPU, by commas (1,2)")
     _add_to_accuracy(add("time-to-accuracy", "whole trainings beside DDP's"))

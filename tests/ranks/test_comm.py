@@ -25,7 +25,6 @@ from daso.comm.shared_memory import SharedWindow
 from daso.errors import ExchangeError, StallError, TopologyError
 from daso.kernels.codecs import codec_named, exact_codec
 from daso.kernels.rows import FlatTensors
-from daso.kernels.torch_kernels import PIECE
 from daso.plan.allreduce_plan import AllReducePlan, Level, direct_plan
 from daso.plan.layout import Span, chunk_parts, split
 from daso.plan.merge import ADOPT, KEEP
@@ -198,17 +197,6 @@ def encode(part, codec, chunks, x, *, keeps):
     assert part.first_nonfinite(part.checks.tolist()) is None
 
 
-class SlowKernels:
-    """Kernels that take a while to encode."""
-
-    def __init__(self, kernels):
-        self.accept, self._encode = kernels.accept, kernels.encode
-
-    def encode(self, *words, **named):
-        time.sleep(1e-3)
-        self._encode(*words, **named)
-
-
 @pytest.mark.nodes(*ANY)
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "int4", "topk"])
 @pytest.mark.parametrize("keeps", [True, False])
@@ -239,52 +227,6 @@ def test_a_small_wire_never_freezes_a_weight(topology, engine, wire, keeps):
     expected = 1 - 100 * 0.001 * (size + 1) / 2
     torch.testing.assert_close(part.reference, torch.full((37,), expected), atol=3e-4, rtol=0)
     assert topology.equal_on_all_ranks(part.reference.numpy().tobytes())
-
-
-@pytest.mark.nodes(*ANY)
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "int4"])
-def test_what_is_encoded_while_it_crosses_gives_the_same_bits(topology, engine, wire):
-    """Also where encoding is what is waited for, and a residual comes to be meanwhile."""
-    rank, size, numel = topology.rank, topology.world_size, 3 * PIECE + 5
-    for plan in plans(size):
-        chunks = plan.chunks(numel, 20_000)
-        spans = [span for parts in chunks for span in parts]
-        before, meanwhile = (DeltaShard(torch.zeros(numel), MergeOptions()) for _ in range(2))
-        meanwhile.kernels = SlowKernels(meanwhile.kernels)
-        means = [
-            deterministic_allreduce(
-                topology.world_comm, codec_named(wire), [1] * size, size, {}, plan=plan
-            )
-            for _ in range(2)
-        ]
-        for seed in range(3):
-            x = rows_of_all_ranks(size, numel, seed=seed)[rank]
-            encode(before, means[0].codec, chunks, x, keeps=False)
-            engine.run(means[0].run(before, chunks))
-            fill = meanwhile.begin(means[1].codec, spans, FlatTensors([x]), keeps=False)
-            handle = engine.submit(means[1].run(meanwhile, chunks))
-            fill()
-            engine.wait(handle)
-            measured = [one.measured(one.finish().tolist()) for one in (before, meanwhile)]
-            assert measured[0] == measured[1]
-            for one, other in zip(before.rows(), meanwhile.rows(), strict=True):
-                assert torch.equal(one, other)
-
-
-@pytest.mark.nodes(*ANY)
-def test_an_exchange_does_not_wait_for_what_will_not_be_encoded(topology):
-    part, codec = DeltaShard(torch.zeros(10), MergeOptions()), codec_named("bf16")
-    engine, chunks = Engine(20.0, str), cut(10, topology.world_size, 5)
-    values = FlatTensors([torch.zeros(10)])
-    part.begin(codec, [span for one in chunks for span in one], values, keeps=False)
-    mean = deterministic_allreduce(
-        topology.world_comm, codec, [1] * topology.world_size, topology.world_size
-    )
-    handle = engine.submit(mean.run(part, chunks))
-    part.progress.break_off()
-    with pytest.raises(ExchangeError, match="must be encoded, but that was broken off"):
-        engine.wait(handle)
-    engine.close()
 
 
 @pytest.mark.nodes(*ANY)

@@ -17,18 +17,21 @@ from daso.comm.link_probe import link_rates
 from daso.comm.process_group import join_process_group
 from daso.comm.reduction import Row
 from daso.comm.topology import Topology
+from daso.kernels.choice import Kernels
 from daso.kernels.codecs import codec_named
 from daso.kernels.rows import FlatTensors
 from daso.plan.allreduce_plan import Algorithm
 from daso.plan.cost_model import choose_plan
+from daso.plan.merge import KEEP
 from daso.plan.options import Exchange
 from daso.plan.routes import plan_routes
 from daso.train.deltas.shard import DeltaShard, MergeOptions, message_numel
 
 __all__ = ["Plan", "figures", "limit_seconds", "measure", "ratios", "table"]
 
-WAITED = "bf16, waited for"  # of which what crosses is encoded meanwhile
-NAMES = {"fp32": "fp32", "bf16": "bf16", WAITED: "bf16_waited"}  # rows that are figures
+NAMES = ("fp32", "bf16", "int4")  # rows that are figures
+CORE_ROUNDS = 5  # exchanges whose processor time is taken
+MILLION = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +94,6 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         for wire in plan.wires
         for algorithm in plan.algorithms
     }
-    if "bf16" in plan.wires and "auto" in plan.algorithms:
-        kinds[WAITED] = _ordered("bf16", plan.numel, engine, comm, size, "auto", waited=True)
     if plan.rivals:
         join_process_group(topology, "gloo")
         mine, sums = torch.zeros(plan.numel), torch.empty(plan.numel)  # sums stay finite
@@ -111,6 +112,11 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
         packing[name].append(max(world.allgather(packed)))
         after = sent_bytes(topology)
         nbytes[name] = None if after is None or before is None else after - before
+    core = {
+        wire: world.allgather(core_seconds(wire, plan.numel, engine, comm, size))
+        for wire in plan.wires
+        if wire in NAMES and "auto" in plan.algorithms
+    }
     engine.close()
     comm.Free()
     if plan.rivals:
@@ -118,6 +124,7 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     rows = [
         _row(name, seconds[name][1:], nbytes[name], plan, size)
         | {"packing_ms": 1e3 * statistics.median(packing[name][1:])}
+        | {"core_ms": _slowest(core[name]) if name in core else None}
         for name in kinds
     ]
     return {"plan": asdict(plan), "nodes": list(topology.node_sizes), "rows": rows}
@@ -130,13 +137,8 @@ def _ordered(
     comm: Any,
     size: int,
     algorithm: Algorithm,
-    *,
-    waited: bool = False,
 ) -> Callable[[], float | None]:
-    """Return what exchanges a row, and gives the seconds that packing it took before.
-
-    Where training waits for the exchange, the row is encoded while it crosses.
-    """
+    """Return what exchanges a row, and gives the seconds that packing it took before."""
     codec = codec_named(wire)
     plan = choose_plan(algorithm, size, codec.nbytes(numel))
     if algorithm == "planned":
@@ -161,17 +163,75 @@ def _ordered(
         engine.run(exchange.run(part, chunks))
         return packed
 
-    def run_waited() -> float:
-        start = time.perf_counter()
-        assert params.dot(params).isfinite()
-        fill = part.begin(codec, spans, values, keeps=False)
-        packed = time.perf_counter() - start
-        handle = engine.submit(exchange.run(part, chunks))
-        fill()
-        engine.wait(handle)
-        return packed
+    return run
 
-    return run_waited if waited else run
+
+class TimedKernels:
+    """Kernels whose processor time is counted, by function.
+
+    Args:
+        kernels: What computes.
+        seconds: Receives the seconds.
+    """
+
+    def __init__(self, kernels: Kernels, seconds: dict[str, float]) -> None:
+        self._kernels, self._seconds = kernels, seconds
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a function that is timed."""
+        function = getattr(self._kernels, name)
+
+        def timed(*words: Any, **named: Any) -> None:
+            begun = time.thread_time()
+            function(*words, **named)
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.thread_time() - begun
+
+        return timed
+
+
+def core_seconds(wire: str, numel: int, engine: Engine, comm: Any, size: int) -> dict[str, float]:
+    """Return the processor seconds of an exchange of a row, by part, on this rank.
+
+    All of it: encoding, the engine's thread, and the merge into the parameters. ``mpi_and_python``
+    is what no kernel takes. Collective over ``comm``; blocking.
+    """
+    codec, seconds = codec_named(wire), dict[str, float]()
+    plan = choose_plan("auto", size, codec.nbytes(numel))
+    chunks = plan.chunks(numel, message_numel(codec, Exchange().chunk_bytes))
+    spans = [span for parts in chunks for span in parts]
+    exchange = deterministic_allreduce(comm, codec, [1] * size, size, {}, plan=plan)
+    generator = torch.Generator().manual_seed(comm.Get_rank())
+    params = torch.randn(numel, generator=generator)
+    part, values = DeltaShard(torch.zeros(numel), MergeOptions()), FlatTensors([params])
+    part.reference.copy_(params)
+    timed: Any = TimedKernels(part.kernels, seconds)
+    part.kernels = exchange.adder.kernels = timed
+    total = 0.0
+    for turn in range(CORE_ROUNDS + 1):
+        params.add_(torch.randn(numel, generator=generator), alpha=1e-3)
+        comm.Barrier()
+        if turn == 0:  # which makes buffers
+            seconds.clear()
+        begun, busy = time.thread_time(), engine.busy_seconds
+        part.encode(codec, spans, values, keeps=True)
+        handle = engine.submit(exchange.run(part, chunks))
+        handle.finished.wait(engine.timeout_seconds)  # as behind batches: the engine polls rarely
+        engine.wait(handle)
+        part.finish()
+        part.show(KEEP)
+        part.kernels.merge(values, part.shown, 1.0, add=True)
+        total += time.thread_time() - begun + engine.busy_seconds - busy
+        if turn == 0:
+            seconds.clear()
+            total = 0.0
+    parts = {name: one / CORE_ROUNDS for name, one in seconds.items()}
+    return parts | {"mpi_and_python": total / CORE_ROUNDS - sum(parts.values())}
+
+
+def _slowest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the milliseconds by part of the rank that takes most."""
+    most = max(ranks, key=lambda parts: sum(parts.values()))
+    return {name: 1e3 * seconds for name, seconds in most.items()}
 
 
 def _row(
@@ -207,6 +267,10 @@ def table(found: Mapping[str, Any]) -> str:
         )
         packing = f"{row.get('packing_ms', 0.0):>10.1f}"  # recorded runs of before have none
         lines.append(f"{row['name']:<22}{row['ms']:>10.1f}{packing}{limit:>10}{over:>9}{sent:>11}")
+    for row in found["rows"]:
+        if parts := row.get("core_ms"):
+            told = ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items())
+            lines.append(f"core of {row['name']}: {sum(parts.values()):.2f} ms ({told})")
     return "\n".join(lines)
 
 
@@ -224,14 +288,24 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             }
             for (wire, over), ratio in _planned_over(found).items()
         }
-    return {
-        f"exchange_{NAMES[row['name']]}_over_limit_{len(found['nodes'])}": {
+    nodes, rows = len(found["nodes"]), [row for row in found["rows"] if row["name"] in NAMES]
+    limits = {
+        f"exchange_{row['name']}_over_limit_{nodes}": {
             "value": row["over_limit"],
             "unit": "ratio of seconds, over what the link can carry",
             "conditions": head,
         }
-        for row in found["rows"]
-        if row["name"] in NAMES and row["over_limit"] is not None
+        for row in rows
+        if row["over_limit"] is not None
+    }
+    return limits | {
+        f"exchange_core_ms_per_million_{row['name']}_{nodes}": {
+            "value": sum(row["core_ms"].values()) / (plan.numel / MILLION),
+            "unit": "ms of a core for a million numbers, of the rank that takes most",
+            "conditions": head,
+        }
+        for row in rows
+        if row.get("core_ms")
     }
 
 

@@ -102,7 +102,7 @@ def iallreduce(
         if over is not None:
             yield over
 
-    yield from in_window(chunks, rooms.window, source, start, finish)
+    yield from in_window(chunks, rooms.window, start, finish)
     numel = spans[-1][1] - spans[0][0] if spans else 0
     return 2 * (peers - 1) * numel * source.dtype.itemsize // peers
 
@@ -155,7 +155,7 @@ class PairwiseExchange(OrderedAllReduce):
 
         yield from self._made(len(spans), lambda at: self._other(spans[at], at, self.kept))
         yield from in_window(
-            *(chunks, self.kept.window, source),
+            *(chunks, self.kept.window),
             lambda at: self._swap(source, spans[at], at),
             finish,
         )
@@ -210,7 +210,7 @@ class ReduceScatterAllGather(OrderedAllReduce):
             lambda at: [self._rows(name, chunks[at], at) for name in ("receive", "back")],
         )
         yield from in_window(
-            *(chunks, self.kept.window, source),
+            *(chunks, self.kept.window),
             lambda index: self._scatter(source, chunks[index], index),
             finish,
         )

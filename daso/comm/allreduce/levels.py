@@ -22,7 +22,6 @@ from daso.comm.allreduce.ordered import (
     Arrivals,
     ExchangeMemory,
     OnDevice,
-    encoded,
     turns_of,
 )
 from daso.comm.device.staging import Arrived
@@ -166,7 +165,6 @@ class LevelledMean(ExchangeMemory):
     def chunk(self, source: ReduceBuffer, parts: Sequence[tuple[int, int]], index: int) -> Steps:
         """Take the mean of a chunk: yields what crosses next, and what is to be waited for."""
         cut = self.cut(parts)
-        yield from encoded(source, parts)
         payloads, leaving = source.payloads(parts), self._sent(source, parts)
         back = self._row("back", index, cut.stops[-1])
         own, last = payloads, len(self.plan.levels) - 1

@@ -35,7 +35,6 @@ __all__ = [
     "Requests",
     "Waits",
     "adder_of",
-    "encoded",
     "in_window",
     "outgoing",
     "turns_of",
@@ -71,30 +70,14 @@ def window(peers: int) -> int:
     return max(2, MESSAGES // peers)
 
 
-def encoded(source: ReduceBuffer, spans: Spans, poll: Callable[[], object] = bool) -> Arrivals:
-    """Wait until what crosses of spans is encoded; messages move when they are polled."""
-    stop, progress = spans[-1][1], source.progress
-    if progress is None or progress.ready(stop):
-        return
-
-    def there() -> bool:
-        poll()
-        return progress.ready(stop)
-
-    begun = time.perf_counter()
-    yield there
-    progress.waited_seconds += time.perf_counter() - begun
-
-
 def in_window(
     chunks: Sequence[Spans],
     window: int,
-    source: ReduceBuffer,
     start: Callable[[int], "list[MPI.Request]"],
     finish: Finish,
 ) -> Waits:
     """Start chunks of a row, and finish each in order with a window of them under way."""
-    count = len(chunks)
+    count, test = len(chunks), load().Request.Testall
     crossing: deque[tuple[float, list[MPI.Request]]] = deque()
     for index in range(count + window):
         if index >= window and crossing:
@@ -103,12 +86,9 @@ def in_window(
             trace.record(trace.MESSAGES, begun, key=index - window)
             yield from finish(index - window)
         if index < count:
-            yield from encoded(
-                source, chunks[index], lambda: [load().Request.Testall(one) for _, one in crossing]
-            )
             crossing.append((time.perf_counter(), start(index)))
             # Messages of the size of ours do not leave before the library is called again.
-            load().Request.Testall(crossing[0][1])
+            test(crossing[0][1])
 
 
 def turns_of(here: int, size: int) -> list[int]:

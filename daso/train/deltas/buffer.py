@@ -5,7 +5,7 @@ fragments, those of one fragment. Lane l owns part l of it on every node: what a
 exists once per node, not per rank.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -246,35 +246,11 @@ class DeltaBuffer:
 
     def encode(self, wire: str, *, dense: bool, keeps: bool) -> None:
         """Encode what the exchange that starts will carry."""
-        codec = self._take_mean(wire, dense=dense)
-        self.transport.encode(codec, self._spans, self._values, keeps=keeps)
-
-    def begin(self, wire: str, *, dense: bool) -> Callable[[], None]:
-        """Return what encodes that while it crosses; only where the row `can_overlap`."""
-        codec = self._take_mean(wire, dense=dense)
-        return self.part.begin(codec, self._spans, self._values, keeps=False)
-
-    def can_overlap(self, wire: str, *, dense: bool) -> bool:
-        """Return whether what crosses may be encoded meanwhile: on the host, and finite.
-
-        A finite square tells also that parameters are so small that no difference overflows. Wires
-        of fewer bits take more of a core than of a link: two threads took longer (int4 by 15 %).
-        """
-        codec = self._mean_of(wire, dense=dense).codec
-        if codec.block > 1 or self.where is not None:
-            return False
-        mine = self._values.tensors
-        return all(one.dtype == self.part.dtype and one.dot(one).isfinite() for one in mine)
-
-    def _mean_of(self, wire: str, *, dense: bool) -> DeterministicAllReduce:
-        means = self.means
-        return means.dense if dense and means.dense is not None else means.by_wire[wire]
-
-    def _take_mean(self, wire: str, *, dense: bool) -> Codec:
-        """Let the exchange that starts take the mean on a wire; return what encodes for it."""
         self.shared.wait_released()
-        self.mean = self._mean_of(wire, dense=dense)
-        return self.means.summed or self.mean.codec
+        means = self.means
+        self.mean = means.dense if dense and means.dense is not None else means.by_wire[wire]
+        codec = means.summed or self.mean.codec
+        self.transport.encode(codec, self._spans, self._values, keeps=keeps)
 
     def go_ahead(self) -> None:
         """Move the parameters to where the exchange will probably bring them.

@@ -9,7 +9,7 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -73,19 +73,6 @@ class ExchangeState:
 def spare_cores(ranks: int, threads: int) -> bool:
     """Return whether cores are left on which exchanges go on beside training."""
     return len(os.sched_getaffinity(0)) > ranks * threads
-
-
-def _encode_meanwhile(fills: Sequence[Callable[[], None]], rows: Sequence[DeltaBuffer]) -> float:
-    """Encode what crosses meanwhile; return the seconds that this took of a core."""
-    begun = time.thread_time()
-    try:
-        for fill in fills:
-            fill()
-    except BaseException:
-        for row in rows:
-            row.part.progress.break_off()
-        raise
-    return time.thread_time() - begun
 
 
 def _check_aligned(header: Header) -> None:
@@ -244,12 +231,8 @@ class Exchanges:
         ahead, dense = self.settings.eager and not blocking, fragment is None
         keeps = not blocking and self.settings.keeps(wait=wait, drift=known.drift)
         wire = self.wire
-        # What nobody waits for is encoded before: a step would take longer beside the engine.
-        overlapped = blocking and all(row.can_overlap(wire, dense=dense) for row in rows)
-        fills = [row.begin(wire, dense=dense) for row in rows] if overlapped else []
-        if not overlapped:
-            for row in rows:
-                row.encode(wire, dense=dense, keeps=keeps)
+        for row in rows:
+            row.encode(wire, dense=dense, keeps=keeps)
         if ahead:
             for row in rows:
                 row.go_ahead()
@@ -259,7 +242,6 @@ class Exchanges:
         trace.record(trace.SEND, begun, key=number)
         self._core_loss.begin(beside=not blocking)
         handle = self._submit(work, number, wait)
-        own += _encode_meanwhile(fills, rows)
         self._flight = InFlight(handle, batch, batches, fragment, ahead, keeps, wire, own)
 
     def send_small(self, batch: int) -> None:
@@ -339,7 +321,6 @@ class Exchanges:
         if not agreed.nonfinite and agreed.aligned and self.rank_info.lane is not None:
             for row in rows:
                 one = yield from row.exchange()
-                made_seconds += row.part.progress.waited_seconds
                 # Small tensors went lately: what they are apart by says nothing of skip.
                 total += Measured(one.nbytes) if row.is_small else one
         measured = Tally.measured(total.distance, total.norm, total.moved, self._known.size)

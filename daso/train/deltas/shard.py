@@ -4,8 +4,7 @@ Nothing here knows of MPI or of other ranks: the same code runs between nodes, d
 `daso.train.deltas.buffer`, and for many simulated nodes in one process, by `daso.train.simulated`.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from daso.comm.engine import Work
-from daso.comm.reduction import Chunks, EncodeProgress, SendBuffer
+from daso.comm.reduction import Chunks, SendBuffer
 from daso.kernels.choice import kernels_for
 from daso.kernels.codecs import Codec
 from daso.kernels.rows import NOWHERE, FlatTensors, Mean, ShardRows
@@ -83,11 +82,6 @@ class DeltaShard:
         """The type of its numbers."""
         return self.shown.dtype
 
-    @property
-    def progress(self) -> EncodeProgress:
-        """How far what is on its way is encoded."""
-        return self.outbox.progress
-
     def warm_up(self, codecs: Sequence[Codec], spans: Spans, values: FlatTensors) -> None:
         """Launch what exchanges will, before the first: nothing is made or compiled later."""
         try:
@@ -127,40 +121,11 @@ class DeltaShard:
             # Most of what nodes are apart by; elsewhere next to nothing.
             distance=self._sums[0] if codec.sparse else None,
         )
-        self.progress.until = math.inf
-
-    def begin(
-        self, codec: Codec, spans: Spans, values: FlatTensors, *, keeps: bool
-    ) -> Callable[[], None]:
-        """Return what encodes, to be called while other threads exchange what is encoded.
-
-        What comes of it must be finite: that is not looked for here.
-        """
-        assert not codec.sparse, "its distances are summed by who encodes and by who delivers"
-        self._open(codec, spans, keeps=keeps)
-        residual, payloads = self.residual, self.outbox.payloads(spans)
-
-        def fill() -> None:
-            for span, payload in zip(spans, payloads, strict=True):
-                self.kernels.encode(
-                    codec,
-                    values,
-                    [span],
-                    payload,
-                    reference=self.reference,
-                    residual=residual,
-                    rounding=self.pending,
-                )
-                self.progress.until = span[1]
-            self.progress.until = math.inf
-
-        return fill
 
     def _open(self, codec: Codec, spans: Spans, *, keeps: bool) -> None:
         """Make memory for what an exchange carries."""
         self._first.fill_(NOWHERE)
         self._sums.zero_()
-        self.progress.begin()
         self.keeps, self.pending = keeps and not self.way.eager, None
         self.lossy = not codec.exact
         if self.lossy and not self.keeps:

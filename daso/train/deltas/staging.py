@@ -60,7 +60,6 @@ class DeviceShard:
         self, part: DeltaShard, copies: DeviceStaging, kept: Mapping[int, torch.Tensor]
     ) -> None:
         self.part, self.dtype, self._copies, self._kept = part, part.dtype, copies, kept
-        self.progress = None
         self._checks = copies.memory(0)
         self._training: object = None  # what the training thread launches on
         self._before: list[Arrived] = []  # what must be over before anything crosses

@@ -58,7 +58,6 @@ class CompressedSum:
         outbox: SendBuffer | None = None,
     ) -> None:
         self.total, self.start, self.dtype = total, start, total.dtype
-        self.progress = None
         self._residual, self._flags = residual, flags
         self._kernels = kernels_for(total.device)
         self.exact = total[flags]

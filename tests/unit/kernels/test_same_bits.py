@@ -224,12 +224,13 @@ def test_reduce(native, *, wire, dtype, numel, weights, total, carry, gradients,
     numel=NUMEL,
     start=st.integers(0, 40),
     weights=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    own=st.sampled_from((0, -1, None)),
     rows=subsets("negated", "shown", "residual", "rounding", "others"),
     odd=ODD_SHARES,
     shift=SHIFTS,
     seed=SEEDS,
 )
-def test_accept(native, *, wire, dtype, numel, start, weights, rows, odd, shift, seed):
+def test_accept(native, *, wire, dtype, numel, start, weights, own, rows, odd, shift, seed):
     codec, whole = codec_named(wire, dtype), start + numel + 3
     versions = payloads(codec, numel, len(weights), seed, odd)
     names = sorted({"reference", *rows} | ({"residual"} if "rounding" in rows else set()))
@@ -241,7 +242,8 @@ def test_accept(native, *, wire, dtype, numel, start, weights, rows, odd, shift,
         }
         sums = torch.zeros(3, dtype=torch.float64)
         shard = ShardRows(**operands, share=0.375)
-        kernels.accept(mean, mean.versions[0], start, start + numel, shard, sums)
+        sent = mean.versions[0].clone() if own is None else mean.versions[own]
+        kernels.accept(mean, sent, start, start + numel, shard, sums)
         results.append({**operands, "sums": sums})
     for name, expected in results[0].items():
         same(expected, results[1][name], name)
