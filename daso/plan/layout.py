@@ -8,7 +8,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise, takewhile
 from math import prod
 from typing import NamedTuple
@@ -144,6 +144,7 @@ def _describe(slot: Slot) -> str:
     return f"{slot.name} {slot.shape} {slot.dtype} strides {slot.strides}"
 
 
+@lru_cache(maxsize=4096)  # asked of every bucket at every step
 def split(span: Span | int, parts: int, even: int = 1) -> tuple[Span, ...]:
     """Cut a span into ``parts`` contiguous spans whose sizes differ by at most one element."""
     start, stop = (0, span) if isinstance(span, int) else span
