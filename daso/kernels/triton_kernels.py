@@ -308,6 +308,8 @@ def merge(values: FlatTensors, row: torch.Tensor, pull: float, *, add: bool = Fa
         *(_tensor_table(values, device), len(values.kinds), row, float(pull), values.numel),
         HOW=(triton_programs.ADD if add else how).value,
     )
+    # Autograd refuses a backward through values that were written to since, as after torch's.
+    torch.autograd.graph.increment_version(values.tensors)
 
 
 # --- check ---------------------------------------------------------------------------------------

@@ -1,29 +1,28 @@
-"""Rows packed by kernels of our own; tests/gpu/test_pretended_cuda.py starts it on ranks.
+"""Exchanges by Triton's kernels; tests/gpu/test_pretended_cuda.py starts it on ranks.
 
 Triton interprets them, in the books of the pretended device: who uses which memory on which stream.
 """
 
 import ctypes
 import inspect
+from collections import Counter
 
 import pytest
 import torch
 from compare import compare
-from daso.train.deltas.kernel_choice import Choice
 from models import Odd, adamw, mlp, sgd
 from ranks import test_device
 from world import test_odd_moments, test_sync
 
 import daso
-from daso.train.deltas import buffer as rows
+from daso.kernels import choice
 from daso.train.deltas.shard import DeltaShard
 from pretended_cuda import LIBRARY
 
 pytestmark = [pytest.mark.mpi, pytest.mark.real_mpi, pytest.mark.nodes((1, 1), (2,), (2, 1))]
 device = test_device.device
-# What a kernel writes, and which constant says whether it uses what it is given at all.
-WRITES = {"wire", "first", "lost", "reference", "shown", "sums"}
-ASKED = {"residual": "RESIDUAL", "lost": "LOST", "shown": "SHOWN"}
+READS = {"tensors", "spans", "versions", "rows", "sent"}  # of a kernel; it may write the others
+FIRST_BYTES = 4  # of a tensor that a table names
 
 
 def host(tensor):
@@ -34,63 +33,59 @@ def host(tensor):
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 
-class Interpreted:
-    """A kernel that the device keeps books of."""
+class Books:
+    """Launches kernels that the device keeps books of, and counts them by name."""
 
-    def __init__(self, kernel, *, packs):
-        self.kernel, self.launches = kernel, 0
-        self.jobs = {True: 0, False: 0}  # aligned, and not
-        self.names = list(inspect.signature(kernel.fn).parameters)
-        self.writes = WRITES - {"reference"} if packs else WRITES
+    def __init__(self):
+        self.launches = Counter()
 
-    def __getitem__(self, grid):
-        def launch(*given, **constants):
-            self.launches += 1
-            self.jobs[constants.get("ALIGNED", True)] += grid[0]
-            stream, index = torch.cuda.current_stream(), torch.cuda.current_device()
-            LIBRARY.pretended_launch(stream.stream_id, index)
+    def launch(self, kernel, tiles, device, *arguments, **constants):
+        name = kernel.fn.__name__
+        self.launches[name] += 1
+        stream, index = torch.cuda.current_stream(device), device.index
+        LIBRARY.pretended_launch(stream.stream_id, index)
 
-            def use(address, nbytes, name):
-                told = f"kernel: {name}".encode()
-                writes = int(name in self.writes)
-                LIBRARY.pretended_use(stream.stream_id, index, address, nbytes, writes, told)
+        def use(address, nbytes, what, writes):
+            told = f"{name}: {what}".encode()
+            LIBRARY.pretended_use(stream.stream_id, index, address, nbytes, int(writes), told)
 
-            for name, one in zip(self.names, given, strict=False):
-                if isinstance(one, torch.Tensor) and constants.get(ASKED.get(name), True):
-                    assert one.device.index == index, "launched on another device"
-                    use(one.data_ptr(), one.nbytes, name)
-                if name == "jobs":
-                    for address, _, _, numel in host(one).tolist():
-                        use(address, numel, "a parameter")  # its first bytes
-            mine = [host(one) if isinstance(one, torch.Tensor) else one for one in given]
-            self.kernel[grid](*mine, **constants)
-
-        return launch
+        names = list(inspect.signature(kernel.fn).parameters)
+        reads = READS | ({"row"} if name == "merge_row" else set())
+        for what, one in zip(names, arguments, strict=False):
+            if isinstance(one, torch.Tensor):
+                assert one.device == device, "launched on another device"
+                use(one.data_ptr(), one.nbytes, what, what not in reads)
+            if what in ("tensors", "versions"):
+                count = arguments[names.index(what) + 1]
+                for address in host(one).tolist()[:count]:
+                    use(address, FIRST_BYTES, f"one of {what}", name == "merge_row")
+        mine = [host(one) if isinstance(one, torch.Tensor) else one for one in arguments]
+        kernel[(tiles,)](*mine, **constants, enable_fp_fusion=False)
 
 
-@pytest.fixture(scope="session")
-def kernels():
-    from daso.comm.device import triton_kernels as kernels
+@pytest.fixture
+def books(monkeypatch):
+    from daso.kernels import triton_kernels
 
-    assert kernels.interpreted()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("_pack", "_take"):
-            patch.setattr(kernels, name, Interpreted(getattr(kernels, name), packs=name == "_pack"))
-        yield kernels
+    assert triton_kernels.interpreted()
+    made, real = Books(), choice._choose
+    monkeypatch.setattr(triton_kernels, "_launch", made.launch)
+    known = triton_kernels, triton_kernels.NAME
+    monkeypatch.setattr(choice, "_choose", lambda name: known if name == "cuda" else real(name))
+    warm_up = DeltaShard.warm_up
+
+    def uncounted(part, *words):
+        before = made.launches.copy()
+        warm_up(part, *words)
+        made.launches = before
+
+    monkeypatch.setattr(DeltaShard, "warm_up", uncounted)
+    return made
 
 
 @pytest.fixture(autouse=True)
-def everywhere(kernels, monkeypatch):
-    """Pack by kernels where there are any: not for int4, nor for fp64."""
-    monkeypatch.setattr(rows, "choose", lambda *_: Choice(kernels, "kernels, interpreted"))
-    real = DeltaShard.warm_up
-
-    def uncounted(part, *given):
-        before = kernels._pack.launches, kernels._take.launches
-        real(part, *given)
-        kernels._pack.launches, kernels._take.launches = before
-
-    monkeypatch.setattr(DeltaShard, "warm_up", uncounted)
+def everywhere(books):
+    """Take Triton's kernels wherever rows lie on a device."""
 
 
 test_one_nan = test_odd_moments.test_one_nan_costs_one_exchange_and_no_other_nodes_work
@@ -101,17 +96,15 @@ test_one_nan = test_odd_moments.test_one_nan_costs_one_exchange_and_no_other_nod
     ("skip", "wait", "merge", "fragments"),
     [(4, 1, "daso", 1), (3, 3, "delta", 1), (2, 2, "eager", 3)],
 )
-def test_skipping_equals_one_process(topology, kernels, skip, wait, merge, fragments, wire):
+def test_skipping_equals_one_process(topology, books, skip, wait, merge, fragments, wire):
     options = {"wire": wire, "merge": merge, "fragments": fragments}
-    packed, before = kernels._pack.launches, kernels._take.launches
     report = compare(topology, mlp, sgd, daso.Fixed(skip, wait), **options)
     if topology.nodes > 1:
-        assert report["packing"] == "kernels, interpreted"
+        assert report["kernels"].startswith("Triton kernels")
+        assert books.launches["merge_row"] > 0
     if topology.nodes > 1 and topology.rank_info.lane is not None:
-        assert kernels._pack.launches > packed
-        taken = kernels._take.launches > before
-        # Where parameters are not kept, what the wire lost is in a residual: torch takes it in.
-        assert taken == (merge != "eager" and (wire == "fp32" or (merge == "delta" and wait > 0)))
+        assert books.launches["encode_row"] > 0
+        assert books.launches["accept_row"] > 0
 
 
 def test_an_odd_model_equals_one_process(topology):
@@ -124,15 +117,12 @@ def test_an_outer_optimizer_equals_one_process(topology):
     compare(topology, mlp, adamw, daso.Fixed(4, 2), **options)
 
 
-def test_many_pieces_and_messages_equal_one_process(topology, kernels, monkeypatch):
-    monkeypatch.setattr("daso.train.deltas.shard.DEVICE_PIECE", 1 << 16)
+def test_many_tiles_and_messages_equal_one_process(topology, books, monkeypatch):
     monkeypatch.setattr("daso.train.deltas.shard.LEAST", 70_000)
 
     def wide():
         return torch.nn.Sequential(torch.nn.Linear(6, 30_000), torch.nn.Linear(30_000, 3))
 
-    kernels._pack.jobs = {True: 0, False: 0}
     compare(topology, wide, sgd, daso.Fixed(2, 1), wire="bf16", steps=4)
-    jobs = kernels._pack.jobs
     if topology.nodes > 1 and topology.rank_info.lane is not None:
-        assert jobs[True] > 20 * jobs[False], "lanes and messages begin evenly"
+        assert books.launches["accept_row"] > books.launches["encode_row"]
