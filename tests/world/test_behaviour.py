@@ -2,7 +2,6 @@
 
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +21,6 @@ from daso.errors import (
     StallError,
     TopologyError,
 )
-from daso.train.deltas.exchange import _encode_meanwhile
-from daso.train.deltas.shard import DeltaShard, MergeOptions
 
 PHASES = [daso.Fixed(1, 0), daso.Fixed(4, 0), daso.Fixed(4, 1), daso.Fixed(4, 4, warmup=50)]
 
@@ -161,52 +158,6 @@ def test_step_hooks_run_once_each_in_order(topology):
 
 
 @pytest.mark.nodes((1, 1), (2, 1))
-@pytest.mark.parametrize(
-    ("policy", "wire", "dtype", "meanwhile"),
-    [
-        (daso.Fixed(4, 0), "bf16", torch.float32, True),
-        (daso.Fixed(4, 0), "fp32", torch.float64, True),
-        (daso.Fixed(4, 0), "bf16", torch.bfloat16, False),  # rows are of another type
-        (daso.Fixed(4, 0), "int4", torch.float32, False),
-        (daso.Fixed(4, 0), "topk", torch.float32, False),
-        (daso.Fixed(4, 1), "bf16", torch.float32, False),  # steps would take longer
-    ],
-)
-def test_rows_are_encoded_while_they_cross_where_training_waits(
-    topology, policy, wire, dtype, meanwhile, monkeypatch
-):
-    begun, begin = [], DeltaShard.begin
-
-    def told(part, *words, **more):
-        begun.append(topology.rank)
-        return begin(part, *words, **more)
-
-    monkeypatch.setattr(DeltaShard, "begin", told)
-    model = nn.Linear(4, 2).to(dtype)
-    optimizer = wrap(topology, model, policy=policy, wire=wire)
-    for step in range(5):
-        optimizer.zero_grad()
-        (model(torch.ones(1, 4, dtype=dtype)) * (1 + step + topology.rank)).sum().backward()
-        optimizer.step()
-    assert (topology.rank in begun) == meanwhile
-    optimizer.synchronize()
-    assert topology.equal_on_all_ranks(bits(model))
-    optimizer.close()
-
-
-def test_where_encoding_is_broken_off_no_row_is_waited_for():
-    rows = [SimpleNamespace(part=DeltaShard(torch.zeros(3), MergeOptions())) for _ in range(2)]
-
-    def interrupted():
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        _encode_meanwhile([interrupted], rows)
-    for row in rows:
-        with pytest.raises(ExchangeError, match="broken off"):
-            row.part.progress.ready(3)
-
-
 def test_a_closure_is_called_and_its_loss_averaged(topology):
     model = small()
     x = torch.ones(3, 4) * (1 + topology.rank)
