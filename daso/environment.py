@@ -349,15 +349,16 @@ def site_name(env: Mapping[str, str] | None = None) -> str:
 
 
 def kernels_name(env: Mapping[str, str] | None = None) -> str:
-    """Return the kernels that DASO_KERNELS names, or nothing.
+    """Return the value of DASO_KERNELS, or nothing.
 
     Raises:
-        ConfigError: It names none.
+        ConfigError: The value is not one of `KERNELS`.
     """
     name = (os.environ if env is None else env).get("DASO_KERNELS", "")
     if name not in ("", *KERNELS):
         raise ConfigError(
-            f"DASO_KERNELS must be one of {', '.join(KERNELS)}, not {name!r}; mend it or unset it"
+            f"DASO_KERNELS must be one of {', '.join(KERNELS)}, not {name!r}; set it to one of "
+            f"these or unset it"
         )
     return name
 

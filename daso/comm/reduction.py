@@ -98,20 +98,17 @@ class SendBuffer:
         self.memory = self._own  # all payloads, in order (bytes)
         self._payloads: dict[tuple[int, int], torch.Tensor] = {}
 
-    def open(
-        self, codec: Codec, spans: Spans, memory: torch.Tensor | None = None
-    ) -> Sequence[torch.Tensor]:
-        """Forget what was there, and return memory for spans."""
+    def open(self, codec: Codec, spans: Spans, memory: torch.Tensor | None = None) -> None:
+        """Make memory for the payloads of spans; earlier payloads are gone."""
         sizes = [codec.nbytes(stop - start) for start, stop in spans]
         if memory is None:
             if self._own.numel() < sum(sizes):
                 self._own = self._own.new_empty(sum(sizes))
             memory = self._own
         self.memory = memory[: sum(sizes)]
-        found = torch.split(self.memory, sizes)
-        self._payloads = {(a, b): one for (a, b), one in zip(spans, found, strict=True)}
+        payloads = torch.split(self.memory, sizes)
+        self._payloads = {(a, b): one for (a, b), one in zip(spans, payloads, strict=True)}
         self.codec = codec
-        return found
 
     def release(self) -> None:
         """Forget what was there, and give the memory back until `open`."""

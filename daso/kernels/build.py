@@ -11,6 +11,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +21,7 @@ FOLDER = Path(__file__).parent
 SOURCES = ("native.c", "native_rows.h")
 LOG = "native.log"  # what the compiler said last, for `daso doctor`
 X86 = ("x86-64-v4", "x86-64-v3", "x86-64")  # the fastest first
-VARIANTS = X86 if platform.machine() in ("x86_64", "AMD64") else ("generic",)
+VARIANTS = X86 if platform.machine() in ("x86_64", "AMD64") else (platform.machine() or "generic",)
 AVX2 = ("-mavx2", "-mbmi", "-mbmi2", "-mf16c", "-mfma", "-mlzcnt", "-mmovbe")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
 # Feature by feature: GCC before 11 and Clang before 12 do not know the variants by name. -march is
@@ -29,7 +30,6 @@ INSTRUCTIONS = {
     "x86-64-v4": ("-march=x86-64", *AVX2, *AVX512),
     "x86-64-v3": ("-march=x86-64", *AVX2),
     "x86-64": ("-march=x86-64",),
-    "generic": (),
 }
 # The bits of torch: products and sums are rounded apart. No errno and no traps: neither changes a
 # number, and loops with them are not vectorized.
@@ -76,14 +76,25 @@ def build(sources: Path = FOLDER, to: Path = FOLDER, extra: tuple[str, ...] = ()
 
 
 def _compile(variant: str, sources: Path, to: Path, extra: tuple[str, ...]) -> str | None:
-    """Replace a variant's library, or remove it; return the compiler's error."""
-    path = to / library_name(variant)
-    part = path.with_suffix(f".{os.getpid()}")  # other processes may load the present one
+    """Replace a variant's library; return the compiler's error, if any.
+
+    A library that another process may be loading is replaced in one step. One that stays after an
+    error is refused when it is loaded if it is of other sources.
+    """
+    path, part = to / library_name(variant), None
     try:
         compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
-        flags = [*FLAGS, *INSTRUCTIONS[variant], *extra, f"-DDASO_SOURCE={digest(sources)}ull"]
-        command = [*compiler, *flags, str(sources / SOURCES[0]), "-o", str(part)]
+        flags = [
+            *FLAGS,
+            *INSTRUCTIONS.get(variant, ()),
+            *extra,
+            f"-DDASO_SOURCE={digest(sources)}ull",
+        ]
         to.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=to)
+        os.close(handle)
+        part = Path(name)
+        command = [*compiler, *flags, str(sources / SOURCES[0]), "-o", name]
         done = subprocess.run(
             command,
             capture_output=True,
@@ -92,15 +103,19 @@ def _compile(variant: str, sources: Path, to: Path, extra: tuple[str, ...]) -> s
             check=False,
             timeout=LIMIT_SECONDS,
         )
-        if done.returncode == 0:
+        if done.returncode == 0 and not part.stat().st_size:
+            error = "the compiler wrote nothing"
+        elif done.returncode == 0:
+            part.chmod(0o755)
             part.replace(path)
             return None
-        error = done.stderr.strip() or f"exit code {done.returncode}"
+        else:
+            error = done.stderr.strip() or f"exit code {done.returncode}"
     except (OSError, ValueError, subprocess.SubprocessError) as failure:
         error = str(failure)
     with suppress(OSError):
-        part.unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
+        if part is not None:
+            part.unlink(missing_ok=True)
     return error
 
 

@@ -1,7 +1,7 @@
-"""Which kernels compute on a device: C on CPUs, Triton on GPUs, torch where these are not there."""
+"""Choose the kernels of a device: C on CPUs, Triton on GPUs, and torch's as the fallback."""
 
 from functools import cache
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 
@@ -88,37 +88,53 @@ class Kernels(Protocol):
         ...
 
 
+class Choice(NamedTuple):
+    """Kernels of a type of device.
+
+    Args:
+        kernels: The implementation.
+        line: Its name, and the reason for a fallback.
+        is_fallback: Better kernels exist for the device, but do not run here.
+    """
+
+    kernels: Kernels
+    line: str
+    is_fallback: bool = False
+
+
 def kernels_for(device: torch.device) -> Kernels:
     """Return the kernels for rows on a device: C or Triton, or those that DASO_KERNELS names.
 
     Raises:
         ConfigError: Those that DASO_KERNELS names do not run here.
     """
-    return _choose(device.type)[0]
+    return _choose(device.type).kernels
 
 
 def describe_kernels(device: torch.device) -> str:
-    """Return which kernels compute on a device, and why not better ones."""
-    return _choose(device.type)[1]
+    """Return the name of the kernels of a device, and the reason for a fallback."""
+    return _choose(device.type).line
 
 
 def slow_kernels(device: torch.device) -> str:
-    """Return which kernels compute where better ones should, and why; nothing where these do."""
-    line = describe_kernels(device)
-    return line if line.startswith(torch_kernels.NAME) and kernels_name() != "torch" else ""
+    """Return the fallback of the host or of a device, with its reason; empty without one."""
+    choices = (_choose(kind) for kind in dict.fromkeys(("cpu", device.type)))
+    return next((choice.line for choice in choices if choice.is_fallback), "")
 
 
 @cache
-def _choose(device: str) -> tuple[Kernels, str]:
-    """Return kernels, and a line that says which; once a process for each type of device."""
+def _choose(device: str) -> Choice:
+    """Return the kernels of a type of device; decided once in a process."""
     fallback, name = cast("Kernels", torch_kernels), kernels_name()
     if name == "torch":
-        return fallback, f"{fallback.NAME} (DASO_KERNELS=torch)"
-    wanted = "triton" if device == "cuda" else "native"
+        return Choice(fallback, f"{fallback.NAME} (DASO_KERNELS=torch)")
+    wanted = {"cuda": "triton", "cpu": "native"}.get(device)
+    if wanted is None:
+        return Choice(fallback, f"{fallback.NAME} (on {device})")
     try:
         if wanted == "native":
             native = load_native()
-            return native, native.NAME
+            return Choice(native, native.NAME)
         from daso.kernels import triton_kernels
 
         triton_kernels.check(torch.device(device))
@@ -129,6 +145,6 @@ def _choose(device: str) -> tuple[Kernels, str]:
                 f"DASO_KERNELS must name kernels that run here, but {name!r} does not: {why}; "
                 f"unset it or set it to torch"
             ) from error
-        return fallback, f"{fallback.NAME} ({why})"
+        return Choice(fallback, f"{fallback.NAME} ({why})", is_fallback=True)
     chosen = cast("Kernels", triton_kernels)
-    return chosen, chosen.NAME
+    return Choice(chosen, chosen.NAME)

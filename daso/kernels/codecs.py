@@ -1,9 +1,9 @@
 """Codecs: how the numbers of a flat row are laid out as bytes between nodes.
 
 A payload is a sequence of blocks, each with a fixed number of bytes; the last block may be shorter.
-So the payload of a span that starts at a block is a slice of the payload of the whole row. What a
-codec rounds away is kept in the parameters or in a residual, and is part of the next row (error
-feedback; Seide et al. 2014, Karimireddy et al. 2019).
+So the payload of a span that starts at a block is a slice of the payload of the whole row. Rounding
+errors are kept in the parameters or in a residual, and are part of the next row (error feedback;
+Seide et al. 2014, Karimireddy et al. 2019).
 """
 
 from collections.abc import Callable
@@ -126,7 +126,7 @@ def codec_named(wire: str, row: torch.dtype = torch.float32) -> Codec:
 def dense_codec(wire: str, row: torch.dtype = torch.float32) -> Codec:
     """Return the codec for exchanges after which all nodes agree.
 
-    What a sparse wire holds back must not stay behind there; other wires hold back a rounding.
+    A sparse wire would hold most numbers back; other wires hold back rounding errors alone.
     """
     if wire == "topk":
         return _cast("fp32", torch.float32, row, dense=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from daso.kernels import torch_kernels
 from daso.kernels.build import FOLDER, VARIANTS, digest, library_name
 from daso.kernels.codecs import Codec
 from daso.kernels.rows import KINDS, FlatTensors, Mean, ShardRows
@@ -28,11 +29,12 @@ FEATURES = {
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"},
 }
+CPU = torch.device("cpu")
 int32, int64, double = ctypes.c_int32, ctypes.c_int64, ctypes.c_double
 pointer = ctypes.c_void_p
 ARGUMENTS = {
     "daso_encode": (
-        *(int32, int64, pointer, int64, pointer, pointer, pointer, pointer, pointer, pointer),
+        *(int32, int64, pointer, pointer, pointer, pointer, pointer, pointer, pointer),
         *(int32, pointer, pointer, pointer),
     ),
     "daso_reduce": (
@@ -51,7 +53,7 @@ TYPES = {torch.float32: "fp32", torch.float64: "fp64"}
 
 
 class KernelError(Exception):
-    """A library that is not used; its text says why."""
+    """Raised where kernels cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,11 @@ class _Functions:
 
 def supported_variants(cpuinfo: str | None = None) -> list[str]:
     """Return the variants that this processor can run, the fastest first."""
+    if not FEATURES.keys() & set(VARIANTS):
+        return list(VARIANTS)
     text = Path("/proc/cpuinfo").read_text("utf-8") if cpuinfo is None else cpuinfo
-    flags = next((line.split() for line in text.splitlines() if line.startswith("flags")), [])
-    lacking = [name for name in VARIANTS if not FEATURES.get(name, set()) <= set(flags)]
+    words = next((line.split() for line in text.splitlines() if line.startswith("flags")), [])
+    lacking = [name for name in VARIANTS if not FEATURES.get(name, set()) <= set(words)]
     first = max((VARIANTS.index(name) + 1 for name in lacking), default=0)
     return list(VARIANTS[first:])
 
@@ -83,12 +87,21 @@ def load_native(variant: str | None = None, folder: Path = FOLDER) -> "NativeKer
         KernelError: There is no library, or it is not this version's, or it does not load.
     """
     names = supported_variants() if variant is None else [variant]
-    there = [name for name in names if (folder / library_name(name)).exists()]
-    if not there:
-        raise KernelError(
-            "no library was built; run python -m daso.kernels.build, with a C compiler"
-        )
-    path = folder / library_name(there[0])
+    reasons = []
+    for name in names:
+        path = folder / library_name(name)
+        if path.exists():
+            try:
+                return NativeKernels(_opened(path), name)
+            except KernelError as error:
+                reasons.append(str(error))
+    if reasons:
+        raise KernelError(reasons[0])
+    raise KernelError("no library was built; run python -m daso.kernels.build, with a C compiler")
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    """Load a library; raise KernelError unless it is of these sources."""
     try:
         library = ctypes.CDLL(str(path))
         source = library.daso_source
@@ -101,7 +114,7 @@ def load_native(variant: str | None = None, folder: Path = FOLDER) -> "NativeKer
         raise KernelError(
             f"{path.name} was built from another native.c; run python -m daso.kernels.build"
         )
-    return NativeKernels(library, there[0])
+    return library
 
 
 class NativeKernels:
@@ -138,16 +151,30 @@ class NativeKernels:
         distance: torch.Tensor | None = None,
     ) -> None:
         """Encode values - reference + residual; see `daso.kernels.torch_kernels.encode`."""
+        if not values.fits(CPU):
+            torch_kernels.encode(
+                codec,
+                values,
+                spans,
+                payload,
+                reference=reference,
+                residual=residual,
+                rounding=rounding,
+                gradients=gradients,
+                first=first,
+                distance=distance,
+            )
+            return
         flat = array("q", [at for span in spans for at in span])
         _check_bytes(payload, sum(codec.nbytes(stop - start) for start, stop in spans))
         last = max(flat, default=0)
-        assert last <= values.numel, "a span ends behind the tensors"
+        _check_end(values, last)
         _check_rows(codec.row, last, reference, residual, rounding)
         self._functions[codec.row].encode(
             WIRES[codec.wire],
             *(len(spans), _address(flat)),
-            *(len(values.kinds), *_tables(values)),
-            *(_pointer(reference), _pointer(residual), _pointer(rounding), gradients),
+            *(*_tables(values), _pointer(residual), _pointer(rounding)),
+            gradients,
             *(payload.data_ptr(), _pointer(first), _pointer(distance)),
         )
 
@@ -189,7 +216,8 @@ class NativeKernels:
         changed = (rows.reference, rows.negated, rows.shown, rows.residual)
         kept = (rows.rounding, rows.others)
         _check_rows(codec.row, stop, *changed, *kept)
-        assert rows.rounding is None or rows.residual is not None
+        if rows.rounding is not None and rows.residual is None:
+            raise ValueError("rounding errors must have a residual to go to, but it is None")
         at = start * codec.row.itemsize
         self._functions[codec.row].accept(
             *(WIRES[codec.wire], numel, len(versions), _address(versions), _address(weights)),
@@ -221,7 +249,10 @@ class NativeKernels:
 
     def gather(self, values: FlatTensors, start: int, stop: int, row: torch.Tensor) -> None:
         """Copy elements of tensors to a row; see `daso.kernels.torch_kernels.gather`."""
-        assert stop <= values.numel, "a span ends behind the tensors"
+        if not values.fits(CPU):
+            torch_kernels.gather(values, start, stop, row)
+            return
+        _check_end(values, stop)
         _check_rows(row.dtype, stop - start, row)
         self._functions[row.dtype].gather(start, stop - start, *_tables(values), row.data_ptr())
 
@@ -229,6 +260,9 @@ class NativeKernels:
         self, values: FlatTensors, row: torch.Tensor, pull: float, *, add: bool = False
     ) -> None:
         """Merge a row into tensors; see `daso.kernels.torch_kernels.merge`."""
+        if not values.fits(CPU):
+            torch_kernels.merge(values, row, pull, add=add)
+            return
         _check_rows(row.dtype, values.numel, row)
         how = ADD if add else COPY if pull == 1 else PULL
         self._functions[row.dtype].merge(
@@ -252,29 +286,41 @@ def _tables(values: FlatTensors) -> tuple[int, int, int]:
 
 def _versions(mean: Mean, numel: int) -> "tuple[array[int], array[float]]":
     """Return addresses of payloads that are as long as they must be, and their weights."""
-    assert len(mean.versions) == len(mean.weights) > 0
+    if not len(mean.versions) == len(mean.weights) > 0:
+        raise ValueError(
+            f"a mean must have a weight for each version, not {len(mean.weights)} for "
+            f"{len(mean.versions)}"
+        )
     for one in mean.versions:
         _check_bytes(one, mean.codec.offset(numel))
     versions = array("q", [one.data_ptr() for one in mean.versions])
     return versions, array("d", mean.weights)
 
 
+def _check_end(values: FlatTensors, stop: int) -> None:
+    """Refuse a span that ends after the tensors: C would read past them."""
+    if stop > values.numel:
+        raise ValueError(f"a span must end within {values.numel} numbers, not at {stop}")
+
+
 def _check_bytes(payload: torch.Tensor, nbytes: int) -> None:
-    """Refuse a payload that is shorter than its row: C would read or write behind it."""
-    if payload.numel() < nbytes or payload.dtype != torch.uint8 or not payload.is_contiguous():
+    """Refuse a payload that is shorter than its row: C would read or write past it."""
+    bad = payload.numel() < nbytes or payload.dtype != torch.uint8
+    if bad or not payload.is_contiguous() or payload.device != CPU:
         raise ValueError(
-            f"a payload must be {nbytes} contiguous bytes, not {payload.numel()} numbers of "
-            f"{payload.dtype}"
+            f"a payload must be {nbytes} contiguous bytes on the host, not {payload.numel()} "
+            f"numbers of {payload.dtype} with strides {payload.stride()} on {payload.device}"
         )
 
 
 def _check_rows(dtype: torch.dtype, numel: int, *rows: torch.Tensor | None) -> None:
-    """Refuse rows that are shorter, of another type, or not contiguous."""
+    """Refuse rows that are shorter, of another type or device, or not contiguous."""
     for row in rows:
         if row is None:
             continue
-        if row.numel() < numel or row.dtype != dtype or not row.is_contiguous() or row.is_cuda:
+        bad = row.numel() < numel or row.dtype != dtype
+        if bad or not row.is_contiguous() or row.device != CPU:
             raise ValueError(
                 f"a row must be {numel} contiguous numbers of {dtype} on the host, not "
-                f"{row.numel()} of {row.dtype} on {row.device}"
+                f"{row.numel()} of {row.dtype} with strides {row.stride()} on {row.device}"
             )

@@ -442,7 +442,7 @@ static const ANY *NAME(find)(int64_t at, int64_t n, int64_t *segment, const char
 
    values - reference + residual; rounding: what the wire lost. gradients: as encode_kept, with
    residual in the place of both. first: lowered to the first number that is not finite. */
-void NAME(daso_encode)(int32_t wire, int64_t count, const int64_t *spans, int64_t segments,
+void NAME(daso_encode)(int32_t wire, int64_t count, const int64_t *spans,
                        const char *const *tensors, const int32_t *kinds, const int64_t *ends,
                        const ROW *reference, ROW *residual, ROW *rounding, int32_t gradients,
                        uint8_t *payload, int64_t *first, double *distance)
@@ -450,7 +450,6 @@ void NAME(daso_encode)(int32_t wire, int64_t count, const int64_t *spans, int64_
     ROW v[MOST], room[MOST];
     const int64_t step = STEP(wire, distance ? TILE : PIECE);
     int64_t segment = 0;
-    (void)segments;
     for (int64_t span = 0; span < count; span++) {
         const int64_t start = spans[2 * span], stop = spans[2 * span + 1];
         uint8_t *to = payload;

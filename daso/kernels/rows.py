@@ -12,7 +12,8 @@ from daso.kernels.codecs import Codec
 
 __all__ = ["NOWHERE", "FlatTensors", "Mean", "ShardRows", "divide_"]
 
-NOWHERE = 1 << 62  # a place behind all others: every number is finite
+NOWHERE = 1 << 62  # larger than every place: all numbers are finite
+OTHER = -1  # a type that C and Triton do not read
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
@@ -20,7 +21,7 @@ class FlatTensors:
     """Tensors that lie one after the other in a row.
 
     Args:
-        tensors: Each contiguous, with one axis; fp32, fp64, bf16 or fp16, all on one device.
+        tensors: Each contiguous, with one axis; of any floating types and devices.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -28,10 +29,14 @@ class FlatTensors:
         assert all(one.dim() == 1 and one.is_contiguous() for one in self.tensors)
         self.bounds = list(accumulate((one.numel() for one in self.tensors), initial=0))
         self.numel = self.bounds[-1]
-        # What the C code reads: addresses, types, ends.
+        # Tables for C and Triton, which read tensors of these types on one device alone.
         self.addresses = array("q", [one.data_ptr() for one in self.tensors])
-        self.kinds = array("i", [KINDS[one.dtype] for one in self.tensors])
+        self.kinds = array("i", [KINDS.get(one.dtype, OTHER) for one in self.tensors])
         self.ends = array("q", self.bounds[1:])
+
+    def fits(self, device: torch.device) -> bool:
+        """Return whether kernels of a device can read the tensors by the tables."""
+        return OTHER not in self.kinds and all(one.device == device for one in self.tensors)
 
     def pairs(
         self, start: int, stop: int, row: torch.Tensor
@@ -58,7 +63,7 @@ class Mean(NamedTuple):
         codec: Layout of every version.
         versions: Payloads of the same numbers, in rank order; each bytes from a block on.
         weights: Of each version.
-        total: What the weighted sum is divided by.
+        total: Divisor of the weighted sum.
     """
 
     codec: Codec
@@ -74,16 +79,16 @@ class Mean(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardRows:
-    """Rows that a mean changes, each (numel) of one type; None: there is no such row.
+    """Rows that a mean changes, each (numel) of one type, or None.
 
     Args:
         reference: Moved by the mean, unless an outer optimizer will move it.
         negated: Receives minus the mean: the gradient of an outer optimizer.
         shown: Receives mean - carried + residual; before an outer step, -(carried + reference) +
             residual.
-        residual: What earlier exchanges rounded away; receives `rounding` where there is one.
-        rounding: What this exchange rounded away.
-        others: Receives mean - share * carried: what the other nodes did.
+        residual: Rounding errors of earlier exchanges; receives `rounding` if that is given.
+        rounding: Rounding errors of this exchange.
+        others: Receives mean - share * carried, the delta of the other nodes.
         share: This node's weight in the mean of all nodes.
     """
 

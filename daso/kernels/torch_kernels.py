@@ -13,10 +13,10 @@ from daso.kernels.rows import FlatTensors, Mean, ShardRows, divide_
 __all__ = ["accept", "encode", "gather", "mean_rows", "merge", "reduce"]
 
 PIECE = 1 << 16  # numbers: a multiple of every block; six rows of them are 1.5 MiB of fp32
-DEVICE_PIECE = PIECE << 6  # on a device, where what a pass costs is its launch
+DEVICE_PIECE = PIECE << 6  # on a device, where the cost of a pass is its launch
 SUM_TILE = 1024  # numbers whose squares are folded in halves
 TINY = torch.finfo(torch.float32).tiny
-MOST = {kind: torch.finfo(kind).max for kind in (torch.float32, torch.bfloat16)}
+LARGEST = {kind: torch.finfo(kind).max for kind in (torch.float32, torch.bfloat16)}
 SCALES = {BLOCK_INT8: (127, torch.float32), BLOCK_INT4: (7, torch.bfloat16)}
 
 NAME = "torch's operations"
@@ -74,7 +74,7 @@ def _encode_blocks(values: torch.Tensor, payload: torch.Tensor, block: int) -> N
     largest = grid.abs().amax(1)
     scales = divide_(largest.clone(), steps)
     if scales.dtype == torch.float64:
-        scales.clamp_(max=MOST[kind])
+        scales.clamp_(max=LARGEST[kind])
     scales = scales.to(torch.float32).to(kind)
     finite = largest.isfinite()
     # A block of zeros has scale 0; any divisor gives zeros then.
@@ -195,12 +195,13 @@ def encode(
         spans: Parts of it that have a payload each.
         payload: Receives the payloads one after the other (sum of codec.nbytes,), uint8.
         reference: Row that is subtracted (numel).
-        residual: What was rounded away before (numel), added.
-        rounding: Receives what is rounded away now (numel); may be ``residual``.
-        gradients: A zero sends nothing, and its residual waits: nobody may take its mean. What is
-            not finite is not kept. ``residual`` is read and written.
+        residual: Earlier rounding errors (numel), added.
+        rounding: Receives the rounding errors (numel); may be ``residual``.
+        gradients: A zero gradient is not sent and keeps its residual, because its parameter may be
+            unused on all ranks. Errors that are not finite are not kept. ``residual`` is read and
+            written.
         first: Lowered to the place of the first number that is not finite (), int64.
-        distance: Raised by the squares of what is rounded away (), fp64.
+        distance: Raised by the squares of the rounding errors (), fp64.
     """
     cuts = [b - a for span in spans for a, b in _pieces(*span, payload.device)]
     room = torch.empty(max(cuts, default=0), dtype=codec.row, device=payload.device)
@@ -235,7 +236,7 @@ def _keep_lost(
     lost: torch.Tensor,
     distance: torch.Tensor | None,
 ) -> None:
-    """Write what a payload lacks of values; add its squares to a distance."""
+    """Write the rounding errors of a payload; add their squares to a distance."""
     carried = torch.empty_like(values)
     decode_row(codec, payload, carried)
     torch.sub(values, carried, out=lost)
@@ -261,7 +262,7 @@ def _encode_kept(
     *,
     gradients: bool,
 ) -> None:
-    """Encode values and what was kept; keep what is rounded away now."""
+    """Encode values plus kept errors; keep the errors of this payload."""
     if not gradients:
         values += kept
         encode_row(codec, values, payload)
@@ -309,7 +310,7 @@ def reduce(
         numel: How many.
         payload: Receives the mean for the wire (codec.nbytes(numel),), uint8.
         row: Receives the mean (numel).
-        carry: What was rounded away of means before (numel), added; receives what is now.
+        carry: Rounding errors of earlier means (numel), added; receives those of this one.
         gradients: As in `encode`, for ``carry``.
     """
     codec, device = mean.codec, mean.versions[0].device

@@ -55,7 +55,6 @@ def _table(content: bytes, device: torch.device) -> torch.Tensor:
 
 def _tensor_table(values: FlatTensors, device: torch.device) -> torch.Tensor:
     """Return the table of tensors that `triton_codecs.locate` reads."""
-    assert values.tensors[0].device == device, f"tensors must be on {device}"
     filler = bytes(len(values.kinds) % 2 * values.kinds.itemsize)
     parts = (values.addresses.tobytes(), values.ends.tobytes(), values.kinds.tobytes(), filler)
     return _table(b"".join(parts), device)
@@ -71,6 +70,11 @@ def _span_table(codec: Codec, spans: tuple[tuple[int, int], ...]) -> tuple[bytes
     even = all(at % EVEN == 0 for at in (*starts, *nbytes[:-1]))
     table = array("q", chain(tiles, starts, stops, nbytes[:-1]))
     return table.tobytes(), max(tiles, default=0), nbytes[-1], even
+
+
+def _readable(values: FlatTensors, device: torch.device) -> bool:
+    """Return whether these kernels read the tensors."""
+    return WIDE not in values.kinds and values.fits(device)
 
 
 def _tiles(numel: int) -> int:
@@ -157,7 +161,7 @@ def encode(
     distance: torch.Tensor | None = None,
 ) -> None:
     """Encode values - reference + residual; see `daso.kernels.torch_kernels.encode`."""
-    if not _handles(codec) or WIDE in values.kinds:
+    if not _handles(codec) or not _readable(values, payload.device):
         rows: dict[str, Any] = {"reference": reference, "residual": residual, "rounding": rounding}
         rows |= {"gradients": gradients, "first": first, "distance": distance}
         torch_kernels.encode(codec, values, spans, payload, **rows)
@@ -286,7 +290,7 @@ def mean_rows(
 
 def gather(values: FlatTensors, start: int, stop: int, row: torch.Tensor) -> None:
     """Copy elements of tensors to a row; see `daso.kernels.torch_kernels.gather`."""
-    if row.dtype != torch.float32 or WIDE in values.kinds:
+    if row.dtype != torch.float32 or not _readable(values, row.device):
         torch_kernels.gather(values, start, stop, row)
         return
     _check_rows(row.device, stop - start, row)
@@ -295,7 +299,7 @@ def gather(values: FlatTensors, start: int, stop: int, row: torch.Tensor) -> Non
 
 def merge(values: FlatTensors, row: torch.Tensor, pull: float, *, add: bool = False) -> None:
     """Merge a row into tensors; see `daso.kernels.torch_kernels.merge`."""
-    if row.dtype != torch.float32 or WIDE in values.kinds:
+    if row.dtype != torch.float32 or not _readable(values, row.device):
         torch_kernels.merge(values, row, pull, add=add)
         return
     if not values.numel:

@@ -15,13 +15,11 @@ from typing import NamedTuple
 
 __all__ = [
     "LEAST_BUCKET_BYTES",
-    "Block",
     "Layout",
     "Piece",
     "Slot",
     "Span",
     "aligned",
-    "blocks",
     "chunk_parts",
     "first_difference",
     "fit_buckets",
@@ -187,31 +185,6 @@ def pieces(layout: Layout, span: Span) -> Iterator[Piece]:
                 Span(start - there.start, stop - there.start),
                 Span(start - span.start, stop - span.start),
             )
-
-
-class Block(NamedTuple):
-    """Numbers that follow each other in a tensor, in a row and in a payload."""
-
-    slot: int  # index of the tensor
-    inside: int  # of the first number in the flattened tensor
-    at: int  # of it in the row
-    there: int  # of it in the memory of all payloads, in numbers
-    numel: int
-
-
-def blocks(tensors: Sequence[Piece], payloads: Sequence[tuple[Span, int]]) -> Iterator[Block]:
-    """Cut a row where tensors begin and where payloads do."""
-    parts = iter(payloads)
-    (_, stop), shift = Span(0, 0), 0
-    for slot, inside, (start, end) in tensors:
-        at = start
-        while at < end:
-            while at >= stop:
-                (begin, stop), there = next(parts)
-                shift = there - begin
-            numel = min(end, stop) - at
-            yield Block(slot, inside.start + at - start, at, at + shift, numel)
-            at += numel
 
 
 def small_tensors(numels: Sequence[int]) -> list[int]:

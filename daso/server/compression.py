@@ -43,16 +43,18 @@ class PushCompressor:
 
     def _encode(self, key: tuple[int, int], values: torch.Tensor, payload: torch.Tensor) -> None:
         codec, before = self._codec(values), self._residuals.get(key)
-        kept = torch.empty(values.numel(), dtype=codec.row, device="cpu")
+        kept = before
+        if kept is None:
+            kept = torch.empty(values.numel(), dtype=codec.row, device="cpu")
         self._kernels.encode(
             codec,
             FlatTensors([values]),
             [(0, values.numel())],
             payload,
             residual=before,
-            rounding=kept if before is None else before,
+            rounding=kept,
         )
-        self._residuals.setdefault(key, kept)
+        self._residuals[key] = kept
 
     def residuals(self) -> dict[tuple[int, int], torch.Tensor]:
         """Return a copy of what the wire has lost so far, by owner and parameter."""

@@ -114,8 +114,10 @@ class Session:
         registry.take_over(trained, session.topology)
         check_same_options(trained, session.topology, setup.text())
         session._open(Metrics())
+        limit = setup.settings.exchange.timeout_seconds
+        slow = gather(session.topology, slow_kernels(trained.device), limit)
         if rank_info.rank == 0:
-            session._tell_what_was_made(trained.device)
+            session._tell_what_was_made(slow)
         return session
 
     def _meet(self) -> None:
@@ -134,7 +136,12 @@ class Session:
                 number,
             )
 
-    def _tell_what_was_made(self, device: torch.device) -> None:
+    def _tell_what_was_made(self, slow: Sequence[str]) -> None:
+        """Log what was chosen; warn where kernels are slow.
+
+        Args:
+            slow: The fallback of each rank's kernels, with its reason, or nothing.
+        """
         rank_info = self.topology.rank_info
         logger.info(
             "%d ranks on %d nodes; chosen: %s",
@@ -142,11 +149,11 @@ class Session:
             rank_info.nodes,
             self._choices(),
         )
-        if slow := slow_kernels(device):
+        if ranks := [rank for rank, line in enumerate(slow) if line]:
             logger.warning(
-                "gradients and parameters are encoded and added by %s, which take several times "
-                "as long",
-                slow,
+                "%d of %d ranks, first rank %d, encode and add with %s, which takes several times "
+                "as long as C or Triton; every exchange waits for the slowest rank",
+                *(len(ranks), rank_info.world_size, ranks[0], slow[ranks[0]]),
             )
         if rank_info.nodes == 1:
             logger.warning(

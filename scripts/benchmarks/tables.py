@@ -25,6 +25,12 @@ __all__ = ["TABLES", "filled", "main", "pages"]
 ROOT = Path(__file__).parents[2]
 PLACE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end of table -->\n", re.DOTALL)
 NONE = "-"
+KERNELS = {  # rows of the table of kernels, as they are called there
+    "encode, residual": "`encode`",
+    "encode, gradients": "`encode` of gradients",
+    "reduce 2 to row": "`reduce` of two",
+    "accept 1": "`accept`",
+}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -88,6 +94,20 @@ def _step_times_of_models() -> str:
     head = ["", *(f"{run['plan']['model']}, {run['plan']['link']}" for run in runs)]
     names = [name for name in ratios[0] if name != "compute only"]
     return _lines(head, ([name, *(_times(one.get(name)) for one in ratios)] for name in names))
+
+
+def _kernels() -> str:
+    """Return nanoseconds a number of the kernels, by function and wire, torch's and C's."""
+    rows = [row for row in _read("kernels")["rows"] if row["function"] in KERNELS]
+    columns = list(rows[0]["ns"])
+    head = ["function", "wire", *(name.replace("torch", "torch's operations") for name in columns)]
+    return _lines(
+        head,
+        (
+            [KERNELS[row["function"]], row["wire"], *(_number(row["ns"][name]) for name in columns)]
+            for row in rows
+        ),
+    )
 
 
 def _step_times_on_a_gpu() -> str:
@@ -356,6 +376,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step-times": _step_times,
     "step-times-of-models": _step_times_of_models,
     "step-times-on-a-gpu": _step_times_on_a_gpu,
+    "kernels": _kernels,
     "prioritized": _prioritized,
     "accuracy": lambda: _accuracies("accuracy"),
     "accuracy-long": lambda: _accuracies("accuracy-long"),

@@ -192,8 +192,8 @@ class TimedKernels:
 def core_seconds(wire: str, numel: int, engine: Engine, comm: Any, size: int) -> dict[str, float]:
     """Return the processor seconds of an exchange of a row, by part, on this rank.
 
-    All of it: encoding, the engine's thread, and the merge into the parameters. ``mpi_and_python``
-    is what no kernel takes. Collective over ``comm``; blocking.
+    It counts encoding, the engine's thread and the merge into the parameters. ``mpi_and_python`` is
+    the time outside kernels. Collective over ``comm``; blocking.
     """
     codec, seconds = codec_named(wire), dict[str, float]()
     plan = choose_plan("auto", size, codec.nbytes(numel))
@@ -210,8 +210,6 @@ def core_seconds(wire: str, numel: int, engine: Engine, comm: Any, size: int) ->
     for turn in range(CORE_ROUNDS + 1):
         params.add_(torch.randn(numel, generator=generator), alpha=1e-3)
         comm.Barrier()
-        if turn == 0:  # which makes buffers
-            seconds.clear()
         begun, busy = time.thread_time(), engine.busy_seconds
         part.encode(codec, spans, values, keeps=True)
         handle = engine.submit(exchange.run(part, chunks))
@@ -221,7 +219,7 @@ def core_seconds(wire: str, numel: int, engine: Engine, comm: Any, size: int) ->
         part.show(KEEP)
         part.kernels.merge(values, part.shown, 1.0, add=True)
         total += time.thread_time() - begun + engine.busy_seconds - busy
-        if turn == 0:
+        if turn == 0:  # which makes buffers
             seconds.clear()
             total = 0.0
     parts = {name: one / CORE_ROUNDS for name, one in seconds.items()}
@@ -301,7 +299,7 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return limits | {
         f"exchange_core_ms_per_million_{row['name']}_{nodes}": {
             "value": sum(row["core_ms"].values()) / (plan.numel / MILLION),
-            "unit": "ms of a core for a million numbers, of the rank that takes most",
+            "unit": "ms of a core for a million numbers, of the slowest rank",
             "conditions": head,
         }
         for row in rows

@@ -50,7 +50,7 @@ class Ahead:
         self.forget()
 
     def others_like(self, row: torch.Tensor) -> torch.Tensor:
-        """Return the row of what the others did, to be written; made where it is not there."""
+        """Return the row of the other nodes' delta, to be written."""
         if self.others is None:
             self.others = torch.zeros_like(row)
         return self.others

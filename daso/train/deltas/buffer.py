@@ -94,19 +94,24 @@ class RowViews:
         self.params = [param for _, param in named]
         self.layout = layout_of(named)
         self._cuts: dict[Span, list[Piece]] = {}  # parts of tensors that lie in a span
-        self._known: dict[Span, tuple[list[int], FlatTensors]] = {}  # and where these were
+        self._known: dict[Span, tuple[list[Any], FlatTensors]] = {}  # by where these were
 
     def flat(self, span: Span) -> FlatTensors:
-        """Return the parameters' elements in a span, wherever the parameters are now."""
+        """Return the elements of a span; made again when a parameter's memory was replaced."""
         if span not in self._cuts:
             self._cuts[span] = list(pieces(self.layout, span))
         cut = self._cuts[span]
-        addresses = [self.params[piece.slot].data_ptr() for piece in cut]
+        params = [self.params[piece.slot] for piece in cut]
+        places = [(param.data_ptr(), param.dtype) for param in params]
         known = self._known.get(span)
-        if known is None or known[0] != addresses:
+        if known is None or known[0] != places:
             tensors = [flat_view(self.params[piece.slot])[slice(*piece.inside)] for piece in cut]
-            known = self._known[span] = addresses, FlatTensors(tensors)
+            known = self._known[span] = places, FlatTensors(tensors)
         return known[1]
+
+    def forget(self) -> None:
+        """Release memory of parameters that was replaced since it was read."""
+        self._known.clear()
 
 
 class DeltaBuffer:
@@ -225,6 +230,7 @@ class DeltaBuffer:
         if self._rests:
             return
         self._rests = True
+        self.views.forget()
         self.part.anchor()
         self.part.outbox.release()
         self.rounded.clear()

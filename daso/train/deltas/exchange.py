@@ -513,7 +513,7 @@ class Exchanges:
 
     @property
     def kernels(self) -> str:
-        """Which kernels compute, and why not better ones."""
+        """The name of the kernels, and the reason for a fallback."""
         return describe_kernels(self.coordinator.trained.device)
 
     def _drop(self, flight: InFlight, outcome: Outcome) -> None:

@@ -30,7 +30,7 @@ __all__ = [
     "message_numel",
 ]
 
-EVEN = 8  # numbers: where they begin at multiples, a thread of a device moves 16 bytes at once
+EVEN = 1024  # numbers: a tile of the kernels of a device, which moves 16 bytes at once there
 LEAST = 1 << 22  # numbers of a message from a device, where each is encoded by launches of its own
 KIBI = 1024  # numbers by which a codec's rate is asked: headers of blocks do not count then
 MOST = 1 << 18  # numbers of a message: one that takes long to encode keeps the link waiting
@@ -83,7 +83,7 @@ class DeltaShard:
         return self.shown.dtype
 
     def warm_up(self, codecs: Sequence[Codec], spans: Spans, values: FlatTensors) -> None:
-        """Launch what exchanges will, before the first: nothing is made or compiled later."""
+        """Encode and accept once for each codec: both are compiled before the first exchange."""
         try:
             for codec, keeps, lost_before in product(codecs, (False, True), (False, True)):
                 self.residual = torch.zeros_like(self.shown) if lost_before else None
@@ -93,8 +93,11 @@ class DeltaShard:
         finally:
             self.residual = self.pending = None
             self.keeps = self.lossy = False
+            self._ahead.forget()
             self.shown.zero_()
             self.reference.zero_()
+            if self.outer is not None:
+                self.outer.grad.zero_()
 
     def anchor(self) -> None:
         """Forget what belonged to an earlier reference; the caller has written the new one.
@@ -131,13 +134,13 @@ class DeltaShard:
         if self.lossy and not self.keeps:
             # Nobody reads what is shown before the next merge, but where the node goes ahead.
             self.pending = torch.empty_like(self.shown) if self.way.eager else self.shown
-        # What loses nothing crosses from where the merge will be shown: each tile is read first.
+        # An exact payload is written into `shown`, where the merge goes: each tile is read first.
         memory = self.shown.view(torch.uint8) if codec.exact and not self.way.eager else None
         self.outbox.open(codec, spans, memory)
 
     @property
     def checks(self) -> torch.Tensor:
-        """What `first_nonfinite` needs of the exchange that was sent (1,), not read yet."""
+        """Place of the first number that was not finite (1,), on the device."""
         return self._first
 
     def first_nonfinite(self, checks: Sequence[int]) -> int | None:
@@ -187,7 +190,7 @@ class DeltaShard:
         return self._sums
 
     def measured(self, sums: Sequence[float]) -> tuple[float, float, float]:
-        """Return what an exchange told of this node."""
+        """Return squared distance, norm and moved length of an exchange."""
         distance, norm, moved = sums
         return distance, norm, moved
 

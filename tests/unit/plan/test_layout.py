@@ -16,7 +16,6 @@ from daso.plan.layout import (
     Slot,
     Span,
     aligned,
-    blocks,
     chunk_parts,
     first_difference,
     fit_buckets,
@@ -360,44 +359,6 @@ def test_even_chunks_hold_the_row_once(numel, parts, chunk, even):
     assert [n for part in flat for n in range(*part)] == list(range(numel))
     assert all(part.start % even == 0 for part in flat if part.numel)
     assert all(sum(part.numel for part in one) < chunk + even for one in chunks)
-
-
-# --- blocks ------------------------------------------------------------------------------------
-
-
-@checked
-@given(layouts_with_span(), st.integers(1, 5), st.data())
-def test_blocks_hold_every_number_once_where_it_lies(known, parts, data):
-    layout, span = known
-    tensors = list(pieces(layout, span))
-    payloads, free = [], 0
-    for cut in split(span.numel, parts):  # what fills a payload's last word is nobody's
-        payloads.append((cut, free))
-        free += cut.numel + data.draw(st.integers(0, 3))
-    found = [
-        (block.slot, block.inside + i, block.at + i, block.there + i)
-        for block in blocks(tensors, payloads)
-        for i in range(block.numel)
-    ]
-    expected = [
-        (slot, inside, at, there + at - cut.start)
-        for at, (slot, inside) in enumerate(cells(layout)[slice(*span)])
-        for cut, there in payloads
-        if cut.start <= at < cut.stop
-    ]
-    assert found == expected
-    assert all(block.numel > 0 for block in blocks(tensors, payloads))
-
-
-def test_blocks_in_numbers():
-    layout = lay_out([slot_of("a", (5,)), slot_of("b", (4,))])
-    tensors = list(pieces(layout, Span(1, 9)))
-    payloads = [(Span(0, 3), 0), (Span(3, 8), 4)]
-    assert [tuple(one) for one in blocks(tensors, payloads)] == [
-        (0, 1, 0, 0, 3),
-        (0, 4, 3, 4, 1),
-        (1, 0, 4, 5, 4),
-    ]
 
 
 # --- fragments ---------------------------------------------------------------------------------
