@@ -42,7 +42,7 @@ def encode_row(codec: Codec, values: torch.Tensor, payload: torch.Tensor) -> Non
         room = payload.view(_dtype(codec))
         room.copy_(values)
         if room.dtype in (torch.bfloat16, torch.float16):
-            room[room.isnan()] = float("nan")  # one NaN, whatever converts it
+            room.masked_fill_(room.isnan(), float("nan"))  # one NaN, whatever converts it
 
 
 def decode_row(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
@@ -142,7 +142,7 @@ def _encode_topk(values: torch.Tensor, payload: torch.Tensor) -> None:
         largest = order[:, : places.shape[1]].sort(dim=1).values
         places.copy_(largest)
         sent.copy_(grid.gather(1, largest))
-        sent[sent.isnan()] = float("nan")
+        sent.masked_fill_(sent.isnan(), float("nan"))
 
 
 def _decode_topk(payload: torch.Tensor, out: torch.Tensor) -> None:

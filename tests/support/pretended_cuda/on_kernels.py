@@ -70,7 +70,7 @@ def books(monkeypatch):
     assert triton_kernels.interpreted()
     made, real = Books(), choice._choose
     monkeypatch.setattr(triton_kernels, "_launch", made.launch)
-    known = triton_kernels, triton_kernels.NAME
+    known = choice.Choice(triton_kernels, triton_kernels.NAME)
     monkeypatch.setattr(choice, "_choose", lambda name: known if name == "cuda" else real(name))
     warm_up = DeltaShard.warm_up
 
