@@ -173,8 +173,8 @@ class NativeKernels:
         self._functions[codec.row].encode(
             WIRES[codec.wire],
             *(len(spans), _address(flat)),
-            *(*_tables(values), _pointer(residual), _pointer(rounding)),
-            gradients,
+            *_tables(values),
+            *(_pointer(reference), _pointer(residual), _pointer(rounding), gradients),
             *(payload.data_ptr(), _pointer(first), _pointer(distance)),
         )
 
