@@ -21,7 +21,13 @@ class BuildWithKernels(build_py):
         spec = spec_from_file_location("build_kernels", SOURCES / "build.py")
         builder = module_from_spec(spec)
         spec.loader.exec_module(builder)
-        builder.build(SOURCES, SOURCES if self.editable_mode else Path(self.build_lib, KERNELS))
+        if self.editable_mode:
+            builder.build(SOURCES, SOURCES)
+            return
+        folder = Path(self.build_lib, KERNELS)
+        for library in folder.glob("*.so"):  # of an earlier build
+            library.unlink()
+        builder.build(SOURCES, folder)
 
 
 class WheelWithKernels(bdist_wheel):

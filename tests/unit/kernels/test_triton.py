@@ -11,6 +11,7 @@ import pytest
 from jobs import HANG_SECONDS
 
 
+@pytest.mark.slow("Triton interprets, or compiles, every kernel in a process of its own")
 @pytest.mark.parametrize(
     ("tests", "interprets"),
     [
