@@ -67,7 +67,7 @@ def test_an_outer_optimizer_equals_one_process(topology, mpi, skip, wait):
 
 
 def test_many_pieces_and_messages_equal_one_process(topology, mpi, monkeypatch):
-    monkeypatch.setattr("daso.train.deltas.shard.DEVICE_PIECE", 1 << 16)
+    monkeypatch.setattr("daso.kernels.torch_kernels.DEVICE_PIECE", 1 << 16)
     monkeypatch.setattr("daso.train.deltas.shard.LEAST", 70_000)
 
     def wide():
