@@ -111,12 +111,12 @@ class SendBuffer:
         self.codec = codec
 
     def release(self) -> None:
-        """Forget what was there, and give the memory back until `open`."""
+        """Release the memory until `open`."""
         self.memory = self._own = self._own.new_empty(0)
         self._payloads = {}
 
     def payloads(self, spans: Spans) -> Sequence[torch.Tensor]:
-        """Return what was written for spans, all of them among those of `open`."""
+        """Return the payloads of spans, which must be among those of `open`."""
         return [self._payloads[start, stop] for start, stop in spans]
 
     def items(self) -> Iterable[tuple[tuple[int, int], torch.Tensor]]:
@@ -156,7 +156,7 @@ class BufferPool:
 
 
 class Terms(NamedTuple):
-    """How versions are added that are not the ranks' own.
+    """Weights and divisor of versions that are partial sums.
 
     Args:
         weights: Of each version.
@@ -196,7 +196,7 @@ class WeightedMean:
         self._of_gradients, self.kernels = of_gradients, kernels_for(device)
 
     def mean(self, versions: Sequence[torch.Tensor], terms: Terms | None = None) -> Mean:
-        """Return the mean of what all ranks sent of a span, to be computed where it is used."""
+        """Return the mean of all ranks' payloads of a span, to be computed where it is used."""
         if terms is None:
             return Mean(self.codec, versions, self.weights, self.total)
         return Mean(self.codec, versions, terms.weights, terms.total)
@@ -231,7 +231,7 @@ class WeightedMean:
         )
 
     def _carry(self, key: int, numel: int) -> torch.Tensor | None:
-        """Return what was rounded away of a part before; zeros where it is cut differently now.
+        """Return the rounding errors of earlier means of a part; zeros where the cut changed.
 
         An exact codec rounds nothing, but sends what a sparse one has held back.
         """

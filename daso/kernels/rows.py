@@ -26,17 +26,22 @@ class FlatTensors:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = [one for one in tensors if one.numel()]
-        assert all(one.dim() == 1 and one.is_contiguous() for one in self.tensors)
+        if not all(one.dim() == 1 and one.is_contiguous() for one in self.tensors):
+            raise ValueError(
+                "tensors of a row must have one axis and be contiguous; pass flat views"
+            )
         self.bounds = list(accumulate((one.numel() for one in self.tensors), initial=0))
         self.numel = self.bounds[-1]
         # Tables for C and Triton, which read tensors of these types on one device alone.
         self.addresses = array("q", [one.data_ptr() for one in self.tensors])
         self.kinds = array("i", [KINDS.get(one.dtype, OTHER) for one in self.tensors])
         self.ends = array("q", self.bounds[1:])
+        devices = {one.device for one in self.tensors}
+        self._device = devices.pop() if len(devices) == 1 and OTHER not in self.kinds else None
 
     def fits(self, device: torch.device) -> bool:
         """Return whether kernels of a device can read the tensors by the tables."""
-        return OTHER not in self.kinds and all(one.device == device for one in self.tensors)
+        return self._device == device or not self.tensors
 
     def pairs(
         self, start: int, stop: int, row: torch.Tensor

@@ -15,7 +15,7 @@ __all__ = ["PushCompressor"]
 
 
 class PushCompressor:
-    """One rank's gradients for others, and theirs for it.
+    """Encodes the gradients that a rank pushes, and decodes those that it receives.
 
     Args:
         shares: Of the model.

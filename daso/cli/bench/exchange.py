@@ -1,4 +1,4 @@
-"""One exchange of a model between nodes, against what the link can carry."""
+"""Benchmark of one exchange between nodes, against the limit of the link."""
 
 import statistics
 import time
@@ -36,7 +36,7 @@ MILLION = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured.
+    """Case of the benchmark.
 
     Args:
         numel: Elements of the buffer, fp32.
@@ -138,7 +138,7 @@ def _ordered(
     size: int,
     algorithm: Algorithm,
 ) -> Callable[[], float | None]:
-    """Return what exchanges a row, and gives the seconds that packing it took before."""
+    """Return a function that exchanges a row and returns the seconds of encoding it."""
     codec = codec_named(wire)
     plan = choose_plan(algorithm, size, codec.nbytes(numel))
     if algorithm == "planned":
@@ -308,7 +308,7 @@ def figures(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _planned_over(found: Mapping[str, Any]) -> dict[tuple[str, str], float]:
-    """Return what the planned way takes of the others' time, by wire and name."""
+    """Return the time of the planned algorithm over that of each other, by wire and name."""
     ms = {row["name"]: row["ms"] for row in found["rows"]}
     others = {"": "direct", ", ring": "ring", ", MPI Allreduce": "mpi", ", gloo": "gloo"}
     return {

@@ -42,7 +42,7 @@ class RowSharding:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one exchange of one row gave, on this rank."""
+    """Measurements of one exchange of one row, on this rank."""
 
     nbytes: int = 0  # sent by this rank
     distance: float = 0.0  # squared, of this rank's part from the mean of all nodes
@@ -61,12 +61,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What takes means of a row over the lane."""
+    """All-reduces of a row over the lane, by wire."""
 
     plan: AllReducePlan  # one and one cut for all wires: what is rounded away lies in its parts
     by_wire: Mapping[str, DeterministicAllReduce]
     dense: DeterministicAllReduce | None  # after which nodes agree, where the wire is sparse
-    summed: Codec | None  # what crosses where MPI adds
+    summed: Codec | None  # of the payloads that MPI adds
     chunks: Chunks
 
     @property
@@ -76,7 +76,7 @@ class Means:
 
     @property
     def codecs(self) -> list[Codec]:
-        """All that cross."""
+        """Codecs of all exchanges."""
         if self.summed is not None:
             return [self.summed]
         means = [*self.by_wire.values(), *([] if self.dense is None else [self.dense])]
@@ -199,7 +199,7 @@ class DeltaBuffer:
 
     @property
     def _spans(self) -> list[tuple[int, int]]:
-        """What has a payload of its own."""
+        """Spans that have a payload each."""
         return [span for parts in self.means.chunks for span in parts]
 
     def anchor(self) -> float:

@@ -39,7 +39,7 @@ Spans = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class MergeOptions:
-    """How parts take in exchanges."""
+    """Options of a shard's exchanges."""
 
     eager: bool = False  # a node goes ahead when it sends
     share: float = 1.0  # this node's weight in the mean of all nodes

@@ -1,4 +1,4 @@
-"""Where what crosses between nodes lies: with the part itself, or, of a part on a device, the host.
+"""Stage a shard's payload where MPI can read it: in place, or in pinned host memory.
 
 All are a `daso.comm.reduction.ReduceBuffer` between `collect` and `conclude`.
 """
