@@ -16,7 +16,7 @@ FP32, BF16, FP16, INT8, INT4 = (tl.constexpr(code) for code in FORMATS.values())
 TILE = tl.constexpr(1024)  # `daso.kernels.torch_kernels.SUM_TILE`
 MAGNITUDE, INFINITY, NAN = (tl.constexpr(bits) for bits in (0x7FFFFFFF, 0x7F800000, 0x7FC00000))
 NAN_BF16, NAN_FP16 = tl.constexpr(0x7FC0), tl.constexpr(0x7E00)
-TINY = tl.constexpr(1.1754943508222875e-38)  # `daso.kernels.torch_kernels.TINY`
+TINY = tl.constexpr(1.1754943508222875e-38)  # `daso.kernels.torch_codecs.TINY`
 ROUNDS = tl.constexpr(12582912.0)  # added and subtracted, it rounds to integers, half to even
 
 
