@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from daso.kernels.codecs import Codec
-    from daso.kernels.rows import FlatTensors, Mean, ShardRows
+    from daso.kernels.rows import EncodeRows, FlatTensors, Mean, ShardRows
 
 __all__ = ["Kernels", "describe_kernels", "kernels_for", "slow_kernels"]
 
@@ -30,13 +30,7 @@ class Kernels(Protocol):
         values: "FlatTensors",
         spans: "Sequence[tuple[int, int]]",
         payload: torch.Tensor,
-        *,
-        reference: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        rounding: torch.Tensor | None = None,
-        gradients: bool = False,
-        first: torch.Tensor | None = None,
-        distance: torch.Tensor | None = None,
+        rows: "EncodeRows" = ...,
     ) -> None:
         """Encode values - reference + residual."""
         ...

@@ -16,7 +16,7 @@ import torch
 from daso.kernels import torch_kernels
 from daso.kernels.build import FOLDER, VARIANTS, digest, library_name
 from daso.kernels.codecs import Codec
-from daso.kernels.rows import KINDS, FlatTensors, Mean, ShardRows
+from daso.kernels.rows import KINDS, NO_ROWS, EncodeRows, FlatTensors, Mean, ShardRows
 
 __all__ = ["KernelError", "NativeKernels", "load_native", "supported_variants"]
 
@@ -142,40 +142,23 @@ class NativeKernels:
         values: FlatTensors,
         spans: Sequence[tuple[int, int]],
         payload: torch.Tensor,
-        *,
-        reference: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        rounding: torch.Tensor | None = None,
-        gradients: bool = False,
-        first: torch.Tensor | None = None,
-        distance: torch.Tensor | None = None,
+        rows: EncodeRows = NO_ROWS,
     ) -> None:
         """Encode values - reference + residual; see `daso.kernels.torch_kernels.encode`."""
         if not values.fits(CPU):
-            torch_kernels.encode(
-                codec,
-                values,
-                spans,
-                payload,
-                reference=reference,
-                residual=residual,
-                rounding=rounding,
-                gradients=gradients,
-                first=first,
-                distance=distance,
-            )
+            torch_kernels.encode(codec, values, spans, payload, rows)
             return
         flat = array("q", [at for span in spans for at in span])
         _check_bytes(payload, sum(codec.nbytes(stop - start) for start, stop in spans))
         last = max(flat, default=0)
         _check_end(values, last)
-        _check_rows(codec.row, last, reference, residual, rounding)
+        _check_rows(codec.row, last, rows.reference, rows.residual, rows.rounding)
         self._functions[codec.row].encode(
             WIRES[codec.wire],
             *(len(spans), _address(flat)),
             *_tables(values),
-            *(_pointer(reference), _pointer(residual), _pointer(rounding), gradients),
-            *(payload.data_ptr(), _pointer(first), _pointer(distance)),
+            *map(_pointer, (rows.reference, rows.residual, rows.rounding)),
+            *(rows.gradients, payload.data_ptr(), _pointer(rows.first), _pointer(rows.distance)),
         )
 
     def reduce(

@@ -10,7 +10,7 @@ import torch
 
 from daso.kernels.codecs import Codec
 
-__all__ = ["NOWHERE", "FlatTensors", "Mean", "ShardRows", "divide_"]
+__all__ = ["NOWHERE", "NO_ROWS", "EncodeRows", "FlatTensors", "Mean", "ShardRows", "divide_"]
 
 NOWHERE = 1 << 62  # larger than every place: all numbers are finite
 OTHER = -1  # a type that C and Triton do not read
@@ -80,6 +80,38 @@ class Mean(NamedTuple):
         """Return the mean of numbers ``start`` to ``stop``; see `Codec.part`."""
         parts = [self.codec.part(one, start, stop) for one in self.versions]
         return self._replace(versions=parts)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeRows:
+    """Rows that take part in encoding a row (numel), each as long and of one type, or None.
+
+    Args:
+        reference: Subtracted.
+        residual: Earlier rounding errors, added.
+        rounding: Receives the rounding errors; may be ``residual``.
+        gradients: A zero gradient is not sent and keeps its residual, because its parameter may be
+            unused on all ranks. Errors that are not finite are not kept. ``residual`` is read and
+            written; no other row is used.
+        first: Lowered to the place of the first number that is not finite (1,), int64.
+        distance: Raised by the squares of the rounding errors (), fp64.
+    """
+
+    reference: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    rounding: torch.Tensor | None = None
+    gradients: bool = False
+    first: torch.Tensor | None = None
+    distance: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse gradients without a residual, and rows that gradients do not use."""
+        others = (self.reference, self.rounding, self.first, self.distance)
+        if self.gradients and (self.residual is None or any(row is not None for row in others)):
+            raise ValueError("gradients must be encoded with a residual, and with no other row")
+
+
+NO_ROWS = EncodeRows()
 
 
 @dataclass(frozen=True, slots=True)

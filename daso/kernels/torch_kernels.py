@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from daso.kernels.codecs import Codec
-from daso.kernels.rows import FlatTensors, Mean, ShardRows, divide_
+from daso.kernels.rows import NO_ROWS, EncodeRows, FlatTensors, Mean, ShardRows, divide_
 from daso.kernels.torch_codecs import decode_row, encode_row
 
 __all__ = ["accept", "encode", "gather", "mean_rows", "merge", "reduce"]
@@ -53,13 +53,7 @@ def encode(
     values: FlatTensors,
     spans: Sequence[tuple[int, int]],
     payload: torch.Tensor,
-    *,
-    reference: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    rounding: torch.Tensor | None = None,
-    gradients: bool = False,
-    first: torch.Tensor | None = None,
-    distance: torch.Tensor | None = None,
+    rows: EncodeRows = NO_ROWS,
 ) -> None:
     """Encode values - reference + residual.
 
@@ -68,14 +62,7 @@ def encode(
         values: Row (numel) in its tensors.
         spans: Parts of it that have a payload each.
         payload: Receives the payloads one after the other (sum of codec.nbytes,), uint8.
-        reference: Row that is subtracted (numel).
-        residual: Earlier rounding errors (numel), added.
-        rounding: Receives the rounding errors (numel); may be ``residual``.
-        gradients: A zero gradient is not sent and keeps its residual, because its parameter may be
-            unused on all ranks. Errors that are not finite are not kept. ``residual`` is read and
-            written.
-        first: Lowered to the place of the first number that is not finite (), int64.
-        distance: Raised by the squares of the rounding errors (), fp64.
+        rows: Rows that are read and written, as long as the row (numel).
     """
     cuts = [b - a for span in spans for a, b in _pieces(*span, payload.device)]
     room = torch.empty(max(cuts, default=0), dtype=codec.row, device=payload.device)
@@ -87,20 +74,19 @@ def encode(
         for a, b in _pieces(start, stop, payload.device):
             piece, bytes_of = room[: b - a], codec.part(part, a - start, b - start)
             values.gather(a, b, piece)
-            if gradients:
-                assert residual is not None
-                _encode_kept(codec, piece, residual[a:b], bytes_of, gradients=True)
+            if rows.gradients and rows.residual is not None:
+                _encode_kept(codec, piece, rows.residual[a:b], bytes_of, gradients=True)
                 continue
-            if reference is not None:
-                piece -= reference[a:b]
-            if residual is not None:
-                piece += residual[a:b]
-            if first is not None:
-                _note_nonfinite(piece, a, first)
+            if rows.reference is not None:
+                piece -= rows.reference[a:b]
+            if rows.residual is not None:
+                piece += rows.residual[a:b]
+            if rows.first is not None:
+                _note_nonfinite(piece, a, rows.first)
             encode_row(codec, piece, bytes_of)
-            if rounding is not None or distance is not None:
-                lost = torch.empty_like(piece) if rounding is None else rounding[a:b]
-                _keep_lost(codec, piece, bytes_of, lost, distance)
+            if rows.rounding is not None or rows.distance is not None:
+                lost = torch.empty_like(piece) if rows.rounding is None else rows.rounding[a:b]
+                _keep_lost(codec, piece, bytes_of, lost, rows.distance)
 
 
 def _keep_lost(

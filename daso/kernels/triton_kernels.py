@@ -21,7 +21,7 @@ from daso.errors import told
 from daso.kernels import torch_kernels, triton_programs
 from daso.kernels.codecs import Codec, codec_named
 from daso.kernels.native import KernelError
-from daso.kernels.rows import KINDS, NOWHERE, FlatTensors, Mean, ShardRows
+from daso.kernels.rows import KINDS, NO_ROWS, NOWHERE, EncodeRows, FlatTensors, Mean, ShardRows
 from daso.kernels.triton_codecs import FORMATS, TILE
 
 __all__ = ["NAME", "accept", "check", "encode", "gather", "mean_rows", "merge", "reduce"]
@@ -152,23 +152,12 @@ def encode(
     values: FlatTensors,
     spans: Sequence[tuple[int, int]],
     payload: torch.Tensor,
-    *,
-    reference: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    rounding: torch.Tensor | None = None,
-    gradients: bool = False,
-    first: torch.Tensor | None = None,
-    distance: torch.Tensor | None = None,
+    rows: EncodeRows = NO_ROWS,
 ) -> None:
     """Encode values - reference + residual; see `daso.kernels.torch_kernels.encode`."""
     if not _handles(codec) or not _readable(values, payload.device):
-        rows: dict[str, Any] = {"reference": reference, "residual": residual, "rounding": rounding}
-        rows |= {"gradients": gradients, "first": first, "distance": distance}
-        torch_kernels.encode(codec, values, spans, payload, **rows)
+        torch_kernels.encode(codec, values, spans, payload, rows)
         return
-    if gradients:
-        assert residual is not None
-        reference = rounding = first = distance = None
     device = payload.device
     content, tiles, nbytes, even = _span_table(codec, tuple(map(tuple, spans)))
     if not tiles:
@@ -176,19 +165,21 @@ def encode(
     last = max(stop for _, stop in spans)
     assert last <= values.numel, "a span ends behind the tensors"
     _check_bytes(codec, device, nbytes, payload)
-    _check_rows(device, last, reference, residual, rounding)
-    sums = None if distance is None else torch.empty(tiles, dtype=torch.float32, device=device)
+    _check_rows(device, last, rows.reference, rows.residual, rows.rounding)
+    sums = None
+    if rows.distance is not None:
+        sums = torch.empty(tiles, dtype=torch.float32, device=device)
     _launch(
         *(triton_programs.encode_row, tiles, device),
         *(_tensor_table(values, device), len(values.kinds)),
         *(_table(content, device), len(content) // 32),
-        *(reference, residual, rounding, payload, first, sums),
+        *(rows.reference, rows.residual, rows.rounding, payload, rows.first, sums),
         FORMAT=FORMATS[codec.wire],
-        GRADIENTS=gradients,
+        GRADIENTS=rows.gradients,
         ALIGNED=even,
     )
-    if sums is not None and distance is not None:
-        distance += sums.sum(dtype=torch.float64)
+    if sums is not None and rows.distance is not None:
+        rows.distance.add_(sums.sum(dtype=torch.float64))
 
 
 def reduce(
@@ -346,8 +337,8 @@ def compare(device: torch.device) -> list[str]:
         payload = torch.full((codec.nbytes(numel),), 171, dtype=torch.uint8, device=device)
         first = torch.full((), NOWHERE, dtype=torch.int64, device=device)
         rounding, distance = numbers.clone(), torch.zeros((), dtype=torch.float64, device=device)
-        rows: dict[str, Any] = {"residual": rounding, "rounding": rounding}
-        encode_with(codec, values, [(0, numel)], payload, **rows, first=first, distance=distance)
+        rows = EncodeRows(residual=rounding, rounding=rounding, first=first, distance=distance)
+        encode_with(codec, values, [(0, numel)], payload, rows)
         results.append((payload, rounding, first, distance))
     names = ("payload", "rounding", "first")
     differing = [

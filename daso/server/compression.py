@@ -7,7 +7,7 @@ import torch
 from daso.comm.dtypes import accumulator
 from daso.kernels.choice import kernels_for
 from daso.kernels.codecs import Codec, codec_named
-from daso.kernels.rows import FlatTensors, Mean
+from daso.kernels.rows import EncodeRows, FlatTensors, Mean
 from daso.plan.layout import Span, aligned
 from daso.server.partition import Partition
 
@@ -51,8 +51,7 @@ class PushCompressor:
             FlatTensors([values]),
             [(0, values.numel())],
             payload,
-            residual=before,
-            rounding=kept,
+            EncodeRows(residual=before, rounding=kept),
         )
         self._residuals[key] = kept
 

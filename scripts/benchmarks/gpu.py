@@ -22,7 +22,7 @@ from daso.comm.topology import Topology
 from daso.kernels import torch_kernels
 from daso.kernels.choice import Kernels, describe_kernels, kernels_for
 from daso.kernels.codecs import codec_named
-from daso.kernels.rows import FlatTensors, Mean, ShardRows
+from daso.kernels.rows import EncodeRows, FlatTensors, Mean, ShardRows
 
 __all__ = ["MODELS", "PRETENDED", "Plan", "figures", "measure", "table"]
 
@@ -235,12 +235,12 @@ def _kernel_calls(
     """Return what encodes a model's deltas, and what accepts their mean."""
     codec, numel = codec_named(wire), values.numel
     reference, shown = (torch.zeros(numel, device=device) for _ in range(2))
-    rows = ShardRows(reference, shown=shown)
+    rows, before = ShardRows(reference, shown=shown), EncodeRows(reference=reference)
     payload = torch.empty(codec.nbytes(numel), dtype=torch.uint8, device=device)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     span = (0, numel)
     return (
-        lambda: kernels.encode(codec, values, [span], payload, reference=rows.reference),
+        lambda: kernels.encode(codec, values, [span], payload, before),
         lambda: kernels.accept(Mean(codec, [payload]), payload, *span, rows, sums),
     )
 

@@ -26,7 +26,7 @@ from daso.kernels import torch_kernels
 from daso.kernels.choice import Kernels
 from daso.kernels.codecs import Codec, codec_named
 from daso.kernels.native import KernelError, load_native, supported_variants
-from daso.kernels.rows import NOWHERE, FlatTensors, Mean, ShardRows
+from daso.kernels.rows import NOWHERE, EncodeRows, FlatTensors, Mean, ShardRows
 from daso.plan.strict import json_by_rows
 
 __all__ = ["Case", "Row", "cases", "figures", "implementations", "main", "measure"]
@@ -217,7 +217,7 @@ def _encode_cases(codec: Codec, rows: Operands) -> Iterator[Case]:
     deltas, gradients = FlatTensors([rows.values]), FlatTensors([rows.gradients])
 
     def encode(values: FlatTensors, kernels: Kernels, **rows_of: Any) -> None:
-        kernels.encode(codec, values, [(0, numel)], payload, **rows_of)
+        kernels.encode(codec, values, [(0, numel)], payload, EncodeRows(**rows_of))
 
     def case(function: str, values: FlatTensors, **rows_of: Any) -> Case:
         call = partial(encode, values, **rows_of)

@@ -15,7 +15,7 @@ from daso.comm.engine import Work
 from daso.comm.reduction import Chunks, SendBuffer
 from daso.kernels.choice import kernels_for
 from daso.kernels.codecs import Codec
-from daso.kernels.rows import NOWHERE, FlatTensors, Mean, ShardRows
+from daso.kernels.rows import NOWHERE, EncodeRows, FlatTensors, Mean, ShardRows
 from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.merge import Merge
 from daso.train.deltas.ahead import Ahead
@@ -117,12 +117,14 @@ class DeltaShard:
             values,
             spans,
             self.outbox.memory,
-            reference=self.reference,
-            residual=self.residual,
-            rounding=self.pending,
-            first=self._first,
-            # Most of what nodes are apart by; elsewhere next to nothing.
-            distance=self._sums[0] if codec.sparse else None,
+            EncodeRows(
+                reference=self.reference,
+                residual=self.residual,
+                rounding=self.pending,
+                first=self._first,
+                # Most of the distance between nodes; with other wires next to nothing.
+                distance=self._sums[0] if codec.sparse else None,
+            ),
         )
 
     def _open(self, codec: Codec, spans: Spans, *, keeps: bool) -> None:

@@ -16,7 +16,7 @@ from daso.comm.engine import Work
 from daso.comm.reduction import CPU, Chunks, SendBuffer, Spans
 from daso.kernels.choice import kernels_for
 from daso.kernels.codecs import Codec, codec_named, exact_codec
-from daso.kernels.rows import FlatTensors, Mean
+from daso.kernels.rows import EncodeRows, FlatTensors, Mean
 from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.layout import Span
 from daso.train.deltas.shard import message_numel
@@ -77,8 +77,7 @@ class CompressedSum:
             FlatTensors([self.total]),
             [(start - self.start, stop - self.start) for start, stop in spans],
             self._outbox.memory,
-            residual=self._residual,
-            gradients=True,
+            EncodeRows(residual=self._residual, gradients=True),
         )
 
     def leave(self, copies: DeviceStaging, memory: torch.Tensor | None) -> Work[None]:

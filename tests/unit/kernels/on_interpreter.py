@@ -15,7 +15,7 @@ from triton.runtime.interpreter import TensorHandle
 from daso.kernels import torch_kernels, triton_kernels
 from daso.kernels.codecs import codec_named
 from daso.kernels.native import KernelError
-from daso.kernels.rows import NOWHERE, FlatTensors, Mean, ShardRows
+from daso.kernels.rows import NOWHERE, EncodeRows, FlatTensors, Mean, ShardRows
 
 # As on a device: infinities and NaN are numbers like others.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -142,7 +142,7 @@ def test_encode(wire, numel, pieces, kinds, sizes, rows, gradients, odd, seed):
         if "distance" in rows:
             given_rows["distance"] = torch.full((1,), 0.125, dtype=torch.float64)
         payload = torch.full((sum(codec.nbytes(b - a) for a, b in spans),), 171, dtype=torch.uint8)
-        kernels.encode(codec, values, spans, payload, gradients=gradients, **given_rows)
+        kernels.encode(codec, values, spans, payload, EncodeRows(gradients=gradients, **given_rows))
         results.append({"payload": comparable(codec, payload), **given_rows})
     for name, theirs in results[0].items():
         if name == "distance":
@@ -278,7 +278,9 @@ def test_exact_payload_lies_where_the_mean_is_shown():
         shown, sums = torch.zeros(numel), torch.zeros(3, dtype=torch.float64)
         payload = shown.view(torch.uint8)
         values = FlatTensors([numbers(numel, 1)])
-        kernels.encode(codec, values, [(0, numel)], payload, reference=numbers(numel, 2))
+        kernels.encode(
+            codec, values, [(0, numel)], payload, EncodeRows(reference=numbers(numel, 2))
+        )
         other = payloads(codec, numel, 1, 7)[0]
         rows = ShardRows(reference=numbers(numel, 2), shown=shown)
         kernels.accept(Mean(codec, [payload, other], (1, 1), 2), payload, 0, numel, rows, sums)
@@ -302,7 +304,7 @@ def test_other_types_are_left_to_torch(wire, row, kind, monkeypatch):
         tensor = numbers(numel, 1).to(kind)
         values, payload = FlatTensors([tensor]), torch.zeros(codec.nbytes(numel), dtype=torch.uint8)
         rounding, gathered, total = (torch.zeros(numel, dtype=row) for _ in range(3))
-        kernels.encode(codec, values, [(0, numel)], payload, rounding=rounding)
+        kernels.encode(codec, values, [(0, numel)], payload, EncodeRows(rounding=rounding))
         outputs = [payload, rounding]
         if torch.float64 in {row, kind}:
             kernels.gather(values, 0, numel, gathered)
@@ -329,7 +331,7 @@ def test_short_rows_and_payloads_are_refused():
     with pytest.raises(ValueError, match="multiple of 2"):
         triton_kernels.reduce(Mean(codec, [torch.zeros(129, dtype=torch.uint8)[1:]]), numel)
     with pytest.raises(ValueError, match="row must be 64"):
-        triton_kernels.encode(codec, values, spans, payload, residual=torch.zeros(63))
+        triton_kernels.encode(codec, values, spans, payload, EncodeRows(residual=torch.zeros(63)))
     with pytest.raises(ValueError, match="row must be 64"):
         triton_kernels.gather(values, 0, numel, torch.zeros(128)[::2])
 

@@ -9,7 +9,7 @@ import torch
 from daso.kernels import torch_kernels
 from daso.kernels.choice import kernels_for
 from daso.kernels.codecs import codec_named
-from daso.kernels.rows import NOWHERE, FlatTensors, Mean
+from daso.kernels.rows import NOWHERE, EncodeRows, FlatTensors, Mean
 from daso.plan.options import Wire
 from daso.plan.wires import BITS
 
@@ -220,7 +220,7 @@ def check_first_nonfinite(device):
         first = torch.full((1,), NOWHERE, dtype=torch.int64, device=device)
         payload = torch.empty(codec.nbytes(numel), dtype=torch.uint8, device=device)
         there = FlatTensors([values.to(device)])
-        kernels_for(device).encode(codec, there, [(0, numel)], payload, first=first)
+        kernels_for(device).encode(codec, there, [(0, numel)], payload, EncodeRows(first=first))
         assert first.item() == (places[0] if places else NOWHERE)
 
 

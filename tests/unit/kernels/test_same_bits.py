@@ -14,7 +14,7 @@ from daso.kernels import torch_kernels
 from daso.kernels.build import FOLDER, library_name
 from daso.kernels.codecs import codec_named
 from daso.kernels.native import load_native, supported_variants
-from daso.kernels.rows import NOWHERE, FlatTensors, Mean, ShardRows
+from daso.kernels.rows import NOWHERE, EncodeRows, FlatTensors, Mean, ShardRows
 
 WIRES = ("fp32", "bf16", "fp16", "int8", "int4", "topk")
 ROWS = (torch.float32, torch.float64)
@@ -180,7 +180,7 @@ def test_encode(
             operands["distance"] = torch.zeros((), dtype=torch.float64)
         memory, payload = guarded(sum(codec.nbytes(b - a) for a, b in spans), by)
         values = FlatTensors([shifted(part, by) for part in parts])
-        kernels.encode(codec, values, spans, payload, **operands, gradients=gradients)
+        kernels.encode(codec, values, spans, payload, EncodeRows(**operands, gradients=gradients))
         results.append({"payload": written(memory, payload, codec), **operands})
     for name, expected in results[0].items():
         same(expected, results[1][name], name)
@@ -333,7 +333,7 @@ def test_empty_rows_change_nothing(kernels, wire):
     payload, sums = torch.empty(0, dtype=torch.uint8), torch.zeros(3, dtype=torch.float64)
     first = torch.full((), NOWHERE, dtype=torch.int64)
     rows = {"reference": empty, "residual": empty, "rounding": empty}
-    kernels.encode(codec, FlatTensors([empty]), [(0, 0)], payload, **rows, first=first)
+    kernels.encode(codec, FlatTensors([empty]), [(0, 0)], payload, EncodeRows(**rows, first=first))
     kernels.encode(codec, FlatTensors([]), [], payload)
     mean = Mean(codec, [payload, payload], (1, 1), 2)
     kernels.reduce(mean, 0, payload=payload, row=empty, carry=empty)
@@ -378,7 +378,9 @@ def test_rows_that_do_not_fit_are_refused(native, row):
     mean, sums = Mean(codec, [payload]), torch.zeros(3, dtype=torch.float64)
     for name in ("reference", "residual", "rounding"):
         with pytest.raises(ValueError, match="a row must be"):
-            native.encode(codec, FlatTensors([values]), [(0, numel)], payload, **{name: row})
+            native.encode(
+                codec, FlatTensors([values]), [(0, numel)], payload, EncodeRows(**{name: row})
+            )
     for name in ("row", "carry"):
         with pytest.raises(ValueError, match="a row must be"):
             native.reduce(mean, numel, **{name: row})
