@@ -21,7 +21,6 @@ from daso.comm.collectives import gather
 from daso.comm.reclaim import count_open, forget, keep, reclaim
 from daso.comm.topology import RankInfo, Topology, default
 from daso.errors import CheckpointError, ConfigError
-from daso.kernels.choice import slow_kernels
 from daso.plan.header import Tally
 from daso.plan.schedule import (
     Action,
@@ -42,7 +41,8 @@ from daso.train.listeners import Listener, Listeners
 from daso.train.metrics import History, Metrics, Report
 from daso.train.model.one_copy import KEY, OneCopy, is_saving_one_copy, packed, refuse, unpacked
 from daso.train.model.params import Trained, check_same_layout
-from daso.train.setup import FORMAT, Setup
+from daso.train.setup import Setup, check_format
+from daso.train.startup import warn_of_slow_kernels
 from daso.train.synchronizer import Synchronizer
 
 __all__ = ["Session"]
@@ -113,11 +113,10 @@ class Session:
         trained = Trained.by(inner, setup.module)
         registry.take_over(trained, session.topology)
         check_same_options(trained, session.topology, setup.text())
+        warn_of_slow_kernels(trained, session.topology, setup.settings)
         session._open(Metrics())
-        limit = setup.settings.exchange.timeout_seconds
-        slow = gather(session.topology, slow_kernels(trained.device), limit)
         if rank_info.rank == 0:
-            session._tell_what_was_made(slow)
+            session._tell_what_was_made()
         return session
 
     def _meet(self) -> None:
@@ -136,12 +135,7 @@ class Session:
                 number,
             )
 
-    def _tell_what_was_made(self, slow: Sequence[str]) -> None:
-        """Log what was chosen; warn where kernels are slow.
-
-        Args:
-            slow: The fallback of each rank's kernels, with its reason, or nothing.
-        """
+    def _tell_what_was_made(self) -> None:
         rank_info = self.topology.rank_info
         logger.info(
             "%d ranks on %d nodes; chosen: %s",
@@ -149,12 +143,6 @@ class Session:
             rank_info.nodes,
             self._choices(),
         )
-        if ranks := [rank for rank, line in enumerate(slow) if line]:
-            logger.warning(
-                "%d of %d ranks, first rank %d, encode and add with %s, which takes several times "
-                "as long as C or Triton; every exchange waits for the slowest rank",
-                *(len(ranks), rank_info.world_size, ranks[0], slow[ranks[0]]),
-            )
         if rank_info.nodes == 1:
             logger.warning(
                 "%d ranks on 1 node: gradients are averaged at every batch, and nothing will cross "
@@ -682,13 +670,8 @@ class Session:
                 f"schedule lacks {', '.join(lacks)}; leave it out to load the inner optimizer's "
                 f"alone"
             )
-        shape = None if state is None else state["shape"]
-        if shape is not None and shape.get("format") != FORMAT:
-            raise CheckpointError(
-                f"the part 'daso' of a state_dict must be of this version of daso, whose format is "
-                f"{FORMAT}, but it is of format {shape.get('format')}; leave it out to load the "
-                f"inner optimizer's alone"
-            )
+        if state is not None:
+            check_format(state["shape"])
         self._joined = -1
         sync, opened = self._sync, self._sync is not None or not self._stale
         fits = opened and state is not None and state["shape"] == self._shape()

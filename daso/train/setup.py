@@ -1,7 +1,7 @@
 """How a model is trained over all ranks: the keywords of the doors, checked, compared and told."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from daso.checks import NONE, Rule, check, either, instance_of
 from daso.comm.mpi import library
 from daso.comm.topology import RankInfo, Topology
-from daso.errors import ConfigError
+from daso.errors import CheckpointError, ConfigError
 from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Settings, Wire
 from daso.plan.policies import Auto, Fixed, Plateau, Qsr
@@ -19,7 +19,7 @@ from daso.train.deltas.outer import MakeOuter, build_optimizer
 from daso.train.inner.combined import CombinedOptimizer
 from daso.train.model.params import Named, Trained, layout_of
 
-__all__ = ["FACTORY", "MODULE", "Setup", "combined", "make_setup", "stall_limit"]
+__all__ = ["FACTORY", "MODULE", "Setup", "check_format", "combined", "make_setup", "stall_limit"]
 
 ADDRESS = re.compile(" at 0x[0-9a-f]+")  # in what Python says of an object by itself
 # Of a stored exchange; goes up when a tensor changes its meaning, or a run its bits.
@@ -193,6 +193,16 @@ def make_setup(  # noqa: PLR0913 - the keywords of the doors
     setup = Setup(module, policy, settings, outer, _told(policy))
     setup.check(inner)  # type: ignore[arg-type]  # it is one
     return setup
+
+
+def check_format(shape: Mapping[str, Any] | None) -> None:
+    """Raise CheckpointError for a stored shape of another format."""
+    if shape is not None and shape.get("format") != FORMAT:
+        raise CheckpointError(
+            f"the part 'daso' of a state_dict must be of this version of daso, whose format is "
+            f"{FORMAT}, but it is of format {shape.get('format')}; leave it out to load the inner "
+            f"optimizer's alone"
+        )
 
 
 def combined(

@@ -1,6 +1,7 @@
 """First wrong moves: noticed, refused, or made right, as one process that adds in order does it."""
 
 import logging
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -686,3 +687,22 @@ def test_a_layer_that_is_frozen_as_a_group_is_added_stays_as_it_is(topology, ran
         assert equal(bits(model[0]), before)
         optimizer.synchronize()
         assert alike(topology, list(model.parameters()))
+
+
+# --- slow kernels ------------------------------------------------------------------------------
+
+
+SLOW = threading.local()  # ranks may be threads of one process
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+@pytest.mark.parametrize("ranks", ["none", "one", "all"])
+def test_ranks_that_compute_with_slow_kernels_are_warned_of(topology, said, monkeypatch, ranks):
+    last = topology.world_size - 1
+    is_slow = ranks == "all" or (ranks == "one" and topology.rank == last)
+    SLOW.line = "torch's operations (no library)" if is_slow else ""
+    monkeypatch.setattr("daso.train.startup.slow_kernels", lambda _: SLOW.line)
+    wrap(topology, network()).close()
+    who = {"none": "", "one": f"rank {last} (1 in all) ", "all": "every rank "}[ranks]
+    expected = int(ranks != "none")
+    assert on_rank_0(topology, said(f"{who}encodes and adds with torch's operations")) == expected
