@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from kernel_operands import numbers, same
 from triton.runtime.interpreter import TensorHandle
 
 from daso.kernels import torch_kernels, triton_kernels
@@ -27,7 +28,6 @@ NUMEL = st.one_of(
     st.sampled_from([159, 160, 161, 255, 257, 1023, 1024, 1025, 1040, 2047, 2048, 2100]),
 )
 SIZES = st.sampled_from([(9000,), (16, 1500), (137, 40, 1), (1040, 9000), (1030, 5)])
-ODD = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3e38, -70000.0, 65520.0, 1e-8, 1.0)
 SHARES = st.sampled_from((0.0, 0.0, 0.02, 0.5))
 SEEDS = st.integers(0, 10**6)
 CASES = {
@@ -50,20 +50,6 @@ def hints_hold():
         yield
 
 
-def numbers(numel, seed, odd=0.0):
-    """Numbers of many magnitudes; a share of them odd."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(numel, generator=generator)
-    scales = torch.randint(-6, 3, (numel // 50 + 1,), generator=generator)
-    values *= (10.0**scales).repeat_interleave(50)[:numel]
-    where = torch.rand(numel, generator=generator) < odd
-    places = torch.randint(0, len(ODD), (int(where.sum()),), generator=generator)
-    values[where] = torch.tensor(ODD)[places]
-    # Halves of steps are rounded to even.
-    values[::7] = (values[::7] * 4).round() / 4
-    return values
-
-
 def cut(values, sizes, kinds):
     """Numbers as tensors of sizes and types that repeat; the first type's lie in one memory."""
     parts, at, turn = [], 0, 0
@@ -73,16 +59,6 @@ def cut(values, sizes, kinds):
         parts.append(rows[kinds[turn % len(kinds)]][at:stop])
         at, turn = stop, turn + 1
     return [part.clone() if turn % 2 else part for turn, part in enumerate(parts)]
-
-
-def same(mine, theirs, name):
-    """Equal bits; or both are NaN, but in a payload."""
-    assert mine.dtype == theirs.dtype
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[mine.dtype.itemsize]
-    equal = mine.view(whole) == theirs.view(whole)
-    if mine.is_floating_point():
-        equal |= mine.isnan() & theirs.isnan()
-    assert bool(equal.all()), f"{name} differs at {(~equal).nonzero()[:5].flatten().tolist()}"
 
 
 def same_sums(mine, theirs, numel):
@@ -97,7 +73,7 @@ def payloads(codec, numel, count, seed, odd=0.0):
     """Payloads, every other one at an address that is not aligned."""
     versions, shift = [], 4 if codec.wire in {"fp32", "int8"} else 2
     for version in range(count):
-        values = FlatTensors([numbers(numel, seed + 10 * version, odd)])
+        values = FlatTensors([numbers(numel, seed + 10 * version, odd=odd)])
         payload = torch.zeros(codec.nbytes(numel), dtype=torch.uint8)
         torch_kernels.encode(codec, values, [(0, numel)], payload)
         memory = torch.zeros(payload.numel() + shift, dtype=torch.uint8)
@@ -125,13 +101,13 @@ def comparable(codec, payload):
 )
 def test_encode(wire, numel, pieces, kinds, sizes, rows, gradients, odd, seed):
     codec, rows = codec_named(wire), {"residual"} if gradients else rows
-    values = FlatTensors(cut(numbers(numel, seed, odd), sizes, kinds))
+    values = FlatTensors(cut(numbers(numel, seed, odd=odd), sizes, kinds))
     edges = sorted({0, numel, *(min(numel, edge) for edge in pieces)})
     spans = list(pairwise(edges)) or [(0, 0)]
     results = []
     for kernels in BOTH:
         given_rows = {
-            name: numbers(numel, seed + 1 + at, odd / 4)
+            name: numbers(numel, seed + 1 + at, odd=odd / 4)
             for at, name in enumerate(("reference", "residual", "rounding"))
             if name in rows
         }
@@ -168,7 +144,7 @@ def test_reduce(wire, numel, weights, total, carry, gradients, both, odd, seed):
     mean = Mean(codec, payloads(codec, numel, len(weights), seed, odd), weights, total)
     results = []
     for kernels in BOTH:
-        kept = numbers(numel, seed, odd) if carry else None
+        kept = numbers(numel, seed, odd=odd) if carry else None
         payload = torch.full((codec.nbytes(numel),), 171, dtype=torch.uint8)
         row = torch.full((numel,), 7.0)
         more = {"row": row} if both else {}
@@ -197,7 +173,9 @@ def test_accept(wire, numel, start, weights, rows, odd, seed):
     rows = {*rows, "reference", *({"residual"} if "rounding" in rows else ())}
     results = []
     for kernels in BOTH:
-        shard = {name: numbers(whole, seed + at, odd / 9) for at, name in enumerate(sorted(rows))}
+        shard = {
+            name: numbers(whole, seed + at, odd=odd / 9) for at, name in enumerate(sorted(rows))
+        }
         sums = torch.full((3,), 0.5, dtype=torch.float64)
         kernels.accept(
             mean, versions[0], start, start + numel, ShardRows(**shard, share=0.375), sums
@@ -224,7 +202,8 @@ def test_mean_rows(kind, written, numel, count, divisor, spread, in_place, odd, 
     results = []
     for kernels in BOTH:
         rows = [
-            numbers(numel + 1, seed + row, odd).to(kind)[row % 2 :][:numel] for row in range(count)
+            numbers(numel + 1, seed + row, odd=odd).to(kind)[row % 2 :][:numel]
+            for row in range(count)
         ]
         total = rows[0] if in_place and kind == torch.float32 else torch.zeros(numel)
         others = [torch.zeros(numel, dtype=written) for _ in range(2)]
@@ -251,10 +230,10 @@ def test_gather_and_merge(numel, kinds, sizes, how, ends, odd, seed):
     start, stop = sorted(int(numel * end) for end in ends)
     results = []
     for kernels in BOTH:
-        parts = cut(numbers(numel, seed, odd), sizes, kinds)
+        parts = cut(numbers(numel, seed, odd=odd), sizes, kinds)
         values, row = FlatTensors(parts), torch.zeros(stop - start)
         kernels.gather(values, start, stop, row)
-        kernels.merge(values, numbers(numel, seed + 1, odd), how[0], add=how[1])
+        kernels.merge(values, numbers(numel, seed + 1, odd=odd), how[0], add=how[1])
         results.append([row, *parts])
     for theirs, mine in zip(*results, strict=True):
         same(mine, theirs, "a row")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from kernel_operands import numbers, same
 
 from daso.kernels import torch_kernels
 from daso.kernels.build import FOLDER, library_name
@@ -19,8 +20,6 @@ from daso.kernels.rows import NOWHERE, EncodeRows, FlatTensors, Mean, ShardRows
 WIRES = ("fp32", "bf16", "fp16", "int8", "int4", "topk")
 ROWS = (torch.float32, torch.float64)
 KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-ODD = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3e38, -70000.0, 65520.0, 1e-8, 1.0)
 # Libraries of another build: test_sanitizers.py runs this file with them.
 LIBRARIES = Path(os.environ.get("DASO_TEST_LIBRARIES", FOLDER))
 VARIANTS = [
@@ -65,18 +64,6 @@ def kernels(request):
 
 
 # --- operands ------------------------------------------------------------------------------------
-
-
-def numbers(numel, seed, dtype, odd=0.0):
-    """Numbers of many magnitudes; a share of them odd."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(numel, generator=generator, dtype=torch.float64)
-    exponents = torch.randint(-6, 3, (max(1, -(-numel // 50)),), generator=generator)
-    values *= (10.0 ** exponents.double()).repeat_interleave(50)[:numel]
-    where = torch.rand(numel, generator=generator) < odd
-    places = torch.randint(0, len(ODD), (int(where.sum()),), generator=generator)
-    values[where] = torch.tensor(ODD, dtype=torch.float64)[places]
-    return values.to(dtype)
 
 
 def shifted(tensor, shift):
@@ -129,17 +116,6 @@ def spans_of(numel, edges):
     """Spans that cover a row without a gap."""
     places = sorted({0, numel, *(min(numel, edge) for edge in edges)})
     return list(pairwise(places)) or [(0, numel)]
-
-
-def same(expected, actual, name):
-    """Equal bits; numbers of a row that differ are both NaN."""
-    assert expected.dtype == actual.dtype
-    if expected.dtype == torch.uint8:
-        assert torch.equal(expected, actual), name
-        return
-    word = WORDS[expected.dtype.itemsize]
-    equal = expected.reshape(-1).view(word) == actual.reshape(-1).clone().view(word)
-    assert bool((equal | (expected.isnan() & actual.isnan()).reshape(-1)).all()), name
 
 
 # --- properties ----------------------------------------------------------------------------------
@@ -304,6 +280,7 @@ INT4 = (
     [7.0, -7.0, 0.5, 1.5, 2.5, -3.4, *[0.0] * 10, 3.0, -1.0],
     "803f bf 71 88 8a 8a 85 88 88 88 88 88 88 88 88 88 88",
 )
+ZEROS_INT8, ZEROS_INT4 = ([0.0] * 3, "00000000 00 00 00"), ([0.0] * 3, "0000 88 88 88")
 INT4_NONFINITE = ([1.0, math.nan, 2.0], "c07f 88 88 88")
 TOPK = (
     [-2.0 if at == 5 else at / 64 if at in (64, 129) else 0.0 for at in range(130)],
@@ -314,7 +291,11 @@ TOPK = (
 @pytest.mark.parametrize("dtype", ROWS)
 @pytest.mark.parametrize(
     ("wire", "values", "expected"),
-    [("int8", *INT8), ("int4", *INT4), ("int4", *INT4_NONFINITE), ("topk", *TOPK)],
+    [
+        *(("int8", *INT8), ("int8", *ZEROS_INT8)),
+        *(("int4", *INT4), ("int4", *ZEROS_INT4), ("int4", *INT4_NONFINITE)),
+        ("topk", *TOPK),
+    ],
 )
 def test_payloads_have_these_bytes(kernels, dtype, wire, values, expected):
     codec = codec_named(wire, dtype)
