@@ -113,8 +113,8 @@ class Session:
         trained = Trained.by(inner, setup.module)
         registry.take_over(trained, session.topology)
         check_same_options(trained, session.topology, setup.text())
-        warn_of_slow_kernels(trained, session.topology, setup.settings)
         session._open(Metrics())
+        warn_of_slow_kernels(trained, session.topology, setup.settings)
         if rank_info.rank == 0:
             session._tell_what_was_made()
         return session

@@ -94,7 +94,7 @@ def _last_commit() -> Iterator[Path]:
     """Yield a folder with the last commit, where hosts of this machine's cluster see it."""
     build = ROOT / "build"
     build.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="take-", dir=build) as folder:
+    with tempfile.TemporaryDirectory(prefix=f"take-{os.getpid()}-", dir=build) as folder:
         subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), folder], check=True)
         # Without its own libraries the clone would measure torch's operations.
         built = [sys.executable, "-m", "daso.kernels.build"]
