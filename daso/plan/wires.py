@@ -16,13 +16,13 @@ __all__ = [
     "tells_of_wire",
 ]
 
-Wire = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "topk"]
+Wire = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "int2", "topk"]
 GradientWire = Literal["auto", "fp32", "bf16", "int8", "int4"]
 
 WIDE, NARROW = "bf16", "int4"
 # Of a number: int8 has a scale (fp32) for each 128, int4 (bf16) for each 32, topk a place and a
 # number for 1 of 64.
-BITS = {"fp32": 32.0, WIDE: 16.0, "fp16": 16.0, "int8": 8.25, NARROW: 4.5, "topk": 0.5}
+BITS = {"fp32": 32.0, WIDE: 16.0, "fp16": 16.0, "int8": 8.25, NARROW: 4.5, "int2": 2.5, "topk": 0.5}
 # Batches that an exchange of bf16 may take. More than one makes exchanges rarer than they could be
 # where their work is cheap; where it is dear they are rarer anyhow, and 4 bits are more work. A
 # merge that comes very late costs more accuracy than 4 bits do (Fashion-MNIST, 2 simulated nodes, 3

@@ -41,7 +41,8 @@ Mode = Literal["sharded", "local_rows", "replicated"]
 Transport = Literal["messages", "windows"]
 OptimizerState = Literal["per_rank", "shared"]
 
-WIRES = tuple(wire for wire in get_args(Wire) if wire not in ("auto", "fp32"))
+# int2 is for deltas: three levels are too few for a gradient.
+WIRES = tuple(wire for wire in get_args(Wire) if wire not in ("auto", "fp32", "int2"))
 FLOOR_BYTES = 64 << 10  # a message of less is worth its headers and polls only where time is left
 MESSAGE_SECONDS = 1e-3  # for each message of less: twenty times what its host works on it
 QUIET_LAYERS = 2  # that found nothing on its way, until n shrinks

@@ -156,7 +156,7 @@ def test_any_number_of_fragments_is_taken(fragments):
 
 @pytest.mark.parametrize("wire", ["fp17", "", None, "TOPK"])
 def test_an_unknown_wire_is_refused_with_the_known_ones(wire):
-    text = f"wire must be one of auto, fp32, bf16, fp16, int8, int4, topk, not {wire!r}"
+    text = f"wire must be one of auto, fp32, bf16, fp16, int8, int4, int2, topk, not {wire!r}"
     with pytest.raises(ConfigError, match=f"^{text}$"):
         make(wire=wire)
 

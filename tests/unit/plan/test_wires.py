@@ -72,7 +72,7 @@ def test_on_a_link_that_stays_the_same_the_wire_settles(step, wide):
     assert len(set(wires)) == 1
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8", "int4", "topk"])
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8", "int4", "int2", "topk"])
 def test_a_wire_that_is_given_stays(wire):
     settings = Settings(wire=wire, merge="auto", exchange=Exchange(), gradients=Gradients())
     assert settings.wires == (wire,)
