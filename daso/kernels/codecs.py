@@ -9,24 +9,65 @@ Seide et al. 2014, Karimireddy et al. 2019).
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
 __all__ = [
-    "BLOCK_INT4",
-    "BLOCK_INT8",
+    "BLOCKS",
     "TOPK_BLOCK",
     "TOPK_PART",
+    "Blocks",
     "Codec",
     "codec_named",
     "dense_codec",
     "exact_codec",
 ]
 
-BLOCK_INT8 = 128  # numbers that share a scale (fp32)
-# Numbers that share a scale (bf16). Small blocks: a number that is small beside its block's largest
-# stays in the residual, and Adam divides by the bursts in which it is sent (docs/accuracy.md).
-BLOCK_INT4 = 32
+
+class Blocks(NamedTuple):
+    """Layout of blocks whose numbers share a scale: the scale, then a code for each number.
+
+    The codes of 8 bits are signed. Of fewer bits, byte k holds those of numbers k, k + width,
+    k + 2 * width and so on, from its lowest bits up, each plus `bias`.
+    """
+
+    numel: int  # numbers of a block
+    bits: int  # of a code
+    scale: torch.dtype
+
+    @property
+    def steps(self) -> int:
+        """The largest code."""
+        return (1 << self.bits - 1) - 1
+
+    @property
+    def bias(self) -> int:
+        """Added to codes that share a byte."""
+        return 1 << self.bits - 1
+
+    @property
+    def width(self) -> int:
+        """Bytes of a block's codes."""
+        return self.numel * self.bits // 8
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a block."""
+        return self.tail_nbytes(self.numel)
+
+    def tail_nbytes(self, rest: int) -> int:
+        """Return the bytes of a last block of ``rest`` numbers."""
+        return self.scale.itemsize + min(rest, self.width)
+
+
+# Blocks of int4 and int2 are small: a number that is small next to its block's largest stays in the
+# residual, and Adam divides by the bursts in which it is sent (docs/accuracy.md).
+BLOCKS = {
+    "int8": Blocks(128, 8, torch.float32),
+    "int4": Blocks(32, 4, torch.bfloat16),
+    "int2": Blocks(32, 2, torch.bfloat16),
+}
 # Numbers of a block, of which one in TOPK_PART is sent: its place (16 bits) and its value (bf16).
 TOPK_BLOCK, TOPK_PART = 4096, 64
 WORD_BYTES = 4  # payloads are whole words, so that the parts of a chunk start aligned
@@ -37,7 +78,7 @@ class Codec:
     """Layout of a payload.
 
     Args:
-        wire: Its name: "fp32", "fp64", "bf16", "fp16", "int8", "int4" or "topk".
+        wire: Its name: "fp32", "fp64", "bf16", "fp16", "int8", "int4", "int2" or "topk".
         row: Type of the rows: fp32 or fp64.
         block: Numbers of a block.
         block_nbytes: Bytes of a block.
@@ -85,14 +126,6 @@ def _no_tail(rest: int) -> int:
     return 0 * rest
 
 
-def _tail_int8(rest: int) -> int:
-    return 4 + rest
-
-
-def _tail_int4(rest: int) -> int:
-    return 2 + min(rest, BLOCK_INT4 // 2)
-
-
 def _tail_topk(rest: int) -> int:
     return 4 * -(-rest // TOPK_PART)
 
@@ -101,7 +134,7 @@ def _tail_topk(rest: int) -> int:
 def codec_named(wire: str, row: torch.dtype = torch.float32) -> Codec:
     """Return the codec of a wire for rows of a type, fp32 or fp64.
 
-    In a block of int8 or int4 with largest magnitude m, x becomes round(x / s) with the scale
+    In a block of int8, int4 or int2 with largest magnitude m, x becomes round(x / s) with the scale
     s = m / (2**(bits-1) - 1) (Dettmers et al. 2022, arXiv 2110.02861, with a linear grid). topk is
     top-k with error feedback by blocks, as in DeMo (Peng et al. 2024, arXiv 2411.19870).
     """
@@ -113,10 +146,8 @@ def codec_named(wire: str, row: torch.dtype = torch.float32) -> Codec:
     }
     if wire in dtypes:
         return _cast(wire, dtypes[wire], row)
-    if wire == "int8":
-        return Codec(wire, row, BLOCK_INT8, 4 + BLOCK_INT8, _tail_int8)
-    if wire == "int4":
-        return Codec(wire, row, BLOCK_INT4, 2 + BLOCK_INT4 // 2, _tail_int4)
+    if blocks := BLOCKS.get(wire):
+        return Codec(wire, row, blocks.numel, blocks.nbytes, blocks.tail_nbytes)
     assert wire == "topk", wire
     nbytes = _tail_topk(TOPK_BLOCK)
     return Codec(wire, row, TOPK_BLOCK, nbytes, _tail_topk, sparse=True)

@@ -27,15 +27,15 @@ typedef uint16_t u16 __attribute__((aligned(1), may_alias));
 typedef float f32 __attribute__((aligned(1), may_alias));
 typedef double f64 __attribute__((aligned(1), may_alias));
 
-enum { FP32, BF16, FP16, INT8, INT4, TOPK, FP64 };       /* wires */
+enum { FP32, BF16, FP16, INT8, INT4, INT2, TOPK, FP64 }; /* wires */
 enum { OF_FP32, OF_FP64, OF_BF16, OF_FP16 };             /* types of tensors */
 enum { COPY, ADD, PULL };                                /* merges */
 
 enum {
     TILE = 1024,       /* numbers whose squares are folded into one term */
     PIECE = 512,       /* numbers per pass of functions without such sums: fits the L1 cache */
-    BLOCK8 = 128, BLOCK4 = 32,
-    BYTES8 = 4 + BLOCK8, BYTES4 = 2 + BLOCK4 / 2,
+    BLOCK8 = 128, BYTES8 = 4 + BLOCK8,      /* int8 */
+    PACKED = 32,       /* numbers of a block of int4 or int2, whose codes share bytes */
     TOPK_BLOCK = 4096, TOPK_PART = 64, MOST = TOPK_BLOCK
 };
 
@@ -44,8 +44,17 @@ static const uint32_t INF32 = 0x7F800000, NAN32 = 0x7FC00000;
 static const float SMALLEST = 1.17549435e-38f;     /* normal fp32 number */
 static const float LARGEST_BF16 = 3.38953139e38f, LARGEST_FP32 = 3.40282347e38f;
 
-/* GCC unrolls a loop of 16 iterations completely, and then fails to vectorize it. */
-#define ROLLED _Pragma("GCC unroll 1")
+/* Of blocks whose codes share bytes: bytes of the codes and of a block, largest code, what is added
+   to codes, and one of a value in each byte of a word. */
+#define WIDTH(bits) (PACKED * (bits) / 8)
+#define BYTES(bits) (2 + WIDTH(bits))
+#define STEPS(bits) ((1 << ((bits) - 1)) - 1)
+#define BIAS(bits) (1 << ((bits) - 1))
+#define EACH(byte) (0x0101010101010101ull * (byte))
+#define BITS(wire) ((wire) == INT4 ? 4 : 2)
+
+/* A function whose number of bits is a constant wherever it is called. */
+#define EXPANDED static inline __attribute__((always_inline))
 
 static inline uint32_t bits_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
 static inline float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }

@@ -20,9 +20,8 @@ from daso.kernels.rows import KINDS, NO_ROWS, EncodeRows, FlatTensors, Mean, Sha
 
 __all__ = ["KernelError", "NativeKernels", "load_native", "supported_variants"]
 
-WIRES = {
-    name: at for at, name in enumerate(("fp32", "bf16", "fp16", "int8", "int4", "topk", "fp64"))
-}
+NAMES = ("fp32", "bf16", "fp16", "int8", "int4", "int2", "topk", "fp64")
+WIRES = {name: at for at, name in enumerate(NAMES)}
 COPY, ADD, PULL = range(3)
 # Of /proc/cpuinfo, what a variant needs beyond the next one.
 FEATURES = {

@@ -71,23 +71,24 @@ static int64_t NAME(nbytes)(int wire, int64_t n)
     case FP32: return 4 * n;
     case BF16: case FP16: return 2 * n;
     case INT8: rest = n % BLOCK8; return n / BLOCK8 * BYTES8 + (rest ? 4 + rest : 0);
-    case INT4: rest = n % BLOCK4;
-        return n / BLOCK4 * BYTES4 + (rest ? 2 + least(rest, BLOCK4 / 2) : 0);
+    case INT4: case INT2: rest = n % PACKED;
+        return n / PACKED * BYTES(BITS(wire)) + (rest ? 2 + least(rest, WIDTH(BITS(wire))) : 0);
     default: rest = n % TOPK_BLOCK;
         return 4 * (n / TOPK_BLOCK * (TOPK_BLOCK / TOPK_PART) + (rest + TOPK_PART - 1) / TOPK_PART);
     }
 }
 
 /* Compute the scales of blocks, and their reciprocals, from the bits of the largest magnitudes. */
-static void NAME(scale)(const WORD *restrict largest, int blocks, int steps, int is_int4,
+static void NAME(scale)(const WORD *restrict largest, int blocks, int steps, int is_bf16,
                         float *restrict scales, ROW *restrict inverses, int32_t *restrict masks)
 {
-    const float most = is_int4 ? LARGEST_BF16 : LARGEST_FP32;
+    /* The largest fp32 numbers are beyond bf16: as a scale they would become infinite. */
+    const float most = is_bf16 ? LARGEST_BF16 : LARGEST_FP32;
     for (int b = 0; b < blocks; b++) {
         ROW exact = NAME(number)(largest[b]) / (ROW)steps;
         float s = (float)exact;
-        if (WIDE) s = exact > most ? most : s;
-        s = is_int4 ? from_bf16(to_bf16(s)) : s;
+        s = exact > most ? most : s;
+        s = is_bf16 ? from_bf16(to_bf16(s)) : s;
         int finite = largest[b] < ROW_INF;
         ROW divisor = s < SMALLEST ? (ROW)SMALLEST : (ROW)s;
         inverses[b] = finite ? 1 / divisor : 0;
@@ -127,35 +128,45 @@ static void NAME(encode_int8)(const ROW *restrict v, int64_t n, uint8_t *restric
     }
 }
 
-static void NAME(encode_int4)(const ROW *restrict v, int64_t n, uint8_t *restrict out)
+EXPANDED void NAME(encode_packed)(const ROW *restrict v, int64_t n, uint8_t *restrict out,
+                                  const int bits)
 {
-    enum { BLOCKS = TILE / BLOCK4, HALF = BLOCK4 / 2 };
+    enum { BLOCKS = TILE / PACKED };
     WORD largest[BLOCKS]; float scales[BLOCKS]; ROW inverses[BLOCKS]; int32_t masks[BLOCKS];
     uint8_t codes[TILE];
-    const int blocks = (int)(n / BLOCK4);
+    const int blocks = (int)(n / PACKED);
     for (int b = 0; b < blocks; b++) {
         SIGNED m = 0;
-        for (int i = 0; i < BLOCK4; i++) {
-            SIGNED a = (SIGNED)(NAME(word)(v[b * BLOCK4 + i]) & ROW_ABS);
+        for (int i = 0; i < PACKED; i++) {
+            SIGNED a = (SIGNED)(NAME(word)(v[b * PACKED + i]) & ROW_ABS);
             m = a > m ? a : m;
         }
         largest[b] = (WORD)m;
     }
-    NAME(scale)(largest, blocks, 7, 1, scales, inverses, masks);
+    NAME(scale)(largest, blocks, STEPS(bits), 1, scales, inverses, masks);
     for (int b = 0; b < blocks; b++) {
-        const ROW *restrict x = v + b * BLOCK4;
-        uint8_t *restrict to = codes + b * BLOCK4;
+        const ROW *restrict x = v + b * PACKED;
+        uint8_t *restrict to = codes + b * PACKED;
         const ROW inverse = inverses[b];
         const int32_t mask = masks[b];
-        for (int i = 0; i < BLOCK4; i++)
-            to[i] = (uint8_t)((NAME(nearest)(NAME(bounded)(x[i] * inverse, 7)) & mask) + 8);
+        for (int i = 0; i < PACKED; i++) {
+            const ROW small = NAME(bounded)(x[i] * inverse, STEPS(bits));
+            to[i] = (uint8_t)((NAME(nearest)(small) & mask) + BIAS(bits));
+        }
     }
     for (int b = 0; b < blocks; b++) {
-        const uint8_t *restrict from = codes + b * BLOCK4;
-        uint8_t *restrict to = out + b * BYTES4;
+        const uint8_t *restrict from = codes + b * PACKED;
+        uint8_t *restrict to = out + b * BYTES(bits);
         uint16_t h = (uint16_t)(bits_of(scales[b]) >> 16);
         memcpy(to, &h, 2);
-        for (int i = 0; i < HALF; i++) to[2 + i] = (uint8_t)(from[i] | (from[i + HALF] << 4));
+        for (int i = 0; i < WIDTH(bits); i += 8) {
+            uint64_t shared = 0, part;
+            for (int k = 0; k < 8 / bits; k++) {
+                memcpy(&part, from + i + k * WIDTH(bits), 8);
+                shared |= part << (k * bits);   /* no byte's bits reach the next byte */
+            }
+            memcpy(to + 2 + i, &shared, 8);
+        }
     }
 }
 
@@ -170,25 +181,43 @@ static void NAME(decode_int8)(const uint8_t *restrict in, int64_t blocks, ROW *r
     }
 }
 
-static void NAME(decode_int4)(const uint8_t *restrict in, int64_t blocks, ROW *restrict out)
+EXPANDED void NAME(decode_packed)(const uint8_t *restrict in, int64_t blocks, ROW *restrict out,
+                                  const int bits)
 {
-    enum { HALF = BLOCK4 / 2 };
-    int8_t codes[TILE];
-    ROW scales[TILE / BLOCK4];
+    uint8_t codes[TILE];
+    ROW scales[TILE / PACKED];
     for (int64_t b = 0; b < blocks; b++) {
-        const uint8_t *restrict from = in + b * BYTES4;
-        int8_t *restrict to = codes + b * BLOCK4;
+        const uint8_t *restrict from = in + b * BYTES(bits);
+        uint8_t *restrict to = codes + b * PACKED;
         uint16_t h; memcpy(&h, from, 2);
         scales[b] = (ROW)from_bf16(h);
-        ROLLED
-        for (int i = 0; i < HALF; i++) {
-            to[i] = (int8_t)((from[2 + i] & 15) - 8);
-            to[i + HALF] = (int8_t)((from[2 + i] >> 4) - 8);
+        for (int i = 0; i < WIDTH(bits); i += 8) {
+            uint64_t shared, part;
+            memcpy(&shared, from + 2 + i, 8);
+            for (int k = 0; k < 8 / bits; k++) {
+                part = shared >> (k * bits) & EACH((1 << bits) - 1);
+                memcpy(to + i + k * WIDTH(bits), &part, 8);
+            }
         }
     }
     for (int64_t b = 0; b < blocks; b++)
-        for (int i = 0; i < BLOCK4; i++)
-            out[b * BLOCK4 + i] = (ROW)codes[b * BLOCK4 + i] * scales[b];
+        for (int i = 0; i < PACKED; i++)
+            out[b * PACKED + i] = (ROW)(int8_t)(codes[b * PACKED + i] - BIAS(bits)) * scales[b];
+}
+
+static void NAME(encode_blocks)(int wire, const ROW *restrict v, int64_t n, uint8_t *restrict out)
+{
+    if (wire == INT8) NAME(encode_int8)(v, n, out);
+    else if (wire == INT4) NAME(encode_packed)(v, n, out, 4);
+    else NAME(encode_packed)(v, n, out, 2);
+}
+
+static void NAME(decode_blocks)(int wire, const uint8_t *restrict in, int64_t blocks,
+                                ROW *restrict out)
+{
+    if (wire == INT8) NAME(decode_int8)(in, blocks, out);
+    else if (wire == INT4) NAME(decode_packed)(in, blocks, out, 4);
+    else NAME(decode_packed)(in, blocks, out, 2);
 }
 
 /* Encode the largest magnitudes of a block, in the order of their places; ties: first wins. */
@@ -246,17 +275,15 @@ static void NAME(encode_tile)(int wire, const ROW *restrict v, int64_t n, uint8_
         NAME(store)(OF_FP16, bounded, n, (char *)out);
         break;
     }
-    case INT8: case INT4: {
-        const int block = wire == INT8 ? BLOCK8 : BLOCK4;
+    case INT8: case INT4: case INT2: {
+        const int block = wire == INT8 ? BLOCK8 : PACKED;
         rest = n % block;
-        if (wire == INT8) NAME(encode_int8)(v, n - rest, out);
-        else NAME(encode_int4)(v, n - rest, out);
+        NAME(encode_blocks)(wire, v, n - rest, out);
         if (rest) {
             ROW last[BLOCK8] = {0};
             uint8_t bytes[BYTES8];
             memcpy(last, v + n - rest, (size_t)rest * sizeof(ROW));
-            if (wire == INT8) NAME(encode_int8)(last, block, bytes);
-            else NAME(encode_int4)(last, block, bytes);
+            NAME(encode_blocks)(wire, last, block, bytes);
             memcpy(out + NAME(nbytes)(wire, n - rest), bytes, (size_t)NAME(nbytes)(wire, rest));
         }
         break;
@@ -274,17 +301,15 @@ static void NAME(decode_tile)(int wire, const uint8_t *in, int64_t n, ROW *restr
     case FP64: NAME(load)(OF_FP64, (const char *)in, n, (ANY *)out); break;
     case BF16: NAME(load)(OF_BF16, (const char *)in, n, (ANY *)out); break;
     case FP16: NAME(load)(OF_FP16, (const char *)in, n, (ANY *)out); break;
-    case INT8: case INT4: {
-        const int block = wire == INT8 ? BLOCK8 : BLOCK4;
+    case INT8: case INT4: case INT2: {
+        const int block = wire == INT8 ? BLOCK8 : PACKED;
         rest = n % block;
-        if (wire == INT8) NAME(decode_int8)(in, n / block, out);
-        else NAME(decode_int4)(in, n / block, out);
+        NAME(decode_blocks)(wire, in, n / block, out);
         if (rest) {
             ROW last[BLOCK8];
             uint8_t bytes[BYTES8] = {0};
             memcpy(bytes, in + NAME(nbytes)(wire, n - rest), (size_t)NAME(nbytes)(wire, rest));
-            if (wire == INT8) NAME(decode_int8)(bytes, 1, last);
-            else NAME(decode_int4)(bytes, 1, last);
+            NAME(decode_blocks)(wire, bytes, 1, last);
             memcpy(out + n - rest, last, (size_t)rest * sizeof(ROW));
         }
         break;

@@ -4,20 +4,19 @@ from collections.abc import Iterator
 
 import torch
 
-from daso.kernels.codecs import BLOCK_INT4, BLOCK_INT8, TOPK_BLOCK, TOPK_PART, Codec
+from daso.kernels.codecs import BLOCKS, TOPK_BLOCK, TOPK_PART, Blocks, Codec
 from daso.kernels.rows import divide_
 
 __all__ = ["decode_row", "encode_row"]
 
 TINY = torch.finfo(torch.float32).tiny
 LARGEST = {kind: torch.finfo(kind).max for kind in (torch.float32, torch.bfloat16)}
-SCALES = {BLOCK_INT8: (127, torch.float32), BLOCK_INT4: (7, torch.bfloat16)}
 
 
 def encode_row(codec: Codec, values: torch.Tensor, payload: torch.Tensor) -> None:
     """Write a row (numel) as bytes (codec.offset(numel),)."""
-    if codec.wire in ("int8", "int4"):
-        _encode_blocks(values, payload, codec.block)
+    if blocks := BLOCKS.get(codec.wire):
+        _encode_blocks(values, payload, blocks)
     elif codec.wire == "topk":
         _encode_topk(values, payload)
     else:
@@ -31,8 +30,8 @@ def encode_row(codec: Codec, values: torch.Tensor, payload: torch.Tensor) -> Non
 
 def decode_row(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
     """Read a row (numel) from bytes (codec.offset(numel),)."""
-    if codec.wire in ("int8", "int4"):
-        _decode_blocks(payload, out, codec.block)
+    if blocks := BLOCKS.get(codec.wire):
+        _decode_blocks(payload, out, blocks)
     elif codec.wire == "topk":
         _decode_topk(payload, out)
     else:
@@ -44,22 +43,20 @@ def _dtype(codec: Codec) -> torch.dtype:
     return names.get(codec.wire, torch.float32)
 
 
-def _encode_blocks(values: torch.Tensor, payload: torch.Tensor, block: int) -> None:
-    whole, (steps, kind) = values.numel() // block, SCALES[block]
-    nbytes = kind.itemsize + (block if block == BLOCK_INT8 else block // 2)
-    if rest := values.numel() - whole * block:
-        last = values.new_zeros(block)
-        last[:rest] = values[whole * block :]
+def _encode_blocks(values: torch.Tensor, payload: torch.Tensor, blocks: Blocks) -> None:
+    numel, steps, kind, nbytes = blocks.numel, blocks.steps, blocks.scale, blocks.nbytes
+    whole = values.numel() // numel
+    if rest := values.numel() - whole * numel:
+        last = values.new_zeros(numel)
+        last[:rest] = values[whole * numel :]
         room = payload.new_empty(nbytes)
-        _encode_blocks(last, room, block)
+        _encode_blocks(last, room, blocks)
         payload[whole * nbytes :] = room[: payload.numel() - whole * nbytes]
-    grid = values[: whole * block].view(whole, block)
+    grid = values[: whole * numel].view(whole, numel)
     rows = payload[: whole * nbytes].view(whole, nbytes)
     largest = grid.abs().amax(1)
-    scales = divide_(largest.clone(), steps)
-    if scales.dtype == torch.float64:
-        scales.clamp_(max=LARGEST[kind])
-    scales = scales.to(torch.float32).to(kind)
+    # The largest fp32 numbers are beyond bf16: as a scale they would become infinite.
+    scales = divide_(largest.clone(), steps).clamp_(max=LARGEST[kind]).to(torch.float32).to(kind)
     finite = largest.isfinite()
     # A block of zeros has scale 0; any divisor gives zeros then.
     divisors = scales.to(values.dtype).clamp(min=TINY)
@@ -72,31 +69,33 @@ def _encode_blocks(values: torch.Tensor, payload: torch.Tensor, block: int) -> N
     small.round_().nan_to_num_(0.0)
     rows[:, : kind.itemsize] = scales.unsqueeze(1).view(torch.uint8)
     codes = rows[:, kind.itemsize :]
-    if block == BLOCK_INT8:
+    if blocks.bits == 8:
         codes.view(torch.int8).copy_(small)
-    else:
-        small.add_(8)  # 1 to 15
-        codes.copy_(torch.add(small[:, : block // 2], small[:, block // 2 :], alpha=16))
+        return
+    first, *others = small.add_(blocks.bias).split(blocks.width, 1)
+    for at, part in enumerate(others, 1):
+        first = torch.add(first, part, alpha=2 ** (at * blocks.bits))
+    codes.copy_(first)
 
 
-def _decode_blocks(payload: torch.Tensor, out: torch.Tensor, block: int) -> None:
-    whole, (_, kind) = out.numel() // block, SCALES[block]
-    nbytes = kind.itemsize + (block if block == BLOCK_INT8 else block // 2)
-    if rest := out.numel() - whole * block:
-        room, last = payload.new_zeros(nbytes), out.new_empty(block)
+def _decode_blocks(payload: torch.Tensor, out: torch.Tensor, blocks: Blocks) -> None:
+    numel, kind, nbytes = blocks.numel, blocks.scale, blocks.nbytes
+    whole = out.numel() // numel
+    if rest := out.numel() - whole * numel:
+        room, last = payload.new_zeros(nbytes), out.new_empty(numel)
         room[: payload.numel() - whole * nbytes] = payload[whole * nbytes :]
-        _decode_blocks(room, last, block)
-        out[whole * block :] = last[:rest]
-    grid = out[: whole * block].view(whole, block)
+        _decode_blocks(room, last, blocks)
+        out[whole * numel :] = last[:rest]
+    grid = out[: whole * numel].view(whole, numel)
     rows = payload[: whole * nbytes].view(whole, nbytes)
     scales = rows[:, : kind.itemsize].contiguous().view(kind)
     codes = rows[:, kind.itemsize :]
-    if block == BLOCK_INT8:
+    if blocks.bits == 8:
         grid.copy_(codes.view(torch.int8))
     else:
-        grid[:, : block // 2].copy_(codes & 15)
-        grid[:, block // 2 :].copy_(codes >> 4)
-        grid.sub_(8)
+        for at, part in enumerate(grid.split(blocks.width, 1)):
+            part.copy_(codes >> at * blocks.bits & (2**blocks.bits - 1))
+        grid.sub_(blocks.bias)
     grid.mul_(scales.to(out.dtype))
 
 

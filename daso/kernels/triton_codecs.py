@@ -1,29 +1,30 @@
 """Device functions of the Triton kernels: tiles of rows, of tensors and of payloads.
 
 A program works on one tile: 1024 numbers as (blocks, numbers of a block), whole blocks on every
-wire. Formats have the numbers of `daso.kernels.rows.KINDS`, then int8 and int4. ``WHOLE``: the tile
-is full, and nothing is masked. No product and sum may be contracted: every kernel is launched with
-``enable_fp_fusion=False``.
+wire. Formats have the numbers of `daso.kernels.rows.KINDS`, then int8, and those whose codes share
+bytes, int4 and int2. ``WHOLE``: the tile is full, and nothing is masked. No product and sum may be
+contracted: every kernel is launched with ``enable_fp_fusion=False``.
 """
 
 import triton
 import triton.language as tl
 
-__all__ = ["BF16", "FORMATS", "FP16", "FP32", "INT4", "INT8", "TILE"]
+__all__ = ["BF16", "FORMATS", "FP16", "FP32", "INT2", "INT4", "INT8", "TILE"]
 
-FORMATS = {"fp32": 0, "bf16": 2, "fp16": 3, "int8": 4, "int4": 5}
-FP32, BF16, FP16, INT8, INT4 = (tl.constexpr(code) for code in FORMATS.values())
+FORMATS = {"fp32": 0, "bf16": 2, "fp16": 3, "int8": 4, "int4": 5, "int2": 6}
+FP32, BF16, FP16, INT8, INT4, INT2 = (tl.constexpr(code) for code in FORMATS.values())
 TILE = tl.constexpr(1024)  # `daso.kernels.torch_kernels.SUM_TILE`
 MAGNITUDE, INFINITY, NAN = (tl.constexpr(bits) for bits in (0x7FFFFFFF, 0x7F800000, 0x7FC00000))
 NAN_BF16, NAN_FP16 = tl.constexpr(0x7FC0), tl.constexpr(0x7E00)
 TINY = tl.constexpr(1.1754943508222875e-38)  # `daso.kernels.torch_codecs.TINY`
+LARGEST_BF16 = tl.constexpr(3.3895313892515355e38)  # `daso.kernels.torch_codecs.LARGEST`
 ROUNDS = tl.constexpr(12582912.0)  # added and subtracted, it rounds to integers, half to even
 
 
 @triton.jit
 def places(FORMAT: tl.constexpr):
     """Return the places of a tile's numbers (blocks, numbers of a block)."""
-    BLOCK: tl.constexpr = 32 if FORMAT == INT4 else 128
+    BLOCK: tl.constexpr = 32 if FORMAT > INT8 else 128
     return tl.arange(0, TILE // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
 
 
@@ -179,12 +180,13 @@ def collect(tensors, number, index, place, at, count):
 @triton.jit
 def offset(count, FORMAT: tl.constexpr):
     """Return the bytes of ``count`` numbers, as `Codec.offset`."""
-    if FORMAT == INT8:
-        rest = count % 128
-        nbytes = count // 128 * 132 + tl.where(rest > 0, 4 + rest, 0)
-    elif FORMAT == INT4:
-        rest = count % 32
-        nbytes = count // 32 * 18 + tl.where(rest > 0, 2 + tl.minimum(rest, 16), 0)
+    if FORMAT >= INT8:
+        BLOCK: tl.constexpr = 32 if FORMAT > INT8 else 128
+        HEADER: tl.constexpr = 2 if FORMAT > INT8 else 4
+        WIDTH: tl.constexpr = 128 if FORMAT == INT8 else 16 if FORMAT == INT4 else 8
+        rest = count % BLOCK
+        nbytes = count // BLOCK * (HEADER + WIDTH)
+        nbytes += tl.where(rest > 0, HEADER + tl.minimum(rest, WIDTH), 0)
     else:
         nbytes = count * (4 if FORMAT == FP32 else 2)
     return nbytes
@@ -192,15 +194,17 @@ def offset(count, FORMAT: tl.constexpr):
 
 @triton.jit
 def _encode_blocks(values, payload, at, count, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
-    BLOCK: tl.constexpr = 32 if FORMAT == INT4 else 128
-    HEADER: tl.constexpr = 2 if FORMAT == INT4 else 4
-    NBYTES: tl.constexpr = 18 if FORMAT == INT4 else 132
-    STEPS: tl.constexpr = 7.0 if FORMAT == INT4 else 127.0
+    BLOCK: tl.constexpr = 32 if FORMAT > INT8 else 128
+    HEADER: tl.constexpr = 2 if FORMAT > INT8 else 4
+    BITS: tl.constexpr = 8 if FORMAT == INT8 else 4 if FORMAT == INT4 else 2
+    WIDTH: tl.constexpr = BLOCK * BITS // 8
+    NBYTES: tl.constexpr = HEADER + WIDTH
+    STEPS: tl.constexpr = 127.0 if FORMAT == INT8 else 7.0 if FORMAT == INT4 else 1.0
     largest = tl.max(magnitude(values), 1)
     finite = largest < INFINITY
     scales = tl.math.div_rn(largest.to(tl.float32, bitcast=True), STEPS)
-    if FORMAT == INT4:
-        scales = widened(narrowed(scales, BF16), BF16)
+    if FORMAT > INT8:  # the largest fp32 numbers are beyond bf16, and would become infinite
+        scales = widened(narrowed(tl.minimum(scales, LARGEST_BF16), BF16), BF16)
     # A block of zeros has scale 0; any divisor gives zeros then.
     inverses = tl.math.div_rn(1.0, tl.maximum(scales, TINY))
     scales = tl.where(finite, scales.to(tl.int32, bitcast=True), NAN)
@@ -210,12 +214,13 @@ def _encode_blocks(values, payload, at, count, FORMAT: tl.constexpr, WHOLE: tl.c
         write(payload + byte, block * NBYTES, bits.to(tl.uint8), block * BLOCK < count, WHOLE)
     small = tl.where(finite[:, None], values * inverses[:, None], 0.0)
     codes = ((small + ROUNDS) - ROUNDS).to(tl.int32)
-    if FORMAT == INT4:
-        byte = tl.arange(0, 16)[None, :]
-        halves = tl.reshape(codes + 8, (TILE // BLOCK, 2, 16))
-        pairs = tl.sum(halves << 4 * tl.arange(0, 2)[None, :, None], 1).to(tl.uint8)
+    if FORMAT > INT8:
+        PARTS: tl.constexpr = 8 // BITS
+        byte = tl.arange(0, WIDTH)[None, :]
+        parts = tl.reshape(codes + (1 << BITS - 1), (TILE // BLOCK, PARTS, WIDTH))
+        shared = tl.sum(parts << BITS * tl.arange(0, PARTS)[None, :, None], 1).to(tl.uint8)
         target = block[:, None] * NBYTES + HEADER + byte
-        write(payload, target, pairs, block[:, None] * BLOCK + byte < count, WHOLE)
+        write(payload, target, shared, block[:, None] * BLOCK + byte < count, WHOLE)
     else:
         target = at + HEADER * (1 + at // BLOCK)
         write(payload, target, codes.to(tl.uint8), at < count, WHOLE)
@@ -250,18 +255,21 @@ def encode_tile(values, payload, at, count, FORMAT: tl.constexpr, WHOLE: tl.cons
 
 @triton.jit
 def _decode_blocks(payload, at, count, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
-    BLOCK: tl.constexpr = 32 if FORMAT == INT4 else 128
-    HEADER: tl.constexpr = 2 if FORMAT == INT4 else 4
-    NBYTES: tl.constexpr = 18 if FORMAT == INT4 else 132
+    BLOCK: tl.constexpr = 32 if FORMAT > INT8 else 128
+    HEADER: tl.constexpr = 2 if FORMAT > INT8 else 4
+    BITS: tl.constexpr = 8 if FORMAT == INT8 else 4 if FORMAT == INT4 else 2
+    WIDTH: tl.constexpr = BLOCK * BITS // 8
+    NBYTES: tl.constexpr = HEADER + WIDTH
     block = tl.arange(0, TILE // BLOCK)
     scales = block * 0
     for byte in tl.static_range(HEADER):
         bits = read(payload + byte, block * NBYTES, block * BLOCK < count, WHOLE)
         scales |= bits.to(tl.int32) << 8 * (4 - HEADER + byte)
-    if FORMAT == INT4:
-        source = block[:, None] * NBYTES + HEADER + tl.arange(0, BLOCK)[None, :] % 16
-        pairs = read(payload, source, at < count, WHOLE).to(tl.int32)
-        codes = (pairs >> tl.arange(0, BLOCK)[None, :] // 16 * 4 & 15) - 8
+    if FORMAT > INT8:
+        number = tl.arange(0, BLOCK)[None, :]
+        source = block[:, None] * NBYTES + HEADER + number % WIDTH
+        shared = read(payload, source, at < count, WHOLE).to(tl.int32)
+        codes = (shared >> number // WIDTH * BITS & (1 << BITS) - 1) - (1 << BITS - 1)
     else:
         source = at + HEADER * (1 + at // BLOCK)
         codes = read(payload, source, at < count, WHOLE).to(tl.int8, bitcast=True)

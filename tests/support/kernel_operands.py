@@ -4,7 +4,11 @@ import math
 
 import torch
 
-ODD = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3e38, -70000.0, 65520.0, 1e-8, 1.0)
+# 3.4e38 is beyond the largest bf16.
+ODD = (
+    *(math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3e38, 3.4e38, -70000.0, 65520.0),
+    *(1e-8, 1.0),
+)
 RUN = 50  # numbers of one magnitude
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

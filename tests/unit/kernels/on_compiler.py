@@ -18,8 +18,8 @@ TYPES = {
     "numel": "i64",
 }
 EACH = TILE.value // 128 // 4  # accesses of 16 bytes by a thread, for a tile of fp32
-# The same of a payload; codes of int8 and int4 are bytes.
-PAYLOAD = {"fp32": EACH, "bf16": EACH // 2, "fp16": EACH // 2, "int8": 0, "int4": 0}
+# The same of a payload; codes of int8, int4 and int2 are bytes.
+PAYLOAD = {"fp32": EACH, "bf16": EACH // 2, "fp16": EACH // 2, "int8": 0, "int4": 0, "int2": 0}
 pytestmark = pytest.mark.parametrize("capability", [80, 90])
 
 

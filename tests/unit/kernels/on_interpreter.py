@@ -21,7 +21,7 @@ from daso.kernels.rows import NOWHERE, EncodeRows, FlatTensors, Mean, ShardRows
 # As on a device: infinities and NaN are numbers like others.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-WIRES = ("fp32", "bf16", "fp16", "int8", "int4")
+WIRES = ("fp32", "bf16", "fp16", "int8", "int4", "int2")
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 NUMEL = st.one_of(
     st.integers(0, 140),

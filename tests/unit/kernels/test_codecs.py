@@ -49,6 +49,7 @@ def test_every_size_goes_through_and_zero_stays_zero(wire, numel):
         "fp16": values.abs() * 2**-10 + 2**-24,
         "int8": torch.full_like(values, 0.05 / 127),
         "int4": torch.full_like(values, 0.05 / 7),
+        "int2": torch.full_like(values, 0.05 / 2),
         # What is not sent is whole in the residual; what is sent is rounded.
         "topk": values.abs(),
     }[wire]
@@ -87,6 +88,7 @@ def test_long_rows_have_the_bytes_of_torch(wire, numel):
 def test_bytes_are_few_and_whole_words(wire):
     nbytes = codec_named(wire).nbytes(128 * 1024)
     rates = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1 + 1 / 32, "int4": 0.5 + 1 / 16}
+    rates["int2"] = 0.25 + 1 / 16
     rates["topk"] = 4 / 64  # a place and a value for one of 64
     per_number = rates[wire]
     assert nbytes == per_number * 128 * 1024
@@ -119,7 +121,7 @@ def test_with_a_residual_everything_arrives_in_the_end(wire):
     assert residual.abs().max() < 0.01 * wanted.max() + waiting
 
 
-@pytest.mark.parametrize("wire", ["fp16", "int8", "int4", "bf16", "topk"])
+@pytest.mark.parametrize("wire", ["fp16", "int8", "int4", "int2", "bf16", "topk"])
 def test_large_numbers_do_not_become_infinite(wire):
     values = torch.tensor([1e30, -1e6, 70000.0, 1.0])
     assert bool(through(wire, values).isfinite().all())

@@ -17,7 +17,7 @@ from daso.kernels.codecs import codec_named
 from daso.kernels.native import load_native, supported_variants
 from daso.kernels.rows import NOWHERE, EncodeRows, FlatTensors, Mean, ShardRows
 
-WIRES = ("fp32", "bf16", "fp16", "int8", "int4", "topk")
+WIRES = ("fp32", "bf16", "fp16", "int8", "int4", "int2", "topk")
 ROWS = (torch.float32, torch.float64)
 KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Libraries of another build: test_sanitizers.py runs this file with them.
@@ -282,6 +282,16 @@ INT4 = (
 )
 ZEROS_INT8, ZEROS_INT4 = ([0.0] * 3, "00000000 00 00 00"), ([0.0] * 3, "0000 88 88 88")
 INT4_NONFINITE = ([1.0, math.nan, 2.0], "c07f 88 88 88")
+# Byte 0 holds numbers 0, 8, 16 and 24 of the block. Halves are rounded to even: to 0.
+INT2 = (
+    [
+        *(2.0, 1.0, -1.0, 1.25, *[0.0] * 4, -2.0, *[0.0] * 7),
+        *(0.5, *[0.0] * 7, -1.5, 2.0, *[0.0] * 6, -4.0, 0.0),
+    ],
+    "0040 67 ea aa ab aa aa aa aa 8040 a9 aa",
+)
+ZEROS_INT2, INT2_NONFINITE = ([0.0] * 3, "0000 aa aa aa"), ([1.0, math.inf], "c07f aa aa")
+INT2_LARGEST = ([3.4e38, -3e38, 1e38], "7f7f ab a9 aa")  # as bf16 the first would be infinite
 TOPK = (
     [-2.0 if at == 5 else at / 64 if at in (64, 129) else 0.0 for at in range(130)],
     "0500 4000 8100 00c0 803f 0140",
@@ -294,6 +304,8 @@ TOPK = (
     [
         *(("int8", *INT8), ("int8", *ZEROS_INT8)),
         *(("int4", *INT4), ("int4", *ZEROS_INT4), ("int4", *INT4_NONFINITE)),
+        *(("int2", *INT2), ("int2", *ZEROS_INT2), ("int2", *INT2_NONFINITE)),
+        ("int2", *INT2_LARGEST),
         ("topk", *TOPK),
     ],
 )
