@@ -32,7 +32,7 @@ from daso.plan.strict import json_by_rows
 __all__ = ["Case", "Row", "cases", "figures", "implementations", "main", "measure"]
 
 NUMEL = 4_580_000  # the CNN of `daso bench train`
-WIRES = ("fp32", "bf16", "fp16", "int8", "int4", "topk")
+WIRES = ("fp32", "bf16", "fp16", "int8", "int4", "int2", "topk")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL_TENSORS, SMALL_NUMEL = 200, 1000
 COPY, TORCH = "copy", "torch"

@@ -187,7 +187,7 @@ def test_a_closure_is_called_and_its_loss_averaged(topology):
 @pytest.mark.parametrize("policy", PHASES, ids=repr)
 def test_a_small_wire_never_freezes_a_weight(topology, policy, merge):  # [1]
     ends = {}
-    for wire in ("fp32", "bf16", "fp16", "int8", "int4"):
+    for wire in ("fp32", "bf16", "fp16", "int8", "int4", "int2"):
         model = nn.Linear(1, 1, bias=False)
         nn.init.ones_(model.weight)
         with wrap(topology, model, lr=0.001, policy=policy, wire=wire, merge=merge) as optimizer:
@@ -451,7 +451,7 @@ def test_an_exchange_goes_on_while_the_training_thread_is_elsewhere(topology, ra
 def test_bytes_between_nodes_are_what_the_wire_promises(topology, rank_info):
     model = nn.Linear(64, 64, bias=False)
     sent = {}
-    sizes = {"bf16": 2, "fp32": 4, "int8": 1 + 1 / 32, "int4": 0.5 + 1 / 16}
+    sizes = {"bf16": 2, "fp32": 4, "int8": 1 + 1 / 32, "int4": 0.5 + 1 / 16, "int2": 0.25 + 1 / 16}
     for wire in sizes:
         exchange = daso.Exchange(algorithm="direct")
         optimizer = wrap(topology, model, policy=daso.Fixed(2, 0), wire=wire, exchange=exchange)

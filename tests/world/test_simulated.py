@@ -27,7 +27,7 @@ SELECTIVE = Replay(((0, 9, 2),), selective=1)
         daso.Fixed(3, 0),
         daso.Plateau(2, warmup=1, cooldown=0),
     ],
-    wire=["fp32", "bf16", "fp16", "int8", "int4", "topk"],
+    wire=["fp32", "bf16", "fp16", "int8", "int4", "int2", "topk"],
     gradient_wire=["fp32", "bf16", "int8", "int4"],
     merge=["daso", "delta", 0.5, "eager", "auto"],
     outer=[None, nesterov, adam],

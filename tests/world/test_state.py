@@ -120,7 +120,8 @@ def test_a_run_resumed_with_small_tensors_in_flight_has_the_same_bits(topology, 
 
 
 @pytest.mark.parametrize(
-    ("wire", "outer"), [("fp32", nesterov), ("bf16", None), ("int4", nesterov), ("topk", None)]
+    ("wire", "outer"),
+    [("fp32", nesterov), ("bf16", None), ("int4", nesterov), ("int2", None), ("topk", None)],
 )
 def test_a_run_resumed_right_after_a_send_may_stop_there(topology, wire, outer):
     def start(seed):

@@ -6,4 +6,4 @@ COMPUTE = "compute only"
 OURS = "DASO Auto"
 DDP = "DDP, gloo"
 UNBOUNDED = "unbounded"
-WIRES = ("fp32", "bf16", "int8", "int4")  # of one exchange that is measured
+WIRES = ("fp32", "bf16", "int8", "int4", "int2")  # of one exchange that is measured

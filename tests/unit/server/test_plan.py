@@ -183,6 +183,7 @@ def test_every_gradient_leaves_once_for_each_of_its_owners(owners, every, random
         {"transport": "pigeons"},
         {"optimizer_state": "both"},
         {"wire": "auto"},
+        {"wire": "int2"},
         {"wire": "bf16", "mode": "local_rows"},
         {"exchange": Exchange(fragments=2)},
         {"exchange": Exchange(algorithm="mpi")},
