@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from daso import errors, flow, integrations, memory, predict
     from daso.comm.topology import Topology
     from daso.comm.world import init
+    from daso.plan.auto import Auto
     from daso.plan.options import Exchange, Gradients
-    from daso.plan.policies import Auto, Fixed, Plateau, Qsr
+    from daso.plan.policies import Fixed, Plateau, Qsr
     from daso.server.optimizer import ParameterServer
     from daso.timeline.recording import Recording
     from daso.train.attach import attach
@@ -49,7 +50,7 @@ __getattr__, __dir__ = on_first_use(
     __name__,
     {
         "DASO": "daso.train.optimizer",
-        "Auto": "daso.plan.policies",
+        "Auto": "daso.plan.auto",
         "Exchange": "daso.plan.options",
         "Fixed": "daso.plan.policies",
         "Gradients": "daso.plan.options",

@@ -15,12 +15,12 @@ from typing import Any
 from daso.cli.outputs import may_write, write_file
 from daso.environment import path_of
 from daso.errors import ConfigError
+from daso.plan.auto import Auto
 from daso.plan.cost_model import LinkCosts
 from daso.plan.layout import SMALL_SHARE
-from daso.plan.options import Exchange, Gradients, Settings
-from daso.plan.policies import Auto, Fixed
+from daso.plan.options import BITS, Exchange, Gradients, Settings
+from daso.plan.policies import Fixed
 from daso.plan.schedule import Policy
-from daso.plan.wires import BITS
 from daso.predict.cluster import Cluster, Job
 from daso.predict.link_rate import FASTEST_PREDICTED, parse_rate
 from daso.predict.network import HEADERS, Link

@@ -44,7 +44,7 @@ from daso.flow.plan import Log, Updates, count_lanes
 from daso.flow.replicas import FlowReplicas, MakeBetween
 from daso.flow.worker import Worker, behaviours
 from daso.plan.options import Exchange
-from daso.plan.strict import strict_json
+from daso.strict import strict_json
 
 if TYPE_CHECKING:
     from mpi4py import MPI

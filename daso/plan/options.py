@@ -19,16 +19,31 @@ from daso.checks import (
 from daso.errors import ConfigError
 from daso.plan.allreduce_plan import Algorithm
 from daso.plan.layout import small_tensors
-from daso.plan.merge import Merge, MergeName, check_merge, is_eager, keeps_local, merge_rule
+from daso.plan.merge import MergeName, check_merge, is_eager
 from daso.plan.portions import Order
-from daso.plan.schedule import Measurements
-from daso.plan.wires import BITS, NARROW, WIDE, GradientWire, Wire, next_wire
 
-__all__ = ["BucketRule", "Exchange", "Gradients", "Settings", "Wire"]
+__all__ = [
+    "BITS",
+    "NARROW",
+    "NARROWEST",
+    "BucketRule",
+    "Exchange",
+    "GradientWire",
+    "Gradients",
+    "Settings",
+    "Wire",
+]
 
 NonFinite = Literal["drop", "raise"]
+Wire = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "int2", "topk"]
+GradientWire = Literal["auto", "fp32", "bf16", "int8", "int4"]
 Restore = Literal["auto", "on", "off"]
 
+NARROW, NARROWEST = "int4", "int2"
+# Bits of a number: int8 has a scale (fp32) for each 128, int4 and int2 one (bf16) for each 32, topk
+# a place and a number for 1 of 64.
+BITS = {"fp32": 32.0, "bf16": 16.0, "fp16": 16.0, "int8": 8.25, NARROW: 4.5, NARROWEST: 2.5}
+BITS["topk"] = 0.5
 MiB = 1 << 20
 BucketRule = Literal["auto", "search"]
 MOST_FRAGMENTS = 100_000
@@ -192,9 +207,9 @@ class Settings:
 
     Args:
         wire: What crosses between nodes for deltas: ``"fp32"``, ``"bf16"``, ``"fp16"``,
-            ``"int8"`` and ``"int4"`` with a scale per 128 and 32 numbers, or ``"topk"``: of every
-            4096 numbers the 64 largest. ``"auto"``: bf16, or int4 where that takes 0.8 of one or
-            more (more where exchanges are dear) and is of many numbers; see `daso.plan.wires`.
+            ``"int8"`` with a scale per 128 numbers, ``"int4"`` and ``"int2"`` with a scale per 32,
+            or ``"topk"``: of every 4096 numbers the 64 largest. ``"auto"``: int4, and int2 where an
+            int4 exchange takes more than a batch with an optimizer that normalizes.
         merge: How a mean that is some batches old is taken in; see `daso.plan.merge`.
         outer: Whether an outer optimizer moves the reference.
         exchange: How nodes exchange.
@@ -250,25 +265,12 @@ class Settings:
     @property
     def wires(self) -> tuple[str, ...]:
         """Wires that exchanges may take, the first one first."""
-        return (WIDE, NARROW) if self.wire == "auto" else (self.wire,)
-
-    def next_wire(self, now: str, measurements: Measurements, *, numel: int) -> str:
-        """Return the wire of the next exchange; see `daso.plan.wires.next_wire`."""
-        return next_wire(now, measurements, numel=numel) if self.wire == "auto" else now
+        return (NARROW, NARROWEST) if self.wire == "auto" else (self.wire,)
 
     @property
     def eager(self) -> bool:
         """Whether nodes go ahead when they send."""
         return is_eager(self.merge, outer=self.outer)
-
-    def keeps(self, *, wait: int, drift: float) -> bool:
-        """Return whether a merge keeps local work; see `daso.plan.merge.keeps_local`."""
-        merge = "delta" if self.sparse and self.merge == "auto" else self.merge
-        return keeps_local(merge, wait=wait, drift=drift, outer=self.outer)
-
-    def merge_rule(self, *, waited: int, nodes: int, keeps: bool) -> Merge:
-        """Return the merge to carry out; see `daso.plan.merge.merge_rule`."""
-        return merge_rule(self.merge, waited=waited, nodes=nodes, keeps=keeps)
 
     @property
     def may_restore_steps(self) -> bool:
@@ -314,14 +316,3 @@ class Settings:
         """Whether `Auto` may average gradients because backward hides it."""
         ordered = self.gradients.reducer == "bucketed" and not self.by_mpi
         return ordered and self.may_restore_steps
-
-    def gradient_seconds(self, exchange_seconds: float, wire: str) -> float:
-        """Return about how long gradients would take between nodes; 0: they cannot be hidden.
-
-        Args:
-            exchange_seconds: Of an exchange of everything.
-            wire: That it went on.
-        """
-        if not wire or not self.may_hide:
-            return 0.0
-        return exchange_seconds * BITS[self.gradient_wire(hidden=True)] / BITS[wire]

@@ -31,6 +31,7 @@ __all__ = [
     "Progress",
     "Rejoined",
     "State",
+    "SyncPhase",
     "after_batch",
     "after_epoch",
     "after_exchange",
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 
-MEASURE_EVERY = 50  # batches of a synchronous phase that lasts while averaging is hidden
+MEASURE_EVERY = 20  # batches of a synchronous phase that `Auto` may leave
 SECONDS = 0.5  # from one vote on whether the job has to end to the next; a request waits for two
 MOST_BATCHES = 64
 MEASURE_FIRST = (2, 5)  # batches of a run after which that is measured too
@@ -84,10 +85,21 @@ class Measurements:
     # what the rank that waits least waits for others: who waits for a slower one loses nothing.
     small_seconds: float = 0.0
 
-    def affordable_skip(self, budget: float) -> float:
-        """Return how many batches apart exchanges are within budget; 0 if that was not measured."""
-        most = budget * self.step_seconds
-        return self.own_seconds / most if most > 0 else 0.0
+    def batches(self, seconds: float) -> float:
+        """Return seconds in steps; 0 if steps were not measured."""
+        return seconds / self.step_seconds if self.step_seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SyncPhase:
+    """Synchronous batches of `Auto`: their cost, and when they are tried again."""
+
+    cost: float = 0.0  # share of a step, at the last measurement
+    spent: float = 0.0  # batches of computing that they cost so far
+    measured: int = 0  # batch of the last measurement
+    # Estimated seconds of averaging gradients over those of a step, after the phase was left.
+    gradients: float = 0.0
+    retry: int = 0  # batch from which it is tried again anyway
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +130,8 @@ class State:
     memory: float = 0.0
     noise_share: float = 1.0
     sparse: bool = False  # an exchange leaves work behind; one of everything does not
-    hidden: bool = False  # synchronous because averaging gradients is hidden behind backward
-    hide_again: int = 0  # batch from which that may be tried again
+    hidden: bool = False  # synchronous as long as `Auto` finds that cheap
+    sync: SyncPhase = field(default_factory=SyncPhase)
     small: SmallTensors = field(default_factory=SmallTensors)
     plateau: PlateauState = field(default_factory=PlateauState)
     measurements: Measurements = field(default_factory=Measurements)
@@ -151,6 +163,7 @@ class State:
         parts = (
             (cls, values),
             (SmallTensors, values.get("small")),
+            (SyncPhase, values.get("sync")),
             (PlateauState, values.get("plateau")),
             (Measurements, values.get("measurements")),
         )
@@ -167,6 +180,7 @@ class State:
         known = {one.name: values[one.name] for one in fields(cls)}
         parts = {
             "small": SmallTensors(**values["small"]),
+            "sync": SyncPhase(**values["sync"]),
             "plateau": PlateauState(**values["plateau"]),
             "measurements": Measurements(**values["measurements"]),
         }

@@ -15,7 +15,7 @@ from daso.plan.cost_model import (
     fitted_costs,
     step_seconds,
 )
-from daso.plan.wires import BITS
+from daso.plan.options import BITS
 from daso.predict.network import Link, vote_seconds
 
 __all__ = [

@@ -8,10 +8,11 @@ import math
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from daso.checks import check, whole
 from daso.errors import ConfigError
+from daso.plan.exchange import ExchangeRules, Sent
 from daso.plan.options import Exchange, Gradients, Settings
 from daso.plan.policies import Plateau
 from daso.plan.schedule import (
@@ -62,9 +63,12 @@ class _Flight:
 
     begins: float  # when the last node has sent
     ends: float
-    # Of an exchange of everything, what its header tells: the step of the fastest node until then,
-    # the median of each, and what small ones took from training since the one before.
-    told: tuple[float, float] | None = None
+    lost: float = 0.0  # of computing, where cores are short
+    own: float = 0.0  # of the training thread, to merge it
+    # None of small tensors alone. Else with the numbers of its header: of the step of the fastest
+    # node until then, the median, and what small ones took from training since the one before.
+    sent: Sent | None = None
+    agreed: Measurements = field(default_factory=Measurements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +76,8 @@ class _Costs:
     """What things take of a node, in seconds."""
 
     step: float  # of computing
-    own: float  # of the training thread to pack an exchange, and to merge it
-    lost: float  # of computing to an exchange, where cores are short
+    own: float  # of the training thread to pack an exchange of everything, and to merge it
+    lost: float  # of computing to an exchange of everything, where cores are short
     small_own: float  # of the training thread to pack small tensors, and to merge them
     # Of waiting, in a step that averages gradients, on each of their wires.
     synchronous: Mapping[str, float]
@@ -113,11 +117,13 @@ class _Nodes:
         self.job, self.cluster, self.settings = job, cluster, settings
         self.times = [0.0] * cluster.nodes
         self.totals = _Totals()
-        self.wire = settings.wires[0]
+        self.restores = job.normalizes and settings.may_restore_steps
+        self.rules = ExchangeRules(settings, cluster.nodes, _parts(job, settings))
+        self.exchanged = self.rules.start()
         self._costs = _Costs.of(job, cluster, settings)
         self._random = random.Random(seed)
         self._flight: _Flight | None = None
-        self._taken = 0.0  # by the exchange before
+        self._taken, self._own = 0.0, 0.0  # by the exchange before
         self._steps: list[list[float]] = []  # of all nodes, since the exchange before
         self._small_waits: list[list[float]] = []  # for small tensors since then, likewise
         # Of synchronous steps since ranks last agreed on what these take: computing, and waiting.
@@ -168,15 +174,33 @@ class _Nodes:
         self.times = [at] * len(self.times)
         return waits
 
-    def send(self) -> None:
+    def anchor(self, batch: int) -> None:
+        """Begin exchanges of deltas: all nodes hold the same parameters."""
+        self.exchanged = self.rules.start(batch, self.exchanged)
+
+    def send(self, batch: int, fragment: int | None, *, wait: int) -> None:
         """Start an exchange; it goes on when the last node has sent."""
-        middle = len(self._steps) // 2
-        fastest = min(sorted(steps)[middle] for steps in zip(*self._steps, strict=True))
+        fastest = 0.0
+        if self._steps:
+            middle = len(self._steps) // 2
+            fastest = min(sorted(steps)[middle] for steps in zip(*self._steps, strict=True))
         small_seconds = 0.0
         if self._small_waits:  # the node that waits least waits for nobody who is slow
             waits = map(statistics.fmean, zip(*self._small_waits, strict=True))
             small_seconds = 2 * self._costs.small_own + min(waits)
-        self._start(self.job, self.wire, self._costs.own, (fastest, small_seconds))
+        job, costs, nodes = self.job, self._costs, self.cluster.nodes
+        agreed = Measurements(
+            *(fastest, self._taken, job.lr, job.drift * (1 - 1 / nodes), self._own),
+            required_gain=math.sqrt(nodes) if self.restores else 0.0,  # as where all is noise
+            small_seconds=small_seconds,
+        )
+        sent = self.rules.send(self.exchanged, batch, fragment, wait=wait)
+        numels = self.rules.numels
+        part = (sum(numels) if fragment is None else numels[fragment]) / max(1, sum(numels))
+        own, lost = part * costs.own, part * costs.lost
+        self._start(replace(job, parameters=part * job.parameters), sent.wire, own)
+        assert self._flight is not None
+        self._flight = replace(self._flight, lost=lost, own=own, sent=sent, agreed=agreed)
         self._steps, self._small_waits = [], []
         self.totals.exchanges += 1
 
@@ -186,42 +210,33 @@ class _Nodes:
         self._start(small, self.settings.wires[0], self._costs.small_own)
         self.totals.small_exchanges += 1
 
-    def _start(
-        self, job: Job, wire: str, own: float, told: tuple[float, float] | None = None
-    ) -> None:
+    def _start(self, job: Job, wire: str, own: float) -> None:
         self.times = [at + own for at in self.times]
         begins = max(self.times)
-        self._flight = _Flight(begins, begins + exchange_seconds(job, self.cluster, wire), told)
+        ends = begins + exchange_seconds(job, self.cluster, wire)
+        self._flight = _Flight(begins, ends, own=own)
         self.totals.nbytes += exchange_cost(job.parameters, wire, self.cluster).sent_bytes
 
     def receive(self) -> Measurements | None:
         """Let every node wait for the exchange; return what all agree on with it, if anything."""
-        flight, self._flight, costs = self._flight, None, self._costs
+        flight, self._flight = self._flight, None
         assert flight is not None, "the schedule receives only what was sent"
-        if flight.told is None:
-            self._small_waits.append(self._wait_for(flight, costs.small_own))
+        if flight.sent is None:
+            self._small_waits.append(self._wait_for(flight))
             return None
         # Where cores are short, the exchange took some of what was computed since it began.
-        self.times = [at + costs.lost for at in self.times]
-        self._wait_for(flight, costs.own)
-        (fastest, small), nodes = flight.told, self.cluster.nodes
-        drift, own = self.job.drift * (1 - 1 / nodes), 2 * costs.own + costs.lost
-        restores = self.job.normalizes and self.settings.may_restore_steps
-        gain = math.sqrt(nodes) if restores else 0.0  # as where all is noise
-        gradients = self.settings.gradient_seconds(self._taken, self.wire) if gain else 0.0
-        measurements = Measurements(
-            *(fastest, self._taken, self.job.lr, drift, own, gain, gradients), small_seconds=small
-        )
-        # What the node that came last saw of it, which is told with the next one.
-        self._taken = flight.ends - flight.begins
-        self.wire = self.settings.next_wire(self.wire, measurements, numel=int(self.job.parameters))
+        self.times = [at + flight.lost for at in self.times]
+        self._wait_for(flight)
+        # The next one tells how long the node that came last had to wait for it.
+        self._taken, self._own = flight.ends - flight.begins, 2 * flight.own + flight.lost
+        self.exchanged, measurements = self.rules.learn(self.exchanged, flight.sent, flight.agreed)
         return measurements
 
-    def _wait_for(self, flight: _Flight, own: float) -> list[float]:
+    def _wait_for(self, flight: _Flight) -> list[float]:
         """Let every node wait for an exchange, and merge it; return how long each waited."""
         late = [max(0.0, flight.ends - at) for at in self.times]
         self.totals.exposed += sum(late)
-        self.times = [at + wait + own for at, wait in zip(self.times, late, strict=True)]
+        self.times = [at + wait + flight.own for at, wait in zip(self.times, late, strict=True)]
         return late
 
 
@@ -240,7 +255,7 @@ def simulate(
         job: What is trained.
         cluster: On what.
         policy: Chooses skip and wait.
-        settings: Wires, the rest is not simulated; None: those that are usual.
+        settings: Wires, fragments and gradients, the rest is not simulated; None: the default.
         steps: Batches.
         seed: Of the spread of step times.
 
@@ -279,9 +294,16 @@ def simulate(
         small_exchanges=totals.small_exchanges,
         skip=state.skip,
         wait=state.wait,
-        wire=settings.gradient_wire(hidden=True) if state.hidden else nodes.wire,
-        plan=exchange_plan(job.parameters, nodes.wire, cluster).name,
+        wire=settings.gradient_wire(hidden=True) if state.hidden else nodes.exchanged.wire,
+        plan=exchange_plan(max(nodes.rules.numels), nodes.exchanged.wire, cluster).name,
     )
+
+
+def _parts(job: Job, settings: Settings) -> tuple[int, ...]:
+    """Return the numbers of each fragment: a model is cut into parts of about the same size."""
+    count = settings.exchange.fragments
+    least, more = divmod(int(job.parameters), count)
+    return tuple(least + (number < more) for number in range(count))
 
 
 def _begin(job: Job, policy: Policy, settings: Settings, nodes: int) -> State:
@@ -289,7 +311,8 @@ def _begin(job: Job, policy: Policy, settings: Settings, nodes: int) -> State:
     restored = job.normalizes and settings.may_restore_steps
     taken = settings.sends_small_tensors(job.parameters) and not restored
     share = settings.small_share(job.small_parameters, job.parameters) if taken else 0.0
-    state = replace(policy.start(), sparse=settings.sparse)
+    fragments = settings.exchange.fragments
+    state = replace(policy.start(), sparse=settings.sparse, fragments=fragments)
     may_hide = restored and settings.may_hide
     return begin(policy, state, nodes=nodes, memory=0.0, may_hide=may_hide, small_share=share)
 
@@ -298,19 +321,23 @@ def _carry_out(nodes: _Nodes, acts: Sequence[Action], state: State, policy: Poli
     """Do what is due after a batch; return the state for the next."""
     measurements = None
     for act in acts:
-        measurements = _act(nodes, act) or measurements
+        measurements = _act(nodes, act, state) or measurements
     if measurements is None:
         return state
     acts, state = after_exchange(policy, state, measurements)
     for act in acts:
-        _act(nodes, act)
+        _act(nodes, act, state)
     return state
 
 
-def _act(nodes: _Nodes, act: Action) -> Measurements | None:
+def _act(nodes: _Nodes, act: Action, state: State) -> Measurements | None:
     """Do one thing; return what all agree on with it, if anything."""
-    if act in (Action.SEND, Action.SEND_ALL):
-        nodes.send()
+    if act is Action.ANCHOR:
+        nodes.anchor(state.batch)
+    elif act is Action.SEND:
+        nodes.send(state.batch, state.fragment, wait=state.sent_wait)
+    elif act is Action.SEND_ALL:
+        nodes.send(state.batch, None, wait=0)
     elif act is Action.SEND_SMALL:
         nodes.send_small()
     elif act is Action.RECEIVE:

@@ -12,8 +12,7 @@ from typing import Any, Literal, get_args
 from daso.checks import NONE, check, choice, either, flag, instance_of, one_of, whole
 from daso.errors import ConfigError
 from daso.plan.layout import Span, split
-from daso.plan.options import Exchange
-from daso.plan.wires import Wire
+from daso.plan.options import Exchange, Wire
 
 __all__ = [
     "FLOOR_BYTES",

@@ -11,9 +11,10 @@ from daso.checks import NONE, Rule, check, either, instance_of
 from daso.comm.mpi import library
 from daso.comm.topology import RankInfo, Topology
 from daso.errors import CheckpointError, ConfigError
+from daso.plan.auto import Auto
 from daso.plan.merge import MergeName
 from daso.plan.options import Exchange, Gradients, Settings, Wire
-from daso.plan.policies import Auto, Fixed, Plateau, Qsr
+from daso.plan.policies import Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy, State
 from daso.train.deltas.outer import MakeOuter, build_optimizer
 from daso.train.inner.combined import CombinedOptimizer

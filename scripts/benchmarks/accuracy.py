@@ -40,7 +40,7 @@ from daso.cli.bench.options import at_least_one
 from daso.cli.train.report import versions
 from daso.comm.mpi import library
 from daso.examples.cnn import CNN
-from daso.plan.strict import json_by_rows
+from daso.strict import json_by_rows
 from daso.train.optimizer import DASO
 
 __all__ = ["Found", "best_rates", "figures", "main", "named", "parsed", "summary"]

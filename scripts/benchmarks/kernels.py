@@ -27,7 +27,7 @@ from daso.kernels.choice import Kernels
 from daso.kernels.codecs import Codec, codec_named
 from daso.kernels.native import KernelError, load_native, supported_variants
 from daso.kernels.rows import NOWHERE, EncodeRows, FlatTensors, Mean, ShardRows
-from daso.plan.strict import json_by_rows
+from daso.strict import json_by_rows
 
 __all__ = ["Case", "Row", "cases", "figures", "implementations", "main", "measure"]
 

@@ -18,8 +18,9 @@ from daso.cli.bench.names import COMPUTE, OURS
 from daso.cli.bench.places import RankStarter
 from daso.cli.predict import TYPICAL_DRIFT
 from daso.cli.train.report import versions
+from daso.plan.auto import Auto
 from daso.plan.options import Exchange, Gradients, Settings, Wire
-from daso.plan.policies import Auto, Fixed
+from daso.plan.policies import Fixed
 from daso.plan.schedule import Policy
 from daso.predict.cluster import GRADIENTS, PORTIONS, Cluster, Job, exchange_cost
 from daso.predict.link_rate import parse_rate

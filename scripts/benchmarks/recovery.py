@@ -29,7 +29,7 @@ from daso.cli.train.report import versions
 from daso.comm.mpi import library
 from daso.environment import find_mpirun
 from daso.errors import ConfigError, ExchangeError
-from daso.plan.strict import json_by_rows
+from daso.strict import json_by_rows
 
 __all__ = ["Contender", "Outcome", "main", "outcome_of"]
 

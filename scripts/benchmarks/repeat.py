@@ -24,7 +24,7 @@ from benchmarks.simulations import SYNCHRONOUS, Result, Trial, run, trials
 from daso.cli.bench.options import at_least_one
 from daso.cli.train.report import versions
 from daso.comm.mpi import library
-from daso.plan.strict import json_by_rows
+from daso.strict import json_by_rows
 
 __all__ = ["Repeat", "line_of", "main", "repeats", "retake"]
 

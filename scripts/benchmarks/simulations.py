@@ -14,9 +14,10 @@ from daso.data import ShardedSampler, find_fashion, load_digits, load_fashion, l
 from daso.environment import data_folder
 from daso.examples.cnn import CNN
 from daso.examples.transformer import ByteTransformer
+from daso.plan.auto import Auto
 from daso.plan.merge import MergeName
-from daso.plan.options import Exchange, Gradients, Restore, Settings, Wire
-from daso.plan.policies import Auto, Fixed, Plateau, Qsr
+from daso.plan.options import BITS, Exchange, Gradients, Restore, Settings, Wire
+from daso.plan.policies import Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy
 from daso.train.deltas.outer import MakeOuter
 from daso.train.simulated.nodes import SimulatedNodes, Times
@@ -39,8 +40,8 @@ __all__ = [
 
 EXCHANGE = 0.5  # batches that an exchange takes: it is hidden, and merged one batch late
 OWN = 0.002  # batches that it takes of the training thread: beside a GPU, next to nothing
-SLOW_EXCHANGE = 6.0  # batches of bf16, on a link that is 12 times slower
-CORES_EXCHANGE, CORES_OWN = 1.5, 0.7  # as `bench train` has them: 1 Gbit/s, exchanges need a core
+SLOW_EXCHANGE = 1.69  # batches of int4: a link that is 12 times slower than bf16 in half a batch
+CORES_EXCHANGE, CORES_OWN = 0.46, 0.32  # as `bench train` has them: 1 Gbit/s, without a free core
 HIDDEN = 0.5  # batches of averaging gradients that backward hides
 TEXT_BYTES = 1_100_000  # of Python's library
 SYNCHRONOUS, AUTO = "synchronous, fp32", "Auto, int4"
@@ -83,8 +84,9 @@ class Setting:
 
     def times(self) -> Times:
         """Return what takes how long, in batches."""
-        wire = self.settings().wires[0]
-        gradients = self.settings().gradient_seconds(self.exchange, wire)
+        settings = self.settings()
+        bits = BITS[settings.gradient_wire(hidden=True)] / BITS[settings.wires[0]]
+        gradients = self.exchange * bits if settings.may_hide else 0.0
         exposed = max(0.0, gradients - HIDDEN)
         part = self.exchange / self.fragments, self.own / self.fragments
         return Times(1.0, *part, exposed_seconds=exposed)

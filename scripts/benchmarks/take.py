@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.overview import FIGURES
-from daso.plan.strict import json_by_rows
+from daso.strict import json_by_rows
 
 __all__ = ["Recipe", "main", "merged", "read_recipes"]
 

@@ -20,7 +20,7 @@ SOURCES = {
 
 # Besides itself and the standard library, a room may import what it lists; all may import these.
 FOR_ALL = {"checks", "environment", "errors", "processes", "public_names", "trace", "version"}
-FOR_ALL |= {"workers"}
+FOR_ALL |= {"strict", "workers"}
 TRAINING = {"daso.comm", "daso.kernels", "daso.plan", "torch"}
 ROOMS = {
     "plan": set(),

@@ -11,10 +11,9 @@ from worlds import APART, SEVERAL_NODES
 import daso
 from daso.errors import ConfigError
 from daso.plan.layout import fragments
-from daso.plan.options import Settings
+from daso.plan.options import BITS, Settings
 from daso.plan.policies import Replay
 from daso.plan.schedule import MEASURE_EVERY
-from daso.plan.wires import BITS
 from daso.train.simulated.nodes import SimulatedNodes
 
 pytestmark = pytest.mark.nodes(*SEVERAL_NODES)

@@ -12,10 +12,10 @@ from pairwise import pairwise
 from worlds import APART, SEVERAL_NODES
 
 import daso
-from daso.plan import options as plan_options
+from daso.plan import exchange as plan_exchange
+from daso.plan.auto import SMALL_BUDGETS
 from daso.plan.options import Settings
-from daso.plan.policies import SMALL_BUDGETS, Replay
-from daso.plan.wires import BUDGET
+from daso.plan.policies import Replay
 from daso.train.simulated.nodes import SimulatedNodes, Times
 
 
@@ -164,16 +164,16 @@ def test_an_exchange_in_flight_belongs_to_the_rank_that_saved_it(topology, rank_
         assert optimizer.report()["batches"] == 4
 
 
-def other_wire(now, _, *, numel):
+def other_wire(now, _, *, choices, numel):
     """Choose the other wire at every chance, so that both carry what the other rounded away."""
     assert numel
-    return "int4" if now == "bf16" else "bf16"
+    return next((one for one in choices if one != now), now)
 
 
 @pytest.mark.nodes(*APART)  # simulated nodes have one rank each
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int4", "topk", "auto"])
 def test_one_process_replays_a_run_from_its_log(topology, rank_info, monkeypatch, wire):
-    monkeypatch.setattr(plan_options, "next_wire", other_wire)
+    monkeypatch.setattr(plan_exchange, "next_wire", other_wire)
     build, how = seeded(mlp), {"wire": wire, "merge": "delta", "exchange": ORDERED}
     model = build()
     policy = daso.Auto(drift=0.05, warmup=3, selective=1)
@@ -188,7 +188,7 @@ def test_one_process_replays_a_run_from_its_log(topology, rank_info, monkeypatch
     assert len(history) > 2  # what Auto measured made a difference
     assert (small[0] == (0, 0)) == (wire == "topk")
     wires = [one["wire"] for one in optimizer.report()["events"] if one["kind"] == "exchange"]
-    assert set(wires) == ({"bf16", "int4"} if wire == "auto" else {wire})
+    assert set(wires) == ({"int2", "int4"} if wire == "auto" else {wire})
     settings = Settings(**how, gradients=daso.Gradients(), selective=1)
     on_devices = optimizer.report()["node_transport"] != "shared memory"
     log = [one for one in optimizer.report()["events"] if one["kind"] == "exchange"]
@@ -261,7 +261,7 @@ class Thrifty(daso.Fixed):
     selective = 1
 
     def tune_exchange(self, state, measurements):
-        most = SMALL_BUDGETS * BUDGET * measurements.step_seconds
+        most = SMALL_BUDGETS * daso.Auto().budget * measurements.step_seconds
         period = state.small.period_within(most)
         return replace(state, small=replace(state.small, period=period))
 
@@ -274,7 +274,7 @@ def test_all_ranks_go_by_who_loses_most_by_small_tensors(topology, rank_info, sl
     how = {"policy": Thrifty(9, 2), "exchange": ORDERED}
     with daso.DASO(sgd(model), module=model, topology=topology, **how) as optimizer:
         train(model, optimizer, rank_info.rank, range(8))
-        known = optimizer._session._exchanges._known
+        known = optimizer._session._exchanges._local
         assert len(known.small_own_seconds) == len(known.small_exposed_seconds) == 3
         loses = slow is not None and rank_info.rank == slow % rank_info.world_size
         known.small_own_seconds, known.small_exposed_seconds = [float(loses)], [0.0]
@@ -340,20 +340,21 @@ def test_a_state_is_left_alone_by_who_loads_it(topology, rank_info):
         before = copy.deepcopy(state["daso"])
         optimizer.load_state_dict(state)
         train(model, optimizer, rank_info.rank, range(9, 20))
-    after = state["daso"]["sync"]["exchanges"]["known"]
-    assert after == before["sync"]["exchanges"]["known"]
+    after = state["daso"]["sync"]["exchanges"]
+    assert after["local"] == before["sync"]["exchanges"]["local"]
+    assert after["state"] == before["sync"]["exchanges"]["state"]
 
 
 @pytest.mark.nodes(*APART)
 def test_fragments_of_other_sizes_take_the_other_wire_too(topology, rank_info, monkeypatch):
-    monkeypatch.setattr(plan_options, "next_wire", other_wire)
+    monkeypatch.setattr(plan_exchange, "next_wire", other_wire)
     model = seeded(mlp)()
     exchange = daso.Exchange(algorithm="direct", fragments=2)  # of 102 and 71 numbers
     options = {"policy": daso.Fixed(2, 1), "exchange": exchange}
     with daso.DASO(sgd(model), module=model, topology=topology, **options) as optimizer:
         train(model, optimizer, rank_info.rank, range(30))
         events = optimizer.report()["events"]
-    assert {one["wire"] for one in events if one["kind"] == "exchange"} == {"bf16", "int4"}
+    assert {one["wire"] for one in events if one["kind"] == "exchange"} == {"int2", "int4"}
 
 
 class Leap(daso.Fixed):

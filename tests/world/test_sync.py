@@ -80,6 +80,7 @@ def test_any_bucket_and_chunk_size_gives_the_same_bits(topology, size):
             module=model,
             topology=topology,
             policy=policy,
+            wire="bf16",  # blocks of int4 begin where chunks do
             exchange=daso.Exchange(algorithm="direct", chunk_bytes=chunk_bytes),
             gradients=daso.Gradients(bucket_bytes=bucket_bytes),
         ) as optimizer:

@@ -14,7 +14,7 @@ from daso.cli.bench.places import HERE, RankStarter
 from daso.cli.bench.runs import RUNS, Measured
 from daso.cli.outputs import may_write, write_file
 from daso.environment import path_of
-from daso.plan.strict import json_by_rows
+from daso.strict import json_by_rows
 
 __all__ = ["MODELS", "Add", "add_links", "add_parser", "add_steps", "adder"]
 

@@ -20,11 +20,11 @@ from daso.checks import Rule, check, number, whole
 from daso.environment import path_of
 from daso.errors import ConfigError
 from daso.plan.allreduce_plan import Algorithm
+from daso.plan.auto import Auto
 from daso.plan.merge import MergeName
-from daso.plan.options import BucketRule, Exchange, Gradients, Settings, Wire
-from daso.plan.policies import Auto, Fixed, Plateau, Qsr
+from daso.plan.options import BucketRule, Exchange, Gradients, GradientWire, Settings, Wire
+from daso.plan.policies import Fixed, Plateau, Qsr
 from daso.plan.schedule import Policy
-from daso.plan.wires import GradientWire
 
 __all__ = ["Config", "describe", "read_config", "settings", "takes_value"]
 

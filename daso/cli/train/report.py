@@ -16,7 +16,7 @@ from typing import Any, Self, TextIO
 
 from daso.environment import terminal_columns
 from daso.errors import ConfigError
-from daso.plan.strict import strict_json
+from daso.strict import strict_json
 from daso.version import __version__
 
 __all__ = ["Progress", "RunFolder", "closing_table", "versions"]

@@ -23,12 +23,12 @@ from daso.errors import ExchangeError, TopologyError
 from daso.kernels.choice import describe_kernels
 from daso.plan.allreduce_plan import restored, stored
 from daso.plan.cost_model import LinkCosts
+from daso.plan.exchange import ExchangeRules, ExchangeState, Sent
 from daso.plan.header import Header, Tally, culprit, decode_culprit
 from daso.plan.merge import Merge
 from daso.plan.routes import has_changed
 from daso.plan.schedule import Measurements
 from daso.plan.small_tensors import SMALL_WAIT
-from daso.plan.wires import scale_to_model, tells_of_wire
 from daso.train.coordinator import Coordinator, largest_rate
 from daso.train.deltas.buffer import DeltaBuffer, Measured
 from daso.train.deltas.core_loss import CoreLoss
@@ -46,27 +46,20 @@ DIGESTS = 2**48  # a digest travels in a float64 and must survive there exactly
 
 
 @dataclass(slots=True)
-class ExchangeState:
-    """What is remembered from exchange to exchange, beside the rows."""
+class LocalMeasurements:
+    """Measurements of this rank that the next header carries, and times of earlier exchanges."""
 
     size: float = 1.0  # about the squared norm of all parameters; the same on every rank
-    since: list[int] = field(default_factory=list)  # batch of the last send of each fragment
-    measured: Tally = field(default_factory=Tally)  # by this rank, about the last exchange
-    batches: int = 0  # of work that the last exchange carried
+    measured: Tally = field(default_factory=Tally)  # of the last exchange
     own_seconds: float = 0.0  # of a core that training wanted, for the last exchange
-    # Of each exchange of small tensors since: what it took from training, and what was waited.
+    # Of each exchange of small tensors since: seconds that it took from training, and exposed ones.
     small_own_seconds: list[float] = field(default_factory=list)
     small_exposed_seconds: list[float] = field(default_factory=list)
-    step_seconds: float = 0.0  # that all ranks agreed on last
-    drift: float = 0.0  # as well; see `daso.plan.schedule.Measurements`
-    wire: str = ""  # of the next exchange; empty: the settings' first
-    timed: str = ""  # wire of the last one; empty where it was dropped
-    timed_numel: int = 0  # numbers that it carried
-    # Where plans follow links: seconds of the last exchanges by wire and fragment, and which of
-    # these the last one was of.
+    # Where plans follow links: seconds of the last exchanges by wire and fragment, and the kind of
+    # the last one.
     lately: dict[str, list[float]] = field(default_factory=dict)
     kind: str = ""
-    # When ranks measured last in this phase: batch, and seconds that steps were exposed until then.
+    # Batch of the last measurement in this phase, and seconds that steps were exposed until then.
     marked: tuple[int, float] | None = None
 
 
@@ -121,7 +114,14 @@ class Exchanges:
         cores: Literal["spare", "shared"] = "spare" if spare_cores(ranks, threads) else "shared"
         on_host = coordinator.trained.device.type == "cpu"
         self._core_loss = CoreLoss(cores if on_host else "other")
-        self._known = ExchangeState(since=[0] * self.settings.exchange.fragments)
+        restoration = self.step_restoration
+        self.rules = ExchangeRules(
+            self.settings,
+            self.rank_info.nodes,
+            tuple(self._numels),
+            None if restoration is None else restoration.momentum,
+        )
+        self._state, self._local = self.rules.start(), LocalMeasurements()
 
     def _make_step_restoration(self) -> StepRestoration | None:
         """Return what restores steps, the same on every rank. Collective over the world."""
@@ -177,9 +177,9 @@ class Exchanges:
     def anchor(self, batch: int) -> None:
         """Take the parameters, equal everywhere, as the reference."""
         norms = [row.anchor() for row in self._rows_of(None)]
-        size, known = self.coordinator.first(sum(norms)) or 1.0, self._known
-        self._known = ExchangeState(size=size, wire=known.wire, own_seconds=known.own_seconds)
-        self._known.since = [batch] * self.settings.exchange.fragments
+        size = self.coordinator.first(sum(norms)) or 1.0
+        self._local = LocalMeasurements(size, own_seconds=self._local.own_seconds)
+        self._state = self.rules.start(batch, self._state)
 
     def rest(self) -> None:
         """Give memory back until `anchor`: nodes average gradients. Does not communicate."""
@@ -189,20 +189,21 @@ class Exchanges:
     @property
     def measured(self) -> tuple[Tally, int]:
         """What the next exchange will tell of the last one: this rank's share, its batches."""
-        return self._known.measured, self._known.batches
+        return self._local.measured, self._state.batches
 
     @measured.setter
     def measured(self, measured: tuple[Tally, int]) -> None:
-        self._known.measured, self._known.batches = measured
+        self._local.measured, batches = measured
+        self._state = replace(self._state, batches=batches)
 
     def measure(self, batch: int) -> Measurements:
         """Return what all ranks agree on about synchronous steps since the last call.
 
         Collective over the world; blocking.
         """
-        known, exposed = self._known, self.metrics.watch.step_idle_seconds()
+        local, exposed = self._local, self.metrics.watch.step_idle_seconds()
         header = self._measured_header(batch)
-        since, before = known.marked or (batch, 0.0)
+        since, before = local.marked or (batch, 0.0)
         lost = self._core_loss.of_steps(self.channels.engine.busy_seconds)
         # A rank without a lane waits in its node.
         if self.rank_info.lane is not None and since < batch:
@@ -212,7 +213,7 @@ class Exchanges:
             self.channels.engine.submit(self.channels.allreduce_header(header)), of_step=False
         )
         _check_aligned(agreed)
-        known.marked = batch, exposed
+        local.marked = batch, exposed
         measurements = Measurements(
             agreed.step_seconds, lr=agreed.lr, exposed_seconds=agreed.exposed_seconds
         )
@@ -225,24 +226,21 @@ class Exchanges:
         Collective over the world; non-blocking, but for the node where nodes go ahead.
         """
         begun, waited = time.perf_counter(), self._node.waited_seconds
-        rows, known = self._rows_of(fragment), self._known
-        blocking = wait == 0
-        batches = batch - min(known.since[one] for one in self._fragments_of(fragment))
+        rows, blocking = self._rows_of(fragment), wait == 0
+        sent = self.rules.send(self._state, batch, fragment, wait=wait)
         ahead, dense = self.settings.eager and not blocking, fragment is None
-        keeps = not blocking and self.settings.keeps(wait=wait, drift=known.drift)
-        wire = self.wire
         for row in rows:
-            row.encode(wire, dense=dense, keeps=keeps)
+            row.encode(sent.wire, dense=dense, keeps=sent.keeps)
         if ahead:
             for row in rows:
                 row.go_ahead()
-        work = self._exchange(rows, self._measured_header(batch), known.measured)
+        work = self._exchange(rows, self._measured_header(batch), self._local.measured)
         number = self.metrics.send()
         own = time.perf_counter() - begun - (self._node.waited_seconds - waited)
         trace.record(trace.SEND, begun, key=number)
         self._core_loss.begin(beside=not blocking)
         handle = self._submit(work, number, wait)
-        self._flight = InFlight(handle, batch, batches, fragment, ahead, keeps, wire, own)
+        self._flight = InFlight(handle, sent, ahead, own)
 
     def send_small(self, batch: int) -> None:
         """Start an exchange of small tensors alone, of which nothing is measured.
@@ -251,7 +249,7 @@ class Exchanges:
         """
         begun, waited = time.perf_counter(), self._node.waited_seconds
         rows, wire = self._small_rows, self.settings.wires[0]
-        keeps = self.settings.keeps(wait=SMALL_WAIT, drift=self._known.drift)
+        keeps = self.rules.keeps(self._state, wait=SMALL_WAIT)
         for row in rows:
             row.encode(wire, dense=False, keeps=keeps)
         work = self._exchange(rows, self._header(batch), None)
@@ -260,17 +258,13 @@ class Exchanges:
         trace.record(trace.SEND, begun, key=number)
         self._core_loss.pause()
         handle = self._submit(work, number, SMALL_WAIT)
-        self._flight = InFlight(
-            handle, batch, 0, 0, ahead=False, keeps=keeps, wire=wire, own_seconds=own, small=True
-        )
+        sent = Sent(batch, 0, 0, keeps, wire)
+        self._flight = InFlight(handle, sent, ahead=False, own_seconds=own, small=True)
 
     def _submit(self, work: Work[Outcome], number: int, wait: int) -> WorkHandle[Outcome]:
         """Hand in an exchange that is merged after some batches."""
-        due_seconds = wait * self._known.step_seconds
+        due_seconds = wait * self._state.step_seconds
         return self.channels.engine.submit(work, key=number, due_seconds=due_seconds)
-
-    def _fragments_of(self, fragment: int | None) -> Sequence[int]:
-        return range(len(self._known.since)) if fragment is None else [fragment]
 
     def _header(self, batch: int) -> Header:
         """Return what ranks check at every exchange."""
@@ -287,7 +281,7 @@ class Exchanges:
 
     def _measured_header(self, batch: int) -> Header:
         """Return that, and what this rank measured since it returned one last."""
-        header = replace(self._header(batch), own_seconds=self._known.own_seconds)
+        header = replace(self._header(batch), own_seconds=self._local.own_seconds)
         header = replace(header, **self._small_measured())
         if seconds := self.metrics.watch.take_steps():
             header = replace(header, minus_step_seconds=-statistics.median(seconds))
@@ -297,9 +291,9 @@ class Exchanges:
 
     def _small_measured(self) -> dict[str, float]:
         """Return what a header tells of exchanges of small tensors since it told of them last."""
-        known = self._known
-        own, exposed = known.small_own_seconds, known.small_exposed_seconds
-        known.small_own_seconds, known.small_exposed_seconds = [], []
+        local = self._local
+        own, exposed = local.small_own_seconds, local.small_exposed_seconds
+        local.small_own_seconds, local.small_exposed_seconds = [], []
         if not own or self.rank_info.lane is None:
             return {}
         return {
@@ -323,7 +317,7 @@ class Exchanges:
                 one = yield from row.exchange()
                 # Small tensors went lately: what they are apart by says nothing of skip.
                 total += Measured(one.nbytes) if row.is_small else one
-        measured = Tally.measured(total.distance, total.norm, total.moved, self._known.size)
+        measured = Tally.measured(total.distance, total.norm, total.moved, self._local.size)
         sound = header.nonfinite == 0.0
         busy_seconds = time.thread_time() - busy
         return Outcome(agreed, sums, measured, total.nbytes, sound, made_seconds, busy_seconds)
@@ -350,8 +344,8 @@ class Exchanges:
             return None
         measurements = self._receive(batch)
         # A blocking exchange promises that all nodes agree: repeat it when it was dropped.
-        while measurements is None and flight is not None and flight.batch == batch:
-            self.send(batch, flight.fragment, wait=0)
+        while measurements is None and flight is not None and flight.sent.batch == batch:
+            self.send(batch, flight.sent.fragment, wait=0)
             measurements = self._receive(batch)
         return measurements
 
@@ -369,8 +363,8 @@ class Exchanges:
         own_seconds = flight.own_seconds + merging_seconds
         own_seconds += self._core_loss.of(outcome.busy_seconds)
         self._core_loss.resume()
-        self._known.small_own_seconds.append(own_seconds)
-        self._known.small_exposed_seconds.append(exposed_seconds)
+        self._local.small_own_seconds.append(own_seconds)
+        self._local.small_exposed_seconds.append(exposed_seconds)
         self.metrics.small_exchanges += 1
 
     def _merge(
@@ -381,9 +375,7 @@ class Exchanges:
         Collective over the node; blocking.
         """
         begun, waited = time.perf_counter(), self._node.waited_seconds
-        rule = self.settings.merge_rule(
-            waited=batch - flight.batch, nodes=self.rank_info.nodes, keeps=flight.keeps
-        )
+        rule = self.rules.merge(waited=batch - flight.sent.batch, keeps=flight.sent.keeps)
         for row in rows:
             row.merge(rule)
         trace.record(trace.MERGE, begun, key=flight.handle.key, nbytes=nbytes)
@@ -408,19 +400,19 @@ class Exchanges:
             return None
         self.metrics.exchange_seconds = seconds
         measurements = self._learn(flight, outcome)
-        rows = self._rows_of(flight.fragment)
+        rows = self._rows_of(flight.sent.fragment)
         rule, merging_seconds = self._merge(flight, rows, batch, outcome.nbytes)
         own_seconds = flight.own_seconds + merging_seconds
-        self._known.own_seconds = own_seconds + self._core_loss.end(outcome.busy_seconds)
+        self._local.own_seconds = own_seconds + self._core_loss.end(outcome.busy_seconds)
         self.metrics.good()
         self.metrics.event(
             "exchange",
-            sent=flight.batch,
+            sent=flight.sent.batch,
             received=batch,
-            fragment=flight.fragment,
+            fragment=flight.sent.fragment,
             seconds=seconds,
             nbytes=outcome.nbytes,
-            wire=flight.wire,
+            wire=flight.sent.wire,
             **asdict(measurements) | {"own_seconds": own_seconds},
             **asdict(rule),
         )
@@ -434,18 +426,18 @@ class Exchanges:
         """
         if not self.channels.plans_follow_links:
             return
-        known = self._known
+        local = self._local
         # The seconds are of the exchange before.
-        kind, known.kind = known.kind, f"{flight.wire} {flight.fragment}"
+        kind, local.kind = local.kind, f"{flight.sent.wire} {flight.sent.fragment}"
         if not kind:
             return
-        known.lately[kind] = [*known.lately.get(kind, ()), seconds][-REMEMBERED:]
-        if not has_changed(known.lately[kind]):
+        local.lately[kind] = [*local.lately.get(kind, ()), seconds][-REMEMBERED:]
+        if not has_changed(local.lately[kind]):
             return
-        known.lately, known.kind = {}, ""
+        local.lately, local.kind = {}, ""
         self.coordinator.wait(self.channels.engine.submit(self.channels.look_again()))
         self._take_plans()
-        self.metrics.event("links", sent=flight.batch, plan=self.plan_name)
+        self.metrics.event("links", sent=flight.sent.batch, plan=self.plan_name)
 
     def _take_plans(self) -> None:
         """Take means by the plans of now; nothing may be in flight."""
@@ -454,55 +446,30 @@ class Exchanges:
             row.take_plan()
 
     def _learn(self, flight: InFlight, outcome: Outcome) -> Measurements:
-        """Return what an exchange told all ranks; remember what the next one shall tell."""
-        known, header = self._known, outcome.header
+        """Return what all ranks agreed on with an exchange; keep this rank's part for the next."""
+        header, before = outcome.header, self._state
         if not header.same_lr:
             self.coordinator.tell_of_rates(-header.minus_lr, header.lr)
-        drift = outcome.tally.drift(nodes=self.rank_info.nodes, batches=known.batches)
-        gain = 0.0
-        if self.step_restoration is not None:
-            gain = self.step_restoration.required_gain(
-                outcome.tally, nodes=self.rank_info.nodes, batches=known.batches
-            )
-        known.measured, known.batches = outcome.measured, flight.batches
-        for one in self._fragments_of(flight.fragment):
-            known.since[one] = flight.batch
-        known.drift, known.step_seconds = drift, header.step_seconds
-        measurements = Measurements(
+        drift, gain = self.rules.statistics(before, outcome.tally)
+        agreed = Measurements(
             header.step_seconds,
             header.exchange_seconds,
             header.lr,
             drift,
             header.own_seconds,
             gain,
-            self._gradient_seconds(header.exchange_seconds),
             small_seconds=header.small_seconds,
         )
-        self._choose_wire(flight, measurements)
+        self._state, measurements = self.rules.learn(before, flight.sent, agreed)
+        self._local.measured = outcome.measured
+        if self.wire != before.wire:
+            self.metrics.event("wire", sent=flight.sent.batch, wire=self.wire)
         return measurements
-
-    def _gradient_seconds(self, exchange_seconds: float) -> float:
-        """Return about how long gradients would take between nodes, by the exchange before."""
-        known = self._known
-        scale = scale_to_model(self._numels, known.timed_numel)
-        return self.settings.gradient_seconds(scale * exchange_seconds, known.timed)
-
-    def _choose_wire(self, flight: InFlight, measurements: Measurements) -> None:
-        """Choose the wire of the next exchange, by the seconds of the one before on this wire."""
-        known = self._known
-        numels = self._numels
-        if known.timed == flight.wire and tells_of_wire(known.timed_numel, numels):
-            numel = known.timed_numel
-            known.wire = self.settings.next_wire(flight.wire, measurements, numel=numel)
-            if known.wire != flight.wire:
-                self.metrics.event("wire", sent=flight.batch, wire=known.wire)
-        sent = self._fragments_of(flight.fragment)
-        known.timed, known.timed_numel = flight.wire, sum(numels[one] for one in sent)
 
     @property
     def wire(self) -> str:
         """The wire of the next exchange."""
-        return self._known.wire or self.settings.wires[0]
+        return self._state.wire
 
     @property
     def plan_name(self) -> str:
@@ -519,7 +486,7 @@ class Exchanges:
     def _drop(self, flight: InFlight, outcome: Outcome) -> None:
         """Set the node whose value is not finite back to the reference; say whose it is."""
         if not flight.small:
-            self._known.timed = ""  # next to nothing crossed
+            self._state = self.rules.drop(self._state)
             self._core_loss.drop()
         element, rank = decode_culprit(outcome.header.nonfinite, self.rank_info.world_size)
         if not all(self.coordinator.topology.node_comm.allgather(outcome.sound)):
@@ -527,7 +494,7 @@ class Exchanges:
                 row.restore()
             zero_nonfinite(self.coordinator.trained.inner, self.coordinator.trained.named)
         elif flight.ahead:
-            for row in self._rows_of(flight.fragment):
+            for row in self._rows_of(flight.sent.fragment):
                 row.turn_back()
         self.coordinator.mend_buffers()
         self.coordinator.count_drop(
@@ -553,7 +520,8 @@ class Exchanges:
         flight = self._flight
         return {
             "rows": [row.state() for row in self._at_rest()],
-            "known": asdict(self._known),
+            "state": asdict(self._state),
+            "local": asdict(self._local),
             "core_loss": self._core_loss.state(),
             "flight": flight and pack(flight),
             "route": self.channels.route and stored(self.channels.route),
@@ -576,8 +544,9 @@ class Exchanges:
         self._take_plans()
         for row, values in zip(self._at_rest(), state["rows"], strict=True):
             row.load(values)
-        known = copy.deepcopy(state["known"])  # lists are the caller's
-        fresh = {"measured": Tally(**known["measured"]), "marked": None}
-        self._known = ExchangeState(**known | fresh)
+        self._state = ExchangeState(**state["state"])
+        local = copy.deepcopy(state["local"])  # lists are the caller's
+        fresh = {"measured": Tally(**local["measured"]), "marked": None}
+        self._local = LocalMeasurements(**local | fresh)
         self._core_loss.load(state.get("core_loss", {"loss": None, "others": 0.0}))
         self._flight = None if state["flight"] is None else unpack(state["flight"])

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from daso.comm.engine import WorkHandle
+from daso.plan.exchange import Sent
 from daso.plan.header import Header, Tally
 
 __all__ = ["InFlight", "Outcome", "pack", "unpack"]
@@ -27,13 +28,9 @@ class InFlight:
     """An exchange under way."""
 
     handle: WorkHandle[Outcome]
-    batch: int  # batch after which it was sent
-    batches: int  # of work that it carries
-    fragment: int | None  # None: all of them
-    ahead: bool  # the node went where it will probably bring it
-    keeps: bool  # the merge keeps local work
-    wire: str
-    own_seconds: float  # that the training thread packed
+    sent: Sent
+    ahead: bool  # the node moved to its own guess of the result
+    own_seconds: float  # of packing, in the training thread
     small: bool = False  # it carries small tensors alone
 
 
@@ -43,19 +40,15 @@ def pack(flight: InFlight) -> dict[str, Any]:
     return {
         "outcome": asdict(flight.handle.result),
         "seconds": flight.handle.seconds,
-        "batch": flight.batch,
-        "batches": flight.batches,
-        "fragment": flight.fragment,
+        "sent": asdict(flight.sent),
         "ahead": flight.ahead,
-        "keeps": flight.keeps,
-        "wire": flight.wire,
         "own_seconds": flight.own_seconds,
         "small": flight.small,
     }
 
 
 def unpack(values: dict[str, Any]) -> InFlight:
-    """Return what `pack` made plain."""
+    """Return the exchange of plain values that `pack` made."""
     outcome = values["outcome"]
     parts = {
         "header": Header(**outcome["header"]),
@@ -63,5 +56,5 @@ def unpack(values: dict[str, Any]) -> InFlight:
         "measured": Tally(**outcome["measured"]),
     }
     handle = WorkHandle.over(Outcome(**outcome | parts), values["seconds"])
-    names = ("batch", "batches", "fragment", "ahead", "keeps", "wire", "own_seconds", "small")
-    return InFlight(handle, *(values[name] for name in names))
+    rest = (values[name] for name in ("ahead", "own_seconds", "small"))
+    return InFlight(handle, Sent(**values["sent"]), *rest)

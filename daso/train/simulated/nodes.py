@@ -21,6 +21,7 @@ from daso.kernels.codecs import Codec, codec_named, dense_codec
 from daso.kernels.rows import FlatTensors
 from daso.plan.allreduce_plan import AllReducePlan
 from daso.plan.cost_model import choose_plan
+from daso.plan.exchange import ExchangeRules, Sent
 from daso.plan.header import Tally
 from daso.plan.layout import fragments
 from daso.plan.merge import ADOPT, Merge
@@ -38,7 +39,6 @@ from daso.plan.schedule import (
 )
 from daso.plan.small_tensors import SMALL_WAIT
 from daso.plan.step_restoration import rate_of
-from daso.plan.wires import scale_to_model, tells_of_wire
 from daso.train.deltas.outer import MakeOuter
 from daso.train.deltas.shard import DeltaShard, MergeOptions, cut_row
 from daso.train.inner.step_restoration import make_step_restoration
@@ -66,35 +66,20 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """An exchange under way; its numbers are there, and wait until they are due."""
+    """An exchange in flight; its numbers are computed, and kept until they are due."""
 
-    batch: int
-    fragment: int | None
-    measurements: Measurements
-    keeps: bool
-    wire: str
+    sent: Sent
+    agreed: Measurements
+    small: bool = False  # it carries small tensors alone
 
 
 @dataclass(frozen=True, slots=True)
-class SmallInFlight:
-    """An exchange of small tensors alone under way."""
+class Told:
+    """Measurements of the last exchange, that ride with the next one."""
 
-    batch: int
-    keeps: bool
-
-
-@dataclass(slots=True)
-class ExchangeState:
-    """What is remembered from exchange to exchange; see `daso.train.deltas.exchange`."""
-
-    size: float = 1.0
-    since: list[int] = field(default_factory=list)
-    measured: Tally = field(default_factory=Tally)
-    batches: int = 0
-    drift: float = 0.0
-    wire: str = ""
-    timed: str = ""
-    timed_numel: int = 0
+    tally: Tally = field(default_factory=Tally)
+    seconds: float = 0.0
+    own_seconds: float = 0.0
     small_sent: bool = False  # small tensors alone, since everything was
 
 
@@ -227,8 +212,10 @@ class SimulatedNodes:
         )
         self.global_bytes_sent = 0  # by all nodes
         self.events: list[dict[str, Any]] = []
-        self._flight: InFlight | SmallInFlight | None = None
-        self._known = ExchangeState()
+        self._flight: InFlight | None = None
+        momentum = None if restoration is None else restoration.momentum
+        self.rules = ExchangeRules(settings, nodes, tuple(self._numels), momentum)
+        self._exchanged, self._told, self._size = self.rules.start(), Told(), 1.0
         wire = settings.gradient_wire(hidden=True)
         self._compressed = SimulatedGradients(self.named, wire, settings)
         if not self.state.synchronous:
@@ -353,8 +340,9 @@ class SimulatedNodes:
     # --- exchanges ---------------------------------------------------------------------------
 
     def _anchor(self, batch: int) -> None:
-        size = sum(row.anchor() for rows in self.rows for row in rows)
-        self._known = ExchangeState(size or 1.0, [batch] * len(self.rows), wire=self._known.wire)
+        self._size = sum(row.anchor() for rows in self.rows for row in rows) or 1.0
+        self._exchanged = self.rules.start(batch, self._exchanged)
+        self._told = replace(self._told, tally=Tally())
 
     def _rows_of(self, fragment: int | None) -> list[Row]:
         return (
@@ -362,16 +350,15 @@ class SimulatedNodes:
         )
 
     def _send(self, batch: int, fragment: int | None, *, wait: int) -> None:
-        known = self._known
-        wire = self._wires.get(batch) or known.wire or self.settings.wires[0]
-        sent = range(len(known.since)) if fragment is None else [fragment]
-        batches = batch - min(known.since[one] for one in sent)
-        drift = known.measured.drift(nodes=len(self.models), batches=known.batches)
-        ahead = self.settings.eager and wait > 0
+        told, times = self._told, self.times
+        sent = self.rules.send(self._exchanged, batch, fragment, wait=wait)
+        sent = replace(sent, wire=self._wires.get(batch) or sent.wire)
         measured = [[0.0, 0.0, 0.0] for _ in self.models]
-        keeps = wait > 0 and self.settings.keeps(wait=wait, drift=known.drift)
+        ahead = self.settings.eager and wait > 0
         for row in self._rows_of(fragment):
-            nbytes, found = row.send(wire, dense=fragment is None, ahead=ahead, keeps=keeps)
+            nbytes, found = row.send(
+                sent.wire, dense=fragment is None, ahead=ahead, keeps=sent.keeps
+            )
             self.global_bytes_sent += nbytes
             if row.is_small:  # they went lately, and say nothing of skip
                 continue
@@ -380,65 +367,48 @@ class SimulatedNodes:
                 for pair in zip(measured, found, strict=True)
             ]
         rates = [rate_of(group, 0.0) for inner in self.inners for group in inner.param_groups]
-        times = self.times
-        taken = times.exchange_seconds * _many_bytes(wire) / _many_bytes(self.settings.wires[0])
-        taken *= len(sent)
-        lr = max(rates)
-        gain = 0.0
-        if (restoration := self.step_restorations[0]) is not None:
-            gain = restoration.required_gain(
-                known.measured, nodes=len(self.models), batches=known.batches
-            )
-        scale = scale_to_model(self._numels, sum(self._numels[one] for one in sent))
-        gradients = self.settings.gradient_seconds(scale * taken, wire)
-        measurements = Measurements(
-            *(times.step_seconds, taken, lr, drift, len(sent) * times.own_seconds, gain, gradients),
-            small_seconds=times.small_seconds if known.small_sent else 0.0,
+        agreed = Measurements(
+            times.step_seconds,
+            told.seconds,
+            max(rates),
+            *(0.0, told.own_seconds),
+            small_seconds=times.small_seconds if told.small_sent else 0.0,
         )
-        known.small_sent = False
-        self._flight = InFlight(batch, fragment, measurements, keeps, wire)
-        shares = (Tally.measured(a, b, c, known.size) for a, b, c in measured)
-        known.measured = sum(shares, Tally())
-        known.batches = batches
-        for one in sent:
-            known.since[one] = batch
+        drift, gain = self.rules.statistics(self._exchanged, told.tally)
+        self._flight = InFlight(sent, replace(agreed, drift=drift, required_gain=gain))
+        shares = (Tally.measured(a, b, c, self._size) for a, b, c in measured)
+        parts = len(self.rows) if fragment is None else 1
+        self._told = Told(
+            sum(shares, Tally()), parts * self._seconds(sent.wire), parts * times.own_seconds
+        )
+
+    def _seconds(self, wire: str) -> float:
+        """Return how long one part takes on a wire."""
+        first = self.settings.wires[0]
+        return self.times.exchange_seconds * _many_bytes(wire) / _many_bytes(first)
 
     def _send_small(self, batch: int) -> None:
-        keeps = self.settings.keeps(wait=SMALL_WAIT, drift=self._known.drift)
+        wire, keeps = self.settings.wires[0], self.rules.keeps(self._exchanged, wait=SMALL_WAIT)
         for row in self._small_rows:
-            nbytes, _ = row.send(self.settings.wires[0], dense=False, ahead=False, keeps=keeps)
+            nbytes, _ = row.send(wire, dense=False, ahead=False, keeps=keeps)
             self.global_bytes_sent += nbytes
-        self._flight, self._known.small_sent = SmallInFlight(batch, keeps), True
+        self._flight = InFlight(Sent(batch, 0, 0, keeps, wire), Measurements(), small=True)
+        self._told = replace(self._told, small_sent=True)
 
     def _receive(self, batch: int) -> Measurements | None:
         flight, self._flight = self._flight, None
         assert flight is not None, "the schedule receives only what was sent"
-        rule = self.settings.merge_rule(
-            waited=batch - flight.batch, nodes=len(self.models), keeps=flight.keeps
-        )
-        if isinstance(flight, SmallInFlight):
-            for row in self._small_rows:
-                row.merge(rule)
-            return None
-        known, rows = self._known, self._rows_of(flight.fragment)
-        known.drift = flight.measurements.drift
-        numels = self._numels
-        if known.timed == flight.wire and tells_of_wire(known.timed_numel, numels):
-            numel = known.timed_numel
-            known.wire = self.settings.next_wire(flight.wire, flight.measurements, numel=numel)
-        sent = numels if flight.fragment is None else [numels[flight.fragment]]
-        known.timed, known.timed_numel = flight.wire, sum(sent)
+        sent = flight.sent
+        rule = self.rules.merge(waited=batch - sent.batch, keeps=sent.keeps)
+        rows = self._small_rows if flight.small else self._rows_of(sent.fragment)
+        measurements = None
+        if not flight.small:
+            self._exchanged, measurements = self.rules.learn(self._exchanged, sent, flight.agreed)
+            facts = {"sent": sent.batch, "received": batch, "wire": sent.wire}
+            self.events.append(facts | asdict(measurements))
         for row in rows:
             row.merge(rule)
-        self.events.append(
-            {
-                "sent": flight.batch,
-                "received": batch,
-                "wire": flight.wire,
-                **asdict(flight.measurements),
-            }
-        )
-        return flight.measurements
+        return measurements
 
 
 def _many_bytes(wire: str) -> int:

@@ -20,8 +20,9 @@ from daso.cli.train.config import (
 )
 from daso.cli.train.task import make_task
 from daso.errors import ConfigError, DataError
+from daso.plan.auto import Auto
 from daso.plan.options import Exchange, Gradients
-from daso.plan.policies import Auto, Fixed, Plateau, Qsr
+from daso.plan.policies import Fixed, Plateau, Qsr
 
 KEYS = [
     "name",

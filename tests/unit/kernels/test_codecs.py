@@ -10,8 +10,7 @@ from daso.kernels import torch_kernels
 from daso.kernels.choice import kernels_for
 from daso.kernels.codecs import codec_named
 from daso.kernels.rows import NOWHERE, EncodeRows, FlatTensors, Mean
-from daso.plan.options import Wire
-from daso.plan.wires import BITS
+from daso.plan.options import BITS, Wire
 
 WIRES = [wire for wire in get_args(Wire) if wire != "auto"]
 SIZES = [0, 1, 2, 127, 128, 129, 1000, 4097]

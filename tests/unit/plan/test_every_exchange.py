@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from daso.plan.auto import Auto
 from daso.plan.header import Header, Tally
-from daso.plan.policies import Auto, Fixed, Plateau, Qsr
+from daso.plan.policies import Fixed, Plateau, Qsr
 from daso.plan.schedule import (
     Action,
     Measurements,

@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError, asdict, fields
 import pytest
 
 from daso.errors import ConfigError
-from daso.plan.merge import MERGES, is_eager, keeps_local, merge_rule
+from daso.plan.merge import MERGES, is_eager
 from daso.plan.options import Exchange, Gradients, Settings
 
 
@@ -178,25 +178,6 @@ def test_topk_refuses_merges_that_keep_a_part_of_what_it_did_not_send(merge):
 def test_topk_refuses_parts_that_move():
     with pytest.raises(ConfigError, match=r"wire='topk' needs an Exchange\.algorithm that"):
         make(wire="topk", merge="auto", exchange=Exchange(algorithm="planned"))
-
-
-@pytest.mark.parametrize("merge", ["auto", "delta", "eager"])
-@pytest.mark.parametrize("outer", [False, True])
-def test_topk_keeps_all_local_work_however_far_nodes_drift(merge, outer):
-    made = make(wire="topk", merge=merge, outer=outer)
-    assert made.keeps(wait=3, drift=9.0)
-
-
-@pytest.mark.parametrize("merge", [*MERGES, 0, 0.3, 1])
-@pytest.mark.parametrize("outer", [False, True])
-@pytest.mark.parametrize("drift", [0.0, 0.001, 9.0])
-@pytest.mark.parametrize("waited", [0, 1, 7])
-def test_settings_merge_by_the_rule_that_they_name(merge, outer, drift, waited):
-    made = make(wire="fp32", merge=merge, outer=outer)
-    keeps = made.keeps(wait=waited, drift=drift)
-    assert keeps == keeps_local(merge, wait=waited, drift=drift, outer=outer)
-    asked = {"waited": waited, "nodes": 2, "keeps": keeps}
-    assert made.merge_rule(**asked) == merge_rule(merge, **asked)
 
 
 @pytest.mark.parametrize("merge", [*MERGES, 0.5])

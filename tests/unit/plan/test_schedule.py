@@ -542,7 +542,7 @@ def test_a_state_holds_nothing_else():
         "noise_share",
         "sparse",
         "hidden",
-        "hide_again",
+        "sync",
         "small",
         "plateau",
         "measurements",

@@ -85,9 +85,12 @@ def test_what_gradients_would_take_is_reckoned_from_parts_and_not_from_everythin
     for step in range(5):
         nodes.step([lambda m, r=rank, s=step: batch_loss(m, r, s) for rank in range(2)])
     nodes.end_epoch(1.0)
-    *parts, everything = nodes.events
+    nodes.step([lambda m, r=rank: batch_loss(m, r, 5) for rank in range(2)])
+    nodes.step([lambda m, r=rank: batch_loss(m, r, 6) for rank in range(2)])
+    first, *parts, everything = nodes.events  # each tells of the exchange before
     weights, others = 6 * 17, 17 + 17 * 3 + 3
     whole = weights + others
+    assert (first["exchange_seconds"], first["gradient_seconds"]) == (0.0, 0.0)
     assert sorted({one["gradient_seconds"] for one in parts}) == pytest.approx(
         [0.25 * whole / weights, 0.25 * whole / others]
     )

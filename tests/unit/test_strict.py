@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from daso.plan.strict import json_by_rows, strict_json
+from daso.strict import json_by_rows, strict_json
 
 
 def refused(name):

@@ -1,0 +1,207 @@
+"""The default policy: `Auto` chooses skip and wait from measured times. Pure."""
+
+import math
+from dataclasses import dataclass, replace
+
+from daso.checks import NONE, check, either, positive, validated_record, whole
+from daso.plan.schedule import Measurements, State, SyncPhase
+from daso.plan.small_tensors import SMALL_WAIT
+
+__all__ = ["Auto"]
+
+# Batches of the synchronous start with an optimizer that normalizes, and the batches of computing
+# that it may cost. Held-out loss of a byte-level transformer (8 simulated nodes, AdamW, 1,000
+# steps, one seed) with exchanges at every batch after 0, 100 or 300 synchronous ones: 1.884, 1.804
+# and 1.800; synchronous training 1.799.
+START_BATCHES, START_COST = 300, 100.0
+OVERLAP = 0.5  # of a step: behind which gradients are averaged while backward goes on
+FASTER = 0.5  # of the estimated seconds of gradients, at which synchronous batches are tried again
+RETRY_AFTER = 1000  # batches after which they are tried again at the same estimate
+DRIFT = 0.025  # relative distance between nodes that SGD may reach before an exchange
+# Times the seconds of an exchange. Where it takes 0.9 batches and steps differ by 10 %, a margin of
+# a fifth leaves 1 % of a step exposed, a tenth 3 % (`daso.predict`). With an optimizer that
+# normalizes each batch by which a mean is late costs accuracy: where an exchange takes 1.7 batches
+# a fifth costs 0.51 points on 4 simulated nodes, a tenth none (scripts/figures/accuracy-text.json).
+MARGIN, NORMALIZED_MARGIN = 1.2, 1.05
+MAX_SKIP_OVER_WAIT = 8  # wait is at least skip over this, so that a slow moment exposes nothing
+# Exchanges of small tensors by themselves: each takes 3 ms of a core, whatever its size.
+SMALL_BUDGETS = 4.0  # of `Auto.budget`
+# Waits between exchanges of everything at least, where small tensors are held back meanwhile. With
+# exchanges of 3 batches, 1,404 steps of a CNN ended 0.43 points below synchronous with 1, 0.08 with
+# 4 and 0.03 with 8 (scripts/figures/selective.json).
+WAITS_BETWEEN = 8
+
+
+@validated_record
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """Chooses skip and wait from measured times; needs no settings.
+
+    With an optimizer that normalizes (Adam and similar), training starts with gradients averaged at
+    every batch, on a narrow wire. That lasts 300 batches, or until it has cost the time of 100. It
+    goes on while it costs at most ``sync_cost`` of a step. Otherwise nodes exchange parameters as
+    often as the link carries them, and scale the learning rate by a measured gain
+    (`daso.plan.step_restoration`). Synchronous batches return where gradients would be cheap.
+
+    With other optimizers (SGD) nodes exchange parameters from the first batch. Wait is the batches
+    that an exchange takes, with a margin. Skip keeps the processor time of exchanges within
+    ``budget``, and the distance between nodes within ``drift``: the root mean square distance of a
+    node from the mean of all nodes, relative to the parameters (consensus distance, Kong et al.
+    2021, arXiv 2102.04828). It is measured at every exchange and expected to grow with the learning
+    rate. Skip begins at 1 and at most doubles with each exchange. Small tensors (convolutions near
+    the input, norms, biases) are exchanged at every second or third batch where that is cheap:
+    nodes lose most accuracy where these drift apart.
+
+    Args:
+        drift: Relative distance between nodes to aim at before an exchange, with optimizers that do
+            not normalize; None: 0.025.
+        max_skip: Most batches between exchanges.
+        warmup: Synchronous batches at the start, in full precision; they replace the start above.
+        budget: Share of the steps' time that exchanges may take, with optimizers that do not
+            normalize.
+        selective: Numbers of a model from which on its small tensors are exchanged more often;
+            None: never.
+        sync_cost: Share of a step that synchronous batches may cost, with optimizers that
+            normalize; the processor time of exchanges stays within it too.
+    """
+
+    drift: float | None = None
+    max_skip: int = 128
+    warmup: int = 0
+    budget: float = 0.01
+    selective: int | None = 2_000_000
+    sync_cost: float = 0.1
+
+    def __post_init__(self) -> None:
+        check("Auto.selective", self.selective, either(whole(1, of=" of numbers"), NONE))
+        check("Auto.drift", self.drift, either(positive(), NONE))
+        check("Auto.max_skip", self.max_skip, whole(1))
+        check("Auto.warmup", self.warmup, whole(0))
+        check("Auto.budget", self.budget, positive())
+        check("Auto.sync_cost", self.sync_cost, positive())
+
+    def start(self) -> State:
+        """Return the state before the first batch."""
+        return State() if self.warmup else State(skip=1, wait=1)
+
+    def begin(self, state: State) -> State:
+        """Return the state before the first batch, with an optimizer that normalizes."""
+        return state if self.warmup else replace(state, skip=1, wait=0, hidden=True)
+
+    def tune_batch(self, state: State) -> State:
+        """Leave the warm-up when its batches are over."""
+        warming = self.warmup and state.synchronous and not state.hidden
+        if warming and state.batch >= self.warmup:
+            return replace(state, skip=1, wait=1)
+        return state
+
+    def tune_exchange(self, state: State, measurements: Measurements) -> State:
+        """Choose wait and skip for the round that begins."""
+        if state.hidden:
+            return self._stay_synchronous(state, measurements)
+        if measurements.required_gain > 0:
+            return self._tune_normalized(state, measurements)
+        return self._tune_linear(state, measurements)
+
+    def tune_epoch(self, state: State, loss: float) -> State:  # noqa: ARG002 - the protocol's
+        """Change nothing: loss and epochs are not needed."""
+        return state
+
+    def why(self, state: State) -> str:
+        """Return the choice and its reason in words."""
+        if state.hidden:
+            cost = f"they cost {100 * state.sync.cost:.0f} % of a step"
+            return f"gradients at every batch: {cost if state.sync.measured else 'the start'}"
+        if state.synchronous:
+            return "gradients at every batch, in full precision: the warm-up"
+        often = f"every {state.skip} batches" if state.skip > 1 else "at every batch"
+        return f"parameters {often}, merged {state.wait} later: {self._reason(state)}"
+
+    def _reason(self, state: State) -> str:
+        """Return why parameters are exchanged no more often."""
+        measurements, cost = state.measurements, state.sync.cost
+        if cost > self.sync_cost:
+            return f"gradients would cost {100 * cost:.0f} % of a step"
+        if measurements.step_seconds <= 0:
+            return "nothing is measured yet"
+        if state.skip <= state.wait:
+            return "an exchange takes that many batches"
+        return f"an exchange takes {1e3 * measurements.own_seconds:.3g} ms of training"
+
+    # --- optimizers that normalize -----------------------------------------------------------
+
+    def _stay_synchronous(self, state: State, measurements: Measurements) -> State:
+        """Leave synchronous batches where they cost too much."""
+        if measurements.step_seconds <= 0:
+            return state
+        before, cost = state.sync, measurements.batches(measurements.exposed_seconds)
+        spent = before.spent + cost * (state.batch - before.measured)
+        sync = replace(before, cost=cost, spent=spent, measured=state.batch)
+        started = state.batch >= START_BATCHES or spent >= START_COST
+        if cost <= self.sync_cost or not started:
+            return replace(state, sync=sync)
+        sync = replace(sync, gradients=0.0, retry=state.batch + RETRY_AFTER)
+        return replace(state, skip=1, wait=1, hidden=False, sync=sync)
+
+    def _tune_normalized(self, state: State, measurements: Measurements) -> State:
+        """Exchange as often as the link carries it, or return to synchronous batches."""
+        gradients = measurements.batches(measurements.gradient_seconds)
+        left = state.sync.gradients or gradients
+        state = replace(state, sync=replace(state.sync, gradients=left))
+        work = state.fragments * measurements.batches(measurements.own_seconds)
+        cheap = 0 < gradients <= OVERLAP and work <= self.sync_cost
+        if cheap and (state.batch >= state.sync.retry or gradients <= FASTER * left):
+            sync = SyncPhase(spent=state.sync.spent, measured=state.batch)
+            return replace(state, skip=1, wait=0, hidden=True, sync=sync)
+        wait = min(self._wait(state, measurements, NORMALIZED_MARGIN), self._most_wait(state))
+        affordable = math.ceil(min(work / self.sync_cost, self.max_skip))
+        return replace(state, skip=max(wait, min(affordable, 2 * state.skip)), wait=wait)
+
+    # --- optimizers that do not --------------------------------------------------------------
+
+    def _tune_linear(self, state: State, measurements: Measurements) -> State:
+        """Choose skip by the budget and by drift, and exchange small tensors in between."""
+        most = self._most_wait(state)
+        wait = min(self._wait(state, measurements, MARGIN), most)
+        period = state.small.period_within(SMALL_BUDGETS * self.budget * measurements.step_seconds)
+        small = replace(state.small, period=period)
+        # Small tensors are not to be held back most of the time.
+        least = min(WAITS_BETWEEN * wait, 2 * state.skip) if small.stay_behind(wait) else wait
+        affordable = min(self._affordable(measurements), 2 * state.skip)
+        wanted = max(least, min(affordable, self._skip_by_drift(state, measurements)))
+        skip = max(wait, min(wanted, self.max_skip))
+        slack = skip // MAX_SKIP_OVER_WAIT
+        if small.go_alone(wait):  # they keep ranks together, and are held back meanwhile
+            slack = min(slack, SMALL_WAIT)
+        return replace(state, skip=skip, wait=min(max(wait, slack), most), small=small)
+
+    def _affordable(self, measurements: Measurements) -> int:
+        """Return the batches between exchanges within budget; the most if not measured."""
+        batches = min(measurements.batches(measurements.own_seconds) / self.budget, self.max_skip)
+        return max(1, math.ceil(batches)) if batches else self.max_skip
+
+    def _skip_by_drift(self, state: State, measurements: Measurements) -> int:
+        """Go half of the way, in logarithms, from skip to what drift allows; at most double it."""
+        before = state.measurements
+        ratio = measurements.lr / before.lr if before.lr > 0 else 1.0
+        growth = ratio * ratio  # `ratio**2` would raise where it overflows; this is infinite
+        if not measurements.drift * growth > 0:
+            return state.skip
+        allowed = (self.drift or DRIFT) ** 2 / (measurements.drift * growth) / state.fragments
+        # Half of the way, because drift that grows with skip itself would swing for ever otherwise.
+        half = math.sqrt(state.skip * min(allowed, 4.0 * state.skip))
+        return max(1, math.ceil(half) if math.ceil(half) <= allowed else math.floor(half))
+
+    # --- both --------------------------------------------------------------------------------
+
+    def _most_wait(self, state: State) -> int:
+        """Return the most batches to wait next: a single slow exchange does not change it much."""
+        return min(2 * max(1, state.wait), self.max_skip)
+
+    def _wait(self, state: State, measurements: Measurements, margin: float) -> int:
+        """Return the batches that an exchange takes, with a margin; as it is if not measured."""
+        # No step is measured between two exchanges after the same batch (a drain, a repeat).
+        batches = measurements.batches(measurements.exchange_seconds)
+        if batches <= 0:
+            return max(1, state.wait)
+        return max(1, math.ceil(min(margin * batches, self.max_skip)))
