@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from daso.checks import NONE, check, either, positive, validated_record, whole
-from daso.plan.schedule import Measurements, State, SyncPhase
+from daso.plan.schedule import Measurements, State
 from daso.plan.small_tensors import SMALL_WAIT
 
 __all__ = ["Auto"]
@@ -15,8 +15,10 @@ __all__ = ["Auto"]
 # and 1.800; synchronous training 1.799.
 START_BATCHES, START_COST = 300, 100.0
 OVERLAP = 0.5  # of a step: behind which gradients are averaged while backward goes on
-FASTER = 0.5  # of the estimated seconds of gradients, at which synchronous batches are tried again
-RETRY_AFTER = 1000  # batches after which they are tried again at the same estimate
+# Synchronous batches are tried again where gradients are estimated at this share of the seconds of
+# when they were left, by the least estimate of a few batches; and after many batches anyway.
+FASTER, REFERENCE_BATCHES, RETRY_AFTER = 0.5, 10, 1000
+FAILED_WITHIN = 100  # batches; a trial that ends earlier found the link no faster than before
 DRIFT = 0.025  # relative distance between nodes that SGD may reach before an exchange
 # Times the seconds of an exchange. Where it takes 0.9 batches and steps differ by 10 %, a margin of
 # a fifth leaves 1 % of a step exposed, a tenth 3 % (`daso.predict`). With an optimizer that
@@ -140,19 +142,24 @@ class Auto:
         started = state.batch >= START_BATCHES or spent >= START_COST
         if cost <= self.sync_cost or not started:
             return replace(state, sync=sync)
-        sync = replace(sync, gradients=0.0, retry=state.batch + RETRY_AFTER)
+        failed = sync.began > 0 and state.batch - sync.began <= FAILED_WITHIN
+        sync = replace(sync, left=state.batch, gradients=sync.gradients if failed else 0.0)
         return replace(state, skip=1, wait=1, hidden=False, sync=sync)
 
     def _tune_normalized(self, state: State, measurements: Measurements) -> State:
         """Exchange as often as the link carries it, or return to synchronous batches."""
         gradients = measurements.batches(measurements.gradient_seconds)
-        left = state.sync.gradients or gradients
-        state = replace(state, sync=replace(state.sync, gradients=left))
+        sync, since = state.sync, state.batch - state.sync.left
+        least = sync.gradients or gradients
+        if since <= REFERENCE_BATCHES and gradients:
+            least = min(least, gradients)
         work = state.fragments * measurements.batches(measurements.own_seconds)
         cheap = 0 < gradients <= OVERLAP and work <= self.sync_cost
-        if cheap and (state.batch >= state.sync.retry or gradients <= FASTER * left):
-            sync = SyncPhase(spent=state.sync.spent, measured=state.batch)
+        untried = sync.left == 0 or since >= RETRY_AFTER
+        if cheap and (untried or gradients <= FASTER * least):
+            sync = replace(sync, began=state.batch, measured=state.batch, gradients=gradients)
             return replace(state, skip=1, wait=0, hidden=True, sync=sync)
+        state = replace(state, sync=replace(sync, gradients=least))
         wait = min(self._wait(state, measurements, NORMALIZED_MARGIN), self._most_wait(state))
         affordable = math.ceil(min(work / self.sync_cost, self.max_skip))
         return replace(state, skip=max(wait, min(affordable, 2 * state.skip)), wait=wait)

@@ -96,10 +96,11 @@ class SyncPhase:
 
     cost: float = 0.0  # share of a step, at the last measurement
     spent: float = 0.0  # batches of computing that they cost so far
+    began: int = 0  # batch after which the last phase began
     measured: int = 0  # batch of the last measurement
-    # Estimated seconds of averaging gradients over those of a step, after the phase was left.
+    left: int = 0  # batch after which it was left
+    # Least estimate of the seconds of gradients over those of a step, shortly after it was left.
     gradients: float = 0.0
-    retry: int = 0  # batch from which it is tried again anyway
 
 
 @dataclass(frozen=True, slots=True)

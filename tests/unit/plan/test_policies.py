@@ -2,6 +2,7 @@ import math
 import sys
 from dataclasses import FrozenInstanceError, fields, replace
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,6 @@ from daso.plan.auto import (
     DRIFT,
     MARGIN,
     NORMALIZED_MARGIN,
-    RETRY_AFTER,
     START_BATCHES,
     START_COST,
     Auto,
@@ -336,7 +336,7 @@ def test_auto_explains_its_choice(state, why):
 # Cheap exchanges with an optimizer that normalizes, on a link on which backward hides gradients.
 FAST = Measurements(1.0, 0.5, 0.1, 1e-6, own_seconds=0.01, required_gain=2.0, gradient_seconds=0.5)
 BEFORE = State(
-    batch=20, skip=1, wait=1, sent=20, last=20, sends=4, agreed=20, sync=SyncPhase(gradients=1.0)
+    batch=1200, skip=1, wait=1, sent=1200, last=1200, agreed=1200, sync=SyncPhase(left=201)
 )
 COST = Auto().sync_cost
 
@@ -344,11 +344,12 @@ COST = Auto().sync_cost
 @pytest.mark.parametrize(
     ("sync", "state", "measurements", "returns"),
     [
-        ({}, {}, {}, True),
-        ({"retry": 21}, {}, {}, True),  # half of what they took when the phase was left
-        ({"retry": 21, "gradients": 0.9}, {}, {}, False),
-        ({"retry": 20, "gradients": 0.9}, {}, {}, True),
-        ({"retry": 21, "gradients": 0.0}, {}, {}, False),  # the first estimate after it was left
+        ({}, {}, {}, False),
+        ({"left": 200}, {}, {}, True),  # a thousand batches ago
+        ({"gradients": 0.99}, {}, {}, False),
+        ({"gradients": 1.0}, {}, {}, True),  # half of what they took when the phase was left
+        ({"gradients": 1.0, "left": 1190}, {}, {}, False),  # the first estimates were long ones
+        ({"gradients": 1.0, "left": 1189}, {}, {}, True),
         ({}, {}, {"required_gain": 0.0}, False),
         ({}, {}, {"gradient_seconds": 0.0}, False),
         ({}, {}, {"gradient_seconds": 0.501}, False),
@@ -360,6 +361,7 @@ COST = Auto().sync_cost
     ],
 )
 def test_auto_returns_to_gradients_where_they_are_cheap(sync, state, measurements, returns):
+    sync = {"gradients": 1.0} | sync if measurements or state else sync
     state = replace(BEFORE, sync=replace(BEFORE.sync, **sync), **state)
     acts, after = after_exchange(Auto(), state, replace(FAST, **measurements))
     assert after.hidden == after.synchronous == returns
@@ -380,7 +382,7 @@ def start(cost, batches, policy=None):
             if acts:
                 assert acts == (Action.ANCHOR,)
                 assert (state.skip, state.wait, state.hidden) == (1, 1, False)
-                assert state.sync.retry == state.batch + RETRY_AFTER
+                assert state.sync.left == state.batch
                 return state.batch
     return None
 
@@ -405,29 +407,46 @@ def test_the_cost_of_synchronous_batches_is_a_setting():
     assert start(0.05, 1000, Auto(sync_cost=0.04)) == START_BATCHES
 
 
-def test_a_link_that_slows_down_and_recovers_is_followed_within_fifty_batches():
-    """20 Mbit/s for 300 batches, then 1 Gbit/s again: gradients take 12 steps, then a quarter."""
-    policy, slow = Auto(), range(401, 701)
+def phases(batches, gradients_of, *, extra=0.0):
+    """Train with an optimizer that normalizes; return for each batch whether it is synchronous.
+
+    Gradients take ``gradients_of(batch, since)`` steps, so many batches after exchanges began; half
+    of a step is hidden, and ``extra`` is not.
+    """
+    policy = Auto()
     state = begin(policy, policy.start(), nodes=2, memory=0.99, may_hide=True)
-    phases, flight = [], None
-    for batch in range(1, 1001):
-        gradients = 12.0 if batch in slow else 0.25
+    found, last, now = [], 0.0, 0.0
+    for batch in range(1, batches + 1):
         acts, state = after_batch(policy, state)
         for act in acts:
             told = None
             if act is Action.MEASURE:
-                told = Measurements(1.0, exposed_seconds=max(0.0, gradients - 0.5))
+                exposed = extra + max(0.0, gradients_of(batch, 0) - 0.5)
+                told, now = Measurements(1.0, exposed_seconds=exposed), 0.0  # nothing is timed yet
             elif act is Action.SEND:
-                last, flight = flight, gradients
+                last, now = now, gradients_of(batch, batch - state.sync.left)
             elif act is Action.RECEIVE:
-                seconds = last or 0.0
-                told = Measurements(*(1.0, seconds, 0.1, 1e-6, 0.01, 1.4), gradient_seconds=seconds)
+                told = Measurements(*(1.0, last, 0.1, 1e-6, 0.01, 1.4), gradient_seconds=last)
             if told is not None:
                 _, state = after_exchange(policy, state, told)
-        phases.append(state.synchronous)
-    assert all(phases[:400])
-    assert not any(phases[450:700])
-    assert all(phases[750:])
+        found.append(state.synchronous)
+    return found
+
+
+def test_a_link_that_slows_down_and_recovers_twice_is_followed_within_fifty_batches():
+    """From 1 Gbit/s to 20 Mbit/s and back: gradients take a quarter of a step, then 12."""
+    slow = {*range(401, 701), *range(1101, 1301)}
+    found = phases(1500, lambda batch, _: 12.0 if batch in slow else 0.25)
+    fast = [*range(400), *range(750, 1100), *range(1350, 1500)]
+    assert all(found[batch] for batch in fast)
+    assert not any(found[450:700] + found[1150:1300])
+
+
+def test_a_trial_of_synchronous_batches_that_fails_is_not_repeated_soon():
+    """Exchanges are slow for a while after the phase was left; the link is never faster."""
+    found = phases(1200, lambda _, since: 0.48 if since < 15 else 0.2, extra=0.2)
+    changes = [at for at, (one, after) in enumerate(pairwise(found)) if one != after]
+    assert len(changes) == 3  # left, tried, left
 
 
 @pytest.mark.parametrize(
