@@ -154,7 +154,8 @@ def next_wire(now: str, measurements: Measurements, *, choices: Sequence[str], n
         numel: Numbers that the exchange carried.
     """
     step_seconds, seconds = measurements.step_seconds, measurements.exchange_seconds
-    if NARROWEST not in choices or step_seconds <= 0 or seconds <= 0 or numel < MIN_NUMEL:
+    measured = step_seconds > 0 and seconds > 0 and numel >= MIN_NUMEL
+    if not measured or not {NARROW, NARROWEST} <= set(choices):
         return now
     if not measurements.required_gain:  # not an optimizer that normalizes, or not measured yet
         return now

@@ -35,6 +35,7 @@ __all__ = [
 
 ALIGNMENT = 8  # bytes: of every tensor in a message
 SMALL_SHARE = 16  # small tensors are together at most one of so many numbers
+LAST_BUCKET_BYTES = 1 << 20  # down to which the last buckets are halved
 LEAST_BUCKET_BYTES = 64 << 10  # for the sake of which the last layer goes by itself
 
 
@@ -230,7 +231,8 @@ def fit_buckets(
     """Group tensors, in the order given, into buckets of about ``capacity`` bytes.
 
     A bucket is closed by the tensor that fills it, so a tensor is never cut and one larger than
-    the capacity closes its bucket alone or with what came before.
+    the capacity closes its bucket alone or with what came before. The last buckets get smaller, to
+    half of what is left and 1 MiB: less is still to be averaged when backward ends.
 
     The last layer has nothing to hide behind: backward ends with it. So it shares no bucket with
     layers that could leave while its gradient is computed (after US 11164079 B2, whose chunks are
@@ -259,13 +261,13 @@ def _without_last(bucket: tuple[int, ...], first: int, before: int) -> list[tupl
 def _filled(nbytes: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
     buckets: list[tuple[int, ...]] = []
     filling: list[int] = []
-    filled = 0
+    filled, left = 0, sum(nbytes)
     for index, size in enumerate(nbytes):
         filling.append(index)
         filled += size
-        if filled >= capacity:
+        if filled >= min(capacity, max(LAST_BUCKET_BYTES, left // 2)):
             buckets.append(tuple(filling))
-            filling, filled = [], 0
+            filling, filled, left = [], 0, left - filled
     if filling:
         buckets.append(tuple(filling))
     return tuple(buckets)

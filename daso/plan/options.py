@@ -137,8 +137,8 @@ class Gradients:
         priority: Which of the portions that are ready crosses next: ``"layer"``, the one needed
             first; ``"lifo"``, ready last; ``"fifo"``, ready first.
         bucket_bytes: Size from which a bucket of gradients counts as full and is averaged while
-            backward goes on, in bytes; ``"auto"``: 25 MiB on GPUs, where a bucket costs launches,
-            and 1 MiB elsewhere; ``"search"`` tries sizes in the first hundreds of batches, keeps
+            backward goes on, in bytes; the last ones are smaller. ``"auto"``: 25 MiB on GPUs, where
+            a bucket costs launches, and 4 MiB elsewhere; ``"search"`` tries sizes in the first hundreds of batches, keeps
             the fastest, and starts anew when batches come to take much longer or shorter. No
             bit of a sum in a fixed order depends on it (``Exchange(algorithm="mpi")`` has none from
             three nodes on, and in rings, and above 16 nodes, the order follows sizes). With
@@ -197,7 +197,8 @@ class Gradients:
         if self.bucket_bytes == "search":
             return None
         if self.bucket_bytes == "auto":
-            return (25 if on_gpu and self.reducer == "bucketed" else 1) * MiB
+            sizes = (25 if on_gpu else 4) if self.reducer == "bucketed" else 1
+            return sizes * MiB
         return self.bucket_bytes
 
 

@@ -64,8 +64,10 @@ class GradientAveraging:
             )
         if between:
             stay = self._by_device and self.node.sums_stay
+            end_round = self._average_flags if self._compresses else None
             return ReducePlan(
-                rank_info.local_size, rank_info.lanes, self._average_between, stay=stay
+                *(rank_info.local_size, rank_info.lanes, self._average_between, end_round),
+                stay=stay,
             )
         alone = rank_info.largest_node == 1
         inside = background if isinstance(background, HostReducer) else None
@@ -89,6 +91,16 @@ class GradientAveraging:
         def finish() -> None:
             sent = self.coordinator.wait(handle)
             nbytes = sent if isinstance(sent, int) else sent.nbytes
+            self.coordinator.metrics.global_bytes_sent += nbytes
+
+        return finish
+
+    def _average_flags(self) -> Finish:
+        """Start the means of the flags of a round, which no narrow wire carries."""
+        handle = self.channels.engine.submit(self.compressor.mean_of_flags())
+
+        def finish() -> None:
+            nbytes = self.coordinator.wait(handle).nbytes
             self.coordinator.metrics.global_bytes_sent += nbytes
 
         return finish

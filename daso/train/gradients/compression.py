@@ -110,10 +110,16 @@ class CompressedSum:
         row = self.total[start - self.start : stop - self.start]
         self._kernels.reduce(mean, stop - start, row=row)
 
-    def deliver_exact(self) -> None:
-        """Write the numbers that crossed as they are."""
-        exact = self.exact.to(self.total.device, non_blocking=True)
+    def deliver_exact(self, means: torch.Tensor) -> None:
+        """Write the means of the numbers that are sent as they are."""
+        exact = means.to(self.total.device, non_blocking=True)
         self.total.index_copy_(0, self._flags, exact)
+
+
+def _deliver(sources: Sequence[CompressedSum], means: Sequence[torch.Tensor]) -> None:
+    """Write the means of flags where they belong."""
+    for source, mean in zip(sources, means, strict=True):
+        source.deliver_exact(mean)
 
 
 def compressed_chunks(
@@ -162,6 +168,7 @@ class GradientCompressor:
         self._residuals: dict[Key, torch.Tensor] = {}
         self._rounded: dict[torch.dtype, dict[int, torch.Tensor]] = {}  # by owners of parts
         self._means: dict[tuple[torch.dtype, bool, AllReducePlan], DeterministicAllReduce] = {}
+        self._flagged: list[CompressedSum] = []  # sums whose flags are not averaged yet
 
     def mean(
         self,
@@ -172,7 +179,7 @@ class GradientCompressor:
         *,
         exact: bool = False,
     ) -> Work[Averaged]:
-        """Replace sums over nodes by the mean over the world.
+        """Replace sums over nodes by the mean over the world, but for flags: see `mean_of_flags`.
 
         Collective over the lane; non-blocking, as work for the engine.
         """
@@ -180,8 +187,7 @@ class GradientCompressor:
             assert self._where is None, "sums are left on the device"
             source, means, chunks = self._encode(total, key, flags, exact=exact)
             nbytes = yield from means.run(source, chunks)
-            nbytes += yield from self._mean_of_exact(source)
-            source.deliver_exact()
+            self._keep_flags(source)
             return Averaged(nbytes)
         begun = time.perf_counter()
         assert self._where is not None, "sums are left on a device"
@@ -195,12 +201,37 @@ class GradientCompressor:
         yield from source.leave(copies, self._room if self._where.staged else None)
         made_seconds = time.perf_counter() - begun
         nbytes = yield from means.run(source, chunks)
-        nbytes += yield from self._mean_of_exact(source)
         with copies.beside():
-            source.deliver_exact()
             over = copies.mark()
         yield over
+        self._keep_flags(source)
         return Averaged(nbytes, made_seconds)
+
+    def mean_of_flags(self) -> Work[Averaged]:
+        """Replace the flags of all sums since the last call by their means, in full precision.
+
+        Collective over the lane; non-blocking, as work for the engine, behind these sums.
+        """
+        sources, self._flagged = self._flagged, []
+        if not sources:
+            return Averaged(0)
+        flags = torch.cat([source.exact for source in sources])
+        nbytes = yield from self._mean(flags)
+        means = flags.split([source.exact.numel() for source in sources])
+        if self._where is None:
+            _deliver(sources, means)
+            return Averaged(nbytes)
+        copies = self._where.copies
+        with copies.beside():
+            _deliver(sources, means)
+            over = copies.mark()
+        yield over
+        return Averaged(nbytes)
+
+    def _keep_flags(self, source: CompressedSum) -> None:
+        """Keep a sum whose flags are not averaged yet."""
+        if source.exact.numel():
+            self._flagged.append(source)
 
     def _encode(
         self, total: torch.Tensor, key: Key, flags: Sequence[int], *, exact: bool
@@ -242,10 +273,6 @@ class GradientCompressor:
             rounded = {} if exact else self._rounded.setdefault(row, {})
             self._means[key] = self._ordered(codec, rounded, self._where, plan)
         return self._means[key]
-
-    def _mean_of_exact(self, source: CompressedSum) -> Work[int]:
-        """Replace numbers that cross as they are; return the bytes sent."""
-        return (yield from self._mean(source.exact)) if source.exact.numel() else 0
 
     def forget(self) -> None:
         """Forget what was rounded away: it is not finite, or belongs to other parts or phases."""

@@ -48,6 +48,7 @@ class ReducePlan:
     local_size: int  # ranks of the node
     parts: int  # first local ranks of the node that add a part each
     between: Between | None = None  # where parts go from there; None: nowhere, the node's mean
+    end_round: Callable[[], Finish] | None = None  # starts what `between` left, behind all parts
     # Averages in other threads; `between` is not used then.
     background: BackgroundReducer | None = None
     world: bool = False  # whether the background reducer averages over the world
@@ -358,11 +359,16 @@ class GradientReducer:
     def _finish_buckets(self) -> None:
         self._start_filled(all_of_them=True)
         self._add_started(block=True)
-        for bucket in self.rows.buckets:
-            if bucket.finish is not None:
-                bucket.finish()
-                bucket.finish = None
-                bucket.memory.deliver(1)
+        end_round = self.reduce_plan.end_round
+        finish_round = _nothing if end_round is None else end_round()
+        sent = [bucket for bucket in self.rows.buckets if bucket.finish is not None]
+        for bucket in sent:
+            assert bucket.finish is not None
+            bucket.finish()
+            bucket.finish = None
+        finish_round()
+        for bucket in sent:
+            bucket.memory.deliver(1)
         for bucket in self.rows.buckets:
             bucket.memory.wait()
             self.rows.settle(bucket)

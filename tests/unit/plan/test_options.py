@@ -128,7 +128,7 @@ def test_a_bucket_size_must_be_positive(nbytes):
 def test_a_bucket_size_may_be_searched():
     assert Gradients(bucket_bytes="search").first_bucket_bytes(on_gpu=True) is None
     assert Gradients(bucket_bytes=9).first_bucket_bytes(on_gpu=True) == 9
-    assert Gradients().first_bucket_bytes(on_gpu=False) == 2**20
+    assert Gradients().first_bucket_bytes(on_gpu=False) == 4 * 2**20
     assert Gradients().first_bucket_bytes(on_gpu=True) == 25 * 2**20
     assert Gradients(reducer="prioritized").first_bucket_bytes(on_gpu=True) == 2**20
     with pytest.raises(ConfigError, match='of at least 1, "auto" or "search", not'):

@@ -14,7 +14,6 @@ from daso.plan.auto import (
     MARGIN,
     NORMALIZED_MARGIN,
     START_BATCHES,
-    START_COST,
     Auto,
 )
 from daso.plan.header import Tally
@@ -393,12 +392,12 @@ def start(cost, batches, policy=None):
         (COST, None),
         (1.01 * COST, START_BATCHES),
         (0.3, START_BATCHES),
-        (1.0, START_COST),
-        (2.3, 60),  # measured at every 20th batch
-        (30.0, 5),
+        (1.0, 60),  # measured at every 20th batch
+        (2.3, 40),
+        (30.0, 2),
     ],
 )
-def test_the_start_is_synchronous_until_it_has_cost_a_hundred_batches(cost, left):
+def test_the_start_is_synchronous_until_it_has_cost_fifty_batches(cost, left):
     assert start(cost, 1000) == left
 
 
@@ -444,7 +443,7 @@ def test_a_link_that_slows_down_and_recovers_twice_is_followed_within_fifty_batc
 
 def test_a_trial_of_synchronous_batches_that_fails_is_not_repeated_soon():
     """Exchanges are slow for a while after the phase was left; the link is never faster."""
-    found = phases(1200, lambda _, since: 0.48 if since < 15 else 0.2, extra=0.2)
+    found = phases(1000, lambda _, since: 0.48 if since < 15 else 0.2, extra=0.2)
     changes = [at for at, (one, after) in enumerate(pairwise(found)) if one != after]
     assert len(changes) == 3  # left, tried, left
 

@@ -64,4 +64,5 @@ def test_on_a_link_that_stays_the_same_the_wire_settles(step, narrow):
 def test_a_wire_that_is_given_stays(wire):
     settings = Settings(wire=wire, merge="auto", exchange=Exchange(), gradients=Gradients())
     assert settings.wires == (wire,)
-    assert chosen(wire, measurements(100), choices=settings.wires) == wire
+    for batches in (0.01, 100):
+        assert chosen(wire, measurements(batches), choices=settings.wires) == wire
