@@ -138,11 +138,12 @@ class Gradients:
             first; ``"lifo"``, ready last; ``"fifo"``, ready first.
         bucket_bytes: Size from which a bucket of gradients counts as full and is averaged while
             backward goes on, in bytes; the last ones are smaller. ``"auto"``: 25 MiB on GPUs, where
-            a bucket costs launches, and 4 MiB elsewhere; ``"search"`` tries sizes in the first hundreds of batches, keeps
-            the fastest, and starts anew when batches come to take much longer or shorter. No
-            bit of a sum in a fixed order depends on it (``Exchange(algorithm="mpi")`` has none from
-            three nodes on, and in rings, and above 16 nodes, the order follows sizes). With
-            ``"prioritized"`` the size of portions, which cannot be searched; ``"auto"`` is that of
+            a bucket costs launches, and 4 MiB elsewhere; ``"search"`` tries sizes in the first
+            hundreds of batches, keeps the fastest, and starts again when batches come to take much
+            longer or shorter. No bit of a sum in a fixed order depends on it
+            (``Exchange(algorithm="mpi")`` has none from three nodes on, and in rings, and above 16
+            nodes, the order follows sizes). With ``"prioritized"`` the size of portions, which
+            cannot be searched; ``"auto"`` is that of
             ``link_efficiency``.
         link_efficiency: Of portions whose size is ``"auto"``: the share of its rate that the link
             between nodes is to reach with them, from 0.01 to 0.999; their size follows from what
