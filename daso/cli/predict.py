@@ -30,7 +30,7 @@ from daso.predict.simulator import Outcome, simulate
 __all__ = ["TYPICAL_DRIFT", "add_parser", "cut"]
 
 LEAST_STEPS = 400  # Auto takes about 250 to find its place
-LEAST_RESTORED_STEPS = 1600  # and 300 before that, synchronous, where the optimizer normalizes
+LEAST_RESTORED_STEPS = 1600  # and 100 before that, synchronous, where the optimizer normalizes
 MOST_STEPS = 10**8  # of all nodes together: about a minute for each policy
 SCALES = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}  # after a number of parameters
 SYNCHRONOUS = "synchronous, as DDP"
@@ -312,7 +312,7 @@ def _assumptions(chosen: argparse.Namespace, job: Job) -> list[str]:
         f"a rank has {chosen.cores:g} cores; an exchange's own work takes what is over 1 of them, "
         f"and of computing what is missing to 2",
         "the inner optimizer normalizes gradients, as Adam does: Auto averages them in 4 bits for "
-        "300 steps, unless that takes four times as long, and goes on so where backward hides it"
+        "the first 100 steps, within the time of 50, and as long as that costs a tenth of a step"
         if job.normalizes and chosen.wire != "topk"
         else "the inner optimizer is such as SGD; with Adam and its kin Auto trains synchronously "
         "first: --optimizer=adamw",

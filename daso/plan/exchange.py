@@ -103,11 +103,10 @@ class ExchangeRules:
         whole = self._model_over_timed(state)
         seconds = self._gradient_seconds(whole * agreed.exchange_seconds, state.timed_wire)
         measurements = replace(agreed, gradient_seconds=seconds)
-        wire = state.wire
-        # Seconds of another wire, or of much smaller fragments, do not decide about this one.
-        if state.timed_wire == sent.wire and whole:
-            choices = self.settings.wires
-            wire = next_wire(sent.wire, measurements, choices=choices, numel=state.timed_numel)
+        wire = sent.wire
+        if state.timed_wire and whole:
+            how = {"timed": state.timed_wire, "numel": state.timed_numel}
+            wire = next_wire(sent.wire, measurements, choices=self.settings.wires, **how)
         fragments = self._fragments(sent.fragment)
         sent_at = tuple(
             sent.batch if one in fragments else at for one, at in enumerate(state.sent_at)
@@ -140,7 +139,9 @@ class ExchangeRules:
         return exchange_seconds * BITS[self.settings.gradient_wire(hidden=True)] / BITS[wire]
 
 
-def next_wire(now: str, measurements: Measurements, *, choices: Sequence[str], numel: int) -> str:
+def next_wire(
+    now: str, measurements: Measurements, *, timed: str, choices: Sequence[str], numel: int
+) -> str:
     """Return the wire of the next exchange.
 
     With an optimizer that normalizes, each batch by which a mean is late costs accuracy, and the
@@ -148,8 +149,9 @@ def next_wire(now: str, measurements: Measurements, *, choices: Sequence[str], n
     int2 takes the place of int4 where int4 takes more than a batch.
 
     Args:
-        now: Wire of the last exchange, which took ``measurements.exchange_seconds``.
+        now: Wire of the last exchange.
         measurements: Agreed on by all ranks.
+        timed: Wire of the exchange that took ``measurements.exchange_seconds``.
         choices: Wires that the settings allow.
         numel: Numbers that the exchange carried.
     """
@@ -159,6 +161,6 @@ def next_wire(now: str, measurements: Measurements, *, choices: Sequence[str], n
         return now
     if not measurements.required_gain:  # not an optimizer that normalizes, or not measured yet
         return now
-    batches = seconds / step_seconds * BITS[NARROW] / BITS[now]
+    batches = seconds / step_seconds * BITS[NARROW] / BITS[timed]
     most = BATCHES if now == NARROW else BATCHES * RETURN
     return NARROWEST if batches > most else NARROW

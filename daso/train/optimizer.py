@@ -60,10 +60,10 @@ class DASO(torch.optim.Optimizer):
         policy: Chooses how many batches lie between exchanges (skip) and how many an exchange may
             take (wait); None is `daso.Auto`, or ``Fixed(1, 0)`` where gradients go by priority or
             steps are taken layer by layer.
-        wire: What crosses between nodes: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``
-            or ``"topk"``; what a wire loses is kept and sent later. ``"auto"``: bf16, and int4
-            where the link is so slow that an exchange of 65,536 numbers or more would take 0.8 of
-            a batch or longer.
+        wire: Encoding of deltas between nodes: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"int8"``,
+            ``"int4"``, ``"int2"`` or ``"topk"``; rounding errors are kept and sent later.
+            ``"auto"``: int4, and int2 where an int4 exchange of 65,536 numbers or more takes more
+            than a batch with an optimizer that normalizes.
         merge: How a node takes in a mean that is some batches old: ``"daso"`` weighs its own work
             by the batches waited, ``"delta"`` keeps it whole, ``"eager"`` goes ahead and corrects
             later, a number from 0 to 1 is the weight of local parameters, ``"auto"`` chooses by

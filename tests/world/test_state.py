@@ -164,9 +164,10 @@ def test_an_exchange_in_flight_belongs_to_the_rank_that_saved_it(topology, rank_
         assert optimizer.report()["batches"] == 4
 
 
-def other_wire(now, _, *, choices, numel):
+def other_wire(now, _, *, timed, choices, numel):
     """Choose the other wire at every chance, so that both carry what the other rounded away."""
     assert numel
+    assert timed in choices
     return next((one for one in choices if one != now), now)
 
 

@@ -64,15 +64,15 @@ def test_an_exchange_carries_the_batches_since_the_last_of_its_fragment():
     assert made.send(state, 15, None, wait=1).batches == 5  # all that is not agreed yet
 
 
-def test_seconds_of_another_wire_do_not_choose_one():
-    """They are told with the next exchange, which may be on another wire."""
+def test_seconds_are_told_with_the_next_exchange_and_count_by_their_own_wire():
     made = rules()
-    state, _ = exchange(made, made.start(), 1, 0.0)
-    wires = []
-    for batch, seconds in enumerate((1.5, 1.5, 0.83, 0.83, 0.3, 0.3, 0.54), start=2):
+    state, _ = exchange(made, made.start(), 1, 99.0)  # nothing was timed yet
+    wires = [state.wire]
+    for batch, seconds in enumerate((1.5, 0.75, 0.42, 0.53, 0.53), start=2):
         state, _ = exchange(made, state, batch, seconds)
         wires.append(state.wire)
-    assert wires == ["int2", "int2", "int2", "int2", "int4", "int4", "int4"]
+    # The exchanges that took these: int4, int4, int2, int4, int4.
+    assert wires == ["int4", "int2", "int4", "int4", "int4", "int4"]
 
 
 def test_a_dropped_exchange_chooses_no_wire():

@@ -16,8 +16,8 @@ def measurements(batches, gain=1.5):
     return Measurements(step_seconds=0.1, exchange_seconds=0.1 * batches, required_gain=gain)
 
 
-def chosen(now, told, *, choices=OPEN, numel=MIN_NUMEL):
-    return next_wire(now, told, choices=choices, numel=numel)
+def chosen(now, told, *, timed="", choices=OPEN, numel=MIN_NUMEL):
+    return next_wire(now, told, timed=timed or now, choices=choices, numel=numel)
 
 
 def test_the_first_exchange_has_4_bits():
@@ -38,6 +38,12 @@ def test_the_first_exchange_has_4_bits():
 )
 def test_where_4_bits_take_more_than_a_batch_2_are_sent(now, batches, then):
     assert chosen(now, measurements(batches)) == then
+
+
+def test_seconds_count_by_the_bits_of_the_wire_that_took_them():
+    assert chosen("int2", measurements(0.75), timed="int4") == "int4"
+    assert chosen("int2", measurements(0.77), timed="int4") == "int2"
+    assert chosen("int4", measurements(0.53), timed="int2") == "int2"  # 0.954 with int4
 
 
 @given(st.sampled_from(OPEN), st.floats(0, 1e3), st.floats(0, 1e3))
