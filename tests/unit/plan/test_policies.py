@@ -392,12 +392,12 @@ def start(cost, batches, policy=None):
         (COST, None),
         (1.01 * COST, START_BATCHES),
         (0.3, START_BATCHES),
-        (1.0, 60),  # measured at every 20th batch
-        (2.3, 40),
-        (30.0, 2),
+        (1.0, START_BATCHES),
+        (2.3, 60),  # measured at every 20th batch
+        (30.0, 5),
     ],
 )
-def test_the_start_is_synchronous_until_it_has_cost_fifty_batches(cost, left):
+def test_the_start_is_synchronous_until_it_has_cost_a_hundred_batches(cost, left):
     assert start(cost, 1000) == left
 
 
