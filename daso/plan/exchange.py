@@ -105,8 +105,13 @@ class ExchangeRules:
         measurements = replace(agreed, gradient_seconds=seconds)
         wire = sent.wire
         if state.timed_wire and whole:
-            how = {"timed": state.timed_wire, "numel": state.timed_numel}
-            wire = next_wire(sent.wire, measurements, choices=self.settings.wires, **how)
+            wire = next_wire(
+                sent.wire,
+                measurements,
+                timed=state.timed_wire,
+                choices=self.settings.wires,
+                numel=state.timed_numel,
+            )
         fragments = self._fragments(sent.fragment)
         sent_at = tuple(
             sent.batch if one in fragments else at for one, at in enumerate(state.sent_at)

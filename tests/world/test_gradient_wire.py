@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from compare import ORDERED
-from models import Stays, adamw, batch_loss, bits, mlp, seeded, sgd
+from models import Odd, Stays, adamw, batch_loss, bits, mlp, seeded, sgd
 from worlds import APART, SEVERAL_NODES
 
 import daso
@@ -49,6 +49,23 @@ def test_ranks_are_alike_after_every_step_and_bytes_are_fewer(topology, wire):
         sent[one] = sum(topology.world_comm.allgather(report["global_bytes_sent"]))
     # Beside a number for each parameter, and a scale for each payload.
     assert sent[wire] < {"bf16": 0.7, "int8": 0.5, "int4": 0.4}[wire] * sent["fp32"]
+
+
+@pytest.mark.parametrize("wire", NARROW)
+def test_flags_of_several_types_are_averaged_exactly(topology, rank_info, wire):
+    """A tensor that one rank alone used has a gradient on all; one that none used has none."""
+    model = seeded(Odd)()
+    params = dict(model.named_parameters())
+    with wrapped(topology, sgd(model), model, wire) as optimizer:
+        for step in range(3):
+            optimizer.zero_grad()
+            inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            model(inputs, rank_info.rank == step % 2).square().mean().backward()
+            assert params["unused"].grad is None
+            assert params["sometimes.weight"].grad is not None
+            assert params["always.weight"].grad.dtype == torch.float64
+            optimizer.step()
+        assert {bits(model)} == set(topology.world_comm.allgather(bits(model)))
 
 
 class Pull(torch.nn.Module):

@@ -213,20 +213,26 @@ class GradientCompressor:
         Collective over the lane; non-blocking, as work for the engine, behind these sums.
         """
         sources, self._flagged = self._flagged, []
-        if not sources:
-            return Averaged(0)
+        nbytes = 0
+        for dtype in dict.fromkeys(source.dtype for source in sources):
+            members = [source for source in sources if source.dtype == dtype]
+            nbytes += yield from self._mean_of_type(members)
+        return Averaged(nbytes)
+
+    def _mean_of_type(self, sources: Sequence[CompressedSum]) -> Work[int]:
+        """Replace the flags of sums of one type by their means; return the bytes sent."""
         flags = torch.cat([source.exact for source in sources])
         nbytes = yield from self._mean(flags)
         means = flags.split([source.exact.numel() for source in sources])
         if self._where is None:
             _deliver(sources, means)
-            return Averaged(nbytes)
+            return nbytes
         copies = self._where.copies
         with copies.beside():
             _deliver(sources, means)
             over = copies.mark()
         yield over
-        return Averaged(nbytes)
+        return nbytes
 
     def _keep_flags(self, source: CompressedSum) -> None:
         """Keep a sum whose flags are not averaged yet."""
