@@ -4,17 +4,17 @@ import math
 from dataclasses import dataclass, replace
 
 from daso.checks import NONE, check, either, positive, validated_record, whole
-from daso.plan.schedule import Measurements, State
+from daso.plan.schedule import MEASURE_EVERY, Measurements, State
 from daso.plan.small_tensors import SMALL_WAIT
 
 __all__ = ["Auto"]
 
 # Batches of the synchronous start with an optimizer that normalizes, and the batches of computing
 # that it may cost. Held-out loss of a byte-level transformer (8 simulated nodes, AdamW, 1,000
-# steps, one seed) with exchanges at every batch after 0, 100 or 300 synchronous ones: 1.884, 1.808
-# and 1.808; synchronous training 1.799. After 60 instead of 100 test accuracy was 0.4 points lower
-# (two seeds, 2 bits).
-START_BATCHES, START_COST = 100, 100.0
+# steps, one seed) with exchanges at every batch after 0, 100 or 300 synchronous ones: 1.884, 1.804
+# and 1.800; synchronous training 1.799. After 60 instead of 100 test accuracy was 0.4 points lower
+# (two seeds, 2 bits; scripts/figures/accuracy-tried.json).
+START_BATCHES, START_COST = 100, 120.0
 OVERLAP = 0.5  # of a step: behind which gradients are averaged while backward goes on
 # Synchronous batches are tried again where gradients are estimated at this share of the seconds of
 # when they were left, by the least estimate of a few batches; and after many batches anyway.
@@ -41,8 +41,8 @@ class Auto:
     """Chooses skip and wait from measured times; needs no settings.
 
     With an optimizer that normalizes (Adam and similar), training starts with gradients averaged at
-    every batch, on a narrow wire. The start lasts 100 batches, or until it has cost the time of as
-    many. Gradients stay averaged while that costs at most ``sync_cost`` of a step. Otherwise nodes
+    every batch, on a narrow wire. The start lasts 100 batches, fewer where it would cost the time
+    of 120. Gradients stay averaged while that costs at most ``sync_cost`` of a step. Else nodes
     exchange parameters as often as the link carries them, and scale the learning rate by a measured
     gain (`daso.plan.step_restoration`). Synchronous batches return where they would be cheap.
 
@@ -102,7 +102,7 @@ class Auto:
         """Choose wait and skip for the round that begins."""
         if state.hidden:
             return self._stay_synchronous(state, measurements)
-        if measurements.required_gain > 0:
+        if state.memory > 0 or measurements.required_gain > 0:
             return self._tune_normalized(state, measurements)
         return self._tune_linear(state, measurements)
 
@@ -113,8 +113,7 @@ class Auto:
     def why(self, state: State) -> str:
         """Return the choice and its reason in words."""
         if state.hidden:
-            cost = f"they cost {100 * state.sync.cost:.0f} % of a step"
-            return f"gradients at every batch: {cost if state.sync.measured else 'the start'}"
+            return f"gradients at every batch: {_cost_of(state)}"
         if state.synchronous:
             return "gradients at every batch, in full precision: the warm-up"
         often = f"every {state.skip} batches" if state.skip > 1 else "at every batch"
@@ -122,7 +121,7 @@ class Auto:
 
     def _reason(self, state: State) -> str:
         """Return why parameters are exchanged no more often."""
-        measurements, cost = state.measurements, state.sync.cost
+        measurements, cost = state.measurements, state.sync.cost or 0.0
         if cost > self.sync_cost:
             return f"gradients would cost {100 * cost:.0f} % of a step"
         if measurements.step_seconds <= 0:
@@ -137,10 +136,14 @@ class Auto:
         """Leave synchronous batches where they cost too much."""
         if measurements.step_seconds <= 0:
             return state
-        before, cost = state.sync, measurements.batches(measurements.exposed_seconds)
+        before = state.sync
+        if before.measured == before.began:  # the first batches wait for ranks that start late
+            return replace(state, sync=replace(before, measured=state.batch))
+        cost = measurements.batches(measurements.exposed_seconds)
         spent = before.spent + cost * (state.batch - before.measured)
         sync = replace(before, cost=cost, spent=spent, measured=state.batch)
-        started = state.batch >= START_BATCHES or spent >= START_COST
+        more = cost * (MEASURE_EVERY - state.batch % MEASURE_EVERY)  # until the next measurement
+        started = state.batch >= START_BATCHES or spent + more > START_COST
         if cost <= self.sync_cost or not started:
             return replace(state, sync=sync)
         failed = sync.began > 0 and state.batch - sync.began <= FAILED_WITHIN
@@ -154,15 +157,17 @@ class Auto:
         least = sync.gradients or gradients
         if since <= REFERENCE_BATCHES and gradients:
             least = min(least, gradients)
-        work = state.fragments * measurements.batches(measurements.own_seconds)
-        cheap = 0 < gradients <= OVERLAP and work <= self.sync_cost
+        work = measurements.batches(measurements.own_seconds)
+        cheap = 0 < gradients <= OVERLAP and state.fragments * work <= self.sync_cost
         untried = sync.left == 0 or since >= RETRY_AFTER
         if cheap and (untried or gradients <= FASTER * least):
-            sync = replace(sync, began=state.batch, measured=state.batch, gradients=gradients)
+            least = min(least, gradients)
+            sync = replace(sync, cost=None, began=state.batch, measured=state.batch)
+            sync = replace(sync, gradients=least)
             return replace(state, skip=1, wait=0, hidden=True, sync=sync)
         state = replace(state, sync=replace(sync, gradients=least))
         wait = min(self._wait(state, measurements, NORMALIZED_MARGIN), self._most_wait(state))
-        affordable = math.ceil(min(work / self.sync_cost, self.max_skip))
+        affordable = math.ceil(min(work / self.sync_cost, self.max_skip)) if work else state.skip
         return replace(state, skip=max(wait, min(affordable, 2 * state.skip)), wait=wait)
 
     # --- optimizers that do not --------------------------------------------------------------
@@ -213,3 +218,10 @@ class Auto:
         if batches <= 0:
             return max(1, state.wait)
         return max(1, math.ceil(min(margin * batches, self.max_skip)))
+
+
+def _cost_of(state: State) -> str:
+    """Return the cost of synchronous batches in words."""
+    if state.sync.cost is not None:
+        return f"they cost {100 * state.sync.cost:.0f} % of a step"
+    return "tried again" if state.sync.began else "the start"

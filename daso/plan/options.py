@@ -66,7 +66,7 @@ class Exchange:
             ``"mpi"`` leaves it to MPI's ``Iallreduce``, for gradients and the fp32
             wire alone. ``"auto"``: direct up to 16 nodes, then what costs least with messages of
             64 KiB at the least; see `daso.plan.cost_model.choose_plan`.
-        chunk_bytes: Size of the messages an exchange is cut into, in bytes of the wire (of bf16,
+        chunk_bytes: Size of the messages an exchange is cut into, in bytes of the wire (of int4,
             where that is chosen while training); less where they would hold more than 262,144
             numbers, or between more than 16 nodes. From devices no less than 4,194,304 numbers,
             for each message is encoded by launches of its own.
@@ -138,20 +138,19 @@ class Gradients:
             first; ``"lifo"``, ready last; ``"fifo"``, ready first.
         bucket_bytes: Size from which a bucket of gradients counts as full and is averaged while
             backward goes on, in bytes; the last ones are smaller. ``"auto"``: 25 MiB on GPUs, where
-            a bucket costs launches, and 4 MiB elsewhere; ``"search"`` tries sizes in the first
-            hundreds of batches, keeps the fastest, and starts again when batches come to take much
-            longer or shorter. No bit of a sum in a fixed order depends on it
+            a bucket costs launches, and 4 MiB elsewhere (1 MiB with ``"host"``); ``"search"`` tries
+            sizes in the first hundreds of batches, keeps the fastest, and starts again when batches
+            come to take much longer or shorter. No bit of a sum in a fixed order depends on it
             (``Exchange(algorithm="mpi")`` has none from three nodes on, and in rings, and above 16
             nodes, the order follows sizes). With ``"prioritized"`` the size of portions, which
-            cannot be searched; ``"auto"`` is that of
-            ``link_efficiency``.
+            cannot be searched; ``"auto"`` is that of ``link_efficiency``.
         link_efficiency: Of portions whose size is ``"auto"``: the share of its rate that the link
             between nodes is to reach with them, from 0.01 to 0.999; their size follows from what
             messages cost, measured at the start (US 11941528 B2, claim 14).
         wire: What gradients cross between nodes in, in synchronous phases: ``"fp32"``, ``"bf16"``,
             ``"int8"`` or ``"int4"`` with a scale per 128 or 32 numbers. What these round away is
             kept and added to the next gradient (error feedback; Seide et al. 2014). ``"auto"``:
-            fp32, and int4 where `Auto` averages gradients because backward hides it.
+            fp32, and int4 where `Auto` averages gradients because that is cheap.
     """
 
     bucket_bytes: int | BucketRule = "auto"
@@ -295,9 +294,8 @@ class Settings:
         return large and whole and not self.outer and not self.eager
 
     def small_share(self, numel: float, total: float) -> float:
-        """Return which share of the bytes of everything small tensors have, on any of its wires."""
-        first, *others = (BITS[wire] for wire in self.wires)
-        return numel / max(1, total) * first / min([first, *others])
+        """Return the share of the bytes of everything that small tensors have."""
+        return numel / max(1, total)
 
     @property
     def by_mpi(self) -> bool:
@@ -315,6 +313,6 @@ class Settings:
 
     @property
     def may_hide(self) -> bool:
-        """Whether `Auto` may average gradients because backward hides it."""
+        """Whether `Auto` may average gradients at every batch where that is cheap."""
         ordered = self.gradients.reducer == "bucketed" and not self.by_mpi
         return ordered and self.may_restore_steps

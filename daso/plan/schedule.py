@@ -94,12 +94,12 @@ class Measurements:
 class SyncPhase:
     """Synchronous batches of `Auto`: their cost, and when they are tried again."""
 
-    cost: float = 0.0  # share of a step, at the last measurement
+    cost: float | None = None  # share of a step, at the last measurement
     spent: float = 0.0  # batches of computing that they cost so far
     began: int = 0  # batch after which the last phase began
     measured: int = 0  # batch of the last measurement
     left: int = 0  # batch after which it was left
-    # Least estimate of the seconds of gradients over those of a step, shortly after it was left.
+    # Least estimate of the seconds of gradients over those of a step, soon after it was left.
     gradients: float = 0.0
 
 

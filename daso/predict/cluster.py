@@ -58,7 +58,7 @@ class Job:
         drift: Mean square distance that many nodes make from their mean in one batch, relative to
             the parameters' mean square, at ``lr``; 0: not known, and `Auto` keeps its skip.
         normalizes: Whether its inner optimizer divides by the size of gradients, as Adam and its
-            kin: `Auto` begins synchronous, and stays so while backward hides that.
+            kin: `Auto` begins synchronous, and stays so while that is cheap.
     """
 
     parameters: float

@@ -198,7 +198,7 @@ class _Nodes:
         numels = self.rules.numels
         part = (sum(numels) if fragment is None else numels[fragment]) / max(1, sum(numels))
         own, lost = part * costs.own, part * costs.lost
-        self._start(replace(job, parameters=part * job.parameters), sent.wire, own)
+        self._start(part * job.parameters, sent.wire, own)
         assert self._flight is not None
         self._flight = replace(self._flight, lost=lost, own=own, sent=sent, agreed=agreed)
         self._steps, self._small_waits = [], []
@@ -206,11 +206,12 @@ class _Nodes:
 
     def send_small(self) -> None:
         """Start an exchange of small tensors alone."""
-        small = replace(self.job, parameters=self.job.small_parameters)
-        self._start(small, self.settings.wires[0], self._costs.small_own)
+        self._start(self.job.small_parameters, self.settings.wires[0], self._costs.small_own)
         self.totals.small_exchanges += 1
 
-    def _start(self, job: Job, wire: str, own: float) -> None:
+    def _start(self, parameters: float, wire: str, own: float) -> None:
+        # A fragment without parameters costs what a single number does: the vote.
+        job = replace(self.job, parameters=max(1.0, parameters), small_parameters=0.0)
         self.times = [at + own for at in self.times]
         begins = max(self.times)
         ends = begins + exchange_seconds(job, self.cluster, wire)

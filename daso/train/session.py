@@ -401,7 +401,8 @@ class Session:
     def _take(self, state: State) -> None:
         self._history.take(self.schedule, state)
         before, self.schedule = self.schedule, state
-        if before.synchronous != state.synchronous and self.warns():
+        explains = self._exchanges is not None and hasattr(self.setup.policy, "why")
+        if before.synchronous != state.synchronous and explains and self.warns():
             logger.info("from batch %d: %s", state.batch, self._why())
 
     def _perform(self, acts: Sequence[Action], state: State) -> None:

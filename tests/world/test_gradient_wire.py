@@ -14,6 +14,7 @@ from daso.plan.layout import fragments
 from daso.plan.options import BITS, Settings
 from daso.plan.policies import Replay
 from daso.plan.schedule import MEASURE_EVERY
+from daso.train.channels import Channels
 from daso.train.simulated.nodes import SimulatedNodes
 
 pytestmark = pytest.mark.nodes(*SEVERAL_NODES)
@@ -52,8 +53,14 @@ def test_ranks_are_alike_after_every_step_and_bytes_are_fewer(topology, wire):
 
 
 @pytest.mark.parametrize("wire", NARROW)
-def test_flags_of_several_types_are_averaged_exactly(topology, rank_info, wire):
+def test_flags_of_several_types_are_averaged_exactly_once_a_step(
+    topology, rank_info, monkeypatch, wire
+):
     """A tensor that one rank alone used has a gradient on all; one that none used has none."""
+    means, mean = [], Channels.gradient_mean
+    monkeypatch.setattr(
+        Channels, "gradient_mean", lambda self, row: means.append(self) or mean(self, row)
+    )
     model = seeded(Odd)()
     params = dict(model.named_parameters())
     with wrapped(topology, sgd(model), model, wire) as optimizer:
@@ -65,6 +72,8 @@ def test_flags_of_several_types_are_averaged_exactly(topology, rank_info, wire):
             assert params["sometimes.weight"].grad is not None
             assert params["always.weight"].grad.dtype == torch.float64
             optimizer.step()
+        # Where each rank has a lane: of fp32 and fp64 sums.
+        assert means.count(optimizer._session._sync.channels) in (2 * 3, 3 * 3)
         assert {bits(model)} == set(topology.world_comm.allgather(bits(model)))
 
 

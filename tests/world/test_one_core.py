@@ -16,7 +16,7 @@ from daso.predict.simulator import simulate
 from daso.train.deltas.exchange import Exchanges
 from daso.train.simulated.nodes import SimulatedNodes, Times
 
-WIDTH, LAYERS, STEPS = 192, 4, 90
+WIDTH, LAYERS, STEPS = 144, 4, 130
 NUMEL = LAYERS * WIDTH * WIDTH
 
 
@@ -33,18 +33,22 @@ def loss(model, rank, step):
     return model(inputs).square().mean()
 
 
-def given(exchange):
+def state_share(state):
+    return state.timed_numel / NUMEL if state.timed_wire else 0.0
+
+
+def given(exchange, own):
     """Return a header of given seconds of the exchange before."""
 
     def header(self, batch):
-        state, seconds = self._state, math.inf
+        state, seconds, share = self._state, math.inf, state_share(self._state)
         if state.timed_wire:
-            share = state.timed_numel / NUMEL * BITS[state.timed_wire] / BITS["int4"]
-            seconds = exchange * share
+            seconds = exchange * share * BITS[state.timed_wire] / BITS["int4"]
         return replace(
             self._header(batch),
             minus_step_seconds=-1.0,
             minus_exchange_seconds=-seconds,
+            own_seconds=own * share,
         )
 
     return header
@@ -52,8 +56,8 @@ def given(exchange):
 
 @pytest.mark.nodes((1, 1))
 @pytest.mark.parametrize("fragments", [1, 4])
-@pytest.mark.parametrize("batches", [0.3, 0.7, 1.5, 3.2, 9.0])
-def test_equal_measurements_give_equal_decisions(topology, monkeypatch, batches, fragments):
+@pytest.mark.parametrize(("batches", "own"), [(0.3, 0), (0.7, 0.25), (1.5, 0), (3.2, 0.7), (9, 0)])
+def test_equal_measurements_give_equal_decisions(topology, monkeypatch, batches, own, fragments):
     how = {
         "wire": "auto",
         "merge": "auto",
@@ -61,15 +65,16 @@ def test_equal_measurements_give_equal_decisions(topology, monkeypatch, batches,
         "gradients": daso.Gradients(),
     }
     link = Link(NUMEL * BITS["int4"] / 8 / batches)
-    job, cluster = Job(NUMEL, 1.0, lr=1e-3, normalizes=True), Cluster(2, link)
+    job = Job(NUMEL, 1.0, own_seconds=own / NUMEL, lr=1e-3, normalizes=True)
+    cluster = Cluster(2, link)
     exchange = exchange_seconds(job, cluster, "int4")
     exposed = synchronous_seconds(job, cluster, "int4") - 1.0
     predicted = simulate(job, cluster, daso.Auto(), Settings(**how), steps=STEPS)
 
-    times = Times(1.0, exchange / fragments, exposed_seconds=exposed)
+    times = Times(1.0, exchange / fragments, own / fragments, exposed_seconds=exposed)
     build, options = seeded(wide), {"policy": daso.Auto(), "settings": Settings(**how)}
     simulated = SimulatedNodes(build, adamw, 2, times=times, **options)
-    monkeypatch.setattr(Exchanges, "_measured_header", given(exchange))
+    monkeypatch.setattr(Exchanges, "_measured_header", given(exchange, own))
     measure = Exchanges.measure
     monkeypatch.setattr(
         Exchanges, "measure", lambda *args: replace(measure(*args), exposed_seconds=exposed)

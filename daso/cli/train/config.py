@@ -130,7 +130,7 @@ class ExchangeConfig:
         fragments: Parts of the model that take turns.
         algorithm: How the mean over nodes is taken; mpi: by MPI, in an order of its own.
         chunk_bytes: Bytes of a message between nodes.
-        bucket_bytes: Bytes of a bucket of gradients inside a node; auto: 25 MiB on GPUs and 1 MiB
+        bucket_bytes: Bytes of a bucket of gradients inside a node; auto: 25 MiB on GPUs and 4 MiB
             elsewhere; search: searched while training.
         reducer: In which order gradients cross, and where they are added.
         gradient_wire: What gradients cross between nodes in, where they are averaged there.

@@ -282,6 +282,7 @@ class GradientCompressor:
 
     def forget(self) -> None:
         """Forget what was rounded away: it is not finite, or belongs to other parts or phases."""
+        self._flagged.clear()
         self._residuals.clear()
         self._places.clear()
         self._means.clear()  # which may be by another plan

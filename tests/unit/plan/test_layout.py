@@ -456,6 +456,12 @@ def test_buckets_in_numbers(nbytes, capacity, buckets):
     assert fit_buckets(nbytes, capacity) == buckets
 
 
+def test_the_last_buckets_are_halved_down_to_a_mebibyte():
+    buckets = fit_buckets([2**18] * 64, 2**22)
+    assert [len(bucket) for bucket in buckets] == [16, 16, 16, 8, 4, 4]
+    assert [len(bucket) for bucket in fit_buckets([2**18] * 64, 2**20)] == [4] * 16
+
+
 LEAST = LEAST_BUCKET_BYTES
 
 

@@ -309,6 +309,10 @@ LEFT = SyncPhase(cost=0.48)
             State(hidden=True, sync=SyncPhase(cost=0.06, measured=5)),
             "gradients at every batch: they cost 6 % of a step",
         ),
+        (
+            State(hidden=True, sync=SyncPhase(began=700, measured=700)),
+            "gradients at every batch: tried again",
+        ),
         (State(), "gradients at every batch, in full precision: the warm-up"),
         (
             State(skip=4, wait=2, sync=LEFT),
@@ -393,8 +397,9 @@ def start(cost, batches, policy=None):
         (1.01 * COST, START_BATCHES),
         (0.3, START_BATCHES),
         (1.0, START_BATCHES),
-        (2.3, 60),  # measured at every 20th batch
-        (30.0, 5),
+        (2.3, 40),  # measured at every 20th batch
+        (9.0, 5),  # where it would cost too much until the 20th
+        (30.0, 5),  # the first measurement, after the 2nd, does not count
     ],
 )
 def test_the_start_is_synchronous_until_it_has_cost_a_hundred_batches(cost, left):
@@ -439,6 +444,19 @@ def test_a_link_that_slows_down_and_recovers_twice_is_followed_within_fifty_batc
     fast = [*range(400), *range(750, 1100), *range(1350, 1500)]
     assert all(found[batch] for batch in fast)
     assert not any(found[450:700] + found[1150:1300])
+
+
+def test_a_failed_trial_does_not_make_the_next_one_easier():
+    told = replace(FAST, gradient_seconds=0.45)
+    state = replace(BEFORE, sync=SyncPhase(left=200, gradients=0.2))
+    _, state = after_exchange(Auto(), state, told)  # a thousand batches later
+    assert state.hidden
+    assert (state.sync.gradients, state.sync.cost) == (0.2, None)
+
+
+def test_fragments_are_exchanged_as_often_as_one_costs():
+    told = Measurements(1.0, 0.9, 0.1, own_seconds=0.08, required_gain=1.5)
+    assert [tuned(Auto(), 4, 1, told, fragments=parts).skip for parts in (1, 4, 16)] == [1, 1, 1]
 
 
 def test_a_trial_of_synchronous_batches_that_fails_is_not_repeated_soon():
@@ -495,9 +513,10 @@ def test_after_a_warm_up_gradients_are_tried_by_what_exchanges_take():
             _, state = after_exchange(policy, state, FAST)
     assert state.hidden
     assert state.synchronous
-    state = replace(state, batch=399)
-    _, state = after_batch(policy, state)
-    _, state = after_exchange(policy, state, Measurements(1.0, exposed_seconds=0.5))
+    for batch in (399, 419):  # the first measurement does not count
+        assert state.hidden
+        _, state = after_batch(policy, replace(state, batch=batch))
+        _, state = after_exchange(policy, state, Measurements(1.0, exposed_seconds=0.5))
     assert (state.skip, state.wait, state.hidden) == (1, 1, False)
 
 
@@ -515,6 +534,7 @@ def test_other_synchronous_phases_are_not_measured():
         (1.8, 0.01, 2, 2),
         (0.9, 0.25, 3, 1),  # its work stays within a tenth of a step
         (0.9, 9.0, 8, 1),  # at most twice as rare as before
+        (0.9, 0.0, 4, 1),  # not measured
         (7.0, 0.01, 8, 8),
     ],
 )

@@ -316,10 +316,19 @@ def test_steps_of_adam_leave_it_after_100_where_they_stand_still(steps, exchange
     assert found.exchanges == exchanges
 
 
-@pytest.mark.parametrize(("steps", "exchanges"), [(20, 0), (21, 1)])
+@pytest.mark.parametrize(("steps", "exchanges"), [(5, 0), (6, 1)])
 def test_steps_of_adam_leave_it_early_where_they_take_eight_times_as_long(steps, exchanges):
     job, cluster = Job(1e7, 0.01, normalizes=True), Cluster(4, GIGABIT)
     assert simulate(job, cluster, Auto(), settings("auto"), steps=steps).exchanges == exchanges
+
+
+@pytest.mark.parametrize("parameters", [0.5, 3.0, 1e6])
+def test_more_fragments_than_parameters_cost_their_votes(parameters):
+    fragments = replace(settings("int4"), exchange=Exchange(fragments=32))
+    job = Job(parameters, 0.1, small_parameters=parameters / 16)
+    found = simulate(job, Cluster(2, GIGABIT), Fixed(1, 1), fragments, steps=64)
+    assert found.exchanges == 64
+    assert found.step_seconds == EXACT(0.1, rel=0.01)
 
 
 def test_fragments_take_their_turns_and_their_part_of_the_time():
