@@ -124,7 +124,7 @@ def test_every_merge_takes_shards(topology, merge):
         {"wire": "int4"},
         {"wire": "topk"},
         {"exchange": daso.Exchange(fragments=2)},
-        {"outer": lambda p: torch.optim.SGD(p, 0.7, 0.9, nesterov=True)},
+        {"outer": lambda p: torch.optim.SGD(p, 0.7, 0.9, nesterov=True), "wire": "bf16"},
         {"exchange": daso.Exchange(algorithm="mpi"), "wire": "fp32"},
         {"policy": daso.Fixed(1, 0), "gradients": daso.Gradients(wire="int8")},
     ],
