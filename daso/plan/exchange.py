@@ -35,7 +35,7 @@ class ExchangeState:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One exchange in flight, as the schedule and the next decisions need it."""
+    """Batch, fragment, wire and merge of one exchange in flight."""
 
     batch: int  # batch after which it was sent
     batches: int  # of work that it carries
