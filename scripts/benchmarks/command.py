@@ -195,7 +195,12 @@ def _add_to_accuracy(parser: argparse.ArgumentParser) -> None:
     add_links(parser, "1gbit,100mbit; quick 1gbit", default="")
     add_steps(parser, "3; quick 2", "6; quick 3")
     parser.add_argument("--only", action="append", help="a contender beside DDP, gloo; several")
-    parser.add_argument("--data", choices=("fashion", "digits"), default="fashion")
+    parser.add_argument(
+        "--data",
+        choices=("fashion", "digits", "text"),
+        default="fashion",
+        help="text: the transformer with AdamW (fashion)",
+    )
     parser.add_argument(
         "--level", type=more_than_zero, default=90, help="percentage to be reached (90)"
     )

@@ -114,7 +114,8 @@ def _to_accuracy(chosen: argparse.Namespace) -> Measured:
     )
     seconds = chosen.seconds or (2 if quick else 3)
     settle = options.settle_seconds(chosen, 3 if quick else 6)
-    steps = train.Plan("cnn", (DDP, *names), rounds, seconds, settle, "")
+    model = "gpt" if chosen.data == time_to_accuracy.TEXT else "cnn"
+    steps = train.Plan(model, (DDP, *names), rounds, seconds, settle, "")
     size = {"nodes": chosen.nodes, "ranks": chosen.ranks_per_node}
     for place, rates in options.places(chosen, links, chosen.nodes):
         for one in time_to_accuracy.compare(place, rates, plan, steps, **size):

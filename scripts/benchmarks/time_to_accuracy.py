@@ -1,8 +1,7 @@
-"""Whole trainings on a link of a known rate, and how long each takes to an accuracy.
+"""Whole trainings on a link of a known rate, and the seconds of each to an accuracy.
 
-What is tested are copies of the model from the midst of a training, after it is over: nothing
-stands still for a test, so exchanges get no time that training would not have given them. Of the
-ranks' copies it is the mean, which is what ``synchronize()`` would have made of them there.
+Tests run after a training, on copies of the model that were made during it. So no exchange gains
+time from a test. A copy is the mean over ranks, as ``synchronize()`` would make it.
 """
 
 import math
@@ -22,22 +21,25 @@ from torch.optim.lr_scheduler import LambdaLR
 from benchmarks.learning_curves import is_tested, on_link
 from daso.cli.bench import train
 from daso.cli.bench.baselines import CONTENDERS, Contender
-from daso.cli.bench.models import SIDE, Batch, Case, score, small_cnn
-from daso.cli.bench.names import DDP
+from daso.cli.bench.models import CASES, SIDE, Batch, Case, score, small_cnn
+from daso.cli.bench.names import OURS
 from daso.cli.bench.rounds import Clock
 from daso.comm.process_group import join_process_group
 from daso.comm.topology import Topology
-from daso.data import ShardedSampler, load_digits, load_fashion
+from daso.data import ShardedSampler, load_digits, load_fashion, load_text
 from daso.environment import data_folder
 from daso.errors import ExchangeError
 
 if TYPE_CHECKING:
     from daso.cli.bench.places import RankStarter
 
-__all__ = ["KIND", "Plan", "compare", "measure", "samples_of", "warmed_cosine"]
+__all__ = ["KIND", "TEXT", "Plan", "compare", "measure", "samples_of", "warmed_cosine"]
 
 KIND = "benchmarks.time_to_accuracy"
-BATCH = 64  # samples of a rank
+BATCH = 64  # images of a rank
+TEXT = "text"  # the data of the transformer
+CONTEXT = 128  # bytes of one of its samples
+TEXT_BYTES = 364_100  # of Python's library: 2,560 samples, 640 steps of two ranks
 MOMENTUM = 0.9
 WARMUP = 0.05  # of all steps
 
@@ -48,12 +50,12 @@ class Plan:
 
     Args:
         name: A contender.
-        data: "fashion", or "digits" (few and easy, for trying).
+        data: "fashion", "digits" (few and easy, for trying), or "text" for the transformer.
         seeds: Trainings, with seeds from 0.
         epochs: Of each.
         peak: Highest learning rate.
         every: Steps from one copy of the model to the next.
-        level: Percentage of test samples that is to be reached.
+        level: Percentage of test samples (bytes of text) that is to be reached.
         link: For people.
     """
 
@@ -96,15 +98,19 @@ def measure(plan: Plan, topology: Topology) -> dict[str, Any]:
     dist.destroy_process_group()
     return {
         "plan": asdict(plan),
-        "parameters": sum(p.numel() for p in small_cnn().parameters()),
-        "batch": BATCH,
+        "parameters": sum(p.numel() for p in _case(plan, 0).build().parameters()),
+        "batch": _case(plan, 0).batch,
         "nodes": list(topology.node_sizes),
         "courses": courses,
     }
 
 
 def samples_of(data: str, *, train: bool) -> Batch:
-    """Return images of 28 x 28 pixels and labels: "fashion", or "digits" (few and easy)."""
+    """Return images of 28 x 28 pixels and labels, or bytes of text and the bytes after them."""
+    if data == TEXT:
+        windows = load_text(train=train, context=CONTEXT, max_bytes=TEXT_BYTES)
+        pairs = [windows[at] for at in range(len(windows))]
+        return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
     if data == "fashion":
         images, labels = load_fashion(data_folder(), train=train).tensors
         return images, labels
@@ -129,7 +135,11 @@ def _course(
     case = _case(plan, seed)
     contender = CONTENDERS[plan.name](case, topology)
     sampler = ShardedSampler(
-        len(samples[0]), rank=rank_info.rank, size=rank_info.world_size, batch_size=BATCH, seed=seed
+        len(samples[0]),
+        rank=rank_info.rank,
+        size=rank_info.world_size,
+        batch_size=case.batch,
+        seed=seed,
     )
     copies = _train(plan, contender, samples, sampler, world)
     contender.close()
@@ -146,13 +156,20 @@ def _course(
 
 
 def _case(plan: Plan, seed: int) -> Case:
+    gpt = CASES["gpt"]
+
     def build() -> nn.Module:
         torch.manual_seed(seed)
-        return small_cnn()
+        return gpt.build() if plan.data == TEXT else small_cnn()
 
     def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=plan.peak, momentum=MOMENTUM)
 
+    def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=plan.peak)
+
+    if plan.data == TEXT:
+        return Case(build, gpt.batch, text=True, optimizer=adamw)
     return Case(build, BATCH, text=False, optimizer=sgd)
 
 
@@ -212,12 +229,12 @@ def _test(
     """Return how good copies are, each rank's on its share of the tests."""
     tested: list[Copy] = []
     accuracy: list[float] = []
-    size = world.allreduce(len(share[0]))
+    size = world.allreduce(share[1].numel())
     for index, one in enumerate(copies):
         had_level = any(percent >= plan.level for percent in accuracy)
         if is_tested(index, len(copies), had_level=had_level):
             model.load_state_dict(_mean(one.weights, world))
-            right = round(score(model, *share) * len(share[0]) / 100)
+            right = round(score(model, *share) * share[1].numel() / 100)
             accuracy.append(100 * world.allreduce(right) / size)
             tested.append(one)
     return {
@@ -239,7 +256,9 @@ def compare(
     nodes: int,
     ranks: int,
 ) -> Iterator[dict[str, Any]]:
-    """Train with DDP once, and with the others on every link; blocking.
+    """Train with the rivals once, and with ours on every link; blocking.
+
+    A rival's schedule does not depend on times, so its losses do not depend on a link.
 
     Args:
         place: Where.
@@ -262,10 +281,11 @@ def compare(
         say(f"step times on link {link}")
         return place.run(train.__name__, asdict(replace(steps, link=link)), link=link, **size)
 
-    rival = trained(DDP, place.fastest)
+    ours = [name for name in steps.names if name.startswith(OURS)]
+    rivals = [trained(name, place.fastest) for name in steps.names if name not in ours]
     for link in links:
         times = timed(link)
-        yield on_link(rival, times, [trained(name, link) for name in steps.names if name != DDP])
+        yield on_link(rivals, times, [trained(name, link) for name in ours])
 
 
 def say(text: str) -> None:

@@ -46,8 +46,9 @@ __all__ = [
     "start",
 ]
 
-PERIOD = 4  # batches between averages of PostLocalSGD, as in torch's documentation
-LONG_PERIOD = 64  # about as many as `Auto` chooses on the links of `bench train`
+# Batches between averages of PostLocalSGD: as in torch's documentation, and less frequent.
+PERIOD, LONG_PERIODS = 4, (16, 64)
+DILOCO_PERIOD = 32
 POWER_SGD = "DDP, gloo, PowerSGD"
 WHOLE_MIB = 1 << 12  # more than any of these models has of gradients
 
@@ -237,6 +238,11 @@ def _daso(**keywords: Any) -> Make:
     return make
 
 
+def _nesterov(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Make the outer optimizer of DiLoCo (Douillard et al. 2023, arXiv 2311.08105)."""
+    return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+
+
 CONTENDERS: Mapping[str, Make] = {
     COMPUTE: _compute,
     OURS: _daso(),
@@ -253,7 +259,10 @@ CONTENDERS: Mapping[str, Make] = {
     DDP: _ddp(),
     "DDP, gloo, fp16": _ddp(default_hooks.fp16_compress_hook),
     POWER_SGD: _power_sgd,
-    **{f"PostLocalSGD, every {n}": _post_local_sgd(n) for n in (PERIOD, LONG_PERIOD)},
+    **{f"PostLocalSGD, every {n}": _post_local_sgd(n) for n in (PERIOD, *LONG_PERIODS)},
+    f"DiLoCo, every {DILOCO_PERIOD}": _daso(
+        policy=daso.Fixed(DILOCO_PERIOD, 1), wire="bf16", outer=_nesterov
+    ),
 }
 
 

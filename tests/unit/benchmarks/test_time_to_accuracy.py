@@ -30,7 +30,7 @@ def found(ddp, ours, *, level=90, data="fashion"):
         {"plan": {"name": name, "link": "any", **plan}, "courses": trained, **same}
         for name, trained in ((DDP, ddp), (OURS, ours))
     )
-    return learning_curves.on_link(rival, times, [own])
+    return learning_curves.on_link([rival], times, [own])
 
 
 @pytest.mark.parametrize(
