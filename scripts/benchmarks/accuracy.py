@@ -28,7 +28,6 @@ from benchmarks.simulations import (
     DRIFT,
     SETTINGS,
     SLOW,
-    SLOW_PARTS,
     SYNCHRONOUS,
     Result,
     Trial,
@@ -132,7 +131,7 @@ def figures(trial: Trial, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any
         f"accuracy_gap_auto_{suffix}": (auto["gap"], "points below synchronous", AUTO),
         f"bytes_ratio_auto_{suffix}": (auto["bytes_ratio"], "times fewer bytes", AUTO),
     }
-    gaps = ((SLOW, "slow_"), (SLOW_PARTS, "slow_parts_"), (DRIFT, "before_"), (CORES, ""))
+    gaps = ((SLOW, "slow_"), (DRIFT, "before_"), (CORES, ""))
     for setting, kind in gaps:
         if setting in by_name:
             gap = by_name[setting]["gap"]

@@ -29,7 +29,6 @@ __all__ = [
     "QUICK",
     "SETTINGS",
     "SLOW",
-    "SLOW_PARTS",
     "SYNCHRONOUS",
     "Result",
     "Setting",
@@ -47,7 +46,6 @@ TEXT_BYTES = 1_100_000  # of Python's library
 SYNCHRONOUS, AUTO = "synchronous, fp32", "Auto, int4"
 DRIFT = "Auto as rare as drift allows, not restored, int4"
 SLOW = "Auto, link 12 times slower"
-SLOW_PARTS = f"{SLOW}, 2 parts"
 CORES = "Auto, exchanges need training's cores"
 DILOCO = "Fixed(32, 1), outer Nesterov, int4"
 Pairs = tuple[torch.Tensor, torch.Tensor]
@@ -107,7 +105,6 @@ SETTINGS = (
     Setting(SYNCHRONOUS, fixed(1, 0), "fp32"),
     Setting(AUTO, lambda *_: Auto()),
     Setting(SLOW, lambda *_: Auto(), "auto", exchange=SLOW_EXCHANGE),
-    Setting(SLOW_PARTS, lambda *_: Auto(), "auto", exchange=SLOW_EXCHANGE, fragments=2),
     Setting(CORES, lambda *_: Auto(), "auto", own=CORES_OWN, exchange=CORES_EXCHANGE),
     # What the default was until 2026-11: an exchange counts as so dear that drift alone decides.
     Setting(DRIFT, lambda *_: Auto(0.025), step_restoration="off", own=1e9),
@@ -117,7 +114,7 @@ SETTINGS = (
     Setting("Fixed(16, 1), int4", fixed(16, 1)),
     Setting(DILOCO, fixed(32, 1), outer=nesterov),
 )
-TEXT = (SYNCHRONOUS, AUTO, SLOW, SLOW_PARTS, DRIFT, "Fixed(4, 1), delta, bf16", DILOCO)
+TEXT = (SYNCHRONOUS, AUTO, SLOW, DRIFT, "Fixed(4, 1), delta, bf16", DILOCO)
 WIDE = (SYNCHRONOUS, AUTO, SLOW)
 SHORT = (SYNCHRONOUS, AUTO, CORES)
 LONG = (SYNCHRONOUS, AUTO, DRIFT, "Qsr, int4", "Fixed(16, 1), int4")
@@ -278,7 +275,7 @@ def _loss(inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[torch.nn.Mod
 def trials(*, quick: bool) -> Iterator[tuple[Trial, tuple[str, ...]]]:
     """List what is run, and with which settings."""
     images = "fashion" if find_fashion(data_folder()) else "digits"
-    everything = tuple(one.name for one in SETTINGS if one.name not in (SLOW, SLOW_PARTS, CORES))
+    everything = tuple(one.name for one in SETTINGS if one.name not in (SLOW, CORES))
     if quick:
         yield Trial(images, nodes=16, epochs=6, samples=10_000), QUICK
         return
