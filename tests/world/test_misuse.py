@@ -11,7 +11,7 @@ from torch import nn
 from worlds import SEVERAL_NODES
 
 import daso
-from daso.errors import ConfigError, NonFiniteError
+from daso.errors import ConfigError, LayoutError, NonFiniteError
 
 RARE = daso.Fixed(3, 1)
 SYNC = daso.Fixed(1, 0)
@@ -111,6 +111,181 @@ def test_memory_behind_gradients_may_be_replaced(topology, rank_info, edit, orde
             )
         one.run(5)
         assert equal(bits(model), one.params(0))
+
+
+def as_flat_buffer(model):
+    """Let gradients be views of one buffer; return what resets them."""
+    params = list(model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in params))
+    for p, row in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        p.grad = row.view_as(p)
+    return flat.zero_
+
+
+def as_a_list(model):
+    grads = [torch.zeros_like(p) for p in model.parameters()]
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        p.grad = grad
+    return lambda: torch._foreach_zero_(grads)
+
+
+def as_two_names(model):
+    """Keep tensors over the same memory, not the gradients themselves."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    aliases = [p.grad.detach() for p in model.parameters()]
+    return lambda: torch._foreach_zero_(aliases)
+
+
+@pytest.mark.nodes(*SEVERAL_NODES, (2,))
+@pytest.mark.parametrize("reducer", ["bucketed", "host", "prioritized"])
+@pytest.mark.parametrize("own", [as_flat_buffer, as_a_list, as_two_names])
+def test_gradients_stay_in_the_memory_of_the_program(topology, rank_info, own, reducer):
+    model, one = network(), oracle(rank_info)
+    gradients = daso.Gradients(reducer=reducer, step="model")
+    with wrap(topology, model, policy=SYNC, gradients=gradients) as optimizer:
+        reset = own(model)
+        for number in range(5):
+            before = [p.grad for p in model.parameters()]
+            reset()
+            batch_loss(model, rank_info.rank, number).backward()
+            assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
+            optimizer.step()
+        one.run(5)
+        assert equal(bits(model), one.params(0))
+
+
+@pytest.mark.nodes(*SEVERAL_NODES, (2,))
+@pytest.mark.parametrize("narrow", ["fp32", "int4"])
+def test_a_list_of_gradients_outlives_a_layer_that_freezes(topology, rank_info, narrow):
+    """Also gradients that were in no list are reset through it; both as one that begins so."""
+    ends = []
+    for listed in (False, True):
+        model = network()
+        gradients = daso.Gradients(wire=narrow)
+        with wrap(topology, model, policy=SYNC, gradients=gradients) as optimizer:
+            step(optimizer, model, rank_info, 0)
+            grads = [p.grad for p in model.parameters()]
+            for number in range(1, 7):
+                if number == 3:
+                    model[0].requires_grad_(False)
+                torch._foreach_zero_(grads if listed else live_grads(model))
+                batch_loss(model, rank_info.rank, number).backward()
+                optimizer.step()
+            ends.append(bits(model))
+    assert equal(*ends)
+
+
+def live_grads(model):
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def share(model):
+    model.share_memory()
+
+
+def share_one(model):
+    model[2].weight.grad.share_memory_()
+
+
+@pytest.mark.nodes(*SEVERAL_NODES, (2,), (3,))
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("reducer", ["bucketed", "host"])
+@pytest.mark.parametrize("edit", [share, share_one])
+def test_memory_behind_gradients_may_become_shared(topology, rank_info, edit, reducer, to_none):
+    model, one = network(), oracle(rank_info)
+    gradients = daso.Gradients(reducer=reducer)
+    with wrap(topology, model, policy=SYNC, gradients=gradients) as optimizer:
+        for number in range(5):
+            now = edit if number == 1 else None
+            step(optimizer, model, rank_info, number, now, to_none=to_none)
+        one.run(5)
+        assert equal(bits(model), one.params(0))
+
+
+def penalized(model, losses):
+    """A step of one process: the mean loss, and a penalty on its gradient."""
+    params = list(model.parameters())
+    mean = torch.stack(losses).mean()
+    grads = torch.autograd.grad(mean, params, create_graph=True)
+    more = torch.autograd.grad(sum(g.square().sum() for g in grads), params, allow_unused=True)
+    with torch.no_grad():
+        for p, g, m in zip(params, grads, more, strict=True):
+            p.sub_(0.1 * (g if m is None else g + m))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.nodes(*SEVERAL_NODES, (2,))
+def test_a_penalty_on_gradients_counts(topology, rank_info):
+    model, alone = network().double(), network().double()
+
+    def loss(of, rank, number):
+        generator = torch.Generator().manual_seed(97 * number + rank)
+        return of(torch.randn(4, 2, 4, 4, generator=generator).double()).square().mean()
+
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with wrap(topology, model, inner, policy=SYNC) as optimizer:
+        for number in range(4):
+            optimizer.zero_grad()
+            loss(model, rank_info.rank, number).backward(create_graph=True)
+            sum(p.grad.square().sum() for p in model.parameters()).backward()
+            optimizer.step()
+            penalized(alone, [loss(alone, rank, number) for rank in range(topology.world_size)])
+        optimizer.zero_grad()
+        for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(mine, its, rtol=1e-9, atol=1e-12)
+
+
+class Widened(torch.autograd.Function):
+    """A parameter in fp32, whose gradient stays in fp32."""
+
+    @staticmethod
+    def forward(_, tensor):
+        return tensor.float()
+
+    @staticmethod
+    def backward(_, grad):
+        return grad
+
+
+def widened_loss(model, rank):
+    """A loss whose gradients are 1 + rank / 4096, which bf16 rounds to 1."""
+    factor = 1 + rank * 2.0**-12
+    return sum((Widened.apply(p) * factor).sum() for p in model.parameters())
+
+
+def with_grads_of(dtype):
+    model = network().bfloat16()
+    for p in model.parameters():
+        p.grad_dtype = dtype
+    return model
+
+
+@pytest.mark.nodes(*SEVERAL_NODES, (2,))
+@pytest.mark.parametrize("reducer", ["bucketed", "host"])
+def test_gradients_of_another_type_than_parameters_keep_it(topology, rank_info, reducer):
+    model = with_grads_of(torch.float32)
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    mean = 1 + (topology.world_size - 1) / 2 * 2.0**-12
+    gradients = daso.Gradients(reducer=reducer)
+    with wrap(topology, model, inner, policy=SYNC, gradients=gradients) as optimizer:
+        for _ in range(2):
+            optimizer.zero_grad()
+            widened_loss(model, rank_info.rank).backward()
+            for p in model.parameters():
+                assert p.grad.dtype == torch.float32
+                assert torch.allclose(p.grad, torch.full_like(p.grad, mean), rtol=0, atol=2e-7)
+            optimizer.step()
+
+
+@pytest.mark.nodes((1, 1), (2,))
+def test_gradients_that_would_be_rounded_in_silence_are_refused(topology, rank_info):
+    model = with_grads_of(None)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = wrap(topology, model, inner, policy=SYNC)
+    with pytest.raises(LayoutError, match=r"must have one type.*is float32.*set its grad_dtype"):
+        widened_loss(model, rank_info.rank).backward()
+    optimizer.close()
 
 
 @pytest.mark.parametrize("policy", [SYNC, RARE])

@@ -6,8 +6,13 @@ none had, ``.grad`` stays None, and the optimizer leaves the parameter alone as 
 daso. A bucket is a part of a row, so rows can be cut anew between two rounds: nothing moves, and no
 bit of a sum in rank order changes. A portion (`daso.plan.portions`) is a bucket too; a large tensor
 lies in several.
+
+``.grad`` becomes a tensor over the row, which spares a copy. Where the program holds the memory of
+a gradient (a flat buffer, a list of gradients, a graph of them), ``.grad`` stays, and the mean is
+copied into it, as DDP does.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -15,8 +20,10 @@ from typing import Literal
 import torch
 
 from daso.comm.node.base import NodeBucket, NodeRow, NodeTransport
+from daso.errors import LayoutError
 from daso.plan.layout import LEAST_BUCKET_BYTES, Span, fit_buckets, flagged, last_layer
 from daso.plan.portions import Portion, cut_portions
+from daso.train.gradients.memory import gradient_dtype, is_held, second_storage
 from daso.train.model.params import Named, view_like
 
 __all__ = ["Bucket", "Cuts", "Finish", "FlatGradients"]
@@ -33,6 +40,15 @@ class Row:
     nbytes: tuple[int, ...]  # of each
     spans: tuple[Span, ...]  # of each; its flag lies at stop
     memory: NodeRow
+    seen: torch.Tensor  # the same memory in another storage: ``.grad`` lies in it
+
+
+@dataclass(slots=True)
+class Kept:
+    """A gradient that stays in the memory of the program."""
+
+    grad: Callable[[], torch.Tensor | None]  # a weak reference
+    left: int  # buckets of it whose mean is not there yet
 
 
 @dataclass(slots=True)
@@ -66,9 +82,11 @@ class FlatGradients:
         self.buckets_of: dict[int, list[Bucket]] = {}  # several where a parameter is cut
         self._rows: list[Row] = []
         self._least_bytes = 0  # of buckets, for which rows have room
-        # In them, of each parameter's gradient. What becomes ``.grad`` is an alias of it: users may
-        # replace the memory behind a gradient (``.data``, ``model.double()``), and ours must stay.
+        # In them, of each parameter's gradient. ``.grad`` has a storage of its own over the same
+        # memory: a program may replace it (``.data``, ``double()``, ``share_memory()``).
         self._views: dict[int, torch.Tensor] = {}
+        self._grads: dict[int, torch.Tensor] = {}
+        self._kept: dict[int, Kept] = {}
         self._place_of: dict[int, int] = {}  # of each parameter in the order of readiness
 
     def __bool__(self) -> bool:
@@ -82,15 +100,17 @@ class FlatGradients:
         """
         self._place_of = {index: at for at, index in enumerate(order)}
         self._least_bytes = min(bucket_bytes, LEAST_BUCKET_BYTES)  # a run that is resumed had less
-        for dtype in dict.fromkeys(tensor.dtype for _, tensor in self.named):
-            params = tuple(index for index in order if self.named[index][1].dtype == dtype)
+        types = [gradient_dtype(tensor) for _, tensor in self.named]
+        for dtype in dict.fromkeys(types):
+            params = tuple(index for index in order if types[index] == dtype)
             tensors = [self.named[index][1] for index in params]
             spans = flagged([tensor.numel() for tensor in tensors])
             numel, most = spans[-1].stop + 1, len(params)
             if self._cuts != "none":  # each tensor in as many as it fills, rounded
                 most = 2 * len(params) + numel // _elements(self._least_bytes, dtype)
             memory = self.node.row(numel, dtype, most)
-            self._rows.append(Row(params, tuple(t.nbytes for t in tensors), spans, memory))
+            nbytes = tuple(tensor.numel() * dtype.itemsize for tensor in tensors)
+            self._rows.append(Row(params, nbytes, spans, memory, second_storage(memory.flat)))
             for index, tensor, span in zip(params, tensors, spans, strict=True):
                 self._views[index] = view_like(memory.flat[slice(*span)], tensor)
         self.cut(bucket_bytes)
@@ -147,17 +167,9 @@ class FlatGradients:
         return self._views.get(index)
 
     def fill(self, bucket: Bucket, moved: set[int]) -> None:
-        """Copy gradients that autograd made elsewhere into the bucket; make them views of it."""
+        """Copy gradients that autograd made elsewhere into the bucket."""
         params = [index for index in bucket.params if index not in moved]
         moved.update(params)
-        tensors = [self.named[index][1] for index in params]
-        views = [self._views[index] for index in params]
-        have = [tensor.grad is not None for tensor in tensors]
-        moves = [
-            (tensor, tensor.grad, view)
-            for tensor, view in zip(tensors, views, strict=True)
-            if tensor.grad is not None and tensor.grad.data_ptr() != view.data_ptr()
-        ]
         flat = bucket.memory.flat
         flags = [self.named[index][1].grad is not None for index in bucket.ending]
         with torch.no_grad():
@@ -165,18 +177,61 @@ class FlatGradients:
             if not all(flags):
                 for at, there in zip(bucket.places, flags, strict=True):
                     flat[at] *= there
-            for there, view in zip(have, views, strict=True):
-                if not there:
-                    view.zero_()
-            if moves:
-                torch._foreach_copy_([view for *_, view in moves], [grad for _, grad, _ in moves])
-        for tensor, _, view in moves:
-            tensor.grad = view.detach()
+            self._copy_in(params)
+
+    def _copy_in(self, params: Sequence[int]) -> None:
+        """Copy gradients into their rows; zeros where a parameter has none."""
+        views, grads, given = [], [], []
+        for index in params:
+            tensor, view = self.named[index][1], self._views[index]
+            self._kept.pop(index, None)
+            if tensor.grad is None:
+                view.zero_()
+            elif tensor.grad.data_ptr() != view.data_ptr():
+                held = is_held(tensor)
+                grad = tensor.grad
+                _check_type(self.named[index][0], grad, view)
+                views.append(view)
+                grads.append(grad.detach())
+                if held:
+                    left = len(self.buckets_of[index])
+                    self._kept[index] = Kept(weakref.ref(grad), left)
+                else:
+                    given.append(index)
+        if views:
+            torch._foreach_copy_(views, grads)
+        for index in given:
+            self.named[index][1].grad = self._grad_of(index)
+
+    def _grad_of(self, index: int) -> torch.Tensor:
+        """Return the tensor over its row that becomes a parameter's gradient."""
+        view, grad = self._views[index], self._grads.get(index)
+        if grad is None or grad.data_ptr() != view.data_ptr() or grad.dtype != view.dtype:
+            grad = self._grads[index] = self._new_grad(index)
+        return grad
+
+    def _new_grad(self, index: int) -> torch.Tensor:
+        at = next(at for at, row in enumerate(self._rows) if index in row.params)
+        row = self._rows[at]
+        if row.seen.data_ptr() != row.memory.flat.data_ptr():  # torch replaced that storage
+            self._rows[at] = row = replace(row, seen=second_storage(row.memory.flat))
+        span = row.spans[row.params.index(index)]
+        return view_like(row.seen[slice(*span)], self.named[index][1]).detach()
 
     def settle(self, bucket: Bucket) -> None:
         """Give parameters that only other ranks used their gradient; get ready for a new round."""
         bucket.missing = set(bucket.params)
+        self._copy_out(bucket.params)
         self.give_back(bucket, bucket.missing)
+
+    def _copy_out(self, params: Iterable[int]) -> None:
+        """Copy means to gradients in the memory of the program, once they are whole."""
+        for index in self._kept.keys() & set(params):
+            kept = self._kept[index]
+            kept.left -= 1
+            grad = kept.grad()
+            if not kept.left and grad is not None:
+                grad.data.copy_(self._views[index])  # .data: a graph of it stays valid
 
     def give_back(self, bucket: Bucket, params: set[int]) -> None:
         """Give these parameters the bucket's mean where they have no gradient, and a rank had."""
@@ -187,7 +242,7 @@ class FlatGradients:
         for index, flag in zip(bucket.ending, flags, strict=True):
             tensor = self.named[index][1]
             if tensor.grad is None and flag > 0 and index in params:
-                tensor.grad = self._views[index].detach()
+                tensor.grad = self._grad_of(index)
 
     def first_nonfinite(self) -> str | None:
         """Return the name of the first parameter whose gradient is not finite, None if all are."""
@@ -216,32 +271,52 @@ class FlatGradients:
         ]
 
     def versions(self) -> list[int]:
-        """Return a number for each row that grows whenever somebody writes to gradients.
+        """Return numbers that grow whenever the program writes to gradients.
 
-        What the node and the engine write does not count: their tensors have versions of their own.
+        Writes of the node and the engine do not count: their tensors have versions of their own.
         """
-        return [row.memory.flat._version for row in self._rows]
+        kept = [grad._version for one in self._kept.values() if (grad := one.grad()) is not None]
+        return [row.seen._version for row in self._rows] + kept
 
     def in_place(self) -> bool:
-        """Return whether every gradient lies in its row."""
+        """Return whether every gradient is that of the last round."""
         return all(
-            tensor.grad is None or tensor.grad.data_ptr() == self._views[index].data_ptr()
+            tensor.grad is None or self._is_own(index, tensor.grad)
             for index, (_, tensor) in enumerate(self.named)
         )
 
+    def _is_own(self, index: int, grad: torch.Tensor) -> bool:
+        kept = self._kept.get(index)
+        own = grad.data_ptr() == self._views[index].data_ptr()
+        return own or (kept is not None and kept.grad() is grad)
+
     def holds(self, gradient: torch.Tensor) -> bool:
-        """Return whether a gradient lies in a row."""
+        """Return whether a gradient lies in a row, or took a mean from there."""
         if not gradient.numel():  # all that is empty has one address
             return False
+        if any(kept.grad() is gradient for kept in self._kept.values()):
+            return True
         return any(view.data_ptr() == gradient.data_ptr() for view in self._views.values())
 
     def release(self) -> None:
         """Give gradients memory of their own; idempotent."""
         for index, view in self._views.items():
-            tensor = self.named[index][1]
-            if tensor.grad is not None and tensor.grad.data_ptr() == view.data_ptr():
-                tensor.grad = tensor.grad.clone()
+            for grad in (self.named[index][1].grad, self._grads.get(index)):
+                # In place: lists of gradients that the program made keep what they refer to.
+                if grad is not None and grad.data_ptr() == view.data_ptr():
+                    grad.data = grad.detach().clone()
         self._rows, self._views, self.buckets, self.buckets_of = [], {}, [], {}
+        self._grads, self._kept = {}, {}
+
+
+def _check_type(name: str, grad: torch.Tensor, view: torch.Tensor) -> None:
+    """Refuse a gradient of another type than its row: it would be rounded in silence."""
+    if grad.dtype != view.dtype:
+        kind, row = (str(one.dtype).removeprefix("torch.") for one in (grad, view))
+        raise LayoutError(
+            f"gradients must have one type, but that of {name} is {kind} and is averaged in {row}; "
+            f"set its grad_dtype to torch.{kind} before daso.DASO(...)"
+        )
 
 
 def _elements(bucket_bytes: int, dtype: torch.dtype) -> int:

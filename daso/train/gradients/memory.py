@@ -1,0 +1,52 @@
+"""Memory of gradients: its type, and whether the program holds it besides the parameter."""
+
+import sys
+
+import torch
+import torch.utils.dlpack
+
+__all__ = ["gradient_dtype", "is_held", "second_storage"]
+
+_uses_of_storage = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def gradient_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the type of a parameter's gradients: its ``grad_dtype``, else its own."""
+    return getattr(tensor, "grad_dtype", None) or tensor.dtype
+
+
+def _counts(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the references to the gradient of a tensor, and the uses of its storage."""
+    grad = tensor.grad
+    assert grad is not None, "it was looked whether a gradient is there"
+    references = sys.getrefcount(grad)
+    uses = _uses_of_storage(grad.untyped_storage()._cdata) if _uses_of_storage else 0
+    return references, uses
+
+
+def _least_counts() -> tuple[int, int]:
+    tensor = torch.zeros(1, device="cpu", requires_grad=True)
+    tensor.sum().backward()
+    return _counts(tensor)
+
+
+_LEAST_REFERENCES, _LEAST_USES = _least_counts()  # of a gradient that nothing else holds
+
+
+def is_held(tensor: torch.Tensor) -> bool:
+    """Return whether more than the parameter refers to its gradient.
+
+    Such a gradient lies in a buffer of the program, in a list, in a graph (``create_graph=True``),
+    or in memory that processes share. The caller must hold no reference of its own.
+    """
+    references, uses = _counts(tensor)
+    graph = tensor.grad is not None and tensor.grad.requires_grad
+    return graph or references > _LEAST_REFERENCES or uses > _LEAST_USES
+
+
+def second_storage(row: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory whose storage torch may replace by itself.
+
+    ``share_memory_()`` replaces the memory behind a storage, for all tensors that have it.
+    """
+    return torch.utils.dlpack.from_dlpack(row)
