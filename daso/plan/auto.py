@@ -13,8 +13,9 @@ __all__ = ["Auto"]
 # that it may cost. Held-out loss of a byte-level transformer (8 simulated nodes, AdamW, 1,000
 # steps, one seed) with exchanges at every batch after 0, 100 or 300 synchronous ones: 1.884, 1.804
 # and 1.800; synchronous training 1.799. After 60 instead of 100 test accuracy was 0.4 points lower
-# (two seeds, 2 bits; scripts/figures/accuracy-tried.json).
-START_BATCHES, START_COST = 100, 120.0
+# (two seeds, 2 bits). On 16 nodes it was 1.5 points below synchronous training after 100 batches,
+# and at it after 200: between 8 and 16 nodes both grow (scripts/figures/accuracy-tried.json).
+START_BATCHES, START_COST, START_NODES = 100, 120.0, (8, 16)
 OVERLAP = 0.5  # of a step: behind which gradients are averaged while backward goes on
 # Synchronous batches are tried again where gradients are estimated at this share of the seconds of
 # when they were left, by the least estimate of a few batches; and after many batches anyway.
@@ -42,9 +43,10 @@ class Auto:
 
     With an optimizer that normalizes (Adam and similar), training starts with gradients averaged at
     every batch, on a narrow wire. The start lasts 100 batches, fewer where it would cost the time
-    of 120. Gradients stay averaged while that costs at most ``sync_cost`` of a step. Else nodes
-    exchange parameters as often as the link carries them, and scale the learning rate by a measured
-    gain (`daso.plan.step_restoration`). Synchronous batches return where they would be cheap.
+    of 120, and twice as many on 16 nodes or more. Gradients stay averaged while that costs at most
+    ``sync_cost`` of a step. Else nodes exchange parameters as often as the link carries them, and
+    scale the learning rate by a measured gain (`daso.plan.step_restoration`). Synchronous batches
+    return where they would be cheap.
 
     With other optimizers (SGD) nodes exchange parameters from the first batch. Wait is the batches
     that an exchange takes, with a margin. Skip keeps the processor time of exchanges within
@@ -87,9 +89,13 @@ class Auto:
         """Return the state before the first batch."""
         return State() if self.warmup else State(skip=1, wait=1)
 
-    def begin(self, state: State) -> State:
+    def begin(self, state: State, nodes: int) -> State:
         """Return the state before the first batch, with an optimizer that normalizes."""
-        return state if self.warmup else replace(state, skip=1, wait=0, hidden=True)
+        if self.warmup:
+            return state
+        few, many = START_NODES
+        start = START_BATCHES * min(max(few, nodes), many) // few
+        return replace(state, skip=1, wait=0, hidden=True, sync=replace(state.sync, start=start))
 
     def tune_batch(self, state: State) -> State:
         """Leave the warm-up when its batches are over."""
@@ -143,7 +149,8 @@ class Auto:
         spent = before.spent + cost * (state.batch - before.measured)
         sync = replace(before, cost=cost, spent=spent, measured=state.batch)
         more = cost * (MEASURE_EVERY - state.batch % MEASURE_EVERY)  # until the next measurement
-        started = state.batch >= START_BATCHES or spent + more > START_COST
+        most = before.start * START_COST / START_BATCHES
+        started = state.batch >= before.start or spent + more > most
         if cost <= self.sync_cost or not started:
             return replace(state, sync=sync)
         failed = sync.began > 0 and state.batch - sync.began <= FAILED_WITHIN

@@ -94,6 +94,7 @@ class Measurements:
 class SyncPhase:
     """Synchronous batches of `Auto`: their cost, and when they are tried again."""
 
+    start: int = 0  # batches of the first phase, unless these cost too much
     cost: float | None = None  # share of a step, at the last measurement
     spent: float = 0.0  # batches of computing that they cost so far
     began: int = 0  # batch after which the last phase began
@@ -227,7 +228,7 @@ def begin(
     choose = getattr(policy, "begin", None)
     if not may_hide or choose is None or state.batch or state.epoch:
         return state
-    began: State = choose(state)
+    began: State = choose(state, nodes)
     return began
 
 

@@ -14,7 +14,7 @@ from daso.plan.options import Exchange, Gradients, Wire
 from daso.plan.schedule import Policy
 from daso.train.deltas.outer import MakeOuter
 from daso.train.inner.grad_scaler import NATIVE, Scaling
-from daso.train.inner.step_restoration import StepRestoration
+from daso.train.inner.step_restoration import StepRestoration, first_post_hook
 from daso.train.recovery.session import session_class
 from daso.train.session import Session
 from daso.train.setup import make_setup, stall_limit
@@ -108,6 +108,7 @@ class Attached:
         unhook(inner)
         self._hooks = [
             inner.register_step_pre_hook(self._before_step),
+            first_post_hook(inner, lambda _: self._unscale_lr()),
             inner.register_step_post_hook(self._after_step),
             inner.register_state_dict_pre_hook(lambda _: self._unscale_lr()),
             inner.register_state_dict_post_hook(self._add_state),

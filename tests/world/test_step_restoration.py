@@ -60,6 +60,49 @@ def test_hooks_step_as_the_wrapper_does_and_rates_are_the_users(topology):
     assert rates == [[0.01]] * 18
 
 
+def decays_by_a_hook(inner):
+    """Let a scheduler step in a hook, from the rate that it finds."""
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
+    inner.register_step_post_hook(lambda *_: scheduler.step())
+
+
+def is_set_by_a_hook(inner):
+    """Let a hook set the rate, whatever it finds."""
+    rates = iter(0.01 * 0.9**step for step in range(1, 100))
+    inner.register_step_post_hook(lambda one, *_: one.param_groups[0].update(lr=next(rates)))
+
+
+def tunes_itself(inner):
+    step = type(inner).step
+
+    class Tuning(type(inner)):
+        def step(self, closure=None):
+            loss = step(self, closure)
+            self.param_groups[0]["lr"] *= 0.9
+            return loss
+
+    inner.__class__ = Tuning
+
+
+@pytest.mark.parametrize("door", ["wrapper", "hooks"])
+@pytest.mark.parametrize("change", [decays_by_a_hook, is_set_by_a_hook, tunes_itself])
+def test_rates_that_change_while_the_optimizer_steps_stay_changed(topology, door, change):
+    model = seeded(mlp)()
+    inner = adamw(model)
+    change(inner)
+    if door == "wrapper":
+        optimizer = handle = wrapped(topology, inner, model)
+    else:
+        options = {"policy": daso.Fixed(2, 1), "exchange": ORDERED}
+        handle = daso.attach(inner, module=model, topology=topology, **options)
+        optimizer = inner
+    steps(topology, optimizer, model, range(12))
+    assert handle.report()["gain"] > 1.05
+    assert inner.param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**12, rel=1e-9)
+    assert inner.param_groups[0]["weight_decay"] == adamw(model).param_groups[0]["weight_decay"]
+    handle.close()
+
+
 def test_a_run_that_is_loaded_in_the_middle_has_the_same_gain_and_bits(topology):
     build, found = seeded(mlp), []
     for cut in (None, 6):

@@ -1,31 +1,46 @@
-"""Lets an inner optimizer that normalizes step as much longer as the mean over nodes is too short.
+"""Scales the learning rate of an inner optimizer by the restoration gain while it steps.
 
-Which gain that is, `daso.plan.step_restoration` works out from what nodes agreed on.
+`daso.plan.step_restoration` computes the gain from measurements that all nodes agreed on.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from daso.plan import options
 from daso.plan.header import Tally
-from daso.plan.options import Settings
 from daso.plan.step_restoration import required_gain
 from daso.train.inner.optimizer_probe import OptimizerTraits, probe_optimizer
 
-__all__ = ["StepRestoration", "make_step_restoration"]
+__all__ = ["StepRestoration", "first_post_hook", "make_step_restoration"]
 
 logger = logging.getLogger("daso")
 SCALED = ("lr", "weight_decay")  # settings of a group that change while it steps
 
 
+Settings = dict[str, Any]  # of a parameter group
+
+
+def first_post_hook(
+    inner: torch.optim.Optimizer, call: Callable[[Sequence[Settings]], None]
+) -> RemovableHandle:
+    """Call a function with the parameter groups after each step, ahead of other step hooks."""
+    handle: RemovableHandle = inner.register_step_post_hook(lambda one, *_: call(one.param_groups))
+    hooks: Any = inner._optimizer_step_post_hooks  # an ordered dictionary
+    hooks.move_to_end(handle.id, last=False)
+    return handle
+
+
 class StepRestoration:
     """Multiplies learning rates by a gain while the inner optimizer steps, and only then.
 
-    Learning rate schedulers and users see their own rates. Weight decay that takes lr *
-    weight_decay of a weight is no shorter in a mean, and stays what it is.
+    Learning rate schedulers and users see their own rates, in step hooks too. A rate that the
+    optimizer changes while it steps stays changed. Weight decay that takes lr * weight_decay of a
+    weight is no shorter in a mean, and stays what it is.
 
     Args:
         inner: The user's optimizer.
@@ -34,7 +49,9 @@ class StepRestoration:
 
     def __init__(self, inner: torch.optim.Optimizer, traits: Sequence[OptimizerTraits]) -> None:
         self._inner, self.traits = inner, traits
-        self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._scaled: list[
+            tuple[Settings, Settings, Settings]
+        ] = []  # group, before, while it steps
         weights = [
             sum(param.numel() for param in group["params"]) * trait.normalizes
             for group, trait in zip(inner.param_groups, traits, strict=True)
@@ -56,25 +73,48 @@ class StepRestoration:
         for group, trait in zip(self._inner.param_groups, self.traits, strict=True):
             if not trait.normalizes or group.get("lr") is None:
                 continue
-            self._before.append((group, {key: group[key] for key in SCALED if key in group}))
+            before = {key: group[key] for key in SCALED if key in group}
             group["lr"] = group["lr"] * gain
             if trait.decays_by_lr:
                 group["weight_decay"] = group["weight_decay"] / gain
+            self._scaled.append((group, before, {key: group[key] for key in before}))
 
-    def end(self) -> None:
-        """Put back what was there; idempotent."""
-        for group, settings in self._before:
-            group.update(settings)
-        self._before = []
+    def end(self, groups: Sequence[Settings] | None = None) -> None:
+        """Put back the settings of these groups, or of all; idempotent."""
+        kept = []
+        for one in self._scaled:
+            group, before, inside = one
+            if groups is None or any(group is other for other in groups):
+                group.update(
+                    {key: _unscaled(group[key], before[key], inside[key]) for key in before}
+                )
+            else:
+                kept.append(one)
+        self._scaled = kept
 
     @contextmanager
     def scaled(self, gain: float) -> Iterator[None]:
         """Let steps inside be longer by a factor."""
+        parts = getattr(self._inner, "optimizers", [self._inner])
+        hooks = [
+            first_post_hook(part, self.end)
+            for part in parts
+            if hasattr(part, "_optimizer_step_post_hooks")
+        ]
         try:
             self.begin(gain)
             yield
         finally:
             self.end()
+            for hook in hooks:
+                hook.remove()
+
+
+def _unscaled(now: Any, before: Any, inside: Any) -> Any:
+    """Return a setting of the user's, with what the step changed."""
+    if now is inside or bool(now == inside) or not bool(inside):
+        return before
+    return now * (before / inside)
 
 
 def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
@@ -84,7 +124,7 @@ def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
 
 
 def make_step_restoration(
-    inner: torch.optim.Optimizer, settings: Settings, *, says: bool
+    inner: torch.optim.Optimizer, settings: options.Settings, *, says: bool
 ) -> StepRestoration | None:
     """Return what restores the steps of an optimizer; None where nothing is to be restored."""
     if not settings.may_restore_steps:

@@ -372,10 +372,10 @@ def test_auto_returns_to_gradients_where_they_are_cheap(sync, state, measurement
     assert returns == (after.sent is None)
 
 
-def start(cost, batches, policy=None):
+def start(cost, batches, policy=None, nodes=8):
     """Begin with an optimizer that normalizes; return the batch after which the start is left."""
     policy = policy or Auto()
-    state = begin(policy, policy.start(), nodes=8, memory=0.999, may_hide=True)
+    state = begin(policy, policy.start(), nodes=nodes, memory=0.999, may_hide=True)
     for _ in range(batches):
         acts, state = after_batch(policy, state)
         if acts:
@@ -404,6 +404,14 @@ def start(cost, batches, policy=None):
 )
 def test_the_start_is_synchronous_until_it_has_cost_a_hundred_batches(cost, left):
     assert start(cost, 1000) == left
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cost", "left"),
+    [(2, 0.3, 100), (8, 0.3, 100), (10, 0.3, 140), (16, 0.3, 200), (100, 0.3, 200), (16, 2.3, 100)],
+)
+def test_the_start_is_longer_on_many_nodes(nodes, cost, left):
+    assert start(cost, 1000, nodes=nodes) == left
 
 
 def test_the_cost_of_synchronous_batches_is_a_setting():
