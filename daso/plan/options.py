@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 from daso.checks import (
     NONE,
+    Rule,
     check,
     choice,
     either,
@@ -47,6 +49,10 @@ BITS["topk"] = 0.5
 MiB = 1 << 20
 BucketRule = Literal["auto", "search"]
 MOST_FRAGMENTS = 100_000
+NAMES = Rule(
+    'a tuple of names, as ("queue", "*.hidden")',
+    lambda value: isinstance(value, tuple) and all(isinstance(one, str) and one for one in value),
+)
 
 
 @validated_record
@@ -89,6 +95,8 @@ class Exchange:
             `docs/how-to/elastic.md`. Under Open MPI 5 or later, started by
             ``mpirun --with-ft ulfm``, as ``daso run --elastic`` does; anywhere else it says so, and
             the job ends.
+        keep_local: Names, or patterns as of `fnmatch`, of buffers and frozen parameters that stay
+            each rank's own, as queues and hidden states do: no call averages them.
     """
 
     algorithm: Algorithm = "auto"
@@ -99,8 +107,14 @@ class Exchange:
     gpu_direct: bool = False
     step_restoration: Restore = "auto"
     elastic: bool = False
+    keep_local: tuple[str, ...] = ()
+
+    def keeps_own(self, name: str) -> bool:
+        """Return whether a buffer or frozen parameter stays each rank's own."""
+        return any(fnmatchcase(name, pattern) for pattern in self.keep_local)
 
     def __post_init__(self) -> None:
+        check("Exchange.keep_local", self.keep_local, NAMES)
         check("Exchange.gpu_direct", self.gpu_direct, flag())
         if self.gpu_direct and self.algorithm == "mpi":
             raise ConfigError(

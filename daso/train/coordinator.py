@@ -1,7 +1,7 @@
 """Where all ranks meet: what they check, wait for and average together, beside parameters."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -17,7 +17,8 @@ from daso.plan.step_restoration import rate_of
 from daso.train.channels import Channels
 from daso.train.metrics import Metrics
 from daso.train.misuse import checksum, first_nonfinite, gradient_checksum
-from daso.train.model.params import Trained, check_sharding
+from daso.train.model.frozen import FrozenParameters
+from daso.train.model.params import Named, Trained, check_sharding
 from daso.train.model.shards import is_sharded, local_part
 from daso.train.model.shared import common_tensors
 from daso.train.reducers import DdpFinder
@@ -74,6 +75,7 @@ class Coordinator:
         replicas: The replica group: ranks that hold the same parameters.
         channels: The engine that all traffic goes through.
         metrics: Where seconds and bytes are counted.
+        elsewhere: Returns the ids of parameters that other wrapped optimizers train.
     """
 
     def __init__(
@@ -83,8 +85,10 @@ class Coordinator:
         replicas: Topology,
         channels: Channels,
         metrics: Metrics,
+        elsewhere: Callable[[], Container[int]] = frozenset,
     ) -> None:
         self.trained, self.topology, self._replicas = trained, topology, replicas
+        self._frozen = FrozenParameters(trained, elsewhere)
         self.channels, self.metrics = channels, metrics
         self.ddps = DdpFinder(param for _, param in trained.named)
         self._told: set[str] = set()  # what was said: names of buffers that are left alone, `LR`
@@ -267,20 +271,47 @@ class Coordinator:
         self.average(tensors)
         self.metrics.event("join", tensors=len(tensors))
 
-    def average_buffers(self) -> None:
-        """Make the model's buffers (BatchNorm statistics) equal: means over all ranks.
+    def average_others(self) -> None:
+        """Make buffers and frozen parameters equal: means over all ranks.
 
         Collective over the world; blocking.
         """
-        self._average_over(self.topology, self._common_buffers())
+        self._average_over(self.topology, [*self._common_buffers(), *self._frozen_apart()])
+        self._frozen.equal_now()
+
+    def _frozen_apart(self) -> list[torch.Tensor]:
+        """Return frozen parameters that ranks hold differently. Collective; blocking."""
+        digests = {
+            name: digest
+            for name, digest in self._frozen.digests().items()
+            if not self.channels.settings.exchange.keeps_own(name)
+        }
+        everyones = self._unlike(digests)
+        apart = {name for name in digests if len({one.get(name) for one in everyones}) > 1}
+        named = [(name, tensor) for name, tensor in self._frozen.named() if name in apart]
+        self._tell_of_untrained(named)
+        return common_tensors(named, self._unlike, self._told, says=self.leads)
+
+    def _tell_of_untrained(self, named: Named) -> None:
+        """Say once that a parameter is trained by nobody's wrapped optimizer, and differs."""
+        names = [name for name, one in named if one.requires_grad and name not in self._told]
+        self._told.update(names)
+        if names and self.leads:
+            logger.warning(
+                "parameters that require gradients must be trained by an optimizer that daso "
+                "wraps, but %s is not and differed between ranks%s; all ranks have the mean now: "
+                "wrap its optimizer too, or freeze it",
+                names[0],
+                f" (and {len(names) - 1} more)" if len(names) > 1 else "",
+            )
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Let parameters, and the buffers that all ranks share, be the mean of all ranks inside.
+        """Let parameters and buffers, frozen parameters too, be the mean of all ranks inside.
 
         Collective over the world; blocking, at its beginning.
         """
-        buffers = self._common_buffers()
+        buffers = [*self._common_buffers(), *self._frozen_apart()]
         params = [tensor.detach() for _, tensor in self.trained.local]
         kept = [(tensor, tensor.detach().clone()) for tensor in (*params, *buffers)]
         try:
@@ -294,7 +325,12 @@ class Coordinator:
 
     def _common_buffers(self) -> list[torch.Tensor]:
         """Return the buffers that all ranks share. Collective over the world; blocking."""
-        buffers = [one for one in self.trained.buffers() if not is_sharded(one[1])]
+        keeps_own = self.channels.settings.exchange.keeps_own
+        buffers = [
+            (name, one)
+            for name, one in self.trained.buffers()
+            if not is_sharded(one) and not keeps_own(name)
+        ]
         return common_tensors(buffers, self._unlike, self._told, says=self.leads)
 
     def mend_buffers(self) -> None:

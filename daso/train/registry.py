@@ -15,7 +15,7 @@ from daso.errors import ConfigError
 from daso.train.model.params import Trained
 from daso.train.synchronizer import Synchronizer
 
-__all__ = ["add", "close", "closer_of", "forget", "take_over"]
+__all__ = ["add", "close", "closer_of", "forget", "take_over", "trained_ids"]
 
 logger = logging.getLogger("daso")
 
@@ -26,6 +26,12 @@ _numbers = itertools.count()  # in the order in which they were opened, the same
 def add(sync: Synchronizer) -> None:
     """Register a model until `close`, or the end of the process."""
     _open_syncs[next(_numbers)] = sync
+
+
+def trained_ids() -> set[int]:
+    """Return the ids of the parameters that open optimizers train."""
+    syncs = [sync for _, sync in sorted(_open_syncs.items()) if sync.over is None]
+    return {id(tensor) for sync in syncs for _, tensor in sync.trained.named}
 
 
 def take_over(trained: Trained, topology: Topology) -> None:

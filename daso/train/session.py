@@ -195,6 +195,7 @@ class Session:
             metrics,
             outer=self.setup.outer,
             absorbs=_weakly(weakref.WeakMethod(self._absorbs)),
+            elsewhere=registry.trained_ids,
         )
         registry.add(self._sync)
         keep(self, self.topology, self._number, registry.closer_of(self._sync))
@@ -473,8 +474,9 @@ class Session:
     def synchronize(self, *, optimizer_state: bool = False) -> None:
         """Finish what is in flight, and make parameters and buffers bit-identical on all ranks.
 
-        Call it before evaluating, saving, and at the end. Parameters become the mean of all nodes,
-        the module's floating buffers (BatchNorm statistics) the mean of all ranks.
+        Call it before evaluating, saving, and at the end. Parameters become the mean of all nodes;
+        the module's floating buffers (BatchNorm statistics), and frozen parameters that ranks
+        changed differently, become the mean of all ranks.
 
         Args:
             optimizer_state: Make the inner optimizer's state (its moments) the mean of all ranks
@@ -492,7 +494,7 @@ class Session:
         self._sync.coordinator.check_same_batch(self.schedule.batch)
         self._perform(*drain(self.schedule))
         self._sync.equalize(self.schedule)
-        self._sync.coordinator.average_buffers()
+        self._sync.coordinator.average_others()
         if optimizer_state:
             self._sync.coordinator.join()
             self._joined = self.schedule.batch

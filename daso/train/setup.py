@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class Setup:
                     f"{len(trained)} is in this {type(self.module).__name__}; pass the model whose "
                     f"parameters() the optimizer was given"
                 )
+        self._check_kept_names(inner)
         if isinstance(inner, CombinedOptimizer) and not self.settings.whole:
             raise ConfigError(
                 f"several optimizers must step as a whole, but {self.settings.gradients!r} steps "
@@ -73,6 +75,17 @@ class Setup:
                 f"Qsr needs a learning rate in every parameter group, but {type(inner).__name__} "
                 f"has none; use {Auto()!r}"
             )
+
+    def _check_kept_names(self, inner: torch.optim.Optimizer) -> None:
+        """Refuse names of `Exchange.keep_local` that no buffer or frozen parameter has."""
+        names = [name for name, _ in Trained.by(inner, self.module).others()]
+        for pattern in self.settings.exchange.keep_local:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                known = ", ".join(names[:3]) or "none: pass module="
+                raise ConfigError(
+                    f"Exchange.keep_local must name buffers or frozen parameters of the module, "
+                    f"but {pattern!r} names none; it has {known}{', ...' if len(names) > 3 else ''}"
+                )
 
     def start(self) -> State:
         """Return the schedule's state before the first batch."""

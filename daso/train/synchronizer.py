@@ -5,7 +5,7 @@ by the training thread, at step boundaries, and nowhere else.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -57,6 +57,7 @@ class Synchronizer:
         metrics: Where everything is counted.
         outer: Makes an optimizer for the reference.
         absorbs: Tells whether an error in a backward is left to the step to come.
+        elsewhere: Returns the ids of parameters that wrapped optimizers train.
 
     Collective over the world; blocking.
     """
@@ -70,12 +71,15 @@ class Synchronizer:
         *,
         outer: MakeOuter | None = None,
         absorbs: Callable[[Exception], bool] = lambda _: False,
+        elsewhere: Callable[[], Container[int]] = frozenset,
     ) -> None:
         replicas = start_alike(trained, topology, settings)
         self.trained, self.topology = trained, topology
         self.metrics, self.changes = metrics, ParameterChanges(trained)
         self.channels = Channels(topology, settings, replicas)
-        self.coordinator = Coordinator(trained, topology, replicas, self.channels, metrics)
+        self.coordinator = Coordinator(
+            trained, topology, replicas, self.channels, metrics, elsewhere
+        )
         self.over: str | None = None  # why it can do nothing any more
         self._batch = 0  # steps taken
         self._looked = False  # around, at the first step

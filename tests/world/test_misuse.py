@@ -881,3 +881,125 @@ def test_ranks_that_compute_with_slow_kernels_are_warned_of(topology, said, monk
     who = {"none": "", "one": f"rank {last} (1 in all) ", "all": "every rank "}[ranks]
     expected = int(ranks != "none")
     assert on_rank_0(topology, said(f"{who}encodes and adds with torch's operations")) == expected
+
+
+# --- what the module holds and the optimizer does not train ----------------------------------
+
+
+class Taught(nn.Module):
+    """A student, and a teacher that is the running mean of it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.student = nn.Linear(6, 4)
+        self.teacher = nn.Linear(6, 4).requires_grad_(False)
+        self.teacher.load_state_dict(self.student.state_dict())
+        self.register_buffer("queue", torch.zeros(3))
+        self.hidden = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def follow(self, how):
+        for mine, its in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            if how == "counted":
+                with torch.no_grad():
+                    mine.mul_(0.9).add_(its, alpha=0.1)
+            elif how == "by data":  # of which torch keeps no count
+                mine.data.mul_(0.9).add_(its.detach().data, alpha=0.1)
+            else:
+                mine.data = mine.data * 0.9 + its.detach() * 0.1
+
+    def forward(self, x):
+        return self.student(x) - self.teacher(x)
+
+
+def taught_loss(model, rank, step):
+    generator = torch.Generator().manual_seed(97 * step + rank)
+    inputs, targets = (torch.randn(8, size, generator=generator) for size in (6, 4))
+    return (model(inputs) - targets).square().mean()
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+@pytest.mark.parametrize("how", ["counted", "by data", "replaced"])
+def test_a_teacher_that_follows_its_student_is_the_mean_of_all(topology, rank_info, how, said):
+    model = Taught()
+    inner = torch.optim.SGD(model.student.parameters(), lr=0.1)
+    with wrap(topology, model, inner, policy=daso.Fixed(4, 1), wire="fp32") as optimizer:
+        for number in range(6):
+            optimizer.zero_grad()
+            taught_loss(model, rank_info.rank, number).backward()
+            optimizer.step()
+            model.follow(how)
+        mine = torch.cat([p.detach().flatten() for p in model.teacher.parameters()])
+        everyones = topology.world_comm.allgather(mine.clone())
+        assert not alike(topology, [mine])
+        with optimizer.averaged():
+            assert alike(topology, model.parameters())
+        now = torch.cat([p.detach().flatten() for p in model.teacher.parameters()])
+        assert torch.equal(now, mine)
+        optimizer.synchronize()
+        assert alike(topology, model.parameters())
+        now = torch.cat([p.detach().flatten() for p in model.teacher.parameters()])
+        assert torch.allclose(now, torch.stack(everyones).mean(0), atol=1e-6)
+    assert not on_rank_0(topology, said("require"))
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+def test_tensors_that_stay_each_ranks_own_are_left_alone(topology, rank_info):
+    model = Taught()
+    inner = torch.optim.SGD(model.student.parameters(), lr=0.1)
+    kept = daso.Exchange(keep_local=("queue", "hid*"))
+    with wrap(topology, model, inner, exchange=kept) as optimizer:
+        model.queue.fill_(rank_info.rank)
+        model.hidden.data.fill_(rank_info.rank)
+        with optimizer.averaged():
+            assert model.queue.tolist() == [rank_info.rank] * 3
+        optimizer.synchronize()
+        assert model.queue.tolist() == [rank_info.rank] * 3
+        assert model.hidden.tolist() == [rank_info.rank] * 2
+
+
+def test_a_name_that_no_tensor_has_is_refused(topology):
+    model = Taught()
+    inner = torch.optim.SGD(model.student.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"keep_local must name buffers.*'quee' names none"):
+        wrap(topology, model, inner, exchange=daso.Exchange(keep_local=("quee",)))
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+def test_a_parameter_that_no_wrapped_optimizer_trains_is_named(topology, rank_info, said):
+    model = network()
+    inner = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    other = torch.optim.SGD(model[4].parameters(), lr=0.1)
+    with wrap(topology, model, inner) as optimizer:
+        for number in range(3):
+            optimizer.zero_grad()
+            batch_loss(model, rank_info.rank, number).backward()
+            optimizer.step()
+            other.step()
+        optimizer.synchronize()
+        assert alike(topology, model.parameters())
+        optimizer.synchronize()
+    assert on_rank_0(topology, said("trained by an optimizer that daso wraps, but 4.weight is not"))
+    assert on_rank_0(topology, said("trained by an optimizer that daso wraps")) == 1
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+def test_two_wrapped_optimizers_of_one_module_leave_each_others_parameters(
+    topology, rank_info, said
+):
+    """Between exchanges the other's parameters differ, as its schedule wants."""
+    model = network()
+    first = torch.optim.SGD(model[:3].parameters(), lr=0.1)
+    second = torch.optim.SGD(model[3:].parameters(), lr=0.1)
+    with wrap(topology, model, first) as one, wrap(topology, model, second, policy=RARE) as other:
+        for number in range(4):
+            one.zero_grad()
+            other.zero_grad()
+            batch_loss(model, rank_info.rank, number).backward()
+            one.step()
+            other.step()
+        before = bits(model[3:])
+        one.synchronize()
+        assert equal(before, bits(model[3:]))
+    assert alike(topology, model.parameters())
+    assert not on_rank_0(topology, said("differed between ranks"))

@@ -1,0 +1,62 @@
+"""Parameters of the module that the wrapped optimizer does not train, and that ranks may change.
+
+A teacher that follows its student, or weights into which adapters are merged, become different on
+ranks. A digest of each finds that out: of 1,024 numbers, and of all where torch counted a write.
+"""
+
+from collections.abc import Callable, Container
+
+import torch
+
+from daso.train.misuse import checksum
+from daso.train.model.params import Named, Trained
+from daso.train.model.shards import is_sharded
+
+__all__ = ["FrozenParameters"]
+
+SAMPLE = 1024  # numbers of each parameter that are always looked at
+
+
+class FrozenParameters:
+    """Digests of the parameters that are equal on all ranks unless a program changes them.
+
+    Args:
+        trained: The optimizer's parameters, and the module.
+        elsewhere: Returns the ids of parameters that other wrapped optimizers train.
+    """
+
+    def __init__(self, trained: Trained, elsewhere: Callable[[], Container[int]]) -> None:
+        self._trained, self._elsewhere = trained, elsewhere
+        self._writes = {name: _writes(tensor) for name, tensor in self.named()}
+
+    def named(self) -> Named:
+        """Return names and parameters."""
+        module = self._trained.module
+        others = [] if module is None else self._trained.others()
+        elsewhere = self._elsewhere()
+        return [
+            (name, tensor)
+            for name, tensor in others
+            if isinstance(tensor, torch.nn.Parameter)
+            and id(tensor) not in elsewhere
+            and not (is_sharded(tensor) or tensor.is_meta)
+        ]
+
+    def digests(self) -> dict[str, str]:
+        """Return a digest of each parameter by name."""
+        found = {}
+        for name, tensor in self.named():
+            flat = tensor.detach().reshape(-1)
+            whole = self._writes.get(name) != _writes(tensor)
+            part = flat if whole else flat[:: max(1, flat.numel() // SAMPLE)]
+            found[name] = f"{checksum([part]):.0f}" + (" of all" if whole else "")
+        return found
+
+    def equal_now(self) -> None:
+        """Note that all ranks hold the same values."""
+        self._writes = {name: _writes(tensor) for name, tensor in self.named()}
+
+
+def _writes(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return what changes with each write that torch counts."""
+    return tensor.data_ptr(), tensor._version
