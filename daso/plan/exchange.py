@@ -53,12 +53,15 @@ class ExchangeRules:
         nodes: Number of nodes.
         numels: Numbers of each fragment.
         momentum: Momentum of an inner optimizer whose steps are restored; None: they are not.
+        linear_momentum: Momentum of one that is linear in its gradients, whose steps are restored
+            where gradients are clipped; None: they are not.
     """
 
     settings: Settings
     nodes: int
     numels: tuple[int, ...]
     momentum: float | None = None
+    linear_momentum: float | None = None
 
     def start(self, batch: int = 0, before: ExchangeState | None = None) -> ExchangeState:
         """Return the state where all nodes hold the same parameters, and keep the wire."""
@@ -81,14 +84,24 @@ class ExchangeRules:
         """Return how a mean is merged that is some batches old."""
         return merge_rule(self.settings.merge, waited=waited, nodes=self.nodes, keeps=keeps)
 
-    def statistics(self, state: ExchangeState, tally: Tally) -> tuple[float, float]:
-        """Return the drift and the required gain of the last exchange; 0: not measured."""
+    def statistics(
+        self, state: ExchangeState, tally: Tally, clipping: float = 0.0
+    ) -> tuple[float, float]:
+        """Return the drift and the required gain of the last exchange; 0: not measured.
+
+        Args:
+            state: Before the exchange.
+            tally: Sums of the last exchange over all ranks.
+            clipping: Times by which clipping shortened steps; 0: not seen. A linear optimizer
+                needs a gain of that at most.
+        """
         drift = tally.drift(nodes=self.nodes, batches=state.batches)
-        if self.momentum is None:
+        momentum = self.linear_momentum if clipping else self.momentum
+        if momentum is None:
             return drift, 0.0
         sums = tally.distance, tally.moved
-        gain = required_gain(*sums, nodes=self.nodes, batches=state.batches, momentum=self.momentum)
-        return drift, gain
+        gain = required_gain(*sums, nodes=self.nodes, batches=state.batches, momentum=momentum)
+        return drift, min(gain, clipping) if clipping else gain
 
     def learn(
         self, state: ExchangeState, sent: Sent, agreed: Measurements
@@ -164,7 +177,7 @@ def next_wire(
     measured = step_seconds > 0 and seconds > 0 and numel >= MIN_NUMEL
     if not measured or not {NARROW, NARROWEST} <= set(choices):
         return now
-    if not measurements.required_gain:  # not an optimizer that normalizes, or not measured yet
+    if measurements.required_gain <= 1:  # steps are linear in gradients, or not measured yet
         return now
     batches = seconds / step_seconds * BITS[NARROW] / BITS[timed]
     most = BATCHES if now == NARROW else BATCHES * RETURN

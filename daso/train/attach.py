@@ -132,7 +132,7 @@ class Attached:
             self._set_aside = [(p, p.grad) for p in params if p.grad is not None]
             for param, _ in self._set_aside:
                 param.grad = None
-        self._restoration = self._session.step_restoration
+        self._restoration = self._session.scaling
         if self._restoration is not None:
             self._restoration.begin(self._session.schedule.step_gain)
         return None if averaged is closure else ((inner,), {"closure": averaged})

@@ -273,6 +273,12 @@ class Session:
         return None if self._exchanges is None else self._exchanges.step_restoration
 
     @property
+    def scaling(self) -> StepRestoration | None:
+        """What applies the gain, also to a linear optimizer whose gradients are clipped."""
+        found = self._exchanges
+        return None if found is None else found.step_restoration or found.clipping_restoration
+
+    @property
     def measured(self) -> tuple[Tally, int] | None:
         """What the next exchange will tell of the last one; a copy goes on from it."""
         return self._measured if self._exchanges is None else self._exchanges.measured
@@ -283,7 +289,7 @@ class Session:
 
     def scaled_lr(self) -> AbstractContextManager[None]:
         """Let the inner optimizer step as much longer as the mean over nodes is too short."""
-        restoration = self.step_restoration
+        restoration = self.scaling
         return restoration.scaled(self.schedule.step_gain) if restoration else nullcontext()
 
     @property
@@ -323,7 +329,7 @@ class Session:
         """
 
         def averaged() -> Any:
-            sync, restoration = self._sync, self.step_restoration
+            sync, restoration = self._sync, self.scaling
             assert sync is not None
             sync.buckets.fresh = False
             if restoration is not None:

@@ -102,6 +102,7 @@ class Synchronizer:
                 self._others_average,
                 self.changes.layout_changed,
                 absorbs,
+                self._gradient_made,
             ),
             cuts=CUTS[settings.gradients.reducer],
         )
@@ -216,6 +217,12 @@ class Synchronizer:
         if self.layers is not None:
             self.layers.begin()
 
+    def _gradient_made(self, index: int | None) -> None:
+        """Keep a gradient that the program may change before the step; see `GradientScaleMeter`."""
+        meter = None if self.exchanges is None else self.exchanges.gradient_scale
+        if meter is not None and index in (None, meter.index):
+            meter.note()
+
     def settle(self) -> None:
         """Wait for all gradients that are under way. Collective over the world; blocking."""
         self.flush()
@@ -290,6 +297,8 @@ class Synchronizer:
         self._begin_step()
         self.averaging.check()
         self._look_around()
+        if self.exchanges is not None and self.exchanges.gradient_scale is not None:
+            self.exchanges.gradient_scale.measure()
         late = self._finish_round(scaling)
         if self.layers is not None and self.averaging.by_layers:
             self._refuse("GradScalers", scaling.active)

@@ -341,3 +341,103 @@ def test_closures_see_the_users_rate_and_so_does_what_is_saved_after_an_error(to
     assert seen == [0.01, 0.01]
     assert inner.state_dict()["param_groups"][0]["lr"] == 0.01
     assert all(rate >= 0.01 for rate in inside)
+
+
+# --- optimizers that are linear in gradients, which the program clips --------------------------
+
+
+def clip(most):
+    def change(params):
+        torch.nn.utils.clip_grad_norm_(params, most)
+
+    return change
+
+
+def replace_clipped(params):
+    """Give each parameter a new gradient, as old programs clip."""
+    norm = torch.stack([p.grad.norm() for p in params]).norm()
+    for p in params:
+        p.grad = p.grad * (1e-3 / norm)
+
+
+def halve(params):
+    for p in params:
+        p.grad.mul_(0.5)
+
+
+def leave(params):
+    pass
+
+
+def clipped_steps(topology, optimizer, model, numbers, change):
+    for step in numbers:
+        optimizer.zero_grad()
+        batch_loss(model, topology.rank, step).backward()
+        change(list(model.parameters()))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("door", ["wrapper", "hooks"])
+@pytest.mark.parametrize(
+    ("change", "restored"),
+    [
+        (clip(1e-3), True),
+        (replace_clipped, True),
+        (clip(1e6), False),  # which writes to gradients too
+        (halve, False),
+        (leave, False),
+    ],
+)
+def test_steps_are_restored_where_clipping_shortens_them(topology, door, change, restored):
+    model = seeded(mlp)()
+    inner = sgd(model)
+    if door == "wrapper":
+        optimizer = handle = wrapped(topology, inner, model)
+    else:
+        options = {"policy": daso.Fixed(2, 1), "exchange": ORDERED}
+        handle = daso.attach(inner, module=model, topology=topology, **options)
+        optimizer = inner
+    inside = rates_inside(inner)
+    rate = inner.param_groups[0]["lr"]
+    clipped_steps(topology, optimizer, model, range(16), change)
+    gain = handle.report()["gain"]
+    handle.close()
+    assert inside[0] == rate == inner.param_groups[0]["lr"]
+    assert inside[-1] > 1.03 * rate if restored else inside[-1] == rate
+    assert gain > 1.03 if restored else gain == 1.0
+
+
+def test_the_gain_of_clipping_is_left_out_on_request(topology):
+    model = seeded(mlp)()
+    with wrapped(topology, sgd(model), model, exchange=OFF) as optimizer:
+        clipped_steps(topology, optimizer, model, range(12), clip(1e-3))
+        assert optimizer.report()["gain"] == 1.0
+
+
+def test_a_gain_of_clipping_is_gone_soon_after_clipping_ends(topology):
+    model = seeded(mlp)()
+    with wrapped(topology, sgd(model), model, policy=daso.Fixed(1, 1)) as optimizer:
+        clipped_steps(topology, optimizer, model, range(12), clip(1e-3))
+        assert optimizer.report()["gain"] > 1.1
+        clipped_steps(topology, optimizer, model, range(12, 42), leave)
+        assert optimizer.report()["gain"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_clipped_run_that_is_loaded_has_the_same_gain_and_bits(topology):
+    build, found = seeded(mlp), []
+    for cut in (None, 7):
+        model = build()
+        optimizer = wrapped(topology, sgd(model), model)
+        clipped_steps(topology, optimizer, model, range(cut or 15), clip(1e-3))
+        if cut is not None:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            optimizer.close()
+            model = build()
+            optimizer = wrapped(topology, sgd(model), model)
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            clipped_steps(topology, optimizer, model, range(cut, 15), clip(1e-3))
+        found.append((optimizer.report()["gain"], bits(model)))
+        optimizer.close()
+    assert found[0] == found[1]
+    assert found[0][0] > 1

@@ -35,7 +35,12 @@ from daso.train.deltas.core_loss import CoreLoss
 from daso.train.deltas.in_flight import InFlight, Outcome, pack, unpack
 from daso.train.deltas.outer import MakeOuter
 from daso.train.deltas.rows import make_rows
-from daso.train.inner.step_restoration import StepRestoration, make_step_restoration
+from daso.train.inner.clipping import GradientScaleMeter
+from daso.train.inner.step_restoration import (
+    StepRestoration,
+    make_clipping_restoration,
+    make_step_restoration,
+)
 from daso.train.state_sync import zero_nonfinite
 
 __all__ = ["Exchanges"]
@@ -104,7 +109,10 @@ class Exchanges:
         if self.settings.exchange.gpu_direct:
             self._try_memory(node)
         self.channels.look_at_links()
-        self.step_restoration = self._make_step_restoration()
+        self.step_restoration, self.clipping_restoration = self._make_restorations()
+        self.gradient_scale: GradientScaleMeter | None = None
+        if self.clipping_restoration is not None and not coordinator.is_sharded:
+            self.gradient_scale = GradientScaleMeter(coordinator.trained.named)
         # The gain is measured of tensors that were apart for the same number of batches.
         may_select = self.step_restoration is None
         self.rows = make_rows(coordinator, node, outer, may_select=may_select)
@@ -119,22 +127,30 @@ class Exchanges:
             self.settings,
             self.rank_info.nodes,
             tuple(self._numels),
-            None if restoration is None else restoration.momentum,
+            *(
+                None if one is None else one.momentum
+                for one in (restoration, self.clipping_restoration)
+            ),
         )
         self._state, self._local = self.rules.start(), LocalMeasurements()
 
-    def _make_step_restoration(self) -> StepRestoration | None:
-        """Return what restores steps, the same on every rank. Collective over the world."""
+    def _make_restorations(self) -> tuple[StepRestoration | None, StepRestoration | None]:
+        """Return what restores steps: always, and where gradients are clipped.
+
+        The same on every rank. Collective over the world; blocking.
+        """
         leads, topology = self.coordinator.leads, self.coordinator.topology
-        made = make_step_restoration(self.coordinator.trained.inner, self.settings, says=leads)
-        if topology.equal_on_all_ranks(made and list(made.traits)):
-            return made
+        inner = self.coordinator.trained.inner
+        made = make_step_restoration(inner, self.settings, says=leads)
+        clipped = None if made else make_clipping_restoration(inner, self.settings)
+        if topology.equal_on_all_ranks([one and list(one.traits) for one in (made, clipped)]):
+            return made, clipped
         if leads:
             logger.warning(
                 "the inner optimizer must be the same on every rank, but a few steps of a copy "
                 "show others on some; steps are not restored"
             )
-        return None
+        return None, None
 
     def _try_memory(self, node: NodeTransport) -> None:
         """Let a row cross from this rank's device. Collective over the world; blocking."""
@@ -283,6 +299,8 @@ class Exchanges:
         """Return that, and what this rank measured since it returned one last."""
         header = replace(self._header(batch), own_seconds=self._local.own_seconds)
         header = replace(header, **self._small_measured())
+        if self.gradient_scale is not None:
+            header = replace(header, clipping=self.gradient_scale.take())
         if seconds := self.metrics.watch.take_steps():
             header = replace(header, minus_step_seconds=-statistics.median(seconds))
         if self.metrics.exchange_seconds and self.rank_info.lane is not None:
@@ -450,7 +468,7 @@ class Exchanges:
         header, before = outcome.header, self._state
         if not header.same_lr:
             self.coordinator.tell_of_rates(-header.minus_lr, header.lr)
-        drift, gain = self.rules.statistics(before, outcome.tally)
+        drift, gain = self.rules.statistics(before, outcome.tally, header.clipping)
         agreed = Measurements(
             header.step_seconds,
             header.exchange_seconds,
@@ -523,6 +541,7 @@ class Exchanges:
             "state": asdict(self._state),
             "local": asdict(self._local),
             "core_loss": self._core_loss.state(),
+            "gradient_scale": self.gradient_scale and self.gradient_scale.state(),
             "flight": flight and pack(flight),
             "route": self.channels.route and stored(self.channels.route),
             "costs": self.channels.costs and asdict(self.channels.costs),
@@ -549,4 +568,6 @@ class Exchanges:
         fresh = {"measured": Tally(**local["measured"]), "marked": None}
         self._local = LocalMeasurements(**local | fresh)
         self._core_loss.load(state.get("core_loss", {"loss": None, "others": 0.0}))
+        if self.gradient_scale is not None and state.get("gradient_scale"):
+            self.gradient_scale.load(state["gradient_scale"])
         self._flight = None if state["flight"] is None else unpack(state["flight"])

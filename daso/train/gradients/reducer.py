@@ -97,12 +97,15 @@ class BackwardCallbacks:
             before which the caller sets up anew.
         absorbs: Tells whether an error is left to the step to come: then nothing is averaged until
             it has come.
+        made: Called when the gradient of a parameter, or of all (None), is what a step will have
+            if the program leaves it alone.
     """
 
     begin: Callable[[], None]
     behind: Callable[[], bool]
     outdated: Callable[[], bool]
     absorbs: Callable[[Exception], bool]
+    made: Callable[[int | None], None] = lambda _: None
 
 
 class GradientHook:
@@ -207,6 +210,7 @@ class GradientReducer:
         _check_gradient(self.named[index][0], tensor, again=index in ready)
         if self.reduce_plan.alone:
             setattr(tensor.grad, OURS, True)
+            self._callbacks.made(index)
             return
         if not ready:
             if self._callbacks.outdated():
@@ -346,6 +350,7 @@ class GradientReducer:
         else:
             self._finish_buckets()
         self._round, self.fresh, self.piled_up = Round(), True, False
+        self._callbacks.made(None)
 
     def _finish_background(self, *, begun: bool) -> None:
         """Hand over what is left; where steps are whole, collect everything."""

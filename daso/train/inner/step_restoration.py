@@ -16,7 +16,12 @@ from daso.plan.header import Tally
 from daso.plan.step_restoration import required_gain
 from daso.train.inner.optimizer_probe import OptimizerTraits, probe_optimizer
 
-__all__ = ["StepRestoration", "first_post_hook", "make_step_restoration"]
+__all__ = [
+    "StepRestoration",
+    "first_post_hook",
+    "make_clipping_restoration",
+    "make_step_restoration",
+]
 
 logger = logging.getLogger("daso")
 SCALED = ("lr", "weight_decay")  # settings of a group that change while it steps
@@ -115,6 +120,22 @@ def _unscaled(now: Any, before: Any, inside: Any) -> Any:
     if now is inside or bool(now == inside) or not bool(inside):
         return before
     return now * (before / inside)
+
+
+def make_clipping_restoration(
+    inner: torch.optim.Optimizer, settings: options.Settings
+) -> StepRestoration | None:
+    """Return what restores steps of a linear optimizer whose gradients are clipped; else None."""
+    traits = probe_optimizer(inner) if settings.may_restore_steps else None
+    if not traits or any(one.normalizes for one in traits):
+        return None
+    momentums = [float(group.get("momentum") or 0.0) for group in inner.param_groups]
+    # Its weight decay is part of the gradient, behind the clipping: a mean does not shorten it.
+    scaled = [
+        OptimizerTraits(normalizes=True, decays_by_lr="weight_decay" in group, momentum=momentum)
+        for group, momentum in zip(inner.param_groups, momentums, strict=True)
+    ]
+    return StepRestoration(inner, scaled) if max(momentums) < 1 else None
 
 
 def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
