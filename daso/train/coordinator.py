@@ -91,6 +91,7 @@ class Coordinator:
         self._frozen = FrozenParameters(trained, elsewhere)
         self.channels, self.metrics = channels, metrics
         self.ddps = DdpFinder(param for _, param in trained.named)
+        self.compares_batches = True  # once, before any gradient is averaged
         self._told: set[str] = set()  # what was said: names of buffers that are left alone, `LR`
 
     def wait(self, handle: WorkHandle[Result], *, of_step: bool = True) -> Result:
@@ -154,6 +155,9 @@ class Coordinator:
 
         Collective over the world; blocking.
         """
+        if not self.compares_batches:
+            return
+        self.compares_batches = False
         alike = self.is_sharded or self.ddps.around()  # in a node, by what averages there
         mine = 0.0 if alike else gradient_checksum(self.trained.local, order)
         differ = self._differ(mine)  # the watchdog is polled there

@@ -43,7 +43,7 @@ from daso.train.model.one_copy import KEY, OneCopy, is_saving_one_copy, packed, 
 from daso.train.model.params import Trained, check_same_layout
 from daso.train.setup import Setup, check_format
 from daso.train.startup import warn_of_slow_kernels
-from daso.train.synchronizer import Synchronizer
+from daso.train.synchronizer import SessionCallbacks, Synchronizer
 
 __all__ = ["Session"]
 
@@ -183,7 +183,7 @@ class Session:
         """Who is where, if that was asked already."""
         return None if self._topology is None else self._topology.rank_info
 
-    def _open(self, metrics: Metrics, *acts: Action) -> None:
+    def _open(self, metrics: Metrics, *acts: Action, looked: bool = False) -> None:
         if self.topology.world_size == 1:
             return
         trained = Trained.by(self.inner, self.setup.module)
@@ -194,8 +194,11 @@ class Session:
             settings,
             metrics,
             outer=self.setup.outer,
-            absorbs=_weakly(weakref.WeakMethod(self._absorbs)),
-            elsewhere=registry.trained_ids,
+            callbacks=SessionCallbacks(
+                absorbs=_weakly(weakref.WeakMethod(self._absorbs)),
+                elsewhere=registry.trained_ids,
+            ),
+            looked=looked,
         )
         registry.add(self._sync)
         keep(self, self.topology, self._number, registry.closer_of(self._sync))
@@ -241,9 +244,12 @@ class Session:
             logger.warning("parameters changed: the outer optimizer starts anew")
         sync.settle()
         sync.metrics.exposed_before += sync.buckets.node.idle_seconds
+        looked, fresh = sync.looked, sync.buckets.fresh
         registry.close(sync)
         forget(self)
-        self._open(sync.metrics, *acts)
+        self._open(sync.metrics, *acts, looked=looked)
+        if self._sync is not None:
+            self._sync.buckets.fresh = fresh and self._sync.averages_no_more_than(sync)
 
     # --- one step ----------------------------------------------------------------------------
 
@@ -725,6 +731,7 @@ class Session:
         )
         if self._sync is not None:
             self._stale, self._sync.metrics.scales_apart = True, apart
+            self._sync.enter(self.schedule)  # a backward may come before the next step
             if self.topology.rank == 0:
                 logger.warning(
                     "state of another world, model or setup, or one for all ranks, was loaded: the "
@@ -734,14 +741,12 @@ class Session:
                 )
 
 
-def _weakly(
-    method: "weakref.WeakMethod[Callable[[Exception], bool]]",
-) -> Callable[[Exception], bool]:
+def _weakly(method: "weakref.WeakMethod[Callable[..., bool]]") -> Callable[..., bool]:
     """Return a call of a session's method that does not keep alive what a user dropped."""
 
-    def call(error: Exception) -> bool:
+    def call(*values: Any) -> bool:
         """Return False where it was dropped."""
         bound = method()
-        return bound is not None and bound(error)
+        return bound is not None and bound(*values)
 
     return call

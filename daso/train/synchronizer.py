@@ -6,7 +6,7 @@ by the training thread, at step boundaries, and nowhere else.
 
 import logging
 from collections.abc import Callable, Container, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,10 +41,23 @@ from daso.train.model.changes import ParameterChanges
 from daso.train.model.params import Trained
 from daso.train.startup import make_background, start_alike
 
-__all__ = ["Synchronizer"]
+__all__ = ["SessionCallbacks", "Synchronizer"]
 
 logger = logging.getLogger("daso")
 CUTS: dict[str, Cuts] = {"bucketed": "none", "host": "last", "prioritized": "all"}
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCallbacks:
+    """Questions to the session, and to all sessions.
+
+    Args:
+        absorbs: Whether an error in a backward is left to the step to come.
+        elsewhere: The ids of parameters that wrapped optimizers train.
+    """
+
+    absorbs: Callable[[Exception], bool]
+    elsewhere: Callable[[], Container[int]]
 
 
 class Synchronizer:
@@ -56,8 +69,8 @@ class Synchronizer:
         settings: How to exchange.
         metrics: Where everything is counted.
         outer: Makes an optimizer for the reference.
-        absorbs: Tells whether an error in a backward is left to the step to come.
-        elsewhere: Returns the ids of parameters that wrapped optimizers train.
+        callbacks: Of its session.
+        looked: Whether an earlier one of the same training looked around at its first step.
 
     Collective over the world; blocking.
     """
@@ -70,19 +83,20 @@ class Synchronizer:
         metrics: Metrics,
         *,
         outer: MakeOuter | None = None,
-        absorbs: Callable[[Exception], bool] = lambda _: False,
-        elsewhere: Callable[[], Container[int]] = frozenset,
+        callbacks: SessionCallbacks,
+        looked: bool = False,
     ) -> None:
         replicas = start_alike(trained, topology, settings)
         self.trained, self.topology = trained, topology
         self.metrics, self.changes = metrics, ParameterChanges(trained)
         self.channels = Channels(topology, settings, replicas)
         self.coordinator = Coordinator(
-            trained, topology, replicas, self.channels, metrics, elsewhere
+            trained, topology, replicas, self.channels, metrics, callbacks.elsewhere
         )
         self.over: str | None = None  # why it can do nothing any more
         self._batch = 0  # steps taken
-        self._looked = False  # around, at the first step
+        self.looked = looked  # around, at the first step
+        self.coordinator.compares_batches = not looked
         self._counts_closure = False  # as an averaged step
         self.averaging, portion_bytes = self._open_averaging(replicas)
         bucket_bytes, search = first_size(
@@ -101,7 +115,7 @@ class Synchronizer:
                 partial(self._begin_step, in_backward=True),
                 self._others_average,
                 self.changes.layout_changed,
-                absorbs,
+                callbacks.absorbs,
                 self._gradient_made,
             ),
             cuts=CUTS[settings.gradients.reducer],
@@ -223,6 +237,16 @@ class Synchronizer:
         if meter is not None and index in (None, meter.index):
             meter.note()
 
+    def averages_no_more_than(self, other: "Synchronizer") -> bool:
+        """Return whether gradients that another one averaged need no average of this one.
+
+        A second average would round them again, on a narrow wire.
+        """
+        known = {id(param) for _, param in other.trained.named}
+        wider = self.averaging.synchronous and not other.averaging.synchronous
+        same = all(id(param) in known for _, param in self.trained.named)
+        return same and not wider and self.layers is None  # layers step with what lies in rows
+
     def settle(self) -> None:
         """Wait for all gradients that are under way. Collective over the world; blocking."""
         self.flush()
@@ -266,9 +290,9 @@ class Synchronizer:
 
     def _look_around(self) -> None:
         """Look once, at the first step, at what may have been made after this; see `misuse`."""
-        if self._looked:
+        if self.looked:
             return
-        self._looked = True
+        self.looked = True
         rank_info, named = self.topology.rank_info, self.trained.named
         if rank_info.nodes > 1:
             self.coordinator.ddps.refuse_wide(rank_info.local_size)
@@ -533,7 +557,7 @@ class Synchronizer:
 
         Collective over the world; blocking.
         """
-        self._looked = True  # as it had
+        self.looked = True  # as it had
         # Now, where all are: later some ranks train alone.
         order = first_value(
             self.topology,

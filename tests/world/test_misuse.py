@@ -1,5 +1,6 @@
 """First wrong moves: noticed, refused, or made right, as one process that adds in order does it."""
 
+import copy
 import logging
 import threading
 from contextlib import contextmanager
@@ -454,6 +455,67 @@ def test_the_same_batches_on_all_ranks_are_told(topology, rank_info, policy, sam
             batch_loss(model, 0 if same else rank_info.rank, number).backward()
             optimizer.step()
     assert on_rank_0(topology, said("train on batches of its own")) == same
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+@pytest.mark.parametrize("policy", [SYNC, RARE, daso.Auto()])
+def test_layers_that_freeze_are_no_equal_batches(topology, rank_info, policy, said):
+    model = network()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with wrap(topology, model, inner, policy=policy) as optimizer:
+        for number in range(24):
+            if number > 1:
+                model[(0, 2, 4)[number % 3]].requires_grad_(number % 2 == 0)
+            step(optimizer, model, rank_info, number)
+    assert not on_rank_0(topology, said("train on batches of its own"))
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+@pytest.mark.parametrize("narrow", ["fp32", "int4"])
+def test_gradients_of_a_step_that_freezes_a_layer_are_averaged_once(topology, rank_info, narrow):
+    """Frozen behind the backward, a layer changes nothing of the others' step."""
+    ends = []
+    for frozen in (False, True):
+        model = network()
+        gradients = daso.Gradients(wire=narrow)
+        with wrap(topology, model, policy=SYNC, gradients=gradients) as optimizer:
+            step(optimizer, model, rank_info, 0)
+
+            def freeze(model, frozen=frozen):
+                model[0].requires_grad_(not frozen)
+
+            step(optimizer, model, rank_info, 1, freeze)
+            ends.append(bits(model[2:]))
+    assert equal(*ends)
+
+
+@pytest.mark.nodes(*SEVERAL_NODES)
+@pytest.mark.parametrize("policy", [SYNC, RARE, daso.Auto()])
+def test_a_resume_from_one_copy_is_no_equal_batches(topology, rank_info, policy, said):
+    """State of one rank alone: all is set up again before the first step, not in its backward."""
+    model = network()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with wrap(topology, model, inner, policy=policy) as optimizer:
+        for number in range(4):
+            step(optimizer, model, rank_info, number)
+        optimizer.synchronize()
+        saved = topology.world_comm.bcast(
+            copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        )
+    saved[1]["daso"]["sync"] = None
+    model = network()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with wrap(topology, model, inner, policy=policy) as optimizer:
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        batch_loss(model, rank_info.rank, 4).backward()
+        mine = [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        averaged = optimizer.report()["skip_history"][-1][1:] == (1, 0)
+        assert alike(topology, [p.grad for p in model.parameters()]) == averaged
+        if not averaged and rank_info.largest_node == 1:
+            assert equal(mine, [p.grad for p in model.parameters()])
+    assert not on_rank_0(topology, said("train on batches of its own"))
 
 
 # --- what is wrapped ---------------------------------------------------------------------------

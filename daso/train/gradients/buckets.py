@@ -246,13 +246,13 @@ class FlatGradients:
 
     def first_nonfinite(self) -> str | None:
         """Return the name of the first parameter whose gradient is not finite, None if all are."""
-        if self._all_finite(self.buckets):
+        if self._rows and self._all_finite(self.buckets):
             return None
-        for bucket in self.buckets:
-            for index in bucket.params:
-                grad = self.named[index][1].grad
-                if grad is not None and not bool(grad.isfinite().all()):
-                    return self.named[index][0]
+        order = [index for bucket in self.buckets for index in bucket.params]
+        for index in order or range(len(self.named)):
+            name, tensor = self.named[index]
+            if tensor.grad is not None and not bool(tensor.grad.isfinite().all()):
+                return name
         return None
 
     def _all_finite(self, buckets: Iterable[Bucket]) -> bool:

@@ -15,6 +15,7 @@ from daso.plan import options
 from daso.plan.header import Tally
 from daso.plan.step_restoration import required_gain
 from daso.train.inner.optimizer_probe import OptimizerTraits, probe_optimizer
+from daso.train.model.hooks import Hook, nothing
 
 __all__ = [
     "StepRestoration",
@@ -30,11 +31,25 @@ SCALED = ("lr", "weight_decay")  # settings of a group that change while it step
 Settings = dict[str, Any]  # of a parameter group
 
 
+class StepEndHook:
+    """Calls a function with the parameter groups of the optimizer that has stepped."""
+
+    def __init__(self, call: Callable[[Sequence[Settings]], None]) -> None:
+        self._call = call
+
+    def __call__(self, inner: torch.optim.Optimizer, *_: object) -> None:
+        """Tell that a step is over."""
+        self._call(inner.param_groups)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (nothing,)  # a copy of the optimizer steps for itself
+
+
 def first_post_hook(
     inner: torch.optim.Optimizer, call: Callable[[Sequence[Settings]], None]
 ) -> RemovableHandle:
     """Call a function with the parameter groups after each step, ahead of other step hooks."""
-    handle: RemovableHandle = inner.register_step_post_hook(lambda one, *_: call(one.param_groups))
+    handle: RemovableHandle = inner.register_step_post_hook(StepEndHook(call))
     hooks: Any = inner._optimizer_step_post_hooks  # an ordered dictionary
     hooks.move_to_end(handle.id, last=False)
     return handle
@@ -100,6 +115,9 @@ class StepRestoration:
     @contextmanager
     def scaled(self, gain: float) -> Iterator[None]:
         """Let steps inside be longer by a factor."""
+        if gain == 1.0:
+            yield
+            return
         parts = getattr(self._inner, "optimizers", [self._inner])
         hooks = [
             first_post_hook(part, self.end)

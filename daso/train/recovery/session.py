@@ -96,8 +96,8 @@ class ElasticSession(Session):
         self._depth = 0  # of calls that are made again as a whole
         self._averaging: ExitStack | None = None  # puts this rank's own parameters back
 
-    def _open(self, metrics: Metrics, *acts: Action) -> None:
-        super()._open(metrics, *acts)
+    def _open(self, metrics: Metrics, *acts: Action, looked: bool = False) -> None:
+        super()._open(metrics, *acts, looked=looked)
         if self._can is None and self._sync is not None:
             try:
                 self._begin_to_survive(self._sync)

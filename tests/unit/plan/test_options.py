@@ -28,6 +28,7 @@ def test_the_defaults_are_written_down():
         "gpu_direct": False,
         "step_restoration": "auto",
         "elastic": False,
+        "keep_local": (),
     }
     assert asdict(Gradients()) == {
         "bucket_bytes": "auto",
