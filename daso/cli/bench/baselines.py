@@ -115,7 +115,11 @@ class Plain:
         """Nothing is on its way between steps."""
 
     def finish(self) -> None:
-        """Take world rank 0's buffers, which are what a user of DDP saves."""
+        """Take the mean of parameters between averages, and world rank 0's buffers, as users save."""
+        if self.averaged_every > 1:
+            for param in self.model.parameters():
+                dist.all_reduce(param.data, dist.ReduceOp.SUM)
+                param.data /= dist.get_world_size()
         for buffer in self.model.buffers():
             dist.broadcast(buffer, 0)
 
